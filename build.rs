@@ -1,0 +1,85 @@
+//! Compiles the interface definitions without protoc, and writes the `Debug`
+//! of every message that holds a secret, so that no log line can ever show one.
+
+use std::{env, error::Error, fmt::Write as _, fs, path::PathBuf};
+
+use prost_reflect::{DescriptorPool, MessageDescriptor, prost::Message as _};
+
+const PROTOS: [&str; 2] = ["csi/v1/csi.proto", "uring_csi/v1/admin.proto"];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed=proto");
+    let out = PathBuf::from(env::var("OUT_DIR")?);
+
+    let mut compiler = protox::Compiler::new(["proto"])?;
+    compiler.include_imports(true).include_source_info(true);
+    compiler.open_files(PROTOS)?;
+    let descriptors = compiler.file_descriptor_set();
+    // For gRPC server reflection.
+    fs::write(
+        out.join("descriptors.bin"),
+        compiler.encode_file_descriptor_set(),
+    )?;
+
+    let pool = DescriptorPool::decode(compiler.encode_file_descriptor_set().as_slice())?;
+    let secret = pool
+        .get_extension_by_name("csi.v1.csi_secret")
+        .ok_or("csi.proto does not define the csi_secret option")?;
+    let with_secrets: Vec<_> = pool
+        .all_messages()
+        .filter(|message| {
+            message
+                .fields()
+                .any(|field| field.options().has_extension(&secret))
+        })
+        .collect();
+
+    let mut config = tonic_prost_build::Config::new();
+    config.skip_debug(with_secrets.iter().map(|m| format!(".{}", m.full_name())));
+    tonic_prost_build::configure().compile_fds_with_config(descriptors, config)?;
+
+    let mut debugs = String::new();
+    for message in &with_secrets {
+        write_debug(&mut debugs, message, &secret)?;
+    }
+    fs::write(out.join("redacted.rs"), debugs)?;
+    Ok(())
+}
+
+/// A `Debug` that shows every field, but of a secret map only its keys' number.
+fn write_debug(
+    out: &mut String,
+    message: &MessageDescriptor,
+    secret: &prost_reflect::ExtensionDescriptor,
+) -> Result<(), Box<dyn Error>> {
+    if message.parent_message().is_some() || message.oneofs().next().is_some() {
+        return Err(format!(
+            "{}: nested messages and oneofs with secrets are not redacted yet",
+            message.full_name()
+        )
+        .into());
+    }
+    let name = message.name();
+    writeln!(out, "impl ::core::fmt::Debug for {name} {{")?;
+    writeln!(
+        out,
+        "    fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {{"
+    )?;
+    writeln!(out, "        f.debug_struct({name:?})")?;
+    for field in message.fields() {
+        let field_name = field.name();
+        if field.options().has_extension(secret) {
+            writeln!(
+                out,
+                "            .field({field_name:?}, &super::Redacted(self.{field_name}.len()))"
+            )?;
+        } else {
+            writeln!(
+                out,
+                "            .field({field_name:?}, &self.{field_name})"
+            )?;
+        }
+    }
+    writeln!(out, "            .finish()\n    }}\n}}")?;
+    Ok(())
+}

@@ -1,0 +1,5 @@
+//! From a volume's source to a block device.
+
+pub mod holders;
+pub mod loopdev;
+pub mod ready;

@@ -1,0 +1,1 @@
+//! The ioctls that grow a mounted file system.

@@ -1,0 +1,1 @@
+//! mount_setattr, statmount, listmount.

@@ -1,0 +1,34 @@
+//! uring-csi: a CSI driver for block volumes on storage-heavy nodes.
+//!
+//! Arrows run one way, `bin → csi → volume → {device, fs, mount} → {ring, lane,
+//! kernel}`; nothing below [`csi`] knows gRPC, nothing above [`device`] knows a
+//! backend's name. The picture of the house is `docs/architecture.md`.
+
+mod done;
+
+pub mod csi;
+pub mod lane;
+pub mod observe;
+pub mod pool;
+pub mod proto;
+
+#[cfg(feature = "controller")]
+pub mod provision;
+
+#[cfg(feature = "cli")]
+pub mod cli;
+
+#[cfg(feature = "node")]
+pub mod device;
+#[cfg(feature = "node")]
+pub mod fs;
+#[cfg(feature = "node")]
+pub mod kernel;
+#[cfg(feature = "node")]
+pub mod mount;
+#[cfg(feature = "node")]
+pub mod ring;
+#[cfg(feature = "node")]
+pub mod volume;
+
+pub use done::Done;

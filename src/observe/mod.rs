@@ -1,0 +1,5 @@
+//! Metrics, logs, the HTTP listener.
+
+pub mod http;
+pub mod logs;
+pub mod metrics;

@@ -1,0 +1,4 @@
+//! Pools: directories of raw image files.
+
+pub mod claim;
+pub mod handle;
