@@ -3,7 +3,7 @@
 
 use std::{env, error::Error, fmt::Write as _, fs, path::PathBuf};
 
-use prost_reflect::{DescriptorPool, MessageDescriptor, prost::Message as _};
+use prost_reflect::{DescriptorPool, MessageDescriptor};
 
 const PROTOS: [&str; 2] = ["csi/v1/csi.proto", "uring_csi/v1/admin.proto"];
 

@@ -1,1 +1,3 @@
+//! The controller.
+
 fn main() {}

@@ -1,1 +1,3 @@
+//! The node agent.
+
 fn main() {}

@@ -1,1 +1,3 @@
+//! The operator's command line.
+
 fn main() {}
