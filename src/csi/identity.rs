@@ -1,1 +1,88 @@
-//! identity.
+//! The Identity service: who this plugin is and whether it is ready.
+
+use std::sync::Arc;
+
+use tonic::{Request, Response, Status};
+
+use crate::{
+    observe::Readiness,
+    proto::csi::{
+        GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
+        GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse, identity_server,
+        plugin_capability::{self, service, volume_expansion},
+    },
+};
+
+/// The default of `--driver-name`.
+pub const DEFAULT_DRIVER_NAME: &str = "block.uring-csi.dev";
+
+/// Answers for one agent.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    driver_name: Arc<str>,
+    readiness: Readiness,
+}
+
+impl Identity {
+    /// `driver_name` must have passed [`super::validate::driver_name`].
+    pub fn new(driver_name: &str, readiness: Readiness) -> Self {
+        Self {
+            driver_name: driver_name.into(),
+            readiness,
+        }
+    }
+}
+
+fn service(kind: service::Type) -> PluginCapability {
+    PluginCapability {
+        r#type: Some(plugin_capability::Type::Service(
+            plugin_capability::Service {
+                r#type: kind.into(),
+            },
+        )),
+    }
+}
+
+fn expansion(kind: volume_expansion::Type) -> PluginCapability {
+    PluginCapability {
+        r#type: Some(plugin_capability::Type::VolumeExpansion(
+            plugin_capability::VolumeExpansion {
+                r#type: kind.into(),
+            },
+        )),
+    }
+}
+
+#[tonic::async_trait]
+impl identity_server::Identity for Identity {
+    async fn get_plugin_info(
+        &self,
+        _: Request<GetPluginInfoRequest>,
+    ) -> Result<Response<GetPluginInfoResponse>, Status> {
+        Ok(Response::new(GetPluginInfoResponse {
+            name: self.driver_name.to_string(),
+            vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
+            manifest: [].into(),
+        }))
+    }
+
+    async fn get_plugin_capabilities(
+        &self,
+        _: Request<GetPluginCapabilitiesRequest>,
+    ) -> Result<Response<GetPluginCapabilitiesResponse>, Status> {
+        Ok(Response::new(GetPluginCapabilitiesResponse {
+            capabilities: vec![
+                service(service::Type::ControllerService),
+                service(service::Type::VolumeAccessibilityConstraints),
+                expansion(volume_expansion::Type::Online),
+            ],
+        }))
+    }
+
+    /// Not ready is an answer with `ready=false`, not an error.
+    async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
+        Ok(Response::new(ProbeResponse {
+            ready: Some(self.readiness.is_ready()),
+        }))
+    }
+}

@@ -1,4 +1,8 @@
-//! The gRPC face.
+//! The gRPC face: requests in, parsed into types; errors out, as codes.
+//!
+//! Nothing below this module knows gRPC. [`serve`] owns the sockets,
+//! [`validate`] the rules that every request has to keep, [`status`] the one
+//! table of which error becomes which code.
 
 #[cfg(feature = "controller")]
 pub mod controller;

@@ -1,1 +1,288 @@
-//! serve.
+//! Serving gRPC on a unix socket that has exactly one owner.
+//!
+//! A socket file outlives its process, and a process stuck in the kernel can
+//! outlive its agent with the listening socket still open. So neither the file
+//! nor a successful connect proves that somebody serves: only an answer to
+//! `Probe` within a second does. A socket that answers is left alone; any other
+//! is replaced by renaming the new one over it, so that there is never a moment
+//! without a socket, nor one with the wrong mode.
+
+use std::{
+    fmt,
+    io::{self, ErrorKind},
+    os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
+
+use hyper_util::rt::TokioIo;
+use tokio::net::{UnixListener, UnixStream};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{
+    service::Routes,
+    transport::{Channel, Server, Uri},
+};
+use tower::service_fn;
+
+use crate::proto::{
+    DESCRIPTORS,
+    csi::{ProbeRequest, identity_client::IdentityClient},
+};
+
+/// How long a socket's owner may take to answer `Probe` before it counts as dead.
+const ALIVE_WITHIN: Duration = Duration::from_secs(1);
+
+/// Where to serve: `unix:///absolute/path` (`unix:/path` and a bare absolute
+/// path mean the same).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    path: PathBuf,
+}
+
+/// Why an agent cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The endpoint does not name a unix socket.
+    #[error("endpoint {0:?} is not of the form unix:///path/to/socket")]
+    BadEndpoint(String),
+    /// Another process serves there.
+    #[error("{path} is served by a live process; stop it, or choose another --endpoint")]
+    Live {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// Something that is no socket stands there.
+    #[error("{path} exists and is no socket; it is left alone: choose another --endpoint")]
+    NotASocket {
+        /// What is in the way.
+        path: PathBuf,
+    },
+    /// The socket could not be made.
+    #[error("cannot {what} {path}")]
+    Socket {
+        /// The step that failed.
+        what: &'static str,
+        /// The socket.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The server itself failed.
+    #[error("the gRPC server stopped")]
+    Server(#[from] tonic::transport::Error),
+    /// The interface's descriptors could not be offered for reflection.
+    #[error("cannot offer gRPC reflection")]
+    Reflection(#[from] tonic_reflection::server::Error),
+}
+
+impl FromStr for Endpoint {
+    type Err = ServeError;
+
+    fn from_str(text: &str) -> Result<Self, ServeError> {
+        let path = text
+            .strip_prefix("unix://")
+            .or_else(|| text.strip_prefix("unix:"))
+            .unwrap_or(text);
+        if !path.starts_with('/') || path.ends_with('/') {
+            return Err(ServeError::BadEndpoint(text.to_owned()));
+        }
+        Ok(Self { path: path.into() })
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unix://{}", self.path.display())
+    }
+}
+
+impl Endpoint {
+    /// The socket's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A lazily connected channel to whoever serves here. Each channel is a
+    /// connection of its own.
+    pub fn channel(&self) -> Channel {
+        let path = self.path.clone();
+        // The URI is never looked up: the connector below ignores it.
+        tonic::transport::Endpoint::from_static("http://uring-csi").connect_with_connector_lazy(
+            service_fn(move |_: Uri| {
+                let path = path.clone();
+                async move { UnixStream::connect(path).await.map(TokioIo::new) }
+            }),
+        )
+    }
+
+    /// Whether somebody serves the Identity service here, now.
+    async fn is_alive(&self) -> bool {
+        let mut identity = IdentityClient::new(self.channel());
+        let answer = tokio::time::timeout(ALIVE_WITHIN, identity.probe(ProbeRequest {})).await;
+        // An answer with an error code is an answer too, unless the code is
+        // the one that the client makes up when nobody listens.
+        matches!(answer, Ok(Ok(_)))
+            || matches!(answer, Ok(Err(status)) if status.code() != tonic::Code::Unavailable)
+    }
+
+    /// Takes the socket over, mode 0600; refuses while a live process serves.
+    pub async fn bind(&self) -> Result<Listener, ServeError> {
+        let failed = |what| {
+            let path = self.path.clone();
+            move |source| ServeError::Socket { what, path, source }
+        };
+        match std::fs::symlink_metadata(&self.path) {
+            Ok(found) if !found.file_type().is_socket() => {
+                let path = self.path.clone();
+                return Err(ServeError::NotASocket { path });
+            }
+            Ok(_) if self.is_alive().await => {
+                let path = self.path.clone();
+                return Err(ServeError::Live { path });
+            }
+            Ok(_) => {}
+            Err(absent) if absent.kind() == ErrorKind::NotFound => {
+                if let Some(parent) = self.path.parent() {
+                    std::fs::create_dir_all(parent).map_err(failed("make the directory of"))?;
+                }
+            }
+            Err(error) => return Err(failed("look at")(error)),
+        }
+        let mut fresh = self.path.clone().into_os_string();
+        fresh.push(format!(".{}", std::process::id()));
+        let fresh = PathBuf::from(fresh);
+        // A leftover of a process that had the same id.
+        let _ = std::fs::remove_file(&fresh);
+        let listener = UnixListener::bind(&fresh).map_err(failed("bind"))?;
+        std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(0o600))
+            .and_then(|()| std::fs::rename(&fresh, &self.path))
+            .map_err(failed("put in place"))?;
+        let inode = std::fs::symlink_metadata(&self.path)
+            .map_err(failed("look at"))?
+            .ino();
+        Ok(Listener {
+            socket: listener,
+            path: self.path.clone(),
+            inode,
+        })
+    }
+}
+
+/// A bound socket.
+#[derive(Debug)]
+pub struct Listener {
+    socket: UnixListener,
+    path: PathBuf,
+    /// Tells our socket file from that of an agent that has replaced us.
+    inode: u64,
+}
+
+impl Listener {
+    /// Serves `routes` and server reflection until `stop` resolves. Then the
+    /// socket goes away, so that nothing new comes in, and calls under way get
+    /// `grace` to finish.
+    pub async fn serve(
+        self,
+        routes: Routes,
+        stop: impl Future<Output = ()>,
+        grace: Duration,
+    ) -> Result<(), ServeError> {
+        use tonic_reflection::server::Builder;
+        let routes = routes
+            .add_service(
+                Builder::configure()
+                    .register_encoded_file_descriptor_set(DESCRIPTORS)
+                    .build_v1()?,
+            )
+            .add_service(
+                Builder::configure()
+                    .register_encoded_file_descriptor_set(DESCRIPTORS)
+                    .build_v1alpha()?,
+            );
+        let (stopping, stopped) = tokio::sync::oneshot::channel::<()>();
+        let server = Server::builder()
+            .add_routes(routes)
+            .serve_with_incoming_shutdown(UnixListenerStream::new(self.socket), async {
+                // A dropped sender means the same as a message: stop.
+                let _ = stopped.await;
+            });
+        let until_told = async {
+            stop.await;
+            if std::fs::symlink_metadata(&self.path).is_ok_and(|now| now.ino() == self.inode) {
+                let _ = std::fs::remove_file(&self.path);
+            }
+            drop(stopping);
+            tokio::time::sleep(grace).await;
+        };
+        tokio::select! {
+            finished = server => finished?,
+            () = until_told => tracing::warn!(
+                grace_seconds = grace.as_secs(),
+                "calls were still under way at the end of the grace time; the next start takes their work up"
+            ),
+        }
+        Ok(())
+    }
+}
+
+/// Resolves at SIGTERM or SIGINT.
+pub async fn told_to_stop() -> io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut term = signal(SignalKind::terminate())?;
+    let mut int = signal(SignalKind::interrupt())?;
+    tokio::select! {
+        _ = term.recv() => tracing::info!("SIGTERM: finishing what runs, refusing what is new"),
+        _ = int.recv() => tracing::info!("SIGINT: finishing what runs, refusing what is new"),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_are_unix_sockets() {
+        for good in ["unix:///run/x.sock", "unix:/run/x.sock", "/run/x.sock"] {
+            let endpoint: Endpoint = good.parse().unwrap();
+            assert_eq!(endpoint.path(), Path::new("/run/x.sock"));
+        }
+        for bad in [
+            "",
+            "x.sock",
+            "tcp://1.2.3.4:1",
+            "unix://x.sock",
+            "unix:///run/",
+        ] {
+            let error = bad.parse::<Endpoint>().unwrap_err();
+            assert!(error.to_string().contains("unix:///path/to/socket"));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_file_that_is_no_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("csi.sock");
+        std::fs::write(&path, "precious").unwrap();
+        let endpoint = Endpoint { path: path.clone() };
+        assert!(matches!(
+            endpoint.bind().await,
+            Err(ServeError::NotASocket { .. })
+        ));
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_accepts_but_never_answers_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("csi.sock");
+        // The kernel completes connects to it for ever; nobody answers.
+        let _mute = UnixListener::bind(&path).unwrap();
+        let endpoint = Endpoint { path: path.clone() };
+        let listener = endpoint.bind().await.unwrap();
+        let found = std::fs::symlink_metadata(&path).unwrap();
+        assert_eq!(found.ino(), listener.inode);
+        assert_eq!(found.permissions().mode() & 0o777, 0o600);
+    }
+}

@@ -1,1 +1,279 @@
-//! validate.
+//! The rules that every request has to keep before anything is done: required
+//! fields, sizes, and capabilities that make sense (CSI specification, "Size
+//! Limits" and the `REQUIRED` marks of each message).
+//!
+//! Every failure is `INVALID_ARGUMENT` and names the field.
+
+use std::collections::HashMap;
+
+use tonic::Status;
+
+use crate::proto::csi::{
+    VolumeCapability,
+    volume_capability::{AccessType, access_mode::Mode as WireMode},
+};
+
+/// Bytes that a string may have unless a field says otherwise.
+pub const MAX_STRING: usize = 128;
+/// Bytes of a node id.
+pub const MAX_NODE_ID: usize = 256;
+/// Bytes of a map's keys and values together, and of mount flags together.
+pub const MAX_COLLECTION: usize = 4096;
+/// Bytes of a path: the kernel's own limit, with its terminating zero.
+pub const MAX_PATH: usize = 4095;
+/// Bytes of a plugin name.
+pub const MAX_PLUGIN_NAME: usize = 63;
+
+/// `INVALID_ARGUMENT` that names the field.
+pub fn invalid(field: &str, why: impl std::fmt::Display) -> Status {
+    Status::invalid_argument(format!("{field}: {why}"))
+}
+
+fn text<'a>(field: &str, value: &'a str, max: usize) -> Result<&'a str, Status> {
+    if value.is_empty() {
+        return Err(invalid(field, "is required"));
+    }
+    if value.len() > max {
+        let why = format!("is {} bytes long, {max} are allowed", value.len());
+        return Err(invalid(field, why));
+    }
+    if value.contains(|c: char| c.is_control()) {
+        return Err(invalid(field, "holds a control character"));
+    }
+    Ok(value)
+}
+
+/// A required string of ordinary length: an id or a name.
+pub fn required<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
+    text(field, value, MAX_STRING)
+}
+
+/// A required node id.
+pub fn node_id<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
+    text(field, value, MAX_NODE_ID)
+}
+
+/// A required path. Whether it lies where it may is asked later.
+pub fn path<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
+    text(field, value, MAX_PATH)
+}
+
+/// A map within its size limit.
+pub fn map(field: &str, map: &HashMap<String, String>) -> Result<(), Status> {
+    let bytes: usize = map.iter().map(|(key, value)| key.len() + value.len()).sum();
+    if bytes > MAX_COLLECTION {
+        let why = format!("holds {bytes} bytes, {MAX_COLLECTION} are allowed");
+        return Err(invalid(field, why));
+    }
+    Ok(())
+}
+
+/// A plugin name: domain-like, beginning and ending with a letter or digit.
+pub fn driver_name(name: &str) -> Result<String, String> {
+    let inside = |c: char| c.is_ascii_alphanumeric() || "-.".contains(c);
+    let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    if name.len() <= MAX_PLUGIN_NAME
+        && name.chars().all(inside)
+        && edge(name.chars().next())
+        && edge(name.chars().last())
+    {
+        Ok(name.to_owned())
+    } else {
+        Err(format!(
+            "a driver name has at most {MAX_PLUGIN_NAME} letters, digits, '-' and '.', and begins and ends with a letter or digit"
+        ))
+    }
+}
+
+/// Who may use a volume, and how (`VolumeCapability.AccessMode`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// One node writes, by any number of its pods (kubelet's ReadWriteOnce).
+    /// `SINGLE_NODE_WRITER` and `SINGLE_NODE_MULTI_WRITER` mean the same here.
+    SingleNodeWriter,
+    /// One target on one node writes (kubelet's ReadWriteOncePod).
+    SingleNodeSingleWriter,
+    /// One node reads.
+    SingleNodeReader,
+    /// Any number of nodes read.
+    MultiNodeReader,
+    /// Any number of nodes read, one of them writes.
+    MultiNodeSingleWriter,
+    /// Any number of nodes write.
+    MultiNodeWriter,
+}
+
+impl Mode {
+    /// Nobody writes.
+    pub fn reader_only(self) -> bool {
+        matches!(self, Self::SingleNodeReader | Self::MultiNodeReader)
+    }
+
+    /// More than one node may use it at a time.
+    pub fn multi_node(self) -> bool {
+        matches!(
+            self,
+            Self::MultiNodeReader | Self::MultiNodeSingleWriter | Self::MultiNodeWriter
+        )
+    }
+
+    /// More than one node may use it at a time, and one at least writes.
+    pub fn multi_node_writer(self) -> bool {
+        self.multi_node() && !self.reader_only()
+    }
+}
+
+/// How a volume is handed to its users.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// As a raw block device.
+    Block,
+    /// As a mounted file system.
+    Mount {
+        /// Empty: the driver's choice.
+        fs_type: String,
+        /// As kubelet passes them, one or more options a string.
+        flags: Vec<String>,
+        /// The group that shall own the volume's root; empty: unchanged.
+        group: String,
+    },
+}
+
+/// A `VolumeCapability` that makes sense.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capability {
+    /// Raw block or file system.
+    pub access: Access,
+    /// Who may use it.
+    pub mode: Mode,
+}
+
+/// Parses one capability; `field` is how the request calls it.
+pub fn capability(
+    field: &'static str,
+    capability: Option<&VolumeCapability>,
+) -> Result<Capability, Status> {
+    let capability = capability.ok_or_else(|| invalid(field, "is required"))?;
+    let mode = capability
+        .access_mode
+        .as_ref()
+        .ok_or_else(|| invalid(field, "access_mode is required"))?
+        .mode;
+    let mode = match WireMode::try_from(mode) {
+        Ok(WireMode::SingleNodeWriter | WireMode::SingleNodeMultiWriter) => Mode::SingleNodeWriter,
+        Ok(WireMode::SingleNodeSingleWriter) => Mode::SingleNodeSingleWriter,
+        Ok(WireMode::SingleNodeReaderOnly) => Mode::SingleNodeReader,
+        Ok(WireMode::MultiNodeReaderOnly) => Mode::MultiNodeReader,
+        Ok(WireMode::MultiNodeSingleWriter) => Mode::MultiNodeSingleWriter,
+        Ok(WireMode::MultiNodeMultiWriter) => Mode::MultiNodeWriter,
+        Ok(WireMode::Unknown) | Err(_) => {
+            return Err(invalid(field, format!("access mode {mode} is unknown")));
+        }
+    };
+    let access = match &capability.access_type {
+        None => {
+            return Err(invalid(field, "access_type is required: block or mount"));
+        }
+        Some(AccessType::Block(_)) => Access::Block,
+        Some(AccessType::Mount(mount)) => {
+            let bytes: usize = mount.mount_flags.iter().map(String::len).sum();
+            if bytes > MAX_COLLECTION {
+                let why = format!("mount_flags hold {bytes} bytes, {MAX_COLLECTION} are allowed");
+                return Err(invalid(field, why));
+            }
+            for (name, value) in [
+                ("fs_type", &mount.fs_type),
+                ("volume_mount_group", &mount.volume_mount_group),
+            ] {
+                if !value.is_empty() {
+                    text(&format!("{field}.mount.{name}"), value, MAX_STRING)?;
+                }
+            }
+            Access::Mount {
+                fs_type: mount.fs_type.clone(),
+                flags: mount.mount_flags.clone(),
+                group: mount.volume_mount_group.clone(),
+            }
+        }
+    };
+    Ok(Capability { access, mode })
+}
+
+/// Parses a required list of capabilities.
+pub fn capabilities(
+    field: &'static str,
+    list: &[VolumeCapability],
+) -> Result<Vec<Capability>, Status> {
+    if list.is_empty() {
+        return Err(invalid(field, "is required"));
+    }
+    list.iter()
+        .map(|one| capability(field, Some(one)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::csi::volume_capability::{AccessMode, BlockVolume};
+
+    #[test]
+    fn limits_name_the_field() {
+        assert!(required("volume_id", &"x".repeat(128)).is_ok());
+        for bad in [String::new(), "x".repeat(129), "a\nb".to_owned()] {
+            let status = required("volume_id", &bad).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument);
+            assert!(status.message().starts_with("volume_id: "));
+        }
+        let big = HashMap::from([("k".to_owned(), "v".repeat(4096))]);
+        assert!(map("secrets", &big).is_err());
+    }
+
+    #[test]
+    fn driver_names_are_domain_like() {
+        assert!(driver_name(super::super::identity::DEFAULT_DRIVER_NAME).is_ok());
+        for bad in ["", "-a", "a-", "a b", "a/b", &"x".repeat(64)] {
+            assert!(driver_name(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn incomplete_capabilities_are_refused() {
+        let field = "volume_capability";
+        let block = || Some(AccessType::Block(BlockVolume {}));
+        let mode = |mode| Some(AccessMode { mode });
+        for (bad, word) in [
+            (None, "required"),
+            (
+                Some(VolumeCapability {
+                    access_type: block(),
+                    access_mode: None,
+                }),
+                "access_mode",
+            ),
+            (
+                Some(VolumeCapability {
+                    access_type: block(),
+                    access_mode: mode(0),
+                }),
+                "mode 0",
+            ),
+            (
+                Some(VolumeCapability {
+                    access_type: None,
+                    access_mode: mode(1),
+                }),
+                "access_type",
+            ),
+        ] {
+            let status = capability(field, bad.as_ref()).unwrap_err();
+            assert!(status.message().contains(word), "{}", status.message());
+        }
+        let good = VolumeCapability {
+            access_type: block(),
+            access_mode: mode(7),
+        };
+        let parsed = capability(field, Some(&good)).unwrap();
+        assert_eq!(parsed.mode, Mode::SingleNodeWriter);
+    }
+}

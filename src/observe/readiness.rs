@@ -1,0 +1,34 @@
+//! Whether an agent is ready, and if not, why.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Shared by everything that answers for the agent: CSI's `Probe` and
+/// `/readyz`. Starts as not ready.
+#[derive(Clone, Debug)]
+pub struct Readiness(Arc<Mutex<Option<String>>>);
+
+impl Default for Readiness {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(Some("starting".to_owned()))))
+    }
+}
+
+impl Readiness {
+    /// From now on ready (`None`), or not, for a reason.
+    pub fn set(&self, not_ready_because: Option<String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = not_ready_because;
+    }
+
+    /// Why the agent is not ready; `None` when it is.
+    pub fn reason(&self) -> Option<String> {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Whether the agent is ready.
+    pub fn is_ready(&self) -> bool {
+        self.reason().is_none()
+    }
+}
