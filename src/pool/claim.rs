@@ -1,1 +1,397 @@
-//! claim.
+//! Claims: markers beside an image that say which node has it attached.
+//!
+//! A file lock would not do: it ends with the process, while a loop device and
+//! its mount outlive the agent. So each node writes a small file of its own,
+//! `claims/IMAGE/<hash of the node>.json`, in three steps:
+//!
+//! ```text
+//! 1. write mine as `asking`     (atomically: temporary file, link or rename)
+//! 2. look at all the others     a conflict: take mine back, name the holder
+//! 3. write mine as `held`       before the image is opened for a device
+//! ```
+//!
+//! Of two nodes that ask at once, each sees the other, as both wrote before they
+//! looked; so at most one goes on to hold, perhaps neither, and a retry decides.
+//! A node that holds already need not look again. A claim dies with the kernel
+//! that made it: one of the same node with another boot id is stale, and is
+//! replaced. That is also why nothing here is fsynced.
+//!
+//! The controller claims an image in the same way while it copies or deletes it.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Pool, PoolError,
+    draft::{self, Durability::Volatile},
+    handle::NodeHash,
+};
+use crate::Done;
+
+/// Who else may have the image at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Access {
+    /// Nobody.
+    Exclusive,
+    /// Whoever asks for shared access, too.
+    Shared,
+}
+
+/// What a holder says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claim {
+    /// The node's id.
+    pub node_id: String,
+    /// The boot id of its kernel: [`boot_id`].
+    pub boot_id: String,
+    /// Who else may have the image.
+    pub access: Access,
+    /// The node never writes to it.
+    pub read_only: bool,
+}
+
+/// A claim as it is on disk.
+#[derive(Debug, Serialize, Deserialize)]
+struct Marker {
+    #[serde(flatten)]
+    claim: Claim,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    Asking,
+    Held,
+}
+
+/// Why a claim was not made.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// Another node has the image in a way that excludes this one.
+    #[error(
+        "image {image} in pool {pool:?} is in use by {node:?}; it must be unstaged there first \
+         (where that node is gone for good, remove {})", marker.display()
+    )]
+    HeldBy {
+        /// The pool's name.
+        pool: String,
+        /// The image's file name.
+        image: String,
+        /// Who has it.
+        node: String,
+        /// The holder's marker.
+        marker: PathBuf,
+    },
+    /// A marker holds something else than a claim.
+    #[error("the claim {} cannot be read; nobody can tell who holds the image", path.display())]
+    Corrupt {
+        /// The marker.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// The pool failed.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+/// The boot id of the running kernel (random(4)).
+pub fn boot_id() -> io::Result<String> {
+    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?
+        .trim()
+        .to_owned())
+}
+
+/// Claims an image for a node. [`Done::Already`]: the node held it just so.
+pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
+    let mine = marker_path(pool, image, &claim.node_id);
+    // A marker of our own that cannot be read was cut short by a power loss.
+    let before = match read(pool, &mine) {
+        Err(ClaimError::Corrupt { .. }) => None,
+        before => before?.filter(|m| m.claim.boot_id == claim.boot_id && m.state == State::Held),
+    };
+    if before.as_ref().is_some_and(|m| m.claim == *claim) {
+        return Ok(Done::Already);
+    }
+    write(pool, &mine, claim, State::Asking)?;
+    let exclusive = |claim: &Claim| claim.access == Access::Exclusive;
+    let conflict = others(pool, image, &mine).map(|others| {
+        others
+            .into_iter()
+            .find(|(_, other)| exclusive(claim) || exclusive(other))
+    });
+    match conflict {
+        Ok(None) => {
+            write(pool, &mine, claim, State::Held)?;
+            Ok(Done::Now)
+        }
+        Ok(Some((marker, holder))) => {
+            take_back(pool, image, &mine, before)?;
+            Err(ClaimError::HeldBy {
+                pool: pool.name.clone(),
+                image: image.to_owned(),
+                node: holder.node_id,
+                marker,
+            })
+        }
+        Err(error) => {
+            take_back(pool, image, &mine, before)?;
+            Err(error)
+        }
+    }
+}
+
+/// Gives a node's claim back.
+pub fn release(pool: &Pool, image: &str, node_id: &str) -> Result<Done, ClaimError> {
+    remove(pool, image, &marker_path(pool, image, node_id))
+}
+
+/// Everybody who has the image or is asking for it, stale claims included.
+pub fn holders(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
+    let found = others(pool, image, Path::new(""))?;
+    Ok(found.into_iter().map(|(_, claim)| claim).collect())
+}
+
+/// The images that a node has claimed: after a restart it gives back what it
+/// does not hold any more.
+pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError> {
+    let mut images = Vec::new();
+    for dir in list(pool, &pool.meta_path(CLAIMS))? {
+        if let Some(image) = dir.file_name().and_then(|name| name.to_str()) {
+            let marker = marker_path(pool, image, node_id);
+            if marker
+                .try_exists()
+                .map_err(|e| pool.io("look at", &marker, e))?
+            {
+                images.push(image.to_owned());
+            }
+        }
+    }
+    Ok(images)
+}
+
+/// Where a node's claim of an image is.
+pub fn marker_path(pool: &Pool, image: &str, node_id: &str) -> PathBuf {
+    claims_dir(pool, image).join(format!("{}.json", NodeHash::of(node_id)))
+}
+
+fn claims_dir(pool: &Pool, image: &str) -> PathBuf {
+    pool.meta_path(CLAIMS).join(image)
+}
+
+fn take_back(
+    pool: &Pool,
+    image: &str,
+    mine: &Path,
+    before: Option<Marker>,
+) -> Result<(), ClaimError> {
+    match before {
+        Some(marker) => write(pool, mine, &marker.claim, marker.state),
+        None => remove(pool, image, mine).map(drop),
+    }
+}
+
+fn others(pool: &Pool, image: &str, mine: &Path) -> Result<Vec<(PathBuf, Claim)>, ClaimError> {
+    let mut found = Vec::new();
+    for path in list(pool, &claims_dir(pool, image))? {
+        if path != mine
+            && let Some(marker) = read(pool, &path)?
+        {
+            found.push((path, marker.claim));
+        }
+    }
+    Ok(found)
+}
+
+fn list(pool: &Pool, dir: &Path) -> Result<Vec<PathBuf>, PoolError> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(pool.io("list", dir, e)),
+    };
+    entries
+        .map(|entry| Ok(entry.map_err(|e| pool.io("list", dir, e))?.path()))
+        .collect()
+}
+
+fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
+    let bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(pool.io("read", path, e).into()),
+    };
+    let marker = serde_json::from_slice(&bytes).map_err(|source| ClaimError::Corrupt {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(Some(marker))
+}
+
+fn write(pool: &Pool, path: &Path, claim: &Claim, state: State) -> Result<(), ClaimError> {
+    let bytes = serde_json::to_vec(&Marker {
+        claim: claim.clone(),
+        state,
+    })
+    .expect("a claim is plain strings");
+    let tmp = pool.meta_dir("tmp")?;
+    let dir = path.parent().expect("a marker is in a directory");
+    loop {
+        fs::create_dir_all(dir).map_err(|e| pool.io("make directory", dir, e))?;
+        match draft::replace(&tmp, path, &bytes, Volatile) {
+            Ok(()) => return Ok(()),
+            // Another node gave the last claim back, and the directory with it.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && !dir.exists() => {}
+            Err(e) => return Err(pool.io("write", path, e).into()),
+        }
+    }
+}
+
+fn remove(pool: &Pool, image: &str, path: &Path) -> Result<Done, ClaimError> {
+    let done = draft::remove(path, Volatile).map_err(|e| pool.io("remove", path, e))?;
+    // Stays while another claim is in it.
+    let _ = fs::remove_dir(claims_dir(pool, image));
+    Ok(done)
+}
+
+const CLAIMS: &str = "claims";
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::pool::Scope;
+
+    const IMAGE: &str = "disk.img";
+
+    fn pool() -> (tempfile::TempDir, Pool) {
+        let dir = tempfile::tempdir().unwrap();
+        let pool = Pool {
+            name: "p".to_owned(),
+            dir: dir.path().to_owned(),
+            scope: Scope::Shared,
+        };
+        (dir, pool)
+    }
+
+    fn by(node: &str, boot: &str, access: Access) -> Claim {
+        Claim {
+            node_id: node.to_owned(),
+            boot_id: boot.to_owned(),
+            access,
+            read_only: false,
+        }
+    }
+
+    #[test]
+    fn an_exclusive_claim_keeps_others_out_until_it_is_given_back() {
+        let (_dir, pool) = pool();
+        let (a, b) = (
+            by("a", "1", Access::Exclusive),
+            by("b", "1", Access::Shared),
+        );
+        assert_eq!(claim(&pool, IMAGE, &a).unwrap(), Done::Now);
+        assert_eq!(claim(&pool, IMAGE, &a).unwrap(), Done::Already);
+        let held = claim(&pool, IMAGE, &b).unwrap_err();
+        assert!(
+            matches!(&held, ClaimError::HeldBy { node, .. } if node == "a"),
+            "{held}"
+        );
+        assert_eq!(holders(&pool, IMAGE).unwrap(), [a]);
+        assert_eq!(claimed_by(&pool, "a").unwrap(), [IMAGE]);
+        assert_eq!(release(&pool, IMAGE, "a").unwrap(), Done::Now);
+        assert_eq!(release(&pool, IMAGE, "a").unwrap(), Done::Already);
+        assert_eq!(claim(&pool, IMAGE, &b).unwrap(), Done::Now);
+        assert!(claimed_by(&pool, "a").unwrap().is_empty());
+    }
+
+    #[test]
+    fn shared_claims_stand_side_by_side_and_keep_an_exclusive_one_out() {
+        let (_dir, pool) = pool();
+        for node in ["a", "b", "c"] {
+            assert_eq!(
+                claim(&pool, IMAGE, &by(node, "1", Access::Shared)).unwrap(),
+                Done::Now
+            );
+        }
+        // `a` would have it alone: refused, and its old claim is still there.
+        claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap_err();
+        assert_eq!(holders(&pool, IMAGE).unwrap().len(), 3);
+        assert_eq!(
+            claim(&pool, IMAGE, &by("a", "1", Access::Shared)).unwrap(),
+            Done::Already
+        );
+    }
+
+    #[test]
+    fn a_claim_of_an_earlier_boot_or_of_nothing_readable_is_replaced() {
+        let (_dir, pool) = pool();
+        assert_eq!(
+            claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap(),
+            Done::Now
+        );
+        assert_eq!(
+            claim(&pool, IMAGE, &by("a", "2", Access::Exclusive)).unwrap(),
+            Done::Now
+        );
+        fs::write(marker_path(&pool, IMAGE, "a"), "").unwrap();
+        assert_eq!(
+            claim(&pool, IMAGE, &by("a", "2", Access::Exclusive)).unwrap(),
+            Done::Now
+        );
+        // Somebody else's is an error that names the file, which stays.
+        fs::write(marker_path(&pool, IMAGE, "b"), "{").unwrap();
+        let error = claim(&pool, IMAGE, &by("c", "1", Access::Exclusive)).unwrap_err();
+        assert!(
+            matches!(&error, ClaimError::Corrupt { path, .. } if path.exists()),
+            "{error}"
+        );
+        assert!(!marker_path(&pool, IMAGE, "c").exists());
+    }
+
+    #[test]
+    fn of_many_that_ask_at_once_one_at_most_holds() {
+        let (_dir, pool) = pool();
+        let holding: usize = std::thread::scope(|scope| {
+            let asking: Vec<_> = (0..8)
+                .map(|n| {
+                    let pool = &pool;
+                    scope.spawn(move || {
+                        let claimed = claim(
+                            pool,
+                            IMAGE,
+                            &by(&format!("node{n}"), "1", Access::Exclusive),
+                        );
+                        match claimed {
+                            Ok(_) => 1,
+                            Err(ClaimError::HeldBy { .. }) => 0,
+                            Err(other) => panic!("{other}"),
+                        }
+                    })
+                })
+                .collect();
+            asking.into_iter().map(|t| t.join().unwrap()).sum()
+        });
+        assert!(holding <= 1);
+        assert_eq!(holders(&pool, IMAGE).unwrap().len(), holding);
+    }
+
+    proptest! {
+        #[test]
+        fn rubbish_is_an_error_and_stays(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let (_dir, pool) = pool();
+            let path = marker_path(&pool, IMAGE, "x");
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, &bytes).unwrap();
+            let corrupt = matches!(holders(&pool, IMAGE), Err(ClaimError::Corrupt { .. }));
+            prop_assert!(corrupt);
+            prop_assert_eq!(fs::read(&path).unwrap(), bytes);
+        }
+    }
+}

@@ -1,4 +1,312 @@
-//! Pools: directories of raw image files.
+//! Pools: directories of raw image files, for the node agent and the controller.
+//!
+//! ```text
+//! POOL/<uuid>.img            a volume; only complete images have such a name
+//! POOL/inline-<id>.img       an inline ephemeral volume, made by the node
+//! POOL/<anything else>       images of static volumes, never touched here
+//! POOL/.uring-csi/           everything that is no image, so that a server of
+//!                            the directory (`nbdkit file dir=POOL`) serves
+//!                            images only
+//!     claims/IMAGE/*.json    which node has the image attached: [`claim`]
+//!     names/ volumes/        the controller's catalogue: `provision::catalogue`
+//!     snapnames/ snapshots/  the same for snapshots, with their images
+//!     tmp/                   work in progress, locked by its maker: [`draft`]
+//! ```
+//!
+//! A pool is `shared` (every node and the controller mount the same directory)
+//! or `local` (each node has its own, and a controller runs beside each node).
+//! The file system of a pool needs hard links and flock(2); NFS has both.
+//!
+//! Everything here blocks and belongs on a lane thread.
+
+use std::{
+    fmt,
+    fs::File,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fcntl_getfl, fcntl_setfl, fstat, openat2};
+
+use crate::Done;
 
 pub mod claim;
+pub mod draft;
 pub mod handle;
+mod spec;
+
+pub use spec::{PoolSpec, Pools};
+
+/// Where a pool's directory can be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scope {
+    /// On one node only; volumes stay on that node.
+    Local,
+    /// On every node and on the controller.
+    Shared,
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Local => "local",
+            Self::Shared => "shared",
+        })
+    }
+}
+
+/// Why a pool or an image in it cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// The text of an option or a config line is no pool.
+    #[error("pool {text:?}: {why}; write NAME=DIR, NAME=DIR,local or NAME=DIR,shared")]
+    BadSpec {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// Two pools have one name.
+    #[error("pool {0:?} is given twice")]
+    Twice(String),
+    /// No such pool is configured.
+    #[error("there is no pool {name:?} here, only {known}; check the `pool` parameter and --pool")]
+    Unknown {
+        /// The name asked for.
+        name: String,
+        /// The names there are.
+        known: String,
+    },
+    /// The request names no pool and several are configured.
+    #[error("name a pool by the parameter `pool`: {known}")]
+    Unnamed {
+        /// The names there are.
+        known: String,
+    },
+    /// The pool's directory cannot be opened.
+    #[error("pool {pool:?}: its directory {} cannot be opened; is it mounted?", dir.display())]
+    NotReady {
+        /// The pool's name.
+        pool: String,
+        /// Its directory.
+        dir: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+    /// Not the plain name of a file.
+    #[error("image {image:?} in pool {pool:?}: {why}")]
+    BadName {
+        /// The pool's name.
+        pool: String,
+        /// The name asked for.
+        image: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// The image does not exist.
+    #[error("there is no image {image:?} in pool {pool:?}")]
+    NoImage {
+        /// The pool's name.
+        pool: String,
+        /// The image's file name.
+        image: String,
+    },
+    /// Any other failure of a system call.
+    #[error("pool {pool:?}: cannot {step} {}", path.display())]
+    Io {
+        /// The pool's name.
+        pool: String,
+        /// What was tried.
+        step: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+}
+
+/// A directory of image files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pool {
+    /// Its name: letters, digits, `-` and `_`, at most 63 bytes.
+    pub name: String,
+    /// Its directory, an absolute path.
+    pub dir: PathBuf,
+    /// Who can reach it.
+    pub scope: Scope,
+}
+
+impl Pool {
+    /// Opens an image of this pool, a regular file directly in its directory.
+    ///
+    /// The name is resolved by openat2(2) beneath the directory and through no
+    /// symbolic link, so that a volume context cannot reach any other file.
+    pub fn open_image(&self, image: &str, writable: bool) -> Result<File, PoolError> {
+        self.check_name(image)?;
+        let access = if writable {
+            OFlags::RDWR
+        } else {
+            OFlags::RDONLY
+        };
+        let opened = openat2(
+            self.open_dir()?,
+            image,
+            // NONBLOCK: a FIFO of that name must not hold up the open.
+            access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY,
+            Mode::empty(),
+            ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
+        );
+        let no_regular_file = || self.bad_name(image, "it is not a regular file");
+        let file = match opened {
+            Ok(file) => file,
+            Err(rustix::io::Errno::NOENT) => {
+                return Err(PoolError::NoImage {
+                    pool: self.name.clone(),
+                    image: image.to_owned(),
+                });
+            }
+            Err(rustix::io::Errno::LOOP | rustix::io::Errno::ISDIR | rustix::io::Errno::NXIO) => {
+                return Err(no_regular_file());
+            }
+            Err(errno) => return Err(self.io("open", &self.image_path(image), errno)),
+        };
+        let checked = fstat(&file).and_then(|stat| {
+            fcntl_setfl(&file, fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
+            Ok(FileType::from_raw_mode(stat.st_mode))
+        });
+        match checked {
+            Ok(FileType::RegularFile) => Ok(file.into()),
+            Ok(_) => Err(no_regular_file()),
+            Err(errno) => Err(self.io("look at", &self.image_path(image), errno)),
+        }
+    }
+
+    /// Where an image is. For texts and for work that is not steered by names
+    /// from outside; else use [`Pool::open_image`].
+    pub fn image_path(&self, image: &str) -> PathBuf {
+        self.dir.join(image)
+    }
+
+    /// The directory of what is no image, made if it is missing.
+    pub fn meta_dir(&self, area: &str) -> Result<PathBuf, PoolError> {
+        // Never make the pool itself: where a mount is missing, it would hide
+        // that, and volumes would land on the file system beneath.
+        self.open_dir()?;
+        let path = self.meta_path(area);
+        std::fs::create_dir_all(&path).map_err(|e| self.io("make directory", &path, e))?;
+        Ok(path)
+    }
+
+    /// The path that [`Pool::meta_dir`] makes.
+    pub fn meta_path(&self, area: &str) -> PathBuf {
+        self.dir.join(META).join(area)
+    }
+
+    /// Makes the image of an inline ephemeral volume, sparse, `bytes` large, and
+    /// says its name. An image that is there already is grown if it is smaller,
+    /// which mends one that a crash left without its size.
+    pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
+        let image = inline_image(id);
+        self.check_name(&image)?;
+        self.open_dir()?;
+        let path = self.image_path(&image);
+        let file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(|e| self.io("make", &path, e))?;
+        let size = file
+            .metadata()
+            .map_err(|e| self.io("look at", &path, e))?
+            .len();
+        if size >= bytes {
+            return Ok((image, Done::Already));
+        }
+        file.set_len(bytes)
+            .map_err(|e| self.io("set the size of", &path, e))?;
+        Ok((image, Done::Now))
+    }
+
+    /// Deletes the image of an inline ephemeral volume.
+    pub fn delete_inline(&self, id: &str) -> Result<Done, PoolError> {
+        let image = inline_image(id);
+        self.check_name(&image)?;
+        self.open_dir()?;
+        let path = self.image_path(&image);
+        match std::fs::remove_file(&path) {
+            Ok(()) => Ok(Done::Now),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Done::Already),
+            Err(e) => Err(self.io("delete", &path, e)),
+        }
+    }
+
+    /// The pool's directory itself.
+    pub fn open_dir(&self) -> Result<OwnedFd, PoolError> {
+        rustix::fs::open(
+            &self.dir,
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .map_err(|errno| PoolError::NotReady {
+            pool: self.name.clone(),
+            dir: self.dir.clone(),
+            source: errno.into(),
+        })
+    }
+
+    /// Bytes and inodes of the pool's file system.
+    pub fn statvfs(&self) -> Result<rustix::fs::StatVfs, PoolError> {
+        rustix::fs::fstatvfs(self.open_dir()?.as_fd())
+            .map_err(|errno| self.io("ask the free space of", &self.dir, errno))
+    }
+
+    fn check_name(&self, image: &str) -> Result<(), PoolError> {
+        let why = if image.is_empty() {
+            "the name is empty"
+        } else if image.len() > 255 {
+            "the name is longer than 255 bytes"
+        } else if image.starts_with('.') {
+            "a name that begins with a dot is no image"
+        } else if image.contains('/') {
+            "it must be the name of a file directly in the pool's directory"
+        } else if image.contains(char::is_control) {
+            "the name holds a control character"
+        } else {
+            return Ok(());
+        };
+        Err(self.bad_name(image, why))
+    }
+
+    fn bad_name(&self, image: &str, why: &'static str) -> PoolError {
+        PoolError::BadName {
+            pool: self.name.clone(),
+            image: image.to_owned(),
+            why,
+        }
+    }
+
+    pub(crate) fn io(
+        &self,
+        step: &'static str,
+        path: &Path,
+        source: impl Into<io::Error>,
+    ) -> PoolError {
+        PoolError::Io {
+            pool: self.name.clone(),
+            step,
+            path: path.to_owned(),
+            source: source.into(),
+        }
+    }
+}
+
+fn inline_image(id: &str) -> String {
+    format!("inline-{id}.img")
+}
+
+const META: &str = ".uring-csi";
+
+#[cfg(test)]
+mod tests;

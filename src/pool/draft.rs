@@ -1,0 +1,178 @@
+//! Files that appear whole or not at all.
+//!
+//! A draft is written under a name of its own in the pool's `tmp/` and put in
+//! its place by link(2) (never over another file) or rename(2). Its maker holds
+//! it under flock(2), so that a file in `tmp/` which nobody has locked is what
+//! a dead process left, and may be removed by anybody: [`sweep`].
+
+use std::{
+    fs::File,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
+use uuid::Uuid;
+
+use crate::Done;
+
+/// Whether a change must outlive a power cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// It dies with the kernel anyway.
+    Volatile,
+    /// fsync of the file and of its directory.
+    Durable,
+}
+
+/// A file in the making. Dropped without being placed, it is removed.
+#[derive(Debug)]
+pub struct Draft {
+    file: File,
+    path: PathBuf,
+}
+
+impl Draft {
+    /// An empty one in the directory `tmp`.
+    pub fn new(tmp: &Path) -> io::Result<Self> {
+        let path = tmp.join(Uuid::new_v4().to_string());
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)?;
+        let draft = Self { file, path };
+        flock(&draft.file, FlockOperation::NonBlockingLockExclusive)?;
+        Ok(draft)
+    }
+
+    /// To write to.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Puts it at `path` unless a file is there already.
+    pub fn place_new(self, path: &Path, durability: Durability) -> io::Result<Done> {
+        self.flush(durability)?;
+        match std::fs::hard_link(&self.path, path) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(Done::Already),
+            Err(e) => return Err(e),
+        }
+        sync_parent(path, durability)?;
+        Ok(Done::Now)
+    }
+
+    /// Puts it at `path`, replacing what is there.
+    pub fn place_over(self, path: &Path, durability: Durability) -> io::Result<()> {
+        self.flush(durability)?;
+        std::fs::rename(&self.path, path)?;
+        sync_parent(path, durability)
+    }
+
+    fn flush(&self, durability: Durability) -> io::Result<()> {
+        match durability {
+            Durability::Durable => self.file.sync_all(),
+            Durability::Volatile => Ok(()),
+        }
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        // Gone after a rename; a second name of the inode after a link.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Writes a whole file where there is none.
+pub fn write_new(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<Done> {
+    let mut draft = Draft::new(tmp)?;
+    draft.file.write_all(bytes)?;
+    draft.place_new(path, how)
+}
+
+/// Writes a whole file, over what is there.
+pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
+    let mut draft = Draft::new(tmp)?;
+    draft.file.write_all(bytes)?;
+    draft.place_over(path, how)
+}
+
+/// Removes a file.
+pub fn remove(path: &Path, how: Durability) -> io::Result<Done> {
+    match std::fs::remove_file(path) {
+        Ok(()) => {}
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Done::Already),
+        Err(e) => return Err(e),
+    }
+    sync_parent(path, how)?;
+    Ok(Done::Now)
+}
+
+/// Makes the names in a directory durable.
+fn sync_parent(path: &Path, how: Durability) -> io::Result<()> {
+    match (how, path.parent()) {
+        (Durability::Durable, Some(dir)) => File::open(dir)?.sync_all(),
+        _ => Ok(()),
+    }
+}
+
+/// Removes the drafts of dead processes; says how many there were.
+///
+/// One that is just being made, created and not yet locked, may fall to this:
+/// its maker then fails to place it, and its call is repeated.
+pub fn sweep(tmp: &Path) -> io::Result<usize> {
+    let mut swept = 0;
+    for entry in std::fs::read_dir(tmp)? {
+        let path = entry?.path();
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+            Err(e) => return Err(e),
+        };
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {
+                std::fs::remove_file(&path)?;
+                swept += 1;
+            }
+            Err(Errno::WOULDBLOCK) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(swept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_draft_takes_its_place_whole_and_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let tmp = dir.path().join("tmp");
+        std::fs::create_dir(&tmp).unwrap();
+        let at = dir.path().join("file");
+        let new = |text: &str| write_new(&tmp, &at, text.as_bytes(), Durability::Durable).unwrap();
+        assert_eq!(new("one"), Done::Now);
+        assert_eq!(new("two"), Done::Already);
+        assert_eq!(std::fs::read(&at).unwrap(), b"one");
+        replace(&tmp, &at, b"three", Durability::Volatile).unwrap();
+        assert_eq!(std::fs::read(&at).unwrap(), b"three");
+        assert_eq!(remove(&at, Durability::Durable).unwrap(), Done::Now);
+        assert_eq!(remove(&at, Durability::Durable).unwrap(), Done::Already);
+        assert_eq!(std::fs::read_dir(&tmp).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn the_sweep_leaves_what_a_living_maker_has_locked() {
+        let dir = tempfile::tempdir().unwrap();
+        let live = Draft::new(dir.path()).unwrap();
+        std::fs::write(dir.path().join("dead"), "x").unwrap();
+        assert_eq!(sweep(dir.path()).unwrap(), 1);
+        assert!(live.path.exists() && !dir.path().join("dead").exists());
+    }
+}

@@ -1,0 +1,118 @@
+//! Pools as options and config files name them, and the set of them.
+
+use std::{collections::BTreeMap, path::PathBuf, str::FromStr};
+
+use super::{Pool, PoolError, Scope};
+
+/// `NAME=DIR[,local|,shared]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PoolSpec {
+    /// The pool's name.
+    pub name: String,
+    /// Its directory.
+    pub dir: PathBuf,
+    /// Its scope where one was written.
+    pub scope: Option<Scope>,
+}
+
+impl PoolSpec {
+    /// The pool, with `default` for a scope that was not written.
+    pub fn or(self, default: Scope) -> Pool {
+        Pool {
+            name: self.name,
+            dir: self.dir,
+            scope: self.scope.unwrap_or(default),
+        }
+    }
+}
+
+impl FromStr for PoolSpec {
+    type Err = PoolError;
+
+    fn from_str(text: &str) -> Result<Self, PoolError> {
+        let bad = |why| PoolError::BadSpec {
+            text: text.to_owned(),
+            why,
+        };
+        let (name, rest) = text
+            .split_once('=')
+            .ok_or_else(|| bad("there is no `=` in it"))?;
+        if !is_name(name) {
+            return Err(bad(
+                "a name has 1 to 63 letters, digits, `-` and `_` and begins with a letter or digit",
+            ));
+        }
+        let (dir, scope) = match rest.split_once(',') {
+            None => (rest, None),
+            Some((dir, "local")) => (dir, Some(Scope::Local)),
+            Some((dir, "shared")) => (dir, Some(Scope::Shared)),
+            Some(_) => return Err(bad("after the comma comes `local` or `shared`")),
+        };
+        if !dir.starts_with('/') {
+            return Err(bad("the directory must be an absolute path"));
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            dir: dir.into(),
+            scope,
+        })
+    }
+}
+
+/// May be a pool's name. No dot is in it, so that handles can be taken apart.
+pub(super) fn is_name(name: &str) -> bool {
+    let plain = |b: u8| b.is_ascii_alphanumeric();
+    name.len() <= 63
+        && name.bytes().next().is_some_and(plain)
+        && name.bytes().all(|b| plain(b) || b == b'-' || b == b'_')
+}
+
+/// The pools of this process, by name.
+#[derive(Clone, Debug, Default)]
+pub struct Pools(BTreeMap<String, Pool>);
+
+impl Pools {
+    /// A set of pools with distinct names.
+    pub fn new(pools: impl IntoIterator<Item = Pool>) -> Result<Self, PoolError> {
+        let mut map = BTreeMap::new();
+        for pool in pools {
+            if let Some(twice) = map.insert(pool.name.clone(), pool) {
+                return Err(PoolError::Twice(twice.name));
+            }
+        }
+        Ok(Self(map))
+    }
+
+    /// The pool of that name.
+    pub fn get(&self, name: &str) -> Result<&Pool, PoolError> {
+        self.0.get(name).ok_or_else(|| PoolError::Unknown {
+            name: name.to_owned(),
+            known: self.known(),
+        })
+    }
+
+    /// The pool of that name, or the only one where no name is given.
+    pub fn get_or_only(&self, name: Option<&str>) -> Result<&Pool, PoolError> {
+        match (name, self.0.len()) {
+            (Some(name), _) => self.get(name),
+            (None, 1) => Ok(&self.0[self.0.keys().next().expect("one pool")]),
+            (None, _) => Err(PoolError::Unnamed {
+                known: self.known(),
+            }),
+        }
+    }
+
+    /// All of them, sorted by name.
+    pub fn iter(&self) -> impl Iterator<Item = &Pool> {
+        self.0.values()
+    }
+
+    /// The names, for a sentence.
+    fn known(&self) -> String {
+        if self.0.is_empty() {
+            return "none at all (see --pool)".to_owned();
+        }
+        let names: Vec<_> = self.0.keys().map(String::as_str).collect();
+        names.join(", ")
+    }
+}

@@ -1,0 +1,144 @@
+use std::{
+    io::Write as _,
+    os::unix::fs::{FileExt as _, symlink},
+};
+
+use super::*;
+
+fn pool() -> (tempfile::TempDir, Pool) {
+    let dir = tempfile::tempdir().unwrap();
+    let pool = Pool {
+        name: "fast".to_owned(),
+        dir: dir.path().to_owned(),
+        scope: Scope::Local,
+    };
+    (dir, pool)
+}
+
+#[test]
+fn specs_say_what_is_wrong_with_them() {
+    let spec: PoolSpec = "fast=/srv/a".parse().unwrap();
+    assert_eq!(spec.scope, None);
+    assert_eq!(spec.or(Scope::Shared).scope, Scope::Shared);
+    let spec: PoolSpec = "fast=/srv/a,local".parse().unwrap();
+    assert_eq!(spec.or(Scope::Shared).scope, Scope::Local);
+    for bad in [
+        "fast",
+        "=/srv",
+        "a.b=/srv",
+        "fast=srv",
+        "fast=/srv,locl",
+        "fast=/a,b,local",
+    ] {
+        assert!(
+            matches!(bad.parse::<PoolSpec>(), Err(PoolError::BadSpec { .. })),
+            "{bad}"
+        );
+    }
+}
+
+#[test]
+fn the_only_pool_needs_no_name() {
+    let (_dir, one) = pool();
+    let other = Pool {
+        name: "slow".to_owned(),
+        ..one.clone()
+    };
+    let pools = Pools::new([one.clone()]).unwrap();
+    assert_eq!(pools.get_or_only(None).unwrap(), &one);
+    let pools = Pools::new([one.clone(), other]).unwrap();
+    let error = pools.get_or_only(None).unwrap_err().to_string();
+    assert!(error.contains("fast, slow"), "{error}");
+    let error = pools.get("none").unwrap_err().to_string();
+    assert!(error.contains("fast, slow"), "{error}");
+    assert!(matches!(
+        Pools::new([one.clone(), one]),
+        Err(PoolError::Twice(_))
+    ));
+}
+
+#[test]
+fn only_regular_files_directly_in_the_pool_are_images() {
+    let (dir, pool) = pool();
+    std::fs::write(dir.path().join("disk.img"), "data").unwrap();
+    symlink("disk.img", dir.path().join("link.img")).unwrap();
+    std::fs::create_dir(dir.path().join("sub.img")).unwrap();
+    rustix::fs::mkfifoat(
+        rustix::fs::CWD,
+        dir.path().join("fifo.img"),
+        Mode::from(0o600),
+    )
+    .unwrap();
+
+    let file = pool.open_image("disk.img", false).unwrap();
+    assert!(!fcntl_getfl(&file).unwrap().contains(OFlags::NONBLOCK));
+    file.write_at(b"x", 0).unwrap_err();
+    pool.open_image("disk.img", true)
+        .unwrap()
+        .write_all(b"x")
+        .unwrap();
+
+    for bad in [
+        "link.img",
+        "sub.img",
+        "fifo.img",
+        "",
+        ".",
+        "..",
+        ".uring-csi",
+        "../disk.img",
+        "sub.img/x",
+        "a\0b",
+    ] {
+        for writable in [false, true] {
+            let result = pool.open_image(bad, writable);
+            assert!(
+                matches!(result, Err(PoolError::BadName { .. })),
+                "{bad:?}: {result:?}"
+            );
+        }
+    }
+    assert!(matches!(
+        pool.open_image("none.img", true),
+        Err(PoolError::NoImage { .. })
+    ));
+}
+
+#[test]
+fn a_pool_that_is_not_there_is_not_made() {
+    let (dir, mut pool) = pool();
+    pool.dir = dir.path().join("unmounted");
+    assert!(matches!(
+        pool.meta_dir("tmp"),
+        Err(PoolError::NotReady { .. })
+    ));
+    assert!(matches!(
+        pool.create_inline("a", 1),
+        Err(PoolError::NotReady { .. })
+    ));
+    assert!(!pool.dir.exists());
+}
+
+#[test]
+fn inline_images_are_made_mended_and_deleted() {
+    let (_dir, pool) = pool();
+    let (image, done) = pool.create_inline("csi-1", 1 << 20).unwrap();
+    assert_eq!(done, Done::Now);
+    assert_eq!(
+        pool.create_inline("csi-1", 1 << 20).unwrap().1,
+        Done::Already
+    );
+    pool.open_image(&image, true).unwrap().set_len(0).unwrap();
+    assert_eq!(pool.create_inline("csi-1", 1 << 20).unwrap().1, Done::Now);
+    assert_eq!(
+        pool.open_image(&image, false)
+            .unwrap()
+            .metadata()
+            .unwrap()
+            .len(),
+        1 << 20
+    );
+    assert_eq!(pool.delete_inline("csi-1").unwrap(), Done::Now);
+    assert_eq!(pool.delete_inline("csi-1").unwrap(), Done::Already);
+    assert!(pool.create_inline("../x", 1).is_err() && pool.delete_inline("a/b").is_err());
+}
