@@ -1,1 +1,191 @@
-//! logs.
+//! Log lines on stderr, and the span that ties the lines of one call together.
+//!
+//! A node serves dozens of calls at once, and kubelet repeats each that fails.
+//! So every call gets a span with a short request id; a line written anywhere
+//! within it, however deep, carries `request_id`, `method` and `volume_id`:
+//!
+//! ```text
+//! 2025-05-07T10:21:09.218Z  WARN call{request_id=5be1a02c method="NodeStageVolume" volume_id="…"}: …
+//! ```
+//!
+//! In JSON the same fields stand in the objects of `spans`.
+
+use std::sync::{
+    LazyLock,
+    atomic::{AtomicU32, Ordering},
+};
+
+use tracing::{Level, Span, Subscriber};
+use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
+
+/// How a log line looks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// For people: one line, fields as `key=value`.
+    #[default]
+    Text,
+    /// For log collectors: one JSON object a line.
+    Json,
+}
+
+/// Why logging could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// The level is neither a level nor a list of directives.
+    #[error(
+        "the log level {level:?} is not understood; \
+         give error, warn, info, debug, trace, or directives such as info,uring_csi::mount=debug"
+    )]
+    Level {
+        /// What was given.
+        level: String,
+        /// What the filter says of it.
+        source: tracing_subscriber::filter::ParseError,
+    },
+    /// [`init`] was called before, or a test's subscriber is in place.
+    #[error("logging is set up already")]
+    Already,
+}
+
+/// Sends the process's log lines to stderr.
+///
+/// `level` is a level (`info`) or a comma-separated list of `target=level`
+/// directives, as `tracing_subscriber::EnvFilter` takes them. The environment
+/// is not read. Call it once, before the first line that matters.
+pub fn init(format: Format, level: &str) -> Result<(), LogError> {
+    let subscriber = subscriber(format, level, std::io::stderr)?;
+    tracing::subscriber::set_global_default(subscriber).map_err(|_| LogError::Already)
+}
+
+/// The span of one call; `.instrument(span)` its future with it.
+///
+/// `method` is the RPC's name. `volume_id` may be empty for calls that concern
+/// no volume.
+pub fn call_span(method: &'static str, volume_id: &str) -> Span {
+    // Error level: the fields must be there whatever level lets the line through.
+    tracing::span!(
+        Level::ERROR,
+        "call",
+        request_id = %request_id(),
+        method,
+        volume_id
+    )
+}
+
+/// Eight hexadecimal digits that no other call of the last four billion had.
+///
+/// The start is random, so that the ids of two runs of an agent don't mix in
+/// one log; the odd step walks through every value before one comes again.
+fn request_id() -> String {
+    const STEP: u32 = 0x9e37_79b9;
+    static NEXT: LazyLock<AtomicU32> =
+        LazyLock::new(|| AtomicU32::new(uuid::Uuid::new_v4().as_fields().0));
+    format!("{:08x}", NEXT.fetch_add(STEP, Ordering::Relaxed))
+}
+
+fn subscriber<W>(
+    format: Format,
+    level: &str,
+    writer: W,
+) -> Result<Box<dyn Subscriber + Send + Sync>, LogError>
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
+    let filter = EnvFilter::builder()
+        .parse(level)
+        .map_err(|source| LogError::Level {
+            level: level.to_owned(),
+            source,
+        })?;
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(writer)
+        .with_ansi(false);
+    Ok(match format {
+        Format::Text => Box::new(lines.finish()),
+        Format::Json => Box::new(
+            lines
+                .json()
+                .flatten_event(true)
+                .with_current_span(false)
+                .with_span_list(true)
+                .finish(),
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{self, Write},
+        sync::{Arc, Mutex},
+    };
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn written(format: Format, level: &str, body: impl FnOnce()) -> String {
+        let sink = Sink::default();
+        let writer = sink.clone();
+        let subscriber = subscriber(format, level, move || writer.clone()).unwrap();
+        tracing::subscriber::with_default(subscriber, body);
+        String::from_utf8(sink.0.lock().unwrap().clone()).unwrap()
+    }
+
+    #[test]
+    fn a_line_deep_inside_a_call_carries_its_fields() {
+        let body = || {
+            call_span("NodeStageVolume", "vol-1").in_scope(|| {
+                tracing::info_span!("mount").in_scope(|| tracing::warn!(tries = 2, "busy"));
+            });
+        };
+        let text = written(Format::Text, "warn", body);
+        assert!(text.contains("request_id="), "{text}");
+        assert!(
+            text.contains(r#"method="NodeStageVolume" volume_id="vol-1""#),
+            "{text}"
+        );
+
+        let line: serde_json::Value =
+            serde_json::from_str(&written(Format::Json, "warn", body)).unwrap();
+        assert_eq!(line["message"], "busy");
+        assert_eq!(line["tries"], 2);
+        let call = &line["spans"][0];
+        assert_eq!(call["method"], "NodeStageVolume");
+        assert_eq!(call["volume_id"], "vol-1");
+        assert_eq!(call["request_id"].as_str().unwrap().len(), 8);
+    }
+
+    #[test]
+    fn the_level_filters_by_target() {
+        let text = written(Format::Text, "warn,quiet=error", || {
+            tracing::info!("too low");
+            tracing::warn!(target: "quiet", "also too low");
+            tracing::warn!("seen");
+        });
+        assert!(text.contains("seen") && !text.contains("low"), "{text}");
+    }
+
+    #[test]
+    fn a_bad_level_is_named() {
+        let error = init(Format::Text, "info,=,x=loud").unwrap_err();
+        assert!(error.to_string().contains("x=loud"), "{error}");
+    }
+
+    #[test]
+    fn request_ids_differ() {
+        assert_ne!(request_id(), request_id());
+    }
+}

@@ -1,1 +1,193 @@
-//! metrics.
+//! What is measured, under which name, in which unit.
+//!
+//! Every label is a `&'static str`: a series can't be made from a volume id, a
+//! path or an error text, so the number of series is bounded by the code.
+//! kubelet's own histogram of CSI calls starts at 100 ms; most of our calls take
+//! less than one, hence buckets from 50 µs.
+//!
+//! Before [`install`] (and in tools and tests that never call it) recording is a
+//! no-op of a few nanoseconds.
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use metrics::{Unit, describe_gauge, describe_histogram, gauge, histogram};
+use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
+
+/// Records that `method` (an RPC's name) was answered with `code` (a gRPC code's
+/// name, as `OK` or `DEADLINE_EXCEEDED`) after `elapsed`.
+pub fn call(method: &'static str, code: &'static str, elapsed: Duration) {
+    histogram!(CALL_DURATION, "method" => method, "code" => code).record(elapsed);
+}
+
+/// Records that one step of the work on a volume (`attach`, `probe`, `mount` …)
+/// on a volume of `backend` ended, well or badly, after `elapsed`.
+pub fn step(step: &'static str, backend: &'static str, elapsed: Duration) {
+    histogram!(STEP_DURATION, "step" => step, "backend" => backend).record(elapsed);
+}
+
+/// Sets how many volumes are in `state` (`staged`, `staging` …) now.
+pub fn volumes(state: &'static str, count: usize) {
+    gauge!(VOLUMES, "state" => state).set(as_gauge(count));
+}
+
+/// Sets how many lane threads there are, idle ones included.
+pub fn lane_threads(count: usize) {
+    gauge!(LANE_THREADS).set(as_gauge(count));
+}
+
+/// Sets how many lane threads have been in one step for longer than any healthy
+/// device takes.
+pub fn lane_stuck(count: usize) {
+    gauge!(LANE_STUCK).set(as_gauge(count));
+}
+
+/// Makes the process's recorder and describes every metric.
+///
+/// From then on something must call [`Metrics::upkeep`] or [`Metrics::render`]
+/// now and then, or the recorded values pile up; [`super::http::serve`] does.
+/// Fails when a recorder is installed already.
+pub fn install() -> Result<Metrics, BuildError> {
+    let handle = PrometheusBuilder::new()
+        .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &BUCKETS)?
+        .install_recorder()?;
+    describe();
+    gauge!(BUILD_INFO, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
+    Ok(Metrics {
+        handle,
+        refresh: Arc::default(),
+    })
+}
+
+/// The installed recorder.
+#[derive(Clone)]
+pub struct Metrics {
+    handle: PrometheusHandle,
+    refresh: Arc<Mutex<Refreshers>>,
+}
+
+type Refreshers = Vec<Box<dyn Fn() + Send>>;
+
+impl Metrics {
+    /// Calls `refresh` before every answer to a scrape: the place to set gauges
+    /// that are read from the live state, like [`lane_stuck`].
+    pub fn before_scrape(&self, refresh: impl Fn() + Send + 'static) {
+        self.refreshers().push(Box::new(refresh));
+    }
+
+    /// Every series in Prometheus' text format.
+    pub fn render(&self) -> String {
+        for refresh in self.refreshers().iter() {
+            refresh();
+        }
+        self.handle.render()
+    }
+
+    /// Folds recorded values into their histograms, which keeps the memory used
+    /// constant while nobody scrapes.
+    pub fn upkeep(&self) {
+        self.handle.run_upkeep();
+    }
+
+    fn refreshers(&self) -> MutexGuard<'_, Refreshers> {
+        self.refresh.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn describe() {
+    describe_histogram!(
+        CALL_DURATION,
+        Unit::Seconds,
+        "Time from reading a CSI call to its answer, by method and gRPC code."
+    );
+    describe_histogram!(
+        STEP_DURATION,
+        Unit::Seconds,
+        "Time of one step of the work on a volume, by step and backend."
+    );
+    describe_gauge!(
+        VOLUMES,
+        Unit::Count,
+        "Volumes that this node holds, by state."
+    );
+    describe_gauge!(
+        LANE_THREADS,
+        Unit::Count,
+        "Threads for calls that a device can hold up, idle ones included."
+    );
+    describe_gauge!(
+        LANE_STUCK,
+        Unit::Count,
+        "Threads held up by a device for longer than any healthy device takes."
+    );
+    describe_gauge!(
+        BUILD_INFO,
+        Unit::Count,
+        "Always 1; the labels tell the build."
+    );
+}
+
+/// Counts of threads and volumes are far below 2^32, where f64 is exact.
+fn as_gauge(count: usize) -> f64 {
+    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
+}
+
+const CALL_DURATION: &str = "uring_csi_call_duration_seconds";
+const STEP_DURATION: &str = "uring_csi_step_duration_seconds";
+const VOLUMES: &str = "uring_csi_volumes";
+const LANE_THREADS: &str = "uring_csi_lane_threads";
+const LANE_STUCK: &str = "uring_csi_lane_stuck";
+const BUILD_INFO: &str = "uring_csi_build_info";
+
+/// Upper bounds in seconds, 50 µs to 120 s (kubelet's time for one call).
+const BUCKETS: [f64; 20] = [
+    50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3,
+    1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+];
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::LazyLock;
+
+    use super::*;
+
+    /// One recorder a process: the tests share it.
+    pub fn installed() -> Metrics {
+        static INSTALLED: LazyLock<Metrics> = LazyLock::new(|| install().unwrap());
+        INSTALLED.clone()
+    }
+
+    #[test]
+    fn series_have_units_labels_and_fine_buckets() {
+        let metrics = installed();
+        call("NodeStageVolume", "OK", Duration::from_micros(70));
+        step("mount", "loop", Duration::from_millis(3));
+        metrics.before_scrape(|| {
+            volumes("staged", 7);
+            lane_threads(3);
+            lane_stuck(1);
+        });
+        metrics.upkeep();
+        let text = metrics.render();
+        for line in [
+            "# TYPE uring_csi_call_duration_seconds histogram",
+            r#"uring_csi_call_duration_seconds_bucket{method="NodeStageVolume",code="OK",le="0.00005"} 0"#,
+            r#"uring_csi_call_duration_seconds_bucket{method="NodeStageVolume",code="OK",le="0.0001"} 1"#,
+            r#"uring_csi_step_duration_seconds_bucket{step="mount",backend="loop",le="120"} 1"#,
+            r#"uring_csi_volumes{state="staged"} 7"#,
+            "uring_csi_lane_threads 3",
+            "uring_csi_lane_stuck 1",
+        ] {
+            assert!(text.contains(line), "{line} is missing in\n{text}");
+        }
+        assert!(text.contains("# HELP uring_csi_lane_stuck "), "{text}");
+    }
+
+    #[test]
+    fn buckets_rise() {
+        assert!(BUCKETS.is_sorted());
+        assert!((BUCKETS[0] - 50e-6).abs() < 1e-12 && (BUCKETS[19] - 120.0).abs() < 1e-12);
+    }
+}
