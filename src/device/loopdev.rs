@@ -1,1 +1,459 @@
-//! loopdev.
+//! Loop devices: image files, and kubelet's locks, behind block devices.
+//!
+//! **Attach.** `LOOP_CTL_GET_FREE` names a free device and `LOOP_CONFIGURE`
+//! takes it; between the two anyone may be quicker. Nor does the kernel count a
+//! device as taken while `LOOP_CONFIGURE` is still at work, and that may last
+//! as long as the image's storage likes, with all who were given the same
+//! number in the queue behind it. So the numbers that this process is at work
+//! on are kept aside, and an attach that hangs holds up no other.
+//!
+//! **Detach.** `LOOP_CLR_FD` succeeds whoever else has the device open, and
+//! takes effect when the last of them closes it. A file system may be alive on
+//! it where we can't see its mount. So the device is claimed first (`O_EXCL`,
+//! which a mounted file system, device mapper and md refuse), what it backs is
+//! checked on that descriptor, and it is gone only when it says so itself.
+//!
+//! **Locks.** kubelet puts a loop device over the node of a published block
+//! volume, so that the number can't be given to another device meanwhile.
+//!
+//! All of this may block for as long as the device does: call it on a lane.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{ffi::OsStrExt, fs::MetadataExt},
+    },
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use rustix::{fs::OFlags, io::Errno};
+
+use crate::kernel::{Dev, block, loopctl};
+
+/// How often a free device may be snatched away before an attach gives up.
+const TRIES: u32 = 128;
+
+/// A file, whatever its name is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId {
+    /// `st_dev`.
+    pub dev: u64,
+    /// `st_ino`.
+    pub ino: u64,
+}
+
+impl FileId {
+    /// The id of an open file.
+    pub fn of(file: &File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        Ok(Self {
+            dev: metadata.dev(),
+            ino: metadata.ino(),
+        })
+    }
+}
+
+/// A loop device, configured or not.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct LoopDevice {
+    /// The `7` of `loop7`.
+    pub number: u32,
+    /// Its device number.
+    pub dev: Dev,
+    /// `/dev/loop7`.
+    pub node: PathBuf,
+}
+
+impl LoopDevice {
+    /// The loop device of that number, as sysfs has it.
+    pub fn of_number(number: u32) -> io::Result<Self> {
+        Ok(Self {
+            number,
+            dev: block::dev_of(&format!("loop{number}"))?,
+            node: PathBuf::from(format!("/dev/loop{number}")),
+        })
+    }
+
+    /// `loop7`, its name in sysfs and in uevents.
+    pub fn sysname(&self) -> String {
+        format!("loop{}", self.number)
+    }
+
+    fn open(&self, flags: OFlags) -> io::Result<OwnedFd> {
+        block::open(&self.node, self.dev, flags)
+    }
+}
+
+/// How an image is put behind a loop device.
+#[derive(Clone, Copy, Debug)]
+pub struct LoopOptions<'a> {
+    /// The device refuses writes.
+    pub read_only: bool,
+    /// Bypass the page cache of the image's file system where it can be.
+    pub direct_io: bool,
+    /// Bytes of a logical sector: 512, 1024, 2048 or 4096; 0 is the kernel's
+    /// choice.
+    pub sector_size: u32,
+    /// The name that `losetup -l` shows.
+    pub name: &'a Path,
+}
+
+/// A loop device and what it backs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attached {
+    /// The device.
+    pub device: LoopDevice,
+    /// It refuses writes.
+    pub read_only: bool,
+    /// It bypasses the page cache.
+    pub direct_io: bool,
+    /// It was told to detach and does so when its last user closes it: nothing
+    /// new may be built on it.
+    pub detaching: bool,
+    /// Bytes of the file before the device's start.
+    pub offset: u64,
+    /// Bytes of the file that it shows; 0 is all of them.
+    pub size_limit: u64,
+}
+
+/// What became of a detach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Detached {
+    /// The device let go of the file.
+    Now,
+    /// It did not back the file any more.
+    Already,
+    /// It lets go when another opener closes it: wait for its uevent, then ask
+    /// [`backs`].
+    Deferred,
+}
+
+/// A loop device over a block device's node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lock {
+    /// The loop device.
+    pub device: LoopDevice,
+    /// The node's path, as far as it can be seen from here.
+    pub backing_path: PathBuf,
+}
+
+/// Why a loop device could not be had, changed or let go.
+#[derive(Debug, thiserror::Error)]
+pub enum LoopError {
+    /// No loop driver.
+    #[error("cannot open /dev/loop-control; load the kernel module \"loop\" on this node")]
+    Control(#[source] io::Error),
+    /// Others were quicker every time.
+    #[error("{TRIES} free loop devices in turn were taken by others before {image} got one")]
+    NoneFree {
+        /// The image's name.
+        image: PathBuf,
+    },
+    /// A writable device was asked for over an image that can't be written.
+    #[error("{image} was opened read-only and cannot back a writable device")]
+    ReadOnlyImage {
+        /// The image's name.
+        image: PathBuf,
+    },
+    /// The kernel refused the image.
+    #[error("cannot put {image} behind {node}")]
+    Attach {
+        /// The image's name.
+        image: PathBuf,
+        /// The loop device.
+        node: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A file system, device mapper, md or a process holds the device.
+    #[error("{node} is in use; it stays attached until its user lets go")]
+    Busy {
+        /// The loop device.
+        node: PathBuf,
+    },
+    /// Anything else that went wrong with the device.
+    #[error("cannot {what} {node}")]
+    Device {
+        /// The loop device.
+        node: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+fn device_error(device: &LoopDevice, what: &'static str) -> impl FnOnce(io::Error) -> LoopError {
+    let node = device.node.clone();
+    move |source| LoopError::Device { node, what, source }
+}
+
+/// A number that no other thread of this process tries meanwhile.
+struct Reserved(u32);
+
+static RESERVED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+impl Reserved {
+    /// A free number, at least `least`.
+    fn take(control: impl AsFd, least: u32) -> io::Result<Self> {
+        let mut reserved = RESERVED.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = loopctl::get_free(&control)?;
+        let mut number = free.max(least);
+        while reserved.contains(&number) || (number != free && is_configured(number)) {
+            number += 1;
+        }
+        if number != free {
+            match loopctl::add(control, number) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+                _ => {}
+            }
+        }
+        reserved.insert(number);
+        Ok(Self(number))
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        let mut reserved = RESERVED.lock().unwrap_or_else(PoisonError::into_inner);
+        reserved.remove(&self.0);
+    }
+}
+
+/// Puts an image behind a free loop device.
+pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, LoopError> {
+    let name = || options.name.to_owned();
+    let access = rustix::fs::fcntl_getfl(image).unwrap_or(OFlags::RDONLY) & OFlags::RWMODE;
+    if access == OFlags::RDONLY && !options.read_only {
+        return Err(LoopError::ReadOnlyImage { image: name() });
+    }
+    let mut flags = 0;
+    let mut open = OFlags::EXCL | OFlags::RDWR;
+    if options.read_only {
+        flags |= loopctl::READ_ONLY;
+        open = OFlags::EXCL | OFlags::RDONLY;
+    }
+    if options.direct_io {
+        flags |= loopctl::DIRECT_IO;
+    }
+    let config = loopctl::Config {
+        sector_size: options.sector_size,
+        flags,
+        name: options.name.as_os_str().as_bytes(),
+    };
+    let control = loopctl::open_control().map_err(LoopError::Control)?;
+    let mut least = 0;
+    for _ in 0..TRIES {
+        let number = Reserved::take(&control, least).map_err(LoopError::Control)?;
+        let device = LoopDevice::of_number(number.0).map_err(LoopError::Control)?;
+        let configured = device
+            .open(open)
+            .and_then(|file| loopctl::configure(file, image.as_fd(), &config));
+        match configured {
+            Ok(()) => return Ok(device),
+            Err(e) if is(&e, Errno::BUSY) || is(&e, Errno::NXIO) => least = number.0 + 1,
+            Err(source) => {
+                return Err(LoopError::Attach {
+                    image: name(),
+                    node: device.node,
+                    source,
+                });
+            }
+        }
+    }
+    Err(LoopError::NoneFree { image: name() })
+}
+
+/// The loop devices that back a file. Devices that back nothing are not opened.
+pub fn find(id: FileId) -> io::Result<Vec<Attached>> {
+    let found = configured(|status| is_over(status, id))?;
+    Ok(found
+        .into_iter()
+        .map(|(device, status)| Attached {
+            device,
+            read_only: status.flags & loopctl::READ_ONLY != 0,
+            direct_io: status.flags & loopctl::DIRECT_IO != 0,
+            detaching: status.flags & loopctl::AUTOCLEAR != 0,
+            offset: status.offset,
+            size_limit: status.size_limit,
+        })
+        .collect())
+}
+
+/// Whether the device backs the file now.
+pub fn backs(device: &LoopDevice, id: FileId) -> io::Result<bool> {
+    let status = status_of(device)?;
+    Ok(status.is_some_and(|status| is_over(&status, id)))
+}
+
+/// Takes the file `id` from a loop device that nobody uses.
+pub fn detach(device: &LoopDevice, id: FileId) -> Result<Detached, LoopError> {
+    release(device, |status| is_over(status, id))
+}
+
+/// Makes a loop device as large as its file is now; answers its size in bytes.
+pub fn resize(device: &LoopDevice) -> Result<u64, LoopError> {
+    let resized = device.open(OFlags::RDONLY).and_then(|file| {
+        loopctl::set_capacity(&file)?;
+        block::size_bytes(&file)
+    });
+    resized.map_err(device_error(device, "resize"))
+}
+
+/// Puts a loop device over a block device's node, as kubelet does, so that the
+/// device's number can't be given to another one.
+pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
+    let refused = |source| LoopError::Attach {
+        image: node.to_owned(),
+        node: PathBuf::from("a loop device"),
+        source,
+    };
+    // A lock neither reads nor writes.
+    let file = File::open(node).map_err(refused)?;
+    attach(
+        &file,
+        &LoopOptions {
+            read_only: true,
+            direct_io: false,
+            sector_size: 0,
+            name: node,
+        },
+    )
+}
+
+/// The locks over a block device.
+pub fn locks_on(dev: Dev) -> io::Result<Vec<Lock>> {
+    let found = configured(|status| status.rdevice == dev.to_raw())?;
+    Ok(found
+        .into_iter()
+        .map(|(device, _)| Lock {
+            backing_path: backing_path(device.number).unwrap_or_default(),
+            device,
+        })
+        .collect())
+}
+
+/// Removes a lock if it still is one over `dev`.
+pub fn unlock(lock: &Lock, dev: Dev) -> Result<Detached, LoopError> {
+    release(&lock.device, |status| status.rdevice == dev.to_raw())
+}
+
+fn release(
+    device: &LoopDevice,
+    ours: impl Fn(&loopctl::Status) -> bool,
+) -> Result<Detached, LoopError> {
+    let failed = |source| device_error(device, "detach")(source);
+    let still_ours = || {
+        let status = status_of(device).map_err(failed)?;
+        Ok(status.is_some_and(|status| ours(&status)))
+    };
+    if !is_configured(device.number) {
+        return Ok(Detached::Already);
+    }
+    let file = match device.open(OFlags::RDONLY | OFlags::EXCL) {
+        Ok(file) => file,
+        Err(e) if is_gone(&e) => return Ok(Detached::Already),
+        // It may be another's by now, and busy with that.
+        Err(e) if is(&e, Errno::BUSY) && still_ours()? => {
+            return Err(LoopError::Busy {
+                node: device.node.clone(),
+            });
+        }
+        Err(e) if is(&e, Errno::BUSY) => return Ok(Detached::Already),
+        Err(e) => return Err(failed(e)),
+    };
+    match loopctl::status(&file) {
+        Ok(status) if ours(&status) => {}
+        Ok(_) => return Ok(Detached::Already),
+        Err(e) if is_gone(&e) => return Ok(Detached::Already),
+        Err(e) => return Err(failed(e)),
+    }
+    match loopctl::clear(&file) {
+        Ok(()) => {}
+        Err(e) if is_gone(&e) => return Ok(Detached::Already),
+        Err(e) => return Err(failed(e)),
+    }
+    drop(file);
+    if still_ours()? {
+        Ok(Detached::Deferred)
+    } else {
+        Ok(Detached::Now)
+    }
+}
+
+/// The configured loop devices whose status pleases, in the order of sysfs.
+fn configured(
+    pleases: impl Fn(&loopctl::Status) -> bool,
+) -> io::Result<Vec<(LoopDevice, loopctl::Status)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/sys/block")? {
+        let name = entry?.file_name();
+        let number = name.to_str().and_then(|name| name.strip_prefix("loop"));
+        let Some(number) = number.and_then(|number| number.parse().ok()) else {
+            continue;
+        };
+        // Devices come and go while the directory is read.
+        let status = if is_configured(number) {
+            LoopDevice::of_number(number).and_then(|device| {
+                let status = status_of(&device)?;
+                Ok(status.map(|status| (device, status)))
+            })
+        } else {
+            Ok(None)
+        };
+        match status {
+            Ok(Some((device, status))) if pleases(&status) => found.push((device, status)),
+            Ok(_) => {}
+            Err(_) if !is_configured(number) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(found)
+}
+
+/// What a device backs; none where it backs nothing.
+fn status_of(device: &LoopDevice) -> io::Result<Option<loopctl::Status>> {
+    // Not even opened where sysfs knows better: an opener delays a detach.
+    if !is_configured(device.number) {
+        return Ok(None);
+    }
+    match device.open(OFlags::RDONLY).and_then(loopctl::status) {
+        Ok(status) => Ok(Some(status)),
+        Err(e) if is_gone(&e) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// sysfs shows a loop device's particulars while it is configured only.
+fn is_configured(number: u32) -> bool {
+    Path::new(&format!("/sys/block/loop{number}/loop")).exists()
+}
+
+fn backing_path(number: u32) -> io::Result<PathBuf> {
+    let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
+    let path = path.trim_end_matches('\n');
+    Ok(path.strip_suffix(" (deleted)").unwrap_or(path).into())
+}
+
+fn is_over(status: &loopctl::Status, id: FileId) -> bool {
+    status.device == id.dev && status.inode == id.ino
+}
+
+/// The device backs nothing, or is about to, or was removed. A missing node is
+/// no such sign: the device may be there all the same.
+fn is_gone(e: &io::Error) -> bool {
+    is(e, Errno::NXIO) || is(e, Errno::NODEV)
+}
+
+fn is(e: &io::Error, errno: Errno) -> bool {
+    e.raw_os_error() == Some(errno.raw_os_error())
+}
+
+#[cfg(test)]
+#[path = "loopdev_tests.rs"]
+mod tests;

@@ -3,3 +3,6 @@
 pub mod holders;
 pub mod loopdev;
 pub mod ready;
+
+#[cfg(test)]
+pub(crate) mod scratch;

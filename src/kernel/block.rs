@@ -1,1 +1,97 @@
-//! Block-device ioctls.
+//! The ioctls of any block device, from `linux/fs.h`, and the way from a
+//! device number to its node.
+
+use std::{
+    fs, io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fs::{Mode, OFlags},
+    ioctl::{Getter, Opcode, Setter, ioctl, opcode},
+};
+
+use super::Dev;
+
+const BLKROSET: Opcode = opcode::none(0x12, 93);
+const BLKROGET: Opcode = opcode::none(0x12, 94);
+const BLKGETSIZE64: Opcode = opcode::read::<usize>(0x12, 114);
+
+/// The device's size in bytes (`BLKGETSIZE64`).
+pub fn size_bytes(device: impl AsFd) -> io::Result<u64> {
+    // SAFETY: BLKGETSIZE64 writes one u64 (its number says size_t, its
+    // handler stores 64 bits on every architecture).
+    let size = unsafe { ioctl(device, Getter::<BLKGETSIZE64, u64>::new()) }?;
+    Ok(size)
+}
+
+/// Makes the whole device read-only, or writable again (`BLKROSET`). Unlike a
+/// read-only mount of its node this stops writers; those who have it open for
+/// writing get `EPERM` from then on.
+pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
+    let value = libc::c_int::from(read_only);
+    // SAFETY: BLKROSET reads one int.
+    unsafe { ioctl(device, Setter::<BLKROSET, _>::new(value)) }?;
+    Ok(())
+}
+
+/// Whether the device refuses writes (`BLKROGET`).
+pub fn is_read_only(device: impl AsFd) -> io::Result<bool> {
+    // SAFETY: BLKROGET writes one int.
+    let value = unsafe { ioctl(device, Getter::<BLKROGET, libc::c_int>::new()) }?;
+    Ok(value != 0)
+}
+
+/// The kernel's name of a block device (`loop7`), from sysfs.
+pub fn name_of(dev: Dev) -> io::Result<String> {
+    let link = fs::read_link(format!("/sys/dev/block/{dev}"))?;
+    let name = link.file_name().unwrap_or_default();
+    Ok(name.to_string_lossy().into_owned())
+}
+
+/// The device number that sysfs has for a kernel's name.
+pub fn dev_of(name: &str) -> io::Result<Dev> {
+    fs::read_to_string(format!("/sys/class/block/{name}/dev"))?
+        .parse()
+        .map_err(io::Error::other)
+}
+
+/// The device's node under `/dev`. Whoever opens it goes through [`open`],
+/// which makes sure that the node is that device's.
+pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
+    // sysfs writes a slash within a name as an exclamation mark (cciss!c0d0).
+    Ok(Path::new("/dev").join(name_of(dev)?.replace('!', "/")))
+}
+
+/// Opens a node after which nothing but the device `dev` can be behind the
+/// descriptor: a name in `/dev` may be stale or another's.
+pub fn open(node: &Path, dev: Dev, flags: OFlags) -> io::Result<OwnedFd> {
+    let file = rustix::fs::open(node, flags | OFlags::CLOEXEC, Mode::empty())?;
+    let stat = rustix::fs::fstat(&file)?;
+    let is_block = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_block_device();
+    if is_block && Dev::from_raw(stat.st_rdev) == dev {
+        Ok(file)
+    } else {
+        Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            format!("{} is not the node of block device {dev}", node.display()),
+        ))
+    }
+}
+
+/// The number of the block device that a path is the node of.
+pub fn number_of_node(node: &Path) -> io::Result<Dev> {
+    let metadata = fs::symlink_metadata(node)?;
+    if metadata.file_type().is_block_device() {
+        Ok(Dev::from_raw(metadata.rdev()))
+    } else {
+        Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("{} is not a block device", node.display()),
+        ))
+    }
+}

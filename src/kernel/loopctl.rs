@@ -1,1 +1,204 @@
-//! Loop-device ioctls.
+//! The ioctls of loop devices, from `linux/loop.h` and loop(4).
+
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
+};
+
+use rustix::ioctl::{Getter, Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
+
+const LOOP_CLR_FD: Opcode = 0x4C01;
+const LOOP_GET_STATUS64: Opcode = 0x4C05;
+const LOOP_SET_CAPACITY: Opcode = 0x4C07;
+const LOOP_CONFIGURE: Opcode = 0x4C0A;
+const LOOP_CTL_ADD: Opcode = 0x4C80;
+const LOOP_CTL_GET_FREE: Opcode = 0x4C82;
+
+/// The device refuses writes (`LO_FLAGS_READ_ONLY`).
+pub const READ_ONLY: u32 = 1;
+/// The device lets go of its file when its last user closes it
+/// (`LO_FLAGS_AUTOCLEAR`); set by the kernel on a device that was told to
+/// detach while others had it open.
+pub const AUTOCLEAR: u32 = 4;
+/// Reads and writes bypass the page cache of the backing file
+/// (`LO_FLAGS_DIRECT_IO`).
+pub const DIRECT_IO: u32 = 16;
+
+/// Bytes of a name, its terminating zero included (`LO_NAME_SIZE`).
+const NAME_SIZE: usize = 64;
+
+/// `struct loop_info64`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct LoopInfo64 {
+    device: u64,
+    inode: u64,
+    rdevice: u64,
+    offset: u64,
+    size_limit: u64,
+    number: u32,
+    encrypt_type: u32,
+    encrypt_key_size: u32,
+    flags: u32,
+    file_name: [u8; NAME_SIZE],
+    crypt_name: [u8; NAME_SIZE],
+    encrypt_key: [u8; 32],
+    init: [u64; 2],
+}
+
+/// `struct loop_config`.
+#[repr(C)]
+struct LoopConfig {
+    fd: u32,
+    block_size: u32,
+    info: LoopInfo64,
+    reserved: [u64; 8],
+}
+
+const _: () = assert!(size_of::<LoopInfo64>() == 232 && size_of::<LoopConfig>() == 304);
+
+/// What a configured loop device says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// `st_dev` of the backing file.
+    pub device: u64,
+    /// `st_ino` of the backing file.
+    pub inode: u64,
+    /// `st_rdev` of the backing file: the device where it is a block device.
+    pub rdevice: u64,
+    /// Bytes of the file before the device's start.
+    pub offset: u64,
+    /// Bytes of the file that the device shows; 0 is all of them.
+    pub size_limit: u64,
+    /// [`READ_ONLY`], [`AUTOCLEAR`], [`DIRECT_IO`] and others.
+    pub flags: u32,
+}
+
+/// What a loop device shall be.
+#[derive(Clone, Copy, Debug)]
+pub struct Config<'a> {
+    /// Bytes of a logical sector; 0 leaves it to the kernel.
+    pub sector_size: u32,
+    /// [`READ_ONLY`] and [`DIRECT_IO`]. Direct I/O is a wish: where the file's
+    /// file system does not take it the kernel goes on without.
+    pub flags: u32,
+    /// The name it carries, for `losetup -l` on a kernel without sysfs; cut to
+    /// 63 bytes.
+    pub name: &'a [u8],
+}
+
+/// An ioctl whose answer is its return value.
+struct Returning<const OPCODE: Opcode>(usize);
+
+// SAFETY: the argument is a number that the kernel does not follow.
+unsafe impl<const OPCODE: Opcode> Ioctl for Returning<OPCODE> {
+    type Output = u32;
+
+    const IS_MUTATING: bool = false;
+
+    fn opcode(&self) -> Opcode {
+        OPCODE
+    }
+
+    fn as_ptr(&mut self) -> *mut libc::c_void {
+        std::ptr::without_provenance_mut(self.0)
+    }
+
+    unsafe fn output_from_ptr(
+        out: IoctlOutput,
+        _: *mut libc::c_void,
+    ) -> rustix::io::Result<Self::Output> {
+        // Failures came back as errors: the number of a device is not negative.
+        Ok(out.unsigned_abs())
+    }
+}
+
+/// Opens `/dev/loop-control`.
+pub fn open_control() -> io::Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/loop-control")
+}
+
+/// The first loop device that backs nothing; made where there is none. Another
+/// process may take it before the caller does.
+pub fn get_free(control: impl AsFd) -> io::Result<u32> {
+    // SAFETY: LOOP_CTL_GET_FREE ignores its argument.
+    Ok(unsafe { ioctl(control, Returning::<LOOP_CTL_GET_FREE>(0)) }?)
+}
+
+/// Makes the loop device of that number; `AlreadyExists` where there is one.
+pub fn add(control: impl AsFd, number: u32) -> io::Result<()> {
+    // SAFETY: LOOP_CTL_ADD takes a number.
+    unsafe { ioctl(control, Returning::<LOOP_CTL_ADD>(number as usize)) }?;
+    Ok(())
+}
+
+/// Puts `backing` behind a loop device in one step (`LOOP_CONFIGURE`, Linux
+/// 5.8). `EBUSY`: it backs a file already, or another process has claimed it.
+pub fn configure(
+    device: impl AsFd,
+    backing: BorrowedFd<'_>,
+    config: &Config<'_>,
+) -> io::Result<()> {
+    let mut file_name = [0; NAME_SIZE];
+    let len = config.name.len().min(NAME_SIZE - 1);
+    file_name[..len].copy_from_slice(&config.name[..len]);
+    let config = LoopConfig {
+        fd: backing.as_raw_fd().unsigned_abs(),
+        block_size: config.sector_size,
+        info: LoopInfo64 {
+            device: 0,
+            inode: 0,
+            rdevice: 0,
+            offset: 0,
+            size_limit: 0,
+            number: 0,
+            encrypt_type: 0,
+            encrypt_key_size: 0,
+            flags: config.flags,
+            file_name,
+            crypt_name: [0; NAME_SIZE],
+            encrypt_key: [0; 32],
+            init: [0; 2],
+        },
+        reserved: [0; 8],
+    };
+    // SAFETY: LOOP_CONFIGURE reads one struct loop_config; the descriptor in
+    // it is open for as long as the borrow lives.
+    unsafe { ioctl(device, Setter::<LOOP_CONFIGURE, _>::new(config)) }?;
+    Ok(())
+}
+
+/// What the device backs; `ENXIO` where it backs nothing.
+pub fn status(device: impl AsFd) -> io::Result<Status> {
+    // SAFETY: LOOP_GET_STATUS64 fills one struct loop_info64, of which every
+    // bit pattern is valid.
+    let info = unsafe { ioctl(device, Getter::<LOOP_GET_STATUS64, LoopInfo64>::new()) }?;
+    Ok(Status {
+        device: info.device,
+        inode: info.inode,
+        rdevice: info.rdevice,
+        offset: info.offset,
+        size_limit: info.size_limit,
+        flags: info.flags,
+    })
+}
+
+/// Tells the device to let go of its file (`LOOP_CLR_FD`). Success proves
+/// nothing: the kernel does it when the last descriptor of the device, this
+/// one included, is closed.
+pub fn clear(device: impl AsFd) -> io::Result<()> {
+    // SAFETY: LOOP_CLR_FD takes no argument.
+    unsafe { ioctl(device, NoArg::<LOOP_CLR_FD>::new()) }?;
+    Ok(())
+}
+
+/// Makes the device as large as its file is now (`LOOP_SET_CAPACITY`).
+pub fn set_capacity(device: impl AsFd) -> io::Result<()> {
+    // SAFETY: LOOP_SET_CAPACITY takes no argument.
+    unsafe { ioctl(device, NoArg::<LOOP_SET_CAPACITY>::new()) }?;
+    Ok(())
+}

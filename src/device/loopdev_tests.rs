@@ -1,0 +1,216 @@
+use std::{
+    fs::File,
+    io::{Read, Seek, Write},
+    thread,
+};
+
+use tempfile::NamedTempFile;
+
+use super::*;
+use crate::device::scratch::{Scratch, options};
+
+const MIB: u64 = 1 << 20;
+
+/// Detaches for certain: a look by a test beside this one is an opener too,
+/// for as long as it takes.
+fn let_go(device: &LoopDevice, id: FileId) {
+    assert_ne!(detach(device, id).unwrap(), Detached::Already);
+    while backs(device, id).unwrap() {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn what_is_attached_is_found_resized_and_detached() {
+    let image = Scratch::image(MIB);
+    let id = FileId::of(image.as_file()).unwrap();
+    assert_eq!(find(id).unwrap(), []);
+
+    let device = attach(image.as_file(), &options(image.path())).unwrap();
+    assert_eq!(block::number_of_node(&device.node).unwrap(), device.dev);
+    assert_eq!(
+        find(id).unwrap(),
+        [Attached {
+            device: device.clone(),
+            read_only: false,
+            direct_io: false,
+            detaching: false,
+            offset: 0,
+            size_limit: 0,
+        }]
+    );
+
+    image.as_file().set_len(2 * MIB).unwrap();
+    assert_eq!(resize(&device).unwrap(), 2 * MIB);
+
+    let_go(&device, id);
+    assert_eq!(find(id).unwrap(), []);
+    assert_eq!(detach(&device, id).unwrap(), Detached::Already);
+}
+
+#[test]
+fn a_read_only_device_refuses_writes() {
+    let image = Scratch::image(MIB);
+    let read_only = File::open(image.path()).unwrap();
+    assert!(matches!(
+        attach(&read_only, &options(image.path())),
+        Err(LoopError::ReadOnlyImage { .. })
+    ));
+    let asked = LoopOptions {
+        read_only: true,
+        ..options(image.path())
+    };
+    let device = attach(&read_only, &asked).unwrap();
+    let scratch = Scratch { image, device };
+    assert!(find(scratch.id()).unwrap()[0].read_only);
+    // Some kernels refuse the open, others the write.
+    let written = File::options()
+        .write(true)
+        .open(&scratch.device.node)
+        .and_then(|mut node| {
+            node.write_all(&[1; 4096])?;
+            node.sync_all()
+        });
+    assert!(written.is_err());
+    let node = File::open(&scratch.device.node).unwrap();
+    assert!(block::is_read_only(&node).unwrap());
+}
+
+#[test]
+fn a_writable_device_can_be_made_read_only_and_back() {
+    let scratch = Scratch::new(MIB);
+    let mut node = scratch.open();
+    block::set_read_only(&node, true).unwrap();
+    assert!(block::is_read_only(&node).unwrap());
+    assert!(
+        node.write_all(&[1; 4096])
+            .and_then(|()| node.sync_all())
+            .is_err()
+    );
+    block::set_read_only(&node, false).unwrap();
+    node.rewind().unwrap();
+    node.write_all(&[7; 4096]).unwrap();
+    node.sync_all().unwrap();
+    let mut byte = [0];
+    File::open(scratch.image.path())
+        .unwrap()
+        .read_exact(&mut byte)
+        .unwrap();
+    assert_eq!(byte, [7]);
+}
+
+#[test]
+fn sector_size_and_direct_io_are_as_asked() {
+    let image = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    image.as_file().set_len(MIB).unwrap();
+    let asked = LoopOptions {
+        direct_io: true,
+        sector_size: 4096,
+        ..options(image.path())
+    };
+    let device = attach(image.as_file(), &asked).unwrap();
+    let scratch = Scratch { image, device };
+    assert!(find(scratch.id()).unwrap()[0].direct_io);
+    assert_eq!(rustix::fs::ioctl_blksszget(scratch.open()).unwrap(), 4096);
+}
+
+#[test]
+fn a_claimed_device_stays_attached() {
+    let scratch = Scratch::new(MIB);
+    let claim = scratch.device.open(OFlags::RDONLY | OFlags::EXCL).unwrap();
+    assert!(matches!(
+        detach(&scratch.device, scratch.id()),
+        Err(LoopError::Busy { .. })
+    ));
+    drop(claim);
+    let_go(&scratch.device, scratch.id());
+}
+
+#[test]
+fn an_opener_defers_the_detach() {
+    let scratch = Scratch::new(MIB);
+    let opener = scratch.open();
+    assert_eq!(
+        detach(&scratch.device, scratch.id()).unwrap(),
+        Detached::Deferred
+    );
+    assert!(find(scratch.id()).unwrap()[0].detaching);
+    drop(opener);
+    while backs(&scratch.device, scratch.id()).unwrap() {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn another_files_device_is_left_alone() {
+    let (one, other) = (Scratch::new(MIB), Scratch::new(MIB));
+    assert_eq!(detach(&other.device, one.id()).unwrap(), Detached::Already);
+    let _claim = other.device.open(OFlags::RDONLY | OFlags::EXCL).unwrap();
+    assert_eq!(detach(&other.device, one.id()).unwrap(), Detached::Already);
+    assert!(backs(&other.device, other.id()).unwrap());
+}
+
+#[test]
+fn attaches_at_once_get_a_device_each() {
+    let scratches: Vec<_> = thread::scope(|scope| {
+        let all: Vec<_> = (0..12).map(|_| scope.spawn(|| Scratch::new(MIB))).collect();
+        all.into_iter().map(|one| one.join().unwrap()).collect()
+    });
+    for scratch in &scratches {
+        let found = find(scratch.id()).unwrap();
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].device, scratch.device);
+    }
+    let numbers: BTreeSet<_> = scratches.iter().map(|one| one.device.number).collect();
+    assert_eq!(numbers.len(), scratches.len());
+}
+
+#[test]
+fn a_number_under_way_is_passed_over() {
+    let control = loopctl::open_control().unwrap();
+    let reserved = Reserved::take(&control, 0).unwrap();
+    let scratch = Scratch::new(MIB);
+    assert_ne!(scratch.device.number, reserved.0);
+}
+
+#[test]
+fn a_lock_is_found_by_its_device_and_removed() {
+    let scratch = Scratch::new(MIB);
+    let dev = scratch.device.dev;
+    assert_eq!(locks_on(dev).unwrap(), []);
+    let device = lock_over(&scratch.device.node).unwrap();
+    let lock = Lock {
+        device,
+        backing_path: scratch.device.node.clone(),
+    };
+    assert_eq!(locks_on(dev).unwrap(), std::slice::from_ref(&lock));
+    // A lock keeps the device open: it does not let go of its file.
+    assert_eq!(
+        detach(&scratch.device, scratch.id()).unwrap(),
+        Detached::Deferred
+    );
+    let elsewhere = Dev {
+        major: 7,
+        minor: dev.minor + 1,
+    };
+    assert_eq!(unlock(&lock, elsewhere).unwrap(), Detached::Already);
+    assert_ne!(unlock(&lock, dev).unwrap(), Detached::Already);
+    while !locks_on(dev).unwrap().is_empty() || backs(&scratch.device, scratch.id()).unwrap() {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn errors_name_the_device_and_the_image() {
+    let image = Scratch::image(MIB);
+    let asked = LoopOptions {
+        sector_size: 1000,
+        ..options(image.path())
+    };
+    let error = attach(image.as_file(), &asked).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains(&image.path().display().to_string()) && text.contains("/dev/loop"),
+        "{text}"
+    );
+}
