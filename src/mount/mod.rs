@@ -1,4 +1,14 @@
 //! Mounts, by the mount API of descriptors.
+//!
+//! A [`path::Place`] is where something may be mounted: a name in a directory
+//! that was reached below an allowed root without a symlink. All changes go
+//! through that directory's descriptor, so that no rename or symlink between the
+//! check and the change leads elsewhere. What is there is a [`Look`]; where it is
+//! a mount, [`Mounted`] says of what.
+//!
+//! Everything here blocks. [`attach`] and [`unmount`] can hang on
+//! a device that stopped answering and belong on a volume's lane; the rest
+//! can't.
 
 pub mod attach;
 pub mod bind;
@@ -6,3 +16,10 @@ pub mod options;
 pub mod path;
 pub mod table;
 pub mod unmount;
+
+mod look;
+
+#[cfg(test)]
+mod testing;
+
+pub use look::{Look, MountId, Mounted};

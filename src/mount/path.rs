@@ -1,1 +1,362 @@
-//! path.
+//! Places: where kubelet wants something mounted, reached without being led
+//! astray.
+//!
+//! A pod may own directories below kubelet's and put symlinks there. So only the
+//! allowed roots (kubelet's directory and each `--allow-path`) may be symlinks;
+//! they are resolved once, at start. The rest of a path is walked by openat2(2)
+//! with `RESOLVE_BENEATH`, `RESOLVE_NO_SYMLINKS` and `RESOLVE_NO_MAGICLINKS` to
+//! the PARENT of its last name, and from then on that name is used with the
+//! parent's descriptor alone.
+//!
+//! ```text
+//!   /var/lib/kubelet / pods/UID/volumes/kubernetes.io~csi/pvc-1 / mount
+//!   └─ a root ─────┘   └─ openat2: the parent's descriptor ───┘   └ name ┘
+//! ```
+//!
+//! No descriptor of a root is kept, as it would pin the mount it is on; a
+//! [`Place`] is made for one call and dropped with it.
+
+use std::{
+    ffi::{OsStr, OsString},
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Component, Path, PathBuf},
+    sync::Arc,
+};
+
+use rustix::{
+    fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, statat, unlinkat},
+    io::Errno,
+};
+
+use super::Look;
+use crate::Done;
+
+/// The directories below which we mount.
+#[derive(Clone, Debug)]
+pub struct Roots(Vec<Root>);
+
+#[derive(Clone, Debug)]
+struct Root {
+    /// As it was configured, and as kubelet spells it.
+    given: PathBuf,
+    /// Without symlinks.
+    real: PathBuf,
+}
+
+/// A name in a directory that is held open.
+#[derive(Clone, Debug)]
+pub struct Place {
+    path: PathBuf,
+    name: OsString,
+    parent: Arc<OwnedFd>,
+}
+
+/// Why a path is no place, or a place could not be made or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum PathError {
+    /// Not from the root directory, or with a NUL byte.
+    #[error("path {0:?} is not an absolute path")]
+    NotAbsolute(String),
+    /// With a `..`.
+    #[error("path {0:?} contains \"..\"; pass it resolved")]
+    DotDot(String),
+    /// Not strictly below a root.
+    #[error("path {path:?} is not below {}; allow its directory with --allow-path", list(.roots))]
+    Outside {
+        /// The path as it was given.
+        path: PathBuf,
+        /// The roots as they were configured.
+        roots: Vec<PathBuf>,
+    },
+    /// A directory above the place is not there; kubelet makes them.
+    #[error("the parent directory of {path:?} does not exist")]
+    MissingParent {
+        /// The place.
+        path: PathBuf,
+    },
+    /// A symlink where a directory of kubelet's is expected.
+    #[error("path {path:?} leads through a symlink below an allowed root, which is never followed")]
+    Symlink {
+        /// The place.
+        path: PathBuf,
+    },
+    /// Something else is in the way.
+    #[error("{path:?} is {found}, expected {wanted}; remove it")]
+    WrongKind {
+        /// The place.
+        path: PathBuf,
+        /// What is there.
+        found: &'static str,
+        /// What should be.
+        wanted: &'static str,
+    },
+    /// What is there holds data, and is kept.
+    #[error("{path:?} is not empty and is kept; look at what is in it, then remove it by hand")]
+    NotEmpty {
+        /// The place.
+        path: PathBuf,
+    },
+    /// Something is mounted there.
+    #[error("{path:?} is a mount point and is kept; unmount it first")]
+    Mounted {
+        /// The place.
+        path: PathBuf,
+    },
+    /// The system's own refusal.
+    #[error("cannot {doing} {path:?}")]
+    Io {
+        /// The place or root.
+        path: PathBuf,
+        /// What was tried.
+        doing: &'static str,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Roots {
+    /// Resolves the directories, which must exist.
+    pub fn new(directories: &[PathBuf]) -> Result<Self, PathError> {
+        let root = |given: &PathBuf| {
+            let failed = |source| PathError::Io {
+                path: given.clone(),
+                doing: "resolve the allowed directory",
+                source,
+            };
+            if !given.is_absolute() {
+                return Err(PathError::NotAbsolute(given.display().to_string()));
+            }
+            let real = given.canonicalize().map_err(failed)?;
+            if !real.is_dir() {
+                return Err(failed(Errno::NOTDIR.into()));
+            }
+            let given = given.components().collect();
+            Ok(Root { given, real })
+        };
+        directories
+            .iter()
+            .map(root)
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+
+    /// The place `path`. Its parent must exist, it need not.
+    pub fn place(&self, path: &str) -> Result<Place, PathError> {
+        let asked = plain(path)?;
+        let (root, below) = self.longest(&asked)?;
+        let path = root.join(below);
+        let (Some(parent), Some(name)) = (below.parent(), below.file_name()) else {
+            unreachable!("longest() gives at least one name below the root");
+        };
+        let parent = match walk(root, parent) {
+            Ok(parent) => parent,
+            Err(Errno::NOENT) => return Err(PathError::MissingParent { path }),
+            Err(Errno::LOOP | Errno::XDEV) => return Err(PathError::Symlink { path }),
+            Err(error) => {
+                return Err(PathError::Io {
+                    path,
+                    doing: "open the parent directory of",
+                    source: error.into(),
+                });
+            }
+        };
+        Ok(Place {
+            path,
+            name: name.to_owned(),
+            parent: Arc::new(parent),
+        })
+    }
+
+    /// The innermost root that `path` is below, and the rest.
+    fn longest<'a>(&'a self, path: &'a Path) -> Result<(&'a Path, &'a Path), PathError> {
+        let below = |root: &'a Root| {
+            let rest = path.strip_prefix(&root.given);
+            let rest = rest.or_else(|_| path.strip_prefix(&root.real)).ok()?;
+            rest.file_name().map(|_| (root.real.as_path(), rest))
+        };
+        let outside = || PathError::Outside {
+            path: path.to_owned(),
+            roots: self.0.iter().map(|root| root.given.clone()).collect(),
+        };
+        let innermost = self.0.iter().filter_map(below);
+        innermost
+            .min_by_key(|(_, rest)| rest.components().count())
+            .ok_or_else(outside)
+    }
+}
+
+impl Place {
+    /// The path without symlinks, as the mount table has it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is there now. Never blocks on a device.
+    pub fn look(&self) -> io::Result<Look> {
+        match self.open() {
+            Ok(here) => Look::at(here.as_fd()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Look::Absent),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What is there, as an `O_PATH` descriptor; of a symlink, the symlink. While
+    /// it is open, what is mounted there can't be unmounted.
+    pub fn open(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(openat(&self.parent, &self.name, flags, Mode::empty())?)
+    }
+
+    /// Makes a directory with `mode` (less the umask). A directory that is there,
+    /// mounted on or not, stays as it is.
+    pub fn make_dir(&self, mode: u32) -> Result<Done, PathError> {
+        match mkdirat(&self.parent, &self.name, Mode::from_raw_mode(mode)) {
+            Ok(()) => Ok(Done::Now),
+            Err(Errno::EXIST) => match self.looked()? {
+                Look::Dir => Ok(Done::Already),
+                Look::Mount(mounted) if mounted.directory => Ok(Done::Already),
+                found => Err(self.wrong_kind(found, "a directory")),
+            },
+            Err(error) => Err(self.failed("make the directory", error)),
+        }
+    }
+
+    /// Makes an empty file with `mode` (less the umask), for a device node to be
+    /// mounted on. A file that is there, mounted on or not, stays as it is.
+    pub fn make_file(&self, mode: u32) -> Result<Done, PathError> {
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+        match openat(&self.parent, &self.name, flags, Mode::from_raw_mode(mode)) {
+            Ok(_) => Ok(Done::Now),
+            Err(Errno::EXIST) => match self.looked()? {
+                Look::File => Ok(Done::Already),
+                Look::Mount(mounted) if !mounted.directory => Ok(Done::Already),
+                found => Err(self.wrong_kind(found, "a file")),
+            },
+            Err(error) => Err(self.failed("make the file", error)),
+        }
+    }
+
+    /// Removes the empty directory or the empty file that we made. Anything else
+    /// is kept: it is somebody's data.
+    pub fn remove(&self) -> Result<Done, PathError> {
+        let path = || self.path.clone();
+        let flags = match self.looked()? {
+            Look::Absent => return Ok(Done::Already),
+            Look::Dir => AtFlags::REMOVEDIR,
+            Look::File => {
+                let stat = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW)
+                    .map_err(|error| self.failed("look at", error))?;
+                if stat.st_size != 0 {
+                    return Err(PathError::NotEmpty { path: path() });
+                }
+                AtFlags::empty()
+            }
+            Look::Mount(_) => return Err(PathError::Mounted { path: path() }),
+            found @ (Look::Block(_) | Look::Other(_)) => {
+                return Err(self.wrong_kind(found, "an empty directory or file"));
+            }
+        };
+        match unlinkat(&self.parent, &self.name, flags) {
+            Ok(()) => Ok(Done::Now),
+            Err(Errno::NOENT) => Ok(Done::Already),
+            Err(Errno::NOTEMPTY | Errno::EXIST) => Err(PathError::NotEmpty { path: path() }),
+            Err(Errno::BUSY) => Err(PathError::Mounted { path: path() }),
+            Err(error) => Err(self.failed("remove", error)),
+        }
+    }
+
+    /// The place `name` in the directory that is here. It holds that directory
+    /// open, and with it what is mounted there.
+    pub fn sub(&self, name: &str) -> Result<Place, PathError> {
+        let path = self.path.join(name);
+        let mut parts = Path::new(name).components();
+        let (Some(Component::Normal(only)), None) = (parts.next(), parts.next()) else {
+            return Err(PathError::Outside {
+                path,
+                roots: vec![self.path.clone()],
+            });
+        };
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match openat(&self.parent, &self.name, flags, Mode::empty()) {
+            Ok(here) => Ok(Place {
+                path,
+                name: only.to_owned(),
+                parent: Arc::new(here),
+            }),
+            Err(Errno::NOENT) => Err(PathError::MissingParent { path }),
+            Err(error) => Err(self.failed("open the directory", error)),
+        }
+    }
+
+    /// The directory that the place is in.
+    pub(super) fn parent(&self) -> BorrowedFd<'_> {
+        self.parent.as_fd()
+    }
+
+    /// The place's name in its parent.
+    pub(super) fn name(&self) -> &OsStr {
+        &self.name
+    }
+
+    fn looked(&self) -> Result<Look, PathError> {
+        self.look().map_err(|source| PathError::Io {
+            path: self.path.clone(),
+            doing: "look at",
+            source,
+        })
+    }
+
+    fn failed(&self, doing: &'static str, error: Errno) -> PathError {
+        PathError::Io {
+            path: self.path.clone(),
+            doing,
+            source: error.into(),
+        }
+    }
+
+    fn wrong_kind(&self, found: Look, wanted: &'static str) -> PathError {
+        PathError::WrongKind {
+            path: self.path.clone(),
+            found: found.kind(),
+            wanted,
+        }
+    }
+}
+
+/// The path without `.` and repeated slashes.
+fn plain(path: &str) -> Result<PathBuf, PathError> {
+    let given = Path::new(path);
+    if !given.is_absolute() || path.contains('\0') {
+        return Err(PathError::NotAbsolute(path.to_owned()));
+    }
+    if given.components().any(|part| part == Component::ParentDir) {
+        return Err(PathError::DotDot(path.to_owned()));
+    }
+    Ok(given.components().collect())
+}
+
+/// Opens `below` in `root`. The root was resolved at start: should one of its
+/// directories be a symlink by now, it is not followed either.
+fn walk(root: &Path, below: &Path) -> Result<OwnedFd, Errno> {
+    let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let no_links = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    let root = openat2(CWD, root, directory, Mode::empty(), no_links)?;
+    if below.as_os_str().is_empty() {
+        return Ok(root);
+    }
+    let beneath = no_links | ResolveFlags::BENEATH;
+    openat2(root, below, directory, Mode::empty(), beneath)
+}
+
+fn list(roots: &[PathBuf]) -> String {
+    let roots: Vec<String> = roots
+        .iter()
+        .map(|root| root.display().to_string())
+        .collect();
+    roots.join(" or ")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,168 @@
-//! unmount.
+//! Unmounting: never lazily, never by force, never through a symlink.
+//!
+//! umount2(2) takes paths only. The place's parent is held open, so
+//! `/proc/self/fd/N/name` with `UMOUNT_NOFOLLOW` names the same thing that was
+//! looked at, whatever happens to the directories above.
+//!
+//! Success does not mean that the superblock is gone: another mount of it, here or
+//! in another namespace, keeps it and its device.
+
+use std::{
+    io,
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    io::Errno,
+    mount::{UnmountFlags, unmount as umount2},
+    thread::{Timespec, nanosleep},
+};
+
+use super::{Look, path::Place};
+use crate::Done;
+
+/// Why something stays mounted.
+#[derive(Debug, thiserror::Error)]
+pub enum UnmountError {
+    /// Something uses it: an open file, a working directory, a mount below.
+    #[error("{path:?} is in use (an open file, a working directory or a mount below it)")]
+    Busy {
+        /// The mount point.
+        path: PathBuf,
+    },
+    /// The system's own refusal.
+    #[error("cannot unmount {path:?}")]
+    Io {
+        /// The mount point.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Unmounts what is mounted at the place, the topmost where several are stacked.
+/// The last mount of a superblock writes it out: this can hang with the device.
+pub fn unmount(at: &Place) -> Result<Done, UnmountError> {
+    let failed = |source| UnmountError::Io {
+        path: at.path().to_owned(),
+        source,
+    };
+    if !is_mount(at).map_err(failed)? {
+        return Ok(Done::Already);
+    }
+    let parent = format!("/proc/self/fd/{}", at.parent().as_raw_fd());
+    let path = Path::new(&parent).join(at.name());
+    let mut glances = GLANCES;
+    loop {
+        match umount2(&path, UnmountFlags::NOFOLLOW) {
+            Ok(()) => return Ok(Done::Now),
+            // Somebody else's unmount came between.
+            Err(Errno::INVAL | Errno::NOENT) if !is_mount(at).map_err(failed)? => {
+                return Ok(Done::Already);
+            }
+            Err(Errno::BUSY) if glances > 0 => glances -= 1,
+            Err(Errno::BUSY) => {
+                let path = at.path().to_owned();
+                return Err(UnmountError::Busy { path });
+            }
+            Err(error) => return Err(failed(error.into())),
+        }
+        pause();
+    }
+}
+
+/// Unmounts until nothing is mounted at the place.
+pub fn unmount_all(at: &Place) -> Result<Done, UnmountError> {
+    let mut done = Done::Already;
+    while unmount(at)? == Done::Now {
+        done = Done::Now;
+    }
+    Ok(done)
+}
+
+/// A mount is busy for as long as somebody looks at it: a NodeGetVolumeStats, the
+/// node's monitoring, kubelet. That takes microseconds and is no use of the
+/// volume, so a busy mount is tried again this often.
+const GLANCES: u32 = 4;
+
+/// Lets such a look end.
+fn pause() {
+    let millisecond = Timespec {
+        tv_sec: 0,
+        tv_nsec: 1_000_000,
+    };
+    // Cut short by a signal, it has served as well.
+    let _ = nanosleep(&millisecond);
+}
+
+fn is_mount(at: &Place) -> io::Result<bool> {
+    Ok(matches!(at.look()?, Look::Mount(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use rustix::mount::{MountFlags, mount};
+
+    use super::*;
+    use crate::mount::testing::Scratch;
+
+    fn tmpfs(at: &Path) {
+        mount("none", at, "tmpfs", MountFlags::empty(), None).expect("tmpfs");
+    }
+
+    #[test]
+    fn the_topmost_mount_goes_first_and_nothing_mounted_is_already_done() {
+        let scratch = Scratch::new();
+        let place = scratch.directory("a name with spaces");
+        assert_eq!(unmount(&place).expect("nothing"), Done::Already);
+        for layer in ["one", "two", "three"] {
+            tmpfs(place.path());
+            File::create(place.path().join(layer)).expect("created");
+        }
+        assert_eq!(unmount(&place).expect("unmounted"), Done::Now);
+        assert!(place.path().join("two").exists());
+        assert_eq!(unmount_all(&place).expect("unmounted"), Done::Now);
+        assert_eq!(place.look().expect("looks"), Look::Dir);
+        assert_eq!(unmount_all(&place).expect("nothing"), Done::Already);
+    }
+
+    #[test]
+    fn a_mount_in_use_is_busy() {
+        let scratch = Scratch::new();
+        let place = scratch.directory("m");
+        tmpfs(place.path());
+        let used = File::create(place.path().join("file")).expect("created");
+        let error = unmount(&place).expect_err("busy");
+        assert!(matches!(error, UnmountError::Busy { .. }), "{error}");
+        drop(used);
+        assert_eq!(unmount(&place).expect("unmounted"), Done::Now);
+    }
+
+    #[test]
+    fn a_symlink_to_a_mount_is_not_followed() {
+        let scratch = Scratch::new();
+        let mounted = scratch.directory("mounted");
+        tmpfs(mounted.path());
+        std::os::unix::fs::symlink(mounted.path(), scratch.path().join("link")).expect("linked");
+        assert_eq!(
+            unmount(&scratch.place("link")).expect("no mount"),
+            Done::Already
+        );
+        assert!(matches!(mounted.look().expect("looks"), Look::Mount(_)));
+    }
+
+    #[test]
+    fn a_renamed_parent_does_not_matter() {
+        let scratch = Scratch::new();
+        scratch.directory("parent/m");
+        let place = scratch.place("parent/m");
+        tmpfs(place.path());
+        std::fs::rename(scratch.path().join("parent"), scratch.path().join("moved"))
+            .expect("renamed");
+        assert_eq!(unmount(&place).expect("unmounted"), Done::Now);
+    }
+}

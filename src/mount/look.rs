@@ -1,0 +1,170 @@
+//! What is at a place: one statx(2) and, for a mount, one fstatfs(2), on the same
+//! descriptor. Neither asks the device, so neither hangs with it.
+//!
+//! A mount is known by `STATX_ATTR_MOUNT_ROOT` (Linux 5.8), not by comparing
+//! devices: a bind mount within one file system has its parent's.
+
+use std::{io, os::fd::BorrowedFd};
+
+use rustix::fs::{
+    AtFlags, FileType, StatVfsMountFlags, Statx, StatxAttributes, StatxFlags, fstatvfs, statx,
+};
+
+use crate::kernel::Dev;
+
+/// What is at a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// Nothing.
+    Absent,
+    /// A directory that nothing is mounted on.
+    Dir,
+    /// A regular file that nothing is mounted on.
+    File,
+    /// A block device node of the file system itself.
+    Block(Dev),
+    /// Something that we never make, by its kind: a symlink, a socket.
+    Other(&'static str),
+    /// The root of a mount, the topmost where several are stacked.
+    Mount(Mounted),
+}
+
+/// A mount, and what of it is mounted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mounted {
+    /// Which mount it is.
+    pub id: MountId,
+    /// The superblock's device, st_dev. btrfs has an anonymous one here and
+    /// names its device in [`super::table::Entry::source`] only.
+    pub dev: Dev,
+    /// The device itself, where a block device node is what is mounted.
+    pub rdev: Option<Dev>,
+    /// Whether a directory is what is mounted.
+    pub directory: bool,
+    /// Whether nothing can be written, by the mount or by the superblock.
+    pub read_only: bool,
+}
+
+/// Names a mount. Ids of the two kinds are never equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MountId {
+    /// Never used again while the kernel runs (Linux 6.8).
+    Unique(u64),
+    /// The id in mountinfo, which another mount may get after this one is gone.
+    Classic(u32),
+}
+
+/// `STATX_MNT_ID_UNIQUE`.
+const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
+
+impl Look {
+    /// Looks at what `at` refers to; it may be an `O_PATH` descriptor.
+    pub fn at(at: BorrowedFd<'_>) -> io::Result<Self> {
+        // Kernels before 6.8 pass over the flag that they don't know.
+        Self::with_id(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE)
+    }
+
+    fn with_id(at: BorrowedFd<'_>, id: StatxFlags) -> io::Result<Self> {
+        let stat = statx(
+            at,
+            "",
+            AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC,
+            StatxFlags::TYPE | StatxFlags::INO | id,
+        )?;
+        let kind = FileType::from_raw_mode(stat.stx_mode.into());
+        let rdev = (kind == FileType::BlockDevice).then_some(Dev {
+            major: stat.stx_rdev_major,
+            minor: stat.stx_rdev_minor,
+        });
+        if stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+            let flags = fstatvfs(at)?.f_flag;
+            return Ok(Self::Mount(Mounted {
+                id: MountId::of(&stat)?,
+                dev: Dev {
+                    major: stat.stx_dev_major,
+                    minor: stat.stx_dev_minor,
+                },
+                rdev,
+                directory: kind == FileType::Directory,
+                read_only: flags.contains(StatVfsMountFlags::RDONLY),
+            }));
+        }
+        Ok(match (kind, rdev) {
+            (_, Some(dev)) => Self::Block(dev),
+            (FileType::Directory, _) => Self::Dir,
+            (FileType::RegularFile, _) => Self::File,
+            (FileType::Symlink, _) => Self::Other("a symlink"),
+            (FileType::Fifo, _) => Self::Other("a FIFO"),
+            (FileType::Socket, _) => Self::Other("a socket"),
+            (FileType::CharacterDevice, _) => Self::Other("a character device"),
+            _ => Self::Other("of an unknown kind"),
+        })
+    }
+
+    /// In words, for messages.
+    pub(super) fn kind(self) -> &'static str {
+        match self {
+            Self::Absent => "absent",
+            Self::Dir => "a directory",
+            Self::File => "a file",
+            Self::Block(_) => "a block device node",
+            Self::Other(what) => what,
+            Self::Mount(_) => "a mount point",
+        }
+    }
+}
+
+impl MountId {
+    /// From a statx(2) that asked for either kind.
+    fn of(stat: &Statx) -> io::Result<Self> {
+        let answered = StatxFlags::from_bits_retain(stat.stx_mask);
+        if answered.contains(MNT_ID_UNIQUE) {
+            return Ok(Self::Unique(stat.stx_mnt_id));
+        }
+        u32::try_from(stat.stx_mnt_id)
+            .map(Self::Classic)
+            .map_err(|_| io::Error::other("statx gave a mount id of more than 32 bits"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::fd::AsFd};
+
+    use rustix::mount::{MountFlags, mount};
+
+    use super::*;
+    use crate::mount::testing::Scratch;
+
+    /// Both kinds of id, as kernels from 6.8 on and before it give them.
+    #[test]
+    fn a_mount_has_a_unique_id_or_a_classic_one() {
+        let scratch = Scratch::new();
+        mount("none", scratch.path(), "tmpfs", MountFlags::RDONLY, None).expect("tmpfs");
+        let root = File::open(scratch.path()).expect("opens");
+
+        let look = |id| Look::with_id(root.as_fd(), id).expect("looks");
+        let Look::Mount(new) = look(StatxFlags::MNT_ID | MNT_ID_UNIQUE) else {
+            panic!("not seen as a mount");
+        };
+        let Look::Mount(old) = look(StatxFlags::MNT_ID) else {
+            panic!("not seen as a mount");
+        };
+        assert!(matches!(new.id, MountId::Unique(_)), "{new:?}");
+        assert!(matches!(old.id, MountId::Classic(_)), "{old:?}");
+        assert!(old.read_only && old.directory && old.rdev.is_none());
+        assert_eq!(Mounted { id: old.id, ..new }, old);
+    }
+
+    #[test]
+    fn kinds_are_told_apart() {
+        let scratch = Scratch::new();
+        let at = |path: &str| {
+            let node = File::open(path).expect("opens");
+            Look::at(node.as_fd()).expect("looks")
+        };
+        assert_eq!(at("/dev/null"), Look::Other("a character device"));
+        assert_eq!(at(scratch.path().to_str().expect("utf-8")), Look::Dir);
+        assert_eq!(at("/proc/version"), Look::File);
+    }
+}

@@ -1,0 +1,185 @@
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+};
+
+use rustix::mount::{MountFlags, mount};
+
+use super::*;
+use crate::mount::testing::Scratch;
+
+fn tmpfs(at: &Place) {
+    mount("none", at.path(), "tmpfs", MountFlags::empty(), None).expect("tmpfs");
+}
+
+#[test]
+fn only_absolute_paths_strictly_below_a_root_are_places() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let roots = Roots::new(&[directory.path().to_owned()]).expect("roots");
+    let root = directory.path().to_str().expect("utf-8");
+    let refused = |path: &str| roots.place(path).expect_err(path);
+
+    assert!(matches!(refused("pods/x"), PathError::NotAbsolute(_)));
+    assert!(matches!(
+        refused(&format!("{root}/a\0b")),
+        PathError::NotAbsolute(_)
+    ));
+    assert!(matches!(
+        refused(&format!("{root}/a/../b")),
+        PathError::DotDot(_)
+    ));
+    assert!(matches!(refused(root), PathError::Outside { .. }));
+    assert!(matches!(
+        refused(&format!("{root}x/a")),
+        PathError::Outside { .. }
+    ));
+    assert!(matches!(
+        refused(&format!("{root}/a/b")),
+        PathError::MissingParent { .. }
+    ));
+    let place = roots.place(&format!("{root}//./a/")).expect("a place");
+    assert_eq!(
+        place.path(),
+        directory.path().canonicalize().expect("real").join("a")
+    );
+}
+
+#[test]
+fn a_root_may_be_a_symlink_and_is_taken_in_both_spellings() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let real = directory.path().join("real");
+    let link = directory.path().join("link");
+    fs::create_dir(&real).expect("created");
+    symlink(&real, &link).expect("linked");
+
+    let roots = Roots::new(std::slice::from_ref(&link)).expect("roots");
+    for spelling in [&real, &link] {
+        let path = spelling.join("a");
+        let place = roots.place(path.to_str().expect("utf-8")).expect("a place");
+        assert_eq!(place.path(), real.canonicalize().expect("real").join("a"));
+    }
+}
+
+#[test]
+fn the_innermost_root_is_taken() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let real = tempfile::tempdir().expect("a directory");
+    let link = directory.path().join("link");
+    symlink(real.path(), &link).expect("linked");
+
+    let roots = Roots::new(&[directory.path().to_owned(), link.clone()]).expect("roots");
+    let path = link.join("a");
+    assert!(roots.place(path.to_str().expect("utf-8")).is_ok());
+}
+
+#[test]
+fn symlinks_below_a_root_are_never_followed() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let roots = Roots::new(&[directory.path().to_owned()]).expect("roots");
+    let elsewhere = tempfile::tempdir().expect("a directory");
+    let link = directory.path().join("link");
+    symlink(elsewhere.path(), &link).expect("linked");
+
+    let path = link.join("target");
+    let error = roots
+        .place(path.to_str().expect("utf-8"))
+        .expect_err("refused");
+    assert!(matches!(error, PathError::Symlink { .. }), "{error}");
+
+    let place = roots.place(link.to_str().expect("utf-8")).expect("a place");
+    assert_eq!(place.look().expect("looks"), Look::Other("a symlink"));
+    for result in [
+        place.make_dir(0o750),
+        place.make_file(0o640),
+        place.remove(),
+    ] {
+        assert!(
+            matches!(result, Err(PathError::WrongKind { .. })),
+            "{result:?}"
+        );
+    }
+    assert!(place.sub("target").is_err());
+}
+
+#[test]
+fn directories_and_files_are_made_once_and_removed_once() {
+    let scratch = Scratch::new();
+    let directory = scratch.place("dir");
+    assert_eq!(directory.look().expect("looks"), Look::Absent);
+    assert_eq!(directory.make_dir(0o750).expect("made"), Done::Now);
+    assert_eq!(directory.make_dir(0o750).expect("made"), Done::Already);
+    assert_eq!(directory.look().expect("looks"), Look::Dir);
+    let mode = fs::metadata(directory.path())
+        .expect("there")
+        .permissions()
+        .mode();
+    assert_eq!(mode & 0o7777, 0o750);
+    assert!(matches!(
+        directory.make_file(0o640),
+        Err(PathError::WrongKind { .. })
+    ));
+
+    let file = directory.sub("file").expect("a place");
+    assert_eq!(file.make_file(0o640).expect("made"), Done::Now);
+    assert_eq!(file.make_file(0o640).expect("made"), Done::Already);
+    assert_eq!(file.look().expect("looks"), Look::File);
+    assert!(matches!(
+        file.make_dir(0o750),
+        Err(PathError::WrongKind { .. })
+    ));
+
+    assert!(matches!(
+        directory.remove(),
+        Err(PathError::NotEmpty { .. })
+    ));
+    assert_eq!(file.remove().expect("removed"), Done::Now);
+    assert_eq!(file.remove().expect("removed"), Done::Already);
+    assert_eq!(directory.remove().expect("removed"), Done::Now);
+    assert_eq!(directory.remove().expect("removed"), Done::Already);
+}
+
+#[test]
+fn data_and_mounts_are_kept() {
+    let scratch = Scratch::new();
+    let file = scratch.place("file");
+    fs::write(file.path(), "data").expect("written");
+    assert!(matches!(file.remove(), Err(PathError::NotEmpty { .. })));
+
+    let mounted = scratch.directory("mounted");
+    tmpfs(&mounted);
+    assert!(matches!(mounted.look().expect("looks"), Look::Mount(_)));
+    assert_eq!(mounted.make_dir(0o750).expect("there"), Done::Already);
+    assert!(matches!(
+        mounted.make_file(0o640),
+        Err(PathError::WrongKind { .. })
+    ));
+    assert!(matches!(mounted.remove(), Err(PathError::Mounted { .. })));
+}
+
+#[test]
+fn a_parent_that_vanishes_leaves_a_place_where_nothing_is() {
+    let scratch = Scratch::new();
+    let parent = scratch.directory("parent");
+    let place = scratch.place("parent/target");
+    assert_eq!(parent.remove().expect("removed"), Done::Now);
+
+    assert_eq!(place.look().expect("looks"), Look::Absent);
+    assert_eq!(place.remove().expect("nothing"), Done::Already);
+    assert!(matches!(place.make_dir(0o750), Err(PathError::Io { .. })));
+    assert!(matches!(
+        parent.sub("target"),
+        Err(PathError::MissingParent { .. })
+    ));
+}
+
+#[test]
+fn sub_takes_one_name_only() {
+    let scratch = Scratch::new();
+    let place = scratch.directory("dir");
+    for name in ["", ".", "..", "a/b", "/a", "../a"] {
+        assert!(
+            matches!(place.sub(name), Err(PathError::Outside { .. })),
+            "{name:?}"
+        );
+    }
+}
