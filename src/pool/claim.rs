@@ -14,9 +14,12 @@
 //! looked; so at most one goes on to hold, perhaps neither, and a retry decides.
 //! A node that holds already need not look again. A claim dies with the kernel
 //! that made it: one of the same node with another boot id is stale, and is
-//! replaced. That is also why nothing here is fsynced.
+//! replaced; in a local pool, which has one node only, any of another boot is
+//! passed over. That is also why nothing here is fsynced.
 //!
-//! The controller claims an image in the same way while it copies or deletes it.
+//! A controller claims an image in the same way while it copies or deletes it,
+//! under the name of a [`Draft`] that it keeps meanwhile: with the draft's lock
+//! gone, that claim is stale, too.
 
 use std::{
     fs, io,
@@ -26,8 +29,8 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Pool, PoolError,
-    draft::{self, Durability::Volatile},
+    Pool, PoolError, Scope,
+    draft::{self, Draft, Durability::Volatile},
     handle::NodeHash,
 };
 use crate::Done;
@@ -40,12 +43,25 @@ pub enum Access {
     Exclusive,
     /// Whoever asks for shared access, too.
     Shared,
+    /// Whoever only reads.
+    Readers,
+}
+
+impl Access {
+    fn excludes(self, other: &Claim) -> bool {
+        match self {
+            Self::Exclusive => true,
+            Self::Shared => false,
+            Self::Readers => !other.read_only,
+        }
+    }
 }
 
 /// What a holder says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
-    /// The node's id.
+    /// The node's id; for a controller, a name that [`Claim::by_controller`]
+    /// makes.
     pub node_id: String,
     /// The boot id of its kernel: [`boot_id`].
     pub boot_id: String,
@@ -53,6 +69,27 @@ pub struct Claim {
     pub access: Access,
     /// The node never writes to it.
     pub read_only: bool,
+}
+
+impl Claim {
+    /// A controller's, good for as long as `token` lives.
+    pub fn by_controller(token: &Draft, boot_id: &str, access: Access) -> Self {
+        Self {
+            node_id: format!("{CONTROLLER}{}", token.id()),
+            boot_id: boot_id.to_owned(),
+            access,
+            read_only: access == Access::Readers,
+        }
+    }
+
+    /// The draft that a controller's claim hangs on.
+    fn token(&self) -> Option<&str> {
+        self.node_id.strip_prefix(CONTROLLER)
+    }
+
+    fn conflicts_with(&self, other: &Self) -> bool {
+        self.access.excludes(other) || other.access.excludes(self)
+    }
 }
 
 /// A claim as it is on disk.
@@ -88,6 +125,14 @@ pub enum ClaimError {
         /// The holder's marker.
         marker: PathBuf,
     },
+    /// A controller is deleting or copying the image.
+    #[error("a controller is copying or deleting image {image} in pool {pool:?}; try again")]
+    Passing {
+        /// The pool's name.
+        pool: String,
+        /// The image's file name.
+        image: String,
+    },
     /// A marker holds something else than a claim.
     #[error("the claim {} cannot be read; nobody can tell who holds the image", path.display())]
     Corrupt {
@@ -103,9 +148,7 @@ pub enum ClaimError {
 
 /// The boot id of the running kernel (random(4)).
 pub fn boot_id() -> io::Result<String> {
-    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?
-        .trim()
-        .to_owned())
+    Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
 
 /// Claims an image for a node. [`Done::Already`]: the node held it just so.
@@ -120,11 +163,10 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
         return Ok(Done::Already);
     }
     write(pool, &mine, claim, State::Asking)?;
-    let exclusive = |claim: &Claim| claim.access == Access::Exclusive;
-    let conflict = others(pool, image, &mine).map(|others| {
+    let conflict = others(pool, image, &mine, &claim.boot_id).map(|others| {
         others
             .into_iter()
-            .find(|(_, other)| exclusive(claim) || exclusive(other))
+            .find(|(_, other)| claim.conflicts_with(other))
     });
     match conflict {
         Ok(None) => {
@@ -133,11 +175,17 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
         }
         Ok(Some((marker, holder))) => {
             take_back(pool, image, &mine, before)?;
-            Err(ClaimError::HeldBy {
-                pool: pool.name.clone(),
-                image: image.to_owned(),
-                node: holder.node_id,
-                marker,
+            let (pool, image) = (pool.name.clone(), image.to_owned());
+            Err(if holder.token().is_some() {
+                ClaimError::Passing { pool, image }
+            } else {
+                let node = holder.node_id;
+                ClaimError::HeldBy {
+                    pool,
+                    image,
+                    node,
+                    marker,
+                }
             })
         }
         Err(error) => {
@@ -152,10 +200,21 @@ pub fn release(pool: &Pool, image: &str, node_id: &str) -> Result<Done, ClaimErr
     remove(pool, image, &marker_path(pool, image, node_id))
 }
 
-/// Everybody who has the image or is asking for it, stale claims included.
+/// Every node that has the image or is asking for it, as far as can be told from
+/// here: that a node of a shared pool has restarted, only it knows.
 pub fn holders(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
-    let found = others(pool, image, Path::new(""))?;
-    Ok(found.into_iter().map(|(_, claim)| claim).collect())
+    let boot_id = boot_id().map_err(|e| pool.io("read", Path::new(BOOT_ID), e))?;
+    let found = others(pool, image, Path::new(""), &boot_id)?;
+    let claims = found.into_iter().map(|(_, claim)| claim);
+    Ok(claims.filter(|claim| claim.token().is_none()).collect())
+}
+
+/// Removes what is left of the claims of a deleted image.
+pub fn forget(pool: &Pool, image: &str) -> Result<(), ClaimError> {
+    for path in list(pool, &claims_dir(pool, image))? {
+        let _: Done = remove(pool, image, &path)?;
+    }
+    Ok(())
 }
 
 /// The images that a node has claimed: after a restart it gives back what it
@@ -197,16 +256,34 @@ fn take_back(
     }
 }
 
-fn others(pool: &Pool, image: &str, mine: &Path) -> Result<Vec<(PathBuf, Claim)>, ClaimError> {
+fn others(
+    pool: &Pool,
+    image: &str,
+    mine: &Path,
+    boot_id: &str,
+) -> Result<Vec<(PathBuf, Claim)>, ClaimError> {
     let mut found = Vec::new();
     for path in list(pool, &claims_dir(pool, image))? {
         if path != mine
-            && let Some(marker) = read(pool, &path)?
+            && let Some(Marker { claim, .. }) = read(pool, &path)?
+            && !is_stale(pool, &claim, boot_id)?
         {
-            found.push((path, marker.claim));
+            found.push((path, claim));
         }
     }
     Ok(found)
+}
+
+fn is_stale(pool: &Pool, claim: &Claim, boot_id: &str) -> Result<bool, PoolError> {
+    if pool.scope == Scope::Local && claim.boot_id != boot_id {
+        return Ok(true);
+    }
+    let Some(token) = claim.token() else {
+        return Ok(false);
+    };
+    let tmp = pool.meta_path("tmp");
+    let live = draft::is_live(&tmp, token).map_err(|e| pool.io("look at a lock in", &tmp, e))?;
+    Ok(!live)
 }
 
 fn list(pool: &Pool, dir: &Path) -> Result<Vec<PathBuf>, PoolError> {
@@ -226,6 +303,11 @@ fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(pool.io("read", path, e).into()),
     };
+    // It was written whole: only a power loss can have emptied it, and in a
+    // local pool that ended the claim, too.
+    if bytes.is_empty() && pool.scope == Scope::Local {
+        return Ok(None);
+    }
     let marker = serde_json::from_slice(&bytes).map_err(|source| ClaimError::Corrupt {
         path: path.to_owned(),
         source,
@@ -260,6 +342,9 @@ fn remove(pool: &Pool, image: &str, path: &Path) -> Result<Done, ClaimError> {
 }
 
 const CLAIMS: &str = "claims";
+/// No node's id begins so: node names of Kubernetes have no slash.
+const CONTROLLER: &str = "controller/";
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 #[cfg(test)]
 mod tests {
@@ -380,6 +465,45 @@ mod tests {
         });
         assert!(holding <= 1);
         assert_eq!(holders(&pool, IMAGE).unwrap().len(), holding);
+    }
+
+    #[test]
+    fn a_controller_s_claim_ends_with_its_draft() {
+        let (_dir, pool) = pool();
+        let boot = boot_id().unwrap();
+        let tmp = pool.meta_dir("tmp").unwrap();
+        let token = Draft::new(&tmp).unwrap();
+        let copying = Claim::by_controller(&token, &boot, Access::Readers);
+        assert_eq!(claim(&pool, IMAGE, &copying).unwrap(), Done::Now);
+
+        let writer = by("a", "1", Access::Shared);
+        let error = claim(&pool, IMAGE, &writer).unwrap_err();
+        assert!(matches!(error, ClaimError::Passing { .. }), "{error}");
+        let reader = Claim {
+            read_only: true,
+            ..writer.clone()
+        };
+        assert_eq!(claim(&pool, IMAGE, &reader).unwrap(), Done::Now);
+        assert_eq!(holders(&pool, IMAGE).unwrap(), [reader]);
+        drop(token);
+        assert_eq!(claim(&pool, IMAGE, &writer).unwrap(), Done::Now);
+        forget(&pool, IMAGE).unwrap();
+        assert!(!claims_dir(&pool, IMAGE).exists());
+    }
+
+    #[test]
+    fn in_a_local_pool_other_boots_count_for_nothing() {
+        let (_dir, mut pool) = pool();
+        pool.scope = Scope::Local;
+        assert_eq!(
+            claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap(),
+            Done::Now
+        );
+        fs::write(marker_path(&pool, IMAGE, "cut short"), "").unwrap();
+        assert_eq!(
+            claim(&pool, IMAGE, &by("b", "2", Access::Exclusive)).unwrap(),
+            Done::Now
+        );
     }
 
     proptest! {

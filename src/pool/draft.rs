@@ -44,9 +44,17 @@ impl Draft {
             .write(true)
             .create_new(true)
             .open(&path)?;
+        crash_point();
         let draft = Self { file, path };
-        flock(&draft.file, FlockOperation::NonBlockingLockExclusive)?;
+        // At most a sweep has it, for a moment.
+        flock(&draft.file, FlockOperation::LockExclusive)?;
         Ok(draft)
+    }
+
+    /// What tells it from all others: its name in `tmp`.
+    pub fn id(&self) -> &str {
+        let name = self.path.file_name().and_then(|name| name.to_str());
+        name.expect("a draft is named by a uuid")
     }
 
     /// To write to.
@@ -57,19 +65,32 @@ impl Draft {
     /// Puts it at `path` unless a file is there already.
     pub fn place_new(self, path: &Path, durability: Durability) -> io::Result<Done> {
         self.flush(durability)?;
+        crash_point();
         match std::fs::hard_link(&self.path, path) {
             Ok(()) => {}
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(Done::Already),
             Err(e) => return Err(e),
         }
+        crash_point();
         sync_parent(path, durability)?;
         Ok(Done::Now)
+    }
+
+    /// [`Draft::place_new`], durable, of a file that stays locked for as long
+    /// as the returned descriptor is open.
+    pub fn place_new_locked(self, path: &Path) -> io::Result<Option<File>> {
+        // A duplicate descriptor shares the lock (flock(2)).
+        let lock = self.file.try_clone()?;
+        let done = self.place_new(path, Durability::Durable)?;
+        Ok((done == Done::Now).then_some(lock))
     }
 
     /// Puts it at `path`, replacing what is there.
     pub fn place_over(self, path: &Path, durability: Durability) -> io::Result<()> {
         self.flush(durability)?;
+        crash_point();
         std::fs::rename(&self.path, path)?;
+        crash_point();
         sync_parent(path, durability)
     }
 
@@ -104,11 +125,13 @@ pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Re
 
 /// Removes a file.
 pub fn remove(path: &Path, how: Durability) -> io::Result<Done> {
+    crash_point();
     match std::fs::remove_file(path) {
         Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Done::Already),
         Err(e) => return Err(e),
     }
+    crash_point();
     sync_parent(path, how)?;
     Ok(Done::Now)
 }
@@ -118,6 +141,25 @@ fn sync_parent(path: &Path, how: Durability) -> io::Result<()> {
     match (how, path.parent()) {
         (Durability::Durable, Some(dir)) => File::open(dir)?.sync_all(),
         _ => Ok(()),
+    }
+}
+
+/// Whether the draft of that id has a living maker.
+pub fn is_live(tmp: &Path, id: &str) -> io::Result<bool> {
+    let file = match File::open(tmp.join(id)) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(e) => return Err(e),
+    };
+    Ok(!try_lock(&file)?)
+}
+
+/// Locks a file unless another descriptor has it locked (flock(2)).
+pub fn try_lock(file: &File) -> io::Result<bool> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(false),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -134,16 +176,33 @@ pub fn sweep(tmp: &Path) -> io::Result<usize> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             Err(e) => return Err(e),
         };
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {
-                std::fs::remove_file(&path)?;
-                swept += 1;
-            }
-            Err(Errno::WOULDBLOCK) => {}
-            Err(errno) => return Err(errno.into()),
+        if try_lock(&file)? {
+            std::fs::remove_file(&path)?;
+            swept += 1;
         }
     }
     Ok(swept)
+}
+
+/// Between any two steps that a crash must not tear apart.
+#[cfg(not(test))]
+pub(crate) fn crash_point() {}
+
+/// Ends the process without any cleaning up, as kill -9 would, at the n-th call
+/// after the environment variable `CRASH_AT` was found to hold n.
+#[cfg(test)]
+pub(crate) fn crash_point() {
+    use std::sync::{
+        LazyLock,
+        atomic::{AtomicI64, Ordering::Relaxed},
+    };
+    static LEFT: LazyLock<AtomicI64> = LazyLock::new(|| {
+        let at = std::env::var("CRASH_AT").ok();
+        AtomicI64::new(at.and_then(|n| n.parse().ok()).unwrap_or(i64::MAX))
+    });
+    if LEFT.fetch_sub(1, Relaxed) == 0 {
+        std::process::abort();
+    }
 }
 
 #[cfg(test)]
@@ -172,6 +231,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let live = Draft::new(dir.path()).unwrap();
         std::fs::write(dir.path().join("dead"), "x").unwrap();
+        assert!(is_live(dir.path(), live.id()).unwrap() && !is_live(dir.path(), "dead").unwrap());
         assert_eq!(sweep(dir.path()).unwrap(), 1);
         assert!(live.path.exists() && !dir.path().join("dead").exists());
     }
