@@ -1,1 +1,365 @@
 //! Threads for calls that can hang.
+//!
+//! A read of a dead device, a mount, the last umount: such a call can sleep in
+//! the kernel for minutes, or for ever, and nothing can end it. So it is made on
+//! a thread of its own, a *lane*, and only that thread is lost meanwhile. The
+//! caller awaits the result on its own runtime; a deadline around that future
+//! ends the waiting and never the work, which goes on and is seen in
+//! [`Lanes::busy`] until the kernel lets go of it.
+//!
+//! There is no fixed pool: a fixed number of threads is the number of dead
+//! devices that stops the agent. A job takes an idle thread or a new one, and
+//! the caller sees to it that a volume has one job in flight, so stuck threads
+//! never outnumber stuck volumes. Idle threads go away after [`IDLE`].
+
+use std::{
+    any::Any,
+    collections::{BTreeMap, VecDeque},
+    future::Future,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use tokio::sync::oneshot;
+
+/// How long a thread waits for a next job before it ends.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// Bytes of stack. Hundreds of threads may be stuck at once, and a job is a
+/// few frames above a system call.
+const STACK: usize = 256 * 1024;
+
+/// A job, boxed; it delivers its own result and does not unwind into the lane.
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A source of threads for blocking calls. Clones share the threads.
+#[derive(Clone, Debug)]
+pub struct Lanes {
+    shared: Arc<Shared>,
+}
+
+/// A job that is running, or stuck.
+#[derive(Clone, Debug)]
+pub struct Busy {
+    /// The volume for which it runs.
+    pub volume: String,
+    /// The step it is at, e.g. `mount`.
+    pub step: &'static str,
+    /// When the job began.
+    pub since: Instant,
+    /// The thread's kernel id: `/proc/PID/task/TID/stack` says where it sleeps.
+    pub tid: i32,
+}
+
+struct Job {
+    volume: String,
+    step: &'static str,
+    work: Work,
+}
+
+#[derive(Debug)]
+struct Shared {
+    max_idle: usize,
+    idle_for: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    /// Live threads, waiting or not.
+    threads: usize,
+    /// Waiting threads, the last to become idle at the end: it is reused first,
+    /// so a pool that was large once shrinks. Each has its own channel, which
+    /// holds at most the one job that took the thread off this list.
+    idle: Vec<(u64, Sender<Job>)>,
+    busy: BTreeMap<u64, Busy>,
+    /// Jobs for a thread that is starting, or, where the kernel refused a new
+    /// one, for the next that is free.
+    backlog: VecDeque<Job>,
+}
+
+impl Lanes {
+    /// No thread is made before there is a job; at most `max_idle` are kept
+    /// waiting for one.
+    pub fn new(max_idle: usize) -> Self {
+        Self::with_idle_time(max_idle, IDLE)
+    }
+
+    fn with_idle_time(max_idle: usize, idle_for: Duration) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                max_idle,
+                idle_for,
+                state: Mutex::default(),
+            }),
+        }
+    }
+
+    /// Runs `f` on a lane, for `volume`, as its step `step`.
+    ///
+    /// `f` begins at once, whether or not the future is polled, and runs to its
+    /// end even when the future is dropped; its result is then dropped on the
+    /// lane. A panic in `f` goes on in the awaiter.
+    pub fn run<T, F>(
+        &self,
+        volume: &str,
+        step: &'static str,
+        f: F,
+    ) -> impl Future<Output = T> + Send + use<T, F>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        let (give, take) = oneshot::channel();
+        self.submit(Job {
+            volume: volume.to_owned(),
+            step,
+            work: Box::new(move || {
+                // The caller has gone where this fails; then the result ends here.
+                let _ = give.send(catch_unwind(AssertUnwindSafe(f)));
+            }),
+        });
+        async move {
+            match take.await {
+                Ok(Ok(value)) => value,
+                Ok(Err(panic)) => resume_unwind(panic),
+                Err(_) => unreachable!("a lane ends no job without its result"),
+            }
+        }
+    }
+
+    /// The jobs that have begun and not ended, the oldest thread first. A job
+    /// may be listed for an instant after its future is ready.
+    pub fn busy(&self) -> Vec<Busy> {
+        self.shared.lock().busy.values().cloned().collect()
+    }
+
+    /// How many threads live, the idle ones included.
+    pub fn threads(&self) -> usize {
+        self.shared.lock().threads
+    }
+
+    fn submit(&self, job: Job) {
+        let mut state = self.shared.lock();
+        if let Some((_, lane)) = state.idle.pop() {
+            // Room for one: the thread left the list with this job alone.
+            lane.send(job).expect("a listed lane receives");
+            return;
+        }
+        state.backlog.push_back(job);
+        state.next += 1;
+        let (id, shared) = (state.next, Arc::clone(&self.shared));
+        let spawned = thread::Builder::new()
+            .name("lane-idle".to_owned())
+            .stack_size(STACK)
+            .spawn(move || serve(&shared, id));
+        match spawned {
+            Ok(_) => state.threads += 1,
+            Err(error) => tracing::error!(
+                %error,
+                threads = state.threads,
+                "no thread for a blocking call: it waits for the next free one; \
+                 raise the container's pids limit"
+            ),
+        }
+    }
+}
+
+impl Shared {
+    /// No code of a job runs under this lock, so what it guards is sound even
+    /// if a thread panicked with it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next job for thread `id`; none means that the thread is to end and
+    /// is no longer counted.
+    fn next_job(&self, id: u64, give: &Sender<Job>, take: &Receiver<Job>) -> Option<Job> {
+        let mut state = self.lock();
+        if let Some(job) = state.backlog.pop_front() {
+            return Some(job);
+        }
+        if state.idle.len() >= self.max_idle {
+            state.threads -= 1;
+            return None;
+        }
+        state.idle.push((id, give.clone()));
+        drop(state);
+        name_thread("idle");
+        match take.recv_timeout(self.idle_for) {
+            Ok(job) => Some(job),
+            Err(RecvTimeoutError::Disconnected) => unreachable!("the lane holds a sender"),
+            Err(RecvTimeoutError::Timeout) => {
+                let mut state = self.lock();
+                if let Some(at) = state.idle.iter().position(|(lane, _)| *lane == id) {
+                    state.idle.remove(at);
+                    state.threads -= 1;
+                    return None;
+                }
+                // Taken off the list under the lock, so the job is in the channel.
+                take.try_recv().ok()
+            }
+        }
+    }
+}
+
+/// A lane's life: one job after the other, until there was none for a while.
+fn serve(shared: &Shared, id: u64) {
+    let (give, take) = bounded(1);
+    let tid = rustix::thread::gettid().as_raw_nonzero().get();
+    while let Some(job) = shared.next_job(id, &give, &take) {
+        name_thread(job.step);
+        let busy = Busy {
+            volume: job.volume,
+            step: job.step,
+            since: Instant::now(),
+            tid,
+        };
+        shared.lock().busy.insert(id, busy);
+        // The job catches its own panic; this one is of a result's Drop, which
+        // nobody awaits, and the panic hook has told of it.
+        let _: Result<(), Box<dyn Any + Send>> = catch_unwind(AssertUnwindSafe(job.work));
+        shared.lock().busy.remove(&id);
+    }
+}
+
+/// Shows the step in `ps -L`. The kernel keeps 15 bytes (prctl(2), PR_SET_NAME).
+fn name_thread(step: &str) {
+    let mut name = format!("lane-{step}").into_bytes();
+    name.truncate(15);
+    name.retain(|byte| *byte != 0);
+    if let Ok(name) = std::ffi::CString::new(name) {
+        // A name is for people only; without it the job runs as well.
+        let _ = rustix::thread::set_name(&name);
+    }
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State")
+            .field("threads", &self.threads)
+            .field("idle", &self.idle.len())
+            .field("busy", &self.busy)
+            .field("backlog", &self.backlog.len())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap()
+            .block_on(future)
+    }
+
+    /// A lane delivers before it is idle again; this waits for the second.
+    fn until(lanes: &Lanes, met: impl Fn(&State) -> bool) {
+        while !met(&lanes.shared.lock()) {
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn an_idle_thread_is_reused_and_others_are_made() {
+        let lanes = Lanes::new(8);
+        let tid = || rustix::thread::gettid();
+        let first = block_on(lanes.run("v", "probe", tid));
+        until(&lanes, |state| state.idle.len() == 1);
+        assert_eq!(first, block_on(lanes.run("v", "mount", tid)));
+        until(&lanes, |state| state.idle.len() == 1);
+
+        let (go, wait) = mpsc::channel::<()>();
+        let stuck = lanes.run("dead", "mount", move || wait.recv());
+        assert_ne!(first, block_on(lanes.run("alive", "mount", tid)));
+        assert_eq!(lanes.threads(), 2);
+        drop(go);
+        block_on(stuck).unwrap_err();
+    }
+
+    #[test]
+    fn a_dropped_future_cancels_nothing_and_busy_tells_of_it() {
+        let lanes = Lanes::new(8);
+        let (go, wait) = mpsc::channel::<()>();
+        let (done, ended) = mpsc::channel();
+        drop(lanes.run("pvc-1", "mount", move || {
+            let _ = wait.recv();
+            let name = std::fs::read_to_string("/proc/thread-self/comm").unwrap();
+            done.send(name).unwrap();
+        }));
+        until(&lanes, |state| !state.busy.is_empty());
+        let busy = lanes.busy();
+        assert_eq!((&*busy[0].volume, busy[0].step), ("pvc-1", "mount"));
+        assert!(std::path::Path::new(&format!("/proc/self/task/{}", busy[0].tid)).exists());
+        go.send(()).unwrap();
+        assert_eq!(ended.recv().unwrap(), "lane-mount\n");
+        until(&lanes, |state| state.busy.is_empty());
+    }
+
+    #[test]
+    fn a_panic_reaches_the_awaiter_and_the_lane_lives_on() {
+        let lanes = Lanes::new(8);
+        let job = lanes.run("v", "mkfs", || panic!("out of cheese"));
+        let panic = catch_unwind(AssertUnwindSafe(|| block_on::<_>(job))).unwrap_err();
+        assert_eq!(panic.downcast_ref(), Some(&"out of cheese"));
+        assert_eq!(block_on(lanes.run("v", "mkfs", || 7)), 7);
+        until(&lanes, |state| state.busy.is_empty());
+    }
+
+    #[test]
+    fn a_result_that_panics_in_its_drop_ends_no_lane() {
+        struct Bomb;
+        impl Drop for Bomb {
+            fn drop(&mut self) {
+                panic!("in drop");
+            }
+        }
+        let lanes = Lanes::new(8);
+        let (go, wait) = mpsc::channel::<()>();
+        drop(lanes.run("v", "probe", move || {
+            let _ = wait.recv();
+            Bomb
+        }));
+        drop(go);
+        until(&lanes, |state| state.idle.len() == 1 && state.threads == 1);
+        assert!(lanes.busy().is_empty());
+    }
+
+    #[test]
+    fn idle_threads_end() {
+        let lanes = Lanes::with_idle_time(8, Duration::ZERO);
+        block_on(lanes.run("v", "probe", || ()));
+        until(&lanes, |state| state.threads == 0 && state.idle.is_empty());
+
+        let none_kept = Lanes::new(0);
+        block_on(none_kept.run("v", "probe", || ()));
+        until(&none_kept, |state| state.threads == 0);
+    }
+
+    #[test]
+    fn hundreds_at_once_each_get_a_thread() {
+        let lanes = Lanes::new(4);
+        let barrier = Arc::new(std::sync::Barrier::new(301));
+        let jobs: Vec<_> = (0..300)
+            .map(|n| {
+                let barrier = Arc::clone(&barrier);
+                lanes.run("v", "mount", move || {
+                    barrier.wait();
+                    n
+                })
+            })
+            .collect();
+        barrier.wait();
+        assert!(jobs.into_iter().map(block_on).eq(0..300));
+        until(&lanes, |state| state.threads <= 4);
+    }
+}

@@ -1,1 +1,291 @@
-//! child.
+//! Child processes: mkfs, fsck, and nothing that a system call can do.
+//!
+//! Each child has a keeper, a task on the runtime thread, which reads what the
+//! child writes so that it never blocks on a full pipe, waits on its pidfd, and
+//! reaps it. The keeper goes on when nobody waits any more, so a child whose
+//! waiter gave up leaves no zombie. It ends with the child, not with the pipe: a
+//! grandchild that inherited the pipe may hold it open for ever.
+//!
+//! A child begins with the environment below and nothing else, in a process
+//! group of its own, and is killed when the runtime thread ends (prctl(2),
+//! PR_SET_PDEATHSIG). Where it is stuck in the kernel it outlives even that; the
+//! next agent knows it by process id and start time, and waits for it by
+//! [`wait_foreign`].
+
+use std::{
+    convert::Infallible,
+    future::pending,
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::process::CommandExt,
+    },
+    process::{Command, Stdio},
+    rc::Rc,
+    time::Duration,
+};
+
+use rustix::{
+    event::PollFlags,
+    fs::OFlags,
+    io::Errno,
+    pipe::{PipeFlags, pipe_with},
+    process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, waitid},
+};
+use tokio::sync::oneshot;
+
+use super::poll;
+
+/// Where programs are looked for.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// How much of the output is kept, bytes; the end, for there is the error.
+const KEPT: usize = 4096;
+
+/// Bytes of one read.
+const CHUNK: usize = 4096;
+
+/// What a pipe holds unless told otherwise (pipe(7)), bytes.
+const PIPE: usize = 65_536;
+
+/// A running child. Dropping it lets it run on; it is reaped all the same.
+#[derive(Debug)]
+#[must_use]
+pub struct Child {
+    pid: Pid,
+    start_time: u64,
+    exit: oneshot::Receiver<io::Result<Exit>>,
+}
+
+/// How a child ended: by `code` or by `signal`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exit {
+    /// What it gave to exit(3).
+    pub code: Option<i32>,
+    /// The signal that ended it.
+    pub signal: Option<i32>,
+    /// The last 4 KiB of what it wrote to either output, in the order written.
+    pub output: String,
+}
+
+impl Exit {
+    /// It exited with 0.
+    pub fn success(&self) -> bool {
+        self.code == Some(0)
+    }
+}
+
+impl Child {
+    /// Starts `program`, looked up in the system's usual directories.
+    ///
+    /// The error is that of the exec, such as ENOENT.
+    pub fn spawn<A: AsRef<std::ffi::OsStr>>(program: &str, args: &[A]) -> io::Result<Self> {
+        let (source, sink) = pipe_with(PipeFlags::CLOEXEC)?;
+        rustix::fs::fcntl_setfl(&source, OFlags::NONBLOCK)?;
+        let pid = launch(program, args, sink)?;
+        // Not reaped yet, so both still speak of this child.
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        let start_time = start_time(pid)?;
+        let (give, exit) = oneshot::channel();
+        tokio::task::spawn_local(async move {
+            // Nobody waits any more where this fails.
+            let _ = give.send(keep(Rc::new(pidfd), Rc::new(source)).await);
+        });
+        Ok(Self {
+            pid,
+            start_time,
+            exit,
+        })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> i32 {
+        self.pid.as_raw_nonzero().get()
+    }
+
+    /// When it was started, clock ticks since boot: with the process id it names
+    /// the process as long as this boot lasts.
+    pub fn start_time(&self) -> u64 {
+        self.start_time
+    }
+
+    /// Waits for its end.
+    pub async fn wait(self) -> io::Result<Exit> {
+        self.exit.await.unwrap_or_else(|_| {
+            Err(io::Error::other(
+                "the runtime ended before the child process did",
+            ))
+        })
+    }
+}
+
+/// Waits for a process that may be anyone's child to end, a zombie counting as
+/// ended. A process with another start time is another one: the one meant has
+/// ended already.
+pub async fn wait_foreign(pid: i32, start_time: u64) -> io::Result<()> {
+    let Some(pid) = Pid::from_raw(pid) else {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    };
+    let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(pidfd) => pidfd,
+        Err(Errno::SRCH) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    // Looked at after the pidfd was made, so that both are of one process.
+    match self::start_time(pid) {
+        Ok(started) if started == start_time => poll::readable(pidfd).await.map(drop),
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        // The process ended between the opening of its file and the reading.
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Forks and execs; the pipe's writing end stays with the child alone.
+fn launch<A: AsRef<std::ffi::OsStr>>(program: &str, args: &[A], sink: OwnedFd) -> io::Result<Pid> {
+    #[expect(clippy::disallowed_methods, reason = "this is the one place")]
+    let mut command = Command::new(program);
+    command
+        .args(args)
+        .env_clear()
+        .env("PATH", PATH)
+        .env("LC_ALL", "C")
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(sink.try_clone()?)
+        .stderr(sink)
+        .process_group(0);
+    let parent = rustix::process::getpid();
+    let detach = move || {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have died before; then no signal comes.
+        if rustix::process::getppid() != Some(parent) {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        // Ours are all CLOEXEC; what the agent inherited may not be.
+        // SAFETY: the call takes numbers only, and closes nothing before exec.
+        let closed = unsafe {
+            libc::syscall(
+                libc::SYS_close_range,
+                3,
+                libc::c_uint::MAX,
+                libc::CLOSE_RANGE_CLOEXEC,
+            )
+        };
+        if closed == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    };
+    // SAFETY: between fork and exec the closure makes three system calls and
+    // allocates nothing.
+    unsafe { command.pre_exec(detach) };
+    // std's handle is dropped: it neither kills nor reaps.
+    let id = command.spawn()?.id();
+    Ok(i32::try_from(id)
+        .ok()
+        .and_then(Pid::from_raw)
+        .expect("the kernel's process ids are positive"))
+}
+
+/// Reads and waits until the child has ended, and reaps it.
+async fn keep(pidfd: Rc<OwnedFd>, source: Rc<OwnedFd>) -> io::Result<Exit> {
+    let mut tail = Tail::default();
+    tokio::select! {
+        () = ended(&pidfd) => {}
+        never = read_all(&source, &mut tail) => match never {},
+    }
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+    let status = waitid(WaitId::PidFd(pidfd.as_fd()), options)?
+        .ok_or_else(|| io::Error::other("the pidfd is readable and its process has not ended"))?;
+    // What the child itself wrote is in the pipe by now. A grandchild may go on
+    // writing, so this takes what a pipe holds, and no more.
+    for _ in 0..PIPE / CHUNK {
+        if !matches!(tail.take_from(&source), Ok(1..)) {
+            break;
+        }
+    }
+    Ok(Exit {
+        code: status.exit_status(),
+        signal: status.terminating_signal(),
+        output: tail.into_text(),
+    })
+}
+
+/// Waits for the end of the process. It does not fail, for the child is to be
+/// reaped: where the kernel has no memory for a poll, it is asked again.
+async fn ended(pidfd: &Rc<OwnedFd>) {
+    while let Err(error) = poll::readable(Rc::clone(pidfd)).await {
+        tracing::warn!(%error, "a child process cannot be polled; trying again");
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}
+
+/// Reads until the pipe's end, and then waits to be dropped.
+async fn read_all(source: &Rc<OwnedFd>, tail: &mut Tail) -> Infallible {
+    let read = async {
+        let mut ready = poll::watch(Rc::clone(source), PollFlags::IN)?;
+        loop {
+            match tail.take_from(source) {
+                Ok(0) => return Ok(()),
+                // A child that writes without end leaves turns to others.
+                Ok(_) => tokio::task::yield_now().await,
+                Err(Errno::AGAIN) => drop(ready.next().await?),
+                Err(error) => return Err(io::Error::from(error)),
+            }
+        }
+    };
+    if let Err(error) = read.await {
+        tracing::warn!(%error, "a child process's output is lost");
+    }
+    pending().await
+}
+
+/// The end of what a child wrote.
+#[derive(Default)]
+struct Tail(Vec<u8>);
+
+impl Tail {
+    /// One read of at most [`CHUNK`]; how many bytes, 0 being the pipe's end.
+    fn take_from(&mut self, source: &OwnedFd) -> Result<usize, Errno> {
+        let mut chunk = [0; CHUNK];
+        let count = rustix::io::retry_on_intr(|| rustix::io::read(source, &mut chunk))?;
+        self.0.extend_from_slice(&chunk[..count]);
+        self.0.drain(..self.0.len().saturating_sub(KEPT));
+        Ok(count)
+    }
+
+    fn into_text(self) -> String {
+        String::from_utf8_lossy(&self.0).into_owned()
+    }
+}
+
+/// Field 22 of /proc/PID/stat (proc_pid_stat(5)). The second, the program's
+/// name in brackets, may hold spaces and brackets of its own.
+fn start_time(pid: Pid) -> io::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
+    parse_start_time(&stat).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!(
+                "/proc/{}/stat has no start time: {stat:?}",
+                pid.as_raw_nonzero()
+            ),
+        )
+    })
+}
+
+fn parse_start_time(stat: &str) -> Option<u64> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    // After the name comes field 3.
+    after_name
+        .split_ascii_whitespace()
+        .nth(22 - 3)?
+        .parse()
+        .ok()
+}
+
+#[cfg(test)]
+mod tests;

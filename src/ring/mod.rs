@@ -1,7 +1,160 @@
 //! The one place that names tokio-uring and io-uring.
+//!
+//! Three rings serve the agent, because a ring's kernel workers belong to the
+//! thread that submits and are few:
+//!
+//! - tokio-uring's own, for files of ours ([`file`]). [`start`] runs it inside a
+//!   current-thread tokio runtime, so that tonic's epoll'd sockets live on the
+//!   same thread.
+//! - A small one for what tokio-uring has no operation for: readiness of
+//!   descriptors, timers, the end of processes ([`poll`], [`timer`], [`child`]).
+//!   No operation on it ever needs a kernel worker.
+//! - One on a thread of its own for reads of devices, which may never complete
+//!   ([`probe`]).
+//!
+//! All but [`probe::Prober`] is `!Send`, belongs to the runtime thread, and must
+//! be used within [`start`].
+
+use std::{future::Future, io};
 
 pub mod child;
 pub mod file;
 pub mod poll;
 pub mod probe;
 pub mod timer;
+
+/// The switch of Linux 6.6; 0 allows io_uring to all, 1 to the privileged and
+/// `kernel.io_uring_group`, 2 to none (kernel document admin-guide/sysctl/kernel).
+const SWITCH: &str = "/proc/sys/kernel/io_uring_disabled";
+
+/// The runtime could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum RingError {
+    /// The administrator switched io_uring off.
+    #[error(
+        "io_uring is switched off on this node (sysctl kernel.io_uring_disabled is {value}): \
+         set it to 0, or to 1 and give this process CAP_SYS_ADMIN"
+    )]
+    SwitchedOff {
+        /// The sysctl's value.
+        value: String,
+        /// What io_uring_setup(2) said.
+        source: io::Error,
+    },
+    /// The kernel has it, and something refuses the system call.
+    #[error(
+        "io_uring_setup is refused: allow io_uring in the container's seccomp profile, \
+         or run the container privileged"
+    )]
+    Refused(#[source] io::Error),
+    /// The kernel was built without it.
+    #[error("this kernel has no io_uring: it needs Linux 5.14 or later with CONFIG_IO_URING")]
+    Missing(#[source] io::Error),
+    /// Anything else, such as no memory or no descriptors.
+    #[error("the io_uring runtime cannot be made")]
+    Setup(#[source] io::Error),
+}
+
+impl RingError {
+    fn new(error: io::Error) -> Self {
+        Self::classify(error, std::fs::read_to_string(SWITCH).ok().as_deref())
+    }
+
+    fn classify(error: io::Error, switch: Option<&str>) -> Self {
+        let switch = switch.map_or("0", str::trim);
+        match error.raw_os_error() {
+            Some(libc::EPERM | libc::EACCES) if switch != "0" => Self::SwitchedOff {
+                value: switch.to_owned(),
+                source: error,
+            },
+            Some(libc::EPERM | libc::EACCES) => Self::Refused(error),
+            Some(libc::ENOSYS) => Self::Missing(error),
+            _ => Self::Setup(error),
+        }
+    }
+}
+
+/// Runs `future` on this thread, with everything of this module at hand, and
+/// with tokio's epoll, timers and `spawn_local`.
+///
+/// Tasks that are still running when the future is ready are dropped.
+pub fn start<F: Future>(future: F) -> Result<F::Output, RingError> {
+    let runtime = tokio_uring::Runtime::new(&tokio_uring::builder()).map_err(RingError::new)?;
+    runtime.block_on(async {
+        let _poller = poll::install().map_err(RingError::new)?;
+        Ok(future.await)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    #[test]
+    fn sockets_files_and_timers_share_the_thread() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("csi.sock");
+        let record = dir.path().join("record");
+        let answer = start(async {
+            let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+            let record = record.clone();
+            tokio::task::spawn_local(async move {
+                let (mut peer, _) = listener.accept().await.unwrap();
+                let mut text = vec![0; 5];
+                peer.read_exact(&mut text).await.unwrap();
+                file::replace(&record, text, file::Durability::Volatile)
+                    .await
+                    .unwrap();
+                timer::sleep(std::time::Duration::from_millis(1)).await;
+                peer.write_all(&file::read(&record).await.unwrap())
+                    .await
+                    .unwrap();
+            });
+            let mut client = tokio::net::UnixStream::connect(&socket).await.unwrap();
+            client.write_all(b"hello").await.unwrap();
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).await.unwrap();
+            answer
+        });
+        assert_eq!(answer.unwrap(), "hello");
+    }
+
+    #[test]
+    fn an_idle_runtime_takes_no_processor_time() {
+        let spent = || {
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            std::time::Duration::new(
+                now.tv_sec.unsigned_abs(),
+                u32::try_from(now.tv_nsec).unwrap(),
+            )
+        };
+        let idle = start(async {
+            let _never = poll::watch(
+                rustix::pipe::pipe().unwrap().0,
+                rustix::event::PollFlags::IN,
+            )
+            .unwrap();
+            let before = spent();
+            timer::sleep(std::time::Duration::from_millis(200)).await;
+            spent().saturating_sub(before)
+        })
+        .unwrap();
+        assert!(
+            idle < std::time::Duration::from_millis(100),
+            "{idle:?} of 200 ms asleep"
+        );
+    }
+
+    #[test]
+    fn a_refusal_names_what_to_change() {
+        let eperm = || io::Error::from_raw_os_error(libc::EPERM);
+        let off = RingError::classify(eperm(), Some("2\n")).to_string();
+        assert!(off.contains("kernel.io_uring_disabled is 2"), "{off}");
+        let refused = RingError::classify(eperm(), Some("0\n")).to_string();
+        assert!(refused.contains("seccomp"), "{refused}");
+        let missing = RingError::classify(io::Error::from_raw_os_error(libc::ENOSYS), None);
+        assert!(matches!(missing, RingError::Missing(_)));
+    }
+}

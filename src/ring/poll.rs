@@ -1,1 +1,364 @@
-//! poll.
+//! Readiness of descriptors and timers, by a small ring of its own.
+//!
+//! tokio-uring has no operation for either, so a second ring, the *poller*,
+//! serves the runtime thread. Its own descriptor is watched by tokio's epoll,
+//! and a task takes what completed. Nothing on this ring needs a kernel worker
+//! or a device: a poll sleeps on a wait queue, a timer in the timer wheel.
+//!
+//! An operation lives in a table until the kernel's last completion for it, and
+//! with it the descriptor it polls: a future that is dropped asks the kernel to
+//! cancel and leaves the entry behind, so the kernel never looks at a descriptor
+//! number that meanwhile means another file.
+//!
+//! [`Readiness`] is a multishot poll (io_uring_enter(2), IORING_POLL_ADD_MULTI):
+//! it reports edges, so its owner takes all there is after each. The kernel may
+//! end a multishot at any time, as it does when completions overflow; the next
+//! call of [`Readiness::next`] then arms it again, and arming looks at the state
+//! as it is, so no edge is lost.
+
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    future::poll_fn,
+    io, mem,
+    os::fd::{AsFd, AsRawFd, RawFd},
+    rc::Rc,
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use rustix::event::PollFlags;
+use tokio::io::{Interest, unix::AsyncFd};
+
+/// Entries of the submission ring; each is submitted as it is made.
+const ENTRIES: u32 = 64;
+
+/// Whose completion is of no interest: a request to cancel. Operations count
+/// from 1.
+const CANCEL: u64 = 0;
+
+/// A timer's longest time, 136 years; beyond the kernel's own range it errs.
+const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
+
+thread_local! {
+    static POLLER: RefCell<Option<Rc<Poller>>> = const { RefCell::new(None) };
+}
+
+struct Poller {
+    inner: RefCell<Inner>,
+    ring: RawFd,
+}
+
+struct Inner {
+    ring: IoUring,
+    ops: HashMap<u64, Op>,
+    last: u64,
+    /// Operations to drop once nothing is borrowed: a descriptor's Drop may be
+    /// anyone's code.
+    spent: Vec<Op>,
+}
+
+struct Op {
+    what: What,
+    /// What the kernel said and nobody has taken: events, or why it failed.
+    seen: Option<io::Result<u32>>,
+    /// More completions will come.
+    in_kernel: bool,
+    /// Nobody waits any more; the entry goes with the last completion.
+    abandoned: bool,
+    waker: Option<Waker>,
+}
+
+enum What {
+    Readiness {
+        fd: Box<dyn AsFd>,
+        events: PollFlags,
+        multishot: bool,
+    },
+    /// Boxed, since the kernel reads it when it takes the submission.
+    Timer(Box<types::Timespec>),
+}
+
+/// Keeps the poller at hand on this thread; dropped at the runtime's end.
+pub(super) struct Installed(());
+
+/// Makes this thread's poller and the task that serves it.
+pub(super) fn install() -> io::Result<Installed> {
+    let ring = IoUring::new(ENTRIES)?;
+    let poller = Rc::new(Poller {
+        ring: ring.as_raw_fd(),
+        inner: RefCell::new(Inner {
+            ring,
+            ops: HashMap::new(),
+            last: CANCEL,
+            spent: Vec::new(),
+        }),
+    });
+    let watched = Ring(Rc::clone(&poller));
+    // SAFETY: the descriptor is always that of the ring in `poller`, which
+    // `watched` keeps open as long as it is registered.
+    let ready = unsafe { AsyncFd::register_with_interest(watched, Interest::READABLE) }?;
+    tokio::task::spawn_local(serve(ready));
+    POLLER.set(Some(poller));
+    Ok(Installed(()))
+}
+
+impl Drop for Installed {
+    fn drop(&mut self) {
+        POLLER.set(None);
+    }
+}
+
+/// The poller as tokio watches it.
+struct Ring(Rc<Poller>);
+
+impl AsRawFd for Ring {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.ring
+    }
+}
+
+async fn serve(ready: AsyncFd<Ring>) {
+    // Fails only when the runtime is being dropped.
+    while let Ok(mut guard) = ready.readable().await {
+        guard.get_inner().0.with(Inner::drain);
+        guard.clear_ready();
+    }
+}
+
+impl Poller {
+    /// This thread's poller.
+    fn current() -> Rc<Self> {
+        POLLER
+            .with_borrow(Clone::clone)
+            .expect("polls, timers and children belong inside ring::start")
+    }
+
+    fn with<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
+        let mut inner = self.inner.borrow_mut();
+        let changed = change(&mut inner);
+        let spent = mem::take(&mut inner.spent);
+        drop(inner);
+        drop(spent);
+        changed
+    }
+}
+
+impl Inner {
+    /// Hands every completion to its operation.
+    fn drain(&mut self) {
+        loop {
+            let mut completions = self.ring.completion();
+            completions.sync();
+            for completion in completions {
+                settle(&mut self.ops, &mut self.spent, &completion);
+            }
+            if !self.ring.submission().cq_overflow() {
+                return;
+            }
+            // The kernel holds back what did not fit (IORING_FEAT_NODROP), and
+            // hands it over at the next entry. Should that fail, the entry of
+            // the next operation does it.
+            if self.ring.submit().is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Submits what operation `id` asks for.
+    fn arm(&mut self, id: u64) -> io::Result<()> {
+        let Some(op) = self.ops.get_mut(&id) else {
+            return Ok(());
+        };
+        op.in_kernel = true;
+        let entry = op.entry().user_data(id);
+        self.submit(&entry)
+    }
+
+    fn submit(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        // SAFETY: all that the entry points to, a descriptor or a boxed time, is
+        // in `ops` until its last completion; a cancellation points to nothing.
+        while unsafe { self.ring.submission().push(entry) }.is_err() {
+            self.enter()?;
+        }
+        self.enter()
+    }
+
+    fn enter(&mut self) -> io::Result<()> {
+        loop {
+            match self.ring.submit() {
+                Ok(_) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Linux before 5.19 takes nothing while completions overflow.
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => self.drain(),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Gives `completion` to the operation it is of.
+fn settle(ops: &mut HashMap<u64, Op>, spent: &mut Vec<Op>, completion: &cqueue::Entry) {
+    let id = completion.user_data();
+    let Some(op) = ops.get_mut(&id) else {
+        return; // CANCEL
+    };
+    op.in_kernel = cqueue::more(completion.flags());
+    if op.abandoned {
+        if !op.in_kernel {
+            spent.extend(ops.remove(&id));
+        }
+        return;
+    }
+    op.seen = Some(match (completion.result(), op.seen.take()) {
+        (error @ i32::MIN..0, _) => Err(io::Error::from_raw_os_error(-error)),
+        (events, Some(Ok(before))) => Ok(before | events.unsigned_abs()),
+        (events, _) => Ok(events.unsigned_abs()),
+    });
+    if let Some(waker) = op.waker.take() {
+        waker.wake();
+    }
+}
+
+impl Op {
+    fn entry(&self) -> squeue::Entry {
+        match &self.what {
+            What::Readiness {
+                fd,
+                events,
+                multishot,
+            } => opcode::PollAdd::new(types::Fd(fd.as_fd().as_raw_fd()), u32::from(events.bits()))
+                .multi(*multishot)
+                .build(),
+            What::Timer(time) => opcode::Timeout::new(&raw const **time).build(),
+        }
+    }
+}
+
+/// An operation that is waited for; cancelled when dropped.
+struct Waiting {
+    poller: Rc<Poller>,
+    id: u64,
+}
+
+impl Waiting {
+    fn new(what: What) -> io::Result<Self> {
+        let poller = Poller::current();
+        let id = poller.with(|inner| {
+            inner.last += 1;
+            let op = Op {
+                what,
+                seen: None,
+                in_kernel: false,
+                abandoned: false,
+                waker: None,
+            };
+            inner.ops.insert(inner.last, op);
+            inner.last
+        });
+        let waiting = Self { poller, id };
+        waiting.poller.with(|inner| inner.arm(id))?;
+        Ok(waiting)
+    }
+
+    /// What the kernel said since the last time. Where it has ended the
+    /// operation with nothing to say, it is armed again.
+    fn poll(&self, context: &Context<'_>) -> Poll<io::Result<u32>> {
+        self.poller.with(|inner| {
+            let Some(op) = inner.ops.get_mut(&self.id) else {
+                unreachable!("an operation stays while it is waited for");
+            };
+            if let Some(seen) = op.seen.take() {
+                return Poll::Ready(seen);
+            }
+            op.waker = Some(context.waker().clone());
+            if !op.in_kernel
+                && let Err(error) = inner.arm(self.id)
+            {
+                return Poll::Ready(Err(error));
+            }
+            Poll::Pending
+        })
+    }
+
+    async fn next(&self) -> io::Result<u32> {
+        poll_fn(|context| self.poll(context)).await
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.poller.with(|inner| {
+            let Some(op) = inner.ops.get_mut(&self.id) else {
+                return;
+            };
+            if op.in_kernel {
+                op.abandoned = true;
+                op.waker = None;
+                let cancel = opcode::AsyncCancel::new(self.id).build().user_data(CANCEL);
+                // A cancellation that the kernel has no memory for leaves an
+                // entry in the table until the descriptor is ready after all.
+                let _ = inner.submit(&cancel);
+            } else {
+                inner.spent.extend(inner.ops.remove(&self.id));
+            }
+        });
+    }
+}
+
+/// The edges of a descriptor's readiness, without end.
+#[must_use]
+pub struct Readiness(Waiting);
+
+/// Watches `fd` for `events` and, always, for `ERR` and `HUP`.
+///
+/// `fd` is kept open until the kernel has forgotten it, a moment after the
+/// [`Readiness`] is dropped.
+pub fn watch(fd: impl AsFd + 'static, events: PollFlags) -> io::Result<Readiness> {
+    Waiting::new(What::Readiness {
+        fd: Box::new(fd),
+        events,
+        multishot: true,
+    })
+    .map(Readiness)
+}
+
+impl Readiness {
+    /// The events since the last call, once there are any.
+    ///
+    /// These are edges: read until EAGAIN before the next call. Nothing is lost
+    /// when the future is dropped.
+    pub async fn next(&mut self) -> io::Result<PollFlags> {
+        self.0.next().await.map(flags)
+    }
+}
+
+/// Waits until `fd` is readable, or at its end, or in error.
+pub async fn readable(fd: impl AsFd + 'static) -> io::Result<PollFlags> {
+    let once = Waiting::new(What::Readiness {
+        fd: Box::new(fd),
+        events: PollFlags::IN,
+        multishot: false,
+    })?;
+    once.next().await.map(flags)
+}
+
+/// Waits for `time`.
+pub(super) async fn after(time: Duration) -> io::Result<()> {
+    let time = types::Timespec::from(time.min(LONGEST));
+    let timer = Waiting::new(What::Timer(Box::new(time)))?;
+    match timer.next().await {
+        // A timer that ran out "fails" with ETIME (io_uring_enter(2)).
+        Err(error) if error.raw_os_error() != Some(libc::ETIME) => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// The 16 bits of poll(2) in a completion's 32.
+fn flags(events: u32) -> PollFlags {
+    PollFlags::from_bits_retain(u16::try_from(events & u32::from(u16::MAX)).unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests;

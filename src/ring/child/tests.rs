@@ -1,0 +1,157 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::ring::{self, timer};
+
+fn shell(script: &str) -> Child {
+    Child::spawn("sh", &["-c", script]).unwrap()
+}
+
+fn state_of(pid: i32) -> Option<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_ascii_whitespace().next().map(str::to_owned)
+}
+
+#[test]
+fn the_code_the_signal_and_both_outputs_are_reported() {
+    ring::start(async {
+        let exit = shell("echo out; echo err >&2; exit 3")
+            .wait()
+            .await
+            .unwrap();
+        assert_eq!(exit.code, Some(3));
+        assert_eq!(exit.output, "out\nerr\n");
+        assert!(!exit.success());
+
+        let exit = shell("kill -9 $$").wait().await.unwrap();
+        assert_eq!((exit.code, exit.signal), (None, Some(9)));
+
+        let missing = Child::spawn::<&str>("no-such-program", &[]).unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_child_sees_our_environment_no_more_than_our_descriptors() {
+    ring::start(async {
+        let exit = shell("exec /usr/bin/env").wait().await.unwrap();
+        let mut lines: Vec<_> = exit
+            .output
+            .lines()
+            // The shell sets these itself.
+            .filter(|line| {
+                !["PWD=", "SHLVL=", "OLDPWD=", "_="]
+                    .iter()
+                    .any(|own| line.starts_with(own))
+            })
+            .collect();
+        lines.sort_unstable();
+        assert_eq!(lines, ["LC_ALL=C", &format!("PATH={PATH}")]);
+
+        let exit = Child::spawn("ls", &["/proc/self/fd"])
+            .unwrap()
+            .wait()
+            .await
+            .unwrap();
+        assert_eq!(exit.output, "0\n1\n2\n3\n", "3 is the listing itself");
+    })
+    .unwrap();
+}
+
+#[test]
+fn of_much_output_the_end_is_kept() {
+    ring::start(async {
+        let exit = shell("seq 1 200000; echo last").wait().await.unwrap();
+        assert!(exit.success());
+        assert_eq!(exit.output.len(), KEPT);
+        assert!(exit.output.ends_with("200000\nlast\n"));
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_grandchild_with_the_pipe_open_delays_nobody() {
+    ring::start(async {
+        let mut exit = shell("sleep 1000 & echo $!").wait().await.unwrap();
+        let grandchild: i32 = exit.output.split_off(0).trim().parse().unwrap();
+        assert!(state_of(grandchild).is_some(), "it outlived the child");
+        rustix::process::kill_process(Pid::from_raw(grandchild).unwrap(), Signal::KILL).unwrap();
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_child_whose_waiter_gave_up_is_reaped() {
+    ring::start(async {
+        let child = shell("sleep 1000");
+        let pid = child.pid();
+        let waited = timer::timeout(Duration::ZERO, child.wait()).await;
+        assert_eq!(waited.unwrap_err(), timer::Elapsed);
+        rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+        while state_of(pid).is_some() {
+            timer::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn many_children_at_once() {
+    ring::start(async {
+        let children: Vec<_> = (0..40).map(|n| shell(&format!("exit {n}"))).collect();
+        for (n, child) in (0..).zip(children) {
+            assert_eq!(child.wait().await.unwrap().code, Some(n));
+        }
+    })
+    .unwrap();
+}
+
+#[test]
+fn it_dies_with_the_runtime_thread() {
+    let pid = std::thread::spawn(|| ring::start(async { shell("sleep 1000").pid() }).unwrap())
+        .join()
+        .unwrap();
+    ring::start(async {
+        while !matches!(state_of(pid).as_deref(), None | Some("Z")) {
+            timer::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .unwrap();
+    // Its keeper went with that runtime; here it is reaped for the test's sake.
+    let pid = Pid::from_raw(pid).unwrap();
+    waitid(WaitId::Pid(pid), WaitIdOptions::EXITED).unwrap();
+}
+
+#[test]
+fn a_foreign_process_is_known_by_its_start_time() {
+    ring::start(async {
+        let child = shell("sleep 1000");
+        let (pid, started) = (child.pid(), child.start_time());
+        // Another process had that id, or none has.
+        wait_foreign(pid, started + 1).await.unwrap();
+        wait_foreign(i32::MAX, started).await.unwrap();
+
+        let waiting = tokio::task::spawn_local(wait_foreign(pid, started));
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+        waiting.await.unwrap().unwrap();
+        assert_eq!(child.wait().await.unwrap().signal, Some(9));
+    })
+    .unwrap();
+}
+
+proptest! {
+    #[test]
+    fn a_start_time_is_found_whatever_the_program_is_called(name in ".{0,15}", time: u64) {
+        let stat = format!("7 ({name}) S 1 7 7 0 -1 4 5 6 7 8 9 10 11 12 20 0 1 0 {time} 99 1 2");
+        prop_assert_eq!(parse_start_time(&stat), Some(time));
+    }
+
+    #[test]
+    fn no_text_makes_the_parser_panic(text in ".*") {
+        parse_start_time(&text);
+    }
+}
