@@ -73,13 +73,15 @@ fn more_completions_than_the_ring_holds_are_all_delivered() {
             .iter()
             .map(|(source, _)| watch(Rc::clone(source), PollFlags::IN).unwrap())
             .collect();
-        for _ in 0..3 {
+        for round in 0..3 {
             // No task runs meanwhile, so 400 completions meet a ring for 128.
             for (_, sink) in &pairs {
                 write(sink, b"x").unwrap();
             }
             let poller = Poller::current();
-            assert!(poller.with(|inner| inner.ring.submission().cq_overflow()));
+            let overflow = poller.with(|inner| inner.ring.submission().cq_overflow());
+            // It ends multishots, which are armed again only when waited for.
+            assert!(overflow || round > 0);
             for ((source, _), ready) in pairs.iter().zip(&mut ready) {
                 assert!(ready.next().await.unwrap().contains(PollFlags::IN));
                 assert_eq!(take(source), 1);
