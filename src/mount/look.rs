@@ -125,6 +125,13 @@ impl MountId {
             .map(Self::Classic)
             .map_err(|_| io::Error::other("statx gave a mount id of more than 32 bits"))
     }
+
+    /// The mount that `at` is in, root of it or not.
+    pub(super) fn covering(at: BorrowedFd<'_>) -> io::Result<Self> {
+        let id = StatxFlags::MNT_ID | MNT_ID_UNIQUE;
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        Self::of(&statx(at, "", flags, id)?)
+    }
 }
 
 #[cfg(test)]

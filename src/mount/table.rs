@@ -1,1 +1,270 @@
-//! table.
+//! The mount table: of our own namespace by listmount(2) and statmount(2) where
+//! the kernel has them with the source of each mount (Linux 6.16 says so for
+//! sure), else by mountinfo; of other processes by mountinfo.
+//!
+//! Reading it takes a time that grows with the number of mounts. It is for the
+//! start, for listings and for finding who is in the way; what is mounted at one
+//! place is [`Place::look`](super::path::Place::look)'s to say.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs, io,
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{CWD, Mode, OFlags, openat};
+
+use super::MountId;
+use crate::kernel::{
+    Dev,
+    mounts::{StatMount, listmount, wants},
+};
+
+pub(super) mod mountinfo;
+
+/// One mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The id in mountinfo; another mount may get it after this one is gone.
+    pub id: u32,
+    /// The id of the mount that this one is on.
+    pub parent: u32,
+    /// The superblock's device, st_dev; btrfs has an anonymous one.
+    pub dev: Dev,
+    /// What of the file system is mounted: `/`, or the directory or file of a bind
+    /// mount.
+    pub root: PathBuf,
+    /// Where it is mounted, seen from the root directory of the one who looks.
+    pub mount_point: PathBuf,
+    /// The type, with its second part where it has one: `ext4`, `fuse.sshfs`.
+    pub fs_type: String,
+    /// The device's path, or what else was named; `none` where nothing was.
+    pub source: OsString,
+    /// Whether nothing can be written, by the mount or by the superblock.
+    pub read_only: bool,
+    /// Whether what is mounted below appears in its peers, which may be in other
+    /// namespaces.
+    pub shared: bool,
+}
+
+/// Every mount of the calling thread's namespace that is below its root
+/// directory.
+pub fn list() -> io::Result<Vec<Entry>> {
+    match by_statmount()? {
+        Some(entries) => Ok(entries),
+        None => by_mountinfo(OWN_MOUNTINFO),
+    }
+}
+
+/// Every mount that the process sees. An error of kind `NotFound` where it is
+/// gone.
+pub fn of_process(pid: u32) -> io::Result<Vec<Entry>> {
+    by_mountinfo(&format!("/proc/{pid}/mountinfo"))
+}
+
+/// The mount with this id, if it is still there.
+pub fn entry(id: MountId) -> io::Result<Option<Entry>> {
+    let classic = match id {
+        MountId::Classic(id) => id,
+        MountId::Unique(id) => match stat(id)? {
+            None => return Ok(None),
+            Some(Stat::Whole(entry)) => return Ok(entry),
+            Some(Stat::NoSource(id)) => id,
+        },
+    };
+    let entries = by_mountinfo(OWN_MOUNTINFO)?;
+    Ok(entries.into_iter().find(|entry| entry.id == classic))
+}
+
+/// Whether the mount that `path` is in passes on what is mounted below it.
+pub fn is_shared(path: &Path) -> io::Result<bool> {
+    let here = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let covering = entry(MountId::covering(here.as_fd())?)?;
+    Ok(covering.is_some_and(|entry| entry.shared))
+}
+
+/// Whether pods can see what we mount below `path`: our mount namespace is that
+/// of process 1, or the mount that covers `path` is shared
+/// (`mountPropagation: Bidirectional`). Process 1 is the host's with hostPID
+/// only.
+pub fn propagation_reaches_host(path: &Path) -> io::Result<bool> {
+    // To compare /proc/PID/ns/mnt takes the right to trace process 1. A mount is
+    // in one namespace only, and mountinfo's ids are those of the whole system.
+    let theirs = of_process(1)?;
+    let ours = by_mountinfo(OWN_MOUNTINFO)?;
+    let same = ours
+        .iter()
+        .any(|our| theirs.iter().any(|their| their.id == our.id));
+    Ok(same || is_shared(path)?)
+}
+
+/// The calling thread's: a thread may have a mount namespace of its own.
+const OWN_MOUNTINFO: &str = "/proc/thread-self/mountinfo";
+
+/// What [`Entry`] is made of.
+const WHOLE: u64 = wants::SB_BASIC
+    | wants::MNT_BASIC
+    | wants::MNT_ROOT
+    | wants::MNT_POINT
+    | wants::FS_TYPE
+    | wants::FS_SUBTYPE
+    | wants::SB_SOURCE
+    | wants::SUPPORTED_MASK;
+
+enum Stat {
+    /// All of it; none where the mount can't be reached from our root directory.
+    Whole(Option<Entry>),
+    /// The kernel does not tell the source; the id in mountinfo, which does.
+    NoSource(u32),
+}
+
+fn by_mountinfo(path: &str) -> io::Result<Vec<Entry>> {
+    let lines = mountinfo::parse(&fs::read(path)?)?;
+    Ok(lines.into_iter().map(|line| line.entry).collect())
+}
+
+/// None where the kernel can't, or a seccomp filter does not let us.
+fn by_statmount() -> io::Result<Option<Vec<Entry>>> {
+    let ids = match listmount() {
+        Ok(ids) => ids,
+        Err(error) if is_missing(&error) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mut entries = Vec::with_capacity(ids.len());
+    for id in ids {
+        match stat(id)? {
+            Some(Stat::Whole(entry)) => entries.extend(entry),
+            Some(Stat::NoSource(_)) => return Ok(None),
+            // It was unmounted meanwhile.
+            None => {}
+        }
+    }
+    Ok(Some(entries))
+}
+
+fn is_missing(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM))
+}
+
+fn stat(unique_id: u64) -> io::Result<Option<Stat>> {
+    let stat = match StatMount::read(unique_id, WHOLE) {
+        Ok(stat) => stat,
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    // Without a source no text is given, whether the kernel knows the field or
+    // not.
+    if stat.supported() & wants::SB_SOURCE == 0 {
+        return Ok(Some(Stat::NoSource(stat.id())));
+    }
+    let path = |text: Option<&OsStr>| text.filter(|path| !path.is_empty()).map(PathBuf::from);
+    let (Some(root), Some(mount_point)) = (path(stat.root()), path(stat.mount_point())) else {
+        return Ok(Some(Stat::Whole(None)));
+    };
+    let mut fs_type = stat
+        .fs_type()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
+    if let Some(subtype) = stat.fs_subtype() {
+        fs_type.push('.');
+        fs_type.push_str(&subtype.to_string_lossy());
+    }
+    Ok(Some(Stat::Whole(Some(Entry {
+        id: stat.id(),
+        parent: stat.parent(),
+        dev: stat.dev(),
+        root,
+        mount_point,
+        fs_type,
+        source: stat.source().unwrap_or(OsStr::new("none")).to_owned(),
+        read_only: stat.read_only(),
+        shared: stat.shared(),
+    }))))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::mount::{
+        MountFlags, MountPropagationFlags, mount, mount_bind, mount_change, mount_remount,
+    };
+
+    use super::*;
+    use crate::mount::{Look, path::Place, testing::Scratch};
+
+    fn tmpfs(at: &Path, source: &str) {
+        mount(source, at, "tmpfs", MountFlags::empty(), None).expect("tmpfs");
+    }
+
+    fn shared(at: &Path) {
+        mount_change(at, MountPropagationFlags::SHARED).expect("shared");
+    }
+
+    fn id(place: &Place) -> MountId {
+        match place.look().expect("looks") {
+            Look::Mount(mounted) => mounted.id,
+            look => panic!("{look:?}"),
+        }
+    }
+
+    #[test]
+    fn both_sources_tell_the_same() {
+        let scratch = Scratch::new();
+        for (name, source) in [("a b\tc\\d\n#e", "x y#"), ("é", "none"), ("no source", "")] {
+            tmpfs(scratch.directory(name).path(), source);
+        }
+        let file = scratch.place("file");
+        let _ = file.make_file(0o600).expect("made");
+        mount_bind("/dev/loop-control", file.path()).expect("bound");
+        shared(scratch.place("é").path());
+        let read_only = MountFlags::BIND | MountFlags::RDONLY;
+        mount_remount(scratch.place("no source").path(), read_only, "").expect("remounted");
+
+        let new = by_statmount().expect("listed").expect("Linux 6.16");
+        let old = by_mountinfo(OWN_MOUNTINFO).expect("listed");
+        assert_eq!(new, old);
+        assert_eq!(list().expect("listed"), old);
+        assert!(
+            old.iter().any(|entry| entry.mount_point == file.path()
+                && entry.root == Path::new("/loop-control"))
+        );
+    }
+
+    #[test]
+    fn a_mount_is_found_by_either_id() {
+        let scratch = Scratch::new();
+        let place = scratch.directory("m");
+        tmpfs(place.path(), "the source");
+        let unique = id(&place);
+        let found = entry(unique).expect("read").expect("there");
+        assert_eq!(found.mount_point, place.path());
+        assert_eq!(found.source, "the source");
+        assert_eq!(
+            entry(MountId::Classic(found.id)).expect("read"),
+            Some(found)
+        );
+        let _ = crate::mount::unmount::unmount(&place).expect("unmounted");
+        assert_eq!(entry(unique).expect("read"), None);
+    }
+
+    #[test]
+    fn mounts_reach_the_host_through_a_shared_mount_only() {
+        let scratch = Scratch::new();
+        let place = scratch.directory("m");
+        tmpfs(place.path(), "none");
+        let below = place.path().join("below");
+        fs::create_dir(&below).expect("created");
+        assert!(!propagation_reaches_host(&below).expect("read"));
+        shared(place.path());
+        assert!(propagation_reaches_host(&below).expect("read"));
+    }
+
+    #[test]
+    fn another_process_has_its_own() {
+        let mine = of_process(std::process::id()).expect("read");
+        assert!(mine.iter().any(|entry| entry.mount_point == Path::new("/")));
+        let error = of_process(u32::MAX).expect_err("no such process");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    }
+}
