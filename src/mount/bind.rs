@@ -1,1 +1,144 @@
-//! bind.
+//! Bind mounts: open_tree(2) clones the mount, mount_setattr(2) changes the clone,
+//! and move_mount(2) shows it. So a read-only one is never seen writable, and
+//! what was looked at is what is mounted: both ends are descriptors.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd},
+};
+
+use rustix::mount::{MountAttrFlags, OpenTreeFlags, open_tree};
+
+use super::{
+    Mounted,
+    attach::{MountError, put},
+    options::MountOptions,
+    path::Place,
+};
+use crate::kernel::mounts::mount_setattr;
+
+/// Mounts `source`, a directory or a block device's node, on top of what is at the
+/// place, without the mounts below it. Of the options only the attributes are
+/// applied; what they don't name is as at the source. Never blocks on a device.
+///
+/// A block device mounted read-only can still be opened for writing: that is for
+/// the device to refuse (BLKROSET).
+pub fn bind(
+    source: BorrowedFd<'_>,
+    at: &Place,
+    options: &MountOptions,
+    read_only: bool,
+) -> Result<Mounted, MountError> {
+    let failed = |doing, source: io::Error| MountError::Io {
+        doing,
+        path: at.path().to_owned(),
+        kernel_says: String::new(),
+        source,
+    };
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_EMPTY_PATH;
+    let clone = open_tree(source, "", flags)
+        .map_err(|error| failed("clone the source's mount for", error.into()))?;
+    let mut change = options.attributes();
+    if read_only {
+        change.set |= MountAttrFlags::MOUNT_ATTR_RDONLY;
+    }
+    mount_setattr(clone.as_fd(), change.set, change.clear)
+        .map_err(|error| failed("set the attributes for", error))?;
+    put(&clone, at)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use rustix::{
+        fs::{CWD, Mode, OFlags, openat},
+        mount::{MountFlags, mount},
+    };
+
+    use super::*;
+    use crate::mount::{Look, testing::Scratch, unmount::unmount};
+
+    fn options(words: &str) -> MountOptions {
+        MountOptions::parse(&[words]).expect("options")
+    }
+
+    fn tmpfs(at: &Place) {
+        mount("none", at.path(), "tmpfs", MountFlags::NODEV, None).expect("tmpfs");
+    }
+
+    fn writable(at: &Place) -> bool {
+        fs::write(at.path().join("file"), "text").is_ok()
+    }
+
+    #[test]
+    fn a_directory_appears_with_the_attributes_asked_for() {
+        let scratch = Scratch::new();
+        let (stage, target) = (scratch.directory("stage"), scratch.directory("target"));
+        tmpfs(&stage);
+        let source = stage.open().expect("opens");
+        for (words, read_only, is_read_only) in [
+            ("rw", false, false),
+            ("ro", false, true),
+            ("", true, true),
+            ("rw", true, true),
+        ] {
+            let mounted = bind(source.as_fd(), &target, &options(words), read_only).expect("bound");
+            assert_eq!(mounted.read_only, is_read_only);
+            assert_eq!(target.look().expect("looks"), Look::Mount(mounted));
+            assert_eq!(writable(&target), !is_read_only);
+            let _ = unmount(&target).expect("no descriptor is left");
+        }
+        assert!(writable(&stage));
+
+        let _ = bind(
+            source.as_fd(),
+            &target,
+            &options("noexec,noatime,discard"),
+            false,
+        )
+        .expect("bound");
+        let mountinfo = fs::read_to_string("/proc/thread-self/mountinfo").expect("read");
+        let target = target.path().display().to_string();
+        let line = mountinfo
+            .lines()
+            .find(|line| line.contains(&target))
+            .expect("there");
+        assert!(line.contains("rw,nodev,noexec,noatime"), "{line}");
+    }
+
+    #[test]
+    fn a_device_node_appears_on_a_file() {
+        let scratch = Scratch::new();
+        let target = scratch.place("file");
+        let _ = target.make_file(0o640).expect("made");
+        let node = Path::new("/dev/loop0");
+        let source = openat(CWD, node, OFlags::PATH, Mode::empty()).expect("opens");
+        let Look::Block(dev) = Look::at(source.as_fd()).expect("looks") else {
+            panic!("no block device");
+        };
+        let mounted = bind(source.as_fd(), &target, &options(""), true).expect("bound");
+        assert_eq!(mounted.rdev, Some(dev));
+        assert!(!mounted.directory);
+        assert_eq!(target.look().expect("looks"), Look::Mount(mounted));
+
+        let directory = scratch.directory("directory");
+        let error = bind(source.as_fd(), &directory, &options(""), false).expect_err("no file");
+        assert!(matches!(error, MountError::WrongTarget { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_symlink_is_no_target() {
+        let scratch = Scratch::new();
+        let (stage, elsewhere) = (scratch.directory("stage"), scratch.directory("elsewhere"));
+        tmpfs(&stage);
+        std::os::unix::fs::symlink(elsewhere.path(), scratch.path().join("link")).expect("linked");
+        let source = stage.open().expect("opens");
+        let error =
+            bind(source.as_fd(), &scratch.place("link"), &options(""), false).expect_err("refused");
+        assert!(error.to_string().contains("a symlink"), "{error}");
+        assert_eq!(elsewhere.look().expect("looks"), Look::Dir);
+    }
+}

@@ -128,7 +128,18 @@ impl MountId {
 
     /// The mount that `at` is in, root of it or not.
     pub(super) fn covering(at: BorrowedFd<'_>) -> io::Result<Self> {
-        let id = StatxFlags::MNT_ID | MNT_ID_UNIQUE;
+        Self::asked(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE)
+    }
+
+    /// The same mount's id in mountinfo, on any kernel.
+    pub(super) fn classic_covering(at: BorrowedFd<'_>) -> io::Result<u32> {
+        match Self::asked(at, StatxFlags::MNT_ID)? {
+            Self::Classic(id) => Ok(id),
+            Self::Unique(_) => unreachable!("a unique id was not asked for"),
+        }
+    }
+
+    fn asked(at: BorrowedFd<'_>, id: StatxFlags) -> io::Result<Self> {
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
         Self::of(&statx(at, "", flags, id)?)
     }

@@ -101,6 +101,11 @@ impl MountOptions {
         self.superblock.iter()
     }
 
+    /// Whether this option of the superblock is among them.
+    pub fn has(&self, option: &FsOption) -> bool {
+        self.superblock.contains(option)
+    }
+
     /// What the attributes change. On a new mount only `set` matters.
     pub fn attributes(&self) -> AttributeChange {
         let mut change = AttributeChange {

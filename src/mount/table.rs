@@ -9,7 +9,7 @@
 use std::{
     ffi::{OsStr, OsString},
     fs, io,
-    os::fd::AsFd,
+    os::fd::{AsFd, BorrowedFd},
     path::{Path, PathBuf},
 };
 
@@ -75,6 +75,16 @@ pub fn entry(id: MountId) -> io::Result<Option<Entry>> {
     };
     let entries = by_mountinfo(OWN_MOUNTINFO)?;
     Ok(entries.into_iter().find(|entry| entry.id == classic))
+}
+
+/// The superblock's options of the mount that `at` is in, as the file system shows
+/// them: most leave their defaults out.
+pub(super) fn super_options(at: BorrowedFd<'_>) -> io::Result<String> {
+    let id = MountId::classic_covering(at)?;
+    let lines = mountinfo::parse(&fs::read(OWN_MOUNTINFO)?)?;
+    let line = lines.into_iter().find(|line| line.entry.id == id);
+    line.map(|line| line.super_options)
+        .ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
 /// Whether the mount that `path` is in passes on what is mounted below it.

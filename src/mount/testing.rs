@@ -1,6 +1,11 @@
-//! What tests of mounts stand on: a mount namespace and a directory of one's own.
+//! What tests of mounts stand on: a mount namespace, a directory and loop devices
+//! of one's own.
+#![allow(clippy::disallowed_methods)] // mkfs and losetup, waited for on the spot
 
-use std::path::Path;
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use super::path::{Place, Roots};
 use crate::kernel::mounts::private_namespace;
@@ -35,4 +40,53 @@ impl Scratch {
         std::fs::create_dir_all(self.path().join(below)).expect("created");
         self.place(below)
     }
+}
+
+/// A loop device over a sparse image of 320 MiB, XFS's least.
+pub struct LoopDevice {
+    pub node: PathBuf,
+}
+
+impl LoopDevice {
+    /// With the file system that `mkfs` makes (a program and its options); blank
+    /// without one.
+    pub fn new(scratch: &Scratch, mkfs: &[&str], losetup: &[&str]) -> Self {
+        let image = tempfile::NamedTempFile::new_in(scratch.path()).expect("an image");
+        image.as_file().set_len(320 << 20).expect("sparse");
+        if let Some((program, options)) = mkfs.split_first() {
+            output(
+                Command::new(program)
+                    .args(options)
+                    .arg("-q")
+                    .arg(image.path()),
+            );
+        }
+        let attach = ["--find", "--show"];
+        let node = output(
+            Command::new("losetup")
+                .args(attach)
+                .args(losetup)
+                .arg(image.path()),
+        );
+        // The loop device holds the image; its name can go.
+        Self {
+            node: node.trim().into(),
+        }
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        // Deferred by the kernel while a mount of a test that failed is still there.
+        let _ = Command::new("losetup")
+            .arg("--detach")
+            .arg(&self.node)
+            .output();
+    }
+}
+
+fn output(command: &mut Command) -> String {
+    let output = command.output().expect("installed");
+    assert!(output.status.success(), "{command:?}: {output:?}");
+    String::from_utf8(output.stdout).expect("utf-8")
 }

@@ -1,0 +1,175 @@
+use std::{fs, os::unix::fs::MetadataExt};
+
+use super::*;
+use crate::{
+    Done,
+    kernel::Dev,
+    mount::testing::{LoopDevice, Scratch},
+};
+
+fn parsed(words: &str) -> MountOptions {
+    MountOptions::parse(&[words]).expect("options")
+}
+
+fn mounted(
+    (fs_type, device): (&str, &LoopDevice),
+    words: &str,
+    at: &Place,
+) -> Result<Mounted, MountError> {
+    let new = NewMount {
+        fs_type,
+        source: &device.node,
+        options: &parsed(words),
+        extra: &[],
+        read_only: false,
+    };
+    mount(&new, at)
+}
+
+fn unmounted(at: &Place) {
+    assert_eq!(unmount(at).expect("no descriptor is left"), Done::Now);
+}
+
+#[test]
+fn each_file_system_is_mounted_and_can_be_unmounted_at_once() {
+    let scratch = Scratch::new();
+    let place = scratch.directory("m");
+    for (fs_type, mkfs) in [
+        ("ext4", "mkfs.ext4"),
+        ("xfs", "mkfs.xfs"),
+        ("btrfs", "mkfs.btrfs"),
+    ] {
+        let device = LoopDevice::new(&scratch, &[mkfs], &[]);
+        let rdev = Dev::from_raw(fs::metadata(&device.node).expect("there").rdev());
+
+        let made = mounted((fs_type, &device), "noatime", &place).expect(fs_type);
+        assert!(made.directory && !made.read_only && made.rdev.is_none());
+        assert_eq!(place.look().expect("looks"), Look::Mount(made));
+        let entry = table::entry(made.id).expect("read").expect("there");
+        assert_eq!(Path::new(&entry.source), device.node);
+        assert_eq!(entry.fs_type, fs_type);
+        // btrfs has a number of its own.
+        assert_eq!(made.dev == rdev, fs_type != "btrfs");
+        fs::write(place.path().join("file"), "text").expect("writable");
+        unmounted(&place);
+
+        let made = mounted((fs_type, &device), "ro", &place).expect(fs_type);
+        assert!(made.read_only);
+        unmounted(&place);
+    }
+}
+
+#[test]
+fn a_refused_option_is_named_with_the_kernels_reason() {
+    let scratch = Scratch::new();
+    let place = scratch.directory("m");
+    let device = LoopDevice::new(&scratch, &["mkfs.ext4"], &[]);
+    for (words, culprit) in [
+        ("discard,nosuch=1", "nosuch=1"),
+        ("commit=soon", "commit=soon"),
+    ] {
+        match mounted(("ext4", &device), words, &place).expect_err("refused") {
+            MountError::BadOption {
+                option,
+                kernel_says,
+                ..
+            } => {
+                assert_eq!(option, culprit);
+                let key = culprit.split('=').next().expect("a key");
+                assert!(kernel_says.contains(key), "{kernel_says}");
+            }
+            error => panic!("{error}"),
+        }
+    }
+    assert_eq!(place.look().expect("looks"), Look::Dir);
+}
+
+#[test]
+fn what_can_not_be_mounted_says_why() {
+    let scratch = Scratch::new();
+    let place = scratch.directory("m");
+    let blank = LoopDevice::new(&scratch, &[], &[]);
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let error = mounted((fs_type, &blank), "", &place).expect_err("blank");
+        assert!(matches!(error, MountError::BadSuperblock { .. }), "{error}");
+    }
+    let error = mounted(("nosuchfs", &blank), "", &place).expect_err("unknown");
+    assert!(matches!(error, MountError::Unsupported { .. }), "{error}");
+
+    let protected = LoopDevice::new(&scratch, &["mkfs.ext4"], &["--read-only"]);
+    let error = mounted(("ext4", &protected), "", &place).expect_err("protected");
+    assert!(
+        matches!(error, MountError::WriteProtected { .. }),
+        "{error}"
+    );
+    let _ = mounted(("ext4", &protected), "ro", &place).expect("read-only");
+    unmounted(&place);
+}
+
+#[test]
+fn a_device_mounted_elsewhere_keeps_its_options() {
+    let scratch = Scratch::new();
+    let (first, second) = (scratch.directory("first"), scratch.directory("second"));
+    let device = LoopDevice::new(&scratch, &["mkfs.ext4"], &[]);
+    let made = mounted(("ext4", &device), "data=journal,commit=7", &first).expect("mounted");
+
+    for words in ["", "commit=7", "noexec,data=journal"] {
+        let again = mounted(("ext4", &device), words, &second).expect(words);
+        assert_eq!(again.dev, made.dev);
+        assert_ne!(again.id, made.id);
+        unmounted(&second);
+    }
+    match mounted(("ext4", &device), "commit=7,errors=panic", &second).expect_err("other") {
+        MountError::OtherOptions { missing, .. } => assert_eq!(missing, "errors=panic"),
+        error => panic!("{error}"),
+    }
+    assert_eq!(second.look().expect("looks"), Look::Dir);
+
+    let error = mounted(("ext4", &device), "ro", &second).expect_err("writable elsewhere");
+    assert!(matches!(error, MountError::Busy { .. }), "{error}");
+    unmounted(&first);
+}
+
+#[test]
+fn a_copy_of_an_xfs_is_mounted_with_our_own_option() {
+    let scratch = Scratch::new();
+    let (first, second) = (scratch.directory("first"), scratch.directory("second"));
+    let uuid = format!("uuid={}", uuid::Uuid::new_v4());
+    let mkfs = ["mkfs.xfs", "-m", &uuid];
+    let one = LoopDevice::new(&scratch, &mkfs, &[]);
+    let two = LoopDevice::new(&scratch, &mkfs, &[]);
+
+    let _ = mounted(("xfs", &one), "", &first).expect("mounted");
+    assert!(
+        mounted(("xfs", &two), "", &second).is_err(),
+        "the UUID is in use"
+    );
+    let options = MountOptions::default();
+    let new = NewMount {
+        fs_type: "xfs",
+        source: &two.node,
+        options: &options,
+        extra: &["nouuid", "logbufs=8"],
+        read_only: true,
+    };
+    assert!(mount(&new, &second).expect("mounted").read_only);
+    unmounted(&second);
+    unmounted(&first);
+}
+
+#[test]
+fn only_a_directory_is_mounted_on() {
+    let scratch = Scratch::new();
+    let (elsewhere, file) = (scratch.directory("elsewhere"), scratch.place("file"));
+    let _ = file.make_file(0o600).expect("made");
+    std::os::unix::fs::symlink(elsewhere.path(), scratch.path().join("link")).expect("linked");
+    let device = LoopDevice::new(&scratch, &["mkfs.ext4"], &[]);
+
+    for place in [&file, &scratch.place("link")] {
+        let error = mounted(("ext4", &device), "", place).expect_err("refused");
+        assert!(matches!(error, MountError::WrongTarget { .. }), "{error}");
+    }
+    let error = mounted(("ext4", &device), "", &scratch.place("absent")).expect_err("refused");
+    assert!(matches!(error, MountError::Io { .. }), "{error}");
+    assert_eq!(elsewhere.look().expect("looks"), Look::Dir);
+}
