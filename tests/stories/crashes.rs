@@ -1,0 +1,168 @@
+//! SIGKILL at any instant: the next call, in the agent's next life, finishes or
+//! undoes what was begun, and pods notice nothing.
+
+use std::fs;
+
+use crate::harness::{
+    Content, Controller, Dice, MIB, Node, Volume, claim, eventually, files_below, kill_amid,
+    loops_over, story,
+};
+
+#[test]
+fn pods_outlive_their_nodes_agent() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let raw = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let target = node.up(&volume, "pod").await;
+        let device = node.up(&raw, "pod").await;
+        let [before, during, after] = ["before", "during", "after"].map(Content::new);
+        before.write(&target.join("before"));
+        before.write_at(&device, 0).unwrap();
+
+        node.kill9().await;
+        during.write(&target.join("during"));
+        during.write_at(&device, MIB).unwrap();
+
+        node.restart().await;
+        after.write(&target.join("after"));
+        // Kubelet calls for every volume again when it restarts itself.
+        node.up(&volume, "pod").await;
+        node.up(&raw, "pod").await;
+        assert_eq!(loops_over(&sandbox.image(&volume)).len(), 1);
+        assert_eq!(node.stats(&volume, &target).await.unwrap().len(), 2);
+        for (content, name) in [(&before, "before"), (&during, "during"), (&after, "after")] {
+            content.is_in(&target.join(name));
+        }
+        during.is_at(&device, MIB);
+        node.down(&volume, "pod").await;
+        node.down(&raw, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn records_that_are_lost_are_rebuilt() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let raw = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        for volume in [&volume, &raw] {
+            node.up(volume, "pod").await;
+        }
+        node.kill9().await;
+        for file in files_below(&node.run_dir) {
+            fs::remove_file(file).unwrap();
+        }
+        node.restart().await;
+        for volume in [&volume, &raw] {
+            node.down(volume, "pod").await;
+            assert!(loops_over(&sandbox.image(volume)).is_empty());
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_node_may_be_killed_at_any_instant() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let mut dice = Dice::new();
+        let mut volumes = vec![sandbox.volume_in("main", "raw", "block", 64 * MIB)];
+        for kind in ["ext4", "xfs", "btrfs"] {
+            volumes.push(sandbox.volume(kind, kind));
+        }
+        let content = Content::new("survives");
+        for (round, volume) in volumes.iter().cycle().take(12).enumerate() {
+            kill_amid(&node, &mut dice, async || node.stage(volume).await).await;
+            node.restart().await;
+            node.until_ok("staged", async || node.stage(volume).await)
+                .await;
+
+            kill_amid(&node, &mut dice, async || node.publish(volume, "pod").await).await;
+            node.restart().await;
+            node.until_ok("published", async || node.publish(volume, "pod").await)
+                .await;
+            let target = node.target(volume, "pod");
+            let first = round < volumes.len();
+            match (volume.is_block(), first) {
+                (true, true) => content.write_at(&target, 0).unwrap(),
+                (true, false) => content.is_at(&target, 0),
+                (false, true) => content.write(&target.join("file")),
+                (false, false) => content.is_in(&target.join("file")),
+            }
+
+            kill_amid(&node, &mut dice, async || {
+                node.unpublish(volume, "pod").await
+            })
+            .await;
+            node.restart().await;
+            node.until_ok("unpublished", async || node.unpublish(volume, "pod").await)
+                .await;
+
+            kill_amid(&node, &mut dice, async || node.unstage(volume).await).await;
+            node.restart().await;
+            node.until_ok("unstaged", async || node.unstage(volume).await)
+                .await;
+            assert!(loops_over(&sandbox.image(volume)).is_empty());
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_controller_may_be_killed_at_any_instant() {
+    story(async |sandbox| {
+        let controller = Controller::start(sandbox).await;
+        let mut dice = Dice::new();
+        let capability = Volume::block("any").capability;
+        let pool = sandbox.pool("main");
+        for round in 0..10 {
+            let request = claim(&format!("v{round}"), "main", &capability, 64 * MIB);
+            kill_amid(&controller, &mut dice, async || {
+                controller.create(request.clone()).await
+            })
+            .await;
+            controller.start().await;
+            let made = eventually("created", async || {
+                controller.create(request.clone()).await.ok()
+            })
+            .await;
+            kill_amid(&controller, &mut dice, async || {
+                controller.snapshot(&made.volume_id, &request.name).await
+            })
+            .await;
+            controller.start().await;
+            let snapshot = eventually("taken", async || {
+                controller
+                    .snapshot(&made.volume_id, &request.name)
+                    .await
+                    .ok()
+            })
+            .await;
+            kill_amid(&controller, &mut dice, async || {
+                controller.delete(&made.volume_id).await
+            })
+            .await;
+            controller.start().await;
+            eventually("deleted", async || {
+                controller.delete(&made.volume_id).await.ok()
+            })
+            .await;
+            kill_amid(&controller, &mut dice, async || {
+                controller.delete_snapshot(&snapshot.snapshot_id).await
+            })
+            .await;
+            controller.start().await;
+            eventually("deleted", async || {
+                controller.delete_snapshot(&snapshot.snapshot_id).await.ok()
+            })
+            .await;
+        }
+        let left: Vec<_> = files_below(&pool)
+            .into_iter()
+            .filter(|file| fs::metadata(file).is_ok_and(|found| found.len() >= MIB))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
+    });
+}

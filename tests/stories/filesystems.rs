@@ -1,0 +1,351 @@
+//! Formatted volumes: what is written stays, options mean what they say, and
+//! nothing is formatted that is not proven blank.
+
+use std::{fs, os::unix::fs::FileExt as _, path::Path};
+
+use tonic::Code::{FailedPrecondition, InvalidArgument};
+
+use crate::harness::{
+    Content, MIB, Mode, Node, NodeSetup, loops_over, refused, run, run_err, sha256, story,
+};
+
+/// A mount's options: its own and its superblock's.
+fn options(at: &Path) -> Vec<String> {
+    let at = at.display().to_string();
+    run(&["findmnt", "-n", "-o", "OPTIONS", "-M", &at])
+        .trim()
+        .split(',')
+        .map(str::to_owned)
+        .collect()
+}
+
+fn fs_type(at: &Path) -> String {
+    let at = at.display().to_string();
+    run(&["findmnt", "-n", "-o", "FSTYPE", "-M", &at])
+        .trim()
+        .to_owned()
+}
+
+#[test]
+fn ext4_keeps_what_is_written() {
+    keeps_what_is_written("ext4");
+}
+
+#[test]
+fn xfs_keeps_what_is_written() {
+    keeps_what_is_written("xfs");
+}
+
+#[test]
+fn btrfs_keeps_what_is_written() {
+    keeps_what_is_written("btrfs");
+}
+
+fn keeps_what_is_written(kind: &'static str) {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", kind);
+        let content = Content::new(kind);
+        let target = node.up(&volume, "one").await;
+        assert_eq!(fs_type(&target), kind);
+        content.write(&target.join("file"));
+
+        // A second pod on the node sees the same files, read-only if it says so.
+        node.publish_read_only(&volume, "two").await.unwrap();
+        let second = node.target(&volume, "two");
+        content.is_in(&second.join("file"));
+        assert!(fs::write(second.join("other"), "x").is_err());
+        fs::write(target.join("other"), "x").expect("the first still writes");
+        node.unpublish(&volume, "two").await.unwrap();
+        node.down(&volume, "one").await;
+        assert!(loops_over(&sandbox.image(&volume)).is_empty());
+
+        // Elsewhere and later: nothing was formatted again.
+        let target = node.up(&volume, "three").await;
+        content.is_in(&target.join("file"));
+        node.down(&volume, "three").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn mount_flags_mean_what_they_say() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("flags", "ext4").flags(&[
+            "noatime",
+            "nosuid,nodev",
+            "data=writeback",
+            "discard",
+            // mount(8)'s own, which no kernel knows.
+            "_netdev,nofail",
+            "x-systemd.automount",
+            "comment=a",
+            "defaults",
+        ]);
+        let target = node.up(&volume, "pod").await;
+        for at in [target, node.staging(&volume)] {
+            let options = options(&at);
+            for expected in ["noatime", "nosuid", "nodev", "discard", "data=writeback"] {
+                assert!(
+                    options.iter().any(|o| o == expected),
+                    "{expected}: {options:?}"
+                );
+            }
+            assert!(!options.iter().any(|o| o.contains("x-") || o == "_netdev"));
+        }
+        node.down(&volume, "pod").await;
+
+        for (name, flags, word) in [
+            ("unknown", "nosuchoption=1", "nosuchoption"),
+            ("bind", "bind", "bind"),
+            ("remount", "remount", "remount"),
+            ("loop", "loop", "loop"),
+            ("propagation", "rshared", "rshared"),
+        ] {
+            let volume = sandbox.volume(name, "ext4").flags(&[flags]);
+            refused(node.stage(&volume).await, InvalidArgument, &[word]);
+            assert!(loops_over(&sandbox.image(&volume)).is_empty());
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_volume_for_readers_is_never_written() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "xfs", "btrfs"] {
+            let volume = sandbox.volume(kind, kind);
+            let content = Content::new("readers");
+            content.write(&node.up(&volume, "writer").await.join("file"));
+            node.down(&volume, "writer").await;
+            let before = sha256(&sandbox.image(&volume)).unwrap();
+
+            let reader = volume.clone().mode(Mode::SingleNodeReaderOnly);
+            let target = node.up(&reader, "reader").await;
+            content.is_in(&target.join("file"));
+            assert!(fs::write(target.join("other"), "x").is_err());
+            node.down(&reader, "reader").await;
+
+            let flagged = volume.flags(&["ro"]);
+            let target = node.up(&flagged, "flagged").await;
+            assert!(fs::write(target.join("other"), "x").is_err());
+            node.down(&flagged, "flagged").await;
+            assert_eq!(sha256(&sandbox.image(&flagged)).unwrap(), before, "{kind}");
+        }
+
+        // Blank, and nobody may write: there is nothing to read, and nothing is made.
+        let blank = sandbox
+            .volume("blank", "ext4")
+            .mode(Mode::SingleNodeReaderOnly);
+        refused(node.stage(&blank).await, FailedPrecondition, &["blank"]);
+        assert!(
+            fs::read(sandbox.image(&blank))
+                .unwrap()
+                .iter()
+                .all(|&b| b == 0)
+        );
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_dirty_ext4_is_checked_before_it_is_mounted() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("dirty", "ext4");
+        let content = Content::new("dirty");
+        content.write(&node.up(&volume, "pod").await.join("file"));
+        node.down(&volume, "pod").await;
+        let image = sandbox.image(&volume);
+        let image = image.to_str().unwrap();
+        // EXT4_ERROR_FS: the kernel found an inconsistency at some time.
+        run(&["debugfs", "-w", "-R", "ssv state 2", image]);
+
+        let target = node.up(&volume, "pod").await;
+        content.is_in(&target.join("file"));
+        node.down(&volume, "pod").await;
+        let said = run(&["dumpe2fs", "-h", image]);
+        assert!(
+            said.lines()
+                .any(|line| line.starts_with("Filesystem state:") && line.ends_with(" clean")),
+            "{said}"
+        );
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_ext4_beyond_automatic_repair_is_left_to_an_operator() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("broken", "ext4");
+        node.up(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+        let image = sandbox.image(&volume);
+        let text = image.to_str().unwrap();
+        // The root directory's inode cleared: `fsck -a` refuses to guess.
+        run(&["debugfs", "-w", "-R", "clri <2>", text]);
+        run(&["debugfs", "-w", "-R", "ssv state 2", text]);
+        refused(
+            node.stage(&volume).await,
+            FailedPrecondition,
+            &["broken", "fsck"],
+        );
+        assert!(loops_over(&image).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_default_and_the_class_choose_the_file_system() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let default = sandbox.volume("default", "");
+        let target = node.up(&default, "pod").await;
+        assert_eq!(fs_type(&target), "ext4");
+        node.down(&default, "pod").await;
+
+        let class = sandbox
+            .volume_in("main", "class", "", 320 * MIB)
+            .with("fsType", "xfs");
+        let target = node.up(&class, "pod").await;
+        assert_eq!(fs_type(&target), "xfs");
+        node.down(&class, "pod").await;
+
+        let labelled = sandbox
+            .volume("labelled", "ext4")
+            .with("mkfsOptions", "-L 'two words' -m 7");
+        node.up(&labelled, "pod").await;
+        node.down(&labelled, "pod").await;
+        let image = sandbox.image(&labelled);
+        let label = run(&["e2label", image.to_str().unwrap()]);
+        assert_eq!(label.trim(), "two words");
+
+        let unsupported = sandbox.volume("unsupported", "zfs");
+        refused(
+            node.stage(&unsupported).await,
+            InvalidArgument,
+            &["zfs", "ext4", "xfs", "btrfs"],
+        );
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_file_system_on_the_volume_wins_over_none_and_loses_to_another() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "xfs");
+        node.up(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+        let other = crate::harness::Volume::filesystem("v", "ext4").over("main", "v.img");
+        refused(
+            node.stage(&other).await,
+            FailedPrecondition,
+            &["xfs", "ext4"],
+        );
+        node.assert_clean().await;
+    });
+}
+
+/// What it is called, words of the refusal, and how it comes onto the image.
+type Foreign<'a> = (&'a str, &'a [&'a str], &'a dyn Fn(&Path));
+
+#[test]
+fn foreign_content_is_never_formatted() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let gpt: &dyn Fn(&Path) = &|image| {
+            let script = sandbox.dir().join("gpt");
+            fs::write(&script, "label: gpt\n,\n").unwrap();
+            let line = format!("sfdisk -q {} < {}", image.display(), script.display());
+            run(&["sh", "-c", &line]);
+        };
+        let put = |image: &Path, offset: u64, bytes: &[u8]| {
+            let file = fs::File::options().write(true).open(image).unwrap();
+            file.write_all_at(bytes, offset).unwrap();
+        };
+        let luks: &dyn Fn(&Path) = &|image| put(image, 0, b"LUKS\xba\xbe\0\x02");
+        let lvm: &dyn Fn(&Path) = &|image| {
+            put(
+                image,
+                512,
+                b"LABELONE\x01\0\0\0\0\0\0\0\0\0\0\0\x20\0\0\0LVM2 001",
+            );
+        };
+        let random: &dyn Fn(&Path) = &|image| Content::new("random").write_at(image, 0).unwrap();
+        let swap: &dyn Fn(&Path) = &|image| drop(run(&["mkswap", image.to_str().unwrap()]));
+        let vfat: &dyn Fn(&Path) = &|image| put(image, 54, b"FAT16   ");
+        // The first blocks were wiped, but a copy of the superblock is left.
+        let headless: &dyn Fn(&Path) = &|image| {
+            run(&[
+                "mkfs.ext4",
+                "-q",
+                "-F",
+                "-b",
+                "1024",
+                image.to_str().unwrap(),
+            ]);
+            put(image, 0, &vec![0; 1 << 20]);
+        };
+        let tail: &dyn Fn(&Path) = &|image| put(image, 64 * MIB - 512, b"something");
+        let cases: [Foreign; 8] = [
+            ("gpt", &["partition"], gpt),
+            ("luks", &["LUKS"], luks),
+            ("lvm", &["LVM"], lvm),
+            ("random", &["format"], random),
+            ("swap", &["swap"], swap),
+            ("vfat", &[], vfat),
+            ("headless", &[], headless),
+            ("tail", &[], tail),
+        ];
+        for (name, words, fill) in cases {
+            let volume = sandbox.volume(name, "ext4");
+            let image = sandbox.image(&volume);
+            fill(&image);
+            let before = sha256(&image).unwrap();
+            let words = [words, &[name][..]].concat();
+            refused(node.stage(&volume).await, FailedPrecondition, &words);
+            assert!(loops_over(&image).is_empty(), "{name}");
+            assert_eq!(sha256(&image).unwrap(), before, "{name} was written to");
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_interrupted_format_is_made_again() {
+    story(async |sandbox| {
+        // Slow enough to be caught: the inode tables are written at once.
+        let node = Node::start_with(sandbox, NodeSetup::new(sandbox)).await;
+        let volume = sandbox.volume_in("main", "big", "ext4", 40_960 * MIB).with(
+            "mkfsOptions",
+            "-E lazy_itable_init=0,lazy_journal_init=0 -m 0",
+        );
+        let image = sandbox.image(&volume);
+        let mkfs_runs = async || {
+            let written = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&image).unwrap());
+            (written > 1024).then_some(())
+        };
+        let (cut_off, ()) = tokio::join!(node.stage(&volume), async {
+            crate::harness::eventually("mkfs has begun to write", mkfs_runs).await;
+            node.kill9().await;
+        });
+        assert!(
+            cut_off.is_err(),
+            "the format was too fast to be interrupted"
+        );
+        node.restart().await;
+        node.until_ok("the retry formats again", async || {
+            node.stage(&volume).await
+        })
+        .await;
+        node.publish(&volume, "pod").await.unwrap();
+        Content::new("again").write(&node.target(&volume, "pod").join("file"));
+        node.down(&volume, "pod").await;
+        run_err(&["fsck.ext4", "-f", "-n", image.to_str().unwrap()]).expect("a sound file system");
+        node.assert_clean().await;
+    });
+}

@@ -1,0 +1,125 @@
+//! Volumes that grow while they are used, and clones that come larger.
+
+use std::{fs, path::Path};
+
+use tonic::Code::FailedPrecondition;
+
+use crate::harness::{
+    Content, MIB, Node, Sandbox, Volume, can_resize_ext4, loops_over, refused, run, story,
+};
+
+/// As the controller does it where the pool is shared.
+fn enlarge(sandbox: &Sandbox, volume: &Volume, bytes: u64) {
+    fs::File::options()
+        .write(true)
+        .open(sandbox.image(volume))
+        .and_then(|image| image.set_len(bytes))
+        .unwrap();
+}
+
+async fn total(node: &Node, volume: &Volume, path: &Path) -> u64 {
+    let usage = node.stats(volume, path).await.unwrap();
+    u64::try_from(usage[0].total).unwrap()
+}
+
+#[test]
+fn xfs_grows_in_use() {
+    grows_in_use("xfs", 320 * MIB, 640 * MIB);
+}
+
+#[test]
+fn btrfs_grows_in_use() {
+    grows_in_use("btrfs", 160 * MIB, 320 * MIB);
+}
+
+#[test]
+fn ext4_grows_in_use_where_it_may() {
+    if can_resize_ext4() {
+        return grows_in_use("ext4", 64 * MIB, 128 * MIB);
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        let content = Content::new("small");
+        content.write(&target.join("file"));
+        enlarge(sandbox, &volume, 128 * MIB);
+        refused(
+            node.expand(&volume, &target, 128 * MIB).await,
+            FailedPrecondition,
+            &["CAP_SYS_RESOURCE"],
+        );
+        content.is_in(&target.join("file"));
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+fn grows_in_use(kind: &'static str, small: u64, large: u64) {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "v", kind, small);
+        let target = node.up(&volume, "pod").await;
+        let content = Content::new(kind);
+        content.write(&target.join("file"));
+        let before = total(&node, &volume, &target).await;
+
+        enlarge(sandbox, &volume, large);
+        for _ in 0..2 {
+            let bytes = node.expand(&volume, &target, large).await.unwrap();
+            assert_eq!(u64::try_from(bytes).unwrap(), large);
+        }
+        let after = total(&node, &volume, &target).await;
+        assert!(after > before + (large - small) / 2, "{before} -> {after}");
+        content.is_in(&target.join("file"));
+        node.down(&volume, "pod").await;
+
+        let target = node.up(&volume, "pod").await;
+        content.is_in(&target.join("file"));
+        assert_eq!(total(&node, &volume, &target).await, after);
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_raw_device_grows_in_use() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let target = node.up(&volume, "pod").await;
+        enlarge(sandbox, &volume, 128 * MIB);
+        let bytes = node.expand(&volume, &target, 128 * MIB).await.unwrap();
+        assert_eq!(u64::try_from(bytes).unwrap(), 128 * MIB);
+        let device = loops_over(&sandbox.image(&volume)).pop().unwrap();
+        let bytes = run(&["blockdev", "--getsize64", device.to_str().unwrap()]);
+        assert_eq!(bytes.trim(), (128 * MIB).to_string());
+        Content::new("end").write_at(&target, 127 * MIB).unwrap();
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_file_system_smaller_than_its_device_grows_when_staged() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for (kind, small, large) in [
+            ("xfs", 320 * MIB, 640 * MIB),
+            ("btrfs", 160 * MIB, 320 * MIB),
+        ] {
+            let volume = sandbox.volume_in("main", kind, kind, small);
+            let content = Content::new(kind);
+            content.write(&node.up(&volume, "pod").await.join("file"));
+            node.down(&volume, "pod").await;
+
+            enlarge(sandbox, &volume, large);
+            let target = node.up(&volume, "pod").await;
+            let after = total(&node, &volume, &target).await;
+            assert!(after > u64::midpoint(small, large), "{kind}: {after}");
+            content.is_in(&target.join("file"));
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}

@@ -1,0 +1,180 @@
+//! One of the project's binaries, running.
+
+use std::{
+    cell::RefCell,
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    time::Duration,
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tonic::transport::Channel;
+use uring_csi::{
+    csi::serve::Endpoint,
+    proto::csi::{ProbeRequest, identity_client::IdentityClient},
+};
+
+use super::eventually;
+
+/// How to start it, and, after [`Agent::start`], the process.
+pub struct Agent {
+    program: &'static str,
+    args: Vec<String>,
+    endpoint: Endpoint,
+    log: PathBuf,
+    process: RefCell<Option<Child>>,
+}
+
+impl Agent {
+    /// Not started yet. What it prints goes to `log`.
+    pub fn new(program: &'static str, socket: &Path, log: PathBuf, args: Vec<String>) -> Self {
+        let endpoint: Endpoint = socket.display().to_string().parse().expect("a socket");
+        let args = [vec!["--endpoint".to_owned(), endpoint.to_string()], args].concat();
+        Self {
+            program,
+            args,
+            endpoint,
+            log,
+            process: RefCell::default(),
+        }
+    }
+
+    /// Starts the process without waiting for anything.
+    pub fn spawn(&self) {
+        let log = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(&self.log)
+            .expect("a log file");
+        // Whatever ends the story ends the agent, even a killed test runner.
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "--", self.program])
+            .args(&self.args)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().expect("a descriptor"))
+            .stderr(log)
+            .spawn()
+            .expect("setpriv of util-linux");
+        assert!(
+            self.process.replace(Some(child)).is_none(),
+            "{} runs already",
+            self.program
+        );
+    }
+
+    /// Starts the process and waits until it says that it is ready.
+    pub async fn start(&self) {
+        self.spawn();
+        eventually("the agent is ready", async || {
+            if let Some(status) = self.exited() {
+                panic!("{} ended at once: {status}\n{}", self.program, self.log());
+            }
+            (self.probe().await == Some(true)).then_some(())
+        })
+        .await;
+    }
+
+    /// What Probe says; None while nobody answers.
+    pub async fn probe(&self) -> Option<bool> {
+        let answer = IdentityClient::new(self.channel())
+            .probe(ProbeRequest {})
+            .await
+            .ok()?;
+        Some(answer.into_inner().ready.unwrap_or(true))
+    }
+
+    /// A connection of its own, as kubelet makes one for each call.
+    pub fn channel(&self) -> Channel {
+        self.endpoint.channel()
+    }
+
+    pub fn socket(&self) -> &Path {
+        self.endpoint.path()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.process
+            .borrow()
+            .as_ref()
+            .expect("a running agent")
+            .id()
+    }
+
+    /// Everything it has printed so far.
+    pub fn log(&self) -> String {
+        fs::read(&self.log)
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            .unwrap_or_default()
+    }
+
+    fn exited(&self) -> Option<ExitStatus> {
+        let mut process = self.process.borrow_mut();
+        process.as_mut()?.try_wait().expect("a child of ours")
+    }
+
+    /// Waits for its end.
+    pub async fn ended(&self) -> ExitStatus {
+        let status = eventually("the agent ends", async || self.exited()).await;
+        self.process.take();
+        status
+    }
+
+    /// SIGKILL, and the process is gone.
+    pub async fn kill9(&self) {
+        self.signal(Signal::KILL);
+        self.ended().await;
+    }
+
+    /// SIGKILL to a process with a thread that no signal reaches: it stays for
+    /// as long as that thread does.
+    pub fn abandon(&self) -> Dying {
+        self.signal(Signal::KILL);
+        Dying(RefCell::new(self.process.take().expect("a running agent")))
+    }
+
+    /// SIGTERM; see [`Agent::ended`].
+    pub fn terminate(&self) {
+        self.signal(Signal::TERM);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw);
+        kill_process(pid.expect("a process id"), signal).expect("a signal");
+    }
+}
+
+/// A killed process that may take its time to end.
+pub struct Dying(RefCell<Child>);
+
+impl Dying {
+    pub fn is_gone(&self) -> bool {
+        let mut child = self.0.borrow_mut();
+        child.try_wait().expect("a child of ours").is_some()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.process.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if std::thread::panicking() {
+            let log = self.log();
+            let lines: Vec<_> = log.lines().collect();
+            let tail = lines[lines.len().saturating_sub(80)..].join("\n");
+            eprintln!("--- {} said at last:\n{tail}", self.program);
+        }
+    }
+}
+
+/// How long kubelet and the sidecars wait for an answer.
+pub const CALL_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// A request with the caller's deadline in its `grpc-timeout`.
+pub fn request<T>(message: T, timeout: Duration) -> tonic::Request<T> {
+    let mut request = tonic::Request::new(message);
+    request.set_timeout(timeout);
+    request
+}

@@ -1,0 +1,216 @@
+//! A controller, and the provisioner, resizer and snapshotter as its callers.
+
+use std::{collections::HashMap, ops::Deref, path::Path};
+
+use tonic::{Status, transport::Channel};
+use uring_csi::proto::csi::{
+    CapacityRange, ControllerExpandVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
+    DeleteSnapshotRequest, DeleteVolumeRequest, Snapshot, Topology, TopologyRequirement,
+    Volume as Made, VolumeCapability, VolumeContentSource,
+    controller_client::ControllerClient,
+    volume_capability::AccessType,
+    volume_content_source::{self, SnapshotSource, VolumeSource},
+};
+
+use super::{
+    Agent, Sandbox, Volume,
+    agent::{CALL_TIMEOUT, request},
+};
+
+/// How a controller is started.
+pub struct ControllerSetup {
+    pub name: &'static str,
+    /// `NAME=DIR[,local|,shared]`.
+    pub pools: Vec<String>,
+    /// More arguments.
+    pub args: Vec<String>,
+}
+
+impl ControllerSetup {
+    /// With pool `main`, shared by every node.
+    pub fn new(sandbox: &Sandbox) -> Self {
+        Self {
+            name: "controller",
+            pools: vec![format!("main={},shared", sandbox.pool("main").display())],
+            args: Vec::new(),
+        }
+    }
+
+    /// With one more pool, shared by every node.
+    pub fn pool(mut self, name: &str, dir: &Path) -> Self {
+        self.pools.push(format!("{name}={},shared", dir.display()));
+        self
+    }
+}
+
+/// An agent that serves the Controller service.
+pub struct Controller {
+    agent: Agent,
+}
+
+impl Deref for Controller {
+    type Target = Agent;
+
+    fn deref(&self) -> &Agent {
+        &self.agent
+    }
+}
+
+impl Controller {
+    /// A ready controller with pool `main`.
+    pub async fn start(sandbox: &Sandbox) -> Self {
+        Self::start_with(sandbox, ControllerSetup::new(sandbox)).await
+    }
+
+    /// A ready controller.
+    pub async fn start_with(sandbox: &Sandbox, setup: ControllerSetup) -> Self {
+        let name = setup.name;
+        let mut args = Vec::new();
+        for pool in setup.pools {
+            args.extend(["--pool".to_owned(), pool]);
+        }
+        args.extend(setup.args);
+        let agent = Agent::new(
+            env!("CARGO_BIN_EXE_uring-csi-controller"),
+            &sandbox.dir().join(format!("{name}.sock")),
+            sandbox.dir().join(format!("{name}.log")),
+            args,
+        );
+        agent.start().await;
+        Self { agent }
+    }
+
+    pub fn client(&self) -> ControllerClient<Channel> {
+        ControllerClient::new(self.agent.channel())
+    }
+
+    pub async fn create(&self, message: CreateVolumeRequest) -> Result<Made, Status> {
+        let answer = self
+            .client()
+            .create_volume(request(message, CALL_TIMEOUT))
+            .await?;
+        Ok(answer.into_inner().volume.expect("a volume"))
+    }
+
+    pub async fn delete(&self, volume_id: &str) -> Result<(), Status> {
+        let message = DeleteVolumeRequest {
+            volume_id: volume_id.to_owned(),
+            ..Default::default()
+        };
+        self.client()
+            .delete_volume(request(message, CALL_TIMEOUT))
+            .await
+            .map(drop)
+    }
+
+    pub async fn snapshot(&self, source: &str, name: &str) -> Result<Snapshot, Status> {
+        let message = CreateSnapshotRequest {
+            source_volume_id: source.to_owned(),
+            name: name.to_owned(),
+            ..Default::default()
+        };
+        let answer = self
+            .client()
+            .create_snapshot(request(message, CALL_TIMEOUT))
+            .await?;
+        Ok(answer.into_inner().snapshot.expect("a snapshot"))
+    }
+
+    pub async fn delete_snapshot(&self, snapshot_id: &str) -> Result<(), Status> {
+        let message = DeleteSnapshotRequest {
+            snapshot_id: snapshot_id.to_owned(),
+            ..Default::default()
+        };
+        self.client()
+            .delete_snapshot(request(message, CALL_TIMEOUT))
+            .await
+            .map(drop)
+    }
+
+    /// ControllerExpandVolume: the new size, and whether the node has a part in it.
+    pub async fn expand(&self, volume_id: &str, bytes: u64) -> Result<(i64, bool), Status> {
+        let message = ControllerExpandVolumeRequest {
+            volume_id: volume_id.to_owned(),
+            capacity_range: Some(range(bytes)),
+            ..Default::default()
+        };
+        let answer = self
+            .client()
+            .controller_expand_volume(request(message, CALL_TIMEOUT))
+            .await?
+            .into_inner();
+        Ok((answer.capacity_bytes, answer.node_expansion_required))
+    }
+}
+
+/// "At least `bytes`."
+pub fn range(bytes: u64) -> CapacityRange {
+    CapacityRange {
+        required_bytes: i64::try_from(bytes).expect("bytes"),
+        limit_bytes: 0,
+    }
+}
+
+/// A CreateVolume as the provisioner sends it for a claim of `bytes` in `pool`.
+pub fn claim(
+    name: &str,
+    pool: &str,
+    capability: &VolumeCapability,
+    bytes: u64,
+) -> CreateVolumeRequest {
+    let fs_type = match &capability.access_type {
+        Some(AccessType::Mount(mount)) => mount.fs_type.clone(),
+        _ => String::new(),
+    };
+    let mut parameters = HashMap::from([("pool".to_owned(), pool.to_owned())]);
+    if !fs_type.is_empty() {
+        parameters.insert("csi.storage.k8s.io/fstype".to_owned(), fs_type);
+    }
+    CreateVolumeRequest {
+        name: name.to_owned(),
+        capacity_range: Some(range(bytes)),
+        volume_capabilities: vec![capability.clone()],
+        parameters,
+        ..Default::default()
+    }
+}
+
+/// "A copy of this snapshot."
+pub fn from_snapshot(snapshot_id: &str) -> VolumeContentSource {
+    VolumeContentSource {
+        r#type: Some(volume_content_source::Type::Snapshot(SnapshotSource {
+            snapshot_id: snapshot_id.to_owned(),
+        })),
+    }
+}
+
+/// "A copy of this volume."
+pub fn from_volume(volume_id: &str) -> VolumeContentSource {
+    VolumeContentSource {
+        r#type: Some(volume_content_source::Type::Volume(VolumeSource {
+            volume_id: volume_id.to_owned(),
+        })),
+    }
+}
+
+/// "On this node."
+pub fn on_node(node_id: &str) -> TopologyRequirement {
+    let here = Topology {
+        segments: HashMap::from([(
+            "topology.block.uring-csi.dev/node".to_owned(),
+            node_id.to_owned(),
+        )]),
+    };
+    TopologyRequirement {
+        requisite: vec![here.clone()],
+        preferred: vec![here],
+    }
+}
+
+/// The PersistentVolume that the provisioner makes of an answer.
+pub fn provisioned(made: &Made, capability: &VolumeCapability) -> Volume {
+    let mut volume = Volume::block(&made.volume_id);
+    volume.capability = capability.clone();
+    volume.context.clone_from(&made.volume_context);
+    volume
+}

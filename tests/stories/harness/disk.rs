@@ -1,0 +1,147 @@
+//! Looking at devices, files and images from outside, with the system's own tools.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    io::{self, Read as _},
+    os::unix::fs::{FileExt as _, MetadataExt as _},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use sha2::{Digest as _, Sha256};
+
+use super::MIB;
+
+/// Runs a command that must succeed; what it printed.
+#[track_caller]
+pub fn run(command: &[&str]) -> String {
+    run_err(command).unwrap_or_else(|said| panic!("{command:?}: {said}"))
+}
+
+/// Runs a command; what it printed, as an error if it failed.
+pub fn run_err(command: &[&str]) -> Result<String, String> {
+    let output = Command::new(command[0])
+        .args(&command[1..])
+        .output()
+        .map_err(|error| error.to_string())?;
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said).into_owned();
+    if output.status.success() {
+        Ok(said)
+    } else {
+        Err(said)
+    }
+}
+
+/// A file or device's content in one line.
+pub fn sha256(path: &Path) -> io::Result<String> {
+    let mut file = fs::File::open(path)?;
+    let mut digest = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut buffer)? {
+            0 => break,
+            read => digest.update(&buffer[..read]),
+        }
+    }
+    Ok(hex(&digest.finalize()))
+}
+
+/// Two digits a byte.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
+}
+
+/// Bytes that are written somewhere now and looked for again later.
+pub struct Content {
+    bytes: Vec<u8>,
+}
+
+impl Content {
+    /// 1 MiB that no other seed gives.
+    pub fn new(seed: &str) -> Self {
+        let mut bytes = Vec::new();
+        let mut block = Sha256::digest(seed);
+        while (bytes.len() as u64) < MIB {
+            bytes.extend_from_slice(&block);
+            block = Sha256::digest(block);
+        }
+        Self { bytes }
+    }
+
+    /// Into a file, on disk when this returns.
+    pub fn write(&self, file: &Path) {
+        let file = fs::File::create(file).expect("a new file");
+        file.write_all_at(&self.bytes, 0).expect("a write");
+        file.sync_all().expect("a sync");
+    }
+
+    /// Onto a device or an existing image at `offset`.
+    pub fn write_at(&self, path: &Path, offset: u64) -> io::Result<()> {
+        let file = fs::OpenOptions::new().write(true).open(path)?;
+        file.write_all_at(&self.bytes, offset)?;
+        file.sync_all()
+    }
+
+    /// Asserts that the file holds just these bytes.
+    #[track_caller]
+    pub fn is_in(&self, file: &Path) {
+        let found = fs::read(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        assert!(found == self.bytes, "{} has changed", file.display());
+    }
+
+    /// Asserts that the device or image holds these bytes at `offset`.
+    #[track_caller]
+    pub fn is_at(&self, path: &Path, offset: u64) {
+        let mut found = vec![0; self.bytes.len()];
+        fs::File::open(path)
+            .and_then(|file| file.read_exact_at(&mut found, offset))
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        assert!(found == self.bytes, "{} has changed", path.display());
+    }
+}
+
+/// The loop devices (`/dev/loopN`) whose backing file is this very file.
+pub fn loops_over(image: &Path) -> Vec<PathBuf> {
+    let Ok(wanted) = fs::metadata(image) else {
+        return Vec::new();
+    };
+    all_loops()
+        .into_iter()
+        .filter(|(_, backing)| {
+            fs::metadata(backing)
+                .is_ok_and(|found| (found.dev(), found.ino()) == (wanted.dev(), wanted.ino()))
+        })
+        .map(|(device, _)| device)
+        .collect()
+}
+
+/// Every configured loop device with its backing path, as sysfs has it.
+pub fn all_loops() -> Vec<(PathBuf, PathBuf)> {
+    let mut loops: Vec<_> = fs::read_dir("/sys/block")
+        .expect("sysfs")
+        .flatten()
+        .filter_map(|entry| {
+            let backing = fs::read_to_string(entry.path().join("loop/backing_file")).ok()?;
+            let device = Path::new("/dev").join(entry.file_name());
+            Some((device, PathBuf::from(backing.trim_end())))
+        })
+        .collect();
+    loops.sort();
+    loops
+}
+
+/// Whether this process may resize a mounted ext4: the ioctl demands
+/// CAP_SYS_RESOURCE (bit 24) in the initial user namespace.
+pub fn can_resize_ext4() -> bool {
+    fs::read_to_string("/proc/self/status")
+        .expect("procfs")
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+        .is_some_and(|effective| effective & (1 << 24) != 0)
+}

@@ -1,0 +1,128 @@
+//! What an agent has left behind.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use super::disk::all_loops;
+
+/// Descriptors and threads that an idle agent may have gained since its start:
+/// lanes that wait for work, connections that are just being closed.
+const MAY_GAIN: usize = 24;
+
+/// What can be seen of an agent from outside.
+#[derive(Default)]
+pub struct Traces {
+    mounts: Vec<PathBuf>,
+    loops: Vec<String>,
+    /// Its own files: records, and markers beside the images.
+    files: BTreeSet<PathBuf>,
+    descriptors: Vec<String>,
+    threads: usize,
+}
+
+impl Traces {
+    /// Those of the agent `pid`, which keeps its files in `own`, in the sandbox `root`.
+    pub fn find(root: &Path, own: [&PathBuf; 2], pid: u32) -> Self {
+        let mut files = files_below(&root.join("pools"));
+        files.retain(|file| is_marker(file));
+        files.extend(own.into_iter().flat_map(|dir| files_below(dir)));
+        Self {
+            mounts: mounts_below(root),
+            loops: loops_below(root),
+            files,
+            descriptors: descriptors(pid),
+            threads: fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count),
+        }
+    }
+
+    /// What is here and was not in `before`, in words.
+    pub fn beyond(&self, before: &Self) -> Vec<String> {
+        let mut left = Vec::new();
+        for mounted in &self.mounts {
+            if !before.mounts.contains(mounted) {
+                left.push(format!("mount {}", mounted.display()));
+            }
+        }
+        for device in &self.loops {
+            if !before.loops.contains(device) {
+                left.push(format!("loop device {device}"));
+            }
+        }
+        for file in self.files.difference(&before.files) {
+            left.push(format!("file {}", file.display()));
+        }
+        // Whatever the number: a descriptor of a device or of an image pins it.
+        for target in &self.descriptors {
+            let device = target.starts_with("/dev/loop") && target != "/dev/loop-control";
+            if device || target.contains(".img") {
+                left.push(format!("descriptor of {target}"));
+            }
+        }
+        if self.descriptors.len() > before.descriptors.len() + MAY_GAIN {
+            left.push(format!("descriptors: {:?}", self.descriptors));
+        }
+        if self.threads > before.threads + MAY_GAIN {
+            left.push(format!(
+                "{} threads, {} before",
+                self.threads, before.threads
+            ));
+        }
+        left
+    }
+}
+
+/// The mount points strictly below `dir`, in this thread's namespace, oldest first.
+pub fn mounts_below(dir: &Path) -> Vec<PathBuf> {
+    fs::read_to_string("/proc/thread-self/mountinfo")
+        .expect("procfs")
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(PathBuf::from)
+        .filter(|point| point.starts_with(dir) && point != dir)
+        .collect()
+}
+
+/// The loop devices whose backing file lies below `dir`.
+pub fn loops_below(dir: &Path) -> Vec<String> {
+    all_loops()
+        .into_iter()
+        .filter(|(_, backing)| backing.starts_with(dir))
+        .map(|(device, _)| device.display().to_string())
+        .collect()
+}
+
+/// Every file below `dir`.
+pub fn files_below(dir: &Path) -> BTreeSet<PathBuf> {
+    let mut files = BTreeSet::new();
+    let mut left = vec![dir.to_owned()];
+    while let Some(dir) = left.pop() {
+        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                left.push(entry.path());
+            } else {
+                files.insert(entry.path());
+            }
+        }
+    }
+    files
+}
+
+/// What a process's descriptors point at: paths, `socket:[…]`, `anon_inode:…`.
+fn descriptors(pid: u32) -> Vec<String> {
+    fs::read_dir(format!("/proc/{pid}/fd"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| fs::read_link(entry.path()).ok())
+        .map(|target| target.display().to_string())
+        .collect()
+}
+
+/// Whether a file in a pool is a marker of ours, and not an image.
+fn is_marker(file: &Path) -> bool {
+    file.components()
+        .any(|part| part.as_os_str() == ".uring-csi")
+}

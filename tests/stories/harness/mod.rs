@@ -1,0 +1,102 @@
+//! What every story stands on: a private corner of the machine ([`Sandbox`]),
+//! the real binaries started in it ([`Agent`]), and callers that behave as
+//! kubelet and the sidecars do ([`Node`], [`Controller`]).
+//!
+//! A story runs on a thread of its own in a mount namespace of its own, so that
+//! stories run side by side and nothing they mount is seen outside. Nothing
+//! waits for a time: whoever waits, waits for a condition ([`eventually`]).
+
+mod agent;
+mod controller;
+mod dice;
+mod disk;
+mod leaks;
+mod node;
+mod sandbox;
+mod stuck;
+mod volume;
+
+use std::{fmt::Debug, panic::resume_unwind, thread, time::Duration};
+
+pub use agent::Agent;
+pub use controller::{
+    Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned,
+};
+pub use dice::Dice;
+pub use disk::{Content, can_resize_ext4, loops_over, run, run_err, sha256};
+pub use leaks::{files_below, mounts_below};
+pub use node::{Node, NodeSetup};
+pub use sandbox::Sandbox;
+pub use stuck::StuckFile;
+use tonic::{Code, Status};
+pub use volume::{Mode, Volume};
+
+pub const MIB: u64 = 1 << 20;
+
+/// No story may take longer, whatever hangs.
+const LONGEST: Duration = Duration::from_secs(600);
+
+/// Runs `body` in a [`Sandbox`], on a thread and a runtime of its own.
+pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
+    let outcome = thread::scope(|scope| {
+        let story = scope.spawn(move || {
+            // First of all: the runtime's own threads inherit the namespace.
+            let sandbox = Sandbox::new();
+            tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .expect("a runtime")
+                .block_on(async {
+                    tokio::time::timeout(LONGEST, body(&sandbox))
+                        .await
+                        .expect("the story hangs");
+                });
+        });
+        story.join()
+    });
+    if let Err(panic) = outcome {
+        resume_unwind(panic);
+    }
+}
+
+/// Waits until `check` gives something; panics with `what` if that takes absurdly long.
+pub async fn eventually<T>(what: &str, mut check: impl AsyncFnMut() -> Option<T>) -> T {
+    let patience = Duration::from_secs(90);
+    tokio::time::timeout(patience, async {
+        loop {
+            if let Some(found) = check().await {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await
+    .unwrap_or_else(|_| panic!("waited {patience:?} in vain: {what}"))
+}
+
+/// Asserts that `result` is an error of this `code` whose sentence has each of `words`.
+#[track_caller]
+pub fn refused<T: Debug>(result: Result<T, Status>, code: Code, words: &[&str]) {
+    let status = result.expect_err("the call should have been refused");
+    assert_eq!(status.code(), code, "{status:?}");
+    for word in words {
+        assert!(
+            status.message().contains(word),
+            "{word:?} is not in {:?}",
+            status.message()
+        );
+    }
+    assert!(
+        status.details().is_empty(),
+        "CSI demands empty details: {status:?}"
+    );
+}
+
+/// Makes a call and kills the agent at some instant of it, or just after.
+pub async fn kill_amid<T>(agent: &Agent, dice: &mut Dice, call: impl AsyncFnOnce() -> T) {
+    let instant = Duration::from_micros(dice.below(25_000) as u64);
+    tokio::join!(call(), async {
+        tokio::time::sleep(instant).await;
+        agent.kill9().await;
+    });
+}

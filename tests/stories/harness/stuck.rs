@@ -1,0 +1,193 @@
+//! A file that stops answering when told to: a FUSE file system whose root is
+//! one regular file (linux/fuse.h, protocol 7.31 and later).
+//!
+//! Reads, writes and syncs that come while it is stuck wait in the kernel, and
+//! with them every thread that needs a block of the loop device over it.
+
+use std::{
+    fs::{self, File},
+    io::{Read as _, Write as _},
+    os::{fd::AsRawFd as _, unix::fs::FileExt as _},
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex},
+    thread,
+};
+
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+
+/// Bytes of one write request's data at most.
+const MAX_WRITE: u32 = 128 << 10;
+const HEADER: usize = 40;
+
+/// The mounted file; dropped, everything that waits for it goes on.
+pub struct StuckFile {
+    path: PathBuf,
+    gate: Arc<Gate>,
+}
+
+#[derive(Default)]
+struct Gate {
+    closed: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl StuckFile {
+    /// Mounts over `path` (made if missing) a file of `bytes` zeros. It answers
+    /// until [`StuckFile::stop`].
+    pub fn new(path: &Path, bytes: u64) -> Self {
+        File::create(path).expect("a mount point");
+        let device = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/fuse")
+            .expect("/dev/fuse");
+        let options = format!(
+            "fd={},rootmode=100644,user_id=0,group_id=0,allow_other",
+            device.as_raw_fd()
+        );
+        let options = std::ffi::CString::new(options).expect("no zero byte");
+        mount(
+            "stuck",
+            path,
+            "fuse",
+            MountFlags::empty(),
+            Some(options.as_c_str()),
+        )
+        .expect("a FUSE mount");
+        let store = tempfile::tempfile().expect("a file");
+        store.set_len(bytes).expect("a sparse file");
+        let gate = Arc::new(Gate::default());
+        let server = Server {
+            device,
+            store,
+            bytes,
+            gate: Arc::clone(&gate),
+        };
+        thread::spawn(move || server.serve());
+        Self {
+            path: path.to_owned(),
+            gate,
+        }
+    }
+
+    /// Reads, writes and syncs wait from now on.
+    pub fn stop(&self) {
+        *self.gate.closed.lock().expect("a gate") = true;
+    }
+
+    /// Everything goes on.
+    pub fn go_on(&self) {
+        *self.gate.closed.lock().expect("a gate") = false;
+        self.gate.opened.notify_all();
+    }
+}
+
+impl Drop for StuckFile {
+    fn drop(&mut self) {
+        self.go_on();
+        let _ = unmount(&self.path, UnmountFlags::DETACH);
+    }
+}
+
+struct Server {
+    device: File,
+    store: File,
+    bytes: u64,
+    gate: Arc<Gate>,
+}
+
+impl Server {
+    /// Until the file system is unmounted and its last user gone.
+    fn serve(mut self) {
+        let mut buffer = vec![0; MAX_WRITE as usize + 4096];
+        while let Ok(length) = self.device.read(&mut buffer) {
+            self.answer(&buffer[..length]);
+        }
+    }
+
+    fn answer(&mut self, request: &[u8]) {
+        let opcode = u32_at(request, 4);
+        let body = &request[HEADER..];
+        let reply = match opcode {
+            // FORGET, INTERRUPT and BATCH_FORGET take no answer.
+            2 | 36 | 42 => return,
+            // INIT: major, minor, max_readahead, flags, then limits.
+            26 => {
+                let mut reply = [7_u32, 31, MAX_WRITE, 0].map(u32::to_le_bytes).concat();
+                reply.extend_from_slice(&(16_u32 << 16 | 16).to_le_bytes());
+                reply.extend_from_slice(&MAX_WRITE.to_le_bytes());
+                // time_gran, max_pages (unused), and padding.
+                reply.extend_from_slice(&1_u32.to_le_bytes());
+                reply.resize(64, 0);
+                Ok(reply)
+            }
+            // GETATTR and SETATTR: how long it is valid, then the attributes.
+            3 | 4 => Ok([vec![0; 16], self.attributes()].concat()),
+            // OPEN: handle and flags.
+            14 => Ok(vec![0; 16]),
+            // READ, WRITE and FSYNC.
+            15 | 16 | 20 => self.transfer(opcode, body),
+            // STATFS.
+            17 => Ok(vec![0; 80]),
+            // RELEASE, FLUSH and ACCESS.
+            18 | 25 | 34 => Ok(Vec::new()),
+            _ => Err(rustix::io::Errno::NOSYS),
+        };
+        let (error, payload) = match reply {
+            Ok(payload) => (0, payload),
+            Err(error) => (-error.raw_os_error(), Vec::new()),
+        };
+        let length = u32::try_from(16 + payload.len()).expect("a small answer");
+        let mut answer = length.to_le_bytes().to_vec();
+        answer.extend_from_slice(&error.to_le_bytes());
+        answer.extend_from_slice(&request[8..16]);
+        answer.extend_from_slice(&payload);
+        // Fails when the request was given up meanwhile.
+        let _ = self.device.write_all(&answer);
+    }
+
+    fn transfer(&self, opcode: u32, body: &[u8]) -> Result<Vec<u8>, rustix::io::Errno> {
+        let mut closed = self.gate.closed.lock().expect("a gate");
+        while *closed {
+            closed = self.gate.opened.wait(closed).expect("a gate");
+        }
+        drop(closed);
+        if opcode == 20 {
+            return Ok(Vec::new());
+        }
+        let offset = u64::from_le_bytes(body[8..16].try_into().expect("eight bytes"));
+        let size = u32_at(body, 16);
+        let done = if opcode == 15 {
+            let size = u64::from(size).min(self.bytes.saturating_sub(offset));
+            let mut data = vec![0; usize::try_from(size).expect("a small read")];
+            self.store.read_exact_at(&mut data, offset).map(|()| data)
+        } else {
+            let data = &body[40..40 + size as usize];
+            let written = [size, 0].map(u32::to_le_bytes).concat();
+            self.store.write_all_at(data, offset).map(|()| written)
+        };
+        done.map_err(|_| rustix::io::Errno::IO)
+    }
+
+    /// struct fuse_attr of a regular file.
+    fn attributes(&self) -> Vec<u8> {
+        let mut attributes = [1, self.bytes, self.bytes / 512, 0, 0, 0]
+            .map(u64::to_le_bytes)
+            .concat();
+        // Three times' nanoseconds, mode, nlink, uid, gid, rdev, blksize, flags.
+        let small = [0_u32, 0, 0, 0o100_644, 1, 0, 0, 0, 4096, 0];
+        attributes.extend(small.map(u32::to_le_bytes).concat());
+        attributes
+    }
+}
+
+fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_le_bytes(bytes[offset..offset + 4].try_into().expect("four bytes"))
+}
+
+/// Whether FUSE is there at all.
+impl StuckFile {
+    pub fn possible() -> bool {
+        fs::exists("/dev/fuse").unwrap_or(false)
+    }
+}

@@ -1,0 +1,118 @@
+//! Inline ephemeral volumes: made by their pod's publish, gone with its unpublish.
+
+use std::fs;
+
+use tonic::Code::{InvalidArgument, NotFound};
+use uring_csi::proto::csi::NodePublishVolumeRequest;
+
+use crate::harness::{Content, MIB, Node, Sandbox, Volume, refused, story};
+
+/// As kubelet sends it for a pod's inline volume: no staging, a handle of its
+/// own, and the pod's attributes.
+fn inline(name: &str) -> Volume {
+    Volume::filesystem(&format!("csi-{name:0>64}"), "ext4")
+        .with("csi.storage.k8s.io/ephemeral", "true")
+        .with("csi.storage.k8s.io/pod.name", "pod")
+        .with("csi.storage.k8s.io/pod.uid", "uid")
+        .with("pool", "main")
+        .with("size", "64Mi")
+}
+
+fn publish(node: &Node, volume: &Volume) -> NodePublishVolumeRequest {
+    NodePublishVolumeRequest {
+        staging_target_path: String::new(),
+        ..node.publish_request(volume, "pod")
+    }
+}
+
+/// What takes space in a pool besides empty directories.
+fn images(sandbox: &Sandbox) -> Vec<String> {
+    let pool = sandbox.pool("main");
+    crate::harness::files_below(&pool)
+        .iter()
+        .filter(|file| fs::metadata(file).is_ok_and(|found| found.len() >= MIB))
+        .map(|file| file.display().to_string())
+        .collect()
+}
+
+#[test]
+fn an_inline_volume_lives_as_long_as_its_pod() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = inline("a");
+        for _ in 0..2 {
+            node.send_publish(publish(&node, &volume)).await.unwrap();
+        }
+        assert_eq!(images(sandbox).len(), 1);
+        let target = node.target(&volume, "pod");
+        let content = Content::new("inline");
+        content.write(&target.join("file"));
+        assert_eq!(node.stats(&volume, &target).await.unwrap().len(), 2);
+
+        // A new agent takes it over as it is.
+        node.kill9().await;
+        node.restart().await;
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        content.is_in(&target.join("file"));
+
+        for _ in 0..2 {
+            node.unpublish(&volume, "pod").await.unwrap();
+        }
+        assert!(!target.exists());
+        assert_eq!(images(sandbox), [""; 0]);
+        refused(node.stats(&volume, &target).await, NotFound, &[]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for (key, value) in [
+            ("size", "many"),
+            ("size", "-1"),
+            ("pool", "none"),
+            ("fsType", "zfs"),
+        ] {
+            let volume = inline("bad").with(key, value);
+            let answer = node.send_publish(publish(&node, &volume)).await;
+            refused(answer, InvalidArgument, &[value]);
+        }
+        let volume = inline("bad").flags(&["nosuchoption"]);
+        let answer = node.send_publish(publish(&node, &volume)).await;
+        refused(answer, InvalidArgument, &["nosuchoption"]);
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_inline_volume_survives_a_kill_at_any_step() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let mut dice = crate::harness::Dice::new();
+        for round in 0..6 {
+            let volume = inline(&round.to_string());
+            crate::harness::kill_amid(&node, &mut dice, async || {
+                node.send_publish(publish(&node, &volume)).await
+            })
+            .await;
+            node.restart().await;
+            node.until_ok("published", async || {
+                node.send_publish(publish(&node, &volume)).await
+            })
+            .await;
+            Content::new("x").write(&node.target(&volume, "pod").join("file"));
+            crate::harness::kill_amid(&node, &mut dice, async || {
+                node.unpublish(&volume, "pod").await
+            })
+            .await;
+            node.restart().await;
+            node.until_ok("unpublished", async || node.unpublish(&volume, "pod").await)
+                .await;
+            assert_eq!(images(sandbox), [""; 0]);
+        }
+        node.assert_clean().await;
+    });
+}

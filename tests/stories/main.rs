@@ -1,0 +1,22 @@
+//! End to end: the real binaries, called through their sockets as kubelet and
+//! the sidecars call them, on real loop devices, file systems and mounts. One
+//! file a story. Needs root; `STORY_SEED` repeats a random story, and
+//! `SOAK_OPERATIONS` makes the long ones longer.
+
+// The ban on children is the product's, not its tests'.
+#![allow(clippy::disallowed_methods, missing_docs)]
+
+mod block;
+mod controller_rules;
+mod copies;
+mod crashes;
+mod filesystems;
+mod growth;
+mod harness;
+mod inline;
+mod node_rules;
+mod nodes;
+mod soak;
+mod stuck;
+mod telling;
+mod wire;

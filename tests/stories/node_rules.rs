@@ -1,0 +1,413 @@
+//! What the specification lays down for each call of the Node service: what is
+//! refused, with which code, and that a repeat changes nothing.
+
+use std::path::{Path, PathBuf};
+
+use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, OutOfRange};
+use uring_csi::proto::csi::{
+    CapacityRange, NodeExpandVolumeRequest, NodeGetVolumeStatsRequest, NodePublishVolumeRequest,
+    NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
+    volume_capability::AccessMode,
+};
+
+use crate::harness::{MIB, Mode, Node, Sandbox, Volume, loops_over, mounts_below, refused, story};
+
+/// A request with one thing wrong, and the words that the refusal must have.
+type Wrong<T> = (&'static str, fn(&mut T));
+
+/// Longer than any id may be.
+fn long() -> String {
+    "x".repeat(129)
+}
+
+/// More than a map may hold.
+fn big() -> std::collections::HashMap<String, String> {
+    [("key".to_owned(), "v".repeat(4096))].into()
+}
+
+#[test]
+fn stage_refuses_what_is_missing_or_oversized() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        std::fs::create_dir_all(node.staging(&volume)).unwrap();
+        let wrong: &[Wrong<NodeStageVolumeRequest>] = &[
+            ("volume_id", |r| r.volume_id.clear()),
+            ("volume_id", |r| r.volume_id = long()),
+            ("volume_id", |r| r.volume_id = "a\nb".to_owned()),
+            ("staging_target_path", |r| r.staging_target_path.clear()),
+            ("staging_target_path", |r| {
+                r.staging_target_path = "rel".to_owned();
+            }),
+            ("volume_capability", |r| r.volume_capability = None),
+            ("access_mode", |r| {
+                capability(&mut r.volume_capability).access_mode = None;
+            }),
+            ("access_type", |r| {
+                capability(&mut r.volume_capability).access_type = None;
+            }),
+            ("access mode", |r| {
+                capability(&mut r.volume_capability).access_mode = Some(AccessMode { mode: 99 });
+            }),
+            ("volume_context", |r| r.volume_context = big()),
+            ("secrets", |r| r.secrets = big()),
+            ("publish_context", |r| r.publish_context = big()),
+            ("pool", |r| drop(r.volume_context.remove("pool"))),
+            ("image", |r| drop(r.volume_context.remove("image"))),
+            ("main", |r| {
+                r.volume_context
+                    .insert("pool".to_owned(), "none".to_owned());
+            }),
+            ("image", |r| {
+                r.volume_context
+                    .insert("image".to_owned(), "../v.img".to_owned());
+            }),
+            ("backend", |r| {
+                r.volume_context
+                    .insert("backend".to_owned(), "tape".to_owned());
+            }),
+        ];
+        for (word, spoil) in wrong {
+            let mut request = node.stage_request(&volume);
+            spoil(&mut request);
+            refused(node.send_stage(request).await, InvalidArgument, &[word]);
+        }
+        assert_untouched(sandbox, &volume);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn publish_refuses_what_is_missing_or_oversized() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        node.stage(&volume).await.unwrap();
+        let wrong: &[Wrong<NodePublishVolumeRequest>] = &[
+            ("volume_id", |r| r.volume_id.clear()),
+            ("volume_id", |r| r.volume_id = long()),
+            ("target_path", |r| r.target_path.clear()),
+            ("volume_capability", |r| r.volume_capability = None),
+            ("access_mode", |r| {
+                capability(&mut r.volume_capability).access_mode = None;
+            }),
+            ("volume_context", |r| r.volume_context = big()),
+            ("secrets", |r| r.secrets = big()),
+        ];
+        let before = mounts_below(sandbox.dir());
+        for (word, spoil) in wrong {
+            let mut request = node.publish_request(&volume, "pod");
+            spoil(&mut request);
+            refused(node.send_publish(request).await, InvalidArgument, &[word]);
+        }
+        assert_eq!(mounts_below(sandbox.dir()), before);
+
+        // Without a staging path there is nothing to publish from.
+        let mut request = node.publish_request(&volume, "pod");
+        request.staging_target_path.clear();
+        refused(
+            node.send_publish(request).await,
+            FailedPrecondition,
+            &["staging_target_path"],
+        );
+        node.unstage(&volume).await.unwrap();
+        refused(
+            node.publish(&volume, "pod").await,
+            FailedPrecondition,
+            &["v"],
+        );
+        assert!(!node.target(&volume, "pod").exists());
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_other_calls_refuse_what_is_missing_or_oversized() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for (id, path, word) in [
+            (String::new(), "/p", "volume_id"),
+            (long(), "/p", "volume_id"),
+            ("v".to_owned(), "", "path"),
+        ] {
+            let volume_id = id.clone();
+            let message = NodeUnstageVolumeRequest {
+                volume_id,
+                staging_target_path: path.to_owned(),
+            };
+            let answer = node.client().node_unstage_volume(message).await;
+            refused(answer, InvalidArgument, &[word]);
+
+            let volume_id = id.clone();
+            let message = NodeUnpublishVolumeRequest {
+                volume_id,
+                target_path: path.to_owned(),
+            };
+            let answer = node.client().node_unpublish_volume(message).await;
+            refused(answer, InvalidArgument, &[word]);
+
+            let volume_id = id.clone();
+            let message = NodeGetVolumeStatsRequest {
+                volume_id,
+                volume_path: path.to_owned(),
+                ..Default::default()
+            };
+            let answer = node.client().node_get_volume_stats(message).await;
+            refused(answer, InvalidArgument, &[word]);
+
+            let message = NodeExpandVolumeRequest {
+                volume_id: id,
+                volume_path: path.to_owned(),
+                ..Default::default()
+            };
+            let answer = node.client().node_expand_volume(message).await;
+            refused(answer, InvalidArgument, &[word]);
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_is_not_there_is_not_found() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let gone = Volume::filesystem("gone", "ext4").over("main", "gone.img");
+        refused(node.stage(&gone).await, NotFound, &["gone.img"]);
+
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        let nowhere = node.target(&volume, "other");
+        refused(node.stats(&volume, &nowhere).await, NotFound, &[]);
+        refused(node.expand(&volume, &nowhere, MIB).await, NotFound, &[]);
+        refused(
+            node.stats(&gone, &node.target(&gone, "pod")).await,
+            NotFound,
+            &[],
+        );
+        // Another volume's path is not this one's.
+        refused(node.stats(&gone, &target).await, NotFound, &["gone"]);
+        let other = node.target(&gone, "pod");
+        refused(node.expand(&gone, &other, MIB).await, NotFound, &[]);
+
+        // What is gone already is gone: kubelet calls these without knowing.
+        node.unpublish(&volume, "other").await.unwrap();
+        node.unpublish(&gone, "pod").await.unwrap();
+        node.unstage(&gone).await.unwrap();
+        node.down(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn paths_outside_of_kubelets_directory_are_refused() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let outside = sandbox.dir().join("outside");
+        std::fs::create_dir(&outside).unwrap();
+        let kubelet = node.kubelet.clone();
+        std::os::unix::fs::symlink(&outside, kubelet.join("link")).unwrap();
+        let wrong: [PathBuf; 4] = [
+            outside.join("mount"),
+            kubelet.join("../outside/mount"),
+            kubelet.join("link/mount"),
+            kubelet.clone(),
+        ];
+        for path in &wrong {
+            let mut request = node.stage_request(&volume);
+            request.staging_target_path = path.display().to_string();
+            refused(node.send_stage(request).await, InvalidArgument, &[]);
+        }
+        node.stage(&volume).await.unwrap();
+        for path in &wrong {
+            let mut request = node.publish_request(&volume, "pod");
+            request.target_path = path.display().to_string();
+            refused(node.send_publish(request).await, InvalidArgument, &[]);
+        }
+        node.unstage(&volume).await.unwrap();
+        assert!(!outside.join("mount").exists());
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_repeat_changes_nothing() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "block"] {
+            let volume = sandbox.volume_in("main", kind, kind, 64 * MIB);
+            let target = node.up(&volume, "pod").await;
+            let mounts = mounts_below(sandbox.dir());
+            let loops = loops_over(&sandbox.image(&volume));
+            for _ in 0..3 {
+                node.up(&volume, "pod").await;
+            }
+            assert_eq!(mounts_below(sandbox.dir()), mounts);
+            assert_eq!(loops_over(&sandbox.image(&volume)), loops);
+
+            // The same options in another order and spelling are the same.
+            for _ in 0..2 {
+                node.unpublish(&volume, "pod").await.unwrap();
+                assert!(!target.exists(), "the target path is removed");
+            }
+            for _ in 0..2 {
+                node.unstage(&volume).await.unwrap();
+            }
+            assert_untouched_mounts(sandbox, &node.staging(&volume));
+        }
+        let flags = sandbox.volume("flags", "ext4").flags(&["noatime,nosuid"]);
+        node.stage(&flags).await.unwrap();
+        let reordered = flags.clone().flags(&["nosuid", "noatime", "noatime"]);
+        node.stage(&reordered).await.unwrap();
+        node.unstage(&flags).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_repeat_with_other_arguments_is_refused() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        sandbox.volume("w", "ext4");
+        node.stage(&volume).await.unwrap();
+        for other in [
+            volume.clone().flags(&["noatime"]),
+            Volume::filesystem("v", "xfs").over("main", "v.img"),
+            Volume::filesystem("v", "ext4").over("main", "w.img"),
+            volume.clone().mode(Mode::SingleNodeReaderOnly),
+        ] {
+            refused(node.stage(&other).await, AlreadyExists, &["v"]);
+        }
+        let mut elsewhere = node.stage_request(&volume);
+        elsewhere.staging_target_path += "-2";
+        std::fs::create_dir_all(&elsewhere.staging_target_path).unwrap();
+        refused(node.send_stage(elsewhere).await, AlreadyExists, &["v"]);
+        // The same image under another handle would be mounted twice.
+        let alias = Volume::filesystem("alias", "ext4").over("main", "v.img");
+        refused(node.stage(&alias).await, FailedPrecondition, &["v.img"]);
+
+        // Secrets, and what Kubernetes adds, do not make it another request.
+        let mut same = volume.clone().with("csi.storage.k8s.io/pod.name", "p");
+        same.secrets.insert("key".to_owned(), "value".to_owned());
+        node.stage(&same).await.unwrap();
+
+        node.publish(&volume, "pod").await.unwrap();
+        refused(
+            node.publish_read_only(&volume, "pod").await,
+            AlreadyExists,
+            &[],
+        );
+        let mut another = volume.clone();
+        another.handle = "w".to_owned();
+        refused(node.publish(&another, "pod").await, FailedPrecondition, &[]);
+        node.publish(&volume, "pod").await.unwrap();
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn access_modes_say_how_many_may_use_it() {
+    use Mode::{
+        MultiNodeReaderOnly, MultiNodeSingleWriter, SingleNodeMultiWriter, SingleNodeReaderOnly,
+        SingleNodeSingleWriter, SingleNodeWriter,
+    };
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for (mode, second) in [
+            (SingleNodeWriter, true),
+            (SingleNodeMultiWriter, true),
+            (SingleNodeSingleWriter, false),
+        ] {
+            let name = format!("{mode:?}");
+            let volume = sandbox.volume(&name, "ext4").mode(mode);
+            node.up(&volume, "one").await;
+            let answer = node.publish(&volume, "two").await;
+            if second {
+                answer.unwrap();
+                node.unpublish(&volume, "two").await.unwrap();
+            } else {
+                refused(answer, FailedPrecondition, &[&name]);
+                assert!(!node.target(&volume, "two").exists());
+                // The first pod's own call is a repeat, and stays welcome.
+                node.publish(&volume, "one").await.unwrap();
+            }
+            node.down(&volume, "one").await;
+        }
+
+        // Readers: the file system must be there already, and stays as it is.
+        let writer = sandbox.volume("readers", "ext4");
+        node.up(&writer, "writer").await;
+        node.down(&writer, "writer").await;
+        for mode in [SingleNodeReaderOnly, MultiNodeReaderOnly] {
+            let reader = writer.clone().mode(mode);
+            let target = node.up(&reader, "one").await;
+            node.publish(&reader, "two").await.unwrap();
+            assert!(std::fs::write(target.join("file"), "x").is_err());
+            node.unpublish(&reader, "two").await.unwrap();
+            node.down(&reader, "one").await;
+        }
+
+        // A local file system that several nodes write is soon none.
+        for mode in [MultiNodeSingleWriter, Mode::MultiNodeMultiWriter] {
+            let shared = writer.clone().mode(mode);
+            let refusal = node.stage(&shared).await.unwrap_err();
+            assert!(
+                [InvalidArgument, FailedPrecondition].contains(&refusal.code()),
+                "{refusal:?}"
+            );
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn growth_keeps_to_the_range() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        // As large already.
+        let bytes = node.expand(&volume, &target, 64 * MIB).await.unwrap();
+        assert_eq!(u64::try_from(bytes).unwrap(), 64 * MIB);
+        for (required_bytes, limit_bytes, code) in [
+            (2 << 20, 1 << 20, InvalidArgument),
+            (-1, 0, InvalidArgument),
+            (0, 1 << 20, OutOfRange),
+        ] {
+            let message = NodeExpandVolumeRequest {
+                volume_id: volume.handle.clone(),
+                volume_path: target.display().to_string(),
+                capacity_range: Some(CapacityRange {
+                    required_bytes,
+                    limit_bytes,
+                }),
+                ..Default::default()
+            };
+            let answer = node.client().node_expand_volume(message).await;
+            refused(answer, code, &[]);
+        }
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+fn capability(capability: &mut Option<VolumeCapability>) -> &mut VolumeCapability {
+    capability.as_mut().expect("a capability")
+}
+
+/// Neither attached nor written.
+#[track_caller]
+fn assert_untouched(sandbox: &Sandbox, volume: &Volume) {
+    let image = sandbox.image(volume);
+    assert!(loops_over(&image).is_empty());
+    let bytes = std::fs::read(image).unwrap();
+    assert!(bytes.iter().all(|&byte| byte == 0), "the image was written");
+}
+
+#[track_caller]
+fn assert_untouched_mounts(sandbox: &Sandbox, staging: &Path) {
+    assert!(!mounts_below(sandbox.dir()).iter().any(|at| at == staging));
+}

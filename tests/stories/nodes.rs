@@ -1,0 +1,157 @@
+//! Several nodes: what is where, and who may have it.
+
+use tonic::Code::{FailedPrecondition, ResourceExhausted};
+use uring_csi::proto::csi::{CreateVolumeRequest, NodeGetInfoRequest};
+
+use crate::harness::{
+    Content, Controller, ControllerSetup, MIB, Mode, Node, NodeSetup, Sandbox, Volume, claim,
+    eventually, loops_over, on_node, provisioned, refused, story,
+};
+
+/// A node with a local pool of its own and one that all share.
+fn setup(sandbox: &Sandbox, node_id: &'static str) -> NodeSetup {
+    NodeSetup {
+        node_id,
+        pools: vec![
+            format!("disk={},local", sandbox.pool(node_id).display()),
+            format!("main={},shared", sandbox.pool("main").display()),
+        ],
+        args: Vec::new(),
+    }
+}
+
+/// The controller that runs beside a node's agent, for its local pool.
+fn beside(sandbox: &Sandbox, name: &'static str, node_id: &str) -> ControllerSetup {
+    ControllerSetup {
+        name,
+        pools: vec![format!("disk={},local", sandbox.pool(node_id).display())],
+        args: vec!["--node-id".to_owned(), node_id.to_owned()],
+    }
+}
+
+#[test]
+fn a_shared_image_is_on_one_node_at_a_time() {
+    story(async |sandbox| {
+        let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
+        let b = Node::start_with(sandbox, setup(sandbox, "node-b")).await;
+        let controller = Controller::start(sandbox).await;
+        let capability = Volume::filesystem("any", "ext4").capability;
+        let made = controller
+            .create(claim("shared", "main", &capability, 64 * MIB))
+            .await
+            .unwrap();
+        assert!(made.accessible_topology.is_empty(), "every node reaches it");
+        let volume = provisioned(&made, &capability);
+        let content = Content::new("travels");
+        content.write(&a.up(&volume, "pod").await.join("file"));
+
+        refused(b.stage(&volume).await, FailedPrecondition, &["node-a"]);
+        assert_eq!(loops_over(&sandbox.image(&volume)).len(), 1);
+        refused(
+            controller.delete(&volume.handle).await,
+            FailedPrecondition,
+            &["node-a"],
+        );
+        assert!(sandbox.image(&volume).exists());
+
+        a.down(&volume, "pod").await;
+        content.is_in(&b.up(&volume, "pod").await.join("file"));
+        refused(a.stage(&volume).await, FailedPrecondition, &["node-b"]);
+        // A node that dies keeps what it has until its next life lets go.
+        b.kill9().await;
+        refused(a.stage(&volume).await, FailedPrecondition, &["node-b"]);
+        b.restart().await;
+        b.down(&volume, "pod").await;
+
+        controller.delete(&volume.handle).await.unwrap();
+        controller.delete(&volume.handle).await.unwrap();
+        assert!(!sandbox.image(&volume).exists());
+        a.assert_clean().await;
+    });
+}
+
+#[test]
+fn readers_on_many_nodes_share_an_image() {
+    story(async |sandbox| {
+        let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
+        let b = Node::start_with(sandbox, setup(sandbox, "node-b")).await;
+        let writer = sandbox.volume("v", "ext4");
+        let content = Content::new("shared");
+        content.write(&a.up(&writer, "pod").await.join("file"));
+        a.down(&writer, "pod").await;
+
+        let reader = writer.clone().mode(Mode::MultiNodeReaderOnly);
+        for node in [&a, &b] {
+            content.is_in(&node.up(&reader, "pod").await.join("file"));
+        }
+        a.down(&reader, "pod").await;
+        // The other node still reads it.
+        refused(a.stage(&writer).await, FailedPrecondition, &["node-b"]);
+        b.down(&reader, "pod").await;
+        a.up(&writer, "pod").await;
+        a.down(&writer, "pod").await;
+        a.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_local_volume_stays_on_its_node() {
+    story(async |sandbox| {
+        let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
+        let b = Node::start_with(sandbox, setup(sandbox, "node-b")).await;
+        let controller_a =
+            Controller::start_with(sandbox, beside(sandbox, "controller-a", "node-a")).await;
+        let controller_b =
+            Controller::start_with(sandbox, beside(sandbox, "controller-b", "node-b")).await;
+        let capability = Volume::filesystem("any", "xfs").capability;
+        let request = CreateVolumeRequest {
+            accessibility_requirements: Some(on_node("node-a")),
+            ..claim("local", "disk", &capability, 320 * MIB)
+        };
+        refused(
+            controller_b.create(request.clone()).await,
+            ResourceExhausted,
+            &["node-a"],
+        );
+        let made = controller_a.create(request).await.unwrap();
+        let info = a
+            .client()
+            .node_get_info(NodeGetInfoRequest {})
+            .await
+            .unwrap()
+            .into_inner();
+        assert_eq!(
+            made.accessible_topology,
+            Vec::from_iter(info.accessible_topology)
+        );
+        let volume = provisioned(&made, &capability);
+        let target = a.up(&volume, "pod").await;
+        Content::new("local").write(&target.join("file"));
+        assert!(b.stage(&volume).await.is_err(), "it is on another node");
+
+        // Growth: the controller leaves it to the node that has the image.
+        let (bytes, node_has_a_part) = controller_a
+            .expand(&volume.handle, 640 * MIB)
+            .await
+            .unwrap();
+        assert_eq!(
+            (u64::try_from(bytes).unwrap(), node_has_a_part),
+            (640 * MIB, true)
+        );
+        let bytes = a.expand(&volume, &target, 640 * MIB).await.unwrap();
+        assert_eq!(u64::try_from(bytes).unwrap(), 640 * MIB);
+
+        refused(
+            controller_a.delete(&volume.handle).await,
+            FailedPrecondition,
+            &["node-a"],
+        );
+        a.down(&volume, "pod").await;
+        // The other node's controller does not know it; this one deletes it.
+        eventually("deleted", async || {
+            controller_a.delete(&volume.handle).await.ok()
+        })
+        .await;
+        a.assert_clean().await;
+    });
+}

@@ -1,0 +1,137 @@
+//! Many callers at once, for long, with and without SIGKILLs: whatever order
+//! the calls come in, in the end nothing is left and nothing is lost.
+
+use std::cell::Cell;
+
+use futures_util::future::join_all;
+use tonic::{Code, Status};
+
+use crate::harness::{Content, Dice, MIB, Node, Sandbox, Volume, story};
+
+const CALLERS: usize = 64;
+const VOLUMES: usize = 32;
+const PODS: [&str; 2] = ["one", "two"];
+
+/// Calls in all; minutes' worth where the environment says so.
+fn operations() -> usize {
+    std::env::var("SOAK_OPERATIONS")
+        .ok()
+        .and_then(|count| count.parse().ok())
+        .unwrap_or(1500)
+}
+
+#[test]
+fn many_callers_leave_nothing_behind() {
+    story(async |sandbox| soak(sandbox, None).await);
+}
+
+#[test]
+fn many_callers_and_kills_leave_nothing_behind() {
+    story(async |sandbox| {
+        let between_kills = operations() / 6;
+        soak(sandbox, Some(between_kills)).await;
+    });
+}
+
+async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
+    let node = Node::start(sandbox).await;
+    let mut dice = Dice::new();
+    let volumes: Vec<_> = (0..VOLUMES)
+        .map(|number| {
+            let kind = if number % 4 == 0 { "block" } else { "ext4" };
+            sandbox.volume_in("main", &format!("v{number}"), kind, 16 * MIB)
+        })
+        .collect();
+    let content = Content::new("soak");
+    join_all(volumes.iter().map(async |volume| {
+        let target = node.up(volume, "first").await;
+        if volume.is_block() {
+            content.write_at(&target, 0).unwrap();
+        } else {
+            content.write(&target.join("file"));
+        }
+        node.down(volume, "first").await;
+    }))
+    .await;
+
+    let left = Cell::new(operations());
+    let callers = (0..CALLERS).map(|_| {
+        let mut dice = dice.fork();
+        let (node, volumes, left) = (&node, &volumes, &left);
+        async move {
+            while let Some(fewer) = left.get().checked_sub(1) {
+                left.set(fewer);
+                let volume = &volumes[dice.below(VOLUMES)];
+                let pod = PODS[dice.below(PODS.len())];
+                let outcome = one_call(node, volume, pod, dice.below(6)).await;
+                assert_expected(outcome, between_kills.is_some());
+            }
+        }
+    });
+    let killer = async {
+        while let Some(between_kills) = between_kills {
+            let next = left.get().saturating_sub(between_kills);
+            if next == 0 {
+                break;
+            }
+            while left.get() > next {
+                tokio::task::yield_now().await;
+                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            }
+            node.kill9().await;
+            node.restart().await;
+        }
+    };
+    tokio::join!(join_all(callers), killer);
+
+    // Every volume still has what was written at first, and lets go.
+    join_all(volumes.iter().map(async |volume| {
+        node.until_ok("staged", async || node.stage(volume).await)
+            .await;
+        node.until_ok("published", async || node.publish(volume, "last").await)
+            .await;
+        let target = node.target(volume, "last");
+        if volume.is_block() {
+            content.is_at(&target, 0);
+        } else {
+            content.is_in(&target.join("file"));
+        }
+        for pod in PODS.into_iter().chain(["last"]) {
+            node.until_ok("unpublished", async || node.unpublish(volume, pod).await)
+                .await;
+        }
+        node.until_ok("unstaged", async || node.unstage(volume).await)
+            .await;
+    }))
+    .await;
+    node.assert_clean().await;
+}
+
+async fn one_call(node: &Node, volume: &Volume, pod: &str, verb: usize) -> Result<(), Status> {
+    match verb {
+        0 => node.stage(volume).await,
+        1 | 2 => node.publish(volume, pod).await,
+        3 => node.unpublish(volume, pod).await,
+        4 => node.unstage(volume).await,
+        _ => {
+            let target = node.target(volume, pod);
+            node.stats(volume, &target).await.map(drop)
+        }
+    }
+}
+
+/// Calls in any order meet volumes in any state: not staged, in use, busy with
+/// another call. Anything else is a fault.
+fn assert_expected(outcome: Result<(), Status>, killed: bool) {
+    let Err(status) = outcome else { return };
+    let by_order = [Code::Aborted, Code::FailedPrecondition, Code::NotFound];
+    // The connection broke, or nobody listened.
+    let by_kill = [
+        Code::Unavailable,
+        Code::Unknown,
+        Code::Cancelled,
+        Code::Internal,
+    ];
+    let broken = killed && by_kill.contains(&status.code());
+    assert!(by_order.contains(&status.code()) || broken, "{status:?}");
+}

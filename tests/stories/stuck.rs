@@ -1,0 +1,135 @@
+//! A device that stops answering holds up its own volume and nobody else.
+
+use std::time::Duration;
+
+use tonic::{Code, Status};
+
+use crate::harness::{Content, MIB, Node, Sandbox, StuckFile, Volume, eventually, story};
+
+/// A volume over a file that can be made to hang.
+fn stuck_volume(sandbox: &Sandbox) -> (StuckFile, Volume) {
+    let image = sandbox.pool("main").join("stuck.img");
+    let file = StuckFile::new(&image, 64 * MIB);
+    (
+        file,
+        Volume::filesystem("stuck", "ext4").over("main", "stuck.img"),
+    )
+}
+
+/// The answer that a stuck volume's caller gets: one after which kubelet comes
+/// back, before the caller's own deadline, with the step in it.
+fn assert_explains(answer: Result<(), Status>, step: &str) {
+    let status = answer.expect_err("the device hangs");
+    let uncertain = [Code::Aborted, Code::Unavailable, Code::DeadlineExceeded];
+    assert!(uncertain.contains(&status.code()), "{status:?}");
+    assert!(status.message().contains(step), "{step}: {status:?}");
+}
+
+/// A whole life of another volume, while one is stuck.
+async fn another_lives(node: &Node, sandbox: &Sandbox, name: &str) {
+    let kubelets = node.timeout.replace(Duration::from_secs(60));
+    let volume = sandbox.volume(name, "ext4");
+    let target = node.up(&volume, "pod").await;
+    Content::new(name).write(&target.join("file"));
+    node.stats(&volume, &target).await.unwrap();
+    node.down(&volume, "pod").await;
+    node.timeout.set(kubelets);
+}
+
+#[test]
+fn a_device_that_hangs_in_the_probe_is_told_of() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let (file, volume) = stuck_volume(sandbox);
+        file.stop();
+        node.timeout.set(Duration::from_secs(3));
+        // A retry joins the work, and is told the same.
+        let (first, retry) = tokio::join!(node.stage(&volume), node.stage(&volume));
+        assert_explains(first, "probe");
+        assert_explains(retry, "probe");
+        assert_explains(node.stage(&volume).await, "probe");
+        // Another call is turned away at once.
+        let other = node.unstage(&volume).await.unwrap_err();
+        assert_eq!(other.code(), Code::Aborted, "{other:?}");
+        assert!(other.message().contains("probe"), "{other:?}");
+        another_lives(&node, sandbox, "other").await;
+
+        // What was waited for arrives, and the work goes on by itself.
+        file.go_on();
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        node.until_ok("unstaged", async || node.unstage(&volume).await)
+            .await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_device_that_hangs_in_use_still_has_stats() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let (file, volume) = stuck_volume(sandbox);
+        let target = node.up(&volume, "pod").await;
+        std::fs::write(target.join("file"), "dirty").unwrap();
+        file.stop();
+        node.timeout.set(Duration::from_secs(3));
+        node.stats(&volume, &target)
+            .await
+            .expect("stats touch no device");
+        node.health(&volume, &target)
+            .await
+            .expect("health waits for no device");
+        node.publish(&volume, "two")
+            .await
+            .expect("a bind touches no device");
+        for pod in ["pod", "two"] {
+            node.unpublish(&volume, pod)
+                .await
+                .expect("nor does its end");
+        }
+        assert_explains(node.unstage(&volume).await, "unmount");
+        let other = node.stage(&volume).await.unwrap_err();
+        assert_eq!(other.code(), Code::Aborted, "{other:?}");
+        another_lives(&node, sandbox, "other").await;
+        assert_eq!(node.probe().await, Some(true));
+
+        file.go_on();
+        node.until_ok("unstaged", async || node.unstage(&volume).await)
+            .await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let (file, volume) = stuck_volume(sandbox);
+        file.stop();
+        node.timeout.set(Duration::from_secs(3));
+        assert_explains(node.stage(&volume).await, "probe");
+        // The process cannot end before its thread does; its socket stays open.
+        let dying = node.abandon();
+        node.restart().await;
+        another_lives(&node, sandbox, "other").await;
+        file.go_on();
+        eventually("the old agent is gone", async || {
+            dying.is_gone().then_some(())
+        })
+        .await;
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        node.until_ok("unstaged", async || node.unstage(&volume).await)
+            .await;
+        node.assert_clean().await;
+    });
+}

@@ -1,0 +1,162 @@
+//! What an agent tells: stats, health, metrics, and never a secret.
+
+use std::{io::Read as _, io::Write as _, net::TcpStream};
+
+use uring_csi::proto::csi::volume_usage::Unit;
+
+use crate::harness::{MIB, Node, NodeSetup, refused, story};
+
+/// GET from the HTTP listener: the head and the body in one.
+fn get(port: u16, path: &str) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+    write!(
+        stream,
+        "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    )?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    Ok(answer)
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("a port")
+        .port()
+}
+
+#[test]
+fn stats_are_what_statfs_says() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        std::fs::write(target.join("file"), vec![1; 4 << 20]).unwrap();
+        let staging = node.staging(&volume);
+        for path in [&target, &staging] {
+            let usage = node.stats(&volume, path).await.unwrap();
+            let found = rustix::fs::statvfs(&target).unwrap();
+            let by_unit = |unit| usage.iter().find(|usage| usage.unit() == unit).unwrap();
+            let bytes = by_unit(Unit::Bytes);
+            let expected = i64::try_from(found.f_blocks * found.f_frsize).unwrap();
+            assert_eq!(bytes.total, expected);
+            assert!(bytes.used >= 4 << 20 && bytes.available > 0);
+            assert!(bytes.used + bytes.available <= bytes.total);
+            let inodes = by_unit(Unit::Inodes);
+            assert_eq!(inodes.total, i64::try_from(found.f_files).unwrap());
+            assert!(inodes.used > 0 && inodes.available > 0);
+        }
+        assert!(node.health(&volume, &target).await.unwrap().is_empty());
+        node.down(&volume, "pod").await;
+
+        let raw = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let target = node.up(&raw, "pod").await;
+        let usage = node.stats(&raw, &target).await.unwrap();
+        assert_eq!(usage.len(), 1);
+        assert_eq!(usage[0].unit(), Unit::Bytes);
+        assert_eq!(u64::try_from(usage[0].total).unwrap(), 64 * MIB);
+        assert!(node.health(&raw, &target).await.unwrap().is_empty());
+        node.down(&raw, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_volume_that_fails_is_not_healthy() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        // The file system found itself broken and went read-only (EXT4_IOC_SHUTDOWN
+        // does it without a broken disk).
+        crate::harness::run(&["xfs_io", "-x", "-c", "shutdown", target.to_str().unwrap()]);
+        let health = node.health(&volume, &target).await.unwrap();
+        assert!(!health.is_empty(), "a shut down file system is not healthy");
+        assert!(!health[0].reason.is_empty() && !health[0].message.is_empty());
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn metrics_count_calls_and_steps() {
+    story(async |sandbox| {
+        let port = free_port();
+        let listen = format!("--metrics-listen=127.0.0.1:{port}");
+        let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
+        let volume = sandbox.volume("v", "ext4");
+        node.up(&volume, "pod").await;
+        let bad = sandbox.volume("bad", "zfs");
+        refused(node.stage(&bad).await, tonic::Code::InvalidArgument, &[]);
+        node.down(&volume, "pod").await;
+
+        let metrics =
+            crate::harness::eventually("metrics", async || get(port, "/metrics").ok()).await;
+        for series in [
+            "uring_csi_build_info{",
+            "method=\"NodeStageVolume\",code=\"OK\"",
+            "method=\"NodeStageVolume\",code=\"INVALID_ARGUMENT\"",
+            "method=\"NodeUnpublishVolume\",code=\"OK\"",
+            "step=\"mkfs\"",
+            "step=\"mount\"",
+            "le=\"0.00005\"",
+        ] {
+            assert!(metrics.contains(series), "{series} is not in\n{metrics}");
+        }
+        assert!(!metrics.contains("v.img") && !metrics.contains("/globalmount"));
+        for path in ["/healthz", "/readyz"] {
+            let answer = get(port, path).unwrap();
+            assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn secrets_are_never_told() {
+    story(async |sandbox| {
+        let setup = NodeSetup::new(sandbox).arg("--log-level=trace");
+        let node = Node::start_with(sandbox, setup).await;
+        let mut volume = sandbox.volume("v", "ext4");
+        let secret = "hunter2-b7e1";
+        volume.secrets = [("userKey".to_owned(), secret.to_owned())].into();
+        node.up(&volume, "pod").await;
+        let mut wrong = node.stage_request(&volume);
+        wrong.volume_capability = None;
+        node.send_stage(wrong).await.unwrap_err();
+        let target = node.target(&volume, "pod");
+        node.expand(&volume, &target, 64 * MIB).await.unwrap();
+
+        let log = node.log();
+        assert!(
+            log.contains("NodeStageVolume"),
+            "the log tells of the calls"
+        );
+        let mut places = vec![("the log", log)];
+        for dir in [&node.run_dir, &node.state_dir] {
+            for file in crate::harness::files_below(dir) {
+                let bytes = std::fs::read(&file).unwrap_or_default();
+                places.push(("a record", String::from_utf8_lossy(&bytes).into_owned()));
+            }
+        }
+        for (place, text) in places {
+            assert!(!text.contains(secret), "{place} holds the secret");
+        }
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
+    story(async |sandbox| {
+        let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+        let kubelet = node.kubelet.to_str().unwrap();
+        crate::harness::run(&["mount", "--make-private", kubelet]);
+        node.spawn();
+        let ready = crate::harness::eventually("an answer", async || node.probe().await).await;
+        assert!(!ready, "propagation is private");
+        assert!(node.log().contains("propagation"), "{}", node.log());
+    });
+}

@@ -1,0 +1,219 @@
+//! Who answers on the socket, and how the socket comes and goes.
+
+use std::{collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _};
+
+use futures_util::StreamExt as _;
+use tonic_reflection::pb::v1::{
+    ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+    server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+};
+use uring_csi::proto::csi::{
+    ControllerGetCapabilitiesRequest, GetPluginCapabilitiesRequest, GetPluginInfoRequest,
+    NodeGetCapabilitiesRequest, NodeGetInfoRequest,
+    controller_service_capability::{self, rpc::Type as ControllerRpc},
+    identity_client::IdentityClient,
+    node_service_capability::{self, rpc::Type as NodeRpc},
+    plugin_capability::{self, service::Type as Service},
+};
+
+use crate::harness::{Agent, Controller, Node, NodeSetup, eventually, loops_over, story};
+
+/// The services that an agent's reflection lists.
+async fn services(agent: &Agent) -> BTreeSet<String> {
+    let request = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let answer = ServerReflectionClient::new(agent.channel())
+        .server_reflection_info(tokio_stream::once(request))
+        .await
+        .expect("reflection")
+        .into_inner()
+        .next()
+        .await
+        .expect("an answer")
+        .expect("services");
+    match answer.message_response {
+        Some(MessageResponse::ListServicesResponse(list)) => list
+            .service
+            .into_iter()
+            .map(|service| service.name)
+            .collect(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_node_says_who_it_is_and_what_it_can() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let info = IdentityClient::new(node.channel())
+            .get_plugin_info(GetPluginInfoRequest {})
+            .await
+            .unwrap()
+            .into_inner();
+        assert_eq!(info.name, "block.uring-csi.dev");
+        assert_eq!(info.vendor_version, env!("CARGO_PKG_VERSION"));
+
+        let can = node
+            .client()
+            .node_get_capabilities(NodeGetCapabilitiesRequest {})
+            .await
+            .unwrap()
+            .into_inner();
+        let can: Vec<_> = can
+            .capabilities
+            .into_iter()
+            .filter_map(|capability| match capability.r#type? {
+                node_service_capability::Type::Rpc(rpc) => Some(rpc.r#type()),
+            })
+            .collect();
+        for expected in [
+            NodeRpc::StageUnstageVolume,
+            NodeRpc::GetVolumeStats,
+            NodeRpc::ExpandVolume,
+            NodeRpc::SingleNodeMultiWriter,
+            NodeRpc::GetVolumeHealth,
+        ] {
+            assert!(can.contains(&expected), "{expected:?} is not in {can:?}");
+        }
+        // Announced only where it was asked for: kubelet then leaves fsGroup to us.
+        assert!(!can.contains(&NodeRpc::VolumeMountGroup));
+
+        let info = node
+            .client()
+            .node_get_info(NodeGetInfoRequest {})
+            .await
+            .unwrap()
+            .into_inner();
+        assert_eq!(info.node_id, "node-a");
+        let here = info.accessible_topology.expect("a topology").segments;
+        assert_eq!(here["topology.block.uring-csi.dev/node"], "node-a");
+
+        let services = services(&node).await;
+        for expected in ["csi.v1.Identity", "csi.v1.Node", "uring_csi.v1.NodeAdmin"] {
+            assert!(services.contains(expected), "{expected}: {services:?}");
+        }
+        assert!(!services.contains("csi.v1.Controller"), "{services:?}");
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_controller_says_who_it_is_and_what_it_can() {
+    story(async |sandbox| {
+        let controller = Controller::start(sandbox).await;
+        let can = IdentityClient::new(controller.channel())
+            .get_plugin_capabilities(GetPluginCapabilitiesRequest {})
+            .await
+            .unwrap()
+            .into_inner();
+        let services_of: Vec<_> = can
+            .capabilities
+            .iter()
+            .filter_map(|capability| match capability.r#type.as_ref()? {
+                plugin_capability::Type::Service(service) => Some(service.r#type()),
+                plugin_capability::Type::VolumeExpansion(_) => None,
+            })
+            .collect();
+        assert!(services_of.contains(&Service::ControllerService));
+        assert!(services_of.contains(&Service::VolumeAccessibilityConstraints));
+
+        let can = controller
+            .client()
+            .controller_get_capabilities(ControllerGetCapabilitiesRequest {})
+            .await
+            .unwrap()
+            .into_inner();
+        let can: Vec<_> = can
+            .capabilities
+            .into_iter()
+            .filter_map(|capability| match capability.r#type? {
+                controller_service_capability::Type::Rpc(rpc) => Some(rpc.r#type()),
+            })
+            .collect();
+        for expected in [
+            ControllerRpc::CreateDeleteVolume,
+            ControllerRpc::ListVolumes,
+            ControllerRpc::GetCapacity,
+            ControllerRpc::CreateDeleteSnapshot,
+            ControllerRpc::ListSnapshots,
+            ControllerRpc::CloneVolume,
+            ControllerRpc::ExpandVolume,
+            ControllerRpc::SingleNodeMultiWriter,
+        ] {
+            assert!(can.contains(&expected), "{expected:?} is not in {can:?}");
+        }
+        let services = services(&controller).await;
+        for expected in ["csi.v1.Identity", "csi.v1.Controller"] {
+            assert!(services.contains(expected), "{expected}: {services:?}");
+        }
+    });
+}
+
+#[test]
+fn the_socket_has_one_owner() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let mode = fs::metadata(node.socket()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+
+        // A second agent on the same socket goes away and says why.
+        let second = Node::prepare(sandbox, NodeSetup::new(sandbox));
+        second.spawn();
+        assert!(!second.ended().await.success());
+        assert!(second.log().contains("live process"), "{}", second.log());
+        assert_eq!(node.probe().await, Some(true));
+
+        // A killed one leaves its socket behind; the next replaces it.
+        node.kill9().await;
+        assert!(node.socket().exists());
+        node.restart().await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_endpoint_that_is_no_unix_socket_is_refused() {
+    story(async |sandbox| {
+        let kubelet = sandbox.kubelet("node-a");
+        for (program, endpoint) in [
+            (env!("CARGO_BIN_EXE_uring-csi-node"), "tcp://127.0.0.1:1"),
+            (env!("CARGO_BIN_EXE_uring-csi-controller"), "csi.sock"),
+        ] {
+            let kubelet = format!("--kubelet-dir={}", kubelet.display());
+            let pool = format!("--pool=main={},shared", sandbox.pool("main").display());
+            let mut command = vec![program, "--endpoint", endpoint, &pool];
+            if program.ends_with("node") {
+                command.extend(["--node-id=n", &kubelet]);
+            }
+            let said = crate::harness::run_err(&command).unwrap_err();
+            assert!(said.contains("unix:///path/to/socket"), "{said}");
+        }
+    });
+}
+
+#[test]
+fn sigterm_finishes_what_runs_and_takes_nothing_new() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("last", "ext4");
+        let (staged, ()) = tokio::join!(node.stage(&volume), async {
+            eventually("the stage is under way", async || {
+                (!loops_over(&sandbox.image(&volume)).is_empty()).then_some(())
+            })
+            .await;
+            node.terminate();
+        });
+        staged.expect("what runs is finished");
+        assert!(node.ended().await.success());
+        assert!(!node.socket().exists(), "nothing new can come in");
+
+        // What is staged stays staged: pods outlive their node's agent.
+        assert_eq!(loops_over(&sandbox.image(&volume)).len(), 1);
+        node.restart().await;
+        node.stage(&volume).await.expect("staged already");
+        node.unstage(&volume).await.expect("unstaged");
+        node.assert_clean().await;
+    });
+}
