@@ -1,1 +1,1 @@
-//! mkfs.
+//! Making file systems.

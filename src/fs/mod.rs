@@ -1,6 +1,95 @@
 //! File systems on devices: what is there, making, checking and growing them.
+//!
+//! Reading superblocks and growing are done here; making and repairing are left
+//! to each file system's own tools, of which this module knows the command
+//! lines and the answers.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
 
 pub mod fsck;
 pub mod grow;
 pub mod mkfs;
 pub mod probe;
+
+/// A file system that volumes may carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FsType {
+    /// ext4, and the ext2 and ext3 that ext4's driver mounts.
+    Ext4,
+    /// XFS.
+    Xfs,
+    /// btrfs on one device.
+    Btrfs,
+}
+
+impl FsType {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Ext4, Self::Xfs, Self::Btrfs];
+
+    /// As `mount -t` and `/proc/filesystems` have it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ext4 => "ext4",
+            Self::Xfs => "xfs",
+            Self::Btrfs => "btrfs",
+        }
+    }
+}
+
+impl fmt::Display for FsType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// The name is of no file system that volumes may carry.
+#[derive(Debug, thiserror::Error)]
+#[error("file system {0:?} is not supported; choose ext4, xfs or btrfs")]
+pub struct UnsupportedFs(String);
+
+impl FromStr for FsType {
+    type Err = UnsupportedFs;
+
+    fn from_str(name: &str) -> Result<Self, UnsupportedFs> {
+        Self::ALL
+            .into_iter()
+            .find(|fs| fs.as_str() == name)
+            .ok_or_else(|| UnsupportedFs(name.to_owned()))
+    }
+}
+
+/// A program and its arguments, to be run by whoever may run programs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CommandLine {
+    /// Looked up in `PATH`.
+    pub program: &'static str,
+    /// Without the program's own name.
+    pub args: Vec<String>,
+}
+
+impl fmt::Display for CommandLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.program)?;
+        self.args.iter().try_for_each(|arg| write!(f, " {arg}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_go_there_and_back() {
+        for fs in FsType::ALL {
+            assert_eq!(fs.as_str().parse::<FsType>().unwrap(), fs);
+            assert_eq!(serde_json::to_value(fs).unwrap(), fs.as_str());
+        }
+        let error = "ntfs".parse::<FsType>().unwrap_err().to_string();
+        for fs in FsType::ALL {
+            assert!(error.contains(fs.as_str()));
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! The superblocks of ext, XFS and btrfs.
+//!
+//! A reader answers nothing where its magic number is missing, what the
+//! superblock says where it is whole, and what is wrong with it otherwise.
+//! Layouts: `Documentation/filesystems/ext4/super.rst`, XFS Algorithms & Data
+//! Structures ("Superblocks"), `linux/btrfs_tree.h`.
+
+use super::{Disk, FsInfo, FsType, GIB, KIB, MIB};
+
+type Reader = fn(&Disk<'_>) -> Option<Result<FsInfo, &'static str>>;
+
+pub(super) const READERS: [Reader; 3] = [ext, xfs, btrfs];
+
+/// A structure on disk, read field by field. A field beyond its end is zero;
+/// none of the readers below reads one.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn bytes<const N: usize>(&self, at: usize) -> [u8; N] {
+        self.0.get(at..at + N).map_or([0; N], |bytes| {
+            bytes.try_into().expect("the slice has N bytes")
+        })
+    }
+
+    fn le16(&self, at: usize) -> u16 {
+        u16::from_le_bytes(self.bytes(at))
+    }
+
+    fn le32(&self, at: usize) -> u32 {
+        u32::from_le_bytes(self.bytes(at))
+    }
+
+    fn le64(&self, at: usize) -> u64 {
+        u64::from_le_bytes(self.bytes(at))
+    }
+
+    fn be16(&self, at: usize) -> u16 {
+        u16::from_be_bytes(self.bytes(at))
+    }
+
+    fn be32(&self, at: usize) -> u32 {
+        u32::from_be_bytes(self.bytes(at))
+    }
+
+    fn be64(&self, at: usize) -> u64 {
+        u64::from_be_bytes(self.bytes(at))
+    }
+}
+
+const EXT_OFFSET: u64 = KIB;
+const EXT_LEN: usize = 1024;
+const EXT_MAGIC: (usize, [u8; 2]) = (0x38, [0x53, 0xEF]);
+const EXT_VALID: u16 = 1;
+const EXT_ERRORS: u16 = 2;
+const EXT_RECOVER: u32 = 0x4;
+const EXT_JOURNAL_DEV: u32 = 0x8;
+const EXT_64BIT: u32 = 0x80;
+const EXT_METADATA_CSUM: u32 = 0x400;
+/// `EXT4_FEATURE_INCOMPAT_SUPP`: filetype, recover, `meta_bg`, extents, 64bit,
+/// mmp, `flex_bg`, `ea_inode`, `csum_seed`, largedir, `inline_data`, encrypt,
+/// casefold.
+const EXT_MOUNTABLE: u32 = 0x3_E7D6;
+
+fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
+    let raw = disk.slice(EXT_OFFSET, EXT_LEN)?;
+    if !raw[EXT_MAGIC.0..].starts_with(&EXT_MAGIC.1) {
+        return None;
+    }
+    let sb = Fields(raw);
+    let incompatible = sb.le32(0x60);
+    if incompatible & EXT_JOURNAL_DEV != 0 {
+        return Some(Err("the journal of an ext4 that is on another device"));
+    }
+    let checksummed = sb.le32(0x64) & EXT_METADATA_CSUM != 0;
+    let log_block_size = sb.le32(0x18);
+    let high = if incompatible & EXT_64BIT == 0 {
+        0
+    } else {
+        u64::from(sb.le32(0x150)) << 32
+    };
+    let blocks = u64::from(sb.le32(0x4)) | high;
+    let bytes = blocks.checked_mul(KIB << log_block_size.min(6));
+    let (Some(bytes @ 1..), 0..=6, 1..) = (bytes, log_block_size, sb.le32(0x20)) else {
+        return Some(Err("an ext file system whose superblock makes no sense"));
+    };
+    // ext4 stores it without the final complement.
+    if checksummed && crc32c(!0, &raw[..0x3FC]) != sb.le32(0x3FC) {
+        return Some(Err("an ext4 file system whose superblock is damaged"));
+    }
+    if incompatible & !EXT_MOUNTABLE != 0 {
+        return Some(Err(
+            "an ext file system with features that ext4's driver does not mount",
+        ));
+    }
+    let state = sb.le16(0x3A);
+    Some(Ok(FsInfo {
+        fs: FsType::Ext4,
+        uuid: sb.bytes(0x68),
+        bytes,
+        dirty: state & EXT_ERRORS != 0 || state & EXT_VALID == 0,
+        needs_recovery: incompatible & EXT_RECOVER != 0,
+    }))
+}
+
+const XFS_MAGIC: &[u8] = b"XFSB";
+const XFS_NEEDS_REPAIR: u32 = 0x10;
+const XFS_CRC_AT: usize = 224;
+
+fn xfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
+    let head = disk.slice(0, 512)?;
+    if !head.starts_with(XFS_MAGIC) {
+        return None;
+    }
+    let sb = Fields(head);
+    let (block_size, sector_size) = (sb.be32(4), sb.be16(102));
+    let version = sb.be16(100) & 0xF;
+    let sane = block_size.is_power_of_two()
+        && (512..=65536).contains(&block_size)
+        && sector_size.is_power_of_two()
+        && (512..=32768).contains(&sector_size)
+        && (4..=5).contains(&version);
+    let bytes = sb.be64(8).checked_mul(block_size.into());
+    let (true, Some(bytes @ 1..)) = (sane, bytes) else {
+        return Some(Err("an XFS file system whose superblock makes no sense"));
+    };
+    if head[126] != 0 {
+        return Some(Err("an XFS file system whose mkfs did not end"));
+    }
+    let mut dirty = false;
+    if version == 5 {
+        let whole = disk.slice(0, sector_size.into())?;
+        let crc = crc32c(!0, &whole[..XFS_CRC_AT]);
+        let crc = crc32c(crc, &[0; 4]);
+        let crc = crc32c(crc, &whole[XFS_CRC_AT + 4..]);
+        if !crc != sb.le32(XFS_CRC_AT) {
+            return Some(Err("an XFS file system whose superblock is damaged"));
+        }
+        dirty = sb.be32(216) & XFS_NEEDS_REPAIR != 0;
+    }
+    Some(Ok(FsInfo {
+        fs: FsType::Xfs,
+        uuid: sb.bytes(32),
+        bytes,
+        dirty,
+        needs_recovery: false,
+    }))
+}
+
+const BTRFS_OFFSET: u64 = 64 * KIB;
+const BTRFS_LEN: usize = 4096;
+const BTRFS_MAGIC: (u64, &[u8]) = (0x40, b"_BHRfS_M");
+/// `BTRFS_MAGIC_TEMPORARY` of btrfs-progs.
+const BTRFS_UNFINISHED: &[u8] = b"!BHRfS_M";
+
+fn btrfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
+    let magic_at = BTRFS_OFFSET + BTRFS_MAGIC.0;
+    if disk.has(magic_at, BTRFS_UNFINISHED) {
+        return Some(Err("a btrfs file system whose mkfs did not end"));
+    }
+    if !disk.has(magic_at, BTRFS_MAGIC.1) {
+        return None;
+    }
+    let raw = disk.slice(BTRFS_OFFSET, BTRFS_LEN)?;
+    let sb = Fields(raw);
+    // Other checksums (xxhash, sha256, blake2b) are left to the kernel.
+    let crc32c_used = sb.le16(196) == 0;
+    if crc32c_used && !crc32c(!0, &raw[32..]) != sb.le32(0) {
+        return Some(Err("a btrfs file system whose superblock is damaged"));
+    }
+    let (devices, bytes) = (sb.le64(136), sb.le64(209));
+    if sb.le64(48) != BTRFS_OFFSET || devices == 0 || bytes == 0 {
+        return Some(Err("a btrfs file system whose superblock makes no sense"));
+    }
+    if devices > 1 {
+        return Some(Err("one device of a btrfs file system that has several"));
+    }
+    Some(Ok(FsInfo {
+        fs: FsType::Btrfs,
+        uuid: sb.bytes(32),
+        bytes,
+        dirty: false,
+        needs_recovery: sb.le64(96) != 0,
+    }))
+}
+
+/// A file system whose first superblock is gone, by one of its others.
+pub(super) fn backup(disk: &Disk<'_>) -> Option<&'static str> {
+    // ext: at the start of block group 1, one KiB further with blocks of 1 KiB.
+    let ext = [8 * MIB + KIB, 32 * MIB, 128 * MIB];
+    if ext
+        .iter()
+        .any(|at| disk.has(at + EXT_MAGIC.0 as u64, &EXT_MAGIC.1))
+    {
+        return Some("an ext file system whose first superblock is gone");
+    }
+    let btrfs = [64 * MIB, 256 * GIB, 1024 * 1024 * GIB];
+    if btrfs
+        .iter()
+        .any(|at| disk.has(at + BTRFS_MAGIC.0, BTRFS_MAGIC.1))
+    {
+        return Some("a btrfs file system whose first superblock is gone");
+    }
+    None
+}
+
+/// CRC-32C (Castagnoli), bits reflected, without the final complement.
+fn crc32c(seed: u32, data: &[u8]) -> u32 {
+    data.iter().fold(seed, |crc, byte| {
+        CRC32C[usize::from(crc.to_le_bytes()[0] ^ byte)] ^ (crc >> 8)
+    })
+}
+
+const CRC32C: [u32; 256] = crc32c_table();
+
+const fn crc32c_table() -> [u32; 256] {
+    let mut table = [0; 256];
+    let mut byte = 0_u8;
+    loop {
+        let mut crc = byte as u32;
+        let mut bit = 0;
+        while bit < 8 {
+            crc = (crc >> 1) ^ (0x82F6_3B78 * (crc & 1));
+            bit += 1;
+        }
+        table[byte as usize] = crc;
+        if byte == u8::MAX {
+            return table;
+        }
+        byte += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_castagnolis() {
+        // The check value of CRC-32/ISCSI in the catalogue of CRC algorithms.
+        assert_eq!(!crc32c(!0, b"123456789"), 0xE306_9283);
+    }
+}
