@@ -1,1 +1,229 @@
-//! uringctl.
+//! uringctl, the operator's command line.
+//!
+//! It speaks CSI, as Kubernetes does, over the same unix sockets, and the node
+//! agent's own service beside it. It keeps no state: what a volume is called is
+//! asked of the controller, what a node holds is asked of the node. One file a
+//! group of commands; each command is a struct of its arguments with a `run`
+//! that returns an [`answer::Answer`], printed as text or JSON.
+
+mod about;
+mod answer;
+mod args;
+mod attach;
+mod context;
+mod error;
+mod flow;
+mod held;
+mod progress;
+mod repair;
+mod resolve;
+mod size;
+mod snapshots;
+mod volumes;
+
+use std::{io::IsTerminal, process::ExitCode, time::Duration};
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use self::{
+    answer::Answer,
+    context::{Context, Socket},
+    error::{Agent, CliError},
+    progress::Progress,
+};
+use crate::csi::{serve::Endpoint, status::chain};
+
+/// Makes, attaches, grows, copies and inspects block volumes
+#[derive(Debug, Parser)]
+#[command(
+    name = "uringctl",
+    version,
+    after_help = error::EXIT_CODES,
+    max_term_width = 100,
+    arg_required_else_help = true
+)]
+pub struct Cli {
+    /// The node agent's socket
+    #[arg(
+        long,
+        global = true,
+        value_name = "ENDPOINT",
+        env = "URING_CSI_NODE_ENDPOINT",
+        default_value = "unix:///run/uring-csi/node.sock"
+    )]
+    node_endpoint: Endpoint,
+    /// The controller's socket
+    #[arg(
+        long,
+        global = true,
+        value_name = "ENDPOINT",
+        env = "URING_CSI_CONTROLLER_ENDPOINT",
+        default_value = "unix:///run/uring-csi/controller.sock"
+    )]
+    controller_endpoint: Endpoint,
+    /// Time for each call; work that takes longer goes on, ask again
+    #[arg(
+        long,
+        global = true,
+        value_name = "TIME",
+        env = "URING_CSI_TIMEOUT",
+        default_value = "2m",
+        value_parser = args::duration
+    )]
+    timeout: Duration,
+    /// Print JSON
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Up(flow::Up),
+    Down(flow::Down),
+    Create(volumes::Create),
+    Clone(volumes::CloneVolume),
+    Delete(volumes::Delete),
+    List(volumes::List),
+    Expand(volumes::Expand),
+    Snapshot(snapshots::Snapshots),
+    Stage(attach::Stage),
+    Publish(attach::Publish),
+    Unpublish(attach::Unpublish),
+    Unstage(attach::Unstage),
+    Volumes(held::Volumes),
+    Stats(held::Stats),
+    Health(held::Health),
+    Info(about::Info),
+    Capabilities(about::Capabilities),
+    Format(repair::Format),
+    Release(repair::Release),
+    Completions(Completions),
+}
+
+/// Writes a shell's completions for uringctl
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Example:
+  uringctl completions bash > /etc/bash_completion.d/uringctl")]
+struct Completions {
+    shell: clap_complete::Shell,
+}
+
+impl Cli {
+    /// Runs the command, prints its answer or its error, and says how it went.
+    pub async fn run(self) -> ExitCode {
+        match self.answer().await {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("uringctl: {}", chain(&error));
+                ExitCode::from(error.exit_code())
+            }
+        }
+    }
+
+    async fn answer(self) -> Result<(), CliError> {
+        let json = self.json;
+        let context = &Context {
+            node_socket: Socket::new(Agent::Node, self.node_endpoint, self.timeout),
+            controller_socket: Socket::new(
+                Agent::Controller,
+                self.controller_endpoint,
+                self.timeout,
+            ),
+            progress: Progress::new(std::io::stderr().is_terminal()),
+        };
+        match self.command {
+            Command::Up(it) => print(&it.run(context).await?, json),
+            Command::Down(it) => print(&it.run(context).await?, json),
+            Command::Create(it) => print(&it.run(context).await?, json),
+            Command::Clone(it) => print(&it.run(context).await?, json),
+            Command::Delete(it) => print(&it.run(context).await?, json),
+            Command::List(it) => print(&it.run(context).await?, json),
+            Command::Expand(it) => print(&it.run(context).await?, json),
+            Command::Snapshot(it) => print(&it.run(context).await?, json),
+            Command::Stage(it) => print(&it.run(context).await?, json),
+            Command::Publish(it) => print(&it.run(context).await?, json),
+            Command::Unpublish(it) => print(&it.run(context).await?, json),
+            Command::Unstage(it) => print(&it.run(context).await?, json),
+            Command::Volumes(it) => print(&it.run(context).await?, json),
+            Command::Stats(it) => print(&it.run(context).await?, json),
+            Command::Health(it) => print(&it.run(context).await?, json),
+            Command::Info(it) => print(&it.run(context).await?, json),
+            Command::Capabilities(it) => print(&it.run(context).await?, json),
+            Command::Format(it) => print(&it.run(context).await?, json),
+            Command::Release(it) => print(&it.run()?, json),
+            Command::Completions(it) => {
+                let mut command = Self::command();
+                clap_complete::generate(
+                    it.shell,
+                    &mut command,
+                    "uringctl",
+                    &mut std::io::stdout().lock(),
+                );
+                Ok(())
+            }
+        }
+    }
+}
+
+fn print(answer: &impl Answer, json: bool) -> Result<(), CliError> {
+    answer::print(answer, json).map_err(|source| CliError::Io {
+        doing: "write to",
+        path: "stdout".into(),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_an_example() {
+        fn check(command: &clap::Command) {
+            let subcommands: Vec<_> = command.get_subcommands().collect();
+            if subcommands.is_empty() {
+                let help = command.get_after_help().map(ToString::to_string);
+                let example = help.is_some_and(|help| help.contains("  uringctl "));
+                assert!(example, "{} has no example", command.get_name());
+            }
+            subcommands.into_iter().for_each(check);
+        }
+        check(&Cli::command());
+    }
+
+    /// Examples are in the help to be copied: each must be a valid command.
+    #[test]
+    fn every_example_parses() {
+        fn examples(command: &clap::Command, found: &mut Vec<String>) {
+            if let Some(help) = command.get_after_help() {
+                let help = help.to_string();
+                let lines = help.lines().map(str::trim);
+                found.extend(
+                    lines
+                        .filter(|line| line.starts_with("uringctl "))
+                        .map(str::to_owned),
+                );
+            }
+            for subcommand in command.get_subcommands() {
+                examples(subcommand, found);
+            }
+        }
+        let mut found = Vec::new();
+        examples(&Cli::command(), &mut found);
+        assert!(found.len() > 20);
+        for example in found {
+            let command = example.split(['|', '>']).next().unwrap_or_default();
+            if let Err(error) = Cli::try_parse_from(command.split_whitespace()) {
+                panic!("{example}: {error}");
+            }
+        }
+    }
+}

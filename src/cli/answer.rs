@@ -1,0 +1,90 @@
+//! What a command prints: a table or a few lines for people, JSON for scripts.
+
+use std::io::{self, Write};
+
+use comfy_table::{Table, presets};
+use serde::Serialize;
+
+/// A command's result. Its JSON is the serde form; field names are stable.
+pub trait Answer: Serialize {
+    /// For people, without the last newline; may be empty.
+    fn text(&self) -> String;
+}
+
+/// Prints `answer` on stdout. A reader that went away (`| head`) is no error.
+pub fn print(answer: &impl Answer, json: bool) -> io::Result<()> {
+    let text = if json {
+        serde_json::to_string_pretty(answer)?
+    } else {
+        answer.text()
+    };
+    if text.is_empty() {
+        return Ok(());
+    }
+    match writeln!(io::stdout().lock(), "{text}") {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        done => done,
+    }
+}
+
+/// A table under `header`, or `when_empty` where there are no rows. Borderless,
+/// so that what is cut out of it by mouse or awk is whole.
+pub fn table<const N: usize>(
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+    when_empty: &str,
+) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(header);
+    for row in rows {
+        table.add_row(row.map(|cell| {
+            if cell.is_empty() {
+                "-".to_owned()
+            } else {
+                cell
+            }
+        }));
+    }
+    if table.is_empty() {
+        return when_empty.to_owned();
+    }
+    if let Some(first) = table.column_mut(0) {
+        first.set_padding((0, 1));
+    }
+    table.trim_fmt()
+}
+
+/// `key: value` lines with the values in one column.
+pub fn fields(fields: &[(&str, String)]) -> String {
+    let width = fields.iter().map(|(key, _)| key.len()).max().unwrap_or(0) + 1;
+    let lines: Vec<String> = fields
+        .iter()
+        .map(|(key, value)| {
+            let value = if value.is_empty() { "-" } else { value };
+            format!("{:width$} {value}", format!("{key}:"))
+        })
+        .collect();
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_lines_up_and_says_when_it_is_empty() {
+        let rows = [
+            ["a".to_owned(), String::new()],
+            ["long-name".to_owned(), "x".to_owned()],
+        ];
+        let text = table(["NAME", "DEVICE"], rows, "nothing");
+        assert_eq!(text, "NAME       DEVICE\na          -\nlong-name  x");
+        assert_eq!(table(["NAME"], [], "nothing here"), "nothing here");
+    }
+
+    #[test]
+    fn fields_line_up() {
+        let text = fields(&[("id", "v".to_owned()), ("path", String::new())]);
+        assert_eq!(text, "id:   v\npath: -");
+    }
+}

@@ -1,0 +1,142 @@
+//! What every command works with: the two sockets, and how calls are made.
+
+use std::time::Duration;
+
+use tonic::{Request, Response, Status, transport::Channel};
+
+use super::{
+    error::{Agent, CliError},
+    progress::Progress,
+};
+use crate::{
+    csi::serve::Endpoint,
+    proto::{
+        admin::{
+            GetAgentInfoRequest, GetAgentInfoResponse, HeldVolume, ListHeldVolumesRequest,
+            node_admin_client::NodeAdminClient,
+        },
+        csi::{
+            controller_client::ControllerClient, identity_client::IdentityClient,
+            node_client::NodeClient,
+        },
+    },
+};
+
+/// An agent's socket with a client for each of its services. Nothing is
+/// connected before the first call.
+pub struct Socket {
+    agent: Agent,
+    /// Where it is.
+    pub endpoint: Endpoint,
+    channel: Channel,
+    timeout: Duration,
+}
+
+impl Socket {
+    /// Calls are given `timeout`, which the agent sees as `grpc-timeout`.
+    pub fn new(agent: Agent, endpoint: Endpoint, timeout: Duration) -> Self {
+        Self {
+            agent,
+            channel: endpoint.channel(),
+            endpoint,
+            timeout,
+        }
+    }
+
+    /// Makes one call. `doing` completes "cannot …" should it fail.
+    pub async fn call<Q, A>(
+        &self,
+        doing: impl Into<String>,
+        message: Q,
+        call: impl AsyncFnOnce(Channel, Request<Q>) -> Result<Response<A>, Status>,
+    ) -> Result<A, CliError> {
+        let mut request = Request::new(message);
+        request.set_timeout(self.timeout);
+        // Boxed: the generated clients' futures are kilobytes large, and every
+        // command would hold several.
+        match Box::pin(call(self.channel.clone(), request)).await {
+            Ok(answer) => Ok(answer.into_inner()),
+            Err(status) => Err(CliError::of_call(
+                doing.into(),
+                self.agent,
+                &self.endpoint,
+                status,
+            )),
+        }
+    }
+}
+
+/// Implements a call of one service as a method: `context.node(doing, message,
+/// async |mut client, request| client.node_stage_volume(request).await)`.
+macro_rules! service {
+    ($(#[$doc:meta])* $name:ident, $socket:ident, $client:ident) => {
+        $(#[$doc])*
+        pub async fn $name<Q, A>(
+            &self,
+            doing: impl Into<String>,
+            message: Q,
+            call: impl AsyncFnOnce($client<Channel>, Request<Q>) -> Result<Response<A>, Status>,
+        ) -> Result<A, CliError> {
+            self.$socket
+                .call(doing, message, async |channel, request| {
+                    call($client::new(channel), request).await
+                })
+                .await
+        }
+    };
+}
+
+/// The node's and the controller's sockets, and the terminal.
+pub struct Context {
+    /// uring-csi-node.
+    pub node_socket: Socket,
+    /// uring-csi-controller.
+    pub controller_socket: Socket,
+    /// Tells on a terminal what a call is waiting for.
+    pub progress: Progress,
+}
+
+impl Context {
+    service! {
+        /// A call of CSI's Node service.
+        node, node_socket, NodeClient
+    }
+    service! {
+        /// A call of the node agent's own service.
+        admin, node_socket, NodeAdminClient
+    }
+    service! {
+        /// A call of CSI's Controller service.
+        controller, controller_socket, ControllerClient
+    }
+    service! {
+        /// A call of the node's Identity service.
+        node_identity, node_socket, IdentityClient
+    }
+    service! {
+        /// A call of the controller's Identity service.
+        controller_identity, controller_socket, IdentityClient
+    }
+
+    /// Everything that the node holds.
+    pub async fn held(&self) -> Result<Vec<HeldVolume>, CliError> {
+        let answer = self
+            .admin(
+                "list the volumes that the node holds",
+                ListHeldVolumesRequest {},
+                async |mut client, request| client.list_held_volumes(request).await,
+            )
+            .await?;
+        Ok(answer.volumes)
+    }
+
+    /// Who the node is and where it keeps what.
+    pub async fn agent_info(&self) -> Result<GetAgentInfoResponse, CliError> {
+        self.admin(
+            "ask the node who it is",
+            GetAgentInfoRequest {},
+            async |mut client, request| client.get_agent_info(request).await,
+        )
+        .await
+    }
+}

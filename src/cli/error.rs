@@ -1,0 +1,247 @@
+//! What went wrong, in one sentence, and the exit code that tells a script.
+
+use std::{io, path::PathBuf};
+
+use tonic::{Code, Status};
+
+use crate::{csi::serve::Endpoint, pool::claim::ClaimError};
+
+/// The last part of `uringctl --help`.
+pub const EXIT_CODES: &str = "\
+Exit codes:
+  0  done, or done already
+  1  any other failure
+  2  the command line or the request is wrong
+  3  no such volume, snapshot, node or path
+  4  something of that name exists and differs
+  5  in use, or not in the state that the command needs
+  6  not done yet: run the same command again (it resumes or joins the work)";
+
+/// Which agent was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Agent {
+    /// uring-csi-node.
+    Node,
+    /// uring-csi-controller.
+    Controller,
+}
+
+impl Agent {
+    fn program(self) -> &'static str {
+        match self {
+            Self::Node => "uring-csi-node",
+            Self::Controller => "uring-csi-controller",
+        }
+    }
+
+    fn flag(self) -> &'static str {
+        match self {
+            Self::Node => "--node-endpoint",
+            Self::Controller => "--controller-endpoint",
+        }
+    }
+}
+
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// The agent answered with an error.
+    #[error("cannot {doing}: {}", said(.status))]
+    Refused {
+        /// What was asked, as `stage data-1`.
+        doing: String,
+        /// The answer.
+        status: Box<Status>,
+    },
+    /// Nobody listens, or we may not connect.
+    #[error(
+        "cannot {doing}: nothing answers at {endpoint} ({why}); is {} running, and may you \
+         use its socket? ({} names another)",
+        .agent.program(), .agent.flag()
+    )]
+    Unreachable {
+        /// What was to be asked.
+        doing: String,
+        /// Who.
+        agent: Agent,
+        /// Where.
+        endpoint: Endpoint,
+        /// The kernel's answer.
+        why: io::Error,
+    },
+    /// The agent's answer lacks what the interface requires.
+    #[error("cannot {doing}: the answer holds no {missing}")]
+    Incomplete {
+        /// What was asked.
+        doing: String,
+        /// What is missing.
+        missing: &'static str,
+    },
+    /// Neither the node nor the controller knows the volume.
+    #[error("no volume has the name or id {0:?}; `uringctl list` shows those there are")]
+    NoSuchVolume(String),
+    /// The node does not hold the volume.
+    #[error("this node does not hold {0:?}; `uringctl volumes` shows what it holds")]
+    NotHeld(String),
+    /// A name that more than one volume has.
+    #[error("{} volumes are called {name:?}; give one of their ids: {}", .ids.len(), .ids.join(", "))]
+    Ambiguous {
+        /// The name.
+        name: String,
+        /// The volumes' ids.
+        ids: Vec<String>,
+    },
+    /// A destructive command without its `--confirm`.
+    #[error("{what}; to do it, repeat the command with --confirm {with}")]
+    Unconfirmed {
+        /// What would happen.
+        what: String,
+        /// What to confirm with.
+        with: String,
+    },
+    /// A pool's claims could not be read or removed.
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    /// A file operation of our own.
+    #[error("cannot {doing} {}", .path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+impl CliError {
+    /// From a failed call: an agent that can't be reached is told from one that
+    /// answered.
+    pub fn of_call(doing: String, agent: Agent, endpoint: &Endpoint, status: Status) -> Self {
+        match connect_error(&status) {
+            Some(why) => Self::Unreachable {
+                doing,
+                agent,
+                endpoint: endpoint.clone(),
+                why,
+            },
+            None => Self::Refused {
+                doing,
+                status: Box::new(status),
+            },
+        }
+    }
+
+    /// The process's exit code, as [`EXIT_CODES`] explains.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Refused { status, .. } => exit_code_of(status.code()),
+            Self::Unreachable { .. } => 6,
+            Self::Incomplete { .. } | Self::Claim(_) | Self::Io { .. } => 1,
+            Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
+            Self::Ambiguous { .. } | Self::Unconfirmed { .. } => 2,
+        }
+    }
+}
+
+fn exit_code_of(code: Code) -> u8 {
+    match code {
+        Code::Ok => 0,
+        Code::InvalidArgument | Code::OutOfRange => 2,
+        Code::NotFound => 3,
+        Code::AlreadyExists => 4,
+        Code::FailedPrecondition => 5,
+        // Those after which kubelet, too, takes the outcome as uncertain.
+        Code::Cancelled
+        | Code::DeadlineExceeded
+        | Code::Unavailable
+        | Code::ResourceExhausted
+        | Code::Aborted => 6,
+        Code::Unknown
+        | Code::PermissionDenied
+        | Code::Unimplemented
+        | Code::Internal
+        | Code::DataLoss
+        | Code::Unauthenticated => 1,
+    }
+}
+
+/// The server's message, and what its code means where the message is empty.
+fn said(status: &Status) -> String {
+    match status.message() {
+        "" => status.code().description().to_owned(),
+        message => message.to_owned(),
+    }
+}
+
+/// The error of connect(2), where that is why a call failed: tonic makes the
+/// status up then and keeps the cause as its source.
+fn connect_error(status: &Status) -> Option<io::Error> {
+    let mut cause = std::error::Error::source(status);
+    while let Some(error) = cause {
+        if let Some(io) = error.downcast_ref::<io::Error>()
+            && let Some(number) = io.raw_os_error()
+        {
+            return Some(io::Error::from_raw_os_error(number));
+        }
+        cause = error.source();
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(code: Code, message: &str) -> CliError {
+        let endpoint = "/run/x.sock".parse().unwrap();
+        let status = Status::new(code, message);
+        CliError::of_call("stage data".to_owned(), Agent::Node, &endpoint, status)
+    }
+
+    #[test]
+    fn the_servers_sentence_is_ours() {
+        let error = refused(Code::Aborted, "volume data is being formatted for 3 s");
+        assert_eq!(
+            error.to_string(),
+            "cannot stage data: volume data is being formatted for 3 s"
+        );
+        let mute = refused(Code::Internal, "").to_string();
+        assert!(mute.len() > "cannot stage data: ".len(), "{mute}");
+    }
+
+    #[test]
+    fn uncertain_codes_say_try_again() {
+        for (code, exit) in [
+            (Code::InvalidArgument, 2),
+            (Code::NotFound, 3),
+            (Code::AlreadyExists, 4),
+            (Code::FailedPrecondition, 5),
+            (Code::Aborted, 6),
+            (Code::DeadlineExceeded, 6),
+            (Code::Unavailable, 6),
+            (Code::Internal, 1),
+            (Code::Unimplemented, 1),
+        ] {
+            assert_eq!(refused(code, "x").exit_code(), exit, "{code:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_missing_socket_is_named_with_its_flag() {
+        use crate::proto::csi::{ProbeRequest, identity_client::IdentityClient};
+        let endpoint: Endpoint = "/nonexistent/node.sock".parse().unwrap();
+        let status = IdentityClient::new(endpoint.channel())
+            .probe(ProbeRequest {})
+            .await
+            .unwrap_err();
+        let error = CliError::of_call("ask".to_owned(), Agent::Node, &endpoint, status);
+        assert_eq!(error.exit_code(), 6);
+        let text = error.to_string();
+        assert!(
+            text.contains("unix:///nonexistent/node.sock (No such file")
+                && text.contains("--node-endpoint"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,186 @@
+//! `up` and `down`: a volume's whole way to a path and back, in one command.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    answer::{Answer, table},
+    args::{Origin, Use},
+    attach::{Staging, absolute},
+    context::Context,
+    error::CliError,
+    size::Size,
+};
+
+/// What was done, step by step.
+#[derive(Debug, Serialize)]
+pub struct Flow {
+    volume_id: String,
+    steps: Vec<Step>,
+}
+
+#[derive(Debug, Serialize)]
+struct Step {
+    name: &'static str,
+    milliseconds: f64,
+    detail: String,
+}
+
+impl Flow {
+    fn new(volume_id: &str) -> Self {
+        Self {
+            volume_id: volume_id.to_owned(),
+            steps: Vec::new(),
+        }
+    }
+
+    /// Awaits `work` and notes how long it took.
+    async fn step<T>(
+        &mut self,
+        name: &'static str,
+        detail: impl Into<String>,
+        work: impl Future<Output = Result<T, CliError>>,
+    ) -> Result<T, CliError> {
+        let start = Instant::now();
+        let done = work.await?;
+        self.steps.push(Step {
+            name,
+            milliseconds: start.elapsed().as_secs_f64() * 1e3,
+            detail: detail.into(),
+        });
+        Ok(done)
+    }
+}
+
+impl Answer for Flow {
+    fn text(&self) -> String {
+        let rows = self.steps.iter().map(|step| {
+            [
+                step.name.to_owned(),
+                format!("{:.2} ms", step.milliseconds),
+                step.detail.clone(),
+            ]
+        });
+        table(["STEP", "TIME", "WHAT"], rows, "nothing was to be done")
+    }
+}
+
+/// Makes a volume, stages it and publishes it at a path
+#[derive(Args, Debug)]
+#[command(after_help = "\
+What is done already is left as it is, so that after a failure the same command
+goes on where it stopped. `uringctl down NAME --delete` takes it all back.
+
+Examples:
+  uringctl up data-1 10Gi /mnt/data
+  uringctl up data-1 10Gi /mnt/data --fs xfs --pool fast
+  uringctl up disk-1 10Gi /mnt/disk --block
+  uringctl up copy-1 10Gi /mnt/copy --from-volume data-1")]
+pub struct Up {
+    /// Name of the volume
+    name: String,
+    /// Least size, as 10Gi or 500M
+    size: Size,
+    /// Where it is to be seen
+    path: PathBuf,
+    /// Readable only, at that path
+    #[arg(long)]
+    read_only: bool,
+    #[command(flatten)]
+    usage: Use,
+    #[command(flatten)]
+    origin: Origin,
+}
+
+impl Up {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<Flow, CliError> {
+        let path = absolute(&self.path)?;
+        let mut flow = Flow::new("");
+        let create = context.create_volume(self.name.clone(), self.size, &self.usage, &self.origin);
+        let volume = flow.step("create", self.name.as_str(), create).await?;
+        flow.volume_id.clone_from(&volume.volume_id);
+
+        let staging_path = context.staging_path(&volume.volume_id).await?;
+        let staging = Staging {
+            wanted: &self.name,
+            volume_id: &volume.volume_id,
+            path: &staging_path,
+        };
+        let capability = self.usage.capability();
+        let stage = staging.stage(context, capability.clone(), volume.volume_context.clone());
+        let detail = staging_path.to_string_lossy();
+        flow.step("stage", detail, stage).await?;
+
+        let publish = staging.publish(
+            context,
+            capability,
+            &path,
+            self.read_only,
+            volume.volume_context.clone(),
+        );
+        let detail = path.to_string_lossy();
+        flow.step("publish", detail, publish).await?;
+        Ok(flow)
+    }
+}
+
+/// Takes a volume away from every path on this node and detaches it
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  uringctl down data-1
+  uringctl down /mnt/data
+  uringctl down data-1 --delete")]
+pub struct Down {
+    /// Volume: its name, its id, or a path where it is published
+    volume: String,
+    /// Delete it, too, with everything on it
+    #[arg(long)]
+    delete: bool,
+}
+
+impl Down {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<Flow, CliError> {
+        let wanted = &self.volume;
+        let held = match context.held_volume(wanted).await {
+            Ok(held) => Some(held),
+            // Down already; with --delete that is still to be done.
+            Err(CliError::NotHeld(_)) if !wanted.starts_with('/') => None,
+            Err(error) => return Err(error),
+        };
+        let volume_id = match &held {
+            Some(held) => held.volume_id.clone(),
+            None => context.volume(wanted).await?.volume_id,
+        };
+        let mut flow = Flow::new(&volume_id);
+        if let Some(held) = held {
+            for target in &held.targets {
+                let unpublish = context.unpublish(wanted, &volume_id, &target.path);
+                flow.step("unpublish", target.path.as_str(), unpublish)
+                    .await?;
+            }
+            if !held.staging_path.is_empty() {
+                let staging = Staging {
+                    wanted,
+                    volume_id: &volume_id,
+                    path: Path::new(&held.staging_path),
+                };
+                let unstage = staging.unstage(context);
+                flow.step("unstage", held.staging_path.as_str(), unstage)
+                    .await?;
+            }
+        }
+        if self.delete {
+            let delete = context.delete_volume(wanted, volume_id.clone());
+            flow.step("delete", volume_id.as_str(), delete).await?;
+        }
+        Ok(flow)
+    }
+}

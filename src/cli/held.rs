@@ -1,0 +1,357 @@
+//! `volumes`, `stats`, `health`: what this node holds and how it fares.
+
+use std::collections::HashMap;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    answer::{Answer, table},
+    context::Context,
+    error::CliError,
+    progress::under_way,
+    resolve::name_of,
+    size::human,
+};
+use crate::proto::{
+    admin::HeldVolume,
+    csi::{
+        NodeGetVolumeHealthRequest, NodeGetVolumeStatsRequest, VolumeHealthErrorType,
+        volume_usage::Unit,
+    },
+};
+
+/// Lists what this node holds: devices, mounts, and the step under way
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Touches no device, and answers while one hangs.
+
+Examples:
+  uringctl volumes
+  uringctl volumes --json | jq '.volumes[] | select(.step != \"\")'")]
+pub struct Volumes {}
+
+/// What the node holds.
+#[derive(Debug, Serialize)]
+pub struct Held {
+    volumes: Vec<HeldAnswer>,
+}
+
+#[derive(Debug, Serialize)]
+struct HeldAnswer {
+    /// From the controller; empty where it can't be asked.
+    name: String,
+    volume_id: String,
+    backend: String,
+    device: String,
+    device_number: String,
+    access: String,
+    state: String,
+    staging_path: String,
+    targets: Vec<TargetAnswer>,
+    call: String,
+    step: String,
+    step_age_ms: u64,
+    waits_for: String,
+    #[serde(skip)]
+    under_way: String,
+    lock_device: String,
+}
+
+#[derive(Debug, Serialize)]
+struct TargetAnswer {
+    path: String,
+    read_only: bool,
+}
+
+impl Volumes {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<Held, CliError> {
+        let held = context.held().await?;
+        let names = context.names().await;
+        let volumes = held.into_iter().map(|volume| {
+            let name = names.get(&volume.volume_id).cloned().unwrap_or_default();
+            HeldAnswer::new(name, volume)
+        });
+        Ok(Held {
+            volumes: volumes.collect(),
+        })
+    }
+}
+
+impl Context {
+    /// Names by id; without a controller, none.
+    async fn names(&self) -> HashMap<String, String> {
+        let entries = self.list_volumes().await.unwrap_or_default();
+        let volumes = entries.into_iter().filter_map(|entry| entry.volume);
+        volumes
+            .map(|volume| {
+                let name = name_of(&volume.volume_context).to_owned();
+                (volume.volume_id, name)
+            })
+            .collect()
+    }
+}
+
+impl HeldAnswer {
+    fn new(name: String, held: HeldVolume) -> Self {
+        let under_way = under_way(&held).unwrap_or_default();
+        let targets = held.targets.into_iter().map(|target| TargetAnswer {
+            path: target.path,
+            read_only: target.read_only,
+        });
+        Self {
+            name,
+            volume_id: held.volume_id,
+            backend: held.backend,
+            device: held.device,
+            device_number: held.device_number,
+            access: held.access,
+            state: held.state,
+            staging_path: held.staging_path,
+            targets: targets.collect(),
+            call: held.call,
+            step: held.step,
+            step_age_ms: held.step_age_ms,
+            waits_for: held.waits_for,
+            under_way,
+            lock_device: held.lock_device,
+        }
+    }
+
+    fn paths(&self) -> String {
+        let paths: Vec<String> = self
+            .targets
+            .iter()
+            .map(|target| {
+                let mark = if target.read_only { " (ro)" } else { "" };
+                format!("{}{mark}", target.path)
+            })
+            .collect();
+        paths.join(" ")
+    }
+}
+
+impl Answer for Held {
+    fn text(&self) -> String {
+        let rows = self.volumes.iter().map(|volume| {
+            [
+                match volume.name.as_str() {
+                    "" => volume.volume_id.clone(),
+                    name => name.to_owned(),
+                },
+                volume.state.clone(),
+                volume.device.clone(),
+                volume.access.clone(),
+                volume.paths(),
+                volume.under_way.clone(),
+            ]
+        });
+        let header = [
+            "VOLUME",
+            "STATE",
+            "DEVICE",
+            "ACCESS",
+            "PUBLISHED AT",
+            "UNDER WAY",
+        ];
+        table(header, rows, "this node holds no volumes")
+    }
+}
+
+/// Shows how full a volume is
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  uringctl stats data-1
+  uringctl stats /mnt/data --json | jq '.usage[] | select(.unit == \"bytes\").available'")]
+pub struct Stats {
+    /// Volume: its name, its id, or a path where it is published
+    volume: String,
+}
+
+/// How full a volume is.
+#[derive(Debug, Serialize)]
+pub struct StatsAnswer {
+    volume_id: String,
+    path: String,
+    usage: Vec<Usage>,
+}
+
+#[derive(Debug, Serialize)]
+struct Usage {
+    /// bytes or inodes.
+    unit: &'static str,
+    total: i64,
+    used: i64,
+    available: i64,
+}
+
+impl Stats {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<StatsAnswer, CliError> {
+        let held = context.held_volume(&self.volume).await?;
+        let published = held.targets.iter().find(|t| t.path == self.volume);
+        let path = published
+            .or(held.targets.first())
+            .map_or(&held.staging_path, |target| &target.path)
+            .clone();
+        let request = NodeGetVolumeStatsRequest {
+            volume_id: held.volume_id.clone(),
+            volume_path: path.clone(),
+            staging_target_path: held.staging_path,
+        };
+        let answer = context
+            .node(
+                format!("get the statistics of {}", self.volume),
+                request,
+                async |mut client, request| client.node_get_volume_stats(request).await,
+            )
+            .await?;
+        let usage = answer.usage.into_iter().filter_map(|usage| {
+            let unit = match usage.unit() {
+                Unit::Bytes => "bytes",
+                Unit::Inodes => "inodes",
+                Unit::Unknown => return None,
+            };
+            Some(Usage {
+                unit,
+                total: usage.total,
+                used: usage.used,
+                available: usage.available,
+            })
+        });
+        Ok(StatsAnswer {
+            volume_id: held.volume_id,
+            path,
+            usage: usage.collect(),
+        })
+    }
+}
+
+impl Answer for StatsAnswer {
+    fn text(&self) -> String {
+        let rows = self.usage.iter().map(|usage| {
+            let show = |number: i64| match usage.unit {
+                "bytes" => human(number),
+                _ => number.to_string(),
+            };
+            // A raw block device knows only its size.
+            let known = usage.used > 0 || usage.available > 0;
+            let show_known = |number| if known { show(number) } else { String::new() };
+            [
+                usage.unit.to_owned(),
+                show(usage.total),
+                show_known(usage.used),
+                show_known(usage.available),
+            ]
+        });
+        let header = ["UNIT", "TOTAL", "USED", "AVAILABLE"];
+        table(header, rows, "the node gave no statistics")
+    }
+}
+
+/// Shows what is wrong with volumes on this node
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  uringctl health
+  uringctl health data-1")]
+pub struct Health {
+    /// Volumes, by name, id or path; without any, all that the node holds
+    #[arg(value_name = "VOLUME")]
+    volumes: Vec<String>,
+}
+
+/// What is wrong with which volume.
+#[derive(Debug, Serialize)]
+pub struct HealthAnswer {
+    volumes: Vec<VolumeHealth>,
+}
+
+#[derive(Debug, Serialize)]
+struct VolumeHealth {
+    volume_id: String,
+    /// None: healthy.
+    conditions: Vec<Condition>,
+}
+
+#[derive(Debug, Serialize)]
+struct Condition {
+    status: &'static str,
+    reason: String,
+    message: String,
+}
+
+impl Health {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<HealthAnswer, CliError> {
+        let held = if self.volumes.is_empty() {
+            context.held().await?
+        } else {
+            let mut held = Vec::new();
+            for wanted in &self.volumes {
+                held.push(context.held_volume(wanted).await?);
+            }
+            held
+        };
+        let mut volumes = Vec::new();
+        for volume in held {
+            volumes.push(health_of(context, volume).await?);
+        }
+        Ok(HealthAnswer { volumes })
+    }
+}
+
+async fn health_of(context: &Context, held: HeldVolume) -> Result<VolumeHealth, CliError> {
+    let published = held.targets.into_iter().next();
+    let request = NodeGetVolumeHealthRequest {
+        volume_id: held.volume_id.clone(),
+        volume_publish_path: published.map(|target| target.path).unwrap_or_default(),
+        staging_target_path: held.staging_path,
+    };
+    let answer = context
+        .node(
+            format!("ask for the health of {}", held.volume_id),
+            request,
+            async |mut client, request| client.node_get_volume_health(request).await,
+        )
+        .await?;
+    let entries = answer.volume_health.map(|health| health.health_statuses);
+    let conditions = entries
+        .unwrap_or_default()
+        .into_iter()
+        .map(|entry| Condition {
+            status: match entry.status() {
+                VolumeHealthErrorType::Degraded => "degraded",
+                VolumeHealthErrorType::Inaccessible => "inaccessible",
+                VolumeHealthErrorType::DataLoss => "data loss",
+                VolumeHealthErrorType::UnknownVolumeHealthType => "unknown",
+            },
+            reason: entry.reason,
+            message: entry.message,
+        });
+    Ok(VolumeHealth {
+        volume_id: held.volume_id,
+        conditions: conditions.collect(),
+    })
+}
+
+impl Answer for HealthAnswer {
+    fn text(&self) -> String {
+        let rows = self.volumes.iter().flat_map(|volume| {
+            let row = |status: &str, reason: &str, message: &str| {
+                [volume.volume_id.as_str(), status, reason, message].map(str::to_owned)
+            };
+            if volume.conditions.is_empty() {
+                return vec![row("healthy", "", "")];
+            }
+            let conditions = volume.conditions.iter();
+            conditions
+                .map(|c| row(c.status, &c.reason, &c.message))
+                .collect()
+        });
+        let header = ["VOLUME", "STATUS", "REASON", "MESSAGE"];
+        table(header, rows, "this node holds no volumes")
+    }
+}

@@ -1,0 +1,145 @@
+//! Tells on a terminal what a call waits for.
+//!
+//! A stage with a large mkfs takes a while, and a device that hangs takes for
+//! ever; the node agent knows which step is under way, so a spinner on stderr
+//! shows it. Without a terminal nothing is printed and nobody is asked.
+
+use std::{pin::pin, time::Duration};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::{context::Context, error::CliError};
+use crate::proto::admin::HeldVolume;
+
+/// What most calls take less than: no spinner flickers up for those.
+const QUIET: Duration = Duration::from_millis(300);
+const ASK_EVERY: Duration = Duration::from_millis(250);
+
+/// Whether and where progress is shown.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    wanted: bool,
+}
+
+impl Progress {
+    /// Shown where stderr is a terminal and `wanted`.
+    pub fn new(wanted: bool) -> Self {
+        Self { wanted }
+    }
+
+    fn spinner(self) -> Option<ProgressBar> {
+        if !self.wanted {
+            return None;
+        }
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        if bar.is_hidden() {
+            return None;
+        }
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {wide_msg}") {
+            bar.set_style(style);
+        }
+        Some(bar)
+    }
+}
+
+impl Context {
+    /// Waits for `work`, showing `label` and the step that the node has under
+    /// way for `volume_id`.
+    pub async fn showing<T>(
+        &self,
+        label: &str,
+        volume_id: &str,
+        work: impl Future<Output = Result<T, CliError>>,
+    ) -> Result<T, CliError> {
+        let mut work = pin!(work);
+        if let Ok(done) = tokio::time::timeout(QUIET, &mut work).await {
+            return done;
+        }
+        let Some(bar) = self.progress.spinner() else {
+            return work.await;
+        };
+        let watch = async {
+            loop {
+                // Where the node can't be asked, the label alone has to do.
+                let held = self.held().await.unwrap_or_default();
+                let volume = held.iter().find(|volume| volume.volume_id == volume_id);
+                bar.set_message(message(label, volume));
+                bar.tick();
+                tokio::time::sleep(ASK_EVERY).await;
+            }
+        };
+        let done = tokio::select! {
+            done = work => done,
+            () = watch => unreachable!("the watch never ends"),
+        };
+        bar.finish_and_clear();
+        done
+    }
+}
+
+fn message(label: &str, volume: Option<&HeldVolume>) -> String {
+    match volume.and_then(under_way) {
+        Some(step) => format!("{label}: {step}"),
+        None => label.to_owned(),
+    }
+}
+
+/// `mkfs for 2.3 s, waiting for …`; None while nothing is under way.
+pub fn under_way(volume: &HeldVolume) -> Option<String> {
+    if volume.step.is_empty() {
+        return None;
+    }
+    let waits = match volume.waits_for.as_str() {
+        "" => String::new(),
+        what => format!(", waiting for {what}"),
+    };
+    Some(format!(
+        "{} for {}{waits}",
+        volume.step,
+        age(volume.step_age_ms)
+    ))
+}
+
+/// `340 ms`, `2.3 s`, `4 min 10 s`.
+fn age(milliseconds: u64) -> String {
+    match milliseconds {
+        0..1000 => format!("{milliseconds} ms"),
+        1000..60_000 => format!("{}.{} s", milliseconds / 1000, milliseconds % 1000 / 100),
+        _ => format!(
+            "{} min {} s",
+            milliseconds / 60_000,
+            milliseconds % 60_000 / 1000
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_step_under_way_is_shown() {
+        let volume = HeldVolume {
+            step: "mkfs".to_owned(),
+            step_age_ms: 2345,
+            waits_for: "mkfs.ext4 (process 71)".to_owned(),
+            ..Default::default()
+        };
+        assert_eq!(
+            message("staging data", Some(&volume)),
+            "staging data: mkfs for 2.3 s, waiting for mkfs.ext4 (process 71)"
+        );
+        assert_eq!(message("staging data", None), "staging data");
+        assert_eq!(
+            message("staging data", Some(&HeldVolume::default())),
+            "staging data"
+        );
+    }
+
+    #[test]
+    fn ages_are_short() {
+        assert_eq!(age(7), "7 ms");
+        assert_eq!(age(59_999), "59.9 s");
+        assert_eq!(age(250_000), "4 min 10 s");
+    }
+}

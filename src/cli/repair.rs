@@ -1,0 +1,210 @@
+//! `format` and `release`: what only an operator may decide, each with
+//! `--confirm`.
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{answer::Answer, context::Context, error::CliError};
+use crate::{
+    Done,
+    pool::{
+        PoolSpec, Scope,
+        claim::{self, ClaimError},
+    },
+    proto::admin::FormatVolumeRequest,
+};
+
+/// Makes a file system on a volume that is not blank, destroying what is on it
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Staging formats blank volumes only and refuses everything else; this is the way
+past that refusal. The volume must not be staged or held by anybody.
+
+Example:
+  uringctl format data-1 --fs ext4 --confirm data-1")]
+pub struct Format {
+    /// Volume, by name or id
+    volume: String,
+    /// File system to make
+    #[arg(long, value_name = "TYPE", value_parser = ["ext4", "xfs", "btrfs"])]
+    fs: String,
+    /// VOLUME once more: yes, everything on it may go
+    #[arg(long, value_name = "VOLUME")]
+    confirm: Option<String>,
+}
+
+/// What a formatted volume was.
+#[derive(Debug, Serialize)]
+pub struct Formatted {
+    volume_id: String,
+    fs: String,
+    /// What stood there before, as far as it was recognised.
+    was: String,
+}
+
+impl Format {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<Formatted, CliError> {
+        let wanted = &self.volume;
+        if self.confirm.as_ref() != Some(wanted) {
+            return Err(CliError::Unconfirmed {
+                what: format!("formatting {wanted} destroys everything on it"),
+                with: wanted.clone(),
+            });
+        }
+        let volume = context.volume(wanted).await?;
+        let request = FormatVolumeRequest {
+            volume_id: volume.volume_id.clone(),
+            volume_context: volume.volume_context,
+            fs_type: self.fs.clone(),
+            confirm: volume.volume_id.clone(),
+        };
+        let work = context.admin(
+            format!("format {wanted}"),
+            request,
+            async |mut client, request| client.format_volume(request).await,
+        );
+        let answer = context
+            .showing(&format!("formatting {wanted}"), &volume.volume_id, work)
+            .await?;
+        Ok(Formatted {
+            volume_id: volume.volume_id,
+            fs: self.fs,
+            was: answer.was,
+        })
+    }
+}
+
+impl Answer for Formatted {
+    fn text(&self) -> String {
+        let was = match self.was.as_str() {
+            "" => String::new(),
+            was => format!(" (was: {was})"),
+        };
+        format!("{} is {} now{was}", self.volume_id, self.fs)
+    }
+}
+
+/// Takes a dead node's claims on a pool's images away
+#[derive(Args, Debug)]
+#[command(after_help = "\
+A node marks each image that it has attached, so that no second node writes to
+it. A node that died for good never takes its marks back; this does it, on the
+pool's directory itself. While that node is alive, two nodes would then write to
+one file system and destroy it: be sure that it is off.
+
+Examples:
+  uringctl release --pool shared=/srv/pool --node worker-3
+  uringctl release --pool shared=/srv/pool --node worker-3 --confirm worker-3")]
+pub struct Release {
+    /// The pool and where it is mounted here
+    #[arg(long, value_name = "NAME=DIR")]
+    pool: PoolSpec,
+    /// Id of the node that is gone
+    #[arg(long)]
+    node: String,
+    /// Only this image; without it, all that the node claims
+    image: Option<String>,
+    /// NODE once more: yes, it is off and stays off
+    #[arg(long, value_name = "NODE")]
+    confirm: Option<String>,
+}
+
+/// Images that are free again.
+#[derive(Debug, Serialize)]
+pub struct Released {
+    node: String,
+    released: Vec<String>,
+}
+
+impl Release {
+    /// Runs the command, without either agent.
+    pub fn run(self) -> Result<Released, CliError> {
+        let pool = self.pool.or(Scope::Shared);
+        // A mistyped directory must not look like a pool without claims.
+        drop(pool.open_dir().map_err(ClaimError::from)?);
+        let mut images = claim::claimed_by(&pool, &self.node)?;
+        if let Some(only) = &self.image {
+            images.retain(|image| image == only);
+        }
+        if self.confirm.as_ref() != Some(&self.node) && !images.is_empty() {
+            let list = images.join(", ");
+            return Err(CliError::Unconfirmed {
+                what: format!("{} claims {list} in pool {:?}", self.node, pool.name),
+                with: self.node,
+            });
+        }
+        let mut released = Vec::new();
+        for image in images {
+            match claim::release(&pool, &image, &self.node)? {
+                Done::Now => released.push(image),
+                Done::Already => {}
+            }
+        }
+        Ok(Released {
+            node: self.node,
+            released,
+        })
+    }
+}
+
+impl Answer for Released {
+    fn text(&self) -> String {
+        if self.released.is_empty() {
+            return format!("{} claims nothing there", self.node);
+        }
+        let lines: Vec<String> = self
+            .released
+            .iter()
+            .map(|image| format!("{image} is free"))
+            .collect();
+        lines.join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::slice;
+
+    use super::*;
+    use crate::pool::{Pool, claim::Access};
+
+    #[test]
+    fn a_dead_nodes_claims_go_when_confirmed_and_nobody_elses() {
+        let dir = tempfile::tempdir().unwrap();
+        let spec: PoolSpec = format!("shared={}", dir.path().display()).parse().unwrap();
+        let pool = spec.clone().or(Scope::Shared);
+        for (image, node) in [("a", "dead"), ("b", "dead"), ("c", "alive")] {
+            claimed(&pool, image, node);
+        }
+        let release = |image: Option<&str>, confirm: Option<&str>| Release {
+            pool: spec.clone(),
+            node: "dead".to_owned(),
+            image: image.map(str::to_owned),
+            confirm: confirm.map(str::to_owned),
+        };
+        let error = release(None, None).run().unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("--confirm dead"), "{error}");
+        assert!(release(None, Some("alive")).run().is_err());
+
+        let one = release(Some("a"), Some("dead")).run().unwrap();
+        assert_eq!(one.released, ["a"]);
+        let rest = release(None, Some("dead")).run().unwrap();
+        assert_eq!(rest.released, ["b"]);
+        assert!(release(None, None).run().unwrap().released.is_empty());
+        let left = claim::holders(&pool, "c").unwrap();
+        assert_eq!(left[0].node_id, "alive");
+    }
+
+    fn claimed(pool: &Pool, image: &str, node: &str) {
+        let mine = claim::Claim {
+            node_id: node.to_owned(),
+            boot_id: "boot".to_owned(),
+            access: Access::Exclusive,
+            read_only: false,
+        };
+        assert_eq!(claim::claim(pool, image, &mine).unwrap(), Done::Now);
+        assert_eq!(claim::holders(pool, image).unwrap(), slice::from_ref(&mine));
+    }
+}

@@ -1,0 +1,167 @@
+//! From what an operator types to a volume.
+//!
+//! A volume's handle is opaque and uringctl keeps no state of its own. So a
+//! name is looked up where the controller wrote it, in the `name` of the volume
+//! context of each listed volume; CreateVolume is never used for it, because a
+//! mistyped name must not make a volume. What the node holds is found without
+//! the controller, by id or by the path where it is published.
+
+use std::collections::HashMap;
+
+use super::{context::Context, error::CliError};
+use crate::proto::{
+    admin::HeldVolume,
+    csi::{ListVolumesRequest, Volume, list_volumes_response::Entry},
+};
+
+/// The key of the volume context that holds the name given to CreateVolume.
+pub const NAME_KEY: &str = "name";
+
+/// The name that a volume was created by; empty where its context has none.
+pub fn name_of(context: &HashMap<String, String>) -> &str {
+    context.get(NAME_KEY).map_or("", String::as_str)
+}
+
+impl Context {
+    /// Every volume of the controller, all pages.
+    pub async fn list_volumes(&self) -> Result<Vec<Entry>, CliError> {
+        let mut entries = Vec::new();
+        let mut starting_token = String::new();
+        loop {
+            let request = ListVolumesRequest {
+                max_entries: 0,
+                starting_token,
+            };
+            let page = self
+                .controller("list volumes", request, async |mut client, request| {
+                    client.list_volumes(request).await
+                })
+                .await?;
+            entries.extend(page.entries);
+            starting_token = page.next_token;
+            if starting_token.is_empty() {
+                return Ok(entries);
+            }
+        }
+    }
+
+    /// The volume that has `wanted` as its id or its name, from the controller.
+    pub async fn volume(&self, wanted: &str) -> Result<Volume, CliError> {
+        let volumes = self.list_volumes().await?;
+        pick(wanted, volumes.into_iter().filter_map(|entry| entry.volume))
+    }
+
+    /// What the node holds under the id, the published path or the name
+    /// `wanted`. The controller is asked only where the node can't tell.
+    pub async fn held_volume(&self, wanted: &str) -> Result<HeldVolume, CliError> {
+        let mut held = self.held().await?;
+        let at = match find_held(wanted, &held) {
+            Some(at) => at,
+            None if wanted.starts_with('/') => return Err(CliError::NotHeld(wanted.to_owned())),
+            None => {
+                let id = self.volume(wanted).await?.volume_id;
+                find_held(&id, &held).ok_or_else(|| CliError::NotHeld(wanted.to_owned()))?
+            }
+        };
+        Ok(held.swap_remove(at))
+    }
+
+    /// The id of the volume that `wanted` means, held or not.
+    pub async fn volume_id(&self, wanted: &str) -> Result<String, CliError> {
+        // A node that can't be asked is no reason not to ask the controller.
+        let held = self.held().await.unwrap_or_default();
+        match find_held(wanted, &held) {
+            Some(at) => Ok(held[at].volume_id.clone()),
+            None => Ok(self.volume(wanted).await?.volume_id),
+        }
+    }
+}
+
+fn find_held(wanted: &str, held: &[HeldVolume]) -> Option<usize> {
+    held.iter().position(|volume| {
+        volume.volume_id == wanted || volume.targets.iter().any(|target| target.path == wanted)
+    })
+}
+
+/// An id is unique and wins; a name may be ambiguous (one volume in each of two
+/// pools), which is the operator's to settle.
+fn pick(wanted: &str, volumes: impl Iterator<Item = Volume>) -> Result<Volume, CliError> {
+    let mut named = Vec::new();
+    for volume in volumes {
+        if volume.volume_id == wanted {
+            return Ok(volume);
+        }
+        if name_of(&volume.volume_context) == wanted {
+            named.push(volume);
+        }
+    }
+    match named.len() {
+        1 => Ok(named.remove(0)),
+        0 => Err(CliError::NoSuchVolume(wanted.to_owned())),
+        _ => Err(CliError::Ambiguous {
+            name: wanted.to_owned(),
+            ids: named.into_iter().map(|volume| volume.volume_id).collect(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::admin::Target;
+
+    fn volume(id: &str, name: &str) -> Volume {
+        Volume {
+            volume_id: id.to_owned(),
+            volume_context: [(NAME_KEY.to_owned(), name.to_owned())].into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn ids_win_over_names_and_ambiguity_is_told() {
+        let volumes = || {
+            [
+                volume("1", "a"),
+                volume("2", "b"),
+                volume("3", "b"),
+                volume("b", "1"),
+            ]
+            .into_iter()
+        };
+        assert_eq!(pick("a", volumes()).unwrap().volume_id, "1");
+        assert_eq!(pick("1", volumes()).unwrap().volume_id, "1");
+        assert_eq!(pick("b", volumes()).unwrap().volume_id, "b");
+        let error = pick("b", volumes().take(3)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            r#"2 volumes are called "b"; give one of their ids: 2, 3"#
+        );
+        assert_eq!(pick("c", volumes()).unwrap_err().exit_code(), 3);
+    }
+
+    #[test]
+    fn a_nameless_volume_is_not_found_by_the_empty_name() {
+        let nameless = Volume {
+            volume_id: "x".to_owned(),
+            ..Default::default()
+        };
+        assert_eq!(name_of(&nameless.volume_context), "");
+        assert_eq!(pick("x", [nameless].into_iter()).unwrap().volume_id, "x");
+    }
+
+    #[test]
+    fn held_volumes_are_found_by_id_or_path() {
+        let held = [HeldVolume {
+            volume_id: "x".to_owned(),
+            targets: vec![Target {
+                path: "/mnt/x".to_owned(),
+                read_only: false,
+            }],
+            ..Default::default()
+        }];
+        assert_eq!(find_held("x", &held), Some(0));
+        assert_eq!(find_held("/mnt/x", &held), Some(0));
+        assert_eq!(find_held("/mnt", &held), None);
+    }
+}

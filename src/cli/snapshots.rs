@@ -1,0 +1,252 @@
+//! `snapshot create|list|delete`.
+
+use clap::{Args, Subcommand};
+use serde::Serialize;
+
+use super::{
+    answer::{Answer, table},
+    context::Context,
+    error::CliError,
+    resolve::name_of,
+    size::human,
+};
+use crate::proto::csi::{
+    CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot,
+};
+
+/// Snapshots: a volume's content at one moment
+#[derive(Args, Debug)]
+pub struct Snapshots {
+    #[command(subcommand)]
+    command: SnapshotCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum SnapshotCommand {
+    Create(Create),
+    List(List),
+    Delete(Delete),
+}
+
+impl Snapshots {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
+        match self.command {
+            SnapshotCommand::Create(create) => create.run(context).await,
+            SnapshotCommand::List(list) => list.run(context).await,
+            SnapshotCommand::Delete(delete) => delete.run(context).await,
+        }
+    }
+}
+
+/// Takes a snapshot; the same name again gives the same snapshot
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  uringctl snapshot create data-1 before-upgrade
+  uringctl snapshot create data-1 nightly --json | jq -r '.snapshots[0].snapshot_id'")]
+struct Create {
+    /// Volume, by name or id
+    volume: String,
+    /// Name of the snapshot
+    name: String,
+}
+
+/// Lists snapshots
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  uringctl snapshot list
+  uringctl snapshot list --volume data-1")]
+struct List {
+    /// Only those of this volume (name or id)
+    #[arg(long)]
+    volume: Option<String>,
+}
+
+/// Deletes snapshots; volumes made from them stay
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Example:
+  uringctl snapshot delete \"$SNAPSHOT\"")]
+struct Delete {
+    /// Snapshots, by id
+    #[arg(required = true, value_name = "ID")]
+    snapshots: Vec<String>,
+}
+
+/// Snapshots, or the ids of those that are gone now.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum SnapshotsAnswer {
+    /// Made or listed.
+    Are {
+        /// Each of them.
+        snapshots: Vec<SnapshotAnswer>,
+    },
+    /// Deleted.
+    Deleted {
+        /// Their ids.
+        deleted: Vec<String>,
+    },
+}
+
+/// A snapshot as printed.
+#[derive(Debug, Serialize)]
+pub struct SnapshotAnswer {
+    snapshot_id: String,
+    source_volume_id: String,
+    /// Name of the source, where it is still there.
+    source_name: String,
+    size_bytes: i64,
+    /// Seconds since 1970.
+    creation_time: Option<i64>,
+    ready_to_use: bool,
+}
+
+impl SnapshotAnswer {
+    fn new(snapshot: Snapshot, source_name: &str) -> Self {
+        Self {
+            snapshot_id: snapshot.snapshot_id,
+            source_volume_id: snapshot.source_volume_id,
+            source_name: source_name.to_owned(),
+            size_bytes: snapshot.size_bytes,
+            creation_time: snapshot.creation_time.map(|time| time.seconds),
+            ready_to_use: snapshot.ready_to_use,
+        }
+    }
+}
+
+impl Create {
+    async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
+        let source = context.volume(&self.volume).await?;
+        let doing = format!("take the snapshot {} of {}", self.name, self.volume);
+        let label = format!("taking the snapshot {}", self.name);
+        let request = CreateSnapshotRequest {
+            source_volume_id: source.volume_id.clone(),
+            name: self.name,
+            ..Default::default()
+        };
+        let work = context.controller(doing.clone(), request, async |mut client, request| {
+            client.create_snapshot(request).await
+        });
+        let snapshot = context
+            .showing(&label, &source.volume_id, work)
+            .await?
+            .snapshot
+            .ok_or(CliError::Incomplete {
+                doing,
+                missing: "snapshot",
+            })?;
+        let snapshot = SnapshotAnswer::new(snapshot, name_of(&source.volume_context));
+        Ok(SnapshotsAnswer::Are {
+            snapshots: vec![snapshot],
+        })
+    }
+}
+
+impl List {
+    async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
+        let volumes = context.list_volumes().await?;
+        let name = |id: &str| {
+            volumes
+                .iter()
+                .filter_map(|entry| entry.volume.as_ref())
+                .find(|volume| volume.volume_id == id)
+                .map_or("", |volume| name_of(&volume.volume_context))
+        };
+        let source_volume_id = match &self.volume {
+            Some(volume) => context.volume(volume).await?.volume_id,
+            None => String::new(),
+        };
+        let mut snapshots = Vec::new();
+        let mut starting_token = String::new();
+        loop {
+            let request = ListSnapshotsRequest {
+                starting_token,
+                source_volume_id: source_volume_id.clone(),
+                ..Default::default()
+            };
+            let page = context
+                .controller("list snapshots", request, async |mut client, request| {
+                    client.list_snapshots(request).await
+                })
+                .await?;
+            let page_snapshots = page.entries.into_iter().filter_map(|entry| entry.snapshot);
+            snapshots.extend(page_snapshots.map(|snapshot| {
+                let source = name(&snapshot.source_volume_id);
+                SnapshotAnswer::new(snapshot, source)
+            }));
+            starting_token = page.next_token;
+            if starting_token.is_empty() {
+                return Ok(SnapshotsAnswer::Are { snapshots });
+            }
+        }
+    }
+}
+
+impl Delete {
+    async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
+        for snapshot_id in &self.snapshots {
+            let request = DeleteSnapshotRequest {
+                snapshot_id: snapshot_id.clone(),
+                ..Default::default()
+            };
+            context
+                .controller(
+                    format!("delete the snapshot {snapshot_id}"),
+                    request,
+                    async |mut client, request| client.delete_snapshot(request).await,
+                )
+                .await?;
+        }
+        Ok(SnapshotsAnswer::Deleted {
+            deleted: self.snapshots,
+        })
+    }
+}
+
+impl Answer for SnapshotsAnswer {
+    fn text(&self) -> String {
+        match self {
+            Self::Are { snapshots } => {
+                let rows = snapshots.iter().map(|snapshot| {
+                    let source = match snapshot.source_name.as_str() {
+                        "" => &snapshot.source_volume_id,
+                        name => name,
+                    };
+                    [
+                        source.to_owned(),
+                        human(snapshot.size_bytes),
+                        snapshot.creation_time.map(utc).unwrap_or_default(),
+                        if snapshot.ready_to_use { "yes" } else { "no" }.to_owned(),
+                        snapshot.snapshot_id.clone(),
+                    ]
+                });
+                let header = ["VOLUME", "SIZE", "TAKEN", "READY", "ID"];
+                table(header, rows, "there are no snapshots")
+            }
+            Self::Deleted { deleted } => {
+                let lines: Vec<String> = deleted.iter().map(|id| format!("deleted {id}")).collect();
+                lines.join("\n")
+            }
+        }
+    }
+}
+
+/// `2025-05-07 10:21:09Z` of seconds since 1970, by prost's own calendar.
+fn utc(seconds: i64) -> String {
+    let time = prost_types::Timestamp { seconds, nanos: 0 };
+    time.to_string().replace('T', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_utc() {
+        assert_eq!(utc(0), "1970-01-01 00:00:00Z");
+        assert_eq!(utc(1_746_613_269), "2025-05-07 10:21:09Z");
+    }
+}

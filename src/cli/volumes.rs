@@ -1,0 +1,404 @@
+//! `create`, `clone`, `list`, `delete`, `expand`: volumes, by the controller.
+
+use std::collections::BTreeMap;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    answer::{Answer, fields, table},
+    args::{Origin, Use, at_least, from_snapshot, from_volume},
+    context::Context,
+    error::CliError,
+    resolve::name_of,
+    size::{Size, human},
+};
+use crate::proto::csi::{
+    CapacityRange, ControllerExpandVolumeRequest, CreateVolumeRequest, DeleteVolumeRequest,
+    NodeExpandVolumeRequest, Volume, list_volumes_response::Entry,
+};
+
+/// A volume as printed.
+#[derive(Debug, Serialize)]
+pub struct VolumeAnswer {
+    name: String,
+    volume_id: String,
+    capacity_bytes: i64,
+    volume_context: BTreeMap<String, String>,
+    accessible_topology: Vec<BTreeMap<String, String>>,
+}
+
+impl From<Volume> for VolumeAnswer {
+    fn from(volume: Volume) -> Self {
+        Self {
+            name: name_of(&volume.volume_context).to_owned(),
+            volume_id: volume.volume_id,
+            capacity_bytes: volume.capacity_bytes,
+            volume_context: volume.volume_context.into_iter().collect(),
+            accessible_topology: volume
+                .accessible_topology
+                .into_iter()
+                .map(|topology| topology.segments.into_iter().collect())
+                .collect(),
+        }
+    }
+}
+
+impl Answer for VolumeAnswer {
+    fn text(&self) -> String {
+        let context: Vec<String> = pairs(&self.volume_context);
+        let topology: Vec<String> = self.accessible_topology.iter().flat_map(pairs).collect();
+        fields(&[
+            ("name", self.name.clone()),
+            ("id", self.volume_id.clone()),
+            ("size", human(self.capacity_bytes)),
+            ("context", context.join(" ")),
+            ("reachable from", topology.join(" ")),
+        ])
+    }
+}
+
+fn pairs(map: &BTreeMap<String, String>) -> Vec<String> {
+    map.iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect()
+}
+
+/// Makes a volume; the same name again gives the same volume
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  uringctl create data-1 10Gi
+  uringctl create data-1 10Gi --pool fast --fs xfs
+  uringctl create disk-1 500G --block
+  uringctl create copy-1 10Gi --from-snapshot \"$SNAPSHOT\"")]
+pub struct Create {
+    /// Name; may hold anything but control characters
+    name: String,
+    /// Least size, as 10Gi or 500M
+    size: Size,
+    #[command(flatten)]
+    usage: Use,
+    #[command(flatten)]
+    origin: Origin,
+}
+
+impl Create {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<VolumeAnswer, CliError> {
+        let volume = context
+            .create_volume(self.name, self.size, &self.usage, &self.origin)
+            .await?;
+        Ok(volume.into())
+    }
+}
+
+/// Makes a volume with another volume's content
+#[derive(Args, Debug)]
+#[command(after_help = "\
+The source must not be in use, unless its pool's file system can copy by
+reference (XFS, Btrfs) or the node holds it frozen meanwhile.
+
+Example:
+  uringctl clone data-1 data-2")]
+pub struct CloneVolume {
+    /// Volume to copy: its name or id
+    source: String,
+    /// Name of the new volume
+    name: String,
+    /// Least size; without it, that of the source
+    #[arg(long)]
+    size: Option<Size>,
+    #[command(flatten)]
+    usage: Use,
+}
+
+impl CloneVolume {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<VolumeAnswer, CliError> {
+        let source = context.volume(&self.source).await?;
+        let bytes = self.size.map_or(source.capacity_bytes, Size::bytes);
+        // A copy lives in its source's pool.
+        let pool = source.volume_context.get("pool");
+        let request = CreateVolumeRequest {
+            name: self.name.clone(),
+            capacity_range: Some(CapacityRange {
+                required_bytes: bytes,
+                limit_bytes: 0,
+            }),
+            volume_capabilities: vec![self.usage.capability()],
+            parameters: pool
+                .map(|pool| ("pool".to_owned(), pool.clone()))
+                .into_iter()
+                .collect(),
+            volume_content_source: Some(from_volume(source.volume_id)),
+            ..Default::default()
+        };
+        Ok(context.create(request).await?.into())
+    }
+}
+
+impl Context {
+    /// CreateVolume with what a command line can say.
+    pub async fn create_volume(
+        &self,
+        name: String,
+        size: Size,
+        usage: &Use,
+        origin: &Origin,
+    ) -> Result<Volume, CliError> {
+        let volume_content_source = match (&origin.from_snapshot, &origin.from_volume) {
+            (Some(snapshot), _) => Some(from_snapshot(snapshot.clone())),
+            (None, Some(volume)) => Some(from_volume(self.volume(volume).await?.volume_id)),
+            (None, None) => None,
+        };
+        let request = CreateVolumeRequest {
+            name,
+            capacity_range: Some(at_least(size)),
+            volume_capabilities: vec![usage.capability()],
+            parameters: origin.parameters(),
+            volume_content_source,
+            ..Default::default()
+        };
+        self.create(request).await
+    }
+
+    async fn create(&self, request: CreateVolumeRequest) -> Result<Volume, CliError> {
+        let doing = format!("create {}", request.name);
+        let label = format!("creating {}", request.name);
+        let name = request.name.clone();
+        let work = self.controller(doing.clone(), request, async |mut client, request| {
+            client.create_volume(request).await
+        });
+        let mut volume =
+            self.showing(&label, "", work)
+                .await?
+                .volume
+                .ok_or(CliError::Incomplete {
+                    doing,
+                    missing: "volume",
+                })?;
+        // What is printed has the name even where the driver's context has not.
+        volume
+            .volume_context
+            .entry(super::resolve::NAME_KEY.to_owned())
+            .or_insert(name);
+        Ok(volume)
+    }
+
+    /// DeleteVolume.
+    pub async fn delete_volume(&self, wanted: &str, volume_id: String) -> Result<(), CliError> {
+        let request = DeleteVolumeRequest {
+            volume_id,
+            ..Default::default()
+        };
+        let work = self.controller(
+            format!("delete {wanted}"),
+            request,
+            async |mut client, request| client.delete_volume(request).await,
+        );
+        self.showing(&format!("deleting {wanted}"), "", work)
+            .await?;
+        Ok(())
+    }
+}
+
+/// Lists the volumes
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Example:
+  uringctl list --json | jq -r '.volumes[].volume_id'")]
+pub struct List {}
+
+/// The volumes that the controller knows.
+#[derive(Debug, Serialize)]
+pub struct Listed {
+    volumes: Vec<ListedVolume>,
+}
+
+#[derive(Debug, Serialize)]
+struct ListedVolume {
+    #[serde(flatten)]
+    volume: VolumeAnswer,
+    published_node_ids: Vec<String>,
+}
+
+impl List {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<Listed, CliError> {
+        let volumes = context.list_volumes().await?;
+        let volumes = volumes.into_iter().filter_map(listed).collect();
+        Ok(Listed { volumes })
+    }
+}
+
+fn listed(entry: Entry) -> Option<ListedVolume> {
+    Some(ListedVolume {
+        volume: entry.volume?.into(),
+        published_node_ids: entry
+            .status
+            .map(|status| status.published_node_ids)
+            .unwrap_or_default(),
+    })
+}
+
+impl Answer for Listed {
+    fn text(&self) -> String {
+        let rows = self.volumes.iter().map(|listed| {
+            let context = |key: &str| listed.volume.volume_context.get(key).cloned();
+            [
+                listed.volume.name.clone(),
+                human(listed.volume.capacity_bytes),
+                context("backend").unwrap_or_default(),
+                context("pool").unwrap_or_default(),
+                listed.published_node_ids.join(","),
+                listed.volume.volume_id.clone(),
+            ]
+        });
+        let header = ["NAME", "SIZE", "BACKEND", "POOL", "NODES", "ID"];
+        table(header, rows, "there are no volumes")
+    }
+}
+
+/// Deletes volumes and everything on them
+#[derive(Args, Debug)]
+#[command(after_help = "\
+A volume that is in use is not deleted (exit code 5). One that is gone already
+is no error when it is given by its id.
+
+Examples:
+  uringctl delete data-1
+  uringctl delete data-1 data-2")]
+pub struct Delete {
+    /// Volumes, by name or id
+    #[arg(required = true, value_name = "VOLUME")]
+    volumes: Vec<String>,
+}
+
+/// The volumes that are gone now.
+#[derive(Debug, Serialize)]
+pub struct Deleted {
+    deleted: Vec<String>,
+}
+
+impl Delete {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<Deleted, CliError> {
+        let mut deleted = Vec::new();
+        for wanted in self.volumes {
+            let volume_id = context.volume(&wanted).await?.volume_id;
+            context.delete_volume(&wanted, volume_id.clone()).await?;
+            deleted.push(volume_id);
+        }
+        Ok(Deleted { deleted })
+    }
+}
+
+impl Answer for Deleted {
+    fn text(&self) -> String {
+        let lines: Vec<String> = self
+            .deleted
+            .iter()
+            .map(|id| format!("deleted {id}"))
+            .collect();
+        lines.join("\n")
+    }
+}
+
+/// Grows a volume, and its file system where this node holds it
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Nothing has to be stopped or unmounted. A volume never shrinks.
+
+Example:
+  uringctl expand data-1 20Gi")]
+pub struct Expand {
+    /// Volume, by name or id
+    volume: String,
+    /// Its size from now on, at least
+    size: Size,
+}
+
+/// What a volume has grown to.
+#[derive(Debug, Serialize)]
+pub struct Expanded {
+    volume_id: String,
+    capacity_bytes: i64,
+    /// Whether this node grew the device and the file system, too.
+    grown_on_node: bool,
+    /// Whether the node that stages it has that still to do.
+    node_expansion_required: bool,
+}
+
+impl Expand {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<Expanded, CliError> {
+        let wanted = &self.volume;
+        let volume_id = context.volume(wanted).await?.volume_id;
+        let request = ControllerExpandVolumeRequest {
+            volume_id: volume_id.clone(),
+            capacity_range: Some(at_least(self.size)),
+            ..Default::default()
+        };
+        let doing = format!("expand {wanted}");
+        let grown = context
+            .controller(doing.clone(), request, async |mut client, request| {
+                client.controller_expand_volume(request).await
+            })
+            .await?;
+        let mut expanded = Expanded {
+            volume_id: volume_id.clone(),
+            capacity_bytes: grown.capacity_bytes,
+            grown_on_node: false,
+            node_expansion_required: grown.node_expansion_required,
+        };
+        // The volume may be on another node, or on none: then that node grows
+        // it when it stages or expands it.
+        let held = context.held().await.unwrap_or_default();
+        let here = held.into_iter().find(|held| held.volume_id == volume_id);
+        if let Some(held) =
+            here.filter(|held| grown.node_expansion_required && !held.staging_path.is_empty())
+        {
+            let volume_path = held.targets.first().map_or(&held.staging_path, |t| &t.path);
+            let request = NodeExpandVolumeRequest {
+                volume_id: volume_id.clone(),
+                volume_path: volume_path.clone(),
+                staging_target_path: held.staging_path.clone(),
+                capacity_range: Some(at_least(self.size)),
+                volume_capability: Some(Use::default().or_as_staged(&held.access).capability()),
+                ..Default::default()
+            };
+            let work = context.node(
+                format!("{doing} on this node"),
+                request,
+                async |mut client, request| client.node_expand_volume(request).await,
+            );
+            let answer = context
+                .showing(&format!("expanding {wanted}"), &volume_id, work)
+                .await?;
+            if answer.capacity_bytes > 0 {
+                expanded.capacity_bytes = answer.capacity_bytes;
+            }
+            expanded.grown_on_node = true;
+            expanded.node_expansion_required = false;
+        }
+        Ok(expanded)
+    }
+}
+
+impl Answer for Expanded {
+    fn text(&self) -> String {
+        let then = if self.grown_on_node {
+            ", grown on this node"
+        } else if self.node_expansion_required {
+            "; the node that stages it next grows what is on it"
+        } else {
+            ""
+        };
+        format!(
+            "{} has {}{then}",
+            self.volume_id,
+            human(self.capacity_bytes)
+        )
+    }
+}
