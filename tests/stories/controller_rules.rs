@@ -61,8 +61,7 @@ fn create_refuses_what_is_missing_or_oversized() {
                 r.parameters.insert("pool".to_owned(), "none".to_owned());
             }),
             ("zfs", |r| {
-                r.parameters
-                    .insert("csi.storage.k8s.io/fstype".to_owned(), "zfs".to_owned());
+                r.volume_capabilities = vec![Volume::filesystem("any", "zfs").capability];
             }),
         ];
         for (word, spoil) in wrong {

@@ -16,6 +16,8 @@ mod harness;
 mod inline;
 mod node_rules;
 mod nodes;
+mod operator;
+mod repeats;
 mod soak;
 mod stuck;
 mod telling;

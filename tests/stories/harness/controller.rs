@@ -8,7 +8,6 @@ use uring_csi::proto::csi::{
     DeleteSnapshotRequest, DeleteVolumeRequest, Snapshot, Topology, TopologyRequirement,
     Volume as Made, VolumeCapability, VolumeContentSource,
     controller_client::ControllerClient,
-    volume_capability::AccessType,
     volume_content_source::{self, SnapshotSource, VolumeSource},
 };
 
@@ -158,19 +157,11 @@ pub fn claim(
     capability: &VolumeCapability,
     bytes: u64,
 ) -> CreateVolumeRequest {
-    let fs_type = match &capability.access_type {
-        Some(AccessType::Mount(mount)) => mount.fs_type.clone(),
-        _ => String::new(),
-    };
-    let mut parameters = HashMap::from([("pool".to_owned(), pool.to_owned())]);
-    if !fs_type.is_empty() {
-        parameters.insert("csi.storage.k8s.io/fstype".to_owned(), fs_type);
-    }
     CreateVolumeRequest {
         name: name.to_owned(),
         capacity_range: Some(range(bytes)),
         volume_capabilities: vec![capability.clone()],
-        parameters,
+        parameters: HashMap::from([("pool".to_owned(), pool.to_owned())]),
         ..Default::default()
     }
 }

@@ -1,0 +1,126 @@
+//! An operator with uringctl on one machine: no Kubernetes, the same sockets.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::harness::{Content, Controller, Node, NodeSetup, Sandbox, story};
+
+struct Operator {
+    endpoints: [String; 4],
+}
+
+impl Operator {
+    fn new(node: &Node, controller: &Controller) -> Self {
+        let endpoint = |socket: &std::path::Path| format!("unix://{}", socket.display());
+        Self {
+            endpoints: [
+                "--node-endpoint".to_owned(),
+                endpoint(node.socket()),
+                "--controller-endpoint".to_owned(),
+                endpoint(controller.socket()),
+            ],
+        }
+    }
+
+    /// The exit code, and what was printed on stdout and on stderr.
+    fn run(&self, args: &[&str]) -> (i32, String, String) {
+        let output = Command::new(env!("CARGO_BIN_EXE_uringctl"))
+            .args(&self.endpoints)
+            .args(args)
+            .output()
+            .expect("uringctl");
+        let [out, err] = [output.stdout, output.stderr]
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        (output.status.code().expect("no signal"), out, err)
+    }
+
+    /// The JSON answer of a command that must succeed.
+    #[track_caller]
+    fn json(&self, args: &[&str]) -> Value {
+        let (code, out, err) = self.run(&[args, &["--json"]].concat());
+        assert_eq!(code, 0, "{args:?}: {err}");
+        serde_json::from_str(&out).unwrap_or_else(|error| panic!("{args:?}: {error}: {out}"))
+    }
+}
+
+async fn machine(sandbox: &Sandbox) -> (Node, Controller, Operator) {
+    let mut setup = NodeSetup::new(sandbox);
+    setup.pools = vec![format!("main={},shared", sandbox.pool("main").display())];
+    let node = Node::start_with(sandbox, setup).await;
+    let controller = Controller::start(sandbox).await;
+    let operator = Operator::new(&node, &controller);
+    (node, controller, operator)
+}
+
+#[test]
+fn up_and_down() {
+    story(async |sandbox| {
+        let (node, _controller, operator) = machine(sandbox).await;
+        let path = node.kubelet.join("data");
+        let text = path.to_str().unwrap();
+        let content = Content::new("operator");
+        for _ in 0..2 {
+            let done = operator.json(&["up", "data-1", "64Mi", text, "--fs", "ext4"]);
+            let steps: Vec<_> = done["steps"].as_array().unwrap().iter().collect();
+            assert_eq!(steps.len(), 3, "{done}");
+            assert_eq!(steps[1]["name"], "stage");
+        }
+        content.write(&path.join("file"));
+
+        let held = operator.json(&["volumes"]);
+        assert!(held.to_string().contains("/dev/loop"), "{held}");
+        let stats = operator.json(&["stats", "data-1"]);
+        assert!(stats.to_string().contains("inodes"), "{stats}");
+        operator.json(&["health"]);
+        operator.json(&["info"]);
+        let (code, out, _) = operator.run(&["list"]);
+        assert!(code == 0 && out.contains("data-1"), "{out}");
+
+        // In use: not to be deleted, and the exit code says why.
+        let (code, _, err) = operator.run(&["delete", "data-1"]);
+        assert_eq!(code, 5, "{err}");
+        assert!(err.contains("node-a"), "{err}");
+
+        operator.json(&["down", text]);
+        assert!(!path.exists());
+        operator.json(&["up", "data-1", "64Mi", text, "--fs", "ext4"]);
+        content.is_in(&path.join("file"));
+        operator.json(&["down", "data-1", "--delete"]);
+        assert!(!operator.run(&["list"]).1.contains("data-1"));
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn exit_codes_tell_what_to_do() {
+    story(async |sandbox| {
+        let (node, controller, operator) = machine(sandbox).await;
+        let path = node.kubelet.join("data");
+        let path = path.to_str().unwrap();
+        for (code, args) in [
+            (2, &["up", "v", "lots", path][..]),
+            (2, &["up", "v", "64Mi", path, "--pool", "none"][..]),
+            (2, &["up", "v", "64Mi", "/etc/data"][..]),
+            (3, &["stats", "none"][..]),
+            (3, &["delete", "none"][..]),
+            (3, &["down", "none"][..]),
+        ] {
+            let (found, _, err) = operator.run(args);
+            assert_eq!(found, code, "{args:?}: {err}");
+            assert!(!err.is_empty());
+        }
+        operator.json(&["down", "v", "--delete"]);
+        operator.json(&["create", "v", "64Mi"]);
+        let (code, _, err) = operator.run(&["create", "v", "128Mi"]);
+        assert_eq!(code, 4, "{err}");
+        operator.json(&["delete", "v"]);
+
+        controller.terminate();
+        controller.ended().await;
+        let (code, _, err) = operator.run(&["list"]);
+        assert_ne!(code, 0);
+        assert!(err.contains("uring-csi-controller"), "{err}");
+        node.assert_clean().await;
+    });
+}

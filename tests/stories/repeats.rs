@@ -1,0 +1,138 @@
+//! The same call again, nearly the same call again, and one more target.
+
+use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument};
+
+use crate::harness::{MIB, Mode, Node, Volume, loops_over, mounts_below, refused, story};
+
+#[test]
+fn a_repeat_changes_nothing() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "block"] {
+            let volume = sandbox.volume_in("main", kind, kind, 64 * MIB);
+            let target = node.up(&volume, "pod").await;
+            let mounts = mounts_below(sandbox.dir());
+            let loops = loops_over(&sandbox.image(&volume));
+            for _ in 0..3 {
+                node.up(&volume, "pod").await;
+            }
+            assert_eq!(mounts_below(sandbox.dir()), mounts);
+            assert_eq!(loops_over(&sandbox.image(&volume)), loops);
+
+            // The same options in another order and spelling are the same.
+            for _ in 0..2 {
+                node.unpublish(&volume, "pod").await.unwrap();
+                assert!(!target.exists(), "the target path is removed");
+            }
+            for _ in 0..2 {
+                node.unstage(&volume).await.unwrap();
+            }
+            let staging = node.staging(&volume);
+            assert!(!mounts_below(sandbox.dir()).contains(&staging));
+        }
+        let flags = sandbox.volume("flags", "ext4").flags(&["noatime,nosuid"]);
+        node.stage(&flags).await.unwrap();
+        let reordered = flags.clone().flags(&["nosuid", "noatime", "noatime"]);
+        node.stage(&reordered).await.unwrap();
+        node.unstage(&flags).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_repeat_with_other_arguments_is_refused() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        sandbox.volume("w", "ext4");
+        node.stage(&volume).await.unwrap();
+        for other in [
+            volume.clone().flags(&["noatime"]),
+            Volume::filesystem("v", "xfs").over("main", "v.img"),
+            Volume::filesystem("v", "ext4").over("main", "w.img"),
+            volume.clone().mode(Mode::SingleNodeReaderOnly),
+        ] {
+            refused(node.stage(&other).await, AlreadyExists, &["v"]);
+        }
+        let mut elsewhere = node.stage_request(&volume);
+        elsewhere.staging_target_path += "-2";
+        std::fs::create_dir_all(&elsewhere.staging_target_path).unwrap();
+        refused(node.send_stage(elsewhere).await, AlreadyExists, &["v"]);
+        // The same image under another handle would be mounted twice.
+        let alias = Volume::filesystem("alias", "ext4").over("main", "v.img");
+        refused(node.stage(&alias).await, FailedPrecondition, &["v.img"]);
+
+        // Secrets, and what Kubernetes adds, do not make it another request.
+        let mut same = volume.clone().with("csi.storage.k8s.io/pod.name", "p");
+        same.secrets.insert("key".to_owned(), "value".to_owned());
+        node.stage(&same).await.unwrap();
+
+        node.publish(&volume, "pod").await.unwrap();
+        refused(
+            node.publish_read_only(&volume, "pod").await,
+            AlreadyExists,
+            &[],
+        );
+        let mut another = volume.clone();
+        another.handle = "w".to_owned();
+        refused(node.publish(&another, "pod").await, FailedPrecondition, &[]);
+        node.publish(&volume, "pod").await.unwrap();
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn access_modes_say_how_many_may_use_it() {
+    use Mode::{
+        MultiNodeReaderOnly, MultiNodeSingleWriter, SingleNodeMultiWriter, SingleNodeReaderOnly,
+        SingleNodeSingleWriter, SingleNodeWriter,
+    };
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for (mode, second) in [
+            (SingleNodeWriter, true),
+            (SingleNodeMultiWriter, true),
+            (SingleNodeSingleWriter, false),
+        ] {
+            let name = format!("{mode:?}");
+            let volume = sandbox.volume(&name, "ext4").mode(mode);
+            node.up(&volume, "one").await;
+            let answer = node.publish(&volume, "two").await;
+            if second {
+                answer.unwrap();
+                node.unpublish(&volume, "two").await.unwrap();
+            } else {
+                refused(answer, FailedPrecondition, &[&name]);
+                assert!(!node.target(&volume, "two").exists());
+                // The first pod's own call is a repeat, and stays welcome.
+                node.publish(&volume, "one").await.unwrap();
+            }
+            node.down(&volume, "one").await;
+        }
+
+        // Readers: the file system must be there already, and stays as it is.
+        let writer = sandbox.volume("readers", "ext4");
+        node.up(&writer, "writer").await;
+        node.down(&writer, "writer").await;
+        for mode in [SingleNodeReaderOnly, MultiNodeReaderOnly] {
+            let reader = writer.clone().mode(mode);
+            let target = node.up(&reader, "one").await;
+            node.publish(&reader, "two").await.unwrap();
+            assert!(std::fs::write(target.join("file"), "x").is_err());
+            node.unpublish(&reader, "two").await.unwrap();
+            node.down(&reader, "one").await;
+        }
+
+        // A local file system that several nodes write is soon none.
+        for mode in [MultiNodeSingleWriter, Mode::MultiNodeMultiWriter] {
+            let shared = writer.clone().mode(mode);
+            let refusal = node.stage(&shared).await.unwrap_err();
+            assert!(
+                [InvalidArgument, FailedPrecondition].contains(&refusal.code()),
+                "{refusal:?}"
+            );
+        }
+        node.assert_clean().await;
+    });
+}
