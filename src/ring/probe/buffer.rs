@@ -1,0 +1,48 @@
+//! Memory that the kernel fills by O_DIRECT.
+
+/// What O_DIRECT may ask of an address, an offset and a length, bytes.
+const ALIGN: usize = 4096;
+
+/// Memory for one region, aligned within a vector that is somewhat larger.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    /// Zeros up to the aligned start, and capacity from there on.
+    memory: Vec<u8>,
+    /// Bytes to ask for: the region's, rounded up to what O_DIRECT takes. Where
+    /// the device ends within them, the kernel gives what there is.
+    wanted: usize,
+    /// Bytes filled so far.
+    pub(super) filled: usize,
+}
+
+impl Buffer {
+    pub(super) fn new(len: usize) -> Self {
+        let wanted = len.next_multiple_of(ALIGN);
+        let mut memory: Vec<u8> = Vec::with_capacity(wanted + ALIGN);
+        let start = memory.as_ptr().align_offset(ALIGN);
+        memory.resize(start, 0);
+        Self {
+            memory,
+            wanted,
+            filled: 0,
+        }
+    }
+
+    /// What is to be filled yet. A read longer than the kernel takes at once
+    /// goes in parts.
+    pub(super) fn rest(&mut self) -> (*mut u8, u32) {
+        let rest = &mut self.memory.spare_capacity_mut()[self.filled..self.wanted];
+        let len = u32::try_from(rest.len()).unwrap_or(1 << 30);
+        (rest.as_mut_ptr().cast(), len)
+    }
+
+    /// The first `len` bytes, all of which were filled.
+    pub(super) fn into_data(mut self, len: usize) -> Vec<u8> {
+        let start = self.memory.len();
+        assert!(len <= self.filled, "answered before it was filled");
+        // SAFETY: of the spare capacity the kernel wrote `filled` bytes.
+        unsafe { self.memory.set_len(start + len) };
+        self.memory.drain(..start);
+        self.memory
+    }
+}

@@ -1,0 +1,204 @@
+#![allow(clippy::disallowed_methods)]
+
+use std::{
+    fs::{File, OpenOptions},
+    os::{fd::AsFd, unix::fs::OpenOptionsExt},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use super::*;
+
+/// A loop device over `image`, detached when dropped.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn over(image: &Path) -> Self {
+        let output = Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(image)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        Self(String::from_utf8(output.stdout).unwrap().trim().into())
+    }
+
+    fn open(&self) -> File {
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(&self.0)
+            .unwrap()
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        Command::new("losetup")
+            .arg("--detach")
+            .arg(&self.0)
+            .status()
+            .unwrap();
+    }
+}
+
+const SIZE: u64 = 4 << 20;
+
+/// A directory in memory: LOOP_CONFIGURE syncs a file on a disk.
+fn memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap()
+}
+
+/// An image whose every 512 bytes say which image it is and where they are.
+fn image(dir: &Path, number: u64, size: u64) -> PathBuf {
+    let path = dir.join(format!("image-{number}"));
+    let bytes: Vec<u8> = (0..size / 512)
+        .flat_map(|sector| stamp(number, sector * 512))
+        .collect();
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+fn stamp(number: u64, offset: u64) -> [u8; 512] {
+    let mut sector = [0; 512];
+    sector[..8].copy_from_slice(&number.to_le_bytes());
+    sector[504..].copy_from_slice(&offset.to_le_bytes());
+    sector
+}
+
+fn check(number: u64, region: Region, block: &Block) {
+    assert_eq!(
+        (block.offset, block.data.len()),
+        (region.offset, region.len)
+    );
+    let offsets = (block.offset..).step_by(512);
+    for (offset, sector) in offsets.zip(block.data.chunks(512)) {
+        assert!(
+            sector == &stamp(number, offset)[..sector.len()],
+            "image {number} at {offset}"
+        );
+    }
+}
+
+fn regions() -> Vec<Region> {
+    vec![
+        Region {
+            offset: 0,
+            len: 256 << 10,
+        },
+        Region {
+            offset: 1 << 20,
+            len: 4096,
+        },
+        Region {
+            offset: SIZE - (512 << 10),
+            len: 512 << 10,
+        },
+    ]
+}
+
+#[test]
+fn sixty_four_devices_at_once() {
+    let dir = memory();
+    let devices: Vec<_> = (0..64)
+        .map(|number| LoopDevice::over(&image(dir.path(), number, SIZE)))
+        .collect();
+    let prober = Prober::start().unwrap();
+    thread::scope(|scope| {
+        for (number, device) in (0..).zip(&devices) {
+            let prober = prober.clone();
+            scope.spawn(move || {
+                let file = device.open();
+                let blocks = prober.read(file.as_fd(), &regions()).unwrap();
+                for (region, block) in regions().into_iter().zip(&blocks) {
+                    check(number, region, block);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_region_may_end_with_the_device_and_not_behind_it() {
+    let dir = memory();
+    let size = 64 * 1024 + 512;
+    let device = LoopDevice::over(&image(dir.path(), 7, size));
+    let prober = Prober::start().unwrap();
+    let last = Region {
+        offset: 64 * 1024,
+        len: 512,
+    };
+    let file = device.open();
+    let blocks = prober.read(file.as_fd(), &[last]).unwrap();
+    check(7, last, &blocks[0]);
+
+    let behind = Region {
+        offset: 60 * 1024,
+        len: 8192,
+    };
+    match prober.read(file.as_fd(), &[last, behind]) {
+        Err(ProbeError::Short { end }) => assert_eq!(end, size),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(prober.read(file.as_fd(), &[]).unwrap(), []);
+}
+
+#[test]
+fn an_error_says_where() {
+    let dir = memory();
+    let path = image(dir.path(), 7, SIZE);
+    let device = LoopDevice::over(&path);
+    // The device keeps its size; what the file lost reads as an I/O error.
+    OpenOptions::new()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(1 << 20)
+        .unwrap();
+    let prober = Prober::start().unwrap();
+    let file = device.open();
+    match prober.read(file.as_fd(), &regions()) {
+        Err(ProbeError::Read {
+            offset,
+            len,
+            source,
+        }) => {
+            assert_eq!(source.raw_os_error(), Some(libc::EIO));
+            assert!(offset >= 1 << 20, "{offset}");
+            assert!(len > 0);
+        }
+        other => panic!("{other:?}"),
+    }
+    let intact = prober.read(file.as_fd(), &regions()[..1]).unwrap();
+    check(7, regions()[0], &intact[0]);
+}
+
+#[test]
+fn more_reads_than_the_ring_holds_wait_their_turn() {
+    let dir = memory();
+    let device = LoopDevice::over(&image(dir.path(), 7, SIZE));
+    let prober = Prober::start().unwrap();
+    let file = device.open();
+    let many: Vec<_> = (0..2 * u64::from(READS))
+        .map(|n| Region {
+            offset: n % 1024 * 4096,
+            len: 4096,
+        })
+        .collect();
+    let blocks = prober.read(file.as_fd(), &many).unwrap();
+    for (region, block) in many.iter().zip(&blocks) {
+        check(7, *region, block);
+    }
+}
+
+#[test]
+fn the_thread_ends_with_the_last_handle() {
+    let prober = Prober::start().unwrap();
+    let bell = Arc::downgrade(&prober.shared.bell);
+    drop(prober.clone());
+    assert!(bell.upgrade().is_some());
+    drop(prober);
+    while bell.upgrade().is_some() {
+        thread::yield_now();
+    }
+}
