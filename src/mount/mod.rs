@@ -6,13 +6,14 @@
 //! check and the change leads elsewhere. What is there is a [`Look`]; where it is
 //! a mount, [`Mounted`] says of what.
 //!
-//! Everything here blocks. [`attach`] and [`unmount`] can hang on
+//! Everything here blocks. [`attach`], [`unmount`] and [`ownership`] can hang on
 //! a device that stopped answering and belong on a volume's lane; the rest
 //! can't.
 
 pub mod attach;
 pub mod bind;
 pub mod options;
+pub mod ownership;
 pub mod path;
 pub mod table;
 pub mod unmount;
