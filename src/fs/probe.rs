@@ -18,6 +18,8 @@ use super::FsType;
 mod foreign;
 mod superblock;
 
+pub(super) use superblock::{EXT_LEN, EXT_OFFSET, ExtSize, ext_size};
+
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;

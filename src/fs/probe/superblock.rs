@@ -47,8 +47,10 @@ impl Fields<'_> {
     }
 }
 
-const EXT_OFFSET: u64 = KIB;
-const EXT_LEN: usize = 1024;
+/// Where ext's superblock is, bytes from the device's start.
+pub(in crate::fs) const EXT_OFFSET: u64 = KIB;
+/// Its length in bytes.
+pub(in crate::fs) const EXT_LEN: usize = 1024;
 const EXT_MAGIC: (usize, [u8; 2]) = (0x38, [0x53, 0xEF]);
 const EXT_VALID: u16 = 1;
 const EXT_ERRORS: u16 = 2;
@@ -72,15 +74,7 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
         return Some(Err("the journal of an ext4 that is on another device"));
     }
     let checksummed = sb.le32(0x64) & EXT_METADATA_CSUM != 0;
-    let log_block_size = sb.le32(0x18);
-    let high = if incompatible & EXT_64BIT == 0 {
-        0
-    } else {
-        u64::from(sb.le32(0x150)) << 32
-    };
-    let blocks = u64::from(sb.le32(0x4)) | high;
-    let bytes = blocks.checked_mul(KIB << log_block_size.min(6));
-    let (Some(bytes @ 1..), 0..=6, 1..) = (bytes, log_block_size, sb.le32(0x20)) else {
+    let Some(size) = ext_size(raw) else {
         return Some(Err("an ext file system whose superblock makes no sense"));
     };
     // ext4 stores it without the final complement.
@@ -96,10 +90,44 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     Some(Ok(FsInfo {
         fs: FsType::Ext4,
         uuid: sb.bytes(0x68),
-        bytes,
+        bytes: size.bytes(),
         dirty: state & EXT_ERRORS != 0 || state & EXT_VALID == 0,
         needs_recovery: incompatible & EXT_RECOVER != 0,
     }))
+}
+
+/// How large an ext file system is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::fs) struct ExtSize {
+    /// Bytes of a block.
+    pub block_size: u64,
+    /// Blocks; their bytes fit into 64 bits.
+    pub blocks: u64,
+}
+
+impl ExtSize {
+    pub fn bytes(self) -> u64 {
+        self.block_size * self.blocks
+    }
+}
+
+/// The size in a superblock, which may be one in use, whose checksum lags
+/// behind.
+pub(in crate::fs) fn ext_size(superblock: &[u8]) -> Option<ExtSize> {
+    let sb = Fields(superblock);
+    let high = if sb.le32(0x60) & EXT_64BIT == 0 {
+        0
+    } else {
+        u64::from(sb.le32(0x150)) << 32
+    };
+    let blocks = u64::from(sb.le32(0x4)) | high;
+    // Blocks are of 1 to 64 KiB; a group has some.
+    let (log_block_size @ 0..=6, 1..) = (sb.le32(0x18), sb.le32(0x20)) else {
+        return None;
+    };
+    let block_size = KIB << log_block_size;
+    let bytes = blocks.checked_mul(block_size)?;
+    (bytes > 0).then_some(ExtSize { block_size, blocks })
 }
 
 const XFS_MAGIC: &[u8] = b"XFSB";
