@@ -1,1 +1,278 @@
-//! ready.
+//! When a block device is there, by the kernel's own events.
+//!
+//! The kernel tells of devices by uevents, on netlink and in sysfs (kernel
+//! document admin-guide/abi, sysfs-uevent; netlink(7), NETLINK_KOBJECT_UEVENT).
+//! This listens to the kernel and not to udevd, which need not run where we do.
+//! An event only says that something changed: what a waiter wants is looked up
+//! in sysfs, first and then after each event of that device. So an event that
+//! came before the waiting, or one too many, does no harm; and where events are
+//! lost, because they came faster than they were read (ENOBUFS), every waiter
+//! looks again.
+//!
+//! All of this belongs to the runtime thread. sysfs and devtmpfs are memory, and
+//! nothing here opens a device.
+
+use std::{
+    cell::RefCell,
+    fmt::Display,
+    fs, io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+    rc::Rc,
+};
+
+use rustix::{event::PollFlags, io::Errno, net::sockopt};
+use tokio::{sync::Notify, task::AbortHandle};
+
+use crate::{kernel::Dev, ring::poll};
+
+/// Bytes of events the socket holds; a thousand devices that come at once
+/// make some two megabytes of them.
+const BACKLOG: usize = 8 << 20;
+
+/// How often reading may fail before the next event is waited for.
+const FAILURES: u32 = 16;
+
+/// The bytes that sysfs calls a sector, whatever the device's own are.
+const SECTOR: u64 = 512;
+
+/// The kernel's events of block devices. The listening ends when it is dropped.
+pub struct Uevents {
+    waiters: Rc<Waiters>,
+    listener: AbortHandle,
+}
+
+#[derive(Default)]
+struct Waiters {
+    list: RefCell<Vec<Rc<Waiter>>>,
+    /// Why there are no more events.
+    ended: RefCell<Option<(io::ErrorKind, String)>>,
+}
+
+struct Waiter {
+    sysname: String,
+    look: Notify,
+}
+
+impl Uevents {
+    /// Begins to listen.
+    pub fn start() -> io::Result<Rc<Self>> {
+        let builder = udev::MonitorBuilder::new_kernel()?.match_subsystem("block")?;
+        // The first takes CAP_NET_ADMIN, the second is bounded by rmem_max.
+        sockopt::set_socket_recv_buffer_size_force(&builder, BACKLOG)
+            .or_else(|_| sockopt::set_socket_recv_buffer_size(&builder, BACKLOG))?;
+        let socket = Rc::new(builder.listen()?);
+        let ready = poll::watch(Rc::clone(&socket), PollFlags::IN)?;
+        let waiters = Rc::new(Waiters::default());
+        let listener = tokio::task::spawn_local(listen(socket, ready, Rc::clone(&waiters)));
+        Ok(Rc::new(Self {
+            waiters,
+            listener: listener.abort_handle(),
+        }))
+    }
+
+    /// Calls `check` until it finds what is waited for: at once, and after each
+    /// event of the device that sysfs calls `sysname`, e.g. `loop7`.
+    ///
+    /// Waits for ever where nothing happens: the caller sets the deadline.
+    pub async fn wait<T>(
+        &self,
+        sysname: &str,
+        mut check: impl FnMut() -> io::Result<Option<T>>,
+    ) -> io::Result<T> {
+        // Listed before the first look, so that no event falls between.
+        let listed = Listed::new(&self.waiters, sysname);
+        loop {
+            if let Some(found) = check()? {
+                return Ok(found);
+            }
+            if let Some((kind, why)) = &*self.waiters.ended.borrow() {
+                return Err(io::Error::new(*kind, why.clone()));
+            }
+            listed.waiter.look.notified().await;
+        }
+    }
+}
+
+impl Drop for Uevents {
+    fn drop(&mut self) {
+        self.listener.abort();
+    }
+}
+
+/// A waiter on the list, as long as it lives.
+struct Listed<'a> {
+    waiters: &'a Waiters,
+    waiter: Rc<Waiter>,
+}
+
+impl<'a> Listed<'a> {
+    fn new(waiters: &'a Waiters, sysname: &str) -> Self {
+        let waiter = Rc::new(Waiter {
+            sysname: sysname.to_owned(),
+            look: Notify::new(),
+        });
+        waiters.list.borrow_mut().push(Rc::clone(&waiter));
+        Self { waiters, waiter }
+    }
+}
+
+impl Drop for Listed<'_> {
+    fn drop(&mut self) {
+        let mut list = self.waiters.list.borrow_mut();
+        list.retain(|waiter| !Rc::ptr_eq(waiter, &self.waiter));
+    }
+}
+
+impl Waiters {
+    /// Wakes those that wait for `sysname`, or all. A wake is kept for a waiter
+    /// that is not waiting just now.
+    fn wake(&self, sysname: Option<&std::ffi::OsStr>) {
+        for waiter in &*self.list.borrow() {
+            if sysname.is_none_or(|sysname| sysname == waiter.sysname.as_str()) {
+                waiter.look.notify_one();
+            }
+        }
+    }
+}
+
+async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Readiness, waiters: Rc<Waiters>) {
+    loop {
+        match ready.next().await {
+            Ok(events) => {
+                if events.contains(PollFlags::ERR) {
+                    waiters.wake(None);
+                }
+                take_events(&socket, &waiters);
+            }
+            Err(error) => {
+                tracing::error!(%error, "no more events of block devices: restart the agent");
+                let why = format!("events of block devices have ended: {error}");
+                *waiters.ended.borrow_mut() = Some((error.kind(), why));
+                waiters.wake(None);
+                return;
+            }
+        }
+    }
+}
+
+/// Takes what the socket holds.
+fn take_events(socket: &udev::MonitorSocket, waiters: &Waiters) {
+    let mut failures = 0;
+    while failures < FAILURES {
+        if let Some(event) = socket.iter().next() {
+            waiters.wake(Some(event.sysname()));
+            continue;
+        }
+        // libudev says why in errno (udev_monitor_receive_device(3)).
+        match Errno::from_io_error(&io::Error::last_os_error()) {
+            Some(Errno::AGAIN) => return,
+            Some(Errno::INTR) => {}
+            why => {
+                tracing::warn!(
+                    ?why,
+                    "events of block devices were lost: all waiters look again"
+                );
+                waiters.wake(None);
+            }
+        }
+        failures += 1;
+    }
+}
+
+/// A block device that can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ready {
+    /// Its node, which is that device's.
+    pub node: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// Waits until the loop device `dev` has a file behind it, a size and a node.
+pub async fn loop_ready(uevents: &Uevents, dev: Dev) -> io::Result<Ready> {
+    let check = || {
+        let found = backing_file(dev).and_then(|_| {
+            let (node, bytes) = (node_of(dev)?, size_bytes(dev)?);
+            Ok((bytes > 0).then_some(Ready { node, bytes }))
+        });
+        none_if_missing(found)
+    };
+    uevents.wait(&sysname_of(dev)?, check).await
+}
+
+/// Waits until the loop device `dev` has let go of its file, as it does when
+/// its last opener closes it.
+pub async fn loop_gone(uevents: &Uevents, dev: Dev) -> io::Result<()> {
+    let check = || match none_if_missing(backing_file(dev).map(Some))? {
+        Some(_) => Ok(None),
+        None => Ok(Some(())),
+    };
+    uevents.wait(&sysname_of(dev)?, check).await
+}
+
+/// The name under which the kernel speaks of `dev`, e.g. `loop7`.
+pub fn sysname_of(dev: Dev) -> io::Result<String> {
+    let target = fs::read_link(sysfs(dev))?;
+    let name = target.file_name().and_then(|name| name.to_str());
+    Ok(name
+        .ok_or_else(|| broken(dev, target.display()))?
+        .to_owned())
+}
+
+/// The node of `dev` under /dev, once it is there and has that number.
+pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
+    let uevent = fs::read_to_string(sysfs(dev).join("uevent"))?;
+    let name = uevent
+        .lines()
+        .find_map(|line| line.strip_prefix("DEVNAME="));
+    let node = Path::new("/dev").join(name.ok_or_else(|| broken(dev, &uevent))?);
+    let metadata = fs::metadata(&node)?;
+    if metadata.file_type().is_block_device() && Dev::from_raw(metadata.rdev()) == dev {
+        return Ok(node);
+    }
+    let why = format!(
+        "{} is not the node of device {dev}: is the host's /dev mounted here?",
+        node.display()
+    );
+    Err(io::Error::other(why))
+}
+
+/// The size of `dev`.
+pub fn size_bytes(dev: Dev) -> io::Result<u64> {
+    let text = fs::read_to_string(sysfs(dev).join("size"))?;
+    let sectors: Option<u64> = text.trim().parse().ok();
+    sectors
+        .and_then(|sectors| sectors.checked_mul(SECTOR))
+        .ok_or_else(|| broken(dev, text))
+}
+
+fn backing_file(dev: Dev) -> io::Result<String> {
+    fs::read_to_string(sysfs(dev).join("loop/backing_file"))
+}
+
+fn sysfs(dev: Dev) -> PathBuf {
+    format!("/sys/dev/block/{dev}").into()
+}
+
+fn broken(dev: Dev, found: impl Display) -> io::Error {
+    let why = format!("sysfs does not tell what it should of device {dev}: {found}");
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+/// What is missing may come. ENODEV is of a file in sysfs whose device went
+/// while it was open.
+fn none_if_missing<T>(found: io::Result<Option<T>>) -> io::Result<Option<T>> {
+    match found {
+        Err(error)
+            if error.kind() == io::ErrorKind::NotFound
+                || error.raw_os_error() == Some(libc::ENODEV) =>
+        {
+            Ok(None)
+        }
+        found => found,
+    }
+}
+
+#[cfg(test)]
+mod tests;

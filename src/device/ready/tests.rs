@@ -1,0 +1,131 @@
+use std::{fs::File, future::Future, time::Duration};
+
+use super::*;
+use crate::ring::{self, child::Child, timer::timeout};
+
+async fn losetup(args: &[&str]) -> String {
+    let exit = Child::spawn("losetup", args).unwrap().wait().await.unwrap();
+    assert!(exit.success(), "losetup {args:?}: {}", exit.output);
+    exit.output.trim().to_owned()
+}
+
+/// A sparse image of `size` bytes in memory.
+fn image(size: u64) -> tempfile::NamedTempFile {
+    let image = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+    image.as_file().set_len(size).unwrap();
+    image
+}
+
+fn dev_of(node: &str) -> Dev {
+    Dev::from_raw(fs::metadata(node).unwrap().rdev())
+}
+
+async fn soon<F: Future>(future: F) -> F::Output {
+    timeout(Duration::from_secs(20), future).await.unwrap()
+}
+
+#[test]
+fn a_loop_device_is_seen_coming_growing_and_going() {
+    let image = image(1 << 20);
+    let path = image.path().to_str().unwrap();
+    ring::start(async {
+        let uevents = Uevents::start().unwrap();
+        let node = losetup(&["--find", "--show", path]).await;
+        let dev = dev_of(&node);
+        let ready = soon(loop_ready(&uevents, dev)).await.unwrap();
+        assert_eq!(
+            ready,
+            Ready {
+                node: (&node).into(),
+                bytes: 1 << 20
+            }
+        );
+
+        let sysname = sysname_of(dev).unwrap();
+        assert_eq!(format!("/dev/{sysname}"), node);
+        let grown = uevents.wait(&sysname, || {
+            Ok(Some(size_bytes(dev)?).filter(|size| *size == 2 << 20))
+        });
+        let grow = async {
+            tokio::task::yield_now().await;
+            image.as_file().set_len(2 << 20).unwrap();
+            losetup(&["--set-capacity", &node]).await;
+        };
+        let (grown, ()) = soon(async { tokio::join!(grown, grow) }).await;
+        assert_eq!(grown.unwrap(), 2 << 20);
+
+        // With another opener the detach is deferred until that one is gone.
+        let opener = File::open(&node).unwrap();
+        losetup(&["--detach", &node]).await;
+        let early = timeout(Duration::ZERO, loop_gone(&uevents, dev)).await;
+        assert!(early.is_err());
+        let (gone, ()) = soon(async {
+            tokio::join!(loop_gone(&uevents, dev), async {
+                tokio::task::yield_now().await;
+                drop(opener);
+            })
+        })
+        .await;
+        gone.unwrap();
+        assert!(uevents.waiters.list.borrow().is_empty());
+    })
+    .unwrap();
+}
+
+#[test]
+fn after_lost_events_every_waiter_looks_again() {
+    ring::start(async {
+        let uevents = Uevents::start().unwrap();
+        let mut looks = 0;
+        let waiting = uevents.wait("no-such-device", || {
+            looks += 1;
+            Ok((looks == 2).then_some(()))
+        });
+        let lose = async {
+            tokio::task::yield_now().await;
+            uevents.waiters.wake(None);
+        };
+        soon(async { tokio::join!(waiting, lose) }).await.0.unwrap();
+        assert_eq!(looks, 2);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_socket_that_overflowed_says_so() {
+    ring::start(async {
+        let builder = udev::MonitorBuilder::new_kernel().unwrap();
+        let builder = builder.match_subsystem("block").unwrap();
+        sockopt::set_socket_recv_buffer_size(&builder, 0).unwrap();
+        let socket = builder.listen().unwrap();
+        let waiters = Waiters::default();
+        let listed = Listed::new(&waiters, "no-such-device");
+
+        // More events than the smallest buffer holds, of a device at hand: a
+        // write of its sysfs uevent repeats the event (sysfs-uevent).
+        for _ in 0..64 {
+            fs::write("/sys/class/block/loop0/uevent", "change").unwrap();
+        }
+        take_events(&socket, &waiters);
+        soon(listed.waiter.look.notified()).await;
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_failing_check_ends_the_waiting() {
+    ring::start(async {
+        let uevents = Uevents::start().unwrap();
+        let failed = uevents
+            .wait::<()>("loop0", || Err(io::Error::other("no")))
+            .await;
+        assert_eq!(failed.unwrap_err().to_string(), "no");
+        let nobody = Dev {
+            major: 4095,
+            minor: 7,
+        };
+        let missing = loop_gone(&uevents, nobody).await.unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+    })
+    .unwrap();
+}
