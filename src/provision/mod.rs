@@ -1,1 +1,182 @@
-//! The controller's backends.
+//! The controller's backends: what makes, deletes, grows, snapshots and clones
+//! volumes.
+//!
+//! [`Provisioner`] is what the gRPC face asks; [`images`] answers it with raw
+//! image files in pools. Nothing here knows gRPC: requests are plain data, and
+//! an [`Error`] has a [`Kind`] that `csi::status` turns into a code.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::SystemTime,
+};
+
+use serde::{Deserialize, Serialize};
+
+mod copy;
+mod error;
+pub mod images;
+mod keyed;
+mod params;
+mod size;
+
+pub use error::{Error, Kind};
+pub use params::Parameters;
+pub use size::Range;
+
+/// A new volume as it is asked for.
+#[derive(Clone, Debug)]
+pub struct NewVolume {
+    /// What makes repeated requests one.
+    pub name: String,
+    /// How large.
+    pub range: Range,
+    /// The storage class' parameters, as they came.
+    pub parameters: HashMap<String, String>,
+    /// How it will be used: all of these.
+    pub usages: Vec<Usage>,
+    /// What is on it at first.
+    pub source: Option<Source>,
+    /// Where it is wanted, if a volume that only this node can reach would not
+    /// do.
+    pub elsewhere: Option<String>,
+}
+
+/// What a new volume is a copy of, by handle.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    /// A snapshot.
+    Snapshot(String),
+    /// Another volume.
+    Volume(String),
+}
+
+/// One way of using a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// The file system to mount it with, empty for the default; none: raw block.
+    pub fs_type: Option<String>,
+    /// Whether several nodes may use it at a time while one of them writes.
+    pub many_nodes_write: bool,
+}
+
+/// A volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Volume {
+    /// Its handle.
+    pub handle: String,
+    /// Its size; 0 where it cannot be told.
+    pub bytes: u64,
+    /// What the node needs to find it.
+    pub context: BTreeMap<String, String>,
+    /// What it was copied from.
+    pub source: Option<Source>,
+    /// Only the node of this controller can reach it.
+    pub local: bool,
+}
+
+/// A snapshot; one that exists is ready for use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its handle.
+    pub handle: String,
+    /// The handle of the volume that it was taken of.
+    pub source: String,
+    /// Its size, and the least size of a volume made from it.
+    pub bytes: u64,
+    /// The point in time that it shows.
+    pub created: SystemTime,
+    /// Only the node of this controller can reach it.
+    pub local: bool,
+}
+
+/// Part of a listing, in an order that stays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Page<T> {
+    /// What is listed.
+    pub entries: Vec<T>,
+    /// Where the next page begins, if there is one.
+    pub next: Option<String>,
+}
+
+/// What to list.
+#[derive(Clone, Debug, Default)]
+pub struct Listing {
+    /// [`Page::next`] of the page before; none: from the beginning.
+    pub from: Option<String>,
+    /// At most so many entries; 0: all.
+    pub max: usize,
+}
+
+/// Room for new volumes, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Capacity {
+    /// What is free and not promised to thin volumes.
+    pub available: u64,
+    /// The largest volume; none: not known.
+    pub maximum: Option<u64>,
+    /// The smallest volume.
+    pub minimum: u64,
+}
+
+/// A volume and who uses it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// The volume.
+    pub volume: Volume,
+    /// The ids of the nodes that have it attached.
+    pub nodes: Vec<String>,
+}
+
+/// Why a volume cannot be used at all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ailment {
+    /// A word that stays the same.
+    pub reason: &'static str,
+    /// A sentence.
+    pub message: String,
+}
+
+/// A backend of the controller. Every call may be repeated and then has the
+/// same result; one whose caller goes away finishes its work.
+#[tonic::async_trait]
+pub trait Provisioner: Send + Sync + 'static {
+    /// Makes a volume, or says the one that an equal request made.
+    async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error>;
+    /// Deletes a volume; one that is not there is deleted.
+    async fn delete_volume(&self, handle: String) -> Result<(), Error>;
+    /// Grows a volume and says its size; one that is large enough stays.
+    async fn expand_volume(&self, handle: String, range: Range) -> Result<u64, Error>;
+    /// Looks a volume up.
+    async fn get_volume(&self, handle: String) -> Result<Published, Error>;
+    /// Lists the volumes.
+    async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error>;
+    /// Says, in a sentence, why a volume cannot be used so, if that is so.
+    async fn check_usages(
+        &self,
+        handle: String,
+        usages: Vec<Usage>,
+        parameters: HashMap<String, String>,
+    ) -> Result<Option<String>, Error>;
+    /// Says what ails a volume, if anything does.
+    async fn volume_ailment(&self, handle: String) -> Result<Option<Ailment>, Error>;
+    /// Says how much room there is.
+    async fn capacity(
+        &self,
+        parameters: HashMap<String, String>,
+        usages: Vec<Usage>,
+        here_will_do: bool,
+    ) -> Result<Capacity, Error>;
+    /// Takes a snapshot, or says the one that an equal request took.
+    async fn create_snapshot(&self, name: String, volume: String) -> Result<Snapshot, Error>;
+    /// Deletes a snapshot; one that is not there is deleted.
+    async fn delete_snapshot(&self, handle: String) -> Result<(), Error>;
+    /// Looks a snapshot up.
+    async fn get_snapshot(&self, handle: String) -> Result<Snapshot, Error>;
+    /// Lists the snapshots, of one volume or of all.
+    async fn list_snapshots(
+        &self,
+        what: Listing,
+        volume: Option<String>,
+    ) -> Result<Page<Snapshot>, Error>;
+}

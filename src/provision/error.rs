@@ -1,0 +1,222 @@
+//! What can go wrong with a provisioner, and of which kind it is.
+
+use std::{io, path::PathBuf};
+
+use crate::pool::{PoolError, claim::ClaimError};
+
+/// What a caller should make of an [`Error`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The request makes no sense here.
+    InvalidArgument,
+    /// There is no such thing.
+    NotFound,
+    /// The name belongs to something else.
+    AlreadyExists,
+    /// No size fits.
+    OutOfRange,
+    /// Something must be done first.
+    FailedPrecondition,
+    /// No room, or not on this node.
+    ResourceExhausted,
+    /// Something else is under way; try again.
+    Aborted,
+    /// It may work later.
+    Unavailable,
+    /// What is on disk makes no sense.
+    Internal,
+}
+
+/// Why a provisioner did not do what it was asked. Whatever had been begun was
+/// undone, or is finished or undone by the next equal call or start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No backend knows the parameter.
+    #[error("unknown parameter {name:?}; there are {known}")]
+    UnknownParameter {
+        /// Its name.
+        name: String,
+        /// The names there are.
+        known: String,
+    },
+    /// The parameter's value makes no sense.
+    #[error("parameter {name} = {value:?}: {why}")]
+    BadParameter {
+        /// Its name.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The capacity range contradicts itself.
+    #[error("{0}")]
+    Range(String),
+    /// The volume could not be used so.
+    #[error("{0}")]
+    Usage(String),
+    /// No such volume.
+    #[error("there is no volume {0:?}")]
+    NoVolume(String),
+    /// No such snapshot.
+    #[error("there is no snapshot {0:?}")]
+    NoSnapshot(String),
+    /// The name was used for something else.
+    #[error("{name:?} exists already and differs: {how}")]
+    Differs {
+        /// The name asked for.
+        name: String,
+        /// What differs.
+        how: String,
+    },
+    /// No size satisfies the request.
+    #[error("{field}: {why}")]
+    Size {
+        /// The field of the capacity range.
+        field: &'static str,
+        /// Why not.
+        why: String,
+    },
+    /// The thing is in the local pool of another node.
+    #[error("{0:?} is in the local pool of another node; only the controller there can reach it")]
+    Elsewhere(String),
+    /// The source of a copy is in the local pool of another node.
+    #[error("the source {0:?} is in the local pool of another node; make the volume on that node")]
+    SourceElsewhere(String),
+    /// The handle names a pool that is not configured.
+    #[error("{handle:?} is in a pool that this controller was not given; add it by --pool")]
+    PoolNotGiven {
+        /// The handle.
+        handle: String,
+        /// Which pools there are.
+        source: PoolError,
+    },
+    /// A volume in the catalogue has no image.
+    #[error(
+        "volume {handle:?} has lost its image {}; put it back, or delete the volume",
+        path.display()
+    )]
+    Lost {
+        /// The volume's handle.
+        handle: String,
+        /// Where the image was.
+        path: PathBuf,
+    },
+    /// A volume in a local pool would not be where it is wanted.
+    #[error("pool {pool:?} is local to this node, and the volume is wanted on {wanted}")]
+    NotHere {
+        /// The pool's name.
+        pool: String,
+        /// Where it is wanted.
+        wanted: String,
+    },
+    /// A loop device of this machine uses the image.
+    #[error("image {image} is in use by /dev/{device} of this machine; detach it first")]
+    LoopDevice {
+        /// The image's file name.
+        image: String,
+        /// The device's name.
+        device: String,
+    },
+    /// A copy would be no point in time.
+    #[error(
+        "the file system of pool {pool:?} cannot clone files at one point in time, and a copy of \
+         an image that is being written is none: unstage the volume first, or use a pool on xfs \
+         or btrfs"
+    )]
+    NoPointInTime {
+        /// The pool of the image.
+        pool: String,
+        /// Who has it.
+        #[source]
+        holder: Box<Error>,
+    },
+    /// Another controller works on it.
+    #[error("another controller works on {0:?}; try again")]
+    Busy(String),
+    /// The token of a listing is none of ours.
+    #[error("starting_token {0:?} is not one that this driver gave out; list from the beginning")]
+    BadToken(String),
+    /// A file of the catalogue holds something else.
+    #[error("{} of the catalogue cannot be read; mend or remove it by hand", path.display())]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// Another node holds the image.
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    /// The pool failed.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// A system call failed.
+    #[error("cannot {step} {}", path.display())]
+    Io {
+        /// What was tried.
+        step: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the kernel says.
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// What the caller should make of it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::UnknownParameter { .. }
+            | Self::BadParameter { .. }
+            | Self::Range(_)
+            | Self::Usage(_) => Kind::InvalidArgument,
+            Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
+            Self::Differs { .. } => Kind::AlreadyExists,
+            Self::Size { .. } => Kind::OutOfRange,
+            Self::NotHere { .. } | Self::SourceElsewhere(_) => Kind::ResourceExhausted,
+            Self::Elsewhere(_)
+            | Self::PoolNotGiven { .. }
+            | Self::LoopDevice { .. }
+            | Self::NoPointInTime { .. } => Kind::FailedPrecondition,
+            Self::Busy(_) | Self::BadToken(_) => Kind::Aborted,
+            Self::Corrupt { .. } | Self::Lost { .. } => Kind::Internal,
+            Self::Io { source, .. } => of_io(source),
+            Self::Pool(error) => of_pool(error),
+            Self::Claim(error) => of_claim(error),
+        }
+    }
+}
+
+fn of_claim(error: &ClaimError) -> Kind {
+    match error {
+        ClaimError::HeldBy { .. } => Kind::FailedPrecondition,
+        ClaimError::Passing { .. } => Kind::Aborted,
+        ClaimError::Corrupt { .. } => Kind::Internal,
+        ClaimError::Pool(error) => of_pool(error),
+    }
+}
+
+fn of_pool(error: &PoolError) -> Kind {
+    match error {
+        PoolError::BadSpec { .. }
+        | PoolError::Twice(_)
+        | PoolError::Unknown { .. }
+        | PoolError::Unnamed { .. }
+        | PoolError::BadName { .. } => Kind::InvalidArgument,
+        PoolError::NoImage { .. } => Kind::NotFound,
+        PoolError::NotReady { .. } => Kind::Unavailable,
+        PoolError::Io { source, .. } => of_io(source),
+    }
+}
+
+/// A full file system is the scheduler's business, a file too large for it the
+/// caller's; all else may pass.
+fn of_io(error: &io::Error) -> Kind {
+    use io::ErrorKind as E;
+    match error.kind() {
+        E::StorageFull | E::QuotaExceeded => Kind::ResourceExhausted,
+        E::FileTooLarge => Kind::OutOfRange,
+        _ => Kind::Unavailable,
+    }
+}

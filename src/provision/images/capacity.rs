@@ -1,0 +1,80 @@
+//! How much room pools have.
+
+use std::{collections::HashMap, io, os::unix::fs::MetadataExt as _};
+
+use super::{
+    super::{
+        Capacity, Error, Parameters, Usage,
+        size::{MAXIMUM, least},
+    },
+    catalogue::{Catalogue, Kind as _, failed},
+    store::Store,
+    volumes::{VolumeDetail, refuse_usages},
+};
+use crate::pool::{Pool, Scope};
+
+impl Store {
+    /// Of the pool named; of all, where none is named and several are given.
+    pub fn capacity(
+        &self,
+        parameters: &HashMap<String, String>,
+        usages: &[Usage],
+        here_will_do: bool,
+    ) -> Result<Capacity, Error> {
+        let parameters = Parameters::parse(parameters)?;
+        let pools: Vec<_> = match &parameters.pool {
+            Some(name) => vec![self.pools.get(name)?],
+            None => self.pools.iter().collect(),
+        };
+        let mut sum = Capacity {
+            minimum: least(&parameters.file_systems(usages)?),
+            ..Capacity::default()
+        };
+        for pool in pools {
+            let out_of_reach = pool.scope == Scope::Local && !here_will_do;
+            if out_of_reach || refuse_usages(pool, &parameters, usages).is_err() {
+                continue;
+            }
+            sum.available = sum.available.saturating_add(available(pool)?);
+            sum.maximum = sum.maximum.max(largest_file(pool)?);
+        }
+        Ok(sum)
+    }
+}
+
+/// What is free for us, less what volumes were promised and have not written.
+/// Blocks that reflinked images share count in each.
+fn available(pool: &Pool) -> Result<u64, Error> {
+    let fs = pool.statvfs()?;
+    let free = fs.f_bavail.saturating_mul(fs.f_frsize);
+    let mut promised = 0_u64;
+    for id in Catalogue::<VolumeDetail>::of(pool).ids()? {
+        let path = VolumeDetail::image(pool, id);
+        match std::fs::symlink_metadata(&path) {
+            // st_blocks counts 512 bytes each, whatever the file system (stat(2)).
+            Ok(image) => promised += image.len().saturating_sub(image.blocks() * 512),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(failed("look at", &path, e)),
+        }
+    }
+    Ok(free.saturating_sub(promised))
+}
+
+/// The largest file of the pool's file system, where that is known.
+fn largest_file(pool: &Pool) -> Result<Option<u64>, Error> {
+    let fs = rustix::fs::fstatfs(pool.open_dir()?)
+        .map_err(|e| failed("ask the type of", &pool.dir, e.into()))?;
+    // Block numbers of ext4 files have 32 bits, the last of them is unused.
+    let ext4 = || u64::try_from(fs.f_bsize).ok().map(|b| b * 0xffff_ffff);
+    Ok(match u64::try_from(fs.f_type) {
+        Ok(EXT4) => ext4(),
+        Ok(XFS | BTRFS | TMPFS) => Some(MAXIMUM),
+        _ => None,
+    })
+}
+
+/// Numbers from statfs(2).
+const EXT4: u64 = 0xef53;
+const XFS: u64 = 0x5846_5342;
+const BTRFS: u64 = 0x9123_683e;
+const TMPFS: u64 = 0x0102_1994;

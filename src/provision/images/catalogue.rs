@@ -1,0 +1,300 @@
+//! The catalogue of a pool: which names have which volumes and snapshots.
+//!
+//! ```text
+//! names/<sha256 of the name>.json   the reservation: name and id
+//! volumes/<id>.json                 the record: the volume is complete
+//! ```
+//!
+//! and `snapnames/`, `snapshots/` in the same way. The reservation is written
+//! first and the record last; a delete marks the record, and removes it last.
+//! So what a crash left tells how far it was:
+//!
+//! | reservation | record   | it was                  | and is                 |
+//! | ---         | ---      | ---                     | ---                    |
+//! | yes         | no       | being made              | made anew, or undone   |
+//! | yes         | ready    | complete                | left alone             |
+//! | any         | deleting | being deleted           | deleted                |
+//!
+//! Whoever makes or deletes something holds its reservation under flock(2), so
+//! that a second controller keeps off and a start knows the dead from the
+//! living. A file that holds something else is an error that names it; it is
+//! never removed.
+
+use std::{
+    fs::{self, File},
+    io,
+    marker::PhantomData,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use sha2::{Digest as _, Sha256};
+use uuid::Uuid;
+
+use super::super::Error;
+use crate::{
+    Done,
+    pool::{
+        Pool,
+        draft::{self, Draft, Durability::Durable},
+        handle::hex,
+    },
+};
+
+/// What is catalogued.
+pub trait Kind: Serialize + DeserializeOwned {
+    /// The directory of the reservations.
+    const NAMES: &str;
+    /// The directory of the records.
+    const RECORDS: &str;
+    /// Whether nodes attach it, so that claims count.
+    const IS_CLAIMED: bool;
+    /// Where the image of `id` is.
+    fn image(pool: &Pool, id: Uuid) -> PathBuf;
+}
+
+/// Whether an entry is there or on its way out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// Complete.
+    Ready,
+    /// Being deleted: to callers it is gone.
+    Deleting,
+}
+
+/// A record.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Entry<K> {
+    /// Part of its handle; increases with time, so that listings keep an order.
+    pub id: Uuid,
+    /// What it was asked for by.
+    pub name: String,
+    /// Whether it is there.
+    pub state: State,
+    /// What only this kind has.
+    pub detail: K,
+}
+
+/// A reservation: this name has this id.
+#[derive(Debug, Serialize, Deserialize)]
+struct Reservation {
+    name: String,
+    id: Uuid,
+}
+
+/// A reservation that this process has locked.
+#[derive(Debug)]
+pub struct Held {
+    /// The id that belongs to the name.
+    pub id: Uuid,
+    path: PathBuf,
+    /// Locked for as long as it is open.
+    _lock: File,
+}
+
+/// One kind's part of a pool's catalogue.
+#[derive(Debug)]
+pub struct Catalogue<'p, K> {
+    pool: &'p Pool,
+    kind: PhantomData<K>,
+}
+
+impl<'p, K: Kind> Catalogue<'p, K> {
+    /// That of a pool.
+    pub fn of(pool: &'p Pool) -> Self {
+        let kind = PhantomData;
+        Self { pool, kind }
+    }
+
+    /// The record of an id.
+    pub fn get(&self, id: Uuid) -> Result<Option<Entry<K>>, Error> {
+        self.pool.open_dir()?;
+        read(&self.record(id))
+    }
+
+    /// The record of an id, unless it is being deleted.
+    pub fn ready(&self, id: Uuid) -> Result<Option<Entry<K>>, Error> {
+        let entry = self.get(id)?;
+        Ok(entry.filter(|entry| entry.state == State::Ready))
+    }
+
+    /// The complete entry of a name, without locking it.
+    pub fn by_name(&self, name: &str) -> Result<Option<Entry<K>>, Error> {
+        self.pool.open_dir()?;
+        match read::<Reservation>(&self.reservation(name))? {
+            Some(reservation) => self.ready(reservation.id),
+            None => Ok(None),
+        }
+    }
+
+    /// The ids of all records, in the order of their making.
+    pub fn ids(&self) -> Result<Vec<Uuid>, Error> {
+        self.pool.open_dir()?;
+        let files = list(&self.pool.meta_path(K::RECORDS))?;
+        let mut ids: Vec<_> = files.iter().filter_map(|path| id_of(path)).collect();
+        ids.sort_unstable();
+        Ok(ids)
+    }
+
+    /// Every name's reservation.
+    pub fn reservations(&self) -> Result<Vec<PathBuf>, Error> {
+        self.pool.open_dir()?;
+        list(&self.pool.meta_path(K::NAMES))
+    }
+
+    /// Locks a name's reservation, making it if there is none.
+    pub fn reserve(&self, name: &str) -> Result<Held, Error> {
+        self.pool.meta_dir(K::NAMES)?;
+        let tmp = self.pool.meta_dir("tmp")?;
+        let path = self.reservation(name);
+        loop {
+            if let Some(held) = self.hold(name)? {
+                return Ok(held);
+            }
+            let id = Uuid::now_v7();
+            let reservation = Reservation {
+                name: name.to_owned(),
+                id,
+            };
+            let placed = Draft::new(&tmp).and_then(|draft| {
+                serde_json::to_writer(draft.file(), &reservation)?;
+                draft.place_new_locked(&path)
+            });
+            if let Some(lock) = placed.map_err(|e| failed("write", &path, e))? {
+                return Ok(Held {
+                    id,
+                    path,
+                    _lock: lock,
+                });
+            }
+        }
+    }
+
+    /// Locks a name's reservation if there is one.
+    pub fn hold(&self, name: &str) -> Result<Option<Held>, Error> {
+        let path = self.reservation(name);
+        let held = hold_at(&path)?;
+        if let Some((_, reservation)) = &held
+            && reservation.name != name
+        {
+            let source = serde::de::Error::custom(format!("it is for {:?}", reservation.name));
+            return Err(Error::Corrupt { path, source });
+        }
+        Ok(held.map(|(held, _)| held))
+    }
+
+    /// Records that `entry` is complete, or being deleted.
+    pub fn record_as(&self, entry: &Entry<K>) -> Result<(), Error> {
+        let tmp = self.pool.meta_dir("tmp")?;
+        self.pool.meta_dir(K::RECORDS)?;
+        let path = self.record(entry.id);
+        let bytes = serde_json::to_vec_pretty(entry).expect("a record is plain data");
+        draft::replace(&tmp, &path, &bytes, Durable).map_err(|e| failed("write", &path, e))
+    }
+
+    /// Takes back what was begun under a reservation: there is no record.
+    pub fn undo(&self, held: &Held) -> Result<(), Error> {
+        remove(&K::image(self.pool, held.id))?;
+        remove(&held.path)
+    }
+
+    /// Removes all that belongs to an entry marked as being deleted. `held` is
+    /// its reservation, unless that is gone or another's by now.
+    pub fn erase(&self, entry: &Entry<K>, held: Option<&Held>) -> Result<(), Error> {
+        remove(&K::image(self.pool, entry.id))?;
+        if let Some(held) = held.filter(|held| held.id == entry.id) {
+            remove(&held.path)?;
+        }
+        remove(&self.record(entry.id))
+    }
+
+    fn record(&self, id: Uuid) -> PathBuf {
+        self.pool.meta_path(K::RECORDS).join(format!("{id}.json"))
+    }
+
+    fn reservation(&self, name: &str) -> PathBuf {
+        let digest = hex(&Sha256::digest(name.as_bytes()));
+        self.pool.meta_path(K::NAMES).join(format!("{digest}.json"))
+    }
+}
+
+/// Locks a reservation: it and the name in it. None where there is none.
+pub fn hold_by_path(path: &Path) -> Result<Option<Held>, Error> {
+    Ok(hold_at(path)?.map(|(held, _)| held))
+}
+
+fn hold_at(path: &Path) -> Result<Option<(Held, Reservation)>, Error> {
+    loop {
+        let lock = match draft::open_to_lock(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(failed("open", path, e)),
+        };
+        if !draft::try_lock(&lock).map_err(|e| failed("lock", path, e))? {
+            let name = read::<Reservation>(path)?.map(|reservation| reservation.name);
+            return Err(Error::Busy(name.unwrap_or_default()));
+        }
+        // Its last holder may have removed it.
+        let (mine, there) = (lock.metadata(), fs::metadata(path));
+        if !matches!((mine, there), (Ok(a), Ok(b)) if (a.dev(), a.ino()) == (b.dev(), b.ino())) {
+            continue;
+        }
+        return Ok(read::<Reservation>(path)?.map(|reservation| {
+            let held = Held {
+                id: reservation.id,
+                path: path.to_owned(),
+                _lock: lock,
+            };
+            (held, reservation)
+        }));
+    }
+}
+
+/// The id in a record's file name, unless the file is something else.
+fn id_of(path: &Path) -> Option<Uuid> {
+    let stem = path.file_name()?.to_str()?.strip_suffix(".json")?;
+    Uuid::try_parse(stem).ok()
+}
+
+fn list(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(failed("list", dir, e)),
+    };
+    entries
+        .map(|entry| Ok(entry.map_err(|e| failed("list", dir, e))?.path()))
+        .collect()
+}
+
+fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
+    let bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(failed("read", path, e)),
+    };
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|source| Error::Corrupt {
+            path: path.to_owned(),
+            source,
+        })
+}
+
+fn remove(path: &Path) -> Result<(), Error> {
+    match draft::remove(path, Durable) {
+        Ok(Done::Now | Done::Already) => Ok(()),
+        Err(e) => Err(failed("remove", path, e)),
+    }
+}
+
+/// An [`Error::Io`].
+pub fn failed(step: &'static str, path: &Path, source: io::Error) -> Error {
+    Error::Io {
+        step,
+        path: path.to_owned(),
+        source,
+    }
+}

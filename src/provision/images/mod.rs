@@ -1,0 +1,208 @@
+//! Volumes as raw image files in pools.
+//!
+//! A create goes through these steps, each durable before the next:
+//!
+//! ```text
+//! 1. reserve    the name gets a random id           names/<hash>.json, locked
+//! 2. build      size, data, allocation              tmp/<draft>, locked
+//! 3. place      the image gets its name             POOL/<id>.img
+//! 4. record     the volume is complete              volumes/<id>.json
+//! ```
+//!
+//! and a delete through these:
+//!
+//! ```text
+//! 1. claim      nobody has it attached, nobody may  claims/<id>.img/…
+//! 2. mark       the record says `deleting`
+//! 3. erase      image, reservation, record; then the claims
+//! ```
+//!
+//! A failure undoes its create; a crash leaves what [`catalogue`] can tell
+//! apart, and the next equal call, or the next start ([`Images::sweep`]),
+//! finishes or undoes it. The truth of a volume's size is its file's size.
+//!
+//! Images are thin: a sparse file takes space as it is written, and volumes may
+//! be promised more than the pool has. [`Provisioner::capacity`] therefore
+//! counts what is promised as taken, so that a scheduler that looks at it does
+//! not overcommit; only `preallocate` makes sure.
+
+use std::{collections::HashMap, sync::Arc};
+
+use super::{
+    Ailment, Capacity, Error, Listing, NewVolume, Page, Provisioner, Published, Range, Snapshot,
+    Usage, Volume, keyed::Keyed,
+};
+use crate::{lane::Lanes, pool::Pools};
+
+mod capacity;
+mod catalogue;
+mod listing;
+mod snapshots;
+mod store;
+mod sweep;
+mod volumes;
+
+use store::Store;
+
+/// The provisioner of image files. All its work blocks and runs on lane
+/// threads; calls for one name or handle take turns, so that equal ones get
+/// the answer of the first.
+#[derive(Clone, Debug)]
+pub struct Images {
+    store: Arc<Store>,
+    turns: Keyed,
+    lanes: Lanes,
+}
+
+impl Images {
+    /// Over these pools; `node_id` is that of the node of local pools, and
+    /// `boot_id` that of the running kernel.
+    pub fn new(pools: Pools, node_id: Option<String>, boot_id: String, lanes: Lanes) -> Self {
+        let store = Arc::new(Store {
+            pools,
+            node_id,
+            boot_id,
+        });
+        let turns = Keyed::default();
+        Self {
+            store,
+            turns,
+            lanes,
+        }
+    }
+
+    /// Finishes or undoes what dead controllers left, and says what could not
+    /// be dealt with. Live calls, here and in other controllers, are not
+    /// touched.
+    pub async fn sweep(&self) -> Vec<Error> {
+        self.in_turn("sweep", "sweep", Store::sweep).await
+    }
+
+    /// Says why a pool cannot be used, if one cannot.
+    pub async fn check(&self) -> Result<(), Error> {
+        self.in_turn("check", "check", Store::check).await
+    }
+
+    /// Runs `work` after what runs for `whose` already. When the caller goes
+    /// away meanwhile, the work is finished, and its turn ends only then: so a
+    /// pool that hangs holds up one thread for each, however often they call.
+    async fn in_turn<T: Send + 'static>(
+        &self,
+        whose: &str,
+        step: &'static str,
+        work: impl FnOnce(&Store) -> T + Send + 'static,
+    ) -> T {
+        let turn = self.turns.lock(whose).await;
+        let store = Arc::clone(&self.store);
+        let work = move || {
+            let result = work(&store);
+            drop(turn);
+            result
+        };
+        self.lanes.run(whose, step, work).await
+    }
+}
+
+#[tonic::async_trait]
+impl Provisioner for Images {
+    async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
+        let turn = format!("volume name {}", new.name);
+        self.in_turn(&turn, "create", move |store| store.create_volume(&new))
+            .await
+    }
+
+    async fn delete_volume(&self, handle: String) -> Result<(), Error> {
+        self.in_turn(&handle.clone(), "delete", move |store| {
+            store.delete_volume(&handle)
+        })
+        .await
+    }
+
+    async fn expand_volume(&self, handle: String, range: Range) -> Result<u64, Error> {
+        self.in_turn(&handle.clone(), "expand", move |store| {
+            store.expand_volume(&handle, range)
+        })
+        .await
+    }
+
+    async fn get_volume(&self, handle: String) -> Result<Published, Error> {
+        self.in_turn(&handle.clone(), "look up", move |store| {
+            store.get_volume(&handle)
+        })
+        .await
+    }
+
+    async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
+        self.in_turn("list volumes", "list", move |store| {
+            store.list_volumes(&what)
+        })
+        .await
+    }
+
+    async fn check_usages(
+        &self,
+        handle: String,
+        usages: Vec<Usage>,
+        parameters: HashMap<String, String>,
+    ) -> Result<Option<String>, Error> {
+        self.in_turn(&handle.clone(), "check", move |store| {
+            store.check_usages(&handle, &usages, &parameters)
+        })
+        .await
+    }
+
+    async fn volume_ailment(&self, handle: String) -> Result<Option<Ailment>, Error> {
+        self.in_turn(&handle.clone(), "look up", move |store| {
+            store.volume_ailment(&handle)
+        })
+        .await
+    }
+
+    async fn capacity(
+        &self,
+        parameters: HashMap<String, String>,
+        usages: Vec<Usage>,
+        here_will_do: bool,
+    ) -> Result<Capacity, Error> {
+        self.in_turn("capacity", "capacity", move |store| {
+            store.capacity(&parameters, &usages, here_will_do)
+        })
+        .await
+    }
+
+    async fn create_snapshot(&self, name: String, volume: String) -> Result<Snapshot, Error> {
+        let turn = format!("snapshot name {name}");
+        self.in_turn(&turn, "snapshot", move |store| {
+            store.create_snapshot(&name, &volume)
+        })
+        .await
+    }
+
+    async fn delete_snapshot(&self, handle: String) -> Result<(), Error> {
+        self.in_turn(&handle.clone(), "delete", move |store| {
+            store.delete_snapshot(&handle)
+        })
+        .await
+    }
+
+    async fn get_snapshot(&self, handle: String) -> Result<Snapshot, Error> {
+        self.in_turn(&handle.clone(), "look up", move |store| {
+            store.get_snapshot(&handle)
+        })
+        .await
+    }
+
+    async fn list_snapshots(
+        &self,
+        what: Listing,
+        volume: Option<String>,
+    ) -> Result<Page<Snapshot>, Error> {
+        self.in_turn("list snapshots", "list", move |store| {
+            store.list_snapshots(&what, volume.as_deref())
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests;

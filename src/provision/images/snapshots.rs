@@ -1,0 +1,168 @@
+//! Snapshots: read-only copies of images, beside the catalogue.
+
+use std::{
+    path::PathBuf,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::{
+    super::{Error, Snapshot},
+    catalogue::{Catalogue, Entry, Held, Kind, State, failed},
+    store::{Store, size_of},
+};
+use crate::{
+    Done,
+    pool::{
+        Pool, Scope,
+        draft::{Draft, Durability::Durable, crash_point, remove},
+        handle::SnapshotHandle,
+    },
+};
+
+/// What the record of a snapshot says of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SnapshotDetail {
+    /// The handle of the volume, which may be gone by now.
+    pub source: String,
+    /// The point in time: nanoseconds since 1970.
+    created: u64,
+}
+
+impl Kind for SnapshotDetail {
+    const NAMES: &str = "snapnames";
+    const RECORDS: &str = "snapshots";
+    const IS_CLAIMED: bool = false;
+
+    fn image(pool: &Pool, id: Uuid) -> PathBuf {
+        pool.meta_path(Self::RECORDS).join(format!("{id}.img"))
+    }
+}
+
+type Snapshots<'p> = Catalogue<'p, SnapshotDetail>;
+
+impl Store {
+    pub fn create_snapshot(&self, name: &str, volume: &str) -> Result<Snapshot, Error> {
+        // Before the volume is looked for: a snapshot may outlive it.
+        if let Some((pool, entry)) = self.find_name(name) {
+            return self.as_taken_before(pool, &entry, volume);
+        }
+        let (pool, _) = self.find_volume(volume)?;
+        let catalogue = Snapshots::of(pool);
+        loop {
+            let held = catalogue.reserve(name)?;
+            crash_point();
+            match catalogue.get(held.id)? {
+                Some(entry) if entry.state == State::Ready => {
+                    return self.as_taken_before(pool, &entry, volume);
+                }
+                Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
+                None => {
+                    let taken = self.take(pool, &held, name, volume);
+                    if taken.is_err()
+                        && let Err(left) = catalogue.undo(&held)
+                    {
+                        tracing::warn!(name, error = %left, "an unfinished snapshot stays until the next start");
+                    }
+                    return taken;
+                }
+            }
+        }
+    }
+
+    fn take(&self, pool: &Pool, held: &Held, name: &str, volume: &str) -> Result<Snapshot, Error> {
+        let origin = self.volume_origin(volume)?;
+        let tmp = pool.meta_dir("tmp")?;
+        pool.meta_dir(SnapshotDetail::RECORDS)?;
+        let draft = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
+        self.fill(&draft, &origin)?;
+        let created = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        crash_point();
+        let image = SnapshotDetail::image(pool, held.id);
+        // Of an earlier attempt that ended before the record was written.
+        let placed = remove(&image, Durable).and_then(|_| draft.place_new(&image, Durable));
+        match placed {
+            Ok(Done::Now) => {}
+            Ok(Done::Already) => return Err(Error::Busy(name.to_owned())),
+            Err(e) => return Err(failed("put in place", &image, e)),
+        }
+        let entry = Entry {
+            id: held.id,
+            name: name.to_owned(),
+            state: State::Ready,
+            detail: SnapshotDetail {
+                source: volume.to_owned(),
+                created: u64::try_from(created.as_nanos()).unwrap_or(u64::MAX),
+            },
+        };
+        Snapshots::of(pool).record_as(&entry)?;
+        crash_point();
+        self.snapshot(pool, &entry)
+    }
+
+    fn as_taken_before(
+        &self,
+        pool: &Pool,
+        entry: &Entry<SnapshotDetail>,
+        volume: &str,
+    ) -> Result<Snapshot, Error> {
+        if entry.detail.source == volume {
+            return self.snapshot(pool, entry);
+        }
+        Err(Error::Differs {
+            name: entry.name.clone(),
+            how: format!("it is a snapshot of {:?}", entry.detail.source),
+        })
+    }
+
+    pub fn delete_snapshot(&self, handle: &str) -> Result<(), Error> {
+        let Ok(parsed) = handle.parse::<SnapshotHandle>() else {
+            return Ok(());
+        };
+        let pool = self.reach_snapshot(&parsed, handle)?;
+        self.delete::<SnapshotDetail>(pool, parsed.id())
+    }
+
+    pub fn get_snapshot(&self, handle: &str) -> Result<Snapshot, Error> {
+        let (pool, entry) = self.find_snapshot(handle)?;
+        self.snapshot(pool, &entry)
+    }
+
+    pub(super) fn snapshot(
+        &self,
+        pool: &Pool,
+        entry: &Entry<SnapshotDetail>,
+    ) -> Result<Snapshot, Error> {
+        let detail = &entry.detail;
+        Ok(Snapshot {
+            handle: SnapshotHandle::new(pool, self.node_id.as_deref(), entry.id).to_string(),
+            source: detail.source.clone(),
+            bytes: size_of(&SnapshotDetail::image(pool, entry.id))?.unwrap_or(0),
+            created: UNIX_EPOCH + Duration::from_nanos(detail.created),
+            local: pool.scope == Scope::Local,
+        })
+    }
+
+    /// A snapshot that is there and within reach.
+    pub(super) fn find_snapshot(
+        &self,
+        handle: &str,
+    ) -> Result<(&Pool, Entry<SnapshotDetail>), Error> {
+        let missing = || Error::NoSnapshot(handle.to_owned());
+        let parsed: SnapshotHandle = handle.parse().map_err(|_| missing())?;
+        let pool = self.reach_snapshot(&parsed, handle)?;
+        let entry = Snapshots::of(pool).ready(parsed.id())?;
+        Ok((pool, entry.ok_or_else(missing)?))
+    }
+
+    fn reach_snapshot(&self, parsed: &SnapshotHandle, handle: &str) -> Result<&Pool, Error> {
+        if !parsed.is_reachable_from(self.node_id.as_deref()) {
+            return Err(Error::Elsewhere(handle.to_owned()));
+        }
+        self.pool_of(parsed.pool(), handle)
+    }
+}

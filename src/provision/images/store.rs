@@ -1,0 +1,202 @@
+//! What volumes and snapshots have in common: where they are, how an image is
+//! copied, and how an entry is deleted. All of it blocks.
+
+use std::{
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+};
+
+use uuid::Uuid;
+
+use super::{
+    super::{Error, copy},
+    catalogue::{Catalogue, Entry, Held, Kind, State, failed},
+};
+use crate::pool::{
+    Pool, PoolError, Pools,
+    claim::{self, Access, Claim, ClaimError},
+    draft::{Draft, crash_point},
+};
+
+/// The pools and who is asking.
+#[derive(Debug)]
+pub struct Store {
+    pub pools: Pools,
+    pub node_id: Option<String>,
+    pub boot_id: String,
+}
+
+/// Where the data of a new image comes from.
+pub struct Origin<'s> {
+    pub pool: &'s Pool,
+    pub file: File,
+    pub bytes: u64,
+    pub path: PathBuf,
+    /// Its name, if it is a volume's, which may be written meanwhile.
+    pub volume_image: Option<String>,
+}
+
+impl Store {
+    /// Whether every pool's directory is there.
+    pub fn check(&self) -> Result<(), Error> {
+        self.pools
+            .iter()
+            .try_for_each(|pool| Ok(pool.open_dir().map(drop)?))
+    }
+
+    /// The pool of that name, which is part of `handle`.
+    pub fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, Error> {
+        self.pools.get(name).map_err(|source| Error::PoolNotGiven {
+            handle: handle.to_owned(),
+            source,
+        })
+    }
+
+    /// What has that name, in whatever pool.
+    pub fn find_name<K: Kind>(&self, name: &str) -> Option<(&Pool, Entry<K>)> {
+        self.pools.iter().find_map(|pool| {
+            match Catalogue::of(pool).by_name(name) {
+                Ok(found) => found.map(|entry| (pool, entry)),
+                // Its own calls say so; it must not stop those for others.
+                Err(error) => {
+                    tracing::warn!(pool = pool.name, %error, "not searched for a name");
+                    None
+                }
+            }
+        })
+    }
+
+    /// The claim of a copy or delete.
+    pub fn claim_for(&self, token: &Draft, access: Access) -> Claim {
+        Claim::by_controller(token, &self.boot_id, access)
+    }
+
+    /// Fills an empty draft with the origin's data: by reflink, which is
+    /// atomic, else by copying, for which nobody may be writing.
+    pub fn fill(&self, draft: &Draft, origin: &Origin<'_>) -> Result<(), Error> {
+        let cannot = |e| failed("copy", &origin.path, e);
+        if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
+            return Ok(());
+        }
+        let Some(image) = &origin.volume_image else {
+            return copy::sparse(&origin.file, draft.file(), origin.bytes).map_err(cannot);
+        };
+        let claim = self.claim_for(draft, Access::Readers);
+        let at_no_point_in_time = |holder| Error::NoPointInTime {
+            pool: origin.pool.name.clone(),
+            holder: Box::new(holder),
+        };
+        match claim::claim(origin.pool, image, &claim) {
+            Ok(_) => {}
+            Err(held @ ClaimError::HeldBy { .. }) => return Err(at_no_point_in_time(held.into())),
+            Err(error) => return Err(error.into()),
+        }
+        let copied = match loop_device(image, true) {
+            Err(e) => Err(failed("look for a loop device over", &origin.path, e)),
+            Ok(Some(holder)) => Err(at_no_point_in_time(holder)),
+            // Opened anew: NFS looks for what others wrote at an open only.
+            Ok(None) => origin
+                .pool
+                .open_image(image, false)
+                .map_err(Error::from)
+                .and_then(|file| copy::sparse(&file, draft.file(), origin.bytes).map_err(cannot)),
+        };
+        let released = claim::release(origin.pool, image, &claim.node_id);
+        copied?;
+        released.map(drop).map_err(Error::from)
+    }
+
+    /// Deletes what `id` stands for, if that is anything.
+    pub fn delete<K: Kind>(&self, pool: &Pool, id: Uuid) -> Result<(), Error> {
+        let catalogue = Catalogue::<K>::of(pool);
+        let Some(entry) = catalogue.get(id)? else {
+            return Ok(());
+        };
+        let held = catalogue.hold(&entry.name)?;
+        self.delete_entry(pool, entry, held.as_ref())
+    }
+
+    /// Deletes an entry. `held` is its name's reservation, as far as there is
+    /// one; it may be another's by now.
+    pub fn delete_entry<K: Kind>(
+        &self,
+        pool: &Pool,
+        mut entry: Entry<K>,
+        held: Option<&Held>,
+    ) -> Result<(), Error> {
+        let catalogue = Catalogue::of(pool);
+        let tmp = pool.meta_dir("tmp")?;
+        let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
+        let claim = self.claim_for(&token, Access::Exclusive);
+        let image = format!("{}.img", entry.id);
+        if K::IS_CLAIMED {
+            let _: crate::Done = claim::claim(pool, &image, &claim)?;
+        }
+        let mut erase = || {
+            let path = K::image(pool, entry.id);
+            let holder = loop_device(&image, false);
+            if let Some(holder) =
+                holder.map_err(|e| failed("look for a loop device over", &path, e))?
+            {
+                return Err(holder);
+            }
+            crash_point();
+            entry.state = State::Deleting;
+            catalogue.record_as(&entry)?;
+            catalogue.erase(&entry, held)
+        };
+        let erased = erase();
+        if K::IS_CLAIMED {
+            match &erased {
+                Ok(()) => claim::forget(pool, &image)?,
+                Err(_) => drop(claim::release(pool, &image, &claim.node_id)?),
+            }
+        }
+        erased
+    }
+}
+
+/// A loop device of this machine over an image, whoever attached it: images
+/// have unique names, and sysfs shows them in every mount namespace. One that
+/// cannot write counts only if it matters that it is there.
+fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
+    let devices = match std::fs::read_dir("/sys/block") {
+        Ok(devices) => devices,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(e),
+    };
+    for device in devices {
+        let device = device?;
+        // Not there for any but an attached loop device.
+        let Ok(backing) = std::fs::read_to_string(device.path().join("loop/backing_file")) else {
+            continue;
+        };
+        let backing = Path::new(backing.trim_end());
+        let read_only = || {
+            let ro = std::fs::read_to_string(device.path().join("ro"));
+            ro.is_ok_and(|ro| ro.trim() == "1")
+        };
+        if backing.file_name() == Some(image.as_ref()) && !(may_read && read_only()) {
+            return Ok(Some(Error::LoopDevice {
+                image: image.to_owned(),
+                device: device.file_name().to_string_lossy().into_owned(),
+            }));
+        }
+    }
+    Ok(None)
+}
+
+/// The size of a file that should be there; none: it is not.
+pub fn size_of(path: &Path) -> Result<Option<u64>, Error> {
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) => Ok(Some(metadata.len())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(failed("look at", path, e)),
+    }
+}
+
+/// Whether a pool has nothing under that image name.
+pub fn is_missing(error: &PoolError) -> bool {
+    matches!(error, PoolError::NoImage { .. })
+}

@@ -1,0 +1,60 @@
+//! Finishing what dead controllers began.
+
+use super::{
+    super::Error,
+    catalogue::{Catalogue, Kind, State, failed, hold_by_path},
+    snapshots::SnapshotDetail,
+    store::Store,
+    volumes::VolumeDetail,
+};
+use crate::pool::{Pool, draft};
+
+impl Store {
+    /// Over all pools; says what could not be dealt with.
+    pub fn sweep(&self) -> Vec<Error> {
+        let mut errors = Vec::new();
+        for pool in self.pools.iter() {
+            let tmp = pool.meta_path("tmp");
+            if tmp.is_dir()
+                && let Err(e) = draft::sweep(&tmp)
+            {
+                errors.push(failed("sweep", &tmp, e));
+            }
+            self.sweep_kind::<VolumeDetail>(pool, &mut errors);
+            self.sweep_kind::<SnapshotDetail>(pool, &mut errors);
+        }
+        errors
+    }
+
+    fn sweep_kind<K: Kind>(&self, pool: &Pool, errors: &mut Vec<Error>) {
+        let catalogue = Catalogue::<K>::of(pool);
+        let mut note = |result| match result {
+            // Somebody alive is at it.
+            Ok(()) | Err(Error::Busy(_)) => {}
+            Err(error) => errors.push(error),
+        };
+        match catalogue.reservations() {
+            Ok(paths) => paths.iter().for_each(|path| {
+                note(hold_by_path(path).and_then(|held| {
+                    let Some(held) = held else { return Ok(()) };
+                    match catalogue.get(held.id)? {
+                        None => catalogue.undo(&held),
+                        Some(entry) if entry.state == State::Ready => Ok(()),
+                        Some(entry) => self.delete_entry(pool, entry, Some(&held)),
+                    }
+                }));
+            }),
+            Err(error) => return note(Err(error)),
+        }
+        // Deletes that ended between removing the reservation and the record.
+        match catalogue.ids() {
+            Ok(ids) => ids.into_iter().for_each(|id| {
+                note(catalogue.get(id).and_then(|entry| match entry {
+                    Some(entry) if entry.state == State::Deleting => self.delete::<K>(pool, id),
+                    _ => Ok(()),
+                }));
+            }),
+            Err(error) => note(Err(error)),
+        }
+    }
+}

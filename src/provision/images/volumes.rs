@@ -1,0 +1,418 @@
+//! Making, growing and looking up volumes.
+
+use std::{collections::HashMap, fs::File, path::PathBuf};
+
+use rustix::fs::FallocateFlags;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::{
+    super::{
+        Ailment, Error, NewVolume, Parameters, Published, Range, Source, Usage, Volume,
+        size::{self, least},
+    },
+    catalogue::{Catalogue, Entry, Held, Kind, State, failed},
+    store::{Origin, Store, is_missing, size_of},
+};
+use crate::{
+    Done,
+    pool::{
+        Pool, Scope, claim,
+        draft::{Draft, Durability::Durable, crash_point, remove},
+        handle::{SnapshotHandle, VolumeHandle},
+    },
+};
+
+/// What the record of a volume says of it. Requests for one name are equal if
+/// this is equal.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeDetail {
+    pub parameters: Parameters,
+    /// What it was copied from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<Source>,
+    /// Made for several nodes that write.
+    #[serde(default)]
+    pub many_nodes_write: bool,
+}
+
+impl Kind for VolumeDetail {
+    const NAMES: &str = "names";
+    const RECORDS: &str = "volumes";
+    const IS_CLAIMED: bool = true;
+
+    fn image(pool: &Pool, id: Uuid) -> PathBuf {
+        pool.image_path(&format!("{id}.img"))
+    }
+}
+
+type Volumes<'p> = Catalogue<'p, VolumeDetail>;
+
+impl Store {
+    pub fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+        let parameters = Parameters::parse(&new.parameters)?;
+        let pool = self.pools.get_or_only(parameters.pool.as_deref())?;
+        refuse_usages(pool, &parameters, &new.usages)?;
+        if let (Scope::Local, Some(wanted)) = (pool.scope, &new.elsewhere) {
+            return Err(Error::NotHere {
+                pool: pool.name.clone(),
+                wanted: wanted.clone(),
+            });
+        }
+        let smallest = least(&parameters.file_systems(&new.usages)?);
+        let detail = VolumeDetail {
+            parameters,
+            source: new.source.clone(),
+            many_nodes_write: new.usages.iter().any(|usage| usage.many_nodes_write),
+        };
+        if let Some((other, _)) = self.find_name::<VolumeDetail>(&new.name)
+            && other.name != pool.name
+        {
+            return Err(Error::Differs {
+                name: new.name.clone(),
+                how: format!("it is in pool {:?}", other.name),
+            });
+        }
+
+        let catalogue = Volumes::of(pool);
+        loop {
+            let held = catalogue.reserve(&new.name)?;
+            crash_point();
+            match catalogue.get(held.id)? {
+                Some(entry) if entry.state == State::Ready => {
+                    return self.as_made_before(pool, &entry, &detail, new.range);
+                }
+                Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
+                None => {
+                    let made = self.make_volume(pool, &held, new, detail, smallest);
+                    if made.is_err()
+                        && let Err(left) = catalogue.undo(&held)
+                    {
+                        tracing::warn!(name = new.name, error = %left, "an unfinished volume stays until the next start");
+                    }
+                    return made;
+                }
+            }
+        }
+    }
+
+    fn make_volume(
+        &self,
+        pool: &Pool,
+        held: &Held,
+        new: &NewVolume,
+        detail: VolumeDetail,
+        smallest: u64,
+    ) -> Result<Volume, Error> {
+        let origin = match &new.source {
+            Some(source) => Some(self.origin(source)?),
+            None => None,
+        };
+        let default = origin.as_ref().map_or(size::DEFAULT, |from| from.bytes);
+        let bytes = new.range.choose(default, smallest)?;
+        if let Some(from) = origin.as_ref().filter(|from| from.bytes > bytes) {
+            let field = if new.range.required == 0 {
+                "limit_bytes"
+            } else {
+                "required_bytes"
+            };
+            let why = format!("{bytes} is less than the {} of the source", from.bytes);
+            return Err(Error::Size { field, why });
+        }
+
+        let tmp = pool.meta_dir("tmp")?;
+        let draft = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
+        if let Some(from) = &origin {
+            self.fill(&draft, from)?;
+        }
+        crash_point();
+        let image = VolumeDetail::image(pool, held.id);
+        set_size(draft.file(), bytes, detail.parameters.preallocate)
+            .map_err(|e| failed("make room for", &image, e))?;
+        // Of an earlier attempt that ended before the record was written.
+        let placed = remove(&image, Durable).and_then(|_| draft.place_new(&image, Durable));
+        match placed {
+            Ok(Done::Now) => {}
+            Ok(Done::Already) => return Err(Error::Busy(new.name.clone())),
+            Err(e) => return Err(failed("put in place", &image, e)),
+        }
+        let entry = Entry {
+            id: held.id,
+            name: new.name.clone(),
+            state: State::Ready,
+            detail,
+        };
+        Volumes::of(pool).record_as(&entry)?;
+        crash_point();
+        Ok(self.volume(pool, &entry, bytes))
+    }
+
+    /// The answer to a repeated request.
+    fn as_made_before(
+        &self,
+        pool: &Pool,
+        entry: &Entry<VolumeDetail>,
+        detail: &VolumeDetail,
+        range: Range,
+    ) -> Result<Volume, Error> {
+        let bytes = self.size(pool, entry)?;
+        let there = &entry.detail;
+        let how = if there.parameters != detail.parameters {
+            "its parameters are others".to_owned()
+        } else if there.source != detail.source {
+            "its content source is another".to_owned()
+        } else if detail.many_nodes_write && !there.many_nodes_write {
+            "it was not made for several nodes that write".to_owned()
+        } else if !range.holds(bytes) {
+            format!("it has {bytes} bytes")
+        } else {
+            return Ok(self.volume(pool, entry, bytes));
+        };
+        let name = entry.name.clone();
+        Err(Error::Differs { name, how })
+    }
+
+    pub fn delete_volume(&self, handle: &str) -> Result<(), Error> {
+        let Ok(parsed) = handle.parse::<VolumeHandle>() else {
+            return Ok(());
+        };
+        let pool = self.reach_volume(&parsed, handle)?;
+        self.delete::<VolumeDetail>(pool, parsed.id())
+    }
+
+    pub fn expand_volume(&self, handle: &str, range: Range) -> Result<u64, Error> {
+        let (pool, entry) = match self.find_volume(handle) {
+            // The node there grows the file itself.
+            Err(Error::Elsewhere(_)) => return range.choose(0, 0),
+            found => found?,
+        };
+        let before = self.size(pool, &entry)?;
+        if range.required <= before {
+            if range.holds(before) {
+                return Ok(before);
+            }
+            return Err(Error::Size {
+                field: "limit_bytes",
+                why: format!(
+                    "the volume has {before} bytes already, and volumes never become smaller"
+                ),
+            });
+        }
+        let bytes = range.choose(before, before)?;
+        let path = VolumeDetail::image(pool, entry.id);
+        let grown = pool
+            .open_image(&format!("{}.img", entry.id), true)
+            .map_err(Error::from)
+            .and_then(|file| {
+                let preallocate = entry.detail.parameters.preallocate;
+                set_size(&file, bytes, preallocate)
+                    .and_then(|()| file.sync_all())
+                    .map_err(|e| failed("make room for", &path, e))
+            });
+        grown.map(|()| bytes)
+    }
+
+    pub fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+        let (pool, entry) = self.find_volume(handle)?;
+        let bytes = self.size(pool, &entry)?;
+        let holders = claim::holders(pool, &format!("{}.img", entry.id))?;
+        Ok(Published {
+            volume: self.volume(pool, &entry, bytes),
+            nodes: holders.into_iter().map(|claim| claim.node_id).collect(),
+        })
+    }
+
+    pub fn check_usages(
+        &self,
+        handle: &str,
+        usages: &[Usage],
+        parameters: &HashMap<String, String>,
+    ) -> Result<Option<String>, Error> {
+        let (pool, entry) = self.find_volume(handle)?;
+        let refused = match refuse_usages(pool, &entry.detail.parameters, usages) {
+            Ok(()) if usages.iter().any(|usage| usage.many_nodes_write) => {
+                let ready = entry.detail.many_nodes_write
+                    || entry.detail.parameters.direct_io == Some(true);
+                (!ready).then(|| {
+                    "the volume was not made for several nodes that write: its loop devices \
+                     cache, each on its own"
+                        .to_owned()
+                })
+            }
+            Ok(()) => None,
+            Err(error) => Some(error.to_string()),
+        };
+        if refused.is_none() && !parameters.is_empty() {
+            return Ok(match Parameters::parse(parameters) {
+                Ok(parsed) if parsed == entry.detail.parameters => None,
+                Ok(_) => Some("the volume was made with other parameters".to_owned()),
+                Err(error) => Some(error.to_string()),
+            });
+        }
+        Ok(refused)
+    }
+
+    pub fn volume_ailment(&self, handle: &str) -> Result<Option<Ailment>, Error> {
+        let (pool, entry) = self.find_volume(handle)?;
+        match self.size(pool, &entry) {
+            Ok(_) => Ok(None),
+            Err(error @ Error::Lost { .. }) => Ok(Some(Ailment {
+                reason: "ImageMissing",
+                message: error.to_string(),
+            })),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(super) fn volume(&self, pool: &Pool, entry: &Entry<VolumeDetail>, bytes: u64) -> Volume {
+        let handle = VolumeHandle::new(pool, self.node_id.as_deref(), entry.id);
+        let detail = &entry.detail;
+        let mut context: std::collections::BTreeMap<_, _> = detail
+            .parameters
+            .context()
+            .map(|(key, value)| (key.to_owned(), value))
+            .collect();
+        context.insert("pool".to_owned(), pool.name.clone());
+        context.insert("image".to_owned(), handle.image());
+        if detail.many_nodes_write {
+            // Two nodes' page caches know nothing of each other.
+            context.insert("directIO".to_owned(), "true".to_owned());
+        }
+        Volume {
+            handle: handle.to_string(),
+            bytes,
+            context,
+            source: detail.source.clone(),
+            local: pool.scope == Scope::Local,
+        }
+    }
+
+    fn size(&self, pool: &Pool, entry: &Entry<VolumeDetail>) -> Result<u64, Error> {
+        let path = VolumeDetail::image(pool, entry.id);
+        size_of(&path)?.ok_or_else(|| Error::Lost {
+            handle: VolumeHandle::new(pool, self.node_id.as_deref(), entry.id).to_string(),
+            path,
+        })
+    }
+
+    /// A volume that is there and within reach.
+    pub(super) fn find_volume(&self, handle: &str) -> Result<(&Pool, Entry<VolumeDetail>), Error> {
+        let missing = || Error::NoVolume(handle.to_owned());
+        let parsed: VolumeHandle = handle.parse().map_err(|_| missing())?;
+        let pool = self.reach_volume(&parsed, handle)?;
+        let entry = Volumes::of(pool).ready(parsed.id())?;
+        Ok((pool, entry.ok_or_else(missing)?))
+    }
+
+    fn reach_volume(&self, parsed: &VolumeHandle, handle: &str) -> Result<&Pool, Error> {
+        if !parsed.is_reachable_from(self.node_id.as_deref()) {
+            return Err(Error::Elsewhere(handle.to_owned()));
+        }
+        self.pool_of(parsed.pool(), handle)
+    }
+
+    fn origin(&self, source: &Source) -> Result<Origin<'_>, Error> {
+        let opened = match source {
+            Source::Volume(handle) => self.volume_origin(handle),
+            Source::Snapshot(handle) => self.snapshot_origin(handle),
+        };
+        opened.map_err(|error| match error {
+            Error::Elsewhere(handle) => Error::SourceElsewhere(handle),
+            other => other,
+        })
+    }
+
+    pub(super) fn volume_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
+        let (pool, entry) = self.find_volume(handle)?;
+        let image = format!("{}.img", entry.id);
+        let path = VolumeDetail::image(pool, entry.id);
+        let file = pool.open_image(&image, false).map_err(|error| {
+            if is_missing(&error) {
+                return Error::Lost {
+                    handle: handle.to_owned(),
+                    path: path.clone(),
+                };
+            }
+            error.into()
+        })?;
+        Origin::new(pool, file, path, Some(image))
+    }
+
+    fn snapshot_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
+        let missing = || Error::NoSnapshot(handle.to_owned());
+        let parsed: SnapshotHandle = handle.parse().map_err(|_| missing())?;
+        let (pool, entry) = self.find_snapshot(handle)?;
+        let path = super::snapshots::SnapshotDetail::image(pool, parsed.id());
+        let file = File::open(&path).map_err(|e| failed("open", &path, e))?;
+        debug_assert_eq!(entry.id, parsed.id());
+        Origin::new(pool, file, path, None)
+    }
+}
+
+impl<'s> Origin<'s> {
+    fn new(
+        pool: &'s Pool,
+        file: File,
+        path: PathBuf,
+        volume_image: Option<String>,
+    ) -> Result<Self, Error> {
+        let metadata = file.metadata();
+        let bytes = metadata.map_err(|e| failed("look at", &path, e))?.len();
+        Ok(Self {
+            pool,
+            file,
+            bytes,
+            path,
+            volume_image,
+        })
+    }
+}
+
+/// Gives an image its size, and all of its blocks if it is `preallocate`d. An
+/// image never becomes smaller.
+fn set_size(file: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
+    let before = file.metadata()?.len();
+    if preallocate
+        && let Err(errno) = rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes)
+    {
+        // What was allocated behind the end is given back.
+        file.set_len(before)?;
+        return Err(errno.into());
+    }
+    if before < bytes {
+        file.set_len(bytes)?;
+    }
+    Ok(())
+}
+
+/// Refuses what would destroy data, and says why.
+pub(super) fn refuse_usages(
+    pool: &Pool,
+    parameters: &Parameters,
+    usages: &[Usage],
+) -> Result<(), Error> {
+    parameters.file_systems(usages)?;
+    for usage in usages.iter().filter(|usage| usage.many_nodes_write) {
+        if usage.fs_type.is_some() {
+            return Err(Error::Usage(
+                "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
+                 among them destroy the file system; ask for a block volume or for reading only"
+                    .to_owned(),
+            ));
+        }
+        if pool.scope == Scope::Local {
+            return Err(Error::Usage(format!(
+                "pool {:?} is local to one node, so several nodes cannot write to its volumes",
+                pool.name
+            )));
+        }
+        if parameters.direct_io == Some(false) {
+            return Err(Error::BadParameter {
+                name: "directIO",
+                value: "false".to_owned(),
+                why: "where several nodes write, their loop devices must not cache".to_owned(),
+            });
+        }
+    }
+    Ok(())
+}

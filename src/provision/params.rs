@@ -1,0 +1,194 @@
+//! The parameters of a storage class.
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Error, Usage};
+
+/// What a storage class may say. Also part of a volume's record, where it
+/// decides whether a repeated request is equal.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Parameters {
+    /// `pool`: where the image is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<String>,
+    /// `fsType`: where the capability names no file system.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fs_type: Option<String>,
+    /// `mkfsOptions`: further options of mkfs, split like a shell's words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mkfs_options: Option<String>,
+    /// `preallocate`: whether space is reserved for the whole image at once.
+    #[serde(default)]
+    pub preallocate: bool,
+    /// `directIO`: whether the loop device bypasses the page cache.
+    #[serde(default, rename = "directIO", skip_serializing_if = "Option::is_none")]
+    pub direct_io: Option<bool>,
+    /// `sectorSize`: the loop device's logical block size, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sector_size: Option<u32>,
+}
+
+impl Parameters {
+    /// Parses a storage class' parameters.
+    pub fn parse(given: &HashMap<String, String>) -> Result<Self, Error> {
+        let mut parsed = Self::default();
+        // Sorted, so that of two mistakes always the same one is named.
+        for (name, value) in given.iter().collect::<BTreeMap<_, _>>() {
+            match name.as_str() {
+                // For logs and names; never refused (CSI specification).
+                reserved if reserved.starts_with("csi.storage.k8s.io/") => {}
+                "backend" if value == BACKEND => {}
+                "backend" => return Err(bad("backend", value, "the only one here is `loop`")),
+                "pool" => parsed.pool = Some(value.clone()),
+                "fsType" => parsed.fs_type = Some(file_system("fsType", value)?.to_owned()),
+                "mkfsOptions" => parsed.mkfs_options = Some(value.clone()),
+                "preallocate" => parsed.preallocate = yes_or_no("preallocate", value)?,
+                "directIO" => parsed.direct_io = Some(yes_or_no("directIO", value)?),
+                "sectorSize" => parsed.sector_size = Some(sector_size(value)?),
+                _ => {
+                    return Err(Error::UnknownParameter {
+                        name: name.clone(),
+                        known: KNOWN.join(", "),
+                    });
+                }
+            }
+        }
+        Ok(parsed)
+    }
+
+    /// The part that the node gets with the volume.
+    pub fn context(&self) -> impl Iterator<Item = (&'static str, String)> {
+        [
+            Some(("backend", BACKEND.to_owned())),
+            self.fs_type.clone().map(|fs| ("fsType", fs)),
+            self.mkfs_options.clone().map(|o| ("mkfsOptions", o)),
+            self.direct_io.map(|on| ("directIO", on.to_string())),
+            self.sector_size
+                .map(|bytes| ("sectorSize", bytes.to_string())),
+        ]
+        .into_iter()
+        .flatten()
+    }
+
+    /// The file systems that a volume with these parameters is to hold.
+    pub fn file_systems(&self, usages: &[Usage]) -> Result<Vec<&'static str>, Error> {
+        let mounts = usages.iter().filter_map(|usage| usage.fs_type.as_deref());
+        mounts
+            .map(|fs| match (fs, &self.fs_type) {
+                ("", Some(fs)) => file_system("fsType", fs),
+                ("", None) => Ok(FILE_SYSTEMS[0]),
+                (fs, _) => file_system("volume_capability.mount.fs_type", fs),
+            })
+            .collect()
+    }
+}
+
+fn file_system(field: &'static str, name: &str) -> Result<&'static str, Error> {
+    let known = FILE_SYSTEMS.into_iter().find(|known| *known == name);
+    known.ok_or_else(|| bad(field, name, "there are ext4, xfs and btrfs"))
+}
+
+fn yes_or_no(name: &'static str, value: &str) -> Result<bool, Error> {
+    let parsed = value.parse();
+    parsed.map_err(|_| bad(name, value, "it is `true` or `false`"))
+}
+
+/// What LOOP_CONFIGURE takes: a power of two from 512 to the page size.
+fn sector_size(value: &str) -> Result<u32, Error> {
+    match value.parse() {
+        Ok(bytes @ (512 | 1024 | 2048 | 4096)) => Ok(bytes),
+        _ => Err(bad("sectorSize", value, "it is 512, 1024, 2048 or 4096")),
+    }
+}
+
+fn bad(name: &'static str, value: &str, why: &str) -> Error {
+    Error::BadParameter {
+        name,
+        value: value.to_owned(),
+        why: why.to_owned(),
+    }
+}
+
+const BACKEND: &str = "loop";
+/// The first is the default.
+const FILE_SYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
+const KNOWN: [&str; 7] = [
+    "backend",
+    "pool",
+    "fsType",
+    "mkfsOptions",
+    "preallocate",
+    "directIO",
+    "sectorSize",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(given: &[(&str, &str)]) -> Result<Parameters, Error> {
+        let owned = given
+            .iter()
+            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
+        Parameters::parse(&owned.collect())
+    }
+
+    #[test]
+    fn what_the_node_needs_goes_into_the_context() {
+        let parsed = parse(&[
+            ("backend", "loop"),
+            ("pool", "fast"),
+            ("fsType", "xfs"),
+            ("mkfsOptions", "-K"),
+            ("preallocate", "true"),
+            ("directIO", "true"),
+            ("sectorSize", "4096"),
+            ("csi.storage.k8s.io/pvc/name", "data"),
+        ])
+        .unwrap();
+        assert!(parsed.preallocate);
+        let context: Vec<_> = parsed.context().collect();
+        let expected = [
+            ("backend", "loop"),
+            ("fsType", "xfs"),
+            ("mkfsOptions", "-K"),
+            ("directIO", "true"),
+            ("sectorSize", "4096"),
+        ];
+        assert_eq!(context, expected.map(|(k, v)| (k, v.to_owned())));
+        let json = serde_json::to_string(&parsed).unwrap();
+        assert_eq!(serde_json::from_str::<Parameters>(&json).unwrap(), parsed);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (name, value) in [
+            ("Pool", "x"),
+            ("fsType", "zfs"),
+            ("preallocate", "yes"),
+            ("sectorSize", "513"),
+            ("backend", "nbd"),
+        ] {
+            let error = parse(&[(name, value)]).unwrap_err();
+            assert_eq!(error.kind(), super::super::Kind::InvalidArgument);
+            assert!(error.to_string().contains(name), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_capability_s_file_system_comes_first() {
+        let usage = |fs: Option<&str>| Usage {
+            fs_type: fs.map(str::to_owned),
+            many_nodes_write: false,
+        };
+        let class = parse(&[("fsType", "xfs")]).unwrap();
+        let usages = [usage(Some("")), usage(None), usage(Some("btrfs"))];
+        assert_eq!(class.file_systems(&usages).unwrap(), ["xfs", "btrfs"]);
+        let bare = Parameters::default();
+        assert_eq!(bare.file_systems(&usages[..1]).unwrap(), ["ext4"]);
+        assert!(bare.file_systems(&[usage(Some("ntfs"))]).is_err());
+    }
+}
