@@ -55,6 +55,7 @@ struct HeldAnswer {
     waits_for: String,
     #[serde(skip)]
     under_way: String,
+    lock_device: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -114,6 +115,7 @@ impl HeldAnswer {
             step_age_ms: held.step_age_ms,
             waits_for: held.waits_for,
             under_way,
+            lock_device: held.lock_device,
         }
     }
 

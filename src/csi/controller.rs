@@ -1,1 +1,317 @@
-//! controller.
+//! The Controller service: requests parsed into what a [`Provisioner`] is asked.
+//!
+//! Volumes are attached by the node itself, so nothing is published here; that
+//! an image is in use is known from the claims beside it.
+
+use std::collections::HashMap;
+
+use tonic::Status;
+
+use super::{
+    identity::topology_key,
+    validate::{self, Access, Capability, invalid, required},
+};
+use crate::{
+    proto::csi::{
+        self as wire, CapacityRange, Topology, TopologyRequirement,
+        volume_content_source::{self, SnapshotSource, VolumeSource},
+        volume_health::VolumeHealthEntry,
+    },
+    provision::{
+        Ailment, Error, Kind, Listing, NewVolume, Page, Provisioner, Range, Snapshot, Source,
+        Usage, Volume,
+    },
+};
+
+mod service;
+
+/// Answers for one provisioner.
+#[derive(Debug)]
+pub struct Controller<P> {
+    provisioner: P,
+    /// This node's topology segment, where there are local pools.
+    here: Option<(String, String)>,
+    alpha: bool,
+}
+
+impl<P: Provisioner> Controller<P> {
+    /// `node_id`: the node whose local pools are served. `alpha`: announce the
+    /// capabilities that are alpha in CSI 1.13, which older sidecars and test
+    /// suites do not know; they work in any case.
+    pub fn new(provisioner: P, driver_name: &str, node_id: Option<&str>, alpha: bool) -> Self {
+        let here = node_id.map(|id| (topology_key(driver_name), id.to_owned()));
+        Self {
+            provisioner,
+            here,
+            alpha,
+        }
+    }
+
+    async fn create(&self, request: wire::CreateVolumeRequest) -> Result<wire::Volume, Status> {
+        required("name", &request.name)?;
+        let usages = usages(&validate::capabilities(
+            "volume_capabilities",
+            &request.volume_capabilities,
+        )?);
+        validate::map("parameters", &request.parameters)?;
+        validate::map("secrets", &request.secrets)?;
+        if !request.mutable_parameters.is_empty() {
+            let why = "volumes of this driver cannot be modified; there are no such parameters";
+            return Err(invalid("mutable_parameters", why));
+        }
+        let new = NewVolume {
+            name: request.name,
+            range: range(request.capacity_range)?,
+            parameters: request.parameters,
+            usages,
+            source: request.volume_content_source.map(source).transpose()?,
+            elsewhere: self.elsewhere(request.accessibility_requirements.as_ref()),
+        };
+        let volume = self.provisioner.create_volume(new).await?;
+        Ok(self.volume(volume))
+    }
+
+    /// The places that are asked for, if this node is not among them.
+    fn elsewhere(&self, requirement: Option<&TopologyRequirement>) -> Option<String> {
+        let requisite = requirement.map(|r| r.requisite.as_slice())?;
+        let is_here = requisite.is_empty() || requisite.iter().any(|place| self.is_here(place));
+        (!is_here).then(|| {
+            let places: Vec<_> = requisite
+                .iter()
+                .flat_map(|place| &place.segments)
+                .map(|(key, value)| format!("{key}={value}"))
+                .collect();
+            places.join(" or ")
+        })
+    }
+
+    /// Whether this node is within a place. Keys are compared without regard to
+    /// case (CSI specification, `Topology`).
+    fn is_here(&self, place: &Topology) -> bool {
+        place.segments.iter().all(|(key, value)| {
+            let here = self.here.as_ref();
+            here.is_some_and(|(my_key, id)| my_key.eq_ignore_ascii_case(key) && id == value)
+        })
+    }
+
+    fn topology(&self, local: bool) -> Vec<Topology> {
+        let here = self.here.clone().filter(|_| local);
+        here.into_iter()
+            .map(|segment| Topology {
+                segments: [segment].into(),
+            })
+            .collect()
+    }
+
+    fn volume(&self, volume: Volume) -> wire::Volume {
+        wire::Volume {
+            capacity_bytes: signed(volume.bytes),
+            volume_id: volume.handle,
+            volume_context: volume.context.into_iter().collect(),
+            content_source: volume.source.map(content_source),
+            accessible_topology: self.topology(volume.local),
+        }
+    }
+
+    fn snapshot(&self, snapshot: Snapshot) -> wire::Snapshot {
+        wire::Snapshot {
+            size_bytes: signed(snapshot.bytes),
+            snapshot_id: snapshot.handle,
+            source_volume_id: snapshot.source,
+            creation_time: Some(snapshot.created.into()),
+            ready_to_use: true,
+            group_snapshot_id: String::new(),
+            accessible_topology: self.topology(snapshot.local),
+        }
+    }
+
+    async fn confirm(
+        &self,
+        request: wire::ValidateVolumeCapabilitiesRequest,
+    ) -> Result<wire::ValidateVolumeCapabilitiesResponse, Status> {
+        use wire::validate_volume_capabilities_response::Confirmed;
+        required("volume_id", &request.volume_id)?;
+        let list = validate::capabilities("volume_capabilities", &request.volume_capabilities)?;
+        validate::map("parameters", &request.parameters)?;
+        let handle = request.volume_id;
+        let refused = self
+            .provisioner
+            .check_usages(handle, usages(&list), request.parameters.clone())
+            .await?;
+        Ok(wire::ValidateVolumeCapabilitiesResponse {
+            confirmed: refused.is_none().then_some(Confirmed {
+                volume_context: request.volume_context,
+                volume_capabilities: request.volume_capabilities,
+                parameters: request.parameters,
+                mutable_parameters: HashMap::new(),
+            }),
+            message: refused.unwrap_or_default(),
+        })
+    }
+
+    async fn capacity(
+        &self,
+        request: wire::GetCapacityRequest,
+    ) -> Result<wire::GetCapacityResponse, Status> {
+        validate::map("parameters", &request.parameters)?;
+        let usages = match request.volume_capabilities.as_slice() {
+            [] => Vec::new(),
+            list => usages(&validate::capabilities("volume_capabilities", list)?),
+        };
+        let place = request.accessible_topology;
+        let here = place.is_none_or(|place| self.is_here(&place));
+        let capacity = self
+            .provisioner
+            .capacity(request.parameters, usages, here)
+            .await?;
+        Ok(wire::GetCapacityResponse {
+            available_capacity: signed(capacity.available),
+            maximum_volume_size: capacity.maximum.map(signed),
+            minimum_volume_size: Some(signed(capacity.minimum)),
+        })
+    }
+
+    async fn expand(
+        &self,
+        request: wire::ControllerExpandVolumeRequest,
+    ) -> Result<wire::ControllerExpandVolumeResponse, Status> {
+        required("volume_id", &request.volume_id)?;
+        validate::map("secrets", &request.secrets)?;
+        let range = range(request.capacity_range)?;
+        if range == Range::default() {
+            return Err(invalid("capacity_range", "is required"));
+        }
+        if request.volume_capability.is_some() {
+            validate::capability("volume_capability", request.volume_capability.as_ref())?;
+        }
+        let bytes = self
+            .provisioner
+            .expand_volume(request.volume_id, range)
+            .await?;
+        Ok(wire::ControllerExpandVolumeResponse {
+            capacity_bytes: signed(bytes),
+            // The device over the image and its file system must follow.
+            node_expansion_required: true,
+        })
+    }
+
+    async fn snapshots(
+        &self,
+        request: wire::ListSnapshotsRequest,
+    ) -> Result<Page<Snapshot>, Status> {
+        let what = listing(request.max_entries, request.starting_token)?;
+        let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());
+        if request.snapshot_id.is_empty() {
+            let page = self.provisioner.list_snapshots(what, of_volume).await?;
+            return Ok(page);
+        }
+        let entries = match self.provisioner.get_snapshot(request.snapshot_id).await {
+            Ok(one) if of_volume.is_none_or(|volume| volume == one.source) => vec![one],
+            Ok(_) => Vec::new(),
+            Err(error) if error.kind() == Kind::NotFound => Vec::new(),
+            Err(error) => return Err(error.into()),
+        };
+        let next = None;
+        Ok(Page { entries, next })
+    }
+
+    async fn health(&self, handle: String) -> Result<wire::VolumeHealth, Error> {
+        let ailment = self.provisioner.volume_ailment(handle.clone()).await?;
+        Ok(wire::VolumeHealth {
+            volume_id: handle,
+            health_statuses: ailment.into_iter().map(inaccessible).collect(),
+        })
+    }
+
+    async fn all_health(
+        &self,
+        request: wire::ControllerListVolumeHealthRequest,
+    ) -> Result<wire::ControllerListVolumeHealthResponse, Status> {
+        let what = listing(request.max_entries, request.starting_token)?;
+        let page = self.provisioner.list_volumes(what).await?;
+        let mut entries = Vec::new();
+        for volume in page.entries {
+            match self.health(volume.handle).await {
+                Ok(health) => entries.push(health),
+                // Deleted since it was listed.
+                Err(error) if error.kind() == Kind::NotFound => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let next_token = page.next.unwrap_or_default();
+        Ok(wire::ControllerListVolumeHealthResponse {
+            entries,
+            next_token,
+        })
+    }
+}
+
+fn usages(capabilities: &[Capability]) -> Vec<Usage> {
+    let usage = |capability: &Capability| Usage {
+        fs_type: match &capability.access {
+            Access::Block => None,
+            Access::Mount { fs_type, .. } => Some(fs_type.clone()),
+        },
+        many_nodes_write: capability.mode.multi_node_writer(),
+    };
+    capabilities.iter().map(usage).collect()
+}
+
+fn range(range: Option<CapacityRange>) -> Result<Range, Error> {
+    let range = range.unwrap_or_default();
+    Range::new(range.required_bytes, range.limit_bytes)
+}
+
+fn listing(max_entries: i32, token: String) -> Result<Listing, Status> {
+    let max = usize::try_from(max_entries);
+    Ok(Listing {
+        from: Some(token).filter(|token| !token.is_empty()),
+        max: max.map_err(|_| invalid("max_entries", "is negative"))?,
+    })
+}
+
+fn source(wire: wire::VolumeContentSource) -> Result<Source, Status> {
+    use volume_content_source::Type;
+    match wire.r#type {
+        Some(Type::Snapshot(SnapshotSource { snapshot_id: id })) => {
+            required("volume_content_source.snapshot_id", &id)?;
+            Ok(Source::Snapshot(id))
+        }
+        Some(Type::Volume(VolumeSource { volume_id: id })) => {
+            required("volume_content_source.volume_id", &id)?;
+            Ok(Source::Volume(id))
+        }
+        None => Err(invalid(
+            "volume_content_source",
+            "a snapshot or a volume is required",
+        )),
+    }
+}
+
+fn content_source(source: Source) -> wire::VolumeContentSource {
+    use volume_content_source::Type;
+    let kind = match source {
+        Source::Snapshot(snapshot_id) => Type::Snapshot(SnapshotSource { snapshot_id }),
+        Source::Volume(volume_id) => Type::Volume(VolumeSource { volume_id }),
+    };
+    wire::VolumeContentSource { r#type: Some(kind) }
+}
+
+fn inaccessible(ailment: Ailment) -> VolumeHealthEntry {
+    VolumeHealthEntry {
+        status: wire::VolumeHealthErrorType::Inaccessible.into(),
+        reason: ailment.reason.to_owned(),
+        message: ailment.message,
+    }
+}
+
+/// Sizes are at most what a file can have, which fits.
+fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+/// A snapshot class has no parameters here but Kubernetes' own.
+fn unknown_of_snapshot(parameters: &HashMap<String, String>) -> Option<&String> {
+    let mut names = parameters.keys();
+    names.find(|name| !name.starts_with("csi.storage.k8s.io/"))
+}

@@ -16,6 +16,12 @@ use crate::{
 /// The default of `--driver-name`.
 pub const DEFAULT_DRIVER_NAME: &str = "block.uring-csi.dev";
 
+/// The key of the topology segment that names a node: where volumes of a local
+/// pool can be reached.
+pub fn topology_key(driver_name: &str) -> String {
+    format!("topology.{driver_name}/node")
+}
+
 /// Answers for one agent.
 #[derive(Clone, Debug)]
 pub struct Identity {

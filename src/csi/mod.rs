@@ -4,6 +4,7 @@
 //! [`validate`] the rules that every request has to keep, [`status`] the one
 //! table of which error becomes which code.
 
+pub mod call;
 #[cfg(feature = "controller")]
 pub mod controller;
 pub mod identity;

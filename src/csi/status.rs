@@ -6,6 +6,11 @@
 
 use std::error::Error;
 
+#[cfg(feature = "controller")]
+use crate::provision;
+#[cfg(feature = "controller")]
+use tonic::{Code, Status};
+
 /// The error and all that caused it, as one sentence.
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
@@ -16,4 +21,23 @@ pub fn chain(error: &dyn Error) -> String {
         next = cause.source();
     }
     text
+}
+
+#[cfg(feature = "controller")]
+impl From<provision::Error> for Status {
+    fn from(error: provision::Error) -> Self {
+        use provision::Kind as K;
+        let code = match error.kind() {
+            K::InvalidArgument => Code::InvalidArgument,
+            K::NotFound => Code::NotFound,
+            K::AlreadyExists => Code::AlreadyExists,
+            K::OutOfRange => Code::OutOfRange,
+            K::FailedPrecondition => Code::FailedPrecondition,
+            K::ResourceExhausted => Code::ResourceExhausted,
+            K::Aborted => Code::Aborted,
+            K::Unavailable => Code::Unavailable,
+            K::Internal => Code::Internal,
+        };
+        Self::new(code, chain(&error))
+    }
 }

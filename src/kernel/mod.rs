@@ -5,7 +5,6 @@
 use std::{fmt, str::FromStr};
 
 pub mod block;
-pub mod busy;
 pub mod growth;
 pub mod loopctl;
 pub mod mounts;

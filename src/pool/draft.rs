@@ -8,6 +8,7 @@
 use std::{
     fs::File,
     io::{self, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
 };
 
@@ -43,6 +44,7 @@ impl Draft {
             .read(true)
             .write(true)
             .create_new(true)
+            .mode(0o600)
             .open(&path)?;
         crash_point();
         let draft = Self { file, path };
@@ -146,12 +148,18 @@ fn sync_parent(path: &Path, how: Durability) -> io::Result<()> {
 
 /// Whether the draft of that id has a living maker.
 pub fn is_live(tmp: &Path, id: &str) -> io::Result<bool> {
-    let file = match File::open(tmp.join(id)) {
+    let file = match open_to_lock(&tmp.join(id)) {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(e) => return Err(e),
     };
     Ok(!try_lock(&file)?)
+}
+
+/// Opens a file so that it can be locked: NFS locks none that is open for
+/// reading only.
+pub fn open_to_lock(path: &Path) -> io::Result<File> {
+    File::options().read(true).write(true).open(path)
 }
 
 /// Locks a file unless another descriptor has it locked (flock(2)).
@@ -171,7 +179,7 @@ pub fn sweep(tmp: &Path) -> io::Result<usize> {
     let mut swept = 0;
     for entry in std::fs::read_dir(tmp)? {
         let path = entry?.path();
-        let file = match File::open(&path) {
+        let file = match open_to_lock(&path) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             Err(e) => return Err(e),

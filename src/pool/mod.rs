@@ -23,7 +23,10 @@ use std::{
     fmt,
     fs::File,
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::OpenOptionsExt as _,
+    },
     path::{Path, PathBuf},
 };
 
@@ -215,6 +218,7 @@ impl Pool {
             .write(true)
             .create(true)
             .truncate(false)
+            .mode(0o600)
             .open(&path)
             .map_err(|e| self.io("make", &path, e))?;
         let size = file

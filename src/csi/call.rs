@@ -1,0 +1,121 @@
+//! What every call has around it: a span with a request id, a line in the log,
+//! a sample in the histogram, and a deadline.
+
+use std::time::{Duration, Instant};
+
+use tonic::{Code, Response, Status, metadata::MetadataMap};
+use tracing::Instrument as _;
+
+use crate::observe::{logs, metrics};
+
+/// How long a caller that says nothing is taken to wait: kubelet's two minutes.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Runs one call.
+pub async fn observed<T>(
+    method: &'static str,
+    volume_id: &str,
+    work: impl Future<Output = Result<T, Status>>,
+) -> Result<Response<T>, Status> {
+    let begun = Instant::now();
+    async {
+        let answer = work.await;
+        let took = begun.elapsed();
+        let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
+        metrics::call(method, code_name(code), took);
+        match &answer {
+            Ok(_) => tracing::debug!(micros = took.as_micros(), "answered"),
+            Err(status) => tracing::warn!(
+                micros = took.as_micros(),
+                code = code_name(code),
+                error = status.message(),
+                "answered with an error"
+            ),
+        }
+        answer.map(Response::new)
+    }
+    .instrument(logs::call_span(method, volume_id))
+    .await
+}
+
+/// How long the work of a call may be waited for: a second less than the caller
+/// waits, so that the answer, and not a timeout of the transport, is what
+/// reaches the pod's events. Source: the gRPC protocol over HTTP/2, `Timeout`.
+pub fn patience(metadata: &MetadataMap) -> Duration {
+    let told = metadata
+        .get("grpc-timeout")
+        .and_then(|value| value.to_str().ok())
+        .and_then(parse_timeout)
+        .unwrap_or(DEFAULT_TIMEOUT);
+    told.saturating_sub(Duration::from_secs(1).min(told / 4))
+}
+
+fn parse_timeout(text: &str) -> Option<Duration> {
+    let unit = text.chars().next_back()?;
+    let digits = &text[..text.len() - unit.len_utf8()];
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    let amount: u64 = digits.parse().ok()?;
+    Some(match unit {
+        'H' => Duration::from_secs(amount * 3600),
+        'M' => Duration::from_secs(amount * 60),
+        'S' => Duration::from_secs(amount),
+        'm' => Duration::from_millis(amount),
+        'u' => Duration::from_micros(amount),
+        'n' => Duration::from_nanos(amount),
+        _ => return None,
+    })
+}
+
+/// A code's name as the gRPC documentation writes it.
+pub fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_call_is_answered_before_its_caller_gives_up() {
+        let patience_of = |text: &'static str| {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            patience(&metadata)
+        };
+        assert_eq!(patience_of("120S"), Duration::from_secs(119));
+        assert_eq!(patience_of("2M"), Duration::from_secs(119));
+        assert_eq!(patience_of("119999m"), Duration::from_millis(118_999));
+        assert_eq!(patience_of("400m"), Duration::from_millis(300));
+        assert_eq!(patience_of("rubbish"), Duration::from_secs(119));
+        assert_eq!(patience(&MetadataMap::new()), Duration::from_secs(119));
+    }
+
+    proptest! {
+        #[test]
+        fn no_timeout_text_panics(text in ".{0,12}") {
+            let _ = parse_timeout(&text);
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! The calls of the Controller service, one after the other.
+
+use tonic::{Request, Response, Status};
+
+use super::{
+    super::{
+        call::observed,
+        validate::{self, invalid, required},
+    },
+    Controller, listing, unknown_of_snapshot,
+};
+use crate::{
+    proto::csi::{
+        self as wire, ControllerServiceCapability, controller_server,
+        controller_service_capability as capability,
+        controller_service_capability::rpc::Type as Rpc,
+    },
+    provision::Provisioner,
+};
+
+#[tonic::async_trait]
+impl<P: Provisioner> controller_server::Controller for Controller<P> {
+    async fn create_volume(
+        &self,
+        request: Request<wire::CreateVolumeRequest>,
+    ) -> Result<Response<wire::CreateVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let name = request.name.clone();
+        observed("CreateVolume", &name, async {
+            let volume = Some(self.create(request).await?);
+            Ok(wire::CreateVolumeResponse { volume })
+        })
+        .await
+    }
+
+    async fn delete_volume(
+        &self,
+        request: Request<wire::DeleteVolumeRequest>,
+    ) -> Result<Response<wire::DeleteVolumeResponse>, Status> {
+        let wire::DeleteVolumeRequest { volume_id, secrets } = request.into_inner();
+        observed("DeleteVolume", &volume_id, async {
+            required("volume_id", &volume_id)?;
+            validate::map("secrets", &secrets)?;
+            self.provisioner.delete_volume(volume_id.clone()).await?;
+            Ok(wire::DeleteVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn controller_publish_volume(
+        &self,
+        _: Request<wire::ControllerPublishVolumeRequest>,
+    ) -> Result<Response<wire::ControllerPublishVolumeResponse>, Status> {
+        Err(not_announced("PUBLISH_UNPUBLISH_VOLUME"))
+    }
+
+    async fn controller_unpublish_volume(
+        &self,
+        _: Request<wire::ControllerUnpublishVolumeRequest>,
+    ) -> Result<Response<wire::ControllerUnpublishVolumeResponse>, Status> {
+        Err(not_announced("PUBLISH_UNPUBLISH_VOLUME"))
+    }
+
+    async fn validate_volume_capabilities(
+        &self,
+        request: Request<wire::ValidateVolumeCapabilitiesRequest>,
+    ) -> Result<Response<wire::ValidateVolumeCapabilitiesResponse>, Status> {
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed("ValidateVolumeCapabilities", &id, self.confirm(request)).await
+    }
+
+    async fn list_volumes(
+        &self,
+        request: Request<wire::ListVolumesRequest>,
+    ) -> Result<Response<wire::ListVolumesResponse>, Status> {
+        use wire::list_volumes_response::Entry;
+        let request = request.into_inner();
+        observed("ListVolumes", "", async {
+            let what = listing(request.max_entries, request.starting_token)?;
+            let page = self.provisioner.list_volumes(what).await?;
+            let entries = page.entries.into_iter().map(|volume| Entry {
+                volume: Some(self.volume(volume)),
+                status: None,
+            });
+            Ok(wire::ListVolumesResponse {
+                entries: entries.collect(),
+                next_token: page.next.unwrap_or_default(),
+            })
+        })
+        .await
+    }
+
+    async fn controller_list_volume_health(
+        &self,
+        request: Request<wire::ControllerListVolumeHealthRequest>,
+    ) -> Result<Response<wire::ControllerListVolumeHealthResponse>, Status> {
+        let request = request.into_inner();
+        observed("ControllerListVolumeHealth", "", self.all_health(request)).await
+    }
+
+    async fn controller_get_volume_health(
+        &self,
+        request: Request<wire::ControllerGetVolumeHealthRequest>,
+    ) -> Result<Response<wire::ControllerGetVolumeHealthResponse>, Status> {
+        let id = request.into_inner().volume_id;
+        observed("ControllerGetVolumeHealth", &id, async {
+            required("volume_id", &id)?;
+            let volume_health = Some(self.health(id.clone()).await?);
+            Ok(wire::ControllerGetVolumeHealthResponse { volume_health })
+        })
+        .await
+    }
+
+    async fn get_capacity(
+        &self,
+        request: Request<wire::GetCapacityRequest>,
+    ) -> Result<Response<wire::GetCapacityResponse>, Status> {
+        observed("GetCapacity", "", self.capacity(request.into_inner())).await
+    }
+
+    async fn controller_get_capabilities(
+        &self,
+        _: Request<wire::ControllerGetCapabilitiesRequest>,
+    ) -> Result<Response<wire::ControllerGetCapabilitiesResponse>, Status> {
+        let alpha: &[Rpc] = if self.alpha { &ALPHA } else { &[] };
+        let capability = |kind: &Rpc| ControllerServiceCapability {
+            r#type: Some(capability::Type::Rpc(capability::Rpc {
+                r#type: (*kind).into(),
+            })),
+        };
+        Ok(Response::new(wire::ControllerGetCapabilitiesResponse {
+            capabilities: ANNOUNCED.iter().chain(alpha).map(capability).collect(),
+        }))
+    }
+
+    async fn create_snapshot(
+        &self,
+        request: Request<wire::CreateSnapshotRequest>,
+    ) -> Result<Response<wire::CreateSnapshotResponse>, Status> {
+        let request = request.into_inner();
+        let source = request.source_volume_id;
+        observed("CreateSnapshot", &source, async {
+            required("source_volume_id", &source)?;
+            required("name", &request.name)?;
+            validate::map("secrets", &request.secrets)?;
+            validate::map("parameters", &request.parameters)?;
+            if let Some(name) = unknown_of_snapshot(&request.parameters) {
+                return Err(invalid("parameters", format!("{name:?} is unknown")));
+            }
+            let name = request.name;
+            let taken = self
+                .provisioner
+                .create_snapshot(name, source.clone())
+                .await?;
+            let snapshot = Some(self.snapshot(taken));
+            Ok(wire::CreateSnapshotResponse { snapshot })
+        })
+        .await
+    }
+
+    async fn delete_snapshot(
+        &self,
+        request: Request<wire::DeleteSnapshotRequest>,
+    ) -> Result<Response<wire::DeleteSnapshotResponse>, Status> {
+        let request = request.into_inner();
+        let id = request.snapshot_id;
+        observed("DeleteSnapshot", &id, async {
+            required("snapshot_id", &id)?;
+            validate::map("secrets", &request.secrets)?;
+            self.provisioner.delete_snapshot(id.clone()).await?;
+            Ok(wire::DeleteSnapshotResponse {})
+        })
+        .await
+    }
+
+    async fn list_snapshots(
+        &self,
+        request: Request<wire::ListSnapshotsRequest>,
+    ) -> Result<Response<wire::ListSnapshotsResponse>, Status> {
+        use wire::list_snapshots_response::Entry;
+        let request = request.into_inner();
+        observed("ListSnapshots", "", async {
+            let page = self.snapshots(request).await?;
+            let entries = page.entries.into_iter().map(|snapshot| Entry {
+                snapshot: Some(self.snapshot(snapshot)),
+            });
+            Ok(wire::ListSnapshotsResponse {
+                entries: entries.collect(),
+                next_token: page.next.unwrap_or_default(),
+            })
+        })
+        .await
+    }
+
+    async fn get_snapshot(
+        &self,
+        request: Request<wire::GetSnapshotRequest>,
+    ) -> Result<Response<wire::GetSnapshotResponse>, Status> {
+        let id = request.into_inner().snapshot_id;
+        observed("GetSnapshot", &id, async {
+            required("snapshot_id", &id)?;
+            let found = self.provisioner.get_snapshot(id.clone()).await?;
+            let snapshot = Some(self.snapshot(found));
+            Ok(wire::GetSnapshotResponse { snapshot })
+        })
+        .await
+    }
+
+    async fn controller_expand_volume(
+        &self,
+        request: Request<wire::ControllerExpandVolumeRequest>,
+    ) -> Result<Response<wire::ControllerExpandVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed("ControllerExpandVolume", &id, self.expand(request)).await
+    }
+
+    async fn controller_get_volume(
+        &self,
+        request: Request<wire::ControllerGetVolumeRequest>,
+    ) -> Result<Response<wire::ControllerGetVolumeResponse>, Status> {
+        use wire::controller_get_volume_response::VolumeStatus;
+        let id = request.into_inner().volume_id;
+        observed("ControllerGetVolume", &id, async {
+            required("volume_id", &id)?;
+            let found = self.provisioner.get_volume(id.clone()).await?;
+            Ok(wire::ControllerGetVolumeResponse {
+                volume: Some(self.volume(found.volume)),
+                status: Some(VolumeStatus {
+                    published_node_ids: found.nodes,
+                }),
+            })
+        })
+        .await
+    }
+
+    async fn controller_modify_volume(
+        &self,
+        _: Request<wire::ControllerModifyVolumeRequest>,
+    ) -> Result<Response<wire::ControllerModifyVolumeResponse>, Status> {
+        Err(not_announced("MODIFY_VOLUME"))
+    }
+}
+
+fn not_announced(capability: &str) -> Status {
+    Status::unimplemented(format!("this driver does not announce {capability}"))
+}
+
+const ANNOUNCED: [Rpc; 9] = [
+    Rpc::CreateDeleteVolume,
+    Rpc::ListVolumes,
+    Rpc::GetCapacity,
+    Rpc::CreateDeleteSnapshot,
+    Rpc::ListSnapshots,
+    Rpc::CloneVolume,
+    Rpc::ExpandVolume,
+    Rpc::GetVolume,
+    Rpc::SingleNodeMultiWriter,
+];
+const ALPHA: [Rpc; 3] = [
+    Rpc::GetSnapshot,
+    Rpc::GetVolumeHealth,
+    Rpc::ListVolumeHealth,
+];
