@@ -22,7 +22,7 @@ use std::{
     fmt,
 };
 
-use rustix::mount::MountAttrFlags;
+use rustix::mount::MountAttrFlags as Flags;
 use serde::{Deserialize, Serialize};
 
 /// The options of one volume.
@@ -46,9 +46,9 @@ pub struct FsOption {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttributeChange {
     /// To set, after clearing.
-    pub set: MountAttrFlags,
+    pub set: Flags,
     /// To clear.
-    pub clear: MountAttrFlags,
+    pub clear: Flags,
 }
 
 /// Why an option was not taken.
@@ -109,8 +109,8 @@ impl MountOptions {
     /// What the attributes change. On a new mount only `set` matters.
     pub fn attributes(&self) -> AttributeChange {
         let mut change = AttributeChange {
-            set: MountAttrFlags::empty(),
-            clear: MountAttrFlags::empty(),
+            set: Flags::empty(),
+            clear: Flags::empty(),
         };
         for attribute in self.attributes.values() {
             change.set |= attribute.set;
@@ -270,8 +270,8 @@ const FSCONFIG_MAX: usize = 255;
 struct Attribute {
     word: &'static str,
     decides: Decides,
-    set: MountAttrFlags,
-    clear: MountAttrFlags,
+    set: Flags,
+    clear: Flags,
 }
 
 /// What a word decides; the last word on it wins.
@@ -296,8 +296,8 @@ impl Attribute {
         ATTRIBUTES.iter().find(|attribute| attribute.word == word)
     }
 
-    const fn on(word: &'static str, decides: Decides, flag: MountAttrFlags) -> Self {
-        let clear = MountAttrFlags::empty();
+    const fn on(word: &'static str, decides: Decides, flag: Flags) -> Self {
+        let clear = Flags::empty();
         Self {
             word,
             decides,
@@ -306,8 +306,8 @@ impl Attribute {
         }
     }
 
-    const fn off(word: &'static str, decides: Decides, flag: MountAttrFlags) -> Self {
-        let set = MountAttrFlags::empty();
+    const fn off(word: &'static str, decides: Decides, flag: Flags) -> Self {
+        let set = Flags::empty();
         Self {
             word,
             decides,
@@ -317,56 +317,48 @@ impl Attribute {
     }
 
     /// An access-time policy: the kernel wants the whole field cleared first.
-    const fn atime(word: &'static str, policy: MountAttrFlags) -> Self {
+    const fn atime(word: &'static str, policy: Flags) -> Self {
         Self {
             word,
             decides: Decides::AccessTime,
             set: policy,
-            clear: MountAttrFlags::MOUNT_ATTR__ATIME,
+            clear: Flags::MOUNT_ATTR__ATIME,
         }
     }
 }
 
 static ATTRIBUTES: [Attribute; 15] = [
-    Attribute::on("ro", Decides::Writing, MountAttrFlags::MOUNT_ATTR_RDONLY),
-    Attribute::off("rw", Decides::Writing, MountAttrFlags::MOUNT_ATTR_RDONLY),
-    Attribute::on("nosuid", Decides::Setuid, MountAttrFlags::MOUNT_ATTR_NOSUID),
-    Attribute::off("suid", Decides::Setuid, MountAttrFlags::MOUNT_ATTR_NOSUID),
-    Attribute::on("nodev", Decides::Devices, MountAttrFlags::MOUNT_ATTR_NODEV),
-    Attribute::off("dev", Decides::Devices, MountAttrFlags::MOUNT_ATTR_NODEV),
-    Attribute::on(
-        "noexec",
-        Decides::Executing,
-        MountAttrFlags::MOUNT_ATTR_NOEXEC,
-    ),
-    Attribute::off(
-        "exec",
-        Decides::Executing,
-        MountAttrFlags::MOUNT_ATTR_NOEXEC,
-    ),
+    Attribute::on("ro", Decides::Writing, Flags::MOUNT_ATTR_RDONLY),
+    Attribute::off("rw", Decides::Writing, Flags::MOUNT_ATTR_RDONLY),
+    Attribute::on("nosuid", Decides::Setuid, Flags::MOUNT_ATTR_NOSUID),
+    Attribute::off("suid", Decides::Setuid, Flags::MOUNT_ATTR_NOSUID),
+    Attribute::on("nodev", Decides::Devices, Flags::MOUNT_ATTR_NODEV),
+    Attribute::off("dev", Decides::Devices, Flags::MOUNT_ATTR_NODEV),
+    Attribute::on("noexec", Decides::Executing, Flags::MOUNT_ATTR_NOEXEC),
+    Attribute::off("exec", Decides::Executing, Flags::MOUNT_ATTR_NOEXEC),
     Attribute::on(
         "nosymfollow",
         Decides::Symlinks,
-        MountAttrFlags::MOUNT_ATTR_NOSYMFOLLOW,
+        Flags::MOUNT_ATTR_NOSYMFOLLOW,
     ),
     Attribute::off(
         "symfollow",
         Decides::Symlinks,
-        MountAttrFlags::MOUNT_ATTR_NOSYMFOLLOW,
+        Flags::MOUNT_ATTR_NOSYMFOLLOW,
     ),
     Attribute::on(
         "nodiratime",
         Decides::DirectoryAccessTime,
-        MountAttrFlags::MOUNT_ATTR_NODIRATIME,
+        Flags::MOUNT_ATTR_NODIRATIME,
     ),
     Attribute::off(
         "diratime",
         Decides::DirectoryAccessTime,
-        MountAttrFlags::MOUNT_ATTR_NODIRATIME,
+        Flags::MOUNT_ATTR_NODIRATIME,
     ),
-    Attribute::atime("relatime", MountAttrFlags::MOUNT_ATTR_RELATIME),
-    Attribute::atime("noatime", MountAttrFlags::MOUNT_ATTR_NOATIME),
-    Attribute::atime("strictatime", MountAttrFlags::MOUNT_ATTR_STRICTATIME),
+    Attribute::atime("relatime", Flags::MOUNT_ATTR_RELATIME),
+    Attribute::atime("noatime", Flags::MOUNT_ATTR_NOATIME),
+    Attribute::atime("strictatime", Flags::MOUNT_ATTR_STRICTATIME),
 ];
 
 #[cfg(test)]

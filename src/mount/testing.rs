@@ -7,7 +7,12 @@ use std::{
     process::Command,
 };
 
-use super::path::{Place, Roots};
+use rustix::mount::UnmountFlags;
+
+use super::{
+    path::{Place, Roots},
+    table,
+};
 use crate::kernel::mounts::private_namespace;
 
 /// A directory that is the only allowed root, in a mount namespace that ends
@@ -39,6 +44,18 @@ impl Scratch {
     pub fn directory(&self, below: &str) -> Place {
         std::fs::create_dir_all(self.path().join(below)).expect("created");
         self.place(below)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What a test left mounted would keep its directory from being removed.
+        let path = self.path().canonicalize().expect("there");
+        for entry in table::list().expect("listed").iter().rev() {
+            if entry.mount_point.starts_with(&path) {
+                let _ = rustix::mount::unmount(&entry.mount_point, UnmountFlags::DETACH);
+            }
+        }
     }
 }
 

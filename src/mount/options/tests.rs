@@ -18,9 +18,9 @@ fn attributes_and_superblock_options_are_told_apart() {
     let change = options.attributes();
     assert_eq!(
         change.set,
-        MountAttrFlags::MOUNT_ATTR_RDONLY | MountAttrFlags::MOUNT_ATTR_NOATIME
+        Flags::MOUNT_ATTR_RDONLY | Flags::MOUNT_ATTR_NOATIME
     );
-    assert_eq!(change.clear, MountAttrFlags::MOUNT_ATTR__ATIME);
+    assert_eq!(change.clear, Flags::MOUNT_ATTR__ATIME);
     assert_eq!(options.to_string(), "data=ordered,discard,noatime,ro");
 }
 
