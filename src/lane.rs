@@ -200,8 +200,8 @@ impl Shared {
                     state.threads -= 1;
                     return None;
                 }
-                // Taken off the list under the lock, so the job is in the channel.
-                take.try_recv().ok()
+                let job = take.try_recv();
+                Some(job.expect("off the list and sent to under one lock"))
             }
         }
     }

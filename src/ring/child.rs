@@ -48,6 +48,9 @@ const CHUNK: usize = 4096;
 /// What a pipe holds unless told otherwise (pipe(7)), bytes.
 const PIPE: usize = 65_536;
 
+/// How long to wait where the kernel had no memory or no descriptor to wait with.
+const RETRY: Duration = Duration::from_secs(1);
+
 /// A running child. Dropping it lets it run on; it is reaped all the same.
 #[derive(Debug)]
 #[must_use]
@@ -84,8 +87,10 @@ impl Child {
         rustix::fs::fcntl_setfl(&source, OFlags::NONBLOCK)?;
         let pid = launch(program, args, sink)?;
         // Not reaped yet, so both still speak of this child.
-        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-        let start_time = start_time(pid)?;
+        let known = pidfd_open(pid, PidfdFlags::empty())
+            .map_err(io::Error::from)
+            .and_then(|pidfd| Ok((pidfd, start_time(pid)?)));
+        let (pidfd, start_time) = known.inspect_err(|_| give_up(pid))?;
         let (give, exit) = oneshot::channel();
         tokio::task::spawn_local(async move {
             // Nobody waits any more where this fails.
@@ -190,6 +195,18 @@ fn launch<A: AsRef<std::ffi::OsStr>>(program: &str, args: &[A], sink: OwnedFd) -
         .expect("the kernel's process ids are positive"))
 }
 
+/// Kills and reaps a child that cannot be kept, as when no descriptor is left.
+fn give_up(pid: Pid) {
+    // It is ours and not reaped, so it is there to be killed.
+    let _ = rustix::process::kill_process(pid, Signal::KILL);
+    tokio::task::spawn_local(async move {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        while let Ok(None) = waitid(WaitId::Pid(pid), options) {
+            tokio::time::sleep(RETRY).await;
+        }
+    });
+}
+
 /// Reads and waits until the child has ended, and reaps it.
 async fn keep(pidfd: Rc<OwnedFd>, source: Rc<OwnedFd>) -> io::Result<Exit> {
     let mut tail = Tail::default();
@@ -219,7 +236,7 @@ async fn keep(pidfd: Rc<OwnedFd>, source: Rc<OwnedFd>) -> io::Result<Exit> {
 async fn ended(pidfd: &Rc<OwnedFd>) {
     while let Err(error) = poll::readable(Rc::clone(pidfd)).await {
         tracing::warn!(%error, "a child process cannot be polled; trying again");
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        tokio::time::sleep(RETRY).await;
     }
 }
 

@@ -98,6 +98,19 @@ fn a_child_whose_waiter_gave_up_is_reaped() {
 }
 
 #[test]
+fn a_child_that_cannot_be_kept_is_killed_and_reaped() {
+    ring::start(async {
+        let (_, sink) = rustix::pipe::pipe().unwrap();
+        let pid = launch("sleep", &["1000"], sink).unwrap();
+        give_up(pid);
+        while state_of(pid.as_raw_nonzero().get()).is_some() {
+            timer::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .unwrap();
+}
+
+#[test]
 fn many_children_at_once() {
     ring::start(async {
         let children: Vec<_> = (0..40).map(|n| shell(&format!("exit {n}"))).collect();
