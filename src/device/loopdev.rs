@@ -30,7 +30,10 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use rustix::{fs::OFlags, io::Errno};
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
 
 use crate::kernel::{Dev, block, loopctl};
 
@@ -74,7 +77,7 @@ impl LoopDevice {
         Ok(Self {
             number,
             dev: block::dev_of(&format!("loop{number}"))?,
-            node: PathBuf::from(format!("/dev/loop{number}")),
+            node: node_of(number),
         })
     }
 
@@ -287,8 +290,8 @@ pub fn find(id: FileId) -> io::Result<Vec<Attached>> {
 
 /// Whether the device backs the file now.
 pub fn backs(device: &LoopDevice, id: FileId) -> io::Result<bool> {
-    let status = status_of(device)?;
-    Ok(status.is_some_and(|status| is_over(&status, id)))
+    let status = status_of(device.number)?;
+    Ok(status.is_some_and(|(_, status)| is_over(&status, id)))
 }
 
 /// Takes the file `id` from a loop device that nobody uses.
@@ -349,8 +352,8 @@ fn release(
 ) -> Result<Detached, LoopError> {
     let failed = |source| device_error(device, "detach")(source);
     let still_ours = || {
-        let status = status_of(device).map_err(failed)?;
-        Ok(status.is_some_and(|status| ours(&status)))
+        let status = status_of(device.number).map_err(failed)?;
+        Ok(status.is_some_and(|(_, status)| ours(&status)))
     };
     if !is_configured(device.number) {
         return Ok(Detached::Already);
@@ -397,36 +400,53 @@ fn configured(
         let Some(number) = number.and_then(|number| number.parse().ok()) else {
             continue;
         };
-        // Devices come and go while the directory is read.
-        let status = if is_configured(number) {
-            LoopDevice::of_number(number).and_then(|device| {
-                let status = status_of(&device)?;
-                Ok(status.map(|status| (device, status)))
-            })
-        } else {
-            Ok(None)
-        };
-        match status {
-            Ok(Some((device, status))) if pleases(&status) => found.push((device, status)),
-            Ok(_) => {}
-            Err(_) if !is_configured(number) => {}
-            Err(e) => return Err(e),
+        if let Some((dev, status)) = status_of(number)?
+            && pleases(&status)
+        {
+            let device = LoopDevice {
+                number,
+                dev,
+                node: node_of(number),
+            };
+            found.push((device, status));
         }
     }
     Ok(found)
 }
 
-/// What a device backs; none where it backs nothing.
-fn status_of(device: &LoopDevice) -> io::Result<Option<loopctl::Status>> {
+/// A loop device's number and what it backs; none where it backs nothing.
+fn status_of(number: u32) -> io::Result<Option<(Dev, loopctl::Status)>> {
     // Not even opened where sysfs knows better: an opener delays a detach.
-    if !is_configured(device.number) {
+    if !is_configured(number) {
         return Ok(None);
     }
-    match device.open(OFlags::RDONLY).and_then(loopctl::status) {
-        Ok(status) => Ok(Some(status)),
-        Err(e) if is_gone(&e) => Ok(None),
+    let look = || {
+        let node = rustix::fs::open(
+            node_of(number),
+            OFlags::RDONLY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
+        let dev = Dev::from_raw(rustix::fs::fstat(&node)?.st_rdev);
+        Ok((dev, loopctl::status(&node)?))
+    };
+    match look() {
+        // The device knows its number, whatever its node is called.
+        Ok((_, status)) if status.number != number => Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            format!(
+                "{} is the node of loop{}",
+                node_of(number).display(),
+                status.number
+            ),
+        )),
+        Ok(found) => Ok(Some(found)),
+        Err(e) if is_gone(&e) || !is_configured(number) => Ok(None),
         Err(e) => Err(e),
     }
+}
+
+fn node_of(number: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/loop{number}"))
 }
 
 /// sysfs shows a loop device's particulars while it is configured only.

@@ -71,6 +71,8 @@ pub struct Status {
     pub offset: u64,
     /// Bytes of the file that the device shows; 0 is all of them.
     pub size_limit: u64,
+    /// The device's own number, the 7 of `loop7`.
+    pub number: u32,
     /// [`READ_ONLY`], [`AUTOCLEAR`], [`DIRECT_IO`] and others.
     pub flags: u32,
 }
@@ -183,6 +185,7 @@ pub fn status(device: impl AsFd) -> io::Result<Status> {
         rdevice: info.rdevice,
         offset: info.offset,
         size_limit: info.size_limit,
+        number: info.number,
         flags: info.flags,
     })
 }
