@@ -5,6 +5,7 @@
 use std::{fmt, str::FromStr};
 
 pub mod block;
+pub mod busy;
 pub mod growth;
 pub mod loopctl;
 pub mod mounts;

@@ -34,6 +34,7 @@ use super::{
     table,
     unmount::{UnmountError, unmount},
 };
+use crate::kernel::busy::outwait;
 
 /// What to mount.
 #[derive(Clone, Copy, Debug)]
@@ -99,8 +100,12 @@ pub enum MountError {
         #[source]
         source: UnmountError,
     },
-    /// A device that can't be written was to be mounted writable.
-    #[error("device {device:?} is write-protected; mount it read-only")]
+    /// A device that can't be written was to be mounted writable, or has a journal
+    /// to replay.
+    #[error(
+        "device {device:?} is write-protected; mount it read-only, and writable once before \
+         that if its journal is to be replayed"
+    )]
     WriteProtected {
         /// The device.
         device: PathBuf,
@@ -148,7 +153,8 @@ pub enum MountError {
 /// can hang with it.
 pub fn mount(new: &NewMount<'_>, at: &Place) -> Result<Mounted, MountError> {
     let shared = is_claimed(new.source);
-    let mounted = put(&create(new)?, at)?;
+    let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
+    let mounted = put(&outwait(|| create(new), is_busy)?, at)?;
     if shared && let Some(missing) = not_in_force(new.options, at)? {
         let path = at.path().to_owned();
         let _ = unmount(at).map_err(|source| MountError::Undo { path, source })?;
@@ -284,7 +290,8 @@ fn is_claimed(device: &Path) -> bool {
     let is_block = stat(device)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
     let exclusive = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
-    is_block && matches!(open(device, exclusive, Mode::empty()), Err(Errno::BUSY))
+    let claim = || open(device, exclusive, Mode::empty()).err();
+    is_block && outwait(claim, |error| *error == Some(Errno::BUSY)) == Some(Errno::BUSY)
 }
 
 /// The first superblock option that is not in force at the place.

@@ -16,11 +16,10 @@ use std::{
 use rustix::{
     io::Errno,
     mount::{UnmountFlags, unmount as umount2},
-    thread::{Timespec, nanosleep},
 };
 
 use super::{Look, path::Place};
-use crate::Done;
+use crate::{Done, kernel::busy::outwait};
 
 /// Why something stays mounted.
 #[derive(Debug, thiserror::Error)]
@@ -54,22 +53,18 @@ pub fn unmount(at: &Place) -> Result<Done, UnmountError> {
     }
     let parent = format!("/proc/self/fd/{}", at.parent().as_raw_fd());
     let path = Path::new(&parent).join(at.name());
-    let mut glances = GLANCES;
-    loop {
-        match umount2(&path, UnmountFlags::NOFOLLOW) {
-            Ok(()) => return Ok(Done::Now),
-            // Somebody else's unmount came between.
-            Err(Errno::INVAL | Errno::NOENT) if !is_mount(at).map_err(failed)? => {
-                return Ok(Done::Already);
-            }
-            Err(Errno::BUSY) if glances > 0 => glances -= 1,
-            Err(Errno::BUSY) => {
-                let path = at.path().to_owned();
-                return Err(UnmountError::Busy { path });
-            }
-            Err(error) => return Err(failed(error.into())),
-        }
-        pause();
+    let result = outwait(
+        || umount2(&path, UnmountFlags::NOFOLLOW),
+        |result| *result == Err(Errno::BUSY),
+    );
+    match result {
+        Ok(()) => Ok(Done::Now),
+        // Somebody else's unmount came between.
+        Err(Errno::INVAL | Errno::NOENT) if !is_mount(at).map_err(failed)? => Ok(Done::Already),
+        Err(Errno::BUSY) => Err(UnmountError::Busy {
+            path: at.path().to_owned(),
+        }),
+        Err(error) => Err(failed(error.into())),
     }
 }
 
@@ -80,21 +75,6 @@ pub fn unmount_all(at: &Place) -> Result<Done, UnmountError> {
         done = Done::Now;
     }
     Ok(done)
-}
-
-/// A mount is busy for as long as somebody looks at it: a NodeGetVolumeStats, the
-/// node's monitoring, kubelet. That takes microseconds and is no use of the
-/// volume, so a busy mount is tried again this often.
-const GLANCES: u32 = 4;
-
-/// Lets such a look end.
-fn pause() {
-    let millisecond = Timespec {
-        tv_sec: 0,
-        tv_nsec: 1_000_000,
-    };
-    // Cut short by a signal, it has served as well.
-    let _ = nanosleep(&millisecond);
 }
 
 fn is_mount(at: &Place) -> io::Result<bool> {

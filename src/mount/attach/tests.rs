@@ -45,7 +45,7 @@ fn each_file_system_is_mounted_and_can_be_unmounted_at_once() {
         let made = mounted((fs_type, &device), "noatime", &place).expect(fs_type);
         assert!(made.directory && !made.read_only && made.rdev.is_none());
         assert_eq!(place.look().expect("looks"), Look::Mount(made));
-        let entry = table::entry(made.id).expect("read").expect("there");
+        let entry = table::covering(place.open().expect("opens").as_fd()).expect("there");
         assert_eq!(Path::new(&entry.source), device.node);
         assert_eq!(entry.fs_type, fs_type);
         // btrfs has a number of its own.

@@ -1,0 +1,43 @@
+//! `EBUSY` that passes.
+//!
+//! A mount is busy for as long as somebody looks at it: a NodeGetVolumeStats, the
+//! node's monitoring, kubelet. And a child that another thread starts has copies of
+//! all our descriptors between fork(2) and execve(2): of a mount, which keeps it
+//! busy, of a device opened `O_EXCL`, which keeps it claimed. Both last for
+//! microseconds and are no use of the volume, so whoever is told `EBUSY` tries a
+//! few times more before saying so to anybody.
+
+use rustix::thread::{Timespec, nanosleep};
+
+const TRIES: u32 = 8;
+
+/// Calls `attempt` until its result is not `busy`, for about 10 ms. It blocks: for
+/// a lane.
+pub fn outwait<T>(mut attempt: impl FnMut() -> T, busy: impl Fn(&T) -> bool) -> T {
+    for _ in 1..TRIES {
+        let result = attempt();
+        if !busy(&result) {
+            return result;
+        }
+        let millisecond = Timespec {
+            tv_sec: 0,
+            tv_nsec: 1_000_000,
+        };
+        // Cut short by a signal, it has served as well.
+        let _ = nanosleep(&millisecond);
+    }
+    attempt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_result_that_is_not_busy_is_taken_and_the_last_one_at_any_rate() {
+        let mut calls = 0..;
+        assert_eq!(outwait(|| calls.next(), |call| *call < Some(3)), Some(3));
+        let mut calls = 0..;
+        assert_eq!(outwait(|| calls.next(), |_| true), Some(TRIES - 1));
+    }
+}
