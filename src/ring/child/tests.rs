@@ -85,7 +85,7 @@ fn a_grandchild_with_the_pipe_open_delays_nobody() {
 #[test]
 fn a_child_whose_waiter_gave_up_is_reaped() {
     ring::start(async {
-        let child = shell("sleep 1000");
+        let child = shell("exec sleep 1000");
         let pid = child.pid();
         let waited = timer::timeout(Duration::ZERO, child.wait()).await;
         assert_eq!(waited.unwrap_err(), timer::Elapsed);
@@ -123,7 +123,7 @@ fn many_children_at_once() {
 
 #[test]
 fn it_dies_with_the_runtime_thread() {
-    let pid = std::thread::spawn(|| ring::start(async { shell("sleep 1000").pid() }).unwrap())
+    let pid = std::thread::spawn(|| ring::start(async { shell("exec sleep 1000").pid() }).unwrap())
         .join()
         .unwrap();
     ring::start(async {
@@ -140,7 +140,7 @@ fn it_dies_with_the_runtime_thread() {
 #[test]
 fn a_foreign_process_is_known_by_its_start_time() {
     ring::start(async {
-        let child = shell("sleep 1000");
+        let child = shell("exec sleep 1000");
         let (pid, started) = (child.pid(), child.start_time());
         // Another process had that id, or none has.
         wait_foreign(pid, started + 1).await.unwrap();
