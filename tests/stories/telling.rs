@@ -1,10 +1,14 @@
 //! What an agent tells: stats, health, metrics, and never a secret.
 
-use std::{io::Read as _, io::Write as _, net::TcpStream};
+use std::{
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    path::Path,
+};
 
-use uring_csi::proto::csi::volume_usage::Unit;
+use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
 
-use crate::harness::{MIB, Node, NodeSetup, refused, story};
+use crate::harness::{MIB, Node, NodeSetup, loops_over, refused, story};
 
 /// GET from the HTTP listener: the head and the body in one.
 fn get(port: u16, path: &str) -> std::io::Result<String> {
@@ -63,17 +67,33 @@ fn stats_are_what_statfs_says() {
 }
 
 #[test]
-fn a_volume_that_fails_is_not_healthy() {
+fn what_is_wrong_is_told_until_it_is_gone() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
         let target = node.up(&volume, "pod").await;
-        // The file system found itself broken and went read-only (EXT4_IOC_SHUTDOWN
-        // does it without a broken disk).
-        crate::harness::run(&["xfs_io", "-x", "-c", "shutdown", target.to_str().unwrap()]);
+        // The kernel's own way to try this (Documentation/ABI/testing/sysfs-fs-ext4).
+        let device = loops_over(&sandbox.image(&volume)).pop().unwrap();
+        let trigger = Path::new("/sys/fs/ext4")
+            .join(device.file_name().unwrap())
+            .join("trigger_fs_error");
+        std::fs::write(trigger, "story").unwrap();
         let health = node.health(&volume, &target).await.unwrap();
-        assert!(!health.is_empty(), "a shut down file system is not healthy");
+        assert_eq!(health.len(), 1, "{health:?}");
         assert!(!health[0].reason.is_empty() && !health[0].message.is_empty());
+        node.down(&volume, "pod").await;
+
+        // The next stage repairs it.
+        let target = node.up(&volume, "pod").await;
+        assert!(node.health(&volume, &target).await.unwrap().is_empty());
+
+        std::fs::remove_file(sandbox.image(&volume)).unwrap();
+        let health = node.health(&volume, &target).await.unwrap();
+        assert_eq!(
+            health[0].status(),
+            VolumeHealthErrorType::DataLoss,
+            "{health:?}"
+        );
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
