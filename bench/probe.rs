@@ -1,0 +1,66 @@
+//! Telling what is on 32 devices.
+
+use std::{fs::File, os::fd::AsFd as _, os::unix::fs::OpenOptionsExt as _, thread};
+
+use criterion::Criterion;
+use uring_csi::{
+    fs::probe::{Content, classify, regions},
+    ring::probe::Prober,
+};
+
+use crate::{
+    harness::{MIB, run},
+    rig::Rig,
+};
+
+const DEVICES: usize = 32;
+const SIZE: u64 = 64 * MIB;
+
+/// One ring for all, against `blkid` for each.
+pub fn devices(criterion: &mut Criterion, rig: &Rig) {
+    const CASE: &str = "probe of 32 devices";
+    let mut group = criterion.benchmark_group(CASE);
+    let devices: Vec<String> = (0..DEVICES)
+        .map(|number| {
+            let image = rig.sandbox.dir().join(format!("probe-{number}.img"));
+            File::create(&image)
+                .and_then(|image| image.set_len(SIZE))
+                .expect("an image");
+            let image = image.to_str().expect("UTF-8");
+            run(&["mkfs.ext4", "-q", "-F", image]);
+            run(&["losetup", "-f", "--show", image]).trim().to_owned()
+        })
+        .collect();
+
+    let prober = Prober::start().expect("a ring");
+    rig.measure(&mut group, CASE, "in process", || {
+        thread::scope(|scope| {
+            for device in &devices {
+                scope.spawn(|| assert!(matches!(probe(&prober, device), Content::Fs(_))));
+            }
+        });
+    });
+    rig.measure(&mut group, CASE, "exec", || {
+        thread::scope(|scope| {
+            for device in &devices {
+                scope.spawn(|| run(&["blkid", "-p", "-o", "export", device]));
+            }
+        });
+    });
+    for device in &devices {
+        run(&["losetup", "-d", device]);
+    }
+    group.finish();
+}
+
+fn probe(prober: &Prober, device: &str) -> Content {
+    let file = File::options()
+        .read(true)
+        .custom_flags(rustix::fs::OFlags::DIRECT.bits().cast_signed())
+        .open(device)
+        .expect("a device");
+    let read = prober
+        .read(file.as_fd(), &regions(SIZE))
+        .expect("its blocks");
+    classify(SIZE, &read)
+}
