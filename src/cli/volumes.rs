@@ -166,24 +166,14 @@ impl Context {
     async fn create(&self, request: CreateVolumeRequest) -> Result<Volume, CliError> {
         let doing = format!("create {}", request.name);
         let label = format!("creating {}", request.name);
-        let name = request.name.clone();
         let work = self.controller(doing.clone(), request, async |mut client, request| {
             client.create_volume(request).await
         });
-        let mut volume =
-            self.showing(&label, "", work)
-                .await?
-                .volume
-                .ok_or(CliError::Incomplete {
-                    doing,
-                    missing: "volume",
-                })?;
-        // What is printed has the name even where the driver's context has not.
-        volume
-            .volume_context
-            .entry(super::resolve::NAME_KEY.to_owned())
-            .or_insert(name);
-        Ok(volume)
+        let created = self.showing(&label, "", work).await?;
+        created.volume.ok_or(CliError::Incomplete {
+            doing,
+            missing: "volume",
+        })
     }
 
     /// DeleteVolume.
@@ -263,8 +253,7 @@ impl Answer for Listed {
 /// Deletes volumes and everything on them
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A volume that is in use is not deleted (exit code 5). One that is gone already
-is no error when it is given by its id.
+A volume that is in use is not deleted (exit code 5).
 
 Examples:
   uringctl delete data-1

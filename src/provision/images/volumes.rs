@@ -274,6 +274,8 @@ impl Store {
             .collect();
         context.insert("pool".to_owned(), pool.name.clone());
         context.insert("image".to_owned(), handle.image());
+        // Nobody else remembers it: uringctl finds volumes by it.
+        context.insert("name".to_owned(), entry.name.clone());
         if detail.many_nodes_write {
             // Two nodes' page caches know nothing of each other.
             context.insert("directIO".to_owned(), "true".to_owned());
