@@ -55,7 +55,6 @@ struct HeldAnswer {
     waits_for: String,
     #[serde(skip)]
     under_way: String,
-    lock_device: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -115,7 +114,6 @@ impl HeldAnswer {
             step_age_ms: held.step_age_ms,
             waits_for: held.waits_for,
             under_way,
-            lock_device: held.lock_device,
         }
     }
 

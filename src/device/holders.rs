@@ -1,1 +1,352 @@
-//! holders.
+//! Who keeps a block device busy.
+//!
+//! Asked only after the kernel refused with `EBUSY`, for the text of the answer:
+//! it reads something of every process. What may be in the way:
+//!
+//! * a mount, also in another mount namespace (a container that was started
+//!   while the volume was mounted keeps a copy);
+//! * a file system without any mount to be seen, which an open file keeps alive
+//!   after a lazy unmount;
+//! * another block device on top (device mapper, md, bcache, a loop device);
+//! * a process that has it open.
+//!
+//! Everything is read as far as it can be: processes end meanwhile, and some
+//! may not be looked into.
+
+use std::{
+    collections::HashSet,
+    ffi::OsString,
+    fmt, fs,
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
+
+use super::loopdev;
+use crate::{
+    kernel::{Dev, block},
+    mount::table,
+};
+
+/// A process, as an operator finds it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Process {
+    /// Its id in our PID namespace.
+    pub pid: u32,
+    /// `/proc/PID/comm`.
+    pub name: String,
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "process {} ({})", self.pid, self.name)
+    }
+}
+
+/// Something that keeps a block device busy; its text is a clause about the
+/// device ("it").
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Holder {
+    /// A mount of its file system.
+    Mount {
+        /// The file system's type.
+        fs_type: String,
+        /// Where, seen from the process's root directory.
+        mount_point: PathBuf,
+        /// One process of that mount namespace.
+        process: Process,
+    },
+    /// A file system that no process has mounted.
+    FileSystem {
+        /// Its type.
+        fs_type: &'static str,
+    },
+    /// A block device on top of it.
+    Device {
+        /// The kernel's name.
+        name: String,
+    },
+    /// A loop device over its node.
+    Loop {
+        /// The loop device's node.
+        node: PathBuf,
+        /// The node that it was put over.
+        over: PathBuf,
+    },
+    /// A process that has it open.
+    Opener {
+        /// Who.
+        process: Process,
+    },
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mount {
+                fs_type,
+                mount_point,
+                process,
+            } => write!(
+                f,
+                "its {fs_type} is mounted at {} in the mount namespace of {process}",
+                mount_point.display()
+            ),
+            Self::FileSystem { fs_type } => write!(
+                f,
+                "its {fs_type} is still alive though no process has it mounted, after a lazy \
+                 unmount with files open or in a mount namespace of a thread"
+            ),
+            Self::Device { name } => write!(f, "the block device {name} is built on it"),
+            Self::Loop { node, over } => {
+                write!(f, "{} is attached over {}", node.display(), over.display())
+            }
+            Self::Opener { process } => write!(f, "{process} has it open"),
+        }
+    }
+}
+
+/// Whoever can be found to keep the device busy, the most likely first.
+pub fn holders(dev: Dev) -> Vec<Holder> {
+    let processes = processes();
+    let name = block::name_of(dev).unwrap_or_default();
+    let mut holders = mounts(dev, &processes);
+    if holders.is_empty() {
+        holders.extend(file_system(&name).map(|fs_type| Holder::FileSystem { fs_type }));
+    }
+    holders.extend(
+        names(&format!("/sys/dev/block/{dev}/holders")).map(|name| Holder::Device { name }),
+    );
+    let locks = loopdev::locks_on(dev).unwrap_or_default();
+    holders.extend(locks.into_iter().map(|lock| Holder::Loop {
+        node: lock.device.node,
+        over: lock.backing_path,
+    }));
+    holders.extend(
+        processes
+            .into_iter()
+            .filter(|process| has_open(process, dev))
+            .map(|process| Holder::Opener { process }),
+    );
+    holders
+}
+
+/// One sentence about all of them.
+pub fn describe(holders: &[Holder]) -> String {
+    if holders.is_empty() {
+        return "nobody is seen to hold it".to_owned();
+    }
+    let clauses: Vec<_> = holders.iter().map(Holder::to_string).collect();
+    clauses.join("; ")
+}
+
+fn names(directory: &str) -> impl Iterator<Item = String> + use<> {
+    fs::read_dir(directory)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+}
+
+fn processes() -> Vec<Process> {
+    names("/proc")
+        .filter_map(|name| name.parse().ok())
+        .map(|pid| Process {
+            pid,
+            name: fs::read_to_string(format!("/proc/{pid}/comm"))
+                .unwrap_or_default()
+                .trim_end()
+                .to_owned(),
+        })
+        .collect()
+}
+
+fn mounts(dev: Dev, processes: &[Process]) -> Vec<Holder> {
+    // btrfs shows an anonymous device; there the source's path has to do.
+    let node = block::node_of(dev).map(OsString::from).unwrap_or_default();
+    let mut namespaces = HashSet::new();
+    let mut mounts = HashSet::new();
+    let mut found = Vec::new();
+    for process in processes {
+        // Where the namespace's name may not be read its mounts' ids, which are
+        // those of the whole system, tell what was seen before.
+        if let Ok(namespace) = fs::read_link(format!("/proc/{}/ns/mnt", process.pid))
+            && !namespaces.insert(namespace)
+        {
+            continue;
+        }
+        let table = table::of_process(process.pid).unwrap_or_default();
+        let of_device = table
+            .into_iter()
+            .filter(|mount| mount.dev == dev || (mount.dev.major == 0 && mount.source == node));
+        for mount in of_device {
+            if mounts.insert(mount.id) {
+                found.push(Holder::Mount {
+                    fs_type: mount.fs_type,
+                    mount_point: mount.mount_point,
+                    process: process.clone(),
+                });
+            }
+        }
+    }
+    found
+}
+
+/// The file system that has a directory in sysfs for as long as it lives.
+fn file_system(name: &str) -> Option<&'static str> {
+    if name.is_empty() {
+        return None;
+    }
+    let by_name = ["ext4", "xfs"].into_iter().map(|fs_type| {
+        let directory = Path::new("/sys/fs").join(fs_type).join(name);
+        (fs_type, directory)
+    });
+    let by_uuid = names("/sys/fs/btrfs").map(|uuid| {
+        let directory = Path::new("/sys/fs/btrfs").join(uuid);
+        ("btrfs", directory.join("devices").join(name))
+    });
+    by_name
+        .chain(by_uuid)
+        .find(|(_, directory)| directory.exists())
+        .map(|(fs_type, _)| fs_type)
+}
+
+fn has_open(process: &Process, dev: Dev) -> bool {
+    let directory = format!("/proc/{}/fd", process.pid);
+    names(&directory).any(|fd| {
+        // Without a question to the server of a file that is on a network.
+        let stat = statx(
+            CWD,
+            format!("{directory}/{fd}"),
+            AtFlags::STATX_DONT_SYNC,
+            StatxFlags::TYPE,
+        );
+        stat.is_ok_and(|stat| {
+            let number = Dev {
+                major: stat.stx_rdev_major,
+                minor: stat.stx_rdev_minor,
+            };
+            FileType::from_raw_mode(stat.stx_mode.into()).is_block_device() && number == dev
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::disallowed_methods)]
+
+    use std::{
+        io::{BufRead, BufReader},
+        process::{Child, Command, Stdio},
+    };
+
+    use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+
+    use super::*;
+    use crate::{
+        device::{loopdev::LoopError, scratch::Scratch},
+        kernel::mounts::private_namespace,
+    };
+
+    fn formatted(mkfs: &str) -> Scratch {
+        let image = Scratch::image(320 << 20);
+        let made = Command::new(mkfs).arg("-q").arg(image.path()).output();
+        assert!(made.unwrap().status.success());
+        Scratch::over(image)
+    }
+
+    /// A shell that mounts a device in a namespace of its own and waits for the
+    /// end of its input.
+    fn mounted_elsewhere(scratch: &Scratch) -> Child {
+        let mount = format!(
+            "mount {} /mnt && echo ready && read end",
+            scratch.device.node.display()
+        );
+        let mut child = Command::new("unshare")
+            .args(["--mount", "sh", "-c", &mount])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        assert_eq!(line, "ready\n");
+        child
+    }
+
+    #[test]
+    fn a_mount_in_another_namespace_is_found_and_keeps_the_device() {
+        for (mkfs, fs) in [("mkfs.ext4", "ext4"), ("mkfs.btrfs", "btrfs")] {
+            let scratch = formatted(mkfs);
+            let mut child = mounted_elsewhere(&scratch);
+            let found = holders(scratch.device.dev);
+            let refused = loopdev::detach(&scratch.device, scratch.id());
+            drop(child.stdin.take());
+            child.wait().unwrap();
+            assert!(
+                matches!(refused, Err(LoopError::Busy { .. })),
+                "{refused:?}"
+            );
+            let text = describe(&found);
+            assert!(
+                text.contains(&format!("its {fs} is mounted at /mnt"))
+                    && text.contains(&format!("process {} (", child.id())),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_file_system_without_a_mount_is_found() {
+        for (mkfs, fs) in [
+            ("mkfs.ext4", "ext4"),
+            ("mkfs.xfs", "xfs"),
+            ("mkfs.btrfs", "btrfs"),
+        ] {
+            private_namespace();
+            let scratch = formatted(mkfs);
+            let directory = tempfile::tempdir().unwrap();
+            let (node, at) = (&scratch.device.node, directory.path());
+            mount(node, at, fs, MountFlags::empty(), None).unwrap();
+            let file = fs::File::create(at.join("file")).unwrap();
+            unmount(at, UnmountFlags::DETACH).unwrap();
+            let found = holders(scratch.device.dev);
+            drop(file);
+            assert!(
+                found.contains(&Holder::FileSystem { fs_type: fs }),
+                "{found:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn openers_and_locks_are_found() {
+        let scratch = Scratch::new(1 << 20);
+        let dev = scratch.device.dev;
+        let ours = || {
+            holders(dev).into_iter().any(|holder| {
+                matches!(holder, Holder::Opener { process } if process.pid == std::process::id())
+            })
+        };
+        let opener = scratch.open();
+        assert!(ours());
+        drop(opener);
+
+        let device = loopdev::lock_over(&scratch.device.node).unwrap();
+        let lock = loopdev::locks_on(dev).unwrap().remove(0);
+        assert_eq!(lock.device, device);
+        let expected = Holder::Loop {
+            node: lock.device.node.clone(),
+            over: scratch.device.node.clone(),
+        };
+        assert!(holders(dev).contains(&expected));
+        let _ = loopdev::unlock(&lock, dev).unwrap();
+    }
+
+    #[test]
+    fn nobody_is_said_so() {
+        assert_eq!(describe(&[]), "nobody is seen to hold it");
+    }
+}

@@ -1,11 +1,8 @@
 //! Loop devices: image files, and kubelet's locks, behind block devices.
 //!
 //! **Attach.** `LOOP_CTL_GET_FREE` names a free device and `LOOP_CONFIGURE`
-//! takes it; between the two anyone may be quicker. Nor does the kernel count a
-//! device as taken while `LOOP_CONFIGURE` is still at work, and that may last
-//! as long as the image's storage likes, with all who were given the same
-//! number in the queue behind it. So the numbers that this process is at work
-//! on are kept aside, and an attach that hangs holds up no other.
+//! takes it; between the two anyone may be quicker, and the next number is
+//! tried.
 //!
 //! **Detach.** `LOOP_CLR_FD` succeeds whoever else has the device open, and
 //! takes effect when the last of them closes it. A file system may be alive on
@@ -13,13 +10,9 @@
 //! which a mounted file system, device mapper and md refuse), what it backs is
 //! checked on that descriptor, and it is gone only when it says so itself.
 //!
-//! **Locks.** kubelet puts a loop device over the node of a published block
-//! volume, so that the number can't be given to another device meanwhile.
-//!
 //! All of this may block for as long as the device does: call it on a lane.
 
 use std::{
-    collections::BTreeSet,
     fs::{self, File},
     io,
     os::{
@@ -27,7 +20,6 @@ use std::{
         unix::{ffi::OsStrExt, fs::MetadataExt},
     },
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
 };
 
 use rustix::{
@@ -36,6 +28,11 @@ use rustix::{
 };
 
 use crate::kernel::{Dev, block, loopctl};
+
+mod locks;
+mod reserved;
+
+pub use locks::{Lock, lock_over, locks_on, unlock};
 
 /// How often a free device may be snatched away before an attach gives up.
 const TRIES: u32 = 128;
@@ -136,15 +133,6 @@ pub enum Detached {
     Deferred,
 }
 
-/// A loop device over a block device's node.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lock {
-    /// The loop device.
-    pub device: LoopDevice,
-    /// The node's path, as far as it can be seen from here.
-    pub backing_path: PathBuf,
-}
-
 /// Why a loop device could not be had, changed or let go.
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
@@ -196,38 +184,6 @@ fn device_error(device: &LoopDevice, what: &'static str) -> impl FnOnce(io::Erro
     move |source| LoopError::Device { node, what, source }
 }
 
-/// A number that no other thread of this process tries meanwhile.
-struct Reserved(u32);
-
-static RESERVED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
-
-impl Reserved {
-    /// A free number, at least `least`.
-    fn take(control: impl AsFd, least: u32) -> io::Result<Self> {
-        let mut reserved = RESERVED.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = loopctl::get_free(&control)?;
-        let mut number = free.max(least);
-        while reserved.contains(&number) || (number != free && is_configured(number)) {
-            number += 1;
-        }
-        if number != free {
-            match loopctl::add(control, number) {
-                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-                _ => {}
-            }
-        }
-        reserved.insert(number);
-        Ok(Self(number))
-    }
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        let mut reserved = RESERVED.lock().unwrap_or_else(PoisonError::into_inner);
-        reserved.remove(&self.0);
-    }
-}
-
 /// Puts an image behind a free loop device.
 pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, LoopError> {
     let name = || options.name.to_owned();
@@ -252,14 +208,14 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
     let control = loopctl::open_control().map_err(LoopError::Control)?;
     let mut least = 0;
     for _ in 0..TRIES {
-        let number = Reserved::take(&control, least).map_err(LoopError::Control)?;
-        let device = LoopDevice::of_number(number.0).map_err(LoopError::Control)?;
+        let number = reserved::Reserved::take(&control, least).map_err(LoopError::Control)?;
+        let device = LoopDevice::of_number(number.get()).map_err(LoopError::Control)?;
         let configured = device
             .open(open)
             .and_then(|file| loopctl::configure(file, image.as_fd(), &config));
         match configured {
             Ok(()) => return Ok(device),
-            Err(e) if is(&e, Errno::BUSY) || is(&e, Errno::NXIO) => least = number.0 + 1,
+            Err(e) if is(&e, Errno::BUSY) || is(&e, Errno::NXIO) => least = number.get() + 1,
             Err(source) => {
                 return Err(LoopError::Attach {
                     image: name(),
@@ -306,44 +262,6 @@ pub fn resize(device: &LoopDevice) -> Result<u64, LoopError> {
         block::size_bytes(&file)
     });
     resized.map_err(device_error(device, "resize"))
-}
-
-/// Puts a loop device over a block device's node, as kubelet does, so that the
-/// device's number can't be given to another one.
-pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
-    let refused = |source| LoopError::Attach {
-        image: node.to_owned(),
-        node: PathBuf::from("a loop device"),
-        source,
-    };
-    // A lock neither reads nor writes.
-    let file = File::open(node).map_err(refused)?;
-    attach(
-        &file,
-        &LoopOptions {
-            read_only: true,
-            direct_io: false,
-            sector_size: 0,
-            name: node,
-        },
-    )
-}
-
-/// The locks over a block device.
-pub fn locks_on(dev: Dev) -> io::Result<Vec<Lock>> {
-    let found = configured(|status| status.rdevice == dev.to_raw())?;
-    Ok(found
-        .into_iter()
-        .map(|(device, _)| Lock {
-            backing_path: backing_path(device.number).unwrap_or_default(),
-            device,
-        })
-        .collect())
-}
-
-/// Removes a lock if it still is one over `dev`.
-pub fn unlock(lock: &Lock, dev: Dev) -> Result<Detached, LoopError> {
-    release(&lock.device, |status| status.rdevice == dev.to_raw())
 }
 
 fn release(
@@ -454,12 +372,6 @@ fn is_configured(number: u32) -> bool {
     Path::new(&format!("/sys/block/loop{number}/loop")).exists()
 }
 
-fn backing_path(number: u32) -> io::Result<PathBuf> {
-    let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
-    let path = path.trim_end_matches('\n');
-    Ok(path.strip_suffix(" (deleted)").unwrap_or(path).into())
-}
-
 fn is_over(status: &loopctl::Status, id: FileId) -> bool {
     status.device == id.dev && status.inode == id.ino
 }
@@ -475,5 +387,4 @@ fn is(e: &io::Error, errno: Errno) -> bool {
 }
 
 #[cfg(test)]
-#[path = "loopdev_tests.rs"]
 mod tests;

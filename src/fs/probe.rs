@@ -14,6 +14,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::FsType;
+pub use crate::ring::probe::{Block, Region};
 
 mod foreign;
 mod superblock;
@@ -41,24 +42,6 @@ const BETWEEN: [u64; 7] = [
     256 * GIB,
     1024 * 1024 * GIB,
 ];
-
-/// A piece of a device to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Region {
-    /// Bytes from the device's start, a multiple of 4096.
-    pub offset: u64,
-    /// Bytes to read; a multiple of 4096 unless the device ends within it.
-    pub len: usize,
-}
-
-/// A piece of a device as it was read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Block {
-    /// Bytes from the device's start.
-    pub offset: u64,
-    /// What is there.
-    pub data: Vec<u8>,
-}
 
 /// What a device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,15 +3,12 @@
 
 use std::{
     fs, io,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::{FileTypeExt, MetadataExt},
-    },
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
 use rustix::{
-    fs::{Mode, OFlags},
+    fs::{FileType, Mode, OFlags},
     ioctl::{Getter, Opcode, Setter, ioctl, opcode},
 };
 
@@ -72,26 +69,13 @@ pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
 pub fn open(node: &Path, dev: Dev, flags: OFlags) -> io::Result<OwnedFd> {
     let file = rustix::fs::open(node, flags | OFlags::CLOEXEC, Mode::empty())?;
     let stat = rustix::fs::fstat(&file)?;
-    let is_block = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_block_device();
+    let is_block = FileType::from_raw_mode(stat.st_mode).is_block_device();
     if is_block && Dev::from_raw(stat.st_rdev) == dev {
         Ok(file)
     } else {
         Err(io::Error::new(
             io::ErrorKind::NotFound,
             format!("{} is not the node of block device {dev}", node.display()),
-        ))
-    }
-}
-
-/// The number of the block device that a path is the node of.
-pub fn number_of_node(node: &Path) -> io::Result<Dev> {
-    let metadata = fs::symlink_metadata(node)?;
-    if metadata.file_type().is_block_device() {
-        Ok(Dev::from_raw(metadata.rdev()))
-    } else {
-        Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            format!("{} is not a block device", node.display()),
         ))
     }
 }

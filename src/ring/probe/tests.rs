@@ -7,7 +7,9 @@ use std::{
     process::Command,
 };
 
-use super::*;
+use super::{engine::READS, *};
+
+mod stuck;
 
 /// A loop device over `image`, detached when dropped.
 struct LoopDevice(PathBuf);
@@ -201,4 +203,44 @@ fn the_thread_ends_with_the_last_handle() {
     while bell.upgrade().is_some() {
         thread::yield_now();
     }
+}
+
+#[test]
+fn devices_that_do_not_answer_hold_up_nobody() {
+    let dir = memory();
+    let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
+    let dead: Vec<_> = (0..24).map(|_| LoopDevice::over(stuck.path())).collect();
+    let alive = LoopDevice::over(&image(dir.path(), 7, SIZE));
+    let prober = Prober::start().unwrap();
+    thread::scope(|scope| {
+        // Dropped where the test fails, so that its threads end.
+        let stuck = stuck;
+        let waiting: Vec<_> = (dead.iter())
+            .map(|device| {
+                let prober = prober.clone();
+                scope.spawn(move || {
+                    let file = device.open();
+                    prober.read(file.as_fd(), &regions())
+                })
+            })
+            .collect();
+        // Each device has a worker of its own in the kernel, and reads here
+        // before it is stuck.
+        stuck.wait_for_reads();
+        for _ in 0..8 {
+            let file = alive.open();
+            let blocks = prober.read(file.as_fd(), &regions()).unwrap();
+            check(7, regions()[2], &blocks[2]);
+        }
+        assert!(waiting.iter().all(|waiting| !waiting.is_finished()));
+        stuck.abort();
+        for waiting in waiting {
+            match waiting.join().unwrap() {
+                Err(ProbeError::Read { source, .. }) => {
+                    assert_eq!(source.raw_os_error(), Some(libc::EIO));
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    });
 }

@@ -1,4 +1,5 @@
 use std::{
+    collections::BTreeSet,
     fs::File,
     io::{Read, Seek, Write},
     thread,
@@ -27,7 +28,7 @@ fn what_is_attached_is_found_resized_and_detached() {
     assert_eq!(find(id).unwrap(), []);
 
     let device = attach(image.as_file(), &options(image.path())).unwrap();
-    assert_eq!(block::number_of_node(&device.node).unwrap(), device.dev);
+    assert_eq!(block::node_of(device.dev).unwrap(), device.node);
     assert_eq!(
         find(id).unwrap(),
         [Attached {
@@ -168,9 +169,9 @@ fn attaches_at_once_get_a_device_each() {
 #[test]
 fn a_number_under_way_is_passed_over() {
     let control = loopctl::open_control().unwrap();
-    let reserved = Reserved::take(&control, 0).unwrap();
+    let reserved = reserved::Reserved::take(&control, 0).unwrap();
     let scratch = Scratch::new(MIB);
-    assert_ne!(scratch.device.number, reserved.0);
+    assert_ne!(scratch.device.number, reserved.get());
 }
 
 #[test]

@@ -1,0 +1,50 @@
+# As root on Debian or Ubuntu, each target installs what it lacks (scripts/setup.sh).
+
+PROFILE ?= dev
+BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
+export BIN_DIR
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo run test unit lint bench clean
+
+help: ## Show this
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: ## Install what building and testing need
+	@scripts/setup.sh
+
+build: setup ## Build both agents and uringctl
+	cargo build --profile $(PROFILE) --bins
+
+demo: build ## Take volumes through their whole life on this machine
+	@scripts/demo.sh
+
+run: build ## Run both agents with a fresh pool until ^C
+	@scripts/run.sh
+
+test: lint unit ## Check and test everything
+
+# Tests mount and attach loop devices: root.
+unit: setup
+	@if cargo nextest --version >/dev/null 2>&1; then \
+	  set -x; cargo nextest run --all-targets; \
+	else \
+	  set -x; cargo test --all-targets; \
+	fi
+	cargo test --doc
+
+lint: build ## Formatting, clippy in every feature set, manifests, dependencies
+	cargo fmt --check
+	cargo clippy --all-targets -- -D warnings
+	cargo clippy --no-default-features --features controller -- -D warnings
+	cargo clippy --no-default-features --features node,cli -- -D warnings
+	@if command -v kubectl || command -v kustomize; then scripts/check_deploy.py; \
+	else echo "deploy: not checked, neither kubectl nor kustomize is installed"; fi
+	@if cargo deny --version >/dev/null 2>&1; then cargo deny check; \
+	else echo "dependencies: not checked, cargo-deny is not installed"; fi
+
+bench: setup ## Measure (PERFORMANCE.md says what)
+	cargo bench --bench '*'
+
+clean: ## Remove what was built
+	cargo clean

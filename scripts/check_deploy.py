@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Checks that the manifests in deploy/ hang together.
+
+Builds each kustomization (by kubectl or kustomize) and checks what the API
+server would not notice before a pod fails: mounts of volumes that are not
+there, roles and accounts that nothing defines, images without a tag, classes of
+another driver, and flags that our binaries don't have (where they are built:
+BIN_DIR, by default target/debug).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+BIN_DIR = Path(os.environ.get("BIN_DIR", DEPLOY.parent / "target" / "debug"))
+OVERLAYS = ["base", "local-pools"]
+problems = []
+
+
+def problem(where, what):
+    problems.append(f"{where}: {what}")
+
+
+def build(overlay):
+    for tool in (["kubectl", "kustomize"], ["kustomize", "build"]):
+        if shutil.which(tool[0]):
+            text = subprocess.check_output([*tool, str(DEPLOY / overlay)], text=True)
+            return [doc for doc in yaml.safe_load_all(text) if doc]
+    sys.exit("check_deploy.py: neither kubectl nor kustomize is installed")
+
+
+def flags_of(program):
+    """The long flags in a binary's --help; None where it is not built."""
+    path = BIN_DIR / program
+    if not path.exists():
+        return None
+    text = subprocess.run([path, "--help"], capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"--[a-z][a-z-]+", text))
+
+
+def check_pod(where, template):
+    spec = template["spec"]
+    volumes = {volume["name"] for volume in spec.get("volumes", [])}
+    for container in spec["containers"]:
+        name = f"{where}/{container['name']}"
+        if ":" not in container["image"].rsplit("/", 1)[-1]:
+            problem(name, f"image {container['image']} has no tag")
+        mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
+        for missing in sorted(mounts - volumes):
+            problem(name, f"mounts {missing}, which is no volume of the pod")
+        program = container["image"].split(":")[0]
+        known = flags_of(program) if program.startswith("uring-csi") else None
+        for arg in container.get("args", []):
+            if known is not None and arg.split("=")[0] not in known:
+                problem(name, f"{program} has no flag {arg}")
+
+
+def check(overlay, docs):
+    names = {}
+    for doc in docs:
+        names.setdefault(doc["kind"], set()).add(doc["metadata"]["name"])
+    drivers = names["CSIDriver"]
+    for doc in docs:
+        where = f"{overlay}: {doc['kind']} {doc['metadata']['name']}"
+        if doc["kind"] in ("DaemonSet", "Deployment"):
+            check_pod(where, doc["spec"]["template"])
+            account = doc["spec"]["template"]["spec"]["serviceAccountName"]
+            if account not in names["ServiceAccount"]:
+                problem(where, f"service account {account} is not defined")
+        if doc["kind"].endswith("RoleBinding"):
+            role = doc["roleRef"]
+            if role["name"] not in names.get(role["kind"], ()):
+                problem(where, f"{role['kind']} {role['name']} is not defined")
+            for subject in doc["subjects"]:
+                if subject["name"] not in names["ServiceAccount"]:
+                    problem(where, f"service account {subject['name']} is not defined")
+        driver = doc.get("provisioner") or doc.get("driver")
+        if driver and driver not in drivers:
+            problem(where, f"belongs to driver {driver}, not to {drivers}")
+
+
+def check_examples(classes):
+    for path in sorted((DEPLOY / "examples").glob("*.yaml")):
+        for doc in yaml.safe_load_all(path.read_text()):
+            wanted = doc["spec"].get("storageClassName")
+            if wanted and wanted not in classes:
+                problem(path.name, f"storage class {wanted} is not defined")
+
+
+def main():
+    classes = set()
+    for overlay in OVERLAYS:
+        docs = build(overlay)
+        check(overlay, docs)
+        classes |= {d["metadata"]["name"] for d in docs if d["kind"] == "StorageClass"}
+    check_examples(classes)
+    for line in problems:
+        print(line, file=sys.stderr)
+    if problems:
+        sys.exit(1)
+    print(f"deploy: {', '.join(OVERLAYS)} and the examples hang together")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# A volume's whole life, by uringctl, on this machine: made, mounted, filled,
+# snapshotted, cloned, grown, published raw, deleted. Needs root; leaves nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/agents.sh
+source scripts/agents.sh
+
+title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+
+# Shows a command, runs it, says how long it took.
+show() {
+  local start=${EPOCHREALTIME/./}
+  printf '\033[36m$ %s\033[0m\n' "${*//$work/}"
+  "$@" | sed "s|$work||g"
+  printf '\033[2m  (%d.%03d ms)\033[0m\n' \
+    $(((${EPOCHREALTIME/./} - start) / 1000)) $(((${EPOCHREALTIME/./} - start) % 1000))
+}
+
+title "A fresh pool, a node agent and a controller"
+make_pool
+start_agents
+show uringctl info
+
+title "Made, formatted, mounted: one command"
+show uringctl up data 1Gi "$work/mnt/data" --fs xfs
+show findmnt --noheadings --output TARGET,SOURCE,FSTYPE,SIZE "$work/mnt/data"
+echo "written before the snapshot" >"$work/mnt/data/story"
+sync -f "$work/mnt/data"
+show uringctl stats data
+
+title "A snapshot of the mounted volume, and a volume made from it"
+snapshot=$(uringctl snapshot create data before --json | sed -n 's/.*"snapshot_id": "\(.*\)".*/\1/p')
+show uringctl snapshot list
+echo "written after the snapshot" >>"$work/mnt/data/story"
+show uringctl up restored 1Gi "$work/mnt/restored" --from-snapshot "$snapshot"
+show cat "$work/mnt/restored/story"
+
+title "A clone"
+sync -f "$work/mnt/data"
+show uringctl clone data copy
+show uringctl up copy 1Gi "$work/mnt/copy" --from-volume data
+show cat "$work/mnt/copy/story"
+
+title "Grown while it is mounted"
+show uringctl expand data 3Gi
+show df -h --output=target,size,used "$work/mnt/data"
+
+title "A raw block device"
+show uringctl up disk 256Mi "$work/mnt/disk" --block
+show blockdev --getsize64 "$work/mnt/disk"
+
+title "What the node holds"
+show uringctl volumes
+show uringctl health
+
+title "Down, and everything away"
+show uringctl down data --delete
+for volume in restored copy disk; do uringctl down "$volume" --delete >/dev/null; done
+show uringctl snapshot delete "$snapshot"
+show uringctl list
+show uringctl volumes
+
+left=$(mounts_below "$work" | grep -vx "$work/pool" || true)
+left+=$(loops_below "$work" | while read -r loop; do
+  [[ $(losetup --noheadings --output BACK-FILE "$loop") == "$work/pool.img" ]] || echo "$loop"
+done)
+[[ -z $left ]] || {
+  echo "left behind: $left" >&2
+  exit 1
+}
+printf '\nNo mount and no loop device is left.\n'

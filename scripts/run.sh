@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Both agents with a fresh pool, until ^C. Needs root; leaves nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/agents.sh
+source scripts/agents.sh
+
+make_pool
+start_agents --metrics-listen 127.0.0.1:9809
+cat <<TEXT
+The agents run. In another shell, as root:
+
+  export PATH=$BIN_DIR:\$PATH
+  export URING_CSI_NODE_ENDPOINT=$URING_CSI_NODE_ENDPOINT
+  export URING_CSI_CONTROLLER_ENDPOINT=$URING_CSI_CONTROLLER_ENDPOINT
+
+  uringctl up data 1Gi $work/mnt/data
+  uringctl volumes
+  uringctl down data --delete
+  curl http://127.0.0.1:9809/metrics
+
+Their log follows; ^C ends them and takes everything away.
+
+TEXT
+trap 'exit 0' INT TERM
+tail -f "$work/agents.log" &
+pids+=($!)
+wait -n "${pids[@]}"

@@ -1,0 +1,68 @@
+//! Locks: loop devices over the nodes of block devices.
+//!
+//! kubelet puts one over the node of a published block volume. It keeps the
+//! device open, so that its number can't be given to another device while a pod
+//! knows it by that number. kubelet removes its locks itself, unless it was
+//! restarted at the wrong moment.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+};
+
+use super::{Detached, LoopDevice, LoopError, LoopOptions, attach, configured, release};
+use crate::kernel::Dev;
+
+/// A loop device over a block device's node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lock {
+    /// The loop device.
+    pub device: LoopDevice,
+    /// The node's path, as far as it can be seen from here.
+    pub backing_path: PathBuf,
+}
+
+/// Puts a loop device over a block device's node, as kubelet does, so that the
+/// device's number can't be given to another one.
+pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
+    let refused = |source| LoopError::Attach {
+        image: node.to_owned(),
+        node: PathBuf::from("a loop device"),
+        source,
+    };
+    // A lock neither reads nor writes.
+    let file = File::open(node).map_err(refused)?;
+    attach(
+        &file,
+        &LoopOptions {
+            read_only: true,
+            direct_io: false,
+            sector_size: 0,
+            name: node,
+        },
+    )
+}
+
+/// The locks over a block device.
+pub fn locks_on(dev: Dev) -> io::Result<Vec<Lock>> {
+    let found = configured(|status| status.rdevice == dev.to_raw())?;
+    Ok(found
+        .into_iter()
+        .map(|(device, _)| Lock {
+            backing_path: backing_path(device.number).unwrap_or_default(),
+            device,
+        })
+        .collect())
+}
+
+/// Removes a lock if it still is one over `dev`.
+pub fn unlock(lock: &Lock, dev: Dev) -> Result<Detached, LoopError> {
+    release(&lock.device, |status| status.rdevice == dev.to_raw())
+}
+
+fn backing_path(number: u32) -> io::Result<PathBuf> {
+    let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
+    let path = path.trim_end_matches('\n');
+    Ok(path.strip_suffix(" (deleted)").unwrap_or(path).into())
+}
