@@ -39,8 +39,8 @@ struct Options {
     /// The node that this controller runs on; local pools need it
     #[arg(long, env = "URING_CSI_NODE_ID")]
     node_id: Option<String>,
-    /// A directory of images; may be given again. Without a scope it is local
-    /// where --node-id is given, else shared
+    /// A directory of images; may be given again, and several are separated by
+    /// `;`. Without a scope it is local where --node-id is given, else shared
     #[arg(
         long,
         value_name = "NAME=DIR[,local|,shared]",

@@ -315,3 +315,6 @@ fn unknown_of_snapshot(parameters: &HashMap<String, String>) -> Option<&String> 
     let mut names = parameters.keys();
     names.find(|name| !name.starts_with("csi.storage.k8s.io/"))
 }
+
+#[cfg(test)]
+mod tests;

@@ -217,6 +217,31 @@ pub fn forget(pool: &Pool, image: &str) -> Result<(), ClaimError> {
     Ok(())
 }
 
+/// Removes the claims of dead controllers. A node's stale claim is left to the
+/// node: it may just be replacing it.
+pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
+    let tmp = pool.meta_path("tmp");
+    for dir in list(pool, &pool.meta_path(CLAIMS))? {
+        for path in list(pool, &dir)? {
+            // What cannot be read is told to whoever wants that image.
+            let Ok(Some(Marker { claim, .. })) = read(pool, &path) else {
+                continue;
+            };
+            if let Some(token) = claim.token()
+                && !draft::is_live(&tmp, token)
+                    .map_err(|e| pool.io("look at a lock in", &tmp, e))?
+            {
+                draft::remove(&path, Volatile)
+                    .map(drop)
+                    .map_err(|e| pool.io("remove", &path, e))?;
+            }
+        }
+        // Stays while another claim is in it.
+        let _ = fs::remove_dir(&dir);
+    }
+    Ok(())
+}
+
 /// The images that a node has claimed: after a restart it gives back what it
 /// does not hold any more.
 pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError> {

@@ -91,6 +91,9 @@ pub enum Error {
         /// Which pools there are.
         source: PoolError,
     },
+    /// This node has no such local pool; another may.
+    #[error("this node does not have the pool")]
+    PoolNotHere(#[source] PoolError),
     /// A volume in the catalogue has no image.
     #[error(
         "volume {handle:?} has lost its image {}; put it back, or delete the volume",
@@ -174,7 +177,9 @@ impl Error {
             Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
             Self::Differs { .. } => Kind::AlreadyExists,
             Self::Size { .. } => Kind::OutOfRange,
-            Self::NotHere { .. } | Self::SourceElsewhere(_) => Kind::ResourceExhausted,
+            Self::NotHere { .. } | Self::SourceElsewhere(_) | Self::PoolNotHere(_) => {
+                Kind::ResourceExhausted
+            }
             Self::Elsewhere(_)
             | Self::PoolNotGiven { .. }
             | Self::LoopDevice { .. }
@@ -211,12 +216,14 @@ fn of_pool(error: &PoolError) -> Kind {
 }
 
 /// A full file system is the scheduler's business, a file too large for it the
-/// caller's; all else may pass.
+/// caller's, what it cannot do (preallocate) the administrator's; all else may
+/// pass.
 fn of_io(error: &io::Error) -> Kind {
     use io::ErrorKind as E;
     match error.kind() {
         E::StorageFull | E::QuotaExceeded => Kind::ResourceExhausted,
         E::FileTooLarge => Kind::OutOfRange,
+        E::Unsupported => Kind::FailedPrecondition,
         _ => Kind::Unavailable,
     }
 }

@@ -23,7 +23,11 @@ impl Store {
     ) -> Result<Capacity, Error> {
         let parameters = Parameters::parse(parameters)?;
         let pools: Vec<_> = match &parameters.pool {
-            Some(name) => vec![self.pools.get(name)?],
+            Some(name) => match self.pool_for(Some(name)) {
+                Ok(pool) => vec![pool],
+                Err(Error::PoolNotHere(_)) => Vec::new(),
+                Err(error) => return Err(error),
+            },
             None => self.pools.iter().collect(),
         };
         let mut sum = Capacity {

@@ -37,6 +37,7 @@ use crate::{lane::Lanes, pool::Pools};
 mod capacity;
 mod catalogue;
 mod listing;
+mod origin;
 mod snapshots;
 mod store;
 mod sweep;

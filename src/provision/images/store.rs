@@ -1,21 +1,17 @@
-//! What volumes and snapshots have in common: where they are, how an image is
-//! copied, and how an entry is deleted. All of it blocks.
+//! What volumes and snapshots have in common: where they are, and how an entry
+//! is deleted. All of it blocks.
 
-use std::{
-    fs::File,
-    io,
-    path::{Path, PathBuf},
-};
+use std::{io, path::Path};
 
 use uuid::Uuid;
 
 use super::{
-    super::{Error, copy},
+    super::Error,
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
 };
 use crate::pool::{
     Pool, PoolError, Pools,
-    claim::{self, Access, Claim, ClaimError},
+    claim::{self, Access, Claim},
     draft::{Draft, crash_point},
 };
 
@@ -25,16 +21,6 @@ pub struct Store {
     pub pools: Pools,
     pub node_id: Option<String>,
     pub boot_id: String,
-}
-
-/// Where the data of a new image comes from.
-pub struct Origin<'s> {
-    pub pool: &'s Pool,
-    pub file: File,
-    pub bytes: u64,
-    pub path: PathBuf,
-    /// Its name, if it is a volume's, which may be written meanwhile.
-    pub volume_image: Option<String>,
 }
 
 impl Store {
@@ -53,6 +39,15 @@ impl Store {
         })
     }
 
+    /// The pool that a storage class names, or the only one. Beside a node, one
+    /// that is unknown may be another node's.
+    pub fn pool_for(&self, name: Option<&str>) -> Result<&Pool, Error> {
+        self.pools.get_or_only(name).map_err(|error| match error {
+            PoolError::Unknown { .. } if self.node_id.is_some() => Error::PoolNotHere(error),
+            other => other.into(),
+        })
+    }
+
     /// What has that name, in whatever pool.
     pub fn find_name<K: Kind>(&self, name: &str) -> Option<(&Pool, Entry<K>)> {
         self.pools.iter().find_map(|pool| {
@@ -67,44 +62,9 @@ impl Store {
         })
     }
 
-    /// The claim of a copy or delete.
+    /// The claim of a copy or delete, good while `token` lives.
     pub fn claim_for(&self, token: &Draft, access: Access) -> Claim {
         Claim::by_controller(token, &self.boot_id, access)
-    }
-
-    /// Fills an empty draft with the origin's data: by reflink, which is
-    /// atomic, else by copying, for which nobody may be writing.
-    pub fn fill(&self, draft: &Draft, origin: &Origin<'_>) -> Result<(), Error> {
-        let cannot = |e| failed("copy", &origin.path, e);
-        if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
-            return Ok(());
-        }
-        let Some(image) = &origin.volume_image else {
-            return copy::sparse(&origin.file, draft.file(), origin.bytes).map_err(cannot);
-        };
-        let claim = self.claim_for(draft, Access::Readers);
-        let at_no_point_in_time = |holder| Error::NoPointInTime {
-            pool: origin.pool.name.clone(),
-            holder: Box::new(holder),
-        };
-        match claim::claim(origin.pool, image, &claim) {
-            Ok(_) => {}
-            Err(held @ ClaimError::HeldBy { .. }) => return Err(at_no_point_in_time(held.into())),
-            Err(error) => return Err(error.into()),
-        }
-        let copied = match loop_device(image, true) {
-            Err(e) => Err(failed("look for a loop device over", &origin.path, e)),
-            Ok(Some(holder)) => Err(at_no_point_in_time(holder)),
-            // Opened anew: NFS looks for what others wrote at an open only.
-            Ok(None) => origin
-                .pool
-                .open_image(image, false)
-                .map_err(Error::from)
-                .and_then(|file| copy::sparse(&file, draft.file(), origin.bytes).map_err(cannot)),
-        };
-        let released = claim::release(origin.pool, image, &claim.node_id);
-        copied?;
-        released.map(drop).map_err(Error::from)
     }
 
     /// Deletes what `id` stands for, if that is anything.
@@ -160,7 +120,7 @@ impl Store {
 /// A loop device of this machine over an image, whoever attached it: images
 /// have unique names, and sysfs shows them in every mount namespace. One that
 /// cannot write counts only if it matters that it is there.
-fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
+pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
     let devices = match std::fs::read_dir("/sys/block") {
         Ok(devices) => devices,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -194,9 +154,4 @@ pub fn size_of(path: &Path) -> Result<Option<u64>, Error> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(failed("look at", path, e)),
     }
-}
-
-/// Whether a pool has nothing under that image name.
-pub fn is_missing(error: &PoolError) -> bool {
-    matches!(error, PoolError::NoImage { .. })
 }

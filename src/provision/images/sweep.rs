@@ -7,7 +7,7 @@ use super::{
     store::Store,
     volumes::VolumeDetail,
 };
-use crate::pool::{Pool, draft};
+use crate::pool::{Pool, claim, draft};
 
 impl Store {
     /// Over all pools; says what could not be dealt with.
@@ -22,6 +22,7 @@ impl Store {
             }
             self.sweep_kind::<VolumeDetail>(pool, &mut errors);
             self.sweep_kind::<SnapshotDetail>(pool, &mut errors);
+            errors.extend(claim::sweep(pool).err().map(Error::from));
         }
         errors
     }

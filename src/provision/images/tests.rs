@@ -20,7 +20,7 @@ use crate::{
 const MIB: u64 = 1 << 20;
 const BOOT: &str = "this boot";
 
-pub fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Images {
+fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Images {
     let pools = pools.iter().map(|(name, dir, scope)| Pool {
         name: (*name).to_owned(),
         dir: (*dir).to_owned(),
@@ -35,7 +35,7 @@ pub fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Ima
     )
 }
 
-pub fn new(name: &str, required: u64) -> NewVolume {
+fn new(name: &str, required: u64) -> NewVolume {
     NewVolume {
         name: name.to_owned(),
         range: Range { required, limit: 0 },
@@ -57,7 +57,7 @@ fn with(mut new: NewVolume, parameters: &[(&str, &str)]) -> NewVolume {
     new
 }
 
-pub fn copy_of(name: &str, required: u64, source: Source) -> NewVolume {
+fn copy_of(name: &str, required: u64, source: Source) -> NewVolume {
     NewVolume {
         source: Some(source),
         ..new(name, required)
@@ -106,7 +106,7 @@ impl Home {
     }
 }
 
-pub fn files_below(dir: &Path) -> Vec<String> {
+fn files_below(dir: &Path) -> Vec<String> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -343,6 +343,15 @@ async fn local_volumes_stay_on_their_node() {
     assert_eq!(error.kind(), Kind::ResourceExhausted);
     assert!(error.to_string().contains("node-b"), "{error}");
 
+    let another = with(new("pvc", MIB), &[("pool", "of node-b")]);
+    let parameters = another.parameters.clone();
+    assert_eq!(
+        kind(here.create_volume(another).await),
+        Kind::ResourceExhausted
+    );
+    let none = here.capacity(parameters, Vec::new(), true).await.unwrap();
+    assert_eq!(none.available, 0);
+
     let made = here.create_volume(new("pvc", MIB)).await.unwrap();
     assert!(made.local);
     let handle = || made.handle.clone();
@@ -481,6 +490,9 @@ async fn a_failed_create_leaves_nothing() {
     assert_eq!(home.files(), [""; 0]);
     home.images.create_volume(new("pvc", MIB)).await.unwrap();
 }
+
+mod crashes;
+mod reflink;
 
 mod rubbish {
     use proptest::prelude::*;

@@ -12,14 +12,14 @@ use super::{
         size::{self, least},
     },
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
-    store::{Origin, Store, is_missing, size_of},
+    store::{Store, size_of},
 };
 use crate::{
     Done,
     pool::{
         Pool, Scope, claim,
         draft::{Draft, Durability::Durable, crash_point, remove},
-        handle::{SnapshotHandle, VolumeHandle},
+        handle::VolumeHandle,
     },
 };
 
@@ -51,7 +51,7 @@ type Volumes<'p> = Catalogue<'p, VolumeDetail>;
 impl Store {
     pub fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
         let parameters = Parameters::parse(&new.parameters)?;
-        let pool = self.pools.get_or_only(parameters.pool.as_deref())?;
+        let pool = self.pool_for(parameters.pool.as_deref())?;
         refuse_usages(pool, &parameters, &new.usages)?;
         if let (Scope::Local, Some(wanted)) = (pool.scope, &new.elsewhere) {
             return Err(Error::NotHere {
@@ -311,62 +311,6 @@ impl Store {
             return Err(Error::Elsewhere(handle.to_owned()));
         }
         self.pool_of(parsed.pool(), handle)
-    }
-
-    fn origin(&self, source: &Source) -> Result<Origin<'_>, Error> {
-        let opened = match source {
-            Source::Volume(handle) => self.volume_origin(handle),
-            Source::Snapshot(handle) => self.snapshot_origin(handle),
-        };
-        opened.map_err(|error| match error {
-            Error::Elsewhere(handle) => Error::SourceElsewhere(handle),
-            other => other,
-        })
-    }
-
-    pub(super) fn volume_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
-        let (pool, entry) = self.find_volume(handle)?;
-        let image = format!("{}.img", entry.id);
-        let path = VolumeDetail::image(pool, entry.id);
-        let file = pool.open_image(&image, false).map_err(|error| {
-            if is_missing(&error) {
-                return Error::Lost {
-                    handle: handle.to_owned(),
-                    path: path.clone(),
-                };
-            }
-            error.into()
-        })?;
-        Origin::new(pool, file, path, Some(image))
-    }
-
-    fn snapshot_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
-        let missing = || Error::NoSnapshot(handle.to_owned());
-        let parsed: SnapshotHandle = handle.parse().map_err(|_| missing())?;
-        let (pool, entry) = self.find_snapshot(handle)?;
-        let path = super::snapshots::SnapshotDetail::image(pool, parsed.id());
-        let file = File::open(&path).map_err(|e| failed("open", &path, e))?;
-        debug_assert_eq!(entry.id, parsed.id());
-        Origin::new(pool, file, path, None)
-    }
-}
-
-impl<'s> Origin<'s> {
-    fn new(
-        pool: &'s Pool,
-        file: File,
-        path: PathBuf,
-        volume_image: Option<String>,
-    ) -> Result<Self, Error> {
-        let metadata = file.metadata();
-        let bytes = metadata.map_err(|e| failed("look at", &path, e))?.len();
-        Ok(Self {
-            pool,
-            file,
-            bytes,
-            path,
-            volume_image,
-        })
     }
 }
 

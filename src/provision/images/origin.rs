@@ -1,0 +1,121 @@
+//! Where the data of a new image comes from, and how it gets there.
+
+use std::{fs::File, path::PathBuf};
+
+use super::{
+    super::{Error, Source, copy},
+    catalogue::{Kind as _, failed},
+    snapshots::SnapshotDetail,
+    store::{Store, loop_device},
+    volumes::VolumeDetail,
+};
+use crate::pool::{
+    Pool, PoolError,
+    claim::{self, Access, ClaimError},
+    draft::Draft,
+};
+
+/// An image to copy, opened.
+pub struct Origin<'s> {
+    pub pool: &'s Pool,
+    pub file: File,
+    pub bytes: u64,
+    pub path: PathBuf,
+    /// Its name, if it is a volume's, which may be written meanwhile.
+    pub volume_image: Option<String>,
+}
+
+impl Store {
+    /// Opens the source of a copy.
+    pub fn origin(&self, source: &Source) -> Result<Origin<'_>, Error> {
+        let opened = match source {
+            Source::Volume(handle) => self.volume_origin(handle),
+            Source::Snapshot(handle) => self.snapshot_origin(handle),
+        };
+        opened.map_err(|error| match error {
+            Error::Elsewhere(handle) => Error::SourceElsewhere(handle),
+            other => other,
+        })
+    }
+
+    /// Opens the image of a volume.
+    pub fn volume_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
+        let (pool, entry) = self.find_volume(handle)?;
+        let image = format!("{}.img", entry.id);
+        let path = VolumeDetail::image(pool, entry.id);
+        let file = pool
+            .open_image(&image, false)
+            .map_err(|error| match error {
+                PoolError::NoImage { .. } => Error::Lost {
+                    handle: handle.to_owned(),
+                    path: path.clone(),
+                },
+                other => other.into(),
+            })?;
+        Origin::new(pool, file, path, Some(image))
+    }
+
+    fn snapshot_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
+        let (pool, entry) = self.find_snapshot(handle)?;
+        let path = SnapshotDetail::image(pool, entry.id);
+        let file = File::open(&path).map_err(|e| failed("open", &path, e))?;
+        Origin::new(pool, file, path, None)
+    }
+
+    /// Fills an empty draft with the origin's data: by reflink, which is
+    /// atomic, else by copying, for which nobody may be writing.
+    pub fn fill(&self, draft: &Draft, origin: &Origin<'_>) -> Result<(), Error> {
+        let cannot = |e| failed("copy", &origin.path, e);
+        if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
+            return Ok(());
+        }
+        let Some(image) = &origin.volume_image else {
+            return copy::sparse(&origin.file, draft.file(), origin.bytes).map_err(cannot);
+        };
+        // In the pool of the image: that is where others look for its lock.
+        let tmp = origin.pool.meta_dir("tmp")?;
+        let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
+        let claim = self.claim_for(&token, Access::Readers);
+        let at_no_point_in_time = |holder| Error::NoPointInTime {
+            pool: origin.pool.name.clone(),
+            holder: Box::new(holder),
+        };
+        match claim::claim(origin.pool, image, &claim) {
+            Ok(_) => {}
+            Err(held @ ClaimError::HeldBy { .. }) => return Err(at_no_point_in_time(held.into())),
+            Err(error) => return Err(error.into()),
+        }
+        let copied = match loop_device(image, true) {
+            Err(e) => Err(failed("look for a loop device over", &origin.path, e)),
+            Ok(Some(holder)) => Err(at_no_point_in_time(holder)),
+            // Opened anew: NFS looks for what others wrote at an open only.
+            Ok(None) => origin
+                .pool
+                .open_image(image, false)
+                .map_err(Error::from)
+                .and_then(|file| copy::sparse(&file, draft.file(), origin.bytes).map_err(cannot)),
+        };
+        let released = claim::release(origin.pool, image, &claim.node_id);
+        copied?;
+        released.map(drop).map_err(Error::from)
+    }
+}
+
+impl<'s> Origin<'s> {
+    fn new(
+        pool: &'s Pool,
+        file: File,
+        path: PathBuf,
+        volume_image: Option<String>,
+    ) -> Result<Self, Error> {
+        let metadata = file.metadata();
+        let bytes = metadata.map_err(|e| failed("look at", &path, e))?.len();
+        Ok(Self {
+            pool,
+            file,
+            bytes,
+            path,
+            volume_image,
+        })
+    }
+}

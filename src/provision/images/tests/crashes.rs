@@ -1,0 +1,145 @@
+//! Ends a controller between any two steps, as kill -9 would, and looks whether
+//! the next one over the same directory puts everything right.
+//!
+//! The victim is this test program, started anew for one test with `CRASH_AT`
+//! set: see `pool::draft::crash_point`.
+
+#![allow(clippy::disallowed_methods)]
+
+use std::{path::Path, process::Command};
+
+use super::*;
+
+/// Makes one of each thing; all of it may have been made before.
+async fn make(images: &Images) {
+    let source = images.create_volume(new("source", 8 * MIB)).await.unwrap();
+    let snapshot = images
+        .create_snapshot("snapshot".to_owned(), source.handle.clone())
+        .await
+        .unwrap();
+    let copies = [
+        copy_of("restored", 9 * MIB, Source::Snapshot(snapshot.handle)),
+        copy_of("cloned", 8 * MIB, Source::Volume(source.handle.clone())),
+    ];
+    for copy in copies {
+        images.create_volume(copy).await.unwrap();
+    }
+    let range = Range {
+        required: 16 * MIB,
+        limit: 0,
+    };
+    images.expand_volume(source.handle, range).await.unwrap();
+}
+
+/// Deletes everything that is still listed.
+async fn unmake(images: &Images) {
+    let snapshots = images.list_snapshots(Listing::default(), None).await;
+    for snapshot in snapshots.unwrap().entries {
+        images.delete_snapshot(snapshot.handle).await.unwrap();
+    }
+    let volumes = images.list_volumes(Listing::default()).await;
+    for volume in volumes.unwrap().entries {
+        images.delete_volume(volume.handle).await.unwrap();
+    }
+}
+
+#[tokio::test]
+#[ignore = "the victim of the tests below"]
+async fn victim() {
+    let dir = std::env::var("VICTIM_POOL").expect("run by the tests below");
+    let images = images_over(&[("main", Path::new(&dir), Scope::Shared)], None);
+    match std::env::var("VICTIM_DOES").as_deref() {
+        Ok("make") => make(&images).await,
+        _ => unmake(&images).await,
+    }
+}
+
+/// Whether it was ended before it was done.
+fn crashes(dir: &Path, does: &str, at: usize) -> bool {
+    let victim = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "--test-threads=1"])
+        .arg("provision::images::tests::crashes::victim")
+        .env("CRASH_AT", at.to_string())
+        .env("VICTIM_POOL", dir)
+        .env("VICTIM_DOES", does)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&victim.stdout);
+    let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
+    assert!(crashed || victim.status.success(), "{said}");
+    crashed
+}
+
+/// After a sweep nothing is half made: as many images and names as records.
+fn assert_whole(home: &Home) {
+    let count = |area: &str, suffix: &str| {
+        let dir = home.pool().meta_path(area);
+        let files = if dir.exists() {
+            files_below(&dir)
+        } else {
+            Vec::new()
+        };
+        files.iter().filter(|file| file.ends_with(suffix)).count()
+    };
+    let names = std::fs::read_dir(home.dir.path()).unwrap();
+    let images = names
+        .filter(|e| e.as_ref().unwrap().path().is_file())
+        .count();
+    let volumes = count("volumes", ".json");
+    assert_eq!((images, count("names", "")), (volumes, volumes));
+    let snapshots = count("snapshots", ".json");
+    assert_eq!(
+        (count("snapshots", ".img"), count("snapnames", "")),
+        (snapshots, snapshots)
+    );
+    assert_eq!(count("tmp", ""), 0);
+}
+
+fn home_in_memory() -> Home {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let images = images_over(&[("main", dir.path(), Scope::Shared)], None);
+    Home { dir, images }
+}
+
+#[tokio::test]
+async fn what_was_being_made_is_made_or_undone() {
+    for at in 0.. {
+        let home = home_in_memory();
+        let crashed = crashes(home.dir.path(), "make", at);
+        // The next call alone must do, and so must the next start.
+        if at % 2 == 0 {
+            assert!(home.images.sweep().await.is_empty());
+            assert_whole(&home);
+        }
+        make(&home.images).await;
+        assert!(home.images.sweep().await.is_empty());
+        assert_whole(&home);
+        assert_eq!(home.files().len(), 3 * 3 + 3, "{:?}", home.files());
+        unmake(&home.images).await;
+        assert_eq!(home.files(), [""; 0], "crashed at {at}");
+        if !crashed {
+            assert!(at > 40, "only {at} points");
+            return;
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_was_being_deleted_is_deleted() {
+    for at in 0.. {
+        let home = home_in_memory();
+        make(&home.images).await;
+        let crashed = crashes(home.dir.path(), "unmake", at);
+        if at % 2 == 0 {
+            assert!(home.images.sweep().await.is_empty());
+            assert_whole(&home);
+        }
+        unmake(&home.images).await;
+        assert!(home.images.sweep().await.is_empty());
+        assert_eq!(home.files(), [""; 0], "crashed at {at}");
+        if !crashed {
+            assert!(at > 20, "only {at} points");
+            return;
+        }
+    }
+}
