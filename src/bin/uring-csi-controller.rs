@@ -181,7 +181,10 @@ async fn sweep(images: Images) {
     loop {
         let errors = images.sweep().await;
         for error in &errors {
-            tracing::warn!(error = chain(error), "left by an earlier controller");
+            tracing::warn!(
+                error = chain(error),
+                "what earlier controllers left could not all be put right"
+            );
         }
         if !errors.iter().any(|error| error.kind() == Kind::Unavailable) {
             return;

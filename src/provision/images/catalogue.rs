@@ -194,8 +194,10 @@ impl<'p, K: Kind> Catalogue<'p, K> {
         draft::replace(&tmp, &path, &bytes, Durable).map_err(|e| failed("write", &path, e))
     }
 
-    /// Takes back what was begun under a reservation: there is no record.
+    /// Takes back what was begun under a reservation and told to nobody.
     pub fn undo(&self, held: &Held) -> Result<(), Error> {
+        // There is one if writing it failed after it had taken its place.
+        remove(&self.record(held.id))?;
         remove(&K::image(self.pool, held.id))?;
         remove(&held.path)
     }

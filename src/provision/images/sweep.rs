@@ -14,6 +14,10 @@ impl Store {
     pub fn sweep(&self) -> Vec<Error> {
         let mut errors = Vec::new();
         for pool in self.pools.iter() {
+            if let Err(error) = pool.open_dir() {
+                errors.push(error.into());
+                continue;
+            }
             let tmp = pool.meta_path("tmp");
             if tmp.is_dir()
                 && let Err(e) = draft::sweep(&tmp)
