@@ -44,7 +44,7 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	else echo "dependencies: not checked, cargo-deny is not installed"; fi
 
 bench: setup ## Measure (PERFORMANCE.md says what)
-	cargo bench --bench '*'
+	cargo bench --bench node
 
 clean: ## Remove what was built
 	cargo clean
