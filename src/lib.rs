@@ -4,13 +4,16 @@
 //! kernel}`; nothing below [`csi`] knows gRPC, nothing above [`device`] knows a
 //! backend's name. The picture of the house is `docs/architecture.md`.
 
+mod digest;
 mod done;
 
+pub mod config;
 pub mod csi;
 pub mod lane;
 pub mod observe;
 pub mod pool;
 pub mod proto;
+pub mod size;
 
 #[cfg(feature = "controller")]
 pub mod provision;

@@ -1,3 +1,258 @@
-//! The node agent.
+//! The node agent: a DaemonSet's container on every node that mounts volumes.
 
-fn main() {}
+use std::{
+    net::SocketAddr,
+    path::PathBuf,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use clap::Parser;
+use tonic::service::Routes;
+use uring_csi::{
+    config,
+    csi::{
+        admin::AdminService,
+        identity::{DEFAULT_DRIVER_NAME, Identity},
+        node::NodeService,
+        serve::{Endpoint, Listener, told_to_stop},
+        status::chain,
+        validate,
+    },
+    device::Backends,
+    kernel::privileges,
+    lane::Lanes,
+    mount::{path::Roots, table},
+    observe::{Readiness, http, logs, metrics},
+    pool::{PoolSpec, Pools, Scope, claim},
+    proto::{
+        admin::node_admin_server::NodeAdminServer,
+        csi::{identity_server::IdentityServer, node_server::NodeServer},
+    },
+    ring,
+    volume::{Config, Heart, Node, record::Records},
+};
+
+/// Calls that are under way at SIGTERM may take so long.
+const GRACE: Duration = Duration::from_secs(25);
+/// Idle threads that wait for the next call.
+const IDLE_LANES: usize = 16;
+/// A lane thread in one step for longer than this counts as stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(30);
+
+/// The uring-csi node agent: maps, formats and mounts volumes on this node.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
+)]
+struct Options {
+    /// The socket to serve CSI on.
+    #[arg(
+        long,
+        env = "URING_CSI_ENDPOINT",
+        default_value = "unix:///run/uring-csi/node.sock"
+    )]
+    endpoint: Endpoint,
+    /// This node's name, as Kubernetes knows it.
+    #[arg(long, env = "URING_CSI_NODE_ID", value_name = "NAME")]
+    node_id: String,
+    /// The plugin's name.
+    #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
+    driver_name: String,
+    /// For what outlives a reboot: file systems under way, inline volumes.
+    #[arg(
+        long,
+        env = "URING_CSI_STATE_DIR",
+        default_value = "/var/lib/uring-csi",
+        value_name = "DIR"
+    )]
+    state_dir: PathBuf,
+    /// For what does not: a directory on a tmpfs.
+    #[arg(
+        long,
+        env = "URING_CSI_RUN_DIR",
+        default_value = "/run/uring-csi",
+        value_name = "DIR"
+    )]
+    run_dir: PathBuf,
+    /// Kubelet's directory: staging and target paths lie below it.
+    #[arg(
+        long,
+        env = "URING_CSI_KUBELET_DIR",
+        default_value = "/var/lib/kubelet",
+        value_name = "DIR"
+    )]
+    kubelet_dir: PathBuf,
+    /// A further directory below which volumes may be staged and published; repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_ALLOW_PATH",
+        value_delimiter = ':',
+        value_name = "DIR"
+    )]
+    allow_path: Vec<PathBuf>,
+    /// A directory of image files, NAME=DIR[,local|,shared]; repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_POOL",
+        value_delimiter = ';',
+        value_name = "NAME=DIR"
+    )]
+    pool: Vec<PoolSpec>,
+    /// At most so many volumes at a time on this node; 0 leaves it to the orchestrator.
+    #[arg(long, env = "URING_CSI_MAX_VOLUMES", default_value_t = 0, value_parser = clap::value_parser!(i64).range(0..), value_name = "N")]
+    max_volumes: i64,
+    /// Apply a pod's fsGroup in the driver (announces VOLUME_MOUNT_GROUP).
+    #[arg(long, env = "URING_CSI_VOLUME_MOUNT_GROUP")]
+    volume_mount_group: bool,
+    /// Take kubelet's descriptor lock over published raw block volumes; for use without kubelet.
+    #[arg(long, env = "URING_CSI_BLOCK_LOCK")]
+    block_lock: bool,
+    /// Announce capabilities that are alpha in CSI 1.13 (GET_VOLUME_HEALTH);
+    /// older sidecars do not know them.
+    #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
+    alpha_capabilities: bool,
+    /// Serve /metrics, /healthz and /readyz on this address.
+    #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
+    metrics_listen: Option<SocketAddr>,
+    /// How log lines look.
+    #[arg(long, env = "URING_CSI_LOG_FORMAT", default_value = "text")]
+    log_format: logs::Format,
+    /// What is logged: a level, or target=level directives.
+    #[arg(
+        long,
+        env = "URING_CSI_LOG_LEVEL",
+        default_value = "info",
+        value_name = "LEVEL"
+    )]
+    log_level: String,
+    /// A TOML file with more options.
+    #[arg(long, env = "URING_CSI_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    let options: Options = config::parse();
+    if let Err(error) = logs::init(options.log_format, &options.log_level) {
+        eprintln!("uring-csi-node: {}", chain(&error));
+        return ExitCode::FAILURE;
+    }
+    match run(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(error = chain(&*error), "the node agent cannot run");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+fn run(options: Options) -> Result<(), Failure> {
+    validate::node_id("--node-id", &options.node_id)
+        .map_err(|status| status.message().to_owned())?;
+    let can_grow = privileges::drop_what_is_not_needed()?;
+    ring::start(serve(options, can_grow))?
+}
+
+async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
+    let begun = Instant::now();
+    let readiness = Readiness::default();
+    // Taken before anything is touched: two agents must never share a node.
+    let listener = options.endpoint.bind().await?;
+    let lanes = Lanes::new(IDLE_LANES);
+    if let Some(addr) = options.metrics_listen {
+        let metrics = metrics::install()?;
+        let seen = lanes.clone();
+        metrics.before_scrape(move || {
+            let stuck = seen
+                .busy()
+                .iter()
+                .filter(|busy| busy.since.elapsed() > STUCK_AFTER)
+                .count();
+            metrics::lane_stuck(stuck);
+            metrics::lane_threads(seen.threads());
+        });
+        let readiness = readiness.clone();
+        ring::spawn(http::serve(addr, readiness, metrics));
+    }
+    let config = Config {
+        node_id: options.node_id.clone(),
+        driver_name: options.driver_name.clone(),
+        max_volumes: options.max_volumes,
+        block_lock: options.block_lock,
+        volume_mount_group: options.volume_mount_group,
+        alpha_capabilities: options.alpha_capabilities,
+        staging_dir: options.run_dir.join("staging"),
+    };
+    let records = Records::open(&options.run_dir, &options.state_dir)?;
+    std::fs::create_dir_all(&config.staging_dir)?;
+    let mut roots = vec![options.kubelet_dir.clone(), config.staging_dir.clone()];
+    roots.extend(options.allow_path.iter().cloned());
+    let pools = Pools::new(options.pool.into_iter().map(|pool| pool.or(Scope::Local)))?;
+    let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
+    let backends = Backends {
+        pools,
+        node_id: options.node_id,
+        boot_id: claim::boot_id()?,
+    };
+    let node = Node::open(
+        config.clone(),
+        backends,
+        Roots::new(&roots)?,
+        records,
+        lanes,
+    )
+    .await?;
+    readiness.set(why_not_ready(&options.kubelet_dir)?);
+    if let Some(reason) = readiness.reason() {
+        tracing::error!(reason, "not ready");
+    }
+    if !can_grow {
+        tracing::warn!(
+            "EXPAND_VOLUME is not announced: without CAP_SYS_RESOURCE ext4 cannot be grown while it is mounted; xfs, btrfs and raw block volumes can"
+        );
+    }
+    let heart = Heart::start(node);
+    let routes = Routes::default()
+        .add_service(IdentityServer::new(Identity::new(
+            &config.driver_name,
+            readiness,
+        )))
+        .add_service(NodeServer::new(NodeService::new(
+            heart.clone(),
+            config.clone(),
+            can_grow,
+        )))
+        .add_service(NodeAdminServer::new(AdminService::new(
+            heart, config, pool_names,
+        )));
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        endpoint = %options.endpoint,
+        micros = begun.elapsed().as_micros(),
+        "serving"
+    );
+    serve_until_told(listener, routes).await
+}
+
+async fn serve_until_told(listener: Listener, routes: Routes) -> Result<(), Failure> {
+    let stop = async {
+        if let Err(error) = told_to_stop().await {
+            tracing::error!(%error, "cannot listen for signals; stopping");
+        }
+    };
+    Ok(listener.serve(routes, stop, GRACE).await?)
+}
+
+/// A volume that is mounted only in this container's own namespace is an empty
+/// directory to every pod.
+fn why_not_ready(kubelet_dir: &std::path::Path) -> std::io::Result<Option<String>> {
+    Ok((!table::propagation_reaches_host(kubelet_dir)?).then(|| {
+        format!(
+            "mounts below {} do not reach the host: mount it into the container with mountPropagation: Bidirectional",
+            kubelet_dir.display()
+        )
+    }))
+}

@@ -4,7 +4,6 @@ use std::{collections::HashMap, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::size::Size;
 use crate::proto::csi::{
     CapacityRange, VolumeCapability, VolumeContentSource,
     volume_capability::{
@@ -12,6 +11,7 @@ use crate::proto::csi::{
     },
     volume_content_source::{SnapshotSource, Type as SourceType, VolumeSource},
 };
+use crate::size::Size;
 
 /// Who may use a volume, by Kubernetes' short names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]

@@ -14,8 +14,8 @@ use super::{
     attach::{Staging, absolute},
     context::Context,
     error::CliError,
-    size::Size,
 };
+use crate::size::Size;
 
 /// What was done, step by step.
 #[derive(Debug, Serialize)]

@@ -11,7 +11,6 @@ use super::{
     error::CliError,
     progress::under_way,
     resolve::name_of,
-    size::human,
 };
 use crate::proto::{
     admin::HeldVolume,
@@ -20,6 +19,7 @@ use crate::proto::{
         volume_usage::Unit,
     },
 };
+use crate::size::human;
 
 /// Lists what this node holds: devices, mounts, and the step under way
 #[derive(Args, Debug)]

@@ -17,7 +17,6 @@ mod held;
 mod progress;
 mod repair;
 mod resolve;
-mod size;
 mod snapshots;
 mod volumes;
 

@@ -8,11 +8,11 @@ use super::{
     context::Context,
     error::CliError,
     resolve::name_of,
-    size::human,
 };
 use crate::proto::csi::{
     CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot,
 };
+use crate::size::human;
 
 /// Snapshots: a volume's content at one moment
 #[derive(Args, Debug)]

@@ -11,12 +11,12 @@ use super::{
     context::Context,
     error::CliError,
     resolve::name_of,
-    size::{Size, human},
 };
 use crate::proto::csi::{
     CapacityRange, ControllerExpandVolumeRequest, CreateVolumeRequest, DeleteVolumeRequest,
     NodeExpandVolumeRequest, Volume, list_volumes_response::Entry,
 };
+use crate::size::{Size, human};
 
 /// A volume as printed.
 #[derive(Debug, Serialize)]

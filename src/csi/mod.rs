@@ -4,6 +4,8 @@
 //! [`validate`] the rules that every request has to keep, [`status`] the one
 //! table of which error becomes which code.
 
+#[cfg(feature = "node")]
+pub mod admin;
 pub mod call;
 #[cfg(feature = "controller")]
 pub mod controller;

@@ -1,1 +1,490 @@
-//! node.
+//! The Node service: requests parsed into [`crate::volume`]'s calls.
+
+use std::{path::PathBuf, time::Duration};
+
+use tonic::{Request, Response, Status};
+
+use super::{
+    call::{observed, patience},
+    identity::topology_key,
+    status::chain,
+    validate::{self, Access, Capability, Mode},
+};
+use crate::{
+    device::Source,
+    proto::csi::{
+        NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetCapabilitiesRequest,
+        NodeGetCapabilitiesResponse, NodeGetInfoRequest, NodeGetInfoResponse,
+        NodeGetStorageHealthRequest, NodeGetStorageHealthResponse, NodeGetVolumeHealthRequest,
+        NodeGetVolumeHealthResponse, NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse,
+        NodePublishVolumeRequest, NodePublishVolumeResponse, NodeServiceCapability,
+        NodeStageVolumeRequest, NodeStageVolumeResponse, NodeUnpublishVolumeRequest,
+        NodeUnpublishVolumeResponse, NodeUnstageVolumeRequest, NodeUnstageVolumeResponse, Topology,
+        VolumeHealth, VolumeHealthErrorType, VolumeUsage, node_server,
+        node_service_capability::{self, rpc},
+        volume_health::VolumeHealthEntry,
+        volume_usage::Unit,
+    },
+    size::Size,
+    volume::{
+        Config, Error, Heart, Outcome, Severity, Space, Usage,
+        spec::{Call, Expand, Inline, InlineImage, Parsed, Publish, Stage},
+    },
+};
+
+/// Answers for one node.
+#[derive(Clone, Debug)]
+pub struct NodeService {
+    heart: Heart,
+    config: Config,
+    /// Whether ext4 can be grown while it is mounted.
+    can_grow: bool,
+}
+
+impl NodeService {
+    /// `can_grow`: this process has CAP_SYS_RESOURCE, which ext4's online
+    /// resize needs; without it `EXPAND_VOLUME` is not announced.
+    pub fn new(heart: Heart, config: Config, can_grow: bool) -> Self {
+        Self {
+            heart,
+            config,
+            can_grow,
+        }
+    }
+
+    async fn submit(
+        &self,
+        volume_id: &str,
+        call: Call,
+        patience: Duration,
+    ) -> Result<Outcome, Status> {
+        let id = volume_id.to_owned();
+        match self
+            .heart
+            .run(move |node| node.submit(id, call, patience))
+            .await
+        {
+            Some(Ok(outcome)) => Ok(outcome),
+            Some(Err(error)) => Err(Status::from(&*error)),
+            None => Err(going_down()),
+        }
+    }
+
+    fn parse(
+        &self,
+        capability: &Capability,
+        context: &std::collections::HashMap<String, String>,
+    ) -> Result<Parsed, Status> {
+        Parsed::new(capability, context, self.config.volume_mount_group)
+            .map_err(|e| Status::from(&e))
+    }
+
+    async fn stage(
+        &self,
+        request: NodeStageVolumeRequest,
+        patience: Duration,
+    ) -> Result<NodeStageVolumeResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::path("staging_target_path", &request.staging_target_path)?;
+        validate::map("volume_context", &request.volume_context)?;
+        validate::map("publish_context", &request.publish_context)?;
+        validate::map("secrets", &request.secrets)?;
+        let capability =
+            validate::capability("volume_capability", request.volume_capability.as_ref())?;
+        refuse_unsafe(&capability)?;
+        let parsed = self.parse(&capability, &request.volume_context)?;
+        let source = Source::parse(&request.volume_context)
+            .map_err(|error| Status::from(&Error::from(error)))?;
+        let stage = Stage {
+            source,
+            staging_path: clean(&request.staging_target_path),
+            usage: parsed.usage,
+            read_only: parsed.read_only,
+            mode: parsed.mode,
+            mkfs_options: parsed.mkfs_options,
+            group: parsed.group,
+            inline: None,
+        };
+        self.submit(&request.volume_id, Call::Stage(stage), patience)
+            .await?;
+        Ok(NodeStageVolumeResponse {})
+    }
+
+    async fn publish(
+        &self,
+        request: NodePublishVolumeRequest,
+        patience: Duration,
+    ) -> Result<NodePublishVolumeResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::path("target_path", &request.target_path)?;
+        validate::map("volume_context", &request.volume_context)?;
+        validate::map("publish_context", &request.publish_context)?;
+        validate::map("secrets", &request.secrets)?;
+        let capability =
+            validate::capability("volume_capability", request.volume_capability.as_ref())?;
+        refuse_unsafe(&capability)?;
+        let parsed = self.parse(&capability, &request.volume_context)?;
+        let ephemeral = request
+            .volume_context
+            .get("csi.storage.k8s.io/ephemeral")
+            .is_some_and(|value| value == "true");
+        let call = if ephemeral {
+            Call::Inline(self.inline(&request, &capability, parsed).await?)
+        } else {
+            if request.staging_target_path.is_empty() {
+                return Err(Status::failed_precondition(
+                    "staging_target_path: is required, volumes of this driver are staged first",
+                ));
+            }
+            validate::path("staging_target_path", &request.staging_target_path)?;
+            Call::Publish(Publish {
+                staging_path: clean(&request.staging_target_path),
+                target_path: clean(&request.target_path),
+                usage: parsed.usage,
+                read_only: parsed.read_only || request.readonly,
+                mode: parsed.mode,
+                group: parsed.group,
+            })
+        };
+        self.submit(&request.volume_id, call, patience).await?;
+        Ok(NodePublishVolumeResponse {})
+    }
+
+    /// An inline ephemeral volume: `pool` and `size` come from the pod's
+    /// attributes, the place where it is staged is our own.
+    async fn inline(
+        &self,
+        request: &NodePublishVolumeRequest,
+        capability: &Capability,
+        parsed: Parsed,
+    ) -> Result<Inline, Status> {
+        let context = &request.volume_context;
+        if capability.access == Access::Block {
+            return Err(validate::invalid(
+                "volume_capability",
+                "an inline ephemeral volume is a file system, not a block device",
+            ));
+        }
+        let bytes = match context.get("size") {
+            None => DEFAULT_INLINE_BYTES,
+            Some(text) => {
+                let size: Size = text
+                    .parse()
+                    .map_err(|error| validate::invalid("volume_context.size", error))?;
+                size.bytes().unsigned_abs()
+            }
+        };
+        let (pool, id) = (context.get("pool").cloned(), request.volume_id.clone());
+        let (source, staging_path) = self
+            .heart
+            .run(move |node| async move { node.inline_place(pool.as_deref(), &id) })
+            .await
+            .ok_or_else(going_down)?
+            .map_err(|error| Status::from(&error))?;
+        let target_path = clean(&request.target_path);
+        Ok(Inline {
+            publish: Publish {
+                staging_path: staging_path.clone(),
+                target_path: target_path.clone(),
+                usage: parsed.usage.clone(),
+                read_only: parsed.read_only || request.readonly,
+                mode: parsed.mode,
+                group: parsed.group,
+            },
+            stage: Stage {
+                source,
+                staging_path,
+                usage: parsed.usage,
+                // It is made empty: somebody has to write it. A target can
+                // still be read-only.
+                read_only: false,
+                mode: parsed.mode,
+                mkfs_options: parsed.mkfs_options,
+                group: parsed.group,
+                inline: Some(InlineImage { bytes, target_path }),
+            },
+        })
+    }
+
+    async fn expand(
+        &self,
+        request: NodeExpandVolumeRequest,
+        patience: Duration,
+    ) -> Result<NodeExpandVolumeResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::path("volume_path", &request.volume_path)?;
+        if let Some(capability) = &request.volume_capability {
+            validate::capability("volume_capability", Some(capability))?;
+        }
+        let range = request.capacity_range.unwrap_or_default();
+        let expand = Expand {
+            volume_path: clean(&request.volume_path),
+            required: bytes("capacity_range.required_bytes", range.required_bytes)?,
+            limit: bytes("capacity_range.limit_bytes", range.limit_bytes)?,
+        };
+        match self
+            .submit(&request.volume_id, Call::Expand(expand), patience)
+            .await?
+        {
+            Outcome::Size(size) => Ok(NodeExpandVolumeResponse {
+                capacity_bytes: size.try_into().unwrap_or(i64::MAX),
+            }),
+            other => Err(Status::internal(format!("growth ended in {other:?}"))),
+        }
+    }
+
+    async fn stats(
+        &self,
+        request: NodeGetVolumeStatsRequest,
+    ) -> Result<NodeGetVolumeStatsResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::path("volume_path", &request.volume_path)?;
+        let usage =
+            self.heart
+                .run(move |node| async move {
+                    node.stats(&request.volume_id, &clean(&request.volume_path))
+                })
+                .await
+                .ok_or_else(going_down)?
+                .map_err(|error| Status::from(&error))?;
+        Ok(NodeGetVolumeStatsResponse {
+            usage: match usage {
+                Usage::Block(total) => vec![VolumeUsage {
+                    total: clamp(total),
+                    unit: Unit::Bytes.into(),
+                    ..Default::default()
+                }],
+                Usage::Mounted { bytes, inodes } => std::iter::once((bytes, Unit::Bytes))
+                    .chain(inodes.map(|inodes| (inodes, Unit::Inodes)))
+                    .map(|(space, unit)| volume_usage(space, unit))
+                    .collect(),
+            },
+        })
+    }
+
+    async fn health(
+        &self,
+        request: NodeGetVolumeHealthRequest,
+    ) -> Result<NodeGetVolumeHealthResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        let volume_id = request.volume_id.clone();
+        let found = self
+            .heart
+            .run(move |node| async move { node.health(&volume_id) })
+            .await
+            .ok_or_else(going_down)?
+            .map_err(|error| Status::from(&error))?;
+        Ok(NodeGetVolumeHealthResponse {
+            volume_health: Some(VolumeHealth {
+                volume_id: request.volume_id,
+                health_statuses: found
+                    .into_iter()
+                    .map(|condition| VolumeHealthEntry {
+                        status: match condition.severity {
+                            Severity::Degraded => VolumeHealthErrorType::Degraded,
+                            Severity::Inaccessible => VolumeHealthErrorType::Inaccessible,
+                            Severity::DataLoss => VolumeHealthErrorType::DataLoss,
+                        }
+                        .into(),
+                        reason: condition.reason.to_owned(),
+                        message: condition.message,
+                    })
+                    .collect(),
+            }),
+        })
+    }
+}
+
+/// What an inline volume gets that asks for no size.
+const DEFAULT_INLINE_BYTES: u64 = 1 << 30;
+
+fn going_down() -> Status {
+    Status::unavailable("the node agent is shutting down")
+}
+
+/// Several nodes that write into one ext4, xfs or btrfs destroy it.
+fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
+    if capability.mode.multi_node_writer() && capability.access != Access::Block {
+        let mode = match capability.mode {
+            Mode::MultiNodeSingleWriter => "MULTI_NODE_SINGLE_WRITER",
+            _ => "MULTI_NODE_MULTI_WRITER",
+        };
+        return Err(validate::invalid(
+            "volume_capability",
+            format!(
+                "{mode} is possible for raw block volumes only: a file system of one node is destroyed by another that writes"
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Paths are compared: without a trailing slash, double slashes and dots.
+fn clean(path: &str) -> PathBuf {
+    PathBuf::from(path).components().collect()
+}
+
+fn bytes(field: &str, value: i64) -> Result<u64, Status> {
+    u64::try_from(value).map_err(|_| validate::invalid(field, format!("{value} is negative")))
+}
+
+fn clamp(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+fn volume_usage(space: Space, unit: Unit) -> VolumeUsage {
+    VolumeUsage {
+        available: clamp(space.available),
+        total: clamp(space.total),
+        used: clamp(space.used),
+        unit: unit.into(),
+    }
+}
+
+#[tonic::async_trait]
+impl node_server::Node for NodeService {
+    async fn node_stage_volume(
+        &self,
+        request: Request<NodeStageVolumeRequest>,
+    ) -> Result<Response<NodeStageVolumeResponse>, Status> {
+        let patience = patience(request.metadata());
+        let request = request.into_inner();
+        tracing::debug!(?request, "NodeStageVolume");
+        let id = request.volume_id.clone();
+        observed("NodeStageVolume", &id, self.stage(request, patience)).await
+    }
+
+    async fn node_unstage_volume(
+        &self,
+        request: Request<NodeUnstageVolumeRequest>,
+    ) -> Result<Response<NodeUnstageVolumeResponse>, Status> {
+        let patience = patience(request.metadata());
+        let request = request.into_inner();
+        observed("NodeUnstageVolume", &request.volume_id, async {
+            validate::required("volume_id", &request.volume_id)?;
+            validate::path("staging_target_path", &request.staging_target_path)?;
+            let call = Call::Unstage(clean(&request.staging_target_path));
+            self.submit(&request.volume_id, call, patience).await?;
+            Ok(NodeUnstageVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_publish_volume(
+        &self,
+        request: Request<NodePublishVolumeRequest>,
+    ) -> Result<Response<NodePublishVolumeResponse>, Status> {
+        let patience = patience(request.metadata());
+        let request = request.into_inner();
+        tracing::debug!(?request, "NodePublishVolume");
+        let id = request.volume_id.clone();
+        observed("NodePublishVolume", &id, self.publish(request, patience)).await
+    }
+
+    async fn node_unpublish_volume(
+        &self,
+        request: Request<NodeUnpublishVolumeRequest>,
+    ) -> Result<Response<NodeUnpublishVolumeResponse>, Status> {
+        let patience = patience(request.metadata());
+        let request = request.into_inner();
+        observed("NodeUnpublishVolume", &request.volume_id, async {
+            validate::required("volume_id", &request.volume_id)?;
+            validate::path("target_path", &request.target_path)?;
+            let call = Call::Unpublish(clean(&request.target_path));
+            self.submit(&request.volume_id, call, patience).await?;
+            Ok(NodeUnpublishVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_get_volume_stats(
+        &self,
+        request: Request<NodeGetVolumeStatsRequest>,
+    ) -> Result<Response<NodeGetVolumeStatsResponse>, Status> {
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed("NodeGetVolumeStats", &id, self.stats(request)).await
+    }
+
+    async fn node_get_volume_health(
+        &self,
+        request: Request<NodeGetVolumeHealthRequest>,
+    ) -> Result<Response<NodeGetVolumeHealthResponse>, Status> {
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed("NodeGetVolumeHealth", &id, self.health(request)).await
+    }
+
+    async fn node_get_storage_health(
+        &self,
+        _: Request<NodeGetStorageHealthRequest>,
+    ) -> Result<Response<NodeGetStorageHealthResponse>, Status> {
+        Err(Status::unimplemented("GET_STORAGE_HEALTH is not announced"))
+    }
+
+    async fn node_expand_volume(
+        &self,
+        request: Request<NodeExpandVolumeRequest>,
+    ) -> Result<Response<NodeExpandVolumeResponse>, Status> {
+        let patience = patience(request.metadata());
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed("NodeExpandVolume", &id, self.expand(request, patience)).await
+    }
+
+    async fn node_get_capabilities(
+        &self,
+        _: Request<NodeGetCapabilitiesRequest>,
+    ) -> Result<Response<NodeGetCapabilitiesResponse>, Status> {
+        use rpc::Type;
+        let mut types = vec![
+            Type::StageUnstageVolume,
+            Type::GetVolumeStats,
+            Type::SingleNodeMultiWriter,
+        ];
+        if self.config.alpha_capabilities {
+            types.push(Type::GetVolumeHealth);
+        }
+        if self.can_grow {
+            types.push(Type::ExpandVolume);
+        }
+        if self.config.volume_mount_group {
+            types.push(Type::VolumeMountGroup);
+        }
+        let capabilities = types
+            .into_iter()
+            .map(|kind| NodeServiceCapability {
+                r#type: Some(node_service_capability::Type::Rpc(
+                    node_service_capability::Rpc {
+                        r#type: kind.into(),
+                    },
+                )),
+            })
+            .collect();
+        Ok(Response::new(NodeGetCapabilitiesResponse { capabilities }))
+    }
+
+    async fn node_get_info(
+        &self,
+        _: Request<NodeGetInfoRequest>,
+    ) -> Result<Response<NodeGetInfoResponse>, Status> {
+        let segment = (
+            topology_key(&self.config.driver_name),
+            self.config.node_id.clone(),
+        );
+        Ok(Response::new(NodeGetInfoResponse {
+            node_id: self.config.node_id.clone(),
+            max_volumes_per_node: self.config.max_volumes,
+            accessible_topology: Some(Topology {
+                segments: [segment].into(),
+            }),
+        }))
+    }
+}
+
+/// The error and its causes, under the code that [`super::status`] has for it.
+impl From<&Error> for Status {
+    fn from(error: &Error) -> Self {
+        Status::new(super::status::of_volume(error), chain(error))
+    }
+}

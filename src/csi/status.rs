@@ -2,14 +2,20 @@
 //!
 //! Kubelet takes every code as final except CANCELLED, DEADLINE_EXCEEDED,
 //! UNAVAILABLE, RESOURCE_EXHAUSTED and ABORTED: after a final one it may never
-//! call unstage. So a final code is given only where everything was undone.
+//! call unstage. So a final code is given only where everything was undone and
+//! a repeat would meet the same refusal; what may pass by itself is UNAVAILABLE.
 
 use std::error::Error;
 
+use tonic::{Code, Status};
+
 #[cfg(feature = "controller")]
 use crate::provision;
-#[cfg(feature = "controller")]
-use tonic::{Code, Status};
+#[cfg(feature = "node")]
+use crate::{
+    device::{DeviceError, loopdev::LoopError},
+    mount, pool, volume,
+};
 
 /// The error and all that caused it, as one sentence.
 pub fn chain(error: &dyn Error) -> String {
@@ -39,5 +45,88 @@ impl From<provision::Error> for Status {
             K::Internal => Code::Internal,
         };
         Self::new(code, chain(&error))
+    }
+}
+
+/// The code of a failed call on a volume of this node.
+#[cfg(feature = "node")]
+pub fn of_volume(error: &volume::Error) -> Code {
+    use volume::Error as E;
+    match error {
+        E::Invalid { .. } | E::Source(_) | E::Option(_) => Code::InvalidArgument,
+        E::Path(error) => of_path(error),
+        E::NotFound { .. } => Code::NotFound,
+        E::Incompatible { .. } => Code::AlreadyExists,
+        E::Precondition { .. } | E::Foreign { .. } | E::Fsck { .. } => Code::FailedPrecondition,
+        E::Pending { .. } | E::Busy { .. } => Code::Aborted,
+        E::Deadline { .. } => Code::DeadlineExceeded,
+        // A signal or an I/O error may pass; a wrong option does not.
+        E::Mkfs { .. } => Code::Internal,
+        E::Device { source, .. } => of_device(source),
+        E::Mount { source, .. } => match source {
+            mount::attach::MountError::BadOption { .. } => Code::InvalidArgument,
+            mount::attach::MountError::Busy { .. } => Code::Aborted,
+            mount::attach::MountError::OtherOptions { .. }
+            | mount::attach::MountError::WriteProtected { .. }
+            | mount::attach::MountError::Unsupported { .. } => Code::FailedPrecondition,
+            _ => Code::Unavailable,
+        },
+        E::Unmount { source, .. } => match source {
+            mount::unmount::UnmountError::Busy { .. } => Code::Aborted,
+            _ => Code::Unavailable,
+        },
+        E::Grow { source, .. } => match source {
+            crate::fs::grow::GrowError::NeedsCapability { .. } => Code::FailedPrecondition,
+            _ => Code::Unavailable,
+        },
+        E::Full { .. } => Code::ResourceExhausted,
+        E::Range { .. } => Code::OutOfRange,
+        E::Bind { .. } | E::Ownership { .. } | E::Io { .. } | E::NotUndone { .. } => {
+            Code::Unavailable
+        }
+    }
+}
+
+#[cfg(feature = "node")]
+fn of_path(error: &mount::path::PathError) -> Code {
+    use mount::path::PathError as P;
+    match error {
+        P::NotAbsolute(_) | P::DotDot(_) | P::Outside { .. } | P::Symlink { .. } => {
+            Code::InvalidArgument
+        }
+        P::MissingParent { .. } | P::WrongKind { .. } | P::NotEmpty { .. } | P::Mounted { .. } => {
+            Code::FailedPrecondition
+        }
+        P::Io { .. } => Code::Unavailable,
+    }
+}
+
+#[cfg(feature = "node")]
+fn of_device(error: &DeviceError) -> Code {
+    match error {
+        DeviceError::Pool(error) => of_pool(error),
+        DeviceError::Claim(pool::claim::ClaimError::HeldBy { .. })
+        | DeviceError::AttachedOtherwise { .. } => Code::FailedPrecondition,
+        DeviceError::Loop(LoopError::NoneFree { .. }) => Code::ResourceExhausted,
+        DeviceError::Busy { .. } => Code::Aborted,
+        DeviceError::Claim(_)
+        | DeviceError::Loop(_)
+        | DeviceError::Io { .. }
+        | DeviceError::Extend { .. } => Code::Unavailable,
+    }
+}
+
+/// A pool that is not there may come back; a name that is wrong stays wrong.
+#[cfg(feature = "node")]
+fn of_pool(error: &pool::PoolError) -> Code {
+    use pool::PoolError as P;
+    match error {
+        P::BadSpec { .. }
+        | P::Twice(_)
+        | P::Unknown { .. }
+        | P::Unnamed { .. }
+        | P::BadName { .. } => Code::InvalidArgument,
+        P::NoImage { .. } => Code::NotFound,
+        P::NotReady { .. } | P::Io { .. } => Code::Unavailable,
     }
 }

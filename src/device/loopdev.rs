@@ -26,6 +26,7 @@ use rustix::{
     fs::{Mode, OFlags},
     io::Errno,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::kernel::{Dev, block, loopctl};
 
@@ -38,7 +39,7 @@ pub use locks::{Lock, lock_over, locks_on, unlock};
 const TRIES: u32 = 128;
 
 /// A file, whatever its name is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct FileId {
     /// `st_dev`.
     pub dev: u64,

@@ -1,8 +1,19 @@
-//! From a volume's source to a block device.
+//! From a volume's source to a block device and back.
+//!
+//! The verbs of [`crate::volume`] know a [`Source`] (what the volume context
+//! names) and a [`Device`] (what the kernel made of it); which backend does the
+//! work is decided here and nowhere above. Everything but [`Source::parse`] may
+//! hang with the device and runs on a lane.
 
+pub mod backend;
 pub mod holders;
 pub mod loopdev;
 pub mod ready;
+mod source;
+pub mod sysfs;
 
 #[cfg(test)]
 pub(crate) mod scratch;
+
+pub use backend::{Backends, Device, DeviceError, Found, How};
+pub use source::{Source, SourceError};

@@ -12,18 +12,12 @@
 //! All of this belongs to the runtime thread. sysfs and devtmpfs are memory, and
 //! nothing here opens a device.
 
-use std::{
-    cell::RefCell,
-    fmt::Display,
-    fs, io,
-    os::unix::fs::{FileTypeExt, MetadataExt},
-    path::{Path, PathBuf},
-    rc::Rc,
-};
+use std::{cell::RefCell, io, path::PathBuf, rc::Rc};
 
 use rustix::{event::PollFlags, io::Errno, net::sockopt};
 use tokio::{sync::Notify, task::AbortHandle};
 
+use super::sysfs::{backing_file, node_of, size_bytes, sysname_of};
 use crate::{kernel::Dev, ring::poll};
 
 /// Bytes of events the socket holds; a thousand devices that come at once
@@ -32,9 +26,6 @@ const BACKLOG: usize = 8 << 20;
 
 /// How often reading may fail before the next event is waited for.
 const FAILURES: u32 = 16;
-
-/// The bytes that sysfs calls a sector, whatever the device's own are.
-const SECTOR: u64 = 512;
 
 /// The kernel's events of block devices. The listening ends when it is dropped.
 pub struct Uevents {
@@ -209,55 +200,6 @@ pub async fn loop_gone(uevents: &Uevents, dev: Dev) -> io::Result<()> {
         None => Ok(Some(())),
     };
     uevents.wait(&sysname_of(dev)?, check).await
-}
-
-/// The name under which the kernel speaks of `dev`, e.g. `loop7`.
-pub fn sysname_of(dev: Dev) -> io::Result<String> {
-    let target = fs::read_link(sysfs(dev))?;
-    let name = target.file_name().and_then(|name| name.to_str());
-    Ok(name
-        .ok_or_else(|| broken(dev, target.display()))?
-        .to_owned())
-}
-
-/// The node of `dev` under /dev, once it is there and has that number.
-pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
-    let uevent = fs::read_to_string(sysfs(dev).join("uevent"))?;
-    let name = uevent
-        .lines()
-        .find_map(|line| line.strip_prefix("DEVNAME="));
-    let node = Path::new("/dev").join(name.ok_or_else(|| broken(dev, &uevent))?);
-    let metadata = fs::metadata(&node)?;
-    if metadata.file_type().is_block_device() && Dev::from_raw(metadata.rdev()) == dev {
-        return Ok(node);
-    }
-    let why = format!(
-        "{} is not the node of device {dev}: is the host's /dev mounted here?",
-        node.display()
-    );
-    Err(io::Error::other(why))
-}
-
-/// The size of `dev`.
-pub fn size_bytes(dev: Dev) -> io::Result<u64> {
-    let text = fs::read_to_string(sysfs(dev).join("size"))?;
-    let sectors: Option<u64> = text.trim().parse().ok();
-    sectors
-        .and_then(|sectors| sectors.checked_mul(SECTOR))
-        .ok_or_else(|| broken(dev, text))
-}
-
-fn backing_file(dev: Dev) -> io::Result<String> {
-    fs::read_to_string(sysfs(dev).join("loop/backing_file"))
-}
-
-fn sysfs(dev: Dev) -> PathBuf {
-    format!("/sys/dev/block/{dev}").into()
-}
-
-fn broken(dev: Dev, found: impl Display) -> io::Error {
-    let why = format!("sysfs does not tell what it should of device {dev}: {found}");
-    io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
 /// What is missing may come. ENODEV is of a file in sysfs whose device went

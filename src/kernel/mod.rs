@@ -4,14 +4,17 @@
 
 use std::{fmt, str::FromStr};
 
+use serde::{Deserialize, Serialize};
+
 pub mod block;
 pub mod busy;
 pub mod growth;
 pub mod loopctl;
 pub mod mounts;
+pub mod privileges;
 
 /// A block device's number, as `st_rdev`, `st_dev` and sysfs' `dev` have it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Dev {
     /// The driver's number.
     pub major: u32,

@@ -306,7 +306,8 @@ impl Pool {
     }
 }
 
-fn inline_image(id: &str) -> String {
+/// The name of an inline volume's image.
+pub fn inline_image(id: &str) -> String {
     format!("inline-{id}.img")
 }
 

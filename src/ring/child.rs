@@ -76,6 +76,15 @@ impl Exit {
     pub fn success(&self) -> bool {
         self.code == Some(0)
     }
+
+    /// How it ended, in words.
+    pub fn describe(&self) -> String {
+        match (self.code, self.signal) {
+            (Some(code), _) => format!("exit code {code}"),
+            (None, Some(signal)) => format!("killed by signal {signal}"),
+            (None, None) => "ended".to_owned(),
+        }
+    }
 }
 
 impl Child {

@@ -86,6 +86,11 @@ pub fn start<F: Future>(future: F) -> Result<F::Output, RingError> {
     })
 }
 
+/// Runs a task on the runtime thread, beside everything else there.
+pub fn spawn(task: impl Future<Output = ()> + 'static) {
+    tokio::task::spawn_local(task);
+}
+
 #[cfg(test)]
 mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -1,1 +1,287 @@
-//! The node's heart.
+//! The node's heart: what this node holds, and the verbs that change it.
+//!
+//! ```text
+//!  gRPC handlers (Send) ──Heart──▶ Node (one thread, Rc and RefCell)
+//!                                   │ submit: one task a volume, equal calls join
+//!                                   ▼
+//!        stage  unstage  publish  expand  inline  format      stats  health
+//!             │ steps that may hang: on the volume's lane       │ no lock,
+//!             ▼                                                 ▼ no device
+//!        device · fs · mount                              statx, statfs, sysfs
+//! ```
+//!
+//! Order of truth: the kernel first, then our records. Each verb looks at what
+//! is there, does what is missing, and so finishes what a killed agent began.
+
+use std::{
+    cell::RefCell, collections::HashMap, fmt, future::Future, io, path::PathBuf, pin::Pin, rc::Rc,
+    sync::Arc, time::Duration,
+};
+
+use tokio::sync::{mpsc, oneshot};
+
+use crate::{
+    Done,
+    device::{Backends, DeviceError, Source, ready::Uevents},
+    lane::Lanes,
+    mount::path::{PathError, Place, Roots},
+    ring::{self, probe::Prober},
+};
+
+mod error;
+mod expand;
+mod format;
+mod health;
+mod held;
+mod inline;
+mod prepare;
+mod publish;
+mod reconcile;
+pub mod record;
+pub mod spec;
+mod stage;
+mod stats;
+mod task;
+mod unstage;
+
+pub use error::Error;
+pub use health::{Condition, Severity};
+pub use held::Listed;
+pub use stats::{Space, Usage};
+pub use task::{Answer, Outcome};
+
+use record::Records;
+use spec::Call;
+use task::{Progress, Volume};
+
+/// What an operator decides about a node.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// This node's name.
+    pub node_id: String,
+    /// The plugin's name.
+    pub driver_name: String,
+    /// At most so many volumes at a time; 0: no limit of ours.
+    pub max_volumes: i64,
+    /// Take kubelet's descriptor lock over published raw block volumes.
+    pub block_lock: bool,
+    /// Announce `VOLUME_MOUNT_GROUP` and apply groups ourselves.
+    pub volume_mount_group: bool,
+    /// Announce what is alpha in CSI 1.13; older sidecars do not know it.
+    pub alpha_capabilities: bool,
+    /// Where `uringctl` stages.
+    pub staging_dir: PathBuf,
+}
+
+/// All that the verbs work with. Lives on the runtime thread.
+pub struct Node {
+    /// What the operator decided.
+    pub config: Config,
+    backends: Arc<Backends>,
+    roots: Roots,
+    records: Records,
+    lanes: Lanes,
+    prober: Prober,
+    uevents: Rc<Uevents>,
+    volumes: RefCell<HashMap<String, Rc<Volume>>>,
+}
+
+impl fmt::Debug for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Node")
+            .field("config", &self.config)
+            .field("volumes", &self.volumes.borrow().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Node {
+    /// Opens the node's stores and takes up what an earlier agent left.
+    pub async fn open(
+        config: Config,
+        backends: Backends,
+        roots: Roots,
+        records: Records,
+        lanes: Lanes,
+    ) -> io::Result<Rc<Self>> {
+        let node = Rc::new(Self {
+            config,
+            backends: Arc::new(backends),
+            roots,
+            records,
+            lanes,
+            prober: Prober::start()?,
+            uevents: Uevents::start()?,
+            volumes: RefCell::default(),
+        });
+        reconcile::reconcile(&node).await?;
+        Ok(node)
+    }
+
+    /// The threads that calls may hang on.
+    pub fn lanes(&self) -> &Lanes {
+        &self.lanes
+    }
+
+    /// The pools and this node's identity in them.
+    pub fn backends(&self) -> &Backends {
+        &self.backends
+    }
+
+    /// Runs a call that changes a volume.
+    pub async fn submit(
+        self: Rc<Self>,
+        volume_id: String,
+        call: Call,
+        deadline: Duration,
+    ) -> Answer {
+        task::submit(&self, &volume_id, call, deadline).await
+    }
+
+    fn volume(&self, id: &str) -> Rc<Volume> {
+        self.volumes
+            .borrow_mut()
+            .entry(id.to_owned())
+            .or_insert_with(|| Rc::new(Volume::new(id)))
+            .clone()
+    }
+
+    fn known(&self, id: &str) -> Option<Rc<Volume>> {
+        self.volumes.borrow().get(id).cloned()
+    }
+
+    fn forget_if_empty(&self, id: &str) {
+        let mut volumes = self.volumes.borrow_mut();
+        if volumes.get(id).is_some_and(|v| v.is_idle_and_empty()) {
+            volumes.remove(id);
+        }
+    }
+
+    /// Runs one step on the volume's lane.
+    async fn lane<T: Send + 'static>(
+        &self,
+        volume: &Volume,
+        progress: &Progress,
+        step: &'static str,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> T {
+        progress
+            .step(step, self.lanes.run(&volume.id, step, work))
+            .await
+    }
+
+    /// Where an inline volume's image is made, and where it is staged.
+    pub fn inline_place(
+        &self,
+        pool: Option<&str>,
+        volume_id: &str,
+    ) -> Result<(Source, PathBuf), Error> {
+        let source = self
+            .backends
+            .inline_source(pool, volume_id)
+            .map_err(|error| Error::Invalid {
+                field: "volume_context.pool",
+                why: error.to_string(),
+            })?;
+        let name = format!("inline-{}", crate::digest::hex(volume_id));
+        Ok((source, self.config.staging_dir.join(name)))
+    }
+
+    fn place(&self, path: &std::path::Path) -> Result<Place, PathError> {
+        self.roots.place(&path.to_string_lossy())
+    }
+}
+
+/// Runs one call to its end; a volume has one at a time.
+async fn run(
+    node: &Rc<Node>,
+    volume: &Volume,
+    call: &Call,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    match call {
+        Call::Stage(spec) => stage::stage(node, volume, spec, progress).await,
+        Call::Unstage(path) => unstage::unstage(node, volume, path, progress).await,
+        Call::Publish(spec) => publish::publish(node, volume, spec, progress).await,
+        Call::Inline(spec) => inline::publish(node, volume, spec, progress).await,
+        Call::Unpublish(path) => publish::unpublish(node, volume, path, progress).await,
+        Call::Expand(spec) => expand::expand(node, volume, spec, progress).await,
+        Call::Format(spec) => format::format(node, volume, spec, progress).await,
+    }
+}
+
+impl Volume {
+    fn io<W: Into<String>>(&self, what: W) -> impl FnOnce(io::Error) -> Error + use<W> {
+        let volume = self.id.clone();
+        let what = what.into();
+        move |source| Error::Io {
+            volume,
+            what,
+            source,
+        }
+    }
+
+    fn device(&self, source: DeviceError) -> Error {
+        let volume = self.id.clone();
+        match source {
+            DeviceError::Busy { device, holders } => Error::Busy {
+                volume,
+                device,
+                holders,
+            },
+            source => Error::Device { volume, source },
+        }
+    }
+
+    fn precondition(&self, what: impl Into<String>) -> Error {
+        Error::Precondition {
+            volume: self.id.clone(),
+            what: what.into(),
+        }
+    }
+}
+
+type Job = Box<dyn FnOnce(Rc<Node>) -> Pin<Box<dyn Future<Output = ()>>> + Send>;
+
+/// The way from the gRPC handlers, whose futures must be `Send`, to the node,
+/// whose are not. Both live on one thread, so this costs no wake-up of another.
+#[derive(Clone, Debug)]
+pub struct Heart(mpsc::UnboundedSender<Job>);
+
+impl Heart {
+    /// Starts taking jobs for `node`.
+    pub fn start(node: Rc<Node>) -> Self {
+        let (send, mut jobs) = mpsc::unbounded_channel::<Job>();
+        ring::spawn(async move {
+            while let Some(job) = jobs.recv().await {
+                ring::spawn(job(node.clone()));
+            }
+        });
+        Self(send)
+    }
+
+    /// Runs `job` with the node. It runs to its end even if the caller is
+    /// dropped. `None` when the agent is going down.
+    pub async fn run<F, T>(&self, job: impl FnOnce(Rc<Node>) -> F + Send + 'static) -> Option<T>
+    where
+        F: Future<Output = T> + 'static,
+        T: Send + 'static,
+    {
+        let (send, receive) = oneshot::channel();
+        let job: Job = Box::new(move |node| {
+            let work = job(node);
+            Box::pin(async move {
+                let _ = send.send(work.await);
+            })
+        });
+        self.0.send(job).ok()?;
+        receive.await.ok()
+    }
+}
+
+/// Where nothing was left to do, say so at debug level: repeats are normal.
+fn already(volume: &Volume, what: &str, done: Done) {
+    if done == Done::Already {
+        tracing::debug!(volume_id = volume.id, what, "was done already");
+    }
+}

@@ -1,0 +1,142 @@
+//! Options: by flag, else by environment variable, else by a file, else the
+//! default.
+//!
+//! The file is TOML; its keys are the flags' names without the dashes, its
+//! values strings, numbers, booleans, or lists of them for flags that may be
+//! repeated. Each value becomes the default of its flag, so there is one
+//! definition and one parser of every option, and clap's own precedence holds.
+
+use std::{ffi::OsString, path::PathBuf};
+
+use clap::{ArgAction, Command, Parser, error::ErrorKind};
+
+/// Parses this process's options; on `--help` or a mistake, says so and exits.
+pub fn parse<T: Parser>() -> T {
+    parse_from(std::env::args_os().collect()).unwrap_or_else(|error| error.exit())
+}
+
+fn parse_from<T: Parser>(args: Vec<OsString>) -> Result<T, clap::Error> {
+    let mut command = T::command();
+    // Whatever else is wrong with the arguments is reported by the real parse.
+    let first = T::command()
+        .ignore_errors(true)
+        .try_get_matches_from(args.clone());
+    let file = first.ok().and_then(|matches| {
+        matches
+            .try_get_one::<PathBuf>("config")
+            .ok()
+            .flatten()
+            .cloned()
+    });
+    if let Some(path) = file {
+        let text = std::fs::read_to_string(&path).map_err(|error| {
+            let message = format!("--config: cannot read {}: {error}\n", path.display());
+            command.error(ErrorKind::Io, message)
+        })?;
+        command = with_defaults(command, &text).map_err(|why| {
+            T::command().error(
+                ErrorKind::InvalidValue,
+                format!("--config {}: {why}\n", path.display()),
+            )
+        })?;
+    }
+    let matches = command.try_get_matches_from_mut(args)?;
+    T::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+}
+
+fn with_defaults(mut command: Command, text: &str) -> Result<Command, String> {
+    let table: toml::Table = text
+        .parse()
+        .map_err(|error: toml::de::Error| error.to_string())?;
+    for (key, value) in table {
+        let arg = command
+            .get_arguments()
+            .find(|arg| arg.get_long() == Some(&key) && key != "config")
+            .ok_or_else(|| format!("{key:?} is no option"))?;
+        let id = arg.get_id().clone();
+        let repeatable = matches!(arg.get_action(), ArgAction::Append);
+        let values = match value {
+            toml::Value::Array(list) if repeatable => list
+                .into_iter()
+                .map(|one| scalar(&key, one))
+                .collect::<Result<Vec<_>, _>>()?,
+            toml::Value::Array(_) => return Err(format!("{key:?} takes one value")),
+            one => vec![scalar(&key, one)?],
+        };
+        command = command.mut_arg(id, |arg| arg.required(false).default_values(values));
+    }
+    Ok(command)
+}
+
+fn scalar(key: &str, value: toml::Value) -> Result<String, String> {
+    match value {
+        toml::Value::String(text) => Ok(text),
+        toml::Value::Integer(number) => Ok(number.to_string()),
+        toml::Value::Boolean(flag) => Ok(flag.to_string()),
+        other => Err(format!("{key:?} cannot be a {}", other.type_str())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Options {
+        #[arg(long)]
+        config: Option<PathBuf>,
+        #[arg(long)]
+        node_id: String,
+        #[arg(long)]
+        pool: Vec<String>,
+        #[arg(long)]
+        block_lock: bool,
+        #[arg(long, default_value_t = 7)]
+        max_volumes: i64,
+    }
+
+    fn parse(file: &str, flags: &[&str]) -> Result<Options, clap::Error> {
+        let mut written = tempfile::NamedTempFile::new().unwrap();
+        written.write_all(file.as_bytes()).unwrap();
+        let mut args: Vec<OsString> =
+            vec!["agent".into(), "--config".into(), written.path().into()];
+        args.extend(flags.iter().map(OsString::from));
+        parse_from(args)
+    }
+
+    #[test]
+    fn flags_go_before_the_file_and_the_file_before_defaults() {
+        let file = "node-id = 'a'\npool = ['x=/x', 'y=/y']\nblock-lock = true\nmax-volumes = 3";
+        let from_file = parse(file, &[]).unwrap();
+        assert_eq!(from_file.node_id, "a");
+        assert_eq!(from_file.pool, ["x=/x", "y=/y"]);
+        assert!(from_file.block_lock);
+        assert_eq!(from_file.max_volumes, 3);
+        let both = parse(file, &["--node-id", "b", "--pool", "z=/z"]).unwrap();
+        assert_eq!(
+            (both.node_id.as_str(), both.pool),
+            ("b", vec!["z=/z".to_owned()])
+        );
+        assert_eq!(parse("node-id = 'a'", &[]).unwrap().max_volumes, 7);
+    }
+
+    #[test]
+    fn mistakes_in_the_file_are_named() {
+        for (file, word) in [
+            ("nod-id = 'a'", "nod-id"),
+            ("node-id = ['a']", "node-id"),
+            ("node-id = 1.5", "node-id"),
+            ("config = 'x'", "config"),
+            ("max-volumes = 'many'", "max-volumes"),
+            ("=", "--config"),
+        ] {
+            let error = parse(file, &[]).unwrap_err().to_string();
+            assert!(error.contains(word), "{file}: {error}");
+        }
+        assert!(
+            parse_from::<Options>(vec!["agent".into(), "--config=/nonexistent".into()]).is_err()
+        );
+    }
+}

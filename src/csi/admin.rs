@@ -1,0 +1,146 @@
+//! The node agent's own service, beside CSI on the same socket: what an
+//! operator asks that CSI has no call for.
+
+use tonic::{Request, Response, Status};
+
+use super::{
+    call::{observed, patience},
+    validate,
+};
+use crate::{
+    device::Source,
+    fs::FsType,
+    proto::admin::{
+        FormatVolumeRequest, FormatVolumeResponse, GetAgentInfoRequest, GetAgentInfoResponse,
+        HeldVolume, ListHeldVolumesRequest, ListHeldVolumesResponse, Target,
+        node_admin_server::NodeAdmin,
+    },
+    volume::{
+        Config, Error, Heart, Listed, Outcome,
+        spec::{Call, Format},
+    },
+};
+
+/// Answers for one node.
+#[derive(Clone, Debug)]
+pub struct AdminService {
+    heart: Heart,
+    config: Config,
+    pools: Vec<String>,
+}
+
+impl AdminService {
+    /// `pools`: the names of the node's pools.
+    pub fn new(heart: Heart, config: Config, pools: Vec<String>) -> Self {
+        Self {
+            heart,
+            config,
+            pools,
+        }
+    }
+
+    async fn format(
+        &self,
+        request: FormatVolumeRequest,
+        patience: std::time::Duration,
+    ) -> Result<FormatVolumeResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::map("volume_context", &request.volume_context)?;
+        if request.confirm != request.volume_id {
+            return Err(validate::invalid(
+                "confirm",
+                "must repeat volume_id: all that is on the volume is destroyed",
+            ));
+        }
+        let fs: FsType = request
+            .fs_type
+            .parse()
+            .map_err(|error| validate::invalid("fs_type", error))?;
+        let source =
+            Source::parse(&request.volume_context).map_err(|e| Status::from(&Error::from(e)))?;
+        let (id, call) = (request.volume_id, Call::Format(Format { source, fs }));
+        match self
+            .heart
+            .run(move |node| node.submit(id, call, patience))
+            .await
+        {
+            Some(Ok(Outcome::Was(was))) => Ok(FormatVolumeResponse { was }),
+            Some(Ok(other)) => Err(Status::internal(format!("formatting ended in {other:?}"))),
+            Some(Err(error)) => Err(Status::from(&*error)),
+            None => Err(Status::unavailable("the node agent is shutting down")),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl NodeAdmin for AdminService {
+    async fn list_held_volumes(
+        &self,
+        _: Request<ListHeldVolumesRequest>,
+    ) -> Result<Response<ListHeldVolumesResponse>, Status> {
+        observed("ListHeldVolumes", "", async {
+            let listed = self.heart.run(|node| async move { node.list() }).await;
+            let listed =
+                listed.ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
+            Ok(ListHeldVolumesResponse {
+                volumes: listed.into_iter().map(held).collect(),
+            })
+        })
+        .await
+    }
+
+    async fn format_volume(
+        &self,
+        request: Request<FormatVolumeRequest>,
+    ) -> Result<Response<FormatVolumeResponse>, Status> {
+        let patience = patience(request.metadata());
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed("FormatVolume", &id, self.format(request, patience)).await
+    }
+
+    async fn get_agent_info(
+        &self,
+        _: Request<GetAgentInfoRequest>,
+    ) -> Result<Response<GetAgentInfoResponse>, Status> {
+        Ok(Response::new(GetAgentInfoResponse {
+            staging_dir: self.config.staging_dir.display().to_string(),
+            driver_name: self.config.driver_name.clone(),
+            node_id: self.config.node_id.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pools: self.pools.clone(),
+        }))
+    }
+}
+
+fn held(volume: Listed) -> HeldVolume {
+    let (device, device_number) = volume
+        .device
+        .map(|device| (device.node.display().to_string(), device.dev.to_string()))
+        .unwrap_or_default();
+    let mut held = HeldVolume {
+        volume_id: volume.volume_id,
+        backend: volume.backend.to_owned(),
+        device,
+        device_number,
+        access: volume.access.to_owned(),
+        staging_path: volume.staging_path.display().to_string(),
+        targets: volume
+            .targets
+            .into_iter()
+            .map(|(path, target)| Target {
+                path: path.display().to_string(),
+                read_only: target.read_only,
+            })
+            .collect(),
+        state: volume.state.to_owned(),
+        ..Default::default()
+    };
+    if let Some(under_way) = volume.under_way {
+        held.call = under_way.call.to_owned();
+        held.step = under_way.step.to_owned();
+        held.step_age_ms = under_way.age.as_millis().try_into().unwrap_or(u64::MAX);
+        held.waits_for = under_way.waits_for;
+    }
+    held
+}

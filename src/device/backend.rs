@@ -1,0 +1,416 @@
+//! Attaching, finding, growing and detaching, whatever the backend.
+//!
+//! All of it is blocking code for a lane. Every verb may be repeated: what was
+//! done already is found, not done twice.
+
+use std::{
+    fs::File,
+    io,
+    path::{Path, PathBuf},
+};
+
+use rustix::{fs::SeekFrom, io::Errno};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Source,
+    holders::{self, Holder},
+    loopdev::{self, Attached, Detached, FileId, Lock, LoopDevice, LoopError, LoopOptions},
+    sysfs,
+};
+use crate::{
+    Done, digest,
+    kernel::{Dev, block},
+    pool::{
+        self, Pool, PoolError, Pools,
+        claim::{self, Claim, ClaimError},
+        handle::VolumeHandle,
+    },
+};
+
+/// A volume's block device: what the record keeps and what proves, after a
+/// restart, that the device with this number is still ours.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// The device's number.
+    pub dev: Dev,
+    /// The device's node below `/dev`.
+    pub node: PathBuf,
+    /// The image behind it. A loop device's number is used again by others;
+    /// its backing file's device and inode tell whose it is.
+    pub image: FileId,
+    /// Attached read-only.
+    pub read_only: bool,
+}
+
+/// How to attach.
+#[derive(Clone, Debug)]
+pub struct How {
+    /// Nobody may write through the device.
+    pub read_only: bool,
+    /// Other nodes may hold the source at the same time.
+    pub shared: bool,
+}
+
+/// Why a source is no device, or a device does not go.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The pool or its image.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// Another node holds the image.
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    /// The loop driver.
+    #[error(transparent)]
+    Loop(#[from] LoopError),
+    /// The image is attached already, but not as it is needed.
+    #[error(
+        "image {image} is attached as {device} {how}, which this volume did not do; detach it first (losetup -d {device})"
+    )]
+    AttachedOtherwise {
+        /// The image file.
+        image: PathBuf,
+        /// The loop device's node.
+        device: PathBuf,
+        /// What is different about it.
+        how: String,
+    },
+    /// Somebody keeps the device open exclusively or mounted.
+    #[error("{device} is busy")]
+    Busy {
+        /// The device's node.
+        device: PathBuf,
+        /// Who holds it.
+        holders: Vec<Holder>,
+    },
+    /// The kernel refused something else.
+    #[error("cannot {what}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The image file cannot take that size.
+    #[error("image {image} cannot be made {bytes} bytes long")]
+    Extend {
+        /// The image file.
+        image: PathBuf,
+        /// The size asked for.
+        bytes: u64,
+        /// The file system's answer.
+        source: io::Error,
+    },
+}
+
+/// Turns the kernel's answer into an error that says what was tried.
+fn io(what: &'static str) -> impl FnOnce(io::Error) -> DeviceError {
+    move |source| DeviceError::Io { what, source }
+}
+
+/// A device that was found without a record of it.
+#[derive(Debug)]
+pub struct Found {
+    /// The device.
+    pub device: Device,
+    /// Where its bytes are.
+    pub source: Source,
+}
+
+/// What the backends need to know of this node.
+#[derive(Clone, Debug)]
+pub struct Backends {
+    /// The pools of image files.
+    pub pools: Pools,
+    /// This node's name, which its claims carry.
+    pub node_id: String,
+    /// This boot's id: a claim of an earlier boot is stale.
+    pub boot_id: String,
+}
+
+impl Backends {
+    /// Attaches the source, or finds it attached as it should be.
+    pub fn attach(&self, source: &Source, how: &How) -> Result<(Device, Done), DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        let pool = self.pools.get(pool)?;
+        let file = pool.open_image(image, !how.read_only)?;
+        let claimed = claim::claim(pool, image, &self.claim(how))?;
+        let attached = self.attach_loop(source, pool, &file, how);
+        if attached.is_err() && claimed == Done::Now {
+            // The reason for the failure is what the caller must learn.
+            if let Err(error) = claim::release(pool, image, &self.node_id) {
+                tracing::warn!(%error, image, "the claim on an image that was not attached stays");
+            }
+        }
+        attached
+    }
+
+    fn claim(&self, how: &How) -> Claim {
+        Claim {
+            node_id: self.node_id.clone(),
+            boot_id: self.boot_id.clone(),
+            access: match (how.shared, how.read_only) {
+                (false, _) => claim::Access::Exclusive,
+                (true, false) => claim::Access::Shared,
+                (true, true) => claim::Access::Readers,
+            },
+            read_only: how.read_only,
+        }
+    }
+
+    fn attach_loop(
+        &self,
+        source: &Source,
+        pool: &Pool,
+        file: &File,
+        how: &How,
+    ) -> Result<(Device, Done), DeviceError> {
+        let Source::Loop {
+            image,
+            direct_io,
+            sector_size,
+            ..
+        } = source;
+        let path = pool.image_path(image);
+        let id = FileId::of(file).map_err(io("look at the image"))?;
+        let device = |device: LoopDevice| Device {
+            dev: device.dev,
+            node: device.node,
+            image: id,
+            read_only: how.read_only,
+        };
+        if let Some(found) = loopdev::find(id)
+            .map_err(io("list the loop devices"))?
+            .into_iter()
+            .next()
+        {
+            return match otherwise(&found, how) {
+                None => Ok((device(found.device), Done::Already)),
+                Some(difference) => Err(DeviceError::AttachedOtherwise {
+                    image: path,
+                    device: found.device.node,
+                    how: difference,
+                }),
+            };
+        }
+        let options = LoopOptions {
+            read_only: how.read_only,
+            direct_io: *direct_io,
+            sector_size: *sector_size,
+            name: &path,
+        };
+        Ok((device(loopdev::attach(file, &options)?), Done::Now))
+    }
+
+    /// The device of a volume that has no record: what its handle names, where
+    /// that is an image of ours.
+    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+        let Ok(handle) = volume_id.parse::<VolumeHandle>() else {
+            return Ok(None);
+        };
+        if self.pools.get(handle.pool()).is_err() {
+            return Ok(None);
+        }
+        let source = Source::image(handle.pool(), &handle.image());
+        let device = self.attached(&source)?;
+        Ok(device.map(|device| Found { device, source }))
+    }
+
+    /// The source of a mounted device that has no record: what stands behind
+    /// it, where that is an image of ours.
+    pub fn find_behind(&self, node: &Path) -> Result<Option<Found>, DeviceError> {
+        let backing = block::number_of_node(node)
+            .ok()
+            .and_then(|dev| sysfs::backing_file(dev).ok());
+        let Some(source) = backing.and_then(|path| self.source_of(&path)) else {
+            return Ok(None);
+        };
+        let device = self.attached(&source)?.filter(|device| device.node == node);
+        Ok(device.map(|device| Found { device, source }))
+    }
+
+    /// The device of a source, where it is attached.
+    pub fn attached(&self, source: &Source) -> Result<Option<Device>, DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        let id = match self.pools.get(pool)?.open_image(image, false) {
+            Ok(file) => FileId::of(&file).map_err(io("look at the image"))?,
+            Err(PoolError::NoImage { .. }) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let found = loopdev::find(id).map_err(io("list the loop devices"))?;
+        Ok(found.into_iter().next().map(|attached| Device {
+            dev: attached.device.dev,
+            node: attached.device.node,
+            image: id,
+            read_only: attached.read_only,
+        }))
+    }
+
+    /// Detaches the device and gives the source back. `Deferred`: another
+    /// opener keeps it a moment longer; the source is not given back yet.
+    pub fn detach(&self, source: &Source, device: &Device) -> Result<Detached, DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        let detached = match loopdev::detach(&loop_device(device)?, device.image) {
+            Err(LoopError::Busy { .. }) => {
+                return Err(DeviceError::Busy {
+                    device: device.node.clone(),
+                    holders: holders::holders(device.dev),
+                });
+            }
+            other => other?,
+        };
+        if detached != Detached::Deferred {
+            self.release(pool, image)?;
+        }
+        Ok(detached)
+    }
+
+    /// Gives the source back after a deferred detach has come to its end.
+    pub fn release_source(&self, source: &Source) -> Result<(), DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        self.release(pool, image)
+    }
+
+    fn release(&self, pool: &str, image: &str) -> Result<(), DeviceError> {
+        let _ = claim::release(self.pools.get(pool)?, image, &self.node_id)?;
+        Ok(())
+    }
+
+    /// Whether everything behind the device reads as zeros, because nothing
+    /// was ever written to it.
+    pub fn reads_as_zero(&self, source: &Source) -> Result<bool, DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        let file = self.pools.get(pool)?.open_image(image, false)?;
+        Ok(is_all_hole(&file).map_err(io("look for data in the image"))?)
+    }
+
+    /// The source of an inline volume whose image is made in this pool, or in
+    /// the only one.
+    pub fn inline_source(&self, pool: Option<&str>, volume_id: &str) -> Result<Source, PoolError> {
+        let pool = self.pools.get_or_only(pool)?;
+        Ok(Source::image(
+            &pool.name,
+            &pool::inline_image(&digest::hex(volume_id)),
+        ))
+    }
+
+    /// Makes the image of an inline volume.
+    pub fn create_inline(
+        &self,
+        source: &Source,
+        volume_id: &str,
+        bytes: u64,
+    ) -> Result<Done, DeviceError> {
+        let Source::Loop { pool, .. } = source;
+        let (_, done) = self
+            .pools
+            .get(pool)?
+            .create_inline(&digest::hex(volume_id), bytes)?;
+        Ok(done)
+    }
+
+    /// Deletes the image of an inline volume.
+    pub fn delete_inline(&self, source: &Source, volume_id: &str) -> Result<Done, DeviceError> {
+        let Source::Loop { pool, .. } = source;
+        Ok(self
+            .pools
+            .get(pool)?
+            .delete_inline(&digest::hex(volume_id))?)
+    }
+
+    /// Makes the device at least `bytes` large, where that is for this node to
+    /// do, and follows the source's size where somebody else has grown it.
+    /// Returns the device's size in bytes.
+    pub fn grow(&self, source: &Source, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        let pool = self.pools.get(pool)?;
+        let file = pool.open_image(image, true)?;
+        let failed = |source| DeviceError::Extend {
+            image: pool.image_path(image),
+            bytes,
+            source,
+        };
+        if file.metadata().map_err(failed)?.len() < bytes {
+            file.set_len(bytes)
+                .and_then(|()| file.sync_all())
+                .map_err(failed)?;
+        }
+        loopdev::resize(&loop_device(device)?)?;
+        sysfs::size_bytes(device.dev).map_err(io("read the device's size"))
+    }
+
+    /// The source that a loop device's backing path stands for.
+    fn source_of(&self, backing: &Path) -> Option<Source> {
+        self.pools.iter().find_map(|pool| {
+            let image = backing.strip_prefix(&pool.dir).ok()?;
+            Some(Source::image(&pool.name, image.to_str()?))
+        })
+    }
+}
+
+/// Releases the descriptor locks over a block device whose backing path is one
+/// that the caller gave up: loop devices over its node, taken by kubelet or by
+/// [`lock`]. Returns what was released.
+pub fn release_locks(dev: Dev, given_up: impl Fn(&Path) -> bool) -> Result<Vec<Lock>, DeviceError> {
+    let mut locks = loopdev::locks_on(dev).map_err(io("list the loop devices"))?;
+    locks.retain(|lock| given_up(&lock.backing_path));
+    for lock in &locks {
+        let _ = loopdev::unlock(lock, dev)?;
+    }
+    Ok(locks)
+}
+
+/// Takes kubelet's descriptor lock over a published device node, unless it is
+/// taken.
+pub fn lock(dev: Dev, node: &Path) -> Result<Done, DeviceError> {
+    let locks = loopdev::locks_on(dev).map_err(io("list the loop devices"))?;
+    if locks.iter().any(|lock| lock.backing_path == node) {
+        return Ok(Done::Already);
+    }
+    loopdev::lock_over(node)?;
+    Ok(Done::Now)
+}
+
+/// Whether nothing was ever written to the file (lseek(2), `SEEK_DATA`).
+fn is_all_hole(file: &File) -> std::io::Result<bool> {
+    match rustix::fs::seek(file, SeekFrom::Data(0)) {
+        Err(Errno::NXIO) => Ok(true),
+        Ok(_) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
+    let number = sysfs::sysname_of(device.dev)
+        .map_err(io("find the device"))?
+        .strip_prefix("loop")
+        .and_then(|number| number.parse().ok())
+        .ok_or_else(|| {
+            std::io::Error::other(format!("{} is no loop device", device.node.display()))
+        })
+        .map_err(io("find the device"))?;
+    Ok(LoopDevice {
+        number,
+        dev: device.dev,
+        node: device.node.clone(),
+    })
+}
+
+/// What keeps an attached loop device from being the one that is needed.
+fn otherwise(found: &Attached, how: &How) -> Option<String> {
+    if found.offset != 0 || found.size_limit != 0 {
+        return Some(format!(
+            "from byte {} on, {} bytes of it",
+            found.offset, found.size_limit
+        ));
+    }
+    (found.read_only != how.read_only).then(|| {
+        if found.read_only {
+            "read-only"
+        } else {
+            "writable"
+        }
+        .to_owned()
+    })
+}

@@ -1,0 +1,84 @@
+//! What sysfs tells of a block device. Reading it never waits for the device.
+//!
+//! Sources: Documentation/ABI/stable/sysfs-block, drivers/block/loop.c
+//! (`loop/backing_file`), Documentation/ABI/testing/sysfs-fs-ext4.
+
+use std::{
+    fmt::Display,
+    fs, io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use crate::kernel::Dev;
+
+/// sysfs counts in sectors of 512 bytes, whatever the device's own.
+const SECTOR: u64 = 512;
+
+/// The name under which the kernel speaks of `dev`, e.g. `loop7`.
+pub fn sysname_of(dev: Dev) -> io::Result<String> {
+    let target = fs::read_link(directory(dev))?;
+    let name = target.file_name().and_then(|name| name.to_str());
+    Ok(name
+        .ok_or_else(|| broken(dev, target.display()))?
+        .to_owned())
+}
+
+/// The node of `dev` under /dev, once it is there and has that number.
+pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
+    let uevent = fs::read_to_string(directory(dev).join("uevent"))?;
+    let name = uevent
+        .lines()
+        .find_map(|line| line.strip_prefix("DEVNAME="));
+    let node = Path::new("/dev").join(name.ok_or_else(|| broken(dev, &uevent))?);
+    let metadata = fs::metadata(&node)?;
+    if metadata.file_type().is_block_device() && Dev::from_raw(metadata.rdev()) == dev {
+        return Ok(node);
+    }
+    let why = format!(
+        "{} is not the node of device {dev}: is the host's /dev mounted here?",
+        node.display()
+    );
+    Err(io::Error::other(why))
+}
+
+/// The size of `dev` in bytes.
+pub fn size_bytes(dev: Dev) -> io::Result<u64> {
+    let sectors = number(dev, "size")?;
+    sectors
+        .checked_mul(SECTOR)
+        .ok_or_else(|| broken(dev, sectors))
+}
+
+/// Whether the device refuses writes.
+pub fn is_read_only(dev: Dev) -> io::Result<bool> {
+    Ok(number(dev, "ro")? != 0)
+}
+
+/// The file behind a loop device, as the kernel names it: " (deleted)" is
+/// appended when it is. `NotFound` where nothing is attached.
+pub fn backing_file(dev: Dev) -> io::Result<PathBuf> {
+    let text = fs::read_to_string(directory(dev).join("loop/backing_file"))?;
+    Ok(text.strip_suffix('\n').unwrap_or(&text).into())
+}
+
+/// How many errors the mounted ext4 on this device has counted.
+pub fn ext4_errors(dev: Dev) -> io::Result<u64> {
+    let path = Path::new("/sys/fs/ext4").join(sysname_of(dev)?);
+    let text = fs::read_to_string(path.join("errors_count"))?;
+    text.trim().parse().map_err(|_| broken(dev, text))
+}
+
+fn number(dev: Dev, name: &str) -> io::Result<u64> {
+    let text = fs::read_to_string(directory(dev).join(name))?;
+    text.trim().parse().map_err(|_| broken(dev, text))
+}
+
+fn directory(dev: Dev) -> PathBuf {
+    format!("/sys/dev/block/{dev}").into()
+}
+
+fn broken(dev: Dev, found: impl Display) -> io::Error {
+    let why = format!("sysfs does not tell what it should of device {dev}: {found}");
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}

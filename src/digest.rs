@@ -1,0 +1,17 @@
+//! Names for files that stand for names of any kind.
+
+use std::fmt::Write as _;
+
+use sha2::{Digest as _, Sha256};
+
+/// SHA-256 in lowercase hexadecimal, 64 characters: stands for a volume's name
+/// or handle where a file name is needed. Those may hold any character but
+/// control characters, and be longer than a file name.
+pub fn hex(text: &str) -> String {
+    Sha256::digest(text.as_bytes())
+        .iter()
+        .fold(String::with_capacity(64), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        })
+}

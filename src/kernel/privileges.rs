@@ -1,0 +1,85 @@
+//! What this process may do, and giving up what it does not need.
+//!
+//! The node container has to be privileged, since mount propagation to the host
+//! demands it. The agent itself needs a few capabilities, and its children
+//! (mkfs, fsck) no more than it. So before any other thread exists it empties
+//! its bounding and permitted sets of the rest, sets no_new_privs, and takes the
+//! system calls away with which the rest of the host could be taken over.
+//!
+//! Sources: capabilities(7), seccomp(2), Documentation/userspace-api/no_new_privs.
+
+use std::{collections::BTreeMap, io};
+
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, remove_capability_from_bounding_set,
+    set_capabilities, set_no_new_privs,
+};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+
+/// What the agent needs.
+const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
+    .union(CapabilitySet::SYS_RESOURCE) // ext4's online resize
+    .union(CapabilitySet::DAC_OVERRIDE) // paths and images of others
+    .union(CapabilitySet::DAC_READ_SEARCH)
+    .union(CapabilitySet::CHOWN) // fsGroup
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::SYS_PTRACE) // who holds a device: /proc/PID/fd, mountinfo
+    .union(CapabilitySet::NET_ADMIN); // the uevent socket's buffer
+
+/// System calls that neither the agent nor mkfs and fsck ever make.
+const REFUSED: &[i64] = &[
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_writev,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_setns,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_acct,
+    libc::SYS_quotactl,
+    libc::SYS_userfaultfd,
+];
+
+/// Gives up what is not needed. Must be called while the process has one
+/// thread. Returns whether ext4 can be grown online (CAP_SYS_RESOURCE).
+pub fn drop_what_is_not_needed() -> io::Result<bool> {
+    let had = capabilities(None)?;
+    for capability in had.permitted.difference(NEEDED).iter() {
+        remove_capability_from_bounding_set(capability)?;
+    }
+    let kept = had.permitted.intersection(NEEDED);
+    set_capabilities(
+        None,
+        CapabilitySets {
+            effective: kept,
+            permitted: kept,
+            inheritable: CapabilitySet::empty(),
+        },
+    )?;
+    set_no_new_privs(true)?;
+    seccompiler::apply_filter(&filter().map_err(io::Error::other)?).map_err(io::Error::other)?;
+    Ok(kept.contains(CapabilitySet::SYS_RESOURCE))
+}
+
+fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
+    let rules: BTreeMap<_, _> = REFUSED.iter().map(|call| (*call, Vec::new())).collect();
+    let arch: TargetArch = std::env::consts::ARCH.try_into()?;
+    SeccompFilter::new(
+        rules,
+        SeccompAction::Allow,
+        SeccompAction::Errno(libc::EPERM.unsigned_abs()),
+        arch,
+    )?
+    .try_into()
+}

@@ -1,0 +1,244 @@
+//! Why a call on a volume failed.
+
+use std::{fmt, io, path::PathBuf, time::Duration};
+
+use crate::{
+    device::{
+        DeviceError, SourceError,
+        holders::{self, Holder},
+    },
+    fs::{fsck::FsckError, grow::GrowError},
+    mount::{
+        attach::MountError, options::OptionError, ownership::OwnershipError, path::PathError,
+        unmount::UnmountError,
+    },
+};
+
+/// Why a call on a volume failed. Which gRPC code each becomes is
+/// [`crate::csi::status`]'s business.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A field of the request makes no sense.
+    #[error("{field}: {why}")]
+    Invalid {
+        /// The request's field.
+        field: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The volume context names no usable source.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// A mount option cannot be used.
+    #[error(transparent)]
+    Option(#[from] OptionError),
+    /// A path of the request is not where it may be, or not what it must be.
+    #[error(transparent)]
+    Path(#[from] PathError),
+    /// This node holds no such volume, or not at that path.
+    #[error("volume {volume}: {what}")]
+    NotFound {
+        /// The volume's handle.
+        volume: String,
+        /// What was looked for.
+        what: String,
+    },
+    /// The volume is there with other arguments than those asked for.
+    #[error("volume {volume} is already {have}; asked: {want}")]
+    Incompatible {
+        /// The volume's handle.
+        volume: String,
+        /// How it is.
+        have: String,
+        /// How it was asked for.
+        want: String,
+    },
+    /// The volume is not in the state that the call needs.
+    #[error("volume {volume}: {what}")]
+    Precondition {
+        /// The volume's handle.
+        volume: String,
+        /// What is in the way, and what to do.
+        what: String,
+    },
+    /// Another call works on the volume.
+    #[error(
+        "volume {volume}: {call} is under way, in step {step} for {:.1} s{}",
+        age.as_secs_f64(), Waits(waits_for)
+    )]
+    Pending {
+        /// The volume's handle.
+        volume: String,
+        /// The call under way.
+        call: &'static str,
+        /// Its step.
+        step: &'static str,
+        /// How long the step has taken.
+        age: Duration,
+        /// What it waits for; may be empty.
+        waits_for: String,
+    },
+    /// The caller's time is up; the work goes on.
+    #[error(
+        "volume {volume}: {call} goes on beyond this call's deadline, in step {step} for {:.1} s{}; the next equal call joins it",
+        age.as_secs_f64(), Waits(waits_for)
+    )]
+    Deadline {
+        /// The volume's handle.
+        volume: String,
+        /// The call under way.
+        call: &'static str,
+        /// Its step.
+        step: &'static str,
+        /// How long the step has taken.
+        age: Duration,
+        /// What it waits for; may be empty.
+        waits_for: String,
+    },
+    /// Somebody else keeps the device busy; nothing was disconnected.
+    #[error(
+        "volume {volume}: {device} is busy, nothing was disconnected: {}",
+        holders::describe(holders)
+    )]
+    Busy {
+        /// The volume's handle.
+        volume: String,
+        /// The device's node.
+        device: PathBuf,
+        /// Who holds it, as far as could be found.
+        holders: Vec<Holder>,
+    },
+    /// The device is not proven blank and holds no file system that was asked for.
+    #[error(
+        "volume {volume}: {device} holds {what}, which is neither blank nor {wanted}; it is left as it is (`uringctl format` destroys it on request)"
+    )]
+    Foreign {
+        /// The volume's handle.
+        volume: String,
+        /// The device's node.
+        device: PathBuf,
+        /// What stands there.
+        what: String,
+        /// The file system asked for.
+        wanted: &'static str,
+    },
+    /// The program that makes file systems failed.
+    #[error("volume {volume}: {program} on {device} failed ({status}): {output}")]
+    Mkfs {
+        /// The volume's handle.
+        volume: String,
+        /// The device's node.
+        device: PathBuf,
+        /// mkfs.…
+        program: &'static str,
+        /// Its exit.
+        status: String,
+        /// The end of its output.
+        output: String,
+    },
+    /// The file system is damaged.
+    #[error("volume {volume}: {device} needs repair by hand")]
+    Fsck {
+        /// The volume's handle.
+        volume: String,
+        /// The device's node.
+        device: PathBuf,
+        /// What fsck found.
+        source: FsckError,
+    },
+    /// Attaching or detaching failed.
+    #[error("volume {volume}")]
+    Device {
+        /// The volume's handle.
+        volume: String,
+        /// What the backend says.
+        source: DeviceError,
+    },
+    /// Mounting failed.
+    #[error("volume {volume}")]
+    Mount {
+        /// The volume's handle.
+        volume: String,
+        /// What the mount API says.
+        source: MountError,
+    },
+    /// Publishing by bind mount failed.
+    #[error("volume {volume}")]
+    Bind {
+        /// The volume's handle.
+        volume: String,
+        /// What the mount API says.
+        source: MountError,
+    },
+    /// Unmounting failed.
+    #[error("volume {volume}")]
+    Unmount {
+        /// The volume's handle.
+        volume: String,
+        /// What the kernel says.
+        source: UnmountError,
+    },
+    /// The volume could not be given to its group.
+    #[error("volume {volume}")]
+    Ownership {
+        /// The volume's handle.
+        volume: String,
+        /// Where it failed.
+        source: OwnershipError,
+    },
+    /// Growing the file system failed.
+    #[error("volume {volume}")]
+    Grow {
+        /// The volume's handle.
+        volume: String,
+        /// What the file system says.
+        source: GrowError,
+    },
+    /// The node has as many volumes as it may have.
+    #[error(
+        "volume {volume}: this node holds {limit} volumes already, as many as --max-volumes allows"
+    )]
+    Full {
+        /// The volume's handle.
+        volume: String,
+        /// The limit.
+        limit: i64,
+    },
+    /// A size that cannot be had.
+    #[error("volume {volume}: {why}")]
+    Range {
+        /// The volume's handle.
+        volume: String,
+        /// What was asked and what is possible.
+        why: String,
+    },
+    /// The kernel refused something else.
+    #[error("volume {volume}: cannot {what}")]
+    Io {
+        /// The volume's handle.
+        volume: String,
+        /// What was tried.
+        what: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A call failed, and what it had done could not be undone.
+    #[error("{cause}; and what was done could not be undone ({undo}): the next call takes it up")]
+    NotUndone {
+        /// Why the call failed.
+        cause: Box<Error>,
+        /// Why the undo failed.
+        undo: Box<Error>,
+    },
+}
+
+struct Waits<'a>(&'a str);
+
+impl fmt::Display for Waits<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        write!(f, ", waiting for {}", self.0)
+    }
+}

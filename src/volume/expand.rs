@@ -1,0 +1,88 @@
+//! Growth of a volume in use: the source, the device, the file system.
+
+use std::{rc::Rc, sync::Arc};
+
+use super::{
+    Error, Node, Outcome,
+    record::Phase,
+    spec::{Expand, Use},
+    stage,
+    task::{Progress, Volume},
+};
+use crate::{device::sysfs, fs::FsType};
+
+/// `NodeExpandVolume`. Answers with the device's size in bytes.
+pub async fn expand(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Expand,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    let not_there = |what: String| Error::NotFound {
+        volume: volume.id.clone(),
+        what,
+    };
+    let record = volume
+        .record()
+        .filter(|record| record.phase == Phase::Staged)
+        .ok_or_else(|| not_there("it is not staged on this node".to_owned()))?;
+    progress.backend(record.source.backend());
+    if !node.is_at(volume, &spec.volume_path) {
+        return Err(not_there(format!(
+            "it is not at {}",
+            spec.volume_path.display()
+        )));
+    }
+    if record.read_only {
+        return Err(volume.precondition("it is staged read-only and cannot grow"));
+    }
+    if spec.limit > 0 && spec.required > spec.limit {
+        return Err(Error::Invalid {
+            field: "capacity_range",
+            why: format!(
+                "required_bytes {} is more than limit_bytes {}",
+                spec.required, spec.limit
+            ),
+        });
+    }
+    let device = volume.device_of(&record)?;
+    let now = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+    if spec.limit > 0 && now > spec.limit {
+        return Err(Error::Range {
+            volume: volume.id.clone(),
+            why: format!(
+                "it has {now} bytes, more than limit_bytes {}, and volumes do not shrink",
+                spec.limit
+            ),
+        });
+    }
+    let backends = Arc::clone(&node.backends);
+    let (source, on, required) = (record.source.clone(), device.clone(), spec.required);
+    let size = node
+        .lane(volume, progress, "resize", move || {
+            backends.grow(&source, &on, required)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    if size < spec.required {
+        return Err(Error::Range {
+            volume: volume.id.clone(),
+            why: format!(
+                "its source has {size} bytes, {} are required; grow the source first",
+                spec.required
+            ),
+        });
+    }
+    if let Use::Mount { .. } = record.usage {
+        let place = node.place(&record.staging_path)?;
+        let fs = record.fs.unwrap_or(FsType::Ext4);
+        let grown = stage::grow_mounted(node, volume, &place, fs, size, progress).await?;
+        tracing::info!(
+            volume_id = volume.id,
+            before = grown.before,
+            after = grown.after,
+            "file system grown"
+        );
+    }
+    Ok(Outcome::Size(size))
+}

@@ -1,0 +1,78 @@
+//! Making a file system by an operator's explicit request, on a device that is
+//! not proven blank. The only place that destroys data.
+
+use std::{path::PathBuf, rc::Rc};
+
+use super::{
+    Error, Node, Outcome, prepare,
+    record::Record,
+    spec::{Format, SerialMode, Stage, Use},
+    stage,
+    task::{Progress, Volume},
+    unstage,
+};
+use crate::csi::validate::Mode;
+
+/// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
+pub async fn format(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Format,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    progress.backend(spec.source.backend());
+    if let Some(record) = volume.record() {
+        return Err(volume.precondition(format!(
+            "it is {}; unpublish and unstage it before it is formatted",
+            record.describe()
+        )));
+    }
+    let attach = Stage {
+        source: spec.source.clone(),
+        staging_path: PathBuf::new(),
+        usage: Use::Block,
+        read_only: false,
+        mode: SerialMode(Mode::SingleNodeSingleWriter),
+        mkfs_options: Vec::new(),
+        group: None,
+        inline: None,
+    };
+    let mut record = Record::begin(&volume.id, &node.backends.boot_id, &attach);
+    node.remember(volume, record.clone()).await?;
+    let was = steps(node, volume, spec, &attach, &mut record, progress).await;
+    match (
+        was,
+        unstage::tear_down(node, volume, &record, progress).await,
+    ) {
+        (Ok(was), Ok(())) => Ok(Outcome::Was(was)),
+        (Err(cause), Ok(())) => Err(cause),
+        (Ok(_), Err(undo)) => Err(undo),
+        (Err(cause), Err(undo)) => Err(Error::NotUndone {
+            cause: Box::new(cause),
+            undo: Box::new(undo),
+        }),
+    }
+}
+
+async fn steps(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Format,
+    attach: &Stage,
+    record: &mut Record,
+    progress: &Progress,
+) -> Result<String, Error> {
+    let device = stage::attach_source(node, volume, attach, progress).await?;
+    record.device = Some(device.clone());
+    node.remember(volume, record.clone()).await?;
+    // Refuses where anybody has the device mounted or open exclusively.
+    let was = prepare::describe(&prepare::look(node, volume, &device, progress).await?);
+    prepare::make(node, volume, record, &device, spec.fs, &[], progress).await?;
+    tracing::warn!(
+        volume_id = volume.id,
+        was,
+        now = spec.fs.as_str(),
+        "formatted by request"
+    );
+    Ok(was)
+}

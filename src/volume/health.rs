@@ -1,0 +1,151 @@
+//! What is wrong with a volume on this node, as far as that can be told without
+//! touching its device: an empty list is a healthy volume.
+
+use std::time::Duration;
+
+use super::{
+    Error, Node,
+    publish::appears_at,
+    record::{Phase, Record},
+    spec::Use,
+    task::Volume,
+};
+use crate::{
+    device::{Device, sysfs},
+    fs::FsType,
+    mount::Look,
+};
+
+/// A step that takes longer than this is a condition of the volume.
+const STUCK_AFTER: Duration = Duration::from_secs(30);
+
+/// How bad it is (CSI `VolumeHealthErrorType`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Severity {
+    /// Usable, but not as it should be.
+    Degraded,
+    /// Not usable now.
+    Inaccessible,
+    /// Data is, or may be, gone.
+    DataLoss,
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// How bad it is.
+    pub severity: Severity,
+    /// For machines; one of a few words.
+    pub reason: &'static str,
+    /// For people.
+    pub message: String,
+}
+
+fn condition(severity: Severity, reason: &'static str, message: String) -> Condition {
+    Condition {
+        severity,
+        reason,
+        message,
+    }
+}
+
+impl Node {
+    /// `NodeGetVolumeHealth`.
+    pub fn health(&self, volume_id: &str) -> Result<Vec<Condition>, Error> {
+        let volume = self.known(volume_id).ok_or_else(|| Error::NotFound {
+            volume: volume_id.to_owned(),
+            what: "this node does not hold it".to_owned(),
+        })?;
+        let mut found = Vec::new();
+        if let Some(under_way) = volume.under_way(self)
+            && under_way.age > STUCK_AFTER
+        {
+            found.push(condition(
+                Severity::Degraded,
+                "StepStuck",
+                format!(
+                    "{} has been in step {} for {} s",
+                    under_way.call,
+                    under_way.step,
+                    under_way.age.as_secs()
+                ),
+            ));
+        }
+        if let Some(record) = volume
+            .record()
+            .filter(|record| record.phase == Phase::Staged)
+            && let Some(device) = &record.device
+        {
+            Self::check_device(device, &mut found);
+            if let Use::Mount { .. } = record.usage {
+                self.check_mount(&volume, &record, device, &mut found);
+            }
+        }
+        Ok(found)
+    }
+
+    fn check_device(device: &Device, found: &mut Vec<Condition>) {
+        let node = device.node.display();
+        let backing = sysfs::backing_file(device.dev);
+        if backing.is_err() {
+            found.push(condition(
+                Severity::Inaccessible,
+                "DeviceGone",
+                format!("{node} is detached"),
+            ));
+        } else if backing.is_ok_and(|path| path.to_string_lossy().ends_with(" (deleted)")) {
+            found.push(condition(
+                Severity::DataLoss,
+                "ImageDeleted",
+                format!(
+                    "the image behind {node} was deleted; its bytes go when the volume is unstaged"
+                ),
+            ));
+        }
+    }
+
+    fn check_mount(
+        &self,
+        volume: &Volume,
+        record: &Record,
+        device: &Device,
+        found: &mut Vec<Condition>,
+    ) {
+        let path = record.staging_path.display();
+        match self
+            .place(&record.staging_path)
+            .ok()
+            .and_then(|place| place.look().ok())
+        {
+            Some(Look::Mount(mounted)) if appears_at(record, device, &mounted) => {
+                if mounted.read_only && !record.read_only {
+                    found.push(condition(
+                        Severity::Degraded,
+                        "ReadOnly",
+                        format!(
+                            "the file system at {path} became read-only; the kernel log says why"
+                        ),
+                    ));
+                }
+            }
+            _ => found.push(condition(
+                Severity::Inaccessible,
+                "NotMounted",
+                format!("volume {} is not mounted at {path} any more", volume.id),
+            )),
+        }
+        if record.fs == Some(FsType::Ext4)
+            && let Ok(errors) = sysfs::ext4_errors(device.dev)
+            && errors > 0
+        {
+            found.push(condition(
+                Severity::Degraded,
+                "FileSystemErrors",
+                format!(
+                    "ext4 on {} counted {errors} errors; check it while it is not mounted",
+                    device.node.display()
+                ),
+            ));
+        }
+    }
+}

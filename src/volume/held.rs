@@ -1,0 +1,122 @@
+//! What this node holds: changes to it, and the listing for operators.
+
+use std::{collections::BTreeMap, path::PathBuf, rc::Rc};
+
+use super::{
+    Error, Node,
+    record::{Held, Record, Target},
+    spec::Use,
+    task::{UnderWay, Volume},
+};
+use crate::{device::Device, fs::FsType, kernel::Dev};
+
+/// One volume, as `uringctl volumes` shows it.
+#[derive(Clone, Debug)]
+pub struct Listed {
+    /// The handle.
+    pub volume_id: String,
+    /// loop, nbd, rbd.
+    pub backend: &'static str,
+    /// The device, once attached.
+    pub device: Option<Device>,
+    /// ext4, xfs, btrfs or block.
+    pub access: &'static str,
+    /// Where it is staged.
+    pub staging_path: PathBuf,
+    /// Where it is published.
+    pub targets: BTreeMap<PathBuf, Target>,
+    /// staging, staged, unstaging, inline.
+    pub state: &'static str,
+    /// The call under way.
+    pub under_way: Option<UnderWay>,
+}
+
+impl Node {
+    /// Every volume that this node holds or works on, by handle.
+    pub fn list(&self) -> Vec<Listed> {
+        let mut volumes: Vec<Rc<Volume>> = self.volumes.borrow().values().cloned().collect();
+        volumes.sort_by(|a, b| a.id.cmp(&b.id));
+        volumes.iter().map(|volume| self.listed(volume)).collect()
+    }
+
+    fn listed(&self, volume: &Volume) -> Listed {
+        let held = volume.held.borrow();
+        let record = held.as_ref().map(|held| &held.record);
+        Listed {
+            volume_id: volume.id.clone(),
+            backend: record.map_or("", |r| r.source.backend()),
+            device: record.and_then(|r| r.device.clone()),
+            access: record.map_or("", |r| match (&r.usage, r.fs) {
+                (Use::Block, _) => "block",
+                (Use::Mount { .. }, fs) => fs.map_or("", FsType::as_str),
+            }),
+            staging_path: record.map(|r| r.staging_path.clone()).unwrap_or_default(),
+            targets: held.as_ref().map(|h| h.targets.clone()).unwrap_or_default(),
+            state: record.map_or("", |r| {
+                if r.inline.is_some() {
+                    "inline"
+                } else {
+                    r.phase.as_str()
+                }
+            }),
+            under_way: volume.under_way(self),
+        }
+    }
+
+    /// How many volumes are in which state, for the gauges.
+    pub fn count(&self) -> usize {
+        self.volumes.borrow().len()
+    }
+}
+
+impl Volume {
+    /// A copy of the record, if there is one.
+    pub fn record(&self) -> Option<Record> {
+        self.held.borrow().as_ref().map(|held| held.record.clone())
+    }
+
+    /// The record and the device of a volume that has one.
+    pub fn device_of(&self, record: &Record) -> Result<Device, Error> {
+        record.device.clone().ok_or_else(|| {
+            self.precondition("it has no device yet: its staging did not finish; stage it again")
+        })
+    }
+
+    /// Whether the device with this number is this volume's.
+    pub fn is_on(&self, dev: Dev) -> bool {
+        let held = self.held.borrow();
+        let device = held.as_ref().and_then(|held| held.record.device.as_ref());
+        device.is_some_and(|device| device.dev == dev)
+    }
+}
+
+impl Node {
+    /// Writes the volume's record down, then remembers it.
+    pub async fn remember(&self, volume: &Volume, record: Record) -> Result<(), Error> {
+        self.records
+            .save(&record)
+            .await
+            .map_err(volume.io("write the volume's record"))?;
+        let mut held = volume.held.borrow_mut();
+        match held.as_mut() {
+            Some(held) => held.record = record,
+            None => {
+                *held = Some(Held {
+                    record,
+                    targets: BTreeMap::new(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets the volume, on disk and here.
+    pub async fn forget(&self, volume: &Volume, inline: bool) -> Result<(), Error> {
+        self.records
+            .forget(&volume.id, inline)
+            .await
+            .map_err(volume.io("remove the volume's record"))?;
+        volume.held.replace(None);
+        Ok(())
+    }
+}

@@ -1,0 +1,28 @@
+//! Inline ephemeral volumes: published without a stage, deleted at unpublish.
+//!
+//! Such a volume is staged at a place of the node's own and published from
+//! there, so everything else is as with any other volume. Its record is durable
+//! and written before its image is made: whatever instruction the agent dies
+//! at, the record names the image that is to be deleted.
+
+use std::rc::Rc;
+
+use super::{
+    Error, Node, Outcome, publish,
+    spec::Inline,
+    stage,
+    task::{Progress, Volume},
+};
+
+/// `NodePublishVolume` of an inline ephemeral volume.
+pub async fn publish(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Inline,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    // What is wrong with the target is found before anything is made for it.
+    let _ = node.place(&spec.publish.target_path)?;
+    stage::stage(node, volume, &spec.stage, progress).await?;
+    publish::publish(node, volume, &spec.publish, progress).await
+}

@@ -1,0 +1,233 @@
+//! From a device to a file system that can be mounted: probe, mkfs, fsck.
+//!
+//! Nothing here may destroy data. mkfs runs only where every region in which
+//! any known format keeps a signature reads as zeros, or where the journal says
+//! that what stands there is an interrupted mkfs of our own. All that looks at
+//! or writes the device opens it exclusively first: what is mounted anywhere,
+//! in whatever mount namespace, is neither probed nor formatted.
+
+use std::{fs::OpenOptions, io, os::unix::fs::OpenOptionsExt, path::Path, sync::Arc};
+
+use rustix::{fs::OFlags, io::Errno};
+
+use super::{
+    Error, Node,
+    record::Record,
+    spec::Use,
+    task::{Progress, Volume},
+};
+use crate::{
+    device::{
+        Device,
+        holders::{self, Holder},
+        sysfs,
+    },
+    fs::{
+        CommandLine, FsType, fsck, mkfs,
+        probe::{self, Content, FsInfo},
+    },
+    ring::{child::Child, probe::Prober},
+};
+
+/// A file system that is ready to be mounted.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// Which one.
+    pub fs: FsType,
+    /// What its superblock says; `None` where it was made just now.
+    pub found: Option<FsInfo>,
+}
+
+/// What a probe found, or who was in its way.
+enum Probed {
+    Content(Content),
+    Busy(Vec<Holder>),
+}
+
+fn probe_device(prober: &Prober, device: &Device) -> io::Result<Probed> {
+    let flags = OFlags::DIRECT | OFlags::EXCL | OFlags::CLOEXEC;
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags.bits().cast_signed())
+        .open(&device.node);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+            return Ok(Probed::Busy(holders::holders(device.dev)));
+        }
+        Err(error) => return Err(error),
+    };
+    let size = sysfs::size_bytes(device.dev)?;
+    let blocks = prober
+        .read(rustix::fd::AsFd::as_fd(&file), &probe::regions(size))
+        .map_err(io::Error::other)?;
+    Ok(Probed::Content(probe::classify(size, &blocks)))
+}
+
+/// What is on the device. The device is read, nothing else.
+pub async fn look(
+    node: &Node,
+    volume: &Volume,
+    device: &Device,
+    progress: &Progress,
+) -> Result<Content, Error> {
+    let prober = node.prober.clone();
+    let on = device.clone();
+    let probed = node
+        .lane(volume, progress, "probe", move || {
+            probe_device(&prober, &on)
+        })
+        .await
+        .map_err(volume.io(format!("read {}", device.node.display())))?;
+    match probed {
+        Probed::Content(content) => Ok(content),
+        Probed::Busy(holders) => Err(Error::Busy {
+            volume: volume.id.clone(),
+            device: device.node.clone(),
+            holders,
+        }),
+    }
+}
+
+/// Makes sure that a mountable file system is on the device: the one that is
+/// there, checked if its superblock says so, or a new one where the device is
+/// proven blank.
+pub async fn prepare(
+    node: &Node,
+    volume: &Volume,
+    record: &Record,
+    device: &Device,
+    mkfs_options: &[String],
+    progress: &Progress,
+) -> Result<Prepared, Error> {
+    let Use::Mount { fs: wanted, .. } = record.usage else {
+        unreachable!("only mounted volumes are prepared");
+    };
+    let content = look(node, volume, device, progress).await?;
+    let interrupted = node
+        .records
+        .mkfs_was_interrupted(&volume.id, &record.source)
+        .await
+        .map_err(volume.io("read the journal of file systems under way"))?;
+    let blank = matches!(content, Content::Blank);
+    if interrupted || blank {
+        let fs = wanted.unwrap_or(FsType::Ext4);
+        if record.read_only {
+            return Err(volume.precondition(format!(
+                "{} is blank and cannot be formatted read-only; stage it writable once",
+                device.node.display()
+            )));
+        }
+        if interrupted && !blank {
+            tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
+        }
+        make(node, volume, record, device, fs, mkfs_options, progress).await?;
+        return Ok(Prepared { fs, found: None });
+    }
+    match content {
+        Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => {
+            if info.dirty && !record.read_only {
+                check(node, volume, device, info.fs, progress).await?;
+            }
+            Ok(Prepared {
+                fs: info.fs,
+                found: Some(info),
+            })
+        }
+        other => Err(Error::Foreign {
+            volume: volume.id.clone(),
+            device: device.node.clone(),
+            what: describe(&other),
+            wanted: wanted.map_or("a file system", FsType::as_str),
+        }),
+    }
+}
+
+/// What a probe found, in words.
+pub fn describe(content: &Content) -> String {
+    match content {
+        Content::Blank => "nothing".to_owned(),
+        Content::Fs(info) => format!("{} with data", info.fs.as_str()),
+        Content::Foreign { what } => (*what).to_owned(),
+        Content::Unknown { offset } => format!("unknown data at byte {offset}"),
+    }
+}
+
+/// Makes a file system, with a durable note around it that it is ours.
+pub async fn make(
+    node: &Node,
+    volume: &Volume,
+    record: &Record,
+    device: &Device,
+    fs: FsType,
+    options: &[String],
+    progress: &Progress,
+) -> Result<(), Error> {
+    node.records
+        .mkfs_begins(&volume.id, &record.source)
+        .await
+        .map_err(volume.io("note the mkfs that begins"))?;
+    let backends = Arc::clone(&node.backends);
+    let source = record.source.clone();
+    let zeros = node
+        .lane(volume, progress, "zeros", move || {
+            backends.reads_as_zero(&source)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    let command = mkfs::command(fs, &device.node, options, zeros);
+    let program = command.program;
+    let exit = run_child(volume, progress, "mkfs", &command).await?;
+    if exit.code != Some(0) {
+        return Err(Error::Mkfs {
+            volume: volume.id.clone(),
+            device: device.node.clone(),
+            program,
+            status: exit.describe(),
+            output: exit.output.trim().to_owned(),
+        });
+    }
+    node.records
+        .mkfs_ended(&volume.id)
+        .await
+        .map_err(volume.io("note the mkfs that ended"))
+}
+
+async fn check(
+    node: &Node,
+    volume: &Volume,
+    device: &Device,
+    fs: FsType,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let _ = node;
+    let Some(command) = fsck::command(fs, &device.node) else {
+        return Ok(());
+    };
+    let exit = run_child(volume, progress, "fsck", &command).await?;
+    fsck::judge(fs, exit.code, &exit.output)
+        .map(|fixed| {
+            tracing::info!(volume_id = volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
+        })
+        .map_err(|source| Error::Fsck {
+            volume: volume.id.clone(),
+            device: device.node.clone(),
+            source,
+        })
+}
+
+async fn run_child(
+    volume: &Volume,
+    progress: &Progress,
+    step: &'static str,
+    command: &CommandLine,
+) -> Result<crate::ring::child::Exit, Error> {
+    progress
+        .step(step, async {
+            let child = Child::spawn(command.program, &command.args)?;
+            progress.waits_for(format!("{}, process {}", command.program, child.pid()));
+            child.wait().await
+        })
+        .await
+        .map_err(volume.io(format!("run {}", Path::new(command.program).display())))
+}

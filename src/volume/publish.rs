@@ -1,0 +1,483 @@
+//! Publish and unpublish: a staged volume's appearance at a target path.
+//!
+//! Of a mounted volume neither touches the device, so both run to their end on
+//! the runtime thread, without a wake-up. That holds for unpublish, too, though
+//! it unmounts: a descriptor of the staging mount is kept meanwhile, so that
+//! what goes is never the superblock's last mount, which alone would write back
+//! and could hang. No record is written: the mount at the target is the record.
+
+use std::{
+    path::{Path, PathBuf},
+    rc::Rc,
+};
+
+use rustix::{
+    fd::{AsFd as _, OwnedFd},
+    fs::{Mode, OFlags},
+};
+
+use super::{
+    Error, Node, Outcome, already,
+    record::{Phase, Record, Target},
+    spec::{Publish, Use},
+    stage,
+    task::{Progress, Volume},
+    unstage::{self, absent_is_none},
+};
+use crate::{
+    Done,
+    csi::validate::Mode as AccessMode,
+    device::{Device, backend, sysfs},
+    kernel::{Dev, block},
+    mount::{Look, Mounted, bind, options::MountOptions, path::Place, unmount},
+};
+
+/// `NodePublishVolume` of a staged volume.
+pub async fn publish(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Publish,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    let record = volume
+        .record()
+        .filter(|record| record.phase == Phase::Staged)
+        .ok_or_else(|| volume.precondition("it is not staged on this node; stage it first"))?;
+    progress.backend(record.source.backend());
+    if record.staging_path != spec.staging_path {
+        return Err(volume.precondition(format!(
+            "it is staged at {}, not at {}",
+            record.staging_path.display(),
+            spec.staging_path.display()
+        )));
+    }
+    let device = volume.device_of(&record)?;
+    let options = publish_options(volume, &record, spec)?;
+    let read_only = spec.read_only || record.read_only;
+    let target = Target { read_only };
+    let place = node.place(&spec.target_path)?;
+    match place
+        .look()
+        .map_err(volume.io(format!("look at {}", place.path().display())))?
+    {
+        Look::Mount(mounted) if appears_at(&record, &device, &mounted) => {
+            if mounted.read_only != read_only {
+                return Err(Error::Incompatible {
+                    volume: volume.id.clone(),
+                    have: format!(
+                        "published {} at {}",
+                        access(mounted.read_only),
+                        place.path().display()
+                    ),
+                    want: access(read_only).to_owned(),
+                });
+            }
+            volume.set_target(&spec.target_path, target);
+            already(volume, "publish", Done::Already);
+            return Ok(Outcome::Done);
+        }
+        Look::Mount(_) => {
+            return Err(Error::Incompatible {
+                volume: volume.id.clone(),
+                have: format!(
+                    "staged, but something else is mounted at {}",
+                    place.path().display()
+                ),
+                want: "this volume there".to_owned(),
+            });
+        }
+        _ => {}
+    }
+    let single = |mode| mode == AccessMode::SingleNodeSingleWriter;
+    if (single(spec.mode.0) || single(record.mode.0))
+        && let Some(other) = node.live_target(volume)
+    {
+        return Err(volume.precondition(format!(
+            "its access mode allows one target, and it is published at {}",
+            other.display()
+        )));
+    }
+    match record.usage {
+        Use::Mount { .. } => {
+            let staging = node.place(&record.staging_path)?;
+            if let Some(group) = spec.group.filter(|_| !read_only) {
+                stage::own(node, volume, &staging, group, progress).await?;
+            }
+            let pin = pin(volume, &record, &device, &staging)?.ok_or_else(|| {
+                volume.precondition(format!(
+                    "its mount at {} is gone; stage it again",
+                    staging.path().display()
+                ))
+            })?;
+            let made = place.make_dir(0o750)?;
+            progress
+                .step("bind", async {
+                    bind_at(volume, &pin, &place, &options, read_only, made)
+                })
+                .await?;
+        }
+        Use::Block => publish_block(node, volume, &device, &place, read_only, progress).await?,
+    }
+    volume.set_target(&spec.target_path, target);
+    Ok(Outcome::Done)
+}
+
+fn access(read_only: bool) -> &'static str {
+    if read_only { "read-only" } else { "writable" }
+}
+
+/// What of the capability's options applies to a target. Options of the
+/// superblock took effect at stage; here they must be those of the stage.
+fn publish_options(
+    volume: &Volume,
+    record: &Record,
+    spec: &Publish,
+) -> Result<MountOptions, Error> {
+    match (&record.usage, &spec.usage) {
+        (Use::Block, Use::Block) => Ok(MountOptions::default()),
+        (
+            Use::Mount {
+                options: staged, ..
+            },
+            Use::Mount { options, fs },
+        ) => {
+            if fs.is_some() && record.fs.is_some() && *fs != record.fs {
+                return Err(volume.precondition(format!("it is staged {}", record.describe())));
+            }
+            let options = options.for_publish();
+            let unknown: Vec<_> = options
+                .fs_options()
+                .filter(|option| !staged.has(option))
+                .map(ToString::to_string)
+                .collect();
+            if unknown.is_empty() {
+                Ok(options)
+            } else {
+                Err(Error::Invalid {
+                    field: "volume_capability.mount.mount_flags",
+                    why: format!(
+                        "{} takes effect at stage, and the volume was staged without",
+                        unknown.join(", ")
+                    ),
+                })
+            }
+        }
+        _ => Err(volume.precondition(format!("it is {}", record.describe()))),
+    }
+}
+
+/// Whether what is mounted is this volume.
+pub fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
+    match record.usage {
+        Use::Block => mounted.rdev == Some(device.dev),
+        Use::Mount { .. } => mounted.dev == record.root_dev.unwrap_or(device.dev),
+    }
+}
+
+/// A descriptor of the staging mount, which keeps its superblock alive; `None`
+/// when the volume is not what is mounted there.
+fn pin(
+    volume: &Volume,
+    record: &Record,
+    device: &Device,
+    staging: &Place,
+) -> Result<Option<OwnedFd>, Error> {
+    let failed = || volume.io(format!("open {}", staging.path().display()));
+    let pin = staging.open().map_err(failed())?;
+    let look = Look::at(pin.as_fd()).map_err(failed())?;
+    Ok(match look {
+        Look::Mount(mounted) if appears_at(record, device, &mounted) => Some(pin),
+        _ => None,
+    })
+}
+
+/// Binds; what was made for it goes again where that fails.
+fn bind_at(
+    volume: &Volume,
+    source: &OwnedFd,
+    place: &Place,
+    options: &MountOptions,
+    read_only: bool,
+    made: Done,
+) -> Result<(), Error> {
+    let bound = bind::bind(source.as_fd(), place, options, read_only);
+    match bound {
+        Ok(mounted) => {
+            tracing::debug!(volume_id = volume.id, ?mounted, "published");
+            Ok(())
+        }
+        Err(source) => {
+            if made == Done::Now {
+                let _ = place.remove()?;
+            }
+            Err(Error::Bind {
+                volume: volume.id.clone(),
+                source,
+            })
+        }
+    }
+}
+
+async fn publish_block(
+    node: &Rc<Node>,
+    volume: &Volume,
+    device: &Device,
+    place: &Place,
+    read_only: bool,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let failed = || volume.io(format!("open {}", device.node.display()));
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let source = rustix::fs::open(&device.node, flags, Mode::empty())
+        .map_err(|errno| failed()(errno.into()))?;
+    let found = rustix::fs::fstat(&source).map_err(|errno| failed()(errno.into()))?;
+    if Dev::from_raw(found.st_rdev) != device.dev {
+        return Err(failed()(std::io::Error::other(format!(
+            "its number is {}, not {}",
+            Dev::from_raw(found.st_rdev),
+            device.dev
+        ))));
+    }
+    set_writable(node, volume, device, read_only, progress).await?;
+    let made = place.make_file(0o600)?;
+    progress
+        .step("bind", async {
+            bind_at(
+                volume,
+                &source,
+                place,
+                &MountOptions::default(),
+                read_only,
+                made,
+            )
+        })
+        .await?;
+    if node.config.block_lock {
+        let target = place.path().to_owned();
+        let dev = device.dev;
+        let done = node
+            .lane(volume, progress, "lock", move || {
+                backend::lock(dev, &target)
+            })
+            .await
+            .map_err(|error| volume.device(error))?;
+        already(volume, "lock", done);
+    }
+    Ok(())
+}
+
+/// A read-only bind of a device node does not stop a writer who opens it: the
+/// device itself has to refuse. It does so for all targets or for none.
+async fn set_writable(
+    node: &Rc<Node>,
+    volume: &Volume,
+    device: &Device,
+    read_only: bool,
+    progress: &Progress,
+) -> Result<(), Error> {
+    if device.read_only
+        || sysfs::is_read_only(device.dev).map_err(volume.io("read the device's state"))?
+            == read_only
+    {
+        return Ok(());
+    }
+    if let Some(other) = node.live_target(volume) {
+        return Err(volume.precondition(format!(
+            "it is published {} at {}, and a raw block device is read-only for all its targets or for none",
+            access(!read_only),
+            other.display()
+        )));
+    }
+    let on = device.clone();
+    node.lane(volume, progress, "set-ro", move || {
+        let file = block::open(&on.node, on.dev, OFlags::RDONLY)?;
+        block::set_read_only(file.as_fd(), read_only)
+    })
+    .await
+    .map_err(volume.io(format!(
+        "make {} {}",
+        device.node.display(),
+        access(read_only)
+    )))
+}
+
+/// `NodeUnpublishVolume`. A target that is not there is success.
+pub async fn unpublish(
+    node: &Rc<Node>,
+    volume: &Volume,
+    target_path: &Path,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    let record = volume.record();
+    if let Some(record) = &record {
+        progress.backend(record.source.backend());
+    }
+    if let Some(place) = absent_is_none(node.place(target_path))? {
+        release_lock(node, volume, record.as_ref(), target_path, progress).await?;
+        while let Look::Mount(mounted) = place
+            .look()
+            .map_err(volume.io(format!("look at {}", place.path().display())))?
+        {
+            unmount_target(node, volume, record.as_ref(), &place, &mounted, progress).await?;
+        }
+        already(volume, "unpublish", place.remove()?);
+    }
+    volume.drop_target(target_path);
+    if let Some(record) = record
+        && record.inline.is_some()
+        && node.live_target(volume).is_none()
+    {
+        unstage::tear_down(node, volume, &record, progress).await?;
+    }
+    Ok(Outcome::Done)
+}
+
+async fn unmount_target(
+    node: &Rc<Node>,
+    volume: &Volume,
+    record: Option<&Record>,
+    place: &Place,
+    mounted: &Mounted,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let known = record.and_then(|record| record.device.as_ref().map(|device| (record, device)));
+    let pinned = match known {
+        Some((record, device)) if !appears_at(record, device, mounted) => {
+            return Err(volume.precondition(format!(
+                "something else is mounted at {}; unmount it first",
+                place.path().display()
+            )));
+        }
+        Some((record, device)) if matches!(record.usage, Use::Mount { .. }) => {
+            match absent_is_none(node.place(&record.staging_path))? {
+                Some(staging) => pin(volume, record, device, &staging)?,
+                None => None,
+            }
+        }
+        // The mount of a device node is one of /dev, and never its last.
+        Some((_, device)) => Some(
+            rustix::fs::open("/dev", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(
+                |errno| {
+                    volume.io(format!("open the directory of {}", device.node.display()))(
+                        errno.into(),
+                    )
+                },
+            )?,
+        ),
+        None => None,
+    };
+    if pinned.is_some() {
+        let done = progress
+            .step("unbind", async { unmount::unmount(place) })
+            .await
+            .map_err(|source| Error::Unmount {
+                volume: volume.id.clone(),
+                source,
+            })?;
+        already(volume, "unbind", done);
+        return Ok(());
+    }
+    // Maybe the last mount of its superblock: that one can hang.
+    let place = place.clone();
+    let done = node
+        .lane(volume, progress, "unmount", move || {
+            unmount::unmount(&place)
+        })
+        .await
+        .map_err(|source| Error::Unmount {
+            volume: volume.id.clone(),
+            source,
+        })?;
+    already(volume, "unmount", done);
+    Ok(())
+}
+
+/// Releases the descriptor lock of this target: our own, over the target, or
+/// the one that kubelet left over its map file of the same pod.
+async fn release_lock(
+    node: &Rc<Node>,
+    volume: &Volume,
+    record: Option<&Record>,
+    target_path: &Path,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let Some(device) = record
+        .filter(|record| record.usage == Use::Block)
+        .and_then(|record| record.device.as_ref())
+    else {
+        return Ok(());
+    };
+    let dev = device.dev;
+    let mut paths = vec![target_path.to_owned()];
+    paths.extend(kubelet_map_file(target_path));
+    let released = node
+        .lane(volume, progress, "unlock", move || {
+            backend::release_locks(dev, |backing| paths.iter().any(|path| path == backing))
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    for lock in released {
+        tracing::info!(volume_id = volume.id, lock = %lock.device.node.display(), backing = %lock.backing_path.display(), "released a descriptor lock");
+    }
+    Ok(())
+}
+
+/// Kubelet's map file for a publish path:
+/// `…/volumeDevices/publish/<spec>/<pod>` → `…/volumeDevices/<spec>/dev/<pod>`
+/// (pkg/volume/csi/csi_block.go).
+fn kubelet_map_file(publish_path: &Path) -> Option<PathBuf> {
+    let pod = publish_path.file_name()?;
+    let spec = publish_path.parent()?;
+    let publish = spec.parent()?;
+    let devices = publish.parent()?;
+    (publish.file_name()? == "publish" && devices.file_name()? == "volumeDevices")
+        .then(|| devices.join(spec.file_name()?).join("dev").join(pod).into())
+        .flatten()
+}
+
+impl Volume {
+    fn set_target(&self, path: &Path, target: Target) {
+        if let Some(held) = self.held.borrow_mut().as_mut() {
+            held.targets.insert(path.to_owned(), target);
+        }
+    }
+
+    fn drop_target(&self, path: &Path) {
+        if let Some(held) = self.held.borrow_mut().as_mut() {
+            held.targets.remove(path);
+        }
+    }
+}
+
+impl Node {
+    /// A target at which the volume still appears. Targets that somebody else
+    /// has unmounted are forgotten on the way.
+    pub fn live_target(&self, volume: &Volume) -> Option<PathBuf> {
+        let mut held = volume.held.borrow_mut();
+        let held = held.as_mut()?;
+        let record = &held.record;
+        let device = record.device.as_ref()?;
+        held.targets.retain(|path, _| {
+            let look = self.place(path).ok().and_then(|place| place.look().ok());
+            matches!(look, Some(Look::Mount(mounted)) if appears_at(record, device, &mounted))
+        });
+        held.targets.keys().next().cloned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kubelets_map_file_is_found_from_the_publish_path() {
+        let root = Path::new("/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices");
+        let publish = root.join("publish/pvc-1/0a1b");
+        assert_eq!(
+            kubelet_map_file(&publish),
+            Some(root.join("pvc-1/dev/0a1b"))
+        );
+        assert_eq!(kubelet_map_file(Path::new("/mnt/x")), None);
+        assert_eq!(kubelet_map_file(&root.join("pvc-1/dev/0a1b")), None);
+    }
+}

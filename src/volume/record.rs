@@ -1,0 +1,256 @@
+//! What is written down of a volume, and where.
+//!
+//! Two stores, by what outlives what. All that dies with the kernel (device,
+//! mounts) is recorded below the run directory, a tmpfs: one file a volume,
+//! written and renamed, never synced. What outlives a reboot (a mkfs under way,
+//! an inline volume's image) is synced below the state directory. A record
+//! says what we set out to do; what became of it the kernel says.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::spec::{SerialMode, Stage, Use};
+use crate::{
+    device::{Device, Source},
+    digest,
+    fs::FsType,
+    kernel::Dev,
+    ring::file::{self, Durability},
+};
+
+/// A volume that this node holds, or has begun to take or to give up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// The volume's handle.
+    pub volume_id: String,
+    /// The boot that all below belongs to.
+    pub boot_id: String,
+    /// How far staging has come.
+    pub phase: Phase,
+    /// Where its bytes are.
+    pub source: Source,
+    /// Where it is staged; for an inline volume its target.
+    pub staging_path: PathBuf,
+    /// Raw or mounted, as asked.
+    #[serde(flatten)]
+    pub usage: Use,
+    /// The file system that is mounted.
+    pub fs: Option<FsType>,
+    /// Nobody writes through this node.
+    pub read_only: bool,
+    /// Who may use it.
+    pub mode: SerialMode,
+    /// The device, once there is one.
+    pub device: Option<Device>,
+    /// `st_dev` of the files on the mounted file system: the device's number,
+    /// but an anonymous one on btrfs.
+    pub root_dev: Option<Dev>,
+    /// An inline ephemeral volume: the target that its image dies with.
+    pub inline: Option<PathBuf>,
+}
+
+/// How far staging has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Begun; what is there must be asked of the kernel.
+    Staging,
+    /// Complete.
+    Staged,
+    /// Being given up.
+    Unstaging,
+}
+
+impl Phase {
+    /// As listings show it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Staging => "staging",
+            Self::Staged => "staged",
+            Self::Unstaging => "unstaging",
+        }
+    }
+}
+
+impl Record {
+    /// The record of a stage that begins.
+    pub fn begin(volume_id: &str, boot_id: &str, spec: &Stage) -> Self {
+        Self {
+            volume_id: volume_id.to_owned(),
+            boot_id: boot_id.to_owned(),
+            phase: Phase::Staging,
+            source: spec.source.clone(),
+            staging_path: spec.staging_path.clone(),
+            usage: spec.usage.clone(),
+            fs: None,
+            read_only: spec.read_only,
+            mode: spec.mode,
+            device: None,
+            root_dev: None,
+            inline: spec
+                .inline
+                .as_ref()
+                .map(|inline| inline.target_path.clone()),
+        }
+    }
+
+    /// Whether a volume staged like this serves the call.
+    pub fn serves(&self, spec: &Stage) -> bool {
+        self.source == spec.source
+            && self.staging_path == spec.staging_path
+            && self.usage.serves(&spec.usage, self.fs)
+            && self.read_only == spec.read_only
+            && self.mode == spec.mode
+    }
+
+    /// In words, for an error.
+    pub fn describe(&self) -> String {
+        let access = if self.read_only {
+            "read-only"
+        } else {
+            "writable"
+        };
+        let staged = self.staging_path.display();
+        format!(
+            "{} as {}, {access}, at {staged}",
+            self.phase.as_str(),
+            self.usage
+        )
+    }
+}
+
+/// Where a published volume appears. Not recorded: the mount is the record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// The target cannot write.
+    pub read_only: bool,
+}
+
+/// All that this node holds of a volume.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// What is written down.
+    pub record: Record,
+    /// Where it is published.
+    pub targets: BTreeMap<PathBuf, Target>,
+}
+
+/// The records on disk.
+#[derive(Clone, Debug)]
+pub struct Records {
+    volumes: PathBuf,
+    mkfs: PathBuf,
+    inline: PathBuf,
+}
+
+fn file_name(volume_id: &str) -> String {
+    digest::hex(volume_id) + ".json"
+}
+
+/// What stands in the journal of a mkfs: whose device may be formatted again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct MkfsUnderWay {
+    volume_id: String,
+    source: Source,
+}
+
+impl Records {
+    /// Opens the stores, making their directories.
+    pub fn open(run_dir: &Path, state_dir: &Path) -> io::Result<Self> {
+        let records = Self {
+            volumes: run_dir.join("volumes"),
+            mkfs: state_dir.join("mkfs"),
+            inline: state_dir.join("inline"),
+        };
+        for dir in [&records.volumes, &records.mkfs, &records.inline] {
+            std::fs::create_dir_all(dir)?;
+        }
+        Ok(records)
+    }
+
+    /// Every record of this boot, and of every boot for inline volumes.
+    /// Files that cannot be read are named in the log and left alone.
+    pub async fn load(&self, boot_id: &str) -> io::Result<Vec<Record>> {
+        let mut loaded = Vec::new();
+        for dir in [&self.inline, &self.volumes] {
+            for entry in std::fs::read_dir(dir)? {
+                let path = entry?.path();
+                if path.extension().is_none_or(|e| e != "json") {
+                    continue;
+                }
+                let parsed = file::read(&path).await.and_then(|bytes| {
+                    serde_json::from_slice::<Record>(&bytes).map_err(io::Error::from)
+                });
+                match parsed {
+                    Ok(record) if record.inline.is_some() || record.boot_id == boot_id => {
+                        loaded.push(record);
+                    }
+                    Ok(_) => {
+                        // Its device and mounts went with the other boot.
+                        let _ = file::remove(&path, Durability::Volatile).await?;
+                    }
+                    Err(error) => {
+                        tracing::error!(path = %path.display(), %error, "a volume's record is unreadable and left alone");
+                    }
+                }
+            }
+        }
+        Ok(loaded)
+    }
+
+    /// Writes a volume down.
+    pub async fn save(&self, record: &Record) -> io::Result<()> {
+        let (dir, durability) = self.store(record.inline.is_some());
+        let bytes = serde_json::to_vec(record)?;
+        file::replace(&dir.join(file_name(&record.volume_id)), bytes, durability).await
+    }
+
+    /// Forgets a volume.
+    pub async fn forget(&self, volume_id: &str, inline: bool) -> io::Result<()> {
+        let (dir, durability) = self.store(inline);
+        let _ = file::remove(&dir.join(file_name(volume_id)), durability).await?;
+        Ok(())
+    }
+
+    fn store(&self, inline: bool) -> (&Path, Durability) {
+        if inline {
+            (&self.inline, Durability::Durable)
+        } else {
+            (&self.volumes, Durability::Volatile)
+        }
+    }
+
+    /// Notes, for ever if need be, that a mkfs of this volume has begun.
+    pub async fn mkfs_begins(&self, volume_id: &str, source: &Source) -> io::Result<()> {
+        let note = MkfsUnderWay {
+            volume_id: volume_id.to_owned(),
+            source: source.clone(),
+        };
+        let path = self.mkfs.join(file_name(volume_id));
+        file::replace(&path, serde_json::to_vec(&note)?, Durability::Durable).await
+    }
+
+    /// Whether a mkfs of this volume on this source has begun and not ended:
+    /// then what stands on the device is ours, and nobody's data.
+    pub async fn mkfs_was_interrupted(&self, volume_id: &str, source: &Source) -> io::Result<bool> {
+        match file::read(&self.mkfs.join(file_name(volume_id))).await {
+            Ok(bytes) => {
+                let note: MkfsUnderWay = serde_json::from_slice(&bytes)?;
+                Ok(note.volume_id == volume_id && note.source == *source)
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The mkfs has ended; from now on the volume may hold data.
+    pub async fn mkfs_ended(&self, volume_id: &str) -> io::Result<()> {
+        let _ = file::remove(&self.mkfs.join(file_name(volume_id)), Durability::Durable).await?;
+        Ok(())
+    }
+}

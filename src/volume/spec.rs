@@ -1,0 +1,270 @@
+//! Requests, parsed: what a call wants, in the types that calls are compared by.
+//!
+//! Two calls are equal where these are. So a spec holds just what may tell two
+//! calls apart: no secrets, no publish context, no `csi.storage.k8s.io/*`, and
+//! `SINGLE_NODE_WRITER` is the same as `SINGLE_NODE_MULTI_WRITER`.
+
+use std::{collections::HashMap, fmt, path::PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::Error;
+use crate::{
+    csi::validate::{Access, Capability, Mode},
+    device::Source,
+    fs::{FsType, mkfs},
+    mount::{
+        options::MountOptions,
+        ownership::{BadGroup, FsGroup},
+    },
+};
+
+/// How a volume is used on this node: raw, or as which file system.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "access", rename_all = "lowercase")]
+pub enum Use {
+    /// As a raw block device.
+    Block,
+    /// Mounted.
+    Mount {
+        /// The file system asked for; `None` leaves it to what is on the
+        /// device, and to ext4 where nothing is.
+        fs: Option<FsType>,
+        /// The options of the capability.
+        options: MountOptions,
+    },
+}
+
+impl Use {
+    fn parse(access: &Access, context: &HashMap<String, String>) -> Result<Self, Error> {
+        let Access::Mount { fs_type, flags, .. } = access else {
+            return Ok(Self::Block);
+        };
+        let fs = [Some(fs_type), context.get("fsType")]
+            .into_iter()
+            .flatten()
+            .find(|name| !name.is_empty())
+            .map(|name| {
+                name.parse()
+                    .map_err(|error: crate::fs::UnsupportedFs| Error::Invalid {
+                        field: "volume_capability.mount.fs_type",
+                        why: error.to_string(),
+                    })
+            })
+            .transpose()?;
+        Ok(Self::Mount {
+            fs,
+            options: MountOptions::parse(flags)?,
+        })
+    }
+
+    /// Whether a volume in use like `self` serves a call that asks for `other`.
+    /// `resolved` is the file system that is mounted.
+    pub fn serves(&self, other: &Self, resolved: Option<FsType>) -> bool {
+        match (self, other) {
+            (Self::Block, Self::Block) => true,
+            (Self::Mount { options, .. }, Self::Mount { fs, options: asked }) => {
+                options == asked && (fs.is_none() || resolved.is_none() || *fs == resolved)
+            }
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for Use {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Block => f.write_str("a raw block device"),
+            Self::Mount { fs, options } => {
+                let fs = fs.map_or("any file system", FsType::as_str);
+                let options = options.to_string();
+                if options.is_empty() {
+                    write!(f, "{fs}")
+                } else {
+                    write!(f, "{fs} with options {options}")
+                }
+            }
+        }
+    }
+}
+
+/// `NodeStageVolume`, or the staging half of an inline volume's publish.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stage {
+    /// Where the bytes are.
+    pub source: Source,
+    /// Where to mount; for raw block just remembered.
+    pub staging_path: PathBuf,
+    /// Raw or mounted.
+    pub usage: Use,
+    /// Nobody writes through this node.
+    pub read_only: bool,
+    /// Who may use it.
+    pub mode: SerialMode,
+    /// What mkfs is told instead of our defaults.
+    pub mkfs_options: Vec<String>,
+    /// The group that shall own the volume, where the driver applies it.
+    pub group: Option<FsGroup>,
+    /// An inline ephemeral volume, whose image the node makes.
+    pub inline: Option<InlineImage>,
+}
+
+/// What the node makes for an inline ephemeral volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InlineImage {
+    /// The image's size in bytes.
+    pub bytes: u64,
+    /// The target whose unpublish deletes it.
+    pub target_path: PathBuf,
+}
+
+/// `NodePublishVolume` of a staged volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Publish {
+    /// Where the volume is staged.
+    pub staging_path: PathBuf,
+    /// Where it shall appear.
+    pub target_path: PathBuf,
+    /// Raw or mounted.
+    pub usage: Use,
+    /// This target cannot write.
+    pub read_only: bool,
+    /// Who may use it.
+    pub mode: SerialMode,
+    /// The group that shall own the volume, where the driver applies it.
+    pub group: Option<FsGroup>,
+}
+
+/// `NodePublishVolume` of an inline ephemeral volume: staged at a place of our
+/// own, then published.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inline {
+    /// How it is staged.
+    pub stage: Stage,
+    /// How it is published.
+    pub publish: Publish,
+}
+
+/// `NodeExpandVolume`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Expand {
+    /// Where the volume is staged or published.
+    pub volume_path: PathBuf,
+    /// At least so many bytes; 0: as many as the source has.
+    pub required: u64,
+    /// At most so many bytes; 0: no limit.
+    pub limit: u64,
+}
+
+/// `NodeAdmin.FormatVolume`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Format {
+    /// Where the bytes are.
+    pub source: Source,
+    /// What to make.
+    pub fs: FsType,
+}
+
+/// A call that changes a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// `NodeStageVolume`.
+    Stage(Stage),
+    /// `NodeUnstageVolume`, with its staging path.
+    Unstage(PathBuf),
+    /// `NodePublishVolume`.
+    Publish(Publish),
+    /// `NodePublishVolume` of an inline volume.
+    Inline(Inline),
+    /// `NodeUnpublishVolume`, with its target path.
+    Unpublish(PathBuf),
+    /// `NodeExpandVolume`.
+    Expand(Expand),
+    /// `NodeAdmin.FormatVolume`.
+    Format(Format),
+}
+
+impl Call {
+    /// The RPC's name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Stage(_) => "NodeStageVolume",
+            Self::Unstage(_) => "NodeUnstageVolume",
+            Self::Publish(_) | Self::Inline(_) => "NodePublishVolume",
+            Self::Unpublish(_) => "NodeUnpublishVolume",
+            Self::Expand(_) => "NodeExpandVolume",
+            Self::Format(_) => "FormatVolume",
+        }
+    }
+}
+
+/// [`Mode`], as records keep it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(remote = "Mode", rename_all = "snake_case")]
+enum ModeForm {
+    SingleNodeWriter,
+    SingleNodeSingleWriter,
+    SingleNodeReader,
+    MultiNodeReader,
+    MultiNodeSingleWriter,
+    MultiNodeWriter,
+}
+
+/// A [`Mode`] that can be written to a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SerialMode(#[serde(with = "ModeForm")] pub Mode);
+
+/// What stage and publish have in common.
+pub struct Parsed {
+    /// Raw or mounted.
+    pub usage: Use,
+    /// By access mode, by the `ro` option, or because the call says so.
+    pub read_only: bool,
+    /// Who may use it.
+    pub mode: SerialMode,
+    /// The class's `mkfsOptions`.
+    pub mkfs_options: Vec<String>,
+    /// The group, where the driver was told to apply it.
+    pub group: Option<FsGroup>,
+}
+
+impl Parsed {
+    /// `apply_group`: the driver announces `VOLUME_MOUNT_GROUP`.
+    pub fn new(
+        capability: &Capability,
+        context: &HashMap<String, String>,
+        apply_group: bool,
+    ) -> Result<Self, Error> {
+        let usage = Use::parse(&capability.access, context)?;
+        let by_option = match &usage {
+            Use::Mount { options, .. } => options.read_only(),
+            Use::Block => false,
+        };
+        let fs = match &usage {
+            Use::Mount { fs: Some(fs), .. } => *fs,
+            _ => FsType::Ext4,
+        };
+        let mkfs_options = context.get("mkfsOptions").map_or(Ok(Vec::new()), |text| {
+            mkfs::parse_options(fs, text).map_err(|error| Error::Invalid {
+                field: "volume_context.mkfsOptions",
+                why: error.to_string(),
+            })
+        })?;
+        let group = match &capability.access {
+            Access::Mount { group, .. } if apply_group && !group.is_empty() => {
+                Some(group.parse().map_err(|error: BadGroup| Error::Invalid {
+                    field: "volume_capability.mount.volume_mount_group",
+                    why: error.to_string(),
+                })?)
+            }
+            _ => None,
+        };
+        Ok(Self {
+            read_only: by_option || capability.mode.reader_only(),
+            usage,
+            mode: SerialMode(capability.mode),
+            mkfs_options,
+            group,
+        })
+    }
+}

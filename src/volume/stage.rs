@@ -1,0 +1,376 @@
+//! Stage: from a source to a device, and for file systems to a mount.
+
+use std::{path::Path, rc::Rc, sync::Arc};
+
+use rustix::fd::AsFd as _;
+
+use super::{
+    Error, Node, Outcome, already,
+    prepare::{self, Prepared},
+    publish::appears_at,
+    record::{Phase, Record},
+    spec::{Stage, Use},
+    task::{Progress, Volume},
+    unstage,
+};
+use crate::{
+    Done,
+    device::{Device, How, ready, sysfs},
+    fs::{FsType, grow},
+    kernel::Dev,
+    mount::{
+        Look,
+        attach::{self, NewMount},
+        options::MountOptions,
+        ownership::FsGroup,
+        path::Place,
+        table,
+    },
+};
+
+/// `NodeStageVolume`.
+pub async fn stage(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Stage,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    progress.backend(spec.source.backend());
+    let place = node.place(&spec.staging_path)?;
+    if let Some(record) = volume.record() {
+        match record.phase {
+            Phase::Staged if !record.serves(spec) => {
+                return Err(Error::Incompatible {
+                    volume: volume.id.clone(),
+                    have: record.describe(),
+                    want: Record::begin(&volume.id, "", spec).describe(),
+                });
+            }
+            Phase::Staged if is_still_there(&record, &place) => {
+                already(volume, "stage", Done::Already);
+                return Ok(Outcome::Done);
+            }
+            // Begun by a call with other arguments: that one is over.
+            Phase::Staging | Phase::Unstaging if !record.serves(spec) => {
+                unstage::tear_down(node, volume, &record, progress).await?;
+            }
+            _ => {}
+        }
+    } else if node.config.max_volumes > 0
+        && node.count() > usize::try_from(node.config.max_volumes).unwrap_or(usize::MAX)
+    {
+        return Err(Error::Full {
+            volume: volume.id.clone(),
+            limit: node.config.max_volumes,
+        });
+    }
+    bring_up(node, volume, spec, &place, progress).await?;
+    Ok(Outcome::Done)
+}
+
+/// Whether a staged volume is where its record says. Asks the kernel, not the
+/// device: nothing here can hang.
+fn is_still_there(record: &Record, place: &Place) -> bool {
+    let Some(device) = &record.device else {
+        return false;
+    };
+    match record.usage {
+        Use::Block => sysfs::backing_file(device.dev).is_ok(),
+        Use::Mount { .. } => {
+            matches!(place.look(), Ok(Look::Mount(mounted)) if appears_at(record, device, &mounted))
+        }
+    }
+}
+
+/// The file system of this device, where that is what is mounted at the place,
+/// and the `st_dev` of its files: for a mount that no record tells of.
+pub fn mounted_fs(
+    volume: &Volume,
+    place: &Place,
+    device: &Device,
+) -> Result<Option<(FsType, Dev)>, Error> {
+    let failed = || volume.io(format!("look at {}", place.path().display()));
+    let Look::Mount(mounted) = place.look().map_err(failed())? else {
+        return Ok(None);
+    };
+    let fs = table::entry(mounted.id)
+        .map_err(failed())?
+        .filter(|entry| Path::new(&entry.source) == device.node)
+        .and_then(|entry| entry.fs_type.parse().ok());
+    Ok(fs.map(|fs| (fs, mounted.dev)))
+}
+
+/// All of stage that changes something; undone where it fails.
+async fn bring_up(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Stage,
+    place: &Place,
+    progress: &Progress,
+) -> Result<Record, Error> {
+    let mut record = Record::begin(&volume.id, &node.backends.boot_id, spec);
+    node.remember(volume, record.clone()).await?;
+    match steps(node, volume, spec, place, &mut record, progress).await {
+        Ok(()) => Ok(record),
+        Err(cause) => {
+            let now = volume.record().unwrap_or(record);
+            match unstage::tear_down(node, volume, &now, progress).await {
+                Ok(()) => Err(cause),
+                Err(undo) => Err(Error::NotUndone {
+                    cause: Box::new(cause),
+                    undo: Box::new(undo),
+                }),
+            }
+        }
+    }
+}
+
+async fn steps(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Stage,
+    place: &Place,
+    record: &mut Record,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let device = attach_source(node, volume, spec, progress).await?;
+    record.device = Some(device.clone());
+    if let Use::Mount { options, .. } = &spec.usage {
+        // Known before anything is mounted: whoever takes this up after a
+        // crash must know which device to look for.
+        node.remember(volume, record.clone()).await?;
+        if let Some((fs, root_dev)) = mounted_fs(volume, place, &device)? {
+            already(volume, "mount", Done::Already);
+            (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
+        } else {
+            let prepared =
+                prepare::prepare(node, volume, record, &device, &spec.mkfs_options, progress)
+                    .await?;
+            let root_dev = mount(
+                node, volume, spec, options, place, &device, &prepared, progress,
+            )
+            .await?;
+            (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
+            grow_to_device(
+                node,
+                volume,
+                place,
+                &device,
+                &prepared,
+                spec.read_only,
+                progress,
+            )
+            .await?;
+        }
+        if let Some(group) = spec.group.filter(|_| !spec.read_only) {
+            own(node, volume, place, group, progress).await?;
+        }
+    }
+    record.phase = Phase::Staged;
+    node.remember(volume, record.clone()).await
+}
+
+pub async fn attach_source(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Stage,
+    progress: &Progress,
+) -> Result<Device, Error> {
+    if let Some(inline) = &spec.inline {
+        let backends = Arc::clone(&node.backends);
+        let (source, id, bytes) = (spec.source.clone(), volume.id.clone(), inline.bytes);
+        let done = node
+            .lane(volume, progress, "create", move || {
+                backends.create_inline(&source, &id, bytes)
+            })
+            .await
+            .map_err(|error| volume.device(error))?;
+        already(volume, "create", done);
+    }
+    let backends = Arc::clone(&node.backends);
+    let source = spec.source.clone();
+    let how = How {
+        read_only: spec.read_only,
+        shared: spec.mode.0.multi_node(),
+    };
+    let (device, done) = node
+        .lane(volume, progress, "attach", move || {
+            backends.attach(&source, &how)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    already(volume, "attach", done);
+    if let Some(other) = node.other_holder(volume, &device) {
+        // Found attached: for another handle of this node.
+        return Err(volume.precondition(format!(
+            "its image is attached as {} for volume {other}",
+            device.node.display()
+        )));
+    }
+    progress
+        .step("ready", ready::loop_ready(&node.uevents, device.dev))
+        .await
+        .map_err(volume.io(format!("wait for {}", device.node.display())))?;
+    Ok(device)
+}
+
+#[allow(clippy::too_many_arguments)]
+async fn mount(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Stage,
+    options: &MountOptions,
+    place: &Place,
+    device: &Device,
+    prepared: &Prepared,
+    progress: &Progress,
+) -> Result<Dev, Error> {
+    if matches!(place.look(), Ok(Look::Mount(_))) {
+        return Err(volume.precondition(format!(
+            "something else is mounted at the staging path {}; unmount it first",
+            place.path().display()
+        )));
+    }
+    let done = place.make_dir(0o750)?;
+    already(volume, "make the staging directory", done);
+    let place = place.clone();
+    let options = options.clone();
+    let node_path = device.node.clone();
+    let fs = prepared.fs;
+    let read_only = spec.read_only;
+    let extra = extra_options(prepared, read_only);
+    let mounted = node
+        .lane(volume, progress, "mount", move || {
+            attach::mount(
+                &NewMount {
+                    fs_type: fs.as_str(),
+                    source: &node_path,
+                    options: &options,
+                    extra,
+                    read_only,
+                },
+                &place,
+            )
+        })
+        .await
+        .map_err(|source| Error::Mount {
+            volume: volume.id.clone(),
+            source,
+        })?;
+    tracing::debug!(volume_id = volume.id, ?mounted, "mounted");
+    Ok(mounted.dev)
+}
+
+/// What each file system needs besides the caller's options. XFS refuses a
+/// second mount of one UUID, so clones need `nouuid`; a read-only device cannot
+/// replay its log.
+fn extra_options(prepared: &Prepared, read_only: bool) -> &'static [&'static str] {
+    let replay = prepared
+        .found
+        .as_ref()
+        .is_some_and(|info| info.needs_recovery);
+    match (prepared.fs, read_only) {
+        (FsType::Xfs, false) => &["nouuid"],
+        (FsType::Xfs, true) => &["nouuid", "norecovery"],
+        (FsType::Ext4, true) if replay => &["noload"],
+        _ => &[],
+    }
+}
+
+/// A clone may be larger than the file system that it was cloned from.
+async fn grow_to_device(
+    node: &Rc<Node>,
+    volume: &Volume,
+    place: &Place,
+    device: &Device,
+    prepared: &Prepared,
+    read_only: bool,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let size = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+    let Some(info) = prepared
+        .found
+        .as_ref()
+        .filter(|info| !read_only && grow::needed(info, size))
+    else {
+        return Ok(());
+    };
+    match grow_mounted(node, volume, place, info.fs, size, progress).await {
+        Err(Error::Grow {
+            source: source @ grow::GrowError::NeedsCapability { .. },
+            ..
+        }) => {
+            // Smaller than it could be, but all there: health reports it.
+            tracing::warn!(volume_id = volume.id, error = %source, "the file system stays smaller than its device");
+            Ok(())
+        }
+        other => other.map(|_| ()),
+    }
+}
+
+/// Grows the file system that is mounted at the place to its device's size.
+pub async fn grow_mounted(
+    node: &Rc<Node>,
+    volume: &Volume,
+    place: &Place,
+    fs: FsType,
+    size: u64,
+    progress: &Progress,
+) -> Result<grow::Grown, Error> {
+    let place = place.clone();
+    let opening = volume.io(format!("open {}", place.path().display()));
+    let grown = node
+        .lane(volume, progress, "grow", move || {
+            let root = place.open().map_err(Err)?;
+            grow::grow(fs, root.as_fd(), size).map_err(Ok)
+        })
+        .await;
+    match grown {
+        Ok(grown) => Ok(grown),
+        Err(Ok(source)) => Err(Error::Grow {
+            volume: volume.id.clone(),
+            source,
+        }),
+        Err(Err(error)) => Err(opening(error)),
+    }
+}
+
+/// Gives the volume to a group, as kubelet would.
+pub async fn own(
+    node: &Rc<Node>,
+    volume: &Volume,
+    place: &Place,
+    group: FsGroup,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let place = place.clone();
+    let opening = volume.io(format!("open {}", place.path().display()));
+    let owned = node
+        .lane(volume, progress, "chgrp", move || match place.open() {
+            Ok(root) => group.apply(root.as_fd()).map_err(Ok),
+            Err(error) => Err(Err(error)),
+        })
+        .await;
+    match owned {
+        Ok(done) => {
+            already(volume, "chgrp", done);
+            Ok(())
+        }
+        Err(Ok(source)) => Err(Error::Ownership {
+            volume: volume.id.clone(),
+            source,
+        }),
+        Err(Err(error)) => Err(opening(error)),
+    }
+}
+
+impl Node {
+    /// Another volume of this node that has this device.
+    fn other_holder(&self, volume: &Volume, device: &Device) -> Option<String> {
+        let volumes = self.volumes.borrow();
+        volumes
+            .values()
+            .find(|other| other.id != volume.id && other.is_on(device.dev))
+            .map(|other| other.id.clone())
+    }
+}

@@ -1,0 +1,281 @@
+//! One task for each volume.
+//!
+//! The first call that changes a volume becomes its task. An equal call that
+//! arrives meanwhile joins it and gets the same answer; a different one is told
+//! what is under way. A caller's deadline ends its waiting, never the work: the
+//! task goes on to its end, takes the late result, and starts nothing else
+//! before. So threads that are stuck in the kernel never outnumber stuck
+//! volumes, and no volume waits for another.
+
+use std::{
+    cell::{Cell, RefCell},
+    future::Future,
+    pin::Pin,
+    rc::Rc,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+    time::{Duration, Instant},
+};
+
+use futures_util::{FutureExt as _, future::Shared};
+use tokio::sync::oneshot;
+
+use super::{Error, Node, record::Held, spec::Call};
+use crate::{observe::metrics, ring};
+
+/// What a successful call reports back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Nothing but success.
+    Done,
+    /// The volume's size in bytes.
+    Size(u64),
+    /// What stood on a device that was formatted by request.
+    Was(String),
+}
+
+/// A call's answer, shared by all who joined it.
+pub type Answer = Result<Outcome, Arc<Error>>;
+
+/// A volume that this node holds or works on.
+#[derive(Debug)]
+pub struct Volume {
+    /// The handle.
+    pub id: String,
+    /// What we hold of it.
+    pub held: RefCell<Option<Held>>,
+    running: RefCell<Option<Running>>,
+}
+
+#[derive(Clone)]
+struct Running {
+    call: Rc<Call>,
+    progress: Rc<Progress>,
+    answer: Shared<oneshot::Receiver<Answer>>,
+}
+
+impl std::fmt::Debug for Running {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Running")
+            .field("call", &self.call)
+            .field("progress", &self.progress)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Which step a call is in.
+#[derive(Debug)]
+pub struct Progress {
+    volume: String,
+    call: &'static str,
+    backend: Cell<&'static str>,
+    step: Cell<&'static str>,
+    since: Cell<Instant>,
+    waits_for: RefCell<String>,
+}
+
+/// A snapshot of [`Progress`], for errors and listings.
+#[derive(Clone, Debug)]
+pub struct UnderWay {
+    /// The RPC's name.
+    pub call: &'static str,
+    /// The step's name.
+    pub step: &'static str,
+    /// How long the step has taken.
+    pub age: Duration,
+    /// A process or device, where known.
+    pub waits_for: String,
+}
+
+impl Progress {
+    fn new(volume: &str, call: &'static str) -> Self {
+        Self {
+            volume: volume.to_owned(),
+            call,
+            backend: Cell::new("none"),
+            step: Cell::new("begin"),
+            since: Cell::new(Instant::now()),
+            waits_for: RefCell::default(),
+        }
+    }
+
+    /// Steps from here on are counted for this backend.
+    pub fn backend(&self, name: &'static str) {
+        self.backend.set(name);
+    }
+
+    /// What the step under way waits for, as an operator would look for it.
+    pub fn waits_for(&self, what: String) {
+        self.waits_for.replace(what);
+    }
+
+    /// Runs one step: it is named while it runs and counted when it ends.
+    pub async fn step<T>(&self, name: &'static str, work: impl Future<Output = T>) -> T {
+        let begun = Instant::now();
+        self.step.set(name);
+        self.since.set(begun);
+        let out = work.await;
+        let took = begun.elapsed();
+        self.waits_for.borrow_mut().clear();
+        metrics::step(name, self.backend.get(), took);
+        tracing::debug!(
+            volume_id = self.volume,
+            call = self.call,
+            step = name,
+            micros = took.as_micros(),
+            "step"
+        );
+        out
+    }
+
+    fn under_way(&self, node: &Node) -> UnderWay {
+        let mut waits_for = self.waits_for.borrow().clone();
+        if waits_for.is_empty()
+            && let Some(busy) = node
+                .lanes
+                .busy()
+                .into_iter()
+                .find(|b| b.volume == self.volume)
+        {
+            waits_for = format!("thread {} of this agent", busy.tid);
+        }
+        UnderWay {
+            call: self.call,
+            step: self.step.get(),
+            age: self.since.get().elapsed(),
+            waits_for,
+        }
+    }
+}
+
+impl Volume {
+    /// A volume that nothing is known of.
+    pub fn new(id: &str) -> Self {
+        Self {
+            id: id.to_owned(),
+            held: RefCell::default(),
+            running: RefCell::default(),
+        }
+    }
+
+    /// The call under way, if any.
+    pub fn under_way(&self, node: &Node) -> Option<UnderWay> {
+        let running = self.running.borrow();
+        running.as_ref().map(|r| r.progress.under_way(node))
+    }
+
+    /// Nothing is held, and nothing runs: the entry can go.
+    pub fn is_idle_and_empty(&self) -> bool {
+        self.running.borrow().is_none() && self.held.borrow().is_none()
+    }
+}
+
+/// Runs a call on its volume, or joins the equal one that runs already; waits
+/// for the answer until `deadline`.
+pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Duration) -> Answer {
+    let volume = node.volume(volume_id);
+    let joined = volume.running.borrow().clone();
+    let running = match joined {
+        Some(running) if *running.call == call => running,
+        Some(running) => {
+            let UnderWay {
+                call,
+                step,
+                age,
+                waits_for,
+            } = running.progress.under_way(node);
+            let volume = volume_id.to_owned();
+            return Err(Arc::new(Error::Pending {
+                volume,
+                call,
+                step,
+                age,
+                waits_for,
+            }));
+        }
+        None => match start(node, &volume, call) {
+            Started::Finished(answer) => return answer,
+            Started::Runs(running) => running,
+        },
+    };
+    match ring::timer::timeout(deadline, running.answer).await {
+        Ok(Ok(answer)) => answer,
+        // The task ended without an answer: it panicked. What it did is on
+        // record and taken up by the next call.
+        Ok(Err(_)) => Err(Arc::new(Error::Io {
+            volume: volume_id.to_owned(),
+            what: format!("finish {}", running.call.name()),
+            source: std::io::Error::other("the volume's task panicked"),
+        })),
+        Err(_) => {
+            let UnderWay {
+                call,
+                step,
+                age,
+                waits_for,
+            } = running.progress.under_way(node);
+            let volume = volume_id.to_owned();
+            Err(Arc::new(Error::Deadline {
+                volume,
+                call,
+                step,
+                age,
+                waits_for,
+            }))
+        }
+    }
+}
+
+enum Started {
+    Finished(Answer),
+    Runs(Running),
+}
+
+/// Begins a call. What needs no waiting, such as publish, is finished here and
+/// now; so two such calls never see each other under way.
+fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Call) -> Started {
+    let call = Rc::new(call);
+    let progress = Rc::new(Progress::new(&volume.id, call.name()));
+    let (send, receive) = oneshot::channel();
+    let running = Running {
+        call: call.clone(),
+        progress: progress.clone(),
+        answer: receive.shared(),
+    };
+    volume.running.replace(Some(running.clone()));
+    let ended = Ended {
+        node: node.clone(),
+        volume: volume.clone(),
+    };
+    let mut work: Pin<Box<dyn Future<Output = Answer>>> = Box::pin(async move {
+        let Ended { node, volume } = &ended;
+        super::run(node, volume, &call, &progress)
+            .await
+            .map_err(Arc::new)
+    });
+    if let Poll::Ready(answer) = work.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        return Started::Finished(answer);
+    }
+    ring::spawn(async move {
+        let answer = work.await;
+        if let Err(error) = &answer {
+            tracing::debug!(error = crate::csi::status::chain(&**error), "call failed");
+        }
+        // All callers may have gone.
+        let _ = send.send(answer);
+    });
+    Started::Runs(running)
+}
+
+/// Clears the volume's task when it ends, even by panic.
+struct Ended {
+    node: Rc<Node>,
+    volume: Rc<Volume>,
+}
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.volume.running.replace(None);
+        self.node.forget_if_empty(&self.volume.id);
+    }
+}

@@ -1,0 +1,196 @@
+//! Unstage: from a mount back to a source that nobody holds.
+
+use std::{path::Path, rc::Rc, sync::Arc};
+
+use super::{
+    Error, Node, Outcome,
+    record::{Phase, Record},
+    spec::Use,
+    stage,
+    task::{Progress, Volume},
+};
+use crate::{
+    device::{Device, backend, loopdev::Detached, ready},
+    mount::{
+        path::{PathError, Place},
+        unmount::{self, UnmountError},
+    },
+};
+
+/// `NodeUnstageVolume`. A volume that is not staged is success.
+pub async fn unstage(
+    node: &Rc<Node>,
+    volume: &Volume,
+    staging_path: &Path,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    let record = match volume.record() {
+        Some(record) => record,
+        None => match super::reconcile::rebuild(node, volume, staging_path, progress).await? {
+            Some(record) => record,
+            None => return Ok(Outcome::Done),
+        },
+    };
+    progress.backend(record.source.backend());
+    if record.staging_path != staging_path {
+        return Err(volume.precondition(format!(
+            "it is staged at {}, not at {}",
+            record.staging_path.display(),
+            staging_path.display()
+        )));
+    }
+    if let Some(target) = node.live_target(volume) {
+        return Err(volume.precondition(format!(
+            "it is still published at {}; unpublish it first",
+            target.display()
+        )));
+    }
+    tear_down(node, volume, &record, progress).await?;
+    Ok(Outcome::Done)
+}
+
+/// Unmounts, detaches, gives the source back and forgets, as far as there is
+/// anything to unmount, detach, give back and forget.
+pub async fn tear_down(
+    node: &Rc<Node>,
+    volume: &Volume,
+    record: &Record,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let mut record = record.clone();
+    record.phase = Phase::Unstaging;
+    node.remember(volume, record.clone()).await?;
+    if let Some(device) = &record.device {
+        match record.usage {
+            Use::Mount { .. } => {
+                if let Some(place) = absent_is_none(node.place(&record.staging_path))?
+                    && stage::mounted_fs(volume, &place, device)?.is_some()
+                {
+                    unmount(node, volume, place, device, progress).await?;
+                }
+            }
+            Use::Block => release_locks(node, volume, device, progress).await?,
+        }
+    }
+    detach(node, volume, &record, progress).await?;
+    if record.inline.is_some() {
+        let backends = Arc::clone(&node.backends);
+        let (source, id) = (record.source.clone(), volume.id.clone());
+        let done = node
+            .lane(volume, progress, "delete", move || {
+                backends.delete_inline(&source, &id)
+            })
+            .await
+            .map_err(|error| volume.device(error))?;
+        super::already(volume, "delete", done);
+    }
+    node.forget(volume, record.inline.is_some()).await
+}
+
+/// A path whose parent is gone has nothing mounted on it.
+pub fn absent_is_none(place: Result<Place, PathError>) -> Result<Option<Place>, Error> {
+    match place {
+        Ok(place) => Ok(Some(place)),
+        Err(PathError::MissingParent { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Unmounts on the lane: this may be the superblock's last mount, which writes
+/// everything back and can hang with the device.
+pub async fn unmount(
+    node: &Rc<Node>,
+    volume: &Volume,
+    place: Place,
+    device: &Device,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let dev = device.dev;
+    let unmounted = node
+        .lane(volume, progress, "unmount", move || {
+            unmount::unmount(&place).map_err(|error| match error {
+                UnmountError::Busy { .. } => Err(crate::device::holders::holders(dev)),
+                other => Ok(other),
+            })
+        })
+        .await;
+    match unmounted {
+        Ok(done) => {
+            super::already(volume, "unmount", done);
+            Ok(())
+        }
+        Err(Err(holders)) => Err(Error::Busy {
+            volume: volume.id.clone(),
+            device: device.node.clone(),
+            holders,
+        }),
+        Err(Ok(source)) => Err(Error::Unmount {
+            volume: volume.id.clone(),
+            source,
+        }),
+    }
+}
+
+/// Releases every descriptor lock that is left over the device. Called when no
+/// target is left, so no lock can still serve anybody.
+async fn release_locks(
+    node: &Rc<Node>,
+    volume: &Volume,
+    device: &Device,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let dev = device.dev;
+    let released = node
+        .lane(volume, progress, "unlock", move || {
+            backend::release_locks(dev, |_| true)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    for lock in released {
+        tracing::info!(volume_id = volume.id, lock = %lock.device.node.display(), backing = %lock.backing_path.display(), "released an orphaned descriptor lock");
+    }
+    Ok(())
+}
+
+async fn detach(
+    node: &Rc<Node>,
+    volume: &Volume,
+    record: &Record,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let backends = Arc::clone(&node.backends);
+    let (source, known) = (record.source.clone(), record.device.clone());
+    let (device, detached) = node
+        .lane(volume, progress, "detach", move || {
+            // A killed agent may have attached without noting the device.
+            let device = match known {
+                Some(device) => Some(device),
+                None => backends.attached(&source)?,
+            };
+            let detached = match &device {
+                Some(device) => backends.detach(&source, device)?,
+                None => {
+                    backends.release_source(&source)?;
+                    Detached::Already
+                }
+            };
+            Ok((device, detached))
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    if let (Some(device), Detached::Deferred) = (device, detached) {
+        // Somebody, such as udevd, had it open for a moment.
+        progress
+            .step("gone", ready::loop_gone(&node.uevents, device.dev))
+            .await
+            .map_err(volume.io(format!("wait for {} to go", device.node.display())))?;
+        let backends = Arc::clone(&node.backends);
+        let source = record.source.clone();
+        node.lane(volume, progress, "release", move || {
+            backends.release_source(&source)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    }
+    Ok(())
+}
