@@ -137,8 +137,8 @@ fn held(volume: Listed) -> HeldVolume {
         ..Default::default()
     };
     if let Some(under_way) = volume.under_way {
-        held.call = under_way.call.to_owned();
-        held.step = under_way.step.to_owned();
+        held.call.push_str(under_way.call);
+        held.step.push_str(under_way.step);
         held.step_age_ms = under_way.age.as_millis().try_into().unwrap_or(u64::MAX);
         held.waits_for = under_way.waits_for;
     }

@@ -73,7 +73,7 @@ pub fn of_volume(error: &volume::Error) -> Code {
         },
         E::Unmount { source, .. } => match source {
             mount::unmount::UnmountError::Busy { .. } => Code::Aborted,
-            _ => Code::Unavailable,
+            mount::unmount::UnmountError::Io { .. } => Code::Unavailable,
         },
         E::Grow { source, .. } => match source {
             crate::fs::grow::GrowError::NeedsCapability { .. } => Code::FailedPrecondition,

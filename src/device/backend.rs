@@ -136,7 +136,7 @@ impl Backends {
         let pool = self.pools.get(pool)?;
         let file = pool.open_image(image, !how.read_only)?;
         let claimed = claim::claim(pool, image, &self.claim(how))?;
-        let attached = self.attach_loop(source, pool, &file, how);
+        let attached = attach_loop(source, pool, &file, how);
         if attached.is_err() && claimed == Done::Now {
             // The reason for the failure is what the caller must learn.
             if let Err(error) = claim::release(pool, image, &self.node_id) {
@@ -159,50 +159,6 @@ impl Backends {
         }
     }
 
-    fn attach_loop(
-        &self,
-        source: &Source,
-        pool: &Pool,
-        file: &File,
-        how: &How,
-    ) -> Result<(Device, Done), DeviceError> {
-        let Source::Loop {
-            image,
-            direct_io,
-            sector_size,
-            ..
-        } = source;
-        let path = pool.image_path(image);
-        let id = FileId::of(file).map_err(io("look at the image"))?;
-        let device = |device: LoopDevice| Device {
-            dev: device.dev,
-            node: device.node,
-            image: id,
-            read_only: how.read_only,
-        };
-        if let Some(found) = loopdev::find(id)
-            .map_err(io("list the loop devices"))?
-            .into_iter()
-            .next()
-        {
-            return match otherwise(&found, how) {
-                None => Ok((device(found.device), Done::Already)),
-                Some(difference) => Err(DeviceError::AttachedOtherwise {
-                    image: path,
-                    device: found.device.node,
-                    how: difference,
-                }),
-            };
-        }
-        let options = LoopOptions {
-            read_only: how.read_only,
-            direct_io: *direct_io,
-            sector_size: *sector_size,
-            name: &path,
-        };
-        Ok((device(loopdev::attach(file, &options)?), Done::Now))
-    }
-
     /// The device of a volume that has no record: what its handle names, where
     /// that is an image of ours.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
@@ -220,8 +176,9 @@ impl Backends {
     /// The source of a mounted device that has no record: what stands behind
     /// it, where that is an image of ours.
     pub fn find_behind(&self, node: &Path) -> Result<Option<Found>, DeviceError> {
-        let backing = block::number_of_node(node)
-            .ok()
+        let name = node.file_name().map(|name| name.to_string_lossy());
+        let backing = name
+            .and_then(|name| block::dev_of(&name).ok())
             .and_then(|dev| sysfs::backing_file(dev).ok());
         let Some(source) = backing.and_then(|path| self.source_of(&path)) else {
             return Ok(None);
@@ -282,7 +239,7 @@ impl Backends {
     pub fn reads_as_zero(&self, source: &Source) -> Result<bool, DeviceError> {
         let Source::Loop { pool, image, .. } = source;
         let file = self.pools.get(pool)?.open_image(image, false)?;
-        Ok(is_all_hole(&file).map_err(io("look for data in the image"))?)
+        is_all_hole(&file).map_err(io("look for data in the image"))
     }
 
     /// The source of an inline volume whose image is made in this pool, or in
@@ -293,6 +250,27 @@ impl Backends {
             &pool.name,
             &pool::inline_image(&digest::hex(volume_id)),
         ))
+    }
+
+    /// Gives back what this node held before it was rebooted: nobody else can
+    /// tell that what it claimed then is attached no more.
+    pub fn release_stale_claims(&self) -> Result<(), DeviceError> {
+        for pool in self.pools.iter() {
+            for image in claim::claimed_by(pool, &self.node_id)? {
+                let stale = claim::holders(pool, &image)?
+                    .iter()
+                    .any(|claim| claim.node_id == self.node_id && claim.boot_id != self.boot_id);
+                if stale {
+                    let _ = claim::release(pool, &image, &self.node_id)?;
+                    tracing::info!(
+                        pool = pool.name,
+                        image,
+                        "released the claim of an earlier boot"
+                    );
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Makes the image of an inline volume.
@@ -347,6 +325,49 @@ impl Backends {
             Some(Source::image(&pool.name, image.to_str()?))
         })
     }
+}
+
+fn attach_loop(
+    source: &Source,
+    pool: &Pool,
+    file: &File,
+    how: &How,
+) -> Result<(Device, Done), DeviceError> {
+    let Source::Loop {
+        image,
+        direct_io,
+        sector_size,
+        ..
+    } = source;
+    let path = pool.image_path(image);
+    let id = FileId::of(file).map_err(io("look at the image"))?;
+    let device = |device: LoopDevice| Device {
+        dev: device.dev,
+        node: device.node,
+        image: id,
+        read_only: how.read_only,
+    };
+    if let Some(found) = loopdev::find(id)
+        .map_err(io("list the loop devices"))?
+        .into_iter()
+        .next()
+    {
+        return match otherwise(&found, how) {
+            None => Ok((device(found.device), Done::Already)),
+            Some(difference) => Err(DeviceError::AttachedOtherwise {
+                image: path,
+                device: found.device.node,
+                how: difference,
+            }),
+        };
+    }
+    let options = LoopOptions {
+        read_only: how.read_only,
+        direct_io: *direct_io,
+        sector_size: *sector_size,
+        name: &path,
+    };
+    Ok((device(loopdev::attach(file, &options)?), Done::Now))
 }
 
 /// Releases the descriptor locks over a block device whose backing path is one

@@ -43,7 +43,16 @@ pub enum UnmountError {
 
 /// Unmounts what is mounted at the place, the topmost where several are stacked.
 /// The last mount of a superblock writes it out: this can hang with the device.
+/// `EBUSY` that passes is waited out.
 pub fn unmount(at: &Place) -> Result<Done, UnmountError> {
+    outwait(
+        || unmount_once(at),
+        |result| matches!(result, Err(UnmountError::Busy { .. })),
+    )
+}
+
+/// [`unmount`] in one try, for where nothing may wait.
+pub fn unmount_once(at: &Place) -> Result<Done, UnmountError> {
     let failed = |source| UnmountError::Io {
         path: at.path().to_owned(),
         source,
@@ -53,11 +62,7 @@ pub fn unmount(at: &Place) -> Result<Done, UnmountError> {
     }
     let parent = format!("/proc/self/fd/{}", at.parent().as_raw_fd());
     let path = Path::new(&parent).join(at.name());
-    let result = outwait(
-        || umount2(&path, UnmountFlags::NOFOLLOW),
-        |result| *result == Err(Errno::BUSY),
-    );
-    match result {
+    match umount2(&path, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(Done::Now),
         // Somebody else's unmount came between.
         Err(Errno::INVAL | Errno::NOENT) if !is_mount(at).map_err(failed)? => Ok(Done::Already),

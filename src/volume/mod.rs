@@ -19,6 +19,7 @@ use std::{
 };
 
 use tokio::sync::{mpsc, oneshot};
+use tracing::{Instrument as _, Span};
 
 use crate::{
     Done,
@@ -165,6 +166,8 @@ impl Node {
         step: &'static str,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> T {
+        let span = Span::current();
+        let work = move || span.in_scope(work);
         progress
             .step(step, self.lanes.run(&volume.id, step, work))
             .await
@@ -268,11 +271,14 @@ impl Heart {
         T: Send + 'static,
     {
         let (send, receive) = oneshot::channel();
+        // The request's id goes through every line that its work logs.
+        let span = Span::current();
         let job: Job = Box::new(move |node| {
-            let work = job(node);
-            Box::pin(async move {
+            let work = span.in_scope(|| job(node));
+            let work = async move {
                 let _ = send.send(work.await);
-            })
+            };
+            Box::pin(work.instrument(span))
         });
         self.0.send(job).ok()?;
         receive.await.ok()

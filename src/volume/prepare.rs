@@ -6,9 +6,9 @@
 //! or writes the device opens it exclusively first: what is mounted anywhere,
 //! in whatever mount namespace, is neither probed nor formatted.
 
-use std::{fs::OpenOptions, io, os::unix::fs::OpenOptionsExt, path::Path, sync::Arc};
+use std::{io, path::Path, sync::Arc};
 
-use rustix::{fs::OFlags, io::Errno};
+use rustix::{fd::AsFd as _, fs::OFlags, io::Errno};
 
 use super::{
     Error, Node,
@@ -26,6 +26,7 @@ use crate::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
     },
+    kernel::{block, busy::outwait},
     ring::{child::Child, probe::Prober},
 };
 
@@ -45,21 +46,22 @@ enum Probed {
 }
 
 fn probe_device(prober: &Prober, device: &Device) -> io::Result<Probed> {
-    let flags = OFlags::DIRECT | OFlags::EXCL | OFlags::CLOEXEC;
-    let opened = OpenOptions::new()
-        .read(true)
-        .custom_flags(flags.bits().cast_signed())
-        .open(&device.node);
+    let flags = OFlags::DIRECT | OFlags::EXCL;
+    let busy = |error: &io::Error| error.raw_os_error() == Some(Errno::BUSY.raw_os_error());
+    let opened = outwait(
+        || block::open(&device.node, device.dev, flags),
+        |opened| opened.as_ref().is_err_and(busy),
+    );
     let file = match opened {
         Ok(file) => file,
-        Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+        Err(error) if busy(&error) => {
             return Ok(Probed::Busy(holders::holders(device.dev)));
         }
         Err(error) => return Err(error),
     };
     let size = sysfs::size_bytes(device.dev)?;
     let blocks = prober
-        .read(rustix::fd::AsFd::as_fd(&file), &probe::regions(size))
+        .read(file.as_fd(), &probe::regions(size))
         .map_err(io::Error::other)?;
     Ok(Probed::Content(probe::classify(size, &blocks)))
 }
@@ -71,15 +73,14 @@ pub async fn look(
     device: &Device,
     progress: &Progress,
 ) -> Result<Content, Error> {
-    let prober = node.prober.clone();
-    let on = device.clone();
-    let probed = node
+    let (reader, on) = (node.prober.clone(), device.clone());
+    let found = node
         .lane(volume, progress, "probe", move || {
-            probe_device(&prober, &on)
+            probe_device(&reader, &on)
         })
         .await
         .map_err(volume.io(format!("read {}", device.node.display())))?;
-    match probed {
+    match found {
         Probed::Content(content) => Ok(content),
         Probed::Busy(holders) => Err(Error::Busy {
             volume: volume.id.clone(),

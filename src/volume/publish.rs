@@ -29,7 +29,12 @@ use crate::{
     csi::validate::Mode as AccessMode,
     device::{Device, backend, sysfs},
     kernel::{Dev, block},
-    mount::{Look, Mounted, bind, options::MountOptions, path::Place, unmount},
+    mount::{
+        Look, Mounted, bind,
+        options::MountOptions,
+        path::Place,
+        unmount::{self, UnmountError},
+    },
 };
 
 /// `NodePublishVolume` of a staged volume.
@@ -367,17 +372,26 @@ async fn unmount_target(
         None => None,
     };
     if pinned.is_some() {
-        let done = progress
-            .step("unbind", async { unmount::unmount(place) })
-            .await
-            .map_err(|source| Error::Unmount {
-                volume: volume.id.clone(),
-                source,
-            })?;
-        already(volume, "unbind", done);
-        return Ok(());
+        let unbound = progress
+            .step("unbind", async { unmount::unmount_once(place) })
+            .await;
+        match unbound {
+            // Somebody looks at it just now, or uses it: found out on the lane.
+            Err(UnmountError::Busy { .. }) => {}
+            Err(source) => {
+                return Err(Error::Unmount {
+                    volume: volume.id.clone(),
+                    source,
+                });
+            }
+            Ok(done) => {
+                already(volume, "unbind", done);
+                return Ok(());
+            }
+        }
     }
-    // Maybe the last mount of its superblock: that one can hang.
+    drop(pinned);
+    // Busy, or maybe the last mount of its superblock, which can hang.
     let place = place.clone();
     let done = node
         .lane(volume, progress, "unmount", move || {

@@ -15,17 +15,23 @@ use super::{
     unstage::absent_is_none,
 };
 use crate::{
-    csi::validate::Mode,
+    csi::{status::chain, validate::Mode},
     device::Device,
     mount::{
         Look,
         options::MountOptions,
         table::{self, Entry},
     },
+    ring,
 };
+
+/// How long the start waits for the pools: one that does not answer must not
+/// keep the node from serving the others.
+const POOLS_ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
 /// Takes up every record of an earlier agent.
 pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
+    release_stale_claims(node).await;
     let boot_id = &node.backends.boot_id;
     let records = node.records.load(boot_id).await?;
     let mounts = table::list()?;
@@ -55,6 +61,26 @@ pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
     Ok(())
 }
 
+/// Before anything can be staged, so that no claim goes that a call just made.
+async fn release_stale_claims(node: &Node) {
+    let backends = Arc::clone(&node.backends);
+    let released = node
+        .lanes
+        .run("", "release", move || backends.release_stale_claims());
+    match ring::timer::timeout(POOLS_ANSWER_WITHIN, released).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            tracing::warn!(
+                error = chain(&error),
+                "claims of an earlier boot may be left in a pool"
+            );
+        }
+        Err(_) => {
+            tracing::warn!("a pool does not answer; claims of an earlier boot may be left in it");
+        }
+    }
+}
+
 /// Nobody unpublishes an inline volume whose pod's directory is gone.
 fn delete_if_orphaned(node: &Rc<Node>, volume: &Rc<Volume>) {
     let Some(target) = volume.record().and_then(|record| record.inline) else {
@@ -64,14 +90,14 @@ fn delete_if_orphaned(node: &Rc<Node>, volume: &Rc<Volume>) {
     {
         tracing::info!(volume_id = volume.id, target = %target.display(), "its pod is gone, the inline volume goes");
         let (node, id) = (node.clone(), volume.id.clone());
-        crate::ring::spawn(async move {
+        ring::spawn(async move {
             let deleted = node
                 .submit(id.clone(), Call::Unpublish(target), Duration::MAX)
                 .await;
             if let Err(error) = deleted {
                 tracing::error!(
                     volume_id = id,
-                    error = crate::csi::status::chain(&*error),
+                    error = chain(&*error),
                     "an orphaned inline volume stays"
                 );
             }

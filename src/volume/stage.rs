@@ -93,10 +93,11 @@ pub fn mounted_fs(
     let Look::Mount(mounted) = place.look().map_err(failed())? else {
         return Ok(None);
     };
-    let fs = table::entry(mounted.id)
-        .map_err(failed())?
-        .filter(|entry| Path::new(&entry.source) == device.node)
-        .and_then(|entry| entry.fs_type.parse().ok());
+    let opened = place.open().map_err(failed())?;
+    let entry = table::covering(opened.as_fd()).map_err(failed())?;
+    let fs = (Path::new(&entry.source) == device.node)
+        .then(|| entry.fs_type.parse().ok())
+        .flatten();
     Ok(fs.map(|fs| (fs, mounted.dev)))
 }
 

@@ -19,6 +19,7 @@ use std::{
 
 use futures_util::{FutureExt as _, future::Shared};
 use tokio::sync::oneshot;
+use tracing::Instrument as _;
 
 use super::{Error, Node, record::Held, spec::Call};
 use crate::{observe::metrics, ring};
@@ -256,14 +257,12 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Call) -> Started {
     if let Poll::Ready(answer) = work.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
         return Started::Finished(answer);
     }
-    ring::spawn(async move {
+    let task = async move {
         let answer = work.await;
-        if let Err(error) = &answer {
-            tracing::debug!(error = crate::csi::status::chain(&**error), "call failed");
-        }
         // All callers may have gone.
         let _ = send.send(answer);
-    });
+    };
+    ring::spawn(task.in_current_span());
     Started::Runs(running)
 }
 

@@ -110,7 +110,7 @@ pub async fn unmount(
         .lane(volume, progress, "unmount", move || {
             unmount::unmount(&place).map_err(|error| match error {
                 UnmountError::Busy { .. } => Err(crate::device::holders::holders(dev)),
-                other => Ok(other),
+                other @ UnmountError::Io { .. } => Ok(other),
             })
         })
         .await;
@@ -167,12 +167,11 @@ async fn detach(
                 Some(device) => Some(device),
                 None => backends.attached(&source)?,
             };
-            let detached = match &device {
-                Some(device) => backends.detach(&source, device)?,
-                None => {
-                    backends.release_source(&source)?;
-                    Detached::Already
-                }
+            let detached = if let Some(device) = &device {
+                backends.detach(&source, device)?
+            } else {
+                backends.release_source(&source)?;
+                Detached::Already
             };
             Ok((device, detached))
         })

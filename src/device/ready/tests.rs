@@ -1,4 +1,9 @@
-use std::{fs::File, future::Future, time::Duration};
+use std::{
+    fs::{self, File},
+    future::Future,
+    os::unix::fs::MetadataExt as _,
+    time::Duration,
+};
 
 use super::*;
 use crate::ring::{self, child::Child, timer::timeout};
