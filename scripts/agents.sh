@@ -13,6 +13,8 @@ export PATH=$BIN_DIR:$PATH
 # Short, because the path of a unix socket has at most 107 bytes.
 work=$(mktemp -d "${TMPDIR:-/tmp}/uring-csi.XXXXXX")
 pids=()
+# Further flags of the node agent.
+node_flags=()
 export URING_CSI_NODE_ENDPOINT=unix://$work/run/node.sock
 export URING_CSI_CONTROLLER_ENDPOINT=unix://$work/run/controller.sock
 
@@ -66,7 +68,7 @@ start_agents() {
     --kubelet-dir "$work/kubelet" \
     --allow-path "$work/mnt" \
     --pool "demo=$work/pool,local" \
-    "$@" 2>>"$work/agents.log" &
+    "${node_flags[@]}" 2>>"$work/agents.log" &
   pids+=($!)
   uring-csi-controller \
     --endpoint "$URING_CSI_CONTROLLER_ENDPOINT" \

@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 source scripts/agents.sh
 
 make_pool
-start_agents --metrics-listen 127.0.0.1:9809
+node_flags=(--metrics-listen 127.0.0.1:9809)
+start_agents
 cat <<TEXT
 The agents run. In another shell, as root:
 
