@@ -81,9 +81,9 @@ impl Volumes {
 impl Context {
     /// Names by id; without a controller, none.
     async fn names(&self) -> HashMap<String, String> {
-        let entries = self.list_volumes().await.unwrap_or_default();
-        let volumes = entries.into_iter().filter_map(|entry| entry.volume);
+        let volumes = self.list_volumes().await.unwrap_or_default();
         volumes
+            .into_iter()
             .map(|volume| {
                 let name = name_of(&volume.volume_context).to_owned();
                 (volume.volume_id, name)

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use super::{context::Context, error::CliError};
 use crate::proto::{
     admin::HeldVolume,
-    csi::{ListVolumesRequest, Volume, list_volumes_response::Entry},
+    csi::{ListVolumesRequest, Volume},
 };
 
 /// The key of the volume context that holds the name given to CreateVolume.
@@ -24,8 +24,8 @@ pub fn name_of(context: &HashMap<String, String>) -> &str {
 
 impl Context {
     /// Every volume of the controller, all pages.
-    pub async fn list_volumes(&self) -> Result<Vec<Entry>, CliError> {
-        let mut entries = Vec::new();
+    pub async fn list_volumes(&self) -> Result<Vec<Volume>, CliError> {
+        let mut volumes = Vec::new();
         let mut starting_token = String::new();
         loop {
             let request = ListVolumesRequest {
@@ -37,18 +37,17 @@ impl Context {
                     client.list_volumes(request).await
                 })
                 .await?;
-            entries.extend(page.entries);
+            volumes.extend(page.entries.into_iter().filter_map(|entry| entry.volume));
             starting_token = page.next_token;
             if starting_token.is_empty() {
-                return Ok(entries);
+                return Ok(volumes);
             }
         }
     }
 
     /// The volume that has `wanted` as its id or its name, from the controller.
     pub async fn volume(&self, wanted: &str) -> Result<Volume, CliError> {
-        let volumes = self.list_volumes().await?;
-        pick(wanted, volumes.into_iter().filter_map(|entry| entry.volume))
+        pick(wanted, self.list_volumes().await?.into_iter())
     }
 
     /// What the node holds under the id, the published path or the name

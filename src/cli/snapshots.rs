@@ -151,7 +151,6 @@ impl List {
         let name = |id: &str| {
             volumes
                 .iter()
-                .filter_map(|entry| entry.volume.as_ref())
                 .find(|volume| volume.volume_id == id)
                 .map_or("", |volume| name_of(&volume.volume_context))
         };

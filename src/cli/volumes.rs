@@ -14,7 +14,7 @@ use super::{
 };
 use crate::proto::csi::{
     CapacityRange, ControllerExpandVolumeRequest, CreateVolumeRequest, DeleteVolumeRequest,
-    NodeExpandVolumeRequest, Volume, list_volumes_response::Entry,
+    NodeExpandVolumeRequest, Volume,
 };
 use crate::size::{Size, human};
 
@@ -203,49 +203,31 @@ pub struct List {}
 /// The volumes that the controller knows.
 #[derive(Debug, Serialize)]
 pub struct Listed {
-    volumes: Vec<ListedVolume>,
-}
-
-#[derive(Debug, Serialize)]
-struct ListedVolume {
-    #[serde(flatten)]
-    volume: VolumeAnswer,
-    published_node_ids: Vec<String>,
+    volumes: Vec<VolumeAnswer>,
 }
 
 impl List {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<Listed, CliError> {
         let volumes = context.list_volumes().await?;
-        let volumes = volumes.into_iter().filter_map(listed).collect();
+        let volumes = volumes.into_iter().map(VolumeAnswer::from).collect();
         Ok(Listed { volumes })
     }
 }
 
-fn listed(entry: Entry) -> Option<ListedVolume> {
-    Some(ListedVolume {
-        volume: entry.volume?.into(),
-        published_node_ids: entry
-            .status
-            .map(|status| status.published_node_ids)
-            .unwrap_or_default(),
-    })
-}
-
 impl Answer for Listed {
     fn text(&self) -> String {
-        let rows = self.volumes.iter().map(|listed| {
-            let context = |key: &str| listed.volume.volume_context.get(key).cloned();
+        let rows = self.volumes.iter().map(|volume| {
+            let context = |key: &str| volume.volume_context.get(key).cloned();
             [
-                listed.volume.name.clone(),
-                human(listed.volume.capacity_bytes),
+                volume.name.clone(),
+                human(volume.capacity_bytes),
                 context("backend").unwrap_or_default(),
                 context("pool").unwrap_or_default(),
-                listed.published_node_ids.join(","),
-                listed.volume.volume_id.clone(),
+                volume.volume_id.clone(),
             ]
         });
-        let header = ["NAME", "SIZE", "BACKEND", "POOL", "NODES", "ID"];
+        let header = ["NAME", "SIZE", "BACKEND", "POOL", "ID"];
         table(header, rows, "there are no volumes")
     }
 }
