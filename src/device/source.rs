@@ -17,10 +17,14 @@ pub enum Source {
         image: String,
         /// Bypass the page cache of the pool's file system where it can.
         direct_io: bool,
-        /// The device's logical block size in bytes; 0: the kernel's default.
+        /// The device's logical block size in bytes. Part of the volume: a file
+        /// system that was made on 512 does not mount on 4096, which the kernel
+        /// by itself would choose by the image file's state (Linux 6.11).
         sector_size: u32,
     },
 }
+
+const DEFAULT_SECTOR: u32 = 512;
 
 /// A volume context that names no source.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +65,7 @@ impl Source {
                     }
                 },
                 sector_size: match get("sectorSize") {
-                    None => 0,
+                    None => DEFAULT_SECTOR,
                     Some(text) => match text.parse() {
                         Ok(size @ (512 | 1024 | 2048 | 4096)) => size,
                         _ => {
@@ -86,8 +90,19 @@ impl Source {
             pool: pool.to_owned(),
             image: image.to_owned(),
             direct_io: true,
-            sector_size: 0,
+            sector_size: DEFAULT_SECTOR,
         }
+    }
+
+    /// Whether both name the same bytes, however attached.
+    pub fn is_same(&self, other: &Self) -> bool {
+        let Self::Loop { pool, image, .. } = self;
+        let Self::Loop {
+            pool: other_pool,
+            image: other_image,
+            ..
+        } = other;
+        (pool, image) == (other_pool, other_image)
     }
 
     /// The backend's name, as metrics and listings show it.

@@ -3,6 +3,7 @@
 use std::{fmt, io, path::PathBuf, time::Duration};
 
 use crate::{
+    csi::status::chain,
     device::{
         DeviceError, SourceError,
         holders::{self, Holder},
@@ -223,7 +224,11 @@ pub enum Error {
         source: io::Error,
     },
     /// A call failed, and what it had done could not be undone.
-    #[error("{cause}; and what was done could not be undone ({undo}): the next call takes it up")]
+    #[error(
+        "{}; and what was done could not be undone ({}): the next call takes it up",
+        chain(cause),
+        chain(undo)
+    )]
     NotUndone {
         /// Why the call failed.
         cause: Box<Error>,

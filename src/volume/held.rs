@@ -8,7 +8,7 @@ use super::{
     spec::Use,
     task::{UnderWay, Volume},
 };
-use crate::{device::Device, fs::FsType, kernel::Dev};
+use crate::{device::Device, fs::FsType};
 
 /// One volume, as `uringctl volumes` shows it.
 #[derive(Clone, Debug)]
@@ -80,13 +80,6 @@ impl Volume {
         record.device.clone().ok_or_else(|| {
             self.precondition("it has no device yet: its staging did not finish; stage it again")
         })
-    }
-
-    /// Whether the device with this number is this volume's.
-    pub fn is_on(&self, dev: Dev) -> bool {
-        let held = self.held.borrow();
-        let device = held.as_ref().and_then(|held| held.record.device.as_ref());
-        device.is_some_and(|device| device.dev == dev)
     }
 }
 

@@ -37,7 +37,6 @@ pub struct Record {
     /// Where it is staged; for an inline volume its target.
     pub staging_path: PathBuf,
     /// Raw or mounted, as asked.
-    #[serde(flatten)]
     pub usage: Use,
     /// The file system that is mounted.
     pub fs: Option<FsType>,

@@ -11,11 +11,11 @@ use super::{
     record::{Phase, Record},
     spec::{Stage, Use},
     task::{Progress, Volume},
-    unstage,
+    unstage::{self, forget},
 };
 use crate::{
     Done,
-    device::{Device, How, ready, sysfs},
+    device::{Device, How, Source, ready, sysfs},
     fs::{FsType, grow},
     kernel::Dev,
     mount::{
@@ -108,21 +108,43 @@ async fn bring_up(
     spec: &Stage,
     place: &Place,
     progress: &Progress,
-) -> Result<Record, Error> {
+) -> Result<(), Error> {
+    let before = volume.record();
     let mut record = Record::begin(&volume.id, &node.backends.boot_id, spec);
+    if let Some(before) = &before {
+        record.device.clone_from(&before.device);
+        record.root_dev = before.root_dev;
+        record.fs = before.fs;
+    }
     node.remember(volume, record.clone()).await?;
-    match steps(node, volume, spec, place, &mut record, progress).await {
-        Ok(()) => Ok(record),
-        Err(cause) => {
-            let now = volume.record().unwrap_or(record);
-            match unstage::tear_down(node, volume, &now, progress).await {
-                Ok(()) => Err(cause),
-                Err(undo) => Err(Error::NotUndone {
-                    cause: Box::new(cause),
-                    undo: Box::new(undo),
-                }),
+    let attached = attach_source(node, volume, spec, progress).await;
+    let cause = match attached {
+        Ok(device) => {
+            record.device = Some(device.clone());
+            match steps(node, volume, spec, place, &mut record, &device, progress).await {
+                Ok(()) => return Ok(()),
+                Err(cause) => cause,
             }
         }
+        // Whatever is attached, this call did not do it.
+        Err(cause) if before.is_none() => {
+            return match forget(node, volume, &record, progress).await {
+                Ok(()) => Err(cause),
+                Err(undo) => Err(not_undone(cause, undo)),
+            };
+        }
+        Err(cause) => cause,
+    };
+    match unstage::tear_down(node, volume, &record, progress).await {
+        Ok(()) => Err(cause),
+        Err(undo) => Err(not_undone(cause, undo)),
+    }
+}
+
+fn not_undone(cause: Error, undo: Error) -> Error {
+    Error::NotUndone {
+        cause: Box::new(cause),
+        undo: Box::new(undo),
     }
 }
 
@@ -132,23 +154,22 @@ async fn steps(
     spec: &Stage,
     place: &Place,
     record: &mut Record,
+    device: &Device,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let device = attach_source(node, volume, spec, progress).await?;
-    record.device = Some(device.clone());
     if let Use::Mount { options, .. } = &spec.usage {
         // Known before anything is mounted: whoever takes this up after a
         // crash must know which device to look for.
         node.remember(volume, record.clone()).await?;
-        if let Some((fs, root_dev)) = mounted_fs(volume, place, &device)? {
+        if let Some((fs, root_dev)) = mounted_fs(volume, place, device)? {
             already(volume, "mount", Done::Already);
             (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
         } else {
             let prepared =
-                prepare::prepare(node, volume, record, &device, &spec.mkfs_options, progress)
+                prepare::prepare(node, volume, record, device, &spec.mkfs_options, progress)
                     .await?;
             let root_dev = mount(
-                node, volume, spec, options, place, &device, &prepared, progress,
+                node, volume, spec, options, place, device, &prepared, progress,
             )
             .await?;
             (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
@@ -156,7 +177,7 @@ async fn steps(
                 node,
                 volume,
                 place,
-                &device,
+                device,
                 &prepared,
                 spec.read_only,
                 progress,
@@ -171,12 +192,19 @@ async fn steps(
     node.remember(volume, record.clone()).await
 }
 
+/// Attaches the source, after making it where it is an inline volume's. Where
+/// this fails, nothing stays that it did, but for the inline volume's image.
 pub async fn attach_source(
     node: &Rc<Node>,
     volume: &Volume,
     spec: &Stage,
     progress: &Progress,
 ) -> Result<Device, Error> {
+    if let Some(other) = node.other_user(volume, &spec.source) {
+        return Err(volume.precondition(format!(
+            "its source is in use on this node by volume {other}"
+        )));
+    }
     if let Some(inline) = &spec.inline {
         let backends = Arc::clone(&node.backends);
         let (source, id, bytes) = (spec.source.clone(), volume.id.clone(), inline.bytes);
@@ -201,13 +229,6 @@ pub async fn attach_source(
         .await
         .map_err(|error| volume.device(error))?;
     already(volume, "attach", done);
-    if let Some(other) = node.other_holder(volume, &device) {
-        // Found attached: for another handle of this node.
-        return Err(volume.precondition(format!(
-            "its image is attached as {} for volume {other}",
-            device.node.display()
-        )));
-    }
     progress
         .step("ready", ready::loop_ready(&node.uevents, device.dev))
         .await
@@ -366,12 +387,16 @@ pub async fn own(
 }
 
 impl Node {
-    /// Another volume of this node that has this device.
-    fn other_holder(&self, volume: &Volume, device: &Device) -> Option<String> {
+    /// Another volume of this node that has these bytes: a second handle of one
+    /// image would unstage it under the first.
+    fn other_user(&self, volume: &Volume, source: &Source) -> Option<String> {
         let volumes = self.volumes.borrow();
-        volumes
-            .values()
-            .find(|other| other.id != volume.id && other.is_on(device.dev))
-            .map(|other| other.id.clone())
+        let other = volumes.values().find(|other| {
+            other.id != volume.id
+                && other
+                    .record()
+                    .is_some_and(|record| record.source.is_same(source))
+        });
+        other.map(|other| other.id.clone())
     }
 }

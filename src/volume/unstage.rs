@@ -10,7 +10,7 @@ use super::{
     task::{Progress, Volume},
 };
 use crate::{
-    device::{Device, backend, loopdev::Detached, ready},
+    device::{Device, backend, holders, loopdev::Detached, ready},
     mount::{
         path::{PathError, Place},
         unmount::{self, UnmountError},
@@ -73,6 +73,16 @@ pub async fn tear_down(
         }
     }
     detach(node, volume, &record, progress).await?;
+    forget(node, volume, &record, progress).await
+}
+
+/// Forgets a volume of which nothing is attached, with an inline volume's image.
+pub async fn forget(
+    node: &Rc<Node>,
+    volume: &Volume,
+    record: &Record,
+    progress: &Progress,
+) -> Result<(), Error> {
     if record.inline.is_some() {
         let backends = Arc::clone(&node.backends);
         let (source, id) = (record.source.clone(), volume.id.clone());
@@ -109,7 +119,7 @@ pub async fn unmount(
     let unmounted = node
         .lane(volume, progress, "unmount", move || {
             unmount::unmount(&place).map_err(|error| match error {
-                UnmountError::Busy { .. } => Err(crate::device::holders::holders(dev)),
+                UnmountError::Busy { .. } => Err(holders::holders(dev)),
                 other @ UnmountError::Io { .. } => Ok(other),
             })
         })
@@ -178,9 +188,21 @@ async fn detach(
         .await
         .map_err(|error| volume.device(error))?;
     if let (Some(device), Detached::Deferred) = (device, detached) {
-        // Somebody, such as udevd, had it open for a moment.
+        // Somebody has it open: udevd for a moment, or whoever is named here.
+        let dev = device.dev;
+        let held_by = node
+            .lane(volume, progress, "holders", move || holders::holders(dev))
+            .await;
+        let gone = async {
+            progress.waits_for(format!(
+                "{}: {}",
+                device.node.display(),
+                holders::describe(&held_by)
+            ));
+            ready::loop_gone(&node.uevents, device.dev).await
+        };
         progress
-            .step("gone", ready::loop_gone(&node.uevents, device.dev))
+            .step("gone", gone)
             .await
             .map_err(volume.io(format!("wait for {} to go", device.node.display())))?;
         let backends = Arc::clone(&node.backends);
