@@ -11,17 +11,23 @@ pub trait Answer: Serialize {
     fn text(&self) -> String;
 }
 
-/// Prints `answer` on stdout. A reader that went away (`| head`) is no error.
+/// Prints `answer` on stdout.
 pub fn print(answer: &impl Answer, json: bool) -> io::Result<()> {
-    let text = if json {
+    let mut text = if json {
         serde_json::to_string_pretty(answer)?
     } else {
         answer.text()
     };
-    if text.is_empty() {
-        return Ok(());
+    if !text.is_empty() {
+        text.push('\n');
     }
-    match writeln!(io::stdout().lock(), "{text}") {
+    write(text.as_bytes())
+}
+
+/// Writes on stdout. A reader that went away (`| head`) is no error.
+pub fn write(bytes: &[u8]) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         done => done,
     }

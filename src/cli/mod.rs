@@ -20,7 +20,11 @@ mod resolve;
 mod snapshots;
 mod volumes;
 
-use std::{io::IsTerminal, process::ExitCode, time::Duration};
+use std::{
+    io::{self, IsTerminal as _},
+    process::ExitCode,
+    time::Duration,
+};
 
 use clap::{CommandFactory, Parser, Subcommand};
 
@@ -46,6 +50,8 @@ pub struct Cli {
     #[arg(
         long,
         global = true,
+        help_heading = ANYWHERE,
+        hide_env_values = true,
         value_name = "ENDPOINT",
         env = "URING_CSI_NODE_ENDPOINT",
         default_value = "unix:///run/uring-csi/node.sock"
@@ -55,6 +61,8 @@ pub struct Cli {
     #[arg(
         long,
         global = true,
+        help_heading = ANYWHERE,
+        hide_env_values = true,
         value_name = "ENDPOINT",
         env = "URING_CSI_CONTROLLER_ENDPOINT",
         default_value = "unix:///run/uring-csi/controller.sock"
@@ -64,6 +72,8 @@ pub struct Cli {
     #[arg(
         long,
         global = true,
+        help_heading = ANYWHERE,
+        hide_env_values = true,
         value_name = "TIME",
         env = "URING_CSI_TIMEOUT",
         default_value = "2m",
@@ -71,11 +81,14 @@ pub struct Cli {
     )]
     timeout: Duration,
     /// Print JSON
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = ANYWHERE)]
     json: bool,
     #[command(subcommand)]
     command: Command,
 }
+
+/// The heading of options that every command has.
+const ANYWHERE: &str = "Options of every command";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -131,7 +144,7 @@ impl Cli {
                 self.controller_endpoint,
                 self.timeout,
             ),
-            progress: Progress::new(std::io::stderr().is_terminal()),
+            progress: Progress::new(io::stderr().is_terminal()),
         };
         match self.command {
             Command::Up(it) => print(&it.run(context).await?, json),
@@ -154,21 +167,20 @@ impl Cli {
             Command::Format(it) => print(&it.run(context).await?, json),
             Command::Release(it) => print(&it.run()?, json),
             Command::Completions(it) => {
-                let mut command = Self::command();
-                clap_complete::generate(
-                    it.shell,
-                    &mut command,
-                    "uringctl",
-                    &mut std::io::stdout().lock(),
-                );
-                Ok(())
+                let mut script = Vec::new();
+                clap_complete::generate(it.shell, &mut Self::command(), "uringctl", &mut script);
+                written(answer::write(&script))
             }
         }
     }
 }
 
 fn print(answer: &impl Answer, json: bool) -> Result<(), CliError> {
-    answer::print(answer, json).map_err(|source| CliError::Io {
+    written(answer::print(answer, json))
+}
+
+fn written(done: io::Result<()>) -> Result<(), CliError> {
+    done.map_err(|source| CliError::Io {
         doing: "write to",
         path: "stdout".into(),
         source,
