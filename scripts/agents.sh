@@ -36,9 +36,10 @@ tidy() {
     kill "${pids[@]}" 2>/dev/null
     wait "${pids[@]}" 2>/dev/null
   fi
-  # What a failed run left, the pool's own file system last.
-  for mount in $(mounts_below "$work"); do umount "$mount"; done
-  for loop in $(loops_below "$work"); do losetup -d "$loop"; done
+  # What a failed run left; the pool last, because images in it were attached.
+  for mount in $(mounts_below "$work" | grep -vx "$work/pool"); do umount "$mount"; done
+  for loop in $(loops_below "$work/pool"); do losetup -d "$loop"; done
+  mountpoint -q "$work/pool" && umount "$work/pool"
   if ((status != 0)) && [[ -s $work/agents.log ]]; then
     echo "--- the agents' log:" >&2
     tail -n 40 "$work/agents.log" >&2

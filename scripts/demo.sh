@@ -11,8 +11,8 @@ title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 # Shows a command, runs it, says how long it took.
 show() {
   local start=${EPOCHREALTIME/./}
-  printf '\033[36m$ %s\033[0m\n' "${*//$work/}"
-  "$@" | sed "s|$work||g"
+  printf '\033[36m$ %s\033[0m\n' "$*"
+  "$@"
   printf '\033[2m  (%d.%03d ms)\033[0m\n' \
     $(((${EPOCHREALTIME/./} - start) / 1000)) $(((${EPOCHREALTIME/./} - start) % 1000))
 }
@@ -39,7 +39,8 @@ show cat "$work/mnt/restored/story"
 title "A clone"
 sync -f "$work/mnt/data"
 show uringctl clone data copy
-show uringctl up copy 1Gi "$work/mnt/copy" --from-volume data
+show uringctl stage copy
+show uringctl publish copy "$work/mnt/copy"
 show cat "$work/mnt/copy/story"
 
 title "Grown while it is mounted"
@@ -61,10 +62,10 @@ show uringctl snapshot delete "$snapshot"
 show uringctl list
 show uringctl volumes
 
-left=$(mounts_below "$work" | grep -vx "$work/pool" || true)
-left+=$(loops_below "$work" | while read -r loop; do
-  [[ $(losetup --noheadings --output BACK-FILE "$loop") == "$work/pool.img" ]] || echo "$loop"
-done)
+left=$(
+  mounts_below "$work" | grep -vx "$work/pool"
+  loops_below "$work/pool"
+)
 [[ -z $left ]] || {
   echo "left behind: $left" >&2
   exit 1

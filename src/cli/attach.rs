@@ -25,6 +25,8 @@ use crate::proto::csi::{
 /// What a command did to one volume.
 #[derive(Debug, Serialize)]
 pub struct Attached {
+    /// As the operator called it.
+    volume: String,
     volume_id: String,
     /// staged, published, unpublished or unstaged.
     state: &'static str,
@@ -33,12 +35,7 @@ pub struct Attached {
 
 impl Answer for Attached {
     fn text(&self) -> String {
-        format!(
-            "{} {} at {}",
-            self.volume_id,
-            self.state,
-            self.path.display()
-        )
+        format!("{} {} at {}", self.volume, self.state, self.path.display())
     }
 }
 
@@ -84,6 +81,7 @@ impl Stage {
             .stage(context, self.usage.capability(), volume_context)
             .await?;
         Ok(Attached {
+            volume: self.volume,
             volume_id,
             state: "staged",
             path,
@@ -129,6 +127,7 @@ impl Publish {
             .publish(context, capability, &path, self.read_only, HashMap::new())
             .await?;
         Ok(Attached {
+            volume: self.volume,
             volume_id: held.volume_id,
             state: "published",
             path,
@@ -157,6 +156,7 @@ impl Unpublish {
             .unpublish(&self.volume, &volume_id, &path.to_string_lossy())
             .await?;
         Ok(Attached {
+            volume: self.volume,
             volume_id,
             state: "unpublished",
             path,
@@ -195,6 +195,7 @@ impl Unstage {
         };
         staging.unstage(context).await?;
         Ok(Attached {
+            volume: self.volume,
             volume_id,
             state: "unstaged",
             path,

@@ -130,14 +130,15 @@ impl HeldAnswer {
     }
 }
 
+fn name_or_id<'v>(name: &'v str, id: &'v str) -> &'v str {
+    if name.is_empty() { id } else { name }
+}
+
 impl Answer for Held {
     fn text(&self) -> String {
         let rows = self.volumes.iter().map(|volume| {
             [
-                match volume.name.as_str() {
-                    "" => volume.volume_id.clone(),
-                    name => name.to_owned(),
-                },
+                name_or_id(&volume.name, &volume.volume_id).to_owned(),
                 volume.state.clone(),
                 volume.device.clone(),
                 volume.access.clone(),
@@ -269,6 +270,8 @@ pub struct HealthAnswer {
 
 #[derive(Debug, Serialize)]
 struct VolumeHealth {
+    /// From the controller; empty where it can't be asked.
+    name: String,
     volume_id: String,
     /// None: healthy.
     conditions: Vec<Condition>,
@@ -293,15 +296,21 @@ impl Health {
             }
             held
         };
+        let mut names = context.names().await;
         let mut volumes = Vec::new();
         for volume in held {
-            volumes.push(health_of(context, volume).await?);
+            let name = names.remove(&volume.volume_id).unwrap_or_default();
+            volumes.push(health_of(context, name, volume).await?);
         }
         Ok(HealthAnswer { volumes })
     }
 }
 
-async fn health_of(context: &Context, held: HeldVolume) -> Result<VolumeHealth, CliError> {
+async fn health_of(
+    context: &Context,
+    name: String,
+    held: HeldVolume,
+) -> Result<VolumeHealth, CliError> {
     let published = held.targets.into_iter().next();
     let request = NodeGetVolumeHealthRequest {
         volume_id: held.volume_id.clone(),
@@ -330,6 +339,7 @@ async fn health_of(context: &Context, held: HeldVolume) -> Result<VolumeHealth, 
             message: entry.message,
         });
     Ok(VolumeHealth {
+        name,
         volume_id: held.volume_id,
         conditions: conditions.collect(),
     })
@@ -339,7 +349,8 @@ impl Answer for HealthAnswer {
     fn text(&self) -> String {
         let rows = self.volumes.iter().flat_map(|volume| {
             let row = |status: &str, reason: &str, message: &str| {
-                [volume.volume_id.as_str(), status, reason, message].map(str::to_owned)
+                let volume = name_or_id(&volume.name, &volume.volume_id);
+                [volume, status, reason, message].map(str::to_owned)
             };
             if volume.conditions.is_empty() {
                 return vec![row("healthy", "", "")];

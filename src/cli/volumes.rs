@@ -293,6 +293,8 @@ pub struct Expand {
 /// What a volume has grown to.
 #[derive(Debug, Serialize)]
 pub struct Expanded {
+    /// As the operator called it.
+    volume: String,
     volume_id: String,
     capacity_bytes: i64,
     /// Whether this node grew the device and the file system, too.
@@ -318,6 +320,7 @@ impl Expand {
             })
             .await?;
         let mut expanded = Expanded {
+            volume: wanted.clone(),
             volume_id: volume_id.clone(),
             capacity_bytes: grown.capacity_bytes,
             grown_on_node: false,
@@ -366,10 +369,6 @@ impl Answer for Expanded {
         } else {
             ""
         };
-        format!(
-            "{} has {}{then}",
-            self.volume_id,
-            human(self.capacity_bytes)
-        )
+        format!("{} has {}{then}", self.volume, human(self.capacity_bytes))
     }
 }
