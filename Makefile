@@ -5,7 +5,7 @@ BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,
 export BIN_DIR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit lint bench clean
+.PHONY: help setup build demo run test unit lint audit bench clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,8 +40,11 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	cargo clippy --no-default-features --features node,cli -- -D warnings
 	@if command -v kubectl || command -v kustomize; then scripts/check_deploy.py; \
 	else echo "deploy: not checked, neither kubectl nor kustomize is installed"; fi
-	@if cargo deny --version >/dev/null 2>&1; then cargo deny check; \
+	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "dependencies: not checked, cargo-deny is not installed"; fi
+
+audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
+	cargo deny check advisories
 
 bench: setup ## Measure (PERFORMANCE.md says what)
 	cargo bench --bench node

@@ -28,9 +28,18 @@ pub fn step(step: &'static str, backend: &'static str, elapsed: Duration) {
     histogram!(STEP_DURATION, "step" => step, "backend" => backend).record(elapsed);
 }
 
-/// Sets how many volumes are in `state` (`staged`, `staging` …) now.
-pub fn volumes(state: &'static str, count: usize) {
-    gauge!(VOLUMES, "state" => state).set(as_gauge(count));
+/// Records that a volume went from one state (`staging`, `staged` …) to another;
+/// none: this node does not hold it.
+pub fn volume_moved(from: Option<&'static str>, to: Option<&'static str>) {
+    if from == to {
+        return;
+    }
+    if let Some(state) = from {
+        gauge!(VOLUMES, "state" => state).decrement(1.0);
+    }
+    if let Some(state) = to {
+        gauge!(VOLUMES, "state" => state).increment(1.0);
+    }
 }
 
 /// Sets how many lane threads there are, idle ones included.
@@ -129,7 +138,7 @@ fn describe() {
     );
 }
 
-/// Counts of threads and volumes are far below 2^32, where f64 is exact.
+/// Counts of threads are far below 2^32, where f64 is exact.
 fn as_gauge(count: usize) -> f64 {
     f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
@@ -164,8 +173,15 @@ pub(super) mod tests {
         let metrics = installed();
         call("NodeStageVolume", "OK", Duration::from_micros(70));
         step("mount", "loop", Duration::from_millis(3));
+        for (from, to) in [
+            (None, Some("staging")),
+            (None, Some("staging")),
+            (Some("staging"), Some("staged")),
+            (Some("staged"), Some("staged")),
+        ] {
+            volume_moved(from, to);
+        }
         metrics.before_scrape(|| {
-            volumes("staged", 7);
             lane_threads(3);
             lane_stuck(1);
         });
@@ -176,7 +192,8 @@ pub(super) mod tests {
             r#"uring_csi_call_duration_seconds_bucket{method="NodeStageVolume",code="OK",le="0.00005"} 0"#,
             r#"uring_csi_call_duration_seconds_bucket{method="NodeStageVolume",code="OK",le="0.0001"} 1"#,
             r#"uring_csi_step_duration_seconds_bucket{step="mount",backend="loop",le="120"} 1"#,
-            r#"uring_csi_volumes{state="staged"} 7"#,
+            r#"uring_csi_volumes{state="staged"} 1"#,
+            r#"uring_csi_volumes{state="staging"} 1"#,
             "uring_csi_lane_threads 3",
             "uring_csi_lane_stuck 1",
         ] {

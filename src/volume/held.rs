@@ -8,7 +8,7 @@ use super::{
     spec::Use,
     task::{UnderWay, Volume},
 };
-use crate::{device::Device, fs::FsType};
+use crate::{device::Device, fs::FsType, observe::metrics};
 
 /// One volume, as `uringctl volumes` shows it.
 #[derive(Clone, Debug)]
@@ -52,24 +52,26 @@ impl Node {
             }),
             staging_path: record.map(|r| r.staging_path.clone()).unwrap_or_default(),
             targets: held.as_ref().map(|h| h.targets.clone()).unwrap_or_default(),
-            state: record.map_or("", |r| {
-                if r.inline.is_some() {
-                    "inline"
-                } else {
-                    r.phase.as_str()
-                }
-            }),
+            state: record.map_or("", Record::state),
             under_way: volume.under_way(self),
         }
     }
 
-    /// How many volumes are in which state, for the gauges.
+    /// How many volumes there are, in whatever state.
     pub fn count(&self) -> usize {
         self.volumes.borrow().len()
     }
 }
 
 impl Volume {
+    /// Replaces what is known of the volume; the gauges follow.
+    pub fn hold(&self, held: Option<Held>) {
+        let state = |held: &Option<Held>| held.as_ref().map(|h| h.record.state());
+        let now = state(&held);
+        let before = state(&self.held.replace(held));
+        metrics::volume_moved(before, now);
+    }
+
     /// A copy of the record, if there is one.
     pub fn record(&self) -> Option<Record> {
         self.held.borrow().as_ref().map(|held| held.record.clone())
@@ -90,16 +92,11 @@ impl Node {
             .save(&record)
             .await
             .map_err(volume.io("write the volume's record"))?;
-        let mut held = volume.held.borrow_mut();
-        match held.as_mut() {
-            Some(held) => held.record = record,
-            None => {
-                *held = Some(Held {
-                    record,
-                    targets: BTreeMap::new(),
-                });
-            }
-        }
+        let targets = volume.held.borrow().as_ref().map(|h| h.targets.clone());
+        volume.hold(Some(Held {
+            record,
+            targets: targets.unwrap_or_default(),
+        }));
         Ok(())
     }
 
@@ -109,7 +106,7 @@ impl Node {
             .forget(&volume.id, inline)
             .await
             .map_err(volume.io("remove the volume's record"))?;
-        volume.held.replace(None);
+        volume.hold(None);
         Ok(())
     }
 }

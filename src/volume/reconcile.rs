@@ -55,7 +55,7 @@ pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
             "taken up"
         );
         let volume = node.volume(&record.volume_id);
-        volume.held.replace(Some(Held { record, targets }));
+        volume.hold(Some(Held { record, targets }));
         delete_if_orphaned(node, &volume);
     }
     Ok(())
@@ -210,7 +210,7 @@ pub async fn rebuild(
     };
     tracing::warn!(volume_id = volume.id, device = %found.device.node.display(), "found without a record, taken up");
     let targets = targets(&mounts, &record, &found.device);
-    volume.held.replace(Some(Held {
+    volume.hold(Some(Held {
         record: record.clone(),
         targets,
     }));

@@ -77,6 +77,15 @@ impl Phase {
 }
 
 impl Record {
+    /// As listings and gauges show it.
+    pub fn state(&self) -> &'static str {
+        if self.inline.is_some() {
+            "inline"
+        } else {
+            self.phase.as_str()
+        }
+    }
+
     /// The record of a stage that begins.
     pub fn begin(volume_id: &str, boot_id: &str, spec: &Stage) -> Self {
         Self {
