@@ -319,14 +319,7 @@ fn configured(
         let Some(number) = number.and_then(|number| number.parse().ok()) else {
             continue;
         };
-        let status = match status_of(number) {
-            Err(error) if is_of_a_dead_file(&error) => {
-                tracing::debug!(number, %error, "a loop device over a dead file is passed over");
-                continue;
-            }
-            status => status?,
-        };
-        if let Some((dev, status)) = status
+        if let Some((dev, status)) = status_of(number)?
             && pleases(&status)
         {
             let device = LoopDevice {
@@ -382,15 +375,6 @@ fn is_configured(number: u32) -> bool {
 
 fn is_over(status: &loopctl::Status, id: FileId) -> bool {
     status.device == id.dev && status.inode == id.ino
-}
-
-/// LOOP_GET_STATUS64 asks the backing file's own file system, which may have died
-/// (a FUSE server gone, a stale NFS handle). A file that could be opened just now
-/// is not on it, so whoever looks for one need not stop there.
-fn is_of_a_dead_file(e: &io::Error) -> bool {
-    [Errno::NOTCONN, Errno::CONNABORTED, Errno::STALE, Errno::IO]
-        .into_iter()
-        .any(|errno| is(e, errno))
 }
 
 /// The device backs nothing, or is about to, or was removed. A missing node is

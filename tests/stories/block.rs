@@ -4,10 +4,13 @@ use std::{
     fs,
     os::unix::fs::{FileTypeExt as _, MetadataExt as _},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
+use tonic::Code;
+
 use crate::harness::{
-    Content, MIB, Mode, Node, NodeSetup, Volume, loops_over, refused, run, run_err, story,
+    Content, MIB, Mode, Node, NodeSetup, Volume, loops_over, run, run_err, story,
 };
 
 /// The device number behind a published path.
@@ -19,8 +22,8 @@ fn device_at(path: &Path) -> u64 {
 
 /// What kubelet does after a publish (pkg/volume/util/volumepathhandler): the
 /// published node bind-mounted on the global map path, and a loop device over
-/// it that keeps the device open. Returns the map path and the lock.
-fn kubelet_maps(node: &Node, volume: &Volume, pod: &str) -> (PathBuf, String) {
+/// it that keeps the device open.
+fn kubelet_maps(node: &Node, volume: &Volume, pod: &str) -> Mapped {
     let dir = node
         .kubelet
         .join("plugins/kubernetes.io/csi/volumeDevices")
@@ -33,7 +36,35 @@ fn kubelet_maps(node: &Node, volume: &Volume, pod: &str) -> (PathBuf, String) {
     let text = map.to_str().unwrap();
     run(&["mount", "--bind", published.to_str().unwrap(), text]);
     let lock = run(&["losetup", "-f", "--show", text]);
-    (map, lock.trim().to_owned())
+    Mapped {
+        map,
+        lock: lock.trim().to_owned(),
+    }
+}
+
+/// Kubelet's hold on a raw volume for one pod.
+struct Mapped {
+    map: PathBuf,
+    lock: String,
+}
+
+impl Mapped {
+    fn is_locked(&self) -> bool {
+        run_err(&["losetup", &self.lock]).is_ok()
+    }
+
+    fn unmount(&self, options: &str) {
+        run(&["umount", options, self.map.to_str().unwrap()]);
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // Only a story that failed leaves it.
+        if self.is_locked() {
+            let _ = run_err(&["losetup", "-d", &self.lock]);
+        }
+    }
 }
 
 #[test]
@@ -103,36 +134,25 @@ fn a_lock_of_this_pods_map_is_released_with_it() {
         let volume = sandbox.volume_in("main", "locked", "block", 64 * MIB);
         node.up(&volume, "one").await;
         node.publish(&volume, "two").await.unwrap();
-        let (map_one, lock_one) = kubelet_maps(&node, &volume, "one");
-        let (map_two, lock_two) = kubelet_maps(&node, &volume, "two");
+        let one = kubelet_maps(&node, &volume, "one");
+        let two = kubelet_maps(&node, &volume, "two");
 
-        // Kubelet died between unmapping and detaching: the lock of pod one is
-        // orphaned, that of pod two is in use.
-        run(&["umount", map_one.to_str().unwrap()]);
-        fs::remove_file(&map_one).unwrap();
+        // Kubelet was gone before it unmapped the first pod: its lock is orphaned,
+        // that of the second pod is in use.
         node.unpublish(&volume, "one").await.unwrap();
-        assert!(
-            run_err(&["losetup", &lock_one]).is_err(),
-            "{lock_one} is left"
-        );
-        assert!(
-            run_err(&["losetup", &lock_two]).is_ok(),
-            "{lock_two} was taken away"
-        );
+        assert!(!one.is_locked() && two.is_locked());
+        one.unmount("-n");
 
-        // While pod two is published the volume stays.
-        let refusal = node.unstage(&volume).await.unwrap_err();
-        assert!(!refusal.message().is_empty());
-        assert!(run_err(&["losetup", &lock_two]).is_ok());
+        // While the second pod is published the volume stays.
+        node.unstage(&volume).await.expect_err("it is published");
+        assert!(two.is_locked());
 
-        // With no target left, any lock on the device is an orphan.
-        run(&["umount", map_two.to_str().unwrap()]);
+        // With no target left, any lock on the device is an orphan, whatever
+        // its path has become.
+        two.unmount("-l");
         node.unpublish(&volume, "two").await.unwrap();
         node.unstage(&volume).await.unwrap();
-        assert!(
-            run_err(&["losetup", &lock_two]).is_err(),
-            "{lock_two} is left"
-        );
+        assert!(!two.is_locked());
         node.assert_clean().await;
     });
 }
@@ -142,19 +162,22 @@ fn a_device_that_somebody_holds_is_not_detached() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "held", "block", 64 * MIB);
-        let target = node.up(&volume, "pod").await;
-        let held = fs::File::open(&target).unwrap();
+        node.up(&volume, "pod").await;
+        let device = loops_over(&sandbox.image(&volume)).pop().unwrap();
+        let content = Content::new("held");
+        content.write_at(&device, 0).unwrap();
+        let held = fs::File::open(&device).unwrap();
         node.unpublish(&volume, "pod").await.unwrap();
+        // Called unstaged only when it is gone; until then the holder is named.
+        node.timeout.set(Duration::from_secs(3));
+        let refusal = node.unstage(&volume).await.unwrap_err();
+        assert!(
+            [Code::Aborted, Code::DeadlineExceeded].contains(&refusal.code()),
+            "{refusal:?}"
+        );
         let own = std::process::id().to_string();
-        let exclusive = node.unstage(&volume).await;
-        // A plain reader does not stand in the way of O_EXCL; whatever is
-        // answered, the device must not vanish under the reader's feet and
-        // be called unstaged.
-        if exclusive.is_ok() {
-            assert!(loops_over(&sandbox.image(&volume)).is_empty());
-        } else {
-            refused(exclusive, tonic::Code::Aborted, &[&own]);
-        }
+        assert!(refusal.message().contains(&own), "{refusal:?}");
+        content.is_at(&device, 0);
         drop(held);
         node.until_ok("unstaged once it is free", async || {
             node.unstage(&volume).await

@@ -69,19 +69,18 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
 fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
-        for (key, value) in [
-            ("size", "many"),
-            ("size", "-1"),
-            ("pool", "none"),
-            ("fsType", "zfs"),
-        ] {
+        for (key, value) in [("size", "many"), ("size", "-1"), ("pool", "none")] {
             let volume = inline("bad").with(key, value);
             let answer = node.send_publish(publish(&node, &volume)).await;
             refused(answer, InvalidArgument, &[value]);
         }
-        let volume = inline("bad").flags(&["nosuchoption"]);
-        let answer = node.send_publish(publish(&node, &volume)).await;
-        refused(answer, InvalidArgument, &["nosuchoption"]);
+        let flags = inline("flags").flags(&["nosuchoption"]);
+        let mut zfs = inline("zfs");
+        zfs.capability = Volume::filesystem("any", "zfs").capability;
+        for (volume, word) in [(flags, "nosuchoption"), (zfs, "zfs")] {
+            let answer = node.send_publish(publish(&node, &volume)).await;
+            refused(answer, InvalidArgument, &[word]);
+        }
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
     });

@@ -36,7 +36,7 @@ fn stage_refuses_what_is_missing_or_oversized() {
             ("volume_id", |r| r.volume_id = long()),
             ("volume_id", |r| r.volume_id = "a\nb".to_owned()),
             ("staging_target_path", |r| r.staging_target_path.clear()),
-            ("staging_target_path", |r| {
+            ("rel", |r| {
                 r.staging_target_path = "rel".to_owned();
             }),
             ("volume_capability", |r| r.volume_capability = None),

@@ -4,12 +4,15 @@ use tonic::Code::{FailedPrecondition, ResourceExhausted};
 use uring_csi::proto::csi::{CreateVolumeRequest, NodeGetInfoRequest};
 
 use crate::harness::{
-    Content, Controller, ControllerSetup, MIB, Mode, Node, NodeSetup, Sandbox, Volume, claim,
-    eventually, loops_over, on_node, provisioned, refused, story,
+    Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim, eventually,
+    loops_over, on_node, provisioned, refused, story,
 };
 
 /// A node with a local pool of its own and one that all share.
 fn setup(sandbox: &Sandbox, node_id: &'static str) -> NodeSetup {
+    for node in ["node-a", "node-b"] {
+        sandbox.kubelet(node);
+    }
     NodeSetup {
         node_id,
         pools: vec![
@@ -66,30 +69,6 @@ fn a_shared_image_is_on_one_node_at_a_time() {
         controller.delete(&volume.handle).await.unwrap();
         controller.delete(&volume.handle).await.unwrap();
         assert!(!sandbox.image(&volume).exists());
-        a.assert_clean().await;
-    });
-}
-
-#[test]
-fn readers_on_many_nodes_share_an_image() {
-    story(async |sandbox| {
-        let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
-        let b = Node::start_with(sandbox, setup(sandbox, "node-b")).await;
-        let writer = sandbox.volume("v", "ext4");
-        let content = Content::new("shared");
-        content.write(&a.up(&writer, "pod").await.join("file"));
-        a.down(&writer, "pod").await;
-
-        let reader = writer.clone().mode(Mode::MultiNodeReaderOnly);
-        for node in [&a, &b] {
-            content.is_in(&node.up(&reader, "pod").await.join("file"));
-        }
-        a.down(&reader, "pod").await;
-        // The other node still reads it.
-        refused(a.stage(&writer).await, FailedPrecondition, &["node-b"]);
-        b.down(&reader, "pod").await;
-        a.up(&writer, "pod").await;
-        a.down(&writer, "pod").await;
         a.assert_clean().await;
     });
 }

@@ -60,7 +60,7 @@ fn a_repeat_with_other_arguments_is_refused() {
         refused(node.send_stage(elsewhere).await, AlreadyExists, &["v"]);
         // The same image under another handle would be mounted twice.
         let alias = Volume::filesystem("alias", "ext4").over("main", "v.img");
-        refused(node.stage(&alias).await, FailedPrecondition, &["v.img"]);
+        refused(node.stage(&alias).await, FailedPrecondition, &["volume v"]);
 
         // Secrets, and what Kubernetes adds, do not make it another request.
         let mut same = volume.clone().with("csi.storage.k8s.io/pod.name", "p");

@@ -44,7 +44,7 @@ fn a_device_that_hangs_in_the_probe_is_told_of() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let (file, volume) = stuck_volume(sandbox);
-        file.stop();
+        file.stop_data();
         node.timeout.set(Duration::from_secs(3));
         // A retry joins the work, and is told the same.
         let (first, retry) = tokio::join!(node.stage(&volume), node.stage(&volume));
@@ -77,7 +77,7 @@ fn a_device_that_hangs_in_use_still_has_stats() {
         let (file, volume) = stuck_volume(sandbox);
         let target = node.up(&volume, "pod").await;
         std::fs::write(target.join("file"), "dirty").unwrap();
-        file.stop();
+        file.stop_data();
         node.timeout.set(Duration::from_secs(3));
         node.stats(&volume, &target)
             .await
@@ -107,6 +107,44 @@ fn a_device_that_hangs_in_use_still_has_stats() {
 }
 
 #[test]
+fn a_file_server_that_went_away_is_nobody_elses_trouble() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let (file, volume) = stuck_volume(sandbox);
+        let target = node.up(&volume, "pod").await;
+        file.stop_all();
+        node.timeout.set(Duration::from_secs(3));
+        node.stats(&volume, &target)
+            .await
+            .expect("stats ask no file server");
+        // A second volume from there cannot even be looked at.
+        let image = sandbox.pool("main").join("second.img");
+        let second = StuckFile::new(&image, 64 * MIB);
+        second.stop_all();
+        let new = Volume::filesystem("second", "ext4").over("main", "second.img");
+        assert_explains(node.stage(&new).await, "attach");
+        another_lives(&node, sandbox, "other").await;
+        assert_eq!(node.probe().await, Some(true));
+
+        file.go_on();
+        second.go_on();
+        node.until_ok("staged", async || node.stage(&new).await)
+            .await;
+        for (volume, pod) in [(&volume, "pod"), (&new, "none")] {
+            node.until_ok("down", async || {
+                node.unpublish(volume, pod).await?;
+                node.unstage(volume).await
+            })
+            .await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
     if !StuckFile::possible() {
         return;
@@ -114,7 +152,7 @@ fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let (file, volume) = stuck_volume(sandbox);
-        file.stop();
+        file.stop_data();
         node.timeout.set(Duration::from_secs(3));
         assert_explains(node.stage(&volume).await, "probe");
         // The process cannot end before its thread does; its socket stays open.

@@ -177,6 +177,6 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
         node.spawn();
         let ready = crate::harness::eventually("an answer", async || node.probe().await).await;
         assert!(!ready, "propagation is private");
-        assert!(node.log().contains("propagation"), "{}", node.log());
+        assert!(node.log().contains("mountPropagation"), "{}", node.log());
     });
 }

@@ -17,7 +17,7 @@ const MAY_GAIN: usize = 24;
 pub struct Traces {
     mounts: Vec<PathBuf>,
     loops: Vec<String>,
-    /// Its own files: records, and markers beside the images.
+    /// Its own files: records, and claims beside the images.
     files: BTreeSet<PathBuf>,
     descriptors: Vec<String>,
     threads: usize,
@@ -27,7 +27,7 @@ impl Traces {
     /// Those of the agent `pid`, which keeps its files in `own`, in the sandbox `root`.
     pub fn find(root: &Path, own: [&PathBuf; 2], pid: u32) -> Self {
         let mut files = files_below(&root.join("pools"));
-        files.retain(|file| is_marker(file));
+        files.retain(|file| is_claim(file));
         files.extend(own.into_iter().flat_map(|dir| files_below(dir)));
         Self {
             mounts: mounts_below(root),
@@ -121,8 +121,7 @@ fn descriptors(pid: u32) -> Vec<String> {
         .collect()
 }
 
-/// Whether a file in a pool is a marker of ours, and not an image.
-fn is_marker(file: &Path) -> bool {
-    file.components()
-        .any(|part| part.as_os_str() == ".uring-csi")
+/// Whether a file in a pool says that somebody has an image in use.
+fn is_claim(file: &Path) -> bool {
+    file.to_string_lossy().contains("/.uring-csi/claims/")
 }

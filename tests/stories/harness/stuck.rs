@@ -1,12 +1,13 @@
 //! A file that stops answering when told to: a FUSE file system whose root is
 //! one regular file (linux/fuse.h, protocol 7.31 and later).
 //!
-//! Reads, writes and syncs that come while it is stuck wait in the kernel, and
-//! with them every thread that needs a block of the loop device over it.
+//! What comes while it is stuck waits in the kernel, and with it every thread
+//! that needs it. Reads and writes alone can be stuck, as on a disk that died, or
+//! every request, as on a file server that went away.
 
 use std::{
     fs::{self, File},
-    io::{Read as _, Write as _},
+    io::{Read, Write},
     os::{fd::AsRawFd as _, unix::fs::FileExt as _},
     path::{Path, PathBuf},
     sync::{Arc, Condvar, Mutex},
@@ -15,9 +16,13 @@ use std::{
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
+use super::{leaks::loops_below as loops_over_path, run_err};
+
 /// Bytes of one write request's data at most.
 const MAX_WRITE: u32 = 128 << 10;
 const HEADER: usize = 40;
+const READ: u32 = 15;
+const WRITE: u32 = 16;
 
 /// The mounted file; dropped, everything that waits for it goes on.
 pub struct StuckFile {
@@ -25,15 +30,51 @@ pub struct StuckFile {
     gate: Arc<Gate>,
 }
 
+/// What is answered.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Answers {
+    #[default]
+    All,
+    /// All but reads and writes.
+    NoData,
+    Nothing,
+}
+
 #[derive(Default)]
 struct Gate {
-    closed: Mutex<bool>,
-    opened: Condvar,
+    answers: Mutex<Answers>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn set(&self, answers: Answers) {
+        *self.answers.lock().expect("a gate") = answers;
+        self.changed.notify_all();
+    }
+
+    fn holds_up(&self, opcode: u32) -> bool {
+        match *self.answers.lock().expect("a gate") {
+            Answers::All => false,
+            Answers::NoData => [READ, WRITE].contains(&opcode),
+            Answers::Nothing => true,
+        }
+    }
+
+    fn wait(&self) {
+        let answers = self.answers.lock().expect("a gate");
+        let all = |answers: &mut Answers| *answers != Answers::All;
+        drop(self.changed.wait_while(answers, all).expect("a gate"));
+    }
 }
 
 impl StuckFile {
+    /// Whether FUSE is there at all.
+    pub fn possible() -> bool {
+        fs::exists("/dev/fuse").unwrap_or(false)
+    }
+
     /// Mounts over `path` (made if missing) a file of `bytes` zeros. It answers
-    /// until [`StuckFile::stop`].
+    /// until told to stop.
     pub fn new(path: &Path, bytes: u64) -> Self {
         File::create(path).expect("a mount point");
         let device = File::options()
@@ -57,34 +98,42 @@ impl StuckFile {
         let store = tempfile::tempfile().expect("a file");
         store.set_len(bytes).expect("a sparse file");
         let gate = Arc::new(Gate::default());
-        let server = Server {
+        let server = Arc::new(Server {
             device,
             store,
             bytes,
-            gate: Arc::clone(&gate),
-        };
-        thread::spawn(move || server.serve());
+        });
+        let doorman = Arc::clone(&gate);
+        thread::spawn(move || server.serve(&doorman));
         Self {
             path: path.to_owned(),
             gate,
         }
     }
 
-    /// Reads, writes and syncs wait from now on.
-    pub fn stop(&self) {
-        *self.gate.closed.lock().expect("a gate") = true;
+    /// Reads and writes wait from now on.
+    pub fn stop_data(&self) {
+        self.gate.set(Answers::NoData);
+    }
+
+    /// Everything waits from now on.
+    pub fn stop_all(&self) {
+        self.gate.set(Answers::Nothing);
     }
 
     /// Everything goes on.
     pub fn go_on(&self) {
-        *self.gate.closed.lock().expect("a gate") = false;
-        self.gate.opened.notify_all();
+        self.gate.set(Answers::All);
     }
 }
 
 impl Drop for StuckFile {
     fn drop(&mut self) {
         self.go_on();
+        // What is left over it would outlive it and answer nobody.
+        for device in loops_over_path(&self.path) {
+            let _ = run_err(&["losetup", "-d", &device]);
+        }
         let _ = unmount(&self.path, UnmountFlags::DETACH);
     }
 }
@@ -93,19 +142,28 @@ struct Server {
     device: File,
     store: File,
     bytes: u64,
-    gate: Arc<Gate>,
 }
 
 impl Server {
     /// Until the file system is unmounted and its last user gone.
-    fn serve(mut self) {
+    fn serve(self: Arc<Self>, gate: &Arc<Gate>) {
         let mut buffer = vec![0; MAX_WRITE as usize + 4096];
-        while let Ok(length) = self.device.read(&mut buffer) {
-            self.answer(&buffer[..length]);
+        while let Ok(length) = (&self.device).read(&mut buffer) {
+            let request = buffer[..length].to_vec();
+            if gate.holds_up(u32_at(&request, 4)) {
+                // On a thread of its own: others are answered meanwhile.
+                let (server, gate) = (Arc::clone(&self), Arc::clone(gate));
+                thread::spawn(move || {
+                    gate.wait();
+                    server.answer(&request);
+                });
+            } else {
+                self.answer(&request);
+            }
         }
     }
 
-    fn answer(&mut self, request: &[u8]) {
+    fn answer(&self, request: &[u8]) {
         let opcode = u32_at(request, 4);
         let body = &request[HEADER..];
         let reply = match opcode {
@@ -125,12 +183,11 @@ impl Server {
             3 | 4 => Ok([vec![0; 16], self.attributes()].concat()),
             // OPEN: handle and flags.
             14 => Ok(vec![0; 16]),
-            // READ, WRITE and FSYNC.
-            15 | 16 | 20 => self.transfer(opcode, body),
+            READ | WRITE => self.transfer(opcode, body),
             // STATFS.
             17 => Ok(vec![0; 80]),
-            // RELEASE, FLUSH and ACCESS.
-            18 | 25 | 34 => Ok(Vec::new()),
+            // RELEASE, FSYNC, FLUSH and ACCESS.
+            18 | 20 | 25 | 34 => Ok(Vec::new()),
             _ => Err(rustix::io::Errno::NOSYS),
         };
         let (error, payload) = match reply {
@@ -143,21 +200,13 @@ impl Server {
         answer.extend_from_slice(&request[8..16]);
         answer.extend_from_slice(&payload);
         // Fails when the request was given up meanwhile.
-        let _ = self.device.write_all(&answer);
+        let _ = (&self.device).write_all(&answer);
     }
 
     fn transfer(&self, opcode: u32, body: &[u8]) -> Result<Vec<u8>, rustix::io::Errno> {
-        let mut closed = self.gate.closed.lock().expect("a gate");
-        while *closed {
-            closed = self.gate.opened.wait(closed).expect("a gate");
-        }
-        drop(closed);
-        if opcode == 20 {
-            return Ok(Vec::new());
-        }
         let offset = u64::from_le_bytes(body[8..16].try_into().expect("eight bytes"));
         let size = u32_at(body, 16);
-        let done = if opcode == 15 {
+        let done = if opcode == READ {
             let size = u64::from(size).min(self.bytes.saturating_sub(offset));
             let mut data = vec![0; usize::try_from(size).expect("a small read")];
             self.store.read_exact_at(&mut data, offset).map(|()| data)
@@ -183,11 +232,4 @@ impl Server {
 
 fn u32_at(bytes: &[u8], offset: usize) -> u32 {
     u32::from_le_bytes(bytes[offset..offset + 4].try_into().expect("four bytes"))
-}
-
-/// Whether FUSE is there at all.
-impl StuckFile {
-    pub fn possible() -> bool {
-        fs::exists("/dev/fuse").unwrap_or(false)
-    }
 }
