@@ -4,14 +4,16 @@ use std::{collections::HashMap, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use crate::proto::csi::{
-    CapacityRange, VolumeCapability, VolumeContentSource,
-    volume_capability::{
-        AccessMode, AccessType, BlockVolume, MountVolume, access_mode::Mode as WireMode,
+use crate::{
+    proto::csi::{
+        CapacityRange, VolumeCapability, VolumeContentSource,
+        volume_capability::{
+            AccessMode, AccessType, BlockVolume, MountVolume, access_mode::Mode as WireMode,
+        },
+        volume_content_source::{SnapshotSource, Type as SourceType, VolumeSource},
     },
-    volume_content_source::{SnapshotSource, Type as SourceType, VolumeSource},
+    size::Size,
 };
-use crate::size::Size;
 
 /// Who may use a volume, by Kubernetes' short names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]

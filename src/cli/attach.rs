@@ -9,7 +9,6 @@ use std::{
 
 use clap::Args;
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 
 use super::{
     answer::Answer,
@@ -17,9 +16,12 @@ use super::{
     context::Context,
     error::CliError,
 };
-use crate::proto::csi::{
-    NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,
-    NodeUnstageVolumeRequest, VolumeCapability,
+use crate::{
+    digest,
+    proto::csi::{
+        NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,
+        NodeUnstageVolumeRequest, VolumeCapability,
+    },
 };
 
 /// What a command did to one volume.
@@ -295,8 +297,7 @@ impl Context {
     /// directory by the SHA-256 of the handle, which may hold any character.
     pub async fn staging_path(&self, volume_id: &str) -> Result<PathBuf, CliError> {
         let staging_dir = self.agent_info().await?.staging_dir;
-        let name = format!("{:x}", Sha256::digest(volume_id));
-        Ok(PathBuf::from(staging_dir).join(name))
+        Ok(PathBuf::from(staging_dir).join(digest::hex(volume_id)))
     }
 
     /// NodeUnpublishVolume.

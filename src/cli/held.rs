@@ -12,14 +12,16 @@ use super::{
     progress::under_way,
     resolve::name_of,
 };
-use crate::proto::{
-    admin::HeldVolume,
-    csi::{
-        NodeGetVolumeHealthRequest, NodeGetVolumeStatsRequest, VolumeHealthErrorType,
-        volume_usage::Unit,
+use crate::{
+    proto::{
+        admin::HeldVolume,
+        csi::{
+            NodeGetVolumeHealthRequest, NodeGetVolumeStatsRequest, VolumeHealthErrorType,
+            volume_usage::Unit,
+        },
     },
+    size::human,
 };
-use crate::size::human;
 
 /// Lists what this node holds: devices, mounts, and the step under way
 #[derive(Args, Debug)]

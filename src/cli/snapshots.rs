@@ -9,10 +9,10 @@ use super::{
     error::CliError,
     resolve::name_of,
 };
-use crate::proto::csi::{
-    CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot,
+use crate::{
+    proto::csi::{CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot},
+    size::human,
 };
-use crate::size::human;
 
 /// Snapshots: a volume's content at one moment
 #[derive(Args, Debug)]

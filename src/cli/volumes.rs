@@ -12,11 +12,13 @@ use super::{
     error::CliError,
     resolve::name_of,
 };
-use crate::proto::csi::{
-    CapacityRange, ControllerExpandVolumeRequest, CreateVolumeRequest, DeleteVolumeRequest,
-    NodeExpandVolumeRequest, Volume,
+use crate::{
+    proto::csi::{
+        CapacityRange, ControllerExpandVolumeRequest, CreateVolumeRequest, DeleteVolumeRequest,
+        NodeExpandVolumeRequest, Volume,
+    },
+    size::{Size, human},
 };
-use crate::size::{Size, human};
 
 /// A volume as printed.
 #[derive(Debug, Serialize)]

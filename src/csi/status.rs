@@ -7,7 +7,8 @@
 
 use std::error::Error;
 
-use tonic::{Code, Status};
+#[cfg(any(feature = "node", feature = "controller"))]
+use tonic::Code;
 
 #[cfg(feature = "controller")]
 use crate::provision;
@@ -30,7 +31,7 @@ pub fn chain(error: &dyn Error) -> String {
 }
 
 #[cfg(feature = "controller")]
-impl From<provision::Error> for Status {
+impl From<provision::Error> for tonic::Status {
     fn from(error: provision::Error) -> Self {
         use provision::Kind as K;
         let code = match error.kind() {

@@ -12,10 +12,10 @@
 
 use std::{fmt, str::FromStr};
 
-use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use super::{Pool, Scope, spec::is_name};
+use crate::digest;
 
 /// A handle's longest form: 4 + 1 + 18 + 1 + 63 + 1 + 36 = 124 bytes, within
 /// the 128 that the CSI specification allows a string.
@@ -28,8 +28,9 @@ pub struct NodeHash(String);
 impl NodeHash {
     /// The first 12 hex digits of the SHA-256 of a node's id.
     pub fn of(node_id: &str) -> Self {
-        let digest = Sha256::digest(node_id.as_bytes());
-        Self(hex(&digest[..6]))
+        let mut digits = digest::hex(node_id);
+        digits.truncate(12);
+        Self(digits)
     }
 
     fn parse(text: &str) -> Option<Self> {
@@ -42,15 +43,6 @@ impl fmt::Display for NodeHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
-}
-
-/// Lower-case hexadecimal digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use fmt::Write as _;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 /// Where a volume or snapshot is.

@@ -29,16 +29,14 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use super::super::Error;
 use crate::{
-    Done,
+    Done, digest,
     pool::{
         Pool,
         draft::{self, Draft, Durability::Durable},
-        handle::hex,
     },
 };
 
@@ -217,7 +215,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
     }
 
     fn reservation(&self, name: &str) -> PathBuf {
-        let digest = hex(&Sha256::digest(name.as_bytes()));
+        let digest = digest::hex(name);
         self.pool.meta_path(K::NAMES).join(format!("{digest}.json"))
     }
 }
