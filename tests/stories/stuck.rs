@@ -63,6 +63,7 @@ fn a_device_that_hangs_in_the_probe_is_told_of() {
             .await;
         node.until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
+        file.remove();
         node.assert_clean().await;
     });
 }
@@ -102,6 +103,7 @@ fn a_device_that_hangs_in_use_still_has_stats() {
         file.go_on();
         node.until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
+        file.remove();
         node.assert_clean().await;
     });
 }
@@ -140,6 +142,8 @@ fn a_file_server_that_went_away_is_nobody_elses_trouble() {
             })
             .await;
         }
+        file.remove();
+        second.remove();
         node.assert_clean().await;
     });
 }
@@ -168,6 +172,7 @@ fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
             .await;
         node.until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
+        file.remove();
         node.assert_clean().await;
     });
 }

@@ -16,8 +16,6 @@ use std::{
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
-use super::{leaks::loops_below as loops_over_path, run_err};
-
 /// Bytes of one write request's data at most.
 const MAX_WRITE: u32 = 128 << 10;
 const HEADER: usize = 40;
@@ -127,14 +125,16 @@ impl StuckFile {
     }
 }
 
+impl StuckFile {
+    /// Unmounts it.
+    pub fn remove(self) {
+        unmount(&self.path, UnmountFlags::empty()).expect("nobody uses the file");
+    }
+}
+
 impl Drop for StuckFile {
     fn drop(&mut self) {
         self.go_on();
-        // What is left over it would outlive it and answer nobody.
-        for device in loops_over_path(&self.path) {
-            let _ = run_err(&["losetup", "-d", &device]);
-        }
-        let _ = unmount(&self.path, UnmountFlags::DETACH);
     }
 }
 
