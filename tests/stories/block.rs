@@ -10,7 +10,7 @@ use std::{
 use tonic::Code;
 
 use crate::harness::{
-    Content, MIB, Mode, Node, NodeSetup, Volume, loops_over, run, run_err, story,
+    Content, MIB, Mode, Node, NodeSetup, Volume, all_loops, loops_over, run, run_err, story,
 };
 
 /// The device number behind a published path.
@@ -193,8 +193,17 @@ fn the_agent_holds_the_lock_itself_where_told_so() {
         let setup = NodeSetup::new(sandbox).arg("--block-lock");
         let node = Node::start_with(sandbox, setup).await;
         let volume = sandbox.volume_in("main", "own", "block", 64 * MIB);
-        node.up(&volume, "pod").await;
+        let target = node.up(&volume, "pod").await;
+        let device = loops_over(&sandbox.image(&volume)).pop().unwrap();
+        let locks = || {
+            let over = |backing: &Path| backing == target || backing == device;
+            all_loops().iter().filter(|(_, on)| over(on)).count()
+        };
+        assert_eq!(locks(), 1);
+        node.publish(&volume, "pod").await.unwrap();
+        assert_eq!(locks(), 1, "a repeat takes no second one");
         node.down(&volume, "pod").await;
+        assert_eq!(locks(), 0);
         node.assert_clean().await;
     });
 }

@@ -11,6 +11,7 @@ mod controller_rules;
 mod copies;
 mod crashes;
 mod filesystems;
+mod groups;
 mod growth;
 mod harness;
 mod inline;

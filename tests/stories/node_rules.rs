@@ -3,14 +3,16 @@
 
 use std::path::PathBuf;
 
-use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, OutOfRange};
+use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, OutOfRange, ResourceExhausted};
 use uring_csi::proto::csi::{
-    CapacityRange, NodeExpandVolumeRequest, NodeGetVolumeStatsRequest, NodePublishVolumeRequest,
-    NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
-    volume_capability::AccessMode,
+    CapacityRange, NodeExpandVolumeRequest, NodeGetInfoRequest, NodeGetVolumeStatsRequest,
+    NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,
+    NodeUnstageVolumeRequest, VolumeCapability, volume_capability::AccessMode,
 };
 
-use crate::harness::{MIB, Node, Sandbox, Volume, loops_over, mounts_below, refused, story};
+use crate::harness::{
+    MIB, Node, NodeSetup, Sandbox, Volume, loops_over, mounts_below, refused, story,
+};
 
 /// A request with one thing wrong, and the words that the refusal must have.
 type Wrong<T> = (&'static str, fn(&mut T));
@@ -258,6 +260,25 @@ fn growth_keeps_to_the_range() {
             refused(answer, code, &[]);
         }
         node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_full_node_says_so() {
+    story(async |sandbox| {
+        let setup = NodeSetup::new(sandbox).arg("--max-volumes=1");
+        let node = Node::start_with(sandbox, setup).await;
+        let info = node.client().node_get_info(NodeGetInfoRequest {}).await;
+        assert_eq!(info.unwrap().into_inner().max_volumes_per_node, 1);
+        let [first, second] = ["first", "second"].map(|name| sandbox.volume(name, "ext4"));
+        node.stage(&first).await.unwrap();
+        node.stage(&first).await.unwrap();
+        refused(node.stage(&second).await, ResourceExhausted, &["second"]);
+        assert_untouched(sandbox, &second);
+        node.unstage(&first).await.unwrap();
+        node.stage(&second).await.unwrap();
+        node.unstage(&second).await.unwrap();
         node.assert_clean().await;
     });
 }

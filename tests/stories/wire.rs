@@ -45,6 +45,40 @@ async fn services(agent: &Agent) -> BTreeSet<String> {
     }
 }
 
+/// What the node announces that it can.
+async fn capabilities(node: &Node) -> Vec<NodeRpc> {
+    let can = node
+        .client()
+        .node_get_capabilities(NodeGetCapabilitiesRequest {})
+        .await
+        .unwrap()
+        .into_inner();
+    can.capabilities
+        .into_iter()
+        .filter_map(|capability| match capability.r#type? {
+            node_service_capability::Type::Rpc(rpc) => Some(rpc.r#type()),
+        })
+        .collect()
+}
+
+#[test]
+fn what_is_optional_is_announced_where_it_was_asked_for() {
+    story(async |sandbox| {
+        let optional = [NodeRpc::VolumeMountGroup, NodeRpc::GetVolumeHealth];
+        let plain = Node::start(sandbox).await;
+        let can = capabilities(&plain).await;
+        assert!(!optional.iter().any(|one| can.contains(one)), "{can:?}");
+        plain.terminate();
+        plain.ended().await;
+        let setup = NodeSetup::new(sandbox)
+            .arg("--volume-mount-group")
+            .arg("--alpha-capabilities");
+        let node = Node::start_with(sandbox, setup).await;
+        let can = capabilities(&node).await;
+        assert!(optional.iter().all(|one| can.contains(one)), "{can:?}");
+    });
+}
+
 #[test]
 fn the_node_says_who_it_is_and_what_it_can() {
     story(async |sandbox| {
@@ -57,19 +91,7 @@ fn the_node_says_who_it_is_and_what_it_can() {
         assert_eq!(info.name, "block.uring-csi.dev");
         assert_eq!(info.vendor_version, env!("CARGO_PKG_VERSION"));
 
-        let can = node
-            .client()
-            .node_get_capabilities(NodeGetCapabilitiesRequest {})
-            .await
-            .unwrap()
-            .into_inner();
-        let can: Vec<_> = can
-            .capabilities
-            .into_iter()
-            .filter_map(|capability| match capability.r#type? {
-                node_service_capability::Type::Rpc(rpc) => Some(rpc.r#type()),
-            })
-            .collect();
+        let can = capabilities(&node).await;
         for expected in [
             NodeRpc::StageUnstageVolume,
             NodeRpc::GetVolumeStats,
@@ -79,8 +101,6 @@ fn the_node_says_who_it_is_and_what_it_can() {
         }
         // Announced only where it works for every file system.
         assert_eq!(can.contains(&NodeRpc::ExpandVolume), can_resize_ext4());
-        // Announced only where it was asked for: kubelet then leaves fsGroup to us.
-        assert!(!can.contains(&NodeRpc::VolumeMountGroup));
 
         let info = node
             .client()

@@ -23,7 +23,7 @@ pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned,
 };
 pub use dice::Dice;
-pub use disk::{Content, can_resize_ext4, loops_over, run, run_err, sha256};
+pub use disk::{Content, all_loops, can_resize_ext4, loops_over, run, run_err, sha256};
 pub use leaks::{files_below, mounts_below};
 pub use node::{Node, NodeSetup};
 pub use sandbox::Sandbox;
