@@ -4,6 +4,8 @@
 //! kernel}`; nothing below [`csi`] knows gRPC, nothing above [`device`] knows a
 //! backend's name. The picture of the house is `docs/architecture.md`.
 
+pub mod capability;
+mod chain;
 mod digest;
 mod done;
 
@@ -34,4 +36,5 @@ pub mod ring;
 #[cfg(feature = "node")]
 pub mod volume;
 
+pub use chain::chain;
 pub use done::Done;

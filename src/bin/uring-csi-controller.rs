@@ -7,11 +7,11 @@ use clap::Parser;
 use serde::Deserialize;
 use tonic::service::Routes;
 use uring_csi::{
+    chain,
     csi::{
         controller::Controller,
         identity::{DEFAULT_DRIVER_NAME, Identity},
         serve::{Endpoint, told_to_stop},
-        status::chain,
         validate,
     },
     lane::Lanes,

@@ -10,13 +10,12 @@ use std::{
 use clap::Parser;
 use tonic::service::Routes;
 use uring_csi::{
-    config,
+    chain, config,
     csi::{
         admin::AdminService,
         identity::{DEFAULT_DRIVER_NAME, Identity},
         node::NodeService,
         serve::{Endpoint, Listener, told_to_stop},
-        status::chain,
         validate,
     },
     device::Backends,

@@ -34,7 +34,7 @@ use self::{
     error::{Agent, CliError},
     progress::Progress,
 };
-use crate::csi::{serve::Endpoint, status::chain};
+use crate::{chain, csi::serve::Endpoint};
 
 /// Makes, attaches, grows, copies and inspects block volumes
 #[derive(Debug, Parser)]

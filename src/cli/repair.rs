@@ -201,6 +201,7 @@ mod tests {
         let mine = claim::Claim {
             node_id: node.to_owned(),
             boot_id: "boot".to_owned(),
+            volume_id: String::new(),
             access: Access::Exclusive,
             read_only: false,
         };

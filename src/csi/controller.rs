@@ -9,9 +9,10 @@ use tonic::Status;
 
 use super::{
     identity::topology_key,
-    validate::{self, Access, Capability, invalid, required},
+    validate::{self, invalid, required},
 };
 use crate::{
+    capability::{Access, Capability},
     proto::csi::{
         self as wire, CapacityRange, Topology, TopologyRequirement,
         volume_content_source::{self, SnapshotSource, VolumeSource},

@@ -7,10 +7,11 @@ use tonic::{Request, Response, Status};
 use super::{
     call::{observed, patience},
     identity::topology_key,
-    status::chain,
-    validate::{self, Access, Capability, Mode},
+    validate,
 };
 use crate::{
+    capability::{Access, Capability, Mode},
+    chain,
     device::Source,
     proto::csi::{
         NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetCapabilitiesRequest,

@@ -5,10 +5,11 @@
 //! call unstage. So a final code is given only where everything was undone and
 //! a repeat would meet the same refusal; what may pass by itself is UNAVAILABLE.
 
-use std::error::Error;
-
 #[cfg(any(feature = "node", feature = "controller"))]
 use tonic::Code;
+
+#[cfg(feature = "controller")]
+use crate::chain;
 
 #[cfg(feature = "controller")]
 use crate::provision;
@@ -17,18 +18,6 @@ use crate::{
     device::{DeviceError, loopdev::LoopError},
     mount, pool, volume,
 };
-
-/// The error and all that caused it, as one sentence.
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
-}
 
 #[cfg(feature = "controller")]
 impl From<provision::Error> for tonic::Status {
@@ -55,7 +44,7 @@ pub fn of_volume(error: &volume::Error) -> Code {
     use volume::Error as E;
     match error {
         E::Invalid { .. } | E::Source(_) | E::Option(_) => Code::InvalidArgument,
-        E::Path(error) => of_path(error),
+        E::Path { source, .. } => of_path(source),
         E::NotFound { .. } => Code::NotFound,
         E::Incompatible { .. } => Code::AlreadyExists,
         E::Precondition { .. } | E::Foreign { .. } | E::Fsck { .. } => Code::FailedPrecondition,

@@ -8,9 +8,12 @@ use std::collections::HashMap;
 
 use tonic::Status;
 
-use crate::proto::csi::{
-    VolumeCapability,
-    volume_capability::{AccessType, access_mode::Mode as WireMode},
+use crate::{
+    capability::{Access, Capability, Mode},
+    proto::csi::{
+        VolumeCapability,
+        volume_capability::{AccessType, access_mode::Mode as WireMode},
+    },
 };
 
 /// Bytes that a string may have unless a field says otherwise.
@@ -83,69 +86,6 @@ pub fn driver_name(name: &str) -> Result<String, String> {
             "a driver name has at most {MAX_PLUGIN_NAME} letters, digits, '-' and '.', and begins and ends with a letter or digit"
         ))
     }
-}
-
-/// Who may use a volume, and how (`VolumeCapability.AccessMode`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Mode {
-    /// One node writes, by any number of its pods (kubelet's ReadWriteOnce).
-    /// `SINGLE_NODE_WRITER` and `SINGLE_NODE_MULTI_WRITER` mean the same here.
-    SingleNodeWriter,
-    /// One target on one node writes (kubelet's ReadWriteOncePod).
-    SingleNodeSingleWriter,
-    /// One node reads.
-    SingleNodeReader,
-    /// Any number of nodes read.
-    MultiNodeReader,
-    /// Any number of nodes read, one of them writes.
-    MultiNodeSingleWriter,
-    /// Any number of nodes write.
-    MultiNodeWriter,
-}
-
-impl Mode {
-    /// Nobody writes.
-    pub fn reader_only(self) -> bool {
-        matches!(self, Self::SingleNodeReader | Self::MultiNodeReader)
-    }
-
-    /// More than one node may use it at a time.
-    pub fn multi_node(self) -> bool {
-        matches!(
-            self,
-            Self::MultiNodeReader | Self::MultiNodeSingleWriter | Self::MultiNodeWriter
-        )
-    }
-
-    /// More than one node may use it at a time, and one at least writes.
-    pub fn multi_node_writer(self) -> bool {
-        self.multi_node() && !self.reader_only()
-    }
-}
-
-/// How a volume is handed to its users.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// As a raw block device.
-    Block,
-    /// As a mounted file system.
-    Mount {
-        /// Empty: the driver's choice.
-        fs_type: String,
-        /// As kubelet passes them, one or more options a string.
-        flags: Vec<String>,
-        /// The group that shall own the volume's root; empty: unchanged.
-        group: String,
-    },
-}
-
-/// A `VolumeCapability` that makes sense.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Capability {
-    /// Raw block or file system.
-    pub access: Access,
-    /// Who may use it.
-    pub mode: Mode,
 }
 
 /// Parses one capability; `field` is how the request calls it.

@@ -9,7 +9,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rustix::{fs::SeekFrom, io::Errno};
+use rustix::{
+    fs::{OFlags, SeekFrom},
+    io::Errno,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -24,7 +27,6 @@ use crate::{
     pool::{
         self, Pool, PoolError, Pools,
         claim::{self, Claim, ClaimError},
-        handle::VolumeHandle,
     },
 };
 
@@ -50,6 +52,8 @@ pub struct How {
     pub read_only: bool,
     /// Other nodes may hold the source at the same time.
     pub shared: bool,
+    /// The volume's handle.
+    pub volume_id: String,
 }
 
 /// Why a source is no device, or a device does not go.
@@ -150,6 +154,7 @@ impl Backends {
         Claim {
             node_id: self.node_id.clone(),
             boot_id: self.boot_id.clone(),
+            volume_id: how.volume_id.clone(),
             access: match (how.shared, how.read_only) {
                 (false, _) => claim::Access::Exclusive,
                 (true, false) => claim::Access::Shared,
@@ -159,18 +164,21 @@ impl Backends {
         }
     }
 
-    /// The device of a volume that has no record: what its handle names, where
-    /// that is an image of ours.
+    /// The device of a volume that has no record: what this node claimed for
+    /// it, where that is attached.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
-        let Ok(handle) = volume_id.parse::<VolumeHandle>() else {
-            return Ok(None);
-        };
-        if self.pools.get(handle.pool()).is_err() {
-            return Ok(None);
+        for pool in self.pools.iter() {
+            for image in claim::claimed_by(pool, &self.node_id)? {
+                let is_its =
+                    |claim: &Claim| claim.node_id == self.node_id && claim.volume_id == volume_id;
+                if claim::holders(pool, &image)?.iter().any(is_its) {
+                    let source = Source::image(&pool.name, &image);
+                    let device = self.attached(&source)?;
+                    return Ok(device.map(|device| Found { device, source }));
+                }
+            }
         }
-        let source = Source::image(handle.pool(), &handle.image());
-        let device = self.attached(&source)?;
-        Ok(device.map(|device| Found { device, source }))
+        Ok(None)
     }
 
     /// The source of a mounted device that has no record: what stands behind
@@ -195,12 +203,11 @@ impl Backends {
             Err(PoolError::NoImage { .. }) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        let found = loopdev::find(id).map_err(io("list the loop devices"))?;
-        Ok(found.into_iter().next().map(|attached| Device {
-            dev: attached.device.dev,
-            node: attached.device.node,
+        Ok(attached_to(id, image)?.map(|found| Device {
+            dev: found.attached.device.dev,
+            node: found.attached.device.node,
             image: id,
-            read_only: attached.read_only,
+            read_only: found.attached.read_only,
         }))
     }
 
@@ -347,19 +354,20 @@ fn attach_loop(
         image: id,
         read_only: how.read_only,
     };
-    if let Some(found) = loopdev::find(id)
-        .map_err(io("list the loop devices"))?
-        .into_iter()
-        .next()
-    {
-        return match otherwise(&found, how) {
-            None => Ok((device(found.device), Done::Already)),
-            Some(difference) => Err(DeviceError::AttachedOtherwise {
-                image: path,
-                device: found.device.node,
-                how: difference,
-            }),
-        };
+    if let Some(found) = attached_to(id, image)? {
+        // Other readers keep theirs, we take another.
+        let another = how.shared && how.read_only && found.busy;
+        match otherwise(&found.attached, how) {
+            _ if another => {}
+            None => return Ok((device(found.attached.device), Done::Already)),
+            Some(difference) => {
+                return Err(DeviceError::AttachedOtherwise {
+                    image: path,
+                    device: found.attached.device.node,
+                    how: difference,
+                });
+            }
+        }
     }
     let options = LoopOptions {
         read_only: how.read_only,
@@ -370,12 +378,26 @@ fn attach_loop(
     Ok((device(loopdev::attach(file, &options)?), Done::Now))
 }
 
-/// Releases the descriptor locks over a block device whose backing path is one
-/// that the caller gave up: loop devices over its node, taken by kubelet or by
-/// [`lock`]. Returns what was released.
-pub fn release_locks(dev: Dev, given_up: impl Fn(&Path) -> bool) -> Result<Vec<Lock>, DeviceError> {
-    let mut locks = loopdev::locks_on(dev).map_err(io("list the loop devices"))?;
-    locks.retain(|lock| given_up(&lock.backing_path));
+/// Which descriptor locks over a device to release: loop devices over its node,
+/// taken by kubelet or by [`lock`].
+#[derive(Clone, Debug)]
+pub enum Unlock {
+    /// Those over these paths.
+    Over(Vec<PathBuf>),
+    /// All.
+    All,
+}
+
+/// Releases descriptor locks over a device; returns what was released.
+pub fn unlock(dev: Dev, which: &Unlock) -> Result<Vec<Lock>, DeviceError> {
+    let known: &[PathBuf] = match which {
+        Unlock::Over(paths) => paths,
+        Unlock::All => &[],
+    };
+    let mut locks = loopdev::locks_on(dev, known).map_err(io("list the loop devices"))?;
+    if let Unlock::Over(paths) = which {
+        locks.retain(|lock| paths.contains(&lock.backing_path));
+    }
     for lock in &locks {
         let _ = loopdev::unlock(lock, dev)?;
     }
@@ -385,7 +407,7 @@ pub fn release_locks(dev: Dev, given_up: impl Fn(&Path) -> bool) -> Result<Vec<L
 /// Takes kubelet's descriptor lock over a published device node, unless it is
 /// taken.
 pub fn lock(dev: Dev, node: &Path) -> Result<Done, DeviceError> {
-    let locks = loopdev::locks_on(dev).map_err(io("list the loop devices"))?;
+    let locks = loopdev::locks_on(dev, &[node.to_owned()]).map_err(io("list the loop devices"))?;
     if locks.iter().any(|lock| lock.backing_path == node) {
         return Ok(Done::Already);
     }
@@ -418,6 +440,27 @@ fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
     })
 }
 
+/// A loop device over an image.
+struct Over {
+    attached: Attached,
+    /// Mounted, or open exclusively.
+    busy: bool,
+}
+
+/// The loop device over an image, one that nobody uses where there are several.
+fn attached_to(id: FileId, image: &str) -> Result<Option<Over>, DeviceError> {
+    let found = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
+    let mut over = found.into_iter().map(|attached| Over {
+        busy: block::open(&attached.device.node, attached.device.dev, OFlags::EXCL).is_err(),
+        attached,
+    });
+    let first = over.next();
+    if first.as_ref().is_some_and(|first| !first.busy) {
+        return Ok(first);
+    }
+    Ok(over.find(|other| !other.busy).or(first))
+}
+
 /// What keeps an attached loop device from being the one that is needed.
 fn otherwise(found: &Attached, how: &How) -> Option<String> {
     if found.offset != 0 || found.size_limit != 0 {
@@ -425,6 +468,9 @@ fn otherwise(found: &Attached, how: &How) -> Option<String> {
             "from byte {} on, {} bytes of it",
             found.offset, found.size_limit
         ));
+    }
+    if found.detaching {
+        return Some("on its way to be detached".to_owned());
     }
     (found.read_only != how.read_only).then(|| {
         if found.read_only {

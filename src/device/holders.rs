@@ -117,7 +117,7 @@ pub fn holders(dev: Dev) -> Vec<Holder> {
     holders.extend(
         names(&format!("/sys/dev/block/{dev}/holders")).map(|name| Holder::Device { name }),
     );
-    let locks = loopdev::locks_on(dev).unwrap_or_default();
+    let locks = loopdev::locks_on(dev, &[]).unwrap_or_default();
     holders.extend(locks.into_iter().map(|lock| Holder::Loop {
         node: lock.device.node,
         over: lock.backing_path,
@@ -335,7 +335,7 @@ mod tests {
         drop(opener);
 
         let device = loopdev::lock_over(&scratch.device.node).unwrap();
-        let lock = loopdev::locks_on(dev).unwrap().remove(0);
+        let lock = loopdev::locks_on(dev, &[]).unwrap().remove(0);
         assert_eq!(lock.device, device);
         let expected = Holder::Loop {
             node: lock.device.node.clone(),

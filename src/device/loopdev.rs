@@ -229,9 +229,16 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
     Err(LoopError::NoneFree { image: name() })
 }
 
-/// The loop devices that back a file. Devices that back nothing are not opened.
-pub fn find(id: FileId) -> io::Result<Vec<Attached>> {
-    let found = configured(|status| is_over(status, id))?;
+/// The loop devices that back a file, which has the name that `image` ends in.
+///
+/// Only devices over files of that name are asked: the status of a device is
+/// answered by the file system that its file is on, which may hang, and whoever
+/// has a device open defers its detach.
+pub fn find(id: FileId, image: &Path) -> io::Result<Vec<Attached>> {
+    let found = configured(
+        |backing| backing.file_name() == image.file_name(),
+        |status| is_over(status, id),
+    )?;
     Ok(found
         .into_iter()
         .map(|(device, status)| Attached {
@@ -308,8 +315,10 @@ fn release(
     }
 }
 
-/// The configured loop devices whose status pleases, in the order of sysfs.
+/// The configured loop devices whose backing path may be meant and whose status
+/// then pleases, in the order of sysfs. The others are not opened.
 fn configured(
+    may_be_meant: impl Fn(&Path) -> bool,
     pleases: impl Fn(&loopctl::Status) -> bool,
 ) -> io::Result<Vec<(LoopDevice, loopctl::Status)>> {
     let mut found = Vec::new();
@@ -319,7 +328,8 @@ fn configured(
         let Some(number) = number.and_then(|number| number.parse().ok()) else {
             continue;
         };
-        if let Some((dev, status)) = status_of(number)?
+        if backing_path(number).is_ok_and(|path| may_be_meant(&path))
+            && let Some((dev, status)) = status_of(number)?
             && pleases(&status)
         {
             let device = LoopDevice {
@@ -362,6 +372,14 @@ fn status_of(number: u32) -> io::Result<Option<(Dev, loopctl::Status)>> {
         Err(e) if is_gone(&e) || !is_configured(number) => Ok(None),
         Err(e) => Err(e),
     }
+}
+
+/// The path of what a loop device backs, as far as it can be seen from here;
+/// that of a deleted file, too.
+fn backing_path(number: u32) -> io::Result<PathBuf> {
+    let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
+    let path = path.trim_end_matches('\n');
+    Ok(path.strip_suffix(" (deleted)").unwrap_or(path).into())
 }
 
 fn node_of(number: u32) -> PathBuf {

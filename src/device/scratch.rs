@@ -4,7 +4,7 @@ use std::{fs::File, path::Path};
 
 use tempfile::NamedTempFile;
 
-use super::loopdev::{self, FileId, LoopDevice, LoopOptions};
+use super::loopdev::{self, Attached, FileId, LoopDevice, LoopOptions};
 
 /// Detached and deleted when dropped.
 pub struct Scratch {
@@ -36,6 +36,11 @@ impl Scratch {
     /// The image's identity.
     pub fn id(&self) -> FileId {
         FileId::of(self.image.as_file()).unwrap()
+    }
+
+    /// The devices over the image.
+    pub fn found(&self) -> Vec<Attached> {
+        loopdev::find(self.id(), self.image.path()).unwrap()
     }
 
     /// The device, open for reading and writing.

@@ -1,6 +1,6 @@
 //! What a volume context says about where a volume's bytes are.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, fmt};
 
 use serde::{Deserialize, Serialize};
 
@@ -32,6 +32,14 @@ const DEFAULT_SECTOR: u32 = 512;
 pub struct SourceError {
     key: &'static str,
     why: String,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Loop { pool, image, .. } => write!(f, "image {image} of pool {pool}"),
+        }
+    }
 }
 
 impl Source {

@@ -65,6 +65,10 @@ pub struct Claim {
     pub node_id: String,
     /// The boot id of its kernel: [`boot_id`].
     pub boot_id: String,
+    /// The handle of the volume that the node has of it; empty for a
+    /// controller. Finds the image of a volume whose record is lost.
+    #[serde(default)]
+    pub volume_id: String,
     /// Who else may have the image.
     pub access: Access,
     /// The node never writes to it.
@@ -77,6 +81,7 @@ impl Claim {
         Self {
             node_id: format!("{CONTROLLER}{}", token.id()),
             boot_id: boot_id.to_owned(),
+            volume_id: String::new(),
             access,
             read_only: access == Access::Readers,
         }
@@ -394,6 +399,7 @@ mod tests {
         Claim {
             node_id: node.to_owned(),
             boot_id: boot.to_owned(),
+            volume_id: String::new(),
             access,
             read_only: false,
         }

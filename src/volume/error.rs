@@ -3,7 +3,7 @@
 use std::{fmt, io, path::PathBuf, time::Duration};
 
 use crate::{
-    csi::status::chain,
+    chain,
     device::{
         DeviceError, SourceError,
         holders::{self, Holder},
@@ -34,8 +34,13 @@ pub enum Error {
     #[error(transparent)]
     Option(#[from] OptionError),
     /// A path of the request is not where it may be, or not what it must be.
-    #[error(transparent)]
-    Path(#[from] PathError),
+    #[error("{field}")]
+    Path {
+        /// The request's field.
+        field: &'static str,
+        /// What is wrong with it.
+        source: PathError,
+    },
     /// This node holds no such volume, or not at that path.
     #[error("volume {volume}: {what}")]
     NotFound {

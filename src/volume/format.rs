@@ -6,12 +6,12 @@ use std::{path::PathBuf, rc::Rc};
 use super::{
     Error, Node, Outcome, prepare,
     record::Record,
-    spec::{Format, SerialMode, Stage, Use},
+    spec::{Format, Stage, Use},
     stage,
     task::{Progress, Volume},
     unstage,
 };
-use crate::csi::validate::Mode;
+use crate::capability::Mode;
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
 pub async fn format(
@@ -32,7 +32,7 @@ pub async fn format(
         staging_path: PathBuf::new(),
         usage: Use::Block,
         read_only: false,
-        mode: SerialMode(Mode::SingleNodeSingleWriter),
+        mode: Mode::SingleNodeSingleWriter,
         mkfs_options: Vec::new(),
         group: None,
         inline: None,

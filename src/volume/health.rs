@@ -113,7 +113,7 @@ impl Node {
     ) {
         let path = record.staging_path.display();
         match self
-            .place(&record.staging_path)
+            .staging(&record.staging_path)
             .ok()
             .and_then(|place| place.look().ok())
         {

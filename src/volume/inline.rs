@@ -22,7 +22,7 @@ pub async fn publish(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     // What is wrong with the target is found before anything is made for it.
-    let _ = node.place(&spec.publish.target_path)?;
+    let _ = node.target(&spec.publish.target_path)?;
     stage::stage(node, volume, &spec.stage, progress).await?;
     publish::publish(node, volume, &spec.publish, progress).await
 }

@@ -14,8 +14,16 @@
 //! is there, does what is missing, and so finishes what a killed agent began.
 
 use std::{
-    cell::RefCell, collections::HashMap, fmt, future::Future, io, path::PathBuf, pin::Pin, rc::Rc,
-    sync::Arc, time::Duration,
+    cell::RefCell,
+    collections::HashMap,
+    fmt,
+    future::Future,
+    io,
+    path::{Path, PathBuf},
+    pin::Pin,
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
 };
 
 use tokio::sync::{mpsc, oneshot};
@@ -25,7 +33,7 @@ use crate::{
     Done,
     device::{Backends, DeviceError, Source, ready::Uevents},
     lane::Lanes,
-    mount::path::{PathError, Place, Roots},
+    mount::path::{Place, Roots},
     ring::{self, probe::Prober},
 };
 
@@ -190,10 +198,24 @@ impl Node {
         Ok((source, self.config.staging_dir.join(name)))
     }
 
-    fn place(&self, path: &std::path::Path) -> Result<Place, PathError> {
-        self.roots.place(&path.to_string_lossy())
+    fn place(&self, field: &'static str, path: &Path) -> Result<Place, Error> {
+        let place = self.roots.place(&path.to_string_lossy());
+        place.map_err(|source| Error::Path { field, source })
+    }
+
+    /// Where a volume is staged.
+    fn staging(&self, path: &Path) -> Result<Place, Error> {
+        self.place("staging_target_path", path)
+    }
+
+    /// Where a volume is published.
+    fn target(&self, path: &Path) -> Result<Place, Error> {
+        self.place(TARGET, path)
     }
 }
+
+/// The request's field of a target path.
+const TARGET: &str = "target_path";
 
 /// Runs one call to its end; a volume has one at a time.
 async fn run(

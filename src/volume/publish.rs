@@ -17,7 +17,7 @@ use rustix::{
 };
 
 use super::{
-    Error, Node, Outcome, already,
+    Error, Node, Outcome, TARGET, already,
     record::{Phase, Record, Target},
     spec::{Publish, Use},
     stage,
@@ -26,13 +26,17 @@ use super::{
 };
 use crate::{
     Done,
-    csi::validate::Mode as AccessMode,
-    device::{Device, backend, sysfs},
+    capability::Mode as AccessMode,
+    device::{
+        Device,
+        backend::{self, Unlock},
+        sysfs,
+    },
     kernel::{Dev, block},
     mount::{
         Look, Mounted, bind,
         options::MountOptions,
-        path::Place,
+        path::{PathError, Place},
         unmount::{self, UnmountError},
     },
 };
@@ -60,7 +64,7 @@ pub async fn publish(
     let options = publish_options(volume, &record, spec)?;
     let read_only = spec.read_only || record.read_only;
     let target = Target { read_only };
-    let place = node.place(&spec.target_path)?;
+    let place = node.target(&spec.target_path)?;
     match place
         .look()
         .map_err(volume.io(format!("look at {}", place.path().display())))?
@@ -94,7 +98,7 @@ pub async fn publish(
         _ => {}
     }
     let single = |mode| mode == AccessMode::SingleNodeSingleWriter;
-    if (single(spec.mode.0) || single(record.mode.0))
+    if (single(spec.mode) || single(record.mode))
         && let Some(other) = node.live_target(volume)
     {
         return Err(volume.precondition(format!(
@@ -104,7 +108,7 @@ pub async fn publish(
     }
     match record.usage {
         Use::Mount { .. } => {
-            let staging = node.place(&record.staging_path)?;
+            let staging = node.staging(&record.staging_path)?;
             if let Some(group) = spec.group.filter(|_| !read_only) {
                 stage::own(node, volume, &staging, group, progress).await?;
             }
@@ -114,7 +118,7 @@ pub async fn publish(
                     staging.path().display()
                 ))
             })?;
-            let made = place.make_dir(0o750)?;
+            let made = place.make_dir(0o750).map_err(at_target)?;
             progress
                 .step("bind", async {
                     bind_at(volume, &pin, &place, &options, read_only, made)
@@ -125,6 +129,13 @@ pub async fn publish(
     }
     volume.set_target(&spec.target_path, target);
     Ok(Outcome::Done)
+}
+
+fn at_target(source: PathError) -> Error {
+    Error::Path {
+        field: TARGET,
+        source,
+    }
 }
 
 fn access(read_only: bool) -> &'static str {
@@ -213,7 +224,7 @@ fn bind_at(
         }
         Err(source) => {
             if made == Done::Now {
-                let _ = place.remove()?;
+                let _ = place.remove().map_err(at_target)?;
             }
             Err(Error::Bind {
                 volume: volume.id.clone(),
@@ -244,7 +255,7 @@ async fn publish_block(
         ))));
     }
     set_writable(node, volume, device, read_only, progress).await?;
-    let made = place.make_file(0o600)?;
+    let made = place.make_file(0o600).map_err(at_target)?;
     progress
         .step("bind", async {
             bind_at(
@@ -317,7 +328,7 @@ pub async fn unpublish(
     if let Some(record) = &record {
         progress.backend(record.source.backend());
     }
-    if let Some(place) = absent_is_none(node.place(target_path))? {
+    if let Some(place) = absent_is_none(node.target(target_path))? {
         release_lock(node, volume, record.as_ref(), target_path, progress).await?;
         while let Look::Mount(mounted) = place
             .look()
@@ -325,7 +336,7 @@ pub async fn unpublish(
         {
             unmount_target(node, volume, record.as_ref(), &place, &mounted, progress).await?;
         }
-        already(volume, "unpublish", place.remove()?);
+        already(volume, "unpublish", place.remove().map_err(at_target)?);
     }
     volume.drop_target(target_path);
     if let Some(record) = record
@@ -354,7 +365,7 @@ async fn unmount_target(
             )));
         }
         Some((record, device)) if matches!(record.usage, Use::Mount { .. }) => {
-            match absent_is_none(node.place(&record.staging_path))? {
+            match absent_is_none(node.staging(&record.staging_path))? {
                 Some(staging) => pin(volume, record, device, &staging)?,
                 None => None,
             }
@@ -426,7 +437,7 @@ async fn release_lock(
     paths.extend(kubelet_map_file(target_path));
     let released = node
         .lane(volume, progress, "unlock", move || {
-            backend::release_locks(dev, |backing| paths.iter().any(|path| path == backing))
+            backend::unlock(dev, &Unlock::Over(paths))
         })
         .await
         .map_err(|error| volume.device(error))?;
@@ -472,7 +483,7 @@ impl Node {
         let record = &held.record;
         let device = record.device.as_ref()?;
         held.targets.retain(|path, _| {
-            let look = self.place(path).ok().and_then(|place| place.look().ok());
+            let look = self.target(path).ok().and_then(|place| place.look().ok());
             matches!(look, Some(Look::Mount(mounted)) if appears_at(record, device, &mounted))
         });
         held.targets.keys().next().cloned()

@@ -10,12 +10,13 @@ use std::{collections::BTreeMap, io, path::Path, rc::Rc, sync::Arc, time::Durati
 use super::{
     Error, Node,
     record::{Held, Phase, Record, Target},
-    spec::{Call, SerialMode, Use},
+    spec::{Call, Use},
     task::{Progress, Volume},
     unstage::absent_is_none,
 };
 use crate::{
-    csi::{status::chain, validate::Mode},
+    capability::Mode,
+    chain,
     device::Device,
     mount::{
         Look,
@@ -86,7 +87,8 @@ fn delete_if_orphaned(node: &Rc<Node>, volume: &Rc<Volume>) {
     let Some(target) = volume.record().and_then(|record| record.inline) else {
         return;
     };
-    if matches!(absent_is_none(node.place(&target)), Ok(None)) && node.live_target(volume).is_none()
+    if matches!(absent_is_none(node.target(&target)), Ok(None))
+        && node.live_target(volume).is_none()
     {
         tracing::info!(volume_id = volume.id, target = %target.display(), "its pod is gone, the inline volume goes");
         let (node, id) = (node.clone(), volume.id.clone());
@@ -153,7 +155,7 @@ pub async fn rebuild(
     staging_path: &Path,
     progress: &Progress,
 ) -> Result<Option<Record>, Error> {
-    let place = absent_is_none(node.place(staging_path))?;
+    let place = absent_is_none(node.staging(staging_path))?;
     let look = match &place {
         Some(place) => place
             .look()
@@ -203,7 +205,7 @@ pub async fn rebuild(
         },
         fs: None,
         read_only: found.device.read_only,
-        mode: SerialMode(Mode::SingleNodeWriter),
+        mode: Mode::SingleNodeWriter,
         root_dev: mounted.map(|mounted| mounted.dev),
         device: Some(found.device.clone()),
         inline: None,

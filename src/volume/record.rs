@@ -14,8 +14,9 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::spec::{SerialMode, Stage, Use};
+use super::spec::{Stage, Use};
 use crate::{
+    capability::Mode,
     device::{Device, Source},
     digest,
     fs::FsType,
@@ -43,7 +44,7 @@ pub struct Record {
     /// Nobody writes through this node.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: SerialMode,
+    pub mode: Mode,
     /// The device, once there is one.
     pub device: Option<Device>,
     /// `st_dev` of the files on the mounted file system: the device's number,

@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::Error;
 use crate::{
-    csi::validate::{Access, Capability, Mode},
+    capability::{Access, Capability, Mode},
     device::Source,
-    fs::{FsType, mkfs},
+    fs::{FsType, UnsupportedFs, mkfs},
     mount::{
         options::MountOptions,
         ownership::{BadGroup, FsGroup},
@@ -40,18 +40,16 @@ impl Use {
         let Access::Mount { fs_type, flags, .. } = access else {
             return Ok(Self::Block);
         };
-        let fs = [Some(fs_type), context.get("fsType")]
-            .into_iter()
-            .flatten()
-            .find(|name| !name.is_empty())
-            .map(|name| {
-                name.parse()
-                    .map_err(|error: crate::fs::UnsupportedFs| Error::Invalid {
-                        field: "volume_capability.mount.fs_type",
-                        why: error.to_string(),
-                    })
+        let parse = |field, name: &str| {
+            let parsed = (!name.is_empty()).then(|| name.parse()).transpose();
+            parsed.map_err(|error: UnsupportedFs| Error::Invalid {
+                field,
+                why: error.to_string(),
             })
-            .transpose()?;
+        };
+        let of_class = context.get("fsType").map_or("", String::as_str);
+        let of_class = parse("volume_context.fsType", of_class)?;
+        let fs = parse("volume_capability.mount.fs_type", fs_type)?.or(of_class);
         Ok(Self::Mount {
             fs,
             options: MountOptions::parse(flags)?,
@@ -100,7 +98,7 @@ pub struct Stage {
     /// Nobody writes through this node.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: SerialMode,
+    pub mode: Mode,
     /// What mkfs is told instead of our defaults.
     pub mkfs_options: Vec<String>,
     /// The group that shall own the volume, where the driver applies it.
@@ -130,7 +128,7 @@ pub struct Publish {
     /// This target cannot write.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: SerialMode,
+    pub mode: Mode,
     /// The group that shall own the volume, where the driver applies it.
     pub group: Option<FsGroup>,
 }
@@ -198,22 +196,6 @@ impl Call {
     }
 }
 
-/// [`Mode`], as records keep it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(remote = "Mode", rename_all = "snake_case")]
-enum ModeForm {
-    SingleNodeWriter,
-    SingleNodeSingleWriter,
-    SingleNodeReader,
-    MultiNodeReader,
-    MultiNodeSingleWriter,
-    MultiNodeWriter,
-}
-
-/// A [`Mode`] that can be written to a record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SerialMode(#[serde(with = "ModeForm")] pub Mode);
-
 /// What stage and publish have in common.
 pub struct Parsed {
     /// Raw or mounted.
@@ -221,7 +203,7 @@ pub struct Parsed {
     /// By access mode, by the `ro` option, or because the call says so.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: SerialMode,
+    pub mode: Mode,
     /// The class's `mkfsOptions`.
     pub mkfs_options: Vec<String>,
     /// The group, where the driver was told to apply it.
@@ -262,7 +244,7 @@ impl Parsed {
         Ok(Self {
             read_only: by_option || capability.mode.reader_only(),
             usage,
-            mode: SerialMode(capability.mode),
+            mode: capability.mode,
             mkfs_options,
             group,
         })

@@ -36,7 +36,7 @@ pub async fn stage(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     progress.backend(spec.source.backend());
-    let place = node.place(&spec.staging_path)?;
+    let place = node.staging(&spec.staging_path)?;
     if let Some(record) = volume.record() {
         match record.phase {
             Phase::Staged if !record.serves(spec) => {
@@ -202,7 +202,8 @@ pub async fn attach_source(
 ) -> Result<Device, Error> {
     if let Some(other) = node.other_user(volume, &spec.source) {
         return Err(volume.precondition(format!(
-            "its source is in use on this node by volume {other}"
+            "{} is in use on this node by volume {other}",
+            spec.source
         )));
     }
     if let Some(inline) = &spec.inline {
@@ -220,7 +221,8 @@ pub async fn attach_source(
     let source = spec.source.clone();
     let how = How {
         read_only: spec.read_only,
-        shared: spec.mode.0.multi_node(),
+        shared: spec.mode.multi_node(),
+        volume_id: volume.id.clone(),
     };
     let (device, done) = node
         .lane(volume, progress, "attach", move || {
@@ -253,7 +255,10 @@ async fn mount(
             place.path().display()
         )));
     }
-    let done = place.make_dir(0o750)?;
+    let done = place.make_dir(0o750).map_err(|source| Error::Path {
+        field: "staging_target_path",
+        source,
+    })?;
     already(volume, "make the staging directory", done);
     let place = place.clone();
     let options = options.clone();

@@ -67,7 +67,7 @@ impl Node {
         };
         let device = record.device.as_ref().ok_or_else(gone)?;
         // Whatever keeps the path from being resolved, our mount is not there.
-        let place = self.place(path).map_err(|_| gone())?;
+        let place = self.target(path).map_err(|_| gone())?;
         let opened = place.open().map_err(|_| gone())?;
         match Look::at(opened.as_fd()) {
             Ok(Look::Mount(mounted)) if appears_at(record, device, &mounted) => {}

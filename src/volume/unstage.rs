@@ -10,7 +10,13 @@ use super::{
     task::{Progress, Volume},
 };
 use crate::{
-    device::{Device, backend, holders, loopdev::Detached, ready},
+    device::{
+        Device,
+        backend::{self, Unlock},
+        holders,
+        loopdev::Detached,
+        ready,
+    },
     mount::{
         path::{PathError, Place},
         unmount::{self, UnmountError},
@@ -63,7 +69,7 @@ pub async fn tear_down(
     if let Some(device) = &record.device {
         match record.usage {
             Use::Mount { .. } => {
-                if let Some(place) = absent_is_none(node.place(&record.staging_path))?
+                if let Some(place) = absent_is_none(node.staging(&record.staging_path))?
                     && stage::mounted_fs(volume, &place, device)?.is_some()
                 {
                     unmount(node, volume, place, device, progress).await?;
@@ -98,11 +104,14 @@ pub async fn forget(
 }
 
 /// A path whose parent is gone has nothing mounted on it.
-pub fn absent_is_none(place: Result<Place, PathError>) -> Result<Option<Place>, Error> {
+pub fn absent_is_none(place: Result<Place, Error>) -> Result<Option<Place>, Error> {
     match place {
         Ok(place) => Ok(Some(place)),
-        Err(PathError::MissingParent { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
+        Err(Error::Path {
+            source: PathError::MissingParent { .. },
+            ..
+        }) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 
@@ -152,7 +161,7 @@ async fn release_locks(
     let dev = device.dev;
     let released = node
         .lane(volume, progress, "unlock", move || {
-            backend::release_locks(dev, |_| true)
+            backend::unlock(dev, &Unlock::All)
         })
         .await
         .map_err(|error| volume.device(error))?;

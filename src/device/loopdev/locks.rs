@@ -6,12 +6,14 @@
 //! restarted at the wrong moment.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io,
     path::{Path, PathBuf},
 };
 
-use super::{Detached, LoopDevice, LoopError, LoopOptions, attach, configured, release};
+use super::{
+    Detached, LoopDevice, LoopError, LoopOptions, attach, backing_path, configured, release,
+};
 use crate::kernel::Dev;
 
 /// A loop device over a block device's node.
@@ -44,9 +46,20 @@ pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
     )
 }
 
-/// The locks over a block device.
-pub fn locks_on(dev: Dev) -> io::Result<Vec<Lock>> {
-    let found = configured(|status| status.rdevice == dev.to_raw())?;
+/// The locks over a block device: over the paths in `known`, and over any other
+/// where kubelet and people have theirs, below a directory `volumeDevices` or
+/// `/dev`. What lies elsewhere is not asked: an image's file system may hang.
+pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<Lock>> {
+    let usual = |path: &Path| {
+        path.starts_with("/dev")
+            || path
+                .components()
+                .any(|part| part.as_os_str() == "volumeDevices")
+    };
+    let found = configured(
+        |backing| usual(backing) || known.iter().any(|path| path == backing),
+        |status| status.rdevice == dev.to_raw(),
+    )?;
     Ok(found
         .into_iter()
         .map(|(device, _)| Lock {
@@ -59,10 +72,4 @@ pub fn locks_on(dev: Dev) -> io::Result<Vec<Lock>> {
 /// Removes a lock if it still is one over `dev`.
 pub fn unlock(lock: &Lock, dev: Dev) -> Result<Detached, LoopError> {
     release(&lock.device, |status| status.rdevice == dev.to_raw())
-}
-
-fn backing_path(number: u32) -> io::Result<PathBuf> {
-    let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
-    let path = path.trim_end_matches('\n');
-    Ok(path.strip_suffix(" (deleted)").unwrap_or(path).into())
 }

@@ -25,12 +25,12 @@ fn let_go(device: &LoopDevice, id: FileId) {
 fn what_is_attached_is_found_resized_and_detached() {
     let image = Scratch::image(MIB);
     let id = FileId::of(image.as_file()).unwrap();
-    assert_eq!(find(id).unwrap(), []);
+    assert_eq!(find(id, image.path()).unwrap(), []);
 
     let device = attach(image.as_file(), &options(image.path())).unwrap();
     assert_eq!(block::node_of(device.dev).unwrap(), device.node);
     assert_eq!(
-        find(id).unwrap(),
+        find(id, image.path()).unwrap(),
         [Attached {
             device: device.clone(),
             read_only: false,
@@ -45,7 +45,7 @@ fn what_is_attached_is_found_resized_and_detached() {
     assert_eq!(resize(&device).unwrap(), 2 * MIB);
 
     let_go(&device, id);
-    assert_eq!(find(id).unwrap(), []);
+    assert_eq!(find(id, image.path()).unwrap(), []);
     assert_eq!(detach(&device, id).unwrap(), Detached::Already);
 }
 
@@ -63,7 +63,7 @@ fn a_read_only_device_refuses_writes() {
     };
     let device = attach(&read_only, &asked).unwrap();
     let scratch = Scratch { image, device };
-    assert!(find(scratch.id()).unwrap()[0].read_only);
+    assert!(scratch.found()[0].read_only);
     // Some kernels refuse the open, others the write.
     let written = File::options()
         .write(true)
@@ -111,7 +111,7 @@ fn sector_size_and_direct_io_are_as_asked() {
     };
     let device = attach(image.as_file(), &asked).unwrap();
     let scratch = Scratch { image, device };
-    assert!(find(scratch.id()).unwrap()[0].direct_io);
+    assert!(scratch.found()[0].direct_io);
     assert_eq!(rustix::fs::ioctl_blksszget(scratch.open()).unwrap(), 4096);
 }
 
@@ -135,7 +135,7 @@ fn an_opener_defers_the_detach() {
         detach(&scratch.device, scratch.id()).unwrap(),
         Detached::Deferred
     );
-    assert!(find(scratch.id()).unwrap()[0].detaching);
+    assert!(scratch.found()[0].detaching);
     drop(opener);
     while backs(&scratch.device, scratch.id()).unwrap() {
         thread::yield_now();
@@ -158,7 +158,7 @@ fn attaches_at_once_get_a_device_each() {
         all.into_iter().map(|one| one.join().unwrap()).collect()
     });
     for scratch in &scratches {
-        let found = find(scratch.id()).unwrap();
+        let found = scratch.found();
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].device, scratch.device);
     }
@@ -178,13 +178,13 @@ fn a_number_under_way_is_passed_over() {
 fn a_lock_is_found_by_its_device_and_removed() {
     let scratch = Scratch::new(MIB);
     let dev = scratch.device.dev;
-    assert_eq!(locks_on(dev).unwrap(), []);
+    assert_eq!(locks_on(dev, &[]).unwrap(), []);
     let device = lock_over(&scratch.device.node).unwrap();
     let lock = Lock {
         device,
         backing_path: scratch.device.node.clone(),
     };
-    assert_eq!(locks_on(dev).unwrap(), std::slice::from_ref(&lock));
+    assert_eq!(locks_on(dev, &[]).unwrap(), std::slice::from_ref(&lock));
     // A lock keeps the device open: it does not let go of its file.
     assert_eq!(
         detach(&scratch.device, scratch.id()).unwrap(),
@@ -196,7 +196,7 @@ fn a_lock_is_found_by_its_device_and_removed() {
     };
     assert_eq!(unlock(&lock, elsewhere).unwrap(), Detached::Already);
     assert_ne!(unlock(&lock, dev).unwrap(), Detached::Already);
-    while !locks_on(dev).unwrap().is_empty() || backs(&scratch.device, scratch.id()).unwrap() {
+    while !locks_on(dev, &[]).unwrap().is_empty() || backs(&scratch.device, scratch.id()).unwrap() {
         thread::yield_now();
     }
 }

@@ -95,6 +95,7 @@ impl Home {
         let claim = Claim {
             node_id: node.to_owned(),
             boot_id: BOOT.to_owned(),
+            volume_id: String::new(),
             access: Access::Exclusive,
             read_only: false,
         };
@@ -225,7 +226,7 @@ async fn what_a_node_holds_is_neither_deleted_nor_torn() {
     ] {
         let error = refused.unwrap();
         assert_eq!(error.kind(), Kind::FailedPrecondition);
-        let text = crate::csi::status::chain(&error);
+        let text = crate::chain(&error);
         assert!(text.contains("node-a"), "{text}");
     }
     home.release(&made, "node-a");

@@ -47,6 +47,7 @@ async fn inside() {
     let claim = Claim {
         node_id: "node-a".to_owned(),
         boot_id: BOOT.to_owned(),
+        volume_id: String::new(),
         access: Access::Exclusive,
         read_only: false,
     };
