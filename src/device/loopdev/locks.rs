@@ -52,9 +52,10 @@ pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
 pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<Lock>> {
     let usual = |path: &Path| {
         path.starts_with("/dev")
-            || path
-                .components()
-                .any(|part| part.as_os_str() == "volumeDevices")
+            || path.iter().any(|part| part == "volumeDevices")
+            // Once kubelet has unmounted its map file, what was mounted there
+            // is the root of no tree.
+            || path == Path::new("/")
     };
     let found = configured(
         |backing| usual(backing) || known.iter().any(|path| path == backing),
