@@ -50,7 +50,7 @@ pub enum LogError {
 
 /// Sends the process's log lines to stderr.
 ///
-/// `level` is a level (`info`) or a comma-separated list of `target=level`
+/// `level` is a level (`info`) for this project's lines, or a comma-separated list of `target=level`
 /// directives, as `tracing_subscriber::EnvFilter` takes them. The environment
 /// is not read. Call it once, before the first line that matters.
 pub fn init(format: Format, level: &str) -> Result<(), LogError> {
@@ -84,6 +84,19 @@ fn request_id() -> String {
     format!("{:08x}", NEXT.fetch_add(STEP, Ordering::Relaxed))
 }
 
+/// A bare level is meant for this project's own lines: the libraries beneath
+/// log each frame of each connection.
+fn directives(level: &str) -> String {
+    if level.parse::<Level>().is_ok() {
+        let own = ["uring_csi", "uring_csi_node", "uring_csi_controller"];
+        own.iter().fold("warn".to_owned(), |all, target| {
+            format!("{all},{target}={level}")
+        })
+    } else {
+        level.to_owned()
+    }
+}
+
 fn subscriber<W>(
     format: Format,
     level: &str,
@@ -93,7 +106,7 @@ where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
     let filter = EnvFilter::builder()
-        .parse(level)
+        .parse(directives(level))
         .map_err(|source| LogError::Level {
             level: level.to_owned(),
             source,

@@ -51,6 +51,7 @@ pub mod spec;
 mod stage;
 mod stats;
 mod task;
+mod unpublish;
 mod unstage;
 
 pub use error::Error;
@@ -229,7 +230,7 @@ async fn run(
         Call::Unstage(path) => unstage::unstage(node, volume, path, progress).await,
         Call::Publish(spec) => publish::publish(node, volume, spec, progress).await,
         Call::Inline(spec) => inline::publish(node, volume, spec, progress).await,
-        Call::Unpublish(path) => publish::unpublish(node, volume, path, progress).await,
+        Call::Unpublish(path) => unpublish::unpublish(node, volume, path, progress).await,
         Call::Expand(spec) => expand::expand(node, volume, spec, progress).await,
         Call::Format(spec) => format::format(node, volume, spec, progress).await,
     }

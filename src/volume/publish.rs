@@ -1,10 +1,8 @@
-//! Publish and unpublish: a staged volume's appearance at a target path.
+//! Publish: a staged volume appears at a target path.
 //!
-//! Of a mounted volume neither touches the device, so both run to their end on
-//! the runtime thread, without a wake-up. That holds for unpublish, too, though
-//! it unmounts: a descriptor of the staging mount is kept meanwhile, so that
-//! what goes is never the superblock's last mount, which alone would write back
-//! and could hang. No record is written: the mount at the target is the record.
+//! Of a mounted volume this never touches the device, so it runs to its end on
+//! the runtime thread, without a wake-up. No record is written: the mount at
+//! the target is the record.
 
 use std::{
     path::{Path, PathBuf},
@@ -22,22 +20,16 @@ use super::{
     spec::{Publish, Use},
     stage,
     task::{Progress, Volume},
-    unstage::{self, absent_is_none},
 };
 use crate::{
     Done,
     capability::Mode as AccessMode,
-    device::{
-        Device,
-        backend::{self, Unlock},
-        sysfs,
-    },
+    device::{Device, backend, sysfs},
     kernel::{Dev, block},
     mount::{
         Look, Mounted, bind,
         options::MountOptions,
         path::{PathError, Place},
-        unmount::{self, UnmountError},
     },
 };
 
@@ -131,7 +123,7 @@ pub async fn publish(
     Ok(Outcome::Done)
 }
 
-fn at_target(source: PathError) -> Error {
+pub fn at_target(source: PathError) -> Error {
     Error::Path {
         field: TARGET,
         source,
@@ -192,7 +184,7 @@ pub fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
 
 /// A descriptor of the staging mount, which keeps its superblock alive; `None`
 /// when the volume is not what is mounted there.
-fn pin(
+pub fn pin(
     volume: &Volume,
     record: &Record,
     device: &Device,
@@ -317,159 +309,10 @@ async fn set_writable(
     )))
 }
 
-/// `NodeUnpublishVolume`. A target that is not there is success.
-pub async fn unpublish(
-    node: &Rc<Node>,
-    volume: &Volume,
-    target_path: &Path,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    let record = volume.record();
-    if let Some(record) = &record {
-        progress.backend(record.source.backend());
-    }
-    if let Some(place) = absent_is_none(node.target(target_path))? {
-        release_lock(node, volume, record.as_ref(), target_path, progress).await?;
-        while let Look::Mount(mounted) = place
-            .look()
-            .map_err(volume.io(format!("look at {}", place.path().display())))?
-        {
-            unmount_target(node, volume, record.as_ref(), &place, &mounted, progress).await?;
-        }
-        already(volume, "unpublish", place.remove().map_err(at_target)?);
-    }
-    volume.drop_target(target_path);
-    if let Some(record) = record
-        && record.inline.is_some()
-        && node.live_target(volume).is_none()
-    {
-        unstage::tear_down(node, volume, &record, progress).await?;
-    }
-    Ok(Outcome::Done)
-}
-
-async fn unmount_target(
-    node: &Rc<Node>,
-    volume: &Volume,
-    record: Option<&Record>,
-    place: &Place,
-    mounted: &Mounted,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let known = record.and_then(|record| record.device.as_ref().map(|device| (record, device)));
-    let pinned = match known {
-        Some((record, device)) if !appears_at(record, device, mounted) => {
-            return Err(volume.precondition(format!(
-                "something else is mounted at {}; unmount it first",
-                place.path().display()
-            )));
-        }
-        Some((record, device)) if matches!(record.usage, Use::Mount { .. }) => {
-            match absent_is_none(node.staging(&record.staging_path))? {
-                Some(staging) => pin(volume, record, device, &staging)?,
-                None => None,
-            }
-        }
-        // The mount of a device node is one of /dev, and never its last.
-        Some((_, device)) => Some(
-            rustix::fs::open("/dev", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(
-                |errno| {
-                    volume.io(format!("open the directory of {}", device.node.display()))(
-                        errno.into(),
-                    )
-                },
-            )?,
-        ),
-        None => None,
-    };
-    if pinned.is_some() {
-        let unbound = progress
-            .step("unbind", async { unmount::unmount_once(place) })
-            .await;
-        match unbound {
-            // Somebody looks at it just now, or uses it: found out on the lane.
-            Err(UnmountError::Busy { .. }) => {}
-            Err(source) => {
-                return Err(Error::Unmount {
-                    volume: volume.id.clone(),
-                    source,
-                });
-            }
-            Ok(done) => {
-                already(volume, "unbind", done);
-                return Ok(());
-            }
-        }
-    }
-    drop(pinned);
-    // Busy, or maybe the last mount of its superblock, which can hang.
-    let place = place.clone();
-    let done = node
-        .lane(volume, progress, "unmount", move || {
-            unmount::unmount(&place)
-        })
-        .await
-        .map_err(|source| Error::Unmount {
-            volume: volume.id.clone(),
-            source,
-        })?;
-    already(volume, "unmount", done);
-    Ok(())
-}
-
-/// Releases the descriptor lock of this target: our own, over the target, or
-/// the one that kubelet left over its map file of the same pod.
-async fn release_lock(
-    node: &Rc<Node>,
-    volume: &Volume,
-    record: Option<&Record>,
-    target_path: &Path,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let Some(device) = record
-        .filter(|record| record.usage == Use::Block)
-        .and_then(|record| record.device.as_ref())
-    else {
-        return Ok(());
-    };
-    let dev = device.dev;
-    let mut paths = vec![target_path.to_owned()];
-    paths.extend(kubelet_map_file(target_path));
-    let released = node
-        .lane(volume, progress, "unlock", move || {
-            backend::unlock(dev, &Unlock::Over(paths))
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
-    for lock in released {
-        tracing::info!(volume_id = volume.id, lock = %lock.device.node.display(), backing = %lock.backing_path.display(), "released a descriptor lock");
-    }
-    Ok(())
-}
-
-/// Kubelet's map file for a publish path:
-/// `…/volumeDevices/publish/<spec>/<pod>` → `…/volumeDevices/<spec>/dev/<pod>`
-/// (pkg/volume/csi/csi_block.go).
-fn kubelet_map_file(publish_path: &Path) -> Option<PathBuf> {
-    let pod = publish_path.file_name()?;
-    let spec = publish_path.parent()?;
-    let publish = spec.parent()?;
-    let devices = publish.parent()?;
-    (publish.file_name()? == "publish" && devices.file_name()? == "volumeDevices")
-        .then(|| devices.join(spec.file_name()?).join("dev").join(pod).into())
-        .flatten()
-}
-
 impl Volume {
     fn set_target(&self, path: &Path, target: Target) {
         if let Some(held) = self.held.borrow_mut().as_mut() {
             held.targets.insert(path.to_owned(), target);
-        }
-    }
-
-    fn drop_target(&self, path: &Path) {
-        if let Some(held) = self.held.borrow_mut().as_mut() {
-            held.targets.remove(path);
         }
     }
 }
@@ -487,22 +330,5 @@ impl Node {
             matches!(look, Some(Look::Mount(mounted)) if appears_at(record, device, &mounted))
         });
         held.targets.keys().next().cloned()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn kubelets_map_file_is_found_from_the_publish_path() {
-        let root = Path::new("/var/lib/kubelet/plugins/kubernetes.io/csi/volumeDevices");
-        let publish = root.join("publish/pvc-1/0a1b");
-        assert_eq!(
-            kubelet_map_file(&publish),
-            Some(root.join("pvc-1/dev/0a1b"))
-        );
-        assert_eq!(kubelet_map_file(Path::new("/mnt/x")), None);
-        assert_eq!(kubelet_map_file(&root.join("pvc-1/dev/0a1b")), None);
     }
 }
