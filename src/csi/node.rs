@@ -220,6 +220,7 @@ impl NodeService {
         let range = request.capacity_range.unwrap_or_default();
         let expand = Expand {
             volume_path: clean(&request.volume_path),
+            staging_path: clean(&request.staging_target_path),
             required: bytes("capacity_range.required_bytes", range.required_bytes)?,
             limit: bytes("capacity_range.limit_bytes", range.limit_bytes)?,
         };

@@ -375,7 +375,25 @@ fn attach_loop(
         sector_size: *sector_size,
         name: &path,
     };
-    Ok((device(loopdev::attach(file, &options)?), Done::Now))
+    let attached = device(loopdev::attach(file, &options)?);
+    // A read-only mark that the number's last user made outlives its image.
+    if !how.read_only
+        && let Err(error) = set_read_only(&attached, false)
+    {
+        let _ = loopdev::detach(&loop_device(&attached)?, id)?;
+        return Err(error);
+    }
+    Ok((attached, Done::Now))
+}
+
+/// Makes the whole device refuse writes, or take them again.
+pub fn set_read_only(device: &Device, read_only: bool) -> Result<(), DeviceError> {
+    if sysfs::is_read_only(device.dev).map_err(io("read the device's state"))? == read_only {
+        return Ok(());
+    }
+    block::open(&device.node, device.dev, OFlags::RDONLY)
+        .and_then(|file| block::set_read_only(file, read_only))
+        .map_err(io("set the device read-only or writable"))
 }
 
 /// Which descriptor locks over a device to release: loop devices over its node,

@@ -27,7 +27,8 @@ pub async fn expand(
         .filter(|record| record.phase == Phase::Staged)
         .ok_or_else(|| not_there("it is not staged on this node".to_owned()))?;
     progress.backend(record.source.backend());
-    if !node.is_at(volume, &spec.volume_path) {
+    let staged_there = spec.staging_path == record.staging_path && record.usage == Use::Block;
+    if !staged_there && !node.is_at(volume, &spec.volume_path) {
         return Err(not_there(format!(
             "it is not at {}",
             spec.volume_path.display()

@@ -25,7 +25,7 @@ use crate::{
     Done,
     capability::Mode as AccessMode,
     device::{Device, backend, sysfs},
-    kernel::{Dev, block},
+    kernel::Dev,
     mount::{
         Look, Mounted, bind,
         options::MountOptions,
@@ -298,15 +298,10 @@ async fn set_writable(
     }
     let on = device.clone();
     node.lane(volume, progress, "set-ro", move || {
-        let file = block::open(&on.node, on.dev, OFlags::RDONLY)?;
-        block::set_read_only(file.as_fd(), read_only)
+        backend::set_read_only(&on, read_only)
     })
     .await
-    .map_err(volume.io(format!(
-        "make {} {}",
-        device.node.display(),
-        access(read_only)
-    )))
+    .map_err(|error| volume.device(error))
 }
 
 impl Volume {

@@ -148,6 +148,9 @@ pub struct Inline {
 pub struct Expand {
     /// Where the volume is staged or published.
     pub volume_path: PathBuf,
+    /// Where it is staged; empty if the caller does not say. For a raw block
+    /// volume kubelet may pass as volume path what is none of ours.
+    pub staging_path: PathBuf,
     /// At least so many bytes; 0: as many as the source has.
     pub required: u64,
     /// At most so many bytes; 0: no limit.

@@ -38,11 +38,8 @@ impl Node {
     /// kernel says.
     pub fn is_at(&self, volume: &Volume, path: &Path) -> bool {
         let held = volume.held.borrow();
-        held.as_ref().is_some_and(|held| {
-            (held.record.staging_path == path || held.targets.contains_key(path))
-                && (self.usage(volume, &held.record, path).is_ok()
-                    || (held.record.usage == Use::Block && held.record.staging_path == path))
-        })
+        held.as_ref()
+            .is_some_and(|held| self.usage(volume, &held.record, path).is_ok())
     }
 
     /// `NodeGetVolumeStats`: asks about the mount that this node made.
@@ -54,16 +51,13 @@ impl Node {
         let volume = self.known(volume_id).ok_or_else(not_there)?;
         let held = volume.held.borrow();
         let held = held.as_ref().ok_or_else(not_there)?;
-        if held.record.staging_path != path && !held.targets.contains_key(path) {
-            return Err(not_there());
-        }
         self.usage(&volume, &held.record, path)
     }
 
     fn usage(&self, volume: &Volume, record: &Record, path: &Path) -> Result<Usage, Error> {
         let gone = || Error::NotFound {
             volume: volume.id.clone(),
-            what: format!("what this node mounted at {} is gone", path.display()),
+            what: format!("it is not what is mounted at {}", path.display()),
         };
         let device = record.device.as_ref().ok_or_else(gone)?;
         // Whatever keeps the path from being resolved, our mount is not there.
