@@ -27,9 +27,9 @@ test: lint unit ## Check and test everything
 # Tests mount and attach loop devices: root.
 unit: setup
 	@if cargo nextest --version >/dev/null 2>&1; then \
-	  set -x; cargo nextest run --all-targets; \
+	  set -x; cargo nextest run; \
 	else \
-	  set -x; cargo test --all-targets; \
+	  set -x; cargo test; \
 	fi
 	cargo test --doc
 

@@ -26,6 +26,8 @@ mod rig;
 
 fn main() {
     let rig = rig::Rig::start();
+    // Channels are made between the calls, too, and spawn their driver at once.
+    let _inside = rig.runtime.enter();
     let mut criterion = criterion::Criterion::default()
         .sample_size(20)
         .warm_up_time(std::time::Duration::from_secs(1))
