@@ -206,7 +206,7 @@ impl Node {
 
     /// Where a volume is staged.
     fn staging(&self, path: &Path) -> Result<Place, Error> {
-        self.place("staging_target_path", path)
+        self.place(STAGING, path)
     }
 
     /// Where a volume is published.
@@ -215,6 +215,8 @@ impl Node {
     }
 }
 
+/// The request's field of a staging path.
+const STAGING: &str = "staging_target_path";
 /// The request's field of a target path.
 const TARGET: &str = "target_path";
 

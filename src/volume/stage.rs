@@ -5,7 +5,7 @@ use std::{path::Path, rc::Rc, sync::Arc};
 use rustix::fd::AsFd as _;
 
 use super::{
-    Error, Node, Outcome, already,
+    Error, Node, Outcome, STAGING, already,
     prepare::{self, Prepared},
     publish::appears_at,
     record::{Phase, Record},
@@ -23,7 +23,7 @@ use crate::{
         attach::{self, NewMount},
         options::MountOptions,
         ownership::FsGroup,
-        path::Place,
+        path::{PathError, Place},
         table,
     },
 };
@@ -66,6 +66,13 @@ pub async fn stage(
     }
     bring_up(node, volume, spec, &place, progress).await?;
     Ok(Outcome::Done)
+}
+
+pub fn at_staging(source: PathError) -> Error {
+    Error::Path {
+        field: STAGING,
+        source,
+    }
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the
@@ -255,10 +262,7 @@ async fn mount(
             place.path().display()
         )));
     }
-    let done = place.make_dir(0o750).map_err(|source| Error::Path {
-        field: "staging_target_path",
-        source,
-    })?;
+    let done = place.make_dir(0o750).map_err(at_staging)?;
     already(volume, "make the staging directory", done);
     let place = place.clone();
     let options = options.clone();

@@ -90,6 +90,11 @@ pub async fn forget(
     progress: &Progress,
 ) -> Result<(), Error> {
     if record.inline.is_some() {
+        // The staging directory is our own, too.
+        if let Some(place) = absent_is_none(node.staging(&record.staging_path))? {
+            let removed = place.remove().map_err(stage::at_staging)?;
+            super::already(volume, "remove the staging directory", removed);
+        }
         let backends = Arc::clone(&node.backends);
         let (source, id) = (record.source.clone(), volume.id.clone());
         let done = node
