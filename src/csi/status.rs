@@ -16,6 +16,7 @@ use crate::provision;
 #[cfg(feature = "node")]
 use crate::{
     device::{DeviceError, loopdev::LoopError},
+    fs::fsck::FsckError,
     mount, pool, volume,
 };
 
@@ -47,11 +48,15 @@ pub fn of_volume(error: &volume::Error) -> Code {
         E::Path { source, .. } => of_path(source),
         E::NotFound { .. } => Code::NotFound,
         E::Incompatible { .. } => Code::AlreadyExists,
-        E::Precondition { .. } | E::Foreign { .. } | E::Fsck { .. } => Code::FailedPrecondition,
+        E::Precondition { .. } | E::Foreign { .. } => Code::FailedPrecondition,
         E::Pending { .. } | E::Busy { .. } => Code::Aborted,
         E::Deadline { .. } => Code::DeadlineExceeded,
-        // A signal or an I/O error may pass; a wrong option does not.
+        E::Mkfs { may_pass, .. } if *may_pass => Code::Unavailable,
         E::Mkfs { .. } => Code::Internal,
+        E::Fsck { source, .. } => match source {
+            FsckError::Uncorrected { .. } => Code::FailedPrecondition,
+            FsckError::Failed { .. } => Code::Unavailable,
+        },
         E::Device { source, .. } => of_device(source),
         E::Mount { source, .. } => match source {
             mount::attach::MountError::BadOption { .. } => Code::InvalidArgument,
@@ -96,7 +101,8 @@ fn of_device(error: &DeviceError) -> Code {
     match error {
         DeviceError::Pool(error) => of_pool(error),
         DeviceError::Claim(pool::claim::ClaimError::HeldBy { .. })
-        | DeviceError::AttachedOtherwise { .. } => Code::FailedPrecondition,
+        | DeviceError::AttachedOtherwise { .. }
+        | DeviceError::TooSmall { .. } => Code::FailedPrecondition,
         DeviceError::Loop(LoopError::NoneFree { .. }) => Code::ResourceExhausted,
         DeviceError::Busy { .. } => Code::Aborted,
         DeviceError::Claim(_)

@@ -22,11 +22,12 @@ use super::{
     sysfs,
 };
 use crate::{
-    Done, digest,
+    Done, chain, digest,
     kernel::{Dev, block},
     pool::{
         self, Pool, PoolError, Pools,
         claim::{self, Claim, ClaimError},
+        making,
     },
 };
 
@@ -52,8 +53,13 @@ pub struct How {
     pub read_only: bool,
     /// Other nodes may hold the source at the same time.
     pub shared: bool,
+    /// It is used raw: what is in it is its user's from now on.
+    pub raw: bool,
     /// The volume's handle.
     pub volume_id: String,
+    /// The device that it had, if it is known: that one, and no other, if it
+    /// still has the source behind it.
+    pub known: Option<PathBuf>,
 }
 
 /// Why a source is no device, or a device does not go.
@@ -87,6 +93,14 @@ pub enum DeviceError {
         device: PathBuf,
         /// Who holds it.
         holders: Vec<Holder>,
+    },
+    /// The image is smaller than any device can be.
+    #[error("image {image} has {bytes} bytes, too few for a block device")]
+    TooSmall {
+        /// The image file.
+        image: PathBuf,
+        /// Its size.
+        bytes: u64,
     },
     /// The kernel refused something else.
     #[error("cannot {what}")]
@@ -140,6 +154,9 @@ impl Backends {
         let pool = self.pools.get(pool)?;
         let file = pool.open_image(image, !how.read_only)?;
         let claimed = claim::claim(pool, image, &self.claim(how))?;
+        if how.raw && !how.read_only {
+            making::ended(pool, image)?;
+        }
         let attached = attach_loop(source, pool, &file, how);
         if attached.is_err() && claimed == Done::Now {
             // The reason for the failure is what the caller must learn.
@@ -169,16 +186,21 @@ impl Backends {
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
         for pool in self.pools.iter() {
             for image in claim::claimed_by(pool, &self.node_id)? {
-                let is_its =
-                    |claim: &Claim| claim.node_id == self.node_id && claim.volume_id == volume_id;
-                if claim::holders(pool, &image)?.iter().any(is_its) {
-                    let source = Source::image(&pool.name, &image);
-                    let device = self.attached(&source)?;
+                let source = Source::image(&pool.name, &image);
+                if self.is_claimed_for(&source, volume_id)? {
+                    let device = self.attached(&source, None)?;
                     return Ok(device.map(|device| Found { device, source }));
                 }
             }
         }
         Ok(None)
+    }
+
+    /// Whether this node has claimed the source for this volume.
+    fn is_claimed_for(&self, source: &Source, volume_id: &str) -> Result<bool, DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        let claim = claim::own(self.pools.get(pool)?, image, &self.node_id)?;
+        Ok(claim.is_some_and(|claim| claim.volume_id == volume_id))
     }
 
     /// The source of a mounted device that has no record: what stands behind
@@ -191,19 +213,33 @@ impl Backends {
         let Some(source) = backing.and_then(|path| self.source_of(&path)) else {
             return Ok(None);
         };
-        let device = self.attached(&source)?.filter(|device| device.node == node);
+        let device = self.attached(&source, Some(node))?;
+        let device = device.filter(|device| device.node == node);
         Ok(device.map(|device| Found { device, source }))
     }
 
-    /// The device of a source, where it is attached.
-    pub fn attached(&self, source: &Source) -> Result<Option<Device>, DeviceError> {
+    /// The device of a source that this node has claimed for the volume, where
+    /// it is attached: what a killed agent may have attached and not noted.
+    pub fn left_by(&self, source: &Source, volume_id: &str) -> Result<Option<Device>, DeviceError> {
+        if self.is_claimed_for(source, volume_id)? {
+            self.attached(source, None)
+        } else {
+            Ok(None)
+        }
+    }
+
+    fn attached(
+        &self,
+        source: &Source,
+        known: Option<&Path>,
+    ) -> Result<Option<Device>, DeviceError> {
         let Source::Loop { pool, image, .. } = source;
         let id = match self.pools.get(pool)?.open_image(image, false) {
             Ok(file) => FileId::of(&file).map_err(io("look at the image"))?,
             Err(PoolError::NoImage { .. }) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        Ok(attached_to(id, image)?.map(|found| Device {
+        Ok(attached_to(id, image, known)?.map(|found| Device {
             dev: found.attached.device.dev,
             node: found.attached.device.node,
             image: id,
@@ -213,8 +249,15 @@ impl Backends {
 
     /// Detaches the device and gives the source back. `Deferred`: another
     /// opener keeps it a moment longer; the source is not given back yet.
-    pub fn detach(&self, source: &Source, device: &Device) -> Result<Detached, DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+    pub fn detach(
+        &self,
+        source: &Source,
+        device: &Device,
+        volume_id: &str,
+    ) -> Result<Detached, DeviceError> {
+        if source.is_behind(device.dev) {
+            clear_read_only_mark(device)?;
+        }
         let detached = match loopdev::detach(&loop_device(device)?, device.image) {
             Err(LoopError::Busy { .. }) => {
                 return Err(DeviceError::Busy {
@@ -225,20 +268,41 @@ impl Backends {
             other => other?,
         };
         if detached != Detached::Deferred {
-            self.release(pool, image)?;
+            self.release(source, volume_id)?;
         }
         Ok(detached)
     }
 
-    /// Gives the source back after a deferred detach has come to its end.
-    pub fn release_source(&self, source: &Source) -> Result<(), DeviceError> {
+    /// Gives the source back, where this node has claimed it for this volume.
+    pub fn release(&self, source: &Source, volume_id: &str) -> Result<(), DeviceError> {
         let Source::Loop { pool, image, .. } = source;
-        self.release(pool, image)
+        if self.is_claimed_for(source, volume_id)? {
+            let _ = claim::release(self.pools.get(pool)?, image, &self.node_id)?;
+        }
+        Ok(())
     }
 
-    fn release(&self, pool: &str, image: &str) -> Result<(), DeviceError> {
-        let _ = claim::release(self.pools.get(pool)?, image, &self.node_id)?;
-        Ok(())
+    /// Notes durably that a mkfs of the source is about to begin.
+    pub fn mkfs_begins(&self, source: &Source, volume_id: &str) -> Result<(), DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        Ok(making::begins(self.pools.get(pool)?, image, volume_id)?)
+    }
+
+    /// Whether a mkfs of the source for this volume has begun and not ended.
+    pub fn mkfs_was_interrupted(
+        &self,
+        source: &Source,
+        volume_id: &str,
+    ) -> Result<bool, DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        let pool = self.pools.get(pool)?;
+        Ok(making::was_interrupted(pool, image, volume_id)?)
+    }
+
+    /// From now on the source may hold data.
+    pub fn mkfs_ended(&self, source: &Source) -> Result<(), DeviceError> {
+        let Source::Loop { pool, image, .. } = source;
+        Ok(making::ended(self.pools.get(pool)?, image)?)
     }
 
     /// Whether everything behind the device reads as zeros, because nothing
@@ -261,23 +325,37 @@ impl Backends {
 
     /// Gives back what this node held before it was rebooted: nobody else can
     /// tell that what it claimed then is attached no more.
-    pub fn release_stale_claims(&self) -> Result<(), DeviceError> {
+    pub fn release_stale_claims(&self) {
         for pool in self.pools.iter() {
-            for image in claim::claimed_by(pool, &self.node_id)? {
-                let stale = claim::holders(pool, &image)?
-                    .iter()
-                    .any(|claim| claim.node_id == self.node_id && claim.boot_id != self.boot_id);
-                if stale {
-                    let _ = claim::release(pool, &image, &self.node_id)?;
-                    tracing::info!(
-                        pool = pool.name,
-                        image,
-                        "released the claim of an earlier boot"
-                    );
+            let images = claim::claimed_by(pool, &self.node_id).unwrap_or_else(|error| {
+                tracing::warn!(
+                    pool = pool.name,
+                    error = chain(&error),
+                    "claims of an earlier boot may be left"
+                );
+                Vec::new()
+            });
+            for image in images {
+                match claim::release_stale(pool, &image, &self.node_id, &self.boot_id) {
+                    Ok(Done::Now) => {
+                        tracing::info!(
+                            pool = pool.name,
+                            image,
+                            "released the claim of an earlier boot"
+                        );
+                    }
+                    Ok(Done::Already) => {}
+                    Err(error) => {
+                        tracing::warn!(
+                            pool = pool.name,
+                            image,
+                            error = chain(&error),
+                            "a claim may be left"
+                        );
+                    }
                 }
             }
         }
-        Ok(())
     }
 
     /// Makes the image of an inline volume.
@@ -297,11 +375,10 @@ impl Backends {
 
     /// Deletes the image of an inline volume.
     pub fn delete_inline(&self, source: &Source, volume_id: &str) -> Result<Done, DeviceError> {
-        let Source::Loop { pool, .. } = source;
-        Ok(self
-            .pools
-            .get(pool)?
-            .delete_inline(&digest::hex(volume_id))?)
+        let Source::Loop { pool, image, .. } = source;
+        let pool = self.pools.get(pool)?;
+        making::ended(pool, image)?;
+        Ok(pool.delete_inline(&digest::hex(volume_id))?)
     }
 
     /// Makes the device at least `bytes` large, where that is for this node to
@@ -354,12 +431,25 @@ fn attach_loop(
         image: id,
         read_only: how.read_only,
     };
-    if let Some(found) = attached_to(id, image)? {
+    if let Some(found) = attached_to(id, image, how.known.as_deref())? {
+        let is_known = how.known.as_deref() == Some(&*found.attached.device.node);
         // Other readers keep theirs, we take another.
-        let another = how.shared && how.read_only && found.busy;
+        let another = how.shared && how.read_only && found.busy && !is_known;
         match otherwise(&found.attached, how) {
             _ if another => {}
-            None => return Ok((device(found.attached.device), Done::Already)),
+            _ if found.attached.detaching => {
+                return Err(DeviceError::Busy {
+                    holders: holders::holders(found.attached.device.dev),
+                    device: found.attached.device.node,
+                });
+            }
+            None => {
+                let attached = device(found.attached.device);
+                if !found.busy {
+                    clear_read_only_mark(&attached)?;
+                }
+                return Ok((attached, Done::Already));
+            }
             Some(difference) => {
                 return Err(DeviceError::AttachedOtherwise {
                     image: path,
@@ -369,6 +459,10 @@ fn attach_loop(
             }
         }
     }
+    let bytes = file.metadata().map_err(io("look at the image"))?.len();
+    if bytes < SMALLEST {
+        return Err(DeviceError::TooSmall { image: path, bytes });
+    }
     let options = LoopOptions {
         read_only: how.read_only,
         direct_io: *direct_io,
@@ -376,14 +470,23 @@ fn attach_loop(
         name: &path,
     };
     let attached = device(loopdev::attach(file, &options)?);
-    // A read-only mark that the number's last user made outlives its image.
-    if !how.read_only
-        && let Err(error) = set_read_only(&attached, false)
-    {
+    if let Err(error) = clear_read_only_mark(&attached) {
         let _ = loopdev::detach(&loop_device(&attached)?, id)?;
         return Err(error);
     }
     Ok((attached, Done::Now))
+}
+
+/// One sector: less is no block device.
+const SMALLEST: u64 = 512;
+
+/// A mark by [`set_read_only`] belongs to the device's number and outlives the
+/// image that it was set for: none is taken over, and none is left.
+fn clear_read_only_mark(device: &Device) -> Result<(), DeviceError> {
+    if device.read_only {
+        return Ok(());
+    }
+    set_read_only(device, false)
 }
 
 /// Makes the whole device refuse writes, or take them again.
@@ -465,18 +568,19 @@ struct Over {
     busy: bool,
 }
 
-/// The loop device over an image, one that nobody uses where there are several.
-fn attached_to(id: FileId, image: &str) -> Result<Option<Over>, DeviceError> {
+/// The loop device over an image: the known one, else one that nobody uses,
+/// where there are several.
+fn attached_to(id: FileId, image: &str, known: Option<&Path>) -> Result<Option<Over>, DeviceError> {
     let found = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
-    let mut over = found.into_iter().map(|attached| Over {
-        busy: block::open(&attached.device.node, attached.device.dev, OFlags::EXCL).is_err(),
-        attached,
-    });
-    let first = over.next();
-    if first.as_ref().is_some_and(|first| !first.busy) {
-        return Ok(first);
-    }
-    Ok(over.find(|other| !other.busy).or(first))
+    let mut over: Vec<_> = found
+        .into_iter()
+        .map(|attached| Over {
+            busy: block::open(&attached.device.node, attached.device.dev, OFlags::EXCL).is_err(),
+            attached,
+        })
+        .collect();
+    over.sort_by_key(|one| (known != Some(&*one.attached.device.node), one.busy));
+    Ok(over.into_iter().next())
 }
 
 /// What keeps an attached loop device from being the one that is needed.
@@ -486,9 +590,6 @@ fn otherwise(found: &Attached, how: &How) -> Option<String> {
             "from byte {} on, {} bytes of it",
             found.offset, found.size_limit
         ));
-    }
-    if found.detaching {
-        return Some("on its way to be detached".to_owned());
     }
     (found.read_only != how.read_only).then(|| {
         if found.read_only {

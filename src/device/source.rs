@@ -4,6 +4,9 @@ use std::{collections::HashMap, fmt};
 
 use serde::{Deserialize, Serialize};
 
+use super::sysfs;
+use crate::kernel::Dev;
+
 /// A volume's source, as the volume context names it. Two sources are equal
 /// where they name the same bytes, attached in the same way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,6 +103,17 @@ impl Source {
             direct_io: true,
             sector_size: DEFAULT_SECTOR,
         }
+    }
+
+    /// Whether this is what the kernel shows behind the device: its number may
+    /// have gone to another image meanwhile. Never waits for the device.
+    pub fn is_behind(&self, dev: Dev) -> bool {
+        let Self::Loop { image, .. } = self;
+        let shown = sysfs::backing_file(dev).ok();
+        shown.is_some_and(|path| {
+            let name = path.file_name().map(|name| name.to_string_lossy());
+            name.is_some_and(|name| name.strip_suffix(" (deleted)").unwrap_or(&name) == image)
+        })
     }
 
     /// Whether both name the same bytes, however attached.

@@ -169,6 +169,16 @@ impl Roots {
         })
     }
 
+    /// The path as [`Place::path`] would spell it, and as the mount table does:
+    /// one spelling to compare by, where a root is reached through a symlink. A
+    /// path below no root stays as it is.
+    pub fn spelled(&self, path: &Path) -> PathBuf {
+        match self.longest(path) {
+            Ok((root, below)) => root.join(below),
+            Err(_) => path.to_owned(),
+        }
+    }
+
     /// The innermost root that `path` is below, and the rest.
     fn longest<'a>(&'a self, path: &'a Path) -> Result<(&'a Path, &'a Path), PathError> {
         let below = |root: &'a Root| {

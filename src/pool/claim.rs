@@ -22,8 +22,10 @@
 //! gone, that claim is stale, too.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use serde::{Deserialize, Serialize};
@@ -156,8 +158,43 @@ pub fn boot_id() -> io::Result<String> {
     Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
 
+/// What a node has claimed of an image, in whatever boot.
+pub fn own(pool: &Pool, image: &str, node_id: &str) -> Result<Option<Claim>, ClaimError> {
+    let marker = read(pool, &marker_path(pool, image, node_id))?;
+    Ok(marker.map(|marker| marker.claim))
+}
+
+/// Gives back what a node claimed in an earlier boot than `boot_id`, or what
+/// cannot be read of it: a power loss cut it short. Never what it claims
+/// meanwhile.
+pub fn release_stale(
+    pool: &Pool,
+    image: &str,
+    node_id: &str,
+    boot_id: &str,
+) -> Result<Done, ClaimError> {
+    let turn = turn(pool);
+    let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+    match own(pool, image, node_id) {
+        Ok(Some(claim)) if claim.boot_id == boot_id => Ok(Done::Already),
+        Ok(Some(_)) | Err(ClaimError::Corrupt { .. }) => release(pool, image, node_id),
+        Ok(None) => Ok(Done::Already),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whose turn it is to change this process's claims in a pool. A pool that hangs
+/// keeps its own turn only.
+fn turn(pool: &Pool) -> Arc<Mutex<()>> {
+    static TURNS: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+    let mut turns = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
+    turns.entry(pool.dir.clone()).or_default().clone()
+}
+
 /// Claims an image for a node. [`Done::Already`]: the node held it just so.
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
+    let turn = turn(pool);
+    let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
     let mine = marker_path(pool, image, &claim.node_id);
     // A marker of our own that cannot be read was cut short by a power loss.
     let before = match read(pool, &mine) {

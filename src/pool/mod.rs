@@ -37,6 +37,7 @@ use crate::Done;
 pub mod claim;
 pub mod draft;
 pub mod handle;
+pub mod making;
 mod spec;
 
 pub use spec::{PoolSpec, Pools};

@@ -139,6 +139,8 @@ pub enum Error {
         program: &'static str,
         /// Its exit.
         status: String,
+        /// A signal or an I/O error ended it: the next try may succeed.
+        may_pass: bool,
         /// The end of its output.
         output: String,
     },

@@ -27,7 +27,9 @@ pub async fn expand(
         .filter(|record| record.phase == Phase::Staged)
         .ok_or_else(|| not_there("it is not staged on this node".to_owned()))?;
     progress.backend(record.source.backend());
-    let staged_there = spec.staging_path == record.staging_path && record.usage == Use::Block;
+    // Nothing is mounted where a raw block volume is staged.
+    let staged_there = record.usage == Use::Block
+        && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path);
     if !staged_there && !node.is_at(volume, &spec.volume_path) {
         return Err(not_there(format!(
             "it is not at {}",

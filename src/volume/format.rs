@@ -11,7 +11,7 @@ use super::{
     task::{Progress, Volume},
     unstage,
 };
-use crate::capability::Mode;
+use crate::{capability::Mode, device::Device};
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
 pub async fn format(
@@ -22,10 +22,14 @@ pub async fn format(
 ) -> Result<Outcome, Error> {
     progress.backend(spec.source.backend());
     if let Some(record) = volume.record() {
-        return Err(volume.precondition(format!(
-            "it is {}; unpublish and unstage it before it is formatted",
-            record.describe()
-        )));
+        if !record.staging_path.as_os_str().is_empty() {
+            return Err(volume.precondition(format!(
+                "it is {}; unpublish and unstage it before it is formatted",
+                record.describe()
+            )));
+        }
+        // Left by a killed agent, in this very call.
+        unstage::tear_down(node, volume, &record, progress).await?;
     }
     let attach = Stage {
         source: spec.source.clone(),
@@ -39,7 +43,16 @@ pub async fn format(
     };
     let mut record = Record::begin(&volume.id, &node.backends.boot_id, &attach);
     node.remember(volume, record.clone()).await?;
-    let was = steps(node, volume, spec, &attach, &mut record, progress).await;
+    let device = match stage::attach_source(node, volume, &attach, None, progress).await {
+        Ok(device) => device,
+        // Whatever is attached, this call did not do it.
+        Err(cause) => {
+            unstage::forget(node, volume, &record, progress).await?;
+            return Err(cause);
+        }
+    };
+    record.device = Some(device.clone());
+    let was = steps(node, volume, spec, &device, &record, progress).await;
     match (
         was,
         unstage::tear_down(node, volume, &record, progress).await,
@@ -58,16 +71,14 @@ async fn steps(
     node: &Rc<Node>,
     volume: &Volume,
     spec: &Format,
-    attach: &Stage,
-    record: &mut Record,
+    device: &Device,
+    record: &Record,
     progress: &Progress,
 ) -> Result<String, Error> {
-    let device = stage::attach_source(node, volume, attach, progress).await?;
-    record.device = Some(device.clone());
     node.remember(volume, record.clone()).await?;
     // Refuses where anybody has the device mounted or open exclusively.
-    let was = prepare::describe(&prepare::look(node, volume, &device, progress).await?);
-    prepare::make(node, volume, record, &device, spec.fs, &[], progress).await?;
+    let was = prepare::describe(&prepare::look(node, volume, device, progress).await?);
+    prepare::make(node, volume, record, device, spec.fs, &[], progress).await?;
     tracing::warn!(
         volume_id = volume.id,
         was,

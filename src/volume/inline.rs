@@ -12,6 +12,7 @@ use super::{
     spec::Inline,
     stage,
     task::{Progress, Volume},
+    unstage,
 };
 
 /// `NodePublishVolume` of an inline ephemeral volume.
@@ -24,5 +25,12 @@ pub async fn publish(
     // What is wrong with the target is found before anything is made for it.
     let _ = node.target(&spec.publish.target_path)?;
     stage::stage(node, volume, &spec.stage, progress).await?;
-    publish::publish(node, volume, &spec.publish, progress).await
+    let published = publish::publish(node, volume, &spec.publish, progress).await;
+    if let (Err(_), Some(record)) = (&published, volume.record())
+        && node.live_target(volume).is_none()
+    {
+        // After a final error nobody asks for an unpublish.
+        unstage::tear_down(node, volume, &record, progress).await?;
+    }
+    published
 }

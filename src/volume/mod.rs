@@ -145,6 +145,7 @@ impl Node {
         call: Call,
         deadline: Duration,
     ) -> Answer {
+        let call = call.with_paths(|path| self.roots.spelled(path));
         task::submit(&self, &volume_id, call, deadline).await
     }
 

@@ -105,43 +105,77 @@ pub async fn prepare(
         unreachable!("only mounted volumes are prepared");
     };
     let content = look(node, volume, device, progress).await?;
-    let interrupted = node
-        .records
-        .mkfs_was_interrupted(&volume.id, &record.source)
-        .await
-        .map_err(volume.io("read the journal of file systems under way"))?;
-    let blank = matches!(content, Content::Blank);
-    if interrupted || blank {
-        let fs = wanted.unwrap_or(FsType::Ext4);
-        if record.read_only {
-            return Err(volume.precondition(format!(
-                "{} is blank and cannot be formatted read-only; stage it writable once",
-                device.node.display()
-            )));
-        }
-        if interrupted && !blank {
-            tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
-        }
-        make(node, volume, record, device, fs, mkfs_options, progress).await?;
-        return Ok(Prepared { fs, found: None });
-    }
-    match content {
-        Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => {
-            if info.dirty && !record.read_only {
-                check(node, volume, device, info.fs, progress).await?;
+    let info = match content {
+        Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
+        other => {
+            let blank = matches!(other, Content::Blank);
+            let whole = matches!(other, Content::Fs(_));
+            // A note never outweighs a whole file system.
+            if !blank && (whole || !was_interrupted(node, volume, record, progress).await?) {
+                return Err(Error::Foreign {
+                    volume: volume.id.clone(),
+                    device: device.node.clone(),
+                    what: describe(&other),
+                    wanted: wanted.map_or("a file system", FsType::as_str),
+                });
             }
-            Ok(Prepared {
-                fs: info.fs,
-                found: Some(info),
-            })
+            if record.read_only {
+                return Err(volume.precondition(format!(
+                    "{} holds {} and cannot be formatted read-only; stage it writable once",
+                    device.node.display(),
+                    describe(&other),
+                )));
+            }
+            if !blank {
+                tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
+            }
+            let fs = wanted.unwrap_or(FsType::Ext4);
+            make(node, volume, record, device, fs, mkfs_options, progress).await?;
+            return Ok(Prepared { fs, found: None });
         }
-        other => Err(Error::Foreign {
-            volume: volume.id.clone(),
-            device: device.node.clone(),
-            what: describe(&other),
-            wanted: wanted.map_or("a file system", FsType::as_str),
-        }),
+    };
+    if !record.read_only {
+        // It may have been finished by an agent that died before it said so.
+        settle(node, volume, record, progress).await?;
+        if info.dirty {
+            check(volume, device, info.fs, progress).await?;
+        }
     }
+    Ok(Prepared {
+        fs: info.fs,
+        found: Some(info),
+    })
+}
+
+async fn was_interrupted(
+    node: &Node,
+    volume: &Volume,
+    record: &Record,
+    progress: &Progress,
+) -> Result<bool, Error> {
+    let backends = Arc::clone(&node.backends);
+    let (source, id) = (record.source.clone(), volume.id.clone());
+    node.lane(volume, progress, "note", move || {
+        backends.mkfs_was_interrupted(&source, &id)
+    })
+    .await
+    .map_err(|error| volume.device(error))
+}
+
+/// From now on the source may hold data.
+async fn settle(
+    node: &Node,
+    volume: &Volume,
+    record: &Record,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let backends = Arc::clone(&node.backends);
+    let source = record.source.clone();
+    node.lane(volume, progress, "note", move || {
+        backends.mkfs_ended(&source)
+    })
+    .await
+    .map_err(|error| volume.device(error))
 }
 
 /// What a probe found, in words.
@@ -164,46 +198,43 @@ pub async fn make(
     options: &[String],
     progress: &Progress,
 ) -> Result<(), Error> {
-    node.records
-        .mkfs_begins(&volume.id, &record.source)
-        .await
-        .map_err(volume.io("note the mkfs that begins"))?;
     let backends = Arc::clone(&node.backends);
-    let source = record.source.clone();
+    let (source, id) = (record.source.clone(), volume.id.clone());
     let zeros = node
-        .lane(volume, progress, "zeros", move || {
-            backends.reads_as_zero(&source)
+        .lane(volume, progress, "note", move || {
+            let zeros = backends.reads_as_zero(&source)?;
+            backends.mkfs_begins(&source, &id)?;
+            Ok(zeros)
         })
         .await
         .map_err(|error| volume.device(error))?;
     let command = mkfs::command(fs, &device.node, options, zeros);
     let program = command.program;
     let exit = run_child(volume, progress, "mkfs", &command).await?;
-    if exit.code != Some(0) {
+    if !exit.success() {
         return Err(Error::Mkfs {
             volume: volume.id.clone(),
             device: device.node.clone(),
             program,
             status: exit.describe(),
+            may_pass: exit.code.is_none() || exit.output.contains("Input/output error"),
             output: exit.output.trim().to_owned(),
         });
     }
-    node.records
-        .mkfs_ended(&volume.id)
-        .await
-        .map_err(volume.io("note the mkfs that ended"))
+    settle(node, volume, record, progress).await
 }
 
 async fn check(
-    node: &Node,
     volume: &Volume,
     device: &Device,
     fs: FsType,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let _ = node;
     let Some(command) = fsck::command(fs, &device.node) else {
-        return Ok(());
+        return Err(volume.precondition(format!(
+            "the {fs} on {} is marked as damaged; repair it by hand ({fs}'s own repair program) while it is not mounted",
+            device.node.display()
+        )));
     };
     let exit = run_child(volume, progress, "fsck", &command).await?;
     fsck::judge(fs, exit.code, &exit.output)

@@ -20,6 +20,7 @@ use super::{
     spec::{Publish, Use},
     stage,
     task::{Progress, Volume},
+    unstage::absent_is_none,
 };
 use crate::{
     Done,
@@ -75,6 +76,7 @@ pub async fn publish(
             }
             volume.set_target(&spec.target_path, target);
             already(volume, "publish", Done::Already);
+            lock(node, volume, &record, &device, &place, progress).await?;
             return Ok(Outcome::Done);
         }
         Look::Mount(_) => {
@@ -117,7 +119,16 @@ pub async fn publish(
                 })
                 .await?;
         }
-        Use::Block => publish_block(node, volume, &device, &place, read_only, progress).await?,
+        Use::Block => {
+            if !record.source.is_behind(device.dev) {
+                return Err(volume.precondition(format!(
+                    "{} is not its device any more; unstage it and stage it again",
+                    device.node.display()
+                )));
+            }
+            publish_block(node, volume, &device, &place, read_only, progress).await?;
+            lock(node, volume, &record, &device, &place, progress).await?;
+        }
     }
     volume.set_target(&spec.target_path, target);
     Ok(Outcome::Done)
@@ -260,17 +271,29 @@ async fn publish_block(
             )
         })
         .await?;
-    if node.config.block_lock {
-        let target = place.path().to_owned();
-        let dev = device.dev;
-        let done = node
-            .lane(volume, progress, "lock", move || {
-                backend::lock(dev, &target)
-            })
-            .await
-            .map_err(|error| volume.device(error))?;
-        already(volume, "lock", done);
+    Ok(())
+}
+
+/// Takes the descriptor lock over a published device node, where told to.
+async fn lock(
+    node: &Rc<Node>,
+    volume: &Volume,
+    record: &Record,
+    device: &Device,
+    place: &Place,
+    progress: &Progress,
+) -> Result<(), Error> {
+    if !node.config.block_lock || record.usage != Use::Block {
+        return Ok(());
     }
+    let (dev, target) = (device.dev, place.path().to_owned());
+    let done = node
+        .lane(volume, progress, "lock", move || {
+            backend::lock(dev, &target)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    already(volume, "lock", done);
     Ok(())
 }
 
@@ -320,9 +343,14 @@ impl Node {
         let held = held.as_mut()?;
         let record = &held.record;
         let device = record.device.as_ref()?;
-        held.targets.retain(|path, _| {
-            let look = self.target(path).ok().and_then(|place| place.look().ok());
-            matches!(look, Some(Look::Mount(mounted)) if appears_at(record, device, &mounted))
+        held.targets.retain(|path, _| match self.target(path) {
+            Ok(place) => match place.look() {
+                Ok(Look::Mount(mounted)) => appears_at(record, device, &mounted),
+                Ok(_) => false,
+                // What cannot be seen is not proven gone.
+                Err(_) => true,
+            },
+            Err(error) => !matches!(absent_is_none(Err(error)), Ok(None)),
         });
         held.targets.keys().next().cloned()
     }

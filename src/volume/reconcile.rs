@@ -69,13 +69,7 @@ async fn release_stale_claims(node: &Node) {
         .lanes
         .run("", "release", move || backends.release_stale_claims());
     match ring::timer::timeout(POOLS_ANSWER_WITHIN, released).await {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => {
-            tracing::warn!(
-                error = chain(&error),
-                "claims of an earlier boot may be left in a pool"
-            );
-        }
+        Ok(()) => {}
         Err(_) => {
             tracing::warn!("a pool does not answer; claims of an earlier boot may be left in it");
         }
@@ -181,6 +175,15 @@ pub async fn rebuild(
         })
         .await
         .map_err(|error| volume.device(error))?;
+    if let Some(other) = found
+        .as_ref()
+        .and_then(|found| node.other_user(volume, &found.source))
+    {
+        return Err(volume.precondition(format!(
+            "what is staged at {} is volume {other}",
+            staging_path.display()
+        )));
+    }
     let Some(found) = found else {
         return match mounted {
             None => Ok(None),

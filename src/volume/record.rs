@@ -2,8 +2,8 @@
 //!
 //! Two stores, by what outlives what. All that dies with the kernel (device,
 //! mounts) is recorded below the run directory, a tmpfs: one file a volume,
-//! written and renamed, never synced. What outlives a reboot (a mkfs under way,
-//! an inline volume's image) is synced below the state directory. A record
+//! written and renamed, never synced. What outlives a reboot (an inline volume's
+//! image) is synced below the state directory. A record
 //! says what we set out to do; what became of it the kernel says.
 
 use std::{
@@ -35,7 +35,7 @@ pub struct Record {
     pub phase: Phase,
     /// Where its bytes are.
     pub source: Source,
-    /// Where it is staged; for an inline volume its target.
+    /// Where it is staged; for an inline volume a directory of our own.
     pub staging_path: PathBuf,
     /// Raw or mounted, as asked.
     pub usage: Use,
@@ -153,7 +153,6 @@ pub struct Held {
 #[derive(Clone, Debug)]
 pub struct Records {
     volumes: PathBuf,
-    mkfs: PathBuf,
     inline: PathBuf,
 }
 
@@ -161,22 +160,14 @@ fn file_name(volume_id: &str) -> String {
     digest::hex(volume_id) + ".json"
 }
 
-/// What stands in the journal of a mkfs: whose device may be formatted again.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct MkfsUnderWay {
-    volume_id: String,
-    source: Source,
-}
-
 impl Records {
     /// Opens the stores, making their directories.
     pub fn open(run_dir: &Path, state_dir: &Path) -> io::Result<Self> {
         let records = Self {
             volumes: run_dir.join("volumes"),
-            mkfs: state_dir.join("mkfs"),
             inline: state_dir.join("inline"),
         };
-        for dir in [&records.volumes, &records.mkfs, &records.inline] {
+        for dir in [&records.volumes, &records.inline] {
             std::fs::create_dir_all(dir)?;
         }
         Ok(records)
@@ -232,34 +223,5 @@ impl Records {
         } else {
             (&self.volumes, Durability::Volatile)
         }
-    }
-
-    /// Notes, for ever if need be, that a mkfs of this volume has begun.
-    pub async fn mkfs_begins(&self, volume_id: &str, source: &Source) -> io::Result<()> {
-        let note = MkfsUnderWay {
-            volume_id: volume_id.to_owned(),
-            source: source.clone(),
-        };
-        let path = self.mkfs.join(file_name(volume_id));
-        file::replace(&path, serde_json::to_vec(&note)?, Durability::Durable).await
-    }
-
-    /// Whether a mkfs of this volume on this source has begun and not ended:
-    /// then what stands on the device is ours, and nobody's data.
-    pub async fn mkfs_was_interrupted(&self, volume_id: &str, source: &Source) -> io::Result<bool> {
-        match file::read(&self.mkfs.join(file_name(volume_id))).await {
-            Ok(bytes) => {
-                let note: MkfsUnderWay = serde_json::from_slice(&bytes)?;
-                Ok(note.volume_id == volume_id && note.source == *source)
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The mkfs has ended; from now on the volume may hold data.
-    pub async fn mkfs_ended(&self, volume_id: &str) -> io::Result<()> {
-        let _ = file::remove(&self.mkfs.join(file_name(volume_id)), Durability::Durable).await?;
-        Ok(())
     }
 }

@@ -4,7 +4,11 @@
 //! calls apart: no secrets, no publish context, no `csi.storage.k8s.io/*`, and
 //! `SINGLE_NODE_WRITER` is the same as `SINGLE_NODE_MULTI_WRITER`.
 
-use std::{collections::HashMap, fmt, path::PathBuf};
+use std::{
+    collections::HashMap,
+    fmt,
+    path::{Path, PathBuf},
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -186,6 +190,36 @@ pub enum Call {
 }
 
 impl Call {
+    /// The call with each of its paths respelled.
+    #[must_use]
+    pub fn with_paths(mut self, respell: impl Fn(&Path) -> PathBuf) -> Self {
+        let publish = |spec: &mut Publish| {
+            spec.staging_path = respell(&spec.staging_path);
+            spec.target_path = respell(&spec.target_path);
+        };
+        let stage = |spec: &mut Stage| {
+            spec.staging_path = respell(&spec.staging_path);
+            if let Some(inline) = &mut spec.inline {
+                inline.target_path = respell(&inline.target_path);
+            }
+        };
+        match &mut self {
+            Self::Stage(spec) => stage(spec),
+            Self::Publish(spec) => publish(spec),
+            Self::Inline(spec) => {
+                stage(&mut spec.stage);
+                publish(&mut spec.publish);
+            }
+            Self::Unstage(path) | Self::Unpublish(path) => *path = respell(path),
+            Self::Expand(spec) => {
+                spec.volume_path = respell(&spec.volume_path);
+                spec.staging_path = respell(&spec.staging_path);
+            }
+            Self::Format(_) => {}
+        }
+        self
+    }
+
     /// The RPC's name.
     pub fn name(&self) -> &'static str {
         match self {

@@ -1,6 +1,11 @@
 //! Stage: from a source to a device, and for file systems to a mount.
 
-use std::{path::Path, rc::Rc, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
 
 use rustix::fd::AsFd as _;
 
@@ -16,7 +21,7 @@ use super::{
 use crate::{
     Done,
     device::{Device, How, Source, ready, sysfs},
-    fs::{FsType, grow},
+    fs::{FsType, grow, probe::FsInfo},
     kernel::Dev,
     mount::{
         Look,
@@ -26,7 +31,11 @@ use crate::{
         path::{PathError, Place},
         table,
     },
+    ring,
 };
+
+/// A device is ready within microseconds of its attach, or something is wrong.
+const READY_WITHIN: Duration = Duration::from_secs(30);
 
 /// `NodeStageVolume`.
 pub async fn stage(
@@ -82,7 +91,7 @@ fn is_still_there(record: &Record, place: &Place) -> bool {
         return false;
     };
     match record.usage {
-        Use::Block => sysfs::backing_file(device.dev).is_ok(),
+        Use::Block => record.source.is_behind(device.dev),
         Use::Mount { .. } => {
             matches!(place.look(), Ok(Look::Mount(mounted)) if appears_at(record, device, &mounted))
         }
@@ -124,7 +133,8 @@ async fn bring_up(
         record.fs = before.fs;
     }
     node.remember(volume, record.clone()).await?;
-    let attached = attach_source(node, volume, spec, progress).await;
+    let known = known_device(place, record.device.as_ref());
+    let attached = attach_source(node, volume, spec, known, progress).await;
     let cause = match attached {
         Ok(device) => {
             record.device = Some(device.clone());
@@ -164,6 +174,13 @@ async fn steps(
     device: &Device,
     progress: &Progress,
 ) -> Result<(), Error> {
+    let ready = ready::loop_ready(&node.uevents, device.dev);
+    progress
+        .step("ready", ring::timer::timeout(READY_WITHIN, ready))
+        .await
+        .map_err(|elapsed| std::io::Error::new(std::io::ErrorKind::TimedOut, elapsed))
+        .flatten()
+        .map_err(volume.io(format!("wait for {}", device.node.display())))?;
     if let Use::Mount { options, .. } = &spec.usage {
         // Known before anything is mounted: whoever takes this up after a
         // crash must know which device to look for.
@@ -171,6 +188,10 @@ async fn steps(
         if let Some((fs, root_dev)) = mounted_fs(volume, place, device)? {
             already(volume, "mount", Done::Already);
             (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
+            if !spec.read_only {
+                // Who mounted it may have died before it grew to its device.
+                grow_to_device(node, volume, place, device, fs, progress).await?;
+            }
         } else {
             let prepared =
                 prepare::prepare(node, volume, record, device, &spec.mkfs_options, progress)
@@ -180,16 +201,12 @@ async fn steps(
             )
             .await?;
             (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
-            grow_to_device(
-                node,
-                volume,
-                place,
-                device,
-                &prepared,
-                spec.read_only,
-                progress,
-            )
-            .await?;
+            let larger =
+                |info: &FsInfo| sysfs::size_bytes(device.dev).map(|size| grow::needed(info, size));
+            let grows = prepared.found.as_ref().map_or(Ok(false), larger);
+            if !spec.read_only && grows.map_err(volume.io("read the device's size"))? {
+                grow_to_device(node, volume, place, device, prepared.fs, progress).await?;
+            }
         }
         if let Some(group) = spec.group.filter(|_| !spec.read_only) {
             own(node, volume, place, group, progress).await?;
@@ -205,6 +222,7 @@ pub async fn attach_source(
     node: &Rc<Node>,
     volume: &Volume,
     spec: &Stage,
+    known: Option<PathBuf>,
     progress: &Progress,
 ) -> Result<Device, Error> {
     if let Some(other) = node.other_user(volume, &spec.source) {
@@ -230,6 +248,8 @@ pub async fn attach_source(
         read_only: spec.read_only,
         shared: spec.mode.multi_node(),
         volume_id: volume.id.clone(),
+        raw: spec.usage == Use::Block,
+        known,
     };
     let (device, done) = node
         .lane(volume, progress, "attach", move || {
@@ -238,11 +258,20 @@ pub async fn attach_source(
         .await
         .map_err(|error| volume.device(error))?;
     already(volume, "attach", done);
-    progress
-        .step("ready", ready::loop_ready(&node.uevents, device.dev))
-        .await
-        .map_err(volume.io(format!("wait for {}", device.node.display())))?;
     Ok(device)
+}
+
+/// The device that the volume had, or that is mounted where it is staged: an
+/// agent may have died before it noted so.
+fn known_device(place: &Place, noted: Option<&Device>) -> Option<PathBuf> {
+    let mounted = || {
+        let opened = place.open().ok()?;
+        matches!(Look::at(opened.as_fd()), Ok(Look::Mount(_)))
+            .then(|| table::covering(opened.as_fd()).ok())
+            .flatten()
+            .map(|entry| PathBuf::from(entry.source))
+    };
+    noted.map(|device| device.node.clone()).or_else(mounted)
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -304,6 +333,7 @@ fn extra_options(prepared: &Prepared, read_only: bool) -> &'static [&'static str
         (FsType::Xfs, false) => &["nouuid"],
         (FsType::Xfs, true) => &["nouuid", "norecovery"],
         (FsType::Ext4, true) if replay => &["noload"],
+        (FsType::Btrfs, true) if replay => &["rescue=nologreplay"],
         _ => &[],
     }
 }
@@ -314,24 +344,16 @@ async fn grow_to_device(
     volume: &Volume,
     place: &Place,
     device: &Device,
-    prepared: &Prepared,
-    read_only: bool,
+    fs: FsType,
     progress: &Progress,
 ) -> Result<(), Error> {
     let size = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
-    let Some(info) = prepared
-        .found
-        .as_ref()
-        .filter(|info| !read_only && grow::needed(info, size))
-    else {
-        return Ok(());
-    };
-    match grow_mounted(node, volume, place, info.fs, size, progress).await {
+    match grow_mounted(node, volume, place, fs, size, progress).await {
         Err(Error::Grow {
             source: source @ grow::GrowError::NeedsCapability { .. },
             ..
         }) => {
-            // Smaller than it could be, but all there: health reports it.
+            // Smaller than it could be, but all there.
             tracing::warn!(volume_id = volume.id, error = %source, "the file system stays smaller than its device");
             Ok(())
         }
@@ -398,7 +420,7 @@ pub async fn own(
 impl Node {
     /// Another volume of this node that has these bytes: a second handle of one
     /// image would unstage it under the first.
-    fn other_user(&self, volume: &Volume, source: &Source) -> Option<String> {
+    pub fn other_user(&self, volume: &Volume, source: &Source) -> Option<String> {
         let volumes = self.volumes.borrow();
         let other = volumes.values().find(|other| {
             other.id != volume.id

@@ -15,7 +15,7 @@ use crate::{
         backend::{self, Unlock},
         holders,
         loopdev::Detached,
-        ready,
+        sysfs,
     },
     mount::{
         path::{PathError, Place},
@@ -38,7 +38,8 @@ pub async fn unstage(
         },
     };
     progress.backend(record.source.backend());
-    if record.staging_path != staging_path {
+    // What did not get that far has no place to insist on.
+    if record.phase == Phase::Staged && record.staging_path != staging_path {
         return Err(volume.precondition(format!(
             "it is staged at {}, not at {}",
             record.staging_path.display(),
@@ -75,7 +76,11 @@ pub async fn tear_down(
                     unmount(node, volume, place, device, progress).await?;
                 }
             }
-            Use::Block => release_locks(node, volume, device, progress).await?,
+            // A lock over another image's device is not ours to take.
+            Use::Block if record.source.is_behind(device.dev) => {
+                release_locks(node, volume, device, progress).await?;
+            }
+            Use::Block => {}
         }
     }
     detach(node, volume, &record, progress).await?;
@@ -183,18 +188,21 @@ async fn detach(
     progress: &Progress,
 ) -> Result<(), Error> {
     let backends = Arc::clone(&node.backends);
-    let (source, known) = (record.source.clone(), record.device.clone());
+    let (source, known, id) = (
+        record.source.clone(),
+        record.device.clone(),
+        volume.id.clone(),
+    );
     let (device, detached) = node
         .lane(volume, progress, "detach", move || {
-            // A killed agent may have attached without noting the device.
             let device = match known {
                 Some(device) => Some(device),
-                None => backends.attached(&source)?,
+                None => backends.left_by(&source, &id)?,
             };
             let detached = if let Some(device) = &device {
-                backends.detach(&source, device)?
+                backends.detach(&source, device, &id)?
             } else {
-                backends.release_source(&source)?;
+                backends.release(&source, &id)?;
                 Detached::Already
             };
             Ok((device, detached))
@@ -213,16 +221,18 @@ async fn detach(
                 device.node.display(),
                 holders::describe(&held_by)
             ));
-            ready::loop_gone(&node.uevents, device.dev).await
+            // The number may go to another image at once.
+            let gone = || Ok((!record.source.is_behind(dev)).then_some(()));
+            node.uevents.wait(&sysfs::sysname_of(dev)?, gone).await
         };
         progress
             .step("gone", gone)
             .await
             .map_err(volume.io(format!("wait for {} to go", device.node.display())))?;
         let backends = Arc::clone(&node.backends);
-        let source = record.source.clone();
+        let (source, id) = (record.source.clone(), volume.id.clone());
         node.lane(volume, progress, "release", move || {
-            backends.release_source(&source)
+            backends.release(&source, &id)
         })
         .await
         .map_err(|error| volume.device(error))?;
