@@ -3,6 +3,8 @@
 PROFILE ?= dev
 BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 export BIN_DIR
+# Where rustup puts cargo, which setup.sh may just have installed.
+export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo run test unit lint audit bench clean
@@ -34,6 +36,7 @@ unit: setup
 	cargo test --doc
 
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies
+	@scripts/setup.sh lint
 	cargo fmt --check
 	cargo clippy --all-targets -- -D warnings
 	cargo clippy --no-default-features --features controller -- -D warnings
@@ -47,8 +50,8 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories
 
-bench: setup ## Measure (PERFORMANCE.md says what)
-	cargo bench --bench node
+bench: setup ## Measure (PERFORMANCE.md says what); QUICK=1: only to see that it runs
+	cargo bench --bench node $(if $(QUICK),-- --quick)
 
 clean: ## Remove what was built
 	cargo clean

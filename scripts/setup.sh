@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Installs what building, testing and the demo need, where it is missing: on
 # Debian and Ubuntu as root, elsewhere it names what to install. Does nothing,
-# and quickly, when everything is there.
+# and quickly, when everything is there. With `lint`: rustfmt and clippy, too.
+#
+# Rust comes from where it is new enough: the distribution's cargo, else the
+# distribution's rustup, else rustup's own installer.
 set -euo pipefail
 
 packages=(
@@ -16,6 +19,23 @@ fail() {
   exit 1
 }
 
+# Root on Debian or Ubuntu.
+can_install() {
+  ((EUID == 0)) && command -v apt-get >/dev/null
+}
+
+# A fresh machine or container has no package lists.
+update_lists() {
+  [[ -n ${updated:-} ]] || apt-get update -qq
+  updated=yes
+}
+
+install() {
+  printf 'setup: installing %s\n' "$*"
+  update_lists
+  DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@"
+}
+
 install_packages() {
   command -v dpkg-query >/dev/null || {
     command -v cc >/dev/null && command -v mkfs.xfs >/dev/null && return
@@ -27,10 +47,8 @@ install_packages() {
       grep -qx installed || missing+=("$package")
   done
   ((${#missing[@]})) || return 0
-  ((EUID == 0)) || fail "as root: apt-get install ${missing[*]}"
-  printf 'setup: installing %s\n' "${missing[*]}"
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${missing[@]}"
+  can_install || fail "as root: apt-get install ${missing[*]}"
+  install "${missing[@]}"
 }
 
 # The smaller of two versions is $1.
@@ -38,23 +56,68 @@ at_most() {
   [[ $(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n1) == "$1" ]]
 }
 
-check_cargo() {
-  local wanted found candidate
-  wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
-  if ! command -v cargo >/dev/null; then
-    candidate=$(apt-cache policy cargo 2>/dev/null | sed -n 's/^ *Candidate: \([0-9.]*\).*/\1/p')
-    if ((EUID == 0)) && [[ -n $candidate ]] && at_most "$wanted" "$candidate"; then
-      apt-get install -qq -y --no-install-recommends cargo
-    else
-      fail "cargo is missing, and the distribution's is older than Rust $wanted (${candidate:-none});" \
-        "get it from https://rustup.rs, then: rustup component add clippy rustfmt"
-    fi
+# The version of a package that apt would install; nothing where there is none.
+candidate() {
+  apt-cache policy "$1" | sed -n 's/^ *Candidate: \([0-9][0-9.]*\).*/\1/p'
+}
+
+# The version of the cargo that runs; nothing where none does (rustup's stand-in
+# fails as long as no toolchain is installed).
+cargo_version() {
+  cargo --version 2>/dev/null | cut -d' ' -f2
+}
+
+install_rust() {
+  local wanted=$1 packaged
+  can_install ||
+    fail "Rust $wanted or newer is needed; get it from https://rustup.rs, with clippy and rustfmt"
+  update_lists
+  packaged=$(candidate cargo)
+  if [[ -n $packaged ]] && at_most "$wanted" "$packaged"; then
+    install cargo rustfmt rust-clippy
+  elif command -v rustup >/dev/null || [[ -n $(candidate rustup) ]]; then
+    command -v rustup >/dev/null || install rustup ca-certificates
+    rustup toolchain install stable --profile minimal --component clippy --component rustfmt
+    rustup default stable
+  else
+    install curl ca-certificates
+    # As https://rustup.rs says. An old cargo of the distribution may stay: the
+    # Makefile looks into ~/.cargo/bin first.
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs |
+      RUSTUP_INIT_SKIP_PATH_CHECK=yes sh -s -- -y --no-modify-path \
+        --profile minimal --component clippy --component rustfmt
   fi
-  found=$(cargo --version | cut -d' ' -f2)
-  at_most "$wanted" "$found" ||
+  hash -r
+}
+
+check_cargo() {
+  local wanted found
+  wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+  found=$(cargo_version) || found=
+  [[ -n $found ]] && at_most "$wanted" "$found" && return
+  # A toolchain that somebody keeps by rustup is theirs to update.
+  [[ -n $found ]] && command -v rustup >/dev/null &&
     fail "cargo is $found, Rust $wanted or newer is needed: rustup update stable"
+  install_rust "$wanted"
+  found=$(cargo_version) || found=
+  if [[ -z $found ]] || ! at_most "$wanted" "$found"; then
+    fail "cargo is ${found:-missing} after installing it; Rust $wanted or newer is needed"
+  fi
+}
+
+check_linters() {
+  cargo fmt --version >/dev/null 2>&1 && cargo clippy --version >/dev/null 2>&1 && return
+  if command -v rustup >/dev/null; then
+    rustup component add clippy rustfmt
+  elif can_install && [[ $(command -v cargo) == /usr/bin/cargo ]]; then
+    install rustfmt rust-clippy
+  else
+    fail "rustfmt and clippy are missing; install those that belong to $(command -v cargo)"
+  fi
 }
 
 cd "$(dirname "$0")/.."
+PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
 check_cargo
+if [[ ${1:-} == lint ]]; then check_linters; fi
