@@ -105,10 +105,13 @@ fn of_device(error: &DeviceError) -> Code {
         | DeviceError::TooSmall { .. } => Code::FailedPrecondition,
         DeviceError::Loop(LoopError::NoneFree { .. }) => Code::ResourceExhausted,
         DeviceError::Busy { .. } => Code::Aborted,
-        DeviceError::Claim(_)
-        | DeviceError::Loop(_)
-        | DeviceError::Io { .. }
-        | DeviceError::Extend { .. } => Code::Unavailable,
+        DeviceError::Claim(_) | DeviceError::Loop(_) | DeviceError::Io { .. } => Code::Unavailable,
+        DeviceError::Extend { source, .. } => match source.kind() {
+            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+                Code::ResourceExhausted
+            }
+            _ => Code::Unavailable,
+        },
     }
 }
 

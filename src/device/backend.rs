@@ -3,30 +3,24 @@
 //! All of it is blocking code for a lane. Every verb may be repeated: what was
 //! done already is found, not done twice.
 
-use std::{
-    fs::File,
-    io,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
-use rustix::{
-    fs::{OFlags, SeekFrom},
-    io::Errno,
-};
+use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use serde::{Deserialize, Serialize};
 
 use super::{
     Source,
-    holders::{self, Holder},
-    loopdev::{self, Attached, Detached, FileId, Lock, LoopDevice, LoopError, LoopOptions},
+    error::{DeviceError, io},
+    holders, image,
+    loopdev::{self, Detached, FileId, LoopError},
     sysfs,
 };
 use crate::{
     Done, chain, digest,
     kernel::{Dev, block},
     pool::{
-        self, Pool, PoolError, Pools,
-        claim::{self, Claim, ClaimError},
+        self, PoolError, Pools,
+        claim::{self, Claim},
         making,
     },
 };
@@ -62,71 +56,6 @@ pub struct How {
     pub known: Option<PathBuf>,
 }
 
-/// Why a source is no device, or a device does not go.
-#[derive(Debug, thiserror::Error)]
-pub enum DeviceError {
-    /// The pool or its image.
-    #[error(transparent)]
-    Pool(#[from] PoolError),
-    /// Another node holds the image.
-    #[error(transparent)]
-    Claim(#[from] ClaimError),
-    /// The loop driver.
-    #[error(transparent)]
-    Loop(#[from] LoopError),
-    /// The image is attached already, but not as it is needed.
-    #[error(
-        "image {image} is attached as {device} {how}, which this volume did not do; detach it first (losetup -d {device})"
-    )]
-    AttachedOtherwise {
-        /// The image file.
-        image: PathBuf,
-        /// The loop device's node.
-        device: PathBuf,
-        /// What is different about it.
-        how: String,
-    },
-    /// Somebody keeps the device open exclusively or mounted.
-    #[error("{device} is busy")]
-    Busy {
-        /// The device's node.
-        device: PathBuf,
-        /// Who holds it.
-        holders: Vec<Holder>,
-    },
-    /// The image is smaller than any device can be.
-    #[error("image {image} has {bytes} bytes, too few for a block device")]
-    TooSmall {
-        /// The image file.
-        image: PathBuf,
-        /// Its size.
-        bytes: u64,
-    },
-    /// The kernel refused something else.
-    #[error("cannot {what}")]
-    Io {
-        /// What was tried.
-        what: &'static str,
-        /// The kernel's answer.
-        source: io::Error,
-    },
-    /// The image file cannot take that size.
-    #[error("image {image} cannot be made {bytes} bytes long")]
-    Extend {
-        /// The image file.
-        image: PathBuf,
-        /// The size asked for.
-        bytes: u64,
-        /// The file system's answer.
-        source: io::Error,
-    },
-}
-
-/// Turns the kernel's answer into an error that says what was tried.
-fn io(what: &'static str) -> impl FnOnce(io::Error) -> DeviceError {
-    move |source| DeviceError::Io { what, source }
-}
-
 /// A device that was found without a record of it.
 #[derive(Debug)]
 pub struct Found {
@@ -157,7 +86,7 @@ impl Backends {
         if how.raw && !how.read_only {
             making::ended(pool, image)?;
         }
-        let attached = attach_loop(source, pool, &file, how);
+        let attached = image::attach_loop(source, pool, &file, how);
         if attached.is_err() && claimed == Done::Now {
             // The reason for the failure is what the caller must learn.
             if let Err(error) = claim::release(pool, image, &self.node_id) {
@@ -239,7 +168,7 @@ impl Backends {
             Err(PoolError::NoImage { .. }) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        Ok(attached_to(id, image, known)?.map(|found| Device {
+        Ok(image::attached_to(id, image, known)?.map(|found| Device {
             dev: found.attached.device.dev,
             node: found.attached.device.node,
             image: id,
@@ -256,9 +185,9 @@ impl Backends {
         volume_id: &str,
     ) -> Result<Detached, DeviceError> {
         if source.is_behind(device.dev) {
-            clear_read_only_mark(device)?;
+            image::clear_read_only_mark(device)?;
         }
-        let detached = match loopdev::detach(&loop_device(device)?, device.image) {
+        let detached = match loopdev::detach(&image::loop_device(device)?, device.image) {
             Err(LoopError::Busy { .. }) => {
                 return Err(DeviceError::Busy {
                     device: device.node.clone(),
@@ -310,7 +239,7 @@ impl Backends {
     pub fn reads_as_zero(&self, source: &Source) -> Result<bool, DeviceError> {
         let Source::Loop { pool, image, .. } = source;
         let file = self.pools.get(pool)?.open_image(image, false)?;
-        is_all_hole(&file).map_err(io("look for data in the image"))
+        image::is_all_hole(&file).map_err(io("look for data in the image"))
     }
 
     /// The source of an inline volume whose image is made in this pool, or in
@@ -385,7 +314,12 @@ impl Backends {
     /// do, and follows the source's size where somebody else has grown it.
     /// Returns the device's size in bytes.
     pub fn grow(&self, source: &Source, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+        let Source::Loop {
+            pool,
+            image,
+            preallocate,
+            ..
+        } = source;
         let pool = self.pools.get(pool)?;
         let file = pool.open_image(image, true)?;
         let failed = |source| DeviceError::Extend {
@@ -393,12 +327,18 @@ impl Backends {
             bytes,
             source,
         };
-        if file.metadata().map_err(failed)?.len() < bytes {
-            file.set_len(bytes)
+        let has = file.metadata().map_err(failed)?.len();
+        if has < bytes {
+            let more = if *preallocate {
+                fallocate(&file, FallocateFlags::empty(), has, bytes - has)
+            } else {
+                ftruncate(&file, bytes)
+            };
+            more.map_err(std::io::Error::from)
                 .and_then(|()| file.sync_all())
                 .map_err(failed)?;
         }
-        loopdev::resize(&loop_device(device)?)?;
+        loopdev::resize(&image::loop_device(device)?)?;
         sysfs::size_bytes(device.dev).map_err(io("read the device's size"))
     }
 
@@ -409,194 +349,4 @@ impl Backends {
             Some(Source::image(&pool.name, image.to_str()?))
         })
     }
-}
-
-fn attach_loop(
-    source: &Source,
-    pool: &Pool,
-    file: &File,
-    how: &How,
-) -> Result<(Device, Done), DeviceError> {
-    let Source::Loop {
-        image,
-        direct_io,
-        sector_size,
-        ..
-    } = source;
-    let path = pool.image_path(image);
-    let id = FileId::of(file).map_err(io("look at the image"))?;
-    let device = |device: LoopDevice| Device {
-        dev: device.dev,
-        node: device.node,
-        image: id,
-        read_only: how.read_only,
-    };
-    if let Some(found) = attached_to(id, image, how.known.as_deref())? {
-        let is_known = how.known.as_deref() == Some(&*found.attached.device.node);
-        // Other readers keep theirs, we take another.
-        let another = how.shared && how.read_only && found.busy && !is_known;
-        match otherwise(&found.attached, how) {
-            _ if another => {}
-            _ if found.attached.detaching => {
-                return Err(DeviceError::Busy {
-                    holders: holders::holders(found.attached.device.dev),
-                    device: found.attached.device.node,
-                });
-            }
-            None => {
-                let attached = device(found.attached.device);
-                if !found.busy {
-                    clear_read_only_mark(&attached)?;
-                }
-                return Ok((attached, Done::Already));
-            }
-            Some(difference) => {
-                return Err(DeviceError::AttachedOtherwise {
-                    image: path,
-                    device: found.attached.device.node,
-                    how: difference,
-                });
-            }
-        }
-    }
-    let bytes = file.metadata().map_err(io("look at the image"))?.len();
-    if bytes < SMALLEST {
-        return Err(DeviceError::TooSmall { image: path, bytes });
-    }
-    let options = LoopOptions {
-        read_only: how.read_only,
-        direct_io: *direct_io,
-        sector_size: *sector_size,
-        name: &path,
-    };
-    let attached = device(loopdev::attach(file, &options)?);
-    if let Err(error) = clear_read_only_mark(&attached) {
-        let _ = loopdev::detach(&loop_device(&attached)?, id)?;
-        return Err(error);
-    }
-    Ok((attached, Done::Now))
-}
-
-/// One sector: less is no block device.
-const SMALLEST: u64 = 512;
-
-/// A mark by [`set_read_only`] belongs to the device's number and outlives the
-/// image that it was set for: none is taken over, and none is left.
-fn clear_read_only_mark(device: &Device) -> Result<(), DeviceError> {
-    if device.read_only {
-        return Ok(());
-    }
-    set_read_only(device, false)
-}
-
-/// Makes the whole device refuse writes, or take them again.
-pub fn set_read_only(device: &Device, read_only: bool) -> Result<(), DeviceError> {
-    if sysfs::is_read_only(device.dev).map_err(io("read the device's state"))? == read_only {
-        return Ok(());
-    }
-    block::open(&device.node, device.dev, OFlags::RDONLY)
-        .and_then(|file| block::set_read_only(file, read_only))
-        .map_err(io("set the device read-only or writable"))
-}
-
-/// Which descriptor locks over a device to release: loop devices over its node,
-/// taken by kubelet or by [`lock`].
-#[derive(Clone, Debug)]
-pub enum Unlock {
-    /// Those over these paths.
-    Over(Vec<PathBuf>),
-    /// All.
-    All,
-}
-
-/// Releases descriptor locks over a device; returns what was released.
-pub fn unlock(dev: Dev, which: &Unlock) -> Result<Vec<Lock>, DeviceError> {
-    let known: &[PathBuf] = match which {
-        Unlock::Over(paths) => paths,
-        Unlock::All => &[],
-    };
-    let mut locks = loopdev::locks_on(dev, known).map_err(io("list the loop devices"))?;
-    if let Unlock::Over(paths) = which {
-        locks.retain(|lock| paths.contains(&lock.backing_path));
-    }
-    for lock in &locks {
-        let _ = loopdev::unlock(lock, dev)?;
-    }
-    Ok(locks)
-}
-
-/// Takes kubelet's descriptor lock over a published device node, unless it is
-/// taken.
-pub fn lock(dev: Dev, node: &Path) -> Result<Done, DeviceError> {
-    let locks = loopdev::locks_on(dev, &[node.to_owned()]).map_err(io("list the loop devices"))?;
-    if locks.iter().any(|lock| lock.backing_path == node) {
-        return Ok(Done::Already);
-    }
-    loopdev::lock_over(node)?;
-    Ok(Done::Now)
-}
-
-/// Whether nothing was ever written to the file (lseek(2), `SEEK_DATA`).
-fn is_all_hole(file: &File) -> std::io::Result<bool> {
-    match rustix::fs::seek(file, SeekFrom::Data(0)) {
-        Err(Errno::NXIO) => Ok(true),
-        Ok(_) => Ok(false),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
-fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
-    let number = sysfs::sysname_of(device.dev)
-        .map_err(io("find the device"))?
-        .strip_prefix("loop")
-        .and_then(|number| number.parse().ok())
-        .ok_or_else(|| {
-            std::io::Error::other(format!("{} is no loop device", device.node.display()))
-        })
-        .map_err(io("find the device"))?;
-    Ok(LoopDevice {
-        number,
-        dev: device.dev,
-        node: device.node.clone(),
-    })
-}
-
-/// A loop device over an image.
-struct Over {
-    attached: Attached,
-    /// Mounted, or open exclusively.
-    busy: bool,
-}
-
-/// The loop device over an image: the known one, else one that nobody uses,
-/// where there are several.
-fn attached_to(id: FileId, image: &str, known: Option<&Path>) -> Result<Option<Over>, DeviceError> {
-    let found = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
-    let mut over: Vec<_> = found
-        .into_iter()
-        .map(|attached| Over {
-            busy: block::open(&attached.device.node, attached.device.dev, OFlags::EXCL).is_err(),
-            attached,
-        })
-        .collect();
-    over.sort_by_key(|one| (known != Some(&*one.attached.device.node), one.busy));
-    Ok(over.into_iter().next())
-}
-
-/// What keeps an attached loop device from being the one that is needed.
-fn otherwise(found: &Attached, how: &How) -> Option<String> {
-    if found.offset != 0 || found.size_limit != 0 {
-        return Some(format!(
-            "from byte {} on, {} bytes of it",
-            found.offset, found.size_limit
-        ));
-    }
-    (found.read_only != how.read_only).then(|| {
-        if found.read_only {
-            "read-only"
-        } else {
-            "writable"
-        }
-        .to_owned()
-    })
 }

@@ -5,8 +5,11 @@
 //! work is decided here and nowhere above. Everything but [`Source::parse`] may
 //! hang with the device and runs on a lane.
 
-pub mod backend;
+mod backend;
+mod error;
 pub mod holders;
+mod image;
+pub mod lock;
 pub mod loopdev;
 pub mod ready;
 mod source;
@@ -15,5 +18,7 @@ pub mod sysfs;
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use backend::{Backends, Device, DeviceError, Found, How};
+pub use backend::{Backends, Device, Found, How};
+pub use error::DeviceError;
+pub use image::set_read_only;
 pub use source::{Source, SourceError};

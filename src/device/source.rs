@@ -24,6 +24,8 @@ pub enum Source {
         /// system that was made on 512 does not mount on 4096, which the kernel
         /// by itself would choose by the image file's state (Linux 6.11).
         sector_size: u32,
+        /// The image's space is reserved, also of what it grows by.
+        preallocate: bool,
     },
 }
 
@@ -46,7 +48,8 @@ impl fmt::Display for Source {
 }
 
 impl Source {
-    /// Reads the keys `backend`, `pool`, `image`, `directIO` and `sectorSize`.
+    /// Reads the keys `backend`, `pool`, `image`, `directIO`, `sectorSize` and
+    /// `preallocate`.
     /// Keys that belong to somebody else are left alone.
     pub fn parse(context: &HashMap<String, String>) -> Result<Self, SourceError> {
         let get = |key: &str| {
@@ -61,20 +64,21 @@ impl Source {
                 why: "is required".to_owned(),
             })
         };
+        let switch = |key: &'static str, default| match get(key) {
+            None => Ok(default),
+            Some("true") => Ok(true),
+            Some("false") => Ok(false),
+            Some(other) => Err(SourceError {
+                key,
+                why: format!("{other:?} is neither true nor false"),
+            }),
+        };
         match need("backend")? {
             "loop" => Ok(Self::Loop {
                 pool: need("pool")?.to_owned(),
                 image: need("image")?.to_owned(),
-                direct_io: match get("directIO") {
-                    None | Some("true") => true,
-                    Some("false") => false,
-                    Some(other) => {
-                        return Err(SourceError {
-                            key: "directIO",
-                            why: format!("{other:?} is neither true nor false"),
-                        });
-                    }
-                },
+                direct_io: switch("directIO", true)?,
+                preallocate: switch("preallocate", false)?,
                 sector_size: match get("sectorSize") {
                     None => DEFAULT_SECTOR,
                     Some(text) => match text.parse() {
@@ -102,6 +106,7 @@ impl Source {
             image: image.to_owned(),
             direct_io: true,
             sector_size: DEFAULT_SECTOR,
+            preallocate: false,
         }
     }
 
@@ -157,6 +162,7 @@ mod tests {
             ("pool", ""),
             ("image", ""),
             ("directIO", "maybe"),
+            ("preallocate", "yes"),
             ("sectorSize", "513"),
         ] {
             let mut bad = context(&base);

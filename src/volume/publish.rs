@@ -25,7 +25,7 @@ use super::{
 use crate::{
     Done,
     capability::Mode as AccessMode,
-    device::{Device, backend, sysfs},
+    device::{self, Device, sysfs},
     kernel::Dev,
     mount::{
         Look, Mounted, bind,
@@ -289,7 +289,7 @@ async fn lock(
     let (dev, target) = (device.dev, place.path().to_owned());
     let done = node
         .lane(volume, progress, "lock", move || {
-            backend::lock(dev, &target)
+            device::lock::lock(dev, &target)
         })
         .await
         .map_err(|error| volume.device(error))?;
@@ -321,7 +321,7 @@ async fn set_writable(
     }
     let on = device.clone();
     node.lane(volume, progress, "set-ro", move || {
-        backend::set_read_only(&on, read_only)
+        device::set_read_only(&on, read_only)
     })
     .await
     .map_err(|error| volume.device(error))

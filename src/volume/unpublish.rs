@@ -20,7 +20,7 @@ use super::{
     unstage::{self, absent_is_none},
 };
 use crate::{
-    device::backend::{self, Unlock},
+    device::lock::{self, Unlock},
     mount::{
         Look, Mounted,
         path::Place,
@@ -148,7 +148,7 @@ async fn release_lock(
     paths.extend(kubelet_map_file(target_path));
     let released = node
         .lane(volume, progress, "unlock", move || {
-            backend::unlock(dev, &Unlock::Over(paths))
+            lock::unlock(dev, &Unlock::Over(paths))
         })
         .await
         .map_err(|error| volume.device(error))?;

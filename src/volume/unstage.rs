@@ -11,9 +11,8 @@ use super::{
 };
 use crate::{
     device::{
-        Device,
-        backend::{self, Unlock},
-        holders,
+        Device, holders,
+        lock::{self, Unlock},
         loopdev::Detached,
         sysfs,
     },
@@ -171,7 +170,7 @@ async fn release_locks(
     let dev = device.dev;
     let released = node
         .lane(volume, progress, "unlock", move || {
-            backend::unlock(dev, &Unlock::All)
+            lock::unlock(dev, &Unlock::All)
         })
         .await
         .map_err(|error| volume.device(error))?;

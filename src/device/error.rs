@@ -1,0 +1,71 @@
+//! Why a source is no device, or a device does not go.
+
+use std::{io, path::PathBuf};
+
+use super::{holders::Holder, loopdev::LoopError};
+use crate::pool::{PoolError, claim::ClaimError};
+
+/// Why a source is no device, or a device does not go.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The pool or its image.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// Another node holds the image.
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    /// The loop driver.
+    #[error(transparent)]
+    Loop(#[from] LoopError),
+    /// The image is attached already, but not as it is needed.
+    #[error(
+        "image {image} is attached as {device} {how}, which this volume did not do; detach it first (losetup -d {device})"
+    )]
+    AttachedOtherwise {
+        /// The image file.
+        image: PathBuf,
+        /// The loop device's node.
+        device: PathBuf,
+        /// What is different about it.
+        how: String,
+    },
+    /// Somebody keeps the device open exclusively or mounted.
+    #[error("{device} is busy")]
+    Busy {
+        /// The device's node.
+        device: PathBuf,
+        /// Who holds it.
+        holders: Vec<Holder>,
+    },
+    /// The image is smaller than any device can be.
+    #[error("image {image} has {bytes} bytes, too few for a block device")]
+    TooSmall {
+        /// The image file.
+        image: PathBuf,
+        /// Its size.
+        bytes: u64,
+    },
+    /// The kernel refused something else.
+    #[error("cannot {what}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The image file cannot take that size.
+    #[error("image {image} cannot be made {bytes} bytes long")]
+    Extend {
+        /// The image file.
+        image: PathBuf,
+        /// The size asked for.
+        bytes: u64,
+        /// The file system's answer.
+        source: io::Error,
+    },
+}
+
+/// Turns the kernel's answer into an error that says what was tried.
+pub fn io(what: &'static str) -> impl FnOnce(io::Error) -> DeviceError {
+    move |source| DeviceError::Io { what, source }
+}

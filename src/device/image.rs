@@ -1,0 +1,178 @@
+//! An image behind a loop device: putting it there, finding it there, and the
+//! marks that stay on the device's number.
+
+use std::{fs::File, path::Path};
+
+use rustix::{
+    fs::{OFlags, SeekFrom},
+    io::Errno,
+};
+
+use super::{
+    Device, How, Source,
+    error::{DeviceError, io},
+    holders,
+    loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
+    sysfs,
+};
+use crate::{Done, kernel::block, pool::Pool};
+
+/// Puts the image behind a loop device, or finds it behind one as it should be.
+pub fn attach_loop(
+    source: &Source,
+    pool: &Pool,
+    file: &File,
+    how: &How,
+) -> Result<(Device, Done), DeviceError> {
+    let Source::Loop {
+        image,
+        direct_io,
+        sector_size,
+        ..
+    } = source;
+    let path = pool.image_path(image);
+    let id = FileId::of(file).map_err(io("look at the image"))?;
+    let device = |device: LoopDevice| Device {
+        dev: device.dev,
+        node: device.node,
+        image: id,
+        read_only: how.read_only,
+    };
+    if let Some(found) = attached_to(id, image, how.known.as_deref())? {
+        let is_known = how.known.as_deref() == Some(&*found.attached.device.node);
+        // Other readers keep theirs, we take another.
+        let another = how.shared && how.read_only && found.busy && !is_known;
+        match otherwise(&found.attached, how) {
+            _ if another => {}
+            _ if found.attached.detaching => {
+                return Err(DeviceError::Busy {
+                    holders: holders::holders(found.attached.device.dev),
+                    device: found.attached.device.node,
+                });
+            }
+            None => {
+                let attached = device(found.attached.device);
+                if !found.busy {
+                    clear_read_only_mark(&attached)?;
+                }
+                return Ok((attached, Done::Already));
+            }
+            Some(difference) => {
+                return Err(DeviceError::AttachedOtherwise {
+                    image: path,
+                    device: found.attached.device.node,
+                    how: difference,
+                });
+            }
+        }
+    }
+    let bytes = file.metadata().map_err(io("look at the image"))?.len();
+    if bytes < SMALLEST {
+        return Err(DeviceError::TooSmall { image: path, bytes });
+    }
+    let options = LoopOptions {
+        read_only: how.read_only,
+        direct_io: *direct_io,
+        sector_size: *sector_size,
+        name: &path,
+    };
+    let attached = device(loopdev::attach(file, &options)?);
+    if let Err(error) = clear_read_only_mark(&attached) {
+        let _ = loopdev::detach(&loop_device(&attached)?, id)?;
+        return Err(error);
+    }
+    Ok((attached, Done::Now))
+}
+
+/// One sector: less is no block device.
+const SMALLEST: u64 = 512;
+
+/// A mark by [`set_read_only`] belongs to the device's number and outlives the
+/// image that it was set for: none is taken over, and none is left.
+pub fn clear_read_only_mark(device: &Device) -> Result<(), DeviceError> {
+    if device.read_only {
+        return Ok(());
+    }
+    set_read_only(device, false)
+}
+
+/// Makes the whole device refuse writes, or take them again.
+pub fn set_read_only(device: &Device, read_only: bool) -> Result<(), DeviceError> {
+    if sysfs::is_read_only(device.dev).map_err(io("read the device's state"))? == read_only {
+        return Ok(());
+    }
+    block::open(&device.node, device.dev, OFlags::RDONLY)
+        .and_then(|file| block::set_read_only(file, read_only))
+        .map_err(io("set the device read-only or writable"))
+}
+
+/// Whether nothing was ever written to the file (lseek(2), `SEEK_DATA`).
+pub fn is_all_hole(file: &File) -> std::io::Result<bool> {
+    match rustix::fs::seek(file, SeekFrom::Data(0)) {
+        Err(Errno::NXIO) => Ok(true),
+        Ok(_) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// The loop device of a record.
+pub fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
+    let number = sysfs::sysname_of(device.dev)
+        .map_err(io("find the device"))?
+        .strip_prefix("loop")
+        .and_then(|number| number.parse().ok())
+        .ok_or_else(|| {
+            std::io::Error::other(format!("{} is no loop device", device.node.display()))
+        })
+        .map_err(io("find the device"))?;
+    Ok(LoopDevice {
+        number,
+        dev: device.dev,
+        node: device.node.clone(),
+    })
+}
+
+/// A loop device over an image.
+pub struct Over {
+    /// The device.
+    pub attached: Attached,
+    /// Mounted, or open exclusively.
+    pub busy: bool,
+}
+
+/// The loop device over an image: the known one, else one that nobody uses,
+/// where there are several.
+pub fn attached_to(
+    id: FileId,
+    image: &str,
+    known: Option<&Path>,
+) -> Result<Option<Over>, DeviceError> {
+    let found = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
+    let mut over: Vec<_> = found
+        .into_iter()
+        .map(|attached| Over {
+            busy: block::open(&attached.device.node, attached.device.dev, OFlags::EXCL).is_err(),
+            attached,
+        })
+        .collect();
+    over.sort_by_key(|one| (known != Some(&*one.attached.device.node), one.busy));
+    Ok(over.into_iter().next())
+}
+
+/// What keeps an attached loop device from being the one that is needed.
+fn otherwise(found: &Attached, how: &How) -> Option<String> {
+    if found.offset != 0 || found.size_limit != 0 {
+        return Some(format!(
+            "from byte {} on, {} bytes of it",
+            found.offset, found.size_limit
+        ));
+    }
+    (found.read_only != how.read_only).then(|| {
+        if found.read_only {
+            "read-only"
+        } else {
+            "writable"
+        }
+        .to_owned()
+    })
+}
