@@ -3,9 +3,9 @@
 
 Builds each kustomization (by kubectl or kustomize) and checks what the API
 server would not notice before a pod fails: mounts of volumes that are not
-there, roles and accounts that nothing defines, images without a tag, classes of
-another driver, and flags that our binaries don't have (where they are built:
-BIN_DIR, by default target/debug).
+there, mounts that would keep a volume busy, roles and accounts that nothing
+defines, images without a tag, classes of another driver, and flags that our
+binaries don't have (where they are built: BIN_DIR, by default target/debug).
 """
 
 import os
@@ -13,13 +13,21 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import yaml
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 BIN_DIR = Path(os.environ.get("BIN_DIR", DEPLOY.parent / "target" / "debug"))
-OVERLAYS = ["base", "local-pools"]
+# Each with the components that it is used with.
+OVERLAYS = [
+    ("base", []),
+    ("base", ["snapshots"]),
+    ("local-pools", []),
+    ("local-pools", ["snapshots"]),
+    ("examples/overlay", []),
+]
 problems = []
 
 
@@ -27,12 +35,22 @@ def problem(where, what):
     problems.append(f"{where}: {what}")
 
 
-def build(overlay):
+def build(overlay, components):
     for tool in (["kubectl", "kustomize"], ["kustomize", "build"]):
         if shutil.which(tool[0]):
-            text = subprocess.check_output([*tool, str(DEPLOY / overlay)], text=True)
-            return [doc for doc in yaml.safe_load_all(text) if doc]
-    sys.exit("check_deploy.py: neither kubectl nor kustomize is installed")
+            break
+    else:
+        sys.exit("check_deploy.py: neither kubectl nor kustomize is installed")
+    with tempfile.TemporaryDirectory() as made:
+        made = Path(made).resolve()
+
+        def paths(names):
+            return [os.path.relpath(DEPLOY / name, made) for name in names]
+
+        kustomization = {"resources": paths([overlay]), "components": paths(components)}
+        (made / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        text = subprocess.check_output([*tool, str(made)], text=True)
+    return [doc for doc in yaml.safe_load_all(text) if doc]
 
 
 def flags_of(program):
@@ -44,8 +62,23 @@ def flags_of(program):
     return set(re.findall(r"--[a-z][a-z-]+", text))
 
 
+def check_propagation(where, spec):
+    """A container without propagation keeps the mounts that it found at its start
+    below a directory where another one mounts, and their devices busy."""
+    mounts = [
+        (container["name"], mount)
+        for container in spec["containers"]
+        for mount in container.get("volumeMounts", [])
+    ]
+    mounted_in = {m["name"] for _, m in mounts if m.get("mountPropagation") == "Bidirectional"}
+    for container, mount in mounts:
+        if mount["name"] in mounted_in and "mountPropagation" not in mount:
+            problem(f"{where}/{container}", f"mounts {mount['name']} without mountPropagation")
+
+
 def check_pod(where, template):
     spec = template["spec"]
+    check_propagation(where, spec)
     volumes = {volume["name"] for volume in spec.get("volumes", [])}
     for container in spec["containers"]:
         name = f"{where}/{container['name']}"
@@ -54,7 +87,7 @@ def check_pod(where, template):
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         for missing in sorted(mounts - volumes):
             problem(name, f"mounts {missing}, which is no volume of the pod")
-        program = container["image"].split(":")[0]
+        program = container["image"].rsplit("/", 1)[-1].split(":")[0]
         known = flags_of(program) if program.startswith("uring-csi") else None
         for arg in container.get("args", []):
             if known is not None and arg.split("=")[0] not in known:
@@ -88,6 +121,7 @@ def check(overlay, docs):
 def check_examples(classes):
     for path in sorted((DEPLOY / "examples").glob("*.yaml")):
         for doc in yaml.safe_load_all(path.read_text()):
+            # An empty one is no class: the claim names its volume.
             wanted = doc["spec"].get("storageClassName")
             if wanted and wanted not in classes:
                 problem(path.name, f"storage class {wanted} is not defined")
@@ -95,16 +129,17 @@ def check_examples(classes):
 
 def main():
     classes = set()
-    for overlay in OVERLAYS:
-        docs = build(overlay)
-        check(overlay, docs)
+    names = [" with ".join([overlay, *components]) for overlay, components in OVERLAYS]
+    for name, (overlay, components) in zip(names, OVERLAYS):
+        docs = build(overlay, components)
+        check(name, docs)
         classes |= {d["metadata"]["name"] for d in docs if d["kind"] == "StorageClass"}
     check_examples(classes)
     for line in problems:
         print(line, file=sys.stderr)
     if problems:
         sys.exit(1)
-    print(f"deploy: {', '.join(OVERLAYS)} and the examples hang together")
+    print(f"deploy: {', '.join(names)} and the examples hang together")
 
 
 if __name__ == "__main__":

@@ -215,17 +215,14 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     }
     let heart = Heart::start(node);
     let routes = Routes::default()
-        .add_service(IdentityServer::new(Identity::new(
-            &config.driver_name,
-            readiness,
-        )))
+        .add_service(IdentityServer::new(Identity::new(&config.driver_name)))
         .add_service(NodeServer::new(NodeService::new(
             heart.clone(),
             config.clone(),
             can_grow,
         )))
         .add_service(NodeAdminServer::new(AdminService::new(
-            heart, config, pool_names,
+            heart, config, pool_names, readiness,
         )));
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),

@@ -10,12 +10,12 @@ use super::{
 };
 use crate::proto::csi::{
     ControllerGetCapabilitiesRequest, GetPluginInfoRequest, GetPluginInfoResponse,
-    NodeGetCapabilitiesRequest, NodeGetInfoRequest, ProbeRequest, ProbeResponse,
+    NodeGetCapabilitiesRequest, NodeGetInfoRequest,
     controller_service_capability::{self, rpc::Type as ControllerType},
     node_service_capability::{self, rpc::Type as NodeType},
 };
 
-/// Shows who answers at both sockets, and whether it is ready
+/// Shows who answers at both sockets, and whether the node is ready
 #[derive(Args, Debug)]
 #[command(after_help = "\
 An agent that can't be reached is shown as such; the exit code is 6 only when
@@ -38,7 +38,6 @@ pub struct InfoAnswer {
 struct PluginAnswer {
     driver_name: String,
     version: String,
-    ready: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -46,6 +45,8 @@ struct NodeAnswer {
     #[serde(flatten)]
     plugin: PluginAnswer,
     node_id: String,
+    /// Nothing: it is ready.
+    not_ready_because: Option<String>,
     /// 0: not limited.
     max_volumes: i64,
     topology: Vec<String>,
@@ -54,21 +55,17 @@ struct NodeAnswer {
 }
 
 impl PluginAnswer {
-    fn new(info: GetPluginInfoResponse, probe: ProbeResponse) -> Self {
+    fn new(info: GetPluginInfoResponse) -> Self {
         Self {
             driver_name: info.name,
             version: info.vendor_version,
-            // Not said means ready, by the specification.
-            ready: probe.ready.unwrap_or(true),
         }
     }
 
-    fn fields(&self) -> [(&'static str, String); 3] {
-        let ready = if self.ready { "yes" } else { "no" };
+    fn fields(&self) -> [(&'static str, String); 2] {
         [
             ("driver", self.driver_name.clone()),
             ("version", self.version.clone()),
-            ("ready", ready.to_owned()),
         ]
     }
 }
@@ -98,13 +95,6 @@ async fn node(context: &Context) -> Result<NodeAnswer, CliError> {
             async |mut client, request| client.get_plugin_info(request).await,
         )
         .await?;
-    let probe = context
-        .node_identity(
-            "ask the node whether it is ready",
-            ProbeRequest {},
-            async |mut client, request| client.probe(request).await,
-        )
-        .await?;
     let info = context
         .node(
             "ask the node who it is",
@@ -115,8 +105,9 @@ async fn node(context: &Context) -> Result<NodeAnswer, CliError> {
     let agent = context.agent_info().await?;
     let segments = info.accessible_topology.unwrap_or_default().segments;
     Ok(NodeAnswer {
-        plugin: PluginAnswer::new(plugin, probe),
+        plugin: PluginAnswer::new(plugin),
         node_id: info.node_id,
+        not_ready_because: Some(agent.not_ready_because).filter(|why| !why.is_empty()),
         max_volumes: info.max_volumes_per_node,
         topology: segments.iter().map(|(k, v)| format!("{k}={v}")).collect(),
         staging_dir: agent.staging_dir,
@@ -132,14 +123,7 @@ async fn controller(context: &Context) -> Result<PluginAnswer, CliError> {
             async |mut client, request| client.get_plugin_info(request).await,
         )
         .await?;
-    let probe = context
-        .controller_identity(
-            "ask the controller whether it is ready",
-            ProbeRequest {},
-            async |mut client, request| client.probe(request).await,
-        )
-        .await?;
-    Ok(PluginAnswer::new(plugin, probe))
+    Ok(PluginAnswer::new(plugin))
 }
 
 impl Answer for InfoAnswer {
@@ -151,7 +135,12 @@ impl Answer for InfoAnswer {
                 0 => "not limited".to_owned(),
                 max => max.to_string(),
             };
+            let ready = match &node.not_ready_because {
+                None => "yes".to_owned(),
+                Some(why) => format!("no: {why}"),
+            };
             lines.extend([
+                ("ready", ready),
                 ("node id", node.node_id.clone()),
                 ("volumes at most", max),
                 ("topology", node.topology.join(" ")),

@@ -10,6 +10,7 @@ use super::{
 use crate::{
     device::Source,
     fs::FsType,
+    observe::Readiness,
     proto::admin::{
         FormatVolumeRequest, FormatVolumeResponse, GetAgentInfoRequest, GetAgentInfoResponse,
         HeldVolume, ListHeldVolumesRequest, ListHeldVolumesResponse, Target,
@@ -27,15 +28,17 @@ pub struct AdminService {
     heart: Heart,
     config: Config,
     pools: Vec<String>,
+    readiness: Readiness,
 }
 
 impl AdminService {
     /// `pools`: the names of the node's pools.
-    pub fn new(heart: Heart, config: Config, pools: Vec<String>) -> Self {
+    pub fn new(heart: Heart, config: Config, pools: Vec<String>, readiness: Readiness) -> Self {
         Self {
             heart,
             config,
             pools,
+            readiness,
         }
     }
 
@@ -109,6 +112,7 @@ impl NodeAdmin for AdminService {
             node_id: self.config.node_id.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pools: self.pools.clone(),
+            not_ready_because: self.readiness.reason().unwrap_or_default(),
         }))
     }
 }

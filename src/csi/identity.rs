@@ -1,16 +1,13 @@
-//! The Identity service: who this plugin is and whether it is ready.
+//! The Identity service: who this plugin is and that it is there.
 
 use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 
-use crate::{
-    observe::Readiness,
-    proto::csi::{
-        GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
-        GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse, identity_server,
-        plugin_capability::{self, service, volume_expansion},
-    },
+use crate::proto::csi::{
+    GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
+    GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse, identity_server,
+    plugin_capability::{self, service, volume_expansion},
 };
 
 /// The default of `--driver-name`.
@@ -26,15 +23,13 @@ pub fn topology_key(driver_name: &str) -> String {
 #[derive(Clone, Debug)]
 pub struct Identity {
     driver_name: Arc<str>,
-    readiness: Readiness,
 }
 
 impl Identity {
     /// `driver_name` must have passed [`super::validate::driver_name`].
-    pub fn new(driver_name: &str, readiness: Readiness) -> Self {
+    pub fn new(driver_name: &str) -> Self {
         Self {
             driver_name: driver_name.into(),
-            readiness,
         }
     }
 }
@@ -85,10 +80,10 @@ impl identity_server::Identity for Identity {
         }))
     }
 
-    /// Not ready is an answer with `ready=false`, not an error.
+    /// Always ready: who answers has started. Kubernetes restarts an agent whose
+    /// answer is another, which mounts no pool and mends no manifest. What an
+    /// agent lacks is told by `/readyz`, and by each call that needs it.
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
-        Ok(Response::new(ProbeResponse {
-            ready: Some(self.readiness.is_ready()),
-        }))
+        Ok(Response::new(ProbeResponse { ready: Some(true) }))
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Shared by everything that answers for the agent: CSI's `Probe` and
-/// `/readyz`. Starts as not ready.
+/// Shared by all that tell of it: `/readyz` and `uringctl info`. Not CSI's
+/// `Probe`. Starts as not ready.
 #[derive(Clone, Debug)]
 pub struct Readiness(Arc<Mutex<Option<String>>>);
 
@@ -25,10 +25,5 @@ impl Readiness {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
-    }
-
-    /// Whether the agent is ready.
-    pub fn is_ready(&self) -> bool {
-        self.reason().is_none()
     }
 }

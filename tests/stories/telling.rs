@@ -171,12 +171,18 @@ fn secrets_are_never_told() {
 #[test]
 fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
     story(async |sandbox| {
-        let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+        let port = free_port();
+        let listen = format!("--metrics-listen=127.0.0.1:{port}");
+        let node = Node::prepare(sandbox, NodeSetup::new(sandbox).arg(&listen));
         let kubelet = node.kubelet.to_str().unwrap();
         crate::harness::run(&["mount", "--make-private", kubelet]);
         node.spawn();
-        let ready = crate::harness::eventually("an answer", async || node.probe().await).await;
-        assert!(!ready, "propagation is private");
+        // A restart would mend nothing, so it must not be asked for.
+        let lives = crate::harness::eventually("an answer", async || node.probe().await).await;
+        assert!(lives);
+        let answer = get(port, "/readyz").unwrap();
+        assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
+        assert!(answer.contains("mountPropagation"), "{answer}");
         assert!(node.log().contains("mountPropagation"), "{}", node.log());
     });
 }
