@@ -4,8 +4,8 @@
 use std::fs;
 
 use crate::harness::{
-    Content, Controller, Dice, MIB, Node, Volume, claim, eventually, files_below, kill_amid,
-    loops_over, story,
+    Content, Controller, Dice, MIB, Node, NodeSetup, Volume, claim, eventually, files_below,
+    kill_amid, loops_over, story,
 };
 
 #[test]
@@ -37,6 +37,27 @@ fn pods_outlive_their_nodes_agent() {
         during.is_at(&device, MIB);
         node.down(&volume, "pod").await;
         node.down(&raw, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn directories_behind_symlinks_are_the_same_after_a_restart() {
+    story(async |sandbox| {
+        let mut setup = NodeSetup::new(sandbox);
+        setup.symlinked = true;
+        let node = Node::start_with(sandbox, setup).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        let content = Content::new("kept");
+        content.write(&target.join("file"));
+
+        node.kill9().await;
+        node.restart().await;
+        assert_eq!(node.stats(&volume, &target).await.unwrap().len(), 2);
+        node.up(&volume, "pod").await;
+        content.is_in(&target.join("file"));
+        node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
 }

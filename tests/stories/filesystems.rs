@@ -349,3 +349,23 @@ fn an_interrupted_format_is_made_again() {
         node.assert_clean().await;
     });
 }
+
+#[test]
+fn a_note_of_a_format_outweighs_no_file_system() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let content = Content::new("precious");
+        content.write(&node.up(&volume, "pod").await.join("file"));
+        node.down(&volume, "pod").await;
+
+        // As an agent leaves it that dies between the end of mkfs and its note.
+        let dir = sandbox.pool("main").join(".uring-csi/mkfs");
+        let left = dir.join(sandbox.image(&volume).file_name().unwrap());
+        fs::write(&left, "v").unwrap();
+        content.is_in(&node.up(&volume, "pod").await.join("file"));
+        assert!(!left.exists(), "the note outlives what it was for");
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}

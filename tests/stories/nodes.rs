@@ -20,6 +20,7 @@ fn setup(sandbox: &Sandbox, node_id: &'static str) -> NodeSetup {
             format!("main={},shared", sandbox.pool("main").display()),
         ],
         args: Vec::new(),
+        symlinked: false,
     }
 }
 

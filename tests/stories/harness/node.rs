@@ -34,6 +34,8 @@ pub struct NodeSetup {
     pub node_id: &'static str,
     /// `NAME=DIR[,local|,shared]`.
     pub pools: Vec<String>,
+    /// Kubelet's directory and the run directory are reached through symlinks.
+    pub symlinked: bool,
     /// More arguments.
     pub args: Vec<String>,
 }
@@ -44,6 +46,7 @@ impl NodeSetup {
         Self {
             node_id: "node-a",
             pools: vec![format!("main={}", sandbox.pool("main").display())],
+            symlinked: false,
             args: Vec::new(),
         }
     }
@@ -94,8 +97,16 @@ impl Node {
     /// A node whose agent is not started yet.
     pub fn prepare(sandbox: &Sandbox, setup: NodeSetup) -> Self {
         let name = setup.node_id;
-        let kubelet = sandbox.kubelet(name);
-        let run_dir = sandbox.dir().join(format!("run-{name}"));
+        let mut kubelet = sandbox.kubelet(name);
+        let mut run_dir = sandbox.dir().join(format!("run-{name}"));
+        if setup.symlinked {
+            fs::create_dir(&run_dir).unwrap();
+            for dir in [&mut kubelet, &mut run_dir] {
+                let link = dir.with_extension("link");
+                std::os::unix::fs::symlink(&dir, &link).unwrap();
+                *dir = link;
+            }
+        }
         let state_dir = sandbox.dir().join(format!("state-{name}"));
         let mut args: Vec<String> = [
             ("--node-id", name.to_owned()),
