@@ -59,7 +59,7 @@ struct Options {
     /// The plugin's name.
     #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
     driver_name: String,
-    /// For what outlives a reboot: file systems under way, inline volumes.
+    /// For what outlives a reboot: the records of inline volumes.
     #[arg(
         long,
         env = "URING_CSI_STATE_DIR",

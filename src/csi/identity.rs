@@ -82,7 +82,7 @@ impl identity_server::Identity for Identity {
 
     /// Always ready: who answers has started. Kubernetes restarts an agent whose
     /// answer is another, which mounts no pool and mends no manifest. What an
-    /// agent lacks is told by `/readyz`, and by each call that needs it.
+    /// agent lacks is told by `/readyz`, and by each call that needs a pool.
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
         Ok(Response::new(ProbeResponse { ready: Some(true) }))
     }
