@@ -46,8 +46,6 @@ pub struct Lanes {
 pub struct Busy {
     /// The volume for which it runs.
     pub volume: String,
-    /// The step it is at, e.g. `mount`.
-    pub step: &'static str,
     /// When the job began.
     pub since: Instant,
     /// The thread's kernel id: `/proc/PID/task/TID/stack` says where it sleeps.
@@ -215,7 +213,6 @@ fn serve(shared: &Shared, id: u64) {
         name_thread(job.step);
         let busy = Busy {
             volume: job.volume,
-            step: job.step,
             since: Instant::now(),
             tid,
         };
@@ -298,7 +295,7 @@ mod tests {
         }));
         until(&lanes, |state| !state.busy.is_empty());
         let busy = lanes.busy();
-        assert_eq!((&*busy[0].volume, busy[0].step), ("pvc-1", "mount"));
+        assert_eq!(busy[0].volume, "pvc-1");
         assert!(std::path::Path::new(&format!("/proc/self/task/{}", busy[0].tid)).exists());
         go.send(()).unwrap();
         assert_eq!(ended.recv().unwrap(), "lane-mount\n");

@@ -71,17 +71,12 @@ pub struct LoopDevice {
 
 impl LoopDevice {
     /// The loop device of that number, as sysfs has it.
-    pub fn of_number(number: u32) -> io::Result<Self> {
+    fn of_number(number: u32) -> io::Result<Self> {
         Ok(Self {
             number,
             dev: block::dev_of(&format!("loop{number}"))?,
             node: node_of(number),
         })
-    }
-
-    /// `loop7`, its name in sysfs and in uevents.
-    pub fn sysname(&self) -> String {
-        format!("loop{}", self.number)
     }
 
     fn open(&self, flags: OFlags) -> io::Result<OwnedFd> {
@@ -250,12 +245,6 @@ pub fn find(id: FileId, image: &Path) -> io::Result<Vec<Attached>> {
             size_limit: status.size_limit,
         })
         .collect())
-}
-
-/// Whether the device backs the file now.
-pub fn backs(device: &LoopDevice, id: FileId) -> io::Result<bool> {
-    let status = status_of(device.number)?;
-    Ok(status.is_some_and(|(_, status)| is_over(&status, id)))
 }
 
 /// Takes the file `id` from a loop device that nobody uses.

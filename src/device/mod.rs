@@ -18,7 +18,7 @@ pub mod sysfs;
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use backend::{Backends, Device, Found, How};
+pub use backend::{Backends, Device, How};
 pub use error::DeviceError;
 pub use image::set_read_only;
 pub use source::{Source, SourceError};

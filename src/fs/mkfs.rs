@@ -129,7 +129,7 @@ pub fn parse_options(fs: FsType, text: &str) -> Result<Vec<String>, OptionError>
 
 /// Splits at blanks outside quotes, as a shell does: `'…'` is literal, within
 /// `"…"` and outside quotes a backslash makes the next character literal.
-pub fn split_options(text: &str) -> Result<Vec<String>, OptionError> {
+fn split_options(text: &str) -> Result<Vec<String>, OptionError> {
     let mut words = Vec::new();
     // None between words; an empty pair of quotes is a word.
     let mut word: Option<String> = None;

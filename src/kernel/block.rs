@@ -15,7 +15,6 @@ use rustix::{
 use super::Dev;
 
 const BLKROSET: Opcode = opcode::none(0x12, 93);
-const BLKROGET: Opcode = opcode::none(0x12, 94);
 const BLKGETSIZE64: Opcode = opcode::read::<usize>(0x12, 114);
 
 /// The device's size in bytes (`BLKGETSIZE64`).
@@ -34,13 +33,6 @@ pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
     // SAFETY: BLKROSET reads one int.
     unsafe { ioctl(device, Setter::<BLKROSET, _>::new(value)) }?;
     Ok(())
-}
-
-/// Whether the device refuses writes (`BLKROGET`).
-pub fn is_read_only(device: impl AsFd) -> io::Result<bool> {
-    // SAFETY: BLKROGET writes one int.
-    let value = unsafe { ioctl(device, Getter::<BLKROGET, libc::c_int>::new()) }?;
-    Ok(value != 0)
 }
 
 /// The kernel's name of a block device (`loop7`), from sysfs.

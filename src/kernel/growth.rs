@@ -1,4 +1,4 @@
-//! The ioctls of a mounted file system: growing it, and holding it still.
+//! The ioctls of a mounted file system: growing it.
 //!
 //! Numbers and structures are those of `fs/ext4/ext4.h`, `xfs/libxfs/xfs_fs.h`
 //! and `linux/btrfs.h`. Every call takes a descriptor of any file or directory
@@ -14,8 +14,6 @@ const XFS_IOC_FSGEOMETRY_V4: Opcode = opcode::read::<XfsGeometry>(b'X', 124);
 const BTRFS_IOC_RESIZE: Opcode = opcode::write::<BtrfsVolArgs>(0x94, 3);
 const BTRFS_IOC_DEV_INFO: Opcode = opcode::read_write::<BtrfsDevInfo>(0x94, 30);
 const BTRFS_IOC_FS_INFO: Opcode = opcode::read::<BtrfsFsInfo>(0x94, 31);
-const FIFREEZE: Opcode = opcode::read_write::<libc::c_int>(b'X', 119);
-const FITHAW: Opcode = opcode::read_write::<libc::c_int>(b'X', 120);
 
 /// Makes a mounted ext4 `blocks` of its blocks large. The kernel asks for
 /// `CAP_SYS_RESOURCE` before it looks at anything else.
@@ -171,19 +169,5 @@ pub fn btrfs_resize(mounted: impl AsFd, id: u64, bytes: u64) -> io::Result<()> {
     // SAFETY: BTRFS_IOC_RESIZE reads one struct btrfs_ioctl_vol_args whose
     // name ends with a zero.
     unsafe { ioctl(mounted, Setter::<BTRFS_IOC_RESIZE, _>::new(args)) }?;
-    Ok(())
-}
-
-/// Flushes a file system and stops every writer until [`thaw`] (`FIFREEZE`).
-pub fn freeze(mounted: impl AsFd) -> io::Result<()> {
-    // SAFETY: FIFREEZE does not look at its argument.
-    unsafe { ioctl(mounted, Setter::<FIFREEZE, _>::new(0)) }?;
-    Ok(())
-}
-
-/// Lets the writers of a frozen file system go on (`FITHAW`).
-pub fn thaw(mounted: impl AsFd) -> io::Result<()> {
-    // SAFETY: FITHAW does not look at its argument.
-    unsafe { ioctl(mounted, Setter::<FITHAW, _>::new(0)) }?;
     Ok(())
 }

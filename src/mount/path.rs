@@ -277,29 +277,6 @@ impl Place {
         }
     }
 
-    /// The place `name` in the directory that is here. It holds that directory
-    /// open, and with it what is mounted there.
-    pub fn sub(&self, name: &str) -> Result<Place, PathError> {
-        let path = self.path.join(name);
-        let mut parts = Path::new(name).components();
-        let (Some(Component::Normal(only)), None) = (parts.next(), parts.next()) else {
-            return Err(PathError::Outside {
-                path,
-                roots: vec![self.path.clone()],
-            });
-        };
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        match openat(&self.parent, &self.name, flags, Mode::empty()) {
-            Ok(here) => Ok(Place {
-                path,
-                name: only.to_owned(),
-                parent: Arc::new(here),
-            }),
-            Err(Errno::NOENT) => Err(PathError::MissingParent { path }),
-            Err(error) => Err(self.failed("open the directory", error)),
-        }
-    }
-
     /// The directory that the place is in.
     pub(super) fn parent(&self) -> BorrowedFd<'_> {
         self.parent.as_fd()

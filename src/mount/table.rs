@@ -89,7 +89,7 @@ pub(super) fn super_options(at: BorrowedFd<'_>) -> io::Result<String> {
 }
 
 /// Whether the mount that `path` is in passes on what is mounted below it.
-pub fn is_shared(path: &Path) -> io::Result<bool> {
+fn is_shared(path: &Path) -> io::Result<bool> {
     let here = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     Ok(covering(here.as_fd())?.shared)
 }
@@ -249,7 +249,7 @@ mod tests {
         let scratch = Scratch::new();
         let place = scratch.directory("m");
         tmpfs(place.path(), "the source");
-        let below = place.sub("below").expect("a place");
+        let below = scratch.place("m/below");
         let _ = below.make_dir(0o700).expect("made");
         let found = covering(below.open().expect("opens").as_fd()).expect("found");
         assert_eq!(found.mount_point, place.path());

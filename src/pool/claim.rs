@@ -303,7 +303,7 @@ pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError>
 }
 
 /// Where a node's claim of an image is.
-pub fn marker_path(pool: &Pool, image: &str, node_id: &str) -> PathBuf {
+fn marker_path(pool: &Pool, image: &str, node_id: &str) -> PathBuf {
     claims_dir(pool, image).join(format!("{}.json", NodeHash::of(node_id)))
 }
 

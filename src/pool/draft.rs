@@ -111,13 +111,6 @@ impl Drop for Draft {
     }
 }
 
-/// Writes a whole file where there is none.
-pub fn write_new(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<Done> {
-    let mut draft = Draft::new(tmp)?;
-    draft.file.write_all(bytes)?;
-    draft.place_new(path, how)
-}
-
 /// Writes a whole file, over what is there.
 pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
     let mut draft = Draft::new(tmp)?;
@@ -223,7 +216,11 @@ mod tests {
         let tmp = dir.path().join("tmp");
         std::fs::create_dir(&tmp).unwrap();
         let at = dir.path().join("file");
-        let new = |text: &str| write_new(&tmp, &at, text.as_bytes(), Durability::Durable).unwrap();
+        let new = |text: &str| {
+            let mut draft = Draft::new(&tmp).unwrap();
+            draft.file.write_all(text.as_bytes()).unwrap();
+            draft.place_new(&at, Durability::Durable).unwrap()
+        };
         assert_eq!(new("one"), Done::Now);
         assert_eq!(new("two"), Done::Already);
         assert_eq!(std::fs::read(&at).unwrap(), b"one");

@@ -110,11 +110,6 @@ macro_rules! handle {
                 &self.0.pool
             }
 
-            /// The scope of the pool it was made in.
-            pub fn scope(&self) -> Scope {
-                if self.0.node.is_some() { Scope::Local } else { Scope::Shared }
-            }
-
             /// For a local pool, whether it is that of this node.
             pub fn is_reachable_from(&self, node_id: Option<&str>) -> bool {
                 match &self.0.node {
@@ -185,7 +180,6 @@ mod tests {
         assert!(shared.is_reachable_from(None));
 
         let local = SnapshotHandle::new(&pool("fast", Scope::Local), Some("n1"), id);
-        assert_eq!(local.scope(), Scope::Local);
         assert!(local.is_reachable_from(Some("n1")));
         assert!(!local.is_reachable_from(Some("n2")) && !local.is_reachable_from(None));
         assert_eq!(local.to_string().parse(), Ok(local));

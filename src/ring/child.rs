@@ -8,9 +8,9 @@
 //!
 //! A child begins with the environment below and nothing else, in a process
 //! group of its own, and is killed when the runtime thread ends (prctl(2),
-//! PR_SET_PDEATHSIG). Where it is stuck in the kernel it outlives even that; the
-//! next agent knows it by process id and start time, and waits for it by
-//! [`wait_foreign`].
+//! PR_SET_PDEATHSIG). One that is stuck in the kernel dies late, and holds its
+//! device until then: who opens that exclusively, before every probe and mkfs,
+//! does not race with it.
 
 use std::{
     convert::Infallible,
@@ -56,7 +56,6 @@ const RETRY: Duration = Duration::from_secs(1);
 #[must_use]
 pub struct Child {
     pid: Pid,
-    start_time: u64,
     exit: oneshot::Receiver<io::Result<Exit>>,
 }
 
@@ -95,32 +94,19 @@ impl Child {
         let (source, sink) = pipe_with(PipeFlags::CLOEXEC)?;
         rustix::fs::fcntl_setfl(&source, OFlags::NONBLOCK)?;
         let pid = launch(program, args, sink)?;
-        // Not reaped yet, so both still speak of this child.
-        let known = pidfd_open(pid, PidfdFlags::empty())
-            .map_err(io::Error::from)
-            .and_then(|pidfd| Ok((pidfd, start_time(pid)?)));
-        let (pidfd, start_time) = known.inspect_err(|_| give_up(pid))?;
+        // Not reaped yet, so the id is still this child's.
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| give_up(pid))?;
         let (give, exit) = oneshot::channel();
         tokio::task::spawn_local(async move {
             // Nobody waits any more where this fails.
             let _ = give.send(keep(Rc::new(pidfd), Rc::new(source)).await);
         });
-        Ok(Self {
-            pid,
-            start_time,
-            exit,
-        })
+        Ok(Self { pid, exit })
     }
 
     /// Its process id.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
-    }
-
-    /// When it was started, clock ticks since boot: with the process id it names
-    /// the process as long as this boot lasts.
-    pub fn start_time(&self) -> u64 {
-        self.start_time
     }
 
     /// Waits for its end.
@@ -130,29 +116,6 @@ impl Child {
                 "the runtime ended before the child process did",
             ))
         })
-    }
-}
-
-/// Waits for a process that may be anyone's child to end, a zombie counting as
-/// ended. A process with another start time is another one: the one meant has
-/// ended already.
-pub async fn wait_foreign(pid: i32, start_time: u64) -> io::Result<()> {
-    let Some(pid) = Pid::from_raw(pid) else {
-        return Err(io::Error::from_raw_os_error(libc::EINVAL));
-    };
-    let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(pidfd) => pidfd,
-        Err(Errno::SRCH) => return Ok(()),
-        Err(error) => return Err(error.into()),
-    };
-    // Looked at after the pidfd was made, so that both are of one process.
-    match self::start_time(pid) {
-        Ok(started) if started == start_time => poll::readable(pidfd).await.map(drop),
-        Ok(_) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        // The process ended between the opening of its file and the reading.
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
-        Err(error) => Err(error),
     }
 }
 
@@ -286,31 +249,6 @@ impl Tail {
     fn into_text(self) -> String {
         String::from_utf8_lossy(&self.0).into_owned()
     }
-}
-
-/// Field 22 of /proc/PID/stat (proc_pid_stat(5)). The second, the program's
-/// name in brackets, may hold spaces and brackets of its own.
-fn start_time(pid: Pid) -> io::Result<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
-    parse_start_time(&stat).ok_or_else(|| {
-        io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!(
-                "/proc/{}/stat has no start time: {stat:?}",
-                pid.as_raw_nonzero()
-            ),
-        )
-    })
-}
-
-fn parse_start_time(stat: &str) -> Option<u64> {
-    let (_, after_name) = stat.rsplit_once(')')?;
-    // After the name comes field 3.
-    after_name
-        .split_ascii_whitespace()
-        .nth(22 - 3)?
-        .parse()
-        .ok()
 }
 
 #[cfg(test)]

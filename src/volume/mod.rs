@@ -128,16 +128,6 @@ impl Node {
         Ok(node)
     }
 
-    /// The threads that calls may hang on.
-    pub fn lanes(&self) -> &Lanes {
-        &self.lanes
-    }
-
-    /// The pools and this node's identity in them.
-    pub fn backends(&self) -> &Backends {
-        &self.backends
-    }
-
     /// Runs a call that changes a volume.
     pub async fn submit(
         self: Rc<Self>,

@@ -8,9 +8,18 @@ use std::{
 use tempfile::NamedTempFile;
 
 use super::*;
-use crate::device::scratch::{Scratch, options};
+use crate::device::{
+    scratch::{Scratch, options},
+    sysfs,
+};
 
 const MIB: u64 = 1 << 20;
+
+/// Whether the device backs the file now.
+fn backs(device: &LoopDevice, id: FileId) -> io::Result<bool> {
+    let status = status_of(device.number)?;
+    Ok(status.is_some_and(|(_, status)| is_over(&status, id)))
+}
 
 /// Detaches for certain: a look by a test beside this one is an opener too,
 /// for as long as it takes.
@@ -73,8 +82,7 @@ fn a_read_only_device_refuses_writes() {
             node.sync_all()
         });
     assert!(written.is_err());
-    let node = File::open(&scratch.device.node).unwrap();
-    assert!(block::is_read_only(&node).unwrap());
+    assert!(sysfs::is_read_only(scratch.device.dev).unwrap());
 }
 
 #[test]
@@ -82,7 +90,7 @@ fn a_writable_device_can_be_made_read_only_and_back() {
     let scratch = Scratch::new(MIB);
     let mut node = scratch.open();
     block::set_read_only(&node, true).unwrap();
-    assert!(block::is_read_only(&node).unwrap());
+    assert!(sysfs::is_read_only(scratch.device.dev).unwrap());
     assert!(
         node.write_all(&[1; 4096])
             .and_then(|()| node.sync_all())

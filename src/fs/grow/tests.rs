@@ -129,17 +129,6 @@ fn ext4_grows_once_or_names_the_capability_it_takes() {
 }
 
 #[test]
-fn a_frozen_file_system_thaws() {
-    let mounted = Mounted::new(&["mkfs.ext4"], FsType::Ext4);
-    let root = std::fs::File::open(mounted.directory.path()).unwrap();
-    growth::freeze(&root).unwrap();
-    let again = growth::freeze(&root).unwrap_err();
-    assert_eq!(Errno::from_io_error(&again), Some(Errno::BUSY));
-    growth::thaw(&root).unwrap();
-    std::fs::write(mounted.directory.path().join("file"), "x").unwrap();
-}
-
-#[test]
 fn a_gain_smaller_than_a_block_is_none() {
     let info = probe::FsInfo {
         fs: FsType::Xfs,

@@ -1,5 +1,3 @@
-use proptest::prelude::*;
-
 use super::*;
 use crate::ring::{self, timer};
 
@@ -135,36 +133,4 @@ fn it_dies_with_the_runtime_thread() {
     // Its keeper went with that runtime; here it is reaped for the test's sake.
     let pid = Pid::from_raw(pid).unwrap();
     waitid(WaitId::Pid(pid), WaitIdOptions::EXITED).unwrap();
-}
-
-#[test]
-fn a_foreign_process_is_known_by_its_start_time() {
-    ring::start(async {
-        let child = shell("exec sleep 1000");
-        let (pid, started) = (child.pid(), child.start_time());
-        // Another process had that id, or none has.
-        wait_foreign(pid, started + 1).await.unwrap();
-        wait_foreign(i32::MAX, started).await.unwrap();
-
-        let waiting = tokio::task::spawn_local(wait_foreign(pid, started));
-        tokio::task::yield_now().await;
-        assert!(!waiting.is_finished());
-        rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
-        waiting.await.unwrap().unwrap();
-        assert_eq!(child.wait().await.unwrap().signal, Some(9));
-    })
-    .unwrap();
-}
-
-proptest! {
-    #[test]
-    fn a_start_time_is_found_whatever_the_program_is_called(name in ".{0,15}", time: u64) {
-        let stat = format!("7 ({name}) S 1 7 7 0 -1 4 5 6 7 8 9 10 11 12 20 0 1 0 {time} 99 1 2");
-        prop_assert_eq!(parse_start_time(&stat), Some(time));
-    }
-
-    #[test]
-    fn no_text_makes_the_parser_panic(text in ".*") {
-        parse_start_time(&text);
-    }
 }
