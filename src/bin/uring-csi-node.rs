@@ -4,6 +4,7 @@ use std::{
     net::SocketAddr,
     path::PathBuf,
     process::ExitCode,
+    rc::Rc,
     time::{Duration, Instant},
 };
 
@@ -28,7 +29,7 @@ use uring_csi::{
         admin::node_admin_server::NodeAdminServer,
         csi::{identity_server::IdentityServer, node_server::NodeServer},
     },
-    ring,
+    ring::{self, timer},
     volume::{Config, Heart, Node, record::Records},
 };
 
@@ -38,6 +39,8 @@ const GRACE: Duration = Duration::from_secs(25);
 const IDLE_LANES: usize = 16;
 /// A lane thread in one step for longer than this counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(30);
+/// How often the agent looks after itself.
+const WATCH_EVERY: Duration = Duration::from_secs(5);
 
 /// The uring-csi node agent: maps, formats and mounts volumes on this node.
 #[derive(Debug, Parser)]
@@ -213,6 +216,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             "EXPAND_VOLUME is not announced: without CAP_SYS_RESOURCE ext4 cannot be grown while it is mounted; xfs, btrfs and raw block volumes can"
         );
     }
+    ring::spawn(watch(node.clone(), readiness.clone()));
     let heart = Heart::start(node);
     let routes = Routes::default()
         .add_service(IdentityServer::new(Identity::new(&config.driver_name)))
@@ -240,6 +244,19 @@ async fn serve_until_told(listener: Listener, routes: Routes) -> Result<(), Fail
         }
     };
     Ok(listener.serve(routes, stop, GRACE).await?)
+}
+
+/// Until something ends that every volume needs: then the agent is not ready any
+/// more, and whoever probes it restarts it.
+async fn watch(node: Rc<Node>, readiness: Readiness) {
+    let reason = loop {
+        if let Some(reason) = node.has_ended() {
+            break reason;
+        }
+        timer::sleep(WATCH_EVERY).await;
+    };
+    tracing::error!(reason, "not ready");
+    readiness.set(Some(reason.to_owned()));
 }
 
 /// A volume that is mounted only in this container's own namespace is an empty

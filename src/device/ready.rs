@@ -62,6 +62,12 @@ impl Uevents {
         }))
     }
 
+    /// Whether it still listens. Once it has ended, only a restart of the agent
+    /// helps.
+    pub fn is_alive(&self) -> bool {
+        !self.listener.is_finished()
+    }
+
     /// Calls `check` until it finds what is waited for: at once, and after each
     /// event of the device that sysfs calls `sysname`, e.g. `loop7`.
     ///
@@ -188,16 +194,6 @@ pub async fn loop_ready(uevents: &Uevents, dev: Dev) -> io::Result<Ready> {
             Ok((bytes > 0).then_some(Ready { node, bytes }))
         });
         none_if_missing(found)
-    };
-    uevents.wait(&sysname_of(dev)?, check).await
-}
-
-/// Waits until the loop device `dev` has let go of its file, as it does when
-/// its last opener closes it.
-pub async fn loop_gone(uevents: &Uevents, dev: Dev) -> io::Result<()> {
-    let check = || match none_if_missing(backing_file(dev).map(Some))? {
-        Some(_) => Ok(None),
-        None => Ok(Some(())),
     };
     uevents.wait(&sysname_of(dev)?, check).await
 }

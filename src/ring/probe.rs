@@ -21,7 +21,7 @@ use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
     sync::Arc,
-    thread,
+    thread::{self, JoinHandle},
 };
 
 use crossbeam::channel::{Sender, bounded, unbounded};
@@ -86,6 +86,7 @@ struct Shared {
     /// Some until the last handle is dropped.
     requests: Option<Sender<Request>>,
     bell: Arc<OwnedFd>,
+    thread: JoinHandle<()>,
 }
 
 #[derive(Debug)]
@@ -102,7 +103,7 @@ impl Prober {
         let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
         let (ready, started) = bounded(1);
         let heard = Arc::clone(&bell);
-        thread::Builder::new()
+        let thread = thread::Builder::new()
             .name("probe".to_owned())
             .spawn(move || match Engine::new(requests, heard) {
                 Ok(engine) => {
@@ -117,8 +118,15 @@ impl Prober {
         let shared = Arc::new(Shared {
             requests: Some(give),
             bell,
+            thread,
         });
         Ok(Self { shared })
+    }
+
+    /// Whether the thread still runs. Once it has ended, only a restart of the
+    /// agent helps.
+    pub fn is_alive(&self) -> bool {
+        !self.shared.thread.is_finished()
     }
 
     /// Reads `regions` of the device that `fd` is, opened with O_DIRECT, all at

@@ -1,5 +1,6 @@
 //! What is wrong with a volume on this node, as far as that can be told without
-//! touching its device: an empty list is a healthy volume.
+//! touching its device: an empty list is a healthy volume. And what is wrong
+//! with the agent itself.
 
 use std::time::Duration;
 
@@ -82,6 +83,17 @@ impl Node {
             }
         }
         Ok(found)
+    }
+
+    /// What of this agent has ended and does not come back before a restart.
+    pub fn has_ended(&self) -> Option<&'static str> {
+        if !self.uevents.is_alive() {
+            Some("the listener to events of block devices has ended: restart the agent")
+        } else if !self.prober.is_alive() {
+            Some("the thread that reads devices has ended: restart the agent")
+        } else {
+            None
+        }
     }
 
     fn check_device(device: &Device, found: &mut Vec<Condition>) {

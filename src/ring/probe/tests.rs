@@ -206,6 +206,24 @@ fn the_thread_ends_with_the_last_handle() {
 }
 
 #[test]
+fn once_the_thread_has_ended_it_is_not_alive_and_reads_nothing() {
+    assert!(Prober::start().unwrap().is_alive());
+    let (give, requests) = unbounded();
+    let shared = Arc::new(Shared {
+        requests: Some(give),
+        bell: Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap()),
+        thread: thread::spawn(|| drop(requests)),
+    });
+    let prober = Prober { shared };
+    while prober.is_alive() {
+        thread::yield_now();
+    }
+    let file = tempfile::tempfile().unwrap();
+    let read = prober.read(file.as_fd(), &regions());
+    assert!(matches!(read, Err(ProbeError::Ended)), "{read:?}");
+}
+
+#[test]
 fn devices_that_do_not_answer_hold_up_nobody() {
     let dir = memory();
     let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
