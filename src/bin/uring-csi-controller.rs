@@ -118,7 +118,10 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
     metrics.before_scrape(move || metrics::lane_threads(counted.threads()));
     let images = Images::new(pools, options.node_id.clone(), boot_id()?, lanes);
     let readiness = Readiness::default();
-    let identity = Identity::new(&name);
+    // A pool that is missing may come; kubelet would restart us for it.
+    let started = Readiness::default();
+    started.set(None);
+    let identity = Identity::new(&name, started);
     let controller = Controller::new(images.clone(), &name, node_id, options.alpha_capabilities);
     let routes =
         Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));

@@ -219,7 +219,10 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     ring::spawn(watch(node.clone(), readiness.clone()));
     let heart = Heart::start(node);
     let routes = Routes::default()
-        .add_service(IdentityServer::new(Identity::new(&config.driver_name)))
+        .add_service(IdentityServer::new(Identity::new(
+            &config.driver_name,
+            readiness.clone(),
+        )))
         .add_service(NodeServer::new(NodeService::new(
             heart.clone(),
             config.clone(),

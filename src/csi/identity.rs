@@ -4,10 +4,13 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 
-use crate::proto::csi::{
-    GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
-    GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse, identity_server,
-    plugin_capability::{self, service, volume_expansion},
+use crate::{
+    observe::Readiness,
+    proto::csi::{
+        GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
+        GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse, identity_server,
+        plugin_capability::{self, service, volume_expansion},
+    },
 };
 
 /// The default of `--driver-name`.
@@ -23,13 +26,17 @@ pub fn topology_key(driver_name: &str) -> String {
 #[derive(Clone, Debug)]
 pub struct Identity {
     driver_name: Arc<str>,
+    readiness: Readiness,
 }
 
 impl Identity {
     /// `driver_name` must have passed [`super::validate::driver_name`].
-    pub fn new(driver_name: &str) -> Self {
+    /// `readiness`: whether the plugin can do anything at all; what passes by
+    /// itself, such as a pool that is not mounted yet, is no part of it.
+    pub fn new(driver_name: &str, readiness: Readiness) -> Self {
         Self {
             driver_name: driver_name.into(),
+            readiness,
         }
     }
 }
@@ -80,10 +87,10 @@ impl identity_server::Identity for Identity {
         }))
     }
 
-    /// Always ready: who answers has started. Kubernetes restarts an agent whose
-    /// answer is another, which mounts no pool and mends no manifest. What an
-    /// agent lacks is told by `/readyz`, and by each call that needs a pool.
+    /// Not ready is an answer with `ready=false`, not an error.
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
-        Ok(Response::new(ProbeResponse { ready: Some(true) }))
+        Ok(Response::new(ProbeResponse {
+            ready: Some(self.readiness.reason().is_none()),
+        }))
     }
 }
