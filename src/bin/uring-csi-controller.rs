@@ -149,10 +149,13 @@ async fn sweep(images: Images) {
     loop {
         let errors = images.sweep().await;
         for error in &errors {
-            tracing::warn!(
-                error = chain(error),
-                "what earlier controllers left could not all be put right"
-            );
+            let (error, kind) = (chain(error), error.kind());
+            let what = "what earlier controllers left could not all be put right";
+            if kind == Kind::Unavailable {
+                tracing::warn!(error, "{what}");
+            } else {
+                tracing::error!(error, "{what}");
+            }
         }
         if !errors.iter().any(|error| error.kind() == Kind::Unavailable) {
             return;

@@ -8,7 +8,7 @@
 use std::{
     fs::File,
     io::{self, Write as _},
-    os::unix::fs::OpenOptionsExt as _,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -39,18 +39,22 @@ pub struct Draft {
 impl Draft {
     /// An empty one in the directory `tmp`.
     pub fn new(tmp: &Path) -> io::Result<Self> {
-        let path = tmp.join(Uuid::new_v4().to_string());
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)?;
-        crash_point();
-        let draft = Self { file, path };
-        // At most a sweep has it, for a moment.
-        flock(&draft.file, FlockOperation::LockExclusive)?;
-        Ok(draft)
+        loop {
+            let path = tmp.join(Uuid::new_v4().to_string());
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .open(&path)?;
+            crash_point();
+            let draft = Self { file, path };
+            // At most a sweep has it, for a moment, and has then removed it.
+            flock(&draft.file, FlockOperation::LockExclusive)?;
+            if is_at(&draft.file, &draft.path) {
+                return Ok(draft);
+            }
+        }
     }
 
     /// What tells it from all others: its name in `tmp`.
@@ -164,10 +168,16 @@ pub fn try_lock(file: &File) -> io::Result<bool> {
     }
 }
 
+/// Whether an open file still has this name.
+pub fn is_at(file: &File, path: &Path) -> bool {
+    let (mine, there) = (file.metadata(), std::fs::metadata(path));
+    matches!((mine, there), (Ok(a), Ok(b)) if (a.dev(), a.ino()) == (b.dev(), b.ino()))
+}
+
 /// Removes the drafts of dead processes; says how many there were.
 ///
 /// One that is just being made, created and not yet locked, may fall to this:
-/// its maker then fails to place it, and its call is repeated.
+/// its maker then makes another.
 pub fn sweep(tmp: &Path) -> io::Result<usize> {
     let mut swept = 0;
     for entry in std::fs::read_dir(tmp)? {
@@ -178,8 +188,12 @@ pub fn sweep(tmp: &Path) -> io::Result<usize> {
             Err(e) => return Err(e),
         };
         if try_lock(&file)? {
-            std::fs::remove_file(&path)?;
-            swept += 1;
+            match std::fs::remove_file(&path) {
+                Ok(()) => swept += 1,
+                // Its maker was done with it just before the lock.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(e),
+            }
         }
     }
     Ok(swept)
@@ -239,5 +253,25 @@ mod tests {
         assert!(is_live(dir.path(), live.id()).unwrap() && !is_live(dir.path(), "dead").unwrap());
         assert_eq!(sweep(dir.path()).unwrap(), 1);
         assert!(live.path.exists() && !dir.path().join("dead").exists());
+    }
+
+    #[test]
+    fn a_draft_that_a_sweep_took_is_made_anew() {
+        use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Relaxed) {
+                    sweep(dir.path()).unwrap();
+                }
+            });
+            let lost = (0..2000).find(|_| {
+                let draft = Draft::new(dir.path()).unwrap();
+                !draft.path.exists()
+            });
+            done.store(true, Relaxed);
+            assert_eq!(lost, None);
+        });
     }
 }

@@ -148,6 +148,20 @@ pub enum Error {
         /// What is wrong with it.
         source: serde_json::Error,
     },
+    /// An image has a reservation and no record.
+    #[error(
+        "image {} has lost its record {}, so that nothing tells whether it is in use; it is left \
+         alone: put the record back, or, if nobody needs the image, remove it and then {}",
+        image.display(), record.display(), reservation.display()
+    )]
+    Unrecorded {
+        /// The image.
+        image: PathBuf,
+        /// Where the record was.
+        record: PathBuf,
+        /// What still belongs to it.
+        reservation: PathBuf,
+    },
     /// Another node holds the image.
     #[error(transparent)]
     Claim(#[from] ClaimError),
@@ -185,7 +199,7 @@ impl Error {
             | Self::LoopDevice { .. }
             | Self::NoPointInTime { .. } => Kind::FailedPrecondition,
             Self::Busy(_) | Self::BadToken(_) => Kind::Aborted,
-            Self::Corrupt { .. } | Self::Lost { .. } => Kind::Internal,
+            Self::Corrupt { .. } | Self::Lost { .. } | Self::Unrecorded { .. } => Kind::Internal,
             Self::Io { source, .. } => of_io(source),
             Self::Pool(error) => of_pool(error),
             Self::Claim(error) => of_claim(error),

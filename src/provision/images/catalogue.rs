@@ -6,14 +6,21 @@
 //! ```
 //!
 //! and `snapnames/`, `snapshots/` in the same way. The reservation is written
-//! first and the record last; a delete marks the record, and removes it last.
-//! So what a crash left tells how far it was:
+//! first, then the record as `making`, and only then the image gets its name; a
+//! delete marks the record, and removes it last. So what a crash left tells how
+//! far it was:
 //!
-//! | reservation | record   | it was                  | and is                 |
-//! | ---         | ---      | ---                     | ---                    |
-//! | yes         | no       | being made              | made anew, or undone   |
-//! | yes         | ready    | complete                | left alone             |
-//! | any         | deleting | being deleted           | deleted                |
+//! | reservation | record   | image | it was            | and is               |
+//! | ---         | ---      | ---   | ---               | ---                  |
+//! | yes         | no       | no    | being made        | made anew, or undone |
+//! | any         | making   | any   | being made        | deleted              |
+//! | any         | ready    | any   | complete          | left alone           |
+//! | any         | deleting | any   | being deleted     | deleted              |
+//! | yes         | no       | yes   | robbed of its     | left alone, and told |
+//! |             |          |       | record            |                      |
+//!
+//! No step of ours leads to the last line: somebody removed the record, or the
+//! file system lost it, and the image may be in use on any node.
 //!
 //! Whoever makes or deletes something holds its reservation under flock(2), so
 //! that a second controller keeps off and a start knows the dead from the
@@ -24,7 +31,6 @@ use std::{
     fs::{self, File},
     io,
     marker::PhantomData,
-    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
 
@@ -52,10 +58,12 @@ pub trait Kind: Serialize + DeserializeOwned {
     fn image(pool: &Pool, id: Uuid) -> PathBuf;
 }
 
-/// Whether an entry is there or on its way out.
+/// Whether an entry is there, or on its way in or out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
+    /// Being made: told to nobody yet, and its image to no node.
+    Making,
     /// Complete.
     Ready,
     /// Being deleted: to callers it is gone.
@@ -90,6 +98,13 @@ pub struct Held {
     path: PathBuf,
     /// Locked for as long as it is open.
     _lock: File,
+}
+
+impl Held {
+    /// Takes back a reservation under which nothing was begun.
+    pub fn give_up(&self) -> Result<(), Error> {
+        remove(&self.path).map(drop)
+    }
 }
 
 /// One kind's part of a pool's catalogue.
@@ -192,22 +207,46 @@ impl<'p, K: Kind> Catalogue<'p, K> {
         draft::replace(&tmp, &path, &bytes, Durable).map_err(|e| failed("write", &path, e))
     }
 
-    /// Takes back what was begun under a reservation and told to nobody.
+    /// Takes back what this process has begun under a reservation and told to
+    /// nobody. The image goes before the record that says whose it is.
     pub fn undo(&self, held: &Held) -> Result<(), Error> {
-        // There is one if writing it failed after it had taken its place.
-        remove(&self.record(held.id))?;
-        remove(&K::image(self.pool, held.id))?;
-        remove(&held.path)
+        self.remove_image(held.id, "its making failed")?;
+        let _ = remove(&self.record(held.id))?;
+        held.give_up()
+    }
+
+    /// Refuses to go on where an image without a record stands: it may be in
+    /// use, and nothing tells whose it is.
+    pub fn refuse_unrecorded(&self, held: &Held) -> Result<(), Error> {
+        let image = K::image(self.pool, held.id);
+        match fs::symlink_metadata(&image) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(e) => Err(failed("look at", &image, e)),
+            Ok(_) => Err(Error::Unrecorded {
+                image,
+                record: self.record(held.id),
+                reservation: held.path.clone(),
+            }),
+        }
     }
 
     /// Removes all that belongs to an entry marked as being deleted. `held` is
-    /// its reservation, unless that is gone or another's by now.
-    pub fn erase(&self, entry: &Entry<K>, held: Option<&Held>) -> Result<(), Error> {
-        remove(&K::image(self.pool, entry.id))?;
+    /// its reservation, unless that is gone or another's by now; `why` is for the
+    /// log.
+    pub fn erase(&self, entry: &Entry<K>, held: Option<&Held>, why: &str) -> Result<(), Error> {
+        self.remove_image(entry.id, why)?;
         if let Some(held) = held.filter(|held| held.id == entry.id) {
-            remove(&held.path)?;
+            let _ = remove(&held.path)?;
         }
-        remove(&self.record(entry.id))
+        remove(&self.record(entry.id)).map(drop)
+    }
+
+    fn remove_image(&self, id: Uuid, why: &str) -> Result<(), Error> {
+        let image = K::image(self.pool, id);
+        if remove(&image)? == Done::Now {
+            tracing::info!(image = %image.display(), why, "deleted an image");
+        }
+        Ok(())
     }
 
     fn record(&self, id: Uuid) -> PathBuf {
@@ -237,8 +276,7 @@ fn hold_at(path: &Path) -> Result<Option<(Held, Reservation)>, Error> {
             return Err(Error::Busy(name.unwrap_or_default()));
         }
         // Its last holder may have removed it.
-        let (mine, there) = (lock.metadata(), fs::metadata(path));
-        if !matches!((mine, there), (Ok(a), Ok(b)) if (a.dev(), a.ino()) == (b.dev(), b.ino())) {
+        if !draft::is_at(&lock, path) {
             continue;
         }
         return Ok(read::<Reservation>(path)?.map(|reservation| {
@@ -283,11 +321,8 @@ fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
         })
 }
 
-fn remove(path: &Path) -> Result<(), Error> {
-    match draft::remove(path, Durable) {
-        Ok(Done::Now | Done::Already) => Ok(()),
-        Err(e) => Err(failed("remove", path, e)),
-    }
+fn remove(path: &Path) -> Result<Done, Error> {
+    draft::remove(path, Durable).map_err(|e| failed("remove", path, e))
 }
 
 /// An [`Error::Io`].

@@ -5,8 +5,9 @@
 //! ```text
 //! 1. reserve    the name gets a random id           names/<hash>.json, locked
 //! 2. build      size, data, allocation              tmp/<draft>, locked
-//! 3. place      the image gets its name             POOL/<id>.img
-//! 4. record     the volume is complete              volumes/<id>.json
+//! 3. announce   the record says `making`            volumes/<id>.json
+//! 4. place      the image gets its name             POOL/<id>.img
+//! 5. record     the record says `ready`: complete
 //! ```
 //!
 //! and a delete through these:

@@ -17,7 +17,7 @@ use crate::{
     Done,
     pool::{
         Pool, Scope,
-        draft::{Draft, Durability::Durable, crash_point, remove},
+        draft::{Draft, Durability::Durable, crash_point},
         handle::SnapshotHandle,
     },
 };
@@ -60,6 +60,7 @@ impl Store {
                 }
                 Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
                 None => {
+                    catalogue.refuse_unrecorded(&held)?;
                     let taken = self.take(pool, &held, name, volume);
                     if taken.is_err()
                         && let Err(left) = catalogue.undo(&held)
@@ -83,22 +84,22 @@ impl Store {
             .unwrap_or_default();
         crash_point();
         let image = SnapshotDetail::image(pool, held.id);
-        // Of an earlier attempt that ended before the record was written.
-        let placed = remove(&image, Durable).and_then(|_| draft.place_new(&image, Durable));
-        match placed {
-            Ok(Done::Now) => {}
-            Ok(Done::Already) => return Err(Error::Busy(name.to_owned())),
-            Err(e) => return Err(failed("put in place", &image, e)),
-        }
-        let entry = Entry {
+        let mut entry = Entry {
             id: held.id,
             name: name.to_owned(),
-            state: State::Ready,
+            state: State::Making,
             detail: SnapshotDetail {
                 source: volume.to_owned(),
                 created: u64::try_from(created.as_nanos()).unwrap_or(u64::MAX),
             },
         };
+        Snapshots::of(pool).record_as(&entry)?;
+        match draft.place_new(&image, Durable) {
+            Ok(Done::Now) => {}
+            Ok(Done::Already) => return Err(Error::Busy(name.to_owned())),
+            Err(e) => return Err(failed("put in place", &image, e)),
+        }
+        entry.state = State::Ready;
         Snapshots::of(pool).record_as(&entry)?;
         crash_point();
         self.snapshot(pool, &entry)

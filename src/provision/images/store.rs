@@ -13,6 +13,7 @@ use crate::pool::{
     Pool, PoolError, Pools,
     claim::{self, Access, Claim},
     draft::{Draft, crash_point},
+    making,
 };
 
 /// The pools and who is asking.
@@ -102,9 +103,17 @@ impl Store {
                 return Err(holder);
             }
             crash_point();
+            let why = match entry.state {
+                State::Making => "it was never finished",
+                State::Ready => "it was asked for",
+                State::Deleting => "its deletion had begun",
+            };
             entry.state = State::Deleting;
             catalogue.record_as(&entry)?;
-            catalogue.erase(&entry, held)
+            if K::IS_CLAIMED {
+                making::ended(pool, &image)?;
+            }
+            catalogue.erase(&entry, held, why)
         };
         let erased = erase();
         if K::IS_CLAIMED {

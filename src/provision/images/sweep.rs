@@ -43,7 +43,10 @@ impl Store {
                 note(hold_by_path(path).and_then(|held| {
                     let Some(held) = held else { return Ok(()) };
                     match catalogue.get(held.id)? {
-                        None => catalogue.undo(&held),
+                        None => {
+                            catalogue.refuse_unrecorded(&held)?;
+                            held.give_up()
+                        }
                         Some(entry) if entry.state == State::Ready => Ok(()),
                         Some(entry) => self.delete_entry(pool, entry, Some(&held)),
                     }
@@ -51,11 +54,11 @@ impl Store {
             }),
             Err(error) => return note(Err(error)),
         }
-        // Deletes that ended between removing the reservation and the record.
+        // What ended between removing the reservation and the record.
         match catalogue.ids() {
             Ok(ids) => ids.into_iter().for_each(|id| {
                 note(catalogue.get(id).and_then(|entry| match entry {
-                    Some(entry) if entry.state == State::Deleting => self.delete::<K>(pool, id),
+                    Some(entry) if entry.state != State::Ready => self.delete::<K>(pool, id),
                     _ => Ok(()),
                 }));
             }),

@@ -463,6 +463,45 @@ async fn a_lost_image_is_told_and_can_be_deleted() {
 }
 
 #[tokio::test]
+async fn an_image_whose_record_is_lost_is_left_alone() {
+    let home = home();
+    let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
+    let taken = home
+        .images
+        .create_snapshot("snap".to_owned(), made.handle.clone())
+        .await;
+    let snapshot = taken.unwrap().handle;
+    home.claim(&made, "node-a");
+    home.file(&made).write_all_at(b"data", 0).unwrap();
+    for area in ["volumes", "snapshots"] {
+        let files = files_below(&home.pool().meta_path(area));
+        let record = files.iter().find(|file| file.contains(".json"));
+        std::fs::remove_file(record.unwrap()).unwrap();
+    }
+    let files = home.files();
+    let image = &made.context["image"];
+    let errors = home.images.sweep().await;
+    let told: Vec<_> = errors.iter().map(ToString::to_string).collect();
+    assert_eq!(told.len(), 2, "{told:?}");
+    assert!(told[0].contains(image) && told[1].contains("snapshots/"));
+    let again = home.images.create_volume(new("pvc", MIB)).await;
+    assert!(again.unwrap_err().to_string().contains(image));
+    home.images.delete_volume(made.handle).await.unwrap();
+    home.images.delete_snapshot(snapshot).await.unwrap();
+    assert_eq!(home.files(), files);
+}
+
+#[tokio::test]
+async fn a_deleted_volume_s_note_of_a_mkfs_goes_with_it() {
+    let home = home();
+    let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
+    let image = &made.context["image"];
+    crate::pool::making::begins(home.pool(), image, &made.handle).unwrap();
+    home.images.delete_volume(made.handle).await.unwrap();
+    assert_eq!(home.files(), [""; 0]);
+}
+
+#[tokio::test]
 async fn another_controller_s_work_is_left_alone() {
     let home = home();
     let held = catalogue::Catalogue::<volumes::VolumeDetail>::of(home.pool())

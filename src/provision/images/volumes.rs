@@ -18,7 +18,7 @@ use crate::{
     Done,
     pool::{
         Pool, Scope, claim,
-        draft::{Draft, Durability::Durable, crash_point, remove},
+        draft::{Draft, Durability::Durable, crash_point},
         handle::VolumeHandle,
     },
 };
@@ -84,6 +84,7 @@ impl Store {
                 }
                 Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
                 None => {
+                    catalogue.refuse_unrecorded(&held)?;
                     let made = self.make_volume(pool, &held, new, detail, smallest);
                     if made.is_err()
                         && let Err(left) = catalogue.undo(&held)
@@ -129,19 +130,19 @@ impl Store {
         let image = VolumeDetail::image(pool, held.id);
         set_size(draft.file(), bytes, detail.parameters.preallocate)
             .map_err(|e| failed("make room for", &image, e))?;
-        // Of an earlier attempt that ended before the record was written.
-        let placed = remove(&image, Durable).and_then(|_| draft.place_new(&image, Durable));
-        match placed {
+        let mut entry = Entry {
+            id: held.id,
+            name: new.name.clone(),
+            state: State::Making,
+            detail,
+        };
+        Volumes::of(pool).record_as(&entry)?;
+        match draft.place_new(&image, Durable) {
             Ok(Done::Now) => {}
             Ok(Done::Already) => return Err(Error::Busy(new.name.clone())),
             Err(e) => return Err(failed("put in place", &image, e)),
         }
-        let entry = Entry {
-            id: held.id,
-            name: new.name.clone(),
-            state: State::Ready,
-            detail,
-        };
+        entry.state = State::Ready;
         Volumes::of(pool).record_as(&entry)?;
         crash_point();
         Ok(self.volume(pool, &entry, bytes))
