@@ -99,7 +99,7 @@ impl Create {
 #[derive(Args, Debug)]
 #[command(after_help = "\
 The source must not be in use, unless its pool's file system can copy by
-reference (XFS, Btrfs) or the node holds it frozen meanwhile.
+reference (XFS, Btrfs).
 
 Example:
   uringctl clone data-1 data-2")]

@@ -99,7 +99,9 @@ fn of_path(error: &mount::path::PathError) -> Code {
 #[cfg(feature = "node")]
 fn of_device(error: &DeviceError) -> Code {
     match error {
-        DeviceError::Pool(error) => of_pool(error),
+        DeviceError::Pool(error) | DeviceError::Claim(pool::claim::ClaimError::Pool(error)) => {
+            of_pool(error)
+        }
         DeviceError::Claim(pool::claim::ClaimError::HeldBy { .. })
         | DeviceError::AttachedOtherwise { .. }
         | DeviceError::TooSmall { .. } => Code::FailedPrecondition,
@@ -126,6 +128,7 @@ fn of_pool(error: &pool::PoolError) -> Code {
         | P::Unnamed { .. }
         | P::BadName { .. } => Code::InvalidArgument,
         P::NoImage { .. } => Code::NotFound,
+        P::OtherScope { .. } => Code::FailedPrecondition,
         P::NotReady { .. } | P::Io { .. } => Code::Unavailable,
     }
 }

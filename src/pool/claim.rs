@@ -120,7 +120,8 @@ pub enum ClaimError {
     /// Another node has the image in a way that excludes this one.
     #[error(
         "image {image} in pool {pool:?} is in use by {node:?}; it must be unstaged there first \
-         (where that node is gone for good, remove {})", marker.display()
+         (where that node is gone for good: uringctl release --pool {pool}={} --node {node} \
+         --confirm {node} {image})", dir.display()
     )]
     HeldBy {
         /// The pool's name.
@@ -129,8 +130,8 @@ pub enum ClaimError {
         image: String,
         /// Who has it.
         node: String,
-        /// The holder's marker.
-        marker: PathBuf,
+        /// The pool's directory.
+        dir: PathBuf,
     },
     /// A controller is deleting or copying the image.
     #[error("a controller is copying or deleting image {image} in pool {pool:?}; try again")]
@@ -195,6 +196,7 @@ fn turn(pool: &Pool) -> Arc<Mutex<()>> {
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
     let turn = turn(pool);
     let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+    pool.check_scope()?;
     let mine = marker_path(pool, image, &claim.node_id);
     // A marker of our own that cannot be read was cut short by a power loss.
     let before = match read(pool, &mine) {
@@ -215,9 +217,9 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
             write(pool, &mine, claim, State::Held)?;
             Ok(Done::Now)
         }
-        Ok(Some((marker, holder))) => {
+        Ok(Some((_, holder))) => {
             take_back(pool, image, &mine, before)?;
-            let (pool, image) = (pool.name.clone(), image.to_owned());
+            let (dir, pool, image) = (pool.dir.clone(), pool.name.clone(), image.to_owned());
             Err(if holder.token().is_some() {
                 ClaimError::Passing { pool, image }
             } else {
@@ -226,7 +228,7 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
                     pool,
                     image,
                     node,
-                    marker,
+                    dir,
                 }
             })
         }

@@ -10,6 +10,8 @@
 //!     claims/IMAGE/*.json    which node has the image attached: [`claim`]
 //!     names/ volumes/        the controller's catalogue: `provision::catalogue`
 //!     snapnames/ snapshots/  the same for snapshots, with their images
+//!     mkfs/IMAGE             a file system is being made on it: [`making`]
+//!     scope                  `local` or `shared`, by the first to use the pool
 //!     tmp/                   work in progress, locked by its maker: [`draft`]
 //! ```
 //!
@@ -38,6 +40,7 @@ pub mod claim;
 pub mod draft;
 pub mod handle;
 pub mod making;
+mod settled;
 mod spec;
 
 pub use spec::{PoolSpec, Pools};
@@ -97,6 +100,23 @@ pub enum PoolError {
         dir: PathBuf,
         /// What the kernel says.
         source: io::Error,
+    },
+    /// Others use the pool under another scope.
+    #[error(
+        "pool {pool:?} in {} is used as a {found} pool, but this agent takes it for a {given} \
+         one and would pass over what others hold; write --pool {pool}={},{found} (once nobody \
+         uses the pool, removing .uring-csi/scope in it lets the next agent settle it anew)",
+        dir.display(), dir.display()
+    )]
+    OtherScope {
+        /// The pool's name.
+        pool: String,
+        /// Its directory.
+        dir: PathBuf,
+        /// What this agent was told.
+        given: Scope,
+        /// What was settled.
+        found: Scope,
     },
     /// Not the plain name of a file.
     #[error("image {image:?} in pool {pool:?}: {why}")]

@@ -224,6 +224,7 @@ fn of_pool(error: &PoolError) -> Kind {
         | PoolError::Unnamed { .. }
         | PoolError::BadName { .. } => Kind::InvalidArgument,
         PoolError::NoImage { .. } => Kind::NotFound,
+        PoolError::OtherScope { .. } => Kind::FailedPrecondition,
         PoolError::NotReady { .. } => Kind::Unavailable,
         PoolError::Io { source, .. } => of_io(source),
     }

@@ -75,6 +75,31 @@ fn a_shared_image_is_on_one_node_at_a_time() {
 }
 
 #[test]
+fn a_shared_pool_is_taken_for_a_local_one_by_nobody() {
+    story(async |sandbox| {
+        let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
+        // The default of the node agent is local.
+        let careless = NodeSetup {
+            pools: vec![format!("main={}", sandbox.pool("main").display())],
+            ..setup(sandbox, "node-b")
+        };
+        let b = Node::start_with(sandbox, careless).await;
+        let controller = Controller::start(sandbox).await;
+        let capability = Volume::filesystem("any", "ext4").capability;
+        let request = claim("shared", "main", &capability, 64 * MIB);
+        let made = controller.create(request).await.unwrap();
+        let volume = provisioned(&made, &capability);
+        a.up(&volume, "pod").await;
+        let flag = format!("main={},shared", sandbox.pool("main").display());
+        refused(b.stage(&volume).await, FailedPrecondition, &[&flag]);
+        a.down(&volume, "pod").await;
+        refused(b.stage(&volume).await, FailedPrecondition, &[&flag]);
+        controller.delete(&volume.handle).await.unwrap();
+        a.assert_clean().await;
+    });
+}
+
+#[test]
 fn a_local_volume_stays_on_its_node() {
     story(async |sandbox| {
         let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;

@@ -25,28 +25,34 @@ pub struct Store {
 }
 
 impl Store {
-    /// Whether every pool's directory is there.
+    /// Whether every pool's directory is there, and used as it is given here.
     pub fn check(&self) -> Result<(), Error> {
         self.pools
             .iter()
-            .try_for_each(|pool| Ok(pool.open_dir().map(drop)?))
+            .try_for_each(|pool| Ok(pool.check_scope()?))
     }
 
     /// The pool of that name, which is part of `handle`.
     pub fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, Error> {
-        self.pools.get(name).map_err(|source| Error::PoolNotGiven {
+        let found = self.pools.get(name);
+        let pool = found.map_err(|source| Error::PoolNotGiven {
             handle: handle.to_owned(),
             source,
-        })
+        })?;
+        pool.check_scope()?;
+        Ok(pool)
     }
 
     /// The pool that a storage class names, or the only one. Beside a node, one
     /// that is unknown may be another node's.
     pub fn pool_for(&self, name: Option<&str>) -> Result<&Pool, Error> {
-        self.pools.get_or_only(name).map_err(|error| match error {
+        let found = self.pools.get_or_only(name);
+        let pool = found.map_err(|error| match error {
             PoolError::Unknown { .. } if self.node_id.is_some() => Error::PoolNotHere(error),
             other => other.into(),
-        })
+        })?;
+        pool.check_scope()?;
+        Ok(pool)
     }
 
     /// What has that name, in whatever pool.

@@ -14,7 +14,7 @@ impl Store {
     pub fn sweep(&self) -> Vec<Error> {
         let mut errors = Vec::new();
         for pool in self.pools.iter() {
-            if let Err(error) = pool.open_dir() {
+            if let Err(error) = pool.check_scope() {
                 errors.push(error.into());
                 continue;
             }

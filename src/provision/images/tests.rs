@@ -86,9 +86,11 @@ impl Home {
             .unwrap()
     }
 
-    /// What is in the pool, its metadata included.
+    /// What is in the pool, its metadata included, but for the pool's own.
     fn files(&self) -> Vec<String> {
-        files_below(self.dir.path())
+        let mut files = files_below(self.dir.path());
+        files.retain(|file| !file.ends_with("/.uring-csi/scope"));
+        files
     }
 
     fn claim(&self, volume: &Volume, node: &str) {

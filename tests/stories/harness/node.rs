@@ -45,7 +45,7 @@ impl NodeSetup {
     pub fn new(sandbox: &Sandbox) -> Self {
         Self {
             node_id: "node-a",
-            pools: vec![format!("main={}", sandbox.pool("main").display())],
+            pools: vec![format!("main={},shared", sandbox.pool("main").display())],
             symlinked: false,
             args: Vec::new(),
         }
