@@ -8,7 +8,7 @@ use tonic::service::Routes;
 use uring_csi::{
     chain, config,
     csi::{
-        controller::Controller,
+        controller::{Controller, WhichNode},
         identity::{DEFAULT_DRIVER_NAME, Identity},
         serve::{Endpoint, told_to_stop},
         validate,
@@ -16,7 +16,10 @@ use uring_csi::{
     lane::Lanes,
     observe::{Readiness, http, logs, metrics},
     pool::{Pool, PoolSpec, Pools, Scope, claim::boot_id},
-    proto::csi::{controller_server::ControllerServer, identity_server::IdentityServer},
+    proto::csi::{
+        controller_server::ControllerServer, identity_server::IdentityServer,
+        node_server::NodeServer,
+    },
     provision::{Kind, images::Images},
 };
 
@@ -123,8 +126,11 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
     started.set(None);
     let identity = Identity::new(&name, started);
     let controller = Controller::new(images.clone(), &name, node_id, options.alpha_capabilities);
-    let routes =
+    let mut routes =
         Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
+    if let Some(id) = node_id {
+        routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));
+    }
 
     if let Some(address) = options.metrics_listen {
         runtime.spawn(http::serve(address, readiness.clone(), metrics));

@@ -24,7 +24,10 @@ use crate::{
     },
 };
 
+mod node;
 mod service;
+
+pub use node::WhichNode;
 
 /// Answers for one provisioner.
 #[derive(Debug)]

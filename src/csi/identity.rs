@@ -8,7 +8,8 @@ use crate::{
     observe::Readiness,
     proto::csi::{
         GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
-        GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse, identity_server,
+        GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse, Topology,
+        identity_server,
         plugin_capability::{self, service, volume_expansion},
     },
 };
@@ -20,6 +21,13 @@ pub const DEFAULT_DRIVER_NAME: &str = "block.uring-csi.dev";
 /// pool can be reached.
 pub fn topology_key(driver_name: &str) -> String {
     format!("topology.{driver_name}/node")
+}
+
+/// The place of a node, as both agents say it.
+pub fn topology(driver_name: &str, node_id: &str) -> Topology {
+    Topology {
+        segments: [(topology_key(driver_name), node_id.to_owned())].into(),
+    }
 }
 
 /// Answers for one agent.

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     call::{observed, patience},
-    identity::topology_key,
+    identity::topology,
     validate,
 };
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
         NodeGetVolumeHealthResponse, NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse,
         NodePublishVolumeRequest, NodePublishVolumeResponse, NodeServiceCapability,
         NodeStageVolumeRequest, NodeStageVolumeResponse, NodeUnpublishVolumeRequest,
-        NodeUnpublishVolumeResponse, NodeUnstageVolumeRequest, NodeUnstageVolumeResponse, Topology,
+        NodeUnpublishVolumeResponse, NodeUnstageVolumeRequest, NodeUnstageVolumeResponse,
         VolumeHealth, VolumeHealthErrorType, VolumeUsage, node_server,
         node_service_capability::{self, rpc},
         volume_health::VolumeHealthEntry,
@@ -470,16 +470,10 @@ impl node_server::Node for NodeService {
         &self,
         _: Request<NodeGetInfoRequest>,
     ) -> Result<Response<NodeGetInfoResponse>, Status> {
-        let segment = (
-            topology_key(&self.config.driver_name),
-            self.config.node_id.clone(),
-        );
         Ok(Response::new(NodeGetInfoResponse {
             node_id: self.config.node_id.clone(),
             max_volumes_per_node: self.config.max_volumes,
-            accessible_topology: Some(Topology {
-                segments: [segment].into(),
-            }),
+            accessible_topology: Some(topology(&self.config.driver_name, &self.config.node_id)),
         }))
     }
 }

@@ -148,6 +148,20 @@ pub enum Error {
         /// What is wrong with it.
         source: serde_json::Error,
     },
+    /// The pool has less room than the volume may take.
+    #[error(
+        "pool {pool:?} has {available} bytes left beside what its volumes were promised, and \
+         this needs {more}; make room, or let the class promise more than there is \
+         (parameter overcommit)"
+    )]
+    NoRoom {
+        /// The pool's name.
+        pool: String,
+        /// What is needed, in bytes.
+        more: u64,
+        /// What there is, in bytes.
+        available: u64,
+    },
     /// An image has a reservation and no record.
     #[error(
         "image {} has lost its record {}, so that nothing tells whether it is in use; it is left \
@@ -191,9 +205,10 @@ impl Error {
             Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
             Self::Differs { .. } => Kind::AlreadyExists,
             Self::Size { .. } => Kind::OutOfRange,
-            Self::NotHere { .. } | Self::SourceElsewhere(_) | Self::PoolNotHere(_) => {
-                Kind::ResourceExhausted
-            }
+            Self::NotHere { .. }
+            | Self::SourceElsewhere(_)
+            | Self::PoolNotHere(_)
+            | Self::NoRoom { .. } => Kind::ResourceExhausted,
             Self::Elsewhere(_)
             | Self::PoolNotGiven { .. }
             | Self::LoopDevice { .. }

@@ -104,7 +104,7 @@ pub struct Page<T> {
 pub struct Listing {
     /// [`Page::next`] of the page before; none: from the beginning.
     pub from: Option<String>,
-    /// At most so many entries; 0: all.
+    /// At most so many entries; 0: as many as fit a page.
     pub max: usize,
 }
 

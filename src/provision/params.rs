@@ -23,6 +23,9 @@ pub struct Parameters {
     /// `preallocate`: whether space is reserved for the whole image at once.
     #[serde(default)]
     pub preallocate: bool,
+    /// `overcommit`: whether more may be promised than the pool has.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overcommit: bool,
     /// `directIO`: whether the loop device bypasses the page cache.
     #[serde(default, rename = "directIO", skip_serializing_if = "Option::is_none")]
     pub direct_io: Option<bool>,
@@ -46,6 +49,7 @@ impl Parameters {
                 "fsType" => parsed.fs_type = Some(file_system("fsType", value)?.to_owned()),
                 "mkfsOptions" => parsed.mkfs_options = Some(value.clone()),
                 "preallocate" => parsed.preallocate = yes_or_no("preallocate", value)?,
+                "overcommit" => parsed.overcommit = yes_or_no("overcommit", value)?,
                 "directIO" => parsed.direct_io = Some(yes_or_no("directIO", value)?),
                 "sectorSize" => parsed.sector_size = Some(sector_size(value)?),
                 _ => {
@@ -65,6 +69,7 @@ impl Parameters {
             Some(("backend", BACKEND.to_owned())),
             self.fs_type.clone().map(|fs| ("fsType", fs)),
             self.mkfs_options.clone().map(|o| ("mkfsOptions", o)),
+            self.preallocate.then(|| ("preallocate", true.to_string())),
             self.direct_io.map(|on| ("directIO", on.to_string())),
             self.sector_size
                 .map(|bytes| ("sectorSize", bytes.to_string())),
@@ -115,12 +120,13 @@ fn bad(name: &'static str, value: &str, why: &str) -> Error {
 const BACKEND: &str = "loop";
 /// The first is the default.
 const FILE_SYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
-const KNOWN: [&str; 7] = [
+const KNOWN: [&str; 8] = [
     "backend",
     "pool",
     "fsType",
     "mkfsOptions",
     "preallocate",
+    "overcommit",
     "directIO",
     "sectorSize",
 ];
@@ -144,17 +150,19 @@ mod tests {
             ("fsType", "xfs"),
             ("mkfsOptions", "-K"),
             ("preallocate", "true"),
+            ("overcommit", "true"),
             ("directIO", "true"),
             ("sectorSize", "4096"),
             ("csi.storage.k8s.io/pvc/name", "data"),
         ])
         .unwrap();
-        assert!(parsed.preallocate);
+        assert!(parsed.preallocate && parsed.overcommit);
         let context: Vec<_> = parsed.context().collect();
         let expected = [
             ("backend", "loop"),
             ("fsType", "xfs"),
             ("mkfsOptions", "-K"),
+            ("preallocate", "true"),
             ("directIO", "true"),
             ("sectorSize", "4096"),
         ];
@@ -169,6 +177,7 @@ mod tests {
             ("Pool", "x"),
             ("fsType", "zfs"),
             ("preallocate", "yes"),
+            ("overcommit", "1"),
             ("sectorSize", "513"),
             ("backend", "nbd"),
         ] {

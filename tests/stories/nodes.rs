@@ -1,7 +1,9 @@
 //! Several nodes: what is where, and who may have it.
 
-use tonic::Code::{FailedPrecondition, ResourceExhausted};
-use uring_csi::proto::csi::{CreateVolumeRequest, NodeGetInfoRequest};
+use tonic::Code::{FailedPrecondition, ResourceExhausted, Unimplemented};
+use uring_csi::proto::csi::{
+    CreateVolumeRequest, NodeGetInfoRequest, NodeStageVolumeRequest, node_client::NodeClient,
+};
 
 use crate::harness::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim, eventually,
@@ -125,6 +127,12 @@ fn a_local_volume_stays_on_its_node() {
             .await
             .unwrap()
             .into_inner();
+        // External-provisioner asks the controller beside the node.
+        let mut beside = NodeClient::new(controller_a.channel());
+        let answer = beside.node_get_info(NodeGetInfoRequest {}).await.unwrap();
+        assert_eq!(answer.into_inner(), info);
+        let stage = beside.node_stage_volume(NodeStageVolumeRequest::default());
+        refused(stage.await, Unimplemented, &["node agent"]);
         assert_eq!(
             made.accessible_topology,
             Vec::from_iter(info.accessible_topology)

@@ -39,11 +39,35 @@ impl Store {
             if out_of_reach || refuse_usages(pool, &parameters, usages).is_err() {
                 continue;
             }
-            sum.available = sum.available.saturating_add(available(pool)?);
-            sum.maximum = sum.maximum.max(largest_file(pool)?);
+            let available = available(pool)?;
+            let largest = largest_file(pool)?.unwrap_or(MAXIMUM);
+            sum.available = sum.available.saturating_add(available);
+            // A scheduler that sees a maximum looks at nothing else.
+            let maximum = if parameters.overcommit {
+                largest
+            } else {
+                largest.min(available)
+            };
+            sum.maximum = sum.maximum.max(Some(maximum));
         }
         Ok(sum)
     }
+}
+
+/// Refuses what a pool has no room for, where it would then need `more` bytes.
+pub fn refuse_without_room(pool: &Pool, parameters: &Parameters, more: u64) -> Result<(), Error> {
+    if parameters.overcommit {
+        return Ok(());
+    }
+    let available = available(pool)?;
+    if more <= available {
+        return Ok(());
+    }
+    Err(Error::NoRoom {
+        pool: pool.name.clone(),
+        more,
+        available,
+    })
 }
 
 /// What is free for us, less what volumes were promised and have not written.

@@ -13,7 +13,7 @@ use super::{
     store::{Store, size_of},
     volumes::VolumeDetail,
 };
-use crate::pool::Pool;
+use crate::{chain, pool::Pool};
 
 impl Store {
     pub fn list_volumes(&self, what: &Listing) -> Result<Page<Volume>, Error> {
@@ -56,17 +56,28 @@ impl Store {
         all.sort_unstable_by_key(|(id, _)| *id);
         all.retain(|(id, _)| behind.is_none_or(|last| *id > last));
 
+        let most = match what.max {
+            0 => LARGEST_PAGE,
+            max => max.min(LARGEST_PAGE),
+        };
         let mut entries = Vec::new();
         let mut last = None;
         for (id, pool) in all {
             // Gone since it was listed, or on its way out.
-            let Some(entry) = Catalogue::of(pool).ready(id)? else {
-                continue;
+            let entry = match Catalogue::of(pool).ready(id) {
+                Ok(Some(entry)) => entry,
+                Ok(None) => continue,
+                // Its own calls fail; it must not hide all the others.
+                Err(error @ (Error::Corrupt { .. } | Error::Io { .. })) => {
+                    tracing::warn!(error = chain(&error), "not listed");
+                    continue;
+                }
+                Err(error) => return Err(error),
             };
             let Some(shown) = show(pool, &entry)? else {
                 continue;
             };
-            if what.max != 0 && entries.len() == what.max {
+            if entries.len() == most {
                 let next = last.map(|id: Uuid| id.to_string());
                 return Ok(Page { entries, next });
             }
@@ -77,3 +88,7 @@ impl Store {
         Ok(Page { entries, next })
     }
 }
+
+/// Entries in a page, whatever is asked for: clients in Go refuse messages of
+/// more than 4 MiB, and an entry has some hundred bytes, at worst a few thousand.
+pub const LARGEST_PAGE: usize = 1000;

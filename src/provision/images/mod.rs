@@ -22,10 +22,9 @@
 //! apart, and the next equal call, or the next start ([`Images::sweep`]),
 //! finishes or undoes it. The truth of a volume's size is its file's size.
 //!
-//! Images are thin: a sparse file takes space as it is written, and volumes may
-//! be promised more than the pool has. [`Provisioner::capacity`] therefore
-//! counts what is promised as taken, so that a scheduler that looks at it does
-//! not overcommit; only `preallocate` makes sure.
+//! Images are thin: a sparse file takes space as it is written. What is promised
+//! counts as taken, in [`Provisioner::capacity`] and where a volume is made or
+//! grown, unless its class says `overcommit`; only `preallocate` makes sure.
 
 use std::{collections::HashMap, sync::Arc};
 

@@ -334,6 +334,74 @@ async fn pages_go_on_behind_what_was_deleted() {
 }
 
 #[tokio::test]
+async fn a_page_has_an_end_and_a_bad_record_hides_no_other() {
+    use catalogue::{Catalogue, Entry, State};
+    let home = home();
+    let catalogue = Catalogue::<volumes::VolumeDetail>::of(home.pool());
+    let records = home.pool().meta_dir("volumes").unwrap();
+    for n in 0..=listing::LARGEST_PAGE {
+        let entry = Entry {
+            id: uuid::Uuid::now_v7(),
+            name: format!("pvc-{n}"),
+            state: State::Ready,
+            detail: volumes::VolumeDetail {
+                parameters: crate::provision::Parameters::default(),
+                source: None,
+                many_nodes_write: false,
+            },
+        };
+        let bytes = serde_json::to_vec(&entry).unwrap();
+        std::fs::write(records.join(format!("{}.json", entry.id)), bytes).unwrap();
+    }
+    let bad = uuid::Uuid::now_v7();
+    std::fs::write(records.join(format!("{bad}.json")), "{").unwrap();
+    assert_eq!(catalogue.ids().unwrap().len(), listing::LARGEST_PAGE + 2);
+    let mut what = Listing::default();
+    for expected in [listing::LARGEST_PAGE, 1] {
+        let page = home.images.list_volumes(what.clone()).await.unwrap();
+        assert_eq!(page.entries.len(), expected);
+        what.from = page.next;
+    }
+    assert_eq!(what.from, None);
+}
+
+#[tokio::test]
+async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
+    let home = home();
+    let capacity = async |overcommit: &str| {
+        let parameters = HashMap::from([("overcommit".to_owned(), overcommit.to_owned())]);
+        let capacity = home.images.capacity(parameters, Vec::new(), true).await;
+        capacity.unwrap()
+    };
+    let there = capacity("false").await;
+    assert!(there.maximum.unwrap() <= there.available, "{there:?}");
+    let too_much = there.available * 2;
+    let refused = home.images.create_volume(new("pvc", too_much)).await;
+    assert_eq!(kind(refused), Kind::ResourceExhausted);
+    assert_eq!(home.files(), [""; 0]);
+
+    let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
+    let range = Range {
+        required: too_much,
+        limit: 0,
+    };
+    let refused = home.images.expand_volume(made.handle.clone(), range).await;
+    assert_eq!(kind(refused), Kind::ResourceExhausted);
+    let copy = copy_of("copy", too_much, Source::Volume(made.handle));
+    assert_eq!(
+        kind(home.images.create_volume(copy).await),
+        Kind::ResourceExhausted
+    );
+
+    assert!(capacity("true").await.maximum.unwrap() > too_much);
+    let thin = with(new("thin", too_much), &[("overcommit", "true")]);
+    assert_eq!(
+        home.images.create_volume(thin).await.unwrap().bytes,
+        too_much
+    );
+}
+
+#[tokio::test]
 async fn local_volumes_stay_on_their_node() {
     let dir = tempfile::tempdir().unwrap();
     let here = images_over(&[("disk", dir.path(), Scope::Local)], Some("node-a"));

@@ -1,6 +1,6 @@
 //! Making, growing and looking up volumes.
 
-use std::{collections::HashMap, fs::File, path::PathBuf};
+use std::{collections::HashMap, fs::File, os::unix::fs::MetadataExt as _, path::PathBuf};
 
 use rustix::fs::FallocateFlags;
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,7 @@ use super::{
         Ailment, Error, NewVolume, Parameters, Published, Range, Source, Usage, Volume,
         size::{self, least},
     },
+    capacity::refuse_without_room,
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
     store::{Store, size_of},
 };
@@ -126,6 +127,11 @@ impl Store {
         if let Some(from) = &origin {
             self.fill(&draft, from)?;
         }
+        let there = draft.file().metadata();
+        let there = there.map_err(|e| failed("look at a draft in", &tmp, e))?;
+        // What was copied is taken already, or shared.
+        let more = bytes.saturating_sub(there.blocks() * 512);
+        refuse_without_room(pool, &detail.parameters, more)?;
         crash_point();
         let image = VolumeDetail::image(pool, held.id);
         set_size(draft.file(), bytes, detail.parameters.preallocate)
@@ -200,6 +206,7 @@ impl Store {
             });
         }
         let bytes = range.choose(before, before)?;
+        refuse_without_room(pool, &entry.detail.parameters, bytes - before)?;
         let path = VolumeDetail::image(pool, entry.id);
         let grown = pool
             .open_image(&format!("{}.img", entry.id), true)

@@ -71,7 +71,12 @@ async fn inside() {
     for (from, expected) in copies {
         let name = format!("{from:?}");
         let name = &name[..20.min(name.len())];
-        let copy = images.create_volume(copy_of(name, 300 * MIB, from)).await;
+        let copy = images
+            .create_volume(with(
+                copy_of(name, 300 * MIB, from),
+                &[("overcommit", "true")],
+            ))
+            .await;
         let copy = copy.unwrap();
         let mut read = vec![0; data.len()];
         file(&copy).read_exact_at(&mut read, MIB).unwrap();
