@@ -12,6 +12,10 @@
 //! - One on a thread of its own for reads of devices, which may never complete
 //!   ([`probe`]).
 //!
+//! Each stays out of children (madvise(2), MADV_DONTFORK): between fork and exec
+//! they have no business in it, and User-Mode Linux 7.2, which tests run on,
+//! miscounts such pages and panics.
+//!
 //! All but [`probe::Prober`] is `!Send`, belongs to the runtime thread, and must
 //! be used within [`start`].
 
@@ -79,7 +83,9 @@ impl RingError {
 ///
 /// Tasks that are still running when the future is ready are dropped.
 pub fn start<F: Future>(future: F) -> Result<F::Output, RingError> {
-    let runtime = tokio_uring::Runtime::new(&tokio_uring::builder()).map_err(RingError::new)?;
+    let mut builder = tokio_uring::builder();
+    builder.uring_builder(tokio_uring::uring_builder().dontfork());
+    let runtime = tokio_uring::Runtime::new(&builder).map_err(RingError::new)?;
     runtime.block_on(async {
         let _poller = poll::install().map_err(RingError::new)?;
         Ok(future.await)

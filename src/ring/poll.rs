@@ -85,7 +85,7 @@ pub(super) struct Installed(());
 
 /// Makes this thread's poller and the task that serves it.
 pub(super) fn install() -> io::Result<Installed> {
-    let ring = IoUring::new(ENTRIES)?;
+    let ring = IoUring::builder().dontfork().build(ENTRIES)?;
     let poller = Rc::new(Poller {
         ring: ring.as_raw_fd(),
         inner: RefCell::new(Inner {

@@ -65,7 +65,10 @@ struct Read {
 
 impl Engine {
     pub(super) fn new(requests: Receiver<Request>, bell: Arc<OwnedFd>) -> io::Result<Self> {
-        let ring = IoUring::builder().setup_cqsize(READS).build(BATCH)?;
+        let ring = IoUring::builder()
+            .dontfork()
+            .setup_cqsize(READS)
+            .build(BATCH)?;
         if let Err(error) = ring
             .submitter()
             .register_iowq_max_workers(&mut [WORKERS, 0])
