@@ -20,7 +20,10 @@ use super::{
     unstage::{self, absent_is_none},
 };
 use crate::{
-    device::lock::{self, Unlock},
+    device::{
+        lock::{self, Unlock},
+        sysfs,
+    },
     mount::{
         Look, Mounted,
         path::Place,
@@ -153,6 +156,17 @@ async fn release_lock(
         .await
         .map_err(|error| volume.device(error))?;
     for lock in released {
+        // Whoever has it open, udevd for a moment, keeps the target busy with it.
+        let gone = || Ok((!lock.is_held()).then_some(()));
+        let gone = async {
+            node.uevents
+                .wait(&sysfs::sysname_of(lock.device.dev)?, gone)
+                .await
+        };
+        progress
+            .step("gone", gone)
+            .await
+            .map_err(volume.io(format!("wait for {} to go", lock.device.node.display())))?;
         tracing::info!(volume_id = volume.id, lock = %lock.device.node.display(), backing = %lock.backing_path.display(), "released a descriptor lock");
     }
     Ok(())

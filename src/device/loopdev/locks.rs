@@ -25,6 +25,13 @@ pub struct Lock {
     pub backing_path: PathBuf,
 }
 
+impl Lock {
+    /// Whether it still lies where it was found. Never waits for the device.
+    pub fn is_held(&self) -> bool {
+        backing_path(self.device.number).is_ok_and(|path| path == self.backing_path)
+    }
+}
+
 /// Puts a loop device over a block device's node, as kubelet does, so that the
 /// device's number can't be given to another one.
 pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
