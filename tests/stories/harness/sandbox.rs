@@ -107,14 +107,14 @@ impl Sandbox {
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
-        // While they are mounted, their paths say whose loop devices they are.
-        let mut loops = leaks::loops_below(self.dir());
+        // Before they are unmounted: then their numbers are still theirs, and
+        // the kernel lets go of each with its mount. Later ones may lie over
+        // earlier ones.
+        for device in leaks::loops_below(self.dir()).iter().rev() {
+            let _ = super::run_err(&["losetup", "-d", device]);
+        }
         for mounted in leaks::mounts_below(self.dir()).iter().rev() {
             let _ = unmount(mounted.as_path(), UnmountFlags::DETACH);
-        }
-        // Later ones may lie over earlier ones.
-        while let Some(device) = loops.pop() {
-            let _ = super::run_err(&["losetup", "-d", &device]);
         }
         let _ = unmount(self.dir(), UnmountFlags::DETACH);
     }
