@@ -7,10 +7,10 @@ export BIN_DIR
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit lint audit bench clean
+.PHONY: help setup build demo run test unit test-kernel lint audit bench clean
 
 help: ## Show this
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## Install what building and testing need
 	@scripts/setup.sh
@@ -24,7 +24,7 @@ demo: build ## Take volumes through their whole life on this machine
 run: build ## Run both agents with a fresh pool until ^C
 	@scripts/run.sh
 
-test: lint unit ## Check and test everything
+test: lint unit test-kernel ## Check and test everything
 
 # Tests mount and attach loop devices: root.
 unit: setup
@@ -34,6 +34,12 @@ unit: setup
 	  set -x; cargo test; \
 	fi
 	cargo test --doc
+
+# ONLY=PREFIX of test names; HOST_KERNEL=1: no kernel of its own;
+# TEST_KERNEL=required: fail where it cannot run.
+test-kernel: setup ## Test on a kernel with nbd, rbd, udevd (tests/kernel/run.sh)
+	@tests/kernel/run.sh
+export ONLY HOST_KERNEL TEST_KERNEL
 
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	@scripts/setup.sh lint

@@ -12,6 +12,7 @@ packages=(
   e2fsprogs xfsprogs btrfs-progs          # to make and check file systems
   util-linux mount procps kmod            # for tests and the demo
   python3 python3-yaml                    # to check the manifests
+  busybox-static patchelf udev            # for the test kernel
 )
 
 fail() {

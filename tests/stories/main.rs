@@ -1,7 +1,8 @@
 //! End to end: the real binaries, called through their sockets as kubelet and
 //! the sidecars call them, on real loop devices, file systems and mounts. One
-//! file a story. Needs root; `STORY_SEED` repeats a random story, and
-//! `SOAK_OPERATIONS` makes the long ones longer.
+//! file a story. Needs root. What takes more than that is ignored, and runs in
+//! `make test-kernel`. `STORY_SEED` repeats a random story, and `SOAK_OPERATIONS`
+//! makes the long ones longer.
 
 // The ban on children is the product's, not its tests'.
 #![allow(clippy::disallowed_methods, missing_docs)]
@@ -22,4 +23,5 @@ mod repeats;
 mod soak;
 mod stuck;
 mod telling;
+mod udevd;
 mod wire;

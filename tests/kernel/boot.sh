@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# boot.sh DIR COMMAND...: boots the kernel that fetch.sh put into DIR/uml, runs the
+# command in it as root, powers it off, and exits with the command's code, or
+# with 125 if the kernel did not come up. Output streams; what the kernel itself
+# says goes to DIR/console.log.
+#
+# The command sees the machine's files at their own paths, so that what was built
+# outside just runs; whatever it writes is gone afterwards (init.sh). Whatever
+# ends this script ends the kernel and all its processes.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+dir=$1
+shift
+
+# Memory that is not touched costs nothing.
+memory=2G
+# For tests and all; they take a tenth of it.
+longest=30m
+
+# Kernel parameters end at a blank.
+case $here$dir$PWD in *[[:space:]]*)
+  echo "boot: the test kernel takes no blank in paths: $PWD, $dir" >&2
+  exit 125
+  ;;
+esac
+
+exec {lock}>"$dir/lock"
+flock -n "$lock" || {
+  echo "boot: another run uses $dir" >&2
+  exit 125
+}
+
+rm -rf "$dir/share"
+mkdir -p "$dir/share" "$dir/run"
+{
+  printf 'cd %q\nexport PATH=%q\n' "$PWD" "$PATH"
+  printf '%q ' "$@"
+} >"$dir/share/job"
+
+# Runs in namespaces of its own: the kernel keeps its memory in a file, for which
+# a tmpfs is there that nobody else sees and no limit of /dev/shm applies to.
+# shellcheck disable=SC2317 # called by name
+boot() {
+  mount -t tmpfs -o "size=$memory" memory "$dir/run"
+  TMPDIR=$dir/run exec timeout --foreground -s KILL "$longest" \
+    "$dir/uml/linux" umid=test uml_dir="$dir/run/" mem="$memory" seccomp=on panic=-1 \
+    root=/dev/root rootfstype=hostfs rootflags=/ ro quiet \
+    init="$here/init.sh" checkout="$PWD" target="${dir%/*}" \
+    modules="$dir/uml/modules" share="$dir/share" \
+    con=null con0=null,fd:4 ssl=null ssl0=null,fd:3 \
+    3>&1 4>"$dir/console.log" >&4 2>&4
+}
+export -f boot
+export here dir memory longest
+
+# Killed, it takes along the process namespace and with it the kernel.
+setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
+  bash -c boot </dev/null &
+kernel=$!
+trap 'kill -KILL "$kernel" 2>/dev/null || true' EXIT
+trap 'exit 130' INT TERM
+
+wait "$kernel" || true
+if [[ -s $dir/share/status ]]; then exit "$(<"$dir/share/status")"; fi
+echo "boot: the test kernel did not finish; it said at last:" >&2
+tail -n 20 "$dir/console.log" >&2
+exit 125
