@@ -11,6 +11,7 @@ packages=(
   build-essential pkg-config libudev-dev  # to build
   e2fsprogs xfsprogs btrfs-progs          # to make and check file systems
   util-linux mount procps kmod            # for tests and the demo
+  nbdkit qemu-utils                       # servers of NBD exports, for tests
   python3 python3-yaml                    # to check the manifests
   busybox-static patchelf udev            # for the test kernel
 )

@@ -12,6 +12,7 @@ mod done;
 pub mod config;
 pub mod csi;
 pub mod lane;
+pub mod nbd;
 pub mod observe;
 pub mod pool;
 pub mod proto;

@@ -19,7 +19,7 @@ use uring_csi::{
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
-    device::Backends,
+    device::{Backends, nbd},
     kernel::privileges,
     lane::Lanes,
     mount::{path::Roots, table},
@@ -196,6 +196,8 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
     let backends = Backends {
         pools,
+        links: nbd::Links::default(),
+        nbd_notes: nbd::Notes::open(options.run_dir.join("mkfs"))?,
         node_id: options.node_id,
         boot_id: claim::boot_id()?,
     };

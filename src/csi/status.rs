@@ -107,7 +107,12 @@ fn of_device(error: &DeviceError) -> Code {
         | DeviceError::TooSmall { .. } => Code::FailedPrecondition,
         DeviceError::Loop(LoopError::NoneFree { .. }) => Code::ResourceExhausted,
         DeviceError::Busy { .. } => Code::Aborted,
-        DeviceError::Claim(_) | DeviceError::Loop(_) | DeviceError::Io { .. } => Code::Unavailable,
+        DeviceError::Nbd(error) if error.is_no_export() => Code::NotFound,
+        DeviceError::Nbd(error) if error.is_final() => Code::FailedPrecondition,
+        DeviceError::Claim(_)
+        | DeviceError::Loop(_)
+        | DeviceError::Nbd(_)
+        | DeviceError::Io { .. } => Code::Unavailable,
         DeviceError::Extend { source, .. } => match source.kind() {
             std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
                 Code::ResourceExhausted

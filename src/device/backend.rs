@@ -13,11 +13,13 @@ use super::{
     error::{DeviceError, io},
     holders, image,
     loopdev::{self, Detached, FileId, LoopError},
+    nbd::{self, Links, NbdDevice, NbdError},
     sysfs,
 };
 use crate::{
     Done, chain, digest,
     kernel::{Dev, block},
+    nbd::Export,
     pool::{
         self, PoolError, Pools,
         claim::{self, Claim},
@@ -33,11 +35,56 @@ pub struct Device {
     pub dev: Dev,
     /// The device's node below `/dev`.
     pub node: PathBuf,
-    /// The image behind it. A loop device's number is used again by others;
-    /// its backing file's device and inode tell whose it is.
-    pub image: FileId,
+    /// What is behind it. A device's number is used again by others; this
+    /// tells whose it is.
+    pub behind: Behind,
     /// Attached read-only.
     pub read_only: bool,
+}
+
+/// What is behind a device, as the kernel tells it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Behind {
+    /// An image file, by its device and inode.
+    Image(FileId),
+    /// An NBD export, which the device's backend identifier names.
+    Export(Export),
+}
+
+impl Device {
+    fn of_nbd(device: NbdDevice, export: &Export) -> Self {
+        Self {
+            dev: device.dev,
+            node: device.node,
+            behind: Behind::Export(export.clone()),
+            read_only: device.read_only,
+        }
+    }
+
+    fn as_nbd(&self) -> NbdDevice {
+        NbdDevice {
+            dev: self.dev,
+            node: self.node.clone(),
+            read_only: self.read_only,
+        }
+    }
+}
+
+/// What is wrong with a device.
+#[derive(Clone, Debug)]
+pub enum Ailment {
+    /// Nothing is behind it any more.
+    Detached,
+    /// What is behind it has no name any more, and goes with the device.
+    Deleted,
+    /// What is behind it cannot be reached.
+    Away {
+        /// Whether requests fail; else they wait.
+        failing: bool,
+        /// Since when, and what happened.
+        why: String,
+    },
 }
 
 /// How to attach.
@@ -70,6 +117,10 @@ pub struct Found {
 pub struct Backends {
     /// The pools of image files.
     pub pools: Pools,
+    /// The links of attached NBD exports.
+    pub links: Links,
+    /// Which exports have a file system under way.
+    pub nbd_notes: nbd::Notes,
     /// This node's name, which its claims carry.
     pub node_id: String,
     /// This boot's id: a claim of an earlier boot is stale.
@@ -79,7 +130,20 @@ pub struct Backends {
 impl Backends {
     /// Attaches the source, or finds it attached as it should be.
     pub fn attach(&self, source: &Source, how: &How) -> Result<(Device, Done), DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+        let (pool, image) = match source {
+            Source::Loop { pool, image, .. } => (pool, image),
+            Source::Nbd { export, options } => {
+                if how.raw && !how.read_only {
+                    self.mkfs_ended(source)?;
+                }
+                let behind = nbd::Behind {
+                    export: export.clone(),
+                    volume_id: how.volume_id.clone(),
+                };
+                let (device, done) = self.links.attach(&behind, how.read_only, options)?;
+                return Ok((Device::of_nbd(device, export), done));
+            }
+        };
         let pool = self.pools.get(pool)?;
         let file = pool.open_image(image, !how.read_only)?;
         let claimed = claim::claim(pool, image, &self.claim(how))?;
@@ -110,9 +174,56 @@ impl Backends {
         }
     }
 
-    /// The device of a volume that has no record: what this node claimed for
-    /// it, where that is attached.
+    /// Keeps what keeps the device alive, after a restart.
+    pub fn take_up(&self, source: &Source, device: &Device, volume_id: &str) {
+        let Source::Nbd { export, options } = source else {
+            return;
+        };
+        let behind = nbd::Behind {
+            export: export.clone(),
+            volume_id: volume_id.to_owned(),
+        };
+        if source.is_behind(device.dev)
+            && let Err(error) = self.links.take_up(&behind, &device.as_nbd(), options)
+        {
+            tracing::error!(
+                error = chain(&error),
+                volume_id,
+                "its connections are not kept"
+            );
+        }
+    }
+
+    /// What is wrong with the device, as far as that can be told without
+    /// touching it.
+    pub fn ailment(&self, source: &Source, device: &Device) -> Option<Ailment> {
+        if !source.is_behind(device.dev) {
+            return Some(Ailment::Detached);
+        }
+        match source {
+            Source::Loop { .. } => {
+                let path = sysfs::backing_file(device.dev).ok()?;
+                let deleted = path.to_string_lossy().ends_with(" (deleted)");
+                deleted.then_some(Ailment::Deleted)
+            }
+            Source::Nbd { export, .. } => {
+                let away = self.links.away(export)?;
+                let age = away.since.elapsed();
+                Some(Ailment::Away {
+                    failing: age > away.patience,
+                    why: format!("for {} s: {}", age.as_secs(), away.why),
+                })
+            }
+        }
+    }
+
+    /// The device of a volume that has no record: what this node claimed
+    /// or attached for it, where that is attached.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+        let export = nbd::find(|behind| behind.volume_id == volume_id);
+        if let Some((device, behind)) = export.map_err(io("list the NBD devices"))? {
+            return Ok(Some(found(device, behind)));
+        }
         for pool in self.pools.iter() {
             for image in claim::claimed_by(pool, &self.node_id)? {
                 let source = Source::image(&pool.name, &image);
@@ -127,7 +238,17 @@ impl Backends {
 
     /// Whether this node has claimed the source for this volume.
     fn is_claimed_for(&self, source: &Source, volume_id: &str) -> Result<bool, DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+        let (pool, image) = match source {
+            Source::Loop { pool, image, .. } => (pool, image),
+            // The kernel knows for whom it was attached.
+            Source::Nbd { export, .. } => {
+                let is_its = |behind: &nbd::Behind| {
+                    behind.export == *export && behind.volume_id == volume_id
+                };
+                let found = nbd::find(is_its).map_err(io("list the NBD devices"))?;
+                return Ok(found.is_some());
+            }
+        };
         let claim = claim::own(self.pools.get(pool)?, image, &self.node_id)?;
         Ok(claim.is_some_and(|claim| claim.volume_id == volume_id))
     }
@@ -136,9 +257,13 @@ impl Backends {
     /// it, where that is an image of ours.
     pub fn find_behind(&self, node: &Path) -> Result<Option<Found>, DeviceError> {
         let name = node.file_name().map(|name| name.to_string_lossy());
-        let backing = name
-            .and_then(|name| block::dev_of(&name).ok())
-            .and_then(|dev| sysfs::backing_file(dev).ok());
+        let dev = name.and_then(|name| block::dev_of(&name).ok());
+        if let Some(behind) = dev.and_then(nbd::Behind::of) {
+            let device = nbd::find(|other| *other == behind);
+            let device = device.map_err(io("list the NBD devices"))?;
+            return Ok(device.map(|(device, behind)| found(device, behind)));
+        }
+        let backing = dev.and_then(|dev| sysfs::backing_file(dev).ok());
         let Some(source) = backing.and_then(|path| self.source_of(&path)) else {
             return Ok(None);
         };
@@ -162,7 +287,14 @@ impl Backends {
         source: &Source,
         known: Option<&Path>,
     ) -> Result<Option<Device>, DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+        let (pool, image) = match source {
+            Source::Loop { pool, image, .. } => (pool, image),
+            Source::Nbd { export, .. } => {
+                let found = nbd::find(|behind| behind.export == *export);
+                let found = found.map_err(io("list the NBD devices"))?;
+                return Ok(found.map(|(device, _)| Device::of_nbd(device, export)));
+            }
+        };
         let id = match self.pools.get(pool)?.open_image(image, false) {
             Ok(file) => FileId::of(&file).map_err(io("look at the image"))?,
             Err(PoolError::NoImage { .. }) => return Ok(None),
@@ -171,7 +303,7 @@ impl Backends {
         Ok(image::attached_to(id, image, known)?.map(|found| Device {
             dev: found.attached.device.dev,
             node: found.attached.device.node,
-            image: id,
+            behind: Behind::Image(id),
             read_only: found.attached.read_only,
         }))
     }
@@ -187,24 +319,34 @@ impl Backends {
         if source.is_behind(device.dev) {
             image::clear_read_only_mark(device)?;
         }
-        let detached = match loopdev::detach(&image::loop_device(device)?, device.image) {
-            Err(LoopError::Busy { .. }) => {
-                return Err(DeviceError::Busy {
-                    device: device.node.clone(),
-                    holders: holders::holders(device.dev),
-                });
+        let detached = match &device.behind {
+            Behind::Image(id) => {
+                loopdev::detach(&image::loop_device(device)?, *id).map_err(DeviceError::from)
             }
-            other => other?,
+            Behind::Export(export) => {
+                let detached = self.links.detach(export, &device.as_nbd());
+                detached.map_err(DeviceError::from)
+            }
         };
-        if detached != Detached::Deferred {
-            self.release(source, volume_id)?;
+        match detached {
+            Err(error) if is_busy(&error) => Err(DeviceError::Busy {
+                device: device.node.clone(),
+                holders: holders::holders(device.dev),
+            }),
+            Ok(detached) if detached != Detached::Deferred => {
+                self.release(source, volume_id)?;
+                Ok(detached)
+            }
+            other => other,
         }
-        Ok(detached)
     }
 
     /// Gives the source back, where this node has claimed it for this volume.
     pub fn release(&self, source: &Source, volume_id: &str) -> Result<(), DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+        let Source::Loop { pool, image, .. } = source else {
+            // Whoever has it next may fill it.
+            return self.mkfs_ended(source);
+        };
         if self.is_claimed_for(source, volume_id)? {
             let _ = claim::release(self.pools.get(pool)?, image, &self.node_id)?;
         }
@@ -213,8 +355,14 @@ impl Backends {
 
     /// Notes durably that a mkfs of the source is about to begin.
     pub fn mkfs_begins(&self, source: &Source, volume_id: &str) -> Result<(), DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
-        Ok(making::begins(self.pools.get(pool)?, image, volume_id)?)
+        match source {
+            Source::Loop { pool, image, .. } => {
+                Ok(making::begins(self.pools.get(pool)?, image, volume_id)?)
+            }
+            Source::Nbd { export, .. } => {
+                (self.nbd_notes.begins(export, volume_id)).map_err(io("note the mkfs that begins"))
+            }
+        }
     }
 
     /// Whether a mkfs of the source for this volume has begun and not ended.
@@ -223,21 +371,32 @@ impl Backends {
         source: &Source,
         volume_id: &str,
     ) -> Result<bool, DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
-        let pool = self.pools.get(pool)?;
-        Ok(making::was_interrupted(pool, image, volume_id)?)
+        match source {
+            Source::Loop { pool, image, .. } => {
+                let pool = self.pools.get(pool)?;
+                Ok(making::was_interrupted(pool, image, volume_id)?)
+            }
+            Source::Nbd { export, .. } => (self.nbd_notes.was_interrupted(export, volume_id))
+                .map_err(io("look for a note of a mkfs")),
+        }
     }
 
     /// From now on the source may hold data.
     pub fn mkfs_ended(&self, source: &Source) -> Result<(), DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
-        Ok(making::ended(self.pools.get(pool)?, image)?)
+        match source {
+            Source::Loop { pool, image, .. } => Ok(making::ended(self.pools.get(pool)?, image)?),
+            Source::Nbd { export, .. } => {
+                (self.nbd_notes.ended(export)).map_err(io("note the mkfs that ended"))
+            }
+        }
     }
 
-    /// Whether everything behind the device reads as zeros, because nothing
-    /// was ever written to it.
+    /// Whether everything behind the device is known to read as zeros, because
+    /// nothing was ever written to it.
     pub fn reads_as_zero(&self, source: &Source) -> Result<bool, DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+        let Source::Loop { pool, image, .. } = source else {
+            return Ok(false);
+        };
         let file = self.pools.get(pool)?.open_image(image, false)?;
         image::is_all_hole(&file).map_err(io("look for data in the image"))
     }
@@ -294,7 +453,9 @@ impl Backends {
         volume_id: &str,
         bytes: u64,
     ) -> Result<Done, DeviceError> {
-        let Source::Loop { pool, .. } = source;
+        let Source::Loop { pool, .. } = source else {
+            unreachable!("an inline volume is an image of a pool");
+        };
         let (_, done) = self
             .pools
             .get(pool)?
@@ -304,7 +465,9 @@ impl Backends {
 
     /// Deletes the image of an inline volume.
     pub fn delete_inline(&self, source: &Source, volume_id: &str) -> Result<Done, DeviceError> {
-        let Source::Loop { pool, image, .. } = source;
+        let Source::Loop { pool, image, .. } = source else {
+            unreachable!("an inline volume is an image of a pool");
+        };
         let pool = self.pools.get(pool)?;
         making::ended(pool, image)?;
         Ok(pool.delete_inline(&digest::hex(volume_id))?)
@@ -319,7 +482,14 @@ impl Backends {
             image,
             preallocate,
             ..
-        } = source;
+        } = source
+        else {
+            // What is behind it grows at the server.
+            let Behind::Export(export) = &device.behind else {
+                unreachable!("only an export is behind an NBD device");
+            };
+            return Ok(self.links.grow(export)?);
+        };
         let pool = self.pools.get(pool)?;
         let file = pool.open_image(image, true)?;
         let failed = |source| DeviceError::Extend {
@@ -348,5 +518,20 @@ impl Backends {
             let image = backing.strip_prefix(&pool.dir).ok()?;
             Some(Source::image(&pool.name, image.to_str()?))
         })
+    }
+}
+
+fn found(device: NbdDevice, behind: nbd::Behind) -> Found {
+    Found {
+        device: Device::of_nbd(device, &behind.export),
+        source: Source::export(behind.export),
+    }
+}
+
+fn is_busy(error: &DeviceError) -> bool {
+    match error {
+        DeviceError::Loop(error) => matches!(error, LoopError::Busy { .. }),
+        DeviceError::Nbd(error) => matches!(**error, NbdError::Busy { .. }),
+        _ => false,
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{io, path::PathBuf};
 
-use super::{holders::Holder, loopdev::LoopError};
+use super::{holders::Holder, loopdev::LoopError, nbd::NbdError};
 use crate::pool::{PoolError, claim::ClaimError};
 
 /// Why a source is no device, or a device does not go.
@@ -17,6 +17,9 @@ pub enum DeviceError {
     /// The loop driver.
     #[error(transparent)]
     Loop(#[from] LoopError),
+    /// The NBD driver, or the server.
+    #[error(transparent)]
+    Nbd(Box<NbdError>),
     /// The image is attached already, but not as it is needed.
     #[error(
         "image {image} is attached as {device} {how}, which this volume did not do; detach it first (losetup -d {device})"
@@ -63,6 +66,12 @@ pub enum DeviceError {
         /// The file system's answer.
         source: io::Error,
     },
+}
+
+impl From<NbdError> for DeviceError {
+    fn from(error: NbdError) -> Self {
+        Self::Nbd(Box::new(error))
+    }
 }
 
 /// Turns the kernel's answer into an error that says what was tried.

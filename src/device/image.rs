@@ -9,7 +9,7 @@ use rustix::{
 };
 
 use super::{
-    Device, How, Source,
+    Behind, Device, How, Source,
     error::{DeviceError, io},
     holders,
     loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
@@ -29,13 +29,16 @@ pub fn attach_loop(
         direct_io,
         sector_size,
         ..
-    } = source;
+    } = source
+    else {
+        unreachable!("only an image of a pool is behind a loop device");
+    };
     let path = pool.image_path(image);
     let id = FileId::of(file).map_err(io("look at the image"))?;
     let device = |device: LoopDevice| Device {
         dev: device.dev,
         node: device.node,
-        image: id,
+        behind: Behind::Image(id),
         read_only: how.read_only,
     };
     if let Some(found) = attached_to(id, image, how.known.as_deref())? {

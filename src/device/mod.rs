@@ -11,6 +11,7 @@ pub mod holders;
 mod image;
 pub mod lock;
 pub mod loopdev;
+pub mod nbd;
 pub mod ready;
 mod source;
 pub mod sysfs;
@@ -18,7 +19,7 @@ pub mod sysfs;
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use backend::{Backends, Device, How};
+pub use backend::{Ailment, Backends, Behind, Device, How};
 pub use error::DeviceError;
 pub use image::set_read_only;
 pub use source::{Source, SourceError};

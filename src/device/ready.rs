@@ -12,17 +12,26 @@
 //! All of this belongs to the runtime thread. sysfs and devtmpfs are memory, and
 //! nothing here opens a device.
 
-use std::{cell::RefCell, io, path::PathBuf, rc::Rc};
+use std::{cell::RefCell, io, path::PathBuf, rc::Rc, time::Duration};
 
 use rustix::{event::PollFlags, io::Errno, net::sockopt};
 use tokio::{sync::Notify, task::AbortHandle};
 
-use super::sysfs::{backing_file, node_of, size_bytes, sysname_of};
-use crate::{kernel::Dev, ring::poll};
+use super::{
+    Source,
+    sysfs::{node_of, size_bytes, sysname_of},
+};
+use crate::{
+    kernel::Dev,
+    ring::{poll, timer},
+};
 
 /// Bytes of events the socket holds; a thousand devices that come at once
 /// make some two megabytes of them.
 const BACKLOG: usize = 8 << 20;
+
+/// Between looks at what sends no event.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// How often reading may fail before the next event is waited for.
 const FAILURES: u32 = 16;
@@ -186,15 +195,32 @@ pub struct Ready {
     pub bytes: u64,
 }
 
-/// Waits until the loop device `dev` has a file behind it, a size and a node.
-pub async fn loop_ready(uevents: &Uevents, dev: Dev) -> io::Result<Ready> {
+/// Waits until the device `dev` has the source behind it, a size and a node.
+pub async fn ready(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<Ready> {
     let check = || {
-        let found = backing_file(dev).and_then(|_| {
-            let (node, bytes) = (node_of(dev)?, size_bytes(dev)?);
+        if !source.is_behind(dev) {
+            return Ok(None);
+        }
+        let found = size_bytes(dev).and_then(|bytes| {
+            let node = node_of(dev)?;
             Ok((bytes > 0).then_some(Ready { node, bytes }))
         });
         none_if_missing(found)
     };
+    uevents.wait(&sysname_of(dev)?, check).await
+}
+
+/// Waits until the device `dev` has let go of its source, as it does when its
+/// last opener closes it. Its number may go to another source at once.
+pub async fn gone(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<()> {
+    if let Source::Nbd { .. } = source {
+        // The driver tells nobody.
+        while source.is_behind(dev) {
+            timer::sleep(LOOK_AGAIN).await;
+        }
+        return Ok(());
+    }
+    let check = || Ok((!source.is_behind(dev)).then_some(()));
     uevents.wait(&sysname_of(dev)?, check).await
 }
 

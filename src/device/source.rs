@@ -1,11 +1,14 @@
 //! What a volume context says about where a volume's bytes are.
 
-use std::{collections::HashMap, fmt};
+use std::{collections::HashMap, fmt, ops::RangeInclusive};
 
 use serde::{Deserialize, Serialize};
 
-use super::sysfs;
-use crate::kernel::Dev;
+use super::{nbd, sysfs};
+use crate::{
+    kernel::Dev,
+    nbd::{BadExport, Export, Server},
+};
 
 /// A volume's source, as the volume context names it. Two sources are equal
 /// where they name the same bytes, attached in the same way.
@@ -27,9 +30,26 @@ pub enum Source {
         /// The image's space is reserved, also of what it grows by.
         preallocate: bool,
     },
+    /// An export of an NBD server, attached by the kernel's NBD driver.
+    Nbd {
+        /// The export's address.
+        export: Export,
+        /// How it is attached.
+        #[serde(flatten)]
+        options: nbd::Options,
+    },
 }
 
 const DEFAULT_SECTOR: u32 = 512;
+
+/// What NBD sources are attached with unless they say otherwise. A busy disk
+/// behind the server takes seconds to answer at times; a server takes minutes
+/// to be moved to another machine.
+const NBD_OPTIONS: nbd::Options = nbd::Options {
+    connections: 2,
+    request_seconds: 30,
+    dead_seconds: 300,
+};
 
 /// A volume context that names no source.
 #[derive(Debug, thiserror::Error)]
@@ -43,13 +63,16 @@ impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Loop { pool, image, .. } => write!(f, "image {image} of pool {pool}"),
+            Self::Nbd { export, .. } => write!(f, "export {export}"),
         }
     }
 }
 
 impl Source {
-    /// Reads the keys `backend`, `pool`, `image`, `directIO`, `sectorSize` and
-    /// `preallocate`.
+    /// Reads the key `backend`, and `pool`, `image`, `directIO`, `sectorSize` and
+    /// `preallocate` of loop sources; of NBD sources `uri`, or `host`, `port` and
+    /// `export`, or `socket` and `export`, and `connections`, `requestTimeout`
+    /// and `deadConnectionTimeout` in seconds.
     /// Keys that belong to somebody else are left alone.
     pub fn parse(context: &HashMap<String, String>) -> Result<Self, SourceError> {
         let get = |key: &str| {
@@ -92,9 +115,26 @@ impl Source {
                     },
                 },
             }),
+            "nbd" => Ok(Self::Nbd {
+                export: export(get)?,
+                options: nbd::Options {
+                    connections: number(get("connections"), "connections", 1..=16)?
+                        .unwrap_or(NBD_OPTIONS.connections),
+                    request_seconds: number(get("requestTimeout"), "requestTimeout", 1..=3600)?
+                        .unwrap_or(NBD_OPTIONS.request_seconds),
+                    // At least one: a device that grows has no live connection
+                    // for a moment.
+                    dead_seconds: number(
+                        get("deadConnectionTimeout"),
+                        "deadConnectionTimeout",
+                        1..=86400,
+                    )?
+                    .unwrap_or(NBD_OPTIONS.dead_seconds),
+                },
+            }),
             other => Err(SourceError {
                 key: "backend",
-                why: format!("{other:?} is unknown; this node has: loop"),
+                why: format!("{other:?} is unknown; this node has: loop, nbd"),
             }),
         }
     }
@@ -113,7 +153,10 @@ impl Source {
     /// Whether this is what the kernel shows behind the device: its number may
     /// have gone to another image meanwhile. Never waits for the device.
     pub fn is_behind(&self, dev: Dev) -> bool {
-        let Self::Loop { image, .. } = self;
+        let image = match self {
+            Self::Loop { image, .. } => image,
+            Self::Nbd { export, .. } => return nbd::is_behind(dev, export),
+        };
         let shown = sysfs::backing_file(dev).ok();
         shown.is_some_and(|path| {
             let name = path.file_name().map(|name| name.to_string_lossy());
@@ -123,21 +166,91 @@ impl Source {
 
     /// Whether both name the same bytes, however attached.
     pub fn is_same(&self, other: &Self) -> bool {
-        let Self::Loop { pool, image, .. } = self;
-        let Self::Loop {
-            pool: other_pool,
-            image: other_image,
-            ..
-        } = other;
-        (pool, image) == (other_pool, other_image)
+        match (self, other) {
+            (
+                Self::Loop { pool, image, .. },
+                Self::Loop {
+                    pool: other_pool,
+                    image: other_image,
+                    ..
+                },
+            ) => (pool, image) == (other_pool, other_image),
+            (Self::Nbd { export, .. }, Self::Nbd { export: other, .. }) => export == other,
+            _ => false,
+        }
+    }
+
+    /// An export with nothing special about how it is attached.
+    pub fn export(export: Export) -> Self {
+        Self::Nbd {
+            export,
+            options: NBD_OPTIONS,
+        }
     }
 
     /// The backend's name, as metrics and listings show it.
     pub fn backend(&self) -> &'static str {
         match self {
             Self::Loop { .. } => "loop",
+            Self::Nbd { .. } => "nbd",
         }
     }
+}
+
+/// Where an NBD source is: one of three ways to say it, and one only.
+fn export<'a>(get: impl Fn(&str) -> Option<&'a str>) -> Result<Export, SourceError> {
+    let bad = |key: &'static str| {
+        move |error: BadExport| SourceError {
+            key,
+            why: error.to_string(),
+        }
+    };
+    let clash = |why: &str| SourceError {
+        key: "uri",
+        why: why.to_owned(),
+    };
+    let name = get("export").unwrap_or_default();
+    match (get("uri"), get("host"), get("socket")) {
+        (Some(_), None, None) if !name.is_empty() || get("port").is_some() => {
+            Err(clash("names the export and the port itself"))
+        }
+        (Some(uri), None, None) => uri.parse().map_err(bad("uri")),
+        (None, Some(host), None) => {
+            let port = number(get("port"), "port", 1..=65535)?;
+            let server = Server::tcp(host, port).map_err(bad("host"))?;
+            Export::new(server, name).map_err(bad("export"))
+        }
+        (None, None, Some(socket)) => {
+            let server = Server::unix(socket).map_err(bad("socket"))?;
+            Export::new(server, name).map_err(bad("export"))
+        }
+        (None, None, None) => Err(clash("is required, or host, or socket")),
+        _ => Err(clash("uri, host and socket exclude each other")),
+    }
+}
+
+fn number<N>(
+    text: Option<&str>,
+    key: &'static str,
+    range: RangeInclusive<u32>,
+) -> Result<Option<N>, SourceError>
+where
+    N: TryFrom<u32>,
+{
+    text.map(|text| {
+        let number = text.parse().ok().filter(|number| range.contains(number));
+        number
+            .and_then(|number| N::try_from(number).ok())
+            .ok_or_else(|| SourceError {
+                key,
+                why: format!(
+                    "{text:?} is no number from {} to {}",
+                    range.start(),
+                    range.end()
+                ),
+            })
+    })
+    .transpose()
 }
 
 #[cfg(test)]
@@ -170,5 +283,36 @@ mod tests {
             let message = Source::parse(&bad).unwrap_err().to_string();
             assert!(message.contains(key), "{message}");
         }
+    }
+
+    #[test]
+    fn an_nbd_source_is_an_address() {
+        let by_uri = |uri| Source::parse(&context(&[("backend", "nbd"), ("uri", uri)]));
+        let host = [("backend", "nbd"), ("host", "h"), ("export", "a b")];
+        let by_host = Source::parse(&context(&host)).unwrap();
+        assert_eq!(by_host, by_uri("nbd://H/a%20b").unwrap());
+        let socket = [("backend", "nbd"), ("socket", "/s"), ("connections", "1")];
+        let by_socket = Source::parse(&context(&socket)).unwrap();
+        assert!(by_socket.is_same(&by_uri("nbd+unix:///?socket=/s").unwrap()));
+        assert_ne!(by_socket, by_uri("nbd+unix:///?socket=/s").unwrap());
+        let json = serde_json::to_string(&by_host).unwrap();
+        assert_eq!(serde_json::from_str::<Source>(&json).unwrap(), by_host);
+        for (key, value) in [
+            ("uri", "nbds://h/x"),
+            ("uri", "nbd://h/x"),
+            ("port", "0"),
+            ("port", "65536"),
+            ("host", "a/b"),
+            ("connections", "0"),
+            ("requestTimeout", "none"),
+            ("deadConnectionTimeout", "0"),
+        ] {
+            let mut bad = context(&host);
+            bad.insert(key.to_owned(), value.to_owned());
+            let message = Source::parse(&bad).unwrap_err().to_string();
+            assert!(message.contains(key), "{message}");
+        }
+        let message = by_uri("nbds://h/x").unwrap_err().to_string();
+        assert!(message.contains("TLS"), "{message}");
     }
 }

@@ -62,6 +62,34 @@ pub fn backing_file(dev: Dev) -> io::Result<PathBuf> {
     Ok(text.strip_suffix('\n').unwrap_or(&text).into())
 }
 
+/// By what an NBD device was made recognisable (Linux 5.14). `NotFound` where
+/// nothing is attached, or by somebody who did not say.
+pub fn nbd_backend(dev: Dev) -> io::Result<String> {
+    let text = fs::read_to_string(directory(dev).join("backend"))?;
+    Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
+}
+
+/// How many hardware queues the device has; of an NBD device, connections.
+pub fn queues(dev: Dev) -> io::Result<usize> {
+    Ok(fs::read_dir(directory(dev).join("mq"))?.count())
+}
+
+/// How many requests the device has not answered yet.
+pub fn in_flight(dev: Dev) -> io::Result<u64> {
+    let text = fs::read_to_string(directory(dev).join("inflight"))?;
+    let counts = text.split_ascii_whitespace().map(str::parse::<u64>);
+    counts.sum::<Result<_, _>>().map_err(|_| broken(dev, &text))
+}
+
+/// Lets no request to the device be larger, where they may be now.
+pub fn limit_requests(dev: Dev, kibibytes: u32) -> io::Result<()> {
+    if number(dev, "queue/max_sectors_kb")? > u64::from(kibibytes) {
+        let path = directory(dev).join("queue/max_sectors_kb");
+        fs::write(path, kibibytes.to_string())?;
+    }
+    Ok(())
+}
+
 /// How many errors the mounted ext4 on this device has counted.
 pub fn ext4_errors(dev: Dev) -> io::Result<u64> {
     let path = Path::new("/sys/fs/ext4").join(sysname_of(dev)?);

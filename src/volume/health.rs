@@ -12,7 +12,7 @@ use super::{
     task::Volume,
 };
 use crate::{
-    device::{Device, sysfs},
+    device::{Ailment, Device, sysfs},
     fs::FsType,
     mount::Look,
 };
@@ -77,7 +77,7 @@ impl Node {
             .filter(|record| record.phase == Phase::Staged)
             && let Some(device) = &record.device
         {
-            Self::check_device(device, &mut found);
+            self.check_device(&record, device, &mut found);
             if let Use::Mount { .. } = record.usage {
                 self.check_mount(&volume, &record, device, &mut found);
             }
@@ -96,24 +96,35 @@ impl Node {
         }
     }
 
-    fn check_device(device: &Device, found: &mut Vec<Condition>) {
+    fn check_device(&self, record: &Record, device: &Device, found: &mut Vec<Condition>) {
         let node = device.node.display();
-        let backing = sysfs::backing_file(device.dev);
-        if backing.is_err() {
-            found.push(condition(
+        found.extend(self.backends.ailment(&record.source, device).map(|ailment| match ailment {
+            Ailment::Detached => condition(
                 Severity::Inaccessible,
                 "DeviceGone",
                 format!("{node} is detached"),
-            ));
-        } else if backing.is_ok_and(|path| path.to_string_lossy().ends_with(" (deleted)")) {
-            found.push(condition(
+            ),
+            Ailment::Deleted => condition(
                 Severity::DataLoss,
                 "ImageDeleted",
                 format!(
                     "the image behind {node} was deleted; its bytes go when the volume is unstaged"
                 ),
-            ));
-        }
+            ),
+            Ailment::Away {
+                failing: false,
+                why,
+            } => condition(
+                Severity::Degraded,
+                "ServerAway",
+                format!("requests to {node} wait for its server, which is away {why}"),
+            ),
+            Ailment::Away { failing: true, why } => condition(
+                Severity::Inaccessible,
+                "ServerAway",
+                format!("requests to {node} fail, since its server is away {why}"),
+            ),
+        }));
     }
 
     fn check_mount(

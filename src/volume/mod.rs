@@ -31,7 +31,7 @@ use tracing::{Instrument as _, Span};
 
 use crate::{
     Done,
-    device::{Backends, DeviceError, Source, ready::Uevents},
+    device::{Backends, DeviceError, Source, nbd, ready::Uevents},
     lane::Lanes,
     mount::path::{Place, Roots},
     ring::{self, probe::Prober},
@@ -124,6 +124,7 @@ impl Node {
             uevents: Uevents::start()?,
             volumes: RefCell::default(),
         });
+        ring::spawn(nbd::keep(node.backends.links.clone(), node.lanes.clone()));
         reconcile::reconcile(&node).await?;
         Ok(node)
     }

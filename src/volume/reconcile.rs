@@ -56,6 +56,10 @@ pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
             "taken up"
         );
         let volume = node.volume(&record.volume_id);
+        if let Some(device) = &record.device {
+            node.backends
+                .take_up(&record.source, device, &record.volume_id);
+        }
         volume.hold(Some(Held { record, targets }));
         delete_if_orphaned(node, &volume);
     }

@@ -174,7 +174,7 @@ async fn steps(
     device: &Device,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let ready = ready::loop_ready(&node.uevents, device.dev);
+    let ready = ready::ready(&node.uevents, &spec.source, device.dev);
     progress
         .step("ready", ring::timer::timeout(READY_WITHIN, ready))
         .await

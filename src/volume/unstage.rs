@@ -14,7 +14,7 @@ use crate::{
         Device, holders,
         lock::{self, Unlock},
         loopdev::Detached,
-        sysfs,
+        ready,
     },
     mount::{
         path::{PathError, Place},
@@ -220,9 +220,7 @@ async fn detach(
                 device.node.display(),
                 holders::describe(&held_by)
             ));
-            // The number may go to another image at once.
-            let gone = || Ok((!record.source.is_behind(dev)).then_some(()));
-            node.uevents.wait(&sysfs::sysname_of(dev)?, gone).await
+            ready::gone(&node.uevents, &record.source, dev).await
         };
         progress
             .step("gone", gone)

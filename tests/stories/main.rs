@@ -16,6 +16,7 @@ mod groups;
 mod growth;
 mod harness;
 mod inline;
+mod nbd;
 mod node_rules;
 mod nodes;
 mod operator;

@@ -28,13 +28,14 @@ async fn soon<F: Future>(future: F) -> F::Output {
 fn a_loop_device_is_seen_coming_and_growing() {
     let image = image(1 << 20);
     let path = image.path().to_str().unwrap();
+    let source = Source::image("p", path.rsplit('/').next().unwrap());
     ring::start(async {
         let uevents = Uevents::start().unwrap();
         let node = losetup(&["--find", "--show", path]).await;
         let dev = dev_of(&node);
-        let ready = soon(loop_ready(&uevents, dev)).await.unwrap();
+        let found = soon(ready(&uevents, &source, dev)).await.unwrap();
         assert_eq!(
-            ready,
+            found,
             Ready {
                 node: (&node).into(),
                 bytes: 1 << 20
@@ -125,7 +126,9 @@ fn a_failing_check_ends_the_waiting() {
             major: 4095,
             minor: 7,
         };
-        let missing = loop_ready(&uevents, nobody).await.unwrap_err();
+        let missing = ready(&uevents, &Source::image("p", "i"), nobody)
+            .await
+            .unwrap_err();
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
     })
     .unwrap();

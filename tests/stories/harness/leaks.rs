@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::disk::all_loops;
+use super::{disk::all_loops, nbd::nbds_over};
 
 /// Descriptors and threads that an idle agent may have gained since its start:
 /// lanes that wait for work, connections that are just being closed.
@@ -17,6 +17,8 @@ const MAY_GAIN: usize = 24;
 pub struct Traces {
     mounts: Vec<PathBuf>,
     loops: Vec<String>,
+    /// Whose server's socket lies in the sandbox.
+    nbds: Vec<String>,
     /// Its own files: records, and claims beside the images.
     files: BTreeSet<PathBuf>,
     descriptors: Vec<String>,
@@ -32,6 +34,7 @@ impl Traces {
         Self {
             mounts: mounts_below(root),
             loops: loops_below(root),
+            nbds: nbds_over(&root.display().to_string()),
             files,
             descriptors: descriptors(pid),
             threads: fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count),
@@ -51,12 +54,18 @@ impl Traces {
                 left.push(format!("loop device {device}"));
             }
         }
+        for device in &self.nbds {
+            if !before.nbds.contains(device) {
+                left.push(format!("NBD device {device}"));
+            }
+        }
         for file in self.files.difference(&before.files) {
             left.push(format!("file {}", file.display()));
         }
         // Whatever the number: a descriptor of a device or of an image pins it.
         for target in &self.descriptors {
-            let device = target.starts_with("/dev/loop") && target != "/dev/loop-control";
+            let device = target.starts_with("/dev/loop") && target != "/dev/loop-control"
+                || target.starts_with("/dev/nbd");
             if device || target.contains(".img") {
                 left.push(format!("descriptor of {target}"));
             }

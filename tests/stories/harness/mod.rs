@@ -11,6 +11,7 @@ mod controller;
 mod dice;
 mod disk;
 mod leaks;
+mod nbd;
 mod node;
 mod sandbox;
 mod stuck;
@@ -25,6 +26,7 @@ pub use controller::{
 pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, loops_over, run, run_err, sha256};
 pub use leaks::{files_below, mounts_below};
+pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};
 pub use sandbox::Sandbox;
 pub use stuck::StuckFile;

@@ -1,0 +1,170 @@
+//! Growth of a device in use.
+//!
+//! The protocol has no word for a new size: it is fixed for a connection when
+//! the connection is made, and a server may refuse what lies beyond the size of
+//! that time. The driver takes fresh sockets in place of dead ones only. So the
+//! old connections are shut down and replaced; requests that were under way on
+//! them are repeated by the kernel once their request timeout is over, the
+//! others go on at once. Then the device is told its size, and the last block
+//! is read to prove it.
+//!
+//! To set a size the kernel freezes the device's queue (since Linux 6.13), and
+//! so waits for every request under way, with the lock held that all generic
+//! netlink of the machine needs, ours for fresh connections, too. So it is not
+//! told a size before the device answers and no request is left on connections
+//! that were shut down.
+//!
+//! Connections that an earlier agent made can't be shut down: nobody but the
+//! kernel has their descriptors. Then the size alone is changed, and where the
+//! proof fails it is changed back before anybody could use it.
+
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::FileExt as _,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::OFlags,
+    thread::nanosleep,
+};
+
+use super::{Connection, Link, Links, NbdError, failed, links::lock, netlink::Driver};
+use crate::{device::sysfs, kernel::block, nbd::Export};
+
+/// How long the driver may take to notice that its connections were shut down.
+const NOTICED_WITHIN: Duration = Duration::from_secs(10);
+
+/// The longest time between two offers; an announcement comes first.
+const OFFER_AGAIN: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 20_000_000,
+};
+
+/// The kernel looks for requests that are overdue about so much too late.
+const ON_TOP: Duration = Duration::from_secs(2);
+
+/// Between looks at the requests under way, of which no event tells.
+const LOOK_AGAIN: rustix::thread::Timespec = rustix::thread::Timespec {
+    tv_sec: 0,
+    tv_nsec: 5_000_000,
+};
+
+/// Bytes of the proof, and its alignment in memory and on the device.
+const PROOF: usize = 4096;
+
+impl Links {
+    /// Makes the device as large as its export is now. Answers its size in
+    /// bytes.
+    pub fn grow(&self, export: &Export) -> Result<u64, NbdError> {
+        let Some(link) = self.of(export) else {
+            let why = io::Error::from(io::ErrorKind::NotFound);
+            return Err(failed(export.to_string().as_ref(), "grow")(why));
+        };
+        let node = &link.device.node;
+        let size = || sysfs::size_bytes(link.device.dev).map_err(failed(node, "read the size of"));
+        let (had, has) = (size()?, link.look()?.bytes);
+        link.not_smaller(had, has)?;
+        if has == had {
+            return Ok(had);
+        }
+        let driver = Driver::open().map_err(NbdError::NoDriver)?;
+        if let Some(away) = &*lock(&link.away) {
+            let why = io::Error::new(io::ErrorKind::NotConnected, away.why.clone());
+            return Err(failed(node, "grow, whose server is away,")(why));
+        }
+        let renewed = link.renew(&driver)?;
+        link.settle(renewed, had)
+            .map_err(failed(node, "read the end of"))?;
+        let identifier = link.behind.identifier();
+        let resize = |bytes| driver.resize(link.index, &identifier, bytes);
+        resize(has).map_err(failed(node, "resize"))?;
+        match link.prove(has) {
+            Ok(()) => Ok(has),
+            Err(error) => {
+                resize(had).map_err(failed(node, "resize back"))?;
+                if renewed {
+                    return Err(failed(node, "read the new end of")(error));
+                }
+                Err(NbdError::OldConnections {
+                    export: export.clone(),
+                    node: node.clone(),
+                    had,
+                    has,
+                })
+            }
+        }
+    }
+}
+
+impl Link {
+    /// Replaces every connection of the device by a fresh one; false where some
+    /// are out of reach.
+    fn renew(&self, driver: &Driver) -> Result<bool, NbdError> {
+        let node = &self.device.node;
+        let mut fresh = self.open(self.connections)?;
+        let heard = driver.listen().map_err(NbdError::NoDriver)?;
+        let mut held = lock(&self.held);
+        held.connections.retain(Connection::is_alive);
+        if held.connections.len() < self.connections {
+            return Ok(false);
+        }
+        for old in held.connections.drain(..) {
+            old.shut();
+        }
+        let deadline = Instant::now() + NOTICED_WITHIN;
+        loop {
+            self.offer(driver, &fresh)
+                .map_err(failed(node, "give fresh connections to"))?;
+            let (taken, left) = fresh.into_iter().partition(Connection::is_taken);
+            held.connections.extend::<Vec<_>>(taken);
+            fresh = left;
+            if fresh.is_empty() {
+                return Ok(true);
+            }
+            if Instant::now() > deadline {
+                let why = io::Error::from(io::ErrorKind::TimedOut);
+                return Err(failed(node, "renew the connections of")(why));
+            }
+            while heard.take().is_ok() {}
+            // Woken early or in vain, it offers once more than it must.
+            let _ = poll(
+                &mut [PollFd::new(&heard, PollFlags::IN)],
+                Some(&OFFER_AGAIN),
+            );
+        }
+    }
+
+    /// Waits until the device answers, and until requests on connections that
+    /// were shut down have been given to others.
+    fn settle(&self, renewed: bool, bytes: u64) -> io::Result<()> {
+        let repeated = Duration::from_secs(self.options.request_seconds.into()) + ON_TOP;
+        let deadline = Instant::now() + repeated;
+        while renewed && sysfs::in_flight(self.device.dev)? > 0 && Instant::now() < deadline {
+            // Cut short by a signal, it has served as well.
+            let _ = nanosleep(&LOOK_AGAIN);
+        }
+        self.prove(bytes)
+    }
+
+    /// Reads the last block, past every cache.
+    fn prove(&self, bytes: u64) -> io::Result<()> {
+        let now = sysfs::size_bytes(self.device.dev)?;
+        if now != bytes {
+            let why = format!("the device has {now} bytes instead of {bytes}");
+            return Err(io::Error::other(why));
+        }
+        let file = block::open(
+            &self.device.node,
+            self.device.dev,
+            OFlags::RDONLY | OFlags::DIRECT,
+        )?;
+        let mut memory = vec![0; 2 * PROOF];
+        let start = memory.as_ptr().align_offset(PROOF);
+        let at = (bytes - 1) / PROOF as u64 * PROOF as u64;
+        let wanted = usize::try_from(bytes - at).unwrap_or(PROOF).min(PROOF);
+        File::from(file).read_exact_at(&mut memory[start..start + wanted], at)
+    }
+}

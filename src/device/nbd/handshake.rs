@@ -1,0 +1,326 @@
+//! The client's half of NBD's fixed newstyle handshake (the NBD project's
+//! doc/proto.md, "Newstyle negotiation", `NBD_OPT_GO`).
+//!
+//! ```text
+//! server  NBDMAGIC IHAVEOPT flags:16
+//! client  flags:32
+//! client  IHAVEOPT option:32 length:32  name-length:32 name  requests:16 [info:16 …]
+//! server  reply-magic option:32 type:32 length:32 payload      any number, until
+//! server  … type ACK, or an error with the server's own words
+//! ```
+//!
+//! All numbers are big-endian. After `NBD_OPT_GO` was acknowledged the stream
+//! is in its transmission phase and belongs to the kernel, so not one byte more
+//! is read than the handshake has. Structured replies, TLS and metadata
+//! contexts are never asked for: the kernel's driver speaks none of them.
+
+use std::io::{self, Read, Write};
+
+const NBDMAGIC: [u8; 8] = *b"NBDMAGIC";
+const IHAVEOPT: [u8; 8] = *b"IHAVEOPT";
+/// What oldstyle servers have in place of `IHAVEOPT`.
+const OLDSTYLE: [u8; 8] = 0x0000_4202_8186_1253_u64.to_be_bytes();
+const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+
+const FIXED_NEWSTYLE: u16 = 1;
+const NO_ZEROES: u16 = 2;
+
+const OPT_ABORT: u32 = 2;
+const OPT_INFO: u32 = 6;
+const OPT_GO: u32 = 7;
+
+const INFO_EXPORT: u16 = 0;
+const INFO_BLOCK_SIZE: u16 = 3;
+
+const REP_ACK: u32 = 1;
+const REP_INFO: u32 = 3;
+const REP_ERROR: u32 = 1 << 31;
+const ERR_UNSUP: u32 = REP_ERROR | 1;
+const ERR_POLICY: u32 = REP_ERROR | 2;
+const ERR_TLS_REQD: u32 = REP_ERROR | 5;
+const ERR_UNKNOWN: u32 = REP_ERROR | 6;
+const ERR_SHUTDOWN: u32 = REP_ERROR | 7;
+
+/// Bytes of a reply that are taken from a server: the protocol's limit on a
+/// string, and room for what stands around it.
+const LONGEST_REPLY: u32 = 8192;
+
+/// Replies to one option that are taken from a server.
+const MOST_REPLIES: u32 = 64;
+
+/// The server's transmission flags (doc/proto.md), which the kernel is told.
+pub mod flags {
+    /// The export cannot be written.
+    pub const READ_ONLY: u16 = 1 << 1;
+    /// Writes on one connection are seen, and flushed, through all of them.
+    pub const CAN_MULTI_CONN: u16 = 1 << 8;
+}
+
+/// What a server says of an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Info {
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Its transmission flags, see [`flags`].
+    pub flags: u16,
+    /// The least unit of requests in bytes; 1 where the server takes any.
+    pub minimum_block: u32,
+    /// The most bytes of one read or write.
+    pub maximum_block: u32,
+}
+
+/// Why there was no handshake.
+#[derive(Debug, thiserror::Error)]
+pub enum HandshakeError {
+    /// The server has no such export.
+    #[error("the server has no export {name:?}{}", Words(words))]
+    NoExport {
+        /// The name that was asked for.
+        name: String,
+        /// What the server says; may be empty.
+        words: String,
+    },
+    /// The server insists on TLS.
+    #[error(
+        "the server insists on TLS{}, which the kernel's NBD driver does not speak: serve the export in plain, over a network that you trust",
+        Words(words)
+    )]
+    NeedsTls {
+        /// What the server says; may be empty.
+        words: String,
+    },
+    /// The server does not serve this client.
+    #[error("the server refuses{}", Words(words))]
+    Policy {
+        /// What the server says; may be empty.
+        words: String,
+    },
+    /// The server is going down.
+    #[error("the server is shutting down{}", Words(words))]
+    ShuttingDown {
+        /// What the server says; may be empty.
+        words: String,
+    },
+    /// Any other error of the protocol.
+    #[error("the server answers error {:#x}{}", code, Words(words))]
+    Refused {
+        /// `NBD_REP_ERR_…`.
+        code: u32,
+        /// What the server says; may be empty.
+        words: String,
+    },
+    /// A server of before 2016.
+    #[error(
+        "the server does not know NBD_OPT_GO; use a newer one (nbdkit, qemu-nbd and nbd-server have it since 2018)"
+    )]
+    TooOld,
+    /// What answers is no NBD server, or a broken one.
+    #[error("what answers does not speak NBD: {0}")]
+    Rubbish(&'static str),
+    /// The connection failed, or its time was over.
+    #[error("the connection broke off in the handshake")]
+    Io(#[from] io::Error),
+}
+
+struct Words<'a>(&'a str);
+
+impl std::fmt::Display for Words<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        write!(f, ": {:?}", self.0)
+    }
+}
+
+type Result<T> = std::result::Result<T, HandshakeError>;
+
+/// Enters the transmission phase of the export `name` (`NBD_OPT_GO`). From
+/// here on the stream is the kernel's.
+pub fn go<S: Read + Write>(stream: &mut S, name: &str) -> Result<Info> {
+    greet(stream)?;
+    ask(stream, OPT_GO, name)
+}
+
+/// Asks what the export `name` is (`NBD_OPT_INFO`) and says good-bye.
+pub fn look<S: Read + Write>(stream: &mut S, name: &str) -> Result<Info> {
+    greet(stream)?;
+    let info = ask(stream, OPT_INFO, name)?;
+    // A courtesy: a server that has gone by now was told as well.
+    let _ = option(stream, OPT_ABORT, &[]);
+    Ok(info)
+}
+
+fn greet<S: Read + Write>(stream: &mut S) -> Result<()> {
+    let mut greeting = Fields::new(take::<18>(stream)?);
+    let (magic, style) = (greeting.next()?, greeting.next()?);
+    let flags = u16::from_be_bytes(greeting.next()?);
+    match (magic, style) {
+        (NBDMAGIC, IHAVEOPT) => {}
+        (NBDMAGIC, OLDSTYLE) => return Err(HandshakeError::TooOld),
+        _ => return Err(HandshakeError::Rubbish("its greeting is another")),
+    }
+    if flags & FIXED_NEWSTYLE == 0 {
+        return Err(HandshakeError::TooOld);
+    }
+    let answer = u32::from(flags & (FIXED_NEWSTYLE | NO_ZEROES));
+    stream.write_all(&answer.to_be_bytes())?;
+    Ok(())
+}
+
+fn option<S: Write>(stream: &mut S, option: u32, data: &[u8]) -> Result<()> {
+    let mut message = Vec::with_capacity(16 + data.len());
+    message.extend(IHAVEOPT);
+    message.extend(option.to_be_bytes());
+    message.extend(length(data)?.to_be_bytes());
+    message.extend(data);
+    stream.write_all(&message)?;
+    Ok(())
+}
+
+fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<Info> {
+    let mut data = Vec::with_capacity(8 + name.len());
+    data.extend(length(name.as_bytes())?.to_be_bytes());
+    data.extend(name.as_bytes());
+    data.extend(1_u16.to_be_bytes());
+    data.extend(INFO_BLOCK_SIZE.to_be_bytes());
+    option(stream, what, &data)?;
+    let mut export = None;
+    let mut blocks = None;
+    for _ in 0..MOST_REPLIES {
+        let (kind, payload) = reply(stream, what)?;
+        match kind {
+            REP_ACK => {
+                let (bytes, flags) = export.ok_or(HandshakeError::Rubbish(
+                    "it acknowledged an export and did not say its size",
+                ))?;
+                // The protocol's own defaults (doc/proto.md, "Block size
+                // constraints").
+                let (minimum_block, maximum_block) = blocks.unwrap_or((512, 32 << 20));
+                return Ok(Info {
+                    bytes,
+                    flags,
+                    minimum_block,
+                    maximum_block,
+                });
+            }
+            REP_INFO => match parse_info(&payload)? {
+                Told::Export { bytes, flags } => export = Some((bytes, flags)),
+                Told::Blocks { minimum, maximum } => blocks = Some((minimum, maximum)),
+                Told::Other => {}
+            },
+            kind if kind & REP_ERROR != 0 => return Err(refusal(kind, name, &payload)),
+            _ => return Err(HandshakeError::Rubbish("its answer is to another question")),
+        }
+    }
+    Err(HandshakeError::Rubbish("its answer has no end"))
+}
+
+fn reply<S: Read>(stream: &mut S, to: u32) -> Result<(u32, Vec<u8>)> {
+    let mut header = Fields::new(take::<20>(stream)?);
+    let magic = u64::from_be_bytes(header.next()?);
+    let option = u32::from_be_bytes(header.next()?);
+    let kind = u32::from_be_bytes(header.next()?);
+    let length = u32::from_be_bytes(header.next()?);
+    if magic != REPLY_MAGIC {
+        return Err(HandshakeError::Rubbish("its answer begins otherwise"));
+    }
+    if option != to {
+        return Err(HandshakeError::Rubbish("its answer is to another question"));
+    }
+    if length > LONGEST_REPLY {
+        return Err(HandshakeError::Rubbish("its answer is too long"));
+    }
+    let mut payload = vec![0; length as usize];
+    stream.read_exact(&mut payload)?;
+    Ok((kind, payload))
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Told {
+    Export { bytes: u64, flags: u16 },
+    Blocks { minimum: u32, maximum: u32 },
+    Other,
+}
+
+/// The payload of `NBD_REP_INFO`. What was not asked for may come all the same.
+fn parse_info(payload: &[u8]) -> Result<Told> {
+    let mut fields = Fields::new(payload);
+    match u16::from_be_bytes(fields.next()?) {
+        INFO_EXPORT => {
+            let bytes = u64::from_be_bytes(fields.next()?);
+            let flags = u16::from_be_bytes(fields.next()?);
+            fields.end()?;
+            if i64::try_from(bytes).is_err() {
+                return Err(HandshakeError::Rubbish("the export's size is beyond 2^63"));
+            }
+            Ok(Told::Export { bytes, flags })
+        }
+        INFO_BLOCK_SIZE => {
+            let minimum = u32::from_be_bytes(fields.next()?);
+            let _preferred: [u8; 4] = fields.next()?;
+            let maximum = u32::from_be_bytes(fields.next()?);
+            fields.end()?;
+            if !minimum.is_power_of_two() || maximum < minimum {
+                return Err(HandshakeError::Rubbish("its block sizes make no sense"));
+            }
+            Ok(Told::Blocks { minimum, maximum })
+        }
+        _ => Ok(Told::Other),
+    }
+}
+
+fn refusal(code: u32, name: &str, payload: &[u8]) -> HandshakeError {
+    let words = String::from_utf8_lossy(payload).trim().to_owned();
+    match code {
+        ERR_UNKNOWN => HandshakeError::NoExport {
+            name: name.to_owned(),
+            words,
+        },
+        ERR_UNSUP => HandshakeError::TooOld,
+        ERR_TLS_REQD => HandshakeError::NeedsTls { words },
+        ERR_POLICY => HandshakeError::Policy { words },
+        ERR_SHUTDOWN => HandshakeError::ShuttingDown { words },
+        code => HandshakeError::Refused { code, words },
+    }
+}
+
+/// The fields of a message, one after the other.
+struct Fields<B> {
+    bytes: B,
+    at: usize,
+}
+
+impl<B: AsRef<[u8]>> Fields<B> {
+    fn new(bytes: B) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    fn next<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let field = self.bytes.as_ref()[self.at..].first_chunk().copied();
+        self.at += N;
+        field.ok_or(HandshakeError::Rubbish("what it says is cut off"))
+    }
+
+    /// Nothing may be left.
+    fn end(&self) -> Result<()> {
+        if self.at == self.bytes.as_ref().len() {
+            Ok(())
+        } else {
+            Err(HandshakeError::Rubbish("it says too much"))
+        }
+    }
+}
+
+fn take<const N: usize>(stream: &mut impl Read) -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn length(data: &[u8]) -> Result<u32> {
+    u32::try_from(data.len()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput).into())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,344 @@
+//! The kernel's NBD driver by generic netlink (include/uapi/linux/nbd-netlink.h,
+//! drivers/block/nbd.c).
+//!
+//! The driver serves one command of this family after the other, and with it
+//! all other generic netlink families of the machine: every call here may block
+//! and belongs on a lane. Only taking announcements ([`Listener::take`]) never
+//! does.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
+};
+
+use netlink_packet_core::{
+    DecodeError, DefaultNla, Emitable, NLA_F_NESTED, NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage,
+    NetlinkPayload, Nla as _, NlasIterator, Parseable as _, ParseableParametrized,
+};
+use netlink_packet_generic::{
+    GenlFamily, GenlHeader, GenlMessage,
+    ctrl::{
+        GenlCtrl, GenlCtrlCmd,
+        nlas::{GenlCtrlAttrs, McastGrpAttrs},
+    },
+};
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_GENERIC};
+
+const FAMILY: &str = "nbd";
+const VERSION: u8 = 1;
+const GROUP: &str = "nbd_mc_group";
+
+const CMD_CONNECT: u8 = 1;
+const CMD_DISCONNECT: u8 = 2;
+const CMD_RECONFIGURE: u8 = 3;
+const CMD_LINK_DEAD: u8 = 4;
+
+const ATTR_INDEX: u16 = 1;
+const ATTR_SIZE_BYTES: u16 = 2;
+const ATTR_BLOCK_SIZE_BYTES: u16 = 3;
+const ATTR_TIMEOUT: u16 = 4;
+const ATTR_SERVER_FLAGS: u16 = 5;
+const ATTR_SOCKETS: u16 = 7;
+const ATTR_DEAD_CONN_TIMEOUT: u16 = 8;
+const ATTR_BACKEND_IDENTIFIER: u16 = 10;
+const SOCK_ITEM: u16 = 1;
+const SOCK_FD: u16 = 1;
+
+/// Bytes of the largest message; a netlink attribute cannot be longer.
+const LONGEST: usize = 64 * 1024;
+
+/// A device that the kernel shall make.
+#[derive(Debug)]
+pub struct Connect<'a> {
+    /// By what it is recognised, `/sys/block/nbd0/backend`.
+    pub identifier: &'a str,
+    /// Its size.
+    pub bytes: u64,
+    /// Its logical block size: a power of two from 512 to a page.
+    pub block_bytes: u32,
+    /// The protocol's transmission flags.
+    pub flags: u16,
+    /// Seconds after which a request that got no answer makes its connection a
+    /// dead one.
+    pub request_seconds: u32,
+    /// Seconds that requests wait for a live connection before they fail.
+    pub dead_seconds: u32,
+    /// Sockets in their transmission phase.
+    pub sockets: &'a [BorrowedFd<'a>],
+}
+
+/// A way to the driver.
+#[derive(Debug)]
+pub struct Driver {
+    socket: Socket,
+    family: u16,
+    group: u32,
+}
+
+impl Driver {
+    /// Opens the way. `NotFound` where the kernel has no NBD driver loaded.
+    pub fn open() -> io::Result<Self> {
+        let socket = open_socket()?;
+        let mut asked = NetlinkMessage::from(GenlMessage::from_payload(GenlCtrl {
+            cmd: GenlCtrlCmd::GetFamily,
+            nlas: vec![GenlCtrlAttrs::FamilyName(FAMILY.to_owned())],
+        }));
+        asked.header.flags = NLM_F_REQUEST | NLM_F_ACK;
+        let answer = exchange(&socket, asked)?.ok_or_else(|| broken("it names no family"))?;
+        let (mut family, mut group) = (None, None);
+        for attribute in answer.payload.nlas {
+            match attribute {
+                GenlCtrlAttrs::FamilyId(id) => family = Some(id),
+                GenlCtrlAttrs::McastGroups(groups) => group = group_of(&groups),
+                _ => {}
+            }
+        }
+        Ok(Self {
+            socket,
+            family: family.ok_or_else(|| broken("it names no family"))?,
+            group: group.ok_or_else(|| broken("it announces no dead connections"))?,
+        })
+    }
+
+    /// Makes a device of the kernel's choice and answers its number, the 7 of
+    /// `nbd7`.
+    pub fn connect(&self, connect: &Connect<'_>) -> io::Result<u32> {
+        let answer = self.call(
+            CMD_CONNECT,
+            vec![
+                long(ATTR_SIZE_BYTES, connect.bytes),
+                long(ATTR_BLOCK_SIZE_BYTES, connect.block_bytes.into()),
+                long(ATTR_TIMEOUT, connect.request_seconds.into()),
+                long(ATTR_DEAD_CONN_TIMEOUT, connect.dead_seconds.into()),
+                long(ATTR_SERVER_FLAGS, connect.flags.into()),
+                string(ATTR_BACKEND_IDENTIFIER, connect.identifier),
+                sockets(connect.sockets),
+            ],
+        )?;
+        answer
+            .and_then(|message| message.index())
+            .ok_or_else(|| broken("it does not name the device that it made"))
+    }
+
+    /// Offers sockets in place of dead ones. What the device has no need for is
+    /// dropped, and that is success, too.
+    pub fn offer(&self, index: u32, identifier: &str, fresh: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.reconfigure(index, identifier, sockets(fresh))
+    }
+
+    /// Makes the device that large.
+    pub fn resize(&self, index: u32, identifier: &str, bytes: u64) -> io::Result<()> {
+        self.reconfigure(index, identifier, long(ATTR_SIZE_BYTES, bytes))
+    }
+
+    fn reconfigure(&self, index: u32, identifier: &str, change: DefaultNla) -> io::Result<()> {
+        let attributes = vec![
+            int(ATTR_INDEX, index),
+            string(ATTR_BACKEND_IDENTIFIER, identifier),
+            change,
+        ];
+        self.call(CMD_RECONFIGURE, attributes).map(drop)
+    }
+
+    /// Takes the device down, whoever has it open: who may do that has made
+    /// sure that nobody has.
+    pub fn disconnect(&self, index: u32) -> io::Result<()> {
+        self.call(CMD_DISCONNECT, vec![int(ATTR_INDEX, index)])
+            .map(drop)
+    }
+
+    /// Begins to hear which devices lose a connection.
+    pub fn listen(&self) -> io::Result<Listener> {
+        let socket = open_socket()?;
+        socket.set_non_blocking(true)?;
+        socket.add_membership(self.group)?;
+        Ok(Listener { socket })
+    }
+
+    fn call(&self, command: u8, attributes: Vec<DefaultNla>) -> io::Result<Option<Message>> {
+        let mut message = GenlMessage::from_payload(Message {
+            command,
+            attributes,
+        });
+        message.set_resolved_family_id(self.family);
+        let mut message = NetlinkMessage::from(message);
+        message.header.flags = NLM_F_REQUEST | NLM_F_ACK;
+        Ok(exchange(&self.socket, message)?.map(|answer| answer.payload))
+    }
+}
+
+/// The announcements of dead connections.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+}
+
+impl Listener {
+    /// The number of the next device that lost a connection; `WouldBlock` when
+    /// there is none, `ENOBUFS` when some were lost.
+    pub fn take(&self) -> io::Result<u32> {
+        loop {
+            let (bytes, _) = self.socket.recv_from_full()?;
+            let parsed = NetlinkMessage::<GenlMessage<Message>>::deserialize(&bytes);
+            if let Ok(NetlinkMessage {
+                payload: NetlinkPayload::InnerMessage(message),
+                ..
+            }) = parsed
+                && message.payload.command == CMD_LINK_DEAD
+                && let Some(index) = message.payload.index()
+            {
+                return Ok(index);
+            }
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// A message of the driver's family.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Message {
+    command: u8,
+    attributes: Vec<DefaultNla>,
+}
+
+impl Message {
+    fn index(&self) -> Option<u32> {
+        let index = self.attributes.iter().find(|a| a.kind() == ATTR_INDEX)?;
+        let mut bytes = [0; 4];
+        (index.value_len() == bytes.len()).then(|| index.emit_value(&mut bytes))?;
+        Some(u32::from_ne_bytes(bytes))
+    }
+}
+
+impl GenlFamily for Message {
+    fn family_name() -> &'static str {
+        FAMILY
+    }
+
+    fn command(&self) -> u8 {
+        self.command
+    }
+
+    fn version(&self) -> u8 {
+        VERSION
+    }
+}
+
+impl Emitable for Message {
+    fn buffer_len(&self) -> usize {
+        self.attributes.as_slice().buffer_len()
+    }
+
+    fn emit(&self, buffer: &mut [u8]) {
+        self.attributes.as_slice().emit(buffer);
+    }
+}
+
+impl ParseableParametrized<[u8], GenlHeader> for Message {
+    fn parse_with_param(buffer: &[u8], header: GenlHeader) -> Result<Self, DecodeError> {
+        let attributes = NlasIterator::new(buffer)
+            .map(|attribute| DefaultNla::parse(&attribute?))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            command: header.cmd,
+            attributes,
+        })
+    }
+}
+
+fn open_socket() -> io::Result<Socket> {
+    let mut socket = Socket::new(NETLINK_GENERIC)?;
+    socket.bind_auto()?;
+    socket.connect(&SocketAddr::new(0, 0))?;
+    Ok(socket)
+}
+
+/// Sends a request and takes what comes until it is acknowledged.
+fn exchange<F>(
+    socket: &Socket,
+    mut request: NetlinkMessage<GenlMessage<F>>,
+) -> io::Result<Option<GenlMessage<F>>>
+where
+    F: GenlFamily + Emitable + ParseableParametrized<[u8], GenlHeader> + std::fmt::Debug,
+{
+    request.finalize();
+    let mut bytes = vec![0; request.buffer_len()];
+    if bytes.len() > LONGEST {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    request.serialize(&mut bytes);
+    socket.send(&bytes, 0)?;
+    let mut answer = None;
+    loop {
+        let (bytes, _) = socket.recv_from_full()?;
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let message =
+                NetlinkMessage::<GenlMessage<F>>::deserialize(rest).map_err(io::Error::other)?;
+            match message.payload {
+                NetlinkPayload::Error(end) if end.code.is_none() => return Ok(answer),
+                NetlinkPayload::Error(error) => return Err(error.to_io()),
+                NetlinkPayload::InnerMessage(inner) => answer = Some(inner),
+                _ => {}
+            }
+            // Each begins at a multiple of four (netlink(7)).
+            let length = (message.header.length as usize).next_multiple_of(4).max(4);
+            rest = rest.get(length..).unwrap_or_default();
+        }
+    }
+}
+
+fn group_of(groups: &[Vec<McastGrpAttrs>]) -> Option<u32> {
+    let group = groups.iter().find(|attributes| {
+        attributes
+            .iter()
+            .any(|a| matches!(a, McastGrpAttrs::Name(name) if name == GROUP))
+    })?;
+    group.iter().find_map(|attribute| match attribute {
+        McastGrpAttrs::Id(id) => Some(*id),
+        McastGrpAttrs::Name(_) => None,
+    })
+}
+
+fn int(kind: u16, value: u32) -> DefaultNla {
+    DefaultNla::new(kind, value.to_ne_bytes().to_vec())
+}
+
+fn long(kind: u16, value: u64) -> DefaultNla {
+    DefaultNla::new(kind, value.to_ne_bytes().to_vec())
+}
+
+fn string(kind: u16, value: &str) -> DefaultNla {
+    let mut bytes = value.as_bytes().to_vec();
+    bytes.push(0);
+    DefaultNla::new(kind, bytes)
+}
+
+fn nested(kind: u16, attributes: &[DefaultNla]) -> DefaultNla {
+    let mut bytes = vec![0; attributes.buffer_len()];
+    attributes.emit(&mut bytes);
+    DefaultNla::new(kind | NLA_F_NESTED, bytes)
+}
+
+fn sockets(sockets: &[BorrowedFd<'_>]) -> DefaultNla {
+    let items: Vec<_> = sockets
+        .iter()
+        .map(|socket| {
+            let number = socket.as_raw_fd().unsigned_abs();
+            nested(SOCK_ITEM, &[int(SOCK_FD, number)])
+        })
+        .collect();
+    nested(ATTR_SOCKETS, &items)
+}
+
+fn broken(why: &str) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("the kernel's NBD driver answers otherwise than it should: {why}"),
+    )
+}

@@ -1,0 +1,325 @@
+//! Where an NBD export is: the address that a storage class and a volume
+//! context hold, and by which a node recognises what it has attached.
+//!
+//! The form is that of the NBD project's own document (doc/uri.md):
+//! `nbd://host:port/export` and `nbd+unix:///export?socket=/path`. What is read
+//! here is written back in one canonical spelling, so that two addresses are
+//! equal where their texts are.
+
+use std::{fmt, str::FromStr};
+
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
+use serde::{Deserialize, Serialize};
+
+/// The port that IANA gave to NBD.
+const DEFAULT_PORT: u16 = 10809;
+
+/// Bytes of an address in its canonical spelling. The kernel shows it in one
+/// page of sysfs, and the protocol limits names to 4096 bytes.
+const LONGEST: usize = 2048;
+
+/// What stands for itself in a path (RFC 3986), beside letters and digits. The
+/// comma does not: it would part mount options and lists.
+const PATH: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'-')
+    .remove(b'.')
+    .remove(b'_')
+    .remove(b'~')
+    .remove(b'/')
+    .remove(b':')
+    .remove(b'@')
+    .remove(b'+')
+    .remove(b'=');
+
+/// A server of exports.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Server {
+    /// Over TCP.
+    Tcp {
+        /// A name or an address; without the brackets of IPv6.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+    /// Over a unix socket of this machine.
+    Unix {
+        /// The socket's absolute path.
+        socket: String,
+    },
+}
+
+/// An export of a server. Its text, by [`fmt::Display`] and [`FromStr`], is an
+/// NBD URI.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Export {
+    server: Server,
+    name: String,
+}
+
+/// A text that is no address of an export.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadExport {
+    /// TLS was asked for.
+    #[error(
+        "{0:?} asks for TLS, which the kernel's NBD driver does not speak: it takes plain sockets; use nbd:// or nbd+unix:// over a network or a tunnel that you trust"
+    )]
+    Tls(String),
+    /// Anything else.
+    #[error("{text:?} is no address of an NBD export: {why}")]
+    Malformed {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+}
+
+impl Server {
+    /// A server on a host.
+    pub fn tcp(host: &str, port: Option<u16>) -> Result<Self, BadExport> {
+        let bad = |why| malformed(host, why);
+        if host.is_empty() {
+            return Err(bad("it names no host"));
+        }
+        if !host.bytes().all(is_of_host) {
+            return Err(bad("a host has letters, digits, dots, colons and hyphens"));
+        }
+        Ok(Self::Tcp {
+            host: host.to_ascii_lowercase(),
+            port: match port {
+                Some(0) => return Err(bad("there is no port 0")),
+                port => port.unwrap_or(DEFAULT_PORT),
+            },
+        })
+    }
+
+    /// A server on a unix socket.
+    pub fn unix(socket: &str) -> Result<Self, BadExport> {
+        if !socket.starts_with('/') || socket.contains('\0') {
+            return Err(malformed(socket, "the socket's path must be absolute"));
+        }
+        Ok(Self::Unix {
+            socket: socket.to_owned(),
+        })
+    }
+}
+
+/// A zone of an IPv6 address (`%eth0`) means another link on each node.
+fn is_of_host(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_' | b':')
+}
+
+impl Export {
+    /// The export `name` of a server; the empty name is the server's default.
+    pub fn new(server: Server, name: &str) -> Result<Self, BadExport> {
+        let export = Self {
+            server,
+            name: name.to_owned(),
+        };
+        if name.contains('\0') {
+            return Err(malformed(name, "an export's name holds no NUL"));
+        }
+        if export.to_string().len() > LONGEST {
+            return Err(malformed(name, "it has more than 2048 bytes"));
+        }
+        Ok(export)
+    }
+
+    /// Who serves it.
+    pub fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// Its name at the server.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl fmt::Display for Export {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = utf8_percent_encode(&self.name, PATH);
+        match &self.server {
+            Server::Tcp { host, port } if host.contains(':') => {
+                write!(f, "nbd://[{host}]:{port}/{name}")
+            }
+            Server::Tcp { host, port } => write!(f, "nbd://{host}:{port}/{name}"),
+            Server::Unix { socket } => {
+                let socket = utf8_percent_encode(socket, PATH);
+                write!(f, "nbd+unix:///{name}?socket={socket}")
+            }
+        }
+    }
+}
+
+impl FromStr for Export {
+    type Err = BadExport;
+
+    fn from_str(text: &str) -> Result<Self, BadExport> {
+        let bad = |why| malformed(text, why);
+        let (scheme, rest) = text
+            .split_once("://")
+            .ok_or_else(|| bad("it begins with nbd:// or nbd+unix://"))?;
+        let (rest, query) = match rest.split_once('?') {
+            Some((rest, query)) => (rest, Some(query)),
+            None => (rest, None),
+        };
+        if rest.contains('#') || query.is_some_and(|query| query.contains('#')) {
+            return Err(bad("a fragment (#) means nothing here"));
+        }
+        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let name = decode(path).ok_or_else(|| bad("the export's name is not UTF-8"))?;
+        let server = match scheme {
+            "nbds" | "nbds+unix" | "nbds+vsock" => return Err(BadExport::Tls(text.to_owned())),
+            "nbd" if query.is_some() => {
+                return Err(bad("nbd:// takes no parameters (?)"));
+            }
+            "nbd" => {
+                let (host, port) =
+                    split_port(authority).ok_or_else(|| bad("the port is no number"))?;
+                Server::tcp(host, port)
+            }
+            "nbd+unix" if !authority.is_empty() => {
+                return Err(bad("nbd+unix:/// names no host"));
+            }
+            "nbd+unix" => {
+                let socket = query
+                    .and_then(|query| query.strip_prefix("socket="))
+                    .filter(|socket| !socket.contains('&'))
+                    .ok_or_else(|| bad("nbd+unix:// takes ?socket=/path, and nothing more"))?;
+                let socket = decode(socket).ok_or_else(|| bad("the path is not UTF-8"))?;
+                Server::unix(&socket)
+            }
+            _ => return Err(bad("it begins with nbd:// or nbd+unix://")),
+        };
+        let server = server.map_err(|error| match error {
+            BadExport::Malformed { why, .. } => bad(why),
+            tls @ BadExport::Tls(_) => tls,
+        })?;
+        Self::new(server, &name)
+    }
+}
+
+impl TryFrom<String> for Export {
+    type Error = BadExport;
+
+    fn try_from(text: String) -> Result<Self, BadExport> {
+        text.parse()
+    }
+}
+
+impl From<Export> for String {
+    fn from(export: Export) -> Self {
+        export.to_string()
+    }
+}
+
+fn malformed(text: &str, why: &'static str) -> BadExport {
+    BadExport::Malformed {
+        text: text.to_owned(),
+        why,
+    }
+}
+
+fn decode(text: &str) -> Option<String> {
+    let decoded = percent_decode_str(text).decode_utf8();
+    decoded.ok().map(std::borrow::Cow::into_owned)
+}
+
+/// Parts `host`, `host:port`, `[v6]` and `[v6]:port`.
+fn split_port(authority: &str) -> Option<(&str, Option<u16>)> {
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(rest) => {
+            let (host, rest) = rest.split_once(']')?;
+            match rest.strip_prefix(':') {
+                Some(port) => (host, Some(port)),
+                None if rest.is_empty() => (host, None),
+                None => return None,
+            }
+        }
+        None => match authority.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (authority, None),
+        },
+    };
+    match port {
+        Some("") | None => Some((host, None)),
+        Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
+            Some((host, Some(port.parse().ok()?)))
+        }
+        Some(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn addresses_have_one_spelling() {
+        for (given, canonical) in [
+            ("nbd://Host/disk", "nbd://host:10809/disk"),
+            ("nbd://host", "nbd://host:10809/"),
+            ("nbd://10.0.0.1:/a/b.img", "nbd://10.0.0.1:10809/a/b.img"),
+            ("nbd://[FD00::1]:5/x%20y", "nbd://[fd00::1]:5/x%20y"),
+            (
+                "nbd+unix:///d?socket=/run/%6Ebd.sock",
+                "nbd+unix:///d?socket=/run/nbd.sock",
+            ),
+        ] {
+            let export: Export = given.parse().unwrap();
+            assert_eq!(export.to_string(), canonical);
+            assert_eq!(canonical.parse(), Ok(export));
+        }
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused_and_says_why() {
+        for (given, why) in [
+            ("", "begins with"),
+            ("http://host/x", "begins with"),
+            ("nbds://host/x", "TLS"),
+            ("nbds+unix:///x?socket=/s", "TLS"),
+            ("nbd:///x", "no host"),
+            ("nbd://user@host/x", "letters"),
+            ("nbd://host:0/x", "port 0"),
+            ("nbd://host:70000/x", "port"),
+            ("nbd://host:+5/x", "port"),
+            ("nbd://[::1]x/x", "port"),
+            ("nbd://[fe80::1%eth0]/x", "letters"),
+            ("nbd://host/x?tls-certificates=/d", "parameters"),
+            ("nbd://host/x#y", "fragment"),
+            ("nbd://host/%ff", "UTF-8"),
+            ("nbd://host/%00", "NUL"),
+            ("nbd+unix://host/x?socket=/s", "no host"),
+            ("nbd+unix:///x", "socket"),
+            ("nbd+unix:///x?socket=s", "absolute"),
+            ("nbd+unix:///x?socket=/s&more=1", "nothing more"),
+        ] {
+            let error = given.parse::<Export>().unwrap_err().to_string();
+            assert!(error.contains(why), "{given}: {error}");
+        }
+        let long = format!("nbd://host/{}", "x".repeat(LONGEST));
+        assert!(long.parse::<Export>().is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_name_and_socket_come_back(name in "[^\0]{0,80}", socket in "/[^\0]{0,80}") {
+            let export = Export::new(Server::unix(&socket).unwrap(), &name).unwrap();
+            prop_assert_eq!(export.to_string().parse::<Export>(), Ok(export.clone()));
+            let json = serde_json::to_string(&export).unwrap();
+            prop_assert_eq!(serde_json::from_str::<Export>(&json).unwrap(), export);
+        }
+
+        #[test]
+        fn any_text_is_read_or_refused(text in "(nbd(s|\\+unix)?://)?.{0,60}") {
+            if let Ok(export) = text.parse::<Export>() {
+                prop_assert_eq!(export.to_string().parse(), Ok(export));
+            }
+        }
+    }
+}

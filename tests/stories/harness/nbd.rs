@@ -1,0 +1,180 @@
+//! Servers of NBD exports that a story can kill and start again.
+
+use std::{
+    fs,
+    net::{TcpListener, TcpStream},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+use super::{Sandbox, Volume, eventually};
+
+/// Whether this kernel can attach NBD exports. Stories that need it tell
+/// nothing elsewhere.
+pub fn kernel_has_nbd() -> bool {
+    let there = Path::new("/sys/module/nbd").exists();
+    if !there {
+        eprintln!("not told: the kernel module nbd is not loaded here");
+    }
+    there
+}
+
+/// Where a server listens.
+#[derive(Clone, Debug)]
+pub enum Address {
+    Unix(PathBuf),
+    Tcp(u16),
+}
+
+/// A server program over a directory of images, whose names are the exports'.
+pub struct NbdServer {
+    command: Vec<String>,
+    pub address: Address,
+    images: PathBuf,
+    process: Option<Child>,
+}
+
+impl NbdServer {
+    /// nbdkit on a unix socket.
+    pub async fn start(sandbox: &Sandbox) -> Self {
+        Self::start_with(sandbox, false, &[]).await
+    }
+
+    /// nbdkit, over TCP or not, with more arguments such as filters, which come
+    /// before the plugin's.
+    pub async fn start_with(sandbox: &Sandbox, tcp: bool, args: &[&str]) -> Self {
+        let images = sandbox.dir().join("exports");
+        fs::create_dir_all(&images).expect("a directory");
+        let address = if tcp {
+            // Whoever takes it meanwhile is bad luck.
+            let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+            Address::Tcp(free.expect("a free port").port())
+        } else {
+            Address::Unix(sandbox.dir().join("nbd.sock"))
+        };
+        let mut command = words("nbdkit -f --exit-with-parent");
+        match &address {
+            Address::Unix(socket) => command.extend(["-U".into(), text(socket)]),
+            Address::Tcp(port) => command.extend(words(&format!("-i 127.0.0.1 -p {port}"))),
+        }
+        let (before, after): (Vec<&str>, Vec<&str>) =
+            args.iter().partition(|arg| arg.starts_with('-'));
+        command.extend(before.into_iter().map(str::to_owned));
+        command.extend(["file".into(), format!("dir={}", images.display())]);
+        command.extend(after.into_iter().map(str::to_owned));
+        Self::run(command, address, images).await
+    }
+
+    /// qemu-nbd over one image.
+    pub async fn qemu(sandbox: &Sandbox, name: &str, args: &[&str]) -> Self {
+        let images = sandbox.dir().join("exports");
+        let socket = sandbox.dir().join(format!("{name}.sock"));
+        let mut command = words("qemu-nbd -t -e 16 -f raw -x");
+        command.extend([name.to_owned(), "-k".to_owned(), text(&socket)]);
+        command.extend(args.iter().map(|&arg| arg.to_owned()));
+        command.push(text(&images.join(name)));
+        Self::run(command, Address::Unix(socket), images).await
+    }
+
+    async fn run(command: Vec<String>, address: Address, images: PathBuf) -> Self {
+        let mut server = Self {
+            command,
+            address,
+            images,
+            process: None,
+        };
+        server.restart().await;
+        server
+    }
+
+    /// Another life after [`NbdServer::kill9`].
+    pub async fn restart(&mut self) {
+        let child = Command::new(&self.command[0])
+            .args(&self.command[1..])
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{:?}: {error}", self.command));
+        self.process = Some(child);
+        let address = self.address.clone();
+        eventually("the server listens", async || match &address {
+            Address::Unix(path) => UnixStream::connect(path).map(drop).ok(),
+            Address::Tcp(port) => TcpStream::connect(("127.0.0.1", *port)).map(drop).ok(),
+        })
+        .await;
+    }
+
+    /// As when its machine fails.
+    pub fn kill9(&mut self) {
+        if let Some(mut child) = self.process.take() {
+            if let Ok(Some(ended)) = child.try_wait() {
+                eprintln!("{:?} had ended by itself: {ended}", self.command);
+            }
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if let Address::Unix(path) = &self.address {
+            let _ = fs::remove_file(path);
+        }
+    }
+
+    /// A blank image of `bytes`, whether or not it is served by this server.
+    pub fn image(sandbox: &Sandbox, name: &str, bytes: u64) -> PathBuf {
+        let images = sandbox.dir().join("exports");
+        fs::create_dir_all(&images).expect("a directory");
+        let image = images.join(name);
+        fs::File::create(&image)
+            .and_then(|file| file.set_len(bytes))
+            .expect("an image");
+        image
+    }
+
+    /// The image behind a volume.
+    pub fn image_of(&self, volume: &Volume) -> PathBuf {
+        self.images.join(&volume.context["export"])
+    }
+
+    /// The volume over the export of its own name.
+    pub fn over(&self, volume: Volume) -> Volume {
+        let name = volume.handle.clone();
+        let volume = volume
+            .with("backend", "nbd")
+            .with("export", &name)
+            .with("requestTimeout", "2");
+        match &self.address {
+            Address::Unix(path) => volume.with("socket", &text(path)),
+            Address::Tcp(port) => volume
+                .with("host", "127.0.0.1")
+                .with("port", &port.to_string()),
+        }
+    }
+}
+
+impl Drop for NbdServer {
+    fn drop(&mut self) {
+        self.kill9();
+    }
+}
+
+/// The NBD devices (`/dev/nbdN`) whose backend identifier has this in it.
+pub fn nbds_over(part: &str) -> Vec<String> {
+    let mut devices: Vec<_> = fs::read_dir("/sys/block")
+        .expect("sysfs")
+        .flatten()
+        .filter(|entry| {
+            fs::read_to_string(entry.path().join("backend"))
+                .is_ok_and(|backend| backend.contains(part))
+        })
+        .map(|entry| format!("/dev/{}", entry.file_name().display()))
+        .collect();
+    devices.sort();
+    devices
+}
+
+fn words(text: &str) -> Vec<String> {
+    text.split(' ').map(str::to_owned).collect()
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
