@@ -1,6 +1,8 @@
 //! Why a call on a volume failed.
 
-use std::{fmt, io, path::PathBuf, time::Duration};
+use std::{io, path::PathBuf};
+
+use super::task::UnderWay;
 
 use crate::{
     chain,
@@ -68,38 +70,23 @@ pub enum Error {
         what: String,
     },
     /// Another call works on the volume.
-    #[error(
-        "volume {volume}: {call} is under way, in step {step} for {:.1} s{}",
-        age.as_secs_f64(), Waits(waits_for)
-    )]
+    #[error("volume {volume}: {} is under way, {under_way}", under_way.call)]
     Pending {
         /// The volume's handle.
         volume: String,
         /// The call under way.
-        call: &'static str,
-        /// Its step.
-        step: &'static str,
-        /// How long the step has taken.
-        age: Duration,
-        /// What it waits for; may be empty.
-        waits_for: String,
+        under_way: UnderWay,
     },
     /// The caller's time is up; the work goes on.
     #[error(
-        "volume {volume}: {call} goes on beyond this call's deadline, in step {step} for {:.1} s{}; the next equal call joins it",
-        age.as_secs_f64(), Waits(waits_for)
+        "volume {volume}: {} goes on beyond this call's deadline, {under_way}; the next equal call joins it",
+        under_way.call
     )]
     Deadline {
         /// The volume's handle.
         volume: String,
         /// The call under way.
-        call: &'static str,
-        /// Its step.
-        step: &'static str,
-        /// How long the step has taken.
-        age: Duration,
-        /// What it waits for; may be empty.
-        waits_for: String,
+        under_way: UnderWay,
     },
     /// Somebody else keeps the device busy; nothing was disconnected.
     #[error(
@@ -242,15 +229,4 @@ pub enum Error {
         /// Why the undo failed.
         undo: Box<Error>,
     },
-}
-
-struct Waits<'a>(&'a str);
-
-impl fmt::Display for Waits<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() {
-            return Ok(());
-        }
-        write!(f, ", waiting for {}", self.0)
-    }
 }

@@ -9,6 +9,7 @@
 
 use std::{
     cell::{Cell, RefCell},
+    fmt,
     future::Future,
     pin::Pin,
     rc::Rc,
@@ -55,8 +56,8 @@ struct Running {
     answer: Shared<oneshot::Receiver<Answer>>,
 }
 
-impl std::fmt::Debug for Running {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Running {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Running")
             .field("call", &self.call)
             .field("progress", &self.progress)
@@ -86,6 +87,22 @@ pub struct UnderWay {
     pub age: Duration,
     /// A process or device, where known.
     pub waits_for: String,
+}
+
+impl fmt::Display for UnderWay {
+    /// Without the call: the step, its age, and what it waits for.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "in step {} for {:.1} s",
+            self.step,
+            self.age.as_secs_f64()
+        )?;
+        if !self.waits_for.is_empty() {
+            write!(f, ", waiting for {}", self.waits_for)?;
+        }
+        Ok(())
+    }
 }
 
 impl Progress {
@@ -179,19 +196,9 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
     let running = match joined {
         Some(running) if *running.call == call => running,
         Some(running) => {
-            let UnderWay {
-                call,
-                step,
-                age,
-                waits_for,
-            } = running.progress.under_way(node);
-            let volume = volume_id.to_owned();
             return Err(Arc::new(Error::Pending {
-                volume,
-                call,
-                step,
-                age,
-                waits_for,
+                volume: volume_id.to_owned(),
+                under_way: running.progress.under_way(node),
             }));
         }
         None => match start(node, &volume, call) {
@@ -208,22 +215,10 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
             what: format!("finish {}", running.call.name()),
             source: std::io::Error::other("the volume's task panicked"),
         })),
-        Err(_) => {
-            let UnderWay {
-                call,
-                step,
-                age,
-                waits_for,
-            } = running.progress.under_way(node);
-            let volume = volume_id.to_owned();
-            Err(Arc::new(Error::Deadline {
-                volume,
-                call,
-                step,
-                age,
-                waits_for,
-            }))
-        }
+        Err(_) => Err(Arc::new(Error::Deadline {
+            volume: volume_id.to_owned(),
+            under_way: running.progress.under_way(node),
+        })),
     }
 }
 
