@@ -9,6 +9,7 @@ mod chain;
 mod digest;
 mod done;
 
+pub mod ceph;
 pub mod config;
 pub mod csi;
 pub mod lane;
@@ -16,6 +17,7 @@ pub mod nbd;
 pub mod observe;
 pub mod pool;
 pub mod proto;
+pub mod secret;
 pub mod size;
 
 #[cfg(feature = "controller")]

@@ -1,0 +1,77 @@
+//! Values that nobody may read but who needs them: wiped when dropped, and
+//! never shown, logged, compared or written down.
+
+use std::{collections::HashMap, fmt};
+
+use zeroize::Zeroizing;
+
+/// One secret value.
+#[derive(Clone)]
+pub struct Secret(Zeroizing<String>);
+
+impl Secret {
+    /// Takes the value; no copy of it stays with the caller.
+    pub fn new(value: String) -> Self {
+        Self(Zeroizing::new(value))
+    }
+
+    /// The value, for the one place that hands it on.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// The secrets of a request, by name.
+#[derive(Clone, Default)]
+pub struct Secrets(HashMap<String, Secret>);
+
+impl Secrets {
+    /// The secret of that name; an empty one is none.
+    pub fn get(&self, name: &str) -> Option<&Secret> {
+        self.0
+            .get(name)
+            .filter(|secret| !secret.reveal().is_empty())
+    }
+}
+
+impl From<HashMap<String, String>> for Secrets {
+    fn from(map: HashMap<String, String>) -> Self {
+        let secret = |(name, value)| (name, Secret::new(value));
+        Self(map.into_iter().map(secret).collect())
+    }
+}
+
+impl fmt::Debug for Secrets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_is_never_shown() {
+        let given = [("userKey", "AQ=="), ("empty", "")];
+        let secrets: Secrets = given
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .into_iter()
+            .collect::<HashMap<_, _>>()
+            .into();
+        assert_eq!(secrets.get("userKey").unwrap().reveal(), "AQ==");
+        assert!(secrets.get("empty").is_none());
+        assert!(secrets.get("other").is_none());
+        let shown = format!("{secrets:?} {:?}", secrets.get("userKey"));
+        assert!(
+            shown.contains("userKey") && !shown.contains("AQ"),
+            "{shown}"
+        );
+    }
+}
