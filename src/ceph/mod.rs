@@ -1,2 +1,4 @@
 //! Ceph, as node and controller see it: configuration and names as ceph-csi has
 //! them, and its libraries, loaded at run time.
+
+pub mod handle;
