@@ -38,7 +38,25 @@ impl Secrets {
             .get(name)
             .filter(|secret| !secret.reveal().is_empty())
     }
+
+    /// Whether these are other secrets, which may do where those did not.
+    pub fn differ(&self, other: &Self) -> bool {
+        let same = |(name, secret): (&String, &Secret)| {
+            let other = other.0.get(name);
+            other.is_some_and(|other| other.reveal() == secret.reveal())
+        };
+        self.0.len() != other.0.len() || !self.0.iter().all(same)
+    }
 }
+
+/// All are equal: two requests that differ in their secrets ask for the same.
+impl PartialEq for Secrets {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Secrets {}
 
 impl From<HashMap<String, String>> for Secrets {
     fn from(map: HashMap<String, String>) -> Self {
@@ -68,6 +86,9 @@ mod tests {
         assert_eq!(secrets.get("userKey").unwrap().reveal(), "AQ==");
         assert!(secrets.get("empty").is_none());
         assert!(secrets.get("other").is_none());
+        let none = Secrets::default();
+        assert!(secrets.differ(&none) && none.differ(&secrets) && secrets == none);
+        assert!(!secrets.differ(&secrets.clone()));
         let shown = format!("{secrets:?} {:?}", secrets.get("userKey"));
         assert!(
             shown.contains("userKey") && !shown.contains("AQ"),

@@ -19,7 +19,7 @@ use uring_csi::{
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
-    device::{Backends, nbd},
+    device::{Backends, Exports, Images, Notes, nbd},
     kernel::privileges,
     lane::Lanes,
     mount::{path::Roots, table},
@@ -195,11 +195,15 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     let pools = Pools::new(options.pool.into_iter().map(|pool| pool.or(Scope::Local)))?;
     let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
     let backends = Backends {
-        pools,
-        links: nbd::Links::default(),
-        nbd_notes: nbd::Notes::open(options.run_dir.join("mkfs"))?,
-        node_id: options.node_id,
-        boot_id: claim::boot_id()?,
+        images: Images {
+            pools,
+            node_id: options.node_id,
+            boot_id: claim::boot_id()?,
+        },
+        exports: Exports {
+            links: nbd::Links::default(),
+            notes: Notes::open(options.run_dir.join("mkfs"))?,
+        },
     };
     let node = Node::open(
         config.clone(),

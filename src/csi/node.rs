@@ -26,6 +26,7 @@ use crate::{
         volume_health::VolumeHealthEntry,
         volume_usage::Unit,
     },
+    secret::Secrets,
     size::Size,
     volume::{
         Config, Error, Heart, Outcome, Severity, Space, Usage,
@@ -105,6 +106,7 @@ impl NodeService {
             mkfs_options: parsed.mkfs_options,
             group: parsed.group,
             inline: None,
+            secrets: request.secrets.into(),
         };
         self.submit(&request.volume_id, Call::Stage(stage), patience)
             .await?;
@@ -203,6 +205,7 @@ impl NodeService {
                 mkfs_options: parsed.mkfs_options,
                 group: parsed.group,
                 inline: Some(InlineImage { bytes, target_path }),
+                secrets: Secrets::default(),
             },
         })
     }

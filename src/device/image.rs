@@ -9,7 +9,7 @@ use rustix::{
 };
 
 use super::{
-    Behind, Device, How, Source,
+    Behind, Device, How, ImageSource,
     error::{DeviceError, io},
     holders,
     loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
@@ -19,21 +19,12 @@ use crate::{Done, kernel::block, pool::Pool};
 
 /// Puts the image behind a loop device, or finds it behind one as it should be.
 pub fn attach_loop(
-    source: &Source,
+    source: &ImageSource,
     pool: &Pool,
     file: &File,
     how: &How,
 ) -> Result<(Device, Done), DeviceError> {
-    let Source::Loop {
-        image,
-        direct_io,
-        sector_size,
-        ..
-    } = source
-    else {
-        unreachable!("only an image of a pool is behind a loop device");
-    };
-    let path = pool.image_path(image);
+    let path = pool.image_path(&source.image);
     let id = FileId::of(file).map_err(io("look at the image"))?;
     let device = |device: LoopDevice| Device {
         dev: device.dev,
@@ -41,7 +32,7 @@ pub fn attach_loop(
         behind: Behind::Image(id),
         read_only: how.read_only,
     };
-    if let Some(found) = attached_to(id, image, how.known.as_deref())? {
+    if let Some(found) = attached_to(id, &source.image, how.known.as_deref())? {
         let is_known = how.known.as_deref() == Some(&*found.attached.device.node);
         // Other readers keep theirs, we take another.
         let another = how.shared && how.read_only && found.busy && !is_known;
@@ -75,8 +66,8 @@ pub fn attach_loop(
     }
     let options = LoopOptions {
         read_only: how.read_only,
-        direct_io: *direct_io,
-        sector_size: *sector_size,
+        direct_io: source.direct_io,
+        sector_size: source.sector_size,
         name: &path,
     };
     let attached = device(loopdev::attach(file, &options)?);

@@ -6,12 +6,16 @@
 //! hang with the device and runs on a lane.
 
 mod backend;
+mod context;
 mod error;
+mod exports;
 pub mod holders;
 mod image;
+mod images;
 pub mod lock;
 pub mod loopdev;
 pub mod nbd;
+mod notes;
 pub mod ready;
 mod source;
 pub mod sysfs;
@@ -19,7 +23,11 @@ pub mod sysfs;
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use backend::{Ailment, Backends, Behind, Device, How};
+pub use backend::{Ailment, Backends, Behind, Bound, Device, How};
+pub use context::SourceError;
 pub use error::DeviceError;
+pub use exports::{ExportSource, Exports};
 pub use image::set_read_only;
-pub use source::{Source, SourceError};
+pub use images::{ImageSource, Images};
+pub use notes::Notes;
+pub use source::Source;

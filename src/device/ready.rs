@@ -213,7 +213,7 @@ pub async fn ready(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<R
 /// Waits until the device `dev` has let go of its source, as it does when its
 /// last opener closes it. Its number may go to another source at once.
 pub async fn gone(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<()> {
-    if let Source::Nbd { .. } = source {
+    if let Source::Nbd(_) = source {
         // The driver tells nobody.
         while source.is_behind(dev) {
             timer::sleep(LOOK_AGAIN).await;

@@ -63,7 +63,7 @@ pub async fn expand(
     let (source, on, required) = (record.source.clone(), device.clone(), spec.required);
     let size = node
         .lane(volume, progress, "resize", move || {
-            backends.grow(&source, &on, required)
+            backends.bind(&source).grow(&on, required)
         })
         .await
         .map_err(|error| volume.device(error))?;

@@ -11,7 +11,7 @@ use super::{
     task::{Progress, Volume},
     unstage,
 };
-use crate::{capability::Mode, device::Device};
+use crate::{capability::Mode, device::Device, secret::Secrets};
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
 pub async fn format(
@@ -40,8 +40,9 @@ pub async fn format(
         mkfs_options: Vec::new(),
         group: None,
         inline: None,
+        secrets: Secrets::default(),
     };
-    let mut record = Record::begin(&volume.id, &node.backends.boot_id, &attach);
+    let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);
     node.remember(volume, record.clone()).await?;
     let device = match stage::attach_source(node, volume, &attach, None, progress).await {
         Ok(device) => device,

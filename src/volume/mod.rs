@@ -124,7 +124,10 @@ impl Node {
             uevents: Uevents::start()?,
             volumes: RefCell::default(),
         });
-        ring::spawn(nbd::keep(node.backends.links.clone(), node.lanes.clone()));
+        ring::spawn(nbd::keep(
+            node.backends.exports.links.clone(),
+            node.lanes.clone(),
+        ));
         reconcile::reconcile(&node).await?;
         Ok(node)
     }

@@ -156,7 +156,7 @@ async fn was_interrupted(
     let backends = Arc::clone(&node.backends);
     let (source, id) = (record.source.clone(), volume.id.clone());
     node.lane(volume, progress, "note", move || {
-        backends.mkfs_was_interrupted(&source, &id)
+        backends.bind(&source).mkfs_was_interrupted(&id)
     })
     .await
     .map_err(|error| volume.device(error))
@@ -172,7 +172,7 @@ async fn settle(
     let backends = Arc::clone(&node.backends);
     let source = record.source.clone();
     node.lane(volume, progress, "note", move || {
-        backends.mkfs_ended(&source)
+        backends.bind(&source).mkfs_ended()
     })
     .await
     .map_err(|error| volume.device(error))
@@ -202,8 +202,9 @@ pub async fn make(
     let (source, id) = (record.source.clone(), volume.id.clone());
     let zeros = node
         .lane(volume, progress, "note", move || {
-            let zeros = backends.reads_as_zero(&source)?;
-            backends.mkfs_begins(&source, &id)?;
+            let bound = backends.bind(&source);
+            let zeros = bound.reads_as_zero()?;
+            bound.mkfs_begins(&id)?;
             Ok(zeros)
         })
         .await

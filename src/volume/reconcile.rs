@@ -33,11 +33,11 @@ const POOLS_ANSWER_WITHIN: Duration = Duration::from_secs(10);
 /// Takes up every record of an earlier agent.
 pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
     release_stale_claims(node).await;
-    let boot_id = &node.backends.boot_id;
+    let boot_id = node.backends.boot_id();
     let records = node.records.load(boot_id).await?;
     let mounts = table::list()?;
     for mut record in records {
-        if record.boot_id != *boot_id {
+        if record.boot_id != boot_id {
             // An inline volume that has outlived a reboot: its image is all
             // that is left of it.
             record.device = None;
@@ -69,9 +69,9 @@ pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
 /// Before anything can be staged, so that no claim goes that a call just made.
 async fn release_stale_claims(node: &Node) {
     let backends = Arc::clone(&node.backends);
-    let released = node
-        .lanes
-        .run("", "release", move || backends.release_stale_claims());
+    let released = node.lanes.run("", "release", move || {
+        backends.images.release_stale_claims();
+    });
     match ring::timer::timeout(POOLS_ANSWER_WITHIN, released).await {
         Ok(()) => {}
         Err(_) => {
@@ -199,7 +199,7 @@ pub async fn rebuild(
     };
     let record = Record {
         volume_id: volume.id.clone(),
-        boot_id: node.backends.boot_id.clone(),
+        boot_id: node.backends.boot_id().to_owned(),
         phase: Phase::Staged,
         source: found.source,
         staging_path: staging_path.to_owned(),

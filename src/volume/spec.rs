@@ -21,6 +21,7 @@ use crate::{
         options::MountOptions,
         ownership::{BadGroup, FsGroup},
     },
+    secret::Secrets,
 };
 
 /// How a volume is used on this node: raw, or as which file system.
@@ -109,6 +110,8 @@ pub struct Stage {
     pub group: Option<FsGroup>,
     /// An inline ephemeral volume, whose image the node makes.
     pub inline: Option<InlineImage>,
+    /// What the backend's server asks for; calls are not compared by it.
+    pub secrets: Secrets,
 }
 
 /// What the node makes for an inline ephemeral volume.

@@ -126,7 +126,7 @@ async fn bring_up(
     progress: &Progress,
 ) -> Result<(), Error> {
     let before = volume.record();
-    let mut record = Record::begin(&volume.id, &node.backends.boot_id, spec);
+    let mut record = Record::begin(&volume.id, node.backends.boot_id(), spec);
     if let Some(before) = &before {
         record.device.clone_from(&before.device);
         record.root_dev = before.root_dev;
@@ -236,7 +236,7 @@ pub async fn attach_source(
         let (source, id, bytes) = (spec.source.clone(), volume.id.clone(), inline.bytes);
         let done = node
             .lane(volume, progress, "create", move || {
-                backends.create_inline(&source, &id, bytes)
+                backends.inline_image(&source).create_inline(&id, bytes)
             })
             .await
             .map_err(|error| volume.device(error))?;
@@ -250,10 +250,11 @@ pub async fn attach_source(
         volume_id: volume.id.clone(),
         raw: spec.usage == Use::Block,
         known,
+        secrets: spec.secrets.clone(),
     };
     let (device, done) = node
         .lane(volume, progress, "attach", move || {
-            backends.attach(&source, &how)
+            backends.bind(&source).attach(&how)
         })
         .await
         .map_err(|error| volume.device(error))?;

@@ -103,7 +103,7 @@ pub async fn forget(
         let (source, id) = (record.source.clone(), volume.id.clone());
         let done = node
             .lane(volume, progress, "delete", move || {
-                backends.delete_inline(&source, &id)
+                backends.inline_image(&source).delete_inline(&id)
             })
             .await
             .map_err(|error| volume.device(error))?;
@@ -201,7 +201,7 @@ async fn detach(
             let detached = if let Some(device) = &device {
                 backends.detach(&source, device, &id)?
             } else {
-                backends.release(&source, &id)?;
+                backends.bind(&source).release(&id)?;
                 Detached::Already
             };
             Ok((device, detached))
@@ -229,7 +229,7 @@ async fn detach(
         let backends = Arc::clone(&node.backends);
         let (source, id) = (record.source.clone(), volume.id.clone());
         node.lane(volume, progress, "release", move || {
-            backends.release(&source, &id)
+            backends.bind(&source).release(&id)
         })
         .await
         .map_err(|error| volume.device(error))?;

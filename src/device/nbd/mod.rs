@@ -38,11 +38,9 @@ mod grow;
 pub mod handshake;
 mod links;
 mod netlink;
-mod notes;
 
 pub use client::ConnectError;
 pub use links::{Away, Link, Links, keep};
-pub use notes::Notes;
 
 use client::Connection;
 use handshake::{HandshakeError, Info};

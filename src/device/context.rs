@@ -1,0 +1,68 @@
+//! Reading a volume context: keys that belong to somebody else are left alone.
+
+use std::{collections::HashMap, ops::RangeInclusive};
+
+/// A volume context that names no source.
+#[derive(Debug, thiserror::Error)]
+#[error("volume_context: {key}: {why}")]
+pub struct SourceError {
+    /// The key at fault.
+    pub key: &'static str,
+    /// What is wrong with its value.
+    pub why: String,
+}
+
+/// A volume context, read key by key.
+#[derive(Clone, Copy, Debug)]
+pub struct Context<'a>(pub &'a HashMap<String, String>);
+
+impl<'a> Context<'a> {
+    /// The value, where there is one; an empty one is none.
+    pub fn get(self, key: &str) -> Option<&'a str> {
+        let value = self.0.get(key).map(String::as_str);
+        value.filter(|value| !value.is_empty())
+    }
+
+    /// The value, which has to be there.
+    pub fn need(self, key: &'static str) -> Result<&'a str, SourceError> {
+        let missing = || SourceError {
+            key,
+            why: "is required".to_owned(),
+        };
+        self.get(key).ok_or_else(missing)
+    }
+
+    /// `true` or `false`.
+    pub fn switch(self, key: &'static str, default: bool) -> Result<bool, SourceError> {
+        match self.get(key) {
+            None => Ok(default),
+            Some("true") => Ok(true),
+            Some("false") => Ok(false),
+            Some(other) => Err(SourceError {
+                key,
+                why: format!("{other:?} is neither true nor false"),
+            }),
+        }
+    }
+
+    /// A number within a range.
+    pub fn number<N: TryFrom<u32>>(
+        self,
+        key: &'static str,
+        range: RangeInclusive<u32>,
+    ) -> Result<Option<N>, SourceError> {
+        let Some(text) = self.get(key) else {
+            return Ok(None);
+        };
+        let number = text.parse().ok().filter(|number| range.contains(number));
+        let number = number.and_then(|number| N::try_from(number).ok());
+        number.map(Some).ok_or_else(|| SourceError {
+            key,
+            why: format!(
+                "{text:?} is no number from {} to {}",
+                range.start(),
+                range.end()
+            ),
+        })
+    }
+}

@@ -1,0 +1,261 @@
+//! The backend `nbd`: exports of NBD servers, attached by the kernel's driver.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Ailment, Behind, Device, How, Source,
+    backend::{Bound, Found},
+    context::{Context, SourceError},
+    error::{DeviceError, io},
+    loopdev::Detached,
+    nbd::{self, Links, NbdDevice},
+    notes::Notes,
+};
+use crate::{
+    Done, chain,
+    kernel::Dev,
+    nbd::{BadExport, Export, Server},
+};
+
+/// An export of an NBD server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExportSource {
+    /// The export's address.
+    pub export: Export,
+    /// How it is attached.
+    #[serde(flatten)]
+    pub options: nbd::Options,
+}
+
+/// What exports are attached with unless they say otherwise. A busy disk
+/// behind the server takes seconds to answer at times; a server takes minutes
+/// to be moved to another machine.
+const OPTIONS: nbd::Options = nbd::Options {
+    connections: 2,
+    request_seconds: 30,
+    dead_seconds: 300,
+};
+
+impl fmt::Display for ExportSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "export {}", self.export)
+    }
+}
+
+impl ExportSource {
+    /// An export with nothing special about how it is attached.
+    pub fn new(export: Export) -> Self {
+        Self {
+            export,
+            options: OPTIONS,
+        }
+    }
+
+    /// Reads `uri`, or `host`, `port` and `export`, or `socket` and `export`; and
+    /// `connections`, `requestTimeout` and `deadConnectionTimeout` in seconds.
+    pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
+        let seconds = |key, range| context.number(key, range);
+        Ok(Self {
+            export: address(context)?,
+            options: nbd::Options {
+                connections: context
+                    .number("connections", 1..=16)?
+                    .unwrap_or(OPTIONS.connections),
+                request_seconds: seconds("requestTimeout", 1..=3600)?
+                    .unwrap_or(OPTIONS.request_seconds),
+                // At least one: a device that grows has no live connection
+                // for a moment.
+                dead_seconds: seconds("deadConnectionTimeout", 1..=86400)?
+                    .unwrap_or(OPTIONS.dead_seconds),
+            },
+        })
+    }
+
+    /// Whether the device is attached, and to this export.
+    pub fn is_behind(&self, dev: Dev) -> bool {
+        nbd::is_behind(dev, &self.export)
+    }
+
+    /// Whether both are the same export, however attached.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.export == other.export
+    }
+}
+
+/// Where the export is: one of three ways to say it, and one only.
+fn address(context: Context<'_>) -> Result<Export, SourceError> {
+    let bad = |key: &'static str| {
+        move |error: BadExport| SourceError {
+            key,
+            why: error.to_string(),
+        }
+    };
+    let clash = |why: &str| SourceError {
+        key: "uri",
+        why: why.to_owned(),
+    };
+    let name = context.get("export").unwrap_or_default();
+    match (
+        context.get("uri"),
+        context.get("host"),
+        context.get("socket"),
+    ) {
+        (Some(_), None, None) if !name.is_empty() || context.get("port").is_some() => {
+            Err(clash("names the export and the port itself"))
+        }
+        (Some(uri), None, None) => uri.parse().map_err(bad("uri")),
+        (None, Some(host), None) => {
+            let port = context.number("port", 1..=65535)?;
+            let server = Server::tcp(host, port).map_err(bad("host"))?;
+            Export::new(server, name).map_err(bad("export"))
+        }
+        (None, None, Some(socket)) => {
+            let server = Server::unix(socket).map_err(bad("socket"))?;
+            Export::new(server, name).map_err(bad("export"))
+        }
+        (None, None, None) => Err(clash("is required, or host, or socket")),
+        _ => Err(clash("uri, host and socket exclude each other")),
+    }
+}
+
+/// The attached exports of this node.
+#[derive(Clone, Debug)]
+pub struct Exports {
+    /// Their links to the servers.
+    pub links: Links,
+    /// Which of them have a file system under way.
+    pub notes: Notes,
+}
+
+impl Exports {
+    /// What is attached for the volume.
+    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+        find(|behind| behind.volume_id == volume_id)
+    }
+
+    /// The export behind a device, where this or an earlier agent attached it.
+    pub fn find_behind(&self, dev: Dev) -> Result<Option<Found>, DeviceError> {
+        match nbd::Behind::of(dev) {
+            Some(behind) => find(|other| *other == behind),
+            None => Ok(None),
+        }
+    }
+
+    /// An export with all that is needed to work on it.
+    pub fn bind<'a>(&'a self, source: &'a ExportSource) -> BoundExport<'a> {
+        BoundExport {
+            exports: self,
+            source,
+        }
+    }
+}
+
+fn find(pleases: impl Fn(&nbd::Behind) -> bool) -> Result<Option<Found>, DeviceError> {
+    let found = nbd::find(pleases).map_err(io("list the NBD devices"))?;
+    Ok(found.map(|(device, behind)| Found {
+        device: device_of(device, &behind.export),
+        source: Source::export(behind.export),
+    }))
+}
+
+fn device_of(device: NbdDevice, export: &Export) -> Device {
+    Device {
+        dev: device.dev,
+        node: device.node,
+        behind: Behind::Export(export.clone()),
+        read_only: device.read_only,
+    }
+}
+
+fn as_nbd(device: &Device) -> NbdDevice {
+    NbdDevice {
+        dev: device.dev,
+        node: device.node.clone(),
+        read_only: device.read_only,
+    }
+}
+
+/// An export with all that is needed to work on it.
+#[derive(Debug)]
+pub struct BoundExport<'a> {
+    exports: &'a Exports,
+    source: &'a ExportSource,
+}
+
+impl BoundExport<'_> {
+    fn behind(&self, volume_id: &str) -> nbd::Behind {
+        nbd::Behind {
+            export: self.source.export.clone(),
+            volume_id: volume_id.to_owned(),
+        }
+    }
+}
+
+impl Bound for BoundExport<'_> {
+    fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
+        if how.raw && !how.read_only {
+            self.mkfs_ended()?;
+        }
+        let (links, behind) = (&self.exports.links, self.behind(&how.volume_id));
+        let (device, done) = links.attach(&behind, how.read_only, &self.source.options)?;
+        Ok((device_of(device, &self.source.export), done))
+    }
+
+    fn take_up(&self, device: &Device, volume_id: &str) {
+        let (links, behind) = (&self.exports.links, self.behind(volume_id));
+        let taken = links.take_up(&behind, &as_nbd(device), &self.source.options);
+        if let Err(error) = taken {
+            let error = chain(&error);
+            tracing::error!(error, volume_id, "its connections are not kept");
+        }
+    }
+
+    fn ailment(&self, _: &Device) -> Option<Ailment> {
+        let away = self.exports.links.away(&self.source.export)?;
+        let age = away.since.elapsed();
+        Some(Ailment::Away {
+            failing: age > away.patience,
+            why: format!("for {} s: {}", age.as_secs(), away.why),
+        })
+    }
+
+    /// The kernel knows for whom it was attached.
+    fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        Ok(find(|behind| *behind == self.behind(volume_id))?.is_some())
+    }
+
+    fn attached(&self) -> Result<Option<Device>, DeviceError> {
+        let found = find(|behind| behind.export == self.source.export)?;
+        Ok(found.map(|found| found.device))
+    }
+
+    fn detach(&self, device: &Device) -> Result<Detached, DeviceError> {
+        let links = &self.exports.links;
+        Ok(links.detach(&self.source.export, &as_nbd(device))?)
+    }
+
+    fn release(&self, _: &str) -> Result<(), DeviceError> {
+        // Whoever has it next may fill it.
+        self.mkfs_ended()
+    }
+
+    fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
+        (self.exports.notes.begins(self.source, volume_id)).map_err(io("note the mkfs that begins"))
+    }
+
+    fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        (self.exports.notes.was_interrupted(self.source, volume_id))
+            .map_err(io("look for a note of a mkfs"))
+    }
+
+    fn mkfs_ended(&self) -> Result<(), DeviceError> {
+        (self.exports.notes.ended(self.source)).map_err(io("note the mkfs that ended"))
+    }
+
+    /// What is behind it grows at the server.
+    fn grow(&self, _: &Device, _: u64) -> Result<u64, DeviceError> {
+        Ok(self.exports.links.grow(&self.source.export)?)
+    }
+}

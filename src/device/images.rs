@@ -1,0 +1,339 @@
+//! The backend `loop`: image files of pools, claimed, then put behind loop
+//! devices.
+
+use std::{fmt, path::Path};
+
+use rustix::fs::{FallocateFlags, fallocate, ftruncate};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Ailment, Behind, Device, How, Source,
+    backend::{Bound, Found},
+    context::{Context, SourceError},
+    error::{DeviceError, io},
+    image,
+    loopdev::{self, Detached, FileId},
+    sysfs,
+};
+use crate::{
+    Done, chain, digest,
+    kernel::Dev,
+    pool::{
+        self, Pool, PoolError, Pools,
+        claim::{self, Claim},
+        making,
+    },
+};
+
+/// An image file in a pool.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageSource {
+    /// The pool's name.
+    pub pool: String,
+    /// The image's path within the pool.
+    pub image: String,
+    /// Bypass the page cache of the pool's file system where it can.
+    pub direct_io: bool,
+    /// The device's logical block size in bytes. Part of the volume: a file
+    /// system that was made on 512 does not mount on 4096, which the kernel
+    /// by itself would choose by the image file's state (Linux 6.11).
+    pub sector_size: u32,
+    /// The image's space is reserved, also of what it grows by.
+    pub preallocate: bool,
+}
+
+const DEFAULT_SECTOR: u32 = 512;
+
+impl fmt::Display for ImageSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "image {} of pool {}", self.image, self.pool)
+    }
+}
+
+impl ImageSource {
+    /// An image with nothing special about it.
+    pub fn new(pool: &str, image: &str) -> Self {
+        Self {
+            pool: pool.to_owned(),
+            image: image.to_owned(),
+            direct_io: true,
+            sector_size: DEFAULT_SECTOR,
+            preallocate: false,
+        }
+    }
+
+    /// Reads `pool`, `image`, `directIO`, `sectorSize` and `preallocate`.
+    pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
+        Ok(Self {
+            pool: context.need("pool")?.to_owned(),
+            image: context.need("image")?.to_owned(),
+            direct_io: context.switch("directIO", true)?,
+            preallocate: context.switch("preallocate", false)?,
+            sector_size: match context.get("sectorSize") {
+                None => DEFAULT_SECTOR,
+                Some(text) => match text.parse() {
+                    Ok(size @ (512 | 1024 | 2048 | 4096)) => size,
+                    _ => {
+                        return Err(SourceError {
+                            key: "sectorSize",
+                            why: format!("{text:?} is none of 512, 1024, 2048, 4096"),
+                        });
+                    }
+                },
+            },
+        })
+    }
+
+    /// Whether a file of the image's name is behind the device.
+    pub fn is_behind(&self, dev: Dev) -> bool {
+        let shown = sysfs::backing_file(dev).ok();
+        shown.is_some_and(|path| {
+            let name = path.file_name().map(|name| name.to_string_lossy());
+            name.is_some_and(|name| name.strip_suffix(" (deleted)").unwrap_or(&name) == self.image)
+        })
+    }
+
+    /// Whether both are the same image, however attached.
+    pub fn is_same(&self, other: &Self) -> bool {
+        (&self.pool, &self.image) == (&other.pool, &other.image)
+    }
+}
+
+/// The pools of this node, and who it is to others who share them.
+#[derive(Clone, Debug)]
+pub struct Images {
+    /// The pools.
+    pub pools: Pools,
+    /// This node's name, which its claims carry.
+    pub node_id: String,
+    /// This boot's id: a claim of an earlier boot is stale.
+    pub boot_id: String,
+}
+
+impl Images {
+    /// What this node claimed for the volume, where that is attached.
+    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+        for pool in self.pools.iter() {
+            for image in claim::claimed_by(pool, &self.node_id)? {
+                let source = ImageSource::new(&pool.name, &image);
+                let bound = self.bind(&source);
+                if bound.is_claimed_for(volume_id)? {
+                    let device = bound.attached()?;
+                    return Ok(device.map(|device| Found {
+                        device,
+                        source: Source::Loop(source),
+                    }));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The image behind a device, where it is one of ours.
+    pub fn find_behind(&self, node: &Path, dev: Dev) -> Result<Option<Found>, DeviceError> {
+        let backing = sysfs::backing_file(dev).ok();
+        let Some(source) = backing.and_then(|path| self.source_of(&path)) else {
+            return Ok(None);
+        };
+        let device = self.bind(&source).attached_as(Some(node))?;
+        let device = device.filter(|device| device.node == node);
+        let source = Source::Loop(source);
+        Ok(device.map(|device| Found { device, source }))
+    }
+
+    /// The image that a loop device's backing path stands for.
+    fn source_of(&self, backing: &Path) -> Option<ImageSource> {
+        self.pools.iter().find_map(|pool| {
+            let image = backing.strip_prefix(&pool.dir).ok()?;
+            Some(ImageSource::new(&pool.name, image.to_str()?))
+        })
+    }
+
+    /// The source of an inline volume whose image is made in this pool, or in
+    /// the only one.
+    pub fn inline_source(
+        &self,
+        pool: Option<&str>,
+        volume_id: &str,
+    ) -> Result<ImageSource, PoolError> {
+        let pool = self.pools.get_or_only(pool)?;
+        let image = pool::inline_image(&digest::hex(volume_id));
+        Ok(ImageSource::new(&pool.name, &image))
+    }
+
+    /// Gives back what this node held before it was rebooted: nobody else can
+    /// tell that what it claimed then is attached no more.
+    pub fn release_stale_claims(&self) {
+        for pool in self.pools.iter() {
+            let pool_name = &pool.name;
+            let images = claim::claimed_by(pool, &self.node_id).unwrap_or_else(|error| {
+                let error = chain(&error);
+                tracing::warn!(pool_name, error, "claims of an earlier boot may be left");
+                Vec::new()
+            });
+            for image in images {
+                match claim::release_stale(pool, &image, &self.node_id, &self.boot_id) {
+                    Ok(Done::Now) => {
+                        tracing::info!(pool_name, image, "released the claim of an earlier boot");
+                    }
+                    Ok(Done::Already) => {}
+                    Err(error) => {
+                        let error = chain(&error);
+                        tracing::warn!(pool_name, image, error, "a claim may be left");
+                    }
+                }
+            }
+        }
+    }
+
+    /// An image with all that is needed to work on it.
+    pub fn bind<'a>(&'a self, source: &'a ImageSource) -> BoundImage<'a> {
+        BoundImage {
+            images: self,
+            source,
+        }
+    }
+}
+
+/// An image with all that is needed to work on it.
+#[derive(Debug)]
+pub struct BoundImage<'a> {
+    images: &'a Images,
+    source: &'a ImageSource,
+}
+
+impl BoundImage<'_> {
+    fn pool(&self) -> Result<&Pool, PoolError> {
+        self.images.pools.get(&self.source.pool)
+    }
+
+    fn claim(&self, how: &How) -> Claim {
+        Claim {
+            node_id: self.images.node_id.clone(),
+            boot_id: self.images.boot_id.clone(),
+            volume_id: how.volume_id.clone(),
+            access: match (how.shared, how.read_only) {
+                (false, _) => claim::Access::Exclusive,
+                (true, false) => claim::Access::Shared,
+                (true, true) => claim::Access::Readers,
+            },
+            read_only: how.read_only,
+        }
+    }
+
+    fn attached_as(&self, known: Option<&Path>) -> Result<Option<Device>, DeviceError> {
+        let image = &self.source.image;
+        let id = match self.pool()?.open_image(image, false) {
+            Ok(file) => FileId::of(&file).map_err(io("look at the image"))?,
+            Err(PoolError::NoImage { .. }) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        Ok(image::attached_to(id, image, known)?.map(|found| Device {
+            dev: found.attached.device.dev,
+            node: found.attached.device.node,
+            behind: Behind::Image(id),
+            read_only: found.attached.read_only,
+        }))
+    }
+
+    /// Makes the image of an inline volume.
+    pub fn create_inline(&self, volume_id: &str, bytes: u64) -> Result<Done, DeviceError> {
+        let (_, done) = self.pool()?.create_inline(&digest::hex(volume_id), bytes)?;
+        Ok(done)
+    }
+
+    /// Deletes the image of an inline volume.
+    pub fn delete_inline(&self, volume_id: &str) -> Result<Done, DeviceError> {
+        self.mkfs_ended()?;
+        Ok(self.pool()?.delete_inline(&digest::hex(volume_id))?)
+    }
+}
+
+impl Bound for BoundImage<'_> {
+    fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
+        let (pool, image) = (self.pool()?, &self.source.image);
+        let file = pool.open_image(image, !how.read_only)?;
+        let claimed = claim::claim(pool, image, &self.claim(how))?;
+        if how.raw && !how.read_only {
+            self.mkfs_ended()?;
+        }
+        let attached = image::attach_loop(self.source, pool, &file, how);
+        if attached.is_err() && claimed == Done::Now {
+            // The reason for the failure is what the caller must learn.
+            if let Err(error) = claim::release(pool, image, &self.images.node_id) {
+                tracing::warn!(%error, image, "the claim on an image that was not attached stays");
+            }
+        }
+        attached
+    }
+
+    fn ailment(&self, device: &Device) -> Option<Ailment> {
+        let path = sysfs::backing_file(device.dev).ok()?;
+        let deleted = path.to_string_lossy().ends_with(" (deleted)");
+        deleted.then_some(Ailment::Deleted)
+    }
+
+    fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        let claim = claim::own(self.pool()?, &self.source.image, &self.images.node_id)?;
+        Ok(claim.is_some_and(|claim| claim.volume_id == volume_id))
+    }
+
+    fn attached(&self) -> Result<Option<Device>, DeviceError> {
+        self.attached_as(None)
+    }
+
+    fn detach(&self, device: &Device) -> Result<Detached, DeviceError> {
+        let Behind::Image(id) = &device.behind else {
+            unreachable!("an image is behind a loop device");
+        };
+        Ok(loopdev::detach(&image::loop_device(device)?, *id)?)
+    }
+
+    fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
+        if self.is_claimed_for(volume_id)? {
+            let _ = claim::release(self.pool()?, &self.source.image, &self.images.node_id)?;
+        }
+        Ok(())
+    }
+
+    fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
+        Ok(making::begins(self.pool()?, &self.source.image, volume_id)?)
+    }
+
+    fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        let image = &self.source.image;
+        Ok(making::was_interrupted(self.pool()?, image, volume_id)?)
+    }
+
+    fn mkfs_ended(&self) -> Result<(), DeviceError> {
+        Ok(making::ended(self.pool()?, &self.source.image)?)
+    }
+
+    fn reads_as_zero(&self) -> Result<bool, DeviceError> {
+        let file = self.pool()?.open_image(&self.source.image, false)?;
+        image::is_all_hole(&file).map_err(io("look for data in the image"))
+    }
+
+    fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
+        let (pool, image) = (self.pool()?, &self.source.image);
+        let file = pool.open_image(image, true)?;
+        let failed = |source| DeviceError::Extend {
+            image: pool.image_path(image),
+            bytes,
+            source,
+        };
+        let has = file.metadata().map_err(failed)?.len();
+        if has < bytes {
+            let more = if self.source.preallocate {
+                fallocate(&file, FallocateFlags::empty(), has, bytes - has)
+            } else {
+                ftruncate(&file, bytes)
+            };
+            more.map_err(std::io::Error::from)
+                .and_then(|()| file.sync_all())
+                .map_err(failed)?;
+        }
+        loopdev::resize(&image::loop_device(device)?)?;
+        sysfs::size_bytes(device.dev).map_err(io("read the device's size"))
+    }
+}
