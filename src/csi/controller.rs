@@ -19,9 +19,10 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        Ailment, Error, Kind, Listing, NewVolume, Page, Provisioner, Range, Snapshot, Source,
-        Usage, Volume,
+        Ailment, Error, Kind, Listing, NewVolume, Page, Place, Places, Provisioner, Range, RoomFor,
+        Snapshot, Source, Usage, Volume,
     },
+    secret::Secrets,
 };
 
 mod node;
@@ -59,17 +60,18 @@ impl<P: Provisioner> Controller<P> {
         )?);
         validate::map("parameters", &request.parameters)?;
         validate::map("secrets", &request.secrets)?;
-        if !request.mutable_parameters.is_empty() {
-            let why = "volumes of this driver cannot be modified; there are no such parameters";
-            return Err(invalid("mutable_parameters", why));
-        }
+        validate::map("mutable_parameters", &request.mutable_parameters)?;
+        let requirement = request.accessibility_requirements;
         let new = NewVolume {
             name: request.name,
             range: range(request.capacity_range)?,
             parameters: request.parameters,
+            mutable: request.mutable_parameters,
             usages,
             source: request.volume_content_source.map(source).transpose()?,
-            elsewhere: self.elsewhere(request.accessibility_requirements.as_ref()),
+            elsewhere: self.elsewhere(requirement.as_ref()),
+            places: requirement.map(places).unwrap_or_default(),
+            secrets: request.secrets.into(),
         };
         let volume = self.provisioner.create_volume(new).await?;
         Ok(self.volume(volume))
@@ -98,13 +100,11 @@ impl<P: Provisioner> Controller<P> {
         })
     }
 
-    fn topology(&self, local: bool) -> Vec<Topology> {
+    fn topology(&self, local: bool, place: Place) -> Vec<Topology> {
         let here = self.here.clone().filter(|_| local);
-        here.into_iter()
-            .map(|segment| Topology {
-                segments: [segment].into(),
-            })
-            .collect()
+        let segments: HashMap<_, _> = here.into_iter().chain(place).collect();
+        let topology = (!segments.is_empty()).then_some(Topology { segments });
+        topology.into_iter().collect()
     }
 
     fn volume(&self, volume: Volume) -> wire::Volume {
@@ -113,7 +113,7 @@ impl<P: Provisioner> Controller<P> {
             volume_id: volume.handle,
             volume_context: volume.context.into_iter().collect(),
             content_source: volume.source.map(content_source),
-            accessible_topology: self.topology(volume.local),
+            accessible_topology: self.topology(volume.local, volume.place),
         }
     }
 
@@ -125,7 +125,7 @@ impl<P: Provisioner> Controller<P> {
             creation_time: Some(snapshot.created.into()),
             ready_to_use: true,
             group_snapshot_id: String::new(),
-            accessible_topology: self.topology(snapshot.local),
+            accessible_topology: self.topology(snapshot.local, Place::new()),
         }
     }
 
@@ -140,7 +140,12 @@ impl<P: Provisioner> Controller<P> {
         let handle = request.volume_id;
         let refused = self
             .provisioner
-            .check_usages(handle, usages(&list), request.parameters.clone())
+            .check_usages(
+                handle,
+                usages(&list),
+                request.parameters.clone(),
+                request.secrets.into(),
+            )
             .await?;
         Ok(wire::ValidateVolumeCapabilitiesResponse {
             confirmed: refused.is_none().then_some(Confirmed {
@@ -163,11 +168,13 @@ impl<P: Provisioner> Controller<P> {
             list => usages(&validate::capabilities("volume_capabilities", list)?),
         };
         let place = request.accessible_topology;
-        let here = place.is_none_or(|place| self.is_here(&place));
-        let capacity = self
-            .provisioner
-            .capacity(request.parameters, usages, here)
-            .await?;
+        let room = RoomFor {
+            parameters: request.parameters,
+            usages,
+            here_will_do: place.as_ref().is_none_or(|place| self.is_here(place)),
+            place: place.map(segments).unwrap_or_default(),
+        };
+        let capacity = self.provisioner.capacity(room).await?;
         Ok(wire::GetCapacityResponse {
             available_capacity: signed(capacity.available),
             maximum_volume_size: capacity.maximum.map(signed),
@@ -190,7 +197,7 @@ impl<P: Provisioner> Controller<P> {
         }
         let bytes = self
             .provisioner
-            .expand_volume(request.volume_id, range)
+            .expand_volume(request.volume_id, range, request.secrets.into())
             .await?;
         Ok(wire::ControllerExpandVolumeResponse {
             capacity_bytes: signed(bytes),
@@ -205,11 +212,12 @@ impl<P: Provisioner> Controller<P> {
     ) -> Result<Page<Snapshot>, Status> {
         let what = listing(request.max_entries, request.starting_token)?;
         let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());
+        let secrets = request.secrets.into();
+        let asked = &self.provisioner;
         if request.snapshot_id.is_empty() {
-            let page = self.provisioner.list_snapshots(what, of_volume).await?;
-            return Ok(page);
+            return Ok(asked.list_snapshots(what, of_volume, secrets).await?);
         }
-        let entries = match self.provisioner.get_snapshot(request.snapshot_id).await {
+        let entries = match asked.get_snapshot(request.snapshot_id, secrets).await {
             Ok(one) if of_volume.is_none_or(|volume| volume == one.source) => vec![one],
             Ok(_) => Vec::new(),
             Err(error) if error.kind() == Kind::NotFound => Vec::new(),
@@ -219,8 +227,9 @@ impl<P: Provisioner> Controller<P> {
         Ok(Page { entries, next })
     }
 
-    async fn health(&self, handle: String) -> Result<wire::VolumeHealth, Error> {
-        let ailment = self.provisioner.volume_ailment(handle.clone()).await?;
+    async fn health(&self, handle: String, secrets: Secrets) -> Result<wire::VolumeHealth, Error> {
+        let asked = &self.provisioner;
+        let ailment = asked.volume_ailment(handle.clone(), secrets).await?;
         Ok(wire::VolumeHealth {
             volume_id: handle,
             health_statuses: ailment.into_iter().map(inaccessible).collect(),
@@ -232,10 +241,11 @@ impl<P: Provisioner> Controller<P> {
         request: wire::ControllerListVolumeHealthRequest,
     ) -> Result<wire::ControllerListVolumeHealthResponse, Status> {
         let what = listing(request.max_entries, request.starting_token)?;
+        let secrets = Secrets::from(request.secrets);
         let page = self.provisioner.list_volumes(what).await?;
         let mut entries = Vec::new();
         for volume in page.entries {
-            match self.health(volume.handle).await {
+            match self.health(volume.handle, secrets.clone()).await {
                 Ok(health) => entries.push(health),
                 // Deleted since it was listed.
                 Err(error) if error.kind() == Kind::NotFound => {}
@@ -264,6 +274,18 @@ fn usages(capabilities: &[Capability]) -> Vec<Usage> {
 fn range(range: Option<CapacityRange>) -> Result<Range, Error> {
     let range = range.unwrap_or_default();
     Range::new(range.required_bytes, range.limit_bytes)
+}
+
+fn places(requirement: TopologyRequirement) -> Places {
+    let all = |list: Vec<Topology>| list.into_iter().map(segments).collect();
+    Places {
+        requisite: all(requirement.requisite),
+        preferred: all(requirement.preferred),
+    }
+}
+
+fn segments(topology: Topology) -> Place {
+    topology.segments.into_iter().collect()
 }
 
 fn listing(max_entries: i32, token: String) -> Result<Listing, Status> {
@@ -312,12 +334,6 @@ fn inaccessible(ailment: Ailment) -> VolumeHealthEntry {
 /// Sizes are at most what a file can have, which fits.
 fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
-}
-
-/// A snapshot class has no parameters here but Kubernetes' own.
-fn unknown_of_snapshot(parameters: &HashMap<String, String>) -> Option<&String> {
-    let mut names = parameters.keys();
-    names.find(|name| !name.starts_with("csi.storage.k8s.io/"))
 }
 
 #[cfg(test)]

@@ -12,6 +12,8 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
+use crate::secret::Secrets;
+
 mod copy;
 mod error;
 pub mod images;
@@ -32,6 +34,8 @@ pub struct NewVolume {
     pub range: Range,
     /// The storage class' parameters, as they came.
     pub parameters: HashMap<String, String>,
+    /// The parameters that may be changed later, as they came.
+    pub mutable: HashMap<String, String>,
     /// How it will be used: all of these.
     pub usages: Vec<Usage>,
     /// What is on it at first.
@@ -39,6 +43,22 @@ pub struct NewVolume {
     /// Where it is wanted, if a volume that only this node can reach would not
     /// do.
     pub elsewhere: Option<String>,
+    /// Where it is wanted.
+    pub places: Places,
+    /// What the storage asks of its users.
+    pub secrets: Secrets,
+}
+
+/// A part of the cluster: what all of its nodes have in common (CSI `Topology`).
+pub type Place = BTreeMap<String, String>;
+
+/// Where a volume has to be within reach (CSI `TopologyRequirement`).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Places {
+    /// In one of these at least; none: anywhere.
+    pub requisite: Vec<Place>,
+    /// Rather in these, the best first.
+    pub preferred: Vec<Place>,
 }
 
 /// What a new volume is a copy of, by handle.
@@ -73,6 +93,21 @@ pub struct Volume {
     pub source: Option<Source>,
     /// Only the node of this controller can reach it.
     pub local: bool,
+    /// Only from there it can be reached; empty: the nodes do not matter.
+    pub place: Place,
+}
+
+/// A new snapshot as it is asked for.
+#[derive(Clone, Debug)]
+pub struct NewSnapshot {
+    /// What makes repeated requests one.
+    pub name: String,
+    /// The handle of the volume to take it of.
+    pub volume: String,
+    /// The snapshot class' parameters, without Kubernetes' own.
+    pub parameters: HashMap<String, String>,
+    /// What the storage asks of its users.
+    pub secrets: Secrets,
 }
 
 /// A snapshot; one that exists is ready for use.
@@ -108,6 +143,19 @@ pub struct Listing {
     pub max: usize,
 }
 
+/// What room is asked for.
+#[derive(Clone, Debug, Default)]
+pub struct RoomFor {
+    /// The storage class' parameters, as they came.
+    pub parameters: HashMap<String, String>,
+    /// How volumes will be used.
+    pub usages: Vec<Usage>,
+    /// Whether room that only this node can reach would do.
+    pub here_will_do: bool,
+    /// Where the room is wanted; empty: anywhere.
+    pub place: Place,
+}
+
 /// Room for new volumes, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capacity {
@@ -137,16 +185,40 @@ pub struct Ailment {
     pub message: String,
 }
 
+/// What a provisioner can do beside making volumes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Abilities {
+    /// It finds volumes, snapshots and room by itself, without the secrets of a
+    /// request.
+    pub lists: bool,
+    /// Volumes have parameters that can be changed.
+    pub modifies: bool,
+}
+
 /// A backend of the controller. Every call may be repeated and then has the
 /// same result; one whose caller goes away finishes its work.
 #[tonic::async_trait]
 pub trait Provisioner: Send + Sync + 'static {
+    /// Says what it can do.
+    fn abilities(&self) -> Abilities;
     /// Makes a volume, or says the one that an equal request made.
     async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error>;
     /// Deletes a volume; one that is not there is deleted.
-    async fn delete_volume(&self, handle: String) -> Result<(), Error>;
+    async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error>;
     /// Grows a volume and says its size; one that is large enough stays.
-    async fn expand_volume(&self, handle: String, range: Range) -> Result<u64, Error>;
+    async fn expand_volume(
+        &self,
+        handle: String,
+        range: Range,
+        secrets: Secrets,
+    ) -> Result<u64, Error>;
+    /// Changes parameters of a volume.
+    async fn modify_volume(
+        &self,
+        handle: String,
+        mutable: HashMap<String, String>,
+        secrets: Secrets,
+    ) -> Result<(), Error>;
     /// Looks a volume up.
     async fn get_volume(&self, handle: String) -> Result<Published, Error>;
     /// Lists the volumes.
@@ -157,26 +229,27 @@ pub trait Provisioner: Send + Sync + 'static {
         handle: String,
         usages: Vec<Usage>,
         parameters: HashMap<String, String>,
+        secrets: Secrets,
     ) -> Result<Option<String>, Error>;
     /// Says what ails a volume, if anything does.
-    async fn volume_ailment(&self, handle: String) -> Result<Option<Ailment>, Error>;
-    /// Says how much room there is.
-    async fn capacity(
+    async fn volume_ailment(
         &self,
-        parameters: HashMap<String, String>,
-        usages: Vec<Usage>,
-        here_will_do: bool,
-    ) -> Result<Capacity, Error>;
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<Option<Ailment>, Error>;
+    /// Says how much room there is.
+    async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error>;
     /// Takes a snapshot, or says the one that an equal request took.
-    async fn create_snapshot(&self, name: String, volume: String) -> Result<Snapshot, Error>;
+    async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error>;
     /// Deletes a snapshot; one that is not there is deleted.
-    async fn delete_snapshot(&self, handle: String) -> Result<(), Error>;
+    async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error>;
     /// Looks a snapshot up.
-    async fn get_snapshot(&self, handle: String) -> Result<Snapshot, Error>;
+    async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error>;
     /// Lists the snapshots, of one volume or of all.
     async fn list_snapshots(
         &self,
         what: Listing,
         volume: Option<String>,
+        secrets: Secrets,
     ) -> Result<Page<Snapshot>, Error>;
 }

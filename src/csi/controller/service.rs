@@ -5,9 +5,9 @@ use tonic::{Request, Response, Status};
 use super::{
     super::{
         call::observed,
-        validate::{self, invalid, required},
+        validate::{self, required},
     },
-    Controller, listing, unknown_of_snapshot,
+    Controller, listing,
 };
 use crate::{
     proto::csi::{
@@ -15,7 +15,7 @@ use crate::{
         controller_service_capability as capability,
         controller_service_capability::rpc::Type as Rpc,
     },
-    provision::Provisioner,
+    provision::{NewSnapshot, Provisioner},
 };
 
 #[tonic::async_trait]
@@ -41,7 +41,10 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         observed("DeleteVolume", &volume_id, async {
             required("volume_id", &volume_id)?;
             validate::map("secrets", &secrets)?;
-            self.provisioner.delete_volume(volume_id.clone()).await?;
+            let asked = &self.provisioner;
+            asked
+                .delete_volume(volume_id.clone(), secrets.into())
+                .await?;
             Ok(wire::DeleteVolumeResponse {})
         })
         .await
@@ -103,10 +106,12 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::ControllerGetVolumeHealthRequest>,
     ) -> Result<Response<wire::ControllerGetVolumeHealthResponse>, Status> {
-        let id = request.into_inner().volume_id;
+        let request = request.into_inner();
+        let id = request.volume_id;
         observed("ControllerGetVolumeHealth", &id, async {
             required("volume_id", &id)?;
-            let volume_health = Some(self.health(id.clone()).await?);
+            let health = self.health(id.clone(), request.secrets.into()).await?;
+            let volume_health = Some(health);
             Ok(wire::ControllerGetVolumeHealthResponse { volume_health })
         })
         .await
@@ -123,14 +128,25 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         _: Request<wire::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<wire::ControllerGetCapabilitiesResponse>, Status> {
-        let alpha: &[Rpc] = if self.alpha { &ALPHA } else { &[] };
+        let able = self.provisioner.abilities();
+        let announced = [
+            (true, ANNOUNCED),
+            (able.lists, LISTING),
+            (able.modifies, MODIFYING),
+            (self.alpha, ALPHA),
+            (self.alpha && able.lists, ALPHA_LISTING),
+        ];
+        let announced = announced.iter().filter(|(able, _)| *able);
         let capability = |kind: &Rpc| ControllerServiceCapability {
             r#type: Some(capability::Type::Rpc(capability::Rpc {
                 r#type: (*kind).into(),
             })),
         };
         Ok(Response::new(wire::ControllerGetCapabilitiesResponse {
-            capabilities: ANNOUNCED.iter().chain(alpha).map(capability).collect(),
+            capabilities: announced
+                .flat_map(|(_, kinds)| *kinds)
+                .map(capability)
+                .collect(),
         }))
     }
 
@@ -145,14 +161,15 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
             required("name", &request.name)?;
             validate::map("secrets", &request.secrets)?;
             validate::map("parameters", &request.parameters)?;
-            if let Some(name) = unknown_of_snapshot(&request.parameters) {
-                return Err(invalid("parameters", format!("{name:?} is unknown")));
-            }
-            let name = request.name;
-            let taken = self
-                .provisioner
-                .create_snapshot(name, source.clone())
-                .await?;
+            let mut parameters = request.parameters;
+            parameters.retain(|name, _| !name.starts_with("csi.storage.k8s.io/"));
+            let new = NewSnapshot {
+                name: request.name,
+                volume: source.clone(),
+                parameters,
+                secrets: request.secrets.into(),
+            };
+            let taken = self.provisioner.create_snapshot(new).await?;
             let snapshot = Some(self.snapshot(taken));
             Ok(wire::CreateSnapshotResponse { snapshot })
         })
@@ -168,7 +185,10 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         observed("DeleteSnapshot", &id, async {
             required("snapshot_id", &id)?;
             validate::map("secrets", &request.secrets)?;
-            self.provisioner.delete_snapshot(id.clone()).await?;
+            let asked = &self.provisioner;
+            asked
+                .delete_snapshot(id.clone(), request.secrets.into())
+                .await?;
             Ok(wire::DeleteSnapshotResponse {})
         })
         .await
@@ -197,10 +217,14 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::GetSnapshotRequest>,
     ) -> Result<Response<wire::GetSnapshotResponse>, Status> {
-        let id = request.into_inner().snapshot_id;
+        let wire::GetSnapshotRequest {
+            snapshot_id: id,
+            secrets,
+        } = request.into_inner();
         observed("GetSnapshot", &id, async {
             required("snapshot_id", &id)?;
-            let found = self.provisioner.get_snapshot(id.clone()).await?;
+            let asked = &self.provisioner;
+            let found = asked.get_snapshot(id.clone(), secrets.into()).await?;
             let snapshot = Some(self.snapshot(found));
             Ok(wire::GetSnapshotResponse { snapshot })
         })
@@ -237,9 +261,22 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
 
     async fn controller_modify_volume(
         &self,
-        _: Request<wire::ControllerModifyVolumeRequest>,
+        request: Request<wire::ControllerModifyVolumeRequest>,
     ) -> Result<Response<wire::ControllerModifyVolumeResponse>, Status> {
-        Err(not_announced("MODIFY_VOLUME"))
+        let request = request.into_inner();
+        let id = request.volume_id;
+        observed("ControllerModifyVolume", &id, async {
+            required("volume_id", &id)?;
+            validate::map("secrets", &request.secrets)?;
+            validate::map("mutable_parameters", &request.mutable_parameters)?;
+            let asked = &self.provisioner;
+            let parameters = request.mutable_parameters;
+            asked
+                .modify_volume(id.clone(), parameters, request.secrets.into())
+                .await?;
+            Ok(wire::ControllerModifyVolumeResponse {})
+        })
+        .await
     }
 }
 
@@ -247,19 +284,20 @@ fn not_announced(capability: &str) -> Status {
     Status::unimplemented(format!("this driver does not announce {capability}"))
 }
 
-const ANNOUNCED: [Rpc; 9] = [
+const ANNOUNCED: &[Rpc] = &[
     Rpc::CreateDeleteVolume,
-    Rpc::ListVolumes,
-    Rpc::GetCapacity,
     Rpc::CreateDeleteSnapshot,
-    Rpc::ListSnapshots,
     Rpc::CloneVolume,
     Rpc::ExpandVolume,
-    Rpc::GetVolume,
     Rpc::SingleNodeMultiWriter,
 ];
-const ALPHA: [Rpc; 3] = [
-    Rpc::GetSnapshot,
-    Rpc::GetVolumeHealth,
-    Rpc::ListVolumeHealth,
+/// The calls that carry no secrets, or may carry none.
+const LISTING: &[Rpc] = &[
+    Rpc::ListVolumes,
+    Rpc::GetCapacity,
+    Rpc::ListSnapshots,
+    Rpc::GetVolume,
 ];
+const MODIFYING: &[Rpc] = &[Rpc::ModifyVolume];
+const ALPHA: &[Rpc] = &[Rpc::GetSnapshot, Rpc::GetVolumeHealth];
+const ALPHA_LISTING: &[Rpc] = &[Rpc::ListVolumeHealth];

@@ -29,10 +29,10 @@
 use std::{collections::HashMap, sync::Arc};
 
 use super::{
-    Ailment, Capacity, Error, Listing, NewVolume, Page, Provisioner, Published, Range, Snapshot,
-    Usage, Volume, keyed::Keyed,
+    Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
+    Published, Range, RoomFor, Snapshot, Usage, Volume, keyed::Keyed,
 };
-use crate::{lane::Lanes, pool::Pools};
+use crate::{lane::Lanes, pool::Pools, secret::Secrets};
 
 mod capacity;
 mod catalogue;
@@ -106,20 +106,37 @@ impl Images {
 
 #[tonic::async_trait]
 impl Provisioner for Images {
+    fn abilities(&self) -> Abilities {
+        Abilities {
+            lists: true,
+            modifies: false,
+        }
+    }
+
     async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
+        refuse_any(&new.mutable, "none that can be changed later")?;
         let turn = format!("volume name {}", new.name);
         self.in_turn(&turn, "create", move |store| store.create_volume(&new))
             .await
     }
 
-    async fn delete_volume(&self, handle: String) -> Result<(), Error> {
+    async fn delete_volume(&self, handle: String, _: Secrets) -> Result<(), Error> {
         self.in_turn(&handle.clone(), "delete", move |store| {
             store.delete_volume(&handle)
         })
         .await
     }
 
-    async fn expand_volume(&self, handle: String, range: Range) -> Result<u64, Error> {
+    async fn modify_volume(
+        &self,
+        _: String,
+        mutable: HashMap<String, String>,
+        _: Secrets,
+    ) -> Result<(), Error> {
+        refuse_any(&mutable, "none that can be changed later")
+    }
+
+    async fn expand_volume(&self, handle: String, range: Range, _: Secrets) -> Result<u64, Error> {
         self.in_turn(&handle.clone(), "expand", move |store| {
             store.expand_volume(&handle, range)
         })
@@ -145,6 +162,7 @@ impl Provisioner for Images {
         handle: String,
         usages: Vec<Usage>,
         parameters: HashMap<String, String>,
+        _: Secrets,
     ) -> Result<Option<String>, Error> {
         self.in_turn(&handle.clone(), "check", move |store| {
             store.check_usages(&handle, &usages, &parameters)
@@ -152,26 +170,23 @@ impl Provisioner for Images {
         .await
     }
 
-    async fn volume_ailment(&self, handle: String) -> Result<Option<Ailment>, Error> {
+    async fn volume_ailment(&self, handle: String, _: Secrets) -> Result<Option<Ailment>, Error> {
         self.in_turn(&handle.clone(), "look up", move |store| {
             store.volume_ailment(&handle)
         })
         .await
     }
 
-    async fn capacity(
-        &self,
-        parameters: HashMap<String, String>,
-        usages: Vec<Usage>,
-        here_will_do: bool,
-    ) -> Result<Capacity, Error> {
+    async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
         self.in_turn("capacity", "capacity", move |store| {
-            store.capacity(&parameters, &usages, here_will_do)
+            store.capacity(&room.parameters, &room.usages, room.here_will_do)
         })
         .await
     }
 
-    async fn create_snapshot(&self, name: String, volume: String) -> Result<Snapshot, Error> {
+    async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
+        refuse_any(&new.parameters, "none for snapshots")?;
+        let NewSnapshot { name, volume, .. } = new;
         let turn = format!("snapshot name {name}");
         self.in_turn(&turn, "snapshot", move |store| {
             store.create_snapshot(&name, &volume)
@@ -179,14 +194,14 @@ impl Provisioner for Images {
         .await
     }
 
-    async fn delete_snapshot(&self, handle: String) -> Result<(), Error> {
+    async fn delete_snapshot(&self, handle: String, _: Secrets) -> Result<(), Error> {
         self.in_turn(&handle.clone(), "delete", move |store| {
             store.delete_snapshot(&handle)
         })
         .await
     }
 
-    async fn get_snapshot(&self, handle: String) -> Result<Snapshot, Error> {
+    async fn get_snapshot(&self, handle: String, _: Secrets) -> Result<Snapshot, Error> {
         self.in_turn(&handle.clone(), "look up", move |store| {
             store.get_snapshot(&handle)
         })
@@ -197,11 +212,23 @@ impl Provisioner for Images {
         &self,
         what: Listing,
         volume: Option<String>,
+        _: Secrets,
     ) -> Result<Page<Snapshot>, Error> {
         self.in_turn("list snapshots", "list", move |store| {
             store.list_snapshots(&what, volume.as_deref())
         })
         .await
+    }
+}
+
+/// Refuses parameters where there are none.
+fn refuse_any(parameters: &HashMap<String, String>, known: &str) -> Result<(), Error> {
+    match parameters.keys().min() {
+        None => Ok(()),
+        Some(name) => Err(Error::UnknownParameter {
+            name: name.clone(),
+            known: known.to_owned(),
+        }),
     }
 }
 

@@ -14,7 +14,7 @@ use crate::{
         Pool, Scope,
         claim::{self, Access, Claim},
     },
-    provision::{Kind, Source},
+    provision::{Kind, Places, Source},
 };
 
 const MIB: u64 = 1 << 20;
@@ -44,8 +44,32 @@ fn new(name: &str, required: u64) -> NewVolume {
             fs_type: None,
             many_nodes_write: false,
         }],
+        mutable: HashMap::new(),
         source: None,
         elsewhere: None,
+        places: Places::default(),
+        secrets: none(),
+    }
+}
+
+fn none() -> Secrets {
+    Secrets::default()
+}
+
+fn snapshot_of(name: String, volume: String) -> NewSnapshot {
+    NewSnapshot {
+        name,
+        volume,
+        parameters: HashMap::new(),
+        secrets: none(),
+    }
+}
+
+fn room(parameters: HashMap<String, String>, here_will_do: bool) -> RoomFor {
+    RoomFor {
+        parameters,
+        here_will_do,
+        ..RoomFor::default()
     }
 }
 
@@ -148,7 +172,7 @@ async fn many_equal_creates_make_one_image() {
     };
     assert_eq!(
         later
-            .expand_volume(first.handle.clone(), range)
+            .expand_volume(first.handle.clone(), range, none())
             .await
             .unwrap(),
         16 * MIB
@@ -195,15 +219,21 @@ async fn a_deleted_volume_leaves_nothing() {
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     for _ in 0..2 {
         home.images
-            .delete_volume(made.handle.clone())
+            .delete_volume(made.handle.clone(), none())
             .await
             .unwrap();
     }
     assert_eq!(home.files(), [""; 0]);
     for never_ours in ["x", "", "vol.shared.main.x"] {
         let handle = never_ours.to_owned();
-        home.images.delete_volume(handle.clone()).await.unwrap();
-        home.images.delete_snapshot(handle.clone()).await.unwrap();
+        home.images
+            .delete_volume(handle.clone(), none())
+            .await
+            .unwrap();
+        home.images
+            .delete_snapshot(handle.clone(), none())
+            .await
+            .unwrap();
         assert_eq!(kind(home.images.get_volume(handle).await), Kind::NotFound);
     }
     let again = home.images.create_volume(new("pvc", MIB)).await.unwrap();
@@ -219,10 +249,13 @@ async fn what_a_node_holds_is_neither_deleted_nor_torn() {
     assert_eq!(published.nodes, ["node-a"]);
     let copy = copy_of("copy", MIB, Source::Volume(made.handle.clone()));
     for refused in [
-        home.images.delete_volume(made.handle.clone()).await.err(),
+        home.images
+            .delete_volume(made.handle.clone(), none())
+            .await
+            .err(),
         home.images.create_volume(copy.clone()).await.err(),
         home.images
-            .create_snapshot("snap".to_owned(), made.handle.clone())
+            .create_snapshot(snapshot_of("snap".to_owned(), made.handle.clone()))
             .await
             .err(),
     ] {
@@ -233,7 +266,10 @@ async fn what_a_node_holds_is_neither_deleted_nor_torn() {
     }
     home.release(&made, "node-a");
     home.images.create_volume(copy).await.unwrap();
-    home.images.delete_volume(made.handle).await.unwrap();
+    home.images
+        .delete_volume(made.handle, none())
+        .await
+        .unwrap();
 }
 
 #[tokio::test]
@@ -247,7 +283,7 @@ async fn copies_hold_the_data_and_may_be_larger() {
     home.file(&source).write_all_at(b"old", 4 * MIB).unwrap();
     let taken = home
         .images
-        .create_snapshot("snap".to_owned(), source.handle.clone())
+        .create_snapshot(snapshot_of("snap".to_owned(), source.handle.clone()))
         .await
         .unwrap();
     assert_eq!(taken.bytes, 8 * MIB);
@@ -279,21 +315,24 @@ async fn copies_hold_the_data_and_may_be_larger() {
 
     // The snapshot outlives its volume, and its name goes on meaning it.
     home.images
-        .delete_volume(source.handle.clone())
+        .delete_volume(source.handle.clone(), none())
         .await
         .unwrap();
     let again = home
         .images
-        .create_snapshot("snap".to_owned(), source.handle)
+        .create_snapshot(snapshot_of("snap".to_owned(), source.handle))
         .await
         .unwrap();
     assert_eq!(again, taken);
     let other = home
         .images
-        .create_snapshot("snap".to_owned(), cloned.handle)
+        .create_snapshot(snapshot_of("snap".to_owned(), cloned.handle))
         .await;
     assert_eq!(kind(other), Kind::AlreadyExists);
-    home.images.delete_snapshot(taken.handle).await.unwrap();
+    home.images
+        .delete_snapshot(taken.handle, none())
+        .await
+        .unwrap();
     let late = copy_of("late", 9 * MIB, from_snapshot);
     assert_eq!(kind(home.images.create_volume(late).await), Kind::NotFound);
 }
@@ -320,7 +359,10 @@ async fn pages_go_on_behind_what_was_deleted() {
     };
     let (ids, next) = page(None).await;
     assert_eq!(ids, handles[..2]);
-    home.images.delete_volume(handles[1].clone()).await.unwrap();
+    home.images
+        .delete_volume(handles[1].clone(), none())
+        .await
+        .unwrap();
     let late = home.images.create_volume(new("late", MIB)).await.unwrap();
     let (ids, next) = page(next).await;
     assert_eq!(ids, handles[2..4]);
@@ -370,7 +412,7 @@ async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
     let home = home();
     let capacity = async |overcommit: &str| {
         let parameters = HashMap::from([("overcommit".to_owned(), overcommit.to_owned())]);
-        let capacity = home.images.capacity(parameters, Vec::new(), true).await;
+        let capacity = home.images.capacity(room(parameters, true)).await;
         capacity.unwrap()
     };
     let there = capacity("false").await;
@@ -385,7 +427,10 @@ async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
         required: too_much,
         limit: 0,
     };
-    let refused = home.images.expand_volume(made.handle.clone(), range).await;
+    let refused = home
+        .images
+        .expand_volume(made.handle.clone(), range, none())
+        .await;
     assert_eq!(kind(refused), Kind::ResourceExhausted);
     let copy = copy_of("copy", too_much, Source::Volume(made.handle));
     assert_eq!(
@@ -420,14 +465,14 @@ async fn local_volumes_stay_on_their_node() {
         kind(here.create_volume(another).await),
         Kind::ResourceExhausted
     );
-    let none = here.capacity(parameters, Vec::new(), true).await.unwrap();
-    assert_eq!(none.available, 0);
+    let empty = here.capacity(room(parameters, true)).await.unwrap();
+    assert_eq!(empty.available, 0);
 
     let made = here.create_volume(new("pvc", MIB)).await.unwrap();
     assert!(made.local);
     let handle = || made.handle.clone();
     assert_eq!(
-        kind(there.delete_volume(handle()).await),
+        kind(there.delete_volume(handle(), none()).await),
         Kind::FailedPrecondition
     );
     let copy = copy_of("copy", MIB, Source::Volume(handle()));
@@ -439,20 +484,14 @@ async fn local_volumes_stay_on_their_node() {
         required: 2 * MIB,
         limit: 0,
     };
-    assert_eq!(there.expand_volume(handle(), range).await.unwrap(), 2 * MIB);
-    let none = HashMap::new();
-    let capacity = here
-        .capacity(none.clone(), Vec::new(), false)
-        .await
-        .unwrap();
-    assert_eq!(capacity.available, 0);
-    assert!(
-        here.capacity(none, Vec::new(), true)
-            .await
-            .unwrap()
-            .available
-            > 0
+    assert_eq!(
+        there.expand_volume(handle(), range, none()).await.unwrap(),
+        2 * MIB
     );
+    let none = HashMap::new();
+    let capacity = here.capacity(room(none.clone(), false)).await.unwrap();
+    assert_eq!(capacity.available, 0);
+    assert!(here.capacity(room(none, true)).await.unwrap().available > 0);
 }
 
 #[tokio::test]
@@ -484,7 +523,7 @@ async fn several_nodes_write_only_where_nothing_caches() {
     assert_eq!(made.context["directIO"], "true");
     let check = async |handle: &str, usage| {
         home.images
-            .check_usages(handle.to_owned(), vec![usage], HashMap::new())
+            .check_usages(handle.to_owned(), vec![usage], HashMap::new(), none())
             .await
             .unwrap()
     };
@@ -499,7 +538,7 @@ async fn promised_space_counts_as_taken() {
     let home = home();
     let capacity = async || {
         let none = HashMap::new();
-        home.images.capacity(none, Vec::new(), true).await.unwrap()
+        home.images.capacity(room(none, true)).await.unwrap()
     };
     let before = capacity().await.available;
     home.images
@@ -519,7 +558,7 @@ async fn a_lost_image_is_told_and_can_be_deleted() {
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     let ailment = async || {
         home.images
-            .volume_ailment(made.handle.clone())
+            .volume_ailment(made.handle.clone(), none())
             .await
             .unwrap()
     };
@@ -528,7 +567,10 @@ async fn a_lost_image_is_told_and_can_be_deleted() {
     assert_eq!(ailment().await.unwrap().reason, "ImageMissing");
     let again = home.images.create_volume(new("pvc", MIB)).await;
     assert_eq!(kind(again), Kind::Internal);
-    home.images.delete_volume(made.handle).await.unwrap();
+    home.images
+        .delete_volume(made.handle, none())
+        .await
+        .unwrap();
     assert_eq!(home.files(), [""; 0]);
 }
 
@@ -538,7 +580,7 @@ async fn an_image_whose_record_is_lost_is_left_alone() {
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     let taken = home
         .images
-        .create_snapshot("snap".to_owned(), made.handle.clone())
+        .create_snapshot(snapshot_of("snap".to_owned(), made.handle.clone()))
         .await;
     let snapshot = taken.unwrap().handle;
     home.claim(&made, "node-a");
@@ -556,8 +598,11 @@ async fn an_image_whose_record_is_lost_is_left_alone() {
     assert!(told[0].contains(image) && told[1].contains("snapshots/"));
     let again = home.images.create_volume(new("pvc", MIB)).await;
     assert!(again.unwrap_err().to_string().contains(image));
-    home.images.delete_volume(made.handle).await.unwrap();
-    home.images.delete_snapshot(snapshot).await.unwrap();
+    home.images
+        .delete_volume(made.handle, none())
+        .await
+        .unwrap();
+    home.images.delete_snapshot(snapshot, none()).await.unwrap();
     assert_eq!(home.files(), files);
 }
 
@@ -567,7 +612,10 @@ async fn a_deleted_volume_s_note_of_a_mkfs_goes_with_it() {
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     let image = &made.context["image"];
     crate::pool::making::begins(home.pool(), image, &made.handle).unwrap();
-    home.images.delete_volume(made.handle).await.unwrap();
+    home.images
+        .delete_volume(made.handle, none())
+        .await
+        .unwrap();
     assert_eq!(home.files(), [""; 0]);
 }
 
@@ -628,7 +676,7 @@ mod rubbish {
                 assert!(error.to_string().contains(&path), "{error}");
                 let errors = home.images.sweep().await;
                 assert!(errors.iter().any(|e| e.to_string().contains(&path)));
-                let error = home.images.delete_volume(made.handle).await.unwrap_err();
+                let error = home.images.delete_volume(made.handle, none()).await.unwrap_err();
                 assert!(error.to_string().contains(&path), "{error}");
                 assert_eq!(home.files().len(), count);
                 assert_eq!(std::fs::read(&path).unwrap(), bytes);

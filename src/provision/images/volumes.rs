@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        Ailment, Error, NewVolume, Parameters, Published, Range, Source, Usage, Volume,
+        Ailment, Error, NewVolume, Parameters, Place, Published, Range, Source, Usage, Volume,
         size::{self, least},
     },
     capacity::refuse_without_room,
@@ -294,6 +294,7 @@ impl Store {
             context,
             source: detail.source.clone(),
             local: pool.scope == Scope::Local,
+            place: Place::new(),
         }
     }
 

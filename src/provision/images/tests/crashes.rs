@@ -14,7 +14,7 @@ use super::*;
 async fn make(images: &Images) {
     let source = images.create_volume(new("source", 8 * MIB)).await.unwrap();
     let snapshot = images
-        .create_snapshot("snapshot".to_owned(), source.handle.clone())
+        .create_snapshot(snapshot_of("snapshot".to_owned(), source.handle.clone()))
         .await
         .unwrap();
     let copies = [
@@ -28,18 +28,26 @@ async fn make(images: &Images) {
         required: 16 * MIB,
         limit: 0,
     };
-    images.expand_volume(source.handle, range).await.unwrap();
+    images
+        .expand_volume(source.handle, range, none())
+        .await
+        .unwrap();
 }
 
 /// Deletes everything that is still listed.
 async fn unmake(images: &Images) {
-    let snapshots = images.list_snapshots(Listing::default(), None).await;
+    let snapshots = images
+        .list_snapshots(Listing::default(), None, none())
+        .await;
     for snapshot in snapshots.unwrap().entries {
-        images.delete_snapshot(snapshot.handle).await.unwrap();
+        images
+            .delete_snapshot(snapshot.handle, none())
+            .await
+            .unwrap();
     }
     let volumes = images.list_volumes(Listing::default()).await;
     for volume in volumes.unwrap().entries {
-        images.delete_volume(volume.handle).await.unwrap();
+        images.delete_volume(volume.handle, none()).await.unwrap();
     }
 }
 

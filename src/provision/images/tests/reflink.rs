@@ -60,7 +60,7 @@ async fn inside() {
     let before = free();
 
     let snapshot = images
-        .create_snapshot("snapshot".to_owned(), source.handle.clone())
+        .create_snapshot(snapshot_of("snapshot".to_owned(), source.handle.clone()))
         .await
         .unwrap();
     file(&source).write_all_at(b"new", MIB).unwrap();
