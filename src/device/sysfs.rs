@@ -81,9 +81,20 @@ pub fn in_flight(dev: Dev) -> io::Result<u64> {
     counts.sum::<Result<_, _>>().map_err(|_| broken(dev, &text))
 }
 
-/// Lets no request to the device be larger, where they may be now.
+/// The device's logical block size in bytes.
+pub fn block_bytes(dev: Dev) -> io::Result<u64> {
+    number(dev, "queue/logical_block_size")
+}
+
+/// The size of the largest request to the device in KiB.
+pub fn largest_kibibytes(dev: Dev) -> io::Result<u64> {
+    number(dev, "queue/max_sectors_kb")
+}
+
+/// Lets no request to the device be larger, where they may be now. The kernel
+/// waits for those under way.
 pub fn limit_requests(dev: Dev, kibibytes: u32) -> io::Result<()> {
-    if number(dev, "queue/max_sectors_kb")? > u64::from(kibibytes) {
+    if largest_kibibytes(dev)? > u64::from(kibibytes) {
         let path = directory(dev).join("queue/max_sectors_kb");
         fs::write(path, kibibytes.to_string())?;
     }

@@ -64,9 +64,11 @@ impl Connection {
     }
 
     /// Whether the kernel's driver uses this socket, after it was offered one.
-    /// It drops what it has no need for and says nothing; but on what it takes
-    /// it sets the device's request timeout as the time limit of sends
-    /// (drivers/block/nbd.c, `nbd_reconnect_socket`).
+    /// It drops what it has no need for and says nothing, neither then nor to
+    /// `NBD_CMD_STATUS`; but on what it takes it sets the device's request timeout
+    /// as the time limit of sends (drivers/block/nbd.c, `nbd_reconnect_socket`,
+    /// since Linux 4.15). A kernel that did not would make connections look like
+    /// an earlier agent's: they would live, and refuse to grow.
     pub fn is_taken(&self) -> bool {
         sockopt::socket_timeout(&self.socket, Timeout::Send).is_ok_and(|limit| limit.is_some())
     }

@@ -8,11 +8,16 @@
 //! others go on at once. Then the device is told its size, and the last block
 //! is read to prove it.
 //!
-//! To set a size the kernel freezes the device's queue (since Linux 6.13), and
-//! so waits for every request under way, with the lock held that all generic
-//! netlink of the machine needs, ours for fresh connections, too. So it is not
-//! told a size before the device answers and no request is left on connections
-//! that were shut down.
+//! To set a size the kernel freezes the device's queue (since Linux 6.13): it
+//! waits for every request under way, with the lock held that all of generic
+//! netlink's commands for the driver need. If the server dies just then, no
+//! connection of this node can be renewed until those requests have failed. No
+//! way around it is left to a device that netlink made: `NBD_SET_SIZE` is
+//! refused, and takes the same lock. So the device is told its size only while
+//! it answers, when no request is left on connections that were shut down and
+//! every fresh one is alive; and for that moment, a millisecond, requests wait
+//! for [`RESIZE_PATIENCE`] only, which is then as long as one server's death can
+//! hold up the connections to the others.
 //!
 //! Connections that an earlier agent made can't be shut down: nobody but the
 //! kernel has their descriptors. Then the size alone is changed, and where the
@@ -31,11 +36,19 @@ use rustix::{
     thread::nanosleep,
 };
 
-use super::{Connection, Link, Links, NbdError, failed, links::lock, netlink::Driver};
+use super::{
+    Connection, Link, Links, NbdError, failed,
+    links::lock,
+    netlink::{Change, Driver},
+};
 use crate::{device::sysfs, kernel::block, nbd::Export};
 
 /// How long the driver may take to notice that its connections were shut down.
 const NOTICED_WITHIN: Duration = Duration::from_secs(10);
+
+/// Seconds that requests wait for a live connection, before they fail, while the
+/// device's size is being set.
+const RESIZE_PATIENCE: u32 = 5;
 
 /// The longest time between two offers; an announcement comes first.
 const OFFER_AGAIN: Timespec = Timespec {
@@ -64,27 +77,25 @@ impl Links {
             return Err(failed(export.to_string().as_ref(), "grow")(why));
         };
         let node = &link.device.node;
-        let size = || sysfs::size_bytes(link.device.dev).map_err(failed(node, "read the size of"));
-        let (had, has) = (size()?, link.look()?.bytes);
-        link.not_smaller(had, has)?;
+        let had = sysfs::size_bytes(link.device.dev).map_err(failed(node, "read the size of"))?;
+        let shape = link.look()?;
+        link.fits(&shape)?;
+        let has = shape.bytes;
         if has == had {
             return Ok(had);
         }
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         if let Some(away) = &*lock(&link.away) {
-            let why = io::Error::new(io::ErrorKind::NotConnected, away.why.clone());
-            return Err(failed(node, "grow, whose server is away,")(why));
+            return Err(link.is_away(&away.why));
         }
         let renewed = link.renew(&driver)?;
         link.settle(renewed, had)
             .map_err(failed(node, "read the end of"))?;
-        let identifier = link.behind.identifier();
-        let resize = |bytes| driver.resize(link.index, &identifier, bytes);
-        resize(has).map_err(failed(node, "resize"))?;
+        link.resize(&driver, has)?;
         match link.prove(has) {
             Ok(()) => Ok(has),
             Err(error) => {
-                resize(had).map_err(failed(node, "resize back"))?;
+                link.resize(&driver, had)?;
                 if renewed {
                     return Err(failed(node, "read the new end of")(error));
                 }
@@ -100,6 +111,34 @@ impl Links {
 }
 
 impl Link {
+    fn is_away(&self, why: &str) -> NbdError {
+        let why = io::Error::new(io::ErrorKind::NotConnected, why.to_owned());
+        failed(&self.device.node, "grow, whose server is away,")(why)
+    }
+
+    /// Sets the device's size.
+    fn resize(&self, driver: &Driver, bytes: u64) -> Result<(), NbdError> {
+        let change = |change| {
+            let identifier = self.behind.identifier();
+            driver
+                .reconfigure(self.index, &identifier, &change)
+                .map_err(failed(&self.device.node, "resize"))
+        };
+        let usual = self.options.dead_seconds;
+        change(Change::DeadSeconds(usual.min(RESIZE_PATIENCE)))?;
+        let alive = lock(&self.held)
+            .connections
+            .iter()
+            .all(Connection::is_alive);
+        let resized = if alive {
+            change(Change::Bytes(bytes))
+        } else {
+            Err(self.is_away("a connection has died"))
+        };
+        change(Change::DeadSeconds(usual))?;
+        resized
+    }
+
     /// Replaces every connection of the device by a fresh one; false where some
     /// are out of reach.
     fn renew(&self, driver: &Driver) -> Result<bool, NbdError> {

@@ -34,24 +34,30 @@ use crate::{
 };
 
 mod client;
+mod error;
 mod grow;
 pub mod handshake;
+mod keep;
+mod link;
 mod links;
 mod netlink;
+mod shape;
 
 pub use client::ConnectError;
-pub use links::{Away, Link, Links, keep};
+pub use error::NbdError;
+pub use keep::keep;
+pub use link::{Away, Link};
+pub use links::Links;
 
 use client::Connection;
-use handshake::{HandshakeError, Info};
+use error::{at, failed};
+use handshake::Info;
 use netlink::{Connect, Driver};
+use shape::Shape;
 
 /// Stands before the export's address in a backend identifier, so that what
 /// others attached is not taken for ours.
 const OURS: &str = "uring-csi:";
-
-/// Logical block sizes that the driver takes, in bytes.
-const BLOCKS: std::ops::RangeInclusive<u32> = 512..=4096;
 
 /// How an export is put behind a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -75,91 +81,6 @@ pub struct NbdDevice {
     pub node: PathBuf,
     /// It refuses writes.
     pub read_only: bool,
-}
-
-/// Why an export could not be attached, kept, grown or detached.
-#[derive(Debug, thiserror::Error)]
-pub enum NbdError {
-    /// No NBD driver.
-    #[error("the kernel's NBD driver does not answer; load the kernel module \"nbd\" on this node")]
-    NoDriver(#[source] io::Error),
-    /// The server is away, or does not serve the export.
-    #[error("export {export}")]
-    Server {
-        /// The export.
-        export: Export,
-        /// What happened.
-        source: ConnectError,
-    },
-    /// The export is not what the volume needs.
-    #[error("export {export} {what}")]
-    Unsuited {
-        /// The export.
-        export: Export,
-        /// What is wrong with it, and what to do.
-        what: String,
-    },
-    /// The export became smaller than the device over it.
-    #[error(
-        "export {export} has shrunk from {had} to {has} bytes under {node}, which is refused: make it as large as it was, or restore its data"
-    )]
-    Shrunk {
-        /// The export.
-        export: Export,
-        /// The device's node.
-        node: PathBuf,
-        /// The device's size in bytes.
-        had: u64,
-        /// What the server says, in bytes.
-        has: u64,
-    },
-    /// The export is attached already, but not as it is needed.
-    #[error(
-        "export {export} is attached as {node} {how}, which this volume did not do; detach it first (nbd-client -d {node})"
-    )]
-    AttachedOtherwise {
-        /// The export.
-        export: Export,
-        /// The device's node.
-        node: PathBuf,
-        /// What is different about it.
-        how: &'static str,
-    },
-    /// The device's connections to the server cannot be renewed.
-    #[error(
-        "export {export} has {has} bytes, but {node} still has connections of an earlier agent, on which the server refuses what lies beyond byte {had}; unstage and stage the volume, or restart the server, then expand again"
-    )]
-    OldConnections {
-        /// The export.
-        export: Export,
-        /// The device's node.
-        node: PathBuf,
-        /// The device's size in bytes.
-        had: u64,
-        /// What the server says, in bytes.
-        has: u64,
-    },
-    /// A file system, device mapper, md or a process holds the device.
-    #[error("{node} is in use; it stays attached until its user lets go")]
-    Busy {
-        /// The device's node.
-        node: PathBuf,
-    },
-    /// The kernel refused something else.
-    #[error("cannot {what} {node}")]
-    Device {
-        /// The device's node, or what shall become one.
-        node: String,
-        /// What was tried.
-        what: &'static str,
-        /// The kernel's answer.
-        source: io::Error,
-    },
-}
-
-fn failed(node: &Path, what: &'static str) -> impl FnOnce(io::Error) -> NbdError {
-    let node = node.display().to_string();
-    move |source| NbdError::Device { node, what, source }
 }
 
 /// What stands behind a device of ours, as its backend identifier says.
@@ -273,14 +194,26 @@ fn attach(
         node: block::node_of(dev).map_err(made())?,
         read_only,
     };
-    if let Some(kibibytes) = shape.largest_kibibytes
-        && let Err(source) = sysfs::limit_requests(dev, kibibytes)
-    {
+    if let Err(source) = complete(dev, &shape) {
         let undone = driver.disconnect(index);
-        tracing::debug!(?undone, "a device that cannot be limited was taken down");
-        return Err(failed(&device.node, "limit the requests of")(source));
+        tracing::debug!(
+            ?undone,
+            "a device that is not as it should be was taken down"
+        );
+        return Err(failed(&device.node, "use")(source));
     }
     Ok((device, connections))
+}
+
+/// Makes sure that a fresh device is what the server has.
+fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
+    let bytes = sysfs::size_bytes(dev)?;
+    if bytes != shape.bytes {
+        let why = format!("it has {bytes} bytes, its export {}", shape.bytes);
+        return Err(io::Error::other(why));
+    }
+    let limit = shape.largest_kibibytes;
+    limit.map_or(Ok(()), |limit| sysfs::limit_requests(dev, limit))
 }
 
 /// Opens a device so that nobody else uses it, nor can begin to. None where it
@@ -310,92 +243,4 @@ fn is_busy(error: &io::Error) -> bool {
 
 fn open(export: &Export) -> Result<(Connection, Info), NbdError> {
     Connection::open(export).map_err(at(export))
-}
-
-fn at(export: &Export) -> impl FnOnce(ConnectError) -> NbdError {
-    let export = export.clone();
-    move |source| NbdError::Server { export, source }
-}
-
-/// An export, as the driver takes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Shape {
-    bytes: u64,
-    block_bytes: u32,
-    flags: u16,
-    /// The largest request, where the server's limit is below the kernel's.
-    largest_kibibytes: Option<u32>,
-}
-
-impl Shape {
-    fn of(export: &Export, info: &Info, read_only: bool) -> Result<Self, NbdError> {
-        let unsuited = |what: String| NbdError::Unsuited {
-            export: export.clone(),
-            what,
-        };
-        if !read_only && info.flags & handshake::flags::READ_ONLY != 0 {
-            return Err(unsuited(
-                "is served read-only; stage the volume read-only, or serve it writable".to_owned(),
-            ));
-        }
-        // The unit of a file system made on it: it must not change with the
-        // server, so it is as small as the server allows.
-        let block_bytes = info.minimum_block.max(*BLOCKS.start());
-        if !BLOCKS.contains(&block_bytes) {
-            return Err(unsuited(format!(
-                "takes requests of {block_bytes} bytes at least, more than the {} of a page",
-                BLOCKS.end()
-            )));
-        }
-        let bytes = info.bytes - info.bytes % u64::from(block_bytes);
-        if bytes == 0 {
-            return Err(unsuited(format!("has {} bytes, not one block", info.bytes)));
-        }
-        Ok(Self {
-            bytes,
-            block_bytes,
-            flags: if read_only {
-                info.flags | handshake::flags::READ_ONLY
-            } else {
-                info.flags
-            },
-            largest_kibibytes: (info.maximum_block < KERNELS_LARGEST)
-                .then(|| (info.maximum_block / 1024).max(4)),
-        })
-    }
-}
-
-/// Bytes of the largest request that the driver sends unasked.
-const KERNELS_LARGEST: u32 = 32 << 20;
-
-impl NbdError {
-    /// Whether a repeat meets the same refusal: the server's or the export's
-    /// word, not a failure that may pass.
-    pub fn is_final(&self) -> bool {
-        match self {
-            Self::Unsuited { .. }
-            | Self::Shrunk { .. }
-            | Self::AttachedOtherwise { .. }
-            | Self::OldConnections { .. } => true,
-            Self::Server {
-                source: ConnectError::Handshake(error),
-                ..
-            } => !matches!(
-                error,
-                HandshakeError::Io(_) | HandshakeError::ShuttingDown { .. }
-            ),
-            _ => false,
-        }
-    }
-
-    /// Whether the server has no such export.
-    pub fn is_no_export(&self) -> bool {
-        matches!(
-            self,
-            Self::Server {
-                source: ConnectError::Handshake(HandshakeError::NoExport { .. }),
-                ..
-            }
-        )
-    }
 }

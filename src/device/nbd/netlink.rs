@@ -2,9 +2,11 @@
 //! drivers/block/nbd.c).
 //!
 //! The driver serves one command of this family after the other, and with it
-//! all other generic netlink families of the machine: every call here may block
-//! and belongs on a lane. Only taking announcements ([`Listener::take`]) never
-//! does.
+//! most generic netlink families of the machine: every call here may block and
+//! belongs on a lane. Only taking announcements ([`Listener::take`]) never does.
+//!
+//! `NBD_CMD_STATUS` is not used: whether a device is configured is all it tells,
+//! and sysfs tells that and by whom, without waiting for anybody.
 
 use std::{
     io,
@@ -67,6 +69,23 @@ pub struct Connect<'a> {
     pub sockets: &'a [BorrowedFd<'a>],
 }
 
+/// What shall be different about a device.
+#[derive(Debug)]
+pub enum Change<'a> {
+    /// These sockets take the place of dead ones. What the device has no need
+    /// for is dropped, and that is success, too.
+    Sockets {
+        /// Sockets in their transmission phase.
+        fresh: &'a [BorrowedFd<'a>],
+        /// As [`Connect::dead_seconds`], from now on.
+        dead_seconds: u32,
+    },
+    /// Its size.
+    Bytes(u64),
+    /// As [`Connect::dead_seconds`], from now on.
+    DeadSeconds(u32),
+}
+
 /// A way to the driver.
 #[derive(Debug)]
 pub struct Driver {
@@ -120,23 +139,26 @@ impl Driver {
             .ok_or_else(|| broken("it does not name the device that it made"))
     }
 
-    /// Offers sockets in place of dead ones. What the device has no need for is
-    /// dropped, and that is success, too.
-    pub fn offer(&self, index: u32, identifier: &str, fresh: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.reconfigure(index, identifier, sockets(fresh))
-    }
-
-    /// Makes the device that large.
-    pub fn resize(&self, index: u32, identifier: &str, bytes: u64) -> io::Result<()> {
-        self.reconfigure(index, identifier, long(ATTR_SIZE_BYTES, bytes))
-    }
-
-    fn reconfigure(&self, index: u32, identifier: &str, change: DefaultNla) -> io::Result<()> {
-        let attributes = vec![
+    /// Changes a device that is there. The driver refuses where the identifier
+    /// is not the device's.
+    pub fn reconfigure(&self, index: u32, identifier: &str, change: &Change<'_>) -> io::Result<()> {
+        let mut attributes = vec![
             int(ATTR_INDEX, index),
             string(ATTR_BACKEND_IDENTIFIER, identifier),
-            change,
         ];
+        match *change {
+            Change::Sockets {
+                fresh,
+                dead_seconds,
+            } => attributes.extend([
+                long(ATTR_DEAD_CONN_TIMEOUT, dead_seconds.into()),
+                sockets(fresh),
+            ]),
+            Change::Bytes(bytes) => attributes.push(long(ATTR_SIZE_BYTES, bytes)),
+            Change::DeadSeconds(seconds) => {
+                attributes.push(long(ATTR_DEAD_CONN_TIMEOUT, seconds.into()));
+            }
+        }
         self.call(CMD_RECONFIGURE, attributes).map(drop)
     }
 

@@ -1,0 +1,131 @@
+//! Why an export could not be attached, kept, grown or detached.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use super::{ConnectError, handshake::HandshakeError};
+use crate::nbd::Export;
+
+/// Why an export could not be attached, kept, grown or detached.
+#[derive(Debug, thiserror::Error)]
+pub enum NbdError {
+    /// No NBD driver.
+    #[error("the kernel's NBD driver does not answer; load the kernel module \"nbd\" on this node")]
+    NoDriver(#[source] io::Error),
+    /// The server is away, or does not serve the export.
+    #[error("export {export}")]
+    Server {
+        /// The export.
+        export: Export,
+        /// What happened.
+        source: ConnectError,
+    },
+    /// The export is not what the volume needs.
+    #[error("export {export} {what}")]
+    Unsuited {
+        /// The export.
+        export: Export,
+        /// What is wrong with it, and what to do.
+        what: String,
+    },
+    /// The export became smaller than the device over it.
+    #[error(
+        "export {export} has shrunk from {had} to {has} bytes under {node}, which is refused: make it as large as it was, or restore its data"
+    )]
+    Shrunk {
+        /// The export.
+        export: Export,
+        /// The device's node.
+        node: PathBuf,
+        /// The device's size in bytes.
+        had: u64,
+        /// What the server says, in bytes.
+        has: u64,
+    },
+    /// The export is attached already, but not as it is needed.
+    #[error(
+        "export {export} is attached as {node} {how}, which this volume did not do; detach it first (nbd-client -d {node})"
+    )]
+    AttachedOtherwise {
+        /// The export.
+        export: Export,
+        /// The device's node.
+        node: PathBuf,
+        /// What is different about it.
+        how: &'static str,
+    },
+    /// The device's connections to the server cannot be renewed.
+    #[error(
+        "export {export} has {has} bytes, but {node} still has connections of an earlier agent, on which the server refuses what lies beyond byte {had}; unstage and stage the volume, or restart the server, then expand again"
+    )]
+    OldConnections {
+        /// The export.
+        export: Export,
+        /// The device's node.
+        node: PathBuf,
+        /// The device's size in bytes.
+        had: u64,
+        /// What the server says, in bytes.
+        has: u64,
+    },
+    /// A file system, device mapper, md or a process holds the device.
+    #[error("{node} is in use; it stays attached until its user lets go")]
+    Busy {
+        /// The device's node.
+        node: PathBuf,
+    },
+    /// The kernel refused something else.
+    #[error("cannot {what} {node}")]
+    Device {
+        /// The device's node, or what shall become one.
+        node: String,
+        /// What was tried.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+impl NbdError {
+    /// Whether a repeat meets the same refusal: the server's or the export's
+    /// word, not a failure that may pass.
+    pub fn is_final(&self) -> bool {
+        match self {
+            Self::Unsuited { .. }
+            | Self::Shrunk { .. }
+            | Self::AttachedOtherwise { .. }
+            | Self::OldConnections { .. } => true,
+            Self::Server {
+                source: ConnectError::Handshake(error),
+                ..
+            } => !matches!(
+                error,
+                HandshakeError::Io(_) | HandshakeError::ShuttingDown { .. }
+            ),
+            _ => false,
+        }
+    }
+
+    /// Whether the server has no such export.
+    pub fn is_no_export(&self) -> bool {
+        matches!(
+            self,
+            Self::Server {
+                source: ConnectError::Handshake(HandshakeError::NoExport { .. }),
+                ..
+            }
+        )
+    }
+}
+
+pub(super) fn failed(node: &Path, what: &'static str) -> impl FnOnce(io::Error) -> NbdError {
+    let node = node.display().to_string();
+    move |source| NbdError::Device { node, what, source }
+}
+
+pub(super) fn at(export: &Export) -> impl FnOnce(ConnectError) -> NbdError {
+    let export = export.clone();
+    move |source| NbdError::Server { export, source }
+}

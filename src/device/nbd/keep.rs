@@ -1,0 +1,149 @@
+//! Links are kept: dead connections are heard of, and mended until they are
+//! alive again.
+
+use std::{
+    io,
+    rc::Rc,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::{Duration, Instant},
+};
+
+use rustix::event::PollFlags;
+
+use super::{
+    Away, Link, Links, NbdError,
+    link::Mended,
+    links::{Event, lock},
+    netlink::Listener,
+};
+use crate::{
+    chain,
+    lane::Lanes,
+    ring::{self, poll, timer},
+};
+
+/// Between the attempts to reach a server that is away: at first, and at most.
+const FIRST_WAIT: Duration = Duration::from_millis(50);
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+/// The kernel announces a dead connection a moment before it is shut down.
+const SECOND_LOOK: Duration = Duration::from_millis(100);
+
+/// Keeps all links, for ever. Runs on the runtime thread; what may block goes
+/// to lanes.
+pub async fn keep(links: Links, lanes: Lanes) {
+    let Some(mut events) = lock(&links.0.events).take() else {
+        return;
+    };
+    while let Some(event) = events.recv().await {
+        match event {
+            Event::Check(link) => check(&links, &link, &lanes),
+            Event::Listening(listener) => {
+                ring::spawn(hear(links.clone(), lanes.clone(), listener));
+            }
+        }
+    }
+}
+
+/// Takes the kernel's announcements of dead connections.
+async fn hear(links: Links, lanes: Lanes, listener: Listener) {
+    let listener = Rc::new(listener);
+    let mut ready = match poll::watch(Rc::clone(&listener), PollFlags::IN) {
+        Ok(ready) => ready,
+        Err(error) => return deaf(&links, &error),
+    };
+    loop {
+        if let Err(error) = ready.next().await {
+            return deaf(&links, &error);
+        }
+        loop {
+            match listener.take() {
+                Ok(index) => {
+                    let link = lock(&links.0.links).get(&index).cloned();
+                    if let Some(link) = link {
+                        check(&links, &link, &lanes);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    tracing::warn!(%error, "announcements of dead NBD connections were lost: all are looked at");
+                    let all: Vec<_> = lock(&links.0.links).values().cloned().collect();
+                    for link in all {
+                        check(&links, &link, &lanes);
+                    }
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// The next attach listens anew.
+fn deaf(links: &Links, error: &io::Error) {
+    tracing::error!(%error, "dead NBD connections are not heard of");
+    *lock(&links.0.listening) = false;
+}
+
+/// Begins to mend a link, unless that is under way.
+fn check(links: &Links, link: &Arc<Link>, lanes: &Lanes) {
+    link.again.store(true, Relaxed);
+    if !link.mending.swap(true, Relaxed) {
+        ring::spawn(mend(links.clone(), Arc::clone(link), lanes.clone()));
+    }
+}
+
+async fn mend(links: Links, link: Arc<Link>, lanes: Lanes) {
+    let mut wait = FIRST_WAIT;
+    let mut looked_twice = false;
+    let node = link.device.node.display();
+    loop {
+        link.again.store(false, Relaxed);
+        let attempt = {
+            let (links, link) = (links.clone(), Arc::clone(&link));
+            let export = link.behind.export.to_string();
+            lanes.run(&export, "reconnect", move || link.mend(&links))
+        };
+        match attempt.await {
+            Ok(Mended::Gone) => break,
+            Ok(Mended::Already) if !looked_twice => {
+                looked_twice = true;
+                timer::sleep(SECOND_LOOK).await;
+                continue;
+            }
+            Ok(done) => {
+                let away = lock(&link.away).take();
+                if let Some(away) = away {
+                    tracing::info!(device = %node, export = %link.behind.export, seconds = away.since.elapsed().as_secs(), "the server is back");
+                } else if let Mended::Now = done {
+                    tracing::info!(device = %node, export = %link.behind.export, "connections renewed");
+                }
+                if !link.again.load(Relaxed) {
+                    break;
+                }
+                (wait, looked_twice) = (FIRST_WAIT, false);
+                continue;
+            }
+            Err(error) => tell_away(&link, &error),
+        }
+        timer::sleep(wait).await;
+        wait = (wait * 2).min(LONGEST_WAIT);
+    }
+    // No await between the last look at `again` and here: nothing is missed.
+    link.mending.store(false, Relaxed);
+}
+
+fn tell_away(link: &Link, error: &NbdError) {
+    let why = chain(error);
+    let mut away = lock(&link.away);
+    if let Some(away) = &mut *away {
+        away.why = why;
+        return;
+    }
+    tracing::warn!(device = %link.device.node.display(), error = why, seconds = link.options.dead_seconds, "a server is away; requests wait for it, then fail");
+    *away = Some(Away {
+        since: Instant::now(),
+        patience: Duration::from_secs(link.options.dead_seconds.into()),
+        why,
+    });
+}

@@ -1,0 +1,159 @@
+//! A device and its server, and one attempt to mend what is broken between them.
+
+use std::{
+    io,
+    sync::{Mutex, atomic::AtomicBool},
+    time::{Duration, Instant},
+};
+
+use super::{
+    Behind, Connection, Links, NbdDevice, NbdError, Options, Shape, at, client, failed, is_behind,
+    links::lock,
+    netlink::{Change, Driver},
+    open,
+};
+use crate::device::sysfs;
+
+/// A device and its server.
+#[derive(Debug)]
+pub struct Link {
+    pub(super) behind: Behind,
+    pub(super) device: NbdDevice,
+    pub(super) index: u32,
+    pub(super) options: Options,
+    /// How many connections the device has, dead or alive.
+    pub(super) connections: usize,
+    /// Those of them that this agent made. Whoever changes the device's
+    /// sockets holds this; never while a server is waited for.
+    pub(super) held: Mutex<Held>,
+    pub(super) away: Mutex<Option<Away>>,
+    pub(super) mending: AtomicBool,
+    /// Another connection died while the link was being mended.
+    pub(super) again: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    pub(super) connections: Vec<Connection>,
+    /// The device was taken down: no socket may be offered any more.
+    pub(super) closed: bool,
+}
+
+/// A server that cannot be reached.
+#[derive(Clone, Debug)]
+pub struct Away {
+    /// Since when.
+    pub since: Instant,
+    /// For how long requests wait before they fail.
+    pub patience: Duration,
+    /// What happened at the last attempt.
+    pub why: String,
+}
+
+/// What an attempt to mend a link came to.
+pub(super) enum Mended {
+    /// The device has fresh connections.
+    Now,
+    /// It needed none.
+    Already,
+    /// There is no such device any more.
+    Gone,
+}
+
+impl Link {
+    /// One attempt to give the device live connections in place of dead ones.
+    pub(super) fn mend(&self, links: &Links) -> Result<Mended, NbdError> {
+        let node = &self.device.node;
+        let missing = {
+            let mut held = lock(&self.held);
+            if held.closed || !is_behind(self.device.dev, &self.behind.export) {
+                return Ok(Mended::Gone);
+            }
+            held.connections.retain(Connection::is_alive);
+            self.connections - held.connections.len().min(self.connections)
+        };
+        if missing == 0 {
+            return Ok(Mended::Already);
+        }
+        let driver = Driver::open().map_err(NbdError::NoDriver)?;
+        links.listen(&driver).map_err(NbdError::NoDriver)?;
+        let fresh = self.open(missing)?;
+        let mut held = lock(&self.held);
+        if held.closed {
+            return Ok(Mended::Gone);
+        }
+        self.offer(&driver, &fresh)
+            .map_err(failed(node, "give fresh connections to"))?;
+        held.connections
+            .extend(fresh.into_iter().filter(Connection::is_taken));
+        Ok(Mended::Now)
+    }
+
+    /// Fresh connections to the export, which is what it was, or larger.
+    pub(super) fn open(&self, count: usize) -> Result<Vec<Connection>, NbdError> {
+        let mut fresh = Vec::with_capacity(count);
+        for _ in 0..count {
+            let (connection, info) = open(&self.behind.export)?;
+            self.fits(&Shape::of(
+                &self.behind.export,
+                &info,
+                self.device.read_only,
+            )?)?;
+            fresh.push(connection);
+        }
+        Ok(fresh)
+    }
+
+    /// Makes sure that the export can serve what the device asks for.
+    pub(super) fn fits(&self, shape: &Shape) -> Result<(), NbdError> {
+        let (dev, node) = (self.device.dev, &self.device.node);
+        let failed = |what| failed(node, what);
+        let had = sysfs::size_bytes(dev).map_err(failed("read the size of"))?;
+        if shape.bytes < had {
+            return Err(NbdError::Shrunk {
+                export: self.behind.export.clone(),
+                node: node.clone(),
+                had,
+                has: shape.bytes,
+            });
+        }
+        let block = sysfs::block_bytes(dev).map_err(failed("read the block size of"))?;
+        let largest = sysfs::largest_kibibytes(dev).map_err(failed("read the limits of"))?;
+        let what = if u64::from(shape.block_bytes) > block {
+            format!(
+                "takes requests of {} bytes at least by now, and {} sends some of {block}",
+                shape.block_bytes,
+                node.display()
+            )
+        } else if let Some(limit) = shape.largest_kibibytes.map(u64::from)
+            && limit < largest
+        {
+            format!(
+                "takes requests of {limit} KiB at most by now, and {} sends some of {largest} KiB",
+                node.display()
+            )
+        } else {
+            return Ok(());
+        };
+        Err(NbdError::Unsuited {
+            export: self.behind.export.clone(),
+            what: format!("{what}; serve it as before, or unstage and stage the volume"),
+        })
+    }
+
+    pub(super) fn offer(&self, driver: &Driver, fresh: &[Connection]) -> io::Result<()> {
+        let sockets: Vec<_> = fresh.iter().map(std::os::fd::AsFd::as_fd).collect();
+        let change = Change::Sockets {
+            fresh: &sockets,
+            // Also where an agent was killed while it had another set.
+            dead_seconds: self.options.dead_seconds,
+        };
+        driver.reconfigure(self.index, &self.behind.identifier(), &change)
+    }
+
+    /// What the server says of the export now.
+    pub(super) fn look(&self) -> Result<Shape, NbdError> {
+        let info = client::look(&self.behind.export).map_err(at(&self.behind.export))?;
+        Shape::of(&self.behind.export, &info, self.device.read_only)
+    }
+}

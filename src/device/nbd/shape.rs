@@ -1,0 +1,131 @@
+//! What a server says of an export, as the driver takes it.
+
+use super::{
+    NbdError,
+    handshake::{self, Info},
+};
+use crate::nbd::Export;
+
+/// Logical block sizes that the driver takes, in bytes.
+const BLOCKS: std::ops::RangeInclusive<u32> = 512..=4096;
+
+/// Bytes of the largest request that the driver sends unasked.
+const KERNELS_LARGEST: u32 = 32 << 20;
+
+/// An export, as the driver takes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub bytes: u64,
+    pub block_bytes: u32,
+    pub flags: u16,
+    /// The largest request, where the server's limit is below the kernel's.
+    pub largest_kibibytes: Option<u32>,
+}
+
+impl Shape {
+    pub fn of(export: &Export, info: &Info, read_only: bool) -> Result<Self, NbdError> {
+        let unsuited = |what: String| NbdError::Unsuited {
+            export: export.clone(),
+            what,
+        };
+        if !read_only && info.flags & handshake::flags::READ_ONLY != 0 {
+            return Err(unsuited(
+                "is served read-only; stage the volume read-only, or serve it writable".to_owned(),
+            ));
+        }
+        // The unit of a file system made on it: it must not change with the
+        // server, so it is as small as the server allows.
+        let block_bytes = info.minimum_block.max(*BLOCKS.start());
+        if !BLOCKS.contains(&block_bytes) {
+            return Err(unsuited(format!(
+                "takes requests of {block_bytes} bytes at least, more than the {} of a page",
+                BLOCKS.end()
+            )));
+        }
+        if info.maximum_block < *BLOCKS.end() {
+            return Err(unsuited(format!(
+                "takes requests of {} bytes at most, less than the {} of a page",
+                info.maximum_block,
+                BLOCKS.end()
+            )));
+        }
+        let bytes = info.bytes - info.bytes % u64::from(block_bytes);
+        if bytes == 0 {
+            return Err(unsuited(format!("has {} bytes, not one block", info.bytes)));
+        }
+        Ok(Self {
+            bytes,
+            block_bytes,
+            flags: if read_only {
+                info.flags | handshake::flags::READ_ONLY
+            } else {
+                info.flags
+            },
+            largest_kibibytes: (info.maximum_block < KERNELS_LARGEST)
+                .then_some(info.maximum_block / 1024),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INFO: Info = Info {
+        bytes: 10 << 20,
+        flags: 0,
+        minimum_block: 1,
+        maximum_block: 32 << 20,
+    };
+
+    fn shape(info: Info, read_only: bool) -> Result<Shape, String> {
+        let export = "nbd://host/x".parse().unwrap();
+        Shape::of(&export, &info, read_only).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_device_has_the_server_s_limits() {
+        let plain = shape(INFO, false).unwrap();
+        assert_eq!((plain.block_bytes, plain.largest_kibibytes), (512, None));
+        let limited = Info {
+            bytes: (10 << 20) + 4095,
+            minimum_block: 4096,
+            maximum_block: 1 << 20,
+            ..INFO
+        };
+        let expected = Shape {
+            bytes: 10 << 20,
+            block_bytes: 4096,
+            flags: handshake::flags::READ_ONLY,
+            largest_kibibytes: Some(1024),
+        };
+        assert_eq!(shape(limited, true).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_the_driver_cannot_serve_is_refused() {
+        let read_only = Info {
+            flags: handshake::flags::READ_ONLY,
+            ..INFO
+        };
+        let coarse = Info {
+            minimum_block: 8192,
+            ..INFO
+        };
+        let fine = Info {
+            maximum_block: 2048,
+            ..INFO
+        };
+        let empty = Info { bytes: 511, ..INFO };
+        for (info, why) in [
+            (read_only, "served read-only"),
+            (coarse, "8192 bytes at least"),
+            (fine, "2048 bytes at most"),
+            (empty, "511 bytes"),
+        ] {
+            let error = shape(info, false).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+        assert!(shape(read_only, true).is_ok());
+    }
+}
