@@ -40,7 +40,7 @@ pub mod handshake;
 mod keep;
 mod link;
 mod links;
-mod netlink;
+pub mod netlink;
 mod shape;
 
 pub use client::ConnectError;

@@ -10,12 +10,11 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd},
 };
 
 use netlink_packet_core::{
-    DecodeError, DefaultNla, Emitable, NLA_F_NESTED, NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage,
-    NetlinkPayload, Nla as _, NlasIterator, Parseable as _, ParseableParametrized,
+    DefaultNla, Emitable, NLM_F_ACK, NLM_F_REQUEST, NetlinkMessage, ParseableParametrized,
 };
 use netlink_packet_generic::{
     GenlFamily, GenlHeader, GenlMessage,
@@ -26,25 +25,16 @@ use netlink_packet_generic::{
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_GENERIC};
 
-const FAMILY: &str = "nbd";
-const VERSION: u8 = 1;
+mod message;
+
+pub use message::announced;
+use message::{
+    ATTR_BACKEND_IDENTIFIER, ATTR_BLOCK_SIZE_BYTES, ATTR_DEAD_CONN_TIMEOUT, ATTR_INDEX,
+    ATTR_SERVER_FLAGS, ATTR_SIZE_BYTES, ATTR_TIMEOUT, CMD_CONNECT, CMD_DISCONNECT, CMD_RECONFIGURE,
+    FAMILY, Message, int, long, sockets, string,
+};
+
 const GROUP: &str = "nbd_mc_group";
-
-const CMD_CONNECT: u8 = 1;
-const CMD_DISCONNECT: u8 = 2;
-const CMD_RECONFIGURE: u8 = 3;
-const CMD_LINK_DEAD: u8 = 4;
-
-const ATTR_INDEX: u16 = 1;
-const ATTR_SIZE_BYTES: u16 = 2;
-const ATTR_BLOCK_SIZE_BYTES: u16 = 3;
-const ATTR_TIMEOUT: u16 = 4;
-const ATTR_SERVER_FLAGS: u16 = 5;
-const ATTR_SOCKETS: u16 = 7;
-const ATTR_DEAD_CONN_TIMEOUT: u16 = 8;
-const ATTR_BACKEND_IDENTIFIER: u16 = 10;
-const SOCK_ITEM: u16 = 1;
-const SOCK_FD: u16 = 1;
 
 /// Bytes of the largest message; a netlink attribute cannot be longer.
 const LONGEST: usize = 64 * 1024;
@@ -201,14 +191,7 @@ impl Listener {
     pub fn take(&self) -> io::Result<u32> {
         loop {
             let (bytes, _) = self.socket.recv_from_full()?;
-            let parsed = NetlinkMessage::<GenlMessage<Message>>::deserialize(&bytes);
-            if let Ok(NetlinkMessage {
-                payload: NetlinkPayload::InnerMessage(message),
-                ..
-            }) = parsed
-                && message.payload.command == CMD_LINK_DEAD
-                && let Some(index) = message.payload.index()
-            {
+            if let Some(index) = message::announced(&bytes) {
                 return Ok(index);
             }
         }
@@ -218,58 +201,6 @@ impl Listener {
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
-    }
-}
-
-/// A message of the driver's family.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Message {
-    command: u8,
-    attributes: Vec<DefaultNla>,
-}
-
-impl Message {
-    fn index(&self) -> Option<u32> {
-        let index = self.attributes.iter().find(|a| a.kind() == ATTR_INDEX)?;
-        let mut bytes = [0; 4];
-        (index.value_len() == bytes.len()).then(|| index.emit_value(&mut bytes))?;
-        Some(u32::from_ne_bytes(bytes))
-    }
-}
-
-impl GenlFamily for Message {
-    fn family_name() -> &'static str {
-        FAMILY
-    }
-
-    fn command(&self) -> u8 {
-        self.command
-    }
-
-    fn version(&self) -> u8 {
-        VERSION
-    }
-}
-
-impl Emitable for Message {
-    fn buffer_len(&self) -> usize {
-        self.attributes.as_slice().buffer_len()
-    }
-
-    fn emit(&self, buffer: &mut [u8]) {
-        self.attributes.as_slice().emit(buffer);
-    }
-}
-
-impl ParseableParametrized<[u8], GenlHeader> for Message {
-    fn parse_with_param(buffer: &[u8], header: GenlHeader) -> Result<Self, DecodeError> {
-        let attributes = NlasIterator::new(buffer)
-            .map(|attribute| DefaultNla::parse(&attribute?))
-            .collect::<Result<_, _>>()?;
-        Ok(Self {
-            command: header.cmd,
-            attributes,
-        })
     }
 }
 
@@ -298,19 +229,10 @@ where
     let mut answer = None;
     loop {
         let (bytes, _) = socket.recv_from_full()?;
-        let mut rest = &bytes[..];
-        while !rest.is_empty() {
-            let message =
-                NetlinkMessage::<GenlMessage<F>>::deserialize(rest).map_err(io::Error::other)?;
-            match message.payload {
-                NetlinkPayload::Error(end) if end.code.is_none() => return Ok(answer),
-                NetlinkPayload::Error(error) => return Err(error.to_io()),
-                NetlinkPayload::InnerMessage(inner) => answer = Some(inner),
-                _ => {}
-            }
-            // Each begins at a multiple of four (netlink(7)).
-            let length = (message.header.length as usize).next_multiple_of(4).max(4);
-            rest = rest.get(length..).unwrap_or_default();
+        let said = message::read(&bytes)?;
+        answer = said.answer.or(answer);
+        if said.end {
+            return Ok(answer);
         }
     }
 }
@@ -325,37 +247,6 @@ fn group_of(groups: &[Vec<McastGrpAttrs>]) -> Option<u32> {
         McastGrpAttrs::Id(id) => Some(*id),
         McastGrpAttrs::Name(_) => None,
     })
-}
-
-fn int(kind: u16, value: u32) -> DefaultNla {
-    DefaultNla::new(kind, value.to_ne_bytes().to_vec())
-}
-
-fn long(kind: u16, value: u64) -> DefaultNla {
-    DefaultNla::new(kind, value.to_ne_bytes().to_vec())
-}
-
-fn string(kind: u16, value: &str) -> DefaultNla {
-    let mut bytes = value.as_bytes().to_vec();
-    bytes.push(0);
-    DefaultNla::new(kind, bytes)
-}
-
-fn nested(kind: u16, attributes: &[DefaultNla]) -> DefaultNla {
-    let mut bytes = vec![0; attributes.buffer_len()];
-    attributes.emit(&mut bytes);
-    DefaultNla::new(kind | NLA_F_NESTED, bytes)
-}
-
-fn sockets(sockets: &[BorrowedFd<'_>]) -> DefaultNla {
-    let items: Vec<_> = sockets
-        .iter()
-        .map(|socket| {
-            let number = socket.as_raw_fd().unsigned_abs();
-            nested(SOCK_ITEM, &[int(SOCK_FD, number)])
-        })
-        .collect();
-    nested(ATTR_SOCKETS, &items)
 }
 
 fn broken(why: &str) -> io::Error {
