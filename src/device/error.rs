@@ -68,6 +68,13 @@ pub enum DeviceError {
     },
 }
 
+impl DeviceError {
+    /// Whether a server refused the secrets that it was given.
+    pub fn is_authentication(&self) -> bool {
+        false
+    }
+}
+
 impl From<NbdError> for DeviceError {
     fn from(error: NbdError) -> Self {
         Self::Nbd(Box::new(error))

@@ -30,4 +30,4 @@ pub use exports::{ExportSource, Exports};
 pub use image::set_read_only;
 pub use images::{ImageSource, Images};
 pub use notes::Notes;
-pub use source::Source;
+pub use source::{Note, Source};

@@ -5,6 +5,7 @@ use std::{collections::HashMap, fmt};
 use serde::{Deserialize, Serialize};
 
 use super::{
+    Device,
     context::{Context, SourceError},
     exports::ExportSource,
     images::ImageSource,
@@ -20,6 +21,16 @@ pub enum Source {
     Loop(ImageSource),
     /// An export of an NBD server, attached by the kernel's NBD driver.
     Nbd(ExportSource),
+}
+
+/// A file at the staging path by which a volume is unstaged without a record of
+/// ours, by whichever driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    /// Its name.
+    pub name: &'static str,
+    /// What is in it.
+    pub text: Vec<u8>,
 }
 
 impl fmt::Display for Source {
@@ -71,6 +82,21 @@ impl Source {
             (Self::Loop(one), Self::Loop(other)) => one.is_same(other),
             (Self::Nbd(one), Self::Nbd(other)) => one.is_same(other),
             _ => false,
+        }
+    }
+
+    /// Whether it is staged below the staging path, under the volume's handle,
+    /// raw ones too, beside a [`Note`]: as ceph-csi does it.
+    pub fn is_staged_below(&self) -> bool {
+        match self {
+            Self::Loop(_) | Self::Nbd(_) => false,
+        }
+    }
+
+    /// What another driver has to know to unstage the volume.
+    pub fn note(&self, _device: &Device) -> Option<Note> {
+        match self {
+            Self::Loop(_) | Self::Nbd(_) => None,
         }
     }
 

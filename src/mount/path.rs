@@ -18,19 +18,26 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    io,
+    fs::File,
+    io::{self, Read as _, Write as _},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Component, Path, PathBuf},
     sync::Arc,
 };
 
 use rustix::{
-    fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, statat, unlinkat},
+    fs::{
+        AtFlags, CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, renameat, statat,
+        unlinkat,
+    },
     io::Errno,
 };
 
 use super::Look;
 use crate::Done;
+
+/// Bytes of a note that are read at most.
+const LARGEST_FILE: u64 = 64 << 10;
 
 /// The directories below which we mount.
 #[derive(Clone, Debug)]
@@ -277,6 +284,50 @@ impl Place {
         }
     }
 
+    /// The file that is there; `None` where there is none.
+    pub fn read(&self) -> Result<Option<Vec<u8>>, PathError> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = match openat(&self.parent, &self.name, flags, Mode::empty()) {
+            Ok(file) => File::from(file),
+            Err(Errno::NOENT) => return Ok(None),
+            Err(error) => return Err(self.failed("open", error)),
+        };
+        let mut bytes = Vec::new();
+        let read = file.take(LARGEST_FILE).read_to_end(&mut bytes);
+        read.map_err(|error| self.io("read", error))?;
+        Ok(Some(bytes))
+    }
+
+    /// Puts a file there that holds just these bytes, which only root can read:
+    /// after a crash there is the one before or this one. Blocks for as long as
+    /// the disk does.
+    pub fn replace(&self, bytes: &[u8]) -> Result<(), PathError> {
+        let mut draft = OsString::from(".");
+        draft.push(&self.name);
+        let flags = OFlags::CREATE | OFlags::TRUNC | OFlags::WRONLY | OFlags::NOFOLLOW;
+        let opened = openat(
+            &self.parent,
+            &draft,
+            flags | OFlags::CLOEXEC,
+            Mode::from_raw_mode(0o600),
+        );
+        let mut file = File::from(opened.map_err(|error| self.failed("write", error))?);
+        file.write_all(bytes)
+            .and_then(|()| file.sync_all())
+            .map_err(|error| self.io("write", error))?;
+        renameat(&self.parent, &draft, &self.parent, &self.name)
+            .map_err(|error| self.failed("write", error))
+    }
+
+    /// Removes a file of ours, whatever is in it.
+    pub fn unlink(&self) -> Result<Done, PathError> {
+        match unlinkat(&self.parent, &self.name, AtFlags::empty()) {
+            Ok(()) => Ok(Done::Now),
+            Err(Errno::NOENT) => Ok(Done::Already),
+            Err(error) => Err(self.failed("remove", error)),
+        }
+    }
+
     /// The directory that the place is in.
     pub(super) fn parent(&self) -> BorrowedFd<'_> {
         self.parent.as_fd()
@@ -288,18 +339,19 @@ impl Place {
     }
 
     fn looked(&self) -> Result<Look, PathError> {
-        self.look().map_err(|source| PathError::Io {
-            path: self.path.clone(),
-            doing: "look at",
-            source,
-        })
+        self.look().map_err(|error| self.io("look at", error))
     }
 
     fn failed(&self, doing: &'static str, error: Errno) -> PathError {
+        self.io(doing, error.into())
+    }
+
+    fn io(&self, doing: &'static str, source: io::Error) -> PathError {
+        let path = self.path.clone();
         PathError::Io {
-            path: self.path.clone(),
+            path,
             doing,
-            source: error.into(),
+            source,
         }
     }
 

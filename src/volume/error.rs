@@ -230,3 +230,10 @@ pub enum Error {
         undo: Box<Error>,
     },
 }
+
+impl Error {
+    /// Whether it was the secrets that were refused: others may do.
+    pub fn is_authentication(&self) -> bool {
+        matches!(self, Self::Device { source, .. } if source.is_authentication())
+    }
+}

@@ -77,7 +77,7 @@ pub async fn expand(
         });
     }
     if let Use::Mount { .. } = record.usage {
-        let place = node.staging(&record.staging_path)?;
+        let place = node.staging(&record.mount_point())?;
         let fs = record.fs.unwrap_or(FsType::Ext4);
         let grown = stage::grow_mounted(node, volume, &place, fs, size, progress).await?;
         tracing::info!(

@@ -134,9 +134,10 @@ impl Node {
         device: &Device,
         found: &mut Vec<Condition>,
     ) {
-        let path = record.staging_path.display();
+        let mount_point = record.mount_point();
+        let path = mount_point.display();
         match self
-            .staging(&record.staging_path)
+            .staging(&mount_point)
             .ok()
             .and_then(|place| place.look().ok())
         {

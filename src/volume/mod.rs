@@ -43,6 +43,7 @@ mod format;
 mod health;
 mod held;
 mod inline;
+mod layout;
 mod prepare;
 mod publish;
 mod reconcile;

@@ -102,7 +102,7 @@ pub async fn publish(
     }
     match record.usage {
         Use::Mount { .. } => {
-            let staging = node.staging(&record.staging_path)?;
+            let staging = node.staging(&record.mount_point())?;
             if let Some(group) = spec.group.filter(|_| !read_only) {
                 stage::own(node, volume, &staging, group, progress).await?;
             }
@@ -126,7 +126,8 @@ pub async fn publish(
                     device.node.display()
                 )));
             }
-            publish_block(node, volume, &device, &place, read_only, progress).await?;
+            set_writable(node, volume, &device, read_only, progress).await?;
+            bind_node(volume, &device, &place, read_only, progress).await?;
             lock(node, volume, &record, &device, &place, progress).await?;
         }
     }
@@ -237,8 +238,8 @@ fn bind_at(
     }
 }
 
-async fn publish_block(
-    node: &Rc<Node>,
+/// Binds the device's node to a file.
+pub async fn bind_node(
     volume: &Volume,
     device: &Device,
     place: &Place,
@@ -257,7 +258,6 @@ async fn publish_block(
             device.dev
         ))));
     }
-    set_writable(node, volume, device, read_only, progress).await?;
     let made = place.make_file(0o600).map_err(at_target)?;
     progress
         .step("bind", async {

@@ -5,10 +5,17 @@
 //! and the repeat finishes or undoes. Only what nobody will ever ask for again
 //! is cleared away: inline volumes whose pod is gone.
 
-use std::{collections::BTreeMap, io, path::Path, rc::Rc, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
 
 use super::{
-    Error, Node,
+    Error, Node, layout,
     record::{Held, Phase, Record, Target},
     spec::{Call, Use},
     task::{Progress, Volume},
@@ -17,9 +24,9 @@ use super::{
 use crate::{
     capability::Mode,
     chain,
-    device::Device,
+    device::{Device, sysfs},
     mount::{
-        Look,
+        Look, Mounted,
         options::MountOptions,
         table::{self, Entry},
     },
@@ -106,14 +113,11 @@ fn delete_if_orphaned(node: &Rc<Node>, volume: &Rc<Volume>) {
 }
 
 /// Where a device appears besides its staging path.
-fn targets(
-    mounts: &[Entry],
-    record: &Record,
-    device: &Device,
-) -> BTreeMap<std::path::PathBuf, Target> {
+fn targets(mounts: &[Entry], record: &Record, device: &Device) -> BTreeMap<PathBuf, Target> {
+    let staged_at = record.mount_point();
     mounts
         .iter()
-        .filter(|entry| entry.mount_point != record.staging_path)
+        .filter(|entry| entry.mount_point != staged_at)
         .filter(|entry| match record.usage {
             Use::Mount { .. } => {
                 (entry.dev == device.dev || Path::new(&entry.source) == device.node)
@@ -145,6 +149,26 @@ fn is_kubelets(path: &Path, directory: &str) -> bool {
     path.iter().any(|part| part == directory)
 }
 
+/// What is mounted where the volume would be staged, and where that is.
+fn mounted_at(
+    node: &Node,
+    volume: &Volume,
+    staging_path: &Path,
+) -> Result<Option<(PathBuf, Mounted)>, Error> {
+    let below = layout::is_one_name(&volume.id).then(|| staging_path.join(&volume.id));
+    for path in [Some(staging_path.to_owned()), below].into_iter().flatten() {
+        let Some(place) = absent_is_none(node.staging(&path))? else {
+            continue;
+        };
+        let look = place.look();
+        let look = look.map_err(volume.io(format!("look at {}", path.display())))?;
+        if let Look::Mount(mounted) = look {
+            return Ok(Some((path, mounted)));
+        }
+    }
+    Ok(None)
+}
+
 /// The record of a volume that is staged, though no record says so: by what is
 /// mounted at its staging path, else by its handle.
 pub async fn rebuild(
@@ -153,28 +177,24 @@ pub async fn rebuild(
     staging_path: &Path,
     progress: &Progress,
 ) -> Result<Option<Record>, Error> {
-    let place = absent_is_none(node.staging(staging_path))?;
-    let look = match &place {
-        Some(place) => place
-            .look()
-            .map_err(volume.io(format!("look at {}", staging_path.display())))?,
-        None => Look::Absent,
+    let (path, mounted) = match mounted_at(node, volume, staging_path)? {
+        Some((path, mounted)) => (path, Some(mounted)),
+        None => (staging_path.to_owned(), None),
     };
     let backends = Arc::clone(&node.backends);
     let id = volume.id.clone();
-    let mounted = match look {
-        Look::Mount(mounted) => Some(mounted),
-        _ => None,
-    };
     let mounts = table::list().map_err(volume.io("list the mounts"))?;
-    let source = mounts
-        .iter()
-        .rev()
-        .find(|entry| mounted.is_some() && entry.mount_point == staging_path)
-        .map(|entry| entry.source.clone());
+    let behind = match mounted.and_then(|mounted| mounted.rdev) {
+        Some(dev) => Some(sysfs::node_of(dev).map_err(volume.io("name what is mounted"))?),
+        None => mounts
+            .iter()
+            .rev()
+            .find(|entry| mounted.is_some() && entry.mount_point == path)
+            .map(|entry| PathBuf::from(&entry.source)),
+    };
     let found = node
-        .lane(volume, progress, "find", move || match source {
-            Some(source) => backends.find_behind(Path::new(&source)),
+        .lane(volume, progress, "find", move || match behind {
+            Some(node) => backends.find_behind(&node),
             None => backends.find(&id),
         })
         .await
@@ -193,7 +213,7 @@ pub async fn rebuild(
             None => Ok(None),
             Some(_) => Err(volume.precondition(format!(
                 "what is mounted at {} is none of this node's volumes; unmount it by hand",
-                staging_path.display()
+                path.display()
             ))),
         };
     };
@@ -204,11 +224,11 @@ pub async fn rebuild(
         source: found.source,
         staging_path: staging_path.to_owned(),
         usage: match mounted {
-            Some(_) => Use::Mount {
+            Some(Mounted { rdev: None, .. }) => Use::Mount {
                 fs: None,
                 options: MountOptions::default(),
             },
-            None => Use::Block,
+            _ => Use::Block,
         },
         fs: None,
         read_only: found.device.read_only,

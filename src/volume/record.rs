@@ -14,7 +14,10 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::spec::{Stage, Use};
+use super::{
+    layout,
+    spec::{Stage, Use},
+};
 use crate::{
     capability::Mode,
     device::{Device, Source},
@@ -106,6 +109,23 @@ impl Record {
                 .as_ref()
                 .map(|inline| inline.target_path.clone()),
         }
+    }
+
+    /// Where the volume's mount is, or its device node's where the backend
+    /// stages raw volumes too.
+    pub fn mount_point(&self) -> PathBuf {
+        layout::mount_point(&self.source, &self.staging_path, &self.volume_id)
+    }
+
+    /// Whether something is mounted where it is staged.
+    pub fn mounts(&self) -> bool {
+        self.usage != Use::Block || self.is_staged_below()
+    }
+
+    /// Whether there is a directory of its own below the staging path. A volume
+    /// that is only formatted has no staging path.
+    pub fn is_staged_below(&self) -> bool {
+        self.source.is_staged_below() && !self.staging_path.as_os_str().is_empty()
     }
 
     /// Whether a volume staged like this serves the call.

@@ -223,6 +223,14 @@ impl Call {
         self
     }
 
+    /// Whether an equal call brings other secrets.
+    pub fn differs(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Stage(one), Self::Stage(other)) => one.secrets.differ(&other.secrets),
+            _ => false,
+        }
+    }
+
     /// The RPC's name.
     pub fn name(&self) -> &'static str {
         match self {

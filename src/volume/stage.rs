@@ -10,9 +10,9 @@ use std::{
 use rustix::fd::AsFd as _;
 
 use super::{
-    Error, Node, Outcome, STAGING, already,
+    Error, Node, Outcome, STAGING, already, layout,
     prepare::{self, Prepared},
-    publish::appears_at,
+    publish::{self, appears_at},
     record::{Phase, Record},
     spec::{Stage, Use},
     task::{Progress, Volume},
@@ -45,7 +45,7 @@ pub async fn stage(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     progress.backend(spec.source.backend());
-    let place = node.staging(&spec.staging_path)?;
+    let place = layout::make_place(node, volume, spec)?;
     if let Some(record) = volume.record() {
         match record.phase {
             Phase::Staged if !record.serves(spec) => {
@@ -91,8 +91,8 @@ fn is_still_there(record: &Record, place: &Place) -> bool {
         return false;
     };
     match record.usage {
-        Use::Block => record.source.is_behind(device.dev),
-        Use::Mount { .. } => {
+        Use::Block if !record.mounts() => record.source.is_behind(device.dev),
+        _ => {
             matches!(place.look(), Ok(Look::Mount(mounted)) if appears_at(record, device, &mounted))
         }
     }
@@ -211,7 +211,10 @@ async fn steps(
         if let Some(group) = spec.group.filter(|_| !spec.read_only) {
             own(node, volume, place, group, progress).await?;
         }
+    } else if record.mounts() && !matches!(place.look(), Ok(Look::Mount(_))) {
+        publish::bind_node(volume, device, place, spec.read_only, progress).await?;
     }
+    layout::write_note(node, volume, record, progress).await?;
     record.phase = Phase::Staged;
     node.remember(volume, record.clone()).await
 }

@@ -60,6 +60,13 @@ impl Node {
             what: format!("it is not what is mounted at {}", path.display()),
         };
         let device = record.device.as_ref().ok_or_else(gone)?;
+        let below;
+        let path = if path == record.staging_path {
+            below = record.mount_point();
+            &below
+        } else {
+            path
+        };
         // Whatever keeps the path from being resolved, our mount is not there.
         let place = self.target(path).map_err(|_| gone())?;
         let opened = place.open().map_err(|_| gone())?;

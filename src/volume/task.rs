@@ -189,36 +189,45 @@ impl Volume {
 }
 
 /// Runs a call on its volume, or joins the equal one that runs already; waits
-/// for the answer until `deadline`.
+/// for the answer until `deadline`. Who joined a call that was refused for its
+/// secrets, and has others, gets an attempt of its own.
 pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Duration) -> Answer {
-    let volume = node.volume(volume_id);
-    let joined = volume.running.borrow().clone();
-    let running = match joined {
-        Some(running) if *running.call == call => running,
-        Some(running) => {
-            return Err(Arc::new(Error::Pending {
+    let call = Rc::new(call);
+    let begun = Instant::now();
+    loop {
+        let volume = node.volume(volume_id);
+        let joined = volume.running.borrow().clone();
+        let running = match joined {
+            Some(running) if running.call == call => running,
+            Some(running) => {
+                return Err(Arc::new(Error::Pending {
+                    volume: volume_id.to_owned(),
+                    under_way: running.progress.under_way(node),
+                }));
+            }
+            None => match start(node, &volume, Rc::clone(&call)) {
+                Started::Finished(answer) => return answer,
+                Started::Runs(running) => running,
+            },
+        };
+        let left = deadline.saturating_sub(begun.elapsed());
+        return match ring::timer::timeout(left, running.answer).await {
+            Ok(Ok(Err(error))) if error.is_authentication() && running.call.differs(&call) => {
+                continue;
+            }
+            Ok(Ok(answer)) => answer,
+            // The task ended without an answer: it panicked. What it did is on
+            // record and taken up by the next call.
+            Ok(Err(_)) => Err(Arc::new(Error::Io {
+                volume: volume_id.to_owned(),
+                what: format!("finish {}", call.name()),
+                source: std::io::Error::other("the volume's task panicked"),
+            })),
+            Err(_) => Err(Arc::new(Error::Deadline {
                 volume: volume_id.to_owned(),
                 under_way: running.progress.under_way(node),
-            }));
-        }
-        None => match start(node, &volume, call) {
-            Started::Finished(answer) => return answer,
-            Started::Runs(running) => running,
-        },
-    };
-    match ring::timer::timeout(deadline, running.answer).await {
-        Ok(Ok(answer)) => answer,
-        // The task ended without an answer: it panicked. What it did is on
-        // record and taken up by the next call.
-        Ok(Err(_)) => Err(Arc::new(Error::Io {
-            volume: volume_id.to_owned(),
-            what: format!("finish {}", running.call.name()),
-            source: std::io::Error::other("the volume's task panicked"),
-        })),
-        Err(_) => Err(Arc::new(Error::Deadline {
-            volume: volume_id.to_owned(),
-            under_way: running.progress.under_way(node),
-        })),
+            })),
+        };
     }
 }
 
@@ -229,8 +238,7 @@ enum Started {
 
 /// Begins a call. What needs no waiting, such as publish, is finished here and
 /// now; so two such calls never see each other under way.
-fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Call) -> Started {
-    let call = Rc::new(call);
+fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
     let progress = Rc::new(Progress::new(&volume.id, call.name()));
     let (send, receive) = oneshot::channel();
     let running = Running {

@@ -79,7 +79,7 @@ async fn unmount_target(
             )));
         }
         Some((record, device)) if matches!(record.usage, Use::Mount { .. }) => {
-            match absent_is_none(node.staging(&record.staging_path))? {
+            match absent_is_none(node.staging(&record.mount_point()))? {
                 Some(staging) => pin(volume, record, device, &staging)?,
                 None => None,
             }

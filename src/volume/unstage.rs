@@ -3,7 +3,8 @@
 use std::{path::Path, rc::Rc, sync::Arc};
 
 use super::{
-    Error, Node, Outcome,
+    Error, Node, Outcome, layout,
+    publish::appears_at,
     record::{Phase, Record},
     spec::Use,
     stage,
@@ -17,6 +18,7 @@ use crate::{
         ready,
     },
     mount::{
+        Look,
         path::{PathError, Place},
         unmount::{self, UnmountError},
     },
@@ -67,23 +69,34 @@ pub async fn tear_down(
     record.phase = Phase::Unstaging;
     node.remember(volume, record.clone()).await?;
     if let Some(device) = &record.device {
-        match record.usage {
-            Use::Mount { .. } => {
-                if let Some(place) = absent_is_none(node.staging(&record.staging_path))?
-                    && stage::mounted_fs(volume, &place, device)?.is_some()
-                {
-                    unmount(node, volume, place, device, progress).await?;
-                }
-            }
-            // A lock over another image's device is not ours to take.
-            Use::Block if record.source.is_behind(device.dev) => {
-                release_locks(node, volume, device, progress).await?;
-            }
-            Use::Block => {}
+        // A lock over another image's device is not ours to take.
+        if record.usage == Use::Block && record.source.is_behind(device.dev) {
+            release_locks(node, volume, device, progress).await?;
+        }
+        if record.mounts()
+            && let Some(place) = absent_is_none(node.staging(&record.mount_point()))?
+            && is_mounted(volume, &record, &place, device)?
+        {
+            unmount(node, volume, place, device, progress).await?;
         }
     }
     detach(node, volume, &record, progress).await?;
     forget(node, volume, &record, progress).await
+}
+
+/// Whether the volume is what is mounted where it is staged.
+fn is_mounted(
+    volume: &Volume,
+    record: &Record,
+    place: &Place,
+    device: &Device,
+) -> Result<bool, Error> {
+    if record.usage == Use::Block {
+        let look = place.look();
+        let look = look.map_err(volume.io(format!("look at {}", place.path().display())))?;
+        return Ok(matches!(look, Look::Mount(mounted) if appears_at(record, device, &mounted)));
+    }
+    Ok(stage::mounted_fs(volume, place, device)?.is_some())
 }
 
 /// Forgets a volume of which nothing is attached, with an inline volume's image.
@@ -108,6 +121,9 @@ pub async fn forget(
             .await
             .map_err(|error| volume.device(error))?;
         super::already(volume, "delete", done);
+    }
+    if record.is_staged_below() {
+        layout::clear(node, volume, record)?;
     }
     node.forget(volume, record.inline.is_some()).await
 }

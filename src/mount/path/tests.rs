@@ -166,3 +166,18 @@ fn a_parent_that_vanishes_leaves_a_place_where_nothing_is() {
     assert_eq!(place.remove().expect("nothing"), Done::Already);
     assert!(matches!(place.make_dir(0o750), Err(PathError::Io { .. })));
 }
+
+#[test]
+fn a_note_is_replaced_read_and_removed() {
+    let scratch = Scratch::new();
+    let note = scratch.place("note.json");
+    assert_eq!(note.read().expect("reads"), None);
+    for text in ["long enough", "short"] {
+        note.replace(text.as_bytes()).expect("written");
+        assert_eq!(note.read().expect("reads"), Some(text.into()));
+    }
+    let names = fs::read_dir(note.path().parent().expect("a parent")).expect("listed");
+    assert_eq!(names.count(), 1);
+    assert_eq!(note.unlink().expect("removed"), Done::Now);
+    assert_eq!(note.unlink().expect("removed"), Done::Already);
+}
