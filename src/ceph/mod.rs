@@ -2,3 +2,7 @@
 //! them, and its libraries, loaded at run time.
 
 pub mod handle;
+
+#[cfg(test)]
+#[path = "../../tests/ceph/cluster.rs"]
+pub(crate) mod test_cluster;

@@ -24,5 +24,6 @@ mod repeats;
 mod soak;
 mod stuck;
 mod telling;
+mod test_bed;
 mod udevd;
 mod wire;

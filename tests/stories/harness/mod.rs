@@ -7,6 +7,8 @@
 //! waits for a time: whoever waits, waits for a condition ([`eventually`]).
 
 mod agent;
+#[path = "../../ceph/cluster.rs"]
+mod ceph;
 mod controller;
 mod dice;
 mod disk;
@@ -20,6 +22,7 @@ mod volume;
 use std::{fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::Agent;
+pub use ceph::TestCluster;
 pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned,
 };

@@ -1,0 +1,270 @@
+#!/usr/bin/python3
+"""cluster.py DIR [LINGER]: a Ceph cluster of one monitor, one manager and one OSD
+in memory, for tests; half a second until its pool takes I/O.
+
+The caller has made DIR/users and holds a lock on it, shared (flock(2)): so may
+others. The cluster prints "ready" once DIR/ready is there; it ends, and deletes
+DIR, when for LINGER seconds (0) nobody has held the lock. Whatever ends this
+process ends its daemons. SIGUSR1 starts those again that have ended.
+
+DIR/ready has lines NAME=VALUE: what a client needs. With DIR/ceph.conf, `ceph` and
+`rbd` are the administrator. DIR/{mon,mgr,osd}.pid are the daemons' process ids;
+DIR/cluster.pid is this one's, and locked.
+
+Debian's own interpreter, because python3-rados belongs to it.
+"""
+
+import base64
+import errno
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import rados
+import rbd
+
+POOL = "rbd"
+PATIENCE = 60  # seconds until a cluster that does not come up is given up
+
+# What ceph-csi asks of its user, for every pool, and what fencing takes besides:
+# the profile allows to add to the blocklist and not to remove from it.
+USER = "csi"
+USER_CAPS = {
+    "mon": 'profile rbd, allow command \\"osd blocklist\\"',
+    "osd": "profile rbd",
+    "mgr": "profile rbd",
+}
+
+# One copy of everything on one OSD; and no waiting: for a second update of the
+# maps (paxos), between deletions (sleep), for modules that nobody asks (mgr).
+CONF = """
+[global]
+fsid = {fsid}
+mon host = [v2:{address}:3300/0,v1:{address}:6789/0]
+public addr = {address}
+cluster addr = {address}
+run dir = {dir}
+log file = {dir}/$name.log
+admin socket = {dir}/$name.asok
+crash dir = {dir}/crash
+keyring = {dir}/keyring
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 8
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+mon allow pool delete = true
+mon warn on pool no redundancy = false
+mon max pg per osd = 1000
+mgr initial modules =
+mgr disabled modules = influx insights iostat localpool mirroring nfs osd_perf_query osd_support prometheus restful selftest snap_schedule stats telegraf test_orchestrator zabbix alerts
+[client]
+log file =
+admin socket =
+[mon]
+mon data = {dir}/mon
+mon cluster log file = {dir}/cluster.log
+mon data avail crit = 1
+paxos propose interval = 0.01
+paxos min wait = 0.01
+mon tick interval = 1
+[mgr]
+mgr data = {dir}/mgr
+mgr tick period = 1
+mgr stats period = 1
+[osd]
+osd data = {dir}/osd
+osd objectstore = memstore
+memstore device bytes = 8589934592
+# Ended by SIGTERM, it writes its objects down, and another has them again.
+osd fast shutdown = false
+crush location = root=default host=test
+osd snap trim sleep = 0.001
+osd delete sleep = 0.001
+osd recovery sleep = 0.001
+"""
+
+
+def new_key():
+    """A cephx secret: type 1, when it was made, and 16 bytes (CryptoKey::encode)."""
+    head = struct.pack("<HIIH", 1, int(time.time()), 0, 16)
+    return base64.b64encode(head + os.urandom(16)).decode()
+
+
+def keyring(entities):
+    """The text of a keyring file."""
+    lines = []
+    for name, (key, caps) in entities.items():
+        lines += [f"[{name}]", f"key = {key}"]
+        lines += [f'caps {service} = "{allowed}"' for service, allowed in caps.items()]
+    return "\n".join(lines) + "\n"
+
+
+class Cluster:
+    def __init__(self, directory):
+        self.dir = directory
+        self.conf = directory / "ceph.conf"
+        self.fsid = str(uuid.uuid4())
+        # Every cluster has the usual ports, at a loopback address of its own.
+        self.address = "127." + ".".join(str(random.randint(1, 254)) for _ in range(3))
+        self.daemons = {}
+        self.deadline = time.monotonic() + PATIENCE
+
+    def up(self):
+        keys = {name: new_key() for name in ("mon.", "client.admin", "osd.0", "mgr.x")}
+        keys[f"client.{USER}"] = new_key()
+        caps = {
+            "mon.": {"mon": "allow *"},
+            "client.admin": dict.fromkeys(("mon", "osd", "mgr"), "allow *"),
+            "osd.0": {"mon": "allow profile osd", "mgr": "allow profile osd", "osd": "allow *"},
+            "mgr.x": {"mon": "allow profile mgr", "osd": "allow *"},
+            f"client.{USER}": USER_CAPS,
+        }
+        for name in ("mon", "osd", "mgr", "crash"):
+            (self.dir / name).mkdir()
+        self.conf.write_text(CONF.format(dir=self.dir, fsid=self.fsid, address=self.address))
+        ring = self.dir / "keyring"
+        ring.touch(mode=0o600)
+        ring.write_text(keyring({name: (keys[name], caps[name]) for name in keys}))
+
+        osd_uuid = str(uuid.uuid4())
+        self.tool("ceph-mon", "-i", "a", "--mkfs", "--monmap", self.monmap(), "--keyring", ring)
+        self.daemon("mon", "a")
+        # This takes no monitor; meanwhile it starts.
+        self.tool("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd_uuid, "--no-mon-config")
+        admin = self.connect()
+        self.command(admin, "osd new", uuid=osd_uuid)
+        self.daemon("osd", "0")
+        self.daemon("mgr", "x")
+        self.command(admin, "osd pool create", pool=POOL)
+        self.command(admin, "osd pool application enable", pool=POOL, app="rbd")
+        while self.command(admin, "osd stat")["num_up_osds"] < 1:
+            self.wait("the OSD does not come up")
+        # Or the next request waits for objecter_tick_interval.
+        admin.wait_for_latest_osdmap()
+        with admin.open_ioctx(POOL) as pool:
+            rbd.RBD().pool_init(pool, True)
+        admin.shutdown()
+
+        ready = self.dir / "ready.new"
+        ready.write_text(
+            f"monitor={self.address}:6789\nmonitor_v2={self.address}:3300\n"
+            f"fsid={self.fsid}\npool={POOL}\nuser={USER}\nkey={keys[f'client.{USER}']}\n"
+            f"admin_key={keys['client.admin']}\n"
+        )
+        ready.rename(self.dir / "ready")
+
+    def monmap(self):
+        """With `mon host` alone, the monitor would not know its own name."""
+        path = self.dir / "monmap"
+        address = f"[v2:{self.address}:3300,v1:{self.address}:6789]"
+        self.tool("monmaptool", "--create", "--fsid", self.fsid, "--addv", "a", address, path)
+        return path
+
+    def tool(self, program, *args):
+        command = [program, "-c", self.conf, *args]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if ran.returncode:
+            sys.exit(f"{program}: {ran.stdout.decode()}")
+
+    def daemon(self, kind, name):
+        # The descriptors of this process are close-on-exec.
+        command = ["setpriv", "--pdeathsig", "KILL", f"ceph-{kind}", "-f"]
+        command += ["-c", self.conf, "-i", name]
+        with open(self.dir / f"{kind}.out", "ab") as out:
+            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        self.daemons[kind, name] = daemon
+        (self.dir / f"{kind}.pid").write_text(f"{daemon.pid}\n")
+
+    def connect(self):
+        while True:
+            hurry = {"mon_client_hunt_interval": "0.2"}
+            admin = rados.Rados(conffile=str(self.conf), name="client.admin", conf=hurry)
+            try:
+                admin.connect(timeout=5)
+                return admin
+            except rados.Error as error:
+                self.wait(f"the monitor does not answer: {error}")
+
+    @staticmethod
+    def command(admin, prefix, **arguments):
+        request = json.dumps({"prefix": prefix, "format": "json", **arguments})
+        code, answer, said = admin.mon_command(request, b"", timeout=PATIENCE)
+        if code:
+            sys.exit(f"{prefix}: {errno.errorcode.get(-code, code)} {said}")
+        return json.loads(answer) if answer.strip() else None
+
+    def wait(self, what):
+        """A moment; ends with `what` if it is too late, or a daemon has ended."""
+        if any(daemon.poll() is not None for daemon in self.daemons.values()):
+            tails = [path.read_text()[-2000:] for path in self.dir.glob("*.out")]
+            sys.exit("\n".join([f"{what}; a daemon has ended", *tails]))
+        if time.monotonic() > self.deadline:
+            sys.exit(what)
+        time.sleep(0.01)
+
+    def start_again(self, *_):
+        for (kind, name), daemon in self.daemons.items():
+            if daemon.poll() is not None:
+                self.daemon(kind, name)
+
+    def down(self):
+        for daemon in self.daemons.values():
+            daemon.kill()
+        # Somebody may make the directory anew meanwhile.
+        old = self.dir.with_name(f"{self.dir.name}.{os.getpid()}")
+        self.dir.rename(old)
+        for daemon in self.daemons.values():
+            daemon.wait()
+        shutil.rmtree(old)
+
+
+def until_unused(users, linger):
+    """Returns, with the lock, when nobody has held it for a while."""
+    while True:
+        fcntl.flock(users, fcntl.LOCK_EX)
+        if not linger:
+            return
+        fcntl.flock(users, fcntl.LOCK_UN)
+        time.sleep(linger)
+        try:
+            return fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+
+
+def main():
+    directory = Path(sys.argv[1]).resolve()
+    linger = float(sys.argv[2]) if len(sys.argv) > 2 else 0
+    # What one that was killed has left.
+    for left in directory.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        elif left.name not in ("users", "starting", "said"):
+            left.unlink()
+    with open(directory / "users") as users, open(directory / "cluster.pid", "w") as own:
+        fcntl.flock(own, fcntl.LOCK_EX)
+        own.write(f"{os.getpid()}\n")
+        own.flush()
+        cluster = Cluster(directory)
+        cluster.up()
+        signal.signal(signal.SIGUSR1, cluster.start_again)
+        # Tests may end a daemon, too.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        print("ready", flush=True)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        until_unused(users, linger)
+        cluster.down()
+
+
+main()

@@ -1,0 +1,230 @@
+//! A Ceph cluster to test against: real daemons, started by cluster.py beside
+//! this file, for the library's own tests and for stories.
+//!
+//! Most tests share one, whichever process of a run they are in: the first that
+//! asks starts it, which takes half a second, and it ends by itself when for a
+//! few seconds no process has had a [`TestCluster`]. A test that stops the
+//! daemons has one of its own. Nobody has to end anything, not even a test that
+//! is killed: a lock on a file says who uses a cluster, and the kernel knows
+//! whose locks are gone.
+
+// Each user takes what it needs; and the ban on children is the product's.
+#![allow(dead_code, clippy::disallowed_methods)]
+
+use std::{
+    collections::HashMap,
+    env,
+    fs::{self, File, TryLockError},
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    io::{ErrorKind, Read as _},
+    os::unix::{fs::MetadataExt as _, process::CommandExt as _},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+
+/// A running cluster, which runs at least as long as this is there.
+pub struct TestCluster {
+    /// The monitors, `address:port` for the first messenger protocol, which krbd
+    /// speaks unless told otherwise, and librados.
+    pub monitors: Vec<String>,
+    /// The same for the second, which `ms_mode` chooses.
+    pub monitors_v2: Vec<String>,
+    pub fsid: String,
+    /// A pool initialised for RBD.
+    pub pool: String,
+    /// A user without `client.`; it may do what ceph-csi's documents ask for, in
+    /// every pool, and edit the blocklist.
+    pub user: String,
+    /// Its key, base64.
+    pub key: String,
+    /// That of `admin`.
+    pub admin_key: String,
+    dir: PathBuf,
+    /// Locked, shared.
+    _users: File,
+}
+
+impl TestCluster {
+    /// The one that all tests of this checkout share, now; they keep out of each
+    /// other's way by pools ([`TestCluster::fresh_pool`]) or names. None, and a
+    /// sentence on standard error, where Ceph is not installed.
+    pub fn shared() -> Option<Self> {
+        let mut checkout = DefaultHasher::new();
+        env!("CARGO_MANIFEST_DIR").hash(&mut checkout);
+        let name = format!("uring-csi-ceph-{:x}", checkout.finish());
+        installed().then(|| Self::at(env::temp_dir().join(name), "3"))
+    }
+
+    /// One that ends with this; else as [`TestCluster::shared`].
+    pub fn own() -> Option<Self> {
+        let dir = tempfile::Builder::new().prefix("uring-csi-ceph-").tempdir();
+        installed().then(|| Self::at(dir.expect("a directory").keep(), "0"))
+    }
+
+    fn at(dir: PathBuf, linger: &str) -> Self {
+        let users = enter(&dir);
+        // One looks, and starts it, while others wait.
+        let starting = File::create(dir.join("starting")).expect("a file");
+        starting.lock().expect("a lock");
+        if !is_alive(&dir) {
+            start(&dir, linger);
+        }
+        let ready = fs::read_to_string(dir.join("ready")).expect("what cluster.py says");
+        let mut said: HashMap<_, _> = (ready.lines())
+            .filter_map(|line| line.split_once('='))
+            .collect();
+        let mut take = |name| said.remove(name).expect("a value of each name").to_owned();
+        Self {
+            monitors: vec![take("monitor")],
+            monitors_v2: vec![take("monitor_v2")],
+            fsid: take("fsid"),
+            pool: take("pool"),
+            user: take("user"),
+            key: take("key"),
+            admin_key: take("admin_key"),
+            dir,
+            _users: users,
+        }
+    }
+
+    /// Runs `ceph` as the administrator, and says what it printed.
+    #[track_caller]
+    pub fn ceph(&self, args: &[&str]) -> String {
+        self.tool("ceph", args)
+    }
+
+    /// Runs `rbd` as the administrator, and says what it printed.
+    #[track_caller]
+    pub fn rbd(&self, args: &[&str]) -> String {
+        self.tool("rbd", args)
+    }
+
+    /// Where its files are: `ceph.conf` makes an administrator of Ceph's programs.
+    /// Gone when the cluster is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    #[track_caller]
+    fn tool(&self, program: &str, args: &[&str]) -> String {
+        let ran = Command::new(program)
+            .arg("--conf")
+            .arg(self.dir.join("ceph.conf"))
+            .args(args)
+            .output()
+            .expect("a program of ceph-common");
+        let said = String::from_utf8_lossy(&ran.stderr);
+        assert!(ran.status.success(), "{program} {args:?}: {said}");
+        String::from_utf8(ran.stdout).expect("text")
+    }
+
+    /// Makes another pool for RBD.
+    pub fn fresh_pool(&self) -> String {
+        let name = format!("test-{}", uuid::Uuid::new_v4().simple());
+        self.ceph(&["osd", "pool", "create", &name]);
+        self.rbd(&["pool", "init", &name]);
+        name
+    }
+
+    /// The OSD stops answering, and keeps its connections.
+    pub fn freeze_osd(&self) {
+        kill_process(self.osd(), Signal::STOP).expect("an OSD");
+    }
+
+    /// It goes on.
+    pub fn thaw_osd(&self) {
+        kill_process(self.osd(), Signal::CONT).expect("an OSD");
+    }
+
+    /// The OSD ends; what was written is kept.
+    pub fn stop_osd(&self) {
+        let osd = self.osd();
+        kill_process(osd, Signal::TERM).expect("an OSD");
+        while test_kill_process(osd).is_ok() {
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// It comes back; whoever needs it waits, as for any OSD that starts.
+    pub fn start_osd(&self) {
+        kill_process(self.pid("cluster"), Signal::USR1).expect("a cluster");
+    }
+
+    fn osd(&self) -> Pid {
+        self.pid("osd")
+    }
+
+    fn pid(&self, of: &str) -> Pid {
+        let text = fs::read_to_string(self.dir.join(format!("{of}.pid"))).expect("its process id");
+        let number = text.trim().parse().expect("a number");
+        Pid::from_raw(number).expect("a process id")
+    }
+}
+
+/// Whether there are clusters here. Where nothing may be left out, there must be.
+fn installed() -> bool {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let missing = ["ceph-mon", "ceph-mgr", "ceph-osd", "rbd"]
+        .into_iter()
+        .find(|program| !env::split_paths(&path).any(|dir| dir.join(program).exists()));
+    if let Some(program) = missing {
+        eprintln!("**** NOT TESTED: {program} is not installed here (make setup)");
+        assert!(env::var_os("TEST_ALL").is_none(), "nothing may be left out");
+    }
+    missing.is_none()
+}
+
+/// Makes the directory and keeps what is in it from ending.
+fn enter(dir: &Path) -> File {
+    let path = dir.join("users");
+    loop {
+        fs::create_dir_all(dir).expect("a directory");
+        let users = match File::create(&path) {
+            Ok(users) => users,
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => panic!("{}: {error}", path.display()),
+        };
+        users.lock_shared().expect("a lock");
+        // The cluster may have gone, and its directory with it, while this waited.
+        let inode = |of: fs::Metadata| (of.dev(), of.ino());
+        let here = fs::metadata(&path).ok().map(inode);
+        if here.is_some() && here == users.metadata().ok().map(inode) {
+            return users;
+        }
+    }
+}
+
+fn is_alive(dir: &Path) -> bool {
+    File::open(dir.join("cluster.pid"))
+        .is_ok_and(|its| matches!(its.try_lock_shared(), Err(TryLockError::WouldBlock)))
+}
+
+/// Starts it, and waits until it takes I/O.
+fn start(dir: &Path, linger: &str) {
+    let mut cluster = Command::new(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/ceph/cluster.py"
+    ))
+    .arg(dir)
+    .arg(linger)
+    .stdin(Stdio::null())
+    .stdout(Stdio::piped())
+    .stderr(File::create(dir.join("said")).expect("a file"))
+    // It outlives this process where others use it, and ^C.
+    .process_group(0)
+    .spawn()
+    .expect("cluster.py");
+    let mut ready = String::new();
+    let mut output = cluster.stdout.take().expect("a pipe");
+    output.read_to_string(&mut ready).expect("its output");
+    if ready != "ready\n" {
+        let said = fs::read_to_string(dir.join("said")).unwrap_or_default();
+        panic!("the cluster in {} did not start: {said}", dir.display());
+    }
+    // Waited for when it ends, or it would look alive to whoever counts processes.
+    thread::spawn(move || cluster.wait());
+}
