@@ -1,0 +1,296 @@
+//! Whose passphrase opens an encrypted volume, as ceph-csi has it.
+//!
+//! Two of its key management systems need no service: `default` opens every
+//! volume with the secret's `encryptionPassphrase`; `metadata` gives each volume
+//! a passphrase of its own, which is kept in the image's metadata, sealed with
+//! the secret's. Which of them a volume has is told by the storage class's
+//! `encryptionKMSID`, an entry of the file with which ceph-csi is configured.
+//!
+//! Sealed is with AES-256-GCM, under a key that scrypt (N 32768, r 8, p 1) makes
+//! of the secret's passphrase, salted with the volume's handle; the result is
+//! JSON, `{"dek": …, "nonce": …}`, both in base64. So a copy of a volume, whose
+//! handle is another, is sealed anew.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use aes_gcm::{Aes256Gcm, Key, KeyInit as _, Nonce, aead::Aead as _};
+use base64::{
+    Engine as _,
+    prelude::{BASE64_STANDARD, BASE64_URL_SAFE},
+};
+use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
+
+use crate::secret::{Secret, Secrets};
+
+/// The image's metadata key under which a sealed passphrase is kept.
+pub const SEALED_KEY: &str = "rbd.csi.ceph.com/dek";
+/// The image's metadata key that says how far encrypting has come: [`PREPARED`],
+/// then [`ENCRYPTED`].
+pub const STATE_KEY: &str = "rbd.csi.ceph.com/encrypted";
+/// Its passphrase is settled; it is to be encrypted before its first use.
+pub const PREPARED: &str = "encryptionPrepared";
+/// It has been encrypted.
+pub const ENCRYPTED: &str = "encrypted";
+
+/// Older releases put a dot before each key.
+pub fn older(key: &str) -> String {
+    format!(".{key}")
+}
+
+/// The id of the key management system that needs no configuration.
+pub const DEFAULT_KMS: &str = "default";
+
+/// Where a volume's passphrase comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kms {
+    /// It is the secret's.
+    Secret,
+    /// It is the volume's own, sealed with the secret's.
+    Metadata,
+}
+
+/// Why there is no passphrase. The text never has one.
+#[derive(Debug, thiserror::Error)]
+pub enum EncryptionError {
+    /// The secret has none.
+    #[error("the secret has no encryptionPassphrase")]
+    Missing,
+    /// No such key management system is configured.
+    #[error("encryptionKMSID {id:?} is not in {}", path.display())]
+    Unknown {
+        /// The id.
+        id: String,
+        /// The file with the configuration.
+        path: PathBuf,
+    },
+    /// The key management system is none that this driver has.
+    #[error(
+        "encryptionKMSID {id:?}: {what} is not supported; supported are \"metadata\" with the passphrase in the volume's secret, and, without an id, that passphrase itself"
+    )]
+    Unsupported {
+        /// The id.
+        id: String,
+        /// What it is or asks for.
+        what: String,
+    },
+    /// The configuration cannot be read.
+    #[error("cannot read {}", path.display())]
+    Config {
+        /// The file with the configuration.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// What is kept of the volume's passphrase was not sealed by anybody.
+    #[error("the image's metadata {SEALED_KEY} holds no sealed passphrase")]
+    Malformed,
+    /// It was sealed with another passphrase, or for another volume.
+    #[error(
+        "the secret's encryptionPassphrase does not open the passphrase in the image's metadata {SEALED_KEY}"
+    )]
+    Wrong,
+}
+
+/// The key management systems, by id.
+#[derive(Clone, Debug)]
+pub struct KmsConfig(PathBuf);
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Entry {
+    #[serde(rename = "encryptionKMSType")]
+    kind: String,
+    secret_name: Option<String>,
+}
+
+impl KmsConfig {
+    /// As ceph-csi's `ceph-csi-encryption-kms-config` has them: JSON, an object
+    /// of objects. The file is read when an id is looked up.
+    pub fn new(path: &Path) -> Self {
+        Self(path.to_owned())
+    }
+
+    /// The key management system of an id; of an empty one, the default.
+    pub fn get(&self, id: &str) -> Result<Kms, EncryptionError> {
+        if id.is_empty() || id == DEFAULT_KMS {
+            return Ok(Kms::Secret);
+        }
+        let read = fs::read(&self.0).and_then(|text| {
+            let entries: HashMap<String, serde_json::Value> = serde_json::from_slice(&text)?;
+            entries
+                .get(id)
+                .map(Entry::deserialize)
+                .transpose()
+                .map_err(io::Error::from)
+        });
+        let entry = read.map_err(|source| EncryptionError::Config {
+            path: self.0.clone(),
+            source,
+        })?;
+        let unsupported = |what| EncryptionError::Unsupported {
+            id: id.to_owned(),
+            what,
+        };
+        match entry {
+            None => Err(EncryptionError::Unknown {
+                id: id.to_owned(),
+                path: self.0.clone(),
+            }),
+            Some(entry) if entry.kind != "metadata" => {
+                Err(unsupported(format!("type {:?}", entry.kind)))
+            }
+            Some(entry) if entry.secret_name.is_some() => Err(unsupported(
+                "secretName, a Kubernetes secret that is read by the driver,".to_owned(),
+            )),
+            Some(_) => Ok(Kms::Metadata),
+        }
+    }
+}
+
+/// A passphrase sealed, as it is kept.
+#[derive(Serialize, Deserialize)]
+struct Sealed {
+    dek: String,
+    nonce: String,
+}
+
+/// The passphrase of a request's secrets.
+pub fn passphrase(secrets: &Secrets) -> Result<&Secret, EncryptionError> {
+    secrets
+        .get("encryptionPassphrase")
+        .ok_or(EncryptionError::Missing)
+}
+
+/// A new passphrase for one volume: 160 random bits.
+pub fn generate() -> Secret {
+    let bytes = Zeroizing::new(random::<20>());
+    Secret::new(BASE64_URL_SAFE.encode(*bytes))
+}
+
+/// Seals a volume's passphrase, with the secret's, for the volume of that handle.
+pub fn seal(with: &Secret, handle: &str, passphrase: &Secret) -> String {
+    let nonce = Nonce::from(random());
+    let dek = cipher(with, handle)
+        .encrypt(&nonce, passphrase.reveal().as_bytes())
+        .expect("a passphrase is shorter than the 64 GiB of a message");
+    let sealed = Sealed {
+        dek: BASE64_STANDARD.encode(dek),
+        nonce: BASE64_STANDARD.encode(nonce),
+    };
+    serde_json::to_string(&sealed).expect("two strings are JSON")
+}
+
+/// Random bytes of the kernel's.
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).expect("the kernel has random bytes");
+    bytes
+}
+
+/// Opens what [`seal`] made.
+pub fn open(with: &Secret, handle: &str, sealed: &str) -> Result<Secret, EncryptionError> {
+    let bytes = |text: &str| BASE64_STANDARD.decode(text).ok();
+    let (dek, nonce) = serde_json::from_str::<Sealed>(sealed)
+        .ok()
+        .and_then(|sealed| Some((bytes(&sealed.dek)?, bytes(&sealed.nonce)?)))
+        .ok_or(EncryptionError::Malformed)?;
+    let nonce = Nonce::try_from(&nonce[..]).map_err(|_| EncryptionError::Malformed)?;
+    let opened = cipher(with, handle).decrypt(&nonce, &*dek);
+    let opened = opened.map_err(|_| EncryptionError::Wrong)?;
+    let text = String::from_utf8(opened).map_err(|_| EncryptionError::Malformed)?;
+    Ok(Secret::new(text))
+}
+
+/// scrypt's cost: 32 MiB of memory, some 50 ms.
+const LOG_N: u8 = 15;
+
+fn cipher(passphrase: &Secret, salt: &str) -> Aes256Gcm {
+    let mut key = Zeroizing::new([0; 32]);
+    let params = scrypt::Params::new(LOG_N, 8, 1).expect("these parameters are valid");
+    scrypt::scrypt(
+        passphrase.reveal().as_bytes(),
+        salt.as_bytes(),
+        &params,
+        &mut *key,
+    )
+    .expect("32 bytes are a valid length");
+    Aes256Gcm::new(&Key::<Aes256Gcm>::from(*key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secret(text: &str) -> Secret {
+        Secret::new(text.to_owned())
+    }
+
+    #[test]
+    fn a_passphrase_is_opened_by_whom_it_was_sealed_for() {
+        let (with, dek) = (secret("test_passphrase"), generate());
+        let sealed = seal(&with, "0001-a", &dek);
+        assert!(!sealed.contains(dek.reveal()));
+        let opened = open(&with, "0001-a", &sealed).unwrap();
+        assert_eq!(opened.reveal(), dek.reveal());
+        assert_eq!(dek.reveal().len(), 28);
+        for (with, handle) in [("test_passphrase", "0001-b"), ("other", "0001-a")] {
+            let refused = open(&secret(with), handle, &sealed);
+            assert!(matches!(refused, Err(EncryptionError::Wrong)));
+        }
+        for text in [
+            "",
+            "{}",
+            r#"{"dek":"?","nonce":"AAAA"}"#,
+            r#"{"dek":"AAAA","nonce":"AAAA"}"#,
+        ] {
+            let refused = open(&with, "0001-a", text);
+            assert!(matches!(refused, Err(EncryptionError::Malformed)), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_another_implementation_sealed_is_opened() {
+        // Made by Python's hashlib.scrypt and cryptography's AESGCM.
+        let sealed = include_str!("encryption/sealed.json");
+        let opened = open(
+            &secret("test_passphrase"),
+            "0001-0004-test-0000000000000001-volume",
+            sealed,
+        );
+        assert_eq!(opened.unwrap().reveal(), "dGhlIHZvbHVtZSdzIG93biBvbmU=");
+    }
+
+    #[test]
+    fn a_key_management_system_is_what_its_file_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        let config = KmsConfig::new(&path);
+        assert_eq!(config.get("").unwrap(), Kms::Secret);
+        assert_eq!(config.get("default").unwrap(), Kms::Secret);
+        assert!(matches!(
+            config.get("x"),
+            Err(EncryptionError::Config { .. })
+        ));
+        let text = r#"{
+            "own": {"encryptionKMSType": "metadata"},
+            "elsewhere": {"encryptionKMSType": "metadata", "secretName": "s"},
+            "vault": {"encryptionKMSType": "vault", "vaultAddress": "https://v"}
+        }"#;
+        fs::write(&path, text).unwrap();
+        assert_eq!(config.get("own").unwrap(), Kms::Metadata);
+        assert!(matches!(
+            config.get("x"),
+            Err(EncryptionError::Unknown { .. })
+        ));
+        for id in ["elsewhere", "vault"] {
+            let refused = config.get(id).unwrap_err();
+            assert!(matches!(refused, EncryptionError::Unsupported { .. }));
+            assert!(refused.to_string().contains(id), "{refused}");
+        }
+    }
+}
