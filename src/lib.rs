@@ -30,7 +30,7 @@ pub mod cli;
 pub mod device;
 #[cfg(feature = "node")]
 pub mod fs;
-#[cfg(feature = "node")]
+#[cfg(any(feature = "node", feature = "controller"))]
 pub mod kernel;
 #[cfg(feature = "node")]
 pub mod mount;

@@ -6,13 +6,23 @@
 //! here is written back in one canonical spelling, so that two addresses are
 //! equal where their texts are.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, ops::RangeInclusive, str::FromStr};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
 
 /// The port that IANA gave to NBD.
 const DEFAULT_PORT: u16 = 10809;
+
+/// How many connections a device may have.
+pub const CONNECTIONS: RangeInclusive<u32> = 1..=16;
+
+/// How many seconds a request may go without an answer.
+pub const REQUEST_SECONDS: RangeInclusive<u32> = 1..=3600;
+
+/// How many seconds a server may be away. At least one: a device that grows has
+/// no live connection for a moment.
+pub const DEAD_SECONDS: RangeInclusive<u32> = 1..=86400;
 
 /// Bytes of an address in its canonical spelling. The kernel shows it in one
 /// page of sysfs, and the protocol limits names to 4096 bytes.
@@ -31,8 +41,10 @@ const PATH: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'+')
     .remove(b'=');
 
-/// A server of exports.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// A server of exports. Its text is an NBD URI that names no export; a plain
+/// `host` or `host:port` is read, too.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum Server {
     /// Over TCP.
     Tcp {
@@ -82,6 +94,9 @@ impl Server {
         if host.is_empty() {
             return Err(bad("it names no host"));
         }
+        if host.len() > 253 {
+            return Err(bad("a host's name has 253 bytes at most"));
+        }
         if !host.bytes().all(is_of_host) {
             return Err(bad("a host has letters, digits, dots, colons and hyphens"));
         }
@@ -99,9 +114,67 @@ impl Server {
         if !socket.starts_with('/') || socket.contains('\0') {
             return Err(malformed(socket, "the socket's path must be absolute"));
         }
+        // unix(7): sun_path, which ends with a NUL.
+        if socket.len() > 107 {
+            return Err(malformed(socket, "a socket's path has 107 bytes at most"));
+        }
         Ok(Self::Unix {
             socket: socket.to_owned(),
         })
+    }
+
+    /// Writes the address of one of its exports.
+    fn write(&self, export: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = utf8_percent_encode(export, PATH);
+        match self {
+            Self::Tcp { host, port } if host.contains(':') => {
+                write!(f, "nbd://[{host}]:{port}/{name}")
+            }
+            Self::Tcp { host, port } => write!(f, "nbd://{host}:{port}/{name}"),
+            Self::Unix { socket } => {
+                let socket = utf8_percent_encode(socket, PATH);
+                write!(f, "nbd+unix:///{name}?socket={socket}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write("", f)
+    }
+}
+
+impl FromStr for Server {
+    type Err = BadExport;
+
+    fn from_str(text: &str) -> Result<Self, BadExport> {
+        let bad = |why| malformed(text, why);
+        if text.contains("://") {
+            let export: Export = text.parse()?;
+            return if export.name.is_empty() {
+                Ok(export.server)
+            } else {
+                Err(bad("it names an export, where a server is asked for"))
+            };
+        }
+        let (host, port) = split_port(text)
+            .ok_or_else(|| bad("the port is no number (an IPv6 address stands in brackets)"))?;
+        Self::tcp(host, port)
+    }
+}
+
+impl TryFrom<String> for Server {
+    type Error = BadExport;
+
+    fn try_from(text: String) -> Result<Self, BadExport> {
+        text.parse()
+    }
+}
+
+impl From<Server> for String {
+    fn from(server: Server) -> Self {
+        server.to_string()
     }
 }
 
@@ -139,17 +212,7 @@ impl Export {
 
 impl fmt::Display for Export {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = utf8_percent_encode(&self.name, PATH);
-        match &self.server {
-            Server::Tcp { host, port } if host.contains(':') => {
-                write!(f, "nbd://[{host}]:{port}/{name}")
-            }
-            Server::Tcp { host, port } => write!(f, "nbd://{host}:{port}/{name}"),
-            Server::Unix { socket } => {
-                let socket = utf8_percent_encode(socket, PATH);
-                write!(f, "nbd+unix:///{name}?socket={socket}")
-            }
-        }
+        self.server.write(&self.name, f)
     }
 }
 
@@ -306,11 +369,46 @@ mod tests {
         assert!(long.parse::<Export>().is_err());
     }
 
+    #[test]
+    fn a_server_is_an_address_without_an_export() {
+        for (given, canonical) in [
+            ("Host", "nbd://host:10809/"),
+            ("10.0.0.1:5", "nbd://10.0.0.1:5/"),
+            ("[fd00::1]", "nbd://[fd00::1]:10809/"),
+            ("nbd://host:5", "nbd://host:5/"),
+            ("nbd+unix:///?socket=/s", "nbd+unix:///?socket=/s"),
+        ] {
+            let server: Server = given.parse().unwrap();
+            assert_eq!(server.to_string(), canonical);
+            assert_eq!(canonical.parse(), Ok(server));
+        }
+        for (given, why) in [
+            ("", "no host"),
+            ("host:x", "no number"),
+            ("fd00::1", "brackets"),
+            ("a b", "letters"),
+            ("nbd://host/disk", "names an export"),
+            ("nbds://host", "TLS"),
+            ("nbd+unix:///", "socket"),
+        ] {
+            let error = given.parse::<Server>().unwrap_err().to_string();
+            assert!(error.contains(why), "{given}: {error}");
+        }
+    }
+
     proptest! {
         #[test]
-        fn any_name_and_socket_come_back(name in "[^\0]{0,80}", socket in "/[^\0]{0,80}") {
+        fn any_text_is_a_server_or_is_refused(text in "(nbd(\\+unix)?://)?.{0,60}") {
+            if let Ok(server) = text.parse::<Server>() {
+                prop_assert_eq!(server.to_string().parse(), Ok(server));
+            }
+        }
+
+        #[test]
+        fn any_name_and_socket_come_back(name in "[^\0]{0,80}", socket in "/[^\0]{0,25}") {
             let export = Export::new(Server::unix(&socket).unwrap(), &name).unwrap();
             prop_assert_eq!(export.to_string().parse::<Export>(), Ok(export.clone()));
+            prop_assert_eq!(&String::from(export.server().clone()).parse::<Server>().unwrap(), export.server());
             let json = serde_json::to_string(&export).unwrap();
             prop_assert_eq!(serde_json::from_str::<Export>(&json).unwrap(), export);
         }

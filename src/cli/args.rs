@@ -97,6 +97,12 @@ pub struct Origin {
     /// Pool that it lives in; needed where the controller has more than one
     #[arg(long)]
     pub pool: Option<String>,
+    /// Have nodes attach it as an export of this NBD server (HOST, HOST:PORT or
+    /// an nbd:// or nbd+unix:// URI), which serves the controller's pool; without
+    /// it, as a loop device over a pool of their own (backend=nbd and
+    /// nbdServer=SERVER as parameters)
+    #[arg(long, value_name = "SERVER")]
+    pub nbd_server: Option<String>,
     /// StorageClass parameter (may be given more than once)
     #[arg(long = "parameter", short = 'p', value_name = "KEY=VALUE", value_parser = key_value)]
     pub parameters: Vec<(String, String)>,
@@ -111,11 +117,16 @@ pub struct Origin {
 impl Origin {
     /// The parameters of CreateVolume.
     pub fn parameters(&self) -> HashMap<String, String> {
-        let pool = self
-            .pool
-            .iter()
-            .map(|pool| ("pool".to_owned(), pool.clone()));
-        self.parameters.iter().cloned().chain(pool).collect()
+        let named = [
+            self.pool.as_ref().map(|pool| ("pool", pool.as_str())),
+            self.nbd_server.as_ref().map(|_| ("backend", "nbd")),
+            self.nbd_server
+                .as_ref()
+                .map(|server| ("nbdServer", server.as_str())),
+        ];
+        let named = named.into_iter().flatten();
+        let named = named.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        self.parameters.iter().cloned().chain(named).collect()
     }
 }
 

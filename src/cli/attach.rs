@@ -49,7 +49,8 @@ Examples:
   uringctl stage data-1
   uringctl stage data-1 --fs xfs -o noatime
   uringctl stage disk-1 --block
-  uringctl stage my-image --context backend=loop --context pool=fast --context image=disk.img")]
+  uringctl stage my-image --context backend=loop --context pool=fast --context image=disk.img
+  uringctl stage my-export --context backend=nbd --context uri=nbd://storage-1/disk")]
 pub struct Stage {
     /// Volume, by name or id
     volume: String,

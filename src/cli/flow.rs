@@ -80,6 +80,7 @@ Examples:
   uringctl up data-1 10Gi /mnt/data
   uringctl up data-1 10Gi /mnt/data --fs xfs --pool fast
   uringctl up disk-1 10Gi /mnt/disk --block
+  uringctl up data-2 10Gi /mnt/data-2 --nbd-server storage-1
   uringctl up copy-1 10Gi /mnt/copy --from-volume data-1")]
 pub struct Up {
     /// Name of the volume

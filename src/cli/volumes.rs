@@ -1,6 +1,6 @@
 //! `create`, `clone`, `list`, `delete`, `expand`: volumes, by the controller.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use clap::Args;
 use serde::Serialize;
@@ -13,6 +13,7 @@ use super::{
     resolve::name_of,
 };
 use crate::{
+    nbd::Export,
     proto::csi::{
         CapacityRange, ControllerExpandVolumeRequest, CreateVolumeRequest, DeleteVolumeRequest,
         NodeExpandVolumeRequest, Volume,
@@ -73,6 +74,7 @@ Examples:
   uringctl create data-1 10Gi
   uringctl create data-1 10Gi --pool fast --fs xfs
   uringctl create disk-1 500G --block
+  uringctl create data-2 10Gi --nbd-server storage-1
   uringctl create copy-1 10Gi --from-snapshot \"$SNAPSHOT\"")]
 pub struct Create {
     /// Name; may hold anything but control characters
@@ -98,8 +100,8 @@ impl Create {
 /// Makes a volume with another volume's content
 #[derive(Args, Debug)]
 #[command(after_help = "\
-The source must not be in use, unless its pool's file system can copy by
-reference (XFS, Btrfs).
+The copy is in its source's pool, and attached as its source is. The source must
+not be in use, unless the pool's file system can copy by reference (XFS, Btrfs).
 
 Example:
   uringctl clone data-1 data-2")]
@@ -120,8 +122,6 @@ impl CloneVolume {
     pub async fn run(self, context: &Context) -> Result<VolumeAnswer, CliError> {
         let source = context.volume(&self.source).await?;
         let bytes = self.size.map_or(source.capacity_bytes, Size::bytes);
-        // A copy lives in its source's pool.
-        let pool = source.volume_context.get("pool");
         let request = CreateVolumeRequest {
             name: self.name.clone(),
             capacity_range: Some(CapacityRange {
@@ -129,15 +129,31 @@ impl CloneVolume {
                 limit_bytes: 0,
             }),
             volume_capabilities: vec![self.usage.capability()],
-            parameters: pool
-                .map(|pool| ("pool".to_owned(), pool.clone()))
-                .into_iter()
-                .collect(),
+            parameters: as_attached(&source.volume_context),
             volume_content_source: Some(from_volume(source.volume_id)),
             ..Default::default()
         };
         Ok(context.create(request).await?.into())
     }
+}
+
+/// The parameters of a copy that lives in its source's pool and is attached as
+/// its source is.
+fn as_attached(context: &HashMap<String, String>) -> HashMap<String, String> {
+    let mut parameters: HashMap<_, _> = [
+        "pool",
+        "backend",
+        "connections",
+        "requestTimeout",
+        "deadConnectionTimeout",
+    ]
+    .into_iter()
+    .filter_map(|key| Some((key.to_owned(), context.get(key)?.clone())))
+    .collect();
+    if let Some(Ok(export)) = context.get("uri").map(|uri| uri.parse::<Export>()) {
+        parameters.insert("nbdServer".to_owned(), export.server().to_string());
+    }
+    parameters
 }
 
 impl Context {
@@ -372,5 +388,31 @@ impl Answer for Expanded {
             ""
         };
         format!("{} has {}{then}", self.volume, human(self.capacity_bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_attached_as_its_source() {
+        let map = |pairs: &[(&str, &str)]| -> HashMap<String, String> {
+            let owned = pairs.iter();
+            owned
+                .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+                .collect()
+        };
+        let local = [("backend", "loop"), ("pool", "p"), ("image", "i.img")];
+        assert_eq!(as_attached(&map(&local)), map(&local[..2]));
+        let served = [
+            ("backend", "nbd"),
+            ("pool", "p"),
+            ("connections", "4"),
+            ("uri", "nbd://storage:5/i.img"),
+        ];
+        let mut parameters = map(&served[..3]);
+        parameters.extend(map(&[("nbdServer", "nbd://storage:5/")]));
+        assert_eq!(as_attached(&map(&served)), parameters);
     }
 }

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     Done, chain,
     kernel::Dev,
-    nbd::{BadExport, Export, Server},
+    nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server},
 };
 
 /// An export of an NBD server.
@@ -61,13 +61,11 @@ impl ExportSource {
             export: address(context)?,
             options: nbd::Options {
                 connections: context
-                    .number("connections", 1..=16)?
+                    .number("connections", CONNECTIONS)?
                     .unwrap_or(OPTIONS.connections),
-                request_seconds: seconds("requestTimeout", 1..=3600)?
+                request_seconds: seconds("requestTimeout", REQUEST_SECONDS)?
                     .unwrap_or(OPTIONS.request_seconds),
-                // At least one: a device that grows has no live connection
-                // for a moment.
-                dead_seconds: seconds("deadConnectionTimeout", 1..=86400)?
+                dead_seconds: seconds("deadConnectionTimeout", DEAD_SECONDS)?
                     .unwrap_or(OPTIONS.dead_seconds),
             },
         })

@@ -5,7 +5,8 @@
 //! all our descriptors between fork(2) and execve(2): of a mount, which keeps it
 //! busy, of a device opened `O_EXCL`, which keeps it claimed. Both last for
 //! microseconds and are no use of the volume, so whoever is told `EBUSY` tries a
-//! few times more before saying so to anybody.
+//! few times more before saying so to anybody. The same goes for a file that is
+//! being closed: it is told of a moment before it counts as closed.
 
 use rustix::thread::{Timespec, nanosleep};
 

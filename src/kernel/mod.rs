@@ -1,16 +1,23 @@
 //! What rustix lacks: system calls, ioctls, and the numbers they take.
 //!
-//! The only unsafe code of the node agent outside [`crate::ring`].
+//! The only unsafe code outside the ring. Of the controller's, only leases.
 
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "node")]
 pub mod block;
 pub mod busy;
+#[cfg(feature = "node")]
 pub mod growth;
+#[cfg(feature = "controller")]
+pub mod lease;
+#[cfg(feature = "node")]
 pub mod loopctl;
+#[cfg(feature = "node")]
 pub mod mounts;
+#[cfg(feature = "node")]
 pub mod privileges;
 
 /// A block device's number, as `st_rdev`, `st_dev` and sysfs' `dev` have it.

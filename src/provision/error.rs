@@ -121,6 +121,25 @@ pub enum Error {
         /// The device's name.
         device: String,
     },
+    /// An NBD server writes to the image.
+    #[error(
+        "image {0} is open for writing on this machine: the NBD server has it for a node that \
+         has the volume attached; unstage it there first (where that node is gone for good: \
+         restart the server)"
+    )]
+    Served(String),
+    /// Nobody knows whether an NBD server writes to the image.
+    #[error(
+        "the file system of pool {pool:?} cannot clone files at one point in time, and it is \
+         not one that only this machine can mount, so nobody can tell whether an NBD server \
+         writes to image {image}, and a copy of it might be torn; use a pool on xfs or btrfs"
+    )]
+    WritersUnknown {
+        /// The pool of the image.
+        pool: String,
+        /// The image's file name.
+        image: String,
+    },
     /// A copy would be no point in time.
     #[error(
         "the file system of pool {pool:?} cannot clone files at one point in time, and a copy of \
@@ -212,6 +231,8 @@ impl Error {
             Self::Elsewhere(_)
             | Self::PoolNotGiven { .. }
             | Self::LoopDevice { .. }
+            | Self::Served(_)
+            | Self::WritersUnknown { .. }
             | Self::NoPointInTime { .. } => Kind::FailedPrecondition,
             Self::Busy(_) | Self::BadToken(_) => Kind::Aborted,
             Self::Corrupt { .. } | Self::Lost { .. } | Self::Unrecorded { .. } => Kind::Internal,

@@ -6,6 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{Error, Usage};
 
+mod served;
+
+pub use served::Served;
+
 /// What a storage class may say. Also part of a volume's record, where it
 /// decides whether a repeated request is equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,50 +36,84 @@ pub struct Parameters {
     /// `sectorSize`: the loop device's logical block size, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sector_size: Option<u32>,
+    /// `backend: nbd`; without it, nodes attach images as loop devices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nbd: Option<Served>,
 }
 
 impl Parameters {
     /// Parses a storage class' parameters.
     pub fn parse(given: &HashMap<String, String>) -> Result<Self, Error> {
-        let mut parsed = Self::default();
         // Sorted, so that of two mistakes always the same one is named.
-        for (name, value) in given.iter().collect::<BTreeMap<_, _>>() {
-            match name.as_str() {
-                // For logs and names; never refused (CSI specification).
-                reserved if reserved.starts_with("csi.storage.k8s.io/") => {}
-                "backend" if value == BACKEND => {}
-                "backend" => return Err(bad("backend", value, "the only one here is `loop`")),
-                "pool" => parsed.pool = Some(value.clone()),
+        let given: BTreeMap<&str, &str> = given
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_str()))
+            // For logs and names; never refused (CSI specification).
+            .filter(|(name, _)| !name.starts_with("csi.storage.k8s.io/"))
+            .collect();
+        let mut parsed = Self {
+            nbd: match given.get("backend") {
+                None | Some(&LOOP) => None,
+                Some(&NBD) => Some(Served::parse(&given)?),
+                Some(other) => return Err(bad("backend", other, "there are loop and nbd")),
+            },
+            ..Self::default()
+        };
+        for (name, value) in given {
+            match name {
+                "backend" => {}
+                "pool" => parsed.pool = Some(value.to_owned()),
                 "fsType" => parsed.fs_type = Some(file_system("fsType", value)?.to_owned()),
-                "mkfsOptions" => parsed.mkfs_options = Some(value.clone()),
+                "mkfsOptions" => parsed.mkfs_options = Some(value.to_owned()),
                 "preallocate" => parsed.preallocate = yes_or_no("preallocate", value)?,
                 "overcommit" => parsed.overcommit = yes_or_no("overcommit", value)?,
                 "directIO" => parsed.direct_io = Some(yes_or_no("directIO", value)?),
                 "sectorSize" => parsed.sector_size = Some(sector_size(value)?),
-                _ => {
-                    return Err(Error::UnknownParameter {
-                        name: name.clone(),
-                        known: KNOWN.join(", "),
-                    });
-                }
+                name => match served::OWN.into_iter().find(|own| *own == name) {
+                    Some(_) if parsed.nbd.is_some() => {}
+                    Some(own) => return Err(bad(own, value, "only backend nbd has it")),
+                    None => {
+                        return Err(Error::UnknownParameter {
+                            name: name.to_owned(),
+                            known: [&KNOWN[..], &served::OWN].concat().join(", "),
+                        });
+                    }
+                },
             }
         }
         Ok(parsed)
     }
 
-    /// The part that the node gets with the volume.
-    pub fn context(&self) -> impl Iterator<Item = (&'static str, String)> {
-        [
-            Some(("backend", BACKEND.to_owned())),
-            self.fs_type.clone().map(|fs| ("fsType", fs)),
-            self.mkfs_options.clone().map(|o| ("mkfsOptions", o)),
-            self.preallocate.then(|| ("preallocate", true.to_string())),
-            self.direct_io.map(|on| ("directIO", on.to_string())),
-            self.sector_size
-                .map(|bytes| ("sectorSize", bytes.to_string())),
-        ]
-        .into_iter()
-        .flatten()
+    /// What tells the node of a volume how to attach its image, and what to put
+    /// on it.
+    pub fn context(&self, image: &str) -> BTreeMap<String, String> {
+        let mut context = BTreeMap::new();
+        let mut tell = |key: &str, value: String| context.insert(key.to_owned(), value);
+        if let Some(fs) = &self.fs_type {
+            tell("fsType", fs.clone());
+        }
+        if let Some(options) = &self.mkfs_options {
+            tell("mkfsOptions", options.clone());
+        }
+        if let Some(served) = &self.nbd {
+            tell("backend", NBD.to_owned());
+            for (key, value) in served.context(image) {
+                tell(key, value);
+            }
+            return context;
+        }
+        tell("backend", LOOP.to_owned());
+        tell("image", image.to_owned());
+        if self.preallocate {
+            tell("preallocate", true.to_string());
+        }
+        if let Some(on) = self.direct_io {
+            tell("directIO", on.to_string());
+        }
+        if let Some(bytes) = self.sector_size {
+            tell("sectorSize", bytes.to_string());
+        }
+        context
     }
 
     /// The file systems that a volume with these parameters is to hold.
@@ -117,7 +155,8 @@ fn bad(name: &'static str, value: &str, why: &str) -> Error {
     }
 }
 
-const BACKEND: &str = "loop";
+const LOOP: &str = "loop";
+const NBD: &str = "nbd";
 /// The first is the default.
 const FILE_SYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
 const KNOWN: [&str; 8] = [
@@ -135,11 +174,15 @@ const KNOWN: [&str; 8] = [
 mod tests {
     use super::*;
 
+    fn owned<M: FromIterator<(String, String)>>(given: &[(&str, &str)]) -> M {
+        let pairs = given.iter();
+        pairs
+            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+            .collect()
+    }
+
     fn parse(given: &[(&str, &str)]) -> Result<Parameters, Error> {
-        let owned = given
-            .iter()
-            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
-        Parameters::parse(&owned.collect())
+        Parameters::parse(&owned(given))
     }
 
     #[test]
@@ -157,18 +200,63 @@ mod tests {
         ])
         .unwrap();
         assert!(parsed.preallocate && parsed.overcommit);
-        let context: Vec<_> = parsed.context().collect();
         let expected = [
             ("backend", "loop"),
+            ("image", "i.img"),
             ("fsType", "xfs"),
             ("mkfsOptions", "-K"),
             ("preallocate", "true"),
             ("directIO", "true"),
             ("sectorSize", "4096"),
         ];
-        assert_eq!(context, expected.map(|(k, v)| (k, v.to_owned())));
+        assert_eq!(parsed.context("i.img"), owned(&expected));
         let json = serde_json::to_string(&parsed).unwrap();
         assert_eq!(serde_json::from_str::<Parameters>(&json).unwrap(), parsed);
+    }
+
+    #[test]
+    fn a_served_image_is_told_by_its_address() {
+        let parsed = parse(&[
+            ("backend", "nbd"),
+            ("nbdServer", "Storage:5"),
+            ("preallocate", "true"),
+            ("connections", "4"),
+            ("requestTimeout", "5"),
+            ("deadConnectionTimeout", "60"),
+        ])
+        .unwrap();
+        let expected = [
+            ("backend", "nbd"),
+            ("uri", "nbd://storage:5/i.img"),
+            ("connections", "4"),
+            ("requestTimeout", "5"),
+            ("deadConnectionTimeout", "60"),
+        ];
+        assert_eq!(parsed.context("i.img"), owned(&expected));
+        let json = serde_json::to_string(&parsed).unwrap();
+        assert_eq!(serde_json::from_str::<Parameters>(&json).unwrap(), parsed);
+        let spelled_otherwise = [("backend", "nbd"), ("nbdServer", "nbd://storage:5/")];
+        assert_eq!(
+            parse(&spelled_otherwise).unwrap().nbd.unwrap().server,
+            parsed.nbd.unwrap().server
+        );
+
+        for (name, value) in [
+            ("nbdServer", ""),
+            ("nbdServer", "nbds://storage"),
+            ("nbdServer", "nbd://storage/disk"),
+            ("nbdServer", "storage:0"),
+            ("connections", "17"),
+            ("requestTimeout", "none"),
+            ("deadConnectionTimeout", "0"),
+            ("directIO", "true"),
+            ("sectorSize", "4096"),
+        ] {
+            let server = ("nbdServer", "storage");
+            let error = parse(&[("backend", "nbd"), server, (name, value)]).unwrap_err();
+            assert_eq!(error.kind(), super::super::Kind::InvalidArgument);
+            assert!(error.to_string().contains(name), "{error}");
+        }
     }
 
     #[test]
@@ -179,7 +267,9 @@ mod tests {
             ("preallocate", "yes"),
             ("overcommit", "1"),
             ("sectorSize", "513"),
-            ("backend", "nbd"),
+            ("backend", "tape"),
+            ("nbdServer", "storage"),
+            ("connections", "2"),
         ] {
             let error = parse(&[(name, value)]).unwrap_err();
             assert_eq!(error.kind(), super::super::Kind::InvalidArgument);

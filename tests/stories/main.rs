@@ -17,6 +17,7 @@ mod growth;
 mod harness;
 mod inline;
 mod nbd;
+mod nbd_pool;
 mod node_rules;
 mod nodes;
 mod operator;

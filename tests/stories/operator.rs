@@ -6,12 +6,13 @@ use serde_json::Value;
 
 use crate::harness::{Content, Controller, Node, NodeSetup, Sandbox, story};
 
-struct Operator {
+/// uringctl with the sockets of a story's agents.
+pub struct Operator {
     endpoints: [String; 4],
 }
 
 impl Operator {
-    fn new(node: &Node, controller: &Controller) -> Self {
+    pub fn new(node: &Node, controller: &Controller) -> Self {
         let endpoint = |socket: &std::path::Path| format!("unix://{}", socket.display());
         Self {
             endpoints: [
@@ -24,7 +25,7 @@ impl Operator {
     }
 
     /// The exit code, and what was printed on stdout and on stderr.
-    fn run(&self, args: &[&str]) -> (i32, String, String) {
+    pub fn run(&self, args: &[&str]) -> (i32, String, String) {
         let output = Command::new(env!("CARGO_BIN_EXE_uringctl"))
             .args(&self.endpoints)
             .args(args)
@@ -37,7 +38,7 @@ impl Operator {
 
     /// The JSON answer of a command that must succeed.
     #[track_caller]
-    fn json(&self, args: &[&str]) -> Value {
+    pub fn json(&self, args: &[&str]) -> Value {
         let (code, out, err) = self.run(&[args, &["--json"]].concat());
         assert_eq!(code, 0, "{args:?}: {err}");
         serde_json::from_str(&out).unwrap_or_else(|error| panic!("{args:?}: {error}: {out}"))

@@ -90,19 +90,23 @@ fn available(pool: &Pool) -> Result<u64, Error> {
 
 /// The largest file of the pool's file system, where that is known.
 fn largest_file(pool: &Pool) -> Result<Option<u64>, Error> {
-    let fs = rustix::fs::fstatfs(pool.open_dir()?)
-        .map_err(|e| failed("ask the type of", &pool.dir, e.into()))?;
-    // Block numbers of ext4 files have 32 bits, the last of them is unused.
-    let ext4 = || u64::try_from(fs.f_bsize).ok().map(|b| b * 0xffff_ffff);
-    Ok(match u64::try_from(fs.f_type) {
-        Ok(EXT4) => ext4(),
-        Ok(XFS | BTRFS | TMPFS) => Some(MAXIMUM),
+    Ok(match fs_type(pool)? {
+        // Block numbers of ext4 files have 32 bits, the last of them is unused.
+        Some(EXT4) => Some(pool.statvfs()?.f_bsize * 0xffff_ffff),
+        Some(XFS | BTRFS | TMPFS) => Some(MAXIMUM),
         _ => None,
     })
 }
 
+/// The number of the pool's file system (statfs(2)).
+pub fn fs_type(pool: &Pool) -> Result<Option<u64>, Error> {
+    let fs = rustix::fs::fstatfs(pool.open_dir()?)
+        .map_err(|e| failed("ask the type of", &pool.dir, e.into()))?;
+    Ok(u64::try_from(fs.f_type).ok())
+}
+
 /// Numbers from statfs(2).
-const EXT4: u64 = 0xef53;
-const XFS: u64 = 0x5846_5342;
-const BTRFS: u64 = 0x9123_683e;
-const TMPFS: u64 = 0x0102_1994;
+pub const EXT4: u64 = 0xef53;
+pub const XFS: u64 = 0x5846_5342;
+pub const BTRFS: u64 = 0x9123_683e;
+pub const TMPFS: u64 = 0x0102_1994;

@@ -54,6 +54,8 @@ pub trait Kind: Serialize + DeserializeOwned {
     const RECORDS: &str;
     /// Whether nodes attach it, so that claims count.
     const IS_CLAIMED: bool;
+    /// Whether an NBD server serves it, so that no claim says who uses it.
+    fn is_served(&self) -> bool;
     /// Where the image of `id` is.
     fn image(pool: &Pool, id: Uuid) -> PathBuf;
 }

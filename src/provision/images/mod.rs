@@ -22,6 +22,12 @@
 //! apart, and the next equal call, or the next start ([`Images::sweep`]),
 //! finishes or undoes it. The truth of a volume's size is its file's size.
 //!
+//! Nodes attach images as loop devices, or, with `backend: nbd`, as exports of an
+//! NBD server over the pool's directory. Which of the two is part of a volume's
+//! record; all else is the same, but for how it is known who uses an image:
+//! claims beside it, or [`writers`]. Exports are named by files directly in that
+//! directory, so a server shows complete images only.
+//!
 //! Images are thin: a sparse file takes space as it is written. What is promised
 //! counts as taken, in [`Provisioner::capacity`] and where a volume is made or
 //! grown, unless its class says `overcommit`; only `preallocate` makes sure.
@@ -42,6 +48,7 @@ mod snapshots;
 mod store;
 mod sweep;
 mod volumes;
+mod writers;
 
 use store::Store;
 

@@ -8,6 +8,7 @@ use super::{
     snapshots::SnapshotDetail,
     store::{Store, loop_device},
     volumes::VolumeDetail,
+    writers::Writers,
 };
 use crate::pool::{
     Pool, PoolError,
@@ -23,6 +24,8 @@ pub struct Origin<'s> {
     pub path: PathBuf,
     /// Its name, if it is a volume's, which may be written meanwhile.
     pub volume_image: Option<String>,
+    /// Whether it may be written by nodes that claim nothing.
+    is_served: bool,
 }
 
 impl Store {
@@ -52,14 +55,18 @@ impl Store {
                 },
                 other => other.into(),
             })?;
-        Origin::new(pool, file, path, Some(image))
+        Ok(Origin {
+            volume_image: Some(image),
+            is_served: entry.detail.is_served(),
+            ..Origin::new(pool, file, path)?
+        })
     }
 
     fn snapshot_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
         let (pool, entry) = self.find_snapshot(handle)?;
         let path = SnapshotDetail::image(pool, entry.id);
         let file = File::open(&path).map_err(|e| failed("open", &path, e))?;
-        Origin::new(pool, file, path, None)
+        Origin::new(pool, file, path)
     }
 
     /// Fills an empty draft with the origin's data: by reflink, which is
@@ -76,10 +83,7 @@ impl Store {
         let tmp = origin.pool.meta_dir("tmp")?;
         let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
         let claim = self.claim_for(&token, Access::Readers);
-        let at_no_point_in_time = |holder| Error::NoPointInTime {
-            pool: origin.pool.name.clone(),
-            holder: Box::new(holder),
-        };
+        let at_no_point_in_time = |holder| at_no_point_in_time(origin.pool, holder);
         match claim::claim(origin.pool, image, &claim) {
             Ok(_) => {}
             Err(held @ ClaimError::HeldBy { .. }) => return Err(at_no_point_in_time(held.into())),
@@ -88,12 +92,7 @@ impl Store {
         let copied = match loop_device(image, true) {
             Err(e) => Err(failed("look for a loop device over", &origin.path, e)),
             Ok(Some(holder)) => Err(at_no_point_in_time(holder)),
-            // Opened anew: NFS looks for what others wrote at an open only.
-            Ok(None) => origin
-                .pool
-                .open_image(image, false)
-                .map_err(Error::from)
-                .and_then(|file| copy::sparse(&file, draft.file(), origin.bytes).map_err(cannot)),
+            Ok(None) => copy_unwritten(draft, origin, image),
         };
         let released = claim::release(origin.pool, image, &claim.node_id);
         copied?;
@@ -101,13 +100,40 @@ impl Store {
     }
 }
 
+/// Copies a volume's image to which nobody with a claim writes.
+fn copy_unwritten(draft: &Draft, origin: &Origin<'_>, image: &str) -> Result<(), Error> {
+    let Origin { pool, path, .. } = origin;
+    let cannot = |e| failed("copy", path, e);
+    // Opened anew: NFS looks for what others wrote at an open only.
+    let file = pool.open_image(image, false)?;
+    let copy = || copy::sparse(&file, draft.file(), origin.bytes).map_err(cannot);
+    if !origin.is_served {
+        return copy();
+    }
+    let written = || at_no_point_in_time(pool, Error::Served(image.to_owned()));
+    match Writers::of(pool, &file, path)? {
+        Writers::Some => Err(written()),
+        Writers::Unknown => Err(Error::WritersUnknown {
+            pool: pool.name.clone(),
+            image: image.to_owned(),
+        }),
+        Writers::None(lease) => {
+            copy()?;
+            let holds = lease.holds().map_err(cannot)?;
+            holds.then_some(()).ok_or_else(written)
+        }
+    }
+}
+
+fn at_no_point_in_time(pool: &Pool, holder: Error) -> Error {
+    Error::NoPointInTime {
+        pool: pool.name.clone(),
+        holder: Box::new(holder),
+    }
+}
+
 impl<'s> Origin<'s> {
-    fn new(
-        pool: &'s Pool,
-        file: File,
-        path: PathBuf,
-        volume_image: Option<String>,
-    ) -> Result<Self, Error> {
+    fn new(pool: &'s Pool, file: File, path: PathBuf) -> Result<Self, Error> {
         let metadata = file.metadata();
         let bytes = metadata.map_err(|e| failed("look at", &path, e))?.len();
         Ok(Self {
@@ -115,7 +141,8 @@ impl<'s> Origin<'s> {
             file,
             bytes,
             path,
-            volume_image,
+            volume_image: None,
+            is_served: false,
         })
     }
 }

@@ -36,6 +36,10 @@ impl Kind for SnapshotDetail {
     const RECORDS: &str = "snapshots";
     const IS_CLAIMED: bool = false;
 
+    fn is_served(&self) -> bool {
+        false
+    }
+
     fn image(pool: &Pool, id: Uuid) -> PathBuf {
         pool.meta_path(Self::RECORDS).join(format!("{id}.img"))
     }

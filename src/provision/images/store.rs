@@ -8,6 +8,7 @@ use uuid::Uuid;
 use super::{
     super::Error,
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
+    writers,
 };
 use crate::pool::{
     Pool, PoolError, Pools,
@@ -107,6 +108,9 @@ impl Store {
                 holder.map_err(|e| failed("look for a loop device over", &path, e))?
             {
                 return Err(holder);
+            }
+            if entry.detail.is_served() {
+                writers::refuse_written(pool, &image)?;
             }
             crash_point();
             let why = match entry.state {

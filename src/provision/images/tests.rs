@@ -651,6 +651,7 @@ async fn a_failed_create_leaves_nothing() {
 
 mod crashes;
 mod reflink;
+mod served;
 
 mod rubbish {
     use proptest::prelude::*;

@@ -42,6 +42,10 @@ impl Kind for VolumeDetail {
     const RECORDS: &str = "volumes";
     const IS_CLAIMED: bool = true;
 
+    fn is_served(&self) -> bool {
+        self.parameters.nbd.is_some()
+    }
+
     fn image(pool: &Pool, id: Uuid) -> PathBuf {
         pool.image_path(&format!("{id}.img"))
     }
@@ -240,6 +244,7 @@ impl Store {
         let refused = match refuse_usages(pool, &entry.detail.parameters, usages) {
             Ok(()) if usages.iter().any(|usage| usage.many_nodes_write) => {
                 let ready = entry.detail.many_nodes_write
+                    || entry.detail.is_served()
                     || entry.detail.parameters.direct_io == Some(true);
                 (!ready).then(|| {
                     "the volume was not made for several nodes that write: its loop devices \
@@ -275,17 +280,13 @@ impl Store {
     pub(super) fn volume(&self, pool: &Pool, entry: &Entry<VolumeDetail>, bytes: u64) -> Volume {
         let handle = VolumeHandle::new(pool, self.node_id.as_deref(), entry.id);
         let detail = &entry.detail;
-        let mut context: std::collections::BTreeMap<_, _> = detail
-            .parameters
-            .context()
-            .map(|(key, value)| (key.to_owned(), value))
-            .collect();
+        let mut context = detail.parameters.context(&handle.image());
         context.insert("pool".to_owned(), pool.name.clone());
-        context.insert("image".to_owned(), handle.image());
         // Nobody else remembers it: uringctl finds volumes by it.
         context.insert("name".to_owned(), entry.name.clone());
-        if detail.many_nodes_write {
-            // Two nodes' page caches know nothing of each other.
+        if detail.many_nodes_write && !detail.is_served() {
+            // Two nodes' page caches know nothing of each other. Those of one
+            // server are one.
             context.insert("directIO".to_owned(), "true".to_owned());
         }
         Volume {
@@ -347,6 +348,18 @@ pub(super) fn refuse_usages(
     usages: &[Usage],
 ) -> Result<(), Error> {
     parameters.file_systems(usages)?;
+    if let (Scope::Local, Some(served)) = (pool.scope, &parameters.nbd) {
+        return Err(Error::BadParameter {
+            name: "backend",
+            value: "nbd".to_owned(),
+            why: format!(
+                "pool {:?} is local to one node, and a volume on {} is not: any node may ask \
+                 for it, and any controller must be able to delete it; use a shared pool \
+                 (--pool {}=DIR,shared at the controller; nodes need not have it)",
+                pool.name, served.server, pool.name
+            ),
+        });
+    }
     for usage in usages.iter().filter(|usage| usage.many_nodes_write) {
         if usage.fs_type.is_some() {
             return Err(Error::Usage(

@@ -24,7 +24,7 @@ use std::{fmt::Debug, panic::resume_unwind, thread, time::Duration};
 pub use agent::Agent;
 pub use ceph::TestCluster;
 pub use controller::{
-    Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned,
+    Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned, range,
 };
 pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, loops_over, run, run_err, sha256};

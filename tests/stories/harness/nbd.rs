@@ -8,7 +8,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use super::{Sandbox, Volume, eventually};
+use super::{Sandbox, Volume, eventually, run_err};
 
 /// Whether this kernel can attach NBD exports. Stories that need it tell
 /// nothing elsewhere.
@@ -46,6 +46,15 @@ impl NbdServer {
     pub async fn start_with(sandbox: &Sandbox, tcp: bool, args: &[&str]) -> Self {
         let images = sandbox.dir().join("exports");
         fs::create_dir_all(&images).expect("a directory");
+        Self::nbdkit(sandbox, images, tcp, args).await
+    }
+
+    /// nbdkit over a pool.
+    pub async fn of_pool(sandbox: &Sandbox, pool: &Path, tcp: bool) -> Self {
+        Self::nbdkit(sandbox, pool.to_owned(), tcp, &[]).await
+    }
+
+    async fn nbdkit(sandbox: &Sandbox, images: PathBuf, tcp: bool, args: &[&str]) -> Self {
         let address = if tcp {
             // Whoever takes it meanwhile is bad luck.
             let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
@@ -75,6 +84,38 @@ impl NbdServer {
         command.extend(args.iter().map(|&arg| arg.to_owned()));
         command.push(text(&images.join(name)));
         Self::run(command, Address::Unix(socket), images).await
+    }
+
+    /// A client of another server's export, which serves it on: stands for a node
+    /// where the kernel has no NBD driver.
+    pub async fn client_of(sandbox: &Sandbox, uri: &str) -> Self {
+        let socket = sandbox.dir().join("client.sock");
+        let mut command = words("qemu-nbd -t -f raw -k");
+        command.extend([text(&socket), uri.to_owned()]);
+        let client = Self::run(command, Address::Unix(socket), PathBuf::new()).await;
+        // It listens before it has connected, and answers after.
+        client.exports().expect("an answer");
+        client
+    }
+
+    /// The exports that it lists, each with its size in bytes. An error where one
+    /// went while it was asked for its size.
+    pub fn exports(&self) -> Result<Vec<(String, u64)>, String> {
+        let Address::Unix(socket) = &self.address else {
+            panic!("qemu-nbd is given a unix socket here");
+        };
+        let listed = run_err(&["qemu-nbd", "--list", "-k", &text(socket)])?;
+        let values = |key: &str| -> Vec<String> {
+            let lines = listed
+                .lines()
+                .filter_map(|line| line.trim().strip_prefix(key));
+            lines
+                .map(|value| value.trim_matches([' ', '\'']).to_owned())
+                .collect()
+        };
+        let sizes = values("size:");
+        let sizes = sizes.iter().map(|bytes| bytes.parse().expect("a size"));
+        Ok(values("export:").into_iter().zip(sizes).collect())
     }
 
     async fn run(command: Vec<String>, address: Address, images: PathBuf) -> Self {
@@ -132,6 +173,14 @@ impl NbdServer {
     /// The image behind a volume.
     pub fn image_of(&self, volume: &Volume) -> PathBuf {
         self.images.join(&volume.context["export"])
+    }
+
+    /// Its address, of no export.
+    pub fn uri(&self) -> String {
+        match &self.address {
+            Address::Unix(path) => format!("nbd+unix:///?socket={}", path.display()),
+            Address::Tcp(port) => format!("nbd://127.0.0.1:{port}"),
+        }
     }
 
     /// The volume over the export of its own name.

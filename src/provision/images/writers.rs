@@ -1,0 +1,170 @@
+//! Who writes to an image that an NBD server serves.
+//!
+//! A node that attaches a loop device claims the image beside it; one that
+//! attaches an export reaches no pool and claims nothing, and the protocol has no
+//! word for asking a server who its clients are. But nbdkit has an image open for
+//! as long as a client is connected to it, and of a file system that no other
+//! machine can mount the kernel knows every open file: it grants a lease only on
+//! what nobody has open for writing ([`Lease`]). So it is known there whether any
+//! node has the volume attached, whichever node and in whichever container the
+//! server runs. On a network file system nothing is known.
+//!
+//! A server that misses the end of its client (a node that lost its power) has
+//! the image open until it notices or is restarted.
+
+use std::{
+    fs::File,
+    io,
+    os::fd::OwnedFd,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::inotify,
+};
+
+use super::{
+    super::Error,
+    capacity::{BTRFS, EXT4, TMPFS, XFS, fs_type},
+    catalogue::failed,
+};
+use crate::{
+    kernel::{busy::outwait, lease::Lease},
+    pool::{Pool, PoolError},
+};
+
+/// What is known of an image.
+#[derive(Debug)]
+pub enum Writers<'f> {
+    /// Nobody writes to it, as long as the lease holds.
+    None(Lease<'f>),
+    /// Somebody has it open for writing.
+    Some,
+    /// It cannot be told.
+    Unknown,
+}
+
+impl<'f> Writers<'f> {
+    /// Looks at an image of `pool` that is open for reading only.
+    pub fn of(pool: &Pool, image: &'f File, path: &Path) -> Result<Self, Error> {
+        if !matches!(fs_type(pool)?, Some(EXT4 | XFS | BTRFS | TMPFS)) {
+            return Ok(Self::Unknown);
+        }
+        let cannot = |what| move |e| failed(what, path, e);
+        let ask = || outwait(|| Lease::ask(image), |asked| matches!(asked, Ok(None)));
+        // A server closes an image a moment after its client has gone.
+        let until = Instant::now() + CLOSED_WITHIN;
+        let mut closings = None;
+        loop {
+            match ask() {
+                Ok(Some(lease)) => return Ok(Self::None(lease)),
+                Ok(None) => {}
+                // Another user's file, or leases are switched off.
+                Err(e) if is_refusal(&e) => return Ok(Self::Unknown),
+                Err(e) => return Err(cannot("ask for a lease on")(e)),
+            }
+            match &closings {
+                // From here on none is missed; those before were.
+                None => closings = Some(Closings::of(path).map_err(cannot("watch"))?),
+                Some(closings) => {
+                    let closed = closings.wait(until).map_err(cannot("watch"))?;
+                    if !closed || Instant::now() >= until {
+                        return Ok(Self::Some);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Tells when a file that was open for writing is closed (inotify(7)).
+struct Closings(OwnedFd);
+
+impl Closings {
+    fn of(path: &Path) -> io::Result<Self> {
+        let watch = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
+        inotify::add_watch(&watch, path, inotify::WatchFlags::CLOSE_WRITE)?;
+        Ok(Self(watch))
+    }
+
+    /// Waits for the next closing; false: there was none until then.
+    fn wait(&self, until: Instant) -> io::Result<bool> {
+        let left = until.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        let readable = poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&left))?;
+        // Several at once are as good as one.
+        let _ = rustix::io::read(&self.0, &mut [0; 4096]);
+        Ok(readable > 0)
+    }
+}
+
+fn is_refusal(error: &io::Error) -> bool {
+    use io::ErrorKind::{InvalidInput, PermissionDenied};
+    matches!(error.kind(), InvalidInput | PermissionDenied)
+}
+
+/// Refuses to delete an image of which is known that somebody writes to it.
+pub fn refuse_written(pool: &Pool, image: &str) -> Result<(), Error> {
+    let file = match pool.open_image(image, false) {
+        Ok(file) => file,
+        // Deleted before, or lost.
+        Err(PoolError::NoImage { .. }) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    match Writers::of(pool, &file, &pool.image_path(image))? {
+        Writers::Some => Err(Error::Served(image.to_owned())),
+        Writers::None(_) | Writers::Unknown => Ok(()),
+    }
+}
+
+const CLOSED_WITHIN: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::Scope;
+
+    fn pool(dir: &Path) -> Pool {
+        Pool {
+            name: "p".to_owned(),
+            dir: dir.to_owned(),
+            scope: Scope::Shared,
+        }
+    }
+
+    #[test]
+    fn writers_are_known_where_no_other_machine_can_be_one() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let pool = pool(dir.path());
+        let path = pool.image_path("i.img");
+        let writer = File::create(&path).unwrap();
+        let file = File::open(&path).unwrap();
+        let of = || Writers::of(&pool, &file, &path).unwrap();
+        assert!(matches!(of(), Writers::Some));
+        let error = refuse_written(&pool, "i.img").unwrap_err();
+        assert_eq!(error.kind(), super::super::super::Kind::FailedPrecondition);
+        let watching = Closings::of(&path).unwrap();
+        assert!(!watching.wait(Instant::now()).unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| drop(writer));
+            assert!(matches!(of(), Writers::None(_)));
+        });
+        assert!(watching.wait(Instant::now()).unwrap());
+        assert!(!watching.wait(Instant::now()).unwrap());
+        refuse_written(&pool, "i.img").unwrap();
+        refuse_written(&pool, "none.img").unwrap();
+    }
+
+    #[test]
+    fn elsewhere_nothing_is_known() {
+        let pool = pool(Path::new("/proc/self"));
+        let path = pool.image_path("status");
+        let file = File::open(&path).unwrap();
+        assert!(matches!(
+            Writers::of(&pool, &file, &path),
+            Ok(Writers::Unknown)
+        ));
+    }
+}
