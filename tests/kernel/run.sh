@@ -32,9 +32,10 @@ if [[ ${HOST_KERNEL:-} != 1 ]]; then
   tests/kernel/fetch.sh "$dir/uml" || skip "Debian's User-Mode Linux could not be fetched"
 fi
 
+# The library's and the stories'; cargo names first what is done first.
 mapfile -t binaries < <(
   cargo test --no-run --lib --test stories --message-format=json-render-diagnostics |
-    sed -n '/"profile":{[^}]*"test":true/ s/.*"executable":"\([^"]*\)".*/\1/p'
+    sed -n '/"profile":{[^}]*"test":true/ s/.*"executable":"\([^"]*\)".*/\1/p' | sort -r
 )
 ((${#binaries[@]} == 2)) || exit 1
 
