@@ -15,8 +15,9 @@
 //!     tmp/                   work in progress, locked by its maker: [`draft`]
 //! ```
 //!
-//! A pool is `shared` (every node and the controller mount the same directory)
-//! or `local` (each node has its own, and a controller runs beside each node).
+//! A pool is `shared` (every node and the controller mount the same directory, or
+//! the controller alone has it and an NBD server hands its images to the nodes) or
+//! `local` (each node has its own, and a controller runs beside each node).
 //! The file system of a pool needs hard links and flock(2); NFS has both.
 //!
 //! Everything here blocks and belongs on a lane thread.
@@ -50,7 +51,7 @@ pub use spec::{PoolSpec, Pools};
 pub enum Scope {
     /// On one node only; volumes stay on that node.
     Local,
-    /// On every node and on the controller.
+    /// On every node and on the controller, or served to every node.
     Shared,
 }
 

@@ -22,8 +22,14 @@ pub fn reflink(from: &File, to: &File) -> io::Result<bool> {
 }
 
 /// Copies `len` bytes, leaving holes where `from` has holes. `to` is an empty
-/// file. No point in time, unless nobody writes to `from` meanwhile.
-pub fn sparse(from: &File, to: &File, len: u64) -> io::Result<()> {
+/// file. No point in time, unless nobody writes to `from` meanwhile. Gives up, and
+/// says so by false, once it is not to `go_on`.
+pub fn sparse(
+    from: &File,
+    to: &File,
+    len: u64,
+    go_on: impl Fn() -> io::Result<bool>,
+) -> io::Result<bool> {
     to.set_len(len)?;
     let mut at = 0;
     while at < len {
@@ -34,15 +40,22 @@ pub fn sparse(from: &File, to: &File, len: u64) -> io::Result<()> {
         };
         // A file ends in a hole, always (lseek(2)).
         let hole = seek(from, SeekFrom::Hole(data))?.min(len);
-        extent(from, to, data, hole)?;
-        at = hole;
+        at = data;
+        while at < hole {
+            if !go_on()? {
+                return Ok(false);
+            }
+            let end = hole.min(at + CHUNK);
+            extent(from, to, at, end)?;
+            at = end;
+        }
     }
-    Ok(())
+    Ok(true)
 }
 
 fn extent(from: &File, to: &File, mut at: u64, end: u64) -> io::Result<()> {
     while at < end {
-        let chunk = usize::try_from(end - at).unwrap_or(usize::MAX).min(CHUNK);
+        let chunk = usize::try_from(end - at).unwrap_or(usize::MAX);
         let (mut read_at, mut write_at) = (at, at);
         let copied = copy_file_range(from, Some(&mut read_at), to, Some(&mut write_at), chunk);
         at += match copied {
@@ -68,8 +81,8 @@ fn through_memory(from: &File, to: &File, at: u64, len: usize) -> io::Result<u64
     Ok(len as u64)
 }
 
-/// Bytes in one copy_file_range(2).
-const CHUNK: usize = 128 << 20;
+/// Bytes between two questions whether to go on.
+const CHUNK: u64 = 128 << 20;
 /// Bytes in memory at a time.
 const BUFFER: usize = 1 << 20;
 
@@ -110,9 +123,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let from = source(dir.path());
         let to = tempfile::tempfile_in(dir.path()).unwrap();
-        sparse(&from, &to, 64 * MIB).unwrap();
+        assert!(sparse(&from, &to, 64 * MIB, || Ok(true)).unwrap());
         check(&from, &to);
         assert!(to.metadata().unwrap().blocks() * 512 < 8 * MIB);
+        let stopped = tempfile::tempfile_in(dir.path()).unwrap();
+        assert!(!sparse(&from, &stopped, 64 * MIB, || Ok(false)).unwrap());
     }
 
     #[test]
@@ -121,7 +136,7 @@ mod tests {
         let from = source(dir.path());
         let to = tempfile::tempfile_in("/dev/shm").unwrap();
         assert!(!reflink(&from, &to).unwrap());
-        sparse(&from, &to, 64 * MIB).unwrap();
+        assert!(sparse(&from, &to, 64 * MIB, || Ok(true)).unwrap());
         for at in (0..64).map(|n| n * MIB) {
             through_memory(&from, &to, at, BUFFER).unwrap();
         }

@@ -1,6 +1,6 @@
 //! Where the data of a new image comes from, and how it gets there.
 
-use std::{fs::File, path::PathBuf};
+use std::{fs::File, io, path::PathBuf};
 
 use super::{
     super::{Error, Source, copy},
@@ -77,7 +77,8 @@ impl Store {
             return Ok(());
         }
         let Some(image) = &origin.volume_image else {
-            return copy::sparse(&origin.file, draft.file(), origin.bytes).map_err(cannot);
+            let copied = copy::sparse(&origin.file, draft.file(), origin.bytes, || Ok(true));
+            return copied.map(drop).map_err(cannot);
         };
         // In the pool of the image: that is where others look for its lock.
         let tmp = origin.pool.meta_dir("tmp")?;
@@ -106,9 +107,11 @@ fn copy_unwritten(draft: &Draft, origin: &Origin<'_>, image: &str) -> Result<(),
     let cannot = |e| failed("copy", path, e);
     // Opened anew: NFS looks for what others wrote at an open only.
     let file = pool.open_image(image, false)?;
-    let copy = || copy::sparse(&file, draft.file(), origin.bytes).map_err(cannot);
+    let copy = |go_on: &dyn Fn() -> io::Result<bool>| {
+        copy::sparse(&file, draft.file(), origin.bytes, go_on).map_err(cannot)
+    };
     if !origin.is_served {
-        return copy();
+        return copy(&|| Ok(true)).map(drop);
     }
     let written = || at_no_point_in_time(pool, Error::Served(image.to_owned()));
     match Writers::of(pool, &file, path)? {
@@ -118,9 +121,9 @@ fn copy_unwritten(draft: &Draft, origin: &Origin<'_>, image: &str) -> Result<(),
             image: image.to_owned(),
         }),
         Writers::None(lease) => {
-            copy()?;
-            let holds = lease.holds().map_err(cannot)?;
-            holds.then_some(()).ok_or_else(written)
+            // Whoever would write waits for the copy to give up, or to be done.
+            let whole = copy(&|| lease.holds())? && lease.holds().map_err(cannot)?;
+            whole.then_some(()).ok_or_else(written)
         }
     }
 }
