@@ -26,7 +26,10 @@ OVERLAYS = [
     ("base", ["snapshots"]),
     ("local-pools", []),
     ("local-pools", ["snapshots"]),
+    ("nbd", []),
+    ("nbd", ["snapshots"]),
     ("examples/overlay", []),
+    ("examples/nbd-overlay", []),
 ]
 problems = []
 
