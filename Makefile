@@ -24,7 +24,7 @@ demo: build ## Take volumes through their whole life on this machine
 run: build ## Run both agents with a fresh pool until ^C
 	@scripts/run.sh
 
-test: lint unit ## Check and test everything on this kernel
+test: lint unit test-kernel ## Check and test everything, on this kernel and another
 
 # Tests mount and attach loop devices: root.
 unit: setup
@@ -35,8 +35,8 @@ unit: setup
 	fi
 	cargo test --doc
 
-# ONLY=PREFIX of test names; HOST_KERNEL=1: no kernel of its own;
-# TEST_KERNEL=required: fail where it cannot run.
+# ONLY=nbd or another backend, module or story; HOST_KERNEL=1: this machine's own
+# kernel, with nbd and rbd; TEST_KERNEL=required: fail where it cannot run.
 test-kernel: setup ## Test on a kernel with nbd, rbd, udevd (tests/kernel/run.sh)
 	@tests/kernel/run.sh
 export ONLY HOST_KERNEL TEST_KERNEL

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # boot.sh DIR COMMAND...: boots the kernel that fetch.sh put into DIR/uml, runs the
-# command in it as root, powers it off, and exits with the command's code, or
-# with 125 if the kernel did not come up. Output streams; what the kernel itself
-# says goes to DIR/console.log.
+# command in it as root, powers it off, and exits with the command's code; with 1
+# if the kernel ended before the command, and with 125 if it did not come up.
+# Output streams; what the kernel itself says goes to DIR/console.log.
 #
 # The command sees the machine's files at their own paths, so that what was built
 # outside just runs; whatever it writes is gone afterwards (init.sh). Whatever
@@ -13,9 +13,9 @@ dir=$1
 shift
 
 # Memory that is not touched costs nothing.
-memory=2G
-# For tests and all; they take a tenth of it.
-longest=30m
+memory=4G
+# For tests and all; they take a few minutes.
+longest=20m
 
 # Kernel parameters end at a blank.
 case $here$dir$PWD in *[[:space:]]*)
@@ -26,14 +26,17 @@ esac
 
 exec {lock}>"$dir/lock"
 flock -n "$lock" || {
-  echo "boot: another run uses $dir" >&2
-  exit 125
+  echo "boot: waiting for another run in $dir" >&2
+  flock "$lock"
 }
 
 rm -rf "$dir/share"
 mkdir -p "$dir/share" "$dir/run"
 {
   printf 'cd %q\nexport PATH=%q\n' "$PWD" "$PATH"
+  for name in SOAK_OPERATIONS STORY_SEED PROPTEST_CASES; do
+    [[ ! -v $name ]] || printf 'export %s=%q\n' "$name" "${!name}"
+  done
   printf '%q ' "$@"
 } >"$dir/share/job"
 
@@ -62,6 +65,7 @@ trap 'exit 130' INT TERM
 
 wait "$kernel" || true
 if [[ -s $dir/share/status ]]; then exit "$(<"$dir/share/status")"; fi
-echo "boot: the test kernel did not finish; it said at last:" >&2
+echo "boot: the test kernel ended by itself, or ran for $longest; it said at last:" >&2
 tail -n 20 "$dir/console.log" >&2
+if [[ -e $dir/share/began ]]; then exit 1; fi
 exit 125

@@ -34,6 +34,7 @@ mount -t tmpfs -o mode=1777 shm /dev/shm
 mount -t devpts pts /dev/pts
 ln -s /proc/self/fd /dev/fd
 $box ip link set lo up
+$box hostname test-kernel
 # These may lie below /tmp, and be hidden now.
 for needed in "$checkout" "$target"; do
   if [ ! -d "$needed" ]; then
@@ -54,6 +55,7 @@ udevadm settle
 tty=/dev/ttyS0
 stty -F $tty raw -echo
 code=0
+touch "$share/began"
 bash "$share/job" <>$tty >&0 2>&1 || code=$?
 echo $code >"$share/status"
 # Waits until all of the output has gone out.

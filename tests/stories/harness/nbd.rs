@@ -8,14 +8,14 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use super::{Sandbox, Volume, eventually, run_err};
+use super::{Sandbox, Volume, eventually, left_out, run_err};
 
 /// Whether this kernel can attach NBD exports. Stories that need it tell
 /// nothing elsewhere.
 pub fn kernel_has_nbd() -> bool {
     let there = Path::new("/sys/module/nbd").exists();
     if !there {
-        eprintln!("not told: the kernel module nbd is not loaded here");
+        left_out("the kernel module nbd is not loaded here");
     }
     there
 }

@@ -16,6 +16,8 @@ use std::{
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
+use super::left_out;
+
 /// Bytes of one write request's data at most.
 const MAX_WRITE: u32 = 128 << 10;
 const HEADER: usize = 40;
@@ -68,7 +70,11 @@ impl Gate {
 impl StuckFile {
     /// Whether FUSE is there at all.
     pub fn possible() -> bool {
-        fs::exists("/dev/fuse").unwrap_or(false)
+        let there = fs::exists("/dev/fuse").unwrap_or(false);
+        if !there {
+            left_out("there is no /dev/fuse here");
+        }
+        there
     }
 
     /// Mounts over `path` (made if missing) a file of `bytes` zeros. It answers
