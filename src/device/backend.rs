@@ -14,6 +14,7 @@ use super::{
     holders, image,
     images::{BoundImage, Images},
     loopdev::{Detached, FileId, LoopError},
+    luks,
     nbd::NbdError,
 };
 use crate::{
@@ -37,6 +38,8 @@ pub struct Device {
     pub behind: Behind,
     /// Attached read-only.
     pub read_only: bool,
+    /// The encrypted device that this one shows in the clear.
+    pub encrypted: Option<luks::Node>,
 }
 
 /// What is behind a device, as the kernel tells it.

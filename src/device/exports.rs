@@ -164,6 +164,7 @@ fn device_of(device: NbdDevice, export: &Export) -> Device {
         node: device.node,
         behind: Behind::Export(export.clone()),
         read_only: device.read_only,
+        encrypted: None,
     }
 }
 

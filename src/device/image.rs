@@ -31,6 +31,7 @@ pub fn attach_loop(
         node: device.node,
         behind: Behind::Image(id),
         read_only: how.read_only,
+        encrypted: None,
     };
     if let Some(found) = attached_to(id, &source.image, how.known.as_deref())? {
         let is_known = how.known.as_deref() == Some(&*found.attached.device.node);

@@ -233,6 +233,7 @@ impl BoundImage<'_> {
             node: found.attached.device.node,
             behind: Behind::Image(id),
             read_only: found.attached.read_only,
+            encrypted: None,
         }))
     }
 

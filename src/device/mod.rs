@@ -14,6 +14,7 @@ mod image;
 mod images;
 pub mod lock;
 pub mod loopdev;
+pub mod luks;
 pub mod nbd;
 mod notes;
 pub mod ready;

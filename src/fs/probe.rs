@@ -19,6 +19,7 @@ pub use crate::ring::probe::{Block, Region};
 mod foreign;
 mod superblock;
 
+pub use foreign::LUKS;
 pub(super) use superblock::{EXT_LEN, EXT_OFFSET, ExtSize, ext_size};
 
 const KIB: u64 = 1 << 10;

@@ -6,21 +6,14 @@
 //! waiter gave up leaves no zombie. It ends with the child, not with the pipe: a
 //! grandchild that inherited the pipe may hold it open for ever.
 //!
-//! A child begins with the environment below and nothing else, in a process
-//! group of its own, and is killed when the runtime thread ends (prctl(2),
-//! PR_SET_PDEATHSIG). One that is stuck in the kernel dies late, and holds its
-//! device until then: who opens that exclusively, before every probe and mkfs,
-//! does not race with it.
+//! How a child begins, and that it dies with the runtime thread, is
+//! [`exec::command`]'s.
 
 use std::{
     convert::Infallible,
     future::pending,
     io,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::process::CommandExt,
-    },
-    process::{Command, Stdio},
+    os::fd::{AsFd, OwnedFd},
     rc::Rc,
     time::Duration,
 };
@@ -35,9 +28,7 @@ use rustix::{
 use tokio::sync::oneshot;
 
 use super::poll;
-
-/// Where programs are looked for.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+use crate::kernel::exec;
 
 /// How much of the output is kept, bytes; the end, for there is the error.
 const KEPT: usize = 4096;
@@ -121,44 +112,8 @@ impl Child {
 
 /// Forks and execs; the pipe's writing end stays with the child alone.
 fn launch<A: AsRef<std::ffi::OsStr>>(program: &str, args: &[A], sink: OwnedFd) -> io::Result<Pid> {
-    #[expect(clippy::disallowed_methods, reason = "this is the one place")]
-    let mut command = Command::new(program);
-    command
-        .args(args)
-        .env_clear()
-        .env("PATH", PATH)
-        .env("LC_ALL", "C")
-        .current_dir("/")
-        .stdin(Stdio::null())
-        .stdout(sink.try_clone()?)
-        .stderr(sink)
-        .process_group(0);
-    let parent = rustix::process::getpid();
-    let detach = move || {
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before; then no signal comes.
-        if rustix::process::getppid() != Some(parent) {
-            return Err(io::Error::from_raw_os_error(libc::ESRCH));
-        }
-        // Ours are all CLOEXEC; what the agent inherited may not be.
-        // SAFETY: the call takes numbers only, and closes nothing before exec.
-        let closed = unsafe {
-            libc::syscall(
-                libc::SYS_close_range,
-                3,
-                libc::c_uint::MAX,
-                libc::CLOSE_RANGE_CLOEXEC,
-            )
-        };
-        if closed == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
-    };
-    // SAFETY: between fork and exec the closure makes three system calls and
-    // allocates nothing.
-    unsafe { command.pre_exec(detach) };
+    let mut command = exec::command(program, args);
+    command.stdout(sink.try_clone()?).stderr(sink);
     // std's handle is dropped: it neither kills nor reaps.
     let id = command.spawn()?.id();
     Ok(i32::try_from(id)

@@ -20,7 +20,7 @@ use crate::{
     device::{
         Device,
         holders::{self, Holder},
-        sysfs,
+        luks, sysfs,
     },
     fs::{
         CommandLine, FsType, fsck, mkfs,
@@ -63,7 +63,30 @@ fn probe_device(prober: &Prober, device: &Device) -> io::Result<Probed> {
     let blocks = prober
         .read(file.as_fd(), &probe::regions(size))
         .map_err(io::Error::other)?;
-    Ok(Probed::Content(probe::classify(size, &blocks)))
+    let content = match (probe::classify(size, &blocks), &device.encrypted) {
+        (Content::Unknown { .. }, Some(under)) if is_unwritten(prober, size, under)? => {
+            Content::Blank
+        }
+        (content, _) => content,
+    };
+    Ok(Probed::Content(content))
+}
+
+/// Whether the encrypted device was never written where `size` bytes of it show:
+/// its zeros are noise in the clear. LUKS keeps its header before them.
+fn is_unwritten(prober: &Prober, size: u64, under: &luks::Node) -> io::Result<bool> {
+    let header = sysfs::size_bytes(under.dev)?.checked_sub(size);
+    let header = header.ok_or_else(|| io::Error::other("a mapping larger than its device"))?;
+    let mut regions = probe::regions(size);
+    for region in &mut regions {
+        region.offset += header;
+    }
+    let file = block::open(&under.path, under.dev, OFlags::DIRECT)?;
+    let blocks = prober
+        .read(file.as_fd(), &regions)
+        .map_err(io::Error::other)?;
+    let mut bytes = blocks.iter().flat_map(|block| &block.data);
+    Ok(bytes.all(|byte| *byte == 0))
 }
 
 /// What is on the device. The device is read, nothing else.

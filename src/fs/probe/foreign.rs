@@ -8,7 +8,8 @@ use super::{ALIGN, Disk, KIB, MIB, TAIL};
 /// Magic bytes at an offset, and what they stand for.
 type Mark = (u64, &'static [u8], &'static str);
 
-const LUKS: &str = "a LUKS volume";
+/// What a device with a LUKS header is called.
+pub const LUKS: &str = "a LUKS volume";
 const LVM: &str = "an LVM physical volume";
 const MD: &str = "a member of an md array";
 const ZFS: &str = "a member of a ZFS pool";

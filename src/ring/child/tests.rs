@@ -46,7 +46,7 @@ fn a_child_sees_our_environment_no_more_than_our_descriptors() {
             })
             .collect();
         lines.sort_unstable();
-        assert_eq!(lines, ["LC_ALL=C", &format!("PATH={PATH}")]);
+        assert_eq!(lines, ["LC_ALL=C", &format!("PATH={}", exec::PATH)]);
 
         let exit = Child::spawn("ls", &["/proc/self/fd"])
             .unwrap()

@@ -1,0 +1,300 @@
+//! LUKS2 over a device, as ceph-csi has it, by `cryptsetup`.
+//!
+//! ```text
+//!  /dev/rbd0 ──▶ luksFormat (once, where it is proven blank)
+//!            └─▶ luksOpen ──▶ /dev/mapper/luks-rbd-HANDLE ──▶ mkfs, mount
+//! ```
+//!
+//! The passphrase goes through a pipe, never into an argument. The volume's key
+//! stays out of the kernel's keyring (`--disable-keyring`), so that a mapping
+//! can be resized without the passphrase. What stands on the device is looked
+//! at before anything is written: only blank ones are formatted, and ones that
+//! the caller knows to hold an interrupted format of its own.
+//!
+//! All of this blocks: call it on a lane.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::FileExt as _,
+    path::PathBuf,
+};
+
+use rustix::{fs::OFlags, io::Errno};
+use serde::{Deserialize, Serialize};
+
+use super::sysfs;
+use crate::{
+    Done,
+    fs::probe::{self, Block, Content},
+    kernel::{Dev, block, busy::outwait, exec},
+    secret::Secret,
+};
+
+/// A device and its node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    /// Its number.
+    pub dev: Dev,
+    /// Below `/dev`, as the kernel names it.
+    pub path: PathBuf,
+}
+
+impl Node {
+    fn of(dev: Dev) -> io::Result<Self> {
+        let path = sysfs::node_of(dev)?;
+        Ok(Self { dev, path })
+    }
+}
+
+/// Why a device could not be encrypted, opened, resized or closed. The text
+/// never has a passphrase.
+#[derive(Debug, thiserror::Error)]
+pub enum LuksError {
+    /// Neither LUKS nor blank.
+    #[error("{} holds {what}, not LUKS; it is left as it is", node.display())]
+    Foreign {
+        /// The device's node.
+        node: PathBuf,
+        /// What stands there.
+        what: String,
+    },
+    /// No key slot opens with it.
+    #[error("the passphrase does not open {}", node.display())]
+    Passphrase {
+        /// The device's node.
+        node: PathBuf,
+    },
+    /// Somebody uses the mapping.
+    #[error("the mapping {name} is in use")]
+    Busy {
+        /// Its name.
+        name: String,
+    },
+    /// A mapping of this name is over another device.
+    #[error("the mapping {name} is over another device than {}; close it first (cryptsetup close {name})", node.display())]
+    Other {
+        /// Its name.
+        name: String,
+        /// The device that it should be over.
+        node: PathBuf,
+    },
+    /// cryptsetup failed otherwise.
+    #[error("cryptsetup {action} of {what} failed ({status}): {said}")]
+    Failed {
+        /// What it was told to do.
+        action: &'static str,
+        /// With what.
+        what: String,
+        /// How it ended.
+        status: std::process::ExitStatus,
+        /// Its words.
+        said: String,
+    },
+    /// The kernel refused something.
+    #[error("cannot {what}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+fn io_error<W: Into<String>>(what: W) -> impl FnOnce(io::Error) -> LuksError {
+    let what = what.into();
+    move |source| LuksError::Io { what, source }
+}
+
+/// The name of a volume's mapping.
+pub fn name_of(volume_id: &str) -> String {
+    format!("luks-rbd-{volume_id}")
+}
+
+/// What a device holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Holds {
+    /// Nothing: it is proven blank.
+    Nothing,
+    /// A LUKS header.
+    Luks,
+}
+
+/// Looks at a device that nobody else uses.
+pub fn look(under: &Node) -> Result<Holds, LuksError> {
+    let busy = |error: &io::Error| error.raw_os_error() == Some(Errno::BUSY.raw_os_error());
+    // udevd looks at it too, whenever it was written.
+    let opened = outwait(
+        || block::open(&under.path, under.dev, OFlags::RDONLY | OFlags::EXCL),
+        |opened| opened.as_ref().is_err_and(busy),
+    );
+    let read = opened.map(File::from).and_then(|file| {
+        let size = sysfs::size_bytes(under.dev)?;
+        let read = |region: probe::Region| {
+            let mut data = vec![0; region.len];
+            file.read_exact_at(&mut data, region.offset)?;
+            Ok(Block {
+                offset: region.offset,
+                data,
+            })
+        };
+        let blocks: io::Result<Vec<_>> = probe::regions(size).into_iter().map(read).collect();
+        Ok(probe::classify(size, &blocks?))
+    });
+    let content = read.map_err(io_error(format!("read {}", under.path.display())))?;
+    let what = match content {
+        Content::Blank => return Ok(Holds::Nothing),
+        Content::Foreign { what } if what == probe::LUKS => return Ok(Holds::Luks),
+        Content::Foreign { what } => what.to_owned(),
+        Content::Fs(info) => format!("{} with data", info.fs.as_str()),
+        Content::Unknown { offset } => format!("unknown data at byte {offset}"),
+    };
+    Err(LuksError::Foreign {
+        node: under.path.clone(),
+        what,
+    })
+}
+
+/// Writes a LUKS header: all that is on the device is lost. The caller has
+/// looked, or knows that what stands there is a format of its own that was
+/// interrupted.
+pub fn format(under: &Node, passphrase: &Secret) -> Result<(), LuksError> {
+    let node = under.path.to_string_lossy();
+    let args = [
+        "--batch-mode",
+        "--type=luks2",
+        "--hash=sha256",
+        "--key-file=-",
+        &node,
+    ];
+    cryptsetup("luksFormat", &args, &node, Some(passphrase))
+}
+
+/// Opens the device under that name, or finds it open.
+pub fn open(
+    under: &Node,
+    name: &str,
+    passphrase: &Secret,
+    read_only: bool,
+) -> Result<(Node, Done), LuksError> {
+    let found = || find(name).map_err(io_error("list the device mapper's devices"));
+    let node = under.path.to_string_lossy();
+    let done = match found()? {
+        Some(mapping) if mapping.under == under.dev => Done::Already,
+        Some(_) => {
+            return Err(LuksError::Other {
+                name: name.to_owned(),
+                node: under.path.clone(),
+            });
+        }
+        None => {
+            let mut args = vec!["--disable-keyring", "--key-file=-", &*node, name];
+            if read_only {
+                args.insert(0, "--readonly");
+            }
+            cryptsetup("luksOpen", &args, &node, Some(passphrase)).map_err(
+                |error| match error {
+                    LuksError::Failed { status, .. } if status.code() == Some(NO_PERMISSION) => {
+                        LuksError::Passphrase {
+                            node: under.path.clone(),
+                        }
+                    }
+                    other => other,
+                },
+            )?;
+            Done::Now
+        }
+    };
+    let mapping = found()?.ok_or_else(|| io::Error::other("it is not there after it was opened"));
+    let over = mapping.and_then(|mapping| Node::of(mapping.over));
+    let over = over.map_err(io_error(format!("find the mapping {name}")))?;
+    Ok((over, done))
+}
+
+/// Closes the mapping. One that is not there is closed.
+pub fn close(name: &str) -> Result<Done, LuksError> {
+    let found = find(name).map_err(io_error("list the device mapper's devices"))?;
+    if found.is_none() {
+        return Ok(Done::Already);
+    }
+    match cryptsetup("luksClose", &[name], name, None) {
+        Ok(()) => Ok(Done::Now),
+        Err(LuksError::Failed { status, .. }) if status.code() == Some(IN_USE) => {
+            Err(LuksError::Busy {
+                name: name.to_owned(),
+            })
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes the mapping as large as what is below it. Returns its size in bytes.
+pub fn resize(name: &str) -> Result<u64, LuksError> {
+    cryptsetup("resize", &[name], name, None)?;
+    let size = find(name).and_then(|found| match found {
+        Some(mapping) => sysfs::size_bytes(mapping.over),
+        None => Err(io::ErrorKind::NotFound.into()),
+    });
+    size.map_err(io_error(format!("read the size of the mapping {name}")))
+}
+
+/// A mapping and what it is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    /// The mapping's device.
+    pub over: Dev,
+    /// The encrypted one.
+    pub under: Dev,
+}
+
+/// The mapping of that name, by sysfs: never waits for a device.
+pub fn find(name: &str) -> io::Result<Option<Mapping>> {
+    for entry in fs::read_dir("/sys/block")? {
+        let path = entry?.path();
+        // Not of the device mapper, or just going.
+        let Ok(found) = fs::read_to_string(path.join("dm/name")) else {
+            continue;
+        };
+        if found.trim_end() == name {
+            let number = |path: PathBuf| {
+                let text = fs::read_to_string(path.join("dev"))?;
+                text.parse().map_err(io::Error::other)
+            };
+            let below = fs::read_dir(path.join("slaves"))?.next();
+            let below = below.ok_or_else(|| io::Error::other("a mapping over nothing"))??;
+            return Ok(Some(Mapping {
+                over: number(path)?,
+                under: number(below.path())?,
+            }));
+        }
+    }
+    Ok(None)
+}
+
+/// cryptsetup(8): wrong passphrase.
+const NO_PERMISSION: i32 = 2;
+/// cryptsetup(8): the device is busy.
+const IN_USE: i32 = 5;
+
+fn cryptsetup(
+    action: &'static str,
+    args: &[&str],
+    what: &str,
+    passphrase: Option<&Secret>,
+) -> Result<(), LuksError> {
+    let args: Vec<_> = std::iter::once(&action).chain(args).collect();
+    let input = passphrase.map_or(&b""[..], |passphrase| passphrase.reveal().as_bytes());
+    let output = exec::run("cryptsetup", &args, input).map_err(io_error("run cryptsetup"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(LuksError::Failed {
+        action,
+        what: what.to_owned(),
+        status: output.status,
+        said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests;

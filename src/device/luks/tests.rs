@@ -1,0 +1,113 @@
+use std::os::unix::fs::FileExt as _;
+
+use super::*;
+use crate::device::scratch::Scratch;
+
+const MIB: u64 = 1 << 20;
+
+/// Closed when dropped.
+struct Name(String);
+
+impl Name {
+    /// Of this test's own; none where the kernel has no dm-crypt.
+    fn new(test: &str) -> Option<Self> {
+        if fs::exists("/sys/module/dm_crypt").unwrap() {
+            return Some(Self(format!("uring-csi-{test}-{}", std::process::id())));
+        }
+        eprintln!("NOT TESTED: the kernel module dm_crypt is not loaded");
+        None
+    }
+}
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        // A test that failed half-way says so itself.
+        let _ = close(&self.0);
+    }
+}
+
+fn node(scratch: &Scratch) -> Node {
+    Node::of(scratch.device.dev).unwrap()
+}
+
+fn secret(text: &str) -> Secret {
+    Secret::new(text.to_owned())
+}
+
+#[test]
+fn a_blank_device_is_formatted_opened_grown_and_closed() {
+    let Some(name) = Name::new("life") else {
+        return;
+    };
+    let scratch = Scratch::new(64 * MIB);
+    let (under, passphrase) = (node(&scratch), secret("a passphrase"));
+    assert_eq!(look(&under).unwrap(), Holds::Nothing);
+    format(&under, &passphrase).unwrap();
+    assert_eq!(look(&under).unwrap(), Holds::Luks);
+
+    let refused = open(&under, &name.0, &secret("another"), false);
+    assert!(
+        matches!(refused, Err(LuksError::Passphrase { .. })),
+        "{refused:?}"
+    );
+    let (over, done) = open(&under, &name.0, &passphrase, false).unwrap();
+    assert_eq!(done, Done::Now);
+    assert_eq!(
+        open(&under, &name.0, &passphrase, false).unwrap(),
+        (over.clone(), Done::Already)
+    );
+    let mapping = find(&name.0).unwrap().unwrap();
+    assert_eq!((mapping.over, mapping.under), (over.dev, under.dev));
+
+    let size = sysfs::size_bytes(over.dev).unwrap();
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(&over.path)
+        .unwrap();
+    file.write_all_at(b"some text", 4096).unwrap();
+    let refused = close(&name.0);
+    assert!(
+        matches!(refused, Err(LuksError::Busy { .. })),
+        "{refused:?}"
+    );
+    drop(file);
+    scratch.image.as_file().set_len(96 * MIB).unwrap();
+    crate::device::loopdev::resize(&scratch.device).unwrap();
+    assert_eq!(resize(&name.0).unwrap(), size + 32 * MIB);
+
+    assert_eq!(close(&name.0).unwrap(), Done::Now);
+    assert_eq!(close(&name.0).unwrap(), Done::Already);
+    let (over, _) = open(&under, &name.0, &passphrase, true).unwrap();
+    let mut text = [0; 9];
+    let file = File::open(&over.path).unwrap();
+    file.read_exact_at(&mut text, 4096).unwrap();
+    assert_eq!(&text, b"some text");
+    assert!(sysfs::is_read_only(over.dev).unwrap());
+}
+
+#[test]
+fn a_mapping_over_another_device_is_not_taken_for_this() {
+    let Some(name) = Name::new("other") else {
+        return;
+    };
+    let (one, other) = (Scratch::new(32 * MIB), Scratch::new(32 * MIB));
+    let passphrase = secret("a passphrase");
+    for scratch in [&one, &other] {
+        format(&node(scratch), &passphrase).unwrap();
+    }
+    let _ = open(&node(&one), &name.0, &passphrase, false).unwrap();
+    let refused = open(&node(&other), &name.0, &passphrase, false);
+    assert!(
+        matches!(refused, Err(LuksError::Other { .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn what_is_on_a_device_is_not_taken_for_nothing() {
+    let scratch = Scratch::new(4 * MIB);
+    scratch.open().write_all_at(b"data", MIB).unwrap();
+    let refused = look(&node(&scratch)).unwrap_err();
+    assert!(matches!(refused, LuksError::Foreign { .. }), "{refused}");
+}
