@@ -1,0 +1,246 @@
+//! Which clusters there are: ceph-csi's `config.json`, as it is.
+//!
+//! ```json
+//! [{"clusterID": "…", "monitors": ["10.0.0.1:6789"],
+//!   "rbd": {"netNamespaceFilePath": "", "radosNamespace": "", "mirrorDaemonCount": 1},
+//!   "readAffinity": {"enabled": true, "crushLocationLabels": ["topology.kubernetes.io/zone"]}}]
+//! ```
+//!
+//! An administrator changes it while we run, so it is read again whenever the
+//! file has changed. What ceph-csi does not know is no error here either; of two
+//! entries with one `clusterID` the first counts.
+//!
+//! Source: `api/deploy/kubernetes/csi-config-map.go` of ceph-csi.
+
+use std::{
+    fs, io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use serde::{Deserialize, de::DeserializeOwned};
+
+mod mapping;
+#[cfg(test)]
+mod tests;
+
+pub use mapping::Mappings;
+
+/// One cluster.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClusterConfig {
+    /// The name that volumes know it by; not its fsid, though often the same.
+    pub cluster_id: String,
+    /// The monitors' addresses, each as `mon_host` takes it; never empty.
+    pub monitors: Vec<String>,
+    /// The namespace, in every pool, of all images and journals.
+    pub rados_namespace: Option<String>,
+    /// The file of the network namespace that images are mapped in.
+    pub net_namespace_file: Option<PathBuf>,
+    /// How many mirror daemons watch an image that is not in use.
+    pub mirror_daemons: u32,
+    /// Whether and how reads go to near OSDs.
+    pub read_affinity: ReadAffinity,
+}
+
+/// Reads go to the OSDs that are nearest in the CRUSH map.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ReadAffinity {
+    /// Whether they do.
+    pub enabled: bool,
+    /// The node's labels that say where it is; empty: those of the driver.
+    #[serde(rename = "crushLocationLabels", deserialize_with = "null_is_default")]
+    pub labels: Vec<String>,
+}
+
+/// The file does not tell of the cluster.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("{} cannot be read", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It is not what it should be.
+    #[error("{} is not as ceph-csi has it", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// Where, and what was expected.
+        source: serde_json::Error,
+    },
+    /// It has no such cluster.
+    #[error("{} has no cluster {cluster_id:?}: add it, or correct the clusterID", path.display())]
+    Unknown {
+        /// The file.
+        path: PathBuf,
+        /// What was sought.
+        cluster_id: String,
+    },
+    /// The cluster has no monitors.
+    #[error("{} has no monitors for the cluster {cluster_id:?}", path.display())]
+    NoMonitors {
+        /// The file.
+        path: PathBuf,
+        /// The cluster.
+        cluster_id: String,
+    },
+}
+
+/// An entry as it is written. Older files had the namespace at the top.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Entry {
+    #[serde(rename = "clusterID", default, deserialize_with = "null_is_default")]
+    cluster_id: String,
+    #[serde(default, deserialize_with = "null_is_default")]
+    monitors: Vec<String>,
+    #[serde(default, deserialize_with = "null_is_default")]
+    rados_namespace: String,
+    #[serde(default, deserialize_with = "null_is_default")]
+    rbd: Rbd,
+    #[serde(default, deserialize_with = "null_is_default")]
+    read_affinity: ReadAffinity,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct Rbd {
+    #[serde(deserialize_with = "null_is_default")]
+    net_namespace_file_path: String,
+    #[serde(deserialize_with = "null_is_default")]
+    rados_namespace: String,
+    #[serde(deserialize_with = "null_is_default")]
+    mirror_daemon_count: u32,
+}
+
+/// Go reads `null` as nothing said.
+fn null_is_default<'de, T, D>(from: D) -> Result<T, D::Error>
+where
+    T: Default + Deserialize<'de>,
+    D: serde::Deserializer<'de>,
+{
+    Option::deserialize(from).map(Option::unwrap_or_default)
+}
+
+impl Entry {
+    fn settled(self) -> ClusterConfig {
+        let said = |text: String| Some(text).filter(|text| !text.is_empty());
+        ClusterConfig {
+            cluster_id: self.cluster_id,
+            monitors: self.monitors,
+            rados_namespace: said(self.rbd.rados_namespace).or(said(self.rados_namespace)),
+            net_namespace_file: said(self.rbd.net_namespace_file_path).map(PathBuf::from),
+            // One is what ceph-csi expects where nothing is said.
+            mirror_daemons: self.rbd.mirror_daemon_count.max(1),
+            read_affinity: self.read_affinity,
+        }
+    }
+}
+
+/// The clusters of a file, as it is at each question.
+#[derive(Debug)]
+pub struct Clusters {
+    file: Watched<Vec<ClusterConfig>>,
+}
+
+impl Clusters {
+    /// The clusters of that file, which is read when it is first needed.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            file: Watched::new(path.into()),
+        }
+    }
+
+    /// The cluster of that id.
+    pub fn get(&self, cluster_id: &str) -> Result<ClusterConfig, ConfigError> {
+        let clusters = self.all()?;
+        let found = clusters.iter().find(|known| known.cluster_id == cluster_id);
+        let path = || self.file.path.clone();
+        let cluster_id = || cluster_id.to_owned();
+        match found {
+            None => Err(ConfigError::Unknown {
+                path: path(),
+                cluster_id: cluster_id(),
+            }),
+            Some(found) if found.monitors.is_empty() => Err(ConfigError::NoMonitors {
+                path: path(),
+                cluster_id: cluster_id(),
+            }),
+            Some(found) => Ok(found.clone()),
+        }
+    }
+
+    /// All clusters, in the order of the file.
+    pub fn all(&self) -> Result<Arc<Vec<ClusterConfig>>, ConfigError> {
+        self.file.read(|entries: Vec<Entry>| {
+            let settled = entries.into_iter().map(Entry::settled);
+            settled.collect()
+        })
+    }
+}
+
+/// A file of JSON that is read again when it has changed.
+#[derive(Debug)]
+struct Watched<T> {
+    path: PathBuf,
+    last: Mutex<Option<(Stamp, Arc<T>)>>,
+}
+
+/// What differs when a file was written or replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    inode: (u64, u64),
+    size: u64,
+    changed: (i64, i64),
+}
+
+impl<T> Watched<T> {
+    fn new(path: PathBuf) -> Self {
+        Self {
+            path,
+            last: Mutex::default(),
+        }
+    }
+
+    /// What is made of the file as it is now.
+    fn read<R: DeserializeOwned>(
+        &self,
+        settle: impl FnOnce(R) -> T,
+    ) -> Result<Arc<T>, ConfigError> {
+        let unreadable = |source| ConfigError::Unreadable {
+            path: self.path.clone(),
+            source,
+        };
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let stamp = stamp(&self.path).map_err(unreadable)?;
+        if let Some((known, value)) = &*last
+            && *known == stamp
+        {
+            return Ok(value.clone());
+        }
+        // A change between here and the stamp is seen at the next question.
+        let text = fs::read(&self.path).map_err(unreadable)?;
+        let read = serde_json::from_slice(&text).map_err(|source| ConfigError::Malformed {
+            path: self.path.clone(),
+            source,
+        })?;
+        let value = Arc::new(settle(read));
+        *last = Some((stamp, value.clone()));
+        Ok(value)
+    }
+}
+
+fn stamp(path: &Path) -> io::Result<Stamp> {
+    let meta = fs::metadata(path)?;
+    Ok(Stamp {
+        inode: (meta.dev(), meta.ino()),
+        size: meta.size(),
+        changed: (meta.ctime(), meta.ctime_nsec()),
+    })
+}

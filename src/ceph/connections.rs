@@ -1,0 +1,189 @@
+//! One connection for each cluster and user, made when it is needed.
+//!
+//! A connection costs some ten milliseconds, threads and sockets, and serves any
+//! number of callers at once. It is made anew when a call has found it fenced or
+//! without an answer ([`Cluster::is_lost`]), and ends when nobody has asked for
+//! it for [`IDLE`]. Who asks while one is being made waits for that attempt and
+//! shares what it comes to, so a dead cluster costs each caller one timeout, and
+//! callers of other clusters nothing.
+
+use std::{
+    collections::HashMap,
+    io, mem,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    CephError, Credentials,
+    rados::{Cluster, Timeouts},
+};
+use crate::digest;
+
+#[cfg(test)]
+mod tests;
+
+/// How long a connection is kept that nobody asks for.
+pub const IDLE: Duration = Duration::from_secs(300);
+
+/// The connections of a process. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Connections {
+    timeouts: Timeouts,
+    slots: Arc<Mutex<Slots>>,
+    /// The thread that ends idle ones ends when the last of these is dropped.
+    _alive: Sender<()>,
+}
+
+type Slots = HashMap<Key, Arc<Slot>>;
+
+/// Connections are shared by those who would make the very same one. A cluster
+/// whose monitors have moved gets a new one.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    monitors: Vec<String>,
+    user: String,
+    /// Of the secret, which need not be kept for this.
+    secret_digest: String,
+}
+
+/// The place of one connection.
+#[derive(Debug)]
+struct Slot {
+    state: Mutex<State>,
+    /// An attempt has ended.
+    ended: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Somebody connects; who comes meanwhile waits.
+    connecting: bool,
+    /// What the last attempt came to.
+    last: Option<Result<Arc<Cluster>, CephError>>,
+    /// When somebody last asked.
+    asked: Instant,
+}
+
+impl Connections {
+    /// No connection yet.
+    pub fn new(timeouts: Timeouts) -> io::Result<Self> {
+        Self::with_idle_time(timeouts, IDLE)
+    }
+
+    fn with_idle_time(timeouts: Timeouts, idle_for: Duration) -> io::Result<Self> {
+        let slots = Arc::<Mutex<Slots>>::default();
+        let (alive, gone) = channel();
+        let swept = slots.clone();
+        thread::Builder::new()
+            .name("ceph-idle".into())
+            .spawn(move || sweep(&swept, idle_for, &gone))?;
+        Ok(Self {
+            timeouts,
+            slots,
+            _alive: alive,
+        })
+    }
+
+    /// The connection to the cluster of these monitors as this user. Blocks while
+    /// it is made, at most as long as the timeout for connecting says.
+    pub fn get(
+        &self,
+        monitors: &[String],
+        credentials: &Credentials,
+    ) -> Result<Arc<Cluster>, CephError> {
+        let key = Key {
+            monitors: monitors.to_vec(),
+            user: credentials.user.clone(),
+            secret_digest: digest::hex(credentials.key.reveal()),
+        };
+        let slot = lock(&self.slots).entry(key).or_default().clone();
+        slot.get(|| Cluster::connect(monitors, credentials, self.timeouts))
+    }
+}
+
+impl Default for Slot {
+    fn default() -> Self {
+        Self {
+            state: Mutex::new(State {
+                connecting: false,
+                last: None,
+                asked: Instant::now(),
+            }),
+            ended: Condvar::new(),
+        }
+    }
+}
+
+impl Slot {
+    fn get(
+        &self,
+        connect: impl FnOnce() -> Result<Arc<Cluster>, CephError>,
+    ) -> Result<Arc<Cluster>, CephError> {
+        let mut state = lock(&self.state);
+        state.asked = Instant::now();
+        if state.connecting {
+            let connecting = |state: &mut State| state.connecting;
+            let waited = self.ended.wait_while(state, connecting);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+            if let Some(outcome) = &state.last {
+                return outcome.clone();
+            }
+        }
+        if let Some(Ok(cluster)) = &state.last
+            && !cluster.is_lost()
+        {
+            return Ok(cluster.clone());
+        }
+        let lost = state.last.take();
+        state.connecting = true;
+        drop(state);
+        let attempt = Attempt(self);
+        // To end a connection may block, so never under the lock.
+        drop(lost);
+        let outcome = connect();
+        lock(&self.state).last = Some(outcome.clone());
+        drop(attempt);
+        outcome
+    }
+
+    /// Whether nobody has used it for so long.
+    fn is_idle(&self, idle_for: Duration) -> bool {
+        let state = lock(&self.state);
+        let used = match &state.last {
+            Some(Ok(cluster)) => Arc::strong_count(cluster) > 1,
+            _ => state.connecting,
+        };
+        !used && state.asked.elapsed() >= idle_for
+    }
+}
+
+/// Somebody connects, until this is dropped, by a panic too.
+struct Attempt<'a>(&'a Slot);
+
+impl Drop for Attempt<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.state).connecting = false;
+        self.0.ended.notify_all();
+    }
+}
+
+/// Ends idle connections, until `gone` says that nobody can ask any more.
+fn sweep(slots: &Mutex<Slots>, idle_for: Duration, gone: &Receiver<()>) {
+    while gone.recv_timeout(idle_for / 4) == Err(RecvTimeoutError::Timeout) {
+        let idle = |_: &Key, slot: &mut Arc<Slot>| slot.is_idle(idle_for);
+        let ended: Vec<_> = lock(slots).extract_if(idle).collect();
+        // After the lock, as it may block.
+        drop(ended);
+    }
+    // The last user may be on a thread that must not block.
+    drop(mem::take(&mut *lock(slots)));
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,110 @@
+//! What Ceph refused, and what that means.
+
+use rustix::io::Errno;
+
+use super::{library::MissingLibrary, monitor::MonitorError};
+
+/// A call to Ceph that failed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum CephError {
+    /// librados or librbd is missing.
+    #[error(transparent)]
+    Library(#[from] MissingLibrary),
+    /// No monitor of the cluster can be used.
+    #[error(transparent)]
+    Monitors(#[from] MonitorError),
+    /// A library answered an error.
+    #[error("could not {operation} {object}{}", hint(*errno))]
+    Failed {
+        /// What was tried, such as "open".
+        operation: &'static str,
+        /// On what, such as "image rbd/csi-vol-1".
+        object: String,
+        /// What the library answered.
+        #[source]
+        errno: Errno,
+    },
+}
+
+/// What the bare errno does not say.
+fn hint(errno: Errno) -> &'static str {
+    match errno {
+        Errno::SHUTDOWN => ", as this client is blocklisted",
+        Errno::TIMEDOUT => ", as no answer came in time (what was asked for may still be done)",
+        _ => "",
+    }
+}
+
+impl CephError {
+    pub(super) fn new(operation: &'static str, object: String, errno: Errno) -> Self {
+        Self::Failed {
+            operation,
+            object,
+            errno,
+        }
+    }
+
+    /// What the library answered; nothing where it was never called.
+    pub fn errno(&self) -> Option<Errno> {
+        match self {
+            Self::Failed { errno, .. } => Some(*errno),
+            Self::Library(_) | Self::Monitors(_) => None,
+        }
+    }
+
+    fn is(&self, errno: Errno) -> bool {
+        self.errno() == Some(errno)
+    }
+
+    /// The object, image, snapshot, key or pool does not exist.
+    pub fn is_not_found(&self) -> bool {
+        self.is(Errno::NOENT)
+    }
+
+    /// What was to be made exists already.
+    pub fn is_exists(&self) -> bool {
+        self.is(Errno::EXIST)
+    }
+
+    /// It is in use: by a watcher, a snapshot, a child.
+    pub fn is_busy(&self) -> bool {
+        self.is(Errno::BUSY)
+    }
+
+    /// No answer came in time. A change that timed out is uncertain: it may have
+    /// been made, or may be made yet.
+    pub fn is_timed_out(&self) -> bool {
+        matches!(self, Self::Monitors(MonitorError::Unanswered(_))) || self.is(Errno::TIMEDOUT)
+    }
+
+    /// The image was opened for reading, or is not the primary of a mirror.
+    pub fn is_read_only(&self) -> bool {
+        self.is(Errno::ROFS)
+    }
+
+    /// The cluster has fenced this client; a new connection is a new client.
+    pub fn is_blocklisted(&self) -> bool {
+        self.is(Errno::SHUTDOWN)
+    }
+
+    /// The key is wrong, or the user's capabilities do not allow it.
+    pub fn is_access_denied(&self) -> bool {
+        self.is(Errno::ACCESS) || self.is(Errno::PERM)
+    }
+
+    /// The cluster, the pool or a quota has no room.
+    pub fn is_full(&self) -> bool {
+        self.is(Errno::NOSPC) || self.is(Errno::DQUOT)
+    }
+
+    /// A [`compare`](super::rados::WriteOp::compare) found another value, and
+    /// nothing was changed.
+    pub fn is_mismatch(&self) -> bool {
+        self.is(Errno::CANCELED)
+    }
+
+    /// An argument that the library does not take.
+    pub fn is_invalid(&self) -> bool {
+        self.is(Errno::INVAL)
+    }
+}

@@ -1,0 +1,333 @@
+//! Whether a cluster's monitors answer, found out without any of Ceph's code.
+//!
+//! krbd connects under one lock for the whole node, and librados has deadlines
+//! of its own: neither should be given monitors that are not there. A monitor
+//! greets whoever connects: `ceph v027` in the first version of the messenger
+//! protocol, `ceph v2\n` in the second. One greeting is enough.
+
+use std::{
+    fmt,
+    io::{self, Read},
+    net::{SocketAddr, TcpStream, ToSocketAddrs},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The port of the second version of the protocol, and of the first.
+const PORTS: [u16; 2] = [3300, 6789];
+
+/// The greetings, and the length of the shorter.
+const GREETINGS: [&[u8]; 2] = [b"ceph v027", b"ceph v2\n"];
+const GREETING: usize = 8;
+
+/// A version of the messenger protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Messenger {
+    /// The first, without encryption; port 6789.
+    V1,
+    /// The second, since Ceph 14; port 3300.
+    V2,
+}
+
+/// One address of a monitor.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Address {
+    /// The protocol, where it is said.
+    pub messenger: Option<Messenger>,
+    /// A name, or a numeric address without brackets.
+    pub host: String,
+    /// The port, where it is said.
+    pub port: Option<u16>,
+}
+
+impl Address {
+    fn parse(text: &str) -> Option<Self> {
+        let (messenger, rest) = match text.split_once(':') {
+            Some(("v1", rest)) => (Some(Messenger::V1), rest),
+            Some(("v2", rest)) => (Some(Messenger::V2), rest),
+            Some(("any", rest)) => (None, rest),
+            _ => (None, text),
+        };
+        // A nonce may follow.
+        let rest = rest.split_once('/').map_or(rest, |(address, _)| address);
+        let (host, port) = match rest.strip_prefix('[') {
+            Some(inner) => {
+                let (host, rest) = inner.split_once(']')?;
+                (host, rest.strip_prefix(':'))
+            }
+            // More than one colon: a bare IPv6 address.
+            None if rest.matches(':').count() > 1 => (rest, None),
+            None => match rest.split_once(':') {
+                Some((host, port)) => (host, Some(port)),
+                None => (rest, None),
+            },
+        };
+        let port = port.map(str::parse).transpose().ok()?;
+        (!host.is_empty()).then(|| Self {
+            messenger,
+            host: host.to_owned(),
+            port,
+        })
+    }
+
+    /// The ports to try: the one that is said, or that of the protocol, or both.
+    pub fn ports(&self) -> Vec<u16> {
+        match (self.port, self.messenger) {
+            (Some(port), _) => vec![port],
+            (None, Some(Messenger::V2)) => vec![PORTS[0]],
+            (None, Some(Messenger::V1)) => vec![PORTS[1]],
+            (None, None) => PORTS.to_vec(),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    /// `host:port`, with brackets about an IPv6 address.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]", self.host)?;
+        } else {
+            f.write_str(&self.host)?;
+        }
+        self.port.map_or(Ok(()), |port| write!(f, ":{port}"))
+    }
+}
+
+/// The addresses in a list of monitors as `mon_host` takes it: `host:port`, or
+/// all addresses of one monitor as `[v2:host:3300/0,v1:host:6789/0]`; each entry
+/// holds one or more, separated by commas, semicolons or spaces.
+pub fn addresses(monitors: &[String]) -> Result<Vec<Address>, MonitorError> {
+    let parts = monitors
+        .iter()
+        .flat_map(|entry| entry.split([',', ';', ' ']));
+    let texts = parts.map(bare).filter(|text| !text.is_empty());
+    texts
+        .map(|text| Address::parse(text).ok_or_else(|| MonitorError::NoAddress(text.to_owned())))
+        .collect()
+}
+
+/// Takes the brackets off that hold a monitor's addresses together; those of an
+/// IPv6 address stay.
+fn bare(part: &str) -> &str {
+    let part = match part.strip_prefix('[') {
+        Some(inner) if inner.starts_with("v1:") || inner.starts_with("v2:") => inner,
+        _ => part,
+    };
+    let closes_more = part.matches(']').count() > part.matches('[').count();
+    match part.strip_suffix(']') {
+        Some(inner) if closes_more => inner,
+        _ => part,
+    }
+}
+
+/// No monitor can be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MonitorError {
+    /// An entry of the list is no address.
+    #[error("{0:?} is no monitor's address: use host:port")]
+    NoAddress(String),
+    /// The list is empty.
+    #[error("the list of monitors is empty")]
+    Empty,
+    /// None greets.
+    #[error("no monitor answers ({0})")]
+    Unanswered(String),
+}
+
+/// Waits until one of the monitors greets, and says where. All are tried at once.
+///
+/// Blocking, until `deadline` at most: names are looked up and connections made
+/// on threads that end by themselves, not much later.
+pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, MonitorError> {
+    let (give, take) = mpsc::channel();
+    // What each came to, for the error.
+    let mut tried = Vec::new();
+    for address in addresses(monitors)? {
+        for port in address.ports() {
+            let (host, give, nr) = (address.host.clone(), give.clone(), tried.len());
+            let port_only = Some(port);
+            let shown = Address {
+                port: port_only,
+                ..address.clone()
+            };
+            tried.push((shown, "no answer in time".to_owned()));
+            let attempt = move || {
+                // Nobody may be waiting any more.
+                let _ = give.send((nr, greeted(&host, port, deadline)));
+            };
+            if let Err(e) = thread::Builder::new()
+                .name("ceph-monitor".into())
+                .spawn(attempt)
+            {
+                tried[nr].1 = e.to_string();
+            }
+        }
+    }
+    drop(give);
+    if tried.is_empty() {
+        return Err(MonitorError::Empty);
+    }
+    while let Ok((nr, result)) = take.recv_timeout(remaining(deadline)) {
+        match result {
+            Ok(address) => return Ok(address),
+            Err(e) => tried[nr].1 = e.to_string(),
+        }
+    }
+    let each = tried
+        .iter()
+        .map(|(address, why)| format!("{address}: {why}"));
+    Err(MonitorError::Unanswered(
+        each.collect::<Vec<_>>().join("; "),
+    ))
+}
+
+fn remaining(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now())
+}
+
+/// Connects to the first of the host's addresses that takes it, and waits for
+/// the greeting.
+fn greeted(host: &str, port: u16, deadline: Instant) -> io::Result<SocketAddr> {
+    let mut last = io::Error::other("the name has no address");
+    for address in (host, port).to_socket_addrs()? {
+        match greeting_from(address, deadline) {
+            Ok(()) => return Ok(address),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+fn greeting_from(address: SocketAddr, deadline: Instant) -> io::Result<()> {
+    // A timeout of zero would be none at all.
+    let left = || remaining(deadline).max(Duration::from_millis(1));
+    let mut stream = TcpStream::connect_timeout(&address, left())?;
+    stream.set_read_timeout(Some(left()))?;
+    let mut said = [0; GREETING];
+    stream.read_exact(&mut said)?;
+    if GREETINGS.iter().any(|greeting| greeting.starts_with(&said)) {
+        Ok(())
+    } else {
+        Err(io::Error::other("what answers there is no monitor"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write,
+        net::{Ipv4Addr, TcpListener},
+    };
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A server that says `greeting` to the first who comes, and its address.
+    fn server(greeting: &'static [u8]) -> (String, thread::JoinHandle<()>) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let serve = move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(greeting).unwrap();
+        };
+        (address, thread::spawn(serve))
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    #[test]
+    fn one_monitor_that_greets_is_enough() {
+        // A listener that accepts and never speaks.
+        let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let silent = silent
+            .local_addr()
+            .map(|address| (silent, address))
+            .unwrap();
+        for greeting in GREETINGS {
+            let (address, thread) = server(greeting);
+            let list = [silent.1.to_string(), format!("v2:{address}/0")];
+            assert_eq!(answers(&list, soon()), Ok(address.parse().unwrap()));
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn others_are_named_with_what_they_did() {
+        let (other, thread) = server(b"SSH-2.0-other");
+        let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+            .unwrap()
+            .local_addr()
+            .unwrap();
+        let error = answers(&[other.clone(), gone.to_string()], soon()).unwrap_err();
+        thread.join().unwrap();
+        let said = error.to_string();
+        assert!(
+            said.contains(&format!("{other}: what answers there is no monitor")),
+            "{said}"
+        );
+        assert!(
+            said.contains(&format!("{gone}: Connection refused")),
+            "{said}"
+        );
+        assert_eq!(answers(&[], soon()), Err(MonitorError::Empty));
+    }
+
+    #[test]
+    fn a_silent_monitor_costs_the_deadline_and_no_more() {
+        let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let list = [silent.local_addr().unwrap().to_string()];
+        let deadline = Instant::now() + Duration::from_millis(50);
+        assert!(answers(&list, deadline).is_err());
+        assert!(Instant::now() >= deadline);
+    }
+
+    #[test]
+    fn every_spelling_of_an_address_is_read() {
+        use Messenger::{V1, V2};
+        let read = |list: &[&str]| {
+            let list: Vec<_> = list.iter().map(ToString::to_string).collect();
+            let found = addresses(&list).unwrap().into_iter();
+            found
+                .map(|a| (a.messenger, a.to_string(), a.ports()))
+                .collect::<Vec<_>>()
+        };
+        let one = |messenger, shown: &str, ports: &[u16]| {
+            vec![(messenger, shown.to_owned(), ports.to_vec())]
+        };
+        assert_eq!(
+            read(&["10.0.0.1:6789"]),
+            one(None, "10.0.0.1:6789", &[6789])
+        );
+        assert_eq!(read(&["mon-a"]), one(None, "mon-a", &[3300, 6789]));
+        assert_eq!(read(&["[::1]:3300"]), one(None, "[::1]:3300", &[3300]));
+        assert_eq!(read(&["fd00::1"]), one(None, "[fd00::1]", &[3300, 6789]));
+        assert_eq!(read(&["v1:h"]), one(Some(V1), "h", &[6789]));
+        for both in [
+            "[v2:[::1]:3300/0,v1:[::1]:6789/0]",
+            "v2:[::1]:3300/0;v1:[::1]:6789/0",
+        ] {
+            let first = one(Some(V2), "[::1]:3300", &[3300]);
+            let second = one(Some(V1), "[::1]:6789", &[6789]);
+            assert_eq!(read(&[both]), [first, second].concat());
+        }
+        assert_eq!(read(&["a:1, b:2", "c:3"]).len(), 3);
+        for bad in ["a:b", ":6789", "[::1", "h:70000"] {
+            assert!(addresses(&[bad.to_owned()]).is_err(), "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_refused(text in "\\PC{0,40}") {
+            if let Ok(found) = addresses(&[text]) {
+                for address in found {
+                    prop_assert!(!address.host.is_empty());
+                }
+            }
+        }
+    }
+}

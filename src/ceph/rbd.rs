@@ -1,0 +1,132 @@
+//! Images: block devices, striped over the objects of a pool, by librbd.
+//!
+//! ```text
+//! in a pool and namespace   create, clone_snapshot, rename, list, trash
+//! on an open image          Image: size, features, watchers, snapshots,
+//!                           parent and children, flatten, metadata
+//! ```
+//!
+//! A clone needs only a snapshot of its parent, not a protected one (clone v2):
+//! the parent's snapshot, and the parent in the trash, stay until the last clone
+//! is flattened or removed.
+//!
+//! Source: `<rbd/librbd.h>`.
+
+use super::{CephError, call::owned, library::rbd as abi, rados::IoCtx};
+
+mod features;
+mod image;
+mod lineage;
+mod metadata;
+mod options;
+mod snapshots;
+#[cfg(test)]
+mod tests;
+pub mod trash;
+
+pub use features::{Features, UnknownFeature};
+pub use image::{Access, Image, Info, Watcher};
+pub use lineage::{LinkedImage, Parent};
+pub use options::ImageOptions;
+pub use snapshots::{Snapshot, SnapshotKind};
+
+/// An image's name, and the id that stays with it when it is renamed.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ImageName {
+    /// The id.
+    pub id: String,
+    /// The name.
+    pub name: String,
+}
+
+/// Makes an image of `size` bytes.
+pub fn create(io: &IoCtx, name: &str, size: u64, options: &ImageOptions) -> Result<(), CephError> {
+    let call = io.call("create", "image", name);
+    let text = call.text(name)?;
+    let options = options.for_create(io)?;
+    let create = io.cluster().libraries().rbd.rbd_create4;
+    // SAFETY: the name ends in NUL, the options live through the call.
+    call.check(unsafe { create(io.raw(), text.as_ptr(), size, options.raw()) })
+}
+
+/// Makes an image, `name` in `io`, that reads as a snapshot of another where it
+/// has not been written.
+pub fn clone_snapshot(
+    parent_io: &IoCtx,
+    parent: &str,
+    snapshot: &str,
+    io: &IoCtx,
+    name: &str,
+    options: &ImageOptions,
+) -> Result<(), CephError> {
+    let said = || format!("image {parent_io}/{parent}@{snapshot} as {io}/{name}");
+    let call = io.cluster().call("clone", said);
+    let (parent, snapshot) = (call.text(parent)?, call.text(snapshot)?);
+    let text = call.text(name)?;
+    let options = options.for_clone(io)?;
+    let clone = io.cluster().libraries().rbd.rbd_clone3;
+    // SAFETY: all names end in NUL, the options live through the call.
+    call.check(unsafe {
+        clone(
+            parent_io.raw(),
+            parent.as_ptr(),
+            snapshot.as_ptr(),
+            io.raw(),
+            text.as_ptr(),
+            options.raw(),
+        )
+    })
+}
+
+/// Gives an image another name.
+pub fn rename(io: &IoCtx, from: &str, to: &str) -> Result<(), CephError> {
+    let call = io.call("rename", "image", from);
+    let (from, to) = (call.text(from)?, call.text(to)?);
+    let rename = io.cluster().libraries().rbd.rbd_rename;
+    // SAFETY: both names end in NUL.
+    call.check(unsafe { rename(io.raw(), from.as_ptr(), to.as_ptr()) })
+}
+
+/// The images of the pool and namespace, but for those in the trash.
+pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
+    let call = io.cluster().call("list", || format!("the images of {io}"));
+    let functions = &io.cluster().libraries().rbd;
+    let mut rows: Vec<abi::ImageSpec> = call.rows(|images, count| {
+        // SAFETY: there is room for `count` rows at `images`.
+        unsafe { (functions.rbd_list2)(io.raw(), images, count) }
+    })?;
+    // SAFETY: the library filled the rows; their texts end in NUL.
+    let name = |row: &abi::ImageSpec| unsafe {
+        ImageName {
+            id: owned(row.id),
+            name: owned(row.name),
+        }
+    };
+    let names = rows.iter().map(name).collect();
+    // SAFETY: the rows are the library's own, and not used any more.
+    unsafe { (functions.rbd_image_spec_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
+    Ok(names)
+}
+
+/// Whether the pool has this namespace for images; the empty one is always there.
+pub fn namespace_exists(io: &IoCtx, namespace: &str) -> Result<bool, CephError> {
+    if namespace.is_empty() {
+        return Ok(true);
+    }
+    let call = io.call("look for", "namespace", namespace);
+    let name = call.text(namespace)?;
+    let mut exists = false;
+    let ask = io.cluster().libraries().rbd.rbd_namespace_exists;
+    // SAFETY: the name ends in NUL, `exists` outlives the call.
+    call.check(unsafe { ask(io.raw(), name.as_ptr(), &raw mut exists) })?;
+    Ok(exists)
+}
+
+/// Makes a namespace for images in the pool.
+pub fn create_namespace(io: &IoCtx, namespace: &str) -> Result<(), CephError> {
+    let call = io.call("create", "namespace", namespace);
+    let name = call.text(namespace)?;
+    let create = io.cluster().libraries().rbd.rbd_namespace_create;
+    // SAFETY: the name ends in NUL.
+    call.check(unsafe { create(io.raw(), name.as_ptr()) })
+}

@@ -1,0 +1,231 @@
+use std::time::{Duration, SystemTime};
+
+use super::*;
+use crate::ceph::testing::Place;
+
+const MIB: u64 = 1 << 20;
+
+/// An image that every kernel maps.
+fn plain() -> ImageOptions {
+    ImageOptions {
+        features: Some(Features::LAYERING),
+        ..ImageOptions::default()
+    }
+}
+
+#[test]
+fn an_image_is_made_as_it_is_asked_for() {
+    let Some(place) = Place::new() else { return };
+    let io = &place.io;
+    let data_pool = place.cluster.fresh_pool();
+    let asked = ImageOptions {
+        features: Some(Features::LAYERING | Features::EXCLUSIVE_LOCK),
+        object_size: Some(8 * MIB),
+        striping: Some((64 * 1024, 4)),
+        data_pool: Some(data_pool.clone()),
+    };
+    create(io, "csi-vol-Ω", 64 * MIB, &asked).unwrap();
+    let error = create(io, "csi-vol-Ω", 64 * MIB, &asked).unwrap_err();
+    assert!(error.is_exists());
+    assert_eq!(
+        error.to_string(),
+        format!("could not create image {io}/csi-vol-Ω")
+    );
+    let image = Image::open(io, "csi-vol-Ω", Access::ReadOnly).unwrap();
+    let more = Features::STRIPING | Features::DATA_POOL;
+    assert_eq!(image.features().unwrap(), asked.features.unwrap() | more);
+    let info = Info {
+        size: 64 * MIB,
+        object_size: 8 * MIB,
+    };
+    assert_eq!(image.info().unwrap(), info);
+    assert_eq!(image.striping().unwrap(), (64 * 1024, 4));
+    let data_pool = io.cluster().pool_id(&data_pool).unwrap();
+    assert_eq!(image.data_pool_id().unwrap(), data_pool);
+    assert_eq!(image.flags().unwrap(), 0);
+    assert!(image.created().unwrap() > SystemTime::UNIX_EPOCH);
+    let named = ImageName {
+        id: image.id().unwrap(),
+        name: "csi-vol-Ω".into(),
+    };
+    assert_eq!(list(io).unwrap(), [named]);
+    let odd = ImageOptions {
+        object_size: Some(3 * MIB),
+        ..plain()
+    };
+    assert!(create(io, "odd", MIB, &odd).is_err());
+}
+
+#[test]
+fn an_image_grows_and_never_shrinks() {
+    let Some(Place { io, cluster: _test }) = Place::new() else {
+        return;
+    };
+    create(&io, "grows", MIB, &plain()).unwrap();
+    let image = Image::open(&io, "grows", Access::ReadWrite).unwrap();
+    for size in [2 * MIB, 2 * MIB, 3 * MIB] {
+        image.grow(size).unwrap();
+        assert_eq!(image.size().unwrap(), size);
+    }
+    assert!(image.grow(MIB).unwrap_err().is_invalid());
+    let looks = Image::open(&io, "grows", Access::ReadOnly).unwrap();
+    assert!(looks.grow(4 * MIB).unwrap_err().is_read_only());
+    let missing = Image::open(&io, "missing", Access::ReadOnly).unwrap_err();
+    assert!(missing.is_not_found());
+}
+
+#[test]
+fn who_has_it_open_is_a_watcher() {
+    let Some(Place { io, cluster }) = Place::new() else {
+        return;
+    };
+    create(&io, "watched", MIB, &plain()).unwrap();
+    let looks = Image::open(&io, "watched", Access::ReadOnly).unwrap();
+    assert_eq!(looks.watchers().unwrap(), []);
+    let other = crate::ceph::testing::connect(&cluster);
+    let their = other.ioctx(&cluster.pool, io.namespace()).unwrap();
+    let image = Image::open(&their, "watched", Access::ReadWrite).unwrap();
+    let watchers = looks.watchers().unwrap();
+    assert_eq!(watchers.len(), 1);
+    assert!(!watchers[0].own);
+    assert_eq!(u64::try_from(watchers[0].client), Ok(other.instance_id()));
+    assert!(watchers[0].address.contains(":0/"), "{watchers:?}");
+    let busy = trash::move_image(&io, "watched", Duration::ZERO);
+    drop(image);
+    // Without a lock to take, a watcher keeps nobody from moving it.
+    assert!(busy.is_ok());
+}
+
+#[test]
+fn clones_live_without_their_snapshot_and_parent() {
+    let Some(Place { io, cluster: _test }) = Place::new() else {
+        return;
+    };
+    create(&io, "parent", 8 * MIB, &plain()).unwrap();
+    let parent = Image::open(&io, "parent", Access::ReadWrite).unwrap();
+    parent.snapshot_create("snap").unwrap();
+    assert!(parent.snapshot_create("snap").unwrap_err().is_exists());
+    assert!(!parent.snapshot_is_protected("snap").unwrap());
+    let made = parent.snapshots().unwrap();
+    assert_eq!(made.len(), 1);
+    assert_eq!((made[0].name.as_str(), made[0].size), ("snap", 8 * MIB));
+    assert_eq!(made[0].kind, SnapshotKind::User);
+    assert!(parent.snapshot_created(&made[0]).unwrap() > SystemTime::UNIX_EPOCH);
+    clone_snapshot(&io, "parent", "snap", &io, "child", &plain()).unwrap();
+    let again = clone_snapshot(&io, "parent", "snap", &io, "child", &plain());
+    assert!(again.unwrap_err().is_exists());
+    let id = parent.id().unwrap();
+    let child = Image::open(&io, "child", Access::ReadWrite).unwrap();
+    let children = parent.children().unwrap();
+    assert_eq!(children.len(), 1);
+    assert_eq!(children[0].id, child.id().unwrap());
+    assert_eq!(children[0].namespace, io.namespace());
+    assert_eq!(parent.descendants().unwrap(), children);
+    // The snapshot and the parent go, and are there still.
+    parent.snapshot_remove("snap").unwrap();
+    assert_eq!(parent.snapshots().unwrap()[0].kind, SnapshotKind::Trash);
+    drop(parent);
+    trash::move_image(&io, "parent", Duration::ZERO).unwrap();
+    assert!(trash::remove(&io, &id, false).is_err());
+    drop(child);
+    let child = Image::open(&io, "child", Access::ReadWrite).unwrap();
+    let of = child.parent().unwrap().unwrap();
+    assert_eq!(
+        (of.image.id.as_str(), of.kind),
+        (id.as_str(), SnapshotKind::Trash)
+    );
+    assert!(of.image.in_trash);
+    child.flatten().unwrap();
+    assert_eq!(child.parent().unwrap(), None);
+    assert!(child.flatten().unwrap_err().is_invalid());
+    trash::remove(&io, &id, false).unwrap();
+}
+
+#[test]
+fn the_trash_gives_back_what_it_took() {
+    let Some(Place { io, cluster: _test }) = Place::new() else {
+        return;
+    };
+    create(&io, "a", MIB, &plain()).unwrap();
+    let id = Image::open(&io, "a", Access::ReadOnly)
+        .unwrap()
+        .id()
+        .unwrap();
+    trash::move_image(&io, "a", Duration::from_secs(3600)).unwrap();
+    assert!(
+        trash::move_image(&io, "a", Duration::ZERO)
+            .unwrap_err()
+            .is_not_found()
+    );
+    assert_eq!(list(&io).unwrap(), []);
+    let found = trash::get(&io, &id).unwrap();
+    assert_eq!((found.id.as_str(), found.name.as_str()), (id.as_str(), "a"));
+    assert!(found.deferred_until > found.deleted);
+    assert_eq!(trash::list(&io).unwrap(), [found]);
+    assert!(trash::remove(&io, &id, false).is_err());
+    trash::restore(&io, &id, "b").unwrap();
+    assert!(trash::get(&io, &id).unwrap_err().is_not_found());
+    rename(&io, "b", "c").unwrap();
+    assert!(rename(&io, "b", "c").unwrap_err().is_not_found());
+    let open = Image::open_by_id(&io, &id, Access::ReadOnly).unwrap();
+    assert_eq!(open.size().unwrap(), MIB);
+    drop(open);
+    trash::move_image(&io, "c", Duration::ZERO).unwrap();
+    trash::remove(&io, &id, false).unwrap();
+    assert!(trash::remove(&io, &id, false).unwrap_err().is_not_found());
+}
+
+#[test]
+fn metadata_is_kept_with_the_image() {
+    let Some(Place { io, cluster: _test }) = Place::new() else {
+        return;
+    };
+    create(&io, "noted", MIB, &plain()).unwrap();
+    let image = Image::open(&io, "noted", Access::ReadWrite).unwrap();
+    assert_eq!(image.metadata_get("k").unwrap(), None);
+    let long = "x".repeat(9000);
+    image.metadata_set("k", &long).unwrap();
+    assert_eq!(image.metadata_get("k").unwrap(), Some(long));
+    image.metadata_set("empty", "").unwrap();
+    for nr in 0..70 {
+        image.metadata_set(&format!("n{nr}"), "v").unwrap();
+    }
+    let all = image.metadata_list().unwrap();
+    assert_eq!(all.len(), 72);
+    assert_eq!((all["empty"].as_str(), all["n69"].as_str()), ("", "v"));
+    image.metadata_remove("k").unwrap();
+    image.metadata_remove("k").unwrap();
+    assert_eq!(image.metadata_get("k").unwrap(), None);
+}
+
+#[test]
+fn lists_longer_than_their_first_buffer_are_whole() {
+    let Some(Place { io, cluster: _test }) = Place::new() else {
+        return;
+    };
+    for nr in 0..20 {
+        create(&io, &format!("i{nr}"), MIB, &plain()).unwrap();
+    }
+    assert_eq!(list(&io).unwrap().len(), 20);
+    let image = Image::open(&io, "i0", Access::ReadWrite).unwrap();
+    for nr in 0..20 {
+        image.snapshot_create(&format!("s{nr}")).unwrap();
+    }
+    assert_eq!(image.snapshots().unwrap().len(), 20);
+}
+
+#[test]
+fn namespaces_are_made_once() {
+    let Some(Place { io, cluster: _test }) = Place::new() else {
+        return;
+    };
+    let pool = io.cluster().ioctx(io.pool_id(), "").unwrap();
+    assert!(namespace_exists(&pool, io.namespace()).unwrap());
+    assert!(namespace_exists(&pool, "").unwrap());
+    assert!(!namespace_exists(&pool, "missing").unwrap());
+    assert!(
+        create_namespace(&pool, io.namespace())
+            .unwrap_err()
+            .is_exists()
+    );
+}

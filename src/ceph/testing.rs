@@ -1,0 +1,50 @@
+//! What the tests of this module share: a cluster, and a place in it for each.
+
+use std::{sync::Arc, time::Duration};
+
+use uuid::Uuid;
+
+use super::{
+    Credentials,
+    rados::{Cluster, IoCtx, Timeouts},
+    rbd,
+    test_cluster::TestCluster,
+};
+use crate::secret::Secret;
+
+pub(super) fn credentials(cluster: &TestCluster) -> Credentials {
+    Credentials {
+        user: cluster.user.clone(),
+        key: Secret::new(cluster.key.clone()),
+    }
+}
+
+pub(super) fn timeouts(seconds: u64) -> Timeouts {
+    Timeouts {
+        connect: Duration::from_secs(seconds),
+        operation: Duration::from_secs(seconds),
+    }
+}
+
+pub(super) fn connect(cluster: &TestCluster) -> Arc<Cluster> {
+    Cluster::connect(&cluster.monitors, &credentials(cluster), timeouts(30)).unwrap()
+}
+
+/// A namespace that nobody else uses, for as long as the cluster is used.
+pub(super) struct Place {
+    pub cluster: TestCluster,
+    pub io: IoCtx,
+}
+
+impl Place {
+    /// None where Ceph is not installed.
+    pub fn new() -> Option<Self> {
+        let cluster = TestCluster::shared()?;
+        let connected = connect(&cluster);
+        let namespace = Uuid::new_v4().simple().to_string();
+        let pool = connected.ioctx(&cluster.pool, "").unwrap();
+        rbd::create_namespace(&pool, &namespace).unwrap();
+        let io = connected.ioctx(&cluster.pool, &namespace).unwrap();
+        Some(Self { cluster, io })
+    }
+}
