@@ -17,6 +17,7 @@ pub mod loopdev;
 pub mod luks;
 pub mod nbd;
 mod notes;
+pub mod rbd;
 pub mod ready;
 mod source;
 pub mod sysfs;

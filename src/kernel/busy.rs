@@ -8,9 +8,15 @@
 //! few times more before saying so to anybody. The same goes for a file that is
 //! being closed: it is told of a moment before it counts as closed.
 
+use std::time::{Duration, Instant};
+
 use rustix::thread::{Timespec, nanosleep};
 
 const TRIES: u32 = 8;
+
+/// The time between two tries.
+const PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Calls `attempt` until its result is not `busy`, for about 10 ms. It blocks: for
 /// a lane.
@@ -20,14 +26,35 @@ pub fn outwait<T>(mut attempt: impl FnMut() -> T, busy: impl Fn(&T) -> bool) -> 
         if !busy(&result) {
             return result;
         }
-        let millisecond = Timespec {
-            tv_sec: 0,
-            tv_nsec: 1_000_000,
-        };
-        // Cut short by a signal, it has served as well.
-        let _ = nanosleep(&millisecond);
+        pause(PAUSE);
     }
     attempt()
+}
+
+/// Calls `attempt` until its result is not `busy`, less and less often, until the
+/// time is up. It blocks: for a lane.
+pub fn outwait_for<T>(
+    time: Duration,
+    mut attempt: impl FnMut() -> T,
+    busy: impl Fn(&T) -> bool,
+) -> T {
+    let deadline = Instant::now() + time;
+    let mut time_between = PAUSE;
+    loop {
+        let result = attempt();
+        if !busy(&result) || Instant::now() >= deadline {
+            return result;
+        }
+        pause(time_between);
+        time_between = (time_between * 2).min(LONGEST_PAUSE);
+    }
+}
+
+fn pause(time: Duration) {
+    // No longer than it is above, so it always fits.
+    let time = Timespec::try_from(time).unwrap_or_default();
+    // Cut short by a signal, it has served as well.
+    let _ = nanosleep(&time);
 }
 
 #[cfg(test)]
@@ -40,5 +67,12 @@ mod tests {
         assert_eq!(outwait(|| calls.next(), |call| *call < Some(3)), Some(3));
         let mut calls = 0..;
         assert_eq!(outwait(|| calls.next(), |_| true), Some(TRIES - 1));
+        let mut calls = 0..;
+        let minute = Duration::from_secs(60);
+        assert_eq!(
+            outwait_for(minute, || calls.next(), |call| *call < Some(3)),
+            Some(3)
+        );
+        assert!(outwait_for(PAUSE, || calls.next(), |_| true) > Some(3));
     }
 }

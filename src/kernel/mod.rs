@@ -12,6 +12,8 @@ pub mod busy;
 pub mod exec;
 #[cfg(feature = "node")]
 pub mod growth;
+#[cfg(feature = "node")]
+pub mod keys;
 #[cfg(feature = "controller")]
 pub mod lease;
 #[cfg(feature = "node")]

@@ -1,0 +1,261 @@
+//! What a volume's class and context say about how its image is mapped.
+//!
+//! Everything here ends up in one line of text that the driver parts at blanks
+//! and commas, so nothing gets in that could part it elsewhere, and nothing
+//! that decides whose key is used or what is mapped.
+//!
+//! Sources: rbd(8), "KERNEL RBD (KRBD) OPTIONS"; drivers/block/rbd.c,
+//! `rbd_parse_options`; net/ceph/ceph_common.c, `ceph_parse_param`.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+/// One option of the driver, `name` or `name=value`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct MapOption {
+    name: String,
+    value: Option<String>,
+}
+
+/// The options of a mounter, as `mapOptions` has them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MapOptions(Vec<MapOption>);
+
+/// An option that a volume may not bring along.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OptionError {
+    /// It is not of the driver's form.
+    #[error(
+        "{0:?} is no option: those are name or name=value, without blanks, commas or control characters"
+    )]
+    Malformed(String),
+    /// It is decided elsewhere.
+    #[error("the option {name} is refused: {why}")]
+    Refused {
+        /// The option's name.
+        name: String,
+        /// Who decides it.
+        why: &'static str,
+    },
+    /// It is for a mounter that does not exist.
+    #[error("{0:?} is no mounter: options are written krbd:a,b;nbd:c, or a,b for krbd alone")]
+    Mounter(String),
+}
+
+/// Options that decide who asks for what.
+const REFUSED: &[(&str, &str)] = &[
+    ("name", "the user comes from the volume's secret"),
+    ("key", "the key comes from the volume's secret"),
+    ("secret", "the key comes from the volume's secret"),
+    (
+        "_pool_ns",
+        "the RADOS namespace comes from the cluster's configuration",
+    ),
+    ("ro", READ_ONLY),
+    ("read_only", READ_ONLY),
+    ("rw", READ_ONLY),
+    ("read_write", READ_ONLY),
+];
+
+const READ_ONLY: &str = "the access mode decides whether the volume is writable";
+
+/// Options of the program `rbd`, and none of the driver: whether it waits for
+/// udevd. We never do.
+const OF_THE_PROGRAM: &[&str] = &["udev", "noudev"];
+
+/// The mounter whose options have no prefix.
+const KRBD: &str = "krbd";
+const NBD: &str = "nbd";
+
+impl MapOption {
+    /// An option that we set.
+    pub fn new(name: &str, value: &str) -> Result<Self, OptionError> {
+        format!("{name}={value}").parse()
+    }
+}
+
+impl FromStr for MapOption {
+    type Err = OptionError;
+
+    fn from_str(text: &str) -> Result<Self, OptionError> {
+        let malformed = || OptionError::Malformed(text.to_owned());
+        let (name, value) = match text.split_once('=') {
+            Some((name, value)) => (name, Some(value)),
+            None => (text, None),
+        };
+        let is_of_name =
+            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+        if name.is_empty() || !name.bytes().all(is_of_name) {
+            return Err(malformed());
+        }
+        if value.is_some_and(|value| !is_word(value) || value.contains(',')) {
+            return Err(malformed());
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            value: value.map(str::to_owned),
+        })
+    }
+}
+
+/// Whether the driver takes the text as one word of its line.
+pub fn is_word(text: &str) -> bool {
+    !text.is_empty() && !text.chars().any(|c| c.is_whitespace() || c.is_control())
+}
+
+impl fmt::Display for MapOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.value {
+            Some(value) => write!(f, "{}={value}", self.name),
+            None => f.write_str(&self.name),
+        }
+    }
+}
+
+impl TryFrom<String> for MapOption {
+    type Error = OptionError;
+
+    fn try_from(text: String) -> Result<Self, OptionError> {
+        text.parse()
+    }
+}
+
+impl From<MapOption> for String {
+    fn from(option: MapOption) -> Self {
+        option.to_string()
+    }
+}
+
+impl MapOptions {
+    /// Reads krbd's part of `mapOptions`: `krbd:a,b;nbd:c`, or `a,b`.
+    pub fn parse(text: &str) -> Result<Self, OptionError> {
+        let mut options = Vec::new();
+        for part in text
+            .split(';')
+            .map(str::trim)
+            .filter(|part| !part.is_empty())
+        {
+            let (mounter, list) = match part.split_once(':') {
+                // A value may have a colon: crush_location=zone:z1.
+                Some((before, _)) if before.contains(['=', ',']) => (KRBD, part),
+                Some((mounter, list)) => (mounter.trim(), list),
+                None => (KRBD, part),
+            };
+            if mounter.eq_ignore_ascii_case(NBD) {
+                continue;
+            }
+            if !mounter.eq_ignore_ascii_case(KRBD) {
+                return Err(OptionError::Mounter(mounter.to_owned()));
+            }
+            // Of two lists for one mounter the later counts.
+            options = list_of(list)?;
+        }
+        Ok(Self(options))
+    }
+
+    /// The value of an option that is given.
+    pub fn get(&self, name: &str) -> Option<&str> {
+        let mut given = self.0.iter().rev();
+        given.find(|option| option.name == name)?.value.as_deref()
+    }
+
+    /// The options in their order.
+    pub fn iter(&self) -> impl Iterator<Item = &MapOption> {
+        self.0.iter()
+    }
+}
+
+fn list_of(list: &str) -> Result<Vec<MapOption>, OptionError> {
+    let mut options = Vec::new();
+    for text in list
+        .split(',')
+        .map(str::trim)
+        .filter(|text| !text.is_empty())
+    {
+        let option: MapOption = text.parse()?;
+        if let Some((_, why)) = REFUSED.iter().find(|(name, _)| *name == option.name) {
+            return Err(OptionError::Refused {
+                name: option.name,
+                why,
+            });
+        }
+        if !OF_THE_PROGRAM.contains(&&*option.name) {
+            options.push(option);
+        }
+    }
+    Ok(options)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn texts(given: &str) -> Vec<String> {
+        let options = MapOptions::parse(given).unwrap();
+        options.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn each_mounter_has_its_options() {
+        for (given, krbd) in [
+            ("", &[][..]),
+            (
+                "lock_on_read,queue_depth=1024",
+                &["lock_on_read", "queue_depth=1024"],
+            ),
+            ("krbd: noshare , ;nbd:try-netlink", &["noshare"]),
+            ("nbd:a b c", &[]),
+            ("KRBD:noudev,ms_mode=secure", &["ms_mode=secure"]),
+            (
+                "read_from_replica=localize,crush_location=zone:a|host:b",
+                &["read_from_replica=localize", "crush_location=zone:a|host:b"],
+            ),
+            ("alloc_size=4096;krbd:notrim", &["notrim"]),
+        ] {
+            assert_eq!(texts(given), krbd, "{given}");
+        }
+        let options = MapOptions::parse("ms_mode=crc,notrim,ms_mode=secure").unwrap();
+        assert_eq!(options.get("ms_mode"), Some("secure"));
+        assert_eq!(options.get("notrim"), None);
+        let json = serde_json::to_string(&options).unwrap();
+        assert_eq!(serde_json::from_str::<MapOptions>(&json).unwrap(), options);
+    }
+
+    #[test]
+    fn what_decides_who_asks_for_what_is_refused_by_name() {
+        for (given, word) in [
+            ("secret=AQ==", "secret"),
+            ("krbd:name=admin", "name"),
+            ("key=other", "key"),
+            ("_pool_ns=other", "namespace"),
+            ("ro", "access mode"),
+            ("notrim,rw", "access mode"),
+            ("alloc_size=4096 secret=x", "no option"),
+            ("crush_location=a:b\nrbd", "no option"),
+            ("=x", "no option"),
+            ("Queue-Depth=1", "no option"),
+            ("tcmu:a", "mounter"),
+        ] {
+            let error = MapOptions::parse(given).unwrap_err().to_string();
+            assert!(error.contains(word), "{given}: {error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_brings_more_than_options(text in "(krbd:)?[\\PC\\s,;=:]{0,60}") {
+            if let Ok(options) = MapOptions::parse(&text) {
+                for option in options.iter() {
+                    let text = option.to_string();
+                    prop_assert!(is_word(&text) && !text.contains(','));
+                    prop_assert!(REFUSED.iter().all(|(name, _)| *name != option.name));
+                }
+            }
+        }
+    }
+}
