@@ -27,6 +27,8 @@ if [ "${1:-}" != again ]; then
 fi
 
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
+# The root alone, without what is mounted on it next.
+$box mount -o bind / /mnt
 mount -t tmpfs -o mode=755 run /run
 mount -t tmpfs -o mode=1777 tmp /tmp
 mkdir -p /dev/shm /dev/pts
@@ -39,9 +41,10 @@ $box hostname test-kernel
 for needed in "$checkout" "$target"; do
   if [ ! -d "$needed" ]; then
     mkdir -p "$needed"
-    mount -r -t hostfs -o "$needed" needed "$needed"
+    $box mount -o bind "/mnt$needed" "$needed"
   fi
 done
+$box umount -l /mnt
 # The way back to the machine.
 mount -t hostfs -o "$share" share "$share"
 
