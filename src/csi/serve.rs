@@ -120,10 +120,14 @@ impl Endpoint {
     async fn is_alive(&self) -> bool {
         let mut identity = IdentityClient::new(self.channel());
         let answer = tokio::time::timeout(ALIVE_WITHIN, identity.probe(ProbeRequest {})).await;
-        // An answer with an error code is an answer too, unless the code is
-        // the one that the client makes up when nobody listens.
-        matches!(answer, Ok(Ok(_)))
-            || matches!(answer, Ok(Err(status)) if status.code() != tonic::Code::Unavailable)
+        // An answer with an error code is an answer too, unless the client made
+        // it up of an error of its own: nobody listens, or whoever did is ending
+        // and has closed the connection.
+        match answer {
+            Ok(Ok(_)) => true,
+            Ok(Err(status)) => std::error::Error::source(&status).is_none(),
+            Err(_elapsed) => false,
+        }
     }
 
     /// Takes the socket over, mode 0600; refuses while a live process serves.
@@ -284,5 +288,41 @@ mod tests {
         let found = std::fs::symlink_metadata(&path).unwrap();
         assert_eq!(found.ino(), listener.inode);
         assert_eq!(found.permissions().mode() & 0o777, 0o600);
+    }
+
+    #[tokio::test]
+    async fn a_socket_whose_owner_ends_amid_the_answer_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("csi.sock");
+        let dying = UnixListener::bind(&path).unwrap();
+        let endpoint = Endpoint { path };
+        let (bound, ()) = tokio::join!(endpoint.bind(), async {
+            drop(dying.accept().await.unwrap());
+            drop(dying);
+        });
+        bound.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_answers_with_an_error_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let endpoint = Endpoint {
+            path: dir.path().join("csi.sock"),
+        };
+        let listener = endpoint.bind().await.unwrap();
+        // A server without this service: UNIMPLEMENTED.
+        let other = tonic::service::Routes::default();
+        let serving = tokio::spawn(
+            tonic::transport::Server::builder()
+                .add_routes(other)
+                .serve_with_incoming(tokio_stream::wrappers::UnixListenerStream::new(
+                    listener.socket,
+                )),
+        );
+        assert!(matches!(
+            endpoint.bind().await,
+            Err(ServeError::Live { .. })
+        ));
+        serving.abort();
     }
 }
