@@ -8,7 +8,7 @@ use std::{
 
 use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
 
-use crate::harness::{MIB, Node, NodeSetup, loops_over, refused, story};
+use crate::harness::{MIB, Node, NodeSetup, eventually, loops_over, refused, story};
 
 /// GET from the HTTP listener: the head and the body in one.
 fn get(port: u16, path: &str) -> std::io::Result<String> {
@@ -78,7 +78,12 @@ fn what_is_wrong_is_told_until_it_is_gone() {
             .join(device.file_name().unwrap())
             .join("trigger_fs_error");
         std::fs::write(trigger, "story").unwrap();
-        let health = node.health(&volume, &target).await.unwrap();
+        // The kernel counts it on a worker of its own (ext4, s_sb_upd_work).
+        let health = eventually("the error is told", async || {
+            let health = node.health(&volume, &target).await.unwrap();
+            (!health.is_empty()).then_some(health)
+        })
+        .await;
         assert_eq!(health.len(), 1, "{health:?}");
         assert!(!health[0].reason.is_empty() && !health[0].message.is_empty());
         node.down(&volume, "pod").await;
