@@ -201,7 +201,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             boot_id: claim::boot_id()?,
         },
         exports: Exports {
-            links: nbd::Links::default(),
+            links: nbd::Links::new(&options.driver_name),
             notes: Notes::open(options.run_dir.join("mkfs"))?,
         },
     };

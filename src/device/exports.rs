@@ -17,6 +17,7 @@ use crate::{
     Done, chain,
     kernel::Dev,
     nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server},
+    size::{BadSize, Size},
 };
 
 /// An export of an NBD server.
@@ -36,6 +37,7 @@ const OPTIONS: nbd::Options = nbd::Options {
     connections: 2,
     request_seconds: 30,
     dead_seconds: 300,
+    minimum_bytes: 0,
 };
 
 impl fmt::Display for ExportSource {
@@ -54,7 +56,8 @@ impl ExportSource {
     }
 
     /// Reads `uri`, or `host`, `port` and `export`, or `socket` and `export`; and
-    /// `connections`, `requestTimeout` and `deadConnectionTimeout` in seconds.
+    /// `connections`, `requestTimeout` and `deadConnectionTimeout` in seconds,
+    /// and `minSize`, as `10Gi`.
     pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
         let seconds = |key, range| context.number(key, range);
         Ok(Self {
@@ -67,6 +70,7 @@ impl ExportSource {
                     .unwrap_or(OPTIONS.request_seconds),
                 dead_seconds: seconds("deadConnectionTimeout", DEAD_SECONDS)?
                     .unwrap_or(OPTIONS.dead_seconds),
+                minimum_bytes: minimum_bytes(context)?,
             },
         })
     }
@@ -80,6 +84,19 @@ impl ExportSource {
     pub fn is_same(&self, other: &Self) -> bool {
         self.export == other.export
     }
+}
+
+fn minimum_bytes(context: Context<'_>) -> Result<u64, SourceError> {
+    let key = "minSize";
+    let Some(text) = context.get(key) else {
+        return Ok(OPTIONS.minimum_bytes);
+    };
+    let size: Result<Size, BadSize> = text.parse();
+    size.map(|size| size.bytes().unsigned_abs())
+        .map_err(|bad| SourceError {
+            key,
+            why: bad.to_string(),
+        })
 }
 
 /// Where the export is: one of three ways to say it, and one only.
@@ -130,15 +147,27 @@ pub struct Exports {
 impl Exports {
     /// What is attached for the volume.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
-        find(|behind| behind.volume_id == volume_id)
+        self.find_any(|behind| behind.volume_id == volume_id)
     }
 
     /// The export behind a device, where this or an earlier agent attached it.
     pub fn find_behind(&self, dev: Dev) -> Result<Option<Found>, DeviceError> {
         match nbd::Behind::of(dev) {
-            Some(behind) => find(|other| *other == behind),
+            Some(behind) => self.find_any(|other| *other == behind),
             None => Ok(None),
         }
+    }
+
+    fn find_any(
+        &self,
+        pleases: impl Fn(&nbd::Behind) -> bool,
+    ) -> Result<Option<Found>, DeviceError> {
+        let found = self.links.find(pleases);
+        let found = found.map_err(io("list the NBD devices"))?;
+        Ok(found.map(|(device, behind)| Found {
+            device: device_of(device, &behind.export),
+            source: Source::export(behind.export),
+        }))
     }
 
     /// An export with all that is needed to work on it.
@@ -148,14 +177,6 @@ impl Exports {
             source,
         }
     }
-}
-
-fn find(pleases: impl Fn(&nbd::Behind) -> bool) -> Result<Option<Found>, DeviceError> {
-    let found = nbd::find(pleases).map_err(io("list the NBD devices"))?;
-    Ok(found.map(|(device, behind)| Found {
-        device: device_of(device, &behind.export),
-        source: Source::export(behind.export),
-    }))
 }
 
 fn device_of(device: NbdDevice, export: &Export) -> Device {
@@ -185,10 +206,7 @@ pub struct BoundExport<'a> {
 
 impl BoundExport<'_> {
     fn behind(&self, volume_id: &str) -> nbd::Behind {
-        nbd::Behind {
-            export: self.source.export.clone(),
-            volume_id: volume_id.to_owned(),
-        }
+        self.exports.links.behind(&self.source.export, volume_id)
     }
 }
 
@@ -222,11 +240,15 @@ impl Bound for BoundExport<'_> {
 
     /// The kernel knows for whom it was attached.
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        Ok(find(|behind| *behind == self.behind(volume_id))?.is_some())
+        let wanted = self.behind(volume_id);
+        let found = self.exports.find_any(|behind| *behind == wanted)?;
+        Ok(found.is_some())
     }
 
     fn attached(&self) -> Result<Option<Device>, DeviceError> {
-        let found = find(|behind| behind.export == self.source.export)?;
+        let found = self
+            .exports
+            .find_any(|behind| behind.export == self.source.export)?;
         Ok(found.map(|found| found.device))
     }
 

@@ -12,7 +12,7 @@
 //! All of this belongs to the runtime thread. sysfs and devtmpfs are memory, and
 //! nothing here opens a device.
 
-use std::{cell::RefCell, io, path::PathBuf, rc::Rc, time::Duration};
+use std::{cell::RefCell, io, path::PathBuf, rc::Rc};
 
 use rustix::{event::PollFlags, io::Errno, net::sockopt};
 use tokio::{sync::Notify, task::AbortHandle};
@@ -21,17 +21,11 @@ use super::{
     Source,
     sysfs::{node_of, size_bytes, sysname_of},
 };
-use crate::{
-    kernel::Dev,
-    ring::{poll, timer},
-};
+use crate::{kernel::Dev, ring::poll};
 
 /// Bytes of events the socket holds; a thousand devices that come at once
 /// make some two megabytes of them.
 const BACKLOG: usize = 8 << 20;
-
-/// Between looks at what sends no event.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// How often reading may fail before the next event is waited for.
 const FAILURES: u32 = 16;
@@ -213,13 +207,6 @@ pub async fn ready(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<R
 /// Waits until the device `dev` has let go of its source, as it does when its
 /// last opener closes it. Its number may go to another source at once.
 pub async fn gone(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<()> {
-    if let Source::Nbd(_) = source {
-        // The driver tells nobody.
-        while source.is_behind(dev) {
-            timer::sleep(LOOK_AGAIN).await;
-        }
-        return Ok(());
-    }
     let check = || Ok((!source.is_behind(dev)).then_some(()));
     uevents.wait(&sysname_of(dev)?, check).await
 }

@@ -128,6 +128,7 @@ pub async fn prepare(
         unreachable!("only mounted volumes are prepared");
     };
     let content = look(node, volume, device, progress).await?;
+    not_cut_short(volume, record, device, &content)?;
     let info = match content {
         Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
         other => {
@@ -168,6 +169,29 @@ pub async fn prepare(
         fs: info.fs,
         found: Some(info),
     })
+}
+
+/// fsck, and at times the mount, would mend a file system that has lost its end
+/// by giving up what was there.
+fn not_cut_short(
+    volume: &Volume,
+    record: &Record,
+    device: &Device,
+    content: &Content,
+) -> Result<(), Error> {
+    let Content::Fs(info) = content else {
+        return Ok(());
+    };
+    let has = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+    if info.bytes <= has {
+        return Ok(());
+    }
+    Err(volume.precondition(format!(
+        "{} has {has} bytes, less than the {} of the {} on it: it was cut short; make it as large again, or restore its data",
+        record.source,
+        info.bytes,
+        info.fs.as_str(),
+    )))
 }
 
 async fn was_interrupted(

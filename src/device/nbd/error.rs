@@ -54,7 +54,7 @@ pub enum NbdError {
         /// The device's node.
         node: PathBuf,
         /// What is different about it.
-        how: &'static str,
+        how: String,
     },
     /// The device's connections to the server cannot be renewed.
     #[error(

@@ -21,13 +21,14 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
     Away, Behind, Link, NbdDevice, NbdError, Options, attach, claim, failed, find, index_of,
-    is_behind,
+    is_behind, large_enough,
     link::Held,
     netlink::{Driver, Listener},
 };
 use crate::{
     Done,
     device::{loopdev::Detached, sysfs},
+    kernel::busy::outwait,
     nbd::Export,
 };
 
@@ -42,22 +43,16 @@ pub struct Links(pub(super) Arc<Shared>);
 
 #[derive(Debug)]
 pub(super) struct Shared {
+    /// This CSI driver's name.
+    driver: String,
     pub(super) links: Mutex<HashMap<u32, Arc<Link>>>,
     pub(super) listening: Mutex<bool>,
     tell: UnboundedSender<Event>,
     pub(super) events: Mutex<Option<UnboundedReceiver<Event>>>,
 }
 
-impl Default for Links {
-    fn default() -> Self {
-        let (tell, events) = mpsc::unbounded_channel();
-        Self(Arc::new(Shared {
-            links: Mutex::default(),
-            listening: Mutex::default(),
-            tell,
-            events: Mutex::new(Some(events)),
-        }))
-    }
+fn is_without_size(device: &NbdDevice) -> bool {
+    sysfs::size_bytes(device.dev).is_ok_and(|bytes| bytes == 0)
 }
 
 /// Nothing that these guard is left half-changed by a panic.
@@ -66,6 +61,35 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Links {
+    /// For the CSI driver of this name; links of others are left alone.
+    pub fn new(driver: &str) -> Self {
+        let (tell, events) = mpsc::unbounded_channel();
+        Self(Arc::new(Shared {
+            driver: driver.to_owned(),
+            links: Mutex::default(),
+            listening: Mutex::default(),
+            tell,
+            events: Mutex::new(Some(events)),
+        }))
+    }
+
+    /// What stands behind a device that this driver attaches for a volume.
+    pub fn behind(&self, export: &Export, volume_id: &str) -> Behind {
+        Behind {
+            driver: self.0.driver.clone(),
+            export: export.clone(),
+            volume_id: volume_id.to_owned(),
+        }
+    }
+
+    /// The device that this driver attached and that pleases.
+    pub fn find(
+        &self,
+        pleases: impl Fn(&Behind) -> bool,
+    ) -> io::Result<Option<(NbdDevice, Behind)>> {
+        find(|behind| behind.driver == self.0.driver && pleases(behind))
+    }
+
     /// Attaches the export, or finds it attached as it should be.
     pub fn attach(
         &self,
@@ -77,20 +101,34 @@ impl Links {
         let listed = || failed("/sys/block".as_ref(), "look for the export in");
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         self.listen(&driver).map_err(NbdError::NoDriver)?;
-        let found = find(|found| found.export == *export).map_err(listed())?;
-        if let Some((device, behind)) = found {
-            if device.read_only != read_only {
-                return Err(NbdError::AttachedOtherwise {
-                    export: export.clone(),
-                    node: device.node,
-                    how: if device.read_only {
-                        "read-only"
-                    } else {
-                        "writable"
-                    },
-                });
+        // Without a size it is about to go, or a killed agent's call is about to
+        // make it.
+        let is_between = |found: &io::Result<Option<(NbdDevice, _)>>| matches!(found, Ok(Some((device, _))) if is_without_size(device));
+        let found = outwait(|| find(|found| found.export == *export), is_between);
+        if is_between(&found) {
+            let why = io::ErrorKind::ResourceBusy.into();
+            return Err(failed(
+                "/sys/block".as_ref(),
+                "wait for the export's device in",
+            )(why));
+        }
+        if let Some((device, found)) = found.map_err(listed())? {
+            let otherwise = |how: String| NbdError::AttachedOtherwise {
+                export: export.clone(),
+                node: device.node.clone(),
+                how,
+            };
+            if found.driver != behind.driver {
+                return Err(otherwise(format!("by the driver {}", found.driver)));
             }
-            self.take_up(&behind, &device, options)?;
+            if device.read_only != read_only {
+                let how = if read_only { "writable" } else { "read-only" };
+                return Err(otherwise(how.to_owned()));
+            }
+            let has =
+                sysfs::size_bytes(device.dev).map_err(failed(&device.node, "read the size of"))?;
+            large_enough(export, has, options)?;
+            self.take_up(&found, &device, options)?;
             return Ok((device, Done::Already));
         }
         let (device, connections) = attach(&driver, behind, read_only, options)?;

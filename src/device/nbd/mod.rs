@@ -8,8 +8,9 @@
 //! ```
 //!
 //! **Recognised** is a device by its backend identifier, which the kernel keeps
-//! and sysfs shows (Linux 5.14): ours is the export's address. So nothing is
-//! attached twice, and what a killed agent attached is found.
+//! and sysfs shows (Linux 5.14): ours is the driver's name, the export's address
+//! and the volume's handle. So nothing is attached twice, what a killed agent
+//! attached is found, and drivers of several names share a node.
 //!
 //! **Detach.** `DISCONNECT` does not look at openers: where a file system is
 //! alive on the device, in a mount namespace that we can't see, it throws its
@@ -70,6 +71,9 @@ pub struct Options {
     pub request_seconds: u32,
     /// Seconds that requests wait for the server to come back before they fail.
     pub dead_seconds: u32,
+    /// The least that the export must have, in bytes; 0 where that is all the
+    /// same. A volume grows, so it may have more.
+    pub minimum_bytes: u64,
 }
 
 /// An attached export.
@@ -83,9 +87,11 @@ pub struct NbdDevice {
     pub read_only: bool,
 }
 
-/// What stands behind a device of ours, as its backend identifier says.
+/// What stands behind a device, as its backend identifier says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Behind {
+    /// The name of the CSI driver that attached it.
+    pub driver: String,
     /// The export.
     pub export: Export,
     /// The handle of the volume that it was attached for.
@@ -93,22 +99,27 @@ pub struct Behind {
 }
 
 impl Behind {
-    /// What the kernel is told. No space is in an export's address.
+    /// What the kernel is told. No space is in a driver's name or an export's
+    /// address.
     fn identifier(&self) -> String {
-        format!("{OURS}{} {}", self.export, self.volume_id)
+        format!("{OURS}{} {} {}", self.driver, self.export, self.volume_id)
     }
 
     fn parse(identifier: &str) -> Option<Self> {
-        let (export, volume_id) = identifier.strip_prefix(OURS)?.split_once(' ')?;
+        let (driver, rest) = identifier.strip_prefix(OURS)?.split_once(' ')?;
+        let (export, volume_id) = rest.split_once(' ')?;
         Some(Self {
+            driver: driver.to_owned(),
             export: export.parse().ok()?,
             volume_id: volume_id.to_owned(),
         })
     }
 
-    /// What stands behind a device, where this or an earlier agent attached it.
+    /// What stands behind a device, where an agent attached it. The identifier
+    /// outlives what it names by a moment, in which the device has no size.
     pub fn of(dev: Dev) -> Option<Self> {
-        Self::parse(&sysfs::nbd_backend(dev).ok()?)
+        let behind = Self::parse(&sysfs::nbd_backend(dev).ok()?)?;
+        (sysfs::size_bytes(dev).ok()? > 0).then_some(behind)
     }
 }
 
@@ -125,15 +136,11 @@ pub fn find(pleases: impl Fn(&Behind) -> bool) -> io::Result<Option<(NbdDevice, 
         let Some(name) = name.to_str().filter(|name| name.starts_with("nbd")) else {
             continue;
         };
+        let dev = block::dev_of(name)?;
         // Where nothing is attached there is no such file.
-        let Ok(identifier) = fs::read_to_string(format!("/sys/block/{name}/backend")) else {
-            continue;
-        };
-        let Some(behind) = Behind::parse(identifier.trim_end_matches('\n')) else {
-            continue;
-        };
-        if pleases(&behind) {
-            let dev = block::dev_of(name)?;
+        let behind = sysfs::nbd_backend(dev).ok();
+        let behind = behind.and_then(|identifier| Behind::parse(&identifier));
+        if let Some(behind) = behind.filter(&pleases) {
             let device = NbdDevice {
                 dev,
                 node: block::node_of(dev)?,
@@ -164,6 +171,7 @@ fn attach(
     let export = &behind.export;
     let (first, info) = open(export)?;
     let shape = Shape::of(export, &info, read_only)?;
+    large_enough(export, shape.bytes, options)?;
     let mut connections = vec![first];
     if info.flags & handshake::flags::CAN_MULTI_CONN != 0 {
         for _ in 1..options.connections {
@@ -205,6 +213,20 @@ fn attach(
     Ok((device, connections))
 }
 
+/// An export that was cut short, or is another than was meant, is not touched.
+fn large_enough(export: &Export, has: u64, options: &Options) -> Result<(), NbdError> {
+    if has >= options.minimum_bytes {
+        return Ok(());
+    }
+    Err(NbdError::Unsuited {
+        export: export.clone(),
+        what: format!(
+            "has {has} bytes, less than the {} that the volume must have (minSize); make it larger at its server",
+            options.minimum_bytes
+        ),
+    })
+}
+
 /// Makes sure that a fresh device is what the server has.
 fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
     let bytes = sysfs::size_bytes(dev)?;
@@ -243,4 +265,44 @@ fn is_busy(error: &io::Error) -> bool {
 
 fn open(export: &Export) -> Result<(Connection, Info), NbdError> {
     Connection::open(export).map_err(at(export))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn identifiers_of_others_are_not_ours() {
+        for identifier in [
+            "",
+            "nbd://host/x",
+            "uring-csi:",
+            "uring-csi:driver nbd://host:10809/x",
+            "uring-csi:driver http://host/x volume",
+        ] {
+            assert_eq!(Behind::parse(identifier), None, "{identifier}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_the_kernel_is_told_is_read_back(
+            driver in "[a-z0-9.-]{1,63}",
+            name in "[^\0]{0,80}",
+            volume_id in "[^\0\n]{1,128}",
+        ) {
+            let server = crate::nbd::Server::unix("/run/a socket").unwrap();
+            let export = Export::new(server, &name).unwrap();
+            let behind = Behind { driver, export, volume_id };
+            prop_assert_eq!(Behind::parse(&behind.identifier()), Some(behind));
+        }
+
+        #[test]
+        fn any_identifier_is_read_or_passed_over(identifier: String) {
+            let _ = Behind::parse(&identifier);
+            let _ = Behind::parse(&format!("{OURS}{identifier}"));
+        }
+    }
 }
