@@ -74,6 +74,18 @@ pub fn queues(dev: Dev) -> io::Result<usize> {
     Ok(fs::read_dir(directory(dev).join("mq"))?.count())
 }
 
+/// How many CPUs the machine has, at rest or not (Documentation/ABI/testing/
+/// sysfs-devices-system-cpu).
+pub fn cpus() -> io::Result<usize> {
+    let mut count = 0;
+    for entry in fs::read_dir("/sys/devices/system/cpu")? {
+        let name = entry?.file_name();
+        let number = name.to_str().and_then(|name| name.strip_prefix("cpu"));
+        count += usize::from(number.is_some_and(|number| number.parse::<u32>().is_ok()));
+    }
+    Ok(count)
+}
+
 /// How many requests the device has not answered yet.
 pub fn in_flight(dev: Dev) -> io::Result<u64> {
     let text = fs::read_to_string(directory(dev).join("inflight"))?;

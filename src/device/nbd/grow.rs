@@ -146,13 +146,11 @@ impl Link {
         let mut fresh = self.open(self.connections)?;
         let heard = driver.listen().map_err(NbdError::NoDriver)?;
         let mut held = lock(&self.held);
-        held.connections.retain(Connection::is_alive);
+        held.retire_dead();
         if held.connections.len() < self.connections {
             return Ok(false);
         }
-        for old in held.connections.drain(..) {
-            old.shut();
-        }
+        held.shut();
         let deadline = Instant::now() + NOTICED_WITHIN;
         loop {
             self.offer(driver, &fresh)

@@ -35,8 +35,46 @@ pub struct Link {
 #[derive(Debug, Default)]
 pub(super) struct Held {
     pub(super) connections: Vec<Connection>,
+    /// Dead ones. The driver's receiver may not have noticed yet, and has no
+    /// reference to its socket: where the last one went when the socket was
+    /// replaced, Linux 7.2 was seen to panic.
+    retired: Vec<(Instant, Connection)>,
     /// The device was taken down: no socket may be offered any more.
     pub(super) closed: bool,
+}
+
+/// How long a dead connection is kept.
+const KEPT_DEAD: Duration = Duration::from_secs(10);
+
+impl Held {
+    pub(super) fn new(connections: Vec<Connection>) -> Self {
+        Self {
+            connections,
+            ..Self::default()
+        }
+    }
+
+    /// Puts the dead ones aside.
+    pub(super) fn retire_dead(&mut self) {
+        self.retire(|connection| !connection.is_alive());
+    }
+
+    /// Ends all of them.
+    pub(super) fn shut(&mut self) {
+        self.connections.iter().for_each(Connection::shut);
+        self.retire(|_| true);
+    }
+
+    fn retire(&mut self, which: impl Fn(&Connection) -> bool) {
+        self.retired
+            .retain(|(since, _)| since.elapsed() < KEPT_DEAD);
+        let (gone, kept) = self.connections.drain(..).partition(which);
+        self.connections = kept;
+        let gone: Vec<_> = gone;
+        let now = Instant::now();
+        self.retired
+            .extend(gone.into_iter().map(|connection| (now, connection)));
+    }
 }
 
 /// A server that cannot be reached.
@@ -69,7 +107,7 @@ impl Link {
             if held.closed || !is_behind(self.device.dev, &self.behind.export) {
                 return Ok(Mended::Gone);
             }
-            held.connections.retain(Connection::is_alive);
+            held.retire_dead();
             self.connections - held.connections.len().min(self.connections)
         };
         if missing == 0 {

@@ -132,11 +132,7 @@ impl Links {
             return Ok((device, Done::Already));
         }
         let (device, connections) = attach(&driver, behind, read_only, options)?;
-        let held = Held {
-            connections,
-            closed: false,
-        };
-        self.insert(behind, &device, options, held)?;
+        self.insert(behind, &device, options, Held::new(connections))?;
         Ok((device, Done::Now))
     }
 

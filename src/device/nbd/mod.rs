@@ -174,7 +174,9 @@ fn attach(
     large_enough(export, shape.bytes, options)?;
     let mut connections = vec![first];
     if info.flags & handshake::flags::CAN_MULTI_CONN != 0 {
-        for _ in 1..options.connections {
+        // The driver has a queue for each, but no more queues than CPUs.
+        let useful = sysfs::cpus().map_err(failed(Path::new("CPUs"), "count"))?;
+        for _ in 1..useful.min(options.connections.into()) {
             connections.push(open(export)?.0);
         }
     }
