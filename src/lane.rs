@@ -28,9 +28,9 @@ use tokio::sync::oneshot;
 /// How long a thread waits for a next job before it ends.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Bytes of stack. Hundreds of threads may be stuck at once, and a job is a
-/// few frames above a system call.
-const STACK: usize = 256 * 1024;
+/// Bytes of stack, of which only what is used takes memory. Ceph's libraries use
+/// some hundred KiB of their caller's.
+const STACK: usize = 2 << 20;
 
 /// A job, boxed; it delivers its own result and does not unwind into the lane.
 type Work = Box<dyn FnOnce() + Send>;
