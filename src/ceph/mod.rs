@@ -15,6 +15,7 @@ mod credentials;
 pub mod encryption;
 mod error;
 pub mod handle;
+pub mod journal;
 pub mod library;
 pub mod monitor;
 pub mod rados;

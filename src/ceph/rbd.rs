@@ -78,6 +78,21 @@ pub fn clone_snapshot(
     })
 }
 
+/// The id of the image of that name; none where there is none. Read from the
+/// object that maps the one to the other (`rbd_id.<name>`: the id's length in
+/// 32 bits, little endian, and the id), without opening the image.
+pub fn image_id(io: &IoCtx, name: &str) -> Result<Option<String>, CephError> {
+    let bytes = match io.read(&format!("rbd_id.{name}"), MAX_ID) {
+        Err(error) if error.is_not_found() => return Ok(None),
+        bytes => bytes?,
+    };
+    let id = bytes.get(4..).unwrap_or_default();
+    Ok(Some(String::from_utf8_lossy(id).into_owned()))
+}
+
+/// Bytes of an image's id with its length, and more: ids have some twelve.
+const MAX_ID: usize = 256;
+
 /// Gives an image another name.
 pub fn rename(io: &IoCtx, from: &str, to: &str) -> Result<(), CephError> {
     let call = io.call("rename", "image", from);

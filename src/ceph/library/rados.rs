@@ -68,6 +68,7 @@ table! {
     fn rados_ioctx_destroy(io: IoCtx);
 
     fn rados_stat(io: IoCtx, object: *const c_char, size: *mut u64, modified: *mut libc::time_t) -> c_int;
+    fn rados_read(io: IoCtx, object: *const c_char, buffer: *mut c_char, len: usize, offset: u64) -> c_int;
     fn rados_create_write_op() -> WriteOp;
     fn rados_release_write_op(op: WriteOp);
     fn rados_write_op_create(op: WriteOp, exclusive: c_int, category: *const c_char);

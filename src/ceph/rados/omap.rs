@@ -113,6 +113,19 @@ impl IoCtx {
         }
     }
 
+    /// The first bytes of an object, at most `max` ([`CephError::is_not_found`]).
+    pub fn read(&self, object: &str, max: usize) -> Result<Vec<u8>, CephError> {
+        let call = self.call("read", "object", object);
+        let name = call.text(object)?;
+        let mut bytes = vec![0_u8; max];
+        let read = self.cluster().libraries().rados.rados_read;
+        // SAFETY: the name ends in NUL, and there is room for `max` bytes.
+        let count = unsafe { read(self.raw(), name.as_ptr(), bytes.as_mut_ptr().cast(), max, 0) };
+        let count = call.check64(count.into())?;
+        bytes.truncate(usize::try_from(count).unwrap_or_default());
+        Ok(bytes)
+    }
+
     /// Sets keys to values; makes the object where it does not exist.
     pub fn omap_set(&self, object: &str, entries: &[(&str, &str)]) -> Result<(), CephError> {
         let op = WriteOp::new().set(entries.iter().copied());
@@ -172,7 +185,7 @@ impl IoCtx {
         let pointers: Vec<_> = keys.iter().map(|key| key.as_ptr().cast()).collect();
         let lens: Vec<_> = keys.iter().map(|key| key.len()).collect();
         let functions = &self.cluster().libraries.rados;
-        self.read(object, |op, found| {
+        self.read_keys(object, |op, found| {
             // SAFETY: pointers and lengths of as many keys, which are copied.
             unsafe {
                 (functions.rados_read_op_omap_get_vals_by_keys2)(
@@ -199,7 +212,7 @@ impl IoCtx {
         let (after, prefix) = (call.text(after)?, call.text(prefix)?);
         let functions = &self.cluster().libraries.rados;
         let mut more = 0;
-        let entries = self.read(object, |op, found| {
+        let entries = self.read_keys(object, |op, found| {
             let (after, prefix) = (after.as_ptr(), prefix.as_ptr());
             // SAFETY: both texts end in NUL and are copied; `more` outlives the read.
             unsafe {
@@ -241,7 +254,7 @@ impl IoCtx {
     }
 
     /// One read, which `ask` adds to the operation, with a place for what it finds.
-    fn read(
+    fn read_keys(
         &self,
         object: &str,
         ask: impl FnOnce(abi::ReadOp, *mut abi::OmapIter),

@@ -1,0 +1,547 @@
+//! ceph-csi's journal: which names have which images, kept in the pool itself.
+//!
+//! ```text
+//! csi.volumes.<instance>    csi.volume.<name>  →  <uuid>, or <pool id>/<uuid>
+//! csi.volume.<uuid>         csi.volname        →  <name>
+//!                           csi.imagename      →  <image>
+//!                           csi.imageid, …     →  see Entry
+//! ```
+//!
+//! and `csi.snaps.<instance>` and `csi.snap.<uuid>` in the same way. Each line is
+//! a key of an omap. The directory, the upper one, tells repeated creates apart;
+//! the entry, the lower one, leads from a handle to its image. The directory is
+//! in the journal's pool, the entry in the image's, mostly the same.
+//!
+//! What a crash leaves, a repeat finishes, because each call begins and ends with
+//! what its repeats look for: a create reserves the name in the directory first
+//! and takes it back last, a delete removes the entry last. Two controllers may
+//! do the same thing at a time: a name is reserved, and taken back, by comparing
+//! what is there in the same step.
+
+use std::{collections::BTreeMap, fmt, str::FromStr};
+
+use uuid::Uuid;
+
+use super::{
+    CephError,
+    rados::{IoCtx, WriteOp},
+};
+
+/// A journal that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// The cluster refused.
+    #[error(transparent)]
+    Ceph(#[from] CephError),
+    /// A value has no form that ceph-csi or this driver writes.
+    #[error("key {key:?} of object {object} holds {value:?}, which means nothing; mend it by hand")]
+    Corrupt {
+        /// The object, with its pool.
+        object: String,
+        /// The key.
+        key: String,
+        /// Its value.
+        value: String,
+    },
+    /// Directory and entry contradict each other.
+    #[error(
+        "object {object} belongs to {there:?}, though {name:?} leads to it; mend the journal by hand"
+    )]
+    Contradiction {
+        /// The entry's object, with its pool.
+        object: String,
+        /// The name in the directory.
+        name: String,
+        /// The name in the entry.
+        there: String,
+    },
+}
+
+/// What a journal keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Volumes, by ceph-csi's default in images `csi-vol-<uuid>`.
+    Volume,
+    /// Snapshots, by ceph-csi's default in images `csi-snap-<uuid>`.
+    Snapshot,
+}
+
+impl Kind {
+    /// What the image of `uuid` is called.
+    pub fn image(self, prefix: Option<&str>, uuid: Uuid) -> String {
+        let default = match self {
+            Self::Volume => "csi-vol-",
+            Self::Snapshot => "csi-snap-",
+        };
+        format!("{}{uuid}", prefix.unwrap_or(default))
+    }
+
+    /// What keys of the directory, and names of entries' objects, begin with.
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Volume => "csi.volume.",
+            Self::Snapshot => "csi.snap.",
+        }
+    }
+
+    fn name_key(self) -> &'static str {
+        match self {
+            Self::Volume => "csi.volname",
+            Self::Snapshot => "csi.snapname",
+        }
+    }
+}
+
+/// What a name leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reserved {
+    /// What tells the image from all others.
+    pub uuid: Uuid,
+    /// The image's pool, where it is not the journal's.
+    pub pool_id: Option<i64>,
+}
+
+impl fmt::Display for Reserved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.pool_id {
+            Some(id) => write!(f, "{id:016x}/{}", self.uuid),
+            None => self.uuid.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Reserved {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (pool_id, uuid) = match text.split_once('/') {
+            Some((pool_id, uuid)) => (Some(parse_pool(pool_id).ok_or(())?), uuid),
+            None => (None, text),
+        };
+        let uuid = Uuid::try_parse(uuid).map_err(drop)?;
+        Ok(Self { uuid, pool_id })
+    }
+}
+
+/// A pool's id as values have it: 16 hex digits.
+fn parse_pool(text: &str) -> Option<i64> {
+    let digits = text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
+    let id = u64::from_str_radix(text, 16).ok().filter(|_| digits)?;
+    Some(id.cast_signed())
+}
+
+/// What is known of an image. Empty: not known, or not so.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Entry {
+    /// What it was asked for by; empty where a create was interrupted.
+    pub name: String,
+    /// The image's name; empty where releases of ceph-csi before 2.1 made it.
+    pub image: String,
+    /// The image's id.
+    pub image_id: String,
+    /// The pool of the directory, where it is not the image's.
+    pub journal_pool: Option<i64>,
+    /// Where its passphrase is kept, if it is encrypted.
+    pub kms: String,
+    /// `block` or `file`, if it is encrypted.
+    pub encryption: String,
+    /// The Kubernetes namespace that it was made for.
+    pub owner: String,
+    /// The handle of its group.
+    pub group: String,
+    /// Of a snapshot: the name of the image that it was taken of.
+    pub source: String,
+    /// What a volume is a copy of; a key of our own, which ceph-csi ignores.
+    pub origin: String,
+}
+
+impl Entry {
+    fn to_keys(&self, kind: Kind) -> Vec<(&'static str, String)> {
+        let Self {
+            name,
+            image,
+            image_id,
+            journal_pool,
+            kms,
+            encryption,
+            owner,
+            group,
+            source,
+            origin,
+        } = self;
+        let pool = journal_pool.map(|id| format!("{id:016x}"));
+        let keys = [
+            (kind.name_key(), name),
+            (IMAGE, image),
+            (IMAGE_ID, image_id),
+            (JOURNAL_POOL, &pool.unwrap_or_default()),
+            (KMS, kms),
+            (ENCRYPTION, encryption),
+            (OWNER, owner),
+            (GROUP, group),
+            (SOURCE, source),
+            (ORIGIN, origin),
+        ];
+        let full = keys.into_iter().filter(|(_, value)| !value.is_empty());
+        full.map(|(key, value)| (key, value.clone())).collect()
+    }
+
+    /// On failure: the key whose value means nothing.
+    fn from_keys(
+        kind: Kind,
+        mut keys: BTreeMap<String, String>,
+    ) -> Result<Self, (&'static str, String)> {
+        let mut take = |key: &str| keys.remove(key).unwrap_or_default();
+        let pool = take(JOURNAL_POOL);
+        let journal_pool = match pool.as_str() {
+            "" => None,
+            text => Some(parse_pool(text).ok_or((JOURNAL_POOL, pool))?),
+        };
+        let group = match take(GROUP) {
+            none if none.is_empty() => take(OLD_GROUP),
+            group => group,
+        };
+        Ok(Self {
+            name: take(kind.name_key()),
+            image: take(IMAGE),
+            image_id: take(IMAGE_ID),
+            journal_pool,
+            kms: take(KMS),
+            encryption: take(ENCRYPTION),
+            owner: take(OWNER),
+            group,
+            source: take(SOURCE),
+            origin: take(ORIGIN),
+        })
+    }
+}
+
+const IMAGE: &str = "csi.imagename";
+const IMAGE_ID: &str = "csi.imageid";
+const JOURNAL_POOL: &str = "csi.journalpool";
+const KMS: &str = "csi.volume.encryptKMS";
+const ENCRYPTION: &str = "csi.volume.encryptionType";
+const OWNER: &str = "csi.volume.owner";
+const GROUP: &str = "csi.groupid";
+/// What older releases of ceph-csi wrote by mistake.
+const OLD_GROUP: &str = "csi.csi.groupid";
+const SOURCE: &str = "csi.source";
+const ORIGIN: &str = "uring-csi.origin";
+
+/// One kind's journal. All of its calls block.
+#[derive(Clone, Debug)]
+pub struct Journal {
+    kind: Kind,
+    directory: String,
+}
+
+impl Journal {
+    /// That of an instance: ceph-csi's `--instanceid`, mostly `default`.
+    pub fn new(kind: Kind, instance: &str) -> Self {
+        let directory = match kind {
+            Kind::Volume => format!("csi.volumes.{instance}"),
+            Kind::Snapshot => format!("csi.snaps.{instance}"),
+        };
+        Self { kind, directory }
+    }
+
+    /// What it keeps.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    fn key(&self, name: &str) -> String {
+        format!("{}{name}", self.kind.prefix())
+    }
+
+    fn object(&self, uuid: Uuid) -> String {
+        format!("{}{uuid}", self.kind.prefix())
+    }
+
+    /// Reserves a name, unless it is reserved; says for what it then was.
+    pub fn reserve(
+        &self,
+        journal: &IoCtx,
+        name: &str,
+        wanted: Reserved,
+    ) -> Result<Option<Reserved>, JournalError> {
+        let (key, value) = (self.key(name), wanted.to_string());
+        let set = [(key.as_str(), value.as_str())];
+        loop {
+            // An absent key compares as an empty one.
+            let op = WriteOp::new().compare(&key, "").set(set);
+            match journal.operate(&self.directory, &op) {
+                Ok(()) => return Ok(None),
+                Err(error) if error.is_mismatch() => {
+                    let found = self.find(journal, name)?;
+                    // None: taken back meanwhile.
+                    if found.is_some() {
+                        return Ok(found);
+                    }
+                }
+                Err(error) if error.is_not_found() => {
+                    // The first of its pool.
+                    match journal.operate(&self.directory, &WriteOp::new().create().set(set)) {
+                        Ok(()) => return Ok(None),
+                        Err(error) if error.is_exists() => {}
+                        Err(error) => return Err(error.into()),
+                    }
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// What a name is reserved for.
+    pub fn find(&self, journal: &IoCtx, name: &str) -> Result<Option<Reserved>, JournalError> {
+        let key = self.key(name);
+        let found = or_empty(journal.omap_get(&self.directory, &[&key]))?;
+        let value = found.get(&key);
+        value
+            .map(|value| self.parse(journal, &key, value))
+            .transpose()
+    }
+
+    fn parse(&self, journal: &IoCtx, key: &str, value: &str) -> Result<Reserved, JournalError> {
+        let corrupt = |()| JournalError::Corrupt {
+            object: format!("{journal}/{}", self.directory),
+            key: key.to_owned(),
+            value: value.to_owned(),
+        };
+        value.parse().map_err(corrupt)
+    }
+
+    /// The names behind `after`, in order, at most `max`, and whether there are
+    /// more. Values that mean nothing are left out, with a warning.
+    pub fn page(
+        &self,
+        journal: &IoCtx,
+        after: &str,
+        max: u64,
+    ) -> Result<(Vec<(String, Reserved)>, bool), JournalError> {
+        let prefix = self.kind.prefix();
+        let after = match after {
+            "" => String::new(),
+            name => self.key(name),
+        };
+        let page = match journal.omap_page(&self.directory, &after, prefix, max) {
+            Ok(page) => page,
+            Err(error) if error.is_not_found() => return Ok((Vec::new(), false)),
+            Err(error) => return Err(error.into()),
+        };
+        let entry = |(key, value): (&String, &String)| match self.parse(journal, key, value) {
+            Ok(reserved) => Some((key[prefix.len()..].to_owned(), reserved)),
+            Err(error) => {
+                tracing::warn!(%error, "not listed");
+                None
+            }
+        };
+        Ok((page.entries.iter().filter_map(entry).collect(), page.more))
+    }
+
+    /// Writes the entry of a name that is reserved; one that an interrupted
+    /// create left is completed, and what it says already is what counts.
+    pub fn write(&self, pool: &IoCtx, uuid: Uuid, entry: &Entry) -> Result<Entry, JournalError> {
+        let object = self.object(uuid);
+        let keys = entry.to_keys(self.kind);
+        let set = || keys.iter().map(|(key, value)| (*key, value.as_str()));
+        match pool.operate(&object, &WriteOp::new().create().set(set())) {
+            Ok(()) => return Ok(entry.clone()),
+            Err(error) if error.is_exists() => {}
+            Err(error) => return Err(error.into()),
+        }
+        let there = self.read(pool, uuid)?.unwrap_or_default();
+        if there.name.is_empty() {
+            pool.operate(&object, &WriteOp::new().set(set()))?;
+            return Ok(entry.clone());
+        }
+        if there.name != entry.name {
+            return Err(JournalError::Contradiction {
+                object: format!("{pool}/{object}"),
+                name: entry.name.clone(),
+                there: there.name,
+            });
+        }
+        Ok(there)
+    }
+
+    /// What is known of an image; none: nothing at all.
+    pub fn read(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<Entry>, JournalError> {
+        let object = self.object(uuid);
+        let keys = match pool.omap_list(&object, "") {
+            Ok(keys) => keys,
+            Err(error) if error.is_not_found() => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let mut entry = Entry::from_keys(self.kind, keys).map_err(|(key, value)| {
+            let object = format!("{pool}/{object}");
+            let key = key.to_owned();
+            JournalError::Corrupt { object, key, value }
+        })?;
+        if entry.image.is_empty() {
+            entry.image = self.kind.image(None, uuid);
+        }
+        Ok(Some(entry))
+    }
+
+    /// Adds the image's id to its entry.
+    pub fn set_image_id(&self, pool: &IoCtx, uuid: Uuid, id: &str) -> Result<(), JournalError> {
+        Ok(pool.omap_set(&self.object(uuid), &[(IMAGE_ID, id)])?)
+    }
+
+    /// Takes a create back: the entry, and then the name, if it leads there.
+    pub fn undo(
+        &self,
+        journal: &IoCtx,
+        pool: &IoCtx,
+        name: &str,
+        reserved: Reserved,
+    ) -> Result<(), JournalError> {
+        self.remove_entry(pool, reserved.uuid)?;
+        self.remove_name(journal, name, reserved)
+    }
+
+    /// Forgets what is deleted: the name, if it leads there, and then the entry.
+    pub fn forget(
+        &self,
+        journal: &IoCtx,
+        pool: &IoCtx,
+        name: &str,
+        reserved: Reserved,
+    ) -> Result<(), JournalError> {
+        self.remove_name(journal, name, reserved)?;
+        self.remove_entry(pool, reserved.uuid)
+    }
+
+    fn remove_name(
+        &self,
+        journal: &IoCtx,
+        name: &str,
+        reserved: Reserved,
+    ) -> Result<(), JournalError> {
+        let (key, value) = (self.key(name), reserved.to_string());
+        let op = WriteOp::new().compare(&key, &value).unset([key.as_str()]);
+        match journal.operate(&self.directory, &op) {
+            // It has gone, or belongs to a newer one.
+            Err(error) if !(error.is_mismatch() || error.is_not_found()) => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn remove_entry(&self, pool: &IoCtx, uuid: Uuid) -> Result<(), JournalError> {
+        match pool.remove(&self.object(uuid)) {
+            Err(error) if !error.is_not_found() => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// An object that is not there has no keys.
+fn or_empty(
+    keys: Result<BTreeMap<String, String>, CephError>,
+) -> Result<BTreeMap<String, String>, CephError> {
+    match keys {
+        Err(error) if error.is_not_found() => Ok(BTreeMap::new()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const UUID: &str = "36eaa70e-eb63-11ea-8e79-246e96907f74";
+
+    fn keys(list: &[(&str, &str)]) -> BTreeMap<String, String> {
+        let own = |&(key, value): &(&str, &str)| (key.to_owned(), value.to_owned());
+        list.iter().map(own).collect()
+    }
+
+    #[test]
+    fn names_are_those_of_ceph_csi() {
+        let uuid = Uuid::parse_str(UUID).unwrap();
+        let volumes = Journal::new(Kind::Volume, "default");
+        assert_eq!(volumes.directory, "csi.volumes.default");
+        assert_eq!(volumes.key("pvc-1"), "csi.volume.pvc-1");
+        assert_eq!(volumes.object(uuid), format!("csi.volume.{UUID}"));
+        let snapshots = Journal::new(Kind::Snapshot, "b");
+        assert_eq!(snapshots.directory, "csi.snaps.b");
+        assert_eq!(snapshots.key("s"), "csi.snap.s");
+        assert_eq!(snapshots.object(uuid), format!("csi.snap.{UUID}"));
+        assert_eq!(Kind::Volume.image(None, uuid), format!("csi-vol-{UUID}"));
+        assert_eq!(Kind::Snapshot.image(None, uuid), format!("csi-snap-{UUID}"));
+        assert_eq!(Kind::Volume.image(Some("a-"), uuid), format!("a-{UUID}"));
+    }
+
+    #[test]
+    fn a_name_leads_to_a_uuid_and_maybe_another_pool() {
+        let elsewhere: Reserved = format!("000000000000000a/{UUID}").parse().unwrap();
+        assert_eq!(elsewhere.pool_id, Some(10));
+        let here: Reserved = UUID.parse().unwrap();
+        assert_eq!((here.uuid, here.pool_id), (elsewhere.uuid, None));
+        for bad in [
+            "",
+            "a",
+            "0a/36eaa70e",
+            &format!("a/{UUID}"),
+            &format!("{UUID}/"),
+        ] {
+            assert!(bad.parse::<Reserved>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_entry_has_the_keys_of_ceph_csi() {
+        let there = keys(&[
+            ("csi.volname", "pvc-1"),
+            ("csi.imagename", "csi-vol-x"),
+            ("csi.imageid", "1fa1"),
+            ("csi.journalpool", "0000000000000003"),
+            ("csi.volume.encryptKMS", "user-secret"),
+            ("csi.volume.encryptionType", "block"),
+            ("csi.volume.owner", "tenant"),
+            ("csi.csi.groupid", "group"),
+            ("csi.later", "unknown"),
+        ]);
+        let entry = Entry::from_keys(Kind::Volume, there).unwrap();
+        assert_eq!(entry.journal_pool, Some(3));
+        assert_eq!(
+            (entry.name.as_str(), entry.group.as_str()),
+            ("pvc-1", "group")
+        );
+        assert_eq!(
+            (entry.owner.as_str(), entry.kms.as_str()),
+            ("tenant", "user-secret")
+        );
+        let bad = keys(&[("csi.journalpool", "3")]);
+        assert!(Entry::from_keys(Kind::Volume, bad).is_err());
+        let unfinished = Entry::from_keys(Kind::Snapshot, BTreeMap::new()).unwrap();
+        assert_eq!(unfinished, Entry::default());
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(
+            texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
+        ) {
+            let kind = if snap { Kind::Snapshot } else { Kind::Volume };
+            let [name, image, image_id, kms, encryption, owner, group, source, origin] =
+                texts.try_into().unwrap();
+            let entry = Entry {
+                name, image, image_id, journal_pool: pool, kms, encryption, owner, group, source,
+                origin,
+            };
+            let keys = entry.to_keys(kind).into_iter().map(|(k, v)| (k.to_owned(), v));
+            prop_assert_eq!(Entry::from_keys(kind, keys.collect()), Ok(entry));
+            let reserved = Reserved { uuid: Uuid::from_u128(id), pool_id: pool };
+            prop_assert_eq!(reserved.to_string().parse(), Ok(reserved));
+        }
+
+        #[test]
+        fn any_value_is_read_or_refused(text in "[0-9a-f/-]{0,60}|.{0,60}") {
+            let _ = text.parse::<Reserved>();
+        }
+    }
+}
