@@ -39,6 +39,11 @@ impl Secrets {
             .filter(|secret| !secret.reveal().is_empty())
     }
 
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Whether these are other secrets, which may do where those did not.
     pub fn differ(&self, other: &Self) -> bool {
         let same = |(name, secret): (&String, &Secret)| {

@@ -32,6 +32,7 @@ impl From<provision::Error> for tonic::Status {
             K::FailedPrecondition => Code::FailedPrecondition,
             K::ResourceExhausted => Code::ResourceExhausted,
             K::Aborted => Code::Aborted,
+            K::Unauthenticated => Code::Unauthenticated,
             K::Unavailable => Code::Unavailable,
             K::Internal => Code::Internal,
         };

@@ -2,6 +2,7 @@
 
 use std::{io, path::PathBuf};
 
+use super::rbd::RbdError;
 use crate::pool::{PoolError, claim::ClaimError};
 
 /// What a caller should make of an [`Error`].
@@ -21,6 +22,8 @@ pub enum Kind {
     ResourceExhausted,
     /// Something else is under way; try again.
     Aborted,
+    /// The secrets do not open the storage.
+    Unauthenticated,
     /// It may work later.
     Unavailable,
     /// What is on disk makes no sense.
@@ -201,6 +204,9 @@ pub enum Error {
     /// The pool failed.
     #[error(transparent)]
     Pool(#[from] PoolError),
+    /// An RBD volume, or its cluster.
+    #[error(transparent)]
+    Rbd(#[from] RbdError),
     /// A system call failed.
     #[error("cannot {step} {}", path.display())]
     Io {
@@ -238,6 +244,7 @@ impl Error {
             Self::Corrupt { .. } | Self::Lost { .. } | Self::Unrecorded { .. } => Kind::Internal,
             Self::Io { source, .. } => of_io(source),
             Self::Pool(error) => of_pool(error),
+            Self::Rbd(error) => error.kind(),
             Self::Claim(error) => of_claim(error),
         }
     }

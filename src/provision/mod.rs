@@ -19,6 +19,7 @@ mod error;
 pub mod images;
 mod keyed;
 mod params;
+pub mod rbd;
 mod size;
 
 pub use error::{Error, Kind};

@@ -1,0 +1,322 @@
+//! The parameters of a storage class for RBD volumes, as ceph-csi has them.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    str::FromStr,
+};
+
+use super::{
+    super::{Error, Parameters, Place, Places, Usage},
+    encryption::Encryption,
+    qos::Limits,
+    topology::{self, Constrained},
+};
+use crate::ceph::rbd::{Features, ImageOptions};
+
+/// What a storage class says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Class {
+    /// `clusterID`: which cluster of the configuration.
+    pub cluster_id: String,
+    /// `pool`: of the image, unless `topologyConstrainedPools` says another.
+    pub pool: String,
+    /// `journalPool`: of the journal's directory; `pool`, if it is not given.
+    pub journal_pool: Option<String>,
+    /// `dataPool`, `imageFeatures`, `objectSize`, `stripeUnit`, `stripeCount`.
+    pub options: ImageOptions,
+    /// `volumeNamePrefix`: what the image's name begins with.
+    pub name_prefix: Option<String>,
+    /// `encrypted`, `encryptionKMSID`, `encryptionType`.
+    pub encryption: Option<Encryption>,
+    /// `BaseReadIops` and the like.
+    pub limits: Limits,
+    /// Whom it is made for: Kubernetes' namespace.
+    pub owner: String,
+    /// `topologyConstrainedPools`.
+    constrained: Vec<Constrained>,
+    /// All that goes into the volume's context.
+    context: BTreeMap<String, String>,
+}
+
+/// The pools of one volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pools {
+    /// Of the journal's directory.
+    pub journal: String,
+    /// Of the image.
+    pub image: String,
+    /// Of the image's data, if not the same.
+    pub data: Option<String>,
+    /// From where the volume can be reached; empty: from anywhere.
+    pub place: Place,
+}
+
+impl Class {
+    /// Parses a storage class' parameters.
+    pub fn parse(given: &HashMap<String, String>) -> Result<Self, Error> {
+        let mut class = Self::default();
+        let (mut features, mut mounter) = (None, "rbd");
+        let (mut unit, mut count) = (None, None);
+        // Sorted, so that of two mistakes always the same one is named.
+        for (name, value) in given.iter().collect::<BTreeMap<_, _>>() {
+            match name.as_str() {
+                OWNER => class.owner.clone_from(value),
+                reserved if reserved.starts_with("csi.storage.k8s.io/") => continue,
+                "backend" if value == "rbd" => continue,
+                "backend" => return Err(bad("backend", value, "clusterID is for `rbd`")),
+                "clusterID" => class.cluster_id = full("clusterID", value)?,
+                "pool" => class.pool = full("pool", value)?,
+                "journalPool" => class.journal_pool = Some(full("journalPool", value)?),
+                "dataPool" => class.options.data_pool = Some(full("dataPool", value)?),
+                "imageFeatures" => features = Some(full("imageFeatures", value)?),
+                "objectSize" => class.options.object_size = Some(number("objectSize", value)?),
+                "stripeUnit" => unit = Some(number("stripeUnit", value)?),
+                "stripeCount" => count = Some(number("stripeCount", value)?),
+                "volumeNamePrefix" => {
+                    class.name_prefix = Some(full("volumeNamePrefix", value)?);
+                }
+                "topologyConstrainedPools" => class.constrained = topology::parse(value)?,
+                "mounter" => mounter = mounter_named(value)?,
+                limit if Limits::is_of_class(limit) => {}
+                _ if FOR_THE_NODE.contains(&name.as_str()) => {}
+                _ => {
+                    let known = [HERE, FOR_THE_NODE].concat().join(", ");
+                    let name = name.clone();
+                    return Err(Error::UnknownParameter { name, known });
+                }
+            }
+            if name != OWNER {
+                class.context.insert(name.clone(), value.clone());
+            }
+        }
+        for (name, value) in [("clusterID", &class.cluster_id), ("pool", &class.pool)] {
+            full(name, value)?;
+        }
+        if let Some(list) = features {
+            class.options.features = Some(checked_features(&list, mounter)?);
+        }
+        class.options.striping = match (unit, count) {
+            (None, None) => None,
+            (Some(unit), Some(count)) => Some((unit, count)),
+            (unit, _) => {
+                let given = unit.or(count).unwrap_or_default().to_string();
+                return Err(bad(
+                    "stripeUnit",
+                    &given,
+                    "stripeUnit and stripeCount go together",
+                ));
+            }
+        };
+        class.limits = Limits::of_class(given)?;
+        class.encryption = Encryption::of_class(given)?;
+        Ok(class)
+    }
+
+    /// Refuses what would destroy data; says the file systems it may hold.
+    pub fn file_systems(usages: &[Usage]) -> Result<Vec<&'static str>, Error> {
+        let several = usages.iter().find(|usage| usage.many_nodes_write);
+        if several.is_some_and(|usage| usage.fs_type.is_some()) {
+            return Err(Error::Usage(
+                "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
+                 among them destroy the file system; ask for a block volume or for reading only"
+                    .to_owned(),
+            ));
+        }
+        Parameters::default().file_systems(usages)
+    }
+
+    /// The pools for a volume that is wanted in some places.
+    pub fn pools(&self, places: &Places) -> Result<Pools, Error> {
+        let plain = Pools {
+            journal: self.journal_pool.as_ref().unwrap_or(&self.pool).clone(),
+            image: self.pool.clone(),
+            data: self.options.data_pool.clone(),
+            place: Place::new(),
+        };
+        if self.constrained.is_empty() || *places == Places::default() {
+            return Ok(plain);
+        }
+        let (pool, place) = topology::choose(&self.constrained, places)?;
+        Ok(Pools {
+            image: pool.name.clone(),
+            data: pool.data.clone(),
+            place: place.clone(),
+            ..plain
+        })
+    }
+
+    /// What the node is told, beside where the image is.
+    pub fn context(&self) -> &BTreeMap<String, String> {
+        &self.context
+    }
+}
+
+const OWNER: &str = "csi.storage.k8s.io/pvc/namespace";
+const HERE: &[&str] = &[
+    "clusterID",
+    "pool",
+    "journalPool",
+    "dataPool",
+    "imageFeatures",
+    "objectSize",
+    "stripeUnit",
+    "stripeCount",
+    "volumeNamePrefix",
+    "topologyConstrainedPools",
+    "mounter",
+];
+/// What is passed on, or read where it belongs.
+const FOR_THE_NODE: &[&str] = &[
+    "tryOtherMounters",
+    "mapOptions",
+    "unmapOptions",
+    "mkfsOptions",
+    "encrypted",
+    "encryptionKMSID",
+    "encryptionType",
+    "cephLogDir",
+    "cephLogStrategy",
+    "cephLogFileEnabled",
+];
+
+/// The features that a class may ask for, and what each needs beside it.
+fn checked_features(list: &str, mounter: &str) -> Result<Features, Error> {
+    let refuse = |why: String| Err(bad("imageFeatures", list, &why));
+    let features = match Features::from_str(list) {
+        Ok(features) => features,
+        Err(error) => return refuse(error.to_string()),
+    };
+    let needs = [
+        (Features::OBJECT_MAP, Features::EXCLUSIVE_LOCK),
+        (Features::FAST_DIFF, Features::OBJECT_MAP),
+        (Features::JOURNALING, Features::EXCLUSIVE_LOCK),
+    ];
+    for (feature, needed) in needs {
+        if features.contains(feature) && !features.contains(needed) {
+            return refuse(format!("{feature} needs {needed}"));
+        }
+    }
+    if features.contains(Features::JOURNALING) && mounter != "rbd-nbd" {
+        return refuse("the kernel has no journaling: it needs mounter = rbd-nbd".to_owned());
+    }
+    let askable = Features::LAYERING
+        | Features::EXCLUSIVE_LOCK
+        | Features::OBJECT_MAP
+        | Features::FAST_DIFF
+        | Features::DEEP_FLATTEN
+        | Features::JOURNALING;
+    match features.without(askable) {
+        none if none == Features::default() => Ok(features),
+        others => refuse(format!("{others} cannot be asked for")),
+    }
+}
+
+fn mounter_named(value: &str) -> Result<&'static str, Error> {
+    let known = ["rbd", "rbd-nbd"].into_iter().find(|known| *known == value);
+    known.ok_or_else(|| bad("mounter", value, "there are rbd and rbd-nbd"))
+}
+
+fn full(name: &'static str, value: &str) -> Result<String, Error> {
+    match value {
+        "" => Err(bad(name, value, "it is required, and must not be empty")),
+        value => Ok(value.to_owned()),
+    }
+}
+
+/// A number of bytes, or of anything: decimal, or with Ceph's K, M, G (powers of
+/// 1024).
+fn number(name: &'static str, value: &str) -> Result<u64, Error> {
+    let digits = value.trim_end_matches("iB").trim_end_matches('B');
+    let (digits, shift) = match digits.char_indices().last() {
+        Some((end, 'K' | 'k')) => (&digits[..end], 10),
+        Some((end, 'M' | 'm')) => (&digits[..end], 20),
+        Some((end, 'G' | 'g')) => (&digits[..end], 30),
+        _ => (digits, 0),
+    };
+    let parsed: Option<u64> = digits.parse().ok();
+    let bytes = parsed.and_then(|number| number.checked_mul(1 << shift));
+    let bytes = bytes.filter(|bytes| *bytes > 0);
+    bytes.ok_or_else(|| bad(name, value, "it is a number, such as 4194304 or 4M"))
+}
+
+pub fn bad(name: &'static str, value: &str, why: &str) -> Error {
+    Error::BadParameter {
+        name,
+        value: value.to_owned(),
+        why: why.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parse(more: &[(&str, &str)]) -> Result<Class, Error> {
+        let base = [("clusterID", "ceph"), ("pool", "rbd")];
+        let all = base.iter().chain(more);
+        let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        Class::parse(&all.map(own).collect())
+    }
+
+    #[test]
+    fn a_class_of_ceph_csi_is_understood() {
+        let class = parse(&[
+            ("imageFeatures", "layering,exclusive-lock"),
+            ("dataPool", "ec"),
+            ("objectSize", "8M"),
+            ("stripeUnit", "65536"),
+            ("stripeCount", "4"),
+            ("volumeNamePrefix", "team-"),
+            ("mapOptions", "krbd:ms_mode=prefer-crc;nbd:try-netlink"),
+            ("csi.storage.k8s.io/fstype", "ext4"),
+            ("csi.storage.k8s.io/pvc/namespace", "tenant"),
+            ("csi.storage.k8s.io/provisioner-secret-name", "secret"),
+        ])
+        .unwrap();
+        assert_eq!(class.options.object_size, Some(8 << 20));
+        assert_eq!(class.options.striping, Some((65536, 4)));
+        assert_eq!(class.owner, "tenant");
+        let pools = class.pools(&Places::default()).unwrap();
+        assert_eq!(
+            (pools.journal.as_str(), pools.image.as_str()),
+            ("rbd", "rbd")
+        );
+        let passed = class.context();
+        assert_eq!(passed["imageFeatures"], "layering,exclusive-lock");
+        assert!(passed.keys().all(|key| !key.starts_with("csi.")));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (name, value, word) in [
+            ("pool", "", "pool"),
+            ("imageFeatures", "", "imageFeatures"),
+            ("imageFeatures", "layering,colour", "colour"),
+            ("imageFeatures", "object-map", "exclusive-lock"),
+            ("imageFeatures", "exclusive-lock,journaling", "rbd-nbd"),
+            ("imageFeatures", "data-pool", "data-pool"),
+            ("objectSize", "4X", "objectSize"),
+            ("stripeCount", "4", "stripeUnit"),
+            ("mounter", "fuse", "rbd-nbd"),
+            ("colour", "red", "volumeNamePrefix"),
+            ("topologyConstrainedPools", "{", "topologyConstrainedPools"),
+            ("encrypted", "perhaps", "encrypted"),
+        ] {
+            let error = parse(&[(name, value)]).unwrap_err().to_string();
+            assert!(error.contains(word), "{name}={value}: {error}");
+        }
+        let none = Class::parse(&HashMap::new()).unwrap_err();
+        assert!(none.to_string().contains("clusterID"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_number_is_read_or_refused(text in "[0-9]{0,22}[KMGTiB]{0,3}|.{0,9}") {
+            if let Ok(bytes) = number("objectSize", &text) {
+                prop_assert!(bytes > 0);
+            }
+        }
+    }
+}

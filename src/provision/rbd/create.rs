@@ -1,0 +1,412 @@
+//! One CreateVolume.
+//!
+//! ```text
+//! 1. reserve    the name gets a uuid              csi.volumes.<instance>
+//! 2. enter      what is known of the image        csi.volume.<uuid>
+//! 3. make       the image, blank or a copy        csi-vol-<uuid>
+//! 4. complete   size, limits, encryption
+//! 5. id         the image's id is entered: complete
+//! ```
+//!
+//! A repeat, by whomever, finds the reservation and goes on where the first left
+//! off; so a crash needs no cleaning up. A failure that is certain is undone in
+//! reverse.
+
+use uuid::Uuid;
+
+use super::{
+    super::{Error, NewVolume, Source, Volume},
+    class::{Class, Pools},
+    copies::{self, present},
+    encryption::{BLOCK, Encryption, Keeper},
+    error::RbdError,
+    qos, size,
+    store::{Found, Link, Recorded, Store, handle_of, name_of},
+    volumes::{grow, note},
+};
+use crate::{
+    ceph::{
+        journal::{Entry, Reserved},
+        rados::IoCtx,
+        rbd::{self, Access, Image},
+    },
+    chain,
+};
+
+/// A request, with where it leads.
+pub struct Creation<'a> {
+    store: &'a Store,
+    new: &'a NewVolume,
+    class: &'a Class,
+    link: &'a Link,
+    least: u64,
+    pools: Pools,
+    journal: IoCtx,
+    /// Notes for what may be changed later.
+    changeable: Vec<(String, Option<String>)>,
+}
+
+/// What a copy is made of.
+struct Origin {
+    found: Found,
+    bytes: u64,
+}
+
+/// What is being made.
+struct Making {
+    pool: IoCtx,
+    reserved: Reserved,
+    handle: String,
+    entry: Entry,
+}
+
+impl Making {
+    fn image(&self) -> &str {
+        &self.entry.image
+    }
+}
+
+impl<'a> Creation<'a> {
+    pub fn new(
+        store: &'a Store,
+        new: &'a NewVolume,
+        class: &'a Class,
+        link: &'a Link,
+        least: u64,
+    ) -> Result<Self, Error> {
+        let changeable = qos::modified(&new.mutable)?;
+        let pools = class.pools(&new.places)?;
+        if let Some(encryption) = &class.encryption {
+            let keeper = store.keeper(&new.secrets);
+            keeper.check(encryption).map_err(RbdError::from)?;
+        }
+        let journal = link.named_pool(&pools.journal)?;
+        Ok(Self {
+            store,
+            new,
+            class,
+            link,
+            least,
+            pools,
+            journal,
+            changeable,
+        })
+    }
+
+    pub fn run(&self) -> Result<Volume, Error> {
+        let journal = &self.store.volumes;
+        let name = &self.new.name;
+        // A repeat of a copy must not need the source: it may be gone by now.
+        let known = match &self.new.source {
+            Some(_) => journal.find(&self.journal, name).map_err(RbdError::from)?,
+            None => None,
+        };
+        if let Some(reserved) = known {
+            return self.go_on(reserved);
+        }
+        let origin = self.origin()?;
+        let bytes = self.bytes(origin.as_ref())?;
+        let pool = self.pool_of(&self.pools.image)?;
+        let wanted = Reserved {
+            uuid: Uuid::new_v4(),
+            pool_id: (pool.pool_id() != self.journal.pool_id()).then(|| pool.pool_id()),
+        };
+        match journal.reserve(&self.journal, name, wanted) {
+            Ok(None) => {}
+            Ok(Some(reserved)) => return self.go_on(reserved),
+            Err(error) => return Err(RbdError::from(error).into()),
+        }
+        let made = self.begin(&pool, wanted, origin.as_ref(), bytes);
+        if let Err(error) = &made
+            && is_certain(error)
+        {
+            self.undo(&pool, wanted);
+        }
+        made
+    }
+
+    fn pool_of(&self, name: &str) -> Result<IoCtx, RbdError> {
+        if name == self.journal.pool() {
+            return Ok(self.journal.clone());
+        }
+        self.link.named_pool(name)
+    }
+
+    fn begin(
+        &self,
+        pool: &IoCtx,
+        reserved: Reserved,
+        origin: Option<&Origin>,
+        bytes: u64,
+    ) -> Result<Volume, Error> {
+        let making = self.enter(pool, reserved)?;
+        self.make(&making, origin, bytes)?;
+        self.complete(&making, origin, bytes)?;
+        Ok(self.made(making, bytes))
+    }
+
+    /// Goes on with what is reserved already: finished, or interrupted.
+    fn go_on(&self, reserved: Reserved) -> Result<Volume, Error> {
+        let pool = match reserved.pool_id {
+            Some(id) => self.link.pool(id)?,
+            None => self.journal.clone(),
+        };
+        if pool.pool() != self.pools.image {
+            return Err(self.differs(format!("it is in pool {:?}", pool.pool())));
+        }
+        let making = self.enter(&pool, reserved)?;
+        self.compare(&making.entry)?;
+        let size = match Image::open(&pool, making.image(), Access::ReadOnly) {
+            Ok(image) => Some(image.size().map_err(RbdError::from)?),
+            Err(error) if error.is_not_found() => None,
+            Err(error) => return Err(RbdError::from(error).into()),
+        };
+        if let (Some(size), false) = (size, making.entry.image_id.is_empty()) {
+            // A copy's own size is not asked for, only that it is large enough.
+            if !self.new.range.holds(size) {
+                return Err(self.differs(format!("it has {size} bytes")));
+            }
+            return Ok(self.made(making, size));
+        }
+        let origin = self.origin()?;
+        let bytes = self.bytes(origin.as_ref())?;
+        match size {
+            None => self.make(&making, origin.as_ref(), bytes)?,
+            Some(_) => self.tidy(&making, origin.as_ref())?,
+        }
+        self.complete(&making, origin.as_ref(), bytes)?;
+        Ok(self.made(making, bytes))
+    }
+
+    fn differs(&self, how: String) -> Error {
+        let name = self.new.name.clone();
+        Error::Differs { name, how }
+    }
+
+    fn compare(&self, entry: &Entry) -> Result<(), Error> {
+        let asked = self.new.source.as_ref().map(name_of).unwrap_or_default();
+        // ceph-csi does not enter it.
+        let unknown = entry.origin.is_empty() && !entry.image_id.is_empty();
+        if entry.origin != asked && !unknown {
+            return Err(self.differs("its content source is another".to_owned()));
+        }
+        if Encryption::of_journal(&entry.kms) != self.class.encryption {
+            return Err(self.differs("its encryption is another".to_owned()));
+        }
+        Ok(())
+    }
+
+    fn enter(&self, pool: &IoCtx, reserved: Reserved) -> Result<Making, RbdError> {
+        let prefix = self.class.name_prefix.as_deref();
+        let journal = &self.store.volumes;
+        let encryption = self.class.encryption.as_ref();
+        let entry = Entry {
+            name: self.new.name.clone(),
+            image: journal.kind().image(prefix, reserved.uuid),
+            journal_pool: reserved.pool_id.map(|_| self.journal.pool_id()),
+            kms: encryption.map(|e| e.kms.clone()).unwrap_or_default(),
+            encryption: encryption.map(|_| BLOCK.to_owned()).unwrap_or_default(),
+            owner: self.class.owner.clone(),
+            origin: self.new.source.as_ref().map(name_of).unwrap_or_default(),
+            ..Entry::default()
+        };
+        let entry = journal.write(pool, reserved.uuid, &entry)?;
+        Ok(Making {
+            pool: pool.clone(),
+            reserved,
+            handle: handle_of(self.link, pool, reserved.uuid),
+            entry,
+        })
+    }
+
+    /// Finds the source, and sees to it that it can be copied.
+    fn origin(&self) -> Result<Option<Origin>, Error> {
+        let store = self.store;
+        let found = match &self.new.source {
+            None => return Ok(None),
+            Some(Source::Snapshot(handle)) => store.snapshot(handle, &self.new.secrets)?,
+            Some(Source::Volume(handle)) => store.volume(handle, &self.new.secrets)?,
+        };
+        let there = &found.link.config.cluster_id;
+        if *there != self.class.cluster_id {
+            let (there, here) = (there.clone(), self.class.cluster_id.clone());
+            return Err(RbdError::OtherCluster { there, here }.into());
+        }
+        self.same_encryption(&found.recorded()?.entry)?;
+        let image = match found.open(Access::ReadOnly) {
+            Err(RbdError::Lost { handle, .. }) => {
+                return Err(match &self.new.source {
+                    Some(Source::Snapshot(_)) => Error::NoSnapshot(handle),
+                    _ => Error::NoVolume(handle),
+                });
+            }
+            image => image?,
+        };
+        let bytes = image.size().map_err(RbdError::from)?;
+        let flattener = &store.flattener;
+        match &self.new.source {
+            Some(Source::Volume(_)) => {
+                flattener.keep_parent_short(&image)?;
+                flattener.keep_few(&image)?;
+            }
+            _ => flattener.keep_short(&found.pool, &image, &found.image, 1)?,
+        }
+        Ok(Some(Origin { found, bytes }))
+    }
+
+    fn same_encryption(&self, there: &Entry) -> Result<(), RbdError> {
+        let name = |encryption: Option<&Encryption>| match encryption {
+            None => "not encrypted".to_owned(),
+            Some(encryption) => format!("encrypted by KMS {:?}", encryption.kms),
+        };
+        let there = Encryption::of_journal(&there.kms);
+        if there == self.class.encryption {
+            return Ok(());
+        }
+        Err(RbdError::OtherEncryption {
+            there: name(there.as_ref()),
+            here: name(self.class.encryption.as_ref()),
+        })
+    }
+
+    fn bytes(&self, origin: Option<&Origin>) -> Result<u64, Error> {
+        let (default, least) = match origin {
+            Some(origin) => (origin.bytes, self.least.max(origin.bytes)),
+            None => (super::super::size::DEFAULT, self.least),
+        };
+        size::choose(self.new.range, default, least)
+    }
+
+    fn make(&self, making: &Making, origin: Option<&Origin>, bytes: u64) -> Result<(), RbdError> {
+        let mut options = self.class.options.clone();
+        options.data_pool.clone_from(&self.pools.data);
+        let to = (&making.pool, making.image());
+        match origin {
+            // Another controller may have been faster.
+            None => copies::or_exists(rbd::create(to.0, to.1, bytes, &options))?,
+            Some(Origin { found, .. }) => {
+                let from = (&found.pool, found.image.as_str());
+                match &self.new.source {
+                    Some(Source::Volume(_)) => copies::of_volume(from, to, &options)?,
+                    _ => copies::of_snapshot(from, to, &options)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes away what an interrupted copy left beside its image.
+    fn tidy(&self, making: &Making, origin: Option<&Origin>) -> Result<(), RbdError> {
+        let from = origin.map(|o| (&o.found.pool, o.found.image.as_str()));
+        if let Some(Source::Volume(_)) = &self.new.source {
+            copies::tidy_of_volume(from, (&making.pool, making.image()))?;
+        }
+        Ok(())
+    }
+
+    fn complete(
+        &self,
+        making: &Making,
+        origin: Option<&Origin>,
+        bytes: u64,
+    ) -> Result<(), RbdError> {
+        self.finish_image(making, origin, bytes)?;
+        let id = rbd::image_id(&making.pool, making.image())?;
+        let uuid = making.reserved.uuid;
+        // It is there: it has been made a moment ago.
+        let id = id.unwrap_or_default();
+        Ok(self.store.volumes.set_image_id(&making.pool, uuid, &id)?)
+    }
+
+    /// What a new image needs beside what it is made with; mostly nothing.
+    fn finish_image(
+        &self,
+        making: &Making,
+        origin: Option<&Origin>,
+        bytes: u64,
+    ) -> Result<(), RbdError> {
+        let plain = origin.is_none_or(|origin| origin.bytes == bytes)
+            && self.class.encryption.is_none()
+            && self.class.limits.is_empty()
+            && self.changeable.is_empty();
+        if plain {
+            return Ok(());
+        }
+        let image = Image::open(&making.pool, making.image(), Access::ReadWrite)?;
+        if image.size()? < bytes {
+            grow(&image, bytes)?;
+        }
+        let limits = self.class.limits.notes(bytes).into_iter();
+        let mut notes: Vec<_> = limits.map(|(key, value)| (key, Some(value))).collect();
+        notes.extend_from_slice(&self.changeable);
+        note(&image, &notes)?;
+        let Some(encryption) = &self.class.encryption else {
+            return Ok(());
+        };
+        let keeper: Keeper<'_> = self.store.keeper(&self.new.secrets);
+        let own = (making.handle.as_str(), &image);
+        match origin {
+            None => keeper.prepare(encryption, own),
+            Some(origin) => {
+                let source = origin.found.open(Access::ReadOnly)?;
+                keeper.copy(encryption, (&origin.found.handle, &source), own)
+            }
+        }
+    }
+
+    /// The answer.
+    fn made(&self, making: Making, bytes: u64) -> Volume {
+        let found = Found {
+            handle: making.handle,
+            link: self.link.clone(),
+            pool: making.pool,
+            image: making.entry.image.clone(),
+            image_id: making.entry.image_id.clone(),
+            recorded: Some(Recorded {
+                journal: self.journal.clone(),
+                reserved: making.reserved,
+                entry: making.entry,
+            }),
+        };
+        let mut volume = found.volume(bytes);
+        let mut context = self.class.context().clone();
+        context.append(&mut volume.context);
+        if let Some(data) = &self.pools.data {
+            context.insert("dataPool".to_owned(), data.clone());
+        }
+        volume.context = context;
+        volume.place = self.pools.place.clone();
+        volume.source.clone_from(&self.new.source);
+        volume
+    }
+
+    /// Takes everything back that a failed create has made, the last first.
+    fn undo(&self, pool: &IoCtx, reserved: Reserved) {
+        let prefix = self.class.name_prefix.as_deref();
+        let image = self.store.volumes.kind().image(prefix, reserved.uuid);
+        let undone = present(pool, &[image.clone(), copies::temporary(&image)])
+            .and_then(|images| match images.as_slice() {
+                [] => Ok(()),
+                images => self.store.bin.discard(pool, images),
+            })
+            .map_err(RbdError::from)
+            .and_then(|()| {
+                let journal = &self.store.volumes;
+                Ok(journal.undo(&self.journal, pool, &self.new.name, reserved)?)
+            });
+        if let Err(error) = undone {
+            let (name, error) = (&self.new.name, chain(&error));
+            tracing::warn!(
+                name,
+                error,
+                "an unfinished volume stays until its next create"
+            );
+        }
+    }
+}
+
+/// Whether nothing of what failed may be done yet, and a repeat would not go on
+/// with it.
+fn is_certain(error: &Error) -> bool {
+    !matches!(error, Error::Rbd(error) if error.is_uncertain())
+}

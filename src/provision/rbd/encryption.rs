@@ -1,0 +1,150 @@
+//! Volumes that the node encrypts (LUKS), as ceph-csi notes them.
+//!
+//! The journal says who keeps the passphrase (its KMS) and that the block device
+//! is encrypted; the image's notes say how far that is, [`PREPARED`] until the
+//! first stage has formatted it, then `encrypted`, and hold the passphrase, where
+//! it is the volume's own. A copy holds what its source holds, so it has the same
+//! passphrase, sealed anew under its own handle.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::{super::Error, class::bad, error::RbdError};
+use crate::{
+    ceph::{
+        encryption::{
+            DEFAULT_KMS, EncryptionError, Kms, KmsConfig, PREPARED, SEALED_KEY, STATE_KEY,
+            generate, older, open, passphrase, seal,
+        },
+        rbd::Image,
+    },
+    secret::Secrets,
+};
+
+/// How a volume is encrypted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Encryption {
+    /// `encryptionKMSID`: who keeps the passphrase.
+    pub kms: String,
+}
+
+/// What the journal calls encrypted block devices.
+pub const BLOCK: &str = "block";
+
+impl Encryption {
+    /// What a class asks for.
+    pub fn of_class(given: &HashMap<String, String>) -> Result<Option<Self>, Error> {
+        let get = |name: &str| given.get(name).map(String::as_str).unwrap_or_default();
+        let encrypted = match get("encrypted").to_ascii_lowercase().as_str() {
+            "" | "false" | "f" | "0" => false,
+            "true" | "t" | "1" => true,
+            other => return Err(bad("encrypted", other, "it is `true` or `false`")),
+        };
+        if !encrypted {
+            return Ok(None);
+        }
+        match get("encryptionType") {
+            "" | BLOCK => {}
+            other => return Err(bad("encryptionType", other, "the only one here is `block`")),
+        }
+        let kms = match get("encryptionKMSID") {
+            "" => DEFAULT_KMS,
+            id => id,
+        };
+        Ok(Some(Self {
+            kms: kms.to_owned(),
+        }))
+    }
+
+    /// What the journal says of a volume.
+    pub fn of_journal(kms: &str) -> Option<Self> {
+        let kms = kms.to_owned();
+        (!kms.is_empty()).then_some(Self { kms })
+    }
+}
+
+/// Who can open and seal passphrases: the KMSes, and the secrets of a request.
+#[derive(Debug)]
+pub struct Keeper<'a> {
+    pub config: &'a KmsConfig,
+    pub secrets: &'a Secrets,
+}
+
+/// An image by its handle, which salts what is sealed.
+pub type Handled<'a> = (&'a str, &'a Image);
+
+impl Keeper<'_> {
+    /// Refuses a passphrase that could not be kept, before there is an image.
+    pub fn check(&self, encryption: &Encryption) -> Result<Kms, EncryptionError> {
+        passphrase(self.secrets)?;
+        self.config.get(&encryption.kms)
+    }
+
+    /// Notes on a blank image that it is to be encrypted, and how.
+    pub fn prepare(&self, encryption: &Encryption, of: Handled<'_>) -> Result<(), RbdError> {
+        let (handle, image) = of;
+        if noted(&image.metadata_list()?, STATE_KEY).is_some() {
+            return Ok(());
+        }
+        if self.check(encryption)? == Kms::Metadata {
+            let sealed = seal(passphrase(self.secrets)?, handle, &generate());
+            image.metadata_set(SEALED_KEY, &sealed)?;
+        }
+        Ok(image.metadata_set(STATE_KEY, PREPARED)?)
+    }
+
+    /// Notes on a copy what its source has.
+    pub fn copy(
+        &self,
+        encryption: &Encryption,
+        source: Handled<'_>,
+        copy: Handled<'_>,
+    ) -> Result<(), RbdError> {
+        let notes = source.1.metadata_list()?;
+        if self.check(encryption)? == Kms::Metadata {
+            let with = passphrase(self.secrets)?;
+            let sealed = noted(&notes, SEALED_KEY).unwrap_or_default();
+            let own = open(with, source.0, sealed)?;
+            copy.1.metadata_set(SEALED_KEY, &seal(with, copy.0, &own))?;
+        }
+        let state = noted(&notes, STATE_KEY).unwrap_or(PREPARED);
+        Ok(copy.1.metadata_set(STATE_KEY, state)?)
+    }
+}
+
+/// A note, under its present key or its older one.
+fn noted<'a>(notes: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str> {
+    let found = notes.get(key).or_else(|| notes.get(&older(key)))?;
+    Some(found.trim()).filter(|value| !value.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(list: &[(&str, &str)]) -> Result<Option<Encryption>, Error> {
+        let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        Encryption::of_class(&list.iter().map(own).collect())
+    }
+
+    #[test]
+    fn a_class_asks_for_encryption_or_not() {
+        assert_eq!(parse(&[]).unwrap(), None);
+        let not = [("encrypted", "false"), ("encryptionKMSID", "x")];
+        assert_eq!(parse(&not).unwrap(), None);
+        let plain = parse(&[("encrypted", "true")]).unwrap().unwrap();
+        assert_eq!(plain.kms, "default");
+        let own = [("encrypted", "true"), ("encryptionKMSID", "meta")];
+        assert_eq!(parse(&own).unwrap().unwrap().kms, "meta");
+        let files = parse(&[("encrypted", "true"), ("encryptionType", "file")]);
+        assert!(files.unwrap_err().to_string().contains("encryptionType"));
+    }
+
+    #[test]
+    fn the_older_note_counts_too() {
+        let note = |key: &str| BTreeMap::from([(key.to_owned(), " encrypted\n".to_owned())]);
+        for key in ["rbd.csi.ceph.com/encrypted", ".rbd.csi.ceph.com/encrypted"] {
+            assert_eq!(noted(&note(key), STATE_KEY), Some("encrypted"));
+        }
+        assert_eq!(noted(&note("other"), STATE_KEY), None);
+    }
+}

@@ -1,0 +1,177 @@
+//! What can go wrong with RBD volumes, and of which kind it is.
+
+use super::super::Kind;
+use crate::ceph::{
+    CephError, CredentialsError, config::ConfigError, encryption::EncryptionError,
+    journal::JournalError,
+};
+
+/// Why an RBD volume could not be worked on.
+#[derive(Debug, thiserror::Error)]
+pub enum RbdError {
+    /// The configuration does not tell of the cluster.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The secrets of the request are of no use.
+    #[error("secrets: this volume needs the user and key of its cluster")]
+    Secrets(#[from] CredentialsError),
+    /// The request has no secrets, and none were given for such.
+    #[error(
+        "cluster {0:?} cannot be asked without a user: the request has no secrets; give the \
+         controller some (--ceph-secret)"
+    )]
+    NoSecrets(String),
+    /// The files of `--ceph-secret` are of no use.
+    #[error("--ceph-secret {}: no user and key", path.display())]
+    OwnSecrets {
+        /// The directory.
+        path: std::path::PathBuf,
+        /// What is wrong.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The class names a pool that the cluster does not have.
+    #[error("cluster {cluster_id:?} has no pool {pool:?} that this user may see")]
+    NoPool {
+        /// The cluster.
+        cluster_id: String,
+        /// The pool.
+        pool: String,
+    },
+    /// The cluster refused.
+    #[error(transparent)]
+    Ceph(#[from] CephError),
+    /// The journal cannot be used.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// Somebody has the image open.
+    #[error(
+        "image {image} is in use by {watchers}; unmap it there, or wait until Ceph has given up \
+         a dead client"
+    )]
+    InUse {
+        /// The image, with its pool.
+        image: String,
+        /// The clients' addresses.
+        watchers: String,
+    },
+    /// The chain of clones is as long as it may be, and is being cut.
+    #[error("image {0} is being flattened, as its chain of clones has become long; try again")]
+    Flattening(String),
+    /// The image has as many snapshots as it may have.
+    #[error(
+        "image {image} has {count} snapshots, and the kernel takes {limit}; clones of it are \
+         being flattened: try again later"
+    )]
+    Snapshots {
+        /// The image.
+        image: String,
+        /// How many it has.
+        count: usize,
+        /// How many are let be.
+        limit: usize,
+    },
+    /// The image cannot be cloned.
+    #[error("image {0} has no layering, so that no snapshot of it can be a volume")]
+    NoLayering(String),
+    /// The source of a copy is elsewhere.
+    #[error(
+        "the source is in cluster {there:?}, and the class makes volumes in {here:?}: copies stay \
+         in one cluster"
+    )]
+    OtherCluster {
+        /// The source's cluster.
+        there: String,
+        /// The class'.
+        here: String,
+    },
+    /// A copy has to be encrypted as its source is, or not at all.
+    #[error("the source is {there}, and the class asks for {here}; use a class like the source's")]
+    OtherEncryption {
+        /// How the source is encrypted.
+        there: String,
+        /// What the class says.
+        here: String,
+    },
+    /// There is no passphrase to encrypt with.
+    #[error(transparent)]
+    Encryption(#[from] EncryptionError),
+    /// The cluster's id does not fit a handle.
+    #[error("clusterID {0:?} is too long for a handle: 64 bytes are allowed")]
+    LongId(String),
+    /// The journal knows the volume, and its image is gone.
+    #[error("volume {handle:?} has lost its image {image}; restore it, or delete the volume")]
+    Lost {
+        /// The volume's handle.
+        handle: String,
+        /// The image, with its pool.
+        image: String,
+    },
+    /// What only volumes with a journal can do.
+    #[error(
+        "{0:?} was made by Kubernetes' own RBD plugin, which kept no journal: it cannot be copied"
+    )]
+    Migrated(String),
+}
+
+impl RbdError {
+    /// What the caller should make of it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Config(error) => match error {
+                ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. } => {
+                    Kind::InvalidArgument
+                }
+                ConfigError::Unreadable { .. } | ConfigError::Malformed { .. } => Kind::Unavailable,
+            },
+            Self::Secrets(_)
+            | Self::NoPool { .. }
+            | Self::LongId(_)
+            | Self::OtherCluster { .. }
+            | Self::OtherEncryption { .. } => Kind::InvalidArgument,
+            Self::Encryption(error) => match error {
+                EncryptionError::Config { .. } => Kind::Unavailable,
+                EncryptionError::Malformed => Kind::Internal,
+                EncryptionError::Wrong => Kind::Unauthenticated,
+                _ => Kind::InvalidArgument,
+            },
+            Self::NoSecrets(_)
+            | Self::OwnSecrets { .. }
+            | Self::InUse { .. }
+            | Self::NoLayering(_)
+            | Self::Migrated(_) => Kind::FailedPrecondition,
+            Self::Flattening(_) => Kind::Aborted,
+            Self::Snapshots { .. } => Kind::ResourceExhausted,
+            Self::Lost { .. } => Kind::NotFound,
+            Self::Ceph(error) | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),
+            Self::Journal(_) => Kind::Internal,
+        }
+    }
+
+    /// Whether what was asked for may have been done all the same, or may be yet.
+    pub fn is_uncertain(&self) -> bool {
+        match self {
+            Self::Ceph(error) | Self::Journal(JournalError::Ceph(error)) => {
+                error.is_timed_out() || error.is_blocklisted()
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether the object, image or pool does not exist.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::Ceph(error) if error.is_not_found())
+    }
+}
+
+/// What the cluster cannot do now, it may do later.
+fn of_ceph(error: &CephError) -> Kind {
+    match error {
+        CephError::Library(_) => Kind::FailedPrecondition,
+        error if error.is_access_denied() => Kind::Unauthenticated,
+        error if error.is_full() => Kind::ResourceExhausted,
+        error if error.is_invalid() => Kind::InvalidArgument,
+        error if error.is_busy() => Kind::Aborted,
+        _ => Kind::Unavailable,
+    }
+}

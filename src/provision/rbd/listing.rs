@@ -1,0 +1,309 @@
+//! What there is, and how much more fits: for calls that carry no secrets, as the
+//! users that this controller was given.
+//!
+//! Listed is what the journals' directories name, cluster by cluster, pool by
+//! pool, in the order of the names. A token says what was listed last; where that
+//! has been deleted since, nobody knows its name any more, and the listing begins
+//! anew.
+
+use std::{fmt, str::FromStr};
+
+use serde_json::json;
+use uuid::Uuid;
+
+use super::{
+    super::{Capacity, Error, Listing, Page, RoomFor, Snapshot, Volume, size::least},
+    class::Class,
+    error::RbdError,
+    snapshots::show_snapshot,
+    store::{Found, Link, Store, found},
+};
+use crate::{
+    ceph::{
+        journal::{Journal, JournalError},
+        rados::IoCtx,
+        rbd::Access,
+    },
+    chain, digest,
+    secret::Secrets,
+};
+
+/// Entries in a page, whatever is asked for: each image is opened to see its size.
+const LARGEST_PAGE: usize = 200;
+
+/// What was listed last: shorter than the 128 bytes of a string, which name and
+/// handle together may not be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Token {
+    /// The first digits of the SHA-256 of the cluster's id.
+    cluster: String,
+    /// The pools of the directory and of the image.
+    directory: i64,
+    pool: i64,
+    uuid: Uuid,
+}
+
+impl Token {
+    fn new(link: &Link, directory: &IoCtx, pool: &IoCtx, uuid: Uuid) -> Self {
+        Self {
+            cluster: short(link),
+            directory: directory.pool_id(),
+            pool: pool.pool_id(),
+            uuid,
+        }
+    }
+}
+
+fn short(link: &Link) -> String {
+    let mut digits = digest::hex(&link.config.cluster_id);
+    digits.truncate(12);
+    digits
+}
+
+impl fmt::Display for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            cluster,
+            directory,
+            pool,
+            uuid,
+        } = self;
+        write!(f, "{cluster}.{directory}.{pool}.{uuid}")
+    }
+}
+
+impl FromStr for Token {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let mut fields = text.split('.');
+        let mut next = || fields.next().ok_or(());
+        let token = Self {
+            cluster: next()?.to_owned(),
+            directory: next()?.parse().map_err(drop)?,
+            pool: next()?.parse().map_err(drop)?,
+            uuid: next()?.parse().map_err(drop)?,
+        };
+        fields.next().is_none().then_some(token).ok_or(())
+    }
+}
+
+impl Store {
+    pub fn list_volumes(&self, what: &Listing) -> Result<Page<Volume>, Error> {
+        let links = self.own_links()?;
+        page(&self.volumes, &links, what, |found| {
+            let bytes = match found.open(Access::ReadOnly) {
+                Ok(image) => image.size()?,
+                Err(RbdError::Lost { .. }) => 0,
+                Err(error) => return Err(error),
+            };
+            Ok(Some(found.volume(bytes)))
+        })
+    }
+
+    pub fn list_snapshots(
+        &self,
+        what: &Listing,
+        volume: Option<&str>,
+        secrets: &Secrets,
+    ) -> Result<Page<Snapshot>, Error> {
+        let links = if secrets.is_empty() {
+            self.own_links()?
+        } else {
+            self.links_with(secrets)?
+        };
+        page(&self.snapshots, &links, what, |found| {
+            match show_snapshot(found) {
+                Ok(shown) if volume.is_none_or(|volume| volume == shown.source) => Ok(Some(shown)),
+                Ok(_) | Err(RbdError::Lost { .. }) => Ok(None),
+                Err(error) => Err(error),
+            }
+        })
+    }
+
+    /// The clusters that the secrets of a request open.
+    fn links_with(&self, secrets: &Secrets) -> Result<Vec<Link>, RbdError> {
+        let all = self.clusters.all()?;
+        let links = all.iter().filter_map(|cluster| {
+            let link = self.link(&cluster.cluster_id, secrets);
+            link.inspect_err(|error| tracing::debug!(error = chain(error), "not listed"))
+                .ok()
+        });
+        Ok(links.collect())
+    }
+
+    /// What the class' pool has left, by Ceph's own count (`ceph df`): after
+    /// copies, and before the fullest OSD is full.
+    pub fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
+        let class = Class::parse(&room.parameters)?;
+        let minimum = least(&Class::file_systems(&room.usages)?);
+        let none = Capacity {
+            minimum,
+            ..Capacity::default()
+        };
+        let mut places = super::super::Places::default();
+        if !room.place.is_empty() {
+            places.requisite.push(room.place.clone());
+        }
+        let pools = match class.pools(&places) {
+            Err(Error::NotHere { .. }) => return Ok(none),
+            pools => pools?,
+        };
+        let link = self.link(&class.cluster_id, &Secrets::default())?;
+        let pool = link.named_pool(pools.data.as_ref().unwrap_or(&pools.image))?;
+        let available = available(&pool)?;
+        Ok(Capacity {
+            available,
+            // Images are thin: Ceph makes any.
+            maximum: None,
+            minimum,
+        })
+    }
+}
+
+/// Names that are read at once.
+const BATCH: u64 = 200;
+
+/// One page of what a journal names.
+fn page<T>(
+    journal: &Journal,
+    links: &[Link],
+    what: &Listing,
+    show: impl Fn(&Found) -> Result<Option<T>, RbdError>,
+) -> Result<Page<T>, Error> {
+    let from = match &what.from {
+        Some(token) => Some(resume(journal, links, token)?),
+        None => None,
+    };
+    let most = match what.max {
+        0 => LARGEST_PAGE,
+        max => max.min(LARGEST_PAGE),
+    };
+    let mut entries = Vec::new();
+    let mut last = None;
+    for (link, directory, mut after) in directories(links, from)? {
+        let mut more = true;
+        while more {
+            let names;
+            (names, more) = match journal.page(&directory, &after, BATCH) {
+                Err(JournalError::Ceph(error)) if error.is_access_denied() => break,
+                page => page.map_err(RbdError::from)?,
+            };
+            for (name, reserved) in names {
+                after = name;
+                let pool = match reserved.pool_id {
+                    Some(id) => link.pool(id)?,
+                    None => directory.clone(),
+                };
+                let entry = journal.read(&pool, reserved.uuid).map_err(RbdError::from)?;
+                // Begun and not finished: told to nobody yet.
+                let Some(entry) = entry.filter(|entry| !entry.image_id.is_empty()) else {
+                    continue;
+                };
+                let token = Token::new(link, &directory, &pool, reserved.uuid);
+                let found = found(link.clone(), pool, reserved.uuid, entry)?;
+                let Some(shown) = show(&found)? else { continue };
+                if entries.len() == most {
+                    let next = last.map(|token: Token| token.to_string());
+                    return Ok(Page { entries, next });
+                }
+                entries.push(shown);
+                last = Some(token);
+            }
+        }
+    }
+    let next = None;
+    Ok(Page { entries, next })
+}
+
+/// Where a token says that a listing goes on: behind which name.
+fn resume(journal: &Journal, links: &[Link], token: &str) -> Result<(Token, String), Error> {
+    let bad = || Error::BadToken(token.to_owned());
+    let parsed: Token = token.parse().map_err(|()| bad())?;
+    let link = links.iter().find(|link| short(link) == parsed.cluster);
+    let pool = link.ok_or_else(bad)?.pool(parsed.pool).map_err(|_| bad())?;
+    let entry = journal.read(&pool, parsed.uuid).map_err(RbdError::from)?;
+    let name = entry
+        .map(|entry| entry.name)
+        .filter(|name| !name.is_empty());
+    Ok((parsed, name.ok_or_else(bad)?))
+}
+
+/// The directories that are still to be listed, each with the name behind which.
+fn directories(
+    links: &[Link],
+    from: Option<(Token, String)>,
+) -> Result<Vec<(&Link, IoCtx, String)>, RbdError> {
+    let mut all = Vec::new();
+    for link in links {
+        for pool in pools(link)? {
+            all.push((link, pool, String::new()));
+        }
+    }
+    if let Some((token, name)) = from {
+        let is_it = |(link, pool, _): &(&Link, IoCtx, String)| {
+            short(link) == token.cluster && pool.pool_id() == token.directory
+        };
+        let at = all.iter().position(is_it).unwrap_or(all.len());
+        all.drain(..at);
+        if let Some(first) = all.first_mut() {
+            first.2 = name;
+        }
+    }
+    Ok(all)
+}
+
+/// The pools of a cluster, in the order of their ids.
+fn pools(link: &Link) -> Result<Vec<IoCtx>, RbdError> {
+    let mut pools = Vec::new();
+    for name in link.cluster.pools().map_err(RbdError::from)? {
+        match link.pool(&name) {
+            // Deleted meanwhile.
+            Err(error) if error.is_not_found() => {}
+            pool => pools.push(pool?),
+        }
+    }
+    pools.sort_by_key(IoCtx::pool_id);
+    Ok(pools)
+}
+
+fn available(pool: &IoCtx) -> Result<u64, RbdError> {
+    let command = json!({"prefix": "df", "format": "json"});
+    let answer = pool.cluster().mon_command(&command)?;
+    let df: serde_json::Value = serde_json::from_slice(&answer).unwrap_or_default();
+    let pools = df["pools"]
+        .as_array()
+        .map(Vec::as_slice)
+        .unwrap_or_default();
+    let ours = pools
+        .iter()
+        .find(|one| one["id"].as_i64() == Some(pool.pool_id()));
+    // Without Ceph's manager there are no figures: nothing is promised.
+    Ok(ours
+        .and_then(|one| one["stats"]["max_avail"].as_u64())
+        .unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_token_reads_back(directory: i64, pool: i64, id: u128) {
+            let cluster = "0123456789ab".to_owned();
+            let uuid = Uuid::from_u128(id);
+            let token = Token { cluster, directory, pool, uuid };
+            let text = token.to_string();
+            prop_assert!(text.len() <= 128);
+            prop_assert_eq!(text.parse(), Ok(token));
+        }
+
+        #[test]
+        fn any_token_is_read_or_refused(text in "[0-9a-f.-]{0,90}|.{0,20}") {
+            let _ = text.parse::<Token>();
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Volumes as images in Ceph clusters (RBD), kept as ceph-csi keeps them, so that
+//! each of the two drivers can go on with what the other made.
+//!
+//! ```text
+//! store      clusters and journals: what a handle leads to
+//! class      the parameters of a storage class; topology, qos, encryption
+//! create     one CreateVolume, which a repeat finishes
+//! volumes    delete, grow, change
+//! copies     clones, and the length of their chains
+//! snapshots  images that show a moment
+//! trash      what was deleted, emptied in the background
+//! listing    for calls without secrets
+//! ```
+//!
+//! A request carries the user and key of its cluster in its secrets; connections
+//! are shared and kept ([`crate::ceph::connections`]). Calls that CSI gives no
+//! secrets use those that the controller was given ([`SecretDir`]), and are not
+//! announced without.
+//!
+//! All of it blocks and runs on lanes, in turns: calls for one handle or name one
+//! after the other, all others at once.
+
+use std::{
+    collections::HashMap,
+    io,
+    path::Path,
+    sync::{Arc, Mutex},
+};
+
+use super::{
+    Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
+    Published, Range, RoomFor, Snapshot, Usage, Volume, keyed::Keyed,
+};
+use crate::{
+    ceph::{
+        config::Clusters,
+        connections::Connections,
+        encryption::KmsConfig,
+        journal::{Journal, Kind},
+        rados::Timeouts,
+    },
+    lane::Lanes,
+    secret::Secrets,
+};
+
+mod class;
+mod copies;
+mod create;
+mod encryption;
+mod error;
+mod listing;
+mod operators;
+mod qos;
+mod size;
+mod snapshots;
+mod store;
+mod topology;
+mod trash;
+mod volumes;
+
+pub use copies::Bounds;
+pub use error::RbdError;
+pub use operators::{Operators, SecretDir};
+
+use copies::Flattener;
+use store::Store;
+use trash::Bin;
+
+/// How the controller was started.
+#[derive(Debug)]
+pub struct Settings<'a> {
+    /// ceph-csi's `config.json`.
+    pub config: &'a Path,
+    /// ceph-csi's configuration of key management systems.
+    pub kms_config: &'a Path,
+    /// Which journal: ceph-csi's `--instanceid`.
+    pub instance: &'a str,
+    /// The users for calls without secrets.
+    pub operators: Operators,
+}
+
+/// The provisioner of RBD images.
+#[derive(Clone, Debug)]
+pub struct Rbd {
+    store: Arc<Store>,
+    turns: Keyed,
+    lanes: Lanes,
+}
+
+impl Rbd {
+    /// Connects to nothing yet.
+    pub fn new(settings: Settings<'_>, lanes: Lanes) -> io::Result<Self> {
+        let store = Store {
+            clusters: Clusters::new(settings.config),
+            connections: Connections::new(Timeouts::default())?,
+            operators: settings.operators,
+            volumes: Journal::new(Kind::Volume, settings.instance),
+            snapshots: Journal::new(Kind::Snapshot, settings.instance),
+            kms: KmsConfig::new(settings.kms_config),
+            bin: Bin::new(lanes.clone()),
+            flattener: Flattener::new(lanes.clone(), Bounds::default()),
+            used: Mutex::default(),
+        };
+        Ok(Self {
+            store: Arc::new(store),
+            turns: Keyed::default(),
+            lanes,
+        })
+    }
+
+    /// Empties the trash where an earlier attempt, or an earlier controller, did
+    /// not; to be called at the start and every now and then.
+    pub async fn sweep(&self) -> Result<(), Error> {
+        let swept = self.in_turn("sweep", "sweep", Store::sweep).await;
+        Ok(swept?)
+    }
+
+    /// Runs `work` after what runs for `whose` already. When the caller goes away
+    /// meanwhile, the work is finished, and its turn ends only then.
+    async fn in_turn<T: Send + 'static>(
+        &self,
+        whose: &str,
+        step: &'static str,
+        work: impl FnOnce(&Store) -> T + Send + 'static,
+    ) -> T {
+        let turn = self.turns.lock(whose).await;
+        let store = Arc::clone(&self.store);
+        let work = move || {
+            let result = work(&store);
+            drop(turn);
+            result
+        };
+        self.lanes.run(whose, step, work).await
+    }
+}
+
+/// The turn of all that makes or deletes what has a name.
+fn volume_named(name: &str) -> String {
+    format!("volume name {name}")
+}
+
+fn snapshot_named(name: &str) -> String {
+    format!("snapshot name {name}")
+}
+
+#[tonic::async_trait]
+impl Provisioner for Rbd {
+    fn abilities(&self) -> Abilities {
+        Abilities {
+            lists: self.store.operators.any(),
+            modifies: true,
+        }
+    }
+
+    async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
+        let turn = volume_named(&new.name);
+        self.in_turn(&turn, "create", move |store| store.create_volume(&new))
+            .await
+    }
+
+    async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+        let found = self
+            .in_turn(&handle.clone(), "look up", move |store| {
+                store.find_volume(&handle, &secrets)
+            })
+            .await?;
+        let Some(found) = found else { return Ok(()) };
+        // A create of that name must not go on with it meanwhile.
+        let turn = found
+            .name()
+            .map_or_else(|| found.handle.clone(), volume_named);
+        self.in_turn(&turn, "delete", move |store| store.delete_volume(&found))
+            .await
+    }
+
+    async fn expand_volume(
+        &self,
+        handle: String,
+        range: Range,
+        secrets: Secrets,
+    ) -> Result<u64, Error> {
+        self.in_turn(&handle.clone(), "expand", move |store| {
+            store.expand_volume(&handle, range, &secrets)
+        })
+        .await
+    }
+
+    async fn modify_volume(
+        &self,
+        handle: String,
+        mutable: HashMap<String, String>,
+        secrets: Secrets,
+    ) -> Result<(), Error> {
+        self.in_turn(&handle.clone(), "modify", move |store| {
+            store.modify_volume(&handle, &mutable, &secrets)
+        })
+        .await
+    }
+
+    async fn get_volume(&self, handle: String) -> Result<Published, Error> {
+        self.in_turn(&handle.clone(), "look up", move |store| {
+            store.get_volume(&handle)
+        })
+        .await
+    }
+
+    async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
+        self.in_turn("list volumes", "list", move |store| {
+            store.list_volumes(&what)
+        })
+        .await
+    }
+
+    async fn check_usages(
+        &self,
+        handle: String,
+        usages: Vec<Usage>,
+        parameters: HashMap<String, String>,
+        secrets: Secrets,
+    ) -> Result<Option<String>, Error> {
+        self.in_turn(&handle.clone(), "check", move |store| {
+            store.check_usages(&handle, &usages, &parameters, &secrets)
+        })
+        .await
+    }
+
+    async fn volume_ailment(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<Option<Ailment>, Error> {
+        self.in_turn(&handle.clone(), "look up", move |store| {
+            store.volume_ailment(&handle, &secrets)
+        })
+        .await
+    }
+
+    async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
+        self.in_turn("capacity", "capacity", move |store| store.capacity(&room))
+            .await
+    }
+
+    async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
+        let turn = snapshot_named(&new.name);
+        self.in_turn(&turn, "snapshot", move |store| store.create_snapshot(&new))
+            .await
+    }
+
+    async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+        let found = self
+            .in_turn(&handle.clone(), "look up", move |store| {
+                store.find_snapshot(&handle, &secrets)
+            })
+            .await?;
+        let Some(found) = found else { return Ok(()) };
+        let turn = found
+            .name()
+            .map_or_else(|| found.handle.clone(), snapshot_named);
+        self.in_turn(&turn, "delete", move |store| store.delete_snapshot(&found))
+            .await
+    }
+
+    async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error> {
+        self.in_turn(&handle.clone(), "look up", move |store| {
+            store.get_snapshot(&handle, &secrets)
+        })
+        .await
+    }
+
+    async fn list_snapshots(
+        &self,
+        what: Listing,
+        volume: Option<String>,
+        secrets: Secrets,
+    ) -> Result<Page<Snapshot>, Error> {
+        self.in_turn("list snapshots", "list", move |store| {
+            store.list_snapshots(&what, volume.as_deref(), &secrets)
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests;

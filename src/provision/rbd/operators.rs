@@ -1,0 +1,105 @@
+//! The users that this controller was given for calls without secrets: CSI
+//! gives none to ListVolumes, ControllerGetVolume and GetCapacity, and there are
+//! none when it starts.
+//!
+//! Each is a directory with files `userID` and `userKey`: what Kubernetes makes
+//! of a Secret that is mounted. They are read at each use, as a mounted Secret
+//! changes.
+
+use std::{collections::HashMap, fs, path::PathBuf, str::FromStr};
+
+use super::error::RbdError;
+use crate::{ceph::Credentials, secret::Secrets};
+
+/// `DIR`, for every cluster, or `CLUSTERID=DIR`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SecretDir {
+    cluster_id: Option<String>,
+    dir: PathBuf,
+}
+
+impl FromStr for SecretDir {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (cluster_id, dir) = match text.split_once('=') {
+            Some((id, dir)) => (Some(id.to_owned()), dir),
+            None => (None, text),
+        };
+        if dir.is_empty() || cluster_id.as_deref() == Some("") {
+            return Err("DIR or CLUSTERID=DIR is expected".to_owned());
+        }
+        Ok(Self {
+            cluster_id,
+            dir: dir.into(),
+        })
+    }
+}
+
+/// The users by cluster.
+#[derive(Clone, Debug, Default)]
+pub struct Operators(Vec<SecretDir>);
+
+impl Operators {
+    /// The first that fits a cluster is its user.
+    pub fn new(dirs: Vec<SecretDir>) -> Self {
+        Self(dirs)
+    }
+
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        !self.0.is_empty()
+    }
+
+    /// The user of a cluster.
+    pub fn credentials(&self, cluster_id: &str) -> Result<Credentials, RbdError> {
+        let fits = |dir: &&SecretDir| dir.cluster_id.as_deref().is_none_or(|id| id == cluster_id);
+        let Some(SecretDir { dir, .. }) = self.0.iter().find(fits) else {
+            return Err(RbdError::NoSecrets(cluster_id.to_owned()));
+        };
+        let unusable = |source| RbdError::OwnSecrets {
+            path: dir.clone(),
+            source,
+        };
+        let mut found = HashMap::new();
+        for name in ["userID", "userKey"] {
+            let text = fs::read_to_string(dir.join(name)).map_err(|e| unusable(e.into()))?;
+            found.insert(name.to_owned(), text.trim().to_owned());
+        }
+        Credentials::from_secrets(&Secrets::from(found)).map_err(|e| unusable(e.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_cluster_has_its_user() {
+        let home = tempfile::tempdir().unwrap();
+        let key = "AQDeFvVfAAAAABAAAAAAAAAAAAAAAAAAAAAAAA==";
+        for (dir, user) in [("one", "first"), ("any", "second\n")] {
+            let dir = home.path().join(dir);
+            fs::create_dir(&dir).unwrap();
+            fs::write(dir.join("userID"), user).unwrap();
+            fs::write(dir.join("userKey"), key).unwrap();
+        }
+        let at = |name: &str| home.path().join(name).display().to_string();
+        let dirs = [
+            format!("a={}", at("one")),
+            at("any"),
+            format!("b={}", at("none")),
+        ];
+        let operators = Operators::new(dirs.map(|dir| dir.parse().unwrap()).into());
+        assert_eq!(operators.credentials("a").unwrap().user, "first");
+        assert_eq!(operators.credentials("b").unwrap().user, "second");
+        let missing = Operators::new(vec![at("none").parse().unwrap()]);
+        let error = missing.credentials("a").unwrap_err();
+        assert!(error.to_string().contains("none"), "{error}");
+        assert!(matches!(
+            Operators::default().credentials("a"),
+            Err(RbdError::NoSecrets(_))
+        ));
+        assert!("=x".parse::<SecretDir>().is_err() && "x=".parse::<SecretDir>().is_err());
+    }
+}

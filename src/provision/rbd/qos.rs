@@ -1,0 +1,241 @@
+//! Limits on what a volume's clients may ask of the cluster.
+//!
+//! They are notes on the image, `conf_rbd_qos_…`, which librbd obeys and rbd-nbd
+//! with it; krbd does not know them. A class has them by ceph-csi's names, and
+//! may let them grow with the volume; a modification names them as Ceph does.
+//!
+//! | of a class, with its part for each GiB above `BaseVolSizeBytes` | the limit |
+//! | --- | --- |
+//! | `BaseIops`, `IopsPerGiB` | `rbd_qos_iops_limit` |
+//! | `BaseReadIops`, `ReadIopsPerGiB` | `rbd_qos_read_iops_limit` |
+//! | `BaseWriteIops`, `WriteIopsPerGiB` | `rbd_qos_write_iops_limit` |
+//! | `BaseBytesPerSecond`, `BpsPerGiB` | `rbd_qos_bps_limit` |
+//! | `BaseReadBytesPerSecond`, `ReadBpsPerGiB` | `rbd_qos_read_bps_limit` |
+//! | `BaseWriteBytesPerSecond`, `WriteBpsPerGiB` | `rbd_qos_write_bps_limit` |
+//!
+//! What a class says is noted as well, so that a larger volume gets larger
+//! limits, whoever grows it.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::{super::Error, class::bad};
+
+/// One limit, by all its names.
+struct Limit {
+    base: &'static str,
+    per_gib: &'static str,
+    name: &'static str,
+    /// The notes that remember what the class says.
+    base_note: &'static str,
+    per_gib_note: &'static str,
+}
+
+const LIMITS: [Limit; 6] = [
+    Limit {
+        base: "BaseIops",
+        per_gib: "IopsPerGiB",
+        name: "rbd_qos_iops_limit",
+        base_note: "rbd_base_qos_iops_limit",
+        per_gib_note: "rbd_iops_per_gib_limit",
+    },
+    Limit {
+        base: "BaseReadIops",
+        per_gib: "ReadIopsPerGiB",
+        name: "rbd_qos_read_iops_limit",
+        base_note: "rbd_base_qos_read_iops_limit",
+        per_gib_note: "rbd_read_iops_per_gib_limit",
+    },
+    Limit {
+        base: "BaseWriteIops",
+        per_gib: "WriteIopsPerGiB",
+        name: "rbd_qos_write_iops_limit",
+        base_note: "rbd_base_qos_write_iops_limit",
+        per_gib_note: "rbd_write_iops_per_gib_limit",
+    },
+    Limit {
+        base: "BaseBytesPerSecond",
+        per_gib: "BpsPerGiB",
+        name: "rbd_qos_bps_limit",
+        base_note: "rbd_base_qos_bps_limit",
+        per_gib_note: "rbd_bps_per_gib_limit",
+    },
+    Limit {
+        base: "BaseReadBytesPerSecond",
+        per_gib: "ReadBpsPerGiB",
+        name: "rbd_qos_read_bps_limit",
+        base_note: "rbd_base_qos_read_bps_limit",
+        per_gib_note: "rbd_read_bps_per_gib_limit",
+    },
+    Limit {
+        base: "BaseWriteBytesPerSecond",
+        per_gib: "WriteBpsPerGiB",
+        name: "rbd_qos_write_bps_limit",
+        base_note: "rbd_base_qos_write_bps_limit",
+        per_gib_note: "rbd_write_bps_per_gib_limit",
+    },
+];
+/// The size up to which a limit is its base.
+const BASE_SIZE: &str = "BaseVolSizeBytes";
+const BASE_SIZE_NOTE: &str = "rbd_base_qos_vol_size";
+/// What librbd reads its options of an image from begins so.
+const OPTION: &str = "conf_";
+
+/// What a class says of limits, by the names of their notes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Limits(BTreeMap<&'static str, u64>);
+
+impl Limits {
+    /// Whether a class may have a parameter of this name.
+    pub fn is_of_class(name: &str) -> bool {
+        noted_as(name).is_some()
+    }
+
+    /// Those of a class.
+    pub fn of_class(given: &HashMap<String, String>) -> Result<Self, Error> {
+        let mut limits = BTreeMap::new();
+        for (name, value) in given.iter().filter(|(_, value)| !value.is_empty()) {
+            if let Some((known, note)) = noted_as(name) {
+                limits.insert(note, natural(known, value)?);
+            }
+        }
+        Ok(Self(limits))
+    }
+
+    /// Those that an image's notes remember.
+    pub fn of_notes(notes: &BTreeMap<String, String>) -> Self {
+        let known = LIMITS.iter().flat_map(|l| [l.base_note, l.per_gib_note]);
+        let found = known.chain([BASE_SIZE_NOTE]).filter_map(|note| {
+            let value = notes.get(note)?.parse().ok()?;
+            Some((note, value))
+        });
+        Self(found.collect())
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What to note on an image of `bytes`.
+    pub fn notes(&self, bytes: u64) -> Vec<(String, String)> {
+        let mut notes: Vec<_> = self
+            .0
+            .iter()
+            .map(|(note, value)| ((*note).to_owned(), value.to_string()))
+            .collect();
+        for limit in &LIMITS {
+            let Some(base) = self.0.get(limit.base_note) else {
+                continue;
+            };
+            let more = match (self.0.get(limit.per_gib_note), self.0.get(BASE_SIZE_NOTE)) {
+                (Some(each), Some(size)) => {
+                    (bytes.saturating_sub(*size) >> 30).saturating_mul(*each)
+                }
+                _ => 0,
+            };
+            let value = base.saturating_add(more).to_string();
+            notes.push((format!("{OPTION}{}", limit.name), value));
+        }
+        notes
+    }
+}
+
+/// The notes for a modification; none: the note goes.
+pub fn modified(mutable: &HashMap<String, String>) -> Result<Vec<(String, Option<String>)>, Error> {
+    let mut notes = Vec::new();
+    for (name, value) in mutable.iter().collect::<BTreeMap<_, _>>() {
+        let Some(known) = MODIFIABLE.iter().find(|known| *known == name) else {
+            return Err(Error::UnknownParameter {
+                name: name.clone(),
+                known: MODIFIABLE.join(", "),
+            });
+        };
+        let value = match value.as_str() {
+            "" => None,
+            value => Some(natural(known, value)?.to_string()),
+        };
+        notes.push((format!("{OPTION}{known}"), value));
+    }
+    Ok(notes)
+}
+
+/// Ceph's options for limits (`rbd config image`, section Quality of Service).
+const MODIFIABLE: [&str; 12] = [
+    "rbd_qos_iops_limit",
+    "rbd_qos_iops_burst",
+    "rbd_qos_bps_limit",
+    "rbd_qos_bps_burst",
+    "rbd_qos_read_iops_limit",
+    "rbd_qos_read_iops_burst",
+    "rbd_qos_write_iops_limit",
+    "rbd_qos_write_iops_burst",
+    "rbd_qos_read_bps_limit",
+    "rbd_qos_read_bps_burst",
+    "rbd_qos_write_bps_limit",
+    "rbd_qos_write_bps_burst",
+];
+
+fn noted_as(name: &str) -> Option<(&'static str, &'static str)> {
+    let of = |limit: &Limit| {
+        [
+            (limit.base, limit.base_note),
+            (limit.per_gib, limit.per_gib_note),
+        ]
+    };
+    let all = LIMITS
+        .iter()
+        .flat_map(of)
+        .chain([(BASE_SIZE, BASE_SIZE_NOTE)]);
+    all.into_iter().find(|(known, _)| *known == name)
+}
+
+fn natural(name: &'static str, value: &str) -> Result<u64, Error> {
+    let parsed = value.parse();
+    parsed.map_err(|_| bad(name, value, "it is a number, without a unit"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(list: &[(&str, &str)]) -> HashMap<String, String> {
+        let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        list.iter().map(own).collect()
+    }
+
+    #[test]
+    fn limits_grow_with_the_volume() {
+        let class = map(&[
+            ("BaseReadIops", "100"),
+            ("ReadIopsPerGiB", "10"),
+            ("BaseVolSizeBytes", "1073741824"),
+            ("BaseBytesPerSecond", "7"),
+        ]);
+        let limits = Limits::of_class(&class).unwrap();
+        let notes: BTreeMap<_, _> = limits.notes(5 << 30).into_iter().collect();
+        assert_eq!(notes["conf_rbd_qos_read_iops_limit"], "140");
+        assert_eq!(notes["conf_rbd_qos_bps_limit"], "7");
+        assert_eq!(Limits::of_notes(&notes), limits);
+        let small: BTreeMap<_, _> = limits.notes(1 << 20).into_iter().collect();
+        assert_eq!(small["conf_rbd_qos_read_iops_limit"], "100");
+        assert!(Limits::of_class(&map(&[("BaseIops", "x")])).is_err());
+    }
+
+    #[test]
+    fn only_what_rbd_can_change_is_changed() {
+        let wanted = map(&[("rbd_qos_iops_limit", "50"), ("rbd_qos_bps_limit", "")]);
+        let notes = modified(&wanted).unwrap();
+        let name = |name: &str| format!("conf_rbd_{name}");
+        assert_eq!(
+            notes,
+            [
+                (name("qos_bps_limit"), None),
+                (name("qos_iops_limit"), Some("50".to_owned()))
+            ]
+        );
+        for (key, value) in [("size", "1"), ("rbd_qos_iops_limit", "many")] {
+            let error = modified(&map(&[(key, value)])).unwrap_err();
+            assert!(error.to_string().contains(key), "{error}");
+        }
+    }
+}

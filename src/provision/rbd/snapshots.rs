@@ -1,0 +1,214 @@
+//! Snapshots: images of their own, clones of what a volume held.
+
+use uuid::Uuid;
+
+use super::{
+    super::{Error, NewSnapshot, Snapshot},
+    copies::{self, present},
+    encryption::Encryption,
+    error::RbdError,
+    store::{Found, Recorded, Store, handle_of},
+    volumes::{forget, refuse_if_used},
+};
+use crate::{
+    ceph::{
+        journal::{Entry, Reserved},
+        rbd::{self, Access, Features, Image},
+    },
+    chain,
+    secret::Secrets,
+};
+
+impl Store {
+    pub fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
+        let prefix = name_prefix(new)?;
+        let volume = self.volume(&new.volume, &new.secrets)?;
+        let of = volume.recorded()?;
+        let known = self.snapshots.find(&of.journal, &new.name);
+        if let Some(reserved) = known.map_err(RbdError::from)? {
+            return self.go_on(new, &volume, reserved, prefix);
+        }
+        let source = match volume.open(Access::ReadOnly) {
+            Err(RbdError::Lost { handle, .. }) => return Err(Error::NoVolume(handle)),
+            source => source?,
+        };
+        let features = source.features().map_err(RbdError::from)?;
+        if !features.contains(Features::LAYERING) {
+            return Err(RbdError::NoLayering(source.to_string()).into());
+        }
+        self.flattener.keep_few(&source)?;
+        drop(source);
+        let wanted = Reserved {
+            uuid: Uuid::new_v4(),
+            pool_id: of.reserved.pool_id,
+        };
+        let reserved = self.snapshots.reserve(&of.journal, &new.name, wanted);
+        if let Some(reserved) = reserved.map_err(RbdError::from)? {
+            return self.go_on(new, &volume, reserved, prefix);
+        }
+        let taken = self.take(new, &volume, wanted, prefix);
+        if let Err(error) = &taken
+            && !error.is_uncertain()
+            && !matches!(error, RbdError::Flattening(_))
+        {
+            self.undo_snapshot(new, &volume, wanted, prefix);
+        }
+        Ok(taken?)
+    }
+
+    /// Goes on with what is reserved already: finished, or interrupted.
+    fn go_on(
+        &self,
+        new: &NewSnapshot,
+        volume: &Found,
+        reserved: Reserved,
+        prefix: Option<&str>,
+    ) -> Result<Snapshot, Error> {
+        let entry = self.snapshots.read(&volume.pool, reserved.uuid);
+        let entry = entry.map_err(RbdError::from)?;
+        let source = entry.map(|entry| entry.source).unwrap_or_default();
+        if !(source.is_empty() || source == volume.image) {
+            let name = new.name.clone();
+            let how = "it is a snapshot of another volume".to_owned();
+            return Err(Error::Differs { name, how });
+        }
+        Ok(self.take(new, volume, reserved, prefix)?)
+    }
+
+    fn take(
+        &self,
+        new: &NewSnapshot,
+        volume: &Found,
+        reserved: Reserved,
+        prefix: Option<&str>,
+    ) -> Result<Snapshot, RbdError> {
+        let of = &volume.recorded()?.entry;
+        let pool = &volume.pool;
+        let entry = Entry {
+            name: new.name.clone(),
+            image: self.snapshots.kind().image(prefix, reserved.uuid),
+            journal_pool: of.journal_pool,
+            kms: of.kms.clone(),
+            encryption: of.encryption.clone(),
+            owner: of.owner.clone(),
+            source: volume.image.clone(),
+            origin: new.volume.clone(),
+            ..Entry::default()
+        };
+        let entry = self.snapshots.write(pool, reserved.uuid, &entry)?;
+        let handle = handle_of(&volume.link, pool, reserved.uuid);
+        let finished = !entry.image_id.is_empty();
+        if !finished {
+            copies::snapshot_of(pool, &volume.image, &entry.image)?;
+            if let Some(encryption) = Encryption::of_journal(&entry.kms) {
+                let source = volume.open(Access::ReadOnly)?;
+                let image = Image::open(pool, &entry.image, Access::ReadWrite)?;
+                let keeper = self.keeper(&new.secrets);
+                keeper.copy(&encryption, (&volume.handle, &source), (&handle, &image))?;
+            }
+            let id = rbd::image_id(pool, &entry.image)?.unwrap_or_default();
+            self.snapshots.set_image_id(pool, reserved.uuid, &id)?;
+        }
+        let image = Image::open(pool, &entry.image, Access::ReadOnly)?;
+        self.flattener.keep_short(pool, &image, &entry.image, 0)?;
+        Ok(Snapshot {
+            handle,
+            source: new.volume.clone(),
+            bytes: image.size()?,
+            created: image.created()?,
+            local: false,
+        })
+    }
+
+    fn undo_snapshot(
+        &self,
+        new: &NewSnapshot,
+        volume: &Found,
+        reserved: Reserved,
+        prefix: Option<&str>,
+    ) {
+        let image = self.snapshots.kind().image(prefix, reserved.uuid);
+        let undo = || -> Result<(), RbdError> {
+            let of = volume.recorded()?;
+            let images = present(&volume.pool, &[image])?;
+            if !images.is_empty() {
+                self.bin.discard(&volume.pool, &images)?;
+            }
+            let (journal, pool) = (&of.journal, &volume.pool);
+            Ok(self.snapshots.undo(journal, pool, &new.name, reserved)?)
+        };
+        if let Err(error) = undo() {
+            let (name, error) = (&new.name, chain(&error));
+            tracing::warn!(
+                name,
+                error,
+                "an unfinished snapshot stays until its next create"
+            );
+        }
+    }
+
+    /// Deletes what [`Store::find_snapshot`] has found.
+    pub fn delete_snapshot(&self, found: &Found) -> Result<(), Error> {
+        match found.open(Access::ReadWrite) {
+            Ok(image) => {
+                refuse_if_used(found, &image)?;
+                // While it has clones, it lives on without its name.
+                copies::or_missing(image.snapshot_remove(&found.image)).map_err(RbdError::from)?;
+            }
+            Err(RbdError::Lost { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        self.discard(found, std::slice::from_ref(&found.image))?;
+        forget(&self.snapshots, found)
+    }
+
+    pub fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error> {
+        let found = self.snapshot(handle, secrets)?;
+        match show_snapshot(&found) {
+            Err(RbdError::Lost { .. }) => Err(Error::NoSnapshot(found.handle)),
+            shown => Ok(shown?),
+        }
+    }
+}
+
+/// A snapshot as it is told.
+pub fn show_snapshot(found: &Found) -> Result<Snapshot, RbdError> {
+    let image = found.open(Access::ReadOnly)?;
+    let Recorded { entry, .. } = found.recorded()?;
+    Ok(Snapshot {
+        handle: found.handle.clone(),
+        source: source_of(found, entry),
+        bytes: image.size()?,
+        created: image.created()?,
+        local: false,
+    })
+}
+
+/// The handle of the volume that a snapshot was taken of. ceph-csi enters its
+/// image's name alone, which ends in the uuid.
+fn source_of(found: &Found, entry: &Entry) -> String {
+    if !entry.origin.is_empty() {
+        return entry.origin.clone();
+    }
+    let at = entry.source.len().checked_sub(36);
+    let uuid = at.and_then(|at| Uuid::try_parse(entry.source.get(at..)?).ok());
+    uuid.map_or_else(String::new, |uuid| {
+        handle_of(&found.link, &found.pool, uuid)
+    })
+}
+
+/// The parameters of a snapshot class, as ceph-csi has them.
+fn name_prefix(new: &NewSnapshot) -> Result<Option<&str>, Error> {
+    const KNOWN: [&str; 3] = ["clusterID", "pool", "snapshotNamePrefix"];
+    for (name, value) in &new.parameters {
+        let Some(known) = KNOWN.into_iter().find(|known| known == name) else {
+            let known = KNOWN.join(", ");
+            let name = name.clone();
+            return Err(Error::UnknownParameter { name, known });
+        };
+        if value.is_empty() {
+            return Err(super::class::bad(known, value, "it must not be empty"));
+        }
+    }
+    Ok(new.parameters.get("snapshotNamePrefix").map(String::as_str))
+}

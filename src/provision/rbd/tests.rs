@@ -1,0 +1,219 @@
+//! The provisioner as its callers see it, against a real cluster.
+
+use futures_util::future::join_all;
+
+use super::*;
+use crate::{
+    ceph::{rados::Cluster, test_cluster::TestCluster},
+    provision::{Kind as ErrorKind, Places, Source},
+};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// A pool of its own, and a provisioner that knows its cluster.
+struct Home {
+    cluster: TestCluster,
+    pool: String,
+    _dir: tempfile::TempDir,
+    rbd: Rbd,
+}
+
+impl Home {
+    fn new() -> Option<Self> {
+        let cluster = TestCluster::shared()?;
+        let dir = tempfile::tempdir().unwrap();
+        let config = serde_json::json!([{"clusterID": "ceph", "monitors": cluster.monitors}]);
+        let path = dir.path().join("config.json");
+        std::fs::write(&path, config.to_string()).unwrap();
+        for (name, text) in [("userID", &cluster.user), ("userKey", &cluster.key)] {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        let own = dir.path().display().to_string().parse().unwrap();
+        let settings = Settings {
+            config: &path,
+            kms_config: &dir.path().join("kms.json"),
+            instance: "default",
+            operators: Operators::new(vec![own]),
+        };
+        let pool = cluster.fresh_pool();
+        Some(Self {
+            rbd: Rbd::new(settings, Lanes::new(4)).unwrap(),
+            cluster,
+            pool,
+            _dir: dir,
+        })
+    }
+
+    fn secrets(&self) -> Secrets {
+        let user = ("userID".to_owned(), self.cluster.user.clone());
+        let key = ("userKey".to_owned(), self.cluster.key.clone());
+        HashMap::from([user, key]).into()
+    }
+
+    fn volume(&self, name: &str, bytes: u64) -> NewVolume {
+        let class = [("clusterID", "ceph"), ("pool", &self.pool)];
+        let own = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+        NewVolume {
+            name: name.to_owned(),
+            range: Range {
+                required: bytes,
+                limit: 0,
+            },
+            parameters: class.into_iter().map(own).collect(),
+            mutable: HashMap::new(),
+            usages: vec![Usage {
+                fs_type: None,
+                many_nodes_write: false,
+            }],
+            source: None,
+            elsewhere: None,
+            places: Places::default(),
+            secrets: self.secrets(),
+        }
+    }
+
+    fn snapshot(&self, name: &str, volume: &str) -> NewSnapshot {
+        NewSnapshot {
+            name: name.to_owned(),
+            volume: volume.to_owned(),
+            parameters: HashMap::new(),
+            secrets: self.secrets(),
+        }
+    }
+
+    async fn make(&self, new: NewVolume) -> Volume {
+        self.rbd.create_volume(new).await.unwrap()
+    }
+
+    async fn delete(&self, handle: &str) -> Result<(), Error> {
+        let secrets = self.secrets();
+        self.rbd.delete_volume(handle.to_owned(), secrets).await
+    }
+
+    /// The images in the pool.
+    fn images(&self) -> Vec<String> {
+        let listed = self.cluster.rbd(&["ls", &self.pool]);
+        listed.lines().map(str::to_owned).collect()
+    }
+}
+
+#[tokio::test]
+async fn one_name_is_one_image_until_it_is_deleted() {
+    let Some(home) = Home::new() else { return };
+    let name = "pvc-ünï/cödé ☃";
+    let creates = (0..32).map(|_| home.make(home.volume(name, 3 * MIB + 1)));
+    let made = join_all(creates).await;
+    let first = &made[0];
+    assert!(made.iter().all(|volume| volume == first));
+    assert_eq!(first.bytes, 4 * MIB);
+    assert_eq!(home.images(), [first.context["imageName"].clone()]);
+
+    let larger = home.rbd.create_volume(home.volume(name, GIB)).await;
+    assert_eq!(larger.unwrap_err().kind(), ErrorKind::AlreadyExists);
+    let range = Range {
+        required: GIB + 1,
+        limit: 0,
+    };
+    let expanded = home
+        .rbd
+        .expand_volume(first.handle.clone(), range, home.secrets());
+    assert_eq!(expanded.await.unwrap(), 2 * GIB);
+
+    home.delete(&first.handle).await.unwrap();
+    home.delete(&first.handle).await.unwrap();
+    assert_eq!(home.images(), [""; 0]);
+    let again = home.make(home.volume(name, MIB)).await;
+    assert_ne!(again.handle, first.handle);
+}
+
+#[tokio::test]
+async fn copies_outlive_their_sources() {
+    let Some(home) = Home::new() else { return };
+    let source = home.make(home.volume("source", MIB)).await;
+    let taken = home
+        .rbd
+        .create_snapshot(home.snapshot("snap", &source.handle));
+    let snapshot = taken.await.unwrap();
+    let repeat = home
+        .rbd
+        .create_snapshot(home.snapshot("snap", &source.handle));
+    assert_eq!(repeat.await.unwrap(), snapshot);
+
+    let mut restored = home.volume("restored", 2 * MIB);
+    restored.source = Some(Source::Snapshot(snapshot.handle.clone()));
+    let restored = home.make(restored).await;
+    assert_eq!(restored.bytes, 2 * MIB);
+    let mut cloned = home.volume("cloned", 0);
+    cloned.source = Some(Source::Volume(source.handle.clone()));
+    let request = cloned.clone();
+    let cloned = home.make(cloned).await;
+    assert_eq!(cloned.bytes, MIB);
+
+    home.delete(&source.handle).await.unwrap();
+    let gone = home
+        .rbd
+        .delete_snapshot(snapshot.handle.clone(), home.secrets());
+    gone.await.unwrap();
+    // A repeat needs no source.
+    assert_eq!(home.make(request).await, cloned);
+    home.delete(&restored.handle).await.unwrap();
+    home.delete(&cloned.handle).await.unwrap();
+    assert_eq!(home.images(), [""; 0]);
+    // With the last copy gone, the trash can be emptied.
+    let trash = || home.cluster.rbd(&["trash", "ls", "--all", &home.pool]);
+    while !trash().is_empty() {
+        home.rbd.sweep().await.unwrap();
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_in_use_is_not_deleted() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("used", MIB)).await;
+    let credentials = crate::ceph::Credentials::from_secrets(&home.secrets()).unwrap();
+    let monitors = &home.cluster.monitors;
+    let other = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
+    let pool = other.ioctx(&home.pool, "").unwrap();
+    let image = &made.context["imageName"];
+    let access = crate::ceph::rbd::Access::ReadWrite;
+    let user = crate::ceph::rbd::Image::open(&pool, image, access).unwrap();
+    let refused = home.delete(&made.handle).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::FailedPrecondition);
+    assert!(refused.to_string().contains("127."), "{refused}");
+    drop(user);
+    home.delete(&made.handle).await.unwrap();
+}
+
+#[tokio::test]
+async fn listings_go_on_where_they_ended() {
+    let Some(home) = Home::new() else { return };
+    let mut made = Vec::new();
+    for n in 0..3 {
+        made.push(home.make(home.volume(&format!("v{n}"), MIB)).await.handle);
+    }
+    let (mut from, mut seen) = (None, Vec::new());
+    loop {
+        let page = home
+            .rbd
+            .list_volumes(Listing { from, max: 2 })
+            .await
+            .unwrap();
+        seen.extend(page.entries.into_iter().map(|volume| volume.handle));
+        from = page.next;
+        if from.is_none() {
+            break;
+        }
+    }
+    // Other tests have volumes in the same cluster.
+    assert!(made.iter().all(|handle| seen.contains(handle)), "{seen:?}");
+    let room = RoomFor {
+        parameters: home.volume("any", 0).parameters,
+        ..RoomFor::default()
+    };
+    // The manager counts a new pool after a moment.
+    while home.rbd.capacity(room.clone()).await.unwrap().available == 0 {
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
+}

@@ -1,0 +1,122 @@
+//! Pools that belong to parts of the Kubernetes cluster, as ceph-csi's
+//! `topologyConstrainedPools` lists them:
+//!
+//! ```json
+//! [{"poolName": "east", "dataPool": "east-ec", "domainSegments": [
+//!    {"domainLabel": "zone", "value": "east-1"}]}]
+//! ```
+//!
+//! A domain is the last part of a topology key: `zone` stands for
+//! `topology.rbd.csi.ceph.com/zone`.
+
+use serde::Deserialize;
+
+use super::{
+    super::{Error, Place, Places},
+    class::bad,
+};
+
+/// One pool, and where it is.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct Constrained {
+    /// The pool of images.
+    #[serde(rename = "poolName")]
+    pub name: String,
+    /// The pool of their data, if not the same.
+    #[serde(rename = "dataPool", default)]
+    pub data: Option<String>,
+    #[serde(rename = "domainSegments", default)]
+    domains: Vec<Domain>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+struct Domain {
+    #[serde(rename = "domainLabel")]
+    label: String,
+    value: String,
+}
+
+/// Parses the parameter.
+pub fn parse(text: &str) -> Result<Vec<Constrained>, Error> {
+    let pools: Result<Vec<Constrained>, _> = serde_json::from_str(text);
+    pools.map_err(|e| bad("topologyConstrainedPools", text, &e.to_string()))
+}
+
+/// The first pool that fits the places, the preferred ones first; and the place.
+pub fn choose<'a>(
+    pools: &'a [Constrained],
+    places: &'a Places,
+) -> Result<(&'a Constrained, &'a Place), Error> {
+    let all = places.preferred.iter().chain(&places.requisite);
+    let mut fits = all.filter_map(|place| {
+        let pool = pools.iter().find(|pool| pool.is_in(place))?;
+        Some((pool, place))
+    });
+    fits.next().ok_or_else(|| {
+        let names: Vec<_> = pools.iter().map(|pool| pool.name.as_str()).collect();
+        Error::NotHere {
+            pool: names.join(", "),
+            wanted: format!("{:?}", places.requisite),
+        }
+    })
+}
+
+impl Constrained {
+    /// Whether it belongs to that part of the cluster.
+    pub fn is_in(&self, place: &Place) -> bool {
+        let there = |domain: &Domain| {
+            place.iter().any(|(key, value)| {
+                let label = key.split_once('/').map_or(key.as_str(), |(_, label)| label);
+                label == domain.label && *value == domain.value
+            })
+        };
+        self.domains.iter().all(there)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const POOLS: &str = r#"[
+        {"poolName": "east", "dataPool": "ec",
+         "domainSegments": [{"domainLabel": "zone", "value": "e"}]},
+        {"poolName": "west", "domainSegments":
+         [{"domainLabel": "zone", "value": "w"}, {"domainLabel": "rack", "value": "1"}]}
+    ]"#;
+
+    fn place(segments: &[(&str, &str)]) -> Place {
+        let own = |(label, value): &(&str, &str)| (format!("t.x/{label}"), (*value).to_owned());
+        segments.iter().map(own).collect()
+    }
+
+    #[test]
+    fn the_first_pool_that_fits_is_chosen() {
+        let pools = parse(POOLS).unwrap();
+        let places = Places {
+            requisite: vec![
+                place(&[("zone", "e")]),
+                place(&[("zone", "w"), ("rack", "1")]),
+            ],
+            preferred: vec![place(&[("zone", "w"), ("rack", "1"), ("host", "h")])],
+        };
+        let (pool, chosen) = choose(&pools, &places).unwrap();
+        assert_eq!((pool.name.as_str(), chosen), ("west", &places.preferred[0]));
+        let nowhere = Places {
+            requisite: vec![place(&[("zone", "w"), ("rack", "2")])],
+            preferred: vec![],
+        };
+        let error = choose(&pools, &nowhere).unwrap_err();
+        assert_eq!(error.kind(), super::super::super::Kind::ResourceExhausted);
+        assert!(error.to_string().contains("rack"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_refused(text in "[\\[{\\]}:,\" a-zA-Z]{0,60}") {
+            let _ = parse(&text);
+        }
+    }
+}

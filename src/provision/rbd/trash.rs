@@ -1,0 +1,268 @@
+//! Deleted images, on their way out.
+//!
+//! To remove an image takes as long as it has objects, and is impossible while it
+//! has clones. So a delete moves it to the pool's trash, which takes milliseconds,
+//! and answers; the trash is emptied in the background. What is to be emptied is
+//! listed in the pool, in the omap of [`LIST`] (image id → name), before the image
+//! is moved: other images in the trash are somebody else's, and are left alone.
+//!
+//! Ceph's manager does the work, where it runs (`rbd task add trash remove`): it
+//! repeats what fails and survives us. Else this process does. What is left over
+//! is tried again by [`Bin::sweep`], at the start and every now and then.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use serde_json::json;
+
+use crate::{
+    ceph::{
+        CephError,
+        rados::IoCtx,
+        rbd::{Access, Image, SnapshotKind, trash},
+    },
+    chain,
+    lane::Lanes,
+};
+
+/// The object that lists what is to be emptied.
+const LIST: &str = "uring-csi.trash";
+/// Entries listed at once.
+const PAGE: u64 = 1000;
+
+/// An image to be removed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Discarded {
+    pub id: String,
+    pub name: String,
+}
+
+/// What empties the trash.
+#[derive(Clone, Debug)]
+pub struct Bin {
+    lanes: Lanes,
+    /// By cluster, so that one that is slow holds up itself alone.
+    queues: Arc<Mutex<HashMap<String, Queue>>>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<(IoCtx, Discarded)>,
+    /// A lane works on it.
+    worked_on: bool,
+    /// What is waiting or being worked on, by pool and id.
+    known: std::collections::HashSet<(i64, String, String)>,
+}
+
+impl Bin {
+    pub fn new(lanes: Lanes) -> Self {
+        let queues = Arc::default();
+        Self { lanes, queues }
+    }
+
+    /// Moves images to the trash, to be emptied soon. Those that are there, or
+    /// are gone, are no error.
+    pub fn discard(&self, pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
+        if images.is_empty() {
+            return Ok(());
+        }
+        let list: Vec<_> = images
+            .iter()
+            .map(|image| (image.id.as_str(), image.name.as_str()))
+            .collect();
+        pool.omap_set(LIST, &list)?;
+        for image in images {
+            match trash::move_image(pool, &image.name, Duration::ZERO) {
+                Err(error) if !error.is_not_found() => return Err(error),
+                _ => {}
+            }
+        }
+        for image in images {
+            self.add(pool, image.clone());
+        }
+        Ok(())
+    }
+
+    /// Has [`Bin::sweep`] run in the background.
+    pub fn sweep_soon(&self, pool: &IoCtx) {
+        let (bin, pool) = (self.clone(), pool.clone());
+        let name = format!("trash of {pool}");
+        drop(self.lanes.run(&name, "sweep", move || {
+            if let Err(error) = bin.sweep(&pool) {
+                tracing::warn!(
+                    error = chain(&error),
+                    "what is left in the trash stays there"
+                );
+            }
+        }));
+    }
+
+    /// Takes up again what is listed in a pool.
+    pub fn sweep(&self, pool: &IoCtx) -> Result<(), CephError> {
+        let mut after = String::new();
+        loop {
+            let page = match pool.omap_page(LIST, &after, "", PAGE) {
+                Err(error) if error.is_not_found() => return Ok(()),
+                page => page?,
+            };
+            for (id, name) in &page.entries {
+                self.add(
+                    pool,
+                    Discarded {
+                        id: id.clone(),
+                        name: name.clone(),
+                    },
+                );
+            }
+            match page.entries.last_key_value() {
+                Some((id, _)) if page.more => after.clone_from(id),
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    fn add(&self, pool: &IoCtx, image: Discarded) {
+        let cluster = pool.cluster().fsid().to_owned();
+        let begin = {
+            let mut queues = self.lock();
+            let queue = queues.entry(cluster.clone()).or_default();
+            if !queue.known.insert(key(pool, &image)) {
+                return;
+            }
+            queue.waiting.push_back((pool.clone(), image));
+            !std::mem::replace(&mut queue.worked_on, true)
+        };
+        if begin {
+            let bin = self.clone();
+            let name = format!("trash of {cluster}");
+            // It runs whether or not anybody waits for it.
+            drop(self.lanes.run(&name, "empty", move || bin.work(&cluster)));
+        }
+    }
+
+    /// Empties what is waiting, until nothing is.
+    fn work(&self, cluster: &str) {
+        let mut manager = None;
+        loop {
+            let next = {
+                let mut queues = self.lock();
+                let queue = queues.get_mut(cluster).expect("it was added to");
+                let next = queue.waiting.pop_front();
+                if next.is_none() {
+                    queues.remove(cluster);
+                }
+                next
+            };
+            let Some((pool, image)) = next else { return };
+            let manager = *manager.get_or_insert_with(|| has_manager(&pool));
+            if let Err(error) = empty(&pool, &image, manager) {
+                let (name, error) = (&image.name, chain(&error));
+                tracing::info!(image = name, error, "stays in the trash for now");
+            }
+            let mut queues = self.lock();
+            if let Some(queue) = queues.get_mut(cluster) {
+                queue.known.remove(&key(&pool, &image));
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Queue>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn key(pool: &IoCtx, image: &Discarded) -> (i64, String, String) {
+    (
+        pool.pool_id(),
+        pool.namespace().to_owned(),
+        image.id.clone(),
+    )
+}
+
+/// Removes an image, or sees to it that the manager will; then it is not listed
+/// any more.
+fn empty(pool: &IoCtx, image: &Discarded, manager: bool) -> Result<(), CephError> {
+    match trash::get(pool, &image.id) {
+        Ok(_) => {}
+        Err(error) if error.is_not_found() => {
+            // Gone; or it still has its name, as a delete has listed it and not
+            // yet moved it, or never did: its repeat will.
+            if pool.exists(&format!("rbd_id.{}", image.name))? {
+                return Ok(());
+            }
+            return pool.omap_remove(LIST, &[&image.id]);
+        }
+        Err(error) => return Err(error),
+    }
+    if !(manager && ask_manager(pool, &image.id)) {
+        remove(pool, &image.id)?;
+    }
+    pool.omap_remove(LIST, &[&image.id])
+}
+
+fn remove(pool: &IoCtx, id: &str) -> Result<(), CephError> {
+    drop_snapshots(pool, id)?;
+    match trash::remove(pool, id, true) {
+        Err(error) if !error.is_not_found() => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// An interrupted copy leaves its snapshot on its source, by which the source
+/// could never be removed. With the volume, it has lost its purpose.
+fn drop_snapshots(pool: &IoCtx, id: &str) -> Result<(), CephError> {
+    let image = Image::open_by_id(pool, id, Access::ReadOnly)?;
+    let left: Vec<_> = image
+        .snapshots()?
+        .into_iter()
+        .filter(|snapshot| snapshot.kind == SnapshotKind::User && is_temporary(&snapshot.name))
+        .collect();
+    drop(image);
+    if left.is_empty() {
+        return Ok(());
+    }
+    let image = Image::open_by_id(pool, id, Access::ReadWrite)?;
+    for snapshot in left {
+        match image.snapshot_remove(&snapshot.name) {
+            Err(error) if !error.is_not_found() => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Whether a snapshot has a name that copies give theirs: that of the image that
+/// is made of it, which ends in a uuid.
+fn is_temporary(name: &str) -> bool {
+    let image = name.strip_suffix("-temp").unwrap_or(name);
+    let uuid = image.len().checked_sub(36).and_then(|at| image.get(at..));
+    uuid.is_some_and(|uuid| uuid::Uuid::try_parse(uuid).is_ok())
+}
+
+/// Whether the cluster has a manager that works; else a command to it would wait
+/// for one.
+pub fn has_manager(pool: &IoCtx) -> bool {
+    let answer = pool
+        .cluster()
+        .mon_command(&json!({"prefix": "mgr stat", "format": "json"}));
+    let stat = answer
+        .ok()
+        .and_then(|text| serde_json::from_slice(&text).ok());
+    stat.is_some_and(|stat: serde_json::Value| stat["available"] == true)
+}
+
+/// Has the manager do a task; false where it does not take it.
+fn ask_manager(pool: &IoCtx, id: &str) -> bool {
+    let task = json!({
+        "prefix": "rbd task add trash remove",
+        "image_id_spec": format!("{pool}/{id}"),
+    });
+    let asked = pool.cluster().mgr_command(&task);
+    if let Err(error) = &asked {
+        tracing::debug!(error = chain(error), "the manager does not empty the trash");
+    }
+    asked.is_ok()
+}

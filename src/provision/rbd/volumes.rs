@@ -1,0 +1,190 @@
+//! Making, deleting, growing and changing volumes.
+
+use std::collections::HashMap;
+
+use super::{
+    super::{Ailment, Error, NewVolume, Published, Range, Usage, Volume, size::least},
+    class::Class,
+    copies::present,
+    create::Creation,
+    error::RbdError,
+    qos::{self, Limits},
+    size,
+    store::{Found, Store},
+};
+use crate::{
+    ceph::{
+        journal::Journal,
+        rbd::{Access, Image, Watcher},
+    },
+    secret::Secrets,
+};
+
+impl Store {
+    pub fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+        let class = Class::parse(&new.parameters)?;
+        let least = least(&Class::file_systems(&new.usages)?);
+        let link = self.link(&class.cluster_id, &new.secrets)?;
+        let creation = Creation::new(self, new, &class, &link, least)?;
+        creation.run()
+    }
+
+    /// Deletes what [`Store::find_volume`] has found.
+    pub fn delete_volume(&self, found: &Found) -> Result<(), Error> {
+        let temp = super::copies::temporary(&found.image);
+        match found.open(Access::ReadOnly) {
+            Ok(image) => refuse_if_used(found, &image)?,
+            // The delete was interrupted: the image is on its way out.
+            Err(RbdError::Lost { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        self.discard(found, &[temp, found.image.clone()])?;
+        forget(&self.volumes, found)
+    }
+
+    /// Moves those of these images to the trash that are there, and the one that
+    /// the journal knows by its id, where an earlier attempt has moved it.
+    pub(super) fn discard(&self, found: &Found, names: &[String]) -> Result<(), Error> {
+        let mut images = present(&found.pool, names).map_err(RbdError::from)?;
+        let known = images.iter().any(|image| image.id == found.image_id);
+        if !known && !found.image_id.is_empty() {
+            let (id, name) = (found.image_id.clone(), found.image.clone());
+            images.push(super::trash::Discarded { id, name });
+        }
+        Ok(self
+            .bin
+            .discard(&found.pool, &images)
+            .map_err(RbdError::from)?)
+    }
+
+    pub fn expand_volume(
+        &self,
+        handle: &str,
+        range: Range,
+        secrets: &Secrets,
+    ) -> Result<u64, Error> {
+        let found = self.volume(handle, secrets)?;
+        let image = found.open(Access::ReadOnly)?;
+        let before = image.size().map_err(RbdError::from)?;
+        if range.required <= before {
+            if range.holds(before) {
+                return Ok(before);
+            }
+            let why = format!("the volume has {before} bytes already, and none becomes smaller");
+            let field = "limit_bytes";
+            return Err(Error::Size { field, why });
+        }
+        let bytes = size::choose(range, before, before)?;
+        drop(image);
+        let image = found.open(Access::ReadWrite)?;
+        grow(&image, bytes)?;
+        Ok(bytes)
+    }
+
+    pub fn modify_volume(
+        &self,
+        handle: &str,
+        mutable: &HashMap<String, String>,
+        secrets: &Secrets,
+    ) -> Result<(), Error> {
+        let notes = qos::modified(mutable)?;
+        let image = self.volume(handle, secrets)?.open(Access::ReadWrite)?;
+        Ok(note(&image, &notes)?)
+    }
+
+    pub fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+        let found = self.volume(handle, &Secrets::default())?;
+        let image = found.open(Access::ReadOnly)?;
+        let bytes = image.size().map_err(RbdError::from)?;
+        Ok(Published {
+            volume: found.volume(bytes),
+            // Who has it mapped is known by address, not by node.
+            nodes: Vec::new(),
+        })
+    }
+
+    pub fn check_usages(
+        &self,
+        handle: &str,
+        usages: &[Usage],
+        parameters: &HashMap<String, String>,
+        secrets: &Secrets,
+    ) -> Result<Option<String>, Error> {
+        let found = self.volume(handle, secrets)?;
+        found.open(Access::ReadOnly)?;
+        if let Err(error) = Class::file_systems(usages) {
+            return Ok(Some(error.to_string()));
+        }
+        if parameters.is_empty() {
+            return Ok(None);
+        }
+        Ok(match Class::parse(parameters) {
+            Ok(class) if class.cluster_id == found.link.config.cluster_id => None,
+            Ok(class) => Some(format!(
+                "the volume is not in cluster {:?}",
+                class.cluster_id
+            )),
+            Err(error) => Some(error.to_string()),
+        })
+    }
+
+    pub fn volume_ailment(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<Option<Ailment>, Error> {
+        match self.volume(handle, secrets)?.open(Access::ReadOnly) {
+            Ok(_) => Ok(None),
+            Err(error @ RbdError::Lost { .. }) => Ok(Some(Ailment {
+                reason: "ImageMissing",
+                message: error.to_string(),
+            })),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Takes what is deleted out of the journal.
+pub fn forget(journal: &Journal, found: &Found) -> Result<(), Error> {
+    if let Some(recorded) = &found.recorded {
+        let (name, reserved) = (&recorded.entry.name, recorded.reserved);
+        journal
+            .forget(&recorded.journal, &found.pool, name, reserved)
+            .map_err(RbdError::from)?;
+    }
+    Ok(())
+}
+
+/// Grows an image, and its limits with it.
+pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
+    image.grow(bytes)?;
+    let limits = Limits::of_notes(&image.metadata_list()?);
+    let notes = limits.notes(bytes).into_iter();
+    let notes: Vec<_> = notes.map(|(key, value)| (key, Some(value))).collect();
+    note(image, &notes)
+}
+
+/// Writes notes on an image, and takes away those without a value.
+pub fn note(image: &Image, notes: &[(String, Option<String>)]) -> Result<(), RbdError> {
+    for (key, value) in notes {
+        match value {
+            Some(value) => image.metadata_set(key, value)?,
+            None => image.metadata_remove(key)?,
+        }
+    }
+    Ok(())
+}
+
+/// Refuses to delete what somebody has open.
+pub fn refuse_if_used(found: &Found, image: &Image) -> Result<(), RbdError> {
+    let watchers = image.watchers()?;
+    let others: Vec<_> = watchers.iter().filter(|watcher| !watcher.own).collect();
+    if others.is_empty() {
+        return Ok(());
+    }
+    let address = |watcher: &&Watcher| watcher.address.clone();
+    Err(RbdError::InUse {
+        image: format!("{}/{}", found.pool, found.image),
+        watchers: others.iter().map(address).collect::<Vec<_>>().join(", "),
+    })
+}
