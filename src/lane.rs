@@ -30,7 +30,7 @@ const IDLE: Duration = Duration::from_secs(10);
 
 /// Bytes of stack, of which only what is used takes memory. Ceph's libraries use
 /// some hundred KiB of their caller's.
-const STACK: usize = 2 << 20;
+pub const STACK: usize = 2 << 20;
 
 /// A job, boxed; it delivers its own result and does not unwind into the lane.
 type Work = Box<dyn FnOnce() + Send>;

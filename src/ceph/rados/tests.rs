@@ -174,7 +174,7 @@ fn a_lanes_stack_is_enough() {
     let Some(test) = TestCluster::shared() else {
         return;
     };
-    let small = thread::Builder::new().stack_size(256 * 1024);
+    let small = thread::Builder::new().stack_size(crate::lane::STACK);
     let thread = small.spawn(move || {
         let cluster = connect(&test);
         let io = cluster.ioctx(&test.pool, "").unwrap();
