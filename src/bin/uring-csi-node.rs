@@ -5,12 +5,14 @@ use std::{
     path::PathBuf,
     process::ExitCode,
     rc::Rc,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use clap::Parser;
 use tonic::service::Routes;
 use uring_csi::{
+    ceph::{config::Clusters, connections::Connections, encryption::KmsConfig, rados::Timeouts},
     chain, config,
     csi::{
         admin::AdminService,
@@ -19,7 +21,7 @@ use uring_csi::{
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
-    device::{Backends, Exports, Images, Notes, nbd},
+    device::{Backends, CephImages, Exports, Images, Notes, nbd, rbd},
     kernel::privileges,
     lane::Lanes,
     mount::{path::Roots, table},
@@ -102,6 +104,21 @@ struct Options {
         value_name = "NAME=DIR"
     )]
     pool: Vec<PoolSpec>,
+    /// The Ceph clusters: ceph-csi's config.json.
+    #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]
+    ceph_config: Option<PathBuf>,
+    /// ceph-csi's configuration of key management systems.
+    #[arg(
+        long,
+        env = "URING_CSI_KMS_CONFIG",
+        default_value = "/etc/ceph-csi-encryption-kms-config/config.json",
+        value_name = "FILE"
+    )]
+    kms_config: PathBuf,
+    /// Where this node is in the CRUSH map, e.g. zone:a|rack:b; reads go to the
+    /// nearest copy where the cluster's configuration has readAffinity.
+    #[arg(long, env = "URING_CSI_CRUSH_LOCATION", value_name = "TYPE:NAME|…")]
+    crush_location: Option<String>,
     /// At most so many volumes at a time on this node; 0 leaves it to the orchestrator.
     #[arg(long, env = "URING_CSI_MAX_VOLUMES", default_value_t = 0, value_parser = clap::value_parser!(i64).range(0..), value_name = "N")]
     max_volumes: i64,
@@ -194,6 +211,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     roots.extend(options.allow_path.iter().cloned());
     let pools = Pools::new(options.pool.into_iter().map(|pool| pool.or(Scope::Local)))?;
     let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
+    let notes = Notes::open(options.run_dir.join("mkfs"))?;
     let backends = Backends {
         images: Images {
             pools,
@@ -202,7 +220,17 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         },
         exports: Exports {
             links: nbd::Links::new(&options.driver_name),
-            notes: Notes::open(options.run_dir.join("mkfs"))?,
+            notes: notes.clone(),
+        },
+        ceph: CephImages {
+            clusters: options
+                .ceph_config
+                .map(|path| Arc::new(Clusters::new(path))),
+            kms: KmsConfig::new(&options.kms_config),
+            connections: Connections::new(Timeouts::default())?,
+            mapper: rbd::Mapper::open(options.run_dir.join("map"))?,
+            location: options.crush_location,
+            notes,
         },
     };
     let node = Node::open(

@@ -12,7 +12,7 @@
 //! handle is another, is sealed anew.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fs, io,
     path::{Path, PathBuf},
 };
@@ -37,9 +37,12 @@ pub const PREPARED: &str = "encryptionPrepared";
 /// It has been encrypted.
 pub const ENCRYPTED: &str = "encrypted";
 
-/// Older releases put a dot before each key.
-pub fn older(key: &str) -> String {
-    format!(".{key}")
+/// What an image's metadata say under a key. Older releases put a dot before it.
+pub fn noted<'a>(metadata: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str> {
+    let found = metadata
+        .get(key)
+        .or_else(|| metadata.get(&format!(".{key}")))?;
+    Some(found.trim()).filter(|value| !value.is_empty())
 }
 
 /// The id of the key management system that needs no configuration.
@@ -292,5 +295,14 @@ mod tests {
             assert!(matches!(refused, EncryptionError::Unsupported { .. }));
             assert!(refused.to_string().contains(id), "{refused}");
         }
+    }
+
+    #[test]
+    fn the_older_note_counts_too() {
+        let note = |key: &str| BTreeMap::from([(key.to_owned(), " encrypted\n".to_owned())]);
+        for key in ["rbd.csi.ceph.com/encrypted", ".rbd.csi.ceph.com/encrypted"] {
+            assert_eq!(noted(&note(key), STATE_KEY), Some("encrypted"));
+        }
+        assert_eq!(noted(&note("other"), STATE_KEY), None);
     }
 }

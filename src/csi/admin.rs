@@ -59,8 +59,8 @@ impl AdminService {
             .fs_type
             .parse()
             .map_err(|error| validate::invalid("fs_type", error))?;
-        let source =
-            Source::parse(&request.volume_context).map_err(|e| Status::from(&Error::from(e)))?;
+        let source = Source::parse(&request.volume_context, &request.volume_id)
+            .map_err(|e| Status::from(&Error::from(e)))?;
         let (id, call) = (request.volume_id, Call::Format(Format { source, fs }));
         match self
             .heart

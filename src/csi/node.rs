@@ -95,7 +95,7 @@ impl NodeService {
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         refuse_unsafe(&capability)?;
         let parsed = self.parse(&capability, &request.volume_context)?;
-        let source = Source::parse(&request.volume_context)
+        let source = Source::parse(&request.volume_context, &request.volume_id)
             .map_err(|error| Status::from(&Error::from(error)))?;
         let stage = Stage {
             source,

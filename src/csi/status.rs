@@ -15,7 +15,7 @@ use crate::chain;
 use crate::provision;
 #[cfg(feature = "node")]
 use crate::{
-    device::{DeviceError, loopdev::LoopError},
+    device::{CephImageError, DeviceError, loopdev::LoopError},
     fs::fsck::FsckError,
     mount, pool, volume,
 };
@@ -110,6 +110,7 @@ fn of_device(error: &DeviceError) -> Code {
         DeviceError::Busy { .. } => Code::Aborted,
         DeviceError::Nbd(error) if error.is_no_export() => Code::NotFound,
         DeviceError::Nbd(error) if error.is_final() => Code::FailedPrecondition,
+        DeviceError::Ceph(error) => of_ceph(error),
         DeviceError::Claim(_)
         | DeviceError::Loop(_)
         | DeviceError::Nbd(_)
@@ -120,6 +121,19 @@ fn of_device(error: &DeviceError) -> Code {
             }
             _ => Code::Unavailable,
         },
+    }
+}
+
+#[cfg(feature = "node")]
+fn of_ceph(error: &CephImageError) -> Code {
+    use crate::{ceph::config::ConfigError, device::rbd::RbdError};
+    match error {
+        CephImageError::Config(ConfigError::Unknown { .. }) => Code::InvalidArgument,
+        CephImageError::Rbd(RbdError::UnderWay) => Code::Aborted,
+        error if error.is_authentication() => Code::Unauthenticated,
+        error if error.is_missing() => Code::NotFound,
+        error if error.is_final() => Code::FailedPrecondition,
+        _ => Code::Unavailable,
     }
 }
 

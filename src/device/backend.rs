@@ -9,13 +9,14 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Source,
+    ceph::CephImages,
     error::DeviceError,
     exports::Exports,
     holders, image,
     images::{BoundImage, Images},
-    loopdev::{Detached, FileId, LoopError},
+    loopdev::{Detached, FileId},
     luks,
-    nbd::NbdError,
+    rbd::Identity,
 };
 use crate::{
     Done,
@@ -50,6 +51,8 @@ pub enum Behind {
     Image(FileId),
     /// An NBD export, which the device's backend identifier names.
     Export(Export),
+    /// A Ceph image, by the cluster's own ids.
+    Rbd(Identity),
 }
 
 /// What is wrong with a device.
@@ -136,6 +139,8 @@ pub struct Backends {
     pub images: Images,
     /// NBD exports.
     pub exports: Exports,
+    /// Images of Ceph clusters.
+    pub ceph: CephImages,
 }
 
 impl Backends {
@@ -144,6 +149,7 @@ impl Backends {
         match source {
             Source::Loop(image) => Box::new(self.images.bind(image)),
             Source::Nbd(export) => Box::new(self.exports.bind(export)),
+            Source::Rbd(image) => Box::new(self.ceph.bind(image)),
         }
     }
 
@@ -172,23 +178,40 @@ impl Backends {
     /// The device of a volume that has no record: what this node claimed
     /// or attached for it, where that is attached.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
-        match self.exports.find(volume_id)? {
+        if let Some(found) = self.exports.find(volume_id)? {
+            return Ok(Some(found));
+        }
+        match self.ceph.find(volume_id)? {
             None => self.images.find(volume_id),
             found => Ok(found),
         }
     }
 
     /// The source of a mounted device that has no record: what stands behind
-    /// it, where that is ours.
-    pub fn find_behind(&self, node: &Path) -> Result<Option<Found>, DeviceError> {
+    /// it, where that is ours, or of a driver before us.
+    pub fn find_behind(&self, node: &Path, volume_id: &str) -> Result<Option<Found>, DeviceError> {
         let name = node.file_name().map(|name| name.to_string_lossy());
-        let Some(dev) = name.and_then(|name| block::dev_of(&name).ok()) else {
+        let by_name = name.and_then(|name| block::dev_of(&name).ok());
+        // A mapping has a name of the device mapper's.
+        let Some(dev) = by_name.or_else(|| block::dev_behind(node).ok()) else {
             return Ok(None);
         };
-        match self.exports.find_behind(dev)? {
+        if let Some(found) = self.exports.find_behind(dev)? {
+            return Ok(Some(found));
+        }
+        match self.ceph.find_behind(dev, volume_id)? {
             None => self.images.find_behind(node, dev),
             found => Ok(found),
         }
+    }
+
+    /// What another driver has left a note of at the staging path.
+    pub fn find_noted(
+        &self,
+        note: &[u8],
+        volume_id: &str,
+    ) -> Result<(Source, Option<Device>), DeviceError> {
+        self.ceph.find_noted(note, volume_id)
     }
 
     /// The device of a source that this node has for the volume, where it is
@@ -215,7 +238,7 @@ impl Backends {
         }
         let bound = self.bind(source);
         match bound.detach(device) {
-            Err(error) if is_busy(&error) => Err(DeviceError::Busy {
+            Err(error) if error.is_busy() => Err(DeviceError::Busy {
                 device: device.node.clone(),
                 holders: holders::holders(device.dev),
             }),
@@ -240,13 +263,5 @@ impl Backends {
             unreachable!("an inline volume is an image of a pool");
         };
         self.images.bind(image)
-    }
-}
-
-fn is_busy(error: &DeviceError) -> bool {
-    match error {
-        DeviceError::Loop(error) => matches!(error, LoopError::Busy { .. }),
-        DeviceError::Nbd(error) => matches!(**error, NbdError::Busy { .. }),
-        _ => false,
     }
 }

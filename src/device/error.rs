@@ -2,7 +2,9 @@
 
 use std::{io, path::PathBuf};
 
-use super::{holders::Holder, loopdev::LoopError, nbd::NbdError};
+use super::{
+    ceph::CephImageError, holders::Holder, loopdev::LoopError, nbd::NbdError, rbd::RbdError,
+};
 use crate::pool::{PoolError, claim::ClaimError};
 
 /// Why a source is no device, or a device does not go.
@@ -20,6 +22,9 @@ pub enum DeviceError {
     /// The NBD driver, or the server.
     #[error(transparent)]
     Nbd(Box<NbdError>),
+    /// The Ceph cluster, the RBD driver, or the encryption over it.
+    #[error(transparent)]
+    Ceph(Box<CephImageError>),
     /// The image is attached already, but not as it is needed.
     #[error(
         "image {image} is attached as {device} {how}, which this volume did not do; detach it first (losetup -d {device})"
@@ -71,7 +76,29 @@ pub enum DeviceError {
 impl DeviceError {
     /// Whether a server refused the secrets that it was given.
     pub fn is_authentication(&self) -> bool {
-        false
+        matches!(self, Self::Ceph(error) if error.is_authentication())
+    }
+
+    /// Whether somebody uses the device.
+    pub fn is_busy(&self) -> bool {
+        match self {
+            Self::Loop(error) => matches!(error, LoopError::Busy { .. }),
+            Self::Nbd(error) => matches!(**error, NbdError::Busy { .. }),
+            Self::Ceph(error) => error.is_busy(),
+            _ => false,
+        }
+    }
+}
+
+impl From<CephImageError> for DeviceError {
+    fn from(error: CephImageError) -> Self {
+        Self::Ceph(Box::new(error))
+    }
+}
+
+impl From<RbdError> for DeviceError {
+    fn from(error: RbdError) -> Self {
+        CephImageError::from(error).into()
     }
 }
 

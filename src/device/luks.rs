@@ -17,7 +17,7 @@ use std::{
     fs::{self, File},
     io,
     os::unix::fs::FileExt as _,
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use rustix::{fs::OFlags, io::Errno};
@@ -101,7 +101,8 @@ pub enum LuksError {
     },
 }
 
-fn io_error<W: Into<String>>(what: W) -> impl FnOnce(io::Error) -> LuksError {
+/// Turns the kernel's answer into an error that says what was tried.
+pub fn failed<W: Into<String>>(what: W) -> impl FnOnce(io::Error) -> LuksError {
     let what = what.into();
     move |source| LuksError::Io { what, source }
 }
@@ -118,6 +119,8 @@ pub enum Holds {
     Nothing,
     /// A LUKS header.
     Luks,
+    /// Something at that byte that is of no known format.
+    Unknown(u64),
 }
 
 /// Looks at a device that nobody else uses.
@@ -141,13 +144,13 @@ pub fn look(under: &Node) -> Result<Holds, LuksError> {
         let blocks: io::Result<Vec<_>> = probe::regions(size).into_iter().map(read).collect();
         Ok(probe::classify(size, &blocks?))
     });
-    let content = read.map_err(io_error(format!("read {}", under.path.display())))?;
+    let content = read.map_err(failed(format!("read {}", under.path.display())))?;
     let what = match content {
         Content::Blank => return Ok(Holds::Nothing),
         Content::Foreign { what } if what == probe::LUKS => return Ok(Holds::Luks),
         Content::Foreign { what } => what.to_owned(),
         Content::Fs(info) => format!("{} with data", info.fs.as_str()),
-        Content::Unknown { offset } => format!("unknown data at byte {offset}"),
+        Content::Unknown { offset } => return Ok(Holds::Unknown(offset)),
     };
     Err(LuksError::Foreign {
         node: under.path.clone(),
@@ -167,7 +170,7 @@ pub fn format(under: &Node, passphrase: &Secret) -> Result<(), LuksError> {
         "--key-file=-",
         &node,
     ];
-    cryptsetup("luksFormat", &args, &node, Some(passphrase))
+    cryptsetup("luksFormat", &args, &node, Some(passphrase)).map(drop)
 }
 
 /// Opens the device under that name, or finds it open.
@@ -177,7 +180,7 @@ pub fn open(
     passphrase: &Secret,
     read_only: bool,
 ) -> Result<(Node, Done), LuksError> {
-    let found = || find(name).map_err(io_error("list the device mapper's devices"));
+    let found = || find(name).map_err(failed("list the device mapper's devices"));
     let node = under.path.to_string_lossy();
     let done = match found()? {
         Some(mapping) if mapping.under == under.dev => Done::Already,
@@ -207,18 +210,18 @@ pub fn open(
     };
     let mapping = found()?.ok_or_else(|| io::Error::other("it is not there after it was opened"));
     let over = mapping.and_then(|mapping| Node::of(mapping.over));
-    let over = over.map_err(io_error(format!("find the mapping {name}")))?;
+    let over = over.map_err(failed(format!("find the mapping {name}")))?;
     Ok((over, done))
 }
 
 /// Closes the mapping. One that is not there is closed.
 pub fn close(name: &str) -> Result<Done, LuksError> {
-    let found = find(name).map_err(io_error("list the device mapper's devices"))?;
+    let found = find(name).map_err(failed("list the device mapper's devices"))?;
     if found.is_none() {
         return Ok(Done::Already);
     }
     match cryptsetup("luksClose", &[name], name, None) {
-        Ok(()) => Ok(Done::Now),
+        Ok(_) => Ok(Done::Now),
         Err(LuksError::Failed { status, .. }) if status.code() == Some(IN_USE) => {
             Err(LuksError::Busy {
                 name: name.to_owned(),
@@ -235,12 +238,26 @@ pub fn resize(name: &str) -> Result<u64, LuksError> {
         Some(mapping) => sysfs::size_bytes(mapping.over),
         None => Err(io::ErrorKind::NotFound.into()),
     });
-    size.map_err(io_error(format!("read the size of the mapping {name}")))
+    size.map_err(failed(format!("read the size of the mapping {name}")))
+}
+
+/// Whether the LUKS header has a key: one without is of a format that was
+/// interrupted.
+pub fn has_key(under: &Node) -> Result<bool, LuksError> {
+    let node = under.path.to_string_lossy();
+    let dump = cryptsetup("luksDump", &["--dump-json-metadata", &node], &node, None)?;
+    let dump: serde_json::Value = serde_json::from_slice(&dump)
+        .map_err(|error| failed(format!("read the LUKS header of {node}"))(error.into()))?;
+    Ok(dump["keyslots"]
+        .as_object()
+        .is_none_or(|slots| !slots.is_empty()))
 }
 
 /// A mapping and what it is over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
+    /// Its name.
+    pub name: String,
     /// The mapping's device.
     pub over: Dev,
     /// The encrypted one.
@@ -249,26 +266,55 @@ pub struct Mapping {
 
 /// The mapping of that name, by sysfs: never waits for a device.
 pub fn find(name: &str) -> io::Result<Option<Mapping>> {
-    for entry in fs::read_dir("/sys/block")? {
-        let path = entry?.path();
-        // Not of the device mapper, or just going.
-        let Ok(found) = fs::read_to_string(path.join("dm/name")) else {
-            continue;
-        };
-        if found.trim_end() == name {
-            let number = |path: PathBuf| {
-                let text = fs::read_to_string(path.join("dev"))?;
-                text.parse().map_err(io::Error::other)
-            };
-            let below = fs::read_dir(path.join("slaves"))?.next();
-            let below = below.ok_or_else(|| io::Error::other("a mapping over nothing"))??;
-            return Ok(Some(Mapping {
-                over: number(path)?,
-                under: number(below.path())?,
-            }));
-        }
+    let mut mappings = mappings(Path::new("/sys/block"))?;
+    mappings.retain(|mapping| mapping.name == name);
+    Ok(mappings.pop())
+}
+
+/// What the device is a mapping of, where it is one.
+pub fn mapping_of(dev: Dev) -> Option<Mapping> {
+    read(&PathBuf::from(format!("/sys/dev/block/{dev}"))).ok()?
+}
+
+/// The mapping that is open over the device.
+pub fn over(dev: Dev) -> io::Result<Option<Node>> {
+    let mut mappings = mappings(Path::new(&format!("/sys/dev/block/{dev}/holders")))?;
+    mappings
+        .pop()
+        .map(|mapping| Node::of(mapping.over))
+        .transpose()
+}
+
+/// The mappings among the devices that sysfs lists in a directory.
+fn mappings(directory: &Path) -> io::Result<Vec<Mapping>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        found.extend(read(&entry?.path())?);
     }
-    Ok(None)
+    Ok(found)
+}
+
+/// Reads a device's directory of sysfs (Documentation/ABI/testing/sysfs-block-dm).
+/// None where it is of no mapping, or just going.
+fn read(device: &Path) -> io::Result<Option<Mapping>> {
+    let text = |name: &str| fs::read_to_string(device.join(name));
+    let (Ok(uuid), Ok(name)) = (text("dm/uuid"), text("dm/name")) else {
+        return Ok(None);
+    };
+    if !uuid.starts_with("CRYPT-LUKS") {
+        return Ok(None);
+    }
+    let number = |path: &Path| {
+        let text = fs::read_to_string(path.join("dev"))?;
+        text.parse().map_err(io::Error::other)
+    };
+    let below = fs::read_dir(device.join("slaves"))?.next();
+    let below = below.ok_or_else(|| io::Error::other("a mapping over nothing"))??;
+    Ok(Some(Mapping {
+        name: name.trim_end().to_owned(),
+        over: number(device)?,
+        under: number(&below.path())?,
+    }))
 }
 
 /// cryptsetup(8): wrong passphrase.
@@ -281,12 +327,12 @@ fn cryptsetup(
     args: &[&str],
     what: &str,
     passphrase: Option<&Secret>,
-) -> Result<(), LuksError> {
+) -> Result<Vec<u8>, LuksError> {
     let args: Vec<_> = std::iter::once(&action).chain(args).collect();
     let input = passphrase.map_or(&b""[..], |passphrase| passphrase.reveal().as_bytes());
-    let output = exec::run("cryptsetup", &args, input).map_err(io_error("run cryptsetup"))?;
+    let output = exec::run("cryptsetup", &args, input).map_err(failed("run cryptsetup"))?;
     if output.status.success() {
-        return Ok(());
+        return Ok(output.stdout);
     }
     Err(LuksError::Failed {
         action,

@@ -6,6 +6,7 @@
 //! hang with the device and runs on a lane.
 
 mod backend;
+mod ceph;
 mod context;
 mod error;
 mod exports;
@@ -26,6 +27,7 @@ pub mod sysfs;
 pub(crate) mod scratch;
 
 pub use backend::{Ailment, Backends, Behind, Bound, Device, How};
+pub use ceph::{CephImageError, CephImages, CephSource, NOTE};
 pub use context::SourceError;
 pub use error::DeviceError;
 pub use exports::{ExportSource, Exports};

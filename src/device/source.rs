@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Device,
+    ceph::{CephSource, NOTE},
     context::{Context, SourceError},
     exports::ExportSource,
     images::ImageSource,
@@ -21,6 +22,8 @@ pub enum Source {
     Loop(ImageSource),
     /// An export of an NBD server, attached by the kernel's NBD driver.
     Nbd(ExportSource),
+    /// An image of a Ceph cluster, attached by the kernel's RBD driver.
+    Rbd(CephSource),
 }
 
 /// A file at the staging path by which a volume is unstaged without a record of
@@ -38,21 +41,30 @@ impl fmt::Display for Source {
         match self {
             Self::Loop(image) => image.fmt(f),
             Self::Nbd(export) => export.fmt(f),
+            Self::Rbd(image) => image.fmt(f),
         }
     }
 }
 
 impl Source {
     /// Reads the key `backend`, and the keys of that backend:
-    /// [`ImageSource::parse`], [`ExportSource::parse`].
-    pub fn parse(context: &HashMap<String, String>) -> Result<Self, SourceError> {
+    /// [`ImageSource::parse`], [`ExportSource::parse`], [`CephSource::parse`].
+    /// ceph-csi's volumes have a `clusterID` and no such key.
+    pub fn parse(context: &HashMap<String, String>, volume_id: &str) -> Result<Self, SourceError> {
         let context = Context(context);
-        match context.need("backend")? {
-            "loop" => ImageSource::parse(context).map(Self::Loop),
-            "nbd" => ExportSource::parse(context).map(Self::Nbd),
-            other => Err(SourceError {
+        let is_ceph = context.get("clusterID").is_some();
+        match context.get("backend") {
+            Some("loop") => ImageSource::parse(context).map(Self::Loop),
+            Some("nbd") => ExportSource::parse(context).map(Self::Nbd),
+            Some("rbd") => CephSource::parse(context, volume_id).map(Self::Rbd),
+            None if is_ceph => CephSource::parse(context, volume_id).map(Self::Rbd),
+            None => Err(SourceError {
                 key: "backend",
-                why: format!("{other:?} is unknown; this node has: loop, nbd"),
+                why: "is required, or clusterID".to_owned(),
+            }),
+            Some(other) => Err(SourceError {
+                key: "backend",
+                why: format!("{other:?} is unknown; this node has: loop, nbd, rbd"),
             }),
         }
     }
@@ -73,6 +85,7 @@ impl Source {
         match self {
             Self::Loop(image) => image.is_behind(dev),
             Self::Nbd(export) => export.is_behind(dev),
+            Self::Rbd(image) => image.is_behind(dev),
         }
     }
 
@@ -81,6 +94,7 @@ impl Source {
         match (self, other) {
             (Self::Loop(one), Self::Loop(other)) => one.is_same(other),
             (Self::Nbd(one), Self::Nbd(other)) => one.is_same(other),
+            (Self::Rbd(one), Self::Rbd(other)) => one.is_same(other),
             _ => false,
         }
     }
@@ -90,13 +104,23 @@ impl Source {
     pub fn is_staged_below(&self) -> bool {
         match self {
             Self::Loop(_) | Self::Nbd(_) => false,
+            Self::Rbd(_) => true,
         }
     }
 
     /// What another driver has to know to unstage the volume.
-    pub fn note(&self, _device: &Device) -> Option<Note> {
+    pub fn note(&self, device: &Device) -> Option<Note> {
         match self {
             Self::Loop(_) | Self::Nbd(_) => None,
+            Self::Rbd(image) => Some(image.note(device)),
+        }
+    }
+
+    /// The name of the note beside its mount, where it has one.
+    pub fn note_name(&self) -> Option<&'static str> {
+        match self {
+            Self::Loop(_) | Self::Nbd(_) => None,
+            Self::Rbd(_) => Some(NOTE),
         }
     }
 
@@ -105,6 +129,7 @@ impl Source {
         match self {
             Self::Loop(_) => "loop",
             Self::Nbd(_) => "nbd",
+            Self::Rbd(_) => "rbd",
         }
     }
 }
@@ -122,7 +147,7 @@ mod tests {
     #[test]
     fn a_loop_source_is_a_pool_and_an_image() {
         let base = [("backend", "loop"), ("pool", "p"), ("image", "i.img")];
-        let parsed = Source::parse(&context(&base)).unwrap();
+        let parsed = Source::parse(&context(&base), "v").unwrap();
         assert_eq!(parsed, Source::image("p", "i.img"));
         for (key, value) in [
             ("backend", "tape"),
@@ -135,19 +160,19 @@ mod tests {
         ] {
             let mut bad = context(&base);
             bad.insert(key.to_owned(), value.to_owned());
-            let message = Source::parse(&bad).unwrap_err().to_string();
+            let message = Source::parse(&bad, "v").unwrap_err().to_string();
             assert!(message.contains(key), "{message}");
         }
     }
 
     #[test]
     fn an_nbd_source_is_an_address() {
-        let by_uri = |uri| Source::parse(&context(&[("backend", "nbd"), ("uri", uri)]));
+        let by_uri = |uri| Source::parse(&context(&[("backend", "nbd"), ("uri", uri)]), "v");
         let host = [("backend", "nbd"), ("host", "h"), ("export", "a b")];
-        let by_host = Source::parse(&context(&host)).unwrap();
+        let by_host = Source::parse(&context(&host), "v").unwrap();
         assert_eq!(by_host, by_uri("nbd://H/a%20b").unwrap());
         let socket = [("backend", "nbd"), ("socket", "/s"), ("connections", "1")];
-        let by_socket = Source::parse(&context(&socket)).unwrap();
+        let by_socket = Source::parse(&context(&socket), "v").unwrap();
         assert!(by_socket.is_same(&by_uri("nbd+unix:///?socket=/s").unwrap()));
         assert_ne!(by_socket, by_uri("nbd+unix:///?socket=/s").unwrap());
         let json = serde_json::to_string(&by_host).unwrap();
@@ -164,7 +189,7 @@ mod tests {
         ] {
             let mut bad = context(&host);
             bad.insert(key.to_owned(), value.to_owned());
-            let message = Source::parse(&bad).unwrap_err().to_string();
+            let message = Source::parse(&bad, "v").unwrap_err().to_string();
             assert!(message.contains(key), "{message}");
         }
         let message = by_uri("nbds://h/x").unwrap_err().to_string();

@@ -3,7 +3,10 @@
 
 use std::{
     fs, io,
-    os::fd::{AsFd, OwnedFd},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::{FileTypeExt as _, MetadataExt as _},
+    },
     path::{Path, PathBuf},
 };
 
@@ -54,6 +57,17 @@ pub fn dev_of(name: &str) -> io::Result<Dev> {
 pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
     // sysfs writes a slash within a name as an exclamation mark (cciss!c0d0).
     Ok(Path::new("/dev").join(name_of(dev)?.replace('!', "/")))
+}
+
+/// The device behind a node, or behind a name that leads to one. The node is not
+/// opened.
+pub fn dev_behind(node: &Path) -> io::Result<Dev> {
+    let metadata = fs::metadata(node)?;
+    if metadata.file_type().is_block_device() {
+        Ok(Dev::from_raw(metadata.rdev()))
+    } else {
+        Err(io::ErrorKind::NotFound.into())
+    }
 }
 
 /// Opens a node after which nothing but the device `dev` can be behind the

@@ -79,7 +79,9 @@ pub async fn expand(
     if let Use::Mount { .. } = record.usage {
         let place = node.staging(&record.mount_point())?;
         let fs = record.fs.unwrap_or(FsType::Ext4);
-        let grown = stage::grow_mounted(node, volume, &place, fs, size, progress).await?;
+        // An encryption layer takes some of the source's size.
+        let clear = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+        let grown = stage::grow_mounted(node, volume, &place, fs, clear, progress).await?;
         tracing::info!(
             volume_id = volume.id,
             before = grown.before,

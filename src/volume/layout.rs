@@ -18,7 +18,10 @@ use super::{
     task::{Progress, Volume},
     unstage::absent_is_none,
 };
-use crate::{device::Source, mount::path::Place};
+use crate::{
+    device::{NOTE, Source},
+    mount::path::Place,
+};
 
 /// Where a volume of this source is mounted that is staged at the path.
 pub fn mount_point(source: &Source, staging_path: &Path, volume_id: &str) -> PathBuf {
@@ -76,6 +79,14 @@ pub async fn write_note(
     .map_err(at_staging)
 }
 
+/// The note that is at the staging path, whoever left it.
+pub fn read_note(node: &Node, staging_path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    let Some(place) = absent_is_none(node.staging(&staging_path.join(NOTE)))? else {
+        return Ok(None);
+    };
+    place.read().map_err(at_staging)
+}
+
 /// Removes what was made below the staging path: what the volume was mounted on,
 /// and the note of it.
 pub fn clear(node: &Node, volume: &Volume, record: &Record) -> Result<(), Error> {
@@ -83,11 +94,8 @@ pub fn clear(node: &Node, volume: &Volume, record: &Record) -> Result<(), Error>
         let removed = place.remove().map_err(at_staging)?;
         already(volume, "remove the mount point", removed);
     }
-    if let Some(note) = record
-        .device
-        .as_ref()
-        .and_then(|device| record.source.note(device))
-        && let Some(place) = absent_is_none(node.staging(&record.staging_path.join(note.name)))?
+    if let Some(name) = record.source.note_name()
+        && let Some(place) = absent_is_none(node.staging(&record.staging_path.join(name)))?
     {
         let removed = place.unlink().map_err(at_staging)?;
         already(volume, "remove the note", removed);

@@ -167,7 +167,7 @@ fn publish_options(
             let options = options.for_publish();
             let unknown: Vec<_> = options
                 .fs_options()
-                .filter(|option| !staged.has(option))
+                .filter(|option| !record.found && !staged.has(option))
                 .map(ToString::to_string)
                 .collect();
             if unknown.is_empty() {

@@ -70,7 +70,42 @@ pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
         volume.hold(Some(Held { record, targets }));
         delete_if_orphaned(node, &volume);
     }
+    take_over(node, &mounts).await;
     Ok(())
+}
+
+/// Takes up what another driver has staged: its pods go on, and kubelet stages
+/// nothing again that it knows to be staged.
+async fn take_over(node: &Rc<Node>, mounts: &[Entry]) {
+    for entry in mounts {
+        let is_device = Path::new(&entry.source).starts_with("/dev") || entry.fs_type == "devtmpfs";
+        let (Some(id), Some(staging_path)) = (
+            entry.mount_point.file_name().and_then(|name| name.to_str()),
+            entry.mount_point.parent(),
+        ) else {
+            continue;
+        };
+        let is_dir = |path: &Path| {
+            let place = node.staging(path).ok();
+            place.is_some_and(|place| matches!(place.look(), Ok(Look::Dir)))
+        };
+        if !is_device || node.known(id).is_some() || !is_dir(staging_path) {
+            continue;
+        }
+        if let Ok(Some(_)) = layout::read_note(node, staging_path) {
+            let volume = node.volume(id);
+            let progress = Progress::new(id, "take over");
+            if let Err(error) = rebuild(node, &volume, staging_path, &progress).await {
+                let error = chain(&error);
+                tracing::error!(
+                    volume_id = id,
+                    error,
+                    "another driver's volume is not taken up"
+                );
+            }
+            node.forget_if_empty(id);
+        }
+    }
 }
 
 /// Before anything can be staged, so that no claim goes that a call just made.
@@ -192,23 +227,35 @@ pub async fn rebuild(
             .find(|entry| mounted.is_some() && entry.mount_point == path)
             .map(|entry| PathBuf::from(&entry.source)),
     };
+    // What is mounted there may hang.
+    let left = match mounted {
+        None => layout::read_note(node, staging_path)?,
+        Some(_) => None,
+    };
     let found = node
-        .lane(volume, progress, "find", move || match behind {
-            Some(node) => backends.find_behind(&node),
-            None => backends.find(&id),
+        .lane(volume, progress, "find", move || {
+            let found = match &behind {
+                Some(node) => backends.find_behind(node, &id)?,
+                None => backends.find(&id)?,
+            };
+            match (found, behind, left) {
+                // It may be mapped, or nothing may be left of it but the note.
+                (None, None, Some(left)) => backends.find_noted(&left, &id).map(Some),
+                (found, ..) => Ok(found.map(|found| (found.source, Some(found.device)))),
+            }
         })
         .await
         .map_err(|error| volume.device(error))?;
     if let Some(other) = found
         .as_ref()
-        .and_then(|found| node.other_user(volume, &found.source))
+        .and_then(|(source, _)| node.other_user(volume, source))
     {
         return Err(volume.precondition(format!(
             "what is staged at {} is volume {other}",
             staging_path.display()
         )));
     }
-    let Some(found) = found else {
+    let Some((source, device)) = found else {
         return match mounted {
             None => Ok(None),
             Some(_) => Err(volume.precondition(format!(
@@ -221,7 +268,7 @@ pub async fn rebuild(
         volume_id: volume.id.clone(),
         boot_id: node.backends.boot_id().to_owned(),
         phase: Phase::Staged,
-        source: found.source,
+        source,
         staging_path: staging_path.to_owned(),
         usage: match mounted {
             Some(Mounted { rdev: None, .. }) => Use::Mount {
@@ -231,14 +278,17 @@ pub async fn rebuild(
             _ => Use::Block,
         },
         fs: None,
-        read_only: found.device.read_only,
+        read_only: device.as_ref().is_some_and(|device| device.read_only),
         mode: Mode::SingleNodeWriter,
         root_dev: mounted.map(|mounted| mounted.dev),
-        device: Some(found.device.clone()),
+        device,
         inline: None,
+        found: true,
     };
-    tracing::warn!(volume_id = volume.id, device = %found.device.node.display(), "found without a record, taken up");
-    let targets = targets(&mounts, &record, &found.device);
+    tracing::warn!(volume_id = volume.id, source = %record.source, "found without a record, taken up");
+    let targets = (record.device.as_ref())
+        .map(|device| targets(&mounts, &record, device))
+        .unwrap_or_default();
     volume.hold(Some(Held {
         record: record.clone(),
         targets,

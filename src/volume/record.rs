@@ -55,6 +55,9 @@ pub struct Record {
     pub root_dev: Option<Dev>,
     /// An inline ephemeral volume: the target that its image dies with.
     pub inline: Option<PathBuf>,
+    /// It was found staged without a record: how it was asked for is not known.
+    #[serde(default)]
+    pub found: bool,
 }
 
 /// How far staging has come.
@@ -108,6 +111,7 @@ impl Record {
                 .inline
                 .as_ref()
                 .map(|inline| inline.target_path.clone()),
+            found: false,
         }
     }
 
@@ -135,6 +139,16 @@ impl Record {
             && self.usage.serves(&spec.usage, self.fs)
             && self.read_only == spec.read_only
             && self.mode == spec.mode
+    }
+
+    /// Whether a volume that was found staged like this may have been staged by
+    /// such a call.
+    pub fn may_serve(&self, spec: &Stage) -> bool {
+        let same_kind = (self.usage == Use::Block) == (spec.usage == Use::Block);
+        self.source.is_same(&spec.source)
+            && self.staging_path == spec.staging_path
+            && same_kind
+            && self.read_only == spec.read_only
     }
 
     /// In words, for an error.

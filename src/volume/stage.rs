@@ -48,6 +48,8 @@ pub async fn stage(
     let place = layout::make_place(node, volume, spec)?;
     if let Some(record) = volume.record() {
         match record.phase {
+            // How it was asked for, this call says.
+            Phase::Staged if record.found && record.may_serve(spec) => {}
             Phase::Staged if !record.serves(spec) => {
                 return Err(Error::Incompatible {
                     volume: volume.id.clone(),
@@ -111,9 +113,9 @@ pub fn mounted_fs(
     };
     let opened = place.open().map_err(failed())?;
     let entry = table::covering(opened.as_fd()).map_err(failed())?;
-    let fs = (Path::new(&entry.source) == device.node)
-        .then(|| entry.fs_type.parse().ok())
-        .flatten();
+    // Others may have mounted it by another of its names.
+    let is_its = Path::new(&entry.source) == device.node || mounted.dev == device.dev;
+    let fs = is_its.then(|| entry.fs_type.parse().ok()).flatten();
     Ok(fs.map(|fs| (fs, mounted.dev)))
 }
 
@@ -152,6 +154,10 @@ async fn bring_up(
         }
         Err(cause) => cause,
     };
+    if node.live_target(volume).is_some() {
+        // Pods use it as it is.
+        return Err(cause);
+    }
     match unstage::tear_down(node, volume, &record, progress).await {
         Ok(()) => Err(cause),
         Err(undo) => Err(not_undone(cause, undo)),

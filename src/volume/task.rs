@@ -106,7 +106,8 @@ impl fmt::Display for UnderWay {
 }
 
 impl Progress {
-    fn new(volume: &str, call: &'static str) -> Self {
+    /// Before the first step.
+    pub fn new(volume: &str, call: &'static str) -> Self {
         Self {
             volume: volume.to_owned(),
             call,

@@ -108,6 +108,26 @@ fn a_mapping_over_another_device_is_not_taken_for_this() {
 fn what_is_on_a_device_is_not_taken_for_nothing() {
     let scratch = Scratch::new(4 * MIB);
     scratch.open().write_all_at(b"data", MIB).unwrap();
+    assert_eq!(look(&node(&scratch)).unwrap(), Holds::Unknown(MIB));
+    let under = node(&scratch);
+    let path = under.path.to_string_lossy();
+    let made = exec::run("mke2fs", &["-q", "-F", &path], b"").unwrap();
+    assert!(made.status.success());
     let refused = look(&node(&scratch)).unwrap_err();
     assert!(matches!(refused, LuksError::Foreign { .. }), "{refused}");
+}
+
+#[test]
+fn a_header_without_a_key_is_known() {
+    let Some(_) = Name::new("key") else {
+        return;
+    };
+    let scratch = Scratch::new(32 * MIB);
+    let under = node(&scratch);
+    format(&under, &secret("one")).unwrap();
+    assert!(has_key(&under).unwrap());
+    let path = under.path.to_string_lossy();
+    cryptsetup("luksErase", &["--batch-mode", &path], &path, None).unwrap();
+    assert_eq!(look(&under).unwrap(), Holds::Luks);
+    assert!(!has_key(&under).unwrap());
 }

@@ -96,12 +96,9 @@ pub enum RbdError {
     },
     /// An agent that was killed meanwhile is still mapping it.
     #[error(
-        "image {image}: an agent that was ended is still mapping it, which nothing can stop; what it maps is taken up by a later call"
+        "an agent that was ended is still mapping its image, which nothing can stop; what it maps is taken up by a later call"
     )]
-    UnderWay {
-        /// The image.
-        image: String,
-    },
+    UnderWay,
     /// The cluster refused the user.
     #[error(
         "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"

@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
 use super::{loopdev::Detached, sysfs};
 use crate::{
     Done,
-    ceph::{Credentials, monitor, rbd::Features},
+    ceph::{Credentials, monitor},
     digest,
     kernel::{Dev, busy, keys::ThreadKey},
 };
@@ -56,6 +56,7 @@ mod monitors;
 mod options;
 mod recognise;
 
+pub use crate::ceph::rbd::Features;
 pub use error::RbdError;
 pub use mapped::{Identity, Mapped, Mark};
 pub use monitors::Monitors;
@@ -185,7 +186,7 @@ impl Mapper {
                 supported,
             });
         }
-        let _lock = self.lock(image, wanted.volume_id)?;
+        let _lock = self.lock(wanted.volume_id)?;
         if let Some(device) = find(wanted)? {
             return Ok((device, Done::Already));
         }
@@ -204,12 +205,12 @@ impl Mapper {
     }
 
     /// Whether an agent that was killed is still mapping an image for the volume.
-    pub fn is_under_way(&self, image: &Image, volume_id: &str) -> Result<(), RbdError> {
-        self.lock(image, volume_id).map(drop)
+    pub fn is_under_way(&self, volume_id: &str) -> Result<(), RbdError> {
+        self.lock(volume_id).map(drop)
     }
 
     /// Locks out other agents for as long as the file is open.
-    fn lock(&self, image: &Image, volume_id: &str) -> Result<Lock, RbdError> {
+    fn lock(&self, volume_id: &str) -> Result<Lock, RbdError> {
         let path = self.dir.join(digest::hex(volume_id));
         let locked = || failed("lock", path.display().to_string());
         loop {
@@ -217,9 +218,7 @@ impl Mapper {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => {
-                    return Err(RbdError::UnderWay {
-                        image: image.to_string(),
-                    });
+                    return Err(RbdError::UnderWay);
                 }
                 Err(errno) => return Err(locked()(errno.into())),
             }

@@ -6,14 +6,14 @@
 //! it is the volume's own. A copy holds what its source holds, so it has the same
 //! passphrase, sealed anew under its own handle.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
 use super::{super::Error, class::bad, error::RbdError};
 use crate::{
     ceph::{
         encryption::{
             DEFAULT_KMS, EncryptionError, Kms, KmsConfig, PREPARED, SEALED_KEY, STATE_KEY,
-            generate, older, open, passphrase, seal,
+            generate, noted, open, passphrase, seal,
         },
         rbd::Image,
     },
@@ -111,12 +111,6 @@ impl Keeper<'_> {
     }
 }
 
-/// A note, under its present key or its older one.
-fn noted<'a>(notes: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str> {
-    let found = notes.get(key).or_else(|| notes.get(&older(key)))?;
-    Some(found.trim()).filter(|value| !value.is_empty())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -137,14 +131,5 @@ mod tests {
         assert_eq!(parse(&own).unwrap().unwrap().kms, "meta");
         let files = parse(&[("encrypted", "true"), ("encryptionType", "file")]);
         assert!(files.unwrap_err().to_string().contains("encryptionType"));
-    }
-
-    #[test]
-    fn the_older_note_counts_too() {
-        let note = |key: &str| BTreeMap::from([(key.to_owned(), " encrypted\n".to_owned())]);
-        for key in ["rbd.csi.ceph.com/encrypted", ".rbd.csi.ceph.com/encrypted"] {
-            assert_eq!(noted(&note(key), STATE_KEY), Some("encrypted"));
-        }
-        assert_eq!(noted(&note("other"), STATE_KEY), None);
     }
 }

@@ -1,0 +1,126 @@
+//! An encrypted image: formatted before its first use, opened at each.
+//!
+//! Formatted is only what is proven blank. A format takes seconds, and an agent
+//! may be killed meanwhile: then there is a note of this node's that one was
+//! under way, and on the device either scraps, or a header without a key, which
+//! nobody can have written anything through. Both are formatted again.
+
+use super::{
+    CephImages, Known,
+    error::CephImageError,
+    library::{self, Notes},
+};
+use crate::{
+    ceph::{
+        encryption::{self, ENCRYPTED, Kms, STATE_KEY},
+        rbd::{self, Access},
+    },
+    device::{
+        How,
+        luks::{self, Holds, LuksError},
+        rbd::RbdDevice,
+    },
+    secret::Secret,
+};
+
+/// Opens the mapped image, or finds it open.
+pub fn open(
+    images: &CephImages,
+    known: &Known<'_>,
+    kms: &str,
+    device: &RbdDevice,
+    how: &How,
+) -> Result<luks::Node, CephImageError> {
+    let image = librbd(images, known, Access::ReadOnly)?;
+    let notes = image.as_ref().map(Notes::of).transpose()?;
+    let kms = images.kms.get(kms)?;
+    let passphrase = passphrase(kms, known, notes.as_ref(), how)?;
+    let under = luks::Node {
+        dev: device.dev,
+        path: device.node.clone(),
+    };
+    let is_noted = notes.is_some_and(|notes| notes.encrypted);
+    if luks::over(device.dev)
+        .map_err(luks::failed("look for what is over the mapped image"))?
+        .is_none()
+    {
+        format_once(images, known, &under, &passphrase, is_noted, how)?;
+    }
+    let name = luks::name_of(&how.volume_id);
+    let (over, _) = luks::open(&under, &name, &passphrase, how.read_only)?;
+    if image.is_some() && !is_noted && !how.read_only {
+        // It holds data from now on.
+        if let Some(image) = librbd(images, known, Access::ReadWrite)? {
+            image.metadata_set(STATE_KEY, ENCRYPTED)?;
+        }
+    }
+    Ok(over)
+}
+
+fn librbd(
+    images: &CephImages,
+    known: &Known<'_>,
+    access: Access,
+) -> Result<Option<rbd::Image>, CephImageError> {
+    let (cluster, credentials) = (&known.cluster, &known.credentials);
+    library::open(
+        &images.connections,
+        cluster,
+        credentials,
+        &known.image,
+        access,
+    )
+}
+
+fn passphrase(
+    kms: Kms,
+    known: &Known<'_>,
+    notes: Option<&Notes>,
+    how: &How,
+) -> Result<Secret, CephImageError> {
+    let with = encryption::passphrase(&how.secrets)?;
+    match (kms, notes) {
+        (Kms::Secret, _) => Ok(with.clone()),
+        (Kms::Metadata, None) => Err(CephImageError::Unreadable {
+            image: known.image.to_string(),
+        }),
+        (Kms::Metadata, Some(notes)) => {
+            let sealed = notes.sealed.as_deref().unwrap_or_default();
+            Ok(encryption::open(with, &how.volume_id, sealed)?)
+        }
+    }
+}
+
+/// Formats the device where that was never finished.
+fn format_once(
+    images: &CephImages,
+    known: &Known<'_>,
+    under: &luks::Node,
+    passphrase: &Secret,
+    is_noted: bool,
+    how: &How,
+) -> Result<(), CephImageError> {
+    let note = format!("LUKS of {}", known.source);
+    let interrupted = (images.notes.was_interrupted(&note, &how.volume_id))
+        .map_err(luks::failed("look for a note of a format"))?;
+    let image = || known.image.to_string();
+    match luks::look(under)? {
+        Holds::Luks if !interrupted || luks::has_key(under)? => return Ok(()),
+        Holds::Unknown(offset) if !interrupted => {
+            return Err(LuksError::Foreign {
+                node: under.path.clone(),
+                what: format!("unknown data at byte {offset}"),
+            }
+            .into());
+        }
+        _ if is_noted => return Err(CephImageError::Emptied { image: image() }),
+        _ if how.read_only => return Err(CephImageError::Blank { image: image() }),
+        Holds::Nothing | Holds::Luks | Holds::Unknown(_) => {}
+    }
+    (images.notes.begins(&note, &how.volume_id))
+        .map_err(luks::failed("note the format that begins"))?;
+    luks::format(under, passphrase)?;
+    let ended = images.notes.ended(&note);
+    ended.map_err(luks::failed("note the format that ended"))?;
+    Ok(())
+}

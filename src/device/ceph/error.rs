@@ -1,0 +1,151 @@
+//! Why a Ceph image is no device, or a device does not go.
+
+use std::path::PathBuf;
+
+use super::super::{luks::LuksError, rbd};
+use crate::ceph::{
+    CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
+};
+
+/// Why a Ceph image is no device, or a device does not go.
+#[derive(Debug, thiserror::Error)]
+pub enum CephImageError {
+    /// This node was not told of any cluster.
+    #[error("this node knows no Ceph clusters; start its agent with --ceph-config")]
+    NotConfigured,
+    /// It was not told of this one.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The cluster is to be reached from another network namespace.
+    #[error(
+        "cluster {cluster_id} has netNamespaceFilePath {path}, and this agent enters no network namespace; run it in the host's, and remove the key"
+    )]
+    NetNamespace {
+        /// The cluster.
+        cluster_id: String,
+        /// The namespace's file.
+        path: PathBuf,
+    },
+    /// The request's secrets are none.
+    #[error(transparent)]
+    Credentials(#[from] CredentialsError),
+    /// The cluster refused something.
+    #[error(transparent)]
+    Cluster(#[from] CephError),
+    /// Others have the image open.
+    #[error(
+        "image {image} is in use by {}; it is not mapped for a single writer before they let go",
+        addresses(watchers)
+    )]
+    InUse {
+        /// The image.
+        image: String,
+        /// The others.
+        watchers: Vec<Watcher>,
+    },
+    /// The passphrase is not to be had.
+    #[error(transparent)]
+    Encryption(#[from] EncryptionError),
+    /// The passphrase is in the image's metadata, which cannot be read.
+    #[error(
+        "the passphrase of image {image} is in its metadata, which only librbd reads; install librbd1 in the agent's image"
+    )]
+    Unreadable {
+        /// The image.
+        image: String,
+    },
+    /// It should hold an encrypted volume, and holds nothing.
+    #[error(
+        "image {image} was encrypted according to its metadata, but is blank now; it is left as it is"
+    )]
+    Emptied {
+        /// The image.
+        image: String,
+    },
+    /// It is to be encrypted, and may not be written.
+    #[error("image {image} is blank and cannot be encrypted read-only; stage it writable once")]
+    Blank {
+        /// The image.
+        image: String,
+    },
+    /// Several mapped images have the names that a note has.
+    #[error(
+        "{} have the names of image {image}; which of them the volume had, nobody can tell: unmap the others (rbd unmap)",
+        list(nodes)
+    )]
+    Ambiguous {
+        /// The image.
+        image: String,
+        /// Their nodes.
+        nodes: Vec<PathBuf>,
+    },
+    /// krbd.
+    #[error(transparent)]
+    Rbd(#[from] rbd::RbdError),
+    /// The encryption layer.
+    #[error(transparent)]
+    Luks(#[from] LuksError),
+}
+
+fn addresses(watchers: &[Watcher]) -> String {
+    let texts: Vec<_> = watchers.iter().map(|one| one.address.as_str()).collect();
+    texts.join(", ")
+}
+
+fn list(nodes: &[PathBuf]) -> String {
+    let texts: Vec<_> = nodes
+        .iter()
+        .map(|node| node.display().to_string())
+        .collect();
+    texts.join(", ")
+}
+
+impl CephImageError {
+    /// Whether it was the secrets that were refused: others may do.
+    pub fn is_authentication(&self) -> bool {
+        match self {
+            Self::Credentials(_) => true,
+            Self::Encryption(error) => {
+                matches!(error, EncryptionError::Missing | EncryptionError::Wrong)
+            }
+            Self::Cluster(error) => error.is_access_denied(),
+            Self::Rbd(error) => matches!(error, rbd::RbdError::Denied { .. }),
+            Self::Luks(error) => matches!(error, LuksError::Passphrase { .. }),
+            _ => false,
+        }
+    }
+
+    /// Whether the image, or what it is in, does not exist.
+    pub fn is_missing(&self) -> bool {
+        match self {
+            Self::Cluster(error) => error.is_not_found(),
+            Self::Rbd(error) => error.is_missing(),
+            _ => false,
+        }
+    }
+
+    /// Whether somebody uses the device.
+    pub fn is_busy(&self) -> bool {
+        match self {
+            Self::Rbd(error) => error.is_busy(),
+            Self::Luks(error) => matches!(error, LuksError::Busy { .. }),
+            _ => false,
+        }
+    }
+
+    /// Whether a repeat meets the same refusal, until somebody changes
+    /// something: not a failure that may pass.
+    pub fn is_final(&self) -> bool {
+        match self {
+            Self::Cluster(_) => false,
+            Self::Config(error) => !matches!(error, ConfigError::Unreadable { .. }),
+            Self::Encryption(error) => !matches!(error, EncryptionError::Config { .. }),
+            Self::Rbd(error) => error.is_final(),
+            Self::Luks(error) => matches!(
+                error,
+                LuksError::Foreign { .. } | LuksError::Passphrase { .. } | LuksError::Other { .. }
+            ),
+            _ => true,
+        }
+    }
+}

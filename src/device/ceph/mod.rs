@@ -1,0 +1,328 @@
+//! The backend `rbd`: images of Ceph clusters, mapped by the kernel's driver.
+//!
+//! ```text
+//!  clusterID ─▶ config.json ─▶ monitors, namespace      secrets ─▶ user and key
+//!      librbd, where it is there: features, who else has the image open, metadata
+//!      krbd (super::rbd): /dev/rbd0        LUKS, where encrypted: /dev/dm-0
+//! ```
+//!
+//! Volumes pass between this driver and ceph-csi, so all of it is as ceph-csi has
+//! it: the volume context and the note beside the mount ([`source`]), the name of
+//! the encrypted mapping, the image's metadata.
+
+use std::sync::Arc;
+
+use super::{
+    Ailment, Behind, Device, How, Source,
+    backend::{Bound, Found},
+    error::{DeviceError, io},
+    loopdev::Detached,
+    luks,
+    notes::Notes,
+    rbd::{self, Features, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
+};
+use crate::{
+    Done,
+    ceph::{
+        Credentials,
+        config::{ClusterConfig, Clusters},
+        connections::Connections,
+        encryption::KmsConfig,
+        rbd::Access,
+    },
+    kernel::Dev,
+};
+
+mod encrypted;
+mod error;
+mod library;
+mod source;
+
+pub use error::CephImageError;
+pub use source::{CephSource, NOTE};
+
+/// The Ceph clusters, and what of them is mapped on this node.
+#[derive(Clone, Debug)]
+pub struct CephImages {
+    /// ceph-csi's `config.json`; none where this node has no clusters.
+    pub clusters: Option<Arc<Clusters>>,
+    /// ceph-csi's configuration of key management systems.
+    pub kms: KmsConfig,
+    /// Connections of librados.
+    pub connections: Connections,
+    /// The kernel's driver.
+    pub mapper: Mapper,
+    /// Where this node is in the CRUSH map, for reads from the nearest copy.
+    pub location: Option<String>,
+    /// Which images have a format under way.
+    pub notes: Notes,
+}
+
+impl CephImages {
+    /// What an earlier agent mapped for the volume.
+    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+        self.mapper.is_under_way(volume_id)?;
+        let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
+        found.map(|mapped| found_as(&mapped, volume_id)).transpose()
+    }
+
+    /// The image behind a device, whoever mapped it.
+    pub fn find_behind(&self, dev: Dev, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+        let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
+        let found = Mapped::of(below);
+        found.map(|mapped| found_as(&mapped, volume_id)).transpose()
+    }
+
+    /// What ceph-csi left a note of: the image, and its device where it is mapped.
+    pub fn find_noted(
+        &self,
+        note: &[u8],
+        volume_id: &str,
+    ) -> Result<(Source, Option<Device>), DeviceError> {
+        let read = CephSource::noted(note, volume_id);
+        let source = read.map_err(|error| io("read the note beside the mount")(error.into()))?;
+        let listed = rbd::mapped::list(Some(&source.image.name));
+        let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
+        mapped.retain(|mapped| {
+            let id = mapped.identity.pool_id;
+            source.is_named(&mapped.image) && source.pool_id.is_none_or(|known| known == id)
+        });
+        let devices: Result<Vec<_>, _> = mapped.iter().map(device_of).collect();
+        let mut devices = devices?;
+        if devices.len() > 1 {
+            let nodes = devices.into_iter().map(|device| device.node).collect();
+            let image = source.image.to_string();
+            return Err(CephImageError::Ambiguous { image, nodes }.into());
+        }
+        Ok((Source::Rbd(source), devices.pop()))
+    }
+
+    /// An image with all that is needed to work on it.
+    pub fn bind<'a>(&'a self, source: &'a CephSource) -> BoundCephImage<'a> {
+        BoundCephImage {
+            images: self,
+            source,
+        }
+    }
+
+    fn cluster(&self, cluster_id: &str) -> Result<ClusterConfig, CephImageError> {
+        let clusters = self.clusters.as_ref();
+        let cluster = clusters
+            .ok_or(CephImageError::NotConfigured)?
+            .get(cluster_id)?;
+        match cluster.net_namespace_file {
+            Some(path) => Err(CephImageError::NetNamespace {
+                cluster_id: cluster.cluster_id,
+                path,
+            }),
+            None => Ok(cluster),
+        }
+    }
+}
+
+fn found_as(mapped: &Mapped, volume_id: &str) -> Result<Found, DeviceError> {
+    let mark = mapped.config.mark.as_ref();
+    let image = Image {
+        cluster_id: mark.map_or_else(String::new, |mark| mark.cluster_id.clone()),
+        ..mapped.image.clone()
+    };
+    Ok(Found {
+        device: device_of(mapped)?,
+        source: Source::Rbd(CephSource::found(image, volume_id)),
+    })
+}
+
+/// The device that shows a mapped image: in the clear, where that is open.
+fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
+    let device = mapped.device().map_err(io("look at a mapped image"))?;
+    let over = luks::over(device.dev).map_err(io("look for what is over a mapped image"))?;
+    Ok(in_the_clear(&device, over))
+}
+
+fn in_the_clear(device: &RbdDevice, over: Option<luks::Node>) -> Device {
+    let plain = luks::Node {
+        dev: device.dev,
+        path: device.node.clone(),
+    };
+    let (shown, encrypted) = match over {
+        Some(over) => (over, Some(plain)),
+        None => (plain, None),
+    };
+    Device {
+        dev: shown.dev,
+        node: shown.path,
+        behind: Behind::Rbd(device.identity.clone()),
+        read_only: device.read_only,
+        encrypted,
+    }
+}
+
+/// The mapped image below a device.
+fn below(device: &Device) -> RbdDevice {
+    let Behind::Rbd(identity) = &device.behind else {
+        unreachable!("a Ceph image is behind a mapped device");
+    };
+    let under = device.encrypted.as_ref();
+    RbdDevice {
+        dev: under.map_or(device.dev, |under| under.dev),
+        node: under.map_or(&device.node, |under| &under.path).clone(),
+        identity: identity.clone(),
+        read_only: device.read_only,
+    }
+}
+
+/// An image with all that is needed to work on it.
+#[derive(Debug)]
+pub struct BoundCephImage<'a> {
+    images: &'a CephImages,
+    source: &'a CephSource,
+}
+
+/// What is known of an image and its cluster, once somebody is to use it.
+struct Known<'a> {
+    source: &'a CephSource,
+    cluster: ClusterConfig,
+    credentials: Credentials,
+    /// With the namespace that it is in.
+    image: Image,
+}
+
+impl BoundCephImage<'_> {
+    fn known(&self, how: &How) -> Result<Known<'_>, CephImageError> {
+        let cluster = self.images.cluster(&self.source.image.cluster_id)?;
+        let mut image = self.source.image.clone();
+        if image.namespace.is_empty() {
+            image.namespace = cluster.rados_namespace.clone().unwrap_or_default();
+        }
+        Ok(Known {
+            source: self.source,
+            credentials: Credentials::from_secrets(&how.secrets)?,
+            cluster,
+            image,
+        })
+    }
+
+    fn map(&self, known: &Known<'_>, how: &How) -> Result<(RbdDevice, Done), CephImageError> {
+        let nearest = known.cluster.read_affinity.enabled;
+        let monitors = Monitors::resolve(&known.cluster.monitors)?;
+        let mut wanted = Wanted {
+            image: &known.image,
+            volume_id: &how.volume_id,
+            pool_id: known.source.pool_id,
+            features: known.source.features,
+            monitors: &monitors,
+            credentials: &known.credentials,
+            options: &known.source.map_options,
+            location: self.images.location.as_deref().filter(|_| nearest),
+            read_only: how.read_only,
+        };
+        if let Some(device) = rbd::find(&wanted)? {
+            return Ok((device, Done::Already));
+        }
+        // A second writer destroys the image. Readers, and those who are told to
+        // share it, mind each other or do no harm.
+        if !how.read_only && !how.shared {
+            wanted.features = self.alone(known)?.unwrap_or(wanted.features);
+        }
+        Ok(self.images.mapper.map(&wanted)?)
+    }
+
+    /// Waits until nobody has the image open, and tells its features; none where
+    /// the cluster cannot be asked.
+    fn alone(&self, known: &Known<'_>) -> Result<Option<Features>, CephImageError> {
+        let image = library::open(
+            &self.images.connections,
+            &known.cluster,
+            &known.credentials,
+            &known.image,
+            Access::ReadOnly,
+        )?;
+        let Some(image) = image else {
+            return Ok(None);
+        };
+        library::wait_until_free(&image)?;
+        Ok(Some(image.features()?))
+    }
+}
+
+impl Bound for BoundCephImage<'_> {
+    fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
+        if how.raw && !how.read_only {
+            self.mkfs_ended()?;
+        }
+        let known = self.known(how)?;
+        let (device, done) = self.map(&known, how)?;
+        let Some(kms) = &self.source.kms else {
+            return Ok((in_the_clear(&device, None), done));
+        };
+        match encrypted::open(self.images, &known, kms, &device, how) {
+            Ok(over) => Ok((in_the_clear(&device, Some(over)), done)),
+            Err(error) => {
+                if done == Done::Now {
+                    // The reason for the failure is what the caller must learn.
+                    if let Err(error) = rbd::unmap(&device) {
+                        tracing::warn!(%error, image = %known.image, "an image that was not decrypted stays mapped");
+                    }
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    fn ailment(&self, device: &Device) -> Option<Ailment> {
+        let below = below(device);
+        (!rbd::is_behind(below.dev, &below.identity)).then_some(Ailment::Detached)
+    }
+
+    fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        self.images.mapper.is_under_way(volume_id)?;
+        let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
+        Ok(found.is_some_and(|mapped| self.source.is_named(&mapped.image)))
+    }
+
+    fn attached(&self) -> Result<Option<Device>, DeviceError> {
+        let listed = rbd::mapped::list(Some(&self.source.image.name));
+        let mut listed = listed.map_err(io("list the mapped images"))?.into_iter();
+        let its = listed.find(|mapped| {
+            let mark = mapped.config.mark.as_ref();
+            mark.is_some_and(|mark| mark.cluster_id == self.source.image.cluster_id)
+                && self.source.is_named(&mapped.image)
+        });
+        its.as_ref().map(device_of).transpose()
+    }
+
+    fn detach(&self, device: &Device) -> Result<Detached, DeviceError> {
+        if let Some(mapping) = luks::mapping_of(device.dev) {
+            let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
+        }
+        Ok(rbd::unmap(&below(device))?)
+    }
+
+    fn release(&self, _: &str) -> Result<(), DeviceError> {
+        // Whoever has it next may fill it.
+        self.mkfs_ended()
+    }
+
+    fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
+        (self.images.notes.begins(self.source, volume_id)).map_err(io("note the mkfs that begins"))
+    }
+
+    fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        (self.images.notes.was_interrupted(self.source, volume_id))
+            .map_err(io("look for a note of a mkfs"))
+    }
+
+    fn mkfs_ended(&self) -> Result<(), DeviceError> {
+        (self.images.notes.ended(self.source)).map_err(io("note the mkfs that ended"))
+    }
+
+    /// The controller grows the image; here its device follows.
+    fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
+        let grown = rbd::refresh(&self.source.image, &below(device), bytes);
+        let bytes = grown.map_err(CephImageError::from)?;
+        if let Some(mapping) = luks::mapping_of(device.dev) {
+            luks::resize(&mapping.name).map_err(CephImageError::from)?;
+        }
+        Ok(bytes)
+    }
+}
