@@ -1,11 +1,13 @@
-//! The controller: makes, deletes, grows, snapshots and clones the volumes of
-//! pools, for Kubernetes' provisioner, resizer and snapshotter.
+//! The controller: makes, deletes, grows, snapshots and clones volumes, as image
+//! files in pools and as images in Ceph clusters, for Kubernetes' provisioner,
+//! resizer and snapshotter.
 
 use std::{error::Error, net::SocketAddr, path::PathBuf, process::ExitCode, time::Duration};
 
-use clap::Parser;
+use clap::{Args, Parser};
 use tonic::service::Routes;
 use uring_csi::{
+    ceph::library::Libraries,
     chain, config,
     csi::{
         controller::{Controller, WhichNode},
@@ -20,11 +22,16 @@ use uring_csi::{
         controller_server::ControllerServer, identity_server::IdentityServer,
         node_server::NodeServer,
     },
-    provision::{Kind, images::Images},
+    provision::{
+        Backends, Error as Failure, Kind,
+        images::Images,
+        rbd::{Operators, Rbd, SecretDir, Settings},
+    },
 };
 
 /// The uring-csi controller: makes, deletes, grows, snapshots and clones volumes
-/// in pools of image files.
+/// in pools of image files and in Ceph clusters. Needs --pool or --ceph-config,
+/// and takes both.
 #[derive(Debug, Parser)]
 #[command(
     version,
@@ -50,10 +57,11 @@ struct Options {
         long,
         env = "URING_CSI_POOL",
         value_delimiter = ';',
-        value_name = "NAME=DIR",
-        required = true
+        value_name = "NAME=DIR"
     )]
     pool: Vec<PoolSpec>,
+    #[command(flatten)]
+    clusters: Clusters,
     /// Announce capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT,
     /// GET_VOLUME_HEALTH, LIST_VOLUME_HEALTH); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
@@ -75,6 +83,59 @@ struct Options {
     /// A TOML file with more options.
     #[arg(long, env = "URING_CSI_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
+}
+
+/// For volumes in Ceph clusters.
+#[derive(Debug, Args)]
+struct Clusters {
+    /// Which Ceph clusters there are: ceph-csi's config.json. Needs librados and
+    /// librbd.
+    #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]
+    ceph_config: Option<PathBuf>,
+    /// A directory with files userID and userKey, for the calls that CSI gives no
+    /// secrets: listings, capacity, single volumes, and emptying the trash;
+    /// repeatable. Without CLUSTERID it is for every cluster.
+    #[arg(
+        long,
+        env = "URING_CSI_CEPH_SECRET",
+        value_delimiter = ';',
+        value_name = "[CLUSTERID=]DIR"
+    )]
+    ceph_secret: Vec<SecretDir>,
+    /// Tells this driver's volumes from those of other drivers in the same Ceph
+    /// pools: ceph-csi's --instanceid.
+    #[arg(
+        long,
+        env = "URING_CSI_INSTANCE_ID",
+        default_value = "default",
+        value_name = "ID"
+    )]
+    instance_id: String,
+    /// Who keeps the passphrases of encrypted Ceph volumes: ceph-csi's file.
+    #[arg(
+        long,
+        env = "URING_CSI_KMS_CONFIG",
+        default_value = "/etc/ceph-csi-encryption-kms-config/config.json",
+        value_name = "FILE"
+    )]
+    kms_config: PathBuf,
+}
+
+impl Clusters {
+    /// The backend, if it is asked for.
+    fn backend(self, lanes: Lanes) -> Result<Option<Rbd>, Box<dyn Error>> {
+        let Some(config) = &self.ceph_config else {
+            return Ok(None);
+        };
+        Libraries::load()?;
+        let settings = Settings {
+            config,
+            kms_config: &self.kms_config,
+            instance: &self.instance_id,
+            operators: Operators::new(self.ceph_secret),
+        };
+        Ok(Some(Rbd::new(settings, lanes)?))
+    }
 }
 
 /// The pools with their scopes; a local one needs to know its node.
@@ -109,6 +170,9 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
     if let Some(id) = node_id {
         validate::node_id("--node-id", id).map_err(|status| status.message().to_owned())?;
     }
+    if options.pool.is_empty() && options.clusters.ceph_config.is_none() {
+        return Err("nothing to make volumes in: give --pool or --ceph-config, or both".into());
+    }
     let pools = pools(options.pool, node_id)?;
     let metrics = metrics::install()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -119,13 +183,18 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
     let lanes = Lanes::new(IDLE_THREADS);
     let counted = lanes.clone();
     metrics.before_scrape(move || metrics::lane_threads(counted.threads()));
-    let images = Images::new(pools, options.node_id.clone(), boot_id()?, lanes);
+    let has_pools = pools.iter().next().is_some();
+    let images = Images::new(pools, options.node_id.clone(), boot_id()?, lanes.clone());
+    let backends = Backends {
+        images: has_pools.then_some(images),
+        rbd: options.clusters.backend(lanes)?,
+    };
     let readiness = Readiness::default();
     // A pool that is missing may come; kubelet would restart us for it.
     let started = Readiness::default();
     started.set(None);
     let identity = Identity::new(&name, started);
-    let controller = Controller::new(images.clone(), &name, node_id, options.alpha_capabilities);
+    let controller = Controller::new(backends.clone(), &name, node_id, options.alpha_capabilities);
     let mut routes =
         Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
     if let Some(id) = node_id {
@@ -138,8 +207,13 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
     runtime.block_on(async {
         let listener = options.endpoint.bind().await?;
         tracing::info!(endpoint = %options.endpoint, driver = name, "serving");
-        tokio::spawn(sweep(images.clone()));
-        tokio::spawn(watch(images, readiness));
+        if let Some(images) = backends.images.clone() {
+            tokio::spawn(sweep(images));
+        }
+        if let Some(rbd) = backends.rbd.clone() {
+            tokio::spawn(empty_trash(rbd));
+        }
+        tokio::spawn(watch(backends, readiness));
         let stop = async {
             if let Err(error) = told_to_stop().await {
                 tracing::error!(%error, "cannot wait for signals; stopping");
@@ -154,15 +228,10 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
 async fn sweep(images: Images) {
     loop {
         let errors = images.sweep().await;
-        for error in &errors {
-            let (error, kind) = (chain(error), error.kind());
-            let what = "what earlier controllers left could not all be put right";
-            if kind == Kind::Unavailable {
-                tracing::warn!(error, "{what}");
-            } else {
-                tracing::error!(error, "{what}");
-            }
-        }
+        tell(
+            &errors,
+            "what earlier controllers left could not all be put right",
+        );
         if !errors.iter().any(|error| error.kind() == Kind::Unavailable) {
             return;
         }
@@ -170,10 +239,33 @@ async fn sweep(images: Images) {
     }
 }
 
-/// Ready while every pool can be reached, within a time.
-async fn watch(images: Images, readiness: Readiness) {
+/// Has the trash of Ceph's pools emptied where a delete, of this controller or
+/// of a dead one, could not.
+async fn empty_trash(rbd: Rbd) {
     loop {
-        let reason = match tokio::time::timeout(REACHED_WITHIN, images.check()).await {
+        let errors = rbd.sweep().await;
+        tell(&errors, "the trash of a Ceph cluster could not be emptied");
+        tokio::time::sleep(TRASH_EVERY).await;
+    }
+}
+
+/// Logs what may pass as a warning, all else as an error.
+fn tell(errors: &[Failure], what: &str) {
+    for error in errors {
+        let (error, kind) = (chain(error), error.kind());
+        if kind == Kind::Unavailable {
+            tracing::warn!(error, "{what}");
+        } else {
+            tracing::error!(error, "{what}");
+        }
+    }
+}
+
+/// Ready while every pool can be reached, within a time, and it is known which
+/// Ceph clusters there are.
+async fn watch(backends: Backends, readiness: Readiness) {
+    loop {
+        let reason = match tokio::time::timeout(REACHED_WITHIN, backends.check()).await {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(chain(&error)),
             Err(_) => Some(format!("a pool did not answer within {REACHED_WITHIN:?}")),
@@ -193,4 +285,6 @@ const IDLE_THREADS: usize = 8;
 const GRACE: Duration = Duration::from_secs(20);
 /// Between two looks at the pools.
 const AGAIN: Duration = Duration::from_secs(15);
+/// Between two looks at what is left in Ceph's trash.
+const TRASH_EVERY: Duration = Duration::from_secs(300);
 const REACHED_WITHIN: Duration = Duration::from_secs(5);

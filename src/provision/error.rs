@@ -94,6 +94,25 @@ pub enum Error {
         /// Which pools there are.
         source: PoolError,
     },
+    /// The handle is of a backend that the controller was started without.
+    #[error("{handle:?} is nothing that this controller was started for; add {option}")]
+    HandleOfNoBackend {
+        /// The handle.
+        handle: String,
+        /// What would start it for that.
+        option: &'static str,
+    },
+    /// The class is for a backend that the controller was started without.
+    #[error("the class {kind}, and this controller was started for none; add {option}")]
+    ClassOfNoBackend {
+        /// What kind of class it is, and how that shows.
+        kind: &'static str,
+        /// What would start it for that.
+        option: &'static str,
+    },
+    /// The controller was started for nothing.
+    #[error("this controller was started without any storage; add --pool or --ceph-config")]
+    NoBackend,
     /// This node has no such local pool; another may.
     #[error("this node does not have the pool")]
     PoolNotHere(#[source] PoolError),
@@ -225,6 +244,7 @@ impl Error {
         match self {
             Self::UnknownParameter { .. }
             | Self::BadParameter { .. }
+            | Self::ClassOfNoBackend { .. }
             | Self::Range(_)
             | Self::Usage(_) => Kind::InvalidArgument,
             Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
@@ -236,6 +256,8 @@ impl Error {
             | Self::NoRoom { .. } => Kind::ResourceExhausted,
             Self::Elsewhere(_)
             | Self::PoolNotGiven { .. }
+            | Self::HandleOfNoBackend { .. }
+            | Self::NoBackend
             | Self::LoopDevice { .. }
             | Self::Served(_)
             | Self::WritersUnknown { .. }

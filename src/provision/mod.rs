@@ -2,7 +2,8 @@
 //! volumes.
 //!
 //! [`Provisioner`] is what the gRPC face asks; [`images`] answers it with raw
-//! image files in pools. Nothing here knows gRPC: requests are plain data, and
+//! image files in pools, [`rbd`] with images in Ceph clusters, and [`Backends`]
+//! with whichever of them a call is about. Nothing here knows gRPC: requests are plain data, and
 //! an [`Error`] has a [`Kind`] that `csi::status` turns into a code.
 
 use std::{
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::secret::Secrets;
 
+mod backends;
 mod copy;
 mod error;
 pub mod images;
@@ -22,6 +24,7 @@ mod params;
 pub mod rbd;
 mod size;
 
+pub use backends::Backends;
 pub use error::{Error, Kind};
 pub use params::Parameters;
 pub use size::Range;

@@ -32,6 +32,7 @@ fn beside(sandbox: &Sandbox, name: &'static str, node_id: &str) -> ControllerSet
         name,
         pools: vec![format!("disk={},local", sandbox.pool(node_id).display())],
         args: vec!["--node-id".to_owned(), node_id.to_owned()],
+        ..ControllerSetup::new(sandbox)
     }
 }
 

@@ -69,7 +69,7 @@ impl Class {
                 "journalPool" => class.journal_pool = Some(full("journalPool", value)?),
                 "dataPool" => class.options.data_pool = Some(full("dataPool", value)?),
                 "imageFeatures" => features = Some(full("imageFeatures", value)?),
-                "objectSize" => class.options.object_size = Some(number("objectSize", value)?),
+                "objectSize" => class.options.object_size = Some(object_size(value)?),
                 "stripeUnit" => unit = Some(number("stripeUnit", value)?),
                 "stripeCount" => count = Some(number("stripeCount", value)?),
                 "volumeNamePrefix" => {
@@ -95,18 +95,7 @@ impl Class {
         if let Some(list) = features {
             class.options.features = Some(checked_features(&list, mounter)?);
         }
-        class.options.striping = match (unit, count) {
-            (None, None) => None,
-            (Some(unit), Some(count)) => Some((unit, count)),
-            (unit, _) => {
-                let given = unit.or(count).unwrap_or_default().to_string();
-                return Err(bad(
-                    "stripeUnit",
-                    &given,
-                    "stripeUnit and stripeCount go together",
-                ));
-            }
-        };
+        class.options.striping = striping(unit, count, class.options.object_size)?;
         class.limits = Limits::of_class(given)?;
         class.encryption = Encryption::of_class(given)?;
         Ok(class)
@@ -223,6 +212,38 @@ fn full(name: &'static str, value: &str) -> Result<String, Error> {
     }
 }
 
+/// What librbd takes: powers of two, of its `order` from 12 to 25.
+fn object_size(value: &str) -> Result<u64, Error> {
+    match number("objectSize", value)? {
+        bytes if bytes.is_power_of_two() && (1 << 12..=1 << 25).contains(&bytes) => Ok(bytes),
+        _ => Err(bad(
+            "objectSize",
+            value,
+            "it is a power of two from 4K to 32M",
+        )),
+    }
+}
+
+/// How an image is striped, in its objects of a size (4 MiB, if it is not given).
+fn striping(
+    unit: Option<u64>,
+    count: Option<u64>,
+    object_size: Option<u64>,
+) -> Result<Option<(u64, u64)>, Error> {
+    let refuse = |unit: u64, why| Err(bad("stripeUnit", &unit.to_string(), why));
+    match (unit, count) {
+        (None, None) => Ok(None),
+        (Some(unit), Some(_)) if !object_size.unwrap_or(4 << 20).is_multiple_of(unit) => {
+            refuse(unit, "it must divide objectSize, which is 4M if not given")
+        }
+        (Some(unit), Some(count)) => Ok(Some((unit, count))),
+        (unit, _) => refuse(
+            unit.or(count).unwrap_or_default(),
+            "stripeUnit and stripeCount go together",
+        ),
+    }
+}
+
 /// A number of bytes, or of anything: decimal, or with Ceph's K, M, G (powers of
 /// 1024).
 fn number(name: &'static str, value: &str) -> Result<u64, Error> {
@@ -298,6 +319,8 @@ mod tests {
             ("imageFeatures", "exclusive-lock,journaling", "rbd-nbd"),
             ("imageFeatures", "data-pool", "data-pool"),
             ("objectSize", "4X", "objectSize"),
+            ("objectSize", "5000", "power of two"),
+            ("objectSize", "64M", "32M"),
             ("stripeCount", "4", "stripeUnit"),
             ("mounter", "fuse", "rbd-nbd"),
             ("colour", "red", "volumeNamePrefix"),

@@ -81,6 +81,9 @@ impl<'a> Creation<'a> {
             keeper.check(encryption).map_err(RbdError::from)?;
         }
         let journal = link.named_pool(&pools.journal)?;
+        if let Some(data) = &pools.data {
+            link.named_pool(data)?;
+        }
         Ok(Self {
             store,
             new,

@@ -162,6 +162,11 @@ impl RbdError {
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Ceph(error) if error.is_not_found())
     }
+
+    /// Whether the user may not do it.
+    pub fn is_access_denied(&self) -> bool {
+        matches!(self, Self::Ceph(error) if error.is_access_denied())
+    }
 }
 
 /// What the cluster cannot do now, it may do later.

@@ -109,10 +109,19 @@ impl Rbd {
     }
 
     /// Empties the trash where an earlier attempt, or an earlier controller, did
-    /// not; to be called at the start and every now and then.
-    pub async fn sweep(&self) -> Result<(), Error> {
-        let swept = self.in_turn("sweep", "sweep", Store::sweep).await;
-        Ok(swept?)
+    /// not; to be called at the start and every now and then. Says what could not
+    /// be looked at.
+    pub async fn sweep(&self) -> Vec<Error> {
+        let errors = self.in_turn("sweep", "sweep", Store::sweep).await;
+        errors.into_iter().map(Error::from).collect()
+    }
+
+    /// Says why no cluster can be found, if so; a cluster that is down leaves the
+    /// others of use.
+    pub async fn check(&self) -> Result<(), Error> {
+        let read = |store: &Store| store.clusters.all().map(drop);
+        let checked = self.in_turn("check", "check", read).await;
+        Ok(checked.map_err(RbdError::from)?)
     }
 
     /// Runs `work` after what runs for `whose` already. When the caller goes away

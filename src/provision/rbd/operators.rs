@@ -51,10 +51,19 @@ impl Operators {
         !self.0.is_empty()
     }
 
+    fn dir(&self, cluster_id: &str) -> Option<&PathBuf> {
+        let fits = |dir: &&SecretDir| dir.cluster_id.as_deref().is_none_or(|id| id == cluster_id);
+        self.0.iter().find(fits).map(|found| &found.dir)
+    }
+
+    /// Whether a cluster has a user.
+    pub fn has(&self, cluster_id: &str) -> bool {
+        self.dir(cluster_id).is_some()
+    }
+
     /// The user of a cluster.
     pub fn credentials(&self, cluster_id: &str) -> Result<Credentials, RbdError> {
-        let fits = |dir: &&SecretDir| dir.cluster_id.as_deref().is_none_or(|id| id == cluster_id);
-        let Some(SecretDir { dir, .. }) = self.0.iter().find(fits) else {
+        let Some(dir) = self.dir(cluster_id) else {
             return Err(RbdError::NoSecrets(cluster_id.to_owned()));
         };
         let unusable = |source| RbdError::OwnSecrets {

@@ -201,42 +201,69 @@ impl Store {
     }
 
     /// Takes up again what is left in the trash of every pool that is known: those
-    /// that were used, and all that this controller's own users see.
-    pub fn sweep(&self) -> Result<(), RbdError> {
+    /// that were used, and all that this controller's own users see. Says which
+    /// clusters could not be asked; they hold up no other.
+    pub fn sweep(&self) -> Vec<RbdError> {
+        let mut errors = Vec::new();
         let used = self
             .used
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone();
+        let mut failed = String::new();
         for ((cluster_id, pool_id), credentials) in used {
-            let pool = self.link_as(&cluster_id, credentials)?.pool(pool_id)?;
-            self.bin.sweep(&pool)?;
-        }
-        for link in self.own_links()? {
-            for name in link.cluster.pools()? {
-                match self.bin.sweep(&link.pool(&name)?) {
-                    // It is not for this user, or has gone.
-                    Err(error) if error.is_access_denied() || error.is_not_found() => {}
-                    result => result?,
+            if cluster_id == failed {
+                continue;
+            }
+            let swept = self
+                .link_as(&cluster_id, credentials)
+                .and_then(|link| Ok(self.bin.sweep(&link.pool(pool_id)?)?));
+            match swept {
+                Ok(()) => {}
+                // With its pool, all has gone.
+                Err(error) if error.is_not_found() => {}
+                Err(error) => {
+                    errors.push(error);
+                    failed = cluster_id;
                 }
+            }
+        }
+        match self.own_cluster_ids() {
+            Ok(ids) => {
+                let swept = ids.iter().map(|id| self.sweep_cluster(id));
+                errors.extend(swept.filter_map(Result::err));
+            }
+            Err(error) => errors.push(error),
+        }
+        errors
+    }
+
+    /// The same for one cluster, as this controller's own user.
+    fn sweep_cluster(&self, cluster_id: &str) -> Result<(), RbdError> {
+        let link = self.link(cluster_id, &Secrets::default())?;
+        for name in link.cluster.pools()? {
+            match link.pool(&name).and_then(|pool| Ok(self.bin.sweep(&pool)?)) {
+                // It is not for this user, or has gone.
+                Err(error) if error.is_access_denied() || error.is_not_found() => {}
+                result => result?,
             }
         }
         Ok(())
     }
 
-    /// The clusters that this controller has users of its own for.
+    /// The ids of the clusters that this controller has users of its own for.
+    fn own_cluster_ids(&self) -> Result<Vec<String>, RbdError> {
+        let all = self.clusters.all()?;
+        let ids = all.iter().map(|cluster| &cluster.cluster_id);
+        let own = ids.filter(|id| self.operators.has(id));
+        Ok(own.cloned().collect())
+    }
+
+    /// Those clusters; none is left out.
     pub fn own_links(&self) -> Result<Vec<Link>, RbdError> {
-        let mut links = Vec::new();
-        if !self.operators.any() {
-            return Ok(links);
-        }
-        for cluster in self.clusters.all()?.iter() {
-            match self.link(&cluster.cluster_id, &Secrets::default()) {
-                Err(RbdError::NoSecrets(_)) => {}
-                link => links.push(link?),
-            }
-        }
-        Ok(links)
+        let ids = self.own_cluster_ids()?;
+        let links = ids.iter().map(|id| self.link(id, &Secrets::default()));
+        links.collect()
     }
 
     /// Who keeps passphrases, for a request with these secrets.

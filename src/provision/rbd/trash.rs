@@ -7,8 +7,9 @@
 //! is moved: other images in the trash are somebody else's, and are left alone.
 //!
 //! Ceph's manager does the work, where it runs (`rbd task add trash remove`): it
-//! repeats what fails and survives us. Else this process does. What is left over
-//! is tried again by [`Bin::sweep`], at the start and every now and then.
+//! repeats what fails and survives us. Else this process does, and with the last
+//! clone of an image goes the image, if it is listed. What is left over is tried
+//! again by [`Bin::sweep`], at the start and every now and then.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -158,13 +159,17 @@ impl Bin {
             };
             let Some((pool, image)) = next else { return };
             let manager = *manager.get_or_insert_with(|| has_manager(&pool));
-            if let Err(error) = empty(&pool, &image, manager) {
-                let (name, error) = (&image.name, chain(&error));
-                tracing::info!(image = name, error, "stays in the trash for now");
-            }
-            let mut queues = self.lock();
-            if let Some(queue) = queues.get_mut(cluster) {
+            let emptied = empty(&pool, &image, manager);
+            if let Some(queue) = self.lock().get_mut(cluster) {
                 queue.known.remove(&key(&pool, &image));
+            }
+            match emptied {
+                Ok(Some((pool, parent))) => self.add(&pool, parent),
+                Ok(None) => {}
+                Err(error) => {
+                    let (name, error) = (&image.name, chain(&error));
+                    tracing::info!(image = name, error, "stays in the trash for now");
+                }
             }
         }
     }
@@ -183,38 +188,56 @@ fn key(pool: &IoCtx, image: &Discarded) -> (i64, String, String) {
 }
 
 /// Removes an image, or sees to it that the manager will; then it is not listed
-/// any more.
-fn empty(pool: &IoCtx, image: &Discarded, manager: bool) -> Result<(), CephError> {
+/// any more. Says what may be removable now.
+fn empty(
+    pool: &IoCtx,
+    image: &Discarded,
+    manager: bool,
+) -> Result<Option<(IoCtx, Discarded)>, CephError> {
     match trash::get(pool, &image.id) {
         Ok(_) => {}
         Err(error) if error.is_not_found() => {
             // Gone; or it still has its name, as a delete has listed it and not
             // yet moved it, or never did: its repeat will.
-            if pool.exists(&format!("rbd_id.{}", image.name))? {
-                return Ok(());
+            if !pool.exists(&format!("rbd_id.{}", image.name))? {
+                pool.omap_remove(LIST, &[&image.id])?;
             }
-            return pool.omap_remove(LIST, &[&image.id]);
+            return Ok(None);
         }
         Err(error) => return Err(error),
     }
+    let mut freed = None;
     if !(manager && ask_manager(pool, &image.id)) {
-        remove(pool, &image.id)?;
+        freed = remove(pool, &image.id)?;
     }
-    pool.omap_remove(LIST, &[&image.id])
+    pool.omap_remove(LIST, &[&image.id])?;
+    Ok(freed)
 }
 
-fn remove(pool: &IoCtx, id: &str) -> Result<(), CephError> {
-    drop_snapshots(pool, id)?;
+/// Removes an image; says its parent, if that is on its way out too.
+fn remove(pool: &IoCtx, id: &str) -> Result<Option<(IoCtx, Discarded)>, CephError> {
+    let image = Image::open_by_id(pool, id, Access::ReadOnly)?;
+    let parent = image.parent()?.map(|parent| parent.image);
+    drop_snapshots(pool, id, image)?;
     match trash::remove(pool, id, true) {
-        Err(error) if !error.is_not_found() => Err(error),
-        _ => Ok(()),
+        Err(error) if !error.is_not_found() => return Err(error),
+        _ => {}
     }
+    let Some(parent) = parent.filter(|parent| parent.in_trash) else {
+        return Ok(None);
+    };
+    let pool = pool.cluster().ioctx(parent.pool_id, &parent.namespace)?;
+    let name = match pool.omap_get(LIST, &[&parent.id]) {
+        Err(error) if error.is_not_found() => None,
+        listed => listed?.remove(&parent.id),
+    };
+    let id = parent.id;
+    Ok(name.map(|name| (pool, Discarded { id, name })))
 }
 
 /// An interrupted copy leaves its snapshot on its source, by which the source
 /// could never be removed. With the volume, it has lost its purpose.
-fn drop_snapshots(pool: &IoCtx, id: &str) -> Result<(), CephError> {
-    let image = Image::open_by_id(pool, id, Access::ReadOnly)?;
+fn drop_snapshots(pool: &IoCtx, id: &str, image: Image) -> Result<(), CephError> {
     let left: Vec<_> = image
         .snapshots()?
         .into_iter()

@@ -23,6 +23,8 @@ pub struct ControllerSetup {
     pub pools: Vec<String>,
     /// More arguments.
     pub args: Vec<String>,
+    /// What the sidecars send with each call that may carry secrets.
+    pub secrets: HashMap<String, String>,
 }
 
 impl ControllerSetup {
@@ -32,6 +34,7 @@ impl ControllerSetup {
             name: "controller",
             pools: vec![format!("main={},shared", sandbox.pool("main").display())],
             args: Vec::new(),
+            secrets: HashMap::new(),
         }
     }
 
@@ -45,6 +48,7 @@ impl ControllerSetup {
 /// An agent that serves the Controller service.
 pub struct Controller {
     agent: Agent,
+    pub secrets: HashMap<String, String>,
 }
 
 impl Deref for Controller {
@@ -76,14 +80,18 @@ impl Controller {
             args,
         );
         agent.start().await;
-        Self { agent }
+        Self {
+            agent,
+            secrets: setup.secrets,
+        }
     }
 
     pub fn client(&self) -> ControllerClient<Channel> {
         ControllerClient::new(self.agent.channel())
     }
 
-    pub async fn create(&self, message: CreateVolumeRequest) -> Result<Made, Status> {
+    pub async fn create(&self, mut message: CreateVolumeRequest) -> Result<Made, Status> {
+        message.secrets.extend(self.secrets.clone());
         let answer = self
             .client()
             .create_volume(request(message, CALL_TIMEOUT))
@@ -94,7 +102,7 @@ impl Controller {
     pub async fn delete(&self, volume_id: &str) -> Result<(), Status> {
         let message = DeleteVolumeRequest {
             volume_id: volume_id.to_owned(),
-            ..Default::default()
+            secrets: self.secrets.clone(),
         };
         self.client()
             .delete_volume(request(message, CALL_TIMEOUT))
@@ -106,6 +114,7 @@ impl Controller {
         let message = CreateSnapshotRequest {
             source_volume_id: source.to_owned(),
             name: name.to_owned(),
+            secrets: self.secrets.clone(),
             ..Default::default()
         };
         let answer = self
@@ -118,7 +127,7 @@ impl Controller {
     pub async fn delete_snapshot(&self, snapshot_id: &str) -> Result<(), Status> {
         let message = DeleteSnapshotRequest {
             snapshot_id: snapshot_id.to_owned(),
-            ..Default::default()
+            secrets: self.secrets.clone(),
         };
         self.client()
             .delete_snapshot(request(message, CALL_TIMEOUT))
@@ -131,6 +140,7 @@ impl Controller {
         let message = ControllerExpandVolumeRequest {
             volume_id: volume_id.to_owned(),
             capacity_range: Some(range(bytes)),
+            secrets: self.secrets.clone(),
             ..Default::default()
         };
         let answer = self
