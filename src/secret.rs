@@ -1,7 +1,7 @@
 //! Values that nobody may read but who needs them: wiped when dropped, and
 //! never shown, logged, compared or written down.
 
-use std::{collections::HashMap, fmt};
+use std::{collections::HashMap, fmt, fs, io, path::Path};
 
 use zeroize::Zeroizing;
 
@@ -32,6 +32,29 @@ impl fmt::Debug for Secret {
 pub struct Secrets(HashMap<String, Secret>);
 
 impl Secrets {
+    /// The secrets in a directory as Kubernetes mounts a Secret: a file for each,
+    /// of its name. A line's end after the value is none of it.
+    pub fn read_dir(dir: &Path) -> io::Result<Self> {
+        let mut found = HashMap::new();
+        for entry in fs::read_dir(dir)? {
+            let entry = entry?;
+            // Besides the files there are directories, for replacing all at once.
+            if let Ok(name) = entry.file_name().into_string()
+                && fs::metadata(entry.path())?.is_file()
+            {
+                let text = Zeroizing::new(fs::read_to_string(entry.path())?);
+                found.insert(name, Secret::new(text.trim_end_matches('\n').to_owned()));
+            }
+        }
+        Ok(Self(found))
+    }
+
+    /// As a request carries them.
+    pub fn to_wire(&self) -> HashMap<String, String> {
+        let pair = |(name, secret): (&String, &Secret)| (name.clone(), secret.reveal().to_owned());
+        self.0.iter().map(pair).collect()
+    }
+
     /// The secret of that name; an empty one is none.
     pub fn get(&self, name: &str) -> Option<&Secret> {
         self.0
@@ -79,6 +102,23 @@ impl fmt::Debug for Secrets {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mounted_secret_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("..2026")).unwrap();
+        fs::write(dir.path().join("userID"), "csi\n").unwrap();
+        fs::write(dir.path().join("userKey"), "AQ==").unwrap();
+        let wire = Secrets::read_dir(dir.path()).unwrap().to_wire();
+        let given = [("userID", "csi"), ("userKey", "AQ==")];
+        assert_eq!(
+            wire,
+            given
+                .map(|(name, value)| (name.into(), value.into()))
+                .into()
+        );
+        assert!(Secrets::read_dir(&dir.path().join("none")).is_err());
+    }
 
     #[test]
     fn a_secret_is_never_shown() {

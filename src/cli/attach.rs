@@ -231,6 +231,7 @@ impl Staging<'_> {
             staging_target_path: self.path.to_string_lossy().into_owned(),
             volume_capability: Some(capability),
             volume_context,
+            secrets: context.secrets.to_wire(),
             ..Default::default()
         };
         let work = context.node(
@@ -259,6 +260,7 @@ impl Staging<'_> {
             volume_capability: Some(capability),
             readonly,
             volume_context,
+            secrets: context.secrets.to_wire(),
             ..Default::default()
         };
         let work = context.node(

@@ -20,6 +20,7 @@ use crate::{
             node_client::NodeClient,
         },
     },
+    secret::Secrets,
 };
 
 /// An agent's socket with a client for each of its services. Nothing is
@@ -94,6 +95,8 @@ pub struct Context {
     pub controller_socket: Socket,
     /// Tells on a terminal what a call is waiting for.
     pub progress: Progress,
+    /// What calls that take secrets carry.
+    pub secrets: Secrets,
 }
 
 impl Context {

@@ -22,6 +22,7 @@ mod volumes;
 
 use std::{
     io::{self, IsTerminal as _},
+    path::PathBuf,
     process::ExitCode,
     time::Duration,
 };
@@ -34,7 +35,7 @@ use self::{
     error::{Agent, CliError},
     progress::Progress,
 };
-use crate::{chain, csi::serve::Endpoint};
+use crate::{chain, csi::serve::Endpoint, secret::Secrets};
 
 /// Makes, attaches, grows, copies and inspects block volumes
 #[derive(Debug, Parser)]
@@ -80,6 +81,17 @@ pub struct Cli {
         value_parser = args::duration
     )]
     timeout: Duration,
+    /// Directory of what the volume's backend asks for, as a mounted Secret: one
+    /// file for each, as userID and userKey for Ceph
+    #[arg(
+        long,
+        global = true,
+        help_heading = ANYWHERE,
+        hide_env_values = true,
+        value_name = "DIR",
+        env = "URING_CSI_SECRETS"
+    )]
+    secrets: Option<PathBuf>,
     /// Print JSON
     #[arg(long, global = true, help_heading = ANYWHERE)]
     json: bool,
@@ -137,6 +149,14 @@ impl Cli {
 
     async fn answer(self) -> Result<(), CliError> {
         let json = self.json;
+        let secrets = match &self.secrets {
+            None => Ok(Secrets::default()),
+            Some(dir) => Secrets::read_dir(dir).map_err(|source| CliError::Io {
+                doing: "read the secrets in",
+                path: dir.clone(),
+                source,
+            }),
+        };
         let context = &Context {
             node_socket: Socket::new(Agent::Node, self.node_endpoint, self.timeout),
             controller_socket: Socket::new(
@@ -145,6 +165,7 @@ impl Cli {
                 self.timeout,
             ),
             progress: Progress::new(io::stderr().is_terminal()),
+            secrets: secrets?,
         };
         match self.command {
             Command::Up(it) => print(&it.run(context).await?, json),

@@ -125,6 +125,7 @@ impl Create {
         let request = CreateSnapshotRequest {
             source_volume_id: source.volume_id.clone(),
             name: self.name,
+            secrets: context.secrets.to_wire(),
             ..Default::default()
         };
         let work = context.controller(doing.clone(), request, async |mut client, request| {
@@ -164,6 +165,7 @@ impl List {
             let request = ListSnapshotsRequest {
                 starting_token,
                 source_volume_id: source_volume_id.clone(),
+                secrets: context.secrets.to_wire(),
                 ..Default::default()
             };
             let page = context
@@ -189,7 +191,7 @@ impl Delete {
         for snapshot_id in &self.snapshots {
             let request = DeleteSnapshotRequest {
                 snapshot_id: snapshot_id.clone(),
-                ..Default::default()
+                secrets: context.secrets.to_wire(),
             };
             context
                 .controller(

@@ -131,6 +131,7 @@ impl CloneVolume {
             volume_capabilities: vec![self.usage.capability()],
             parameters: as_attached(&source.volume_context),
             volume_content_source: Some(from_volume(source.volume_id)),
+            secrets: context.secrets.to_wire(),
             ..Default::default()
         };
         Ok(context.create(request).await?.into())
@@ -146,6 +147,12 @@ fn as_attached(context: &HashMap<String, String>) -> HashMap<String, String> {
         "connections",
         "requestTimeout",
         "deadConnectionTimeout",
+        "clusterID",
+        "imageFeatures",
+        "mounter",
+        "mapOptions",
+        "encrypted",
+        "encryptionKMSID",
     ]
     .into_iter()
     .filter_map(|key| Some((key.to_owned(), context.get(key)?.clone())))
@@ -176,6 +183,7 @@ impl Context {
             volume_capabilities: vec![usage.capability()],
             parameters: origin.parameters(),
             volume_content_source,
+            secrets: self.secrets.to_wire(),
             ..Default::default()
         };
         self.create(request).await
@@ -198,7 +206,7 @@ impl Context {
     pub async fn delete_volume(&self, wanted: &str, volume_id: String) -> Result<(), CliError> {
         let request = DeleteVolumeRequest {
             volume_id,
-            ..Default::default()
+            secrets: self.secrets.to_wire(),
         };
         let work = self.controller(
             format!("delete {wanted}"),
@@ -329,6 +337,7 @@ impl Expand {
         let request = ControllerExpandVolumeRequest {
             volume_id: volume_id.clone(),
             capacity_range: Some(at_least(self.size)),
+            secrets: context.secrets.to_wire(),
             ..Default::default()
         };
         let doing = format!("expand {wanted}");
@@ -358,7 +367,7 @@ impl Expand {
                 staging_target_path: held.staging_path.clone(),
                 capacity_range: Some(at_least(self.size)),
                 volume_capability: Some(Use::default().or_as_staged(&held.access).capability()),
-                ..Default::default()
+                secrets: context.secrets.to_wire(),
             };
             let work = context.node(
                 format!("{doing} on this node"),
