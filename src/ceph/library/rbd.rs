@@ -76,8 +76,20 @@ pub struct TrashInfo {
     pub deferred_until: libc::time_t,
 }
 
+/// `rbd_mirror_image_info_t`.
+#[repr(C)]
+pub struct MirrorInfo {
+    pub global_id: *mut c_char,
+    pub state: c_int,
+    pub primary: bool,
+}
+
+/// `RBD_MIRROR_IMAGE_ENABLED`.
+pub const MIRRORED: c_int = 1;
+
 #[cfg(target_pointer_width = "64")]
 const _: () = {
+    assert!(size_of::<MirrorInfo>() == 16);
     assert!(size_of::<ImageInfo>() == 160);
     assert!(size_of::<ImageSpec>() == 16);
     assert!(size_of::<LinkedImage>() == 48);
@@ -147,6 +159,8 @@ table! {
     fn rbd_flatten(image: Image) -> c_int;
     fn rbd_watchers_list(image: Image, watchers: *mut Watcher, count: *mut usize) -> c_int;
     fn rbd_watchers_list_cleanup(watchers: *mut Watcher, count: usize);
+    fn rbd_mirror_image_get_info(image: Image, info: *mut MirrorInfo, info_size: usize) -> c_int;
+    fn rbd_mirror_image_get_info_cleanup(info: *mut MirrorInfo);
 
     fn rbd_get_parent(image: Image, parent: *mut LinkedImage, snapshot: *mut SnapSpec) -> c_int;
     fn rbd_linked_image_spec_cleanup(image: *mut LinkedImage);

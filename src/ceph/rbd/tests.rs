@@ -1,7 +1,7 @@
 use std::time::{Duration, SystemTime};
 
 use super::*;
-use crate::ceph::testing::Place;
+use crate::ceph::{test_cluster::TestCluster, testing::Place};
 
 const MIB: u64 = 1 << 20;
 
@@ -94,6 +94,29 @@ fn who_has_it_open_is_a_watcher() {
     drop(image);
     // Without a lock to take, a watcher keeps nobody from moving it.
     assert!(busy.is_ok());
+}
+
+#[test]
+fn a_mirrored_image_is_known() {
+    let Some(cluster) = TestCluster::shared() else {
+        return;
+    };
+    let pool = cluster.fresh_pool();
+    cluster.rbd(&["mirror", "pool", "enable", &pool, "image"]);
+    let io = crate::ceph::testing::connect(&cluster)
+        .ioctx(&pool, "")
+        .unwrap();
+    create(&io, "mirrored", MIB, &plain()).unwrap();
+    let image = Image::open(&io, "mirrored", Access::ReadOnly).unwrap();
+    assert!(!image.is_mirrored().unwrap());
+    cluster.rbd(&[
+        "mirror",
+        "image",
+        "enable",
+        &format!("{pool}/mirrored"),
+        "snapshot",
+    ]);
+    assert!(image.is_mirrored().unwrap());
 }
 
 #[test]

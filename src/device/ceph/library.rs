@@ -42,9 +42,15 @@ pub fn open(
     Ok(Some(rbd::Image::open(&pool, &image.name, access)?))
 }
 
-/// Waits until nobody else has the image open, or names who has.
-pub fn wait_until_free(image: &rbd::Image) -> Result<(), CephImageError> {
+/// Waits until nobody else has the image open, or names who has. Those who mirror
+/// it do no harm.
+pub fn wait_until_free(image: &rbd::Image, mirror_daemons: u32) -> Result<(), CephImageError> {
     let began = Instant::now();
+    let mirrors = if image.is_mirrored()? {
+        usize::try_from(mirror_daemons).unwrap_or(usize::MAX)
+    } else {
+        0
+    };
     let others = busy::outwait_for(
         FREE_WITHIN,
         || {
@@ -55,9 +61,9 @@ pub fn wait_until_free(image: &rbd::Image) -> Result<(), CephImageError> {
                 .collect();
             Ok::<_, CephError>(others)
         },
-        |others| others.as_ref().is_ok_and(|others| !others.is_empty()),
+        |others| others.as_ref().is_ok_and(|others| others.len() > mirrors),
     )?;
-    if others.is_empty() {
+    if others.len() <= mirrors {
         let waited = began.elapsed();
         if waited > Duration::from_secs(1) {
             tracing::info!(%image, seconds = waited.as_secs(), "waited for another client to let go");

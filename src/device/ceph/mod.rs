@@ -240,7 +240,7 @@ impl BoundCephImage<'_> {
         let Some(image) = image else {
             return Ok(None);
         };
-        library::wait_until_free(&image)?;
+        library::wait_until_free(&image, known.cluster.mirror_daemons)?;
         Ok(Some(image.features()?))
     }
 }
