@@ -18,7 +18,7 @@
 //! do the same thing at a time: a name is reserved, and taken back, by comparing
 //! what is there in the same step.
 
-use std::{collections::BTreeMap, fmt, str::FromStr};
+use std::collections::BTreeMap;
 
 use uuid::Uuid;
 
@@ -26,6 +26,10 @@ use super::{
     CephError,
     rados::{IoCtx, WriteOp},
 };
+
+mod entry;
+
+pub use entry::{Entry, Kind, Reserved};
 
 /// A journal that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -56,177 +60,6 @@ pub enum JournalError {
         there: String,
     },
 }
-
-/// What a journal keeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Volumes, by ceph-csi's default in images `csi-vol-<uuid>`.
-    Volume,
-    /// Snapshots, by ceph-csi's default in images `csi-snap-<uuid>`.
-    Snapshot,
-}
-
-impl Kind {
-    /// What the image of `uuid` is called.
-    pub fn image(self, prefix: Option<&str>, uuid: Uuid) -> String {
-        let default = match self {
-            Self::Volume => "csi-vol-",
-            Self::Snapshot => "csi-snap-",
-        };
-        format!("{}{uuid}", prefix.unwrap_or(default))
-    }
-
-    /// What keys of the directory, and names of entries' objects, begin with.
-    fn prefix(self) -> &'static str {
-        match self {
-            Self::Volume => "csi.volume.",
-            Self::Snapshot => "csi.snap.",
-        }
-    }
-
-    fn name_key(self) -> &'static str {
-        match self {
-            Self::Volume => "csi.volname",
-            Self::Snapshot => "csi.snapname",
-        }
-    }
-}
-
-/// What a name leads to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reserved {
-    /// What tells the image from all others.
-    pub uuid: Uuid,
-    /// The image's pool, where it is not the journal's.
-    pub pool_id: Option<i64>,
-}
-
-impl fmt::Display for Reserved {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.pool_id {
-            Some(id) => write!(f, "{id:016x}/{}", self.uuid),
-            None => self.uuid.fmt(f),
-        }
-    }
-}
-
-impl FromStr for Reserved {
-    type Err = ();
-
-    fn from_str(text: &str) -> Result<Self, ()> {
-        let (pool_id, uuid) = match text.split_once('/') {
-            Some((pool_id, uuid)) => (Some(parse_pool(pool_id).ok_or(())?), uuid),
-            None => (None, text),
-        };
-        let uuid = Uuid::try_parse(uuid).map_err(drop)?;
-        Ok(Self { uuid, pool_id })
-    }
-}
-
-/// A pool's id as values have it: 16 hex digits.
-fn parse_pool(text: &str) -> Option<i64> {
-    let digits = text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
-    let id = u64::from_str_radix(text, 16).ok().filter(|_| digits)?;
-    Some(id.cast_signed())
-}
-
-/// What is known of an image. Empty: not known, or not so.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Entry {
-    /// What it was asked for by; empty where a create was interrupted.
-    pub name: String,
-    /// The image's name; empty where releases of ceph-csi before 2.1 made it.
-    pub image: String,
-    /// The image's id.
-    pub image_id: String,
-    /// The pool of the directory, where it is not the image's.
-    pub journal_pool: Option<i64>,
-    /// Where its passphrase is kept, if it is encrypted.
-    pub kms: String,
-    /// `block` or `file`, if it is encrypted.
-    pub encryption: String,
-    /// The Kubernetes namespace that it was made for.
-    pub owner: String,
-    /// The handle of its group.
-    pub group: String,
-    /// Of a snapshot: the name of the image that it was taken of.
-    pub source: String,
-    /// What a volume is a copy of; a key of our own, which ceph-csi ignores.
-    pub origin: String,
-}
-
-impl Entry {
-    fn to_keys(&self, kind: Kind) -> Vec<(&'static str, String)> {
-        let Self {
-            name,
-            image,
-            image_id,
-            journal_pool,
-            kms,
-            encryption,
-            owner,
-            group,
-            source,
-            origin,
-        } = self;
-        let pool = journal_pool.map(|id| format!("{id:016x}"));
-        let keys = [
-            (kind.name_key(), name),
-            (IMAGE, image),
-            (IMAGE_ID, image_id),
-            (JOURNAL_POOL, &pool.unwrap_or_default()),
-            (KMS, kms),
-            (ENCRYPTION, encryption),
-            (OWNER, owner),
-            (GROUP, group),
-            (SOURCE, source),
-            (ORIGIN, origin),
-        ];
-        let full = keys.into_iter().filter(|(_, value)| !value.is_empty());
-        full.map(|(key, value)| (key, value.clone())).collect()
-    }
-
-    /// On failure: the key whose value means nothing.
-    fn from_keys(
-        kind: Kind,
-        mut keys: BTreeMap<String, String>,
-    ) -> Result<Self, (&'static str, String)> {
-        let mut take = |key: &str| keys.remove(key).unwrap_or_default();
-        let pool = take(JOURNAL_POOL);
-        let journal_pool = match pool.as_str() {
-            "" => None,
-            text => Some(parse_pool(text).ok_or((JOURNAL_POOL, pool))?),
-        };
-        let group = match take(GROUP) {
-            none if none.is_empty() => take(OLD_GROUP),
-            group => group,
-        };
-        Ok(Self {
-            name: take(kind.name_key()),
-            image: take(IMAGE),
-            image_id: take(IMAGE_ID),
-            journal_pool,
-            kms: take(KMS),
-            encryption: take(ENCRYPTION),
-            owner: take(OWNER),
-            group,
-            source: take(SOURCE),
-            origin: take(ORIGIN),
-        })
-    }
-}
-
-const IMAGE: &str = "csi.imagename";
-const IMAGE_ID: &str = "csi.imageid";
-const JOURNAL_POOL: &str = "csi.journalpool";
-const KMS: &str = "csi.volume.encryptKMS";
-const ENCRYPTION: &str = "csi.volume.encryptionType";
-const OWNER: &str = "csi.volume.owner";
-const GROUP: &str = "csi.groupid";
-/// What older releases of ceph-csi wrote by mistake.
-const OLD_GROUP: &str = "csi.csi.groupid";
-const SOURCE: &str = "csi.source";
-const ORIGIN: &str = "uring-csi.origin";
 
 /// One kind's journal. All of its calls block.
 #[derive(Clone, Debug)]
@@ -386,7 +219,7 @@ impl Journal {
 
     /// Adds the image's id to its entry.
     pub fn set_image_id(&self, pool: &IoCtx, uuid: Uuid, id: &str) -> Result<(), JournalError> {
-        Ok(pool.omap_set(&self.object(uuid), &[(IMAGE_ID, id)])?)
+        Ok(pool.omap_set(&self.object(uuid), &[(entry::IMAGE_ID, id)])?)
     }
 
     /// Takes a create back: the entry, and then the name, if it leads there.
@@ -448,16 +281,9 @@ fn or_empty(
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     const UUID: &str = "36eaa70e-eb63-11ea-8e79-246e96907f74";
-
-    fn keys(list: &[(&str, &str)]) -> BTreeMap<String, String> {
-        let own = |&(key, value): &(&str, &str)| (key.to_owned(), value.to_owned());
-        list.iter().map(own).collect()
-    }
 
     #[test]
     fn names_are_those_of_ceph_csi() {
@@ -473,75 +299,5 @@ mod tests {
         assert_eq!(Kind::Volume.image(None, uuid), format!("csi-vol-{UUID}"));
         assert_eq!(Kind::Snapshot.image(None, uuid), format!("csi-snap-{UUID}"));
         assert_eq!(Kind::Volume.image(Some("a-"), uuid), format!("a-{UUID}"));
-    }
-
-    #[test]
-    fn a_name_leads_to_a_uuid_and_maybe_another_pool() {
-        let elsewhere: Reserved = format!("000000000000000a/{UUID}").parse().unwrap();
-        assert_eq!(elsewhere.pool_id, Some(10));
-        let here: Reserved = UUID.parse().unwrap();
-        assert_eq!((here.uuid, here.pool_id), (elsewhere.uuid, None));
-        for bad in [
-            "",
-            "a",
-            "0a/36eaa70e",
-            &format!("a/{UUID}"),
-            &format!("{UUID}/"),
-        ] {
-            assert!(bad.parse::<Reserved>().is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn an_entry_has_the_keys_of_ceph_csi() {
-        let there = keys(&[
-            ("csi.volname", "pvc-1"),
-            ("csi.imagename", "csi-vol-x"),
-            ("csi.imageid", "1fa1"),
-            ("csi.journalpool", "0000000000000003"),
-            ("csi.volume.encryptKMS", "user-secret"),
-            ("csi.volume.encryptionType", "block"),
-            ("csi.volume.owner", "tenant"),
-            ("csi.csi.groupid", "group"),
-            ("csi.later", "unknown"),
-        ]);
-        let entry = Entry::from_keys(Kind::Volume, there).unwrap();
-        assert_eq!(entry.journal_pool, Some(3));
-        assert_eq!(
-            (entry.name.as_str(), entry.group.as_str()),
-            ("pvc-1", "group")
-        );
-        assert_eq!(
-            (entry.owner.as_str(), entry.kms.as_str()),
-            ("tenant", "user-secret")
-        );
-        let bad = keys(&[("csi.journalpool", "3")]);
-        assert!(Entry::from_keys(Kind::Volume, bad).is_err());
-        let unfinished = Entry::from_keys(Kind::Snapshot, BTreeMap::new()).unwrap();
-        assert_eq!(unfinished, Entry::default());
-    }
-
-    proptest! {
-        #[test]
-        fn what_is_written_is_read(
-            texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
-        ) {
-            let kind = if snap { Kind::Snapshot } else { Kind::Volume };
-            let [name, image, image_id, kms, encryption, owner, group, source, origin] =
-                texts.try_into().unwrap();
-            let entry = Entry {
-                name, image, image_id, journal_pool: pool, kms, encryption, owner, group, source,
-                origin,
-            };
-            let keys = entry.to_keys(kind).into_iter().map(|(k, v)| (k.to_owned(), v));
-            prop_assert_eq!(Entry::from_keys(kind, keys.collect()), Ok(entry));
-            let reserved = Reserved { uuid: Uuid::from_u128(id), pool_id: pool };
-            prop_assert_eq!(reserved.to_string().parse(), Ok(reserved));
-        }
-
-        #[test]
-        fn any_value_is_read_or_refused(text in "[0-9a-f/-]{0,60}|.{0,60}") {
-            let _ = text.parse::<Reserved>();
-        }
     }
 }

@@ -1,4 +1,6 @@
-//! Locks by name: equal calls wait for each other, all others run.
+//! How a provisioner's calls run: all of its work blocks, so it runs on lanes, and
+//! calls for one name or handle take turns there, so that equal ones get the
+//! answer of the first. All others run at once.
 
 use std::{
     collections::HashMap,
@@ -7,13 +9,77 @@ use std::{
 
 use tokio::sync::OwnedMutexGuard;
 
+use crate::lane::Lanes;
+
+/// The turns of the calls that work on one store.
+#[derive(Debug)]
+pub struct Turns<S> {
+    store: Arc<S>,
+    locks: Keyed,
+    lanes: Lanes,
+}
+
+impl<S> Clone for Turns<S> {
+    fn clone(&self) -> Self {
+        Self {
+            store: Arc::clone(&self.store),
+            locks: self.locks.clone(),
+            lanes: self.lanes.clone(),
+        }
+    }
+}
+
+impl<S: Send + Sync + 'static> Turns<S> {
+    pub fn new(store: S, lanes: Lanes) -> Self {
+        Self {
+            store: Arc::new(store),
+            locks: Keyed::default(),
+            lanes,
+        }
+    }
+
+    /// What they work on, for what does not block.
+    pub fn store(&self) -> &S {
+        &self.store
+    }
+
+    /// Runs `work` after what runs for `whose` already. When the caller goes away
+    /// meanwhile, the work is finished, and its turn ends only then: so storage
+    /// that hangs holds up one thread for each, however often they call.
+    pub async fn run<T: Send + 'static>(
+        &self,
+        whose: &str,
+        step: &'static str,
+        work: impl FnOnce(&S) -> T + Send + 'static,
+    ) -> T {
+        let turn = self.locks.lock(whose).await;
+        let store = Arc::clone(&self.store);
+        let work = move || {
+            let result = work(&store);
+            drop(turn);
+            result
+        };
+        self.lanes.run(whose, step, work).await
+    }
+}
+
+/// The turn of all that makes or deletes the volume of a name.
+pub fn volume_named(name: &str) -> String {
+    format!("volume name {name}")
+}
+
+/// The same for a snapshot.
+pub fn snapshot_named(name: &str) -> String {
+    format!("snapshot name {name}")
+}
+
 /// A lock for each key that is in use.
 #[derive(Clone, Debug, Default)]
-pub struct Keyed(Arc<Mutex<HashMap<String, Weak<tokio::sync::Mutex<()>>>>>);
+struct Keyed(Arc<Mutex<HashMap<String, Weak<tokio::sync::Mutex<()>>>>>);
 
 impl Keyed {
     /// Waits for the lock of `key`. First come, first served.
-    pub async fn lock(&self, key: &str) -> OwnedMutexGuard<()> {
+    async fn lock(&self, key: &str) -> OwnedMutexGuard<()> {
         let lock = {
             let mut locks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             locks.retain(|_, lock| lock.strong_count() > 0);

@@ -1,6 +1,7 @@
 use std::{
     net::{Ipv4Addr, TcpListener},
     thread,
+    time::{Duration, Instant},
 };
 
 use serde_json::json;
@@ -8,6 +9,7 @@ use serde_json::json;
 use super::*;
 use crate::{
     ceph::{
+        Credentials,
         test_cluster::TestCluster,
         testing::{Place, connect, credentials, timeouts},
     },

@@ -32,11 +32,12 @@
 //! counts as taken, in [`Provisioner::capacity`] and where a volume is made or
 //! grown, unless its class says `overcommit`; only `preallocate` makes sure.
 
-use std::{collections::HashMap, sync::Arc};
+use std::collections::HashMap;
 
 use super::{
     Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Published, Range, RoomFor, Snapshot, Usage, Volume, keyed::Keyed,
+    Published, Range, RoomFor, Snapshot, Usage, Volume,
+    keyed::{Turns, snapshot_named, volume_named},
 };
 use crate::{lane::Lanes, pool::Pools, secret::Secrets};
 
@@ -52,62 +53,35 @@ mod writers;
 
 use store::Store;
 
-/// The provisioner of image files. All its work blocks and runs on lane
-/// threads; calls for one name or handle take turns, so that equal ones get
-/// the answer of the first.
+/// The provisioner of image files.
 #[derive(Clone, Debug)]
 pub struct Images {
-    store: Arc<Store>,
-    turns: Keyed,
-    lanes: Lanes,
+    turns: Turns<Store>,
 }
 
 impl Images {
     /// Over these pools; `node_id` is that of the node of local pools, and
     /// `boot_id` that of the running kernel.
     pub fn new(pools: Pools, node_id: Option<String>, boot_id: String, lanes: Lanes) -> Self {
-        let store = Arc::new(Store {
+        let store = Store {
             pools,
             node_id,
             boot_id,
-        });
-        let turns = Keyed::default();
-        Self {
-            store,
-            turns,
-            lanes,
-        }
+        };
+        let turns = Turns::new(store, lanes);
+        Self { turns }
     }
 
     /// Finishes or undoes what dead controllers left, and says what could not
     /// be dealt with. Live calls, here and in other controllers, are not
     /// touched.
     pub async fn sweep(&self) -> Vec<Error> {
-        self.in_turn("sweep", "sweep", Store::sweep).await
+        self.turns.run("sweep", "sweep", Store::sweep).await
     }
 
     /// Says why a pool cannot be used, if one cannot.
     pub async fn check(&self) -> Result<(), Error> {
-        self.in_turn("check", "check", Store::check).await
-    }
-
-    /// Runs `work` after what runs for `whose` already. When the caller goes
-    /// away meanwhile, the work is finished, and its turn ends only then: so a
-    /// pool that hangs holds up one thread for each, however often they call.
-    async fn in_turn<T: Send + 'static>(
-        &self,
-        whose: &str,
-        step: &'static str,
-        work: impl FnOnce(&Store) -> T + Send + 'static,
-    ) -> T {
-        let turn = self.turns.lock(whose).await;
-        let store = Arc::clone(&self.store);
-        let work = move || {
-            let result = work(&store);
-            drop(turn);
-            result
-        };
-        self.lanes.run(whose, step, work).await
+        self.turns.run("check", "check", Store::check).await
     }
 }
 
@@ -122,16 +96,18 @@ impl Provisioner for Images {
 
     async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
         refuse_any(&new.mutable, "none that can be changed later")?;
-        let turn = format!("volume name {}", new.name);
-        self.in_turn(&turn, "create", move |store| store.create_volume(&new))
+        let turn = volume_named(&new.name);
+        self.turns
+            .run(&turn, "create", move |store| store.create_volume(&new))
             .await
     }
 
     async fn delete_volume(&self, handle: String, _: Secrets) -> Result<(), Error> {
-        self.in_turn(&handle.clone(), "delete", move |store| {
-            store.delete_volume(&handle)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "delete", move |store| {
+                store.delete_volume(&handle)
+            })
+            .await
     }
 
     async fn modify_volume(
@@ -144,24 +120,27 @@ impl Provisioner for Images {
     }
 
     async fn expand_volume(&self, handle: String, range: Range, _: Secrets) -> Result<u64, Error> {
-        self.in_turn(&handle.clone(), "expand", move |store| {
-            store.expand_volume(&handle, range)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "expand", move |store| {
+                store.expand_volume(&handle, range)
+            })
+            .await
     }
 
     async fn get_volume(&self, handle: String) -> Result<Published, Error> {
-        self.in_turn(&handle.clone(), "look up", move |store| {
-            store.get_volume(&handle)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "look up", move |store| {
+                store.get_volume(&handle)
+            })
+            .await
     }
 
     async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
-        self.in_turn("list volumes", "list", move |store| {
-            store.list_volumes(&what)
-        })
-        .await
+        self.turns
+            .run("list volumes", "list", move |store| {
+                store.list_volumes(&what)
+            })
+            .await
     }
 
     async fn check_usages(
@@ -171,48 +150,54 @@ impl Provisioner for Images {
         parameters: HashMap<String, String>,
         _: Secrets,
     ) -> Result<Option<String>, Error> {
-        self.in_turn(&handle.clone(), "check", move |store| {
-            store.check_usages(&handle, &usages, &parameters)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "check", move |store| {
+                store.check_usages(&handle, &usages, &parameters)
+            })
+            .await
     }
 
     async fn volume_ailment(&self, handle: String, _: Secrets) -> Result<Option<Ailment>, Error> {
-        self.in_turn(&handle.clone(), "look up", move |store| {
-            store.volume_ailment(&handle)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "look up", move |store| {
+                store.volume_ailment(&handle)
+            })
+            .await
     }
 
     async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
-        self.in_turn("capacity", "capacity", move |store| {
-            store.capacity(&room.parameters, &room.usages, room.here_will_do)
-        })
-        .await
+        self.turns
+            .run("capacity", "capacity", move |store| {
+                store.capacity(&room.parameters, &room.usages, room.here_will_do)
+            })
+            .await
     }
 
     async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
         refuse_any(&new.parameters, "none for snapshots")?;
         let NewSnapshot { name, volume, .. } = new;
-        let turn = format!("snapshot name {name}");
-        self.in_turn(&turn, "snapshot", move |store| {
-            store.create_snapshot(&name, &volume)
-        })
-        .await
+        let turn = snapshot_named(&name);
+        self.turns
+            .run(&turn, "snapshot", move |store| {
+                store.create_snapshot(&name, &volume)
+            })
+            .await
     }
 
     async fn delete_snapshot(&self, handle: String, _: Secrets) -> Result<(), Error> {
-        self.in_turn(&handle.clone(), "delete", move |store| {
-            store.delete_snapshot(&handle)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "delete", move |store| {
+                store.delete_snapshot(&handle)
+            })
+            .await
     }
 
     async fn get_snapshot(&self, handle: String, _: Secrets) -> Result<Snapshot, Error> {
-        self.in_turn(&handle.clone(), "look up", move |store| {
-            store.get_snapshot(&handle)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "look up", move |store| {
+                store.get_snapshot(&handle)
+            })
+            .await
     }
 
     async fn list_snapshots(
@@ -221,10 +206,11 @@ impl Provisioner for Images {
         volume: Option<String>,
         _: Secrets,
     ) -> Result<Page<Snapshot>, Error> {
-        self.in_turn("list snapshots", "list", move |store| {
-            store.list_snapshots(&what, volume.as_deref())
-        })
-        .await
+        self.turns
+            .run("list snapshots", "list", move |store| {
+                store.list_snapshots(&what, volume.as_deref())
+            })
+            .await
     }
 }
 

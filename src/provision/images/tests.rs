@@ -101,7 +101,7 @@ fn home() -> Home {
 
 impl Home {
     fn pool(&self) -> &Pool {
-        self.images.store.pools.get("main").unwrap()
+        self.images.turns.store().pools.get("main").unwrap()
     }
 
     fn file(&self, volume: &Volume) -> std::fs::File {

@@ -15,8 +15,9 @@ use super::{
     super::{Capacity, Error, Listing, Page, RoomFor, Snapshot, Volume, size::least},
     class::Class,
     error::RbdError,
+    found::{Found, Link, found},
     snapshots::show_snapshot,
-    store::{Found, Link, Store, found},
+    store::Store,
 };
 use crate::{
     ceph::{

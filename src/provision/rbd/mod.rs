@@ -2,7 +2,7 @@
 //! each of the two drivers can go on with what the other made.
 //!
 //! ```text
-//! store      clusters and journals: what a handle leads to
+//! store      clusters and journals; found: what a handle leads to in them
 //! class      the parameters of a storage class; topology, qos, encryption
 //! create     one CreateVolume, which a repeat finishes
 //! volumes    delete, grow, change
@@ -20,16 +20,12 @@
 //! All of it blocks and runs on lanes, in turns: calls for one handle or name one
 //! after the other, all others at once.
 
-use std::{
-    collections::HashMap,
-    io,
-    path::Path,
-    sync::{Arc, Mutex},
-};
+use std::{collections::HashMap, io, path::Path, sync::Mutex};
 
 use super::{
     Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Published, Range, RoomFor, Snapshot, Usage, Volume, keyed::Keyed,
+    Published, Range, RoomFor, Snapshot, Usage, Volume,
+    keyed::{Turns, snapshot_named, volume_named},
 };
 use crate::{
     ceph::{
@@ -48,6 +44,7 @@ mod copies;
 mod create;
 mod encryption;
 mod error;
+mod found;
 mod listing;
 mod operators;
 mod qos;
@@ -82,9 +79,7 @@ pub struct Settings<'a> {
 /// The provisioner of RBD images.
 #[derive(Clone, Debug)]
 pub struct Rbd {
-    store: Arc<Store>,
-    turns: Keyed,
-    lanes: Lanes,
+    turns: Turns<Store>,
 }
 
 impl Rbd {
@@ -101,18 +96,15 @@ impl Rbd {
             flattener: Flattener::new(lanes.clone(), Bounds::default()),
             used: Mutex::default(),
         };
-        Ok(Self {
-            store: Arc::new(store),
-            turns: Keyed::default(),
-            lanes,
-        })
+        let turns = Turns::new(store, lanes);
+        Ok(Self { turns })
     }
 
     /// Empties the trash where an earlier attempt, or an earlier controller, did
     /// not; to be called at the start and every now and then. Says what could not
     /// be looked at.
     pub async fn sweep(&self) -> Vec<Error> {
-        let errors = self.in_turn("sweep", "sweep", Store::sweep).await;
+        let errors = self.turns.run("sweep", "sweep", Store::sweep).await;
         errors.into_iter().map(Error::from).collect()
     }
 
@@ -120,56 +112,31 @@ impl Rbd {
     /// others of use.
     pub async fn check(&self) -> Result<(), Error> {
         let read = |store: &Store| store.clusters.all().map(drop);
-        let checked = self.in_turn("check", "check", read).await;
+        let checked = self.turns.run("check", "check", read).await;
         Ok(checked.map_err(RbdError::from)?)
     }
-
-    /// Runs `work` after what runs for `whose` already. When the caller goes away
-    /// meanwhile, the work is finished, and its turn ends only then.
-    async fn in_turn<T: Send + 'static>(
-        &self,
-        whose: &str,
-        step: &'static str,
-        work: impl FnOnce(&Store) -> T + Send + 'static,
-    ) -> T {
-        let turn = self.turns.lock(whose).await;
-        let store = Arc::clone(&self.store);
-        let work = move || {
-            let result = work(&store);
-            drop(turn);
-            result
-        };
-        self.lanes.run(whose, step, work).await
-    }
-}
-
-/// The turn of all that makes or deletes what has a name.
-fn volume_named(name: &str) -> String {
-    format!("volume name {name}")
-}
-
-fn snapshot_named(name: &str) -> String {
-    format!("snapshot name {name}")
 }
 
 #[tonic::async_trait]
 impl Provisioner for Rbd {
     fn abilities(&self) -> Abilities {
         Abilities {
-            lists: self.store.operators.any(),
+            lists: self.turns.store().operators.any(),
             modifies: true,
         }
     }
 
     async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
         let turn = volume_named(&new.name);
-        self.in_turn(&turn, "create", move |store| store.create_volume(&new))
+        self.turns
+            .run(&turn, "create", move |store| store.create_volume(&new))
             .await
     }
 
     async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
         let found = self
-            .in_turn(&handle.clone(), "look up", move |store| {
+            .turns
+            .run(&handle.clone(), "look up", move |store| {
                 store.find_volume(&handle, &secrets)
             })
             .await?;
@@ -178,7 +145,8 @@ impl Provisioner for Rbd {
         let turn = found
             .name()
             .map_or_else(|| found.handle.clone(), volume_named);
-        self.in_turn(&turn, "delete", move |store| store.delete_volume(&found))
+        self.turns
+            .run(&turn, "delete", move |store| store.delete_volume(&found))
             .await
     }
 
@@ -188,10 +156,11 @@ impl Provisioner for Rbd {
         range: Range,
         secrets: Secrets,
     ) -> Result<u64, Error> {
-        self.in_turn(&handle.clone(), "expand", move |store| {
-            store.expand_volume(&handle, range, &secrets)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "expand", move |store| {
+                store.expand_volume(&handle, range, &secrets)
+            })
+            .await
     }
 
     async fn modify_volume(
@@ -200,24 +169,27 @@ impl Provisioner for Rbd {
         mutable: HashMap<String, String>,
         secrets: Secrets,
     ) -> Result<(), Error> {
-        self.in_turn(&handle.clone(), "modify", move |store| {
-            store.modify_volume(&handle, &mutable, &secrets)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "modify", move |store| {
+                store.modify_volume(&handle, &mutable, &secrets)
+            })
+            .await
     }
 
     async fn get_volume(&self, handle: String) -> Result<Published, Error> {
-        self.in_turn(&handle.clone(), "look up", move |store| {
-            store.get_volume(&handle)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "look up", move |store| {
+                store.get_volume(&handle)
+            })
+            .await
     }
 
     async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
-        self.in_turn("list volumes", "list", move |store| {
-            store.list_volumes(&what)
-        })
-        .await
+        self.turns
+            .run("list volumes", "list", move |store| {
+                store.list_volumes(&what)
+            })
+            .await
     }
 
     async fn check_usages(
@@ -227,10 +199,11 @@ impl Provisioner for Rbd {
         parameters: HashMap<String, String>,
         secrets: Secrets,
     ) -> Result<Option<String>, Error> {
-        self.in_turn(&handle.clone(), "check", move |store| {
-            store.check_usages(&handle, &usages, &parameters, &secrets)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "check", move |store| {
+                store.check_usages(&handle, &usages, &parameters, &secrets)
+            })
+            .await
     }
 
     async fn volume_ailment(
@@ -238,26 +211,33 @@ impl Provisioner for Rbd {
         handle: String,
         secrets: Secrets,
     ) -> Result<Option<Ailment>, Error> {
-        self.in_turn(&handle.clone(), "look up", move |store| {
-            store.volume_ailment(&handle, &secrets)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "look up", move |store| {
+                store.volume_ailment(&handle, &secrets)
+            })
+            .await
     }
 
     async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
-        self.in_turn("capacity", "capacity", move |store| store.capacity(&room))
+        // So that a cluster that is slow holds up no other.
+        let cluster_id = room.parameters.get("clusterID");
+        let turn = format!("capacity of {}", cluster_id.map_or("", String::as_str));
+        self.turns
+            .run(&turn, "capacity", move |store| store.capacity(&room))
             .await
     }
 
     async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
         let turn = snapshot_named(&new.name);
-        self.in_turn(&turn, "snapshot", move |store| store.create_snapshot(&new))
+        self.turns
+            .run(&turn, "snapshot", move |store| store.create_snapshot(&new))
             .await
     }
 
     async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
         let found = self
-            .in_turn(&handle.clone(), "look up", move |store| {
+            .turns
+            .run(&handle.clone(), "look up", move |store| {
                 store.find_snapshot(&handle, &secrets)
             })
             .await?;
@@ -265,15 +245,17 @@ impl Provisioner for Rbd {
         let turn = found
             .name()
             .map_or_else(|| found.handle.clone(), snapshot_named);
-        self.in_turn(&turn, "delete", move |store| store.delete_snapshot(&found))
+        self.turns
+            .run(&turn, "delete", move |store| store.delete_snapshot(&found))
             .await
     }
 
     async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error> {
-        self.in_turn(&handle.clone(), "look up", move |store| {
-            store.get_snapshot(&handle, &secrets)
-        })
-        .await
+        self.turns
+            .run(&handle.clone(), "look up", move |store| {
+                store.get_snapshot(&handle, &secrets)
+            })
+            .await
     }
 
     async fn list_snapshots(
@@ -282,10 +264,11 @@ impl Provisioner for Rbd {
         volume: Option<String>,
         secrets: Secrets,
     ) -> Result<Page<Snapshot>, Error> {
-        self.in_turn("list snapshots", "list", move |store| {
-            store.list_snapshots(&what, volume.as_deref(), &secrets)
-        })
-        .await
+        self.turns
+            .run("list snapshots", "list", move |store| {
+                store.list_snapshots(&what, volume.as_deref(), &secrets)
+            })
+            .await
     }
 }
 

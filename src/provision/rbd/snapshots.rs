@@ -7,7 +7,8 @@ use super::{
     copies::{self, present},
     encryption::Encryption,
     error::RbdError,
-    store::{Found, Recorded, Store, handle_of},
+    found::{Found, Recorded, handle_of},
+    store::Store,
     volumes::{forget, refuse_if_used},
 };
 use crate::{

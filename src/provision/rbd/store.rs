@@ -2,29 +2,27 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Mutex, PoisonError},
 };
 
-use uuid::Uuid;
-
 use super::{
-    super::{Error, Place, Source, Volume},
+    super::Error,
     copies::Flattener,
     encryption::Keeper,
     error::RbdError,
+    found::{Found, Link, found},
     operators::Operators,
     trash::Bin,
 };
 use crate::{
     ceph::{
         Credentials,
-        config::{ClusterConfig, Clusters},
+        config::Clusters,
         connections::Connections,
         encryption::KmsConfig,
         handle::{Handle, MAX_CLUSTER_ID, VolumeHandle},
-        journal::{Entry, Journal, Reserved},
-        rados::{Cluster, IoCtx, Pool},
-        rbd::{Access, Image},
+        journal::Journal,
+        rados::IoCtx,
     },
     secret::Secrets,
 };
@@ -42,127 +40,6 @@ pub struct Store {
     pub flattener: Flattener,
     /// Pools that are known to be used, by cluster, with who may use them.
     pub used: Mutex<BTreeMap<(String, i64), Credentials>>,
-}
-
-/// A cluster that can be talked to.
-#[derive(Clone, Debug)]
-pub struct Link {
-    pub cluster: Arc<Cluster>,
-    pub config: ClusterConfig,
-    pub credentials: Credentials,
-}
-
-impl Link {
-    /// A pool of the cluster, in the namespace that is configured.
-    pub fn pool<'a>(&self, pool: impl Into<Pool<'a>>) -> Result<IoCtx, RbdError> {
-        let namespace = self.config.rados_namespace.as_deref();
-        Ok(self.cluster.ioctx(pool, namespace.unwrap_or_default())?)
-    }
-
-    /// A pool that a class names.
-    pub fn named_pool(&self, name: &str) -> Result<IoCtx, RbdError> {
-        self.pool(name).map_err(|error| match error {
-            error if error.is_not_found() => RbdError::NoPool {
-                cluster_id: self.config.cluster_id.clone(),
-                pool: name.to_owned(),
-            },
-            error => error,
-        })
-    }
-}
-
-/// What a handle leads to.
-#[derive(Debug)]
-pub struct Found {
-    pub handle: String,
-    pub link: Link,
-    /// Where the image is.
-    pub pool: IoCtx,
-    /// The image's name, and its id, where that is known.
-    pub image: String,
-    pub image_id: String,
-    /// None for a volume of Kubernetes' own plugin.
-    pub recorded: Option<Recorded>,
-}
-
-/// What the journal says of it.
-#[derive(Debug)]
-pub struct Recorded {
-    /// The directory's pool.
-    pub journal: IoCtx,
-    pub reserved: Reserved,
-    pub entry: Entry,
-}
-
-impl Found {
-    /// Opens the image; a journal without one has lost it.
-    pub fn open(&self, access: Access) -> Result<Image, RbdError> {
-        match Image::open(&self.pool, &self.image, access) {
-            Err(error) if error.is_not_found() => Err(RbdError::Lost {
-                handle: self.handle.clone(),
-                image: format!("{}/{}", self.pool, self.image),
-            }),
-            result => Ok(result?),
-        }
-    }
-
-    /// What the journal says.
-    pub fn recorded(&self) -> Result<&Recorded, RbdError> {
-        let none = || RbdError::Migrated(self.handle.clone());
-        self.recorded.as_ref().ok_or_else(none)
-    }
-
-    /// The name that its create was asked by; a handle without a journal has none.
-    pub fn name(&self) -> Option<&str> {
-        let recorded = self.recorded.as_ref()?;
-        Some(&recorded.entry.name)
-            .filter(|name| !name.is_empty())
-            .map(String::as_str)
-    }
-
-    /// The volume, as it is told; not the class' part of the context.
-    pub fn volume(&self, bytes: u64) -> Volume {
-        let mut context = BTreeMap::from([
-            ("clusterID".to_owned(), self.link.config.cluster_id.clone()),
-            ("pool".to_owned(), self.pool.pool().to_owned()),
-            ("imageName".to_owned(), self.image.clone()),
-        ]);
-        if let Some(recorded) = &self.recorded {
-            let pool = recorded.journal.pool().to_owned();
-            context.insert("journalPool".to_owned(), pool);
-        }
-        if let Some(namespace) = &self.link.config.rados_namespace {
-            context.insert("radosNamespace".to_owned(), namespace.clone());
-        }
-        let origin = self
-            .recorded
-            .as_ref()
-            .map(|recorded| &recorded.entry.origin);
-        Volume {
-            handle: self.handle.clone(),
-            bytes,
-            context,
-            source: origin.and_then(|origin| source_named(origin)),
-            local: false,
-            place: Place::new(),
-        }
-    }
-}
-
-/// A source as the journal has it.
-pub fn name_of(source: &Source) -> String {
-    match source {
-        Source::Snapshot(handle) => format!("snapshot {handle}"),
-        Source::Volume(handle) => format!("volume {handle}"),
-    }
-}
-
-fn source_named(text: &str) -> Option<Source> {
-    match text.split_once(' ')? {
-        ("snapshot", handle) => Some(Source::Snapshot(handle.to_owned())),
-        ("volume", handle) => Some(Source::Volume(handle.to_owned())),
-        _ => None,
-    }
 }
 
 impl Store {
@@ -337,30 +214,4 @@ impl Store {
         let found = self.find_snapshot(handle, secrets)?;
         found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
     }
-}
-
-/// What an entry of the journal leads to.
-pub fn found(link: Link, pool: IoCtx, uuid: Uuid, entry: Entry) -> Result<Found, RbdError> {
-    let (journal, pool_id) = match entry.journal_pool {
-        Some(id) if id != pool.pool_id() => (link.pool(id)?, Some(pool.pool_id())),
-        _ => (pool.clone(), None),
-    };
-    Ok(Found {
-        handle: handle_of(&link, &pool, uuid),
-        image: entry.image.clone(),
-        image_id: entry.image_id.clone(),
-        link,
-        pool,
-        recorded: Some(Recorded {
-            journal,
-            reserved: Reserved { uuid, pool_id },
-            entry,
-        }),
-    })
-}
-
-/// The handle of what has its image in that pool.
-pub fn handle_of(link: &Link, pool: &IoCtx, uuid: Uuid) -> String {
-    let handle = Handle::new(&link.config.cluster_id, pool.pool_id(), uuid);
-    handle.expect("a linked cluster's id fits").to_string()
 }

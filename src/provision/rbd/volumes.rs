@@ -8,9 +8,10 @@ use super::{
     copies::present,
     create::Creation,
     error::RbdError,
+    found::Found,
     qos::{self, Limits},
     size,
-    store::{Found, Store},
+    store::Store,
 };
 use crate::{
     ceph::{

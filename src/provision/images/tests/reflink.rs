@@ -40,7 +40,7 @@ async fn inside() {
         .create_volume(new("source", 256 * MIB))
         .await
         .unwrap();
-    let pool = images.store.pools.get("main").unwrap();
+    let pool = images.turns.store().pools.get("main").unwrap();
     let file = |volume: &Volume| pool.open_image(&volume.context["image"], true).unwrap();
     let data = vec![7; 64 << 20];
     file(&source).write_all_at(&data, MIB).unwrap();

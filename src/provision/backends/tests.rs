@@ -1,0 +1,96 @@
+use futures_util::{FutureExt as _, future::ready};
+
+use super::*;
+use crate::{
+    lane::Lanes,
+    pool::{Pool, Pools, Scope},
+    provision::Kind,
+};
+
+const CEPH_S: &str = "0001-0004-ceph-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
+const POOL_S: &str = "vol.shared.main.00000000-0000-0000-0000-000000006f1c";
+
+fn over(dir: &std::path::Path) -> Images {
+    let pool = Pool {
+        name: "main".to_owned(),
+        dir: dir.to_owned(),
+        scope: Scope::Shared,
+    };
+    let pools = Pools::new([pool]).unwrap();
+    Images::new(pools, None, "boot".to_owned(), Lanes::new(1))
+}
+
+#[test]
+fn a_handle_or_a_class_says_whose_it_is() {
+    assert_eq!(Backend::of_handle(CEPH_S), Some(Backend::Rbd));
+    assert_eq!(Backend::of_handle(POOL_S), Some(Backend::Images));
+    let snapshot = POOL_S.replace("vol.", "snap.");
+    assert_eq!(Backend::of_handle(&snapshot), Some(Backend::Images));
+    assert_eq!(Backend::of_handle("any"), None);
+    let class = |name: &str, value: &str| {
+        Backend::of_class(&HashMap::from([(name.to_owned(), value.to_owned())]))
+    };
+    assert_eq!(class("clusterID", "ceph"), Some(Backend::Rbd));
+    assert_eq!(class("backend", "rbd"), Some(Backend::Rbd));
+    assert_eq!(class("backend", "nbd"), Some(Backend::Images));
+    assert_eq!(class("pool", "main"), Some(Backend::Images));
+    assert_eq!(Backend::of_class(&HashMap::new()), None);
+}
+
+#[tokio::test]
+async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let pools_alone = Backends {
+        images: Some(over(dir.path())),
+        rbd: None,
+    };
+    let none = Secrets::default;
+    let refused = pools_alone.delete_volume(CEPH_S.to_owned(), none()).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.kind(), Kind::FailedPrecondition);
+    assert!(refused.to_string().contains("--ceph-config"), "{refused}");
+    pools_alone
+        .delete_volume("never ours".to_owned(), none())
+        .await
+        .unwrap();
+    let room = RoomFor {
+        parameters: HashMap::from([("clusterID".to_owned(), "ceph".to_owned())]),
+        ..RoomFor::default()
+    };
+    let refused = pools_alone.capacity(room).await.unwrap_err();
+    assert_eq!(refused.kind(), Kind::InvalidArgument);
+    let nothing = Backends::default();
+    let refused = nothing.get_volume(POOL_S.to_owned()).await.unwrap_err();
+    assert!(refused.to_string().contains("--pool"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_listing_goes_on_in_the_backend_that_its_token_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let backends = Backends {
+        images: Some(over(dir.path())),
+        rbd: None,
+    };
+    let list = async |from: Option<&str>, ends: bool| {
+        let what = Listing {
+            from: from.map(str::to_owned),
+            max: 2,
+        };
+        backends
+            .page(what, |_, what| {
+                let entries = vec![what.from];
+                let next = (!ends).then(|| "id".to_owned());
+                ready(Ok(Page { entries, next })).boxed()
+            })
+            .await
+    };
+    let first = list(None, false).await.unwrap();
+    assert_eq!(first.next.as_deref(), Some("images.id"));
+    let second = list(first.next.as_deref(), true).await.unwrap();
+    assert_eq!(second.entries, [Some("id".to_owned())]);
+    assert_eq!(second.next, None);
+    for bad in ["id", "rbd.id", ""] {
+        let refused = list(Some(bad), true).await.unwrap_err();
+        assert_eq!(refused.kind(), Kind::Aborted, "{bad}");
+    }
+}

@@ -1,0 +1,166 @@
+//! The image itself: blank or a copy, and what it needs beside its data.
+
+use super::{
+    super::{
+        super::{Error, Source, size::DEFAULT},
+        copies,
+        encryption::{Encryption, Keeper},
+        error::RbdError,
+        found::Found,
+        size,
+        volumes::{grow, note},
+    },
+    Creation, Making,
+};
+use crate::ceph::{
+    journal::Entry,
+    rbd::{self, Access, Image},
+};
+
+/// What a copy is made of.
+pub struct Origin {
+    found: Found,
+    bytes: u64,
+}
+
+impl Creation<'_> {
+    /// Finds the source, and sees to it that it can be copied.
+    pub(super) fn origin(&self) -> Result<Option<Origin>, Error> {
+        let store = self.store;
+        let found = match &self.new.source {
+            None => return Ok(None),
+            Some(Source::Snapshot(handle)) => store.snapshot(handle, &self.new.secrets)?,
+            Some(Source::Volume(handle)) => store.volume(handle, &self.new.secrets)?,
+        };
+        let there = &found.link.config.cluster_id;
+        if *there != self.class.cluster_id {
+            let (there, here) = (there.clone(), self.class.cluster_id.clone());
+            return Err(RbdError::OtherCluster { there, here }.into());
+        }
+        self.same_encryption(&found.recorded()?.entry)?;
+        let image = match found.open(Access::ReadOnly) {
+            Err(RbdError::Lost { handle, .. }) => {
+                return Err(match &self.new.source {
+                    Some(Source::Snapshot(_)) => Error::NoSnapshot(handle),
+                    _ => Error::NoVolume(handle),
+                });
+            }
+            image => image?,
+        };
+        let bytes = image.size().map_err(RbdError::from)?;
+        let flattener = &store.flattener;
+        match &self.new.source {
+            Some(Source::Volume(_)) => {
+                flattener.keep_parent_short(&image)?;
+                flattener.keep_few(&image)?;
+            }
+            _ => flattener.keep_short(&found.pool, &image, &found.image, 1)?,
+        }
+        Ok(Some(Origin { found, bytes }))
+    }
+
+    fn same_encryption(&self, there: &Entry) -> Result<(), RbdError> {
+        let name = |encryption: Option<&Encryption>| match encryption {
+            None => "not encrypted".to_owned(),
+            Some(encryption) => format!("encrypted by KMS {:?}", encryption.kms),
+        };
+        let there = Encryption::of_journal(&there.kms);
+        if there == self.class.encryption {
+            return Ok(());
+        }
+        Err(RbdError::OtherEncryption {
+            there: name(there.as_ref()),
+            here: name(self.class.encryption.as_ref()),
+        })
+    }
+
+    pub(super) fn bytes(&self, origin: Option<&Origin>) -> Result<u64, Error> {
+        let (default, least) = match origin {
+            Some(origin) => (origin.bytes, self.least.max(origin.bytes)),
+            None => (DEFAULT, self.least),
+        };
+        size::choose(self.new.range, default, least)
+    }
+
+    pub(super) fn make(
+        &self,
+        making: &Making,
+        origin: Option<&Origin>,
+        bytes: u64,
+    ) -> Result<(), RbdError> {
+        let mut options = self.class.options.clone();
+        options.data_pool.clone_from(&self.pools.data);
+        let to = (&making.pool, making.image());
+        match origin {
+            // Another controller may have been faster.
+            None => copies::or_exists(rbd::create(to.0, to.1, bytes, &options))?,
+            Some(Origin { found, .. }) => {
+                let from = (&found.pool, found.image.as_str());
+                match &self.new.source {
+                    Some(Source::Volume(_)) => copies::of_volume(from, to, &options)?,
+                    _ => copies::of_snapshot(from, to, &options)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes away what an interrupted copy left beside its image.
+    pub(super) fn tidy(&self, making: &Making, origin: Option<&Origin>) -> Result<(), RbdError> {
+        let from = origin.map(|o| (&o.found.pool, o.found.image.as_str()));
+        if let Some(Source::Volume(_)) = &self.new.source {
+            copies::tidy_of_volume(from, (&making.pool, making.image()))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn complete(
+        &self,
+        making: &Making,
+        origin: Option<&Origin>,
+        bytes: u64,
+    ) -> Result<(), RbdError> {
+        self.finish_image(making, origin, bytes)?;
+        let id = rbd::image_id(&making.pool, making.image())?;
+        let uuid = making.reserved.uuid;
+        // It is there: it has been made a moment ago.
+        let id = id.unwrap_or_default();
+        Ok(self.store.volumes.set_image_id(&making.pool, uuid, &id)?)
+    }
+
+    /// What a new image needs beside what it is made with; mostly nothing.
+    fn finish_image(
+        &self,
+        making: &Making,
+        origin: Option<&Origin>,
+        bytes: u64,
+    ) -> Result<(), RbdError> {
+        let plain = origin.is_none_or(|origin| origin.bytes == bytes)
+            && self.class.encryption.is_none()
+            && self.class.limits.is_empty()
+            && self.changeable.is_empty();
+        if plain {
+            return Ok(());
+        }
+        let image = Image::open(&making.pool, making.image(), Access::ReadWrite)?;
+        if image.size()? < bytes {
+            grow(&image, bytes)?;
+        }
+        let limits = self.class.limits.notes(bytes).into_iter();
+        let mut notes: Vec<_> = limits.map(|(key, value)| (key, Some(value))).collect();
+        notes.extend_from_slice(&self.changeable);
+        note(&image, &notes)?;
+        let Some(encryption) = &self.class.encryption else {
+            return Ok(());
+        };
+        let keeper: Keeper<'_> = self.store.keeper(&self.new.secrets);
+        let own = (making.handle.as_str(), &image);
+        match origin {
+            None => keeper.prepare(encryption, own),
+            Some(origin) => {
+                let source = origin.found.open(Access::ReadOnly)?;
+                keeper.copy(encryption, (&origin.found.handle, &source), own)
+            }
+        }
+    }
+}
