@@ -114,6 +114,7 @@ fn of_device(error: &DeviceError) -> Code {
         DeviceError::Claim(_)
         | DeviceError::Loop(_)
         | DeviceError::Nbd(_)
+        | DeviceError::Note(_)
         | DeviceError::Io { .. } => Code::Unavailable,
         DeviceError::Extend { source, .. } => match source.kind() {
             std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {

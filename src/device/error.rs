@@ -3,7 +3,8 @@
 use std::{io, path::PathBuf};
 
 use super::{
-    ceph::CephImageError, holders::Holder, loopdev::LoopError, nbd::NbdError, rbd::RbdError,
+    ceph::CephImageError, holders::Holder, loopdev::LoopError, nbd::NbdError, notes::NoteError,
+    rbd::RbdError,
 };
 use crate::pool::{PoolError, claim::ClaimError};
 
@@ -53,6 +54,9 @@ pub enum DeviceError {
         /// Its size.
         bytes: u64,
     },
+    /// A note of a format.
+    #[error(transparent)]
+    Note(#[from] NoteError),
     /// The kernel refused something else.
     #[error("cannot {what}")]
     Io {

@@ -263,16 +263,15 @@ impl Bound for BoundExport<'_> {
     }
 
     fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
-        (self.exports.notes.begins(self.source, volume_id)).map_err(io("note the mkfs that begins"))
+        Ok(self.exports.notes.begins(self.source, volume_id)?)
     }
 
     fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        (self.exports.notes.was_interrupted(self.source, volume_id))
-            .map_err(io("look for a note of a mkfs"))
+        Ok(self.exports.notes.was_interrupted(self.source, volume_id)?)
     }
 
     fn mkfs_ended(&self) -> Result<(), DeviceError> {
-        (self.exports.notes.ended(self.source)).map_err(io("note the mkfs that ended"))
+        Ok(self.exports.notes.ended(self.source)?)
     }
 
     /// What is behind it grows at the server.

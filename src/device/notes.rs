@@ -11,6 +11,18 @@ use std::{fmt::Display, fs, io, path::PathBuf};
 
 use crate::digest;
 
+/// A note that could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {what}")]
+pub struct NoteError {
+    what: &'static str,
+    source: io::Error,
+}
+
+fn failed(what: &'static str) -> impl FnOnce(io::Error) -> NoteError {
+    move |source| NoteError { what, source }
+}
+
 /// The notes of this node.
 #[derive(Clone, Debug)]
 pub struct Notes {
@@ -29,23 +41,29 @@ impl Notes {
     }
 
     /// A mkfs of the source is about to begin, for this volume.
-    pub fn begins(&self, source: &impl Display, volume_id: &str) -> io::Result<()> {
-        fs::write(self.path(source), volume_id)
+    pub fn begins(&self, source: &impl Display, volume_id: &str) -> Result<(), NoteError> {
+        fs::write(self.path(source), volume_id).map_err(failed("note the format that begins"))
     }
 
     /// Whether a mkfs of the source, for this volume, has begun and not ended.
-    pub fn was_interrupted(&self, source: &impl Display, volume_id: &str) -> io::Result<bool> {
+    pub fn was_interrupted(
+        &self,
+        source: &impl Display,
+        volume_id: &str,
+    ) -> Result<bool, NoteError> {
         match fs::read(self.path(source)) {
             Ok(noted) => Ok(noted == volume_id.as_bytes()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(error),
+            Err(error) => Err(failed("look for a note of a format")(error)),
         }
     }
 
     /// The source holds, or may hold from now on, somebody's data.
-    pub fn ended(&self, source: &impl Display) -> io::Result<()> {
+    pub fn ended(&self, source: &impl Display) -> Result<(), NoteError> {
         match fs::remove_file(self.path(source)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(failed("note the format that ended")(error))
+            }
             _ => Ok(()),
         }
     }

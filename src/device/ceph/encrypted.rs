@@ -101,8 +101,7 @@ fn format_once(
     how: &How,
 ) -> Result<(), CephImageError> {
     let note = format!("LUKS of {}", known.source);
-    let interrupted = (images.notes.was_interrupted(&note, &how.volume_id))
-        .map_err(luks::failed("look for a note of a format"))?;
+    let interrupted = images.notes.was_interrupted(&note, &how.volume_id)?;
     let image = || known.image.to_string();
     match luks::look(under)? {
         Holds::Luks if !interrupted || luks::has_key(under)? => return Ok(()),
@@ -117,10 +116,7 @@ fn format_once(
         _ if how.read_only => return Err(CephImageError::Blank { image: image() }),
         Holds::Nothing | Holds::Luks | Holds::Unknown(_) => {}
     }
-    (images.notes.begins(&note, &how.volume_id))
-        .map_err(luks::failed("note the format that begins"))?;
+    images.notes.begins(&note, &how.volume_id)?;
     luks::format(under, passphrase)?;
-    let ended = images.notes.ended(&note);
-    ended.map_err(luks::failed("note the format that ended"))?;
-    Ok(())
+    Ok(images.notes.ended(&note)?)
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::super::{luks::LuksError, rbd};
+use super::super::{luks::LuksError, notes::NoteError, rbd};
 use crate::ceph::{
     CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
 };
@@ -79,6 +79,9 @@ pub enum CephImageError {
         /// Their nodes.
         nodes: Vec<PathBuf>,
     },
+    /// A note of a format.
+    #[error(transparent)]
+    Note(#[from] NoteError),
     /// krbd.
     #[error(transparent)]
     Rbd(#[from] rbd::RbdError),
@@ -137,7 +140,7 @@ impl CephImageError {
     /// something: not a failure that may pass.
     pub fn is_final(&self) -> bool {
         match self {
-            Self::Cluster(_) => false,
+            Self::Cluster(_) | Self::Note(_) => false,
             Self::Config(error) => !matches!(error, ConfigError::Unreadable { .. }),
             Self::Encryption(error) => !matches!(error, EncryptionError::Config { .. }),
             Self::Rbd(error) => error.is_final(),

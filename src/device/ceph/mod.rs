@@ -304,16 +304,15 @@ impl Bound for BoundCephImage<'_> {
     }
 
     fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
-        (self.images.notes.begins(self.source, volume_id)).map_err(io("note the mkfs that begins"))
+        Ok(self.images.notes.begins(self.source, volume_id)?)
     }
 
     fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        (self.images.notes.was_interrupted(self.source, volume_id))
-            .map_err(io("look for a note of a mkfs"))
+        Ok(self.images.notes.was_interrupted(self.source, volume_id)?)
     }
 
     fn mkfs_ended(&self) -> Result<(), DeviceError> {
-        (self.images.notes.ended(self.source)).map_err(io("note the mkfs that ended"))
+        Ok(self.images.notes.ended(self.source)?)
     }
 
     /// The controller grows the image; here its device follows.
