@@ -3,13 +3,25 @@
 //!
 //! A mount is known by `STATX_ATTR_MOUNT_ROOT` (Linux 5.8), not by comparing
 //! devices: a bind mount within one file system has its parent's.
+//!
+//! An XFS that has shut itself down, after an error that it cannot undo, answers
+//! `EIO` to statx(2), and has to be found all the same by whoever unmounts it.
+//! Then the mount table tells, which asks no file system.
 
-use std::{io, os::fd::BorrowedFd};
-
-use rustix::fs::{
-    AtFlags, FileType, StatVfsMountFlags, Statx, StatxAttributes, StatxFlags, fstatvfs, statx,
+use std::{
+    fs, io,
+    os::fd::{AsRawFd as _, BorrowedFd},
 };
 
+use rustix::{
+    fs::{
+        AtFlags, CWD, FileType, Mode, OFlags, StatVfsMountFlags, Statx, StatxAttributes,
+        StatxFlags, fstatvfs, openat, statx,
+    },
+    io::Errno,
+};
+
+use super::table;
 use crate::kernel::Dev;
 
 /// What is at a place.
@@ -43,6 +55,9 @@ pub struct Mounted {
     pub directory: bool,
     /// Whether nothing can be written, by the mount or by the superblock.
     pub read_only: bool,
+    /// Whether the file system has shut down: nothing can be read or written
+    /// before it is unmounted by everybody and mounted anew.
+    pub shut_down: bool,
 }
 
 /// Names a mount. Ids of the two kinds are never equal.
@@ -61,7 +76,31 @@ impl Look {
     /// Looks at what `at` refers to; it may be an `O_PATH` descriptor.
     pub fn at(at: BorrowedFd<'_>) -> io::Result<Self> {
         // Kernels before 6.8 pass over the flag that they don't know.
-        Self::with_id(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE)
+        match Self::with_id(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE) {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::IO) => {
+                Self::shut_down(at)?.ok_or(error)
+            }
+            look => look,
+        }
+    }
+
+    /// The root of a mount, whose file system says no more; `None` for what else
+    /// is in it.
+    fn shut_down(at: BorrowedFd<'_>) -> io::Result<Option<Self>> {
+        let entry = table::covering(at)?;
+        let link = format!("/proc/self/fd/{}", at.as_raw_fd());
+        if fs::read_link(&link)? != entry.mount_point {
+            return Ok(None);
+        }
+        let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(Some(Self::Mount(Mounted {
+            id: MountId::Classic(entry.id),
+            dev: entry.dev,
+            rdev: None,
+            directory: openat(CWD, &link, directory, Mode::empty()).is_ok(),
+            read_only: entry.read_only,
+            shut_down: true,
+        })))
     }
 
     fn with_id(at: BorrowedFd<'_>, id: StatxFlags) -> io::Result<Self> {
@@ -87,6 +126,7 @@ impl Look {
                 rdev,
                 directory: kind == FileType::Directory,
                 read_only: flags.contains(StatVfsMountFlags::RDONLY),
+                shut_down: false,
             }));
         }
         Ok(match (kind, rdev) {
@@ -128,31 +168,38 @@ impl MountId {
 
     /// The mount that `at` is in, root of it or not.
     pub(super) fn covering(at: BorrowedFd<'_>) -> io::Result<Self> {
-        Self::asked(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE)
-    }
-
-    /// The same mount's id in mountinfo, on any kernel.
-    pub(super) fn classic_covering(at: BorrowedFd<'_>) -> io::Result<u32> {
-        match Self::asked(at, StatxFlags::MNT_ID)? {
-            Self::Classic(id) => Ok(id),
-            Self::Unique(_) => unreachable!("a unique id was not asked for"),
-        }
-    }
-
-    fn asked(at: BorrowedFd<'_>, id: StatxFlags) -> io::Result<Self> {
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-        Self::of(&statx(at, "", flags, id)?)
+        Self::of(&statx(at, "", flags, StatxFlags::MNT_ID | MNT_ID_UNIQUE)?)
+    }
+
+    /// The same mount's id in mountinfo, on any kernel and of any file system: of
+    /// what is open, proc(5) tells in `fdinfo`.
+    pub(super) fn classic_covering(at: BorrowedFd<'_>) -> io::Result<u32> {
+        let path = format!("/proc/self/fdinfo/{}", at.as_raw_fd());
+        let info = fs::read_to_string(path)?;
+        info.lines()
+            .find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok())
+            .ok_or_else(|| io::Error::other("fdinfo tells no mount id"))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::fd::AsFd};
+    #![allow(clippy::disallowed_methods)] // xfs_io, waited for on the spot
+
+    use std::{fs::File, os::fd::AsFd, process::Command};
 
     use rustix::mount::{MountFlags, mount};
 
     use super::*;
-    use crate::{kernel::mounts::listmount, mount::testing::Scratch};
+    use crate::{
+        Done,
+        kernel::mounts::listmount,
+        mount::{
+            testing::{LoopDevice, Scratch},
+            unmount::unmount,
+        },
+    };
 
     /// Both kinds of id, as kernels from 6.8 on and before it give them.
     #[test]
@@ -172,6 +219,33 @@ mod tests {
         assert!(matches!(old.id, MountId::Classic(_)), "{old:?}");
         assert!(old.read_only && old.directory && old.rdev.is_none());
         assert_eq!(Mounted { id: old.id, ..new }, old);
+    }
+
+    /// XFS, that is; the others go on answering.
+    #[test]
+    fn a_file_system_that_has_shut_down_is_found() {
+        let scratch = Scratch::new();
+        let device = LoopDevice::new(&scratch, &["mkfs.xfs"], &[]);
+        let place = scratch.directory("m");
+        mount(&device.node, place.path(), "xfs", MountFlags::empty(), None).expect("mounted");
+        let below = scratch.directory("m/below").open().expect("opens");
+        let Look::Mount(before) = place.look().expect("looks") else {
+            panic!("not seen as a mount");
+        };
+        let mut command = Command::new("xfs_io");
+        let said = command.args(["-x", "-c", "shutdown"]).arg(place.path());
+        assert!(said.status().expect("installed").success());
+
+        let Look::Mount(after) = place.look().expect("looks") else {
+            panic!("not seen as a mount");
+        };
+        assert!(after.shut_down && !before.shut_down);
+        assert_eq!((after.dev, after.directory), (before.dev, true));
+        let error = Look::at(below.as_fd()).expect_err("no mount");
+        assert_eq!(Errno::from_io_error(&error), Some(Errno::IO));
+        drop(below);
+        assert_eq!(unmount(&place).expect("unmounted"), Done::Now);
+        assert_eq!(place.look().expect("looks"), Look::Dir);
     }
 
     #[test]

@@ -67,7 +67,8 @@ pub fn of_process(pid: u32) -> io::Result<Vec<Entry>> {
 /// descriptor. An error of kind `NotFound` where our root directory does not lead
 /// to that mount.
 pub fn covering(at: BorrowedFd<'_>) -> io::Result<Entry> {
-    if let MountId::Unique(id) = MountId::covering(at)?
+    // A file system that has shut down does not say which it is; fdinfo does.
+    if let Ok(MountId::Unique(id)) = MountId::covering(at)
         && let Stat::Whole(entry) = stat(id)?
     {
         return Ok(entry);

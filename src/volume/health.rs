@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::{
     Error, Node,
-    publish::appears_at,
+    publish::{RESTAGE, appears_at},
     record::{Phase, Record},
     spec::Use,
     task::Volume,
@@ -142,7 +142,13 @@ impl Node {
             .and_then(|place| place.look().ok())
         {
             Some(Look::Mount(mounted)) if appears_at(record, device, &mounted) => {
-                if mounted.read_only && !record.read_only {
+                if mounted.shut_down {
+                    found.push(condition(
+                        Severity::Inaccessible,
+                        "FileSystemShutDown",
+                        format!("the file system at {path} has shut down: {RESTAGE}"),
+                    ));
+                } else if mounted.read_only && !record.read_only {
                     found.push(condition(
                         Severity::Degraded,
                         "ReadOnly",

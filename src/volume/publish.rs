@@ -103,6 +103,7 @@ pub async fn publish(
     match record.usage {
         Use::Mount { .. } => {
             let staging = node.staging(&record.mount_point())?;
+            refuse_shut_down(volume, &staging)?;
             if let Some(group) = spec.group.filter(|_| !read_only) {
                 stage::own(node, volume, &staging, group, progress).await?;
             }
@@ -183,6 +184,21 @@ fn publish_options(
             }
         }
         _ => Err(volume.precondition(format!("it is {}", record.describe()))),
+    }
+}
+
+/// What helps a file system that has shut down.
+pub const RESTAGE: &str = "the kernel log says why; once no pod of this node uses the volume it is \
+                           unstaged, and the next one finds it mounted anew";
+
+/// A file system that has shut down is of no use to a pod more.
+pub fn refuse_shut_down(volume: &Volume, staging: &Place) -> Result<(), Error> {
+    match staging.look() {
+        Ok(Look::Mount(mounted)) if mounted.shut_down => Err(volume.precondition(format!(
+            "its file system at {} has shut down: {RESTAGE}",
+            staging.path().display()
+        ))),
+        _ => Ok(()),
     }
 }
 

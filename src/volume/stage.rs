@@ -58,6 +58,7 @@ pub async fn stage(
                 });
             }
             Phase::Staged if is_still_there(&record, &place) => {
+                publish::refuse_shut_down(volume, &place)?;
                 already(volume, "stage", Done::Already);
                 return Ok(Outcome::Done);
             }

@@ -6,9 +6,10 @@ use std::{
     path::Path,
 };
 
+use tonic::Code::{FailedPrecondition, InvalidArgument};
 use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
 
-use crate::harness::{MIB, Node, NodeSetup, eventually, loops_over, refused, story};
+use crate::harness::{Content, MIB, Node, NodeSetup, eventually, loops_over, refused, run, story};
 
 /// GET from the HTTP listener: the head and the body in one.
 fn get(port: u16, path: &str) -> std::io::Result<String> {
@@ -104,6 +105,34 @@ fn what_is_wrong_is_told_until_it_is_gone() {
     });
 }
 
+/// XFS does so after an error that it cannot undo, and answers no stat(2) then.
+#[test]
+fn a_file_system_that_has_shut_down_is_told_of_and_goes() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "xfs");
+        let target = node.up(&volume, "pod").await;
+        Content::new("kept").write(&target.join("file"));
+        run(&["xfs_io", "-x", "-c", "shutdown", target.to_str().unwrap()]);
+
+        let health = node.health(&volume, &target).await.unwrap();
+        assert_eq!(health.len(), 1, "{health:?}");
+        assert_eq!(health[0].status(), VolumeHealthErrorType::Inaccessible);
+        let words = ["has shut down", "kernel log"];
+        let again = node.send_stage(node.stage_request(&volume)).await;
+        refused(again, FailedPrecondition, &words);
+        let another = node.publish(&volume, "another").await;
+        refused(another, FailedPrecondition, &words);
+        node.down(&volume, "pod").await;
+
+        let target = node.up(&volume, "pod").await;
+        Content::new("kept").is_in(&target.join("file"));
+        assert!(node.health(&volume, &target).await.unwrap().is_empty());
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
 #[test]
 fn metrics_count_calls_and_steps() {
     story(async |sandbox| {
@@ -113,7 +142,7 @@ fn metrics_count_calls_and_steps() {
         let volume = sandbox.volume("v", "ext4");
         node.up(&volume, "pod").await;
         let bad = sandbox.volume("bad", "zfs");
-        refused(node.stage(&bad).await, tonic::Code::InvalidArgument, &[]);
+        refused(node.stage(&bad).await, InvalidArgument, &[]);
         node.down(&volume, "pod").await;
 
         let metrics =
@@ -180,7 +209,7 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
         let listen = format!("--metrics-listen=127.0.0.1:{port}");
         let node = Node::prepare(sandbox, NodeSetup::new(sandbox).arg(&listen));
         let kubelet = node.kubelet.to_str().unwrap();
-        crate::harness::run(&["mount", "--make-private", kubelet]);
+        run(&["mount", "--make-private", kubelet]);
         node.spawn();
         let ready = crate::harness::eventually("an answer", async || node.probe().await).await;
         assert!(!ready, "no pod would see what is mounted");
