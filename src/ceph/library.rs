@@ -10,7 +10,10 @@
 //! A library that has been loaded stays: it has threads, and its functions are
 //! copied into tables that live for ever.
 
-use std::sync::OnceLock;
+use std::{
+    ffi::{c_int, c_void},
+    sync::OnceLock,
+};
 
 use libloading::Library;
 
@@ -59,8 +62,33 @@ impl Libraries {
         }
         let rados = rados::Functions::load()?;
         let rbd = rbd::Functions::load()?;
-        Ok(LOADED.get_or_init(|| Self { rados, rbd }))
+        Ok(LOADED.get_or_init(|| {
+            end_at_once();
+            Self { rados, rbd }
+        }))
     }
+}
+
+/// Has the process, when it ends, end at once. Else the libraries' destructors
+/// would take away what their threads, and calls on lanes, still use, and it would
+/// end by SIGSEGV or SIGABRT. Nothing here needs a destructor: what is under way
+/// is finished by a repeat, as after a crash.
+///
+/// `on_exit(3)` of glibc: handlers run in the reverse order of their registration,
+/// so this one before those that the libraries registered when they were loaded.
+fn end_at_once() {
+    unsafe extern "C" {
+        fn on_exit(
+            handler: unsafe extern "C" fn(c_int, *mut c_void),
+            argument: *mut c_void,
+        ) -> c_int;
+    }
+    unsafe extern "C" fn end(status: c_int, _: *mut c_void) {
+        // SAFETY: it only ends the process.
+        unsafe { libc::_exit(status) }
+    }
+    // SAFETY: the handler uses no argument, and code is never unloaded.
+    unsafe { on_exit(end, std::ptr::null_mut()) };
 }
 
 /// Opens a library for ever.
