@@ -29,6 +29,9 @@ pub enum CephError {
 /// What the bare errno does not say.
 fn hint(errno: Errno) -> &'static str {
     match errno {
+        Errno::ACCESS | Errno::PERM => {
+            ", as the cluster refuses the user: check userID, userKey and the user's caps"
+        }
         Errno::SHUTDOWN => ", as this client is blocklisted",
         Errno::TIMEDOUT => ", as no answer came in time (what was asked for may still be done)",
         _ => "",
