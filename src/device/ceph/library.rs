@@ -45,31 +45,35 @@ pub fn open(
 /// Waits until nobody else has the image open, or names who has. Those who mirror
 /// it do no harm.
 pub fn wait_until_free(image: &rbd::Image, mirror_daemons: u32) -> Result<(), CephImageError> {
-    let others = || {
-        let mut watchers = image.watchers()?;
-        watchers.retain(|watcher| !watcher.own);
-        Ok::<_, CephError>(watchers)
-    };
-    if others()?.is_empty() {
-        return Ok(());
-    }
-    let harmless = if image.is_mirrored()? {
+    let began = Instant::now();
+    let mirrors = if image.is_mirrored()? {
         usize::try_from(mirror_daemons).unwrap_or(usize::MAX)
     } else {
         0
     };
-    let began = Instant::now();
-    let watchers = busy::outwait_for(FREE_WITHIN, others, |watchers: &Result<Vec<Watcher>, _>| {
-        watchers.as_ref().is_ok_and(|some| some.len() > harmless)
-    })?;
-    if watchers.len() > harmless {
-        return Err(CephImageError::InUse {
-            image: image.to_string(),
-            watchers,
-        });
+    let others = busy::outwait_for(
+        FREE_WITHIN,
+        || {
+            let others: Vec<Watcher> = image
+                .watchers()?
+                .into_iter()
+                .filter(|watcher| !watcher.own)
+                .collect();
+            Ok::<_, CephError>(others)
+        },
+        |others| others.as_ref().is_ok_and(|others| others.len() > mirrors),
+    )?;
+    if others.len() <= mirrors {
+        let waited = began.elapsed();
+        if waited > Duration::from_secs(1) {
+            tracing::info!(%image, seconds = waited.as_secs(), "waited for another client to let go");
+        }
+        return Ok(());
     }
-    tracing::info!(%image, waited = ?began.elapsed(), "other clients have let go");
-    Ok(())
+    Err(CephImageError::InUse {
+        image: image.to_string(),
+        watchers: others,
+    })
 }
 
 /// What the image's metadata say of its encryption.

@@ -298,7 +298,9 @@ impl Bound for BoundCephImage<'_> {
         Ok(rbd::unmap(&below(device))?)
     }
 
-    fn release(&self, _: &str) -> Result<(), DeviceError> {
+    fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
+        // Takes along the lock file of an agent that was killed.
+        self.images.mapper.is_under_way(volume_id)?;
         // Whoever has it next may fill it.
         self.mkfs_ended()
     }

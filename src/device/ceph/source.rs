@@ -35,7 +35,7 @@ pub struct CephSource {
     /// What the driver is told when it maps the image.
     pub map_options: MapOptions,
     /// What ceph-csi tells it when it unmaps the image; kept for the note.
-    pub unmap_options: String,
+    pub unmap_options: MapOptions,
     /// Who keeps the passphrase, where the image is encrypted.
     pub kms: Option<String>,
 }
@@ -63,7 +63,7 @@ impl CephSource {
             pool_id: handle.as_ref().and_then(pool_id),
             features: Features::default(),
             map_options: MapOptions::default(),
-            unmap_options: String::new(),
+            unmap_options: MapOptions::default(),
             kms: None,
         }
     }
@@ -83,10 +83,13 @@ impl CephSource {
             None | Some("rbd" | "krbd") => {}
             Some(other) => return bad("mounter", format!("{other:?} is not available; `rbd` is")),
         }
-        let options = context.get("mapOptions").unwrap_or_default();
-        let map_options = match MapOptions::parse(options) {
-            Ok(options) => options,
-            Err(error) => return bad("mapOptions", error.to_string()),
+        let options = |key| {
+            let given = context.get(key).unwrap_or_default();
+            let parsed = MapOptions::parse(given);
+            parsed.map_err(|error| SourceError {
+                key,
+                why: error.to_string(),
+            })
         };
         let features = match context.get("imageFeatures").unwrap_or_default().parse() {
             Ok(features) => features,
@@ -102,8 +105,8 @@ impl CephSource {
             },
             pool_id: handle.as_ref().and_then(pool_id),
             features,
-            map_options,
-            unmap_options: context.get("unmapOptions").unwrap_or_default().to_owned(),
+            map_options: options("mapOptions")?,
+            unmap_options: options("unmapOptions")?,
             kms: kms(context)?,
         })
     }
@@ -131,19 +134,26 @@ impl CephSource {
     }
 
     /// The note, as ceph-csi reads it.
-    pub fn note(&self, _: &Device) -> Note {
+    pub fn note(&self, device: &Device) -> Note {
+        let below = device
+            .encrypted
+            .as_ref()
+            .map_or(device.dev, |under| under.dev);
+        let mapped = Mapped::of(below).map(|mapped| mapped.image);
+        let image = mapped.as_ref().unwrap_or(&self.image);
         let stash = Stash {
             version: 3,
-            pool: self.image.pool.clone(),
-            rados_namespace: self.image.namespace.clone(),
-            image: self.image.name.clone(),
-            unmap_options: self.unmap_options.clone(),
-            // Not by rbd-nbd, whose device would be named, too.
+            pool: image.pool.clone(),
+            // Which the cluster's configuration may say, and the context not.
+            rados_namespace: image.namespace.clone(),
+            image: image.name.clone(),
+            unmap_options: self.unmap_options.to_string(),
+            // Not by rbd-nbd, whose device and log would be named, too.
             access_type: false,
             encrypted: self.kms.is_some(),
             device: String::new(),
-            log_dir: "/var/log/ceph".to_owned(),
-            log_file_strategy: "remove".to_owned(),
+            log_dir: String::new(),
+            log_file_strategy: String::new(),
         };
         let text = serde_json::to_vec(&stash).expect("strings and flags are JSON");
         Note { name: NOTE, text }
@@ -161,7 +171,8 @@ impl CephSource {
         };
         Ok(Self {
             kms: stash.encrypted.then(|| DEFAULT_KMS.to_owned()),
-            unmap_options: stash.unmap_options,
+            // Of use to nobody but ceph-csi.
+            unmap_options: MapOptions::parse(&stash.unmap_options).unwrap_or_default(),
             ..Self::found(image, volume_id)
         })
     }
@@ -289,7 +300,7 @@ mod tests {
 
     #[test]
     fn the_note_is_as_ceph_csi_has_it() {
-        let more = [("encrypted", "true"), ("unmapOptions", "krbd:force")];
+        let more = [("encrypted", "true"), ("unmapOptions", "krbd:force;nbd:x")];
         let source = parse(HANDLE, &[&BASE[..], &more].concat()).unwrap();
         let device = Device {
             dev: Dev { major: 1, minor: 0 },
@@ -299,7 +310,7 @@ mod tests {
             encrypted: None,
         };
         let note = source.note(&device);
-        let text = r#"{"Version":3,"pool":"rbd","radosNamespace":"","image":"csi-vol-1","unmapOptions":"krbd:force","accessType":false,"encrypted":true,"device":"","logDir":"/var/log/ceph","logFileStrategy":"remove"}"#;
+        let text = r#"{"Version":3,"pool":"rbd","radosNamespace":"","image":"csi-vol-1","unmapOptions":"force","accessType":false,"encrypted":true,"device":"","logDir":"","logFileStrategy":""}"#;
         assert_eq!(String::from_utf8(note.text.clone()).unwrap(), text);
         let read = CephSource::noted(&note.text, HANDLE).unwrap();
         assert!(read.is_same(&source) && read.pool_id == Some(4));

@@ -115,6 +115,16 @@ impl fmt::Display for MapOption {
     }
 }
 
+impl fmt::Display for MapOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (nr, option) in self.0.iter().enumerate() {
+            let comma = if nr > 0 { "," } else { "" };
+            write!(f, "{comma}{option}")?;
+        }
+        Ok(())
+    }
+}
+
 impl TryFrom<String> for MapOption {
     type Error = OptionError;
 
