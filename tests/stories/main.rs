@@ -21,6 +21,7 @@ mod nbd_pool;
 mod node_rules;
 mod nodes;
 mod operator;
+mod rbd;
 mod rbd_controller;
 mod repeats;
 mod soak;

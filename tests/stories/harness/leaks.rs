@@ -6,11 +6,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{disk::all_loops, nbd::nbds_over};
+use super::{
+    disk::all_loops,
+    nbd::nbds_over,
+    rbd::{mappings_of, rbds_of},
+};
 
 /// Descriptors and threads that an idle agent may have gained since its start:
-/// lanes that wait for work, connections that are just being closed.
-const MAY_GAIN: usize = 24;
+/// lanes that wait for work, connections that are just being closed, and those to
+/// Ceph clusters, which are kept for minutes and have some fifteen of each.
+const MAY_GAIN: usize = 64;
 
 /// What can be seen of an agent from outside.
 #[derive(Default)]
@@ -19,6 +24,8 @@ pub struct Traces {
     loops: Vec<String>,
     /// Whose server's socket lies in the sandbox.
     nbds: Vec<String>,
+    /// Mapped images of the sandbox, and what shows encrypted ones.
+    rbds: Vec<String>,
     /// Its own files: records, and claims beside the images.
     files: BTreeSet<PathBuf>,
     descriptors: Vec<String>,
@@ -35,6 +42,10 @@ impl Traces {
             mounts: mounts_below(root),
             loops: loops_below(root),
             nbds: nbds_over(&root.display().to_string()),
+            rbds: (rbds_of(root).into_iter())
+                .map(|device| device.display().to_string())
+                .chain(mappings_of(root))
+                .collect(),
             files,
             descriptors: descriptors(pid),
             threads: fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count),
@@ -59,13 +70,20 @@ impl Traces {
                 left.push(format!("NBD device {device}"));
             }
         }
+        for device in &self.rbds {
+            if !before.rbds.contains(device) {
+                left.push(format!("mapped image {device}"));
+            }
+        }
         for file in self.files.difference(&before.files) {
             left.push(format!("file {}", file.display()));
         }
         // Whatever the number: a descriptor of a device or of an image pins it.
         for target in &self.descriptors {
             let device = target.starts_with("/dev/loop") && target != "/dev/loop-control"
-                || target.starts_with("/dev/nbd");
+                || ["/dev/nbd", "/dev/rbd", "/dev/dm-"]
+                    .iter()
+                    .any(|name| target.starts_with(name));
             if device || target.contains(".img") {
                 left.push(format!("descriptor of {target}"));
             }

@@ -9,12 +9,14 @@
 mod agent;
 #[path = "../../ceph/cluster.rs"]
 mod ceph;
+mod ceph_csi;
 mod controller;
 mod dice;
 mod disk;
 mod leaks;
 mod nbd;
 mod node;
+mod rbd;
 mod sandbox;
 mod stuck;
 mod volume;
@@ -23,14 +25,19 @@ use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::Agent;
 pub use ceph::TestCluster;
+pub use ceph_csi::{NOTE, note_of_ceph_csi, publish_as_ceph_csi};
 pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned, range,
 };
 pub use dice::Dice;
-pub use disk::{Content, all_loops, can_resize_ext4, loops_over, run, run_err, sha256};
+pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
 pub use leaks::{files_below, mounts_below};
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};
+pub use rbd::{
+    Ceph, KINDS, ceph_story, lonely_ceph_story, mapping_of, mappings_of, rbds_of, rbds_over,
+    spec_of,
+};
 pub use sandbox::Sandbox;
 pub use stuck::StuckFile;
 use tonic::{Code, Status};
@@ -106,7 +113,18 @@ pub fn refused<T: Debug>(result: Result<T, Status>, code: Code, words: &[&str]) 
 
 /// Makes a call and kills the agent at some instant of it, or just after.
 pub async fn kill_amid<T>(agent: &Agent, dice: &mut Dice, call: impl AsyncFnOnce() -> T) {
-    let instant = Duration::from_micros(dice.below(25_000) as u64);
+    kill_within(Duration::from_millis(25), agent, dice, call).await;
+}
+
+/// As [`kill_amid`], for calls that take so long.
+pub async fn kill_within<T>(
+    longest: Duration,
+    agent: &Agent,
+    dice: &mut Dice,
+    call: impl AsyncFnOnce() -> T,
+) {
+    let instants = usize::try_from(longest.as_micros()).expect("not for ever");
+    let instant = Duration::from_micros(dice.below(instants) as u64);
     tokio::join!(call(), async {
         tokio::time::sleep(instant).await;
         agent.kill9().await;

@@ -1,0 +1,196 @@
+//! What ceph-csi's node plugin does with krbd, by the same programs, with the same
+//! arguments, to the same files.
+//!
+//! Source: ceph-csi's `internal/rbd/nodeserver.go`, `rbd_attach.go`, and
+//! `rbdImageMetadataStash` in `rbd_util.go`.
+
+use std::{
+    fs,
+    io::Write as _,
+    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use serde_json::Value;
+
+use super::{
+    Ceph, Node, Volume,
+    rbd::{mapping_of, spec_of},
+    run, run_err,
+};
+
+/// The file beside the mount.
+pub const NOTE: &str = "image-meta.json";
+
+impl Ceph {
+    /// Maps a volume's image by the program `rbd`; the device.
+    pub fn map_by_rbd(&self, volume: &Volume, options: &str) -> PathBuf {
+        let keyfile = self.root.join("keyfile");
+        write_private(&keyfile, &self.cluster.key);
+        let keyfile = keyfile.display().to_string();
+        let monitors = self.cluster.monitors.join(",");
+        let as_user = [
+            "--id",
+            &self.cluster.user,
+            "-m",
+            &monitors,
+            "--keyfile",
+            &keyfile,
+        ];
+        let map = [
+            "map",
+            &spec_of(volume),
+            "--device-type",
+            "krbd",
+            "--options",
+            options,
+        ];
+        let said = self.cluster.rbd(&[&as_user[..], &map].concat());
+        PathBuf::from(said.trim())
+    }
+
+    /// Stages a volume; the device. It leaves the image's file system as it is,
+    /// and makes one on a blank image.
+    pub fn stage_as_ceph_csi(&self, node: &Node, volume: &Volume) -> PathBuf {
+        let staging = node.staging(volume);
+        fs::create_dir_all(&staging).expect("kubelet's directory");
+        write_private(&staging.join(NOTE), &note_of_ceph_csi(volume));
+        let mapped = self.map_by_rbd(volume, "noudev");
+        let device = match volume.secrets.get("encryptionPassphrase") {
+            Some(passphrase) => encrypt(&mapped, &volume.handle, passphrase),
+            None => mapped.clone(),
+        };
+        let point = staging.join(&volume.handle);
+        let [from, to] = [&device, &point].map(|path| path.to_str().expect("UTF-8"));
+        if volume.is_block() {
+            fs::File::create(&point).expect("a file");
+            fs::set_permissions(&point, fs::Permissions::from_mode(0o600)).expect("a mode");
+            run(&["mount", "-o", "bind,_netdev", from, to]);
+        } else {
+            fs::create_dir(&point).expect("a directory");
+            fs::set_permissions(&point, fs::Permissions::from_mode(0o750)).expect("a mode");
+            if run_err(&["blkid", "-p", from]).is_err() {
+                let lazy = "-Enodiscard,lazy_itable_init=1,lazy_journal_init=1";
+                run(&["mkfs.ext4", "-q", "-m0", lazy, from]);
+            }
+            run(&["mount", "-t", "ext4", "-o", "_netdev,defaults", from, to]);
+        }
+        mapped
+    }
+
+    /// Unstages a volume, whoever staged it: by its note alone.
+    pub fn unstage_as_ceph_csi(&self, node: &Node, volume: &Volume) {
+        let staging = node.staging(volume);
+        let point = staging.join(&volume.handle);
+        run(&["umount", point.to_str().expect("UTF-8")]);
+        if volume.is_block() {
+            fs::remove_file(&point).expect("the file");
+        } else {
+            fs::remove_dir(&point).expect("the directory");
+        }
+        let text = fs::read(staging.join(NOTE)).expect("a note");
+        let stash: Value = serde_json::from_slice(&text).expect("JSON");
+        let part = |key: &str| stash[key].as_str().expect("a string").to_owned();
+        assert_eq!(stash["accessType"], false, "krbd maps it");
+        if stash["encrypted"] == true {
+            run(&["cryptsetup", "luksClose", &mapping_of(&volume.handle)]);
+        }
+        let spec = [part("pool"), part("radosNamespace"), part("image")];
+        let spec: Vec<_> = spec.into_iter().filter(|part| !part.is_empty()).collect();
+        let unmap = [
+            "unmap",
+            &spec.join("/"),
+            "--device-type",
+            "krbd",
+            "--options",
+            "noudev",
+        ];
+        self.cluster.rbd(&unmap);
+        fs::remove_file(staging.join(NOTE)).expect("the note");
+    }
+}
+
+/// Publishes a volume for a pod.
+pub fn publish_as_ceph_csi(node: &Node, volume: &Volume, pod: &str) -> PathBuf {
+    let target = node.target(volume, pod);
+    if volume.is_block() {
+        fs::create_dir_all(target.parent().expect("a parent")).expect("kubelet's directory");
+        fs::File::create(&target).expect("a file");
+    } else {
+        fs::create_dir_all(&target).expect("a directory");
+    }
+    let point = node.staging(volume).join(&volume.handle);
+    let [from, to] = [&point, &target].map(|path| path.to_str().expect("UTF-8"));
+    run(&["mount", "-o", "bind,_netdev", from, to]);
+    target
+}
+
+/// `rbdImageMetadataStash` of a volume mapped by krbd, as Go writes it.
+pub fn note_of_ceph_csi(volume: &Volume) -> String {
+    let context = |key: &str| volume.context.get(key).cloned().unwrap_or_default();
+    let image = match context("imageName") {
+        name if name.is_empty() => volume.handle.clone(),
+        name => name,
+    };
+    format!(
+        r#"{{"Version":3,"pool":"{}","radosNamespace":"{}","image":"{image}","unmapOptions":"{}","accessType":false,"encrypted":{},"device":"","logDir":"","logFileStrategy":""}}"#,
+        context("pool"),
+        context("radosNamespace"),
+        context("unmapOptions"),
+        context("encrypted") == "true",
+    )
+}
+
+/// Formats a blank device, opens it, and names the mapping.
+fn encrypt(under: &Path, handle: &str, passphrase: &str) -> PathBuf {
+    let (under, name) = (under.to_str().expect("UTF-8"), mapping_of(handle));
+    if run_err(&["cryptsetup", "isLuks", under]).is_err() {
+        let format = [
+            "luksFormat",
+            "-q",
+            "--type",
+            "luks2",
+            "--hash",
+            "sha256",
+            "--disable-keyring",
+        ];
+        // Cheap: what it costs to guess it is not tried here.
+        let cheap = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
+        cryptsetup(
+            &[&format[..], &cheap, &[under, "-d", "-"]].concat(),
+            passphrase,
+        );
+    }
+    cryptsetup(
+        &["luksOpen", under, &name, "--disable-keyring", "-d", "-"],
+        passphrase,
+    );
+    Path::new("/dev/mapper").join(name)
+}
+
+fn cryptsetup(args: &[&str], passphrase: &str) {
+    let mut child = Command::new("cryptsetup")
+        .args(args)
+        .stdin(Stdio::piped())
+        .spawn()
+        .expect("cryptsetup");
+    let mut input = child.stdin.take().expect("a pipe");
+    input
+        .write_all(passphrase.as_bytes())
+        .expect("a passphrase");
+    drop(input);
+    assert!(
+        child.wait().expect("its end").success(),
+        "cryptsetup {args:?}"
+    );
+}
+
+/// A file that its owner alone may read.
+fn write_private(path: &Path, text: &str) {
+    let mut file = fs::File::options();
+    file.write(true).create(true).truncate(true).mode(0o600);
+    let file = file.open(path);
+    file.and_then(|mut file| file.write_all(text.as_bytes()))
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+}

@@ -1,0 +1,221 @@
+//! Volumes encrypted as ceph-csi does it: LUKS2, with the passphrase of the secret
+//! or one of the volume's own, sealed in the image's metadata.
+
+use std::collections::HashMap;
+
+use tonic::Code::Unauthenticated;
+use uring_csi::{
+    ceph::encryption,
+    secret::{Secret, Secrets},
+};
+
+use super::whole_life;
+use crate::harness::{
+    Ceph, Content, MIB, Node, Sandbox, Volume, ceph_story, mapping_of, mappings_of, rbds_over,
+    refused, run, run_err, spec_of,
+};
+
+const PASSPHRASE: &str = "correct horse battery staple";
+
+/// An encrypted volume as ceph-csi's controller leaves it: still blank.
+pub fn volume(ceph: &Ceph, kind: &str) -> Volume {
+    let bytes = if kind == "xfs" { 360 } else { 96 } * MIB;
+    described(ceph, ceph.volume_of(kind, bytes, &[]))
+}
+
+/// Notes in the image's metadata that the volume is to be encrypted.
+fn described(ceph: &Ceph, volume: Volume) -> Volume {
+    note(ceph, &volume, encryption::STATE_KEY, encryption::PREPARED);
+    with_passphrase(volume.with("encrypted", "true"), PASSPHRASE)
+}
+
+fn with_passphrase(mut volume: Volume, passphrase: &str) -> Volume {
+    let name = "encryptionPassphrase".to_owned();
+    volume.secrets.insert(name, passphrase.to_owned());
+    volume
+}
+
+fn note(ceph: &Ceph, volume: &Volume, key: &str, value: &str) {
+    let set = ["image-meta", "set", &spec_of(volume), key, value];
+    ceph.cluster.rbd(&set);
+}
+
+fn noted(ceph: &Ceph, volume: &Volume, key: &str) -> String {
+    let said = ceph
+        .cluster
+        .rbd(&["image-meta", "get", &spec_of(volume), key]);
+    said.trim().to_owned()
+}
+
+/// A node that knows the key management system `own`: a passphrase for each volume.
+async fn node(sandbox: &Sandbox, ceph: &Ceph) -> Node {
+    let config = sandbox.dir().join("kms.json");
+    std::fs::write(&config, r#"{"own": {"encryptionKMSType": "metadata"}}"#).unwrap();
+    let setup = ceph.setup(sandbox).arg("--kms-config");
+    Node::start_with(sandbox, setup.arg(config.to_str().unwrap())).await
+}
+
+/// Gives a volume a passphrase of its own, as ceph-csi's controller does.
+fn sealed(ceph: &Ceph, volume: Volume) -> Volume {
+    let secrets: HashMap<_, _> = volume.secrets.clone();
+    let secrets = Secrets::from(secrets);
+    let with = encryption::passphrase(&secrets).unwrap();
+    let own = encryption::seal(with, &volume.handle, &encryption::generate());
+    note(ceph, &volume, encryption::SEALED_KEY, &own);
+    volume.with("encryptionKMSID", "own")
+}
+
+#[test]
+fn whole_lives_by_the_secret_s_passphrase() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        for kind in ["xfs", "block"] {
+            encrypted_life(&node, ceph, &volume(ceph, kind)).await;
+            assert!(mappings_of(sandbox.dir()).is_empty());
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn whole_lives_by_a_passphrase_of_their_own() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        let volume = sealed(ceph, volume(ceph, "ext4"));
+        encrypted_life(&node, ceph, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+/// After it, ceph-csi knows that there is a header.
+async fn encrypted_life(node: &Node, ceph: &Ceph, volume: &Volume) {
+    whole_life(node, volume).await;
+    let state = noted(ceph, volume, encryption::STATE_KEY);
+    assert_eq!(state, encryption::ENCRYPTED);
+}
+
+#[test]
+fn what_is_stored_is_not_what_was_written() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        let volume = volume(ceph, "block");
+        let target = node.up(&volume, "pod").await;
+        let content = Content::new("in the clear");
+        content.write_at(&target, 0).unwrap();
+        let mapped = rbds_over(&volume).pop().unwrap();
+        let shown = format!("/dev/mapper/{}", mapping_of(&volume.handle));
+        content.is_at(std::path::Path::new(&shown), 0);
+        let mapped = mapped.to_str().unwrap();
+        let header = run(&["cryptsetup", "luksDump", mapped]);
+        assert!(header.contains("Version:       \t2"), "{header}");
+        let [size, below] = [target.to_str().unwrap(), mapped]
+            .map(|device| run(&["blockdev", "--getsize64", device]));
+        let [size, below] = [size, below].map(|text| text.trim().parse::<u64>().unwrap());
+        assert!(size < below, "the header has its room");
+        node.down(&volume, "pod").await;
+        // Its first bytes, as they are stored, for whoever has no passphrase.
+        let stored = sandbox.dir().join("stored");
+        let stored = stored.to_str().unwrap();
+        let spec = spec_of(&volume);
+        ceph.cluster
+            .rbd(&["export", "--no-progress", &spec, stored]);
+        let found = run_err(&["grep", "-c", "-a", "-F", "in the clear", stored]);
+        assert!(found.is_err(), "{found:?}");
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_wrong_passphrase_opens_and_changes_nothing() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        for volume in [volume(ceph, "ext4"), sealed(ceph, volume(ceph, "ext4"))] {
+            whole_life(&node, &volume).await;
+            let wrong = with_passphrase(volume.clone(), "another");
+            refused(node.stage(&wrong).await, Unauthenticated, &["passphrase"]);
+            let mut lacking = volume.clone();
+            lacking.secrets.remove("encryptionPassphrase");
+            refused(
+                node.stage(&lacking).await,
+                Unauthenticated,
+                &["encryptionPassphrase"],
+            );
+            let mut unknown = volume.clone();
+            unknown = unknown.with("encryptionKMSID", "elsewhere");
+            let refused = node.stage(&unknown).await.unwrap_err();
+            assert!(refused.message().contains("elsewhere"), "{refused:?}");
+            assert!(rbds_over(&volume).is_empty());
+            let target = node.up(&volume, "pod").await;
+            Content::new(&volume.handle).is_in(&target.join("file"));
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn encrypted_volumes_grow_in_use() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        for kind in ["ext4", "block"] {
+            let volume = volume(ceph, kind);
+            let target = node.up(&volume, "pod").await;
+            let before = size_of(&node, &volume).await;
+            ceph.resize(&volume, 192 * MIB);
+            // After a restart, too: the passphrase is not asked for again.
+            node.kill9().await;
+            node.restart().await;
+            for _ in 0..2 {
+                node.expand(&volume, &target, 192 * MIB).await.unwrap();
+            }
+            let after = size_of(&node, &volume).await;
+            assert!(after > before + 80 * MIB, "{kind}: {before}, then {after}");
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+async fn size_of(node: &Node, volume: &Volume) -> u64 {
+    let target = node.target(volume, "pod");
+    node.stats(volume, &target).await.unwrap()[0]
+        .total
+        .unsigned_abs()
+}
+
+#[test]
+fn clones_open_with_their_source_s_passphrase() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        let source = volume(ceph, "ext4");
+        whole_life(&node, &source).await;
+        let mut clone = ceph.clone_of(&source, "ext4").with("encrypted", "true");
+        clone.secrets.clone_from(&source.secrets);
+        let target = node.up(&source, "pod").await;
+        let copy = node.up(&clone, "pod").await;
+        for target in [&target, &copy] {
+            Content::new(&source.handle).is_in(&target.join("file"));
+        }
+        node.down(&clone, "pod").await;
+        node.down(&source, "pod").await;
+
+        // One with a passphrase of its own is sealed anew for its clone.
+        let source = sealed(ceph, volume(ceph, "ext4"));
+        whole_life(&node, &source).await;
+        let with = Secret::new(PASSPHRASE.to_owned());
+        let kept = noted(ceph, &source, encryption::SEALED_KEY);
+        let own = encryption::open(&with, &source.handle, &kept).unwrap();
+        let mut clone = ceph.clone_of(&source, "ext4");
+        clone.secrets.clone_from(&source.secrets);
+        clone = clone
+            .with("encrypted", "true")
+            .with("encryptionKMSID", "own");
+        note(ceph, &clone, encryption::STATE_KEY, encryption::ENCRYPTED);
+        let resealed = encryption::seal(&with, &clone.handle, &own);
+        note(ceph, &clone, encryption::SEALED_KEY, &resealed);
+        let copy = node.up(&clone, "pod").await;
+        Content::new(&source.handle).is_in(&copy.join("file"));
+        node.down(&clone, "pod").await;
+        node.assert_clean().await;
+    });
+}

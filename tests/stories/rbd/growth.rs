@@ -1,0 +1,107 @@
+//! Volumes that grow while they are used.
+
+use tonic::Code::{FailedPrecondition, OutOfRange};
+
+use crate::harness::{Content, KINDS, MIB, ceph_story, refused, spec_of};
+
+#[test]
+fn volumes_grow_in_use() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for (kind, small) in KINDS {
+            let volume = ceph.volume(kind);
+            let target = node.up(&volume, "pod").await;
+            let content = Content::new(kind);
+            if kind != "block" {
+                content.write(&target.join("file"));
+            }
+            // The controller grows the image first.
+            refused(
+                node.expand(&volume, &target, 2 * small).await,
+                OutOfRange,
+                &["was not grown"],
+            );
+            ceph.resize(&volume, 2 * small);
+            for _ in 0..2 {
+                let size = node.expand(&volume, &target, 2 * small).await.unwrap();
+                assert_eq!(size.unsigned_abs(), 2 * small);
+            }
+            if kind == "block" {
+                content.write_at(&target, 2 * small - MIB).unwrap();
+                content.is_at(&target, 2 * small - MIB);
+            } else {
+                let total = node.stats(&volume, &target).await.unwrap()[0].total;
+                assert!(total.unsigned_abs() > small + small / 2, "{kind}: {total}");
+                content.is_in(&target.join("file"));
+            }
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_grew_while_nobody_used_it_is_used_whole() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for kind in ["ext4", "xfs"] {
+            let volume = ceph.volume(kind);
+            let content = Content::new(kind);
+            let target = node.up(&volume, "pod").await;
+            content.write(&target.join("file"));
+            let small = node.stats(&volume, &target).await.unwrap()[0].total;
+            node.down(&volume, "pod").await;
+            let bytes = KINDS.iter().find(|(known, _)| *known == kind).unwrap().1;
+            ceph.resize(&volume, 2 * bytes);
+            // A clone into a larger image is the same.
+            for volume in [&ceph.clone_of(&volume, kind), &volume] {
+                let target = node.up(volume, "pod").await;
+                let total = node.stats(volume, &target).await.unwrap()[0].total;
+                assert!(total > small + small / 2, "{kind}: {total}");
+                content.is_in(&target.join("file"));
+                node.down(volume, "pod").await;
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_restart_does_not_forget_how_to_grow() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let (kind, small) = KINDS[1];
+        let volume = ceph.volume(kind);
+        let target = node.up(&volume, "pod").await;
+        node.kill9().await;
+        ceph.resize(&volume, 2 * small);
+        node.restart().await;
+        let size = node.expand(&volume, &target, 2 * small).await.unwrap();
+        assert_eq!(size.unsigned_abs(), 2 * small);
+        Content::new("grown").write(&target.join("file"));
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_image_that_shrank_is_not_taken_for_a_volume() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume_of("ext4", 128 * MIB, &[]);
+        node.up(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+        let spec = spec_of(&volume);
+        let shrink = [
+            "resize",
+            "--no-progress",
+            "--allow-shrink",
+            "-s",
+            "64M",
+            &spec,
+        ];
+        ceph.cluster.rbd(&shrink);
+        refused(node.stage(&volume).await, FailedPrecondition, &["ext4"]);
+        node.assert_clean().await;
+    });
+}

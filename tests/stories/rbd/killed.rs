@@ -1,0 +1,200 @@
+//! SIGKILL at any instant: the next call, in the agent's next life, finishes or
+//! undoes what was begun, and pods notice nothing.
+
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use super::{assert_nothing_staged, encrypted, kept};
+use crate::harness::{
+    Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within, rbds_of,
+    rbds_over,
+};
+
+#[test]
+fn pods_outlive_the_agent() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volumes = ["ext4", "block"].map(|kind| ceph.volume(kind));
+        for volume in &volumes {
+            let target = node.up(volume, "pod").await;
+            kept(volume, &target, &Content::new(&volume.handle), true);
+        }
+        let raw = node.target(&volumes[1], "pod");
+        node.kill9().await;
+        Content::new("meanwhile").write(&node.target(&volumes[0], "pod").join("meanwhile"));
+        Content::new("meanwhile").write_at(&raw, 0).unwrap();
+        node.restart().await;
+        for volume in &volumes {
+            // Kubelet calls for every volume again when it restarts itself.
+            let target = node.up(volume, "pod").await;
+            kept(volume, &target, &Content::new(&volume.handle), false);
+            assert!(!node.stats(volume, &target).await.unwrap().is_empty());
+            assert_eq!(rbds_over(volume).len(), 1);
+            node.down(volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn records_that_are_lost_are_rebuilt() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volumes = ["ext4", "block"].map(|kind| ceph.volume(kind));
+        let secret = encrypted::volume(ceph, "ext4");
+        let volumes = [&volumes[0], &volumes[1], &secret];
+        for repeats in [false, true] {
+            for volume in volumes {
+                let target = node.up(volume, "pod").await;
+                kept(volume, &target, &Content::new(&volume.handle), !repeats);
+            }
+            node.kill9().await;
+            for file in files_below(&node.run_dir) {
+                fs::remove_file(file).unwrap();
+            }
+            node.restart().await;
+            for volume in volumes {
+                if repeats {
+                    node.up(volume, "pod").await;
+                }
+                let target = node.target(volume, "pod");
+                assert!(!node.stats(volume, &target).await.unwrap().is_empty());
+                node.down(volume, "pod").await;
+                assert_nothing_staged(&node, volume);
+                assert!(rbds_over(volume).is_empty());
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn killed_at_any_instant() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let mut dice = Dice::new();
+        for kind in ["xfs", "block"] {
+            killed_in_each_call(&node, &mut dice, &ceph.volume(kind)).await;
+        }
+        assert!(rbds_of(sandbox.dir()).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn killed_at_any_instant_of_an_encrypted_volume() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = encrypted::volume(ceph, "ext4");
+        killed_in_each_call(&node, &mut Dice::new(), &volume).await;
+        assert!(rbds_of(sandbox.dir()).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
+    let content = Content::new(&volume.handle);
+    let first = Instant::now();
+    node.stage(volume).await.unwrap();
+    // A little longer than the longest: the first has to format.
+    let staging = first.elapsed();
+    node.unstage(volume).await.unwrap();
+    let calls = Duration::from_millis(40);
+    for round in 0..4 {
+        kill_within(staging, node, dice, async || node.stage(volume).await).await;
+        node.restart().await;
+        node.until_ok("staged", async || node.stage(volume).await)
+            .await;
+        assert_eq!(rbds_over(volume).len(), 1);
+
+        kill_within(calls, node, dice, async || {
+            node.publish(volume, "pod").await
+        })
+        .await;
+        node.restart().await;
+        node.until_ok("published", async || node.publish(volume, "pod").await)
+            .await;
+        kept(volume, &node.target(volume, "pod"), &content, round == 0);
+
+        kill_within(calls, node, dice, async || {
+            node.unpublish(volume, "pod").await
+        })
+        .await;
+        node.restart().await;
+        node.until_ok("unpublished", async || node.unpublish(volume, "pod").await)
+            .await;
+
+        kill_within(calls, node, dice, async || node.unstage(volume).await).await;
+        node.restart().await;
+        node.until_ok("unstaged", async || node.unstage(volume).await)
+            .await;
+        assert!(rbds_over(volume).is_empty());
+        assert_nothing_staged(node, volume);
+    }
+}
+
+#[test]
+fn killed_in_the_first_stage_of_a_blank_image() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let mut dice = Dice::new();
+        let longest = Duration::from_millis(400);
+        for round in 0..4 {
+            let volume = if round % 2 == 0 {
+                ceph.volume("ext4")
+            } else {
+                encrypted::volume(ceph, "ext4")
+            };
+            kill_within(longest, &node, &mut dice, async || {
+                node.stage(&volume).await
+            })
+            .await;
+            node.restart().await;
+            // Either kubelet gives it up, or it comes back.
+            if round < 2 {
+                node.until_ok("unstaged", async || node.unstage(&volume).await)
+                    .await;
+                assert!(rbds_over(&volume).is_empty());
+                assert_nothing_staged(&node, &volume);
+            }
+            node.until_ok("staged", async || node.stage(&volume).await)
+                .await;
+            node.publish(&volume, "pod").await.unwrap();
+            let content = Content::new(&volume.handle);
+            kept(&volume, &node.target(&volume, "pod"), &content, true);
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn killed_while_it_grows_a_volume() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let mut dice = Dice::new();
+        for (kind, small) in [KINDS[0], KINDS[1]] {
+            let volume = ceph.volume(kind);
+            let target = node.up(&volume, "pod").await;
+            let content = Content::new(kind);
+            kept(&volume, &target, &content, true);
+            for step in 1..=3 {
+                let bytes = small + 64 * step * MIB;
+                ceph.resize(&volume, bytes);
+                let longest = Duration::from_millis(20);
+                kill_within(longest, &node, &mut dice, async || {
+                    node.expand(&volume, &target, bytes).await
+                })
+                .await;
+                node.restart().await;
+                let size = node.expand(&volume, &target, bytes).await.unwrap();
+                assert_eq!(size.unsigned_abs(), bytes);
+                kept(&volume, &target, &content, false);
+            }
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}

@@ -1,0 +1,52 @@
+//! Images of Ceph clusters, mapped by the kernel's driver, as volumes of a node:
+//! as ceph-csi describes and stages them. On a real cluster; where the kernel has
+//! no RBD driver, nothing is told.
+
+mod encrypted;
+mod growth;
+mod killed;
+mod lives;
+mod outages;
+mod refusals;
+mod secrets;
+mod takeover;
+mod watchers;
+
+use std::{fs, path::Path};
+
+use crate::harness::{Content, MIB, Node, Volume};
+
+/// Writes into a published volume, in the first round, and looks for it in later ones.
+fn kept(volume: &Volume, target: &Path, content: &Content, is_first: bool) {
+    match (volume.is_block(), is_first) {
+        (true, true) => content.write_at(target, MIB).unwrap(),
+        (true, false) => content.is_at(target, MIB),
+        (false, true) => content.write(&target.join("file")),
+        (false, false) => content.is_in(&target.join("file")),
+    }
+}
+
+/// Twice up and down, with everything in between that reads.
+async fn whole_life(node: &Node, volume: &Volume) {
+    let content = Content::new(&volume.handle);
+    for round in 0..2 {
+        let target = node.up(volume, "pod").await;
+        kept(volume, &target, &content, round == 0);
+        assert!(!node.stats(volume, &target).await.unwrap().is_empty());
+        let ailments = node.health(volume, &target).await.unwrap();
+        assert!(ailments.is_empty(), "{ailments:?}");
+        node.down(volume, "pod").await;
+        assert_nothing_staged(node, volume);
+    }
+}
+
+/// Kubelet removes the staging directory next, which must be empty then.
+fn assert_nothing_staged(node: &Node, volume: &Volume) {
+    let staging = node.staging(volume);
+    let left: Vec<_> = fs::read_dir(&staging)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+}

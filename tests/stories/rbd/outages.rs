@@ -1,0 +1,227 @@
+//! Clusters that do not answer, that stop while they are used, and that move.
+
+use std::{net::TcpListener, thread, time::Duration};
+
+use serde_json::json;
+use tonic::Code::{Aborted, DeadlineExceeded, Unavailable};
+
+use super::whole_life;
+use crate::harness::{
+    Ceph, Content, Node, Sandbox, Volume, ceph_story, eventually, lonely_ceph_story, rbds_of,
+    refused, run,
+};
+
+/// What kubelet would wait for at most, where somebody else's cluster is away.
+const AT_ONCE: Duration = Duration::from_secs(30);
+
+/// A volume of a cluster whose monitors are these.
+fn of_monitors(ceph: &Ceph, monitors: &[String]) -> Volume {
+    let id = format!("{}-away", ceph.cluster_id);
+    ceph.configure(&[ceph.entry(), json!({"clusterID": id, "monitors": monitors})]);
+    ceph.volume("ext4").with("clusterID", &id)
+}
+
+/// A whole life of another cluster's volume, as if nothing were the matter.
+async fn another_lives(node: &Node, volume: &Volume) {
+    let kubelets = node.timeout.replace(AT_ONCE);
+    whole_life(node, volume).await;
+    node.timeout.set(kubelets);
+}
+
+#[test]
+fn monitors_that_are_silent_hold_up_their_own_volumes_alone() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let monitors = [silent.local_addr().unwrap().to_string()];
+        let away = of_monitors(ceph, &monitors);
+        let here = ceph.volume("ext4");
+        node.timeout.set(Duration::from_secs(3));
+        let early = node.stage(&away).await;
+        refused(early, DeadlineExceeded, &["attach"]);
+        // While it goes on.
+        another_lives(&node, &here).await;
+        node.timeout.set(Duration::from_secs(60));
+        refused(node.stage(&away).await, Unavailable, &[&monitors[0]]);
+        assert!(rbds_of(sandbox.dir()).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn monitors_that_moved_are_found_when_the_configuration_says_where() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let used = ceph.volume("ext4");
+        let target = node.up(&used, "pod").await;
+        let closed = ["127.0.0.1:1".to_owned()];
+        let mut away = ceph.entry();
+        away["monitors"] = json!(closed);
+        ceph.configure(&[away]);
+        let volume = ceph.volume("ext4");
+        refused(node.stage(&volume).await, Unavailable, &[&closed[0]]);
+        // What is in use has its connections.
+        Content::new("used").write(&target.join("file"));
+        node.publish(&used, "another").await.unwrap();
+        node.unpublish(&used, "another").await.unwrap();
+        // One of several is enough.
+        let mut moved = ceph.entry();
+        moved["monitors"] = json!([&closed[..], &ceph.cluster.monitors].concat());
+        ceph.configure(&[moved]);
+        whole_life(&node, &volume).await;
+        // Unstaging asks nobody where the cluster is.
+        std::fs::remove_file(ceph.config()).unwrap();
+        node.down(&used, "pod").await;
+        refused(node.stage(&volume).await, Unavailable, &["config.json"]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_osd_that_stands_still_delays_and_loses_nothing() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let other = Ceph::another(sandbox);
+        for kind in ["ext4", "block"] {
+            let [used, fresh] = [(); 2].map(|()| ceph.volume(kind));
+            let target = node.up(&used, "pod").await;
+            let writer = {
+                let _frozen = ceph.freeze();
+                let writer = write_in_thread(&used, &target);
+                // A map asks the OSD.
+                node.timeout.set(Duration::from_secs(3));
+                let late = node.stage(&fresh).await.unwrap_err();
+                assert_eq!(late.code(), DeadlineExceeded, "{late:?}");
+                let busy = node.unstage(&fresh).await.unwrap_err();
+                assert_eq!(busy.code(), Aborted, "{busy:?}");
+                // None of these do.
+                assert!(!node.stats(&used, &target).await.unwrap().is_empty());
+                node.publish(&used, "another").await.unwrap();
+                node.unpublish(&used, "another").await.unwrap();
+                another_lives(&node, &other.volume("ext4")).await;
+                assert!(!writer.is_finished());
+                writer
+            };
+            node.timeout.set(Duration::from_secs(60));
+            writer.join().unwrap();
+            node.until_ok("staged", async || node.stage(&fresh).await)
+                .await;
+            node.publish(&fresh, "pod").await.unwrap();
+            for volume in [&used, &fresh] {
+                node.down(volume, "pod").await;
+            }
+            is_kept(&node, &used).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_osd_that_restarts_under_a_volume_loses_nothing() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for kind in ["ext4", "xfs"] {
+            let volume = ceph.volume(kind);
+            let target = node.up(&volume, "pod").await;
+            let writer = {
+                let _stopped = ceph.stop();
+                let writer = write_in_thread(&volume, &target);
+                thread::sleep(Duration::from_millis(300));
+                assert!(!writer.is_finished());
+                writer
+            };
+            writer.join().unwrap();
+            node.down(&volume, "pod").await;
+            is_kept(&node, &volume).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_its_work() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        let dying = {
+            let _frozen = ceph.freeze();
+            node.timeout.set(Duration::from_secs(2));
+            let late = node.stage(&volume).await.unwrap_err();
+            assert_eq!(late.code(), DeadlineExceeded, "{late:?}");
+            // A thread of it is in the driver, where no signal reaches it.
+            let dying = node.abandon();
+            node.restart().await;
+            let early = node.stage(&volume).await.unwrap_err();
+            assert!(
+                [Aborted, Unavailable, DeadlineExceeded].contains(&early.code()),
+                "{early:?}"
+            );
+            assert!(rbds_of(sandbox.dir()).len() <= 1);
+            dying
+        };
+        node.timeout.set(Duration::from_secs(60));
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        assert_eq!(rbds_of(sandbox.dir()).len(), 1, "one map, whoever made it");
+        eventually("the old agent is gone", async || {
+            dying.is_gone().then_some(())
+        })
+        .await;
+        node.unstage(&volume).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_node_that_the_cluster_has_shut_out_lets_go() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        let target = node.up(&volume, "pod").await;
+        Content::new("before").write(&target.join("file"));
+        shut_out(sandbox, ceph);
+        std::fs::File::create(target.join("lost"))
+            .and_then(|file| file.sync_all())
+            .unwrap_err();
+        node.unpublish(&volume, "pod").await.unwrap();
+        node.until_ok("unstaged", async || node.unstage(&volume).await)
+            .await;
+        node.assert_clean().await;
+    });
+}
+
+/// Blocklists the clients that the driver has for a sandbox's images.
+fn shut_out(sandbox: &Sandbox, ceph: &Ceph) {
+    for device in rbds_of(sandbox.dir()) {
+        let id = device.to_str().unwrap().trim_start_matches("/dev/rbd");
+        let address = format!("/sys/bus/rbd/devices/{id}/client_addr");
+        let address = std::fs::read_to_string(address).unwrap();
+        ceph.cluster
+            .ceph(&["osd", "blocklist", "add", address.trim()]);
+    }
+}
+
+/// What [`write_in_thread`] wrote is there after the caches are gone.
+async fn is_kept(node: &Node, volume: &Volume) {
+    run(&["sh", "-c", "echo 3 > /proc/sys/vm/drop_caches"]);
+    let target = node.up(volume, "pod").await;
+    let content = Content::new(&volume.handle);
+    if volume.is_block() {
+        content.is_at(&target, 0);
+    } else {
+        content.is_in(&target.join("file"));
+    }
+    node.down(volume, "pod").await;
+}
+
+fn write_in_thread(volume: &Volume, target: &std::path::Path) -> thread::JoinHandle<()> {
+    let content = Content::new(&volume.handle);
+    let (target, is_block) = (target.to_owned(), volume.is_block());
+    thread::spawn(move || {
+        if is_block {
+            content.write_at(&target, 0).unwrap();
+        } else {
+            content.write(&target.join("file"));
+        }
+    })
+}

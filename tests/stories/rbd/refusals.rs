@@ -1,0 +1,147 @@
+//! What cannot be mapped is refused in words that say what to change, and leaves
+//! nothing.
+
+use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated};
+
+use super::whole_life;
+use crate::harness::{Ceph, KINDS, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused};
+
+fn with_secret(volume: &Volume, name: &str, value: &str) -> Volume {
+    let mut other = volume.clone();
+    other.secrets.insert(name.to_owned(), value.to_owned());
+    other
+}
+
+#[test]
+fn who_may_not_is_told_so() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        // The administrator's key is a key, and not this user's.
+        for (name, value) in [("userKey", &*ceph.cluster.admin_key), ("userID", "nobody")] {
+            let other = with_secret(&volume, name, value);
+            refused(node.stage(&other).await, Unauthenticated, &["userKey"]);
+        }
+        let broken = with_secret(&volume, "userKey", "not/base64!");
+        refused(node.stage(&broken).await, Unauthenticated, &["userKey"]);
+        for name in ["userID", "userKey"] {
+            let mut lacking = volume.clone();
+            lacking.secrets.remove(name);
+            refused(node.stage(&lacking).await, Unauthenticated, &[name]);
+        }
+        assert!(rbds_of(sandbox.dir()).is_empty());
+        whole_life(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_is_not_there_is_named() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let image = ceph.over("no-such-image", "ext4");
+        refused(node.stage(&image).await, NotFound, &["no-such-image"]);
+        let pool = ceph.over_in("no-such-pool", "image", "ext4");
+        refused(node.stage(&pool).await, NotFound, &["no-such-pool"]);
+        let namespace = ceph.volume("ext4").with("radosNamespace", "no-such-space");
+        refused(node.stage(&namespace).await, NotFound, &["no-such-space"]);
+        let cluster = ceph.volume("ext4").with("clusterID", "elsewhere");
+        refused(
+            node.stage(&cluster).await,
+            InvalidArgument,
+            &["elsewhere", "config.json"],
+        );
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_context_that_is_wrong_is_told_by_its_key() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        for (key, value) in [
+            ("mapOptions", "secret=AQ=="),
+            ("mapOptions", "krbd:name=admin"),
+            ("mapOptions", "a b"),
+            ("mapOptions", "tcmu:x"),
+            ("imageFeatures", "levitation"),
+            ("mounter", "fuse"),
+            ("staticVolume", "perhaps"),
+            ("pool", ""),
+            ("imageName", ""),
+        ] {
+            let wrong = volume.clone().with(key, value);
+            refused(node.stage(&wrong).await, InvalidArgument, &[key]);
+        }
+        // Of a driver's form, and unknown to it.
+        let unknown = volume.clone().with("mapOptions", "no_such_option=1");
+        refused(
+            node.stage(&unknown).await,
+            FailedPrecondition,
+            &["map options"],
+        );
+        whole_life(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn features_that_the_driver_lacks_are_named() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let (kind, bytes) = KINDS[0];
+        let journaling = ["--image-feature", "layering,exclusive-lock,journaling"];
+        // Whether the class says so, or the image alone.
+        let made = ceph.volume_of(kind, bytes, &journaling);
+        for volume in [made.clone(), made.with("imageFeatures", "journaling")] {
+            refused(
+                node.stage(&volume).await,
+                FailedPrecondition,
+                &["journaling"],
+            );
+        }
+        let known = [
+            "--image-feature",
+            "layering,exclusive-lock,object-map,fast-diff",
+        ];
+        let volume = ceph.volume_of(kind, bytes, &known);
+        whole_life(&node, &volume.with("imageFeatures", known[1])).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_node_without_clusters_says_how_it_gets_them() {
+    ceph_story(async |sandbox, ceph| {
+        let node = Node::start_with(sandbox, NodeSetup::new(sandbox)).await;
+        let volume = ceph.volume("ext4");
+        refused(
+            node.stage(&volume).await,
+            FailedPrecondition,
+            &["--ceph-config"],
+        );
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_stands_on_an_image_is_not_formatted() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        let as_xfs = described_as(&volume, ceph, "xfs");
+        whole_life(&node, &volume).await;
+        refused(node.stage(&as_xfs).await, FailedPrecondition, &["ext4"]);
+        // Neither is a blank one that may only be read.
+        let reader = ceph.volume("ext4").mode(Mode::MultiNodeReaderOnly);
+        refused(node.stage(&reader).await, FailedPrecondition, &[]);
+        whole_life(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+/// The same image as a volume of another kind.
+fn described_as(volume: &Volume, ceph: &Ceph, kind: &str) -> Volume {
+    ceph.over(&volume.context["imageName"], kind)
+}

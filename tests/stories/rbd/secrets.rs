@@ -1,0 +1,98 @@
+//! Nobody reads a key or a passphrase that was not given it.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use super::{encrypted, lives::config_of};
+use crate::harness::{Node, Sandbox, ceph_story, files_below};
+
+#[test]
+fn no_secret_is_where_others_read() {
+    ceph_story(async |sandbox, ceph| {
+        let setup = ceph.setup(sandbox).arg("--log-level").arg("trace");
+        let node = Node::start_with(sandbox, setup).await;
+        let volume = encrypted::volume(ceph, "ext4");
+        let secrets = ["userKey", "encryptionPassphrase"];
+        let secrets = secrets.map(|name| volume.secrets[name].clone());
+        let done = Arc::new(AtomicBool::new(false));
+        let lines = {
+            let (secrets, done) = (secrets.clone(), Arc::clone(&done));
+            thread::spawn(move || told_in_command_lines(&secrets, &done))
+        };
+        let nowhere = |when: &str| {
+            let told: Vec<_> = readable(sandbox, &node)
+                .into_iter()
+                .filter(|file| tells(file, &secrets))
+                .collect();
+            assert!(told.is_empty(), "{when}: {told:?}");
+        };
+        for _ in 0..3 {
+            node.up(&volume, "pod").await;
+            nowhere("staged");
+            assert!(
+                !secrets
+                    .iter()
+                    .any(|secret| config_of(&volume).contains(secret))
+            );
+            node.down(&volume, "pod").await;
+            nowhere("unstaged");
+        }
+        // What is refused is told of, too.
+        let mut wrong = volume.clone();
+        let key = wrong.secrets.get_mut("userKey").unwrap();
+        key.clone_from(&ceph.cluster.admin_key);
+        node.stage(&wrong).await.unwrap_err();
+        assert!(!node.log().contains(&ceph.cluster.admin_key));
+        nowhere("refused");
+        done.store(true, Ordering::Relaxed);
+        let told = lines.join().unwrap();
+        assert!(told.is_empty(), "{told:?}");
+        node.assert_clean().await;
+    });
+}
+
+/// What an agent writes, and what the kernel shows of it and of what is mapped.
+fn readable(sandbox: &Sandbox, node: &Node) -> Vec<PathBuf> {
+    let mut files: Vec<_> = files_below(sandbox.dir()).into_iter().collect();
+    // The administrator's own.
+    files.retain(|file| !file.ends_with("keyfile"));
+    files.push(PathBuf::from("/proc/keys"));
+    for name in ["cmdline", "environ"] {
+        files.push(PathBuf::from(format!("/proc/{}/{name}", node.pid())));
+    }
+    for entry in fs::read_dir("/sys/bus/rbd/devices").unwrap().flatten() {
+        files.push(entry.path().join("config_info"));
+    }
+    files
+}
+
+fn tells(file: &Path, secrets: &[String]) -> bool {
+    // Sockets cannot be read, and what is gone tells nothing.
+    let text = fs::read(file).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    secrets.iter().any(|secret| text.contains(secret))
+}
+
+/// The command lines and environments with a secret in them, of all processes that
+/// come and go until it is done.
+fn told_in_command_lines(secrets: &[String], done: &AtomicBool) -> Vec<PathBuf> {
+    let mut told = Vec::new();
+    while !done.load(Ordering::Relaxed) {
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            for name in ["cmdline", "environ"] {
+                let file = entry.path().join(name);
+                if tells(&file, secrets) {
+                    told.push(file);
+                }
+            }
+        }
+    }
+    told
+}

@@ -1,0 +1,210 @@
+//! Volumes pass from ceph-csi's node plugin to ours and back while they are in use:
+//! each unstages what the other has staged, and neither needs the other's records.
+
+use std::{fs, os::unix::fs::PermissionsExt as _};
+
+use serde_json::Value;
+
+use super::{assert_nothing_staged, encrypted, kept};
+use crate::harness::{
+    Ceph, Content, MIB, NOTE, Node, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi,
+    rbds_of, rbds_over, run,
+};
+
+fn volumes(ceph: &Ceph) -> [Volume; 4] {
+    [
+        ceph.volume("ext4"),
+        ceph.volume("block"),
+        ceph.static_volume("ext4"),
+        encrypted::volume(ceph, "ext4"),
+    ]
+}
+
+#[test]
+fn what_ceph_csi_staged_is_used_and_unstaged() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for repeats in [false, true] {
+            for volume in volumes(ceph) {
+                let content = Content::new(&volume.handle);
+                ceph.stage_as_ceph_csi(&node, &volume);
+                let target = publish_as_ceph_csi(&node, &volume, "pod");
+                kept(&volume, &target, &content, true);
+                // The plugins are exchanged.
+                node.kill9().await;
+                node.restart().await;
+                if repeats {
+                    // As kubelet does after its own restart.
+                    node.up(&volume, "pod").await;
+                }
+                assert_eq!(rbds_over(&volume).len(), 1);
+                assert!(!node.stats(&volume, &target).await.unwrap().is_empty());
+                node.publish(&volume, "another").await.unwrap();
+                kept(&volume, &node.target(&volume, "another"), &content, false);
+                node.unpublish(&volume, "another").await.unwrap();
+                grown(&node, ceph, &volume).await;
+                node.down(&volume, "pod").await;
+                assert_nothing_staged(&node, &volume);
+                assert!(rbds_over(&volume).is_empty());
+                // It was the same volume all the time.
+                let target = node.up(&volume, "pod").await;
+                kept(&volume, &target, &content, false);
+                node.down(&volume, "pod").await;
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+async fn grown(node: &Node, ceph: &Ceph, volume: &Volume) {
+    let target = node.target(volume, "pod");
+    let total = async || {
+        node.stats(volume, &target).await.unwrap()[0]
+            .total
+            .unsigned_abs()
+    };
+    let before = total().await;
+    ceph.resize(volume, 160 * MIB);
+    node.expand(volume, &target, 160 * MIB).await.unwrap();
+    let after = total().await;
+    assert!(after > before + 48 * MIB, "{before}, then {after}");
+}
+
+#[test]
+fn what_we_staged_is_unstaged_by_ceph_csi() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for volume in volumes(ceph) {
+            let content = Content::new(&volume.handle);
+            let target = node.up(&volume, "pod").await;
+            kept(&volume, &target, &content, true);
+            assert_staged_as_ceph_csi_does(&node, &volume);
+            node.kill9().await;
+            run(&["umount", target.to_str().unwrap()]);
+            if volume.is_block() {
+                fs::remove_file(&target).unwrap();
+            } else {
+                fs::remove_dir(&target).unwrap();
+            }
+            ceph.unstage_as_ceph_csi(&node, &volume);
+            assert_nothing_staged(&node, &volume);
+            // Ours comes back, with records of what is gone.
+            node.restart().await;
+            node.down(&volume, "pod").await;
+            let target = node.up(&volume, "pod").await;
+            kept(&volume, &target, &content, false);
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// Letter for letter, and mode for mode.
+fn assert_staged_as_ceph_csi_does(node: &Node, volume: &Volume) {
+    let staging = node.staging(volume);
+    let file = staging.join(NOTE);
+    let text = fs::read_to_string(&file).unwrap();
+    assert_eq!(text, note_of_ceph_csi(volume));
+    assert_eq!(
+        fs::metadata(&file).unwrap().permissions().mode() & 0o777,
+        0o600
+    );
+    let mut names: Vec<_> = fs::read_dir(&staging)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let mut expected = [&*volume.handle, NOTE];
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+    let point = staging.join(&volume.handle);
+    run(&["mountpoint", "-q", point.to_str().unwrap()]);
+}
+
+#[test]
+fn the_note_says_all_that_ceph_csi_asks_of_it() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4").with("unmapOptions", "krbd:force");
+        node.stage(&volume).await.unwrap();
+        let text = fs::read(node.staging(&volume).join(NOTE)).unwrap();
+        let stash: Value = serde_json::from_slice(&text).unwrap();
+        // As Go's map options are after ceph-csi has taken krbd's part of them.
+        assert_eq!(stash["unmapOptions"], "force");
+        node.unstage(&volume).await.unwrap();
+
+        // A namespace that only the cluster's configuration has: `rbd unmap` is
+        // told it.
+        ceph.cluster.rbd(&[
+            "namespace",
+            "create",
+            &format!("{}/{}", ceph.cluster.pool, ceph.cluster_id),
+        ]);
+        let mut entry = ceph.entry();
+        entry["rbd"] = serde_json::json!({"radosNamespace": ceph.cluster_id});
+        ceph.configure(&[entry]);
+        let name = ceph.image_name();
+        let spec = format!("{}/{}/{name}", ceph.cluster.pool, ceph.cluster_id);
+        let create = ["create", "-s", "64M", "--image-feature", "layering", &spec];
+        ceph.cluster.rbd(&create);
+        let volume = ceph.over(&name, "ext4");
+        node.stage(&volume).await.unwrap();
+        let text = fs::read_to_string(node.staging(&volume).join(NOTE)).unwrap();
+        let known = volume.clone().with("radosNamespace", &ceph.cluster_id);
+        assert_eq!(text, note_of_ceph_csi(&known));
+        node.kill9().await;
+        ceph.unstage_as_ceph_csi(&node, &volume);
+        node.restart().await;
+        node.unstage(&volume).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_stage_that_ceph_csi_did_not_end_is_ended() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for kind in ["ext4", "block"] {
+            // After the note; after the map.
+            for maps in [false, true] {
+                for ends in [false, true] {
+                    let volume = ceph.volume(kind);
+                    let staging = node.staging(&volume);
+                    fs::create_dir_all(&staging).unwrap();
+                    fs::write(staging.join(NOTE), note_of_ceph_csi(&volume)).unwrap();
+                    if maps {
+                        ceph.map_by_rbd(&volume, "noudev");
+                    }
+                    if ends {
+                        let target = node.up(&volume, "pod").await;
+                        assert_eq!(rbds_over(&volume).len(), 1);
+                        kept(&volume, &target, &Content::new(kind), true);
+                        node.unpublish(&volume, "pod").await.unwrap();
+                    }
+                    node.unstage(&volume).await.unwrap();
+                    assert_nothing_staged(&node, &volume);
+                    assert!(rbds_of(sandbox.dir()).is_empty(), "{kind} {maps} {ends}");
+                }
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn ceph_csi_s_steps_are_what_they_should_be() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for volume in volumes(ceph) {
+            for round in 0..2 {
+                ceph.stage_as_ceph_csi(&node, &volume);
+                let target = publish_as_ceph_csi(&node, &volume, "pod");
+                kept(&volume, &target, &Content::new(&volume.handle), round == 0);
+                assert_staged_as_ceph_csi_does(&node, &volume);
+                run(&["umount", target.to_str().unwrap()]);
+                ceph.unstage_as_ceph_csi(&node, &volume);
+                assert_nothing_staged(&node, &volume);
+            }
+        }
+    });
+}

@@ -1,0 +1,166 @@
+//! Who else has an image: on this node, by what is mapped; elsewhere, by who
+//! watches it.
+
+use std::time::{Duration, Instant};
+
+use tonic::Code::{Aborted, FailedPrecondition};
+
+use super::{kept, whole_life};
+use crate::harness::{Ceph, Content, Mode, ceph_story, rbds_of, rbds_over, refused, run, spec_of};
+
+#[test]
+fn another_client_is_waited_for() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        let other = ceph.open_elsewhere(&volume);
+        node.timeout.set(Duration::from_secs(2));
+        node.stage(&volume).await.unwrap_err();
+        assert!(
+            rbds_of(sandbox.dir()).is_empty(),
+            "not mapped beside another writer"
+        );
+        drop(other);
+        node.timeout.set(Duration::from_secs(20));
+        let began = Instant::now();
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        assert!(
+            began.elapsed() < Duration::from_secs(10),
+            "{:?}",
+            began.elapsed()
+        );
+        node.unstage(&volume).await.unwrap();
+        whole_life(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn another_client_that_stays_is_named() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        let readers = volume.clone().mode(Mode::MultiNodeReaderOnly);
+        let raw = ceph.volume("block").mode(Mode::MultiNodeMultiWriter);
+        whole_life(&node, &volume).await;
+        let others = [&volume, &raw].map(|volume| ceph.open_elsewhere(volume));
+        let watching = ceph.cluster.rbd(&["status", &spec_of(&volume)]);
+        let address = watching
+            .split("watcher=")
+            .nth(1)
+            .and_then(|rest| rest.split(' ').next());
+        let address = address.unwrap_or_else(|| panic!("{watching}"));
+        // Several may have it at a time, or it is not written.
+        for volume in [&readers, &raw] {
+            node.up(volume, "pod").await;
+            node.down(volume, "pod").await;
+        }
+        let named = node.stage(&volume).await;
+        refused(named, FailedPrecondition, &[address]);
+        drop(others);
+        whole_life(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_client_that_died_is_waited_for() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        ceph.open_elsewhere(&volume).kill9();
+        // The cluster forgets it within half a minute.
+        node.up(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_the_program_rbd_has_mapped_is_recognised() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for kind in ["ext4", "block"] {
+            let volume = ceph.volume(kind);
+            let device = ceph.map_by_rbd(&volume, "noudev");
+            let target = node.up(&volume, "pod").await;
+            assert_eq!(rbds_over(&volume), [device]);
+            kept(&volume, &target, &Content::new(kind), true);
+            node.down(&volume, "pod").await;
+            assert!(rbds_over(&volume).is_empty());
+
+            let device = ceph.map_by_rbd(&volume, "noudev,ro");
+            let device = device.to_str().unwrap();
+            refused(
+                node.stage(&volume).await,
+                FailedPrecondition,
+                &["read-only", device],
+            );
+            run(&["rbd", "unmap", "-o", "noudev", device]);
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn another_cluster_s_image_of_the_same_names_is_another() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let other = Ceph::another(sandbox);
+        let volume = ceph.volume("ext4");
+        let name = &volume.context["imageName"];
+        let spec = format!("{}/{name}", other.cluster.pool);
+        let create = ["create", "-s", "64M", "--image-feature", "layering", &spec];
+        other.cluster.rbd(&create);
+        let theirs = other.over(name, "ext4");
+        let targets = [node.up(&volume, "pod").await, node.up(&theirs, "pod").await];
+        assert_eq!(rbds_of(sandbox.dir()).len(), 2);
+        for (volume, target) in [&volume, &theirs].into_iter().zip(&targets) {
+            kept(volume, target, &Content::new(&volume.handle), true);
+        }
+        for volume in [&theirs, &volume] {
+            node.down(volume, "pod").await;
+            assert_eq!(
+                rbds_of(sandbox.dir()).len(),
+                usize::from(volume.handle == theirs.handle)
+            );
+        }
+        for volume in [&volume, &theirs] {
+            let target = node.up(volume, "pod").await;
+            kept(volume, &target, &Content::new(&volume.handle), false);
+            node.down(volume, "pod").await;
+        }
+
+        // Mapped by others, who do not say for which volume: nothing is risked.
+        let mapped = other.map_by_rbd(&theirs, "noudev");
+        let mapped = mapped.to_str().unwrap();
+        refused(node.stage(&volume).await, FailedPrecondition, &[mapped]);
+        run(&["rbd", "unmap", "-o", "noudev", mapped]);
+        whole_life(&node, &ceph.volume("ext4")).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_device_in_use_elsewhere_stays_mapped() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        node.up(&volume, "pod").await;
+        node.unpublish(&volume, "pod").await.unwrap();
+        // Another mount of the file system that the node knows nothing of.
+        let elsewhere = sandbox.dir().join("elsewhere");
+        std::fs::create_dir(&elsewhere).unwrap();
+        let point = node.staging(&volume).join(&volume.handle);
+        let [from, to] = [&point, &elsewhere].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", from, to]);
+        let device = rbds_over(&volume).pop().unwrap();
+        let named = node.unstage(&volume).await;
+        refused(named, Aborted, &[device.to_str().unwrap(), to]);
+        Content::new("alive").write(&elsewhere.join("file"));
+        run(&["umount", to]);
+        node.unstage(&volume).await.unwrap();
+        node.assert_clean().await;
+    });
+}
