@@ -121,6 +121,22 @@ impl Found {
             place: Place::new(),
         }
     }
+
+    /// The volume as listings show it: with the name that its create was asked by,
+    /// and what of its class the journal keeps.
+    pub fn listed(&self, bytes: u64) -> Volume {
+        let mut volume = self.volume(bytes);
+        let context = &mut volume.context;
+        if let Some(name) = self.name() {
+            context.insert("name".to_owned(), name.to_owned());
+        }
+        let kms = self.recorded.as_ref().map(|recorded| &recorded.entry.kms);
+        if let Some(kms) = kms.filter(|kms| !kms.is_empty()) {
+            context.insert("encrypted".to_owned(), "true".to_owned());
+            context.insert("encryptionKMSID".to_owned(), kms.clone());
+        }
+        volume
+    }
 }
 
 /// A source as the journal has it.

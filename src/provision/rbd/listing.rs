@@ -98,7 +98,7 @@ impl Store {
                 Err(RbdError::Lost { .. }) => 0,
                 Err(error) => return Err(error),
             };
-            Ok(Some(found.volume(bytes)))
+            Ok(Some(found.listed(bytes)))
         })
     }
 

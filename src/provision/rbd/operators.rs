@@ -6,7 +6,7 @@
 //! of a Secret that is mounted. They are read at each use, as a mounted Secret
 //! changes.
 
-use std::{collections::HashMap, fs, path::PathBuf, str::FromStr};
+use std::{path::PathBuf, str::FromStr};
 
 use super::error::RbdError;
 use crate::{ceph::Credentials, secret::Secrets};
@@ -70,17 +70,15 @@ impl Operators {
             path: dir.clone(),
             source,
         };
-        let mut found = HashMap::new();
-        for name in ["userID", "userKey"] {
-            let text = fs::read_to_string(dir.join(name)).map_err(|e| unusable(e.into()))?;
-            found.insert(name.to_owned(), text.trim().to_owned());
-        }
-        Credentials::from_secrets(&Secrets::from(found)).map_err(|e| unusable(e.into()))
+        let secrets = Secrets::read_dir(dir).map_err(|e| unusable(e.into()))?;
+        Credentials::from_secrets(&secrets).map_err(|e| unusable(e.into()))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

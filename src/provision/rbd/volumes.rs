@@ -98,7 +98,7 @@ impl Store {
         let image = found.open(Access::ReadOnly)?;
         let bytes = image.size().map_err(RbdError::from)?;
         Ok(Published {
-            volume: found.volume(bytes),
+            volume: found.listed(bytes),
             // Who has it mapped is known by address, not by node.
             nodes: Vec::new(),
         })
