@@ -18,6 +18,7 @@ setup: ## Install what building and testing need
 build: setup ## Build both agents and uringctl
 	cargo build --profile $(PROFILE) --bins
 
+# BACKEND=nbd or rbd; where this kernel lacks the driver, on the test kernel.
 demo: build ## Take volumes through their whole life on this machine
 	@scripts/demo.sh
 
@@ -39,7 +40,7 @@ unit: setup
 # kernel, with nbd and rbd; TEST_KERNEL=required: fail where it cannot run.
 test-kernel: setup ## Test on a kernel with nbd, rbd, udevd (tests/kernel/run.sh)
 	@tests/kernel/run.sh
-export ONLY HOST_KERNEL TEST_KERNEL
+export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL
 
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	@scripts/setup.sh lint
@@ -56,8 +57,9 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories
 
-bench: setup ## Measure (PERFORMANCE.md says what); QUICK=1: only to see that it runs
-	cargo bench --bench node $(if $(QUICK),-- --quick)
+# ONLY=nbd: one backend; QUICK=1: only to see that it runs.
+bench: setup ## Measure (PERFORMANCE.md says what)
+	@scripts/bench.sh
 
 clean: ## Remove what was built
 	cargo clean

@@ -6,38 +6,74 @@
 //! - *socket*: the real agent, called as kubelet calls it, on a new connection
 //!   each time (*kept*: on one that is kept);
 //! - *in process*: the library, without gRPC;
-//! - *exec*: `losetup`, `blkid`, `fsck`, `mkfs`, `mount`, `umount`, as drivers
-//!   built on mount-utils run them.
+//! - *exec*: what attaches (`losetup`, `nbd-client`), `blkid`, `fsck`, `mkfs`,
+//!   `mount`, `umount`, as drivers built on mount-utils run them.
 //!
-//! `cargo bench` for the numbers in PERFORMANCE.md, `cargo bench --bench node
-//! -- --quick` for an answer within two minutes. Needs root.
+//! `make bench` (scripts/bench.sh) for the numbers in PERFORMANCE.md, each backend
+//! on a kernel that has it; the environment variable `BACKEND` says which one it
+//! is here: `loop`, unless it is set, or `nbd`. Needs root.
 
 // The ban on children is the product's, not its benches'.
 #![allow(clippy::disallowed_methods, missing_docs)]
 
+mod backends;
 mod by_exec;
 mod calls;
 #[path = "../tests/stories/harness/mod.rs"]
 #[allow(dead_code, unused_imports)] // The stories use what the benches don't.
 mod harness;
 mod life;
+mod nbd;
 mod probe;
+mod publish;
 mod rig;
 
+use criterion::Criterion;
+
+use backends::{Exports, Images};
+use harness::NbdServer;
+use rig::Rig;
+
 fn main() {
-    let rig = rig::Rig::start();
+    let rig = Rig::start();
     // Channels are made between the calls, too, and spawn their driver at once.
     let _inside = rig.runtime.enter();
-    let mut criterion = criterion::Criterion::default()
+    let mut criterion = Criterion::default()
         .sample_size(20)
         .warm_up_time(std::time::Duration::from_secs(1))
         .configure_from_args();
-    life::first(&mut criterion, &rig);
-    life::formatted(&mut criterion, &rig);
-    life::at_once(&mut criterion, &rig);
-    life::publish(&mut criterion, &rig);
-    calls::stats(&mut criterion, &rig);
-    probe::devices(&mut criterion, &rig);
+    match std::env::var("BACKEND").as_deref() {
+        Err(_) | Ok("loop") => images(&mut criterion, &rig),
+        Ok("nbd") => exports(&mut criterion, &rig),
+        Ok(other) => panic!("BACKEND={other}: there are loop and nbd"),
+    }
     criterion.final_summary();
     rig.print_summary();
+}
+
+fn images(criterion: &mut Criterion, rig: &Rig) {
+    let images = Images(&rig.sandbox);
+    life::first(criterion, rig, &images);
+    life::formatted(criterion, rig, &images);
+    life::at_once(criterion, rig, &images, 32);
+    publish::publish(criterion, rig, &images);
+    calls::stats(criterion, rig);
+    probe::devices(criterion, rig);
+}
+
+fn exports(criterion: &mut Criterion, rig: &Rig) {
+    for tcp in [false, true] {
+        let server = NbdServer::start_with(&rig.sandbox, tcp, &[]);
+        let exports = Exports {
+            sandbox: &rig.sandbox,
+            server: rig.runtime.block_on(server),
+        };
+        nbd::map(criterion, rig, &exports);
+        life::formatted(criterion, rig, &exports);
+        if !tcp {
+            life::first(criterion, rig, &exports);
+            life::raw(criterion, rig, &exports);
+            life::at_once(criterion, rig, &exports, 16);
+        }
+    }
 }

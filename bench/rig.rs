@@ -3,13 +3,14 @@
 use std::{
     cell::RefCell,
     collections::BTreeMap,
+    path::Path,
     time::{Duration, Instant},
 };
 
 use criterion::{BenchmarkGroup, measurement::WallTime};
 use tokio::runtime::Runtime;
 
-use crate::harness::{Node, Sandbox};
+use crate::harness::{Node, Sandbox, run};
 
 pub struct Rig {
     pub runtime: Runtime,
@@ -36,25 +37,66 @@ impl Rig {
         }
     }
 
-    /// Times `run` alone, with `before` in front of and `after` behind each.
-    pub fn measure_between(
+    /// Times `run`.
+    pub fn measure(
+        &self,
+        group: &mut BenchmarkGroup<'_, WallTime>,
+        case: &str,
+        way: &'static str,
+        mut run: impl FnMut(),
+    ) {
+        self.sum(group, case, way, || timed(&mut run));
+    }
+
+    /// Times `up` and not `down`, nor what udevd does in between.
+    pub fn measure_up(
+        &self,
+        group: &mut BenchmarkGroup<'_, WallTime>,
+        case: &str,
+        way: &'static str,
+        mut up: impl FnMut(),
+        mut down: impl FnMut(),
+    ) {
+        self.sum(group, case, way, || {
+            let took = timed(&mut up);
+            settle();
+            down();
+            took
+        });
+    }
+
+    /// Times `up` and `down` together, without what is `before`, nor what udevd
+    /// does in between, as in any life that is longer than these.
+    pub fn measure_life(
         &self,
         group: &mut BenchmarkGroup<'_, WallTime>,
         case: &str,
         way: &'static str,
         mut before: impl FnMut(),
-        mut run: impl FnMut(),
-        mut after: impl FnMut(),
+        mut up: impl FnMut(),
+        mut down: impl FnMut(),
+    ) {
+        self.sum(group, case, way, || {
+            before();
+            let took = timed(&mut up);
+            settle();
+            took + timed(&mut down)
+        });
+    }
+
+    /// Sums up what `run` says that it took, and notes each.
+    fn sum(
+        &self,
+        group: &mut BenchmarkGroup<'_, WallTime>,
+        case: &str,
+        way: &'static str,
+        mut run: impl FnMut() -> Duration,
     ) {
         group.bench_function(way, |bencher| {
             bencher.iter_custom(|times| {
                 let mut sum = Duration::ZERO;
                 for _ in 0..times {
-                    before();
-                    let begin = Instant::now();
-                    run();
-                    let took = begin.elapsed();
-                    after();
+                    let took = run();
                     sum += took;
                     let mut all = self.times.borrow_mut();
                     all.entry((case.to_owned(), way)).or_default().push(took);
@@ -62,17 +104,6 @@ impl Rig {
                 sum
             });
         });
-    }
-
-    /// Times `run`.
-    pub fn measure(
-        &self,
-        group: &mut BenchmarkGroup<'_, WallTime>,
-        case: &str,
-        way: &'static str,
-        run: impl FnMut(),
-    ) {
-        self.measure_between(group, case, way, || {}, run, || {});
     }
 
     /// Medians of all runs, and how many times longer than the first way each takes.
@@ -92,6 +123,19 @@ impl Rig {
             let ratio = median.as_secs_f64() / best.1.as_secs_f64();
             println!("| {case} | {way} | {median:.1?} | {ratio:.1} |");
         }
+    }
+}
+
+fn timed(run: &mut impl FnMut()) -> Duration {
+    let begin = Instant::now();
+    run();
+    begin.elapsed()
+}
+
+/// Where udevd runs, waits until it has looked at new devices.
+fn settle() {
+    if Path::new("/run/udev/control").exists() {
+        run(&["udevadm", "settle"]);
     }
 }
 

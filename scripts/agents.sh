@@ -10,11 +10,16 @@ BIN_DIR=${BIN_DIR:-target/debug}
 BIN_DIR=$(cd "$BIN_DIR" && pwd)
 export PATH=$BIN_DIR:$PATH
 
+# Of what volumes are made: `loop`, `nbd` or `rbd`. Each needs the driver of that
+# name in this kernel.
+backend=${BACKEND:-loop}
+
 # Short, because the path of a unix socket has at most 107 bytes.
 work=$(mktemp -d "${TMPDIR:-/tmp}/uring-csi.XXXXXX")
 pids=()
-# Further flags of the node agent.
+# Further flags of the node agent, and of those of uringctl that make a volume.
 node_flags=()
+class=()
 export URING_CSI_NODE_ENDPOINT=unix://$work/run/node.sock
 export URING_CSI_CONTROLLER_ENDPOINT=unix://$work/run/controller.sock
 
@@ -23,22 +28,41 @@ mounts_below() {
   awk -v dir="$1/" 'index($5, dir) == 1 { print $5 }' /proc/self/mountinfo | sort -r
 }
 
-loops_below() {
+# The devices that are attached to what this made, but for the pool's own.
+devices() {
+  local device
   losetup --list --noheadings --output NAME,BACK-FILE |
-    awk -v dir="$1/" 'index($2, dir) == 1 { print $1 }'
+    awk -v dir="$work/pool/" 'index($2, dir) == 1 { print $1 }'
+  for device in /sys/block/nbd*; do
+    if grep -qsF "$work/" "$device/backend"; then echo "/dev/${device##*/}"; fi
+  done
+  for device in /sys/bus/rbd/devices/*; do
+    if grep -qsx "${fsid:-none}" "$device/cluster_fsid"; then echo "/dev/rbd${device##*/}"; fi
+  done
+}
+
+detach() {
+  case $1 in
+    /dev/loop*) losetup -d "$1" ;;
+    /dev/nbd*) nbd-client -d "$1" ;;
+    /dev/rbd*) echo "${1#/dev/rbd}" >/sys/bus/rbd/remove_single_major ;;
+  esac
 }
 
 tidy() {
-  local status=$? mount loop
+  local status=$? mount device
   trap - EXIT INT TERM
   set +e
+  # What a failed run left, while its server is there; the pool last, because
+  # images in it were attached.
+  for mount in $(mounts_below "$work" | grep -vx "$work/pool"); do umount "$mount"; done
+  for device in $(devices); do detach "$device"; done
   if ((${#pids[@]})); then
     kill "${pids[@]}" 2>/dev/null
     wait "${pids[@]}" 2>/dev/null
   fi
-  # What a failed run left; the pool last, because images in it were attached.
-  for mount in $(mounts_below "$work" | grep -vx "$work/pool"); do umount "$mount"; done
-  for loop in $(loops_below "$work/pool"); do losetup -d "$loop"; done
+  if [[ -n ${users:-} ]]; then exec {users}>&-; fi
+  wait
   mountpoint -q "$work/pool" && umount "$work/pool"
   if ((status != 0)) && [[ -s $work/agents.log ]]; then
     echo "--- the agents' log:" >&2
@@ -59,8 +83,46 @@ make_pool() {
   mount -o loop "$work/pool.img" "$work/pool"
 }
 
+# What volumes are made of, and how both agents and uringctl are told of it.
+serve_loop() {
+  make_pool
+  node_flags+=(--pool "demo=$work/pool,local")
+  controller_flags=(--node-id demo --pool "demo=$work/pool,local")
+}
+
+serve_nbd() {
+  make_pool
+  nbdkit --foreground --unix "$work/nbd.sock" file dir="$work/pool" 2>>"$work/agents.log" &
+  pids+=($!)
+  controller_flags=(--pool "demo=$work/pool,shared")
+  class=(--nbd-server "nbd+unix:///?socket=$work/nbd.sock")
+}
+
+serve_rbd() {
+  local name value
+  declare -A its
+  mkdir "$work/ceph" "$work/secret"
+  # It runs for as long as somebody has this locked, and must not itself.
+  exec {users}>"$work/ceph/users"
+  flock --shared "$users"
+  tests/ceph/cluster.py "$work/ceph" {users}>&- >>"$work/agents.log" 2>&1 &
+  until_there $! "$work/ceph/ready"
+  while IFS='=' read -r name value; do its[$name]=$value; done <"$work/ceph/ready"
+  fsid=${its[fsid]}
+  cat >"$work/ceph.json" <<JSON
+[{"clusterID": "demo", "monitors": ["${its[monitor]}"]}]
+JSON
+  printf %s "${its[user]}" >"$work/secret/userID"
+  printf %s "${its[key]}" >"$work/secret/userKey"
+  export URING_CSI_SECRETS=$work/secret
+  node_flags+=(--ceph-config "$work/ceph.json")
+  controller_flags=(--ceph-config "$work/ceph.json" --ceph-secret "$work/secret")
+  class=(--pool "${its[pool]}" --parameter clusterID=demo --parameter imageFeatures=layering)
+}
+
 start_agents() {
   mkdir -p "$work"/{run,state,kubelet,mnt}
+  "serve_$backend"
   uring-csi-node \
     --endpoint "$URING_CSI_NODE_ENDPOINT" \
     --node-id demo \
@@ -68,25 +130,24 @@ start_agents() {
     --state-dir "$work/state" \
     --kubelet-dir "$work/kubelet" \
     --allow-path "$work/mnt" \
-    --pool "demo=$work/pool,local" \
     "${node_flags[@]}" 2>>"$work/agents.log" &
   pids+=($!)
   uring-csi-controller \
     --endpoint "$URING_CSI_CONTROLLER_ENDPOINT" \
-    --node-id demo \
-    --pool "demo=$work/pool,local" 2>>"$work/agents.log" &
+    "${controller_flags[@]}" 2>>"$work/agents.log" &
   pids+=($!)
-  wait_for_agents
+  until_there "${pids[-1]}" "$work/run/controller.sock"
+  until_there "${pids[-2]}" "$work/run/node.sock"
 }
 
-# Until both sockets are there, or one of the agents is not.
-wait_for_agents() {
-  local pid
-  for _ in {1..100}; do
-    if [[ -S $work/run/node.sock && -S $work/run/controller.sock ]]; then return; fi
-    for pid in "${pids[@]}"; do kill -0 "$pid" || return 1; done
+# Until the file is there, or the process that makes it is not.
+until_there() {
+  local pid=$1 file=$2
+  for _ in {1..300}; do
+    if [[ -e $file ]]; then return; fi
+    kill -0 "$pid" || return 1
     sleep 0.1
   done
-  echo "the agents do not listen" >&2
+  echo "$file is not there after half a minute" >&2
   return 1
 }

@@ -28,8 +28,11 @@ OVERLAYS = [
     ("local-pools", ["snapshots"]),
     ("nbd", []),
     ("nbd", ["snapshots"]),
+    ("ceph", []),
+    ("ceph", ["snapshots"]),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
+    ("examples/ceph-overlay", []),
 ]
 problems = []
 

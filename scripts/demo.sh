@@ -1,8 +1,23 @@
 #!/usr/bin/env bash
 # A volume's whole life, by uringctl, on this machine: made, mounted, filled,
 # snapshotted, cloned, grown, published raw, deleted. Needs root; leaves nothing.
+# BACKEND=nbd and BACKEND=rbd take exports of an nbdkit, and images of a small Ceph
+# cluster, in place of files; where this kernel lacks the driver, on the test kernel.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case ${BACKEND:=loop} in
+  loop) ;;
+  nbd | rbd)
+    if ! modprobe -q "$BACKEND"; then
+      echo "this kernel has no module $BACKEND: on the test kernel, then"
+      exec tests/kernel/in.sh env BACKEND="$BACKEND" BIN_DIR="${BIN_DIR:-}" scripts/demo.sh
+    fi
+    ;;
+  *)
+    echo "BACKEND=$BACKEND: there are loop, nbd and rbd" >&2
+    exit 1
+    ;;
+esac
 # shellcheck source=scripts/agents.sh
 source scripts/agents.sh
 
@@ -17,13 +32,12 @@ show() {
     $(((${EPOCHREALTIME/./} - start) / 1000)) $(((${EPOCHREALTIME/./} - start) % 1000))
 }
 
-title "A fresh pool, a node agent and a controller"
-make_pool
+title "A node agent, a controller, and where volumes are kept"
 start_agents
 show uringctl info
 
 title "Made, formatted, mounted: one command"
-show uringctl up data 1Gi "$work/mnt/data" --fs xfs
+show uringctl up data 1Gi "$work/mnt/data" --fs xfs "${class[@]}"
 show findmnt --noheadings --output TARGET,SOURCE,FSTYPE,SIZE "$work/mnt/data"
 echo "written before the snapshot" >"$work/mnt/data/story"
 sync -f "$work/mnt/data"
@@ -33,7 +47,7 @@ title "A snapshot of the mounted volume, and a volume made from it"
 snapshot=$(uringctl snapshot create data before --json | sed -n 's/.*"snapshot_id": "\(.*\)".*/\1/p')
 show uringctl snapshot list
 echo "written after the snapshot" >>"$work/mnt/data/story"
-show uringctl up restored 1Gi "$work/mnt/restored" --from-snapshot "$snapshot"
+show uringctl up restored 1Gi "$work/mnt/restored" --from-snapshot "$snapshot" "${class[@]}"
 show cat "$work/mnt/restored/story"
 
 title "A clone"
@@ -48,7 +62,7 @@ show uringctl expand data 3Gi
 show df -h --output=target,size,used "$work/mnt/data"
 
 title "A raw block device"
-show uringctl up disk 256Mi "$work/mnt/disk" --block
+show uringctl up disk 256Mi "$work/mnt/disk" --block "${class[@]}"
 show blockdev --getsize64 "$work/mnt/disk"
 
 title "What the node holds"
@@ -64,10 +78,10 @@ show uringctl volumes
 
 left=$(
   mounts_below "$work" | grep -vx "$work/pool"
-  loops_below "$work/pool"
+  devices
 )
 [[ -z $left ]] || {
   echo "left behind: $left" >&2
   exit 1
 }
-printf '\nNo mount and no loop device is left.\n'
+printf '\nNo mount and no device is left.\n'

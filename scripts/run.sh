@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Both agents with a fresh pool, until ^C. Needs root; leaves nothing.
+# Both agents with a fresh pool, until ^C. Needs root; leaves nothing. BACKEND=nbd
+# and BACKEND=rbd: with an nbdkit, or a small Ceph cluster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/agents.sh
 source scripts/agents.sh
 
-make_pool
 node_flags=(--metrics-listen 127.0.0.1:9809)
 start_agents
 cat <<TEXT
@@ -14,8 +14,9 @@ The agents run. In another shell, as root:
   export PATH=$BIN_DIR:\$PATH
   export URING_CSI_NODE_ENDPOINT=$URING_CSI_NODE_ENDPOINT
   export URING_CSI_CONTROLLER_ENDPOINT=$URING_CSI_CONTROLLER_ENDPOINT
-
-  uringctl up data 1Gi $work/mnt/data
+${URING_CSI_SECRETS:+  export URING_CSI_SECRETS=$URING_CSI_SECRETS
+}
+  uringctl up data 1Gi $work/mnt/data ${class[*]@Q}
   uringctl volumes
   uringctl down data --delete
   curl http://127.0.0.1:9809/metrics

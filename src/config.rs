@@ -6,9 +6,47 @@
 //! repeated. Each value becomes the default of its flag, so there is one
 //! definition and one parser of every option, and clap's own precedence holds.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 
-use clap::{ArgAction, Command, Parser, error::ErrorKind};
+use clap::{ArgAction, Args, Command, Parser, error::ErrorKind};
+
+use crate::{
+    csi::{identity::DEFAULT_DRIVER_NAME, validate},
+    observe::logs,
+};
+
+/// Options of every program that runs as a service.
+#[derive(Clone, Debug, Args)]
+pub struct Service {
+    /// How log lines look.
+    #[arg(long, env = "URING_CSI_LOG_FORMAT", default_value = "text")]
+    pub log_format: logs::Format,
+    /// What is logged: a level, or target=level directives.
+    #[arg(
+        long,
+        env = "URING_CSI_LOG_LEVEL",
+        default_value = "info",
+        value_name = "LEVEL"
+    )]
+    pub log_level: String,
+    /// A TOML file with more options.
+    #[arg(long, env = "URING_CSI_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+/// Options of every half of the plugin.
+#[derive(Clone, Debug, Args)]
+pub struct Plugin {
+    /// The plugin's name.
+    #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
+    pub driver_name: String,
+    /// Serve /metrics, /healthz and /readyz on this address.
+    #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
+    pub metrics_listen: Option<SocketAddr>,
+    /// What it has as a service.
+    #[command(flatten)]
+    pub service: Service,
+}
 
 /// Parses this process's options; on `--help` or a mistake, says so and exits.
 pub fn parse<T: Parser>() -> T {

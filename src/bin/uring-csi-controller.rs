@@ -2,7 +2,7 @@
 //! files in pools and as images in Ceph clusters, for Kubernetes' provisioner,
 //! resizer and snapshotter.
 
-use std::{error::Error, net::SocketAddr, path::PathBuf, process::ExitCode, time::Duration};
+use std::{error::Error, path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Args, Parser};
 use tonic::service::Routes;
@@ -11,7 +11,7 @@ use uring_csi::{
     chain, config,
     csi::{
         controller::{Controller, WhichNode},
-        identity::{DEFAULT_DRIVER_NAME, Identity},
+        identity::Identity,
         serve::{Endpoint, told_to_stop},
         validate,
     },
@@ -45,9 +45,6 @@ struct Options {
         default_value = "unix:///run/uring-csi/controller.sock"
     )]
     endpoint: Endpoint,
-    /// The plugin's name.
-    #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
-    driver_name: String,
     /// The node that this controller runs on; local pools need it.
     #[arg(long, env = "URING_CSI_NODE_ID", value_name = "NAME")]
     node_id: Option<String>,
@@ -66,23 +63,8 @@ struct Options {
     /// GET_VOLUME_HEALTH, LIST_VOLUME_HEALTH); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
     alpha_capabilities: bool,
-    /// Serve /metrics, /healthz and /readyz on this address.
-    #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
-    metrics_listen: Option<SocketAddr>,
-    /// How log lines look.
-    #[arg(long, env = "URING_CSI_LOG_FORMAT", default_value = "text")]
-    log_format: logs::Format,
-    /// What is logged: a level, or target=level directives.
-    #[arg(
-        long,
-        env = "URING_CSI_LOG_LEVEL",
-        default_value = "info",
-        value_name = "LEVEL"
-    )]
-    log_level: String,
-    /// A TOML file with more options.
-    #[arg(long, env = "URING_CSI_CONFIG", value_name = "FILE")]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    plugin: config::Plugin,
 }
 
 /// For volumes in Ceph clusters.
@@ -164,8 +146,11 @@ fn main() -> ExitCode {
 }
 
 fn run(options: Options) -> Result<(), Box<dyn Error>> {
-    logs::init(options.log_format, &options.log_level)?;
-    let name = options.driver_name;
+    logs::init(
+        options.plugin.service.log_format,
+        &options.plugin.service.log_level,
+    )?;
+    let name = options.plugin.driver_name;
     let node_id = options.node_id.as_deref();
     if let Some(id) = node_id {
         validate::node_id("--node-id", id).map_err(|status| status.message().to_owned())?;
@@ -201,7 +186,7 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
         routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));
     }
 
-    if let Some(address) = options.metrics_listen {
+    if let Some(address) = options.plugin.metrics_listen {
         runtime.spawn(http::serve(address, readiness.clone(), metrics));
     }
     runtime.block_on(async {

@@ -1,7 +1,6 @@
 //! The node agent: a DaemonSet's container on every node that mounts volumes.
 
 use std::{
-    net::SocketAddr,
     path::PathBuf,
     process::ExitCode,
     rc::Rc,
@@ -16,7 +15,7 @@ use uring_csi::{
     chain, config,
     csi::{
         admin::AdminService,
-        identity::{DEFAULT_DRIVER_NAME, Identity},
+        identity::Identity,
         node::NodeService,
         serve::{Endpoint, Listener, told_to_stop},
         validate,
@@ -61,9 +60,6 @@ struct Options {
     /// This node's name, as Kubernetes knows it.
     #[arg(long, env = "URING_CSI_NODE_ID", value_name = "NAME")]
     node_id: String,
-    /// The plugin's name.
-    #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
-    driver_name: String,
     /// For what outlives a reboot: the records of inline volumes.
     #[arg(
         long,
@@ -132,28 +128,16 @@ struct Options {
     /// older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
     alpha_capabilities: bool,
-    /// Serve /metrics, /healthz and /readyz on this address.
-    #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
-    metrics_listen: Option<SocketAddr>,
-    /// How log lines look.
-    #[arg(long, env = "URING_CSI_LOG_FORMAT", default_value = "text")]
-    log_format: logs::Format,
-    /// What is logged: a level, or target=level directives.
-    #[arg(
-        long,
-        env = "URING_CSI_LOG_LEVEL",
-        default_value = "info",
-        value_name = "LEVEL"
-    )]
-    log_level: String,
-    /// A TOML file with more options.
-    #[arg(long, env = "URING_CSI_CONFIG", value_name = "FILE")]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    plugin: config::Plugin,
 }
 
 fn main() -> ExitCode {
     let options: Options = config::parse();
-    if let Err(error) = logs::init(options.log_format, &options.log_level) {
+    if let Err(error) = logs::init(
+        options.plugin.service.log_format,
+        &options.plugin.service.log_level,
+    ) {
         eprintln!("uring-csi-node: {}", chain(&error));
         return ExitCode::FAILURE;
     }
@@ -181,7 +165,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     // Taken before anything is touched: two agents must never share a node.
     let listener = options.endpoint.bind().await?;
     let lanes = Lanes::new(IDLE_LANES);
-    if let Some(addr) = options.metrics_listen {
+    if let Some(addr) = options.plugin.metrics_listen {
         let metrics = metrics::install()?;
         let seen = lanes.clone();
         metrics.before_scrape(move || {
@@ -198,7 +182,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     }
     let config = Config {
         node_id: options.node_id.clone(),
-        driver_name: options.driver_name.clone(),
+        driver_name: options.plugin.driver_name.clone(),
         max_volumes: options.max_volumes,
         block_lock: options.block_lock,
         volume_mount_group: options.volume_mount_group,
@@ -219,7 +203,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             boot_id: claim::boot_id()?,
         },
         exports: Exports {
-            links: nbd::Links::new(&options.driver_name),
+            links: nbd::Links::new(&options.plugin.driver_name),
             notes: notes.clone(),
         },
         ceph: CephImages {

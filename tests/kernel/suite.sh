@@ -15,14 +15,6 @@ export TEST_ALL=1
 # Every operation is some ten system calls of 10 µs there.
 export SOAK_OPERATIONS=${SOAK_OPERATIONS:-300}
 
-for module in loop nbd rbd dm_crypt fuse; do
-  [[ -d /sys/module/$module ]] || modprobe -q "$module" || {
-    echo "this kernel, $(uname -r), has no module $module" >&2
-    exit 1
-  }
-done
-udevadm settle
-
 case $only in
   "") of_library='^(device|fs|kernel|mount|ring::(child|file|poll|probe))::' of_stories=. ;;
   rbd) of_library='(^|::)(rbd|ceph)' of_stories=$of_library ;;

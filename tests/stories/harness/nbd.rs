@@ -6,6 +6,7 @@ use std::{
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
 use super::{Sandbox, Volume, eventually, left_out, run_err};
@@ -55,14 +56,10 @@ impl NbdServer {
     }
 
     async fn nbdkit(sandbox: &Sandbox, images: PathBuf, tcp: bool, args: &[&str]) -> Self {
-        let address = if tcp {
-            // Whoever takes it meanwhile is bad luck.
-            let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-            Address::Tcp(free.expect("a free port").port())
-        } else {
-            Address::Unix(sandbox.dir().join("nbd.sock"))
-        };
-        let mut command = words("nbdkit -f --exit-with-parent");
+        let address = if tcp { free_port() } else { unix(sandbox) };
+        // One request of a connection at a time: of several threads that answer one,
+        // those that find it closed abort nbdkit (1.32, connections.c).
+        let mut command = words("nbdkit -f --exit-with-parent --threads 1");
         match &address {
             Address::Unix(socket) => command.extend(["-U".into(), text(socket)]),
             Address::Tcp(port) => command.extend(words(&format!("-i 127.0.0.1 -p {port}"))),
@@ -76,14 +73,39 @@ impl NbdServer {
     }
 
     /// qemu-nbd over one image.
-    pub async fn qemu(sandbox: &Sandbox, name: &str, args: &[&str]) -> Self {
+    pub async fn qemu(sandbox: &Sandbox, tcp: bool, name: &str, args: &[&str]) -> Self {
         let images = sandbox.dir().join("exports");
-        let socket = sandbox.dir().join(format!("{name}.sock"));
+        let address = if tcp { free_port() } else { unix(sandbox) };
         let mut command = words("qemu-nbd -t -e 16 -f raw -x");
-        command.extend([name.to_owned(), "-k".to_owned(), text(&socket)]);
+        command.push(name.to_owned());
+        match &address {
+            Address::Unix(socket) => command.extend(["-k".into(), text(socket)]),
+            Address::Tcp(port) => command.extend(words(&format!("-b 127.0.0.1 -p {port}"))),
+        }
         command.extend(args.iter().map(|&arg| arg.to_owned()));
         command.push(text(&images.join(name)));
-        Self::run(command, Address::Unix(socket), images).await
+        Self::run(command, address, images).await
+    }
+
+    /// nbdkit as it stands in for the TLS that the kernel lacks: a client of the
+    /// other server over TLS, itself plain and on a unix socket.
+    pub async fn tunnel(sandbox: &Sandbox, to: &Self, export: &str, psk: &Path) -> Self {
+        let Address::Tcp(port) = to.address else {
+            panic!("TLS is for TCP");
+        };
+        let address = unix(sandbox);
+        let mut command = words("nbdkit -f --exit-with-parent -U");
+        let Address::Unix(socket) = &address else {
+            unreachable!("it was just made");
+        };
+        command.push(text(socket));
+        command.extend(words(
+            "nbd hostname=127.0.0.1 tls=require tls-username=node",
+        ));
+        command.push(format!("port={port}"));
+        command.push(format!("export={export}"));
+        command.push(format!("tls-psk={}", psk.display()));
+        Self::run(command, address, to.images.clone()).await
     }
 
     /// A client of another server's export, which serves it on: stands for a node
@@ -183,13 +205,16 @@ impl NbdServer {
         }
     }
 
-    /// The volume over the export of its own name.
+    /// The volume over the export of its own name. A story that fails leaves
+    /// devices without a server, which hold up others of the same kernel thread:
+    /// not for long.
     pub fn over(&self, volume: Volume) -> Volume {
         let name = volume.handle.clone();
         let volume = volume
             .with("backend", "nbd")
             .with("export", &name)
-            .with("requestTimeout", "2");
+            .with("requestTimeout", "2")
+            .with("deadConnectionTimeout", "30");
         match &self.address {
             Address::Unix(path) => volume.with("socket", &text(path)),
             Address::Tcp(port) => volume
@@ -218,6 +243,19 @@ pub fn nbds_over(part: &str) -> Vec<String> {
         .collect();
     devices.sort();
     devices
+}
+
+/// Whoever takes it meanwhile is bad luck.
+fn free_port() -> Address {
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    Address::Tcp(free.expect("a free port").port())
+}
+
+/// A socket that nothing else listens on.
+fn unix(sandbox: &Sandbox) -> Address {
+    static MADE: AtomicUsize = AtomicUsize::new(0);
+    let number = MADE.fetch_add(1, Relaxed);
+    Address::Unix(sandbox.dir().join(format!("nbd-{number}.sock")))
 }
 
 fn words(text: &str) -> Vec<String> {

@@ -1,0 +1,49 @@
+//! From an export to a device that is ready.
+
+use std::cell::Cell;
+
+use criterion::Criterion;
+use uring_csi::device::nbd::{Links, Options};
+
+use crate::{
+    backends::{Backend, Exports},
+    rig::Rig,
+};
+
+/// Attach alone; detaching is not timed.
+pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
+    let case = over.title("from an export to a device");
+    let mut group = criterion.benchmark_group(&case);
+    let Rig { runtime, node, .. } = rig;
+    let volume = over.volume("map", "block");
+    let up = || runtime.block_on(node.stage(&volume)).expect("staged");
+    let down = || runtime.block_on(node.unstage(&volume)).expect("unstaged");
+    rig.measure_up(&mut group, &case, "socket", up, down);
+
+    let links = Links::new("bench");
+    let export = over.export("map");
+    let behind = links.behind(&export, "map");
+    let options = Options {
+        connections: 2,
+        request_seconds: 30,
+        dead_seconds: 300,
+        minimum_bytes: 0,
+    };
+    let device = Cell::new(None);
+    let up = || {
+        let (attached, _) = links.attach(&behind, false, &options).expect("attached");
+        device.set(Some(attached));
+    };
+    let down = || {
+        let device = device.take().expect("a device");
+        let _ = links.detach(&export, &device).expect("detached");
+    };
+    rig.measure_up(&mut group, &case, "in process", up, down);
+
+    let exec = over.exec("map-exec", "block");
+    let device = Cell::new(None);
+    let up = || device.set(Some(exec.attach()));
+    let down = || exec.detach(&device.take().expect("a device"));
+    rig.measure_up(&mut group, &case, "exec", up, down);
+    group.finish();
+}

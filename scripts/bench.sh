@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Runs the benches (bench/), each backend on a kernel that has it: `loop` on the
+# machine's own, `nbd` on the test kernel (tests/kernel/in.sh), or on the
+# machine's own, too, with HOST_KERNEL=1. ONLY=nbd runs one of them, QUICK=1 all
+# in short form.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+bench=$(
+  cargo bench --bench node --no-run --message-format=json-render-diagnostics |
+    sed -n 's/.*"executable":"\([^"]*\/node-[^/"]*\)".*/\1/p'
+)
+command=("$bench" --bench)
+if [[ -n ${QUICK:-} ]]; then command+=(--quick); fi
+
+known=
+for backend in loop nbd; do
+  [[ ${ONLY:-$backend} == "$backend" ]] || continue
+  known=1
+  if [[ $backend == loop ]]; then
+    BACKEND=loop "${command[@]}"
+    continue
+  fi
+  code=0
+  tests/kernel/in.sh env BACKEND="$backend" CRITERION_HOME=/tmp/criterion "${command[@]}" || code=$?
+  if ((code == 125)); then
+    echo "**** NOT MEASURED, for the reason above: $backend" >&2
+  elif ((code)); then
+    exit "$code"
+  fi
+done
+[[ -n $known ]] || {
+  echo "no backend that is measured is called '$ONLY'" >&2
+  exit 1
+}

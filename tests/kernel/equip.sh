@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# equip.sh [COMMAND...]: loads the drivers that the running kernel has as modules,
+# and then runs the command. Where one is missing, it says which, and ends.
+set -euo pipefail
+
+missing=()
+for module in loop nbd rbd dm_crypt fuse; do
+  [[ -d /sys/module/$module ]] || modprobe -q "$module" || missing+=("$module")
+done
+if ((${#missing[@]})); then
+  echo "this kernel, $(uname -r), lacks ${missing[*]} (modprobe finds no such modules)" >&2
+  exit 1
+fi
+udevadm settle
+if (($#)); then exec "$@"; fi

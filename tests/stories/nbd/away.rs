@@ -1,0 +1,109 @@
+//! Servers that go away, for a while or for good.
+
+use std::fs;
+
+use super::{blank, health, nbd_story};
+use crate::harness::{Content, NbdServer, Node, eventually, run};
+
+#[test]
+fn pods_notice_nothing_of_a_server_that_comes_back() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for tcp in [false, true] {
+            let mut server = NbdServer::start_with(sandbox, tcp, &[]).await;
+            let volume = blank(sandbox, &server, &format!("v{tcp}"), "ext4");
+            let target = node.up(&volume, "pod").await;
+            for round in 0..3 {
+                let content = Content::new(&round.to_string());
+                let file = target.join(format!("file{round}"));
+                server.kill9();
+                let writer = {
+                    let (content, file) = (Content::new(&round.to_string()), file.clone());
+                    std::thread::spawn(move || content.write(&file))
+                };
+                eventually("the node says so", async || {
+                    health(&node, &volume)
+                        .await
+                        .contains(&"ServerAway".to_owned())
+                        .then_some(())
+                })
+                .await;
+                server.restart().await;
+                writer.join().unwrap();
+                run(&["sh", "-c", "echo 3 > /proc/sys/vm/drop_caches"]);
+                content.is_in(&file);
+                eventually("the node says so", async || {
+                    health(&node, &volume).await.is_empty().then_some(())
+                })
+                .await;
+            }
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_server_that_stays_away_is_an_error_and_the_volume_still_goes() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "xfs", "block"] {
+            let mut server = NbdServer::start(sandbox).await;
+            let volume = blank(sandbox, &server, kind, kind).with("deadConnectionTimeout", "2");
+            let target = node.up(&volume, "pod").await;
+            server.kill9();
+            let written = if volume.is_block() {
+                Content::new("lost").write_at(&target, 0)
+            } else {
+                fs::File::create(target.join("lost")).and_then(|file| file.sync_all())
+            };
+            written.unwrap_err();
+            eventually("health says so", async || {
+                let path = node.target(&volume, "pod");
+                let found = node.health(&volume, &path).await.expect("health");
+                let away = found
+                    .into_iter()
+                    .find(|entry| entry.reason == "ServerAway")?;
+                away.message.contains("fail").then_some(())
+            })
+            .await;
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_server_that_comes_back_otherwise_is_not_used() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let mut server = NbdServer::start(sandbox).await;
+        let volume = blank(sandbox, &server, "v", "ext4");
+        let content = Content::new("v");
+        let target = node.up(&volume, "pod").await;
+        content.write(&target.join("file"));
+        let image = fs::File::options()
+            .write(true)
+            .open(server.image_of(&volume))
+            .unwrap();
+        let size = image.metadata().unwrap().len();
+        server.kill9();
+        image.set_len(size / 2).unwrap();
+        server.restart().await;
+        eventually("health says why", async || {
+            let path = node.target(&volume, "pod");
+            let found = node.health(&volume, &path).await.expect("health");
+            let said = found.iter().any(|entry| entry.message.contains("shrunk"));
+            said.then_some(())
+        })
+        .await;
+        image.set_len(size).unwrap();
+        eventually("it is used again", async || {
+            health(&node, &volume).await.is_empty().then_some(())
+        })
+        .await;
+        Content::new("more").write(&target.join("more"));
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}

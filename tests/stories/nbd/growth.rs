@@ -1,0 +1,164 @@
+//! Exports that become larger, or smaller, under their volumes.
+
+use std::{
+    fs,
+    os::unix::fs::FileExt as _,
+    os::unix::fs::OpenOptionsExt as _,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+use tonic::Code::{FailedPrecondition, OutOfRange};
+
+use super::{KINDS, blank, nbd_story};
+use crate::harness::{
+    Content, Dice, MIB, NbdServer, Node, Volume, eventually, nbds_over, refused, run,
+};
+
+#[test]
+fn volumes_grow_in_use_and_never_shrink() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        for (kind, small) in KINDS {
+            let volume = blank(sandbox, &server, kind, kind);
+            let target = node.up(&volume, "pod").await;
+            let content = Content::new(kind);
+            if kind != "block" {
+                content.write(&target.join("file"));
+            }
+            refused(
+                node.expand(&volume, &target, 2 * small).await,
+                OutOfRange,
+                &["grow the source first"],
+            );
+            let image = fs::File::options()
+                .write(true)
+                .open(server.image_of(&volume))
+                .unwrap();
+            image.set_len(2 * small).unwrap();
+            let size = node.expand(&volume, &target, 2 * small).await.unwrap();
+            assert_eq!(size.unsigned_abs(), 2 * small);
+            let again = node.expand(&volume, &target, 2 * small).await.unwrap();
+            assert_eq!(again, size);
+            if kind == "block" {
+                content.write_at(&target, 2 * small - MIB).unwrap();
+                content.is_at(&target, 2 * small - MIB);
+            } else {
+                let total = node.stats(&volume, &target).await.unwrap()[0].total;
+                assert!(total.unsigned_abs() > small + small / 2, "{kind}: {total}");
+                content.is_in(&target.join("file"));
+            }
+            image.set_len(small).unwrap();
+            refused(
+                node.expand(&volume, &target, 0).await,
+                FailedPrecondition,
+                &["shrunk"],
+            );
+            image.set_len(2 * small).unwrap();
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn growth_after_a_restart_is_proven_or_taken_back() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let mut server = NbdServer::start(sandbox).await;
+        let volume = blank(sandbox, &server, "v", "xfs");
+        let small = 320 * MIB;
+        let target = node.up(&volume, "pod").await;
+        node.kill9().await;
+        node.restart().await;
+        let image = fs::File::options()
+            .write(true)
+            .open(server.image_of(&volume))
+            .unwrap();
+        image.set_len(2 * small).unwrap();
+        // nbdkit holds old connections to the old size.
+        refused(
+            node.expand(&volume, &target, 2 * small).await,
+            FailedPrecondition,
+            &["an earlier agent"],
+        );
+        let device = nbds_over(sandbox.dir().to_str().unwrap()).pop().unwrap();
+        let bytes = run(&["blockdev", "--getsize64", &device]);
+        assert_eq!(bytes.trim(), small.to_string());
+        // A server that comes back has none.
+        server.kill9();
+        server.restart().await;
+        eventually("connections are this agent's", async || {
+            node.expand(&volume, &target, 2 * small).await.ok()
+        })
+        .await;
+        Content::new("grown").write(&target.join("file"));
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+/// Reads from a device, past every cache, until it is told to stop.
+fn read_on(device: &std::path::Path, stop: &AtomicBool) {
+    let file = fs::File::options()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(device)
+        .expect("a device");
+    let mut memory = vec![0; 8192];
+    let start = memory.as_ptr().align_offset(4096);
+    while !stop.load(Relaxed) {
+        // A server that dies may cost one of them.
+        let _ = file.read_exact_at(&mut memory[start..start + 4096], 0);
+    }
+}
+
+#[test]
+fn a_server_that_dies_amid_growth_holds_up_no_other() {
+    nbd_story(async |sandbox| {
+        let mut dice = Dice::new();
+        let node = Node::start(sandbox).await;
+        let patient = |volume: Volume| volume.with("deadConnectionTimeout", "300");
+        let mut other = NbdServer::start(sandbox).await;
+        let bystander = patient(blank(sandbox, &other, "bystander", "ext4"));
+        let file = node.up(&bystander, "pod").await.join("file");
+        for round in 0..6 {
+            let mut server = NbdServer::start(sandbox).await;
+            let volume = patient(blank(sandbox, &server, &format!("v{round}"), "block"));
+            let target = node.up(&volume, "pod").await;
+            let image = fs::File::options()
+                .write(true)
+                .open(server.image_of(&volume))
+                .unwrap();
+            image.set_len(128 * MIB).unwrap();
+            let stop = Arc::new(AtomicBool::new(false));
+            let reader = {
+                let (target, stop) = (target.clone(), Arc::clone(&stop));
+                std::thread::spawn(move || read_on(&target, &stop))
+            };
+            let begin = Instant::now();
+            let instant = Duration::from_micros(dice.below(20_000) as u64);
+            let deaths = async {
+                tokio::time::sleep(instant).await;
+                server.kill9();
+                other.kill9();
+                server.restart().await;
+                other.restart().await;
+            };
+            // It grows or it does not; in the worst case its requests fail.
+            let (_, ()) = tokio::join!(node.expand(&volume, &target, 128 * MIB), deaths);
+            Content::new(&round.to_string()).write(&file);
+            let waited = begin.elapsed();
+            assert!(waited < Duration::from_secs(60), "{instant:?}: {waited:?}");
+            stop.store(true, Relaxed);
+            reader.join().unwrap();
+            node.down(&volume, "pod").await;
+        }
+        node.down(&bystander, "pod").await;
+        node.assert_clean().await;
+    });
+}

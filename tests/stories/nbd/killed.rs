@@ -1,0 +1,134 @@
+//! kill -9 of the agent, and of the server, at any instant of any step.
+
+use std::time::Duration;
+
+use super::{KINDS, blank, is_there, nbd_story, put};
+use crate::harness::{Content, Dice, NbdServer, Node, kill_amid, nbds_over};
+
+/// Makes a call during which the server is killed, and started again.
+async fn server_dies_amid<T>(
+    server: &mut NbdServer,
+    dice: &mut Dice,
+    call: impl AsyncFnOnce() -> T,
+) -> T {
+    let instant = Duration::from_micros(dice.below(25_000) as u64);
+    let life = async {
+        tokio::time::sleep(instant).await;
+        server.kill9();
+        server.restart().await;
+    };
+    tokio::join!(call(), life).0
+}
+
+#[test]
+fn the_server_at_every_step() {
+    nbd_story(async |sandbox| {
+        let mut dice = Dice::new();
+        let node = Node::start(sandbox).await;
+        let mut server = NbdServer::start(sandbox).await;
+        for (kind, _) in KINDS {
+            let volume = blank(sandbox, &server, kind, kind);
+            let content = Content::new(kind);
+            // The first time mkfs is killed under, too.
+            for round in 0..3 {
+                let _ =
+                    server_dies_amid(&mut server, &mut dice, async || node.stage(&volume).await)
+                        .await;
+                node.until_ok("staged", async || node.stage(&volume).await)
+                    .await;
+                let publish = async || node.publish(&volume, "pod").await;
+                let _ = server_dies_amid(&mut server, &mut dice, publish).await;
+                node.until_ok("published", publish).await;
+                let target = node.target(&volume, "pod");
+                if round == 0 {
+                    put(&content, &volume, &target);
+                }
+                is_there(&content, &volume, &target);
+                let unpublish = async || node.unpublish(&volume, "pod").await;
+                let _ = server_dies_amid(&mut server, &mut dice, unpublish).await;
+                node.until_ok("unpublished", unpublish).await;
+                let unstage = async || node.unstage(&volume).await;
+                let _ = server_dies_amid(&mut server, &mut dice, unstage).await;
+                node.until_ok("unstaged", unstage).await;
+                assert!(nbds_over(&format!(" {}", volume.handle)).is_empty());
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_agent_at_every_step() {
+    nbd_story(async |sandbox| {
+        let mut dice = Dice::new();
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        for (kind, _) in KINDS {
+            let volume = blank(sandbox, &server, kind, kind);
+            let attached = || nbds_over(&format!(" {}", volume.handle)).len();
+            let content = Content::new(kind);
+            for round in 0..3 {
+                let stage = async || node.stage(&volume).await;
+                kill_amid(&node, &mut dice, stage).await;
+                node.restart().await;
+                node.until_ok("staged", stage).await;
+                assert_eq!(attached(), 1);
+                let publish = async || node.publish(&volume, "pod").await;
+                kill_amid(&node, &mut dice, publish).await;
+                node.restart().await;
+                node.until_ok("published", publish).await;
+                let target = node.target(&volume, "pod");
+                if round == 0 {
+                    put(&content, &volume, &target);
+                }
+                is_there(&content, &volume, &target);
+                let unpublish = async || node.unpublish(&volume, "pod").await;
+                kill_amid(&node, &mut dice, unpublish).await;
+                node.restart().await;
+                node.until_ok("unpublished", unpublish).await;
+                let unstage = async || node.unstage(&volume).await;
+                kill_amid(&node, &mut dice, unstage).await;
+                node.restart().await;
+                node.until_ok("unstaged", unstage).await;
+                assert_eq!(attached(), 0);
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn both_at_once() {
+    nbd_story(async |sandbox| {
+        let mut dice = Dice::new();
+        let node = Node::start(sandbox).await;
+        let mut server = NbdServer::start(sandbox).await;
+        // A killed agent whose thread waits for a dead server ends with this wait.
+        let volume = blank(sandbox, &server, "v", "ext4").with("deadConnectionTimeout", "3");
+        let content = Content::new("v");
+        put(&content, &volume, &node.up(&volume, "pod").await);
+        node.down(&volume, "pod").await;
+        for _ in 0..4 {
+            let stage = async || node.stage(&volume).await;
+            let mut fork = dice.fork();
+            server_dies_amid(&mut server, &mut dice, async || {
+                kill_amid(&node, &mut fork, stage).await;
+            })
+            .await;
+            node.restart().await;
+            node.until_ok("staged", stage).await;
+            node.publish(&volume, "pod").await.unwrap();
+            is_there(&content, &volume, &node.target(&volume, "pod"));
+            node.unpublish(&volume, "pod").await.unwrap();
+            let unstage = async || node.unstage(&volume).await;
+            let mut fork = dice.fork();
+            server_dies_amid(&mut server, &mut dice, async || {
+                kill_amid(&node, &mut fork, unstage).await;
+            })
+            .await;
+            node.restart().await;
+            node.until_ok("unstaged", unstage).await;
+        }
+        node.assert_clean().await;
+    });
+}

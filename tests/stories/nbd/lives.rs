@@ -1,0 +1,180 @@
+//! Whole lives, with servers of all kinds.
+
+use super::{KINDS, blank, nbd_story, over, own, whole_life};
+use crate::harness::{Content, MIB, NbdServer, Node, nbds_over};
+
+#[test]
+fn with_nbdkit_over_sockets_of_both_kinds() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for tcp in [false, true] {
+            let server = NbdServer::start_with(sandbox, tcp, &[]).await;
+            for (kind, _) in KINDS {
+                let volume = blank(sandbox, &server, &format!("{kind}-{tcp}"), kind);
+                whole_life(&node, &volume).await;
+                assert!(nbds_over(&format!(" {}", volume.handle)).is_empty());
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn with_qemu_nbd_over_sockets_of_both_kinds() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for tcp in [false, true] {
+            for (kind, bytes) in KINDS {
+                let name = own(sandbox, &format!("{kind}-{tcp}"));
+                NbdServer::image(sandbox, &name, bytes);
+                let server = NbdServer::qemu(sandbox, tcp, &name, &[]).await;
+                whole_life(&node, &over(&server, &name, kind)).await;
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn sixteen_at_once() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        let volumes: Vec<_> = (0..16)
+            .map(|n| blank(sandbox, &server, &format!("v{n}"), "ext4"))
+            .collect();
+        let ups = volumes.iter().map(|volume| node.up(volume, "pod"));
+        futures_util::future::join_all(ups).await;
+        assert_eq!(nbds_over(sandbox.dir().to_str().unwrap()).len(), 16);
+        for volume in &volumes {
+            Content::new(&volume.handle).write(&node.target(volume, "pod").join("file"));
+        }
+        let downs = volumes.iter().map(|volume| node.down(volume, "pod"));
+        futures_util::future::join_all(downs).await;
+        for volume in &volumes {
+            let target = node.up(volume, "pod").await;
+            Content::new(&volume.handle).is_in(&target.join("file"));
+            node.down(volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// What sysfs says of the volume's device.
+fn attribute(volume: &str, name: &str) -> String {
+    let device = nbds_over(&format!(" {volume}")).pop().expect("a device");
+    let device = device.trim_start_matches("/dev/");
+    let text = std::fs::read_to_string(format!("/sys/block/{device}/{name}"));
+    text.expect("sysfs").trim().to_owned()
+}
+
+#[test]
+fn as_many_connections_as_wanted_where_the_export_allows_several() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let one = ["--filter=multi-conn", "multi-conn-mode=disable"];
+        // More than there are CPUs are of no use.
+        let cpus = std::thread::available_parallelism().unwrap().get();
+        for (name, args, wanted) in [("many", &[][..], cpus.min(5)), ("one", &one[..], 1)] {
+            let server = NbdServer::start_with(sandbox, true, args).await;
+            let volume = blank(sandbox, &server, name, "ext4").with("connections", "5");
+            let target = node.up(&volume, "pod").await;
+            Content::new(name).write(&target.join("file"));
+            let device = nbds_over(&format!(" {}", volume.handle))
+                .pop()
+                .expect("a device");
+            let queues = std::fs::read_dir(device.replace("/dev", "/sys/block") + "/mq");
+            assert_eq!(queues.expect("sysfs").count(), wanted, "{name}");
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_server_s_block_sizes_are_kept_to() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let strict = [
+            "--filter=blocksize-policy",
+            "blocksize-error-policy=error",
+            "blocksize-minimum=4096",
+            "blocksize-preferred=4096",
+            "blocksize-maximum=64K",
+        ];
+        let server = NbdServer::start_with(sandbox, false, &strict).await;
+        for (kind, _) in KINDS {
+            let volume = blank(sandbox, &server, kind, kind);
+            node.up(&volume, "pod").await;
+            assert_eq!(
+                attribute(&volume.handle, "queue/logical_block_size"),
+                "4096"
+            );
+            let largest: u32 = attribute(&volume.handle, "queue/max_sectors_kb")
+                .parse()
+                .unwrap();
+            assert!(largest <= 64, "{largest}");
+            node.down(&volume, "pod").await;
+            whole_life(&node, &volume).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn with_a_slow_server() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let slow = ["--filter=delay", "rdelay=5ms", "wdelay=5ms"];
+        let server = NbdServer::start_with(sandbox, false, &slow).await;
+        for kind in ["ext4", "block"] {
+            whole_life(&node, &blank(sandbox, &server, kind, kind)).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn with_a_server_that_fails_at_times() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let failing = sandbox.dir().join("failing");
+        let trigger = format!("error-file={}", failing.display());
+        let args = ["--filter=error", "error=EIO", "error-rate=100%", &trigger];
+        let server = NbdServer::start_with(sandbox, false, &args).await;
+        for kind in ["ext4", "xfs", "block"] {
+            let volume = blank(sandbox, &server, kind, kind);
+            let content = Content::new(kind);
+            // What cannot be read is not proven blank, and is not written.
+            let fails = || std::fs::write(&failing, "").unwrap();
+            let works = || std::fs::remove_file(&failing).unwrap();
+            if kind != "block" {
+                fails();
+                let image = server.image_of(&volume);
+                let before = crate::harness::sha256(&image).unwrap();
+                let refusal = node.stage(&volume).await.unwrap_err();
+                assert!(refusal.message().contains("read"), "{refusal:?}");
+                assert_eq!(crate::harness::sha256(&image).unwrap(), before);
+                works();
+            }
+            let target = node.up(&volume, "pod").await;
+            super::put(&content, &volume, &target);
+            // In use: the pod's write fails, and the volume still ends.
+            fails();
+            let written = if volume.is_block() {
+                content.write_at(&target, 8 * MIB)
+            } else {
+                std::fs::File::create(target.join("lost")).and_then(|file| file.sync_all())
+            };
+            written.unwrap_err();
+            node.unpublish(&volume, "pod").await.unwrap();
+            works();
+            node.until_ok("unstaged", async || node.unstage(&volume).await)
+                .await;
+            let target = node.up(&volume, "pod").await;
+            super::is_there(&content, &volume, &target);
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
