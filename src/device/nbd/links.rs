@@ -24,6 +24,7 @@ use super::{
     is_behind, large_enough,
     link::Held,
     netlink::{Driver, Listener},
+    quiet,
 };
 use crate::{
     Done,
@@ -163,6 +164,9 @@ impl Links {
         let index = index_of(device.dev).map_err(failed(node, "find"))?;
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         let link = self.of(export);
+        if self.away(export).is_none() {
+            quiet(device, &claimed);
+        }
         let down = || driver.disconnect(index).map_err(failed(node, "detach"));
         match &link {
             // A socket that were offered after it is down would bring it back

@@ -24,13 +24,20 @@ use std::{
     fs, io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
-use rustix::{fs::OFlags, io::Errno};
+use rustix::{
+    fs::{FlockOperation, OFlags, flock},
+    io::Errno,
+};
 
 use super::sysfs;
 use crate::{
-    kernel::{Dev, block, busy::outwait},
+    kernel::{
+        Dev, block,
+        busy::{outwait, outwait_for},
+    },
     nbd::Export,
 };
 
@@ -59,6 +66,9 @@ use shape::Shape;
 /// Stands before the export's address in a backend identifier, so that what
 /// others attached is not taken for ours.
 const OURS: &str = "uring-csi:";
+
+/// How long requests and readers are waited for before a device is disconnected.
+const QUIET_WITHIN: Duration = Duration::from_secs(1);
 
 /// How an export is put behind a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -259,6 +269,28 @@ fn claim(export: &Export, device: &NbdDevice) -> Result<Option<OwnedFd>, NbdErro
         Err(error) if is_busy(&error) => Err(NbdError::Busy { node: node.clone() }),
         Err(error) => Err(failed(node, "open")(error)),
     }
+}
+
+/// Lets requests under way end, and keeps udevd from beginning more: it reads a
+/// device that appears or changes, unless somebody has it locked
+/// (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Where a device is disconnected
+/// before they are answered, the server answers to nobody, on which nbdkit 1.32
+/// was seen to abort, for all of its exports. What takes longer than
+/// [`QUIET_WITHIN`] is not waited for: the server may never answer.
+fn quiet(device: &NbdDevice, claimed: &OwnedFd) {
+    let deadline = Instant::now() + QUIET_WITHIN;
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let locked = outwait_for(
+        left(),
+        || flock(claimed, FlockOperation::NonBlockingLockExclusive),
+        |locked| *locked == Err(Errno::WOULDBLOCK),
+    );
+    let under_way = outwait_for(
+        left(),
+        || sysfs::in_flight(device.dev),
+        |count| count.as_ref().is_ok_and(|&count| count > 0),
+    );
+    tracing::debug!(device = %device.node.display(), ?locked, ?under_way, "disconnected next");
 }
 
 fn is_busy(error: &io::Error) -> bool {
