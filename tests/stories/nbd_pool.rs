@@ -207,6 +207,38 @@ fn whole_lives_on_nodes_without_the_pool() {
 }
 
 #[test]
+fn an_image_that_was_cut_short_is_not_attached() {
+    if !kernel_has_nbd() {
+        return;
+    }
+    story(async |sandbox| {
+        let controller = Controller::start(sandbox).await;
+        let node = far_node(sandbox, "node-a").await;
+        let server = NbdServer::of_pool(sandbox, &sandbox.pool("main"), false).await;
+        for (kind, bytes) in KINDS {
+            let request = served(&server, kind, "main", kind, bytes);
+            let made = controller.create(request.clone()).await.unwrap();
+            let image = sandbox.pool("main").join(&images(sandbox, "main")[0]);
+            // Before anything is on it that could tell.
+            let file = fs::File::options().write(true).open(&image).unwrap();
+            file.set_len(bytes - MIB).unwrap();
+            let volume = provisioned(&made, &request.volume_capabilities[0]);
+            refused(
+                node.stage(&volume).await,
+                FailedPrecondition,
+                &["minSize", &(bytes - MIB).to_string(), &bytes.to_string()],
+            );
+            file.set_len(bytes).unwrap();
+            drop(file);
+            node.up(&volume, "pod").await;
+            node.down(&volume, "pod").await;
+            controller.delete(&made.volume_id).await.unwrap();
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn an_operator_needs_one_flag_more() {
     if !kernel_has_nbd() {
         return;
@@ -367,7 +399,10 @@ fn where_nodes_connect_is_part_of_the_volume() {
         for (parameters, word) in [
             (&[("backend", "nbd")][..], "nbdServer"),
             (&[("nbdServer", "h")], "nbdServer"),
-            (&[("backend", "nbd"), ("nbdServer", "nbds://h")], "TLS"),
+            (
+                &[("backend", "nbd"), ("nbdServer", "nbds://h")],
+                "nbdkit -U",
+            ),
             (
                 &[("backend", "nbd"), ("nbdServer", "nbd://h/x")],
                 "nbdServer",
@@ -397,7 +432,12 @@ fn where_nodes_connect_is_part_of_the_volume() {
         let made = controller.create(request(&class)).await.unwrap();
         let image = &images(sandbox, "main")[0];
         let uri = format!("nbd://storage:10809/{image}");
-        for (key, value) in [("backend", "nbd"), ("uri", &uri), ("connections", "4")] {
+        for (key, value) in [
+            ("backend", "nbd"),
+            ("uri", &uri),
+            ("connections", "4"),
+            ("minSize", &(64 * MIB).to_string()),
+        ] {
             assert_eq!(made.volume_context[key], value);
         }
         for other in [&class[..2], &[("backend", "loop")], &[]] {
@@ -423,6 +463,8 @@ fn where_nodes_connect_is_part_of_the_volume() {
         assert_eq!(listed[0].volume.as_ref(), Some(&made));
         let grown = controller.expand(&made.volume_id, 128 * MIB).await.unwrap();
         assert_eq!(grown, (128 << 20, true));
+        let again = controller.create(request(&class)).await.unwrap();
+        assert_eq!(again.volume_context, made.volume_context);
         controller.delete(&made.volume_id).await.unwrap();
     });
 }

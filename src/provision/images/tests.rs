@@ -390,6 +390,7 @@ async fn a_page_has_an_end_and_a_bad_record_hides_no_other() {
                 parameters: crate::provision::Parameters::default(),
                 source: None,
                 many_nodes_write: false,
+                made_bytes: None,
             },
         };
         let bytes = serde_json::to_vec(&entry).unwrap();

@@ -24,8 +24,7 @@ use crate::{
     },
 };
 
-/// What the record of a volume says of it. Requests for one name are equal if
-/// this is equal.
+/// What the record of a volume says of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeDetail {
     pub parameters: Parameters,
@@ -35,6 +34,11 @@ pub struct VolumeDetail {
     /// Made for several nodes that write.
     #[serde(default)]
     pub many_nodes_write: bool,
+    /// The bytes that a served volume was made with, which tell nodes of an export
+    /// that was cut short. Not those that it grew to: the same volume has the same
+    /// context for all its life.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made_bytes: Option<u64>,
 }
 
 impl Kind for VolumeDetail {
@@ -69,6 +73,7 @@ impl Store {
             parameters,
             source: new.source.clone(),
             many_nodes_write: new.usages.iter().any(|usage| usage.many_nodes_write),
+            made_bytes: None,
         };
         if let Some((other, _)) = self.find_name::<VolumeDetail>(&new.name)
             && other.name != pool.name
@@ -107,7 +112,7 @@ impl Store {
         pool: &Pool,
         held: &Held,
         new: &NewVolume,
-        detail: VolumeDetail,
+        mut detail: VolumeDetail,
         smallest: u64,
     ) -> Result<Volume, Error> {
         let origin = match &new.source {
@@ -125,6 +130,8 @@ impl Store {
             let why = format!("{bytes} is less than the {} of the source", from.bytes);
             return Err(Error::Size { field, why });
         }
+
+        detail.made_bytes = detail.is_served().then_some(bytes);
 
         let tmp = pool.meta_dir("tmp")?;
         let draft = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
@@ -284,6 +291,9 @@ impl Store {
         context.insert("pool".to_owned(), pool.name.clone());
         // Nobody else remembers it: uringctl finds volumes by it.
         context.insert("name".to_owned(), entry.name.clone());
+        if let Some(bytes) = detail.made_bytes {
+            context.insert("minSize".to_owned(), bytes.to_string());
+        }
         if detail.many_nodes_write && !detail.is_served() {
             // Two nodes' page caches know nothing of each other. Those of one
             // server are one.

@@ -22,6 +22,7 @@ async fn nodes_are_told_of_the_export_in_every_answer() {
     let uri = format!("nbd://storage:10809/{id}.img");
     let expected = [
         ("backend", "nbd"),
+        ("minSize", &MIB.to_string()),
         ("name", "pvc"),
         ("pool", "main"),
         ("uri", &uri),
@@ -55,6 +56,33 @@ async fn nodes_are_told_of_the_export_in_every_answer() {
     };
     let refused = later.check_usages(made.handle, vec![many], HashMap::new(), none());
     assert_eq!(refused.await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn the_least_size_is_that_of_the_making() {
+    let home = home();
+    let made = home.images.create_volume(served("pvc")).await.unwrap();
+    let range = Range {
+        required: 4 * MIB,
+        limit: 0,
+    };
+    let grown = home
+        .images
+        .expand_volume(made.handle.clone(), range, none());
+    assert_eq!(grown.await.unwrap(), 4 * MIB);
+    let clone = NewVolume {
+        source: Some(Source::Volume(made.handle.clone())),
+        range,
+        ..served("clone")
+    };
+    let clone = home.images.create_volume(clone).await.unwrap();
+    assert_eq!(clone.context["minSize"], (4 * MIB).to_string());
+
+    let later = images_over(&[("main", home.dir.path(), Scope::Shared)], None);
+    let found = later.get_volume(made.handle).await.unwrap().volume;
+    assert_eq!((found.bytes, &found.context), (4 * MIB, &made.context));
+    let again = later.create_volume(served("pvc")).await.unwrap();
+    assert_eq!(again.context, made.context);
 }
 
 #[tokio::test]
