@@ -230,14 +230,16 @@ impl Drop for NbdServer {
     }
 }
 
-/// The NBD devices (`/dev/nbdN`) whose backend identifier has this in it.
+/// The attached NBD devices (`/dev/nbdN`) whose backend identifier has this in it,
+/// which outlives the attachment, and the size, by a moment.
 pub fn nbds_over(part: &str) -> Vec<String> {
+    let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default();
     let mut devices: Vec<_> = fs::read_dir("/sys/block")
         .expect("sysfs")
         .flatten()
         .filter(|entry| {
-            fs::read_to_string(entry.path().join("backend"))
-                .is_ok_and(|backend| backend.contains(part))
+            let device = entry.path();
+            read(device.join("backend")).contains(part) && read(device.join("size")) != "0\n"
         })
         .map(|entry| format!("/dev/{}", entry.file_name().display()))
         .collect();
