@@ -74,7 +74,7 @@ pub struct Export {
 pub enum BadExport {
     /// TLS was asked for.
     #[error(
-        "{0:?} asks for TLS, which the kernel's NBD driver does not speak: it takes plain sockets; use nbd:// or nbd+unix:// over a network or a tunnel that you trust"
+        "{0:?} asks for TLS, which the kernel's NBD driver does not speak; let `nbdkit -U SOCKET nbd hostname=HOST export=NAME tls=require` on each node speak it and give nbd+unix:///NAME?socket=SOCKET, or give nbd:// if you trust the network"
     )]
     Tls(String),
     /// Anything else.

@@ -82,7 +82,7 @@ pub enum HandshakeError {
     },
     /// The server insists on TLS.
     #[error(
-        "the server insists on TLS{}, which the kernel's NBD driver does not speak: serve the export in plain, over a network that you trust",
+        "the server insists on TLS{}, which the kernel's NBD driver does not speak: let nbdkit speak it on each node (README, \"NBD exports\"), or serve the export in plain, over a network that you trust",
         Words(words)
     )]
     NeedsTls {

@@ -44,7 +44,11 @@ fn what_cannot_be_attached_is_refused_in_the_server_s_words() {
         let tls = Volume::filesystem("t", "ext4")
             .with("backend", "nbd")
             .with("uri", "nbds://host/t");
-        refused(node.stage(&tls).await, InvalidArgument, &["uri", "TLS"]);
+        refused(
+            node.stage(&tls).await,
+            InvalidArgument,
+            &["uri", "TLS", "nbdkit -U"],
+        );
         node.assert_clean().await;
     });
 }
