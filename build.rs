@@ -1,11 +1,15 @@
 //! Compiles the interface definitions without protoc, and writes the `Debug`
 //! of every message that holds a secret, so that no log line can ever show one.
 
-use std::{env, error::Error, fmt::Write as _, fs, path::PathBuf};
+use std::{collections::BTreeMap, env, error::Error, fmt::Write as _, fs, path::PathBuf};
 
 use prost_reflect::{DescriptorPool, MessageDescriptor};
 
-const PROTOS: [&str; 2] = ["csi/v1/csi.proto", "uring_csi/v1/admin.proto"];
+const PROTOS: [&str; 3] = [
+    "csi/v1/csi.proto",
+    "uring_csi/v1/admin.proto",
+    "uring_csi/holder/v1/holder.proto",
+];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=proto");
@@ -38,15 +42,20 @@ fn main() -> Result<(), Box<dyn Error>> {
     config.skip_debug(with_secrets.iter().map(|m| format!(".{}", m.full_name())));
     tonic_prost_build::configure().compile_fds_with_config(descriptors, config)?;
 
-    let mut debugs = String::new();
+    // One file a package, as the messages are.
+    let mut debugs = BTreeMap::<_, String>::new();
     for message in &with_secrets {
-        write_debug(&mut debugs, message, &secret)?;
+        let file = debugs.entry(message.package_name()).or_default();
+        write_debug(file, message, &secret)?;
     }
-    fs::write(out.join("redacted.rs"), debugs)?;
+    for (package, debugs) in debugs {
+        fs::write(out.join(format!("{package}.redacted.rs")), debugs)?;
+    }
     Ok(())
 }
 
-/// A `Debug` that shows every field, but of a secret map only its keys' number.
+/// A `Debug` that shows every field, but of a secret only the length, and
+/// of a map of secrets only their number.
 fn write_debug(
     out: &mut String,
     message: &MessageDescriptor,

@@ -30,6 +30,8 @@ pub mod cli;
 pub mod device;
 #[cfg(feature = "node")]
 pub mod fs;
+#[cfg(feature = "node")]
+pub mod holder;
 #[cfg(any(feature = "node", feature = "controller"))]
 pub mod kernel;
 #[cfg(feature = "node")]

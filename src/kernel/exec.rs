@@ -3,6 +3,8 @@
 //! (prctl(2), PR_SET_PDEATHSIG). One that is stuck in the kernel dies late, and
 //! holds its device until then: who opens that exclusively, before every probe
 //! and mkfs, does not race with it.
+//!
+//! A daemon that serves a device begins likewise, and lasts.
 
 use std::{
     ffi::OsStr,
@@ -12,13 +14,72 @@ use std::{
 };
 
 use rustix::process::Signal;
+#[cfg(feature = "holder")]
+use rustix::{
+    io::Errno,
+    mount::{MountFlags, MountPropagationFlags, mount, mount_change},
+    process::Pid,
+    thread::{UnshareFlags, unshare_unsafe},
+};
+#[cfg(feature = "holder")]
+use std::ffi::CString;
 
 /// Where programs are looked for.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
+/// include/uapi/linux/prctl.h
+#[cfg(feature = "holder")]
+const PR_SET_IO_FLUSHER: libc::c_int = 57;
+
 /// A program, looked up in the system's usual directories, with its arguments.
 /// Nothing of it is connected to this process yet but standard error.
 pub fn command<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
+    let parent = rustix::process::getpid();
+    prepared(program, args, move || {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have died before; then no signal comes.
+        if rustix::process::getppid() != Some(parent) {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        Ok(())
+    })
+}
+
+/// A program that serves a block device from user space, and outlives this
+/// process. Where memory is short it must not wait for what is written to its own
+/// device (prctl(2), PR_SET_IO_FLUSHER, which takes CAP_SYS_RESOURCE and is
+/// inherited; without it the program runs as well).
+///
+/// To the program the process `unseen` is not there: it has a mount namespace of
+/// its own, in which something else hides `/proc/PID`.
+#[cfg(feature = "holder")]
+pub fn block_server<A: AsRef<OsStr>>(program: &str, args: &[A], unseen: Option<Pid>) -> Command {
+    let hidden = unseen.map(|pid| {
+        let path = format!("/proc/{}", pid.as_raw_nonzero());
+        CString::new(path).expect("a number has no NUL")
+    });
+    prepared(program, args, move || {
+        // SAFETY: the call takes numbers only.
+        let _ = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
+        let Some(path) = &hidden else { return Ok(()) };
+        // SAFETY: the process has one thread, and no descriptor changes its meaning.
+        unsafe { unshare_unsafe(UnshareFlags::NEWNS) }?;
+        let downstream = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
+        mount_change(c"/", downstream)?;
+        match mount(c"none", path, c"tmpfs", MountFlags::RDONLY, None) {
+            // It has ended meanwhile.
+            Err(Errno::NOENT) => Ok(()),
+            hidden => Ok(hidden?),
+        }
+    })
+}
+
+/// `first` is run between fork and exec: system calls only.
+fn prepared<A: AsRef<OsStr>>(
+    program: &str,
+    args: &[A],
+    first: impl Fn() -> io::Result<()> + Send + Sync + 'static,
+) -> Command {
     #[expect(clippy::disallowed_methods, reason = "this is the one place")]
     let mut command = Command::new(program);
     command
@@ -29,13 +90,8 @@ pub fn command<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
         .current_dir("/")
         .stdin(Stdio::null())
         .process_group(0);
-    let parent = rustix::process::getpid();
     let detach = move || {
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before; then no signal comes.
-        if rustix::process::getppid() != Some(parent) {
-            return Err(io::Error::from_raw_os_error(libc::ESRCH));
-        }
+        first()?;
         // Ours are all CLOEXEC; what the agent inherited may not be.
         // SAFETY: the call takes numbers only, and closes nothing before exec.
         let closed = unsafe {
@@ -52,7 +108,7 @@ pub fn command<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
             Err(io::Error::last_os_error())
         }
     };
-    // SAFETY: between fork and exec the closure makes three system calls and
+    // SAFETY: between fork and exec the closure makes a few system calls and
     // allocates nothing.
     unsafe { command.pre_exec(detach) };
     command

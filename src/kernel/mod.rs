@@ -20,6 +20,8 @@ pub mod lease;
 pub mod loopctl;
 #[cfg(feature = "node")]
 pub mod mounts;
+#[cfg(feature = "holder")]
+pub mod pidfd;
 #[cfg(feature = "node")]
 pub mod privileges;
 

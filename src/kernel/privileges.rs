@@ -27,7 +27,15 @@ const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
     .union(CapabilitySet::SYS_PTRACE) // who holds a device: /proc/PID/fd, mountinfo
     .union(CapabilitySet::NET_ADMIN); // the uevent socket's buffer
 
-/// System calls that neither the agent nor mkfs and fsck ever make.
+/// What the holder of rbd-nbd's daemons needs, and they.
+#[cfg(feature = "holder")]
+const NEEDED_TO_HOLD: CapabilitySet = CapabilitySet::SYS_ADMIN // the NBD driver
+    .union(CapabilitySet::IPC_LOCK) // keys stay in memory
+    .union(CapabilitySet::SYS_RESOURCE) // PR_SET_IO_FLUSHER
+    .union(CapabilitySet::NET_ADMIN)
+    .union(CapabilitySet::DAC_OVERRIDE);
+
+/// System calls that neither the agents nor mkfs, fsck and rbd-nbd ever make.
 const REFUSED: &[i64] = &[
     libc::SYS_init_module,
     libc::SYS_finit_module,
@@ -51,14 +59,25 @@ const REFUSED: &[i64] = &[
     libc::SYS_userfaultfd,
 ];
 
-/// Gives up what is not needed. Must be called while the process has one
-/// thread. Returns whether ext4 can be grown online (CAP_SYS_RESOURCE).
+/// Gives up what the node agent does not need. Must be called while the process
+/// has one thread. Returns whether ext4 can be grown online (CAP_SYS_RESOURCE).
 pub fn drop_what_is_not_needed() -> io::Result<bool> {
+    Ok(drop_all_but(NEEDED)?.contains(CapabilitySet::SYS_RESOURCE))
+}
+
+/// Gives up what the holder and its daemons do not need, such as to load a kernel
+/// module. Must be called while the process has one thread.
+#[cfg(feature = "holder")]
+pub fn drop_what_no_holder_needs() -> io::Result<()> {
+    drop_all_but(NEEDED_TO_HOLD).map(drop)
+}
+
+fn drop_all_but(needed: CapabilitySet) -> io::Result<CapabilitySet> {
     let had = capabilities(None)?;
-    for capability in had.permitted.difference(NEEDED).iter() {
+    for capability in had.permitted.difference(needed).iter() {
         remove_capability_from_bounding_set(capability)?;
     }
-    let kept = had.permitted.intersection(NEEDED);
+    let kept = had.permitted.intersection(needed);
     set_capabilities(
         None,
         CapabilitySets {
@@ -69,7 +88,7 @@ pub fn drop_what_is_not_needed() -> io::Result<bool> {
     )?;
     set_no_new_privs(true)?;
     seccompiler::apply_filter(&filter().map_err(io::Error::other)?).map_err(io::Error::other)?;
-    Ok(kept.contains(CapabilitySet::SYS_RESOURCE))
+    Ok(kept)
 }
 
 fn filter() -> Result<BpfProgram, seccompiler::BackendError> {

@@ -53,7 +53,7 @@ mod features;
 mod line;
 pub mod mapped;
 mod monitors;
-mod options;
+pub(crate) mod options;
 mod recognise;
 
 pub use crate::ceph::rbd::Features;

@@ -68,7 +68,7 @@ const OF_THE_PROGRAM: &[&str] = &["udev", "noudev"];
 
 /// The mounter whose options have no prefix.
 const KRBD: &str = "krbd";
-const NBD: &str = "nbd";
+pub(crate) const NBD: &str = "nbd";
 
 impl MapOption {
     /// An option that we set.
@@ -142,28 +142,7 @@ impl From<MapOption> for String {
 impl MapOptions {
     /// Reads krbd's part of `mapOptions`: `krbd:a,b;nbd:c`, or `a,b`.
     pub fn parse(text: &str) -> Result<Self, OptionError> {
-        let mut options = Vec::new();
-        for part in text
-            .split(';')
-            .map(str::trim)
-            .filter(|part| !part.is_empty())
-        {
-            let (mounter, list) = match part.split_once(':') {
-                // A value may have a colon: crush_location=zone:z1.
-                Some((before, _)) if before.contains(['=', ',']) => (KRBD, part),
-                Some((mounter, list)) => (mounter.trim(), list),
-                None => (KRBD, part),
-            };
-            if mounter.eq_ignore_ascii_case(NBD) {
-                continue;
-            }
-            if !mounter.eq_ignore_ascii_case(KRBD) {
-                return Err(OptionError::Mounter(mounter.to_owned()));
-            }
-            // Of two lists for one mounter the later counts.
-            options = list_of(list)?;
-        }
-        Ok(Self(options))
+        list_of(part_for(KRBD, text)?).map(Self)
     }
 
     /// The value of an option that is given.
@@ -176,6 +155,33 @@ impl MapOptions {
     pub fn iter(&self) -> impl Iterator<Item = &MapOption> {
         self.0.iter()
     }
+}
+
+/// The list that `mapOptions` has for a mounter; of two lists the later.
+pub(crate) fn part_for<'a>(mounter: &str, text: &'a str) -> Result<&'a str, OptionError> {
+    let mut found = "";
+    for part in text
+        .split(';')
+        .map(str::trim)
+        .filter(|part| !part.is_empty())
+    {
+        let (whose, list) = match part.split_once(':') {
+            // A value may have a colon: crush_location=zone:z1.
+            Some((before, _)) if before.contains(['=', ',']) => (KRBD, part),
+            Some((whose, list)) => (whose.trim(), list),
+            None => (KRBD, part),
+        };
+        if ![KRBD, NBD]
+            .iter()
+            .any(|known| whose.eq_ignore_ascii_case(known))
+        {
+            return Err(OptionError::Mounter(whose.to_owned()));
+        }
+        if whose.eq_ignore_ascii_case(mounter) {
+            found = list;
+        }
+    }
+    Ok(found)
 }
 
 fn list_of(list: &str) -> Result<Vec<MapOption>, OptionError> {

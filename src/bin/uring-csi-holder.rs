@@ -1,0 +1,101 @@
+//! The process that keeps rbd-nbd's daemons, in a DaemonSet that is updated only
+//! by hand. `uring_csi::holder` says why.
+
+use std::{path::PathBuf, process::ExitCode, time::Duration};
+
+use clap::Parser;
+use tonic::service::Routes;
+use uring_csi::{
+    chain, config,
+    csi::serve::{Endpoint, told_to_stop},
+    holder::{keeper::Keeper, privacy, service::HolderService},
+    kernel::privileges,
+    observe::logs,
+    pool::claim,
+    proto::holder::holder_server::HolderServer,
+};
+
+/// Calls that are under way at SIGTERM may take so long.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Keeps rbd-nbd's daemons, and their keys in locked memory, for the node agent.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
+)]
+struct Options {
+    /// The socket on which the node agent reaches it.
+    #[arg(
+        long,
+        env = "URING_CSI_HOLDER_ENDPOINT",
+        default_value = "unix:///run/uring-csi-holder/holder.sock"
+    )]
+    endpoint: Endpoint,
+    /// For its records, without keys: a directory on a tmpfs.
+    #[arg(
+        long,
+        env = "URING_CSI_HOLDER_RUN_DIR",
+        default_value = "/run/uring-csi-holder",
+        value_name = "DIR"
+    )]
+    run_dir: PathBuf,
+    /// The program that serves images, by its path or its name.
+    #[arg(
+        long,
+        env = "URING_CSI_RBD_NBD",
+        default_value = "rbd-nbd",
+        value_name = "PROGRAM"
+    )]
+    rbd_nbd: String,
+    #[command(flatten)]
+    service: config::Service,
+}
+
+fn main() -> ExitCode {
+    match run(config::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("uring-csi-holder: {}", chain(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+fn run(options: Options) -> Result<(), Failure> {
+    logs::init(options.service.log_format, &options.service.log_level)?;
+    privacy::enter().map_err(|error| {
+        format!("its memory, where keys are, cannot be locked (it needs CAP_IPC_LOCK): {error}")
+    })?;
+    privileges::drop_what_no_holder_needs()?;
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?
+        .block_on(serve(options))
+}
+
+async fn serve(options: Options) -> Result<(), Failure> {
+    // Taken before anything is looked at: two would each bring daemons back.
+    let listener = options.endpoint.bind().await?;
+    let records = options.run_dir.join("volumes");
+    let keeper = Keeper::open(&options.rbd_nbd, records, claim::boot_id()?)?;
+    let kept = keeper.list();
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        endpoint = %options.endpoint,
+        volumes = kept.len(),
+        "serving"
+    );
+    for (volume, status) in kept {
+        tracing::warn!(volume, trouble = status.trouble, "taken up");
+    }
+    let routes = Routes::default().add_service(HolderServer::new(HolderService::new(keeper)));
+    let stop = async {
+        if let Err(error) = told_to_stop().await {
+            tracing::error!(%error, "cannot listen for signals; stopping");
+        }
+    };
+    Ok(listener.serve(routes, stop, GRACE).await?)
+}

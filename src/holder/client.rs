@@ -1,0 +1,161 @@
+//! The holder, as the node agent and uringctl see it: blocking code for a lane.
+//!
+//! Each call has a connection of its own, so that a holder that was started anew
+//! is no matter; it takes a fraction of a millisecond beside what rbd-nbd takes.
+
+use std::{path::PathBuf, time::Duration};
+
+use tonic::{Code, Status, transport::Channel};
+
+use super::Spec;
+use crate::{
+    Done,
+    csi::serve::Endpoint,
+    proto::holder::{
+        GrowRequest, Held, ListRequest, MapRequest, ReattachRequest, UnmapRequest,
+        holder_client::HolderClient,
+    },
+    secret::Secret,
+};
+
+/// How long a call may take; what it began goes on. Longer than the holder waits
+/// for rbd-nbd, which then says what is the matter.
+const WITHIN: Duration = Duration::from_secs(100);
+/// The same of what waits for nothing.
+const LIST_WITHIN: Duration = Duration::from_secs(2);
+
+/// Why the holder did not do it.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody answers.
+    #[error("uring-csi-holder does not answer on {endpoint}; is it running on this node?")]
+    Away {
+        /// Its socket.
+        endpoint: Endpoint,
+        /// What happened.
+        source: Box<Status>,
+    },
+    /// It refused, or failed; in its own words.
+    #[error("{}", .0.message())]
+    Refused(Box<Status>),
+    /// There is no way to ask.
+    #[error("cannot ask uring-csi-holder")]
+    Io(#[from] std::io::Error),
+}
+
+impl ClientError {
+    /// What kind of refusal it is: [`HolderError::code`].
+    ///
+    /// [`HolderError::code`]: super::HolderError::code
+    pub fn code(&self) -> Option<Code> {
+        match self {
+            Self::Refused(status) => Some(status.code()),
+            _ => None,
+        }
+    }
+}
+
+/// A way to the holder of this node.
+#[derive(Clone, Debug)]
+pub struct Client {
+    endpoint: Endpoint,
+}
+
+impl Client {
+    /// The holder that serves there.
+    pub fn new(endpoint: Endpoint) -> Self {
+        Self { endpoint }
+    }
+
+    /// Maps an image, or finds it mapped; where its daemon has died, brings it
+    /// back. Answers the device's node.
+    pub fn map(&self, spec: &Spec, key: &Secret) -> Result<(PathBuf, Done), ClientError> {
+        let request = MapRequest {
+            volume_id: spec.volume_id.clone(),
+            pool: spec.image.pool.clone(),
+            namespace: spec.image.namespace.clone(),
+            image: spec.image.name.clone(),
+            snapshot: spec.image.snapshot.clone().unwrap_or_default(),
+            monitors: spec.monitors.clone(),
+            user: spec.user.clone(),
+            key: key.reveal().to_owned(),
+            options: spec.options.words().collect(),
+            read_only: spec.read_only,
+        };
+        let answer = self.call(WITHIN, async |mut holder| holder.map(request).await)?;
+        Ok((answer.node.into(), done(answer.already)))
+    }
+
+    /// Unmaps it, unless somebody has the device open.
+    pub fn unmap(&self, volume_id: &str) -> Result<Done, ClientError> {
+        let request = UnmapRequest {
+            volume_id: volume_id.to_owned(),
+        };
+        let answer = self.call(WITHIN, async |mut holder| holder.unmap(request).await)?;
+        Ok(done(answer.already))
+    }
+
+    /// Makes the device as large as its image, unless it has `bytes` already;
+    /// says how many it has then.
+    pub fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, ClientError> {
+        let request = GrowRequest {
+            volume_id: volume_id.to_owned(),
+            bytes,
+        };
+        let answer = self.call(WITHIN, async |mut holder| holder.grow(request).await)?;
+        Ok(answer.bytes)
+    }
+
+    /// Brings the key of a mapped volume, and with it its daemon; by the user that
+    /// it was mapped by, where none is named. Answers the device's node.
+    pub fn reattach(
+        &self,
+        volume_id: &str,
+        user: Option<&str>,
+        key: &Secret,
+    ) -> Result<PathBuf, ClientError> {
+        let request = ReattachRequest {
+            volume_id: volume_id.to_owned(),
+            user: user.unwrap_or_default().to_owned(),
+            key: key.reveal().to_owned(),
+        };
+        let answer = self.call(WITHIN, async |mut holder| holder.reattach(request).await)?;
+        Ok(answer.node.into())
+    }
+
+    /// What it keeps.
+    pub fn list(&self) -> Result<Vec<Held>, ClientError> {
+        let list = async |mut holder: HolderClient<Channel>| holder.list(ListRequest {}).await;
+        Ok(self.call(LIST_WITHIN, list)?.volumes)
+    }
+
+    fn call<T>(
+        &self,
+        within: Duration,
+        ask: impl AsyncFnOnce(HolderClient<Channel>) -> Result<tonic::Response<T>, Status>,
+    ) -> Result<T, ClientError> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let answer = runtime.block_on(async {
+            let asked = ask(HolderClient::new(self.endpoint.channel()));
+            let late = |_| Status::deadline_exceeded("no answer in time");
+            tokio::time::timeout(within, asked).await.map_err(late)?
+        });
+        answer.map(tonic::Response::into_inner).map_err(|status| {
+            // An error that the client made up has a cause; one that came has none.
+            let made_up = std::error::Error::source(&status).is_some();
+            if made_up || status.code() == Code::DeadlineExceeded {
+                return ClientError::Away {
+                    endpoint: self.endpoint.clone(),
+                    source: Box::new(status),
+                };
+            }
+            ClientError::Refused(Box::new(status))
+        })
+    }
+}
+
+fn done(already: bool) -> Done {
+    if already { Done::Already } else { Done::Now }
+}

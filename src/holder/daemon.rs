@@ -1,0 +1,325 @@
+//! A process of rbd-nbd: its beginning, what it says, and its end.
+//!
+//! It stays in the foreground, so that it is one process from the beginning, and
+//! is in no way bound to this one. The key reaches it by its standard input, a
+//! file in memory that no other process can come by and that is empty again as
+//! soon as it has been read. Its output is read as long as it lives, or it would
+//! stop at a full pipe.
+
+use std::{
+    io,
+    os::fd::{AsFd as _, OwnedFd},
+    process::Stdio,
+    sync::Arc,
+    time::Duration,
+};
+
+use rustix::{
+    fs::{MemfdFlags, ftruncate, memfd_create},
+    io::Errno,
+    pipe::{PipeFlags, pipe_with},
+    process::{Pid, Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid},
+};
+use tokio::{
+    io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader, unix::AsyncFd},
+    net::unix::pipe,
+    sync::watch,
+    time::timeout,
+};
+
+use super::{HolderError, Spec, devices::Server, error::failed, spec::Verb};
+use crate::{
+    kernel::{exec, pidfd::watched},
+    secret::Secret,
+};
+
+/// How much of the output is kept, bytes; the end, for there is the error.
+const KEPT: usize = 2048;
+/// The longest line that is taken as one.
+const LINE: u64 = 4096;
+/// How long what an ended process wrote may take to be read.
+const READ_WITHIN: Duration = Duration::from_secs(2);
+/// How long a process has for each way to end it: asked, and made.
+const END_WITHIN: Duration = Duration::from_secs(10);
+
+/// A running daemon. Dropping it lets it run on.
+#[derive(Debug)]
+pub struct Daemon {
+    pid: Pid,
+    pidfd: Arc<AsyncFd<OwnedFd>>,
+    /// None where another holder began it, with whom its output went.
+    said: Option<watch::Receiver<Said>>,
+}
+
+/// What a daemon has said so far.
+#[derive(Debug, Default)]
+struct Said {
+    /// The device that it serves.
+    node: Option<String>,
+    /// Its last words.
+    tail: String,
+    /// How often its image was found to have another size than the device.
+    resized: usize,
+    /// It will say no more.
+    ended: bool,
+}
+
+/// How a start went.
+#[derive(Debug)]
+pub enum Started {
+    /// It serves this device.
+    Ready(String),
+    /// It has ended; why, as far as it said.
+    Ended(HolderError),
+    /// Neither, within the time.
+    Late,
+}
+
+impl Daemon {
+    /// Starts a process, to which `unseen` is not there.
+    pub fn start(
+        program: &str,
+        spec: &Spec,
+        verb: &Verb<'_>,
+        key: &Secret,
+        unseen: Option<Pid>,
+    ) -> Result<Self, HolderError> {
+        let (stdin, key) = hand_over(key).map_err(failed("hand a key to", program))?;
+        let (source, sink) = pipe_with(PipeFlags::CLOEXEC)
+            .and_then(|(source, sink)| {
+                rustix::fs::fcntl_setfl(&source, rustix::fs::OFlags::NONBLOCK)?;
+                Ok((source, sink))
+            })
+            .map_err(|errno| failed("make a pipe for", program)(errno.into()))?;
+        let spawned = sink.try_clone().and_then(|other| {
+            exec::block_server(program, &spec.arguments(verb), unseen)
+                .stdin(stdin)
+                .stdout(sink)
+                .stderr(other)
+                .spawn()
+        });
+        let child = spawned.map_err(|source| HolderError::NoProgram {
+            program: program.to_owned(),
+            source,
+        })?;
+        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+        let pid = pid.expect("the kernel's process ids are positive");
+        // Not reaped yet, so the id is still this child's.
+        let pidfd = watched(pid).map_err(failed("watch the process", pid))?;
+        let source = pipe::Receiver::from_owned_fd(source);
+        let source = source.map_err(failed("read the output of process", pid))?;
+        let (say, said) = watch::channel(Said::default());
+        tokio::spawn(listen(source, say, pid, key));
+        Ok(Self {
+            pid,
+            pidfd: Arc::new(pidfd),
+            said: Some(said),
+        })
+    }
+
+    /// The process that serves that cookie, whoever began it.
+    pub fn find(cookie: &str) -> io::Result<Option<(Self, Server)>> {
+        for (raw, server) in Server::all()? {
+            let Some(pid) = Pid::from_raw(raw).filter(|_| server.cookie == cookie) else {
+                continue;
+            };
+            let pidfd = match watched(pid) {
+                Ok(pidfd) => pidfd,
+                Err(error) if is_gone(&error) => continue,
+                Err(error) => return Err(error),
+            };
+            let daemon = Self {
+                pid,
+                pidfd: Arc::new(pidfd),
+                said: None,
+            };
+            // The id may have become another's before the descriptor was there.
+            if Server::all()?.contains(&(raw, server.clone())) {
+                return Ok(Some((daemon, server)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> i32 {
+        self.pid.as_raw_nonzero().get()
+    }
+
+    /// Waits until it serves, or has ended.
+    pub async fn ready(&mut self, spec: &Spec, within: Duration) -> Started {
+        let Some(said) = &mut self.said else {
+            return Started::Late;
+        };
+        let settled = said.wait_for(|said| said.node.is_some() || said.ended);
+        let node = match timeout(within, settled).await {
+            Err(_) => return Started::Late,
+            Ok(said) => said.ok().and_then(|said| said.node.clone()),
+        };
+        match node {
+            Some(node) => Started::Ready(node),
+            None if timeout(READ_WITHIN, self.ended()).await.is_err() => Started::Late,
+            None => Started::Ended(self.why_it_ended(spec)),
+        }
+    }
+
+    /// What its words mean. Its exit code is 1 whatever the reason.
+    fn why_it_ended(&self, spec: &Spec) -> HolderError {
+        let said = self.said.as_ref();
+        let tail = said.map(|said| said.borrow().tail.clone());
+        why(&tail.unwrap_or_default(), spec)
+    }
+
+    /// Waits for its end.
+    pub async fn ended(&self) {
+        loop {
+            // Once readable it stays so.
+            match self.pidfd.readable().await {
+                Ok(_ready) => break,
+                Err(error) => {
+                    tracing::error!(%error, "a process cannot be watched; trying again");
+                    tokio::time::sleep(READ_WITHIN).await;
+                }
+            }
+        }
+        // Another holder's child is reaped by others.
+        let id = WaitId::PidFd(self.pidfd.get_ref().as_fd());
+        let _ = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+    }
+
+    /// Waits until it finds its image resized, once more than `known` times; says
+    /// how often it has.
+    pub async fn resized(&self, known: usize) -> usize {
+        if let Some(said) = &self.said {
+            let mut said = said.clone();
+            if let Ok(said) = said.wait_for(|said| said.resized > known).await {
+                return said.resized;
+            }
+        }
+        std::future::pending().await
+    }
+
+    /// Ends it: asks first. Whether it has ended.
+    pub async fn end(&self) -> bool {
+        for signal in [Signal::TERM, Signal::KILL] {
+            // It may have ended by itself.
+            let _ = pidfd_send_signal(self.pidfd.get_ref(), signal);
+            if timeout(END_WITHIN, self.ended()).await.is_ok() {
+                return true;
+            }
+            tracing::warn!(pid = self.pid(), ?signal, "rbd-nbd does not end");
+        }
+        false
+    }
+
+    /// Whether it ends by itself within a moment.
+    pub async fn is_ending(&self) -> bool {
+        timeout(END_WITHIN, self.ended()).await.is_ok()
+    }
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    let gone = [Errno::SRCH, Errno::INVAL];
+    gone.iter()
+        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+}
+
+/// A file with the key, once to be read and once to be emptied. rbd-nbd opens it
+/// anew by its name below /proc; from a pipe it would read nothing.
+fn hand_over(key: &Secret) -> io::Result<(Stdio, OwnedFd)> {
+    let file = memfd_create("key", MemfdFlags::CLOEXEC)?;
+    let mut rest = key.reveal().as_bytes();
+    while !rest.is_empty() {
+        let count = rustix::io::write(&file, rest)?;
+        rest = &rest[count..];
+    }
+    Ok((Stdio::from(file.try_clone()?), file))
+}
+
+/// Reads what a process says until its end. Once it serves a device it has its key.
+async fn listen(source: pipe::Receiver, say: watch::Sender<Said>, pid: Pid, key: OwnedFd) {
+    let mut key = Some(key);
+    let mut source = BufReader::new(source);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let read = (&mut source).take(LINE).read_until(b'\n', &mut line).await;
+        if !matches!(read, Ok(1..)) {
+            break;
+        }
+        let text = String::from_utf8_lossy(&line);
+        let text = text.trim_end();
+        if text.starts_with("/dev/") {
+            key.take().map(|key| ftruncate(key, 0));
+        }
+        tracing::debug!(pid = pid.as_raw_nonzero().get(), "rbd-nbd: {text}");
+        say.send_modify(|said| said.take(text));
+    }
+    key.take().map(|key| ftruncate(key, 0));
+    say.send_modify(|said| said.ended = true);
+}
+
+impl Said {
+    fn take(&mut self, line: &str) {
+        if self.node.is_none() && line.starts_with("/dev/nbd") {
+            self.node = Some(line.to_owned());
+            return;
+        }
+        self.resized += usize::from(line.contains(": netlink resize failed:"));
+        if !self.tail.is_empty() {
+            self.tail.push('\n');
+        }
+        self.tail.push_str(line);
+        let mut surplus = self.tail.len().saturating_sub(KEPT);
+        while !self.tail.is_char_boundary(surplus) {
+            surplus += 1;
+        }
+        self.tail.drain(..surplus);
+    }
+}
+
+/// Two lines that it says at every start, and no more where the image is missing.
+const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred set uid:gid"];
+
+/// What the last words of a daemon mean.
+fn why(tail: &str, spec: &Spec) -> HolderError {
+    let image = spec.image.to_string();
+    let words = || {
+        tail.lines()
+            .map(without_prefix)
+            .filter(|line| !line.is_empty())
+    };
+    let said = words().filter(|line| !AT_EVERY_START.iter().any(|usual| line.contains(usual)));
+    let said: Vec<_> = said.collect();
+    let has = |what: &str| said.iter().any(|line| line.contains(what));
+    if has("authenticate timed out") {
+        let said = said.join("; ");
+        HolderError::Silent { image, said }
+    } else if has("failed to fetch mon config") {
+        let user = spec.user.clone();
+        HolderError::Denied { image, user }
+    } else if said.is_empty() {
+        HolderError::Missing { image }
+    } else {
+        let said = said.join("; ");
+        HolderError::Failed { image, said }
+    }
+}
+
+/// The line without time, thread and level, where it has those.
+fn without_prefix(line: &str) -> &str {
+    let time = line.split(' ').next().unwrap_or_default();
+    let words = if time.starts_with("20") && time.contains('T') {
+        3
+    } else {
+        0
+    };
+    let rest = (0..words).fold(line, |rest, _| {
+        let rest = rest.trim_start();
+        rest.split_once(' ').map_or("", |(_, rest)| rest)
+    });
+    rest.trim()
+}
+
+#[cfg(test)]
+mod tests;

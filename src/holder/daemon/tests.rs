@@ -1,0 +1,163 @@
+//! What a daemon says, and programs that behave as rbd-nbd should not.
+
+use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::holder::tests::spec;
+
+/// A program of a few lines of shell.
+fn program(dir: &Path, lines: &str) -> String {
+    let path = dir.join("rbd-nbd");
+    fs::write(&path, format!("#!/bin/sh\n{lines}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path.display().to_string()
+}
+
+fn key() -> Secret {
+    Secret::new("a key".to_owned())
+}
+
+async fn started(lines: &str, within: Duration) -> (Daemon, Started) {
+    let dir = tempfile::tempdir().unwrap();
+    let program = program(dir.path(), lines);
+    let spec = spec("fault", "pool", "image");
+    let mut daemon = Daemon::start(&program, &spec, &Verb::Map, &key(), None).unwrap();
+    let started = daemon.ready(&spec, within).await;
+    (daemon, started)
+}
+
+const LONG: Duration = Duration::from_secs(60);
+
+#[tokio::test]
+async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
+    // What it read, and what is there to be read once it serves.
+    let lines = "key=$(cat /proc/self/fd/0); echo /dev/nbd7; echo \"read $key\" >&2; \
+                 while [ -n \"$(cat /proc/self/fd/0)\" ]; do :; done; echo empty >&2; \
+                 tr '\\0' ' ' </proc/$$/cmdline >&2; env >&2";
+    let (daemon, started) = started(lines, LONG).await;
+    assert!(
+        matches!(&started, Started::Ready(node) if node == "/dev/nbd7"),
+        "{started:?}"
+    );
+    daemon.ended().await;
+    let mut said = daemon.said.clone().unwrap();
+    let said = said.wait_for(|said| said.ended).await.unwrap();
+    let (read, rest) = said.tail.split_once('\n').unwrap();
+    assert_eq!(read, "read a key");
+    assert!(
+        rest.starts_with("empty\n") && rest.contains("--cookie=fault"),
+        "{rest}"
+    );
+    assert!(!rest.contains("a key"), "{rest}");
+}
+
+#[tokio::test]
+async fn a_daemon_that_ends_says_why() {
+    let (_, ended) = started("echo 'rbd-nbd: no way' >&2; exit 1", LONG).await;
+    let Started::Ended(HolderError::Failed { said, .. }) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(said, "rbd-nbd: no way");
+    // Killed, with a line cut short.
+    let (_, ended) = started("printf 'half a li'; kill -9 $$", LONG).await;
+    assert!(
+        matches!(&ended, Started::Ended(HolderError::Failed { said, .. }) if said == "half a li"),
+        "{ended:?}"
+    );
+    // Not that node, and then nothing.
+    let (_, ended) = started("echo ' /dev/nbd7'", LONG).await;
+    assert!(
+        matches!(ended, Started::Ended(HolderError::Failed { .. })),
+        "{ended:?}"
+    );
+    let missing =
+        Daemon::start("/no/such", &spec("x", "p", "i"), &Verb::Map, &key(), None).unwrap_err();
+    assert!(
+        matches!(missing, HolderError::NoProgram { .. }),
+        "{missing}"
+    );
+}
+
+#[tokio::test]
+async fn a_daemon_that_writes_without_end_or_a_line_goes_on() {
+    let flood = "head -c 300000 /dev/zero; echo; echo /dev/nbd7; exec sleep 60";
+    let (daemon, started) = started(flood, LONG).await;
+    assert!(matches!(started, Started::Ready(_)), "{started:?}");
+    assert!(daemon.said.as_ref().unwrap().borrow().tail.len() <= KEPT);
+    assert!(daemon.end().await);
+}
+
+#[tokio::test]
+async fn a_daemon_that_neither_serves_nor_ends_is_late_and_can_be_ended() {
+    let (daemon, started) = started("exec sleep 60", Duration::from_millis(50)).await;
+    assert!(matches!(started, Started::Late), "{started:?}");
+    assert!(daemon.end().await);
+    assert!(daemon.end().await);
+}
+
+#[tokio::test]
+async fn a_daemon_that_others_began_is_found_by_its_cookie() {
+    let cookie = format!("found-{}", uuid::Uuid::new_v4());
+    assert!(Daemon::find(&cookie).unwrap().is_none());
+    // A shell by another name; what follows its script are its arguments.
+    let dir = tempfile::tempdir().unwrap();
+    let program = dir.path().join("rbd-nbd");
+    std::os::unix::fs::symlink("/bin/sh", &program).unwrap();
+    let script = "echo up; read -r line";
+    let args = [
+        "-c",
+        script,
+        "map",
+        "pool/image",
+        &format!("--cookie={cookie}"),
+    ];
+    let mut child = exec::command(program.to_str().unwrap(), &args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut up = [0; 3];
+    std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut up).unwrap();
+    let (daemon, server) = Daemon::find(&cookie).unwrap().unwrap();
+    assert_eq!(
+        (daemon.pid().unsigned_abs(), &*server.image),
+        (child.id(), "pool/image")
+    );
+    assert!(daemon.end().await);
+    child.wait().unwrap_err();
+    assert!(Daemon::find(&cookie).unwrap().is_none());
+}
+
+#[test]
+fn what_it_says_at_its_end_is_understood() {
+    let spec = spec("v", "pool", "image");
+    let usual = "2026-11-21T12:35:30.076+0000 4a684a40  0 ceph version 16.2.15 (618f) pacific (stable), process rbd-nbd, pid 7\n\
+                 2026-11-21T12:35:30.076+0000 4a684a40  0 pidfile_write: ignore empty --pid-file\n";
+    assert!(matches!(why(usual, &spec), HolderError::Missing { .. }));
+    let denied = "failed to fetch mon config (--no-mon-config to skip)";
+    assert!(matches!(why(denied, &spec), HolderError::Denied { .. }));
+    let silent = format!(
+        "2026-11-21T12:35:30.076+0000 4a684a40  0 monclient(hunting): authenticate timed out after 5\n{denied}"
+    );
+    assert!(
+        matches!(why(&silent, &spec), HolderError::Silent { said, .. } if said.starts_with("monclient"))
+    );
+    let other = format!("{usual}2026-11-21T12:35:31.076+0000 4a684a40 -1 rbd-nbd: cookie mismatch");
+    assert!(
+        matches!(why(&other, &spec), HolderError::Failed { said, .. } if said == "rbd-nbd: cookie mismatch")
+    );
+}
+
+proptest! {
+    #[test]
+    fn any_words_are_understood_somehow(lines in proptest::collection::vec("(20[0-9T:.+-]{0,30} )?[\\PC]{0,80}", 0..6)) {
+        let mut said = Said::default();
+        for line in &lines {
+            said.take(line);
+        }
+        prop_assert!(said.tail.len() <= KEPT);
+        let _ = why(&said.tail, &spec("v", "p", "i"));
+    }
+}

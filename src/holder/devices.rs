@@ -1,0 +1,206 @@
+//! What the kernel has: NBD devices by their cookies, and the processes that
+//! serve them by their command lines. Nothing here waits for a device.
+
+use std::{fs, io, path::PathBuf};
+
+use rustix::{fs::OFlags, io::Errno};
+
+use super::{HolderError, error::failed};
+use crate::{
+    device::{nbd::netlink::Driver, sysfs},
+    kernel::{Dev, block, busy},
+};
+
+/// A device that somebody attached under a cookie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// Its number.
+    pub dev: Dev,
+    /// `/dev/nbd7`.
+    pub node: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// It refuses writes.
+    pub read_only: bool,
+}
+
+impl Device {
+    /// The device of that cookie. A cookie outlives its device by a moment, in
+    /// which that has no size.
+    pub fn of(cookie: &str) -> io::Result<Option<Self>> {
+        for entry in fs::read_dir("/sys/block")? {
+            let name = entry?.file_name();
+            let Some(name) = name.to_str().filter(|name| name.starts_with("nbd")) else {
+                continue;
+            };
+            let dev = block::dev_of(name)?;
+            if sysfs::nbd_backend(dev).is_ok_and(|has| has == cookie) {
+                let bytes = sysfs::size_bytes(dev)?;
+                let device = Self {
+                    dev,
+                    node: block::node_of(dev)?,
+                    bytes,
+                    read_only: sysfs::is_read_only(dev)?,
+                };
+                return Ok((bytes > 0).then_some(device));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes the device down, unless somebody uses it: the driver itself does not
+    /// look. It blocks for as long as the device does: for a lane.
+    pub fn disconnect(&self, cookie: &str) -> Result<(), HolderError> {
+        let node = || self.node.display();
+        let opened = busy::outwait(
+            || block::open(&self.node, self.dev, OFlags::RDONLY | OFlags::EXCL),
+            |opened| opened.as_ref().is_err_and(is_busy),
+        );
+        // While it is open it stays what it is, which may be another's by now.
+        let claimed = match opened {
+            _ if !sysfs::nbd_backend(self.dev).is_ok_and(|has| has == cookie) => return Ok(()),
+            Ok(file) => file,
+            Err(error) if is_busy(&error) => {
+                return Err(HolderError::Busy {
+                    node: self.node.clone(),
+                });
+            }
+            Err(error) => return Err(failed("open", node())(error)),
+        };
+        let name = self.node.to_string_lossy();
+        let index = name.strip_prefix("/dev/nbd").and_then(|nr| nr.parse().ok());
+        let index = index.ok_or_else(|| io::Error::other("it is no NBD device"));
+        let down = index.and_then(|index| Driver::open()?.disconnect(index));
+        drop(claimed);
+        down.map_err(failed("take down", node()))
+    }
+}
+
+fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
+}
+
+/// A process that serves a device, or is about to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Server {
+    /// Its cookie.
+    pub cookie: String,
+    /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
+    pub image: String,
+}
+
+impl Server {
+    /// Reads `/proc/PID/cmdline` (proc(5)): ours, or that of ceph-csi, which calls
+    /// `rbd` and that calls rbd-nbd with its own options first, values in the same
+    /// word or in the next.
+    pub fn parse(cmdline: &[u8]) -> Option<Self> {
+        let mut words = cmdline.split(|byte| *byte == 0).map(str::from_utf8);
+        let program = words.next()?.ok()?;
+        if program.rsplit('/').next() != Some("rbd-nbd") {
+            return None;
+        }
+        let words: Vec<_> = words.collect::<Result<_, _>>().ok()?;
+        let at = words
+            .iter()
+            .position(|word| ["map", "attach"].contains(word))?;
+        let cookie = words.iter().enumerate().find_map(|(nr, word)| {
+            let rest = word.strip_prefix("--cookie")?;
+            if rest.is_empty() {
+                return words.get(nr + 1).copied();
+            }
+            rest.strip_prefix('=')
+        })?;
+        // Both name the image right after the verb.
+        let image = words.get(at + 1).filter(|word| !word.starts_with('-'))?;
+        Some(Self {
+            cookie: cookie.to_owned(),
+            image: (*image).to_owned(),
+        })
+    }
+
+    /// Every such process that is alive, with its id.
+    pub fn all() -> io::Result<Vec<(i32, Self)>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/proc")? {
+            let name = entry?.file_name();
+            let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
+            // Of one that has ended, or is reaped now, nothing is left to read.
+            let cmdline = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            found.extend(Self::parse(&cmdline).map(|server| (pid, server)));
+        }
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parsed(words: &[&str]) -> Option<(String, String)> {
+        let server = Server::parse(words.join("\0").as_bytes())?;
+        Some((server.cookie, server.image))
+    }
+
+    #[test]
+    fn a_daemon_is_known_by_its_command_line() {
+        let known = Some(("a handle".to_owned(), "pool/image".to_owned()));
+        let ours = [
+            "/usr/bin/rbd-nbd",
+            "attach",
+            "pool/image",
+            "-f",
+            "--cookie=a handle",
+            "",
+        ];
+        assert_eq!(parsed(&ours), known);
+        let of_ceph_csi = [
+            "rbd-nbd",
+            "--id",
+            "csi",
+            "-m",
+            "h:6789",
+            "--keyfile=/tmp/x",
+            "map",
+            "pool/image",
+            "--log-file",
+            "/x",
+            "--try-netlink",
+            "--cookie",
+            "a handle",
+            "--io-timeout=0",
+            "",
+        ];
+        assert_eq!(parsed(&of_ceph_csi), known);
+        for other in [
+            &["rbd", "map", "pool/image", "--cookie=x"][..],
+            &["rbd-nbd", "map", "pool/image"],
+            &["rbd-nbd", "map", "--cookie=x"],
+            &["rbd-nbd", "list-mapped", "--cookie=x"],
+            &["rbd-nbd", "map", "pool/image", "--cookie"],
+            &[""],
+        ] {
+            assert_eq!(parsed(other), None, "{other:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_command_line_is_read_or_passed_over(mut bytes: Vec<u8>, ours: bool) {
+            if ours {
+                bytes.splice(0..0, *b"rbd-nbd\0map\0");
+            }
+            let _ = Server::parse(&bytes);
+        }
+
+        #[test]
+        fn what_a_daemon_is_told_is_read_back(cookie in "[^\0]{1,128}", image in "[^-\0][^\0]{0,40}") {
+            let line = format!("rbd-nbd\0map\0{image}\0-f\0--cookie={cookie}\0--read-only\0");
+            let server = Server::parse(line.as_bytes()).unwrap();
+            prop_assert_eq!((server.cookie, server.image), (cookie, image));
+        }
+    }
+}

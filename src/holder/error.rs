@@ -1,0 +1,154 @@
+//! Why the holder does not do what it is asked, and how that is told over its
+//! socket: each kind has a gRPC code of its own, and the sentence is the message.
+
+use std::{io, path::PathBuf};
+
+use tonic::{Code, Status};
+
+use super::SpecError;
+
+/// Why the holder does not do what it is asked.
+#[derive(Debug, thiserror::Error)]
+pub enum HolderError {
+    /// The request cannot be passed on.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// The device is there, and is not what was asked for.
+    #[error("volume {volume_id} is mapped as {node} {how}; unmap it first (rbd-nbd unmap {node})")]
+    Otherwise {
+        /// The volume's handle.
+        volume_id: String,
+        /// The device's node.
+        node: String,
+        /// What is different about it.
+        how: String,
+    },
+    /// The cluster refused the user.
+    #[error(
+        "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"
+    )]
+    Denied {
+        /// The image.
+        image: String,
+        /// The user's id.
+        user: String,
+    },
+    /// No monitor answers.
+    #[error("no monitor answers, so image {image} is not mapped: {said}")]
+    Silent {
+        /// The image.
+        image: String,
+        /// The daemon's words.
+        said: String,
+    },
+    /// The daemon ended without a word, which it does where the image is missing.
+    #[error(
+        "rbd-nbd ended without a reason, as it does where the cluster has no image {image}, or no such pool, namespace or snapshot"
+    )]
+    Missing {
+        /// The image.
+        image: String,
+    },
+    /// The daemon ended, and said why.
+    #[error("rbd-nbd cannot serve image {image}: {said}")]
+    Failed {
+        /// The image.
+        image: String,
+        /// The daemon's words.
+        said: String,
+    },
+    /// The daemon does not come to an end, or to a beginning.
+    #[error("rbd-nbd (process {pid}) for image {image} {how}")]
+    Stuck {
+        /// The image.
+        image: String,
+        /// The daemon.
+        pid: i32,
+        /// What it does not do, and for how long.
+        how: &'static str,
+    },
+    /// There is no rbd-nbd.
+    #[error("cannot start {program}; it is in the package rbd-nbd")]
+    NoProgram {
+        /// Its name.
+        program: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Nothing is known of the volume.
+    #[error("volume {0} is not mapped by rbd-nbd on this node, or by none that left a record")]
+    Unknown(String),
+    /// The key is needed and has gone.
+    #[error(
+        "the key of volume {0} is not known any more; the next stage of the volume brings it, or uringctl reattach"
+    )]
+    NoKey(String),
+    /// A file system, device mapper, md or a process holds the device.
+    #[error("{} is in use; it stays mapped until its user lets go", node.display())]
+    Busy {
+        /// The device's node.
+        node: PathBuf,
+    },
+    /// The image did not get as large as it should.
+    #[error(
+        "{} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown", node.display()
+    )]
+    Small {
+        /// The image.
+        image: String,
+        /// The device's node.
+        node: PathBuf,
+        /// What it has.
+        bytes: u64,
+        /// What it should have.
+        wanted: u64,
+    },
+    /// The kernel refused something else.
+    #[error("cannot {what} {subject}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// With what.
+        subject: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+impl HolderError {
+    /// How it is told.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Spec(_) => Code::InvalidArgument,
+            Self::Otherwise { .. } => Code::AlreadyExists,
+            Self::Denied { .. } => Code::PermissionDenied,
+            Self::Silent { .. } => Code::Unavailable,
+            Self::Missing { .. } | Self::Unknown(_) => Code::NotFound,
+            Self::NoKey(_) => Code::Unauthenticated,
+            Self::Busy { .. } => Code::FailedPrecondition,
+            Self::Stuck { .. } => Code::Aborted,
+            Self::NoProgram { .. } => Code::Unimplemented,
+            Self::Small { .. } => Code::OutOfRange,
+            Self::Failed { .. } | Self::Io { .. } => Code::Internal,
+        }
+    }
+}
+
+impl From<HolderError> for Status {
+    fn from(error: HolderError) -> Self {
+        Self::new(error.code(), crate::chain(&error))
+    }
+}
+
+/// Turns the kernel's answer into an error that says what was tried.
+#[cfg(feature = "holder")]
+pub(super) fn failed(
+    what: &'static str,
+    subject: impl ToString,
+) -> impl FnOnce(io::Error) -> HolderError {
+    move |source| HolderError::Io {
+        what,
+        subject: subject.to_string(),
+        source,
+    }
+}

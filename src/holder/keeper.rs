@@ -1,0 +1,170 @@
+//! All volumes, each with its task.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::{
+    HolderError, Spec,
+    devices::Device,
+    records::Records,
+    volume::{Command, Reply, Status, Volume},
+};
+use crate::{Done, lane::Lanes, secret::Secret};
+
+/// Threads that wait for a next call; unmaps alone need them.
+const IDLE_LANES: usize = 2;
+
+/// The volumes that are kept. Clones share them. Must be used on a runtime of
+/// tokio, on which the volumes' tasks live.
+#[derive(Clone, Debug)]
+pub struct Keeper(Arc<Shared>);
+
+/// What all volumes share.
+#[derive(Debug)]
+pub struct Shared {
+    /// rbd-nbd.
+    pub(super) program: String,
+    pub(super) records: Records,
+    pub(super) lanes: Lanes,
+    volumes: Mutex<BTreeMap<String, Kept>>,
+}
+
+#[derive(Debug)]
+struct Kept {
+    commands: mpsc::UnboundedSender<Command>,
+    status: Arc<Mutex<Status>>,
+}
+
+impl Keeper {
+    /// Takes up what the records in that directory tell of; `program` is rbd-nbd,
+    /// by its path or looked up in the system's directories.
+    pub fn open(program: &str, dir: PathBuf, boot_id: String) -> io::Result<Self> {
+        let keeper = Self(Arc::new(Shared {
+            program: program.to_owned(),
+            records: Records::open(dir, boot_id)?,
+            lanes: Lanes::new(IDLE_LANES),
+            volumes: Mutex::default(),
+        }));
+        for spec in keeper.0.records.all()? {
+            let volume_id = spec.volume_id.clone();
+            if Device::of(&volume_id)?.is_none()
+                && super::daemon::Daemon::find(&volume_id)?.is_none()
+            {
+                keeper.0.records.forget(&volume_id)?;
+            } else {
+                keeper
+                    .0
+                    .lock()
+                    .entry(volume_id.clone())
+                    .or_insert_with(|| keeper.begin(&volume_id, Some(spec)));
+            }
+        }
+        Ok(keeper)
+    }
+
+    /// Maps an image, or finds it mapped; where its daemon has died, brings it
+    /// back.
+    pub async fn map(&self, spec: Spec, key: Secret) -> Result<(Device, Done), HolderError> {
+        let volume_id = spec.volume_id.clone();
+        self.ask(&volume_id, |reply| Command::Map(Box::new(spec), key, reply))
+            .await
+    }
+
+    /// Takes the key of a mapped volume, and brings its daemon back.
+    pub async fn reattach(
+        &self,
+        volume_id: &str,
+        user: Option<String>,
+        key: Secret,
+    ) -> Result<Device, HolderError> {
+        self.ask(volume_id, |reply| Command::Reattach(user, key, reply))
+            .await
+    }
+
+    /// Makes the device as large as its image, unless it has `bytes` already;
+    /// says how many it has then.
+    pub async fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, HolderError> {
+        self.ask(volume_id, |reply| Command::Grow(bytes, reply))
+            .await
+    }
+
+    /// Unmaps it, unless somebody has the device open.
+    pub async fn unmap(&self, volume_id: &str) -> Result<Done, HolderError> {
+        self.ask(volume_id, Command::Unmap).await
+    }
+
+    /// What is kept.
+    pub fn list(&self) -> Vec<(String, Status)> {
+        let volumes = self.0.lock();
+        let told = |kept: &Kept| {
+            kept.status
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone()
+        };
+        volumes
+            .iter()
+            .map(|(id, kept)| (id.clone(), told(kept)))
+            .collect()
+    }
+
+    async fn ask<T>(
+        &self,
+        volume_id: &str,
+        command: impl FnOnce(Reply<T>) -> Command,
+    ) -> Result<T, HolderError> {
+        let (reply, answer) = oneshot::channel();
+        {
+            let mut volumes = self.0.lock();
+            let kept = volumes
+                .entry(volume_id.to_owned())
+                .or_insert_with(|| self.begin(volume_id, None));
+            // Its task takes its entry away, under this lock, before it ends.
+            let sent = kept.commands.send(command(reply));
+            debug_assert!(sent.is_ok(), "a listed volume has a task");
+        }
+        answer.await.unwrap_or_else(|_| {
+            Err(HolderError::Io {
+                what: "do what was asked of",
+                subject: volume_id.to_owned(),
+                source: io::Error::other("its task has ended"),
+            })
+        })
+    }
+
+    fn begin(&self, volume_id: &str, spec: Option<Spec>) -> Kept {
+        let (commands, taken) = mpsc::unbounded_channel();
+        let status = Arc::<Mutex<Status>>::default();
+        let volume = Volume::new(volume_id, self.0.clone(), status.clone(), spec);
+        tokio::spawn(volume.live(taken));
+        Kept { commands, status }
+    }
+}
+
+impl Shared {
+    /// No code that could panic runs under this lock.
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Kept>> {
+        self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a volume of which nothing is left off the list and off the record,
+    /// unless it has been asked for something.
+    pub(super) fn forget(&self, volume_id: &str, asked: &mpsc::UnboundedReceiver<Command>) -> bool {
+        let mut volumes = self.lock();
+        let idle = asked.is_empty();
+        if idle {
+            volumes.remove(volume_id);
+            // A record too many is seen to be of nothing by the next holder.
+            if let Err(error) = self.records.forget(volume_id) {
+                tracing::error!(volume = volume_id, %error, "a record is left");
+            }
+        }
+        idle
+    }
+}

@@ -1,0 +1,51 @@
+//! The process that keeps the rbd-nbd daemons: `uring-csi-holder`.
+//!
+//! rbd-nbd serves an image from user space: while its daemon is gone, all I/O of
+//! the volume waits. A daemon that the node agent had started would go with the
+//! agent's container at each update, and could not come back before somebody
+//! brought the key again, which neither the kernel nor kubelet does. So a small
+//! process that nothing ever updates has the daemons and, in locked memory, their
+//! keys:
+//!
+//! ```text
+//!  node agent ── unix socket ──▶ holder ── starts, hears, starts again ──▶ rbd-nbd ──▶ /dev/nbd7
+//!  uringctl reattach ──▶           └── a record on a tmpfs, without the key
+//! ```
+//!
+//! **Recognised** is a device by its cookie, which is the volume's handle
+//! (`/sys/block/nbd7/backend`, Linux 5.14), and a daemon by the cookie in its
+//! command line. ceph-csi calls them the same, so what it mapped is found, too.
+//!
+//! **Each of the three dies alone.** The agent: nobody notices. A daemon: the
+//! holder starts another, and I/O goes on. The holder: its daemons run on; the
+//! next holder finds them by its records, and says of each that it could not be
+//! brought back until the next stage or `uringctl reattach` brings the key.
+//!
+//! **One daemon a volume.** Two that serve one device, or have one image mapped,
+//! destroy what they serve. So whatever changes a volume is done by a task of its
+//! own, one after the other, and goes on when its caller has gone.
+
+pub mod client;
+mod error;
+mod spec;
+
+#[cfg(feature = "holder")]
+mod daemon;
+#[cfg(feature = "holder")]
+mod devices;
+#[cfg(feature = "holder")]
+pub mod keeper;
+#[cfg(feature = "holder")]
+pub mod privacy;
+#[cfg(feature = "holder")]
+mod records;
+#[cfg(feature = "holder")]
+pub mod service;
+#[cfg(feature = "holder")]
+mod volume;
+
+#[cfg(all(test, feature = "holder"))]
+mod tests;
+
+pub use error::HolderError;
+pub use spec::{NbdOptions, Spec, SpecError};

@@ -1,0 +1,401 @@
+//! What a daemon serves, and how: all but the key.
+//!
+//! Everything here ends up in the arguments of a program that runs as root, so
+//! nothing gets in that could be read as another option.
+//!
+//! Source: rbd-nbd(8).
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::device::rbd::{Image, OptionError, options};
+
+/// How long a daemon that starts may look for a monitor, seconds.
+const FIND_CLUSTER_FOR: u32 = 30;
+
+/// Seconds that I/O waits for a daemon to come back before it fails, unless the
+/// volume's class says otherwise. ceph-csi's value.
+const REATTACH_WITHIN: &str = "300";
+
+/// A mapped image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spec {
+    /// The volume's handle, and the device's cookie.
+    pub volume_id: String,
+    /// The image.
+    pub image: Image,
+    /// The addresses of the cluster's monitors, as `mon_host` takes them.
+    pub monitors: Vec<String>,
+    /// The user's id, without `client.`.
+    pub user: String,
+    /// The daemon's options.
+    pub options: NbdOptions,
+    /// The device refuses writes.
+    pub read_only: bool,
+}
+
+/// What cannot be said to the program.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpecError {
+    /// A name has characters that the program would read otherwise.
+    #[error("rbd-nbd cannot be given {text:?} as the {what}")]
+    Unsuited {
+        /// Of what it is the name.
+        what: &'static str,
+        /// The name.
+        text: String,
+    },
+    /// An option.
+    #[error(transparent)]
+    Option(#[from] OptionError),
+}
+
+/// What a daemon is started for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verb<'a> {
+    /// To make a device.
+    Map,
+    /// To serve a device that is there, by its node.
+    Attach(&'a str),
+}
+
+impl Spec {
+    /// Whether all of it can be said to the program.
+    pub fn check(&self) -> Result<(), SpecError> {
+        let Image {
+            pool,
+            namespace,
+            name,
+            snapshot,
+            ..
+        } = &self.image;
+        // POOL/[NAMESPACE/]IMAGE[@SNAPSHOT] is parted at the first of each.
+        let part =
+            |text: &str| is_text(text) && !text.starts_with('-') && !text.contains(['/', '@']);
+        let host = |text: &String| is_text(text) && !text.contains([' ', ',']);
+        let parts = [
+            ("volume handle", &self.volume_id, is_text(&self.volume_id)),
+            ("pool", pool, part(pool)),
+            (
+                "RADOS namespace",
+                namespace,
+                namespace.is_empty() || part(namespace),
+            ),
+            ("image", name, part(name)),
+            (
+                "user",
+                &self.user,
+                is_text(&self.user) && !self.user.starts_with('-'),
+            ),
+        ];
+        let mut bad = parts.into_iter().filter(|(_, _, good)| !good);
+        let bad = bad.next().map(|(what, text, _)| (what, text.clone()));
+        let snapshot = snapshot.iter().find(|text| !part(text));
+        let bad = bad.or(snapshot.map(|text| ("snapshot", text.clone())));
+        let host = match self.monitors.iter().find(|text| !host(text)) {
+            None if self.monitors.is_empty() => Some(String::new()),
+            bad => bad.cloned(),
+        };
+        match bad.or(host.map(|text| ("monitors", text))) {
+            Some((what, text)) => Err(SpecError::Unsuited { what, text }),
+            None => Ok(()),
+        }
+    }
+
+    /// The image as Ceph's programs name it.
+    pub fn name(&self) -> String {
+        let anywhere = Image {
+            cluster_id: String::new(),
+            ..self.image.clone()
+        };
+        anywhere.to_string()
+    }
+
+    /// The program's arguments; it reads its key from its standard input.
+    ///
+    /// Without the monitors' configuration a wrong key could not be told from a
+    /// missing image, so that is asked for; and a file of configuration, which
+    /// would name other monitors, is not.
+    pub fn arguments(&self, verb: &Verb<'_>) -> Vec<String> {
+        let mut arguments = vec![
+            match verb {
+                Verb::Map => "map".to_owned(),
+                Verb::Attach(_) => "attach".to_owned(),
+            },
+            self.name(),
+            "-f".to_owned(),
+            "--conf=/dev/null".to_owned(),
+            format!("--mon-host={}", self.monitors.join(",")),
+            format!("--id={}", self.user),
+            "--keyfile=/proc/self/fd/0".to_owned(),
+            "--log-to-stderr=true".to_owned(),
+            "--log-to-file=false".to_owned(),
+            "--admin-socket=".to_owned(),
+            format!("--client-mount-timeout={FIND_CLUSTER_FOR}"),
+            "--try-netlink".to_owned(),
+            format!("--cookie={}", self.volume_id),
+        ];
+        arguments.extend(self.options.arguments());
+        if self.read_only {
+            arguments.push("--read-only".to_owned());
+        }
+        if let Verb::Attach(node) = verb {
+            arguments.push(format!("--device={node}"));
+        }
+        arguments
+    }
+}
+
+fn is_text(text: &str) -> bool {
+    !text.is_empty() && !text.chars().any(char::is_control)
+}
+
+/// The options of rbd-nbd that a volume's class brings along.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Vec<String>", into = "Vec<String>")]
+pub struct NbdOptions(Vec<NbdOption>);
+
+#[derive(Clone, PartialEq, Eq)]
+struct NbdOption {
+    /// With underscores; the program takes either.
+    name: String,
+    value: Option<String>,
+}
+
+/// Those that we set where nobody does.
+const DEFAULTS: [(&str, &str); 2] = [("reattach_timeout", REATTACH_WITHIN), ("io_timeout", "0")];
+
+impl NbdOptions {
+    /// Reads the part for rbd-nbd of `mapOptions`: `krbd:a,b;nbd:c`.
+    pub fn parse(text: &str) -> Result<Self, OptionError> {
+        let list = options::part_for(options::NBD, text)?;
+        let words = list.split(',').map(str::trim);
+        Self::of(words.filter(|word| !word.is_empty()))
+    }
+
+    /// Each as `name` or `name=value`.
+    pub fn of<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Self, OptionError> {
+        let mut read = Vec::new();
+        for word in words {
+            let option = NbdOption::parse(word)?;
+            // It always is.
+            if option.name != "try_netlink" {
+                read.push(option);
+            }
+        }
+        Ok(Self(read))
+    }
+
+    /// Each as `name` or `name=value`.
+    pub fn words(&self) -> impl Iterator<Item = String> {
+        self.0.iter().map(ToString::to_string)
+    }
+
+    fn arguments(&self) -> impl Iterator<Item = String> {
+        let given = |name: &str| self.0.iter().any(|option| option.name == name);
+        let ours = DEFAULTS.into_iter().filter(move |(name, _)| !given(name));
+        let ours = ours.map(|(name, value)| format!("{name}={value}"));
+        // With dashes throughout: its own options are not read otherwise.
+        ours.chain(self.words())
+            .map(|word| match word.split_once('=') {
+                Some((name, value)) => format!("--{}={value}", name.replace('_', "-")),
+                None => format!("--{}", word.replace('_', "-")),
+            })
+    }
+}
+
+impl NbdOption {
+    fn parse(word: &str) -> Result<Self, OptionError> {
+        let malformed = || OptionError::Malformed(word.to_owned());
+        let (name, value) = match word.split_once('=') {
+            Some((name, value)) => (name, Some(value)),
+            None => (word, None),
+        };
+        let name = name.replace('-', "_");
+        let is_of_name =
+            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+        if !name.bytes().all(is_of_name) || name.starts_with('_') {
+            return Err(malformed());
+        }
+        let takes = match &*name {
+            "exclusive" | "try_netlink" => None,
+            "io_timeout" | "reattach_timeout" => {
+                value
+                    .and_then(|value| value.parse::<u32>().ok())
+                    .ok_or_else(malformed)?;
+                value
+            }
+            _ if is_of_libraries(&name) => {
+                let good = |value: &&str| is_text(value) && !value.contains([' ', ',']);
+                Some(value.filter(good).ok_or_else(malformed)?)
+            }
+            _ => {
+                return Err(OptionError::Refused {
+                    name,
+                    why: "of rbd-nbd's options a volume may bring exclusive, io-timeout, reattach-timeout, rbd_… and debug_…",
+                });
+            }
+        };
+        if takes.is_none() && value.is_some() {
+            return Err(malformed());
+        }
+        Ok(Self {
+            name,
+            value: value.map(str::to_owned),
+        })
+    }
+}
+
+/// What librbd itself reads. Plugins are code.
+fn is_of_libraries(name: &str) -> bool {
+    (name.starts_with("rbd_") || name.starts_with("debug_")) && name != "rbd_plugins"
+}
+
+impl fmt::Display for NbdOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.value {
+            Some(value) => write!(f, "{}={value}", self.name),
+            None => f.write_str(&self.name),
+        }
+    }
+}
+
+impl fmt::Debug for NbdOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+impl TryFrom<Vec<String>> for NbdOptions {
+    type Error = OptionError;
+
+    fn try_from(words: Vec<String>) -> Result<Self, OptionError> {
+        Self::of(words.iter().map(String::as_str))
+    }
+}
+
+impl From<NbdOptions> for Vec<String> {
+    fn from(options: NbdOptions) -> Self {
+        options.words().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
+        Spec {
+            volume_id: volume_id.to_owned(),
+            image: Image {
+                cluster_id: "lab".to_owned(),
+                pool: pool.to_owned(),
+                namespace: String::new(),
+                name: image.to_owned(),
+                snapshot: None,
+            },
+            monitors: vec!["10.0.0.1:6789".to_owned(), "[fd00::1]:6789".to_owned()],
+            user: "csi".to_owned(),
+            options: NbdOptions::default(),
+            read_only: false,
+        }
+    }
+
+    #[test]
+    fn a_spec_is_said_in_the_words_of_the_program() {
+        let mut spec = spec("a handle", "pool", "image");
+        spec.image.namespace = "ns".to_owned();
+        spec.image.snapshot = Some("snap".to_owned());
+        spec.options = NbdOptions::parse("noshare;nbd:exclusive,io-timeout=7,try-netlink").unwrap();
+        spec.read_only = true;
+        spec.check().unwrap();
+        let arguments = spec.arguments(&Verb::Attach("/dev/nbd7"));
+        assert_eq!(arguments[..2], ["attach", "pool/ns/image@snap"]);
+        for word in [
+            "--mon-host=10.0.0.1:6789,[fd00::1]:6789",
+            "--id=csi",
+            "--cookie=a handle",
+            "--exclusive",
+            "--io-timeout=7",
+            "--reattach-timeout=300",
+            "--read-only",
+            "--device=/dev/nbd7",
+        ] {
+            assert!(
+                arguments.iter().any(|argument| argument == word),
+                "{arguments:?}"
+            );
+        }
+        assert_eq!(
+            arguments
+                .iter()
+                .filter(|word| word.contains("io-timeout"))
+                .count(),
+            1
+        );
+        let json = serde_json::to_string(&spec).unwrap();
+        assert_eq!(serde_json::from_str::<Spec>(&json).unwrap(), spec);
+    }
+
+    #[test]
+    fn options_that_reach_further_are_refused_by_name() {
+        for (given, word) in [
+            ("nbd:quiesce-hook=/bin/sh", "quiesce_hook"),
+            ("nbd:rbd_plugins=evil", "rbd_plugins"),
+            ("nbd:id=admin", "id"),
+            ("nbd:keyfile=/x", "keyfile"),
+            ("nbd:mon_host=h", "mon_host"),
+            ("nbd:io-timeout=soon", "io-timeout"),
+            ("nbd:io-timeout", "io-timeout"),
+            ("nbd:exclusive=1", "exclusive"),
+            ("nbd:rbd_cache", "rbd_cache"),
+            ("nbd:--conf=/x", "--conf"),
+        ] {
+            let error = NbdOptions::parse(given).unwrap_err().to_string();
+            assert!(error.contains(word), "{given}: {error}");
+        }
+        let options = NbdOptions::parse("a,b;nbd:rbd-cache=false,debug_rbd=20/20").unwrap();
+        let arguments: Vec<_> = options.arguments().collect();
+        assert_eq!(arguments[2..], ["--rbd-cache=false", "--debug-rbd=20/20"]);
+    }
+
+    #[test]
+    fn names_that_would_be_read_otherwise_are_refused() {
+        let good = || spec("v", "p", "i");
+        good().check().unwrap();
+        let refused = |change: fn(&mut Spec)| {
+            let mut spec = good();
+            change(&mut spec);
+            spec.check().unwrap_err()
+        };
+        refused(|spec| spec.volume_id = "a\nb".to_owned());
+        refused(|spec| spec.volume_id.clear());
+        refused(|spec| spec.image.pool = "-x".to_owned());
+        refused(|spec| spec.image.name = "a@b".to_owned());
+        refused(|spec| spec.image.namespace = "a/b".to_owned());
+        refused(|spec| spec.image.snapshot = Some(String::new()));
+        refused(|spec| spec.monitors.clear());
+        refused(|spec| spec.monitors = vec!["a,b".to_owned()]);
+        refused(|spec| spec.user = "-x".to_owned());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_brings_another_argument(text in "nbd:[\\PC\\s,;=:_-]{0,60}") {
+            if let Ok(options) = NbdOptions::parse(&text) {
+                for argument in options.arguments() {
+                    let name = argument.trim_start_matches("--").split('=').next().unwrap();
+                    let name = name.replace('-', "_");
+                    prop_assert!(
+                        ["exclusive", "io_timeout", "reattach_timeout"].contains(&&*name)
+                            || is_of_libraries(&name),
+                        "{}", argument
+                    );
+                }
+            }
+        }
+    }
+}

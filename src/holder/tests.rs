@@ -1,0 +1,401 @@
+//! On a cluster, with rbd-nbd and a kernel that has its driver; elsewhere nothing
+//! is tested. A holder that is killed is one that is dropped: it never ends a
+//! daemon at its end.
+
+use std::{
+    fs::{self, File},
+    io::{Read as _, Seek as _, Write as _},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::time::sleep;
+
+use super::{keeper::Keeper, *};
+use crate::{Done, ceph::test_cluster::TestCluster, device::rbd::Image, secret::Secret};
+
+pub(super) fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
+    Spec {
+        volume_id: volume_id.to_owned(),
+        image: Image {
+            cluster_id: String::new(),
+            pool: pool.to_owned(),
+            namespace: String::new(),
+            name: image.to_owned(),
+            snapshot: None,
+        },
+        monitors: vec!["192.0.2.1:6789".to_owned()],
+        user: "csi".to_owned(),
+        options: NbdOptions::default(),
+        read_only: false,
+    }
+}
+
+const MIB: usize = 1 << 20;
+/// Longer than the time after which a dead client's lock on an image passes on.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+/// An image that is unmapped and removed with it.
+struct Test {
+    cluster: TestCluster,
+    spec: Spec,
+    dir: tempfile::TempDir,
+}
+
+impl Test {
+    fn new(name: &str) -> Option<Self> {
+        if !Path::new("/sys/module/nbd").exists() {
+            return None;
+        }
+        let cluster = TestCluster::shared()?;
+        let name = format!("{name}-{}", uuid::Uuid::new_v4().simple());
+        let mut spec = spec(&format!("handle of {name}"), &cluster.pool, &name);
+        spec.monitors.clone_from(&cluster.monitors);
+        spec.user.clone_from(&cluster.user);
+        cluster.rbd(&["create", "-s", "64M", &spec.name()]);
+        let dir = tempfile::tempdir().unwrap();
+        Some(Self { cluster, spec, dir })
+    }
+
+    /// The next holder; the last one must have been dropped, with its runtime.
+    fn holder(&self) -> Holder {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let guard = runtime.enter();
+        let boot = crate::pool::claim::boot_id().unwrap();
+        let keeper = Keeper::open("rbd-nbd", self.dir.path().to_owned(), boot).unwrap();
+        drop(guard);
+        Holder { runtime, keeper }
+    }
+
+    fn key(&self) -> Secret {
+        Secret::new(self.cluster.key.clone())
+    }
+
+    fn map(&self, holder: &Holder) -> Result<(PathBuf, Done), HolderError> {
+        let mapped = holder
+            .runtime
+            .block_on(holder.keeper.map(self.spec.clone(), self.key()));
+        mapped.map(|(device, done)| (device.node, done))
+    }
+
+    fn unmap(&self, holder: &Holder) -> Result<Done, HolderError> {
+        holder
+            .runtime
+            .block_on(holder.keeper.unmap(&self.spec.volume_id))
+    }
+}
+
+impl Drop for Test {
+    fn drop(&mut self) {
+        let holder = self.holder();
+        let _ = self.unmap(&holder).unwrap();
+        self.cluster
+            .rbd(&["rm", "--no-progress", &self.spec.name()]);
+    }
+}
+
+struct Holder {
+    runtime: tokio::runtime::Runtime,
+    keeper: Keeper,
+}
+
+impl Holder {
+    fn status(&self, test: &Test) -> super::volume::Status {
+        let mut kept = self.keeper.list().into_iter();
+        let of = kept.find(|(id, _)| *id == test.spec.volume_id);
+        of.expect("a volume that is kept").1
+    }
+
+    /// Lets the holder work until that is so.
+    #[track_caller]
+    fn until(&self, what: &str, so: impl Fn() -> bool) -> Duration {
+        let begun = Instant::now();
+        self.runtime.block_on(async {
+            while !so() {
+                assert!(begun.elapsed() < PATIENCE, "{what}");
+                sleep(Duration::from_millis(10)).await;
+            }
+        });
+        begun.elapsed()
+    }
+}
+
+fn kill(pid: Option<i32>) {
+    let pid = Pid::from_raw(pid.expect("a daemon")).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+}
+
+/// Writes in the background, past the page cache, and says when it has.
+fn write(node: &Path, at: u64, byte: u8, count: usize) -> std::thread::JoinHandle<Duration> {
+    let mut file = fs::OpenOptions::new().write(true).open(node).unwrap();
+    file.seek(std::io::SeekFrom::Start(at)).unwrap();
+    std::thread::spawn(move || {
+        let begun = Instant::now();
+        file.write_all(&vec![byte; count]).unwrap();
+        file.sync_all().unwrap();
+        begun.elapsed()
+    })
+}
+
+#[track_caller]
+fn assert_holds(node: &Path, at: u64, byte: u8, count: usize) {
+    let mut file = File::open(node).unwrap();
+    // What others wrote may be in the page cache no more, or never was.
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    file.seek(std::io::SeekFrom::Start(at)).unwrap();
+    let mut read = vec![0; count];
+    file.read_exact(&mut read).unwrap();
+    assert!(read == vec![byte; count], "not what was written at {at}");
+}
+
+#[test]
+fn an_image_is_mapped_once_served_and_unmapped() {
+    let Some(test) = Test::new("life") else {
+        return;
+    };
+    let holder = test.holder();
+    let begun = Instant::now();
+    let (node, done) = test.map(&holder).unwrap();
+    eprintln!("mapped in {:?}", begun.elapsed());
+    assert_eq!(done, Done::Now);
+    assert_eq!(test.map(&holder).unwrap(), (node.clone(), Done::Already));
+    let status = holder.status(&test);
+    assert!(status.has_key && status.trouble.is_none(), "{status:?}");
+    assert_eq!(status.node.as_deref(), node.to_str());
+
+    let record = fs::read_dir(test.dir.path())
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap();
+    assert!(
+        !fs::read_to_string(record.path())
+            .unwrap()
+            .contains(&test.cluster.key)
+    );
+    let pid = status.pid.unwrap();
+    for of in ["cmdline", "environ"] {
+        let shown = fs::read(format!("/proc/{pid}/{of}")).unwrap();
+        assert!(!String::from_utf8_lossy(&shown).contains(&test.cluster.key));
+    }
+    assert_eq!(fs::read(format!("/proc/{pid}/fd/0")).unwrap(), b"");
+
+    let mut reading = test.spec.clone();
+    reading.read_only = true;
+    let error = holder
+        .runtime
+        .block_on(holder.keeper.map(reading, test.key()))
+        .unwrap_err();
+    assert!(error.to_string().contains("writable"), "{error}");
+
+    let open = rustix::fs::open(
+        &node,
+        rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::EXCL,
+        rustix::fs::Mode::empty(),
+    )
+    .unwrap();
+    let error = test.unmap(&holder).unwrap_err();
+    assert!(matches!(error, HolderError::Busy { .. }), "{error}");
+    drop(open);
+    let begun = Instant::now();
+    assert_eq!(test.unmap(&holder).unwrap(), Done::Now);
+    eprintln!("unmapped in {:?}", begun.elapsed());
+    assert_eq!(test.unmap(&holder).unwrap(), Done::Already);
+    assert!(holder.keeper.list().is_empty());
+    assert_eq!(fs::read_dir(test.dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_daemon_that_is_killed_under_io_comes_back_and_io_goes_on() {
+    let Some(test) = Test::new("killed") else {
+        return;
+    };
+    let holder = test.holder();
+    let (node, _) = test.map(&holder).unwrap();
+    write(&node, 0, 1, MIB).join().unwrap();
+    let writing = write(&node, 0, 2, 32 * MIB);
+    let first = holder.status(&test).pid;
+    kill(first);
+    let back = holder.until("another daemon", || {
+        let status = holder.status(&test);
+        status.pid.is_some() && status.pid != first && status.trouble.is_none()
+    });
+    let done = holder.until("the write", || writing.is_finished());
+    eprintln!(
+        "another daemon after {back:?}; the write was done {done:?} later, in {:?}",
+        writing.join().unwrap()
+    );
+    assert_holds(&node, 0, 2, 32 * MIB);
+}
+
+#[test]
+fn daemons_outlive_their_holder_and_the_next_one_says_what_it_lacks() {
+    let Some(test) = Test::new("outlive") else {
+        return;
+    };
+    let holder = test.holder();
+    let (node, _) = test.map(&holder).unwrap();
+    let pid = holder.status(&test).pid;
+    drop(holder);
+    // I/O goes on without any.
+    write(&node, 0, 3, 4 * MIB).join().unwrap();
+
+    let holder = test.holder();
+    let status = holder.status(&test);
+    assert_eq!((status.pid, status.has_key), (pid, false));
+    assert!(status.trouble.unwrap().contains("uringctl reattach"));
+    // The same daemon, and the key.
+    assert_eq!(test.map(&holder).unwrap(), (node.clone(), Done::Already));
+    let status = holder.status(&test);
+    assert_eq!(
+        (status.pid, status.has_key, status.trouble),
+        (pid, true, None)
+    );
+    kill(pid);
+    holder.until("another daemon", || {
+        holder.status(&test).pid.is_some_and(|now| Some(now) != pid)
+    });
+    assert_holds(&node, 0, 3, 4 * MIB);
+}
+
+#[test]
+fn holder_and_daemon_die_and_a_key_brings_both_back() {
+    let Some(test) = Test::new("both") else {
+        return;
+    };
+    let holder = test.holder();
+    let (node, _) = test.map(&holder).unwrap();
+    let pid = holder.status(&test).pid;
+    drop(holder);
+    let writing = write(&node, 0, 4, 8 * MIB);
+    kill(pid);
+
+    let holder = test.holder();
+    holder.until("trouble", || holder.status(&test).pid.is_none());
+    let status = holder.status(&test);
+    assert!(status.trouble.unwrap().contains("I/O waits") && !status.has_key);
+    let grown = holder
+        .runtime
+        .block_on(holder.keeper.grow(&test.spec.volume_id, 1 << 40));
+    assert!(matches!(grown, Err(HolderError::NoKey(_))), "{grown:?}");
+
+    // A wrong key is told, and another try is not prevented by it.
+    let wrong = Secret::new("AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==".to_owned());
+    let reattach = |key| {
+        holder
+            .runtime
+            .block_on(holder.keeper.reattach(&test.spec.volume_id, None, key))
+    };
+    let error = reattach(wrong).unwrap_err();
+    assert!(matches!(error, HolderError::Denied { .. }), "{error}");
+    assert_eq!(reattach(test.key()).unwrap().node, node);
+    let done = holder.until("the write", || writing.is_finished());
+    eprintln!("the write was done {done:?} after the key had come");
+    writing.join().unwrap();
+    assert_holds(&node, 0, 4, 8 * MIB);
+    assert_eq!(holder.status(&test).trouble, None);
+}
+
+#[test]
+fn what_cannot_be_mapped_says_why_and_leaves_nothing() {
+    let Some(test) = Test::new("refused") else {
+        return;
+    };
+    let holder = test.holder();
+    let map = |change: fn(&mut Spec), key: Secret| {
+        let mut spec = test.spec.clone();
+        change(&mut spec);
+        holder
+            .runtime
+            .block_on(holder.keeper.map(spec, key))
+            .unwrap_err()
+    };
+    let wrong = Secret::new("AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==".to_owned());
+    let error = map(|_| {}, wrong);
+    assert!(matches!(error, HolderError::Denied { .. }), "{error}");
+    let error = map(|spec| spec.image.name = "none".to_owned(), test.key());
+    assert!(matches!(error, HolderError::Missing { .. }), "{error}");
+    let error = map(|spec| spec.image.pool = "none".to_owned(), test.key());
+    assert!(matches!(error, HolderError::Missing { .. }), "{error}");
+    let error = map(
+        |spec| spec.monitors = vec!["127.0.0.1:1".to_owned()],
+        test.key(),
+    );
+    assert!(matches!(error, HolderError::Silent { .. }), "{error}");
+    assert!(holder.keeper.list().is_empty());
+    assert_eq!(fs::read_dir(test.dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_device_grows_with_its_image_and_what_is_beyond_the_old_end_is_kept() {
+    let Some(test) = Test::new("grow") else {
+        return;
+    };
+    let holder = test.holder();
+    let (node, _) = test.map(&holder).unwrap();
+    let id = &test.spec.volume_id;
+    let grow = |bytes| holder.runtime.block_on(holder.keeper.grow(id, bytes));
+    assert_eq!(grow(1).unwrap(), 64 << 20);
+    let error = grow(1 << 40).unwrap_err();
+    assert!(matches!(error, HolderError::Small { .. }), "{error}");
+
+    // While it is in use.
+    let writing = write(&node, 0, 5, 32 * MIB);
+    test.cluster
+        .rbd(&["resize", "--no-progress", "-s", "128M", &test.spec.name()]);
+    let begun = Instant::now();
+    assert_eq!(grow(128 << 20).unwrap(), 128 << 20);
+    eprintln!("grown in {:?}", begun.elapsed());
+    holder.until("the write", || writing.is_finished());
+    writing.join().unwrap();
+    write(&node, 100 << 20, 6, MIB).join().unwrap();
+    assert_holds(&node, 0, 5, 32 * MIB);
+    assert_holds(&node, 100 << 20, 6, MIB);
+    assert_eq!(holder.status(&test).trouble, None);
+    // As another client sees it.
+    let copy = test.dir.path().join("copy");
+    test.cluster.rbd(&[
+        "export",
+        "--no-progress",
+        &test.spec.name(),
+        copy.to_str().unwrap(),
+    ]);
+    assert_holds(&copy, 100 << 20, 6, MIB);
+    fs::remove_file(copy).unwrap();
+}
+
+#[test]
+fn a_device_follows_an_image_that_others_grow() {
+    let Some(test) = Test::new("follow") else {
+        return;
+    };
+    let holder = test.holder();
+    let (node, _) = test.map(&holder).unwrap();
+    let pid = holder.status(&test).pid;
+    test.cluster
+        .rbd(&["resize", "--no-progress", "-s", "96M", &test.spec.name()]);
+    let grown = holder.until("the size", || {
+        super::devices::Device::of(&test.spec.volume_id)
+            .unwrap()
+            .unwrap()
+            .bytes
+            == 96 << 20
+    });
+    eprintln!("followed within {grown:?}");
+    write(&node, 80 << 20, 7, MIB).join().unwrap();
+    assert_holds(&node, 80 << 20, 7, MIB);
+    assert_eq!(holder.status(&test).pid, pid);
+    let copy = test.dir.path().join("copy");
+    test.cluster.rbd(&[
+        "export",
+        "--no-progress",
+        &test.spec.name(),
+        copy.to_str().unwrap(),
+    ]);
+    assert_holds(&copy, 80 << 20, 7, MIB);
+    fs::remove_file(copy).unwrap();
+}
