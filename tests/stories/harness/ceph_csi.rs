@@ -10,6 +10,7 @@ use std::{
     os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    time::{Duration, Instant},
 };
 
 use serde_json::Value;
@@ -57,9 +58,12 @@ impl Ceph {
         fs::create_dir_all(&staging).expect("kubelet's directory");
         write_private(&staging.join(NOTE), &note_of_ceph_csi(volume));
         let mapped = self.map_by_rbd(volume, "noudev");
-        let device = match volume.secrets.get("encryptionPassphrase") {
-            Some(passphrase) => encrypt(&mapped, &volume.handle, passphrase),
-            None => mapped.clone(),
+        let device = match volume.context.get("encrypted").map(String::as_str) {
+            Some("true") => {
+                let passphrase = &volume.secrets["encryptionPassphrase"];
+                encrypt(&mapped, &volume.handle, passphrase)
+            }
+            _ => mapped.clone(),
         };
         let point = staging.join(&volume.handle);
         let [from, to] = [&device, &point].map(|path| path.to_str().expect("UTF-8"));
@@ -78,37 +82,43 @@ impl Ceph {
         }
         mapped
     }
+}
 
-    /// Unstages a volume, whoever staged it: by its note alone.
-    pub fn unstage_as_ceph_csi(&self, node: &Node, volume: &Volume) {
-        let staging = node.staging(volume);
-        let point = staging.join(&volume.handle);
-        run(&["umount", point.to_str().expect("UTF-8")]);
-        if volume.is_block() {
-            fs::remove_file(&point).expect("the file");
-        } else {
-            fs::remove_dir(&point).expect("the directory");
-        }
-        let text = fs::read(staging.join(NOTE)).expect("a note");
-        let stash: Value = serde_json::from_slice(&text).expect("JSON");
-        let part = |key: &str| stash[key].as_str().expect("a string").to_owned();
-        assert_eq!(stash["accessType"], false, "krbd maps it");
-        if stash["encrypted"] == true {
-            run(&["cryptsetup", "luksClose", &mapping_of(&volume.handle)]);
-        }
-        let spec = [part("pool"), part("radosNamespace"), part("image")];
-        let spec: Vec<_> = spec.into_iter().filter(|part| !part.is_empty()).collect();
-        let unmap = [
-            "unmap",
-            &spec.join("/"),
-            "--device-type",
-            "krbd",
-            "--options",
-            "noudev",
-        ];
-        self.cluster.rbd(&unmap);
-        fs::remove_file(staging.join(NOTE)).expect("the note");
+/// Unstages a volume, whoever staged it: by its note alone.
+pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
+    let staging = node.staging(volume);
+    let point = staging.join(&volume.handle);
+    run(&["umount", point.to_str().expect("UTF-8")]);
+    if volume.is_block() {
+        fs::remove_file(&point).expect("the file");
+    } else {
+        fs::remove_dir(&point).expect("the directory");
     }
+    let text = fs::read(staging.join(NOTE)).expect("a note");
+    let stash: Value = serde_json::from_slice(&text).expect("JSON");
+    let part = |key: &str| stash[key].as_str().expect("a string").to_owned();
+    assert_eq!(stash["accessType"], false, "krbd maps it");
+    if stash["encrypted"] == true {
+        run(&["cryptsetup", "luksClose", &mapping_of(&volume.handle)]);
+    }
+    let spec = [part("pool"), part("radosNamespace"), part("image")];
+    let spec: Vec<_> = spec.into_iter().filter(|part| !part.is_empty()).collect();
+    // Kubelet repeats what failed: udevd may be looking at the device.
+    let patience = Instant::now() + Duration::from_secs(30);
+    let spec = spec.join("/");
+    let unmap = [
+        "rbd",
+        "unmap",
+        &spec,
+        "--device-type",
+        "krbd",
+        "-o",
+        "noudev",
+    ];
+    while let Err(said) = run_err(&unmap) {
+        assert!(Instant::now() < patience, "{said}");
+    }
+    fs::remove_file(staging.join(NOTE)).expect("the note");
 }
 
 /// Publishes a volume for a pod.

@@ -25,7 +25,7 @@ use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::Agent;
 pub use ceph::TestCluster;
-pub use ceph_csi::{NOTE, note_of_ceph_csi, publish_as_ceph_csi};
+pub use ceph_csi::{NOTE, note_of_ceph_csi, publish_as_ceph_csi, unstage_as_ceph_csi};
 pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned, range,
 };

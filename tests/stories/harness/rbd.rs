@@ -6,6 +6,7 @@
 //! names.
 
 use std::{
+    collections::HashMap,
     fs,
     io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
@@ -69,6 +70,11 @@ impl Ceph {
         ceph
     }
 
+    /// The cluster that all share, where there is one.
+    pub fn shared(sandbox: &Sandbox) -> Option<Self> {
+        TestCluster::shared().map(|cluster| Self::new(sandbox, cluster))
+    }
+
     /// One more cluster, which the sandbox's nodes know too.
     pub fn another(sandbox: &Sandbox) -> Self {
         let cluster = TestCluster::own().expect("where there is one, there is another");
@@ -123,9 +129,14 @@ impl Ceph {
         volume
     }
 
+    /// The class's `volumeNamePrefix`.
+    pub fn prefix(&self) -> String {
+        format!("{}-", name_of(&self.root))
+    }
+
     /// A name that no other image has.
     pub fn image_name(&self) -> String {
-        format!("{}-{}", name_of(&self.root), Uuid::new_v4())
+        format!("{}{}", self.prefix(), Uuid::new_v4())
     }
 
     /// A dynamic volume over an image, as ceph-csi's controller describes it.
@@ -140,7 +151,7 @@ impl Ceph {
             .with("journalPool", pool)
             .with("imageName", image)
             .with("imageFeatures", "layering")
-            .with("volumeNamePrefix", &format!("{}-", name_of(&self.root)))
+            .with("volumeNamePrefix", &self.prefix())
             .with(
                 "storage.kubernetes.io/csiProvisionerIdentity",
                 "1700000000000-1234-rbd.csi.ceph.com",
@@ -161,14 +172,14 @@ impl Ceph {
             "block" => Volume::block(handle),
             kind => Volume::filesystem(handle, kind),
         };
-        let secrets = [
-            ("userID", &self.cluster.user),
-            ("userKey", &self.cluster.key),
-        ];
-        volume.secrets = secrets
-            .map(|(name, value)| (name.to_owned(), value.clone()))
-            .into();
+        volume.secrets = self.secrets();
         volume.with("clusterID", &self.cluster_id)
+    }
+
+    /// Of the user that ceph-csi's documents have.
+    pub fn secrets(&self) -> HashMap<String, String> {
+        let [user, key] = [&self.cluster.user, &self.cluster.key].map(String::clone);
+        [("userID".to_owned(), user), ("userKey".to_owned(), key)].into()
     }
 
     fn pool_id(&self, name: &str) -> i64 {

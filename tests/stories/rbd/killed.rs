@@ -102,7 +102,7 @@ async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
     let staging = first.elapsed();
     node.unstage(volume).await.unwrap();
     let calls = Duration::from_millis(40);
-    for round in 0..4 {
+    for round in 0..3 {
         kill_within(staging, node, dice, async || node.stage(volume).await).await;
         node.restart().await;
         node.until_ok("staged", async || node.stage(volume).await)
@@ -139,35 +139,44 @@ async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
 fn killed_in_the_first_stage_of_a_blank_image() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
-        let mut dice = Dice::new();
-        let longest = Duration::from_millis(400);
-        for round in 0..4 {
-            let volume = if round % 2 == 0 {
-                ceph.volume("ext4")
-            } else {
-                encrypted::volume(ceph, "ext4")
-            };
-            kill_within(longest, &node, &mut dice, async || {
-                node.stage(&volume).await
-            })
-            .await;
-            node.restart().await;
-            // Either kubelet gives it up, or it comes back.
-            if round < 2 {
-                node.until_ok("unstaged", async || node.unstage(&volume).await)
-                    .await;
-                assert!(rbds_over(&volume).is_empty());
-                assert_nothing_staged(&node, &volume);
-            }
-            node.until_ok("staged", async || node.stage(&volume).await)
-                .await;
-            node.publish(&volume, "pod").await.unwrap();
-            let content = Content::new(&volume.handle);
-            kept(&volume, &node.target(&volume, "pod"), &content, true);
-            node.down(&volume, "pod").await;
-        }
-        node.assert_clean().await;
+        killed_in_the_first_stage(&node, 6, || ceph.volume("ext4")).await;
     });
+}
+
+#[test]
+fn killed_while_a_blank_image_is_encrypted() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        killed_in_the_first_stage(&node, 2, || encrypted::volume(ceph, "ext4")).await;
+    });
+}
+
+async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> Volume) {
+    let mut dice = Dice::new();
+    let whole = blank();
+    let began = Instant::now();
+    node.stage(&whole).await.unwrap();
+    let longest = began.elapsed();
+    node.unstage(&whole).await.unwrap();
+    for round in 0..rounds {
+        let volume = blank();
+        kill_within(longest, node, &mut dice, async || node.stage(&volume).await).await;
+        node.restart().await;
+        // Either kubelet gives it up, or it comes back.
+        if round % 2 == 0 {
+            node.until_ok("unstaged", async || node.unstage(&volume).await)
+                .await;
+            assert!(rbds_over(&volume).is_empty());
+            assert_nothing_staged(node, &volume);
+        }
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        node.publish(&volume, "pod").await.unwrap();
+        let content = Content::new(&volume.handle);
+        kept(&volume, &node.target(&volume, "pod"), &content, true);
+        node.down(&volume, "pod").await;
+    }
+    node.assert_clean().await;
 }
 
 #[test]

@@ -9,7 +9,9 @@ mod lives;
 mod outages;
 mod refusals;
 mod secrets;
+mod strays;
 mod takeover;
+mod together;
 mod watchers;
 
 use std::{fs, path::Path};

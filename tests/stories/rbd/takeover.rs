@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{assert_nothing_staged, encrypted, kept};
 use crate::harness::{
     Ceph, Content, MIB, NOTE, Node, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi,
-    rbds_of, rbds_over, run,
+    rbds_of, rbds_over, run, unstage_as_ceph_csi,
 };
 
 fn volumes(ceph: &Ceph) -> [Volume; 4] {
@@ -86,7 +86,7 @@ fn what_we_staged_is_unstaged_by_ceph_csi() {
             } else {
                 fs::remove_dir(&target).unwrap();
             }
-            ceph.unstage_as_ceph_csi(&node, &volume);
+            unstage_as_ceph_csi(&node, &volume);
             assert_nothing_staged(&node, &volume);
             // Ours comes back, with records of what is gone.
             node.restart().await;
@@ -153,7 +153,7 @@ fn the_note_says_all_that_ceph_csi_asks_of_it() {
         let known = volume.clone().with("radosNamespace", &ceph.cluster_id);
         assert_eq!(text, note_of_ceph_csi(&known));
         node.kill9().await;
-        ceph.unstage_as_ceph_csi(&node, &volume);
+        unstage_as_ceph_csi(&node, &volume);
         node.restart().await;
         node.unstage(&volume).await.unwrap();
         node.assert_clean().await;
@@ -202,7 +202,7 @@ fn ceph_csi_s_steps_are_what_they_should_be() {
                 kept(&volume, &target, &Content::new(&volume.handle), round == 0);
                 assert_staged_as_ceph_csi_does(&node, &volume);
                 run(&["umount", target.to_str().unwrap()]);
-                ceph.unstage_as_ceph_csi(&node, &volume);
+                unstage_as_ceph_csi(&node, &volume);
                 assert_nothing_staged(&node, &volume);
             }
         }

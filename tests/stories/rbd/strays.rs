@@ -1,0 +1,136 @@
+//! Devices that come and go behind the agent's back.
+
+use std::{fs, path::Path};
+
+use super::{assert_nothing_staged, kept};
+use crate::harness::{
+    Ceph, Content, Node, Volume, ceph_story, eventually, files_below, rbds_of, rbds_over, refused,
+    run, story,
+};
+
+fn unmap(device: &Path) {
+    run(&["rbd", "unmap", "-o", "noudev", device.to_str().unwrap()]);
+}
+
+/// Maps an image once it gets this device, whose number other stories may have
+/// for a while.
+async fn map_as(ceph: &Ceph, volume: &Volume, device: &Path) {
+    eventually("the number is used again", async || {
+        let mapped = ceph.map_by_rbd(volume, "noudev");
+        if mapped != device {
+            unmap(&mapped);
+        }
+        (mapped == device).then_some(())
+    })
+    .await;
+}
+
+#[test]
+fn a_number_that_went_to_another_image_is_not_the_volume_s() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let [volume, other] = [(); 2].map(|()| ceph.volume("block"));
+        let [ours, theirs] = [&volume, &other].map(|volume| Content::new(&volume.handle));
+        let target = node.up(&volume, "pod").await;
+        kept(&volume, &target, &ours, true);
+        // Nobody has it open, so it goes.
+        let device = rbds_over(&volume).pop().unwrap();
+        unmap(&device);
+        let ailments = node.health(&volume, &target).await.unwrap();
+        assert!(!ailments.is_empty(), "it is gone");
+        map_as(ceph, &other, &device).await;
+        theirs.write_at(&device, 0).unwrap();
+
+        let ailments = node.health(&volume, &target).await.unwrap();
+        assert!(!ailments.is_empty(), "another image is not the volume");
+        node.unpublish(&volume, "pod").await.unwrap();
+        // Another pod gets the volume or nothing.
+        if node.stage(&volume).await.is_ok() && node.publish(&volume, "another").await.is_ok() {
+            kept(&volume, &node.target(&volume, "another"), &ours, false);
+        }
+        node.unpublish(&volume, "another").await.unwrap();
+        node.unstage(&volume).await.unwrap();
+        assert_nothing_staged(&node, &volume);
+        // The other is whose it was.
+        assert_eq!(rbds_of(sandbox.dir()), std::slice::from_ref(&device));
+        theirs.is_at(&device, 0);
+        unmap(&device);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_agent_finds_out_after_a_restart_that_a_device_is_gone() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        for (kind, number_is_taken) in [("block", false), ("block", true)] {
+            let volume = ceph.volume(kind);
+            node.up(&volume, "pod").await;
+            node.kill9().await;
+            let device = rbds_over(&volume).pop().unwrap();
+            unmap(&device);
+            let other = ceph.volume(kind);
+            if number_is_taken {
+                map_as(ceph, &other, &device).await;
+            }
+            node.restart().await;
+            node.down(&volume, "pod").await;
+            assert_nothing_staged(&node, &volume);
+            assert_eq!(rbds_of(sandbox.dir()).len(), usize::from(number_is_taken));
+            if number_is_taken {
+                unmap(&device);
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn images_of_one_name_in_several_pools_are_several() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let here = ceph.volume("ext4");
+        let name = &here.context["imageName"];
+        let pool = ceph.cluster.fresh_pool();
+        let create = ["create", "-s", "64M", "--image-feature", "layering"];
+        let spec = format!("{pool}/{name}");
+        ceph.cluster.rbd(&[&create[..], &[&spec]].concat());
+        let there = ceph.over_in(&pool, name, "ext4");
+        let volumes = [&here, &there];
+        for volume in volumes {
+            let target = node.up(volume, "pod").await;
+            kept(volume, &target, &Content::new(&volume.handle), true);
+        }
+        assert_eq!(rbds_of(sandbox.dir()).len(), volumes.len());
+        // Each is known again by an agent that has nothing but what is mounted.
+        node.kill9().await;
+        for file in files_below(&node.run_dir) {
+            fs::remove_file(file).unwrap();
+        }
+        node.restart().await;
+        for (gone, volume) in volumes.into_iter().enumerate() {
+            assert_eq!(rbds_of(sandbox.dir()).len(), volumes.len() - gone);
+            node.down(volume, "pod").await;
+            let target = node.up(volume, "pod").await;
+            kept(volume, &target, &Content::new(&volume.handle), false);
+            node.down(volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_kernel_without_the_driver_is_named() {
+    if Path::new("/sys/bus/rbd").exists() {
+        return;
+    }
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::shared(sandbox) else {
+            return;
+        };
+        let node: Node = ceph.node(sandbox).await;
+        let answer = node.stage(&ceph.volume("ext4")).await;
+        refused(answer, tonic::Code::Unavailable, &["kernel module \"rbd\""]);
+        node.assert_clean().await;
+    });
+}

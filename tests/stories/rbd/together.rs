@@ -1,0 +1,204 @@
+//! Controller and node on one cluster, from a claim to its deletion.
+
+use std::{fs, path::Path};
+
+use tonic::Code::FailedPrecondition;
+use uring_csi::proto::csi::CreateVolumeRequest;
+
+use super::{assert_nothing_staged, kept};
+use crate::harness::{
+    Ceph, Content, Controller, ControllerSetup, MIB, Node, Sandbox, Volume, ceph_story, claim,
+    from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
+};
+
+/// Both, and a storage class with a pool of its own.
+struct Class<'a> {
+    ceph: &'a Ceph,
+    pool: String,
+    controller: Controller,
+    node: Node,
+    parameters: Vec<(&'static str, String)>,
+}
+
+impl<'a> Class<'a> {
+    async fn new(sandbox: &Sandbox, ceph: &'a Ceph, more: &[(&'static str, &str)]) -> Self {
+        let kms = sandbox.dir().join("kms.json");
+        fs::write(&kms, r#"{"own": {"encryptionKMSType": "metadata"}}"#).unwrap();
+        let kms = kms.to_str().unwrap();
+        let mut setup = ControllerSetup::new(sandbox);
+        setup.pools.clear();
+        let config = ceph.config();
+        let args = [
+            "--ceph-config",
+            config.to_str().unwrap(),
+            "--kms-config",
+            kms,
+        ];
+        setup.args = args.map(str::to_owned).to_vec();
+        setup.secrets = ceph.secrets();
+        let passphrase = ("encryptionPassphrase", "correct horse battery staple");
+        let secrets = [passphrase].map(|(name, value)| (name.to_owned(), value.to_owned()));
+        setup.secrets.extend(secrets);
+        let pool = ceph.cluster.fresh_pool();
+        let mut parameters = vec![
+            ("clusterID", ceph.cluster_id.clone()),
+            ("imageFeatures", "layering".to_owned()),
+            ("volumeNamePrefix", ceph.prefix()),
+        ];
+        parameters.extend(more.iter().map(|(key, value)| (*key, (*value).to_owned())));
+        let node = ceph.setup(sandbox).arg("--kms-config").arg(kms);
+        Self {
+            ceph,
+            pool,
+            controller: Controller::start_with(sandbox, setup).await,
+            node: Node::start_with(sandbox, node).await,
+            parameters,
+        }
+    }
+
+    fn claim(&self, kind: &str, name: &str, bytes: u64) -> (CreateVolumeRequest, Volume) {
+        let asked = match kind {
+            "block" => Volume::block(name),
+            kind => Volume::filesystem(name, kind),
+        };
+        let mut request = claim(name, &self.pool, &asked.capability, bytes);
+        let parameters = self.parameters.iter();
+        (request.parameters)
+            .extend(parameters.map(|(key, value)| ((*key).to_owned(), value.clone())));
+        (request, asked)
+    }
+
+    async fn made(&self, (request, asked): (CreateVolumeRequest, Volume)) -> Volume {
+        let made = self.controller.create(request).await.unwrap();
+        let mut volume = provisioned(&made, &asked.capability);
+        volume.secrets.clone_from(&self.controller.secrets);
+        volume
+    }
+
+    /// From a claim to its deletion, with all that a claim may become meanwhile.
+    async fn whole_life(&self, kind: &str) {
+        let Self {
+            controller, node, ..
+        } = self;
+        let small = if kind == "xfs" { 384 } else { 128 } * MIB;
+        let volume = self.made(self.claim(kind, "claim", small)).await;
+        let content = Content::new(kind);
+        let target = node.up(&volume, "pod").await;
+        kept(&volume, &target, &content, true);
+        if kind != "block" {
+            run(&["sync", "-f", target.to_str().unwrap()]);
+        }
+        refused(
+            controller.delete(&volume.handle).await,
+            FailedPrecondition,
+            &["in use"],
+        );
+
+        // In use, both.
+        let snapshot = controller
+            .snapshot(&volume.handle, "snapshot")
+            .await
+            .unwrap();
+        let mut restored = self.claim(kind, "restored", 2 * small);
+        restored.0.volume_content_source = Some(from_snapshot(&snapshot.snapshot_id));
+        let mut cloned = self.claim(kind, "cloned", small);
+        cloned.0.volume_content_source = Some(from_volume(&volume.handle));
+        let copies = [self.made(restored).await, self.made(cloned).await];
+        for copy in &copies {
+            let target = node.up(copy, "pod").await;
+            kept(copy, &target, &content, false);
+            kept(copy, &target, &Content::new(&copy.handle), true);
+        }
+        let restored = self.size(&copies[0]).await;
+        assert!(restored > small + small / 2, "{kind}: {restored}");
+        kept(&volume, &target, &content, false);
+
+        let (size, on_node) = controller.expand(&volume.handle, 2 * small).await.unwrap();
+        assert!(on_node, "the node has its part in it");
+        let size = size.unsigned_abs();
+        assert_eq!(
+            node.expand(&volume, &target, size)
+                .await
+                .unwrap()
+                .unsigned_abs(),
+            size
+        );
+        assert!(self.size(&volume).await > small + small / 2, "{kind}");
+
+        for volume in [&copies[0], &volume, &copies[1]] {
+            node.down(volume, "pod").await;
+            assert_nothing_staged(node, volume);
+            controller.delete(&volume.handle).await.unwrap();
+        }
+        controller
+            .delete_snapshot(&snapshot.snapshot_id)
+            .await
+            .unwrap();
+        assert_eq!(self.ceph.cluster.rbd(&["ls", &self.pool]), "");
+        node.assert_clean().await;
+    }
+
+    async fn size(&self, volume: &Volume) -> u64 {
+        let target = self.node.target(volume, "pod");
+        let usage = self.node.stats(volume, &target).await.unwrap();
+        usage[0].total.unsigned_abs()
+    }
+}
+
+#[test]
+fn claims_for_file_systems() {
+    ceph_story(async |sandbox, ceph| {
+        let class = Class::new(sandbox, ceph, &[]).await;
+        class.whole_life("ext4").await;
+        class.whole_life("xfs").await;
+    });
+}
+
+#[test]
+fn claims_for_raw_devices() {
+    ceph_story(async |sandbox, ceph| {
+        let class = Class::new(sandbox, ceph, &[]).await;
+        class.whole_life("block").await;
+    });
+}
+
+#[test]
+fn claims_for_encrypted_volumes() {
+    ceph_story(async |sandbox, ceph| {
+        let class = Class::new(sandbox, ceph, &[("encrypted", "true")]).await;
+        class.whole_life("ext4").await;
+    });
+}
+
+#[test]
+fn claims_for_volumes_with_passphrases_of_their_own() {
+    ceph_story(async |sandbox, ceph| {
+        let more = [("encrypted", "true"), ("encryptionKMSID", "own")];
+        let class = Class::new(sandbox, ceph, &more).await;
+        class.whole_life("block").await;
+    });
+}
+
+#[test]
+fn what_the_controller_made_ceph_csi_stages() {
+    ceph_story(async |sandbox, ceph| {
+        let class = Class::new(sandbox, ceph, &[]).await;
+        let node = &class.node;
+        let volume = class.made(class.claim("ext4", "claim", 128 * MIB)).await;
+        let content = Content::new("theirs");
+        ceph.stage_as_ceph_csi(node, &volume);
+        kept(&volume, &point(node, &volume), &content, true);
+        unstage_as_ceph_csi(node, &volume);
+        let target = node.up(&volume, "pod").await;
+        kept(&volume, &target, &content, false);
+        node.down(&volume, "pod").await;
+        assert!(rbds_of(sandbox.dir()).is_empty());
+        class.controller.delete(&volume.handle).await.unwrap();
+    });
+}
+
+/// Where ceph-csi stages.
+fn point(node: &Node, volume: &Volume) -> std::path::PathBuf {
+    let staging = node.staging(volume);
+    Path::new(&staging).join(&volume.handle)
+}
