@@ -98,14 +98,7 @@ impl Store {
                 Err(RbdError::Lost { .. }) => 0,
                 Err(error) => return Err(error),
             };
-            let mut volume = found.volume(bytes);
-            // Whoever lists looks for it; the orchestrator has it elsewhere, and
-            // ceph-csi's context has none.
-            let name = found
-                .name()
-                .map(|name| ("name".to_owned(), name.to_owned()));
-            volume.context.extend(name);
-            Ok(Some(volume))
+            Ok(Some(found.listed(bytes)))
         })
     }
 
