@@ -133,10 +133,11 @@ impl<'a> Lives<'a> {
 }
 
 /// All at once, on threads whose children are in this one's mount namespace.
-fn on_threads<T: Send, R: Send>(
+pub fn on_threads<T: Send, R: Send>(
     items: impl Iterator<Item = T>,
-    run: impl Fn(T) -> R + Copy + Send,
+    run: impl Fn(T) -> R + Sync,
 ) -> Vec<R> {
+    let run = &run;
     thread::scope(|scope| {
         let threads: Vec<_> = items.map(|item| scope.spawn(move || run(item))).collect();
         let ended = threads.into_iter().map(thread::ScopedJoinHandle::join);

@@ -6,12 +6,12 @@
 //! - *socket*: the real agent, called as kubelet calls it, on a new connection
 //!   each time (*kept*: on one that is kept);
 //! - *in process*: the library, without gRPC;
-//! - *exec*: what attaches (`losetup`, `nbd-client`), `blkid`, `fsck`, `mkfs`,
+//! - *exec*: what attaches (`losetup`, `nbd-client`, `rbd`), `blkid`, `fsck`, `mkfs`,
 //!   `mount`, `umount`, as drivers built on mount-utils run them.
 //!
 //! `make bench` (scripts/bench.sh) for the numbers in PERFORMANCE.md, each backend
 //! on a kernel that has it; the environment variable `BACKEND` says which one it
-//! is here: `loop`, unless it is set, or `nbd`. Needs root.
+//! is here: `loop`, unless it is set, `nbd` or `rbd`. Needs root.
 
 // The ban on children is the product's, not its benches'.
 #![allow(clippy::disallowed_methods, missing_docs)]
@@ -19,33 +19,43 @@
 mod backends;
 mod by_exec;
 mod calls;
+mod ceph;
 #[path = "../tests/stories/harness/mod.rs"]
 #[allow(dead_code, unused_imports)] // The stories use what the benches don't.
 mod harness;
 mod life;
 mod nbd;
 mod probe;
+mod provision;
 mod publish;
+mod rbd;
 mod rig;
 
 use criterion::Criterion;
 
 use backends::{Exports, Images};
-use harness::NbdServer;
+use ceph::{Ceph, CephImages};
+use harness::{NbdServer, NodeSetup};
 use rig::Rig;
 
 fn main() {
-    let rig = Rig::start();
+    let backend = std::env::var("BACKEND").unwrap_or_default();
+    let ceph = (backend == "rbd").then(Ceph::start);
+    let rig = Rig::start(|sandbox| match &ceph {
+        Some(ceph) => ceph.node(sandbox),
+        None => NodeSetup::new(sandbox),
+    });
     // Channels are made between the calls, too, and spawn their driver at once.
     let _inside = rig.runtime.enter();
     let mut criterion = Criterion::default()
         .sample_size(20)
         .warm_up_time(std::time::Duration::from_secs(1))
         .configure_from_args();
-    match std::env::var("BACKEND").as_deref() {
-        Err(_) | Ok("loop") => images(&mut criterion, &rig),
-        Ok("nbd") => exports(&mut criterion, &rig),
-        Ok(other) => panic!("BACKEND={other}: there are loop and nbd"),
+    match (backend.as_str(), &ceph) {
+        ("" | "loop", _) => images(&mut criterion, &rig),
+        ("nbd", _) => exports(&mut criterion, &rig),
+        (_, Some(ceph)) => ceph_images(&mut criterion, &rig, ceph),
+        (other, None) => panic!("BACKEND={other}: there are loop, nbd and rbd"),
     }
     criterion.final_summary();
     rig.print_summary();
@@ -75,5 +85,18 @@ fn exports(criterion: &mut Criterion, rig: &Rig) {
             life::raw(criterion, rig, &exports);
             life::at_once(criterion, rig, &exports, 16);
         }
+    }
+}
+
+fn ceph_images(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph) {
+    let images = CephImages {
+        ceph,
+        sandbox: &rig.sandbox,
+    };
+    for many in [1, 8] {
+        provision::create_and_delete(criterion, rig, ceph, many);
+    }
+    for many in [1, 16] {
+        rbd::stage(criterion, rig, &images, many);
     }
 }

@@ -18,7 +18,7 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
     let volume = over.volume("map", "block");
     let up = || runtime.block_on(node.stage(&volume)).expect("staged");
     let down = || runtime.block_on(node.unstage(&volume)).expect("unstaged");
-    rig.measure_up(&mut group, &case, "socket", up, down);
+    rig.measure_between(&mut group, &case, "socket", || {}, up, down);
 
     let links = Links::new("bench");
     let export = over.export("map");
@@ -38,12 +38,12 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
         let device = device.take().expect("a device");
         let _ = links.detach(&export, &device).expect("detached");
     };
-    rig.measure_up(&mut group, &case, "in process", up, down);
+    rig.measure_between(&mut group, &case, "in process", || {}, up, down);
 
     let exec = over.exec("map-exec", "block");
     let device = Cell::new(None);
     let up = || device.set(Some(exec.attach()));
     let down = || exec.detach(&device.take().expect("a device"));
-    rig.measure_up(&mut group, &case, "exec", up, down);
+    rig.measure_between(&mut group, &case, "exec", || {}, up, down);
     group.finish();
 }

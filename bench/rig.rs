@@ -10,7 +10,7 @@ use std::{
 use criterion::{BenchmarkGroup, measurement::WallTime};
 use tokio::runtime::Runtime;
 
-use crate::harness::{Node, Sandbox, run};
+use crate::harness::{Node, NodeSetup, Sandbox, run};
 
 pub struct Rig {
     pub runtime: Runtime,
@@ -22,13 +22,13 @@ pub struct Rig {
 }
 
 impl Rig {
-    pub fn start() -> Self {
+    pub fn start(setup: impl FnOnce(&Sandbox) -> NodeSetup) -> Self {
         let sandbox = Sandbox::new();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .expect("a runtime");
-        let node = runtime.block_on(Node::start(&sandbox));
+        let node = runtime.block_on(Node::start_with(&sandbox, setup(&sandbox)));
         Self {
             runtime,
             node,
@@ -48,19 +48,22 @@ impl Rig {
         self.sum(group, case, way, || timed(&mut run));
     }
 
-    /// Times `up` and not `down`, nor what udevd does in between.
-    pub fn measure_up(
+    /// Times `run` alone: not what is `before` and `after`, nor what udevd does
+    /// in between.
+    pub fn measure_between(
         &self,
         group: &mut BenchmarkGroup<'_, WallTime>,
         case: &str,
         way: &'static str,
-        mut up: impl FnMut(),
-        mut down: impl FnMut(),
+        mut before: impl FnMut(),
+        mut run: impl FnMut(),
+        mut after: impl FnMut(),
     ) {
         self.sum(group, case, way, || {
-            let took = timed(&mut up);
+            before();
+            let took = timed(&mut run);
             settle();
-            down();
+            after();
             took
         });
     }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the benches (bench/), each backend on a kernel that has it: `loop` on the
-# machine's own, `nbd` on the test kernel (tests/kernel/in.sh), or on the
+# machine's own, `nbd` and `rbd` on the test kernel (tests/kernel/in.sh), or on the
 # machine's own, too, with HOST_KERNEL=1. ONLY=nbd runs one of them, QUICK=1 all
 # in short form.
 set -euo pipefail
@@ -14,7 +14,7 @@ command=("$bench" --bench)
 if [[ -n ${QUICK:-} ]]; then command+=(--quick); fi
 
 known=
-for backend in loop nbd; do
+for backend in loop nbd rbd; do
   [[ ${ONLY:-$backend} == "$backend" ]] || continue
   known=1
   if [[ $backend == loop ]]; then

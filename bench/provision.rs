@@ -1,0 +1,216 @@
+//! CreateVolume and DeleteVolume of Ceph images, beside the calls of Ceph's
+//! libraries that they need, and beside `rbd`.
+
+use std::{cell::RefCell, sync::Arc, time::Duration};
+
+use criterion::Criterion;
+use futures_util::future::join_all;
+use uring_csi::{
+    ceph::{
+        journal::{Entry, Journal, Kind, Reserved},
+        rados::IoCtx,
+        rbd::{self, Access, Image, ImageOptions, trash},
+    },
+    proto::csi::CreateVolumeRequest,
+};
+use uuid::Uuid;
+
+use crate::{
+    backends::SIZE,
+    ceph::{CREATE, Ceph, ID},
+    harness::{Controller, ControllerSetup, Volume, claim},
+    life::on_threads,
+    rig::Rig,
+};
+
+/// So many at once.
+pub fn create_and_delete(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph, many: usize) {
+    let create = format!("RBD: {many} CreateVolume at once");
+    let delete = format!("RBD: {many} DeleteVolume at once");
+    let library = Library::new(ceph);
+
+    let mut setup = ControllerSetup::new(&rig.sandbox);
+    setup.name = if many == 1 { "one" } else { "many" };
+    setup.pools.clear();
+    setup.args = ceph.args();
+    setup.secrets = ceph.secrets();
+    let controller = rig
+        .runtime
+        .block_on(Controller::start_with(&rig.sandbox, setup));
+    let made = RefCell::default();
+    let up = || {
+        let creates = (0..many).map(|_| controller.create(request(ceph)));
+        *made.borrow_mut() = rig.runtime.block_on(join_all(creates));
+    };
+    let down = || {
+        let made = made.take().into_iter().map(|made| made.expect("a volume"));
+        let deletes = made.map(async |made| controller.delete(&made.volume_id).await);
+        for deleted in rig.runtime.block_on(join_all(deletes)) {
+            deleted.expect("deleted");
+        }
+    };
+    let emptied = || library.wait_for_empty_trash();
+    let mut group = criterion.benchmark_group(&create);
+    rig.measure_between(
+        &mut group,
+        &create,
+        "socket",
+        || {},
+        up,
+        || {
+            down();
+            emptied();
+        },
+    );
+    group.finish();
+    let mut group = criterion.benchmark_group(&delete);
+    rig.measure_between(&mut group, &delete, "socket", up, down, emptied);
+    group.finish();
+
+    let made = RefCell::default();
+    let up = || *made.borrow_mut() = on_threads(0..many, |_| library.create());
+    let ids = RefCell::default();
+    let down =
+        || *ids.borrow_mut() = on_threads(made.take().into_iter(), |made| library.delete(&made));
+    let emptied = || {
+        let ids: Vec<String> = ids.take();
+        for id in &ids {
+            library.remove(id);
+        }
+    };
+    let mut group = criterion.benchmark_group(&create);
+    rig.measure_between(
+        &mut group,
+        &create,
+        "library",
+        || {},
+        up,
+        || {
+            down();
+            emptied();
+        },
+    );
+    group.finish();
+    let mut group = criterion.benchmark_group(&delete);
+    rig.measure_between(&mut group, &delete, "library", up, down, emptied);
+    group.finish();
+
+    let image = |n| format!("{}/exec-{n}", ceph.cluster.pool);
+    let up = || {
+        on_threads(0..many, |n| {
+            let image = image(n);
+            ceph.cluster.rbd(&[&CREATE[..], &[&image]].concat())
+        });
+    };
+    let down = || {
+        on_threads(0..many, |n| {
+            ceph.cluster.rbd(&["rm", "--no-progress", &image(n)])
+        });
+    };
+    let mut group = criterion.benchmark_group(&create);
+    rig.measure_between(&mut group, &create, "exec", || {}, up, down);
+    group.finish();
+    let mut group = criterion.benchmark_group(&delete);
+    rig.measure_between(&mut group, &delete, "exec", up, down, || {});
+    group.finish();
+}
+
+fn request(ceph: &Ceph) -> CreateVolumeRequest {
+    let name = format!("pvc-{}", Uuid::new_v4());
+    let block = Volume::block("any").capability;
+    let mut request = claim(&name, &ceph.cluster.pool, &block, SIZE);
+    for (key, value) in [("clusterID", ID), ("imageFeatures", "layering")] {
+        request.parameters.insert(key.to_owned(), value.to_owned());
+    }
+    request
+}
+
+/// The least that a volume in ceph-csi's form takes: its name reserved, its entry
+/// written, an image, and the image's id in the entry; and all that taken back, if
+/// nobody uses the image.
+struct Library {
+    pool: IoCtx,
+    journal: Journal,
+    options: ImageOptions,
+}
+
+struct Made {
+    uuid: Uuid,
+    name: String,
+}
+
+impl Library {
+    fn new(ceph: &Ceph) -> Self {
+        let cluster: Arc<_> = ceph.connect();
+        Self {
+            pool: cluster.ioctx(&*ceph.cluster.pool, "").expect("a pool"),
+            journal: Journal::new(Kind::Volume, "library"),
+            options: ImageOptions {
+                features: Some("layering".parse().expect("a feature")),
+                ..ImageOptions::default()
+            },
+        }
+    }
+
+    fn create(&self) -> Made {
+        let (pool, uuid) = (&self.pool, Uuid::new_v4());
+        let name = format!("pvc-{uuid}");
+        let reserved = Reserved {
+            uuid,
+            pool_id: None,
+        };
+        let found = self
+            .journal
+            .reserve(pool, &name, reserved)
+            .expect("a reservation");
+        assert!(found.is_none());
+        let image = Kind::Volume.image(None, uuid);
+        let entry = Entry {
+            name: name.clone(),
+            image: image.clone(),
+            ..Entry::default()
+        };
+        self.journal.write(pool, uuid, &entry).expect("an entry");
+        rbd::create(pool, &image, SIZE, &self.options).expect("an image");
+        let id = rbd::image_id(pool, &image)
+            .expect("an id")
+            .expect("an image");
+        self.journal
+            .set_image_id(pool, uuid, &id)
+            .expect("an entry");
+        Made { uuid, name }
+    }
+
+    /// The image's id, by which it is in the trash.
+    fn delete(&self, made: &Made) -> String {
+        let pool = &self.pool;
+        let entry = self
+            .journal
+            .read(pool, made.uuid)
+            .expect("a journal")
+            .expect("an entry");
+        let image = Image::open(pool, &entry.image, Access::ReadOnly).expect("an image");
+        assert!(image.watchers().expect("its watchers").is_empty());
+        drop(image);
+        trash::move_image(pool, &entry.image, Duration::ZERO).expect("moved to the trash");
+        let reserved = Reserved {
+            uuid: made.uuid,
+            pool_id: None,
+        };
+        self.journal
+            .forget(pool, pool, &made.name, reserved)
+            .expect("forgotten");
+        entry.image_id
+    }
+
+    fn remove(&self, id: &str) {
+        trash::remove(&self.pool, id, false).expect("removed from the trash");
+    }
+
+    /// The controller, or Ceph's manager, empties it behind the deletes.
+    fn wait_for_empty_trash(&self) {
+        while !trash::list(&self.pool).expect("a trash").is_empty() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
