@@ -34,14 +34,14 @@ apt_of() {
   local suite=$1
   shift
   echo "deb [signed-by=$keys] $mirror $suite main" >"$work/apt/sources"
-  apt-get -qq -o Dir::Etc::sourcelist="$work/apt/sources" -o Dir::Etc::sourceparts=- \
+  apt-get -qq -o APT::Update::Error-Mode=any -o Dir::Etc::sourcelist="$work/apt/sources" -o Dir::Etc::sourceparts=- \
     -o Dir::State::lists="$work/apt/lists" -o Dir::State::status="$work/apt/status" \
     -o Dir::Cache="$work/apt/cache" -o APT::Sandbox::User=root "$@"
 }
 
 for suite in forky sid; do
   (cd "$work/debs" && apt_of "$suite" update && apt_of "$suite" download user-mode-linux libc6) && break
-done || fail "neither forky nor sid has user-mode-linux"
+done || fail "no user-mode-linux of forky or sid to be had from $mirror; is it in reach?"
 
 for package in "$work"/debs/*.deb; do dpkg-deb -x "$package" "$work/root"; done
 
