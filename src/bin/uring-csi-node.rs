@@ -1,6 +1,7 @@
 //! The node agent: a DaemonSet's container on every node that mounts volumes.
 
 use std::{
+    net::SocketAddr,
     path::PathBuf,
     process::ExitCode,
     rc::Rc,
@@ -21,6 +22,7 @@ use uring_csi::{
         validate,
     },
     device::{Backends, CephImages, Exports, Images, Notes, nbd, rbd},
+    holder::{Watch, client::Client},
     kernel::privileges,
     lane::Lanes,
     mount::{path::Roots, table},
@@ -111,6 +113,9 @@ struct Options {
         value_name = "FILE"
     )]
     kms_config: PathBuf,
+    /// The socket of uring-csi-holder, for volumes that rbd-nbd serves.
+    #[arg(long, env = "URING_CSI_HOLDER", value_name = "ENDPOINT")]
+    holder: Option<Endpoint>,
     /// Where this node is in the CRUSH map, e.g. zone:a|rack:b; reads go to the
     /// nearest copy where the cluster's configuration has readAffinity.
     #[arg(long, env = "URING_CSI_CRUSH_LOCATION", value_name = "TYPE:NAME|…")]
@@ -166,19 +171,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     let listener = options.endpoint.bind().await?;
     let lanes = Lanes::new(IDLE_LANES);
     if let Some(addr) = options.plugin.metrics_listen {
-        let metrics = metrics::install()?;
-        let seen = lanes.clone();
-        metrics.before_scrape(move || {
-            let stuck = seen
-                .busy()
-                .iter()
-                .filter(|busy| busy.since.elapsed() > STUCK_AFTER)
-                .count();
-            metrics::lane_stuck(stuck);
-            metrics::lane_threads(seen.threads());
-        });
-        let readiness = readiness.clone();
-        ring::spawn(http::serve(addr, readiness, metrics));
+        serve_metrics(addr, lanes.clone(), readiness.clone())?;
     }
     let config = Config {
         node_id: options.node_id.clone(),
@@ -213,6 +206,10 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             kms: KmsConfig::new(&options.kms_config),
             connections: Connections::new(Timeouts::default())?,
             mapper: rbd::Mapper::open(options.run_dir.join("map"))?,
+            holder: options
+                .holder
+                .map(|endpoint| Watch::start(Client::new(endpoint)))
+                .transpose()?,
             location: options.crush_location,
             notes,
         },
@@ -256,6 +253,21 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         "serving"
     );
     serve_until_told(listener, routes).await
+}
+
+fn serve_metrics(addr: SocketAddr, lanes: Lanes, readiness: Readiness) -> Result<(), Failure> {
+    let metrics = metrics::install()?;
+    metrics.before_scrape(move || {
+        let stuck = lanes
+            .busy()
+            .iter()
+            .filter(|busy| busy.since.elapsed() > STUCK_AFTER)
+            .count();
+        metrics::lane_stuck(stuck);
+        metrics::lane_threads(lanes.threads());
+    });
+    ring::spawn(http::serve(addr, readiness, metrics));
+    Ok(())
 }
 
 async fn serve_until_told(listener: Listener, routes: Routes) -> Result<(), Failure> {

@@ -19,6 +19,7 @@ use crate::{
             controller_client::ControllerClient, identity_client::IdentityClient,
             node_client::NodeClient,
         },
+        holder::holder_client::HolderClient,
     },
     secret::Secrets,
 };
@@ -93,6 +94,8 @@ pub struct Context {
     pub node_socket: Socket,
     /// uring-csi-controller.
     pub controller_socket: Socket,
+    /// uring-csi-holder.
+    pub holder_socket: Socket,
     /// Tells on a terminal what a call is waiting for.
     pub progress: Progress,
     /// What calls that take secrets carry.
@@ -111,6 +114,10 @@ impl Context {
     service! {
         /// A call of CSI's Controller service.
         controller, controller_socket, ControllerClient
+    }
+    service! {
+        /// A call of the holder of rbd-nbd's daemons.
+        holder, holder_socket, HolderClient
     }
     service! {
         /// A call of the node's Identity service.

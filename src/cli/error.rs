@@ -4,7 +4,7 @@ use std::{io, path::PathBuf};
 
 use tonic::{Code, Status};
 
-use crate::{csi::serve::Endpoint, pool::claim::ClaimError};
+use crate::{ceph::CredentialsError, csi::serve::Endpoint, pool::claim::ClaimError};
 
 /// The last part of `uringctl --help`.
 pub const EXIT_CODES: &str = "\
@@ -24,6 +24,8 @@ pub enum Agent {
     Node,
     /// uring-csi-controller.
     Controller,
+    /// uring-csi-holder.
+    Holder,
 }
 
 impl Agent {
@@ -31,6 +33,7 @@ impl Agent {
         match self {
             Self::Node => "uring-csi-node",
             Self::Controller => "uring-csi-controller",
+            Self::Holder => "uring-csi-holder",
         }
     }
 
@@ -38,6 +41,7 @@ impl Agent {
         match self {
             Self::Node => "--node-endpoint",
             Self::Controller => "--controller-endpoint",
+            Self::Holder => "--holder-endpoint",
         }
     }
 }
@@ -102,6 +106,9 @@ pub enum CliError {
     /// A pool's claims could not be read or removed.
     #[error(transparent)]
     Claim(#[from] ClaimError),
+    /// What --secrets names is no user and key.
+    #[error("--secrets is needed here: {0}")]
+    Credentials(#[from] CredentialsError),
     /// A file operation of our own.
     #[error("cannot {doing} {}", .path.display())]
     Io {
@@ -139,7 +146,7 @@ impl CliError {
             Self::Unreachable { .. } => 6,
             Self::Incomplete { .. } | Self::Claim(_) | Self::Io { .. } => 1,
             Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
-            Self::Ambiguous { .. } | Self::Unconfirmed { .. } => 2,
+            Self::Ambiguous { .. } | Self::Unconfirmed { .. } | Self::Credentials(_) => 2,
         }
     }
 }

@@ -15,6 +15,7 @@ mod error;
 mod flow;
 mod held;
 mod progress;
+mod reattach;
 mod repair;
 mod resolve;
 mod snapshots;
@@ -69,6 +70,17 @@ pub struct Cli {
         default_value = "unix:///run/uring-csi/controller.sock"
     )]
     controller_endpoint: Endpoint,
+    /// The socket of the holder of rbd-nbd's daemons
+    #[arg(
+        long,
+        global = true,
+        help_heading = ANYWHERE,
+        hide_env_values = true,
+        value_name = "ENDPOINT",
+        env = "URING_CSI_HOLDER_ENDPOINT",
+        default_value = "unix:///run/uring-csi-holder/holder.sock"
+    )]
+    holder_endpoint: Endpoint,
     /// Time for each call; work that takes longer goes on, ask again
     #[arg(
         long,
@@ -123,6 +135,7 @@ enum Command {
     Capabilities(about::Capabilities),
     Format(repair::Format),
     Release(repair::Release),
+    Reattach(reattach::Reattach),
     Completions(Completions),
 }
 
@@ -164,6 +177,7 @@ impl Cli {
                 self.controller_endpoint,
                 self.timeout,
             ),
+            holder_socket: Socket::new(Agent::Holder, self.holder_endpoint, self.timeout),
             progress: Progress::new(io::stderr().is_terminal()),
             secrets: secrets?,
         };
@@ -187,6 +201,7 @@ impl Cli {
             Command::Capabilities(it) => print(&it.run(context).await?, json),
             Command::Format(it) => print(&it.run(context).await?, json),
             Command::Release(it) => print(&it.run()?, json),
+            Command::Reattach(it) => print(&it.run(context).await?, json),
             Command::Completions(it) => {
                 let mut script = Vec::new();
                 clap_complete::generate(it.shell, &mut Self::command(), "uringctl", &mut script);

@@ -51,8 +51,10 @@ pub enum Behind {
     Image(FileId),
     /// An NBD export, which the device's backend identifier names.
     Export(Export),
-    /// A Ceph image, by the cluster's own ids.
+    /// A Ceph image that krbd mapped, by the cluster's own ids.
     Rbd(Identity),
+    /// A Ceph image that rbd-nbd serves, by the device's cookie.
+    Served(String),
 }
 
 /// What is wrong with a device.
@@ -62,6 +64,8 @@ pub enum Ailment {
     Detached,
     /// What is behind it has no name any more, and goes with the device.
     Deleted,
+    /// What is behind it is reached, by a server that nothing would bring back.
+    Unkept(String),
     /// What is behind it cannot be reached.
     Away {
         /// Whether requests fail; else they wait.
@@ -107,6 +111,10 @@ pub trait Bound {
     /// What is wrong with the attached device, as far as that can be told
     /// without touching it.
     fn ailment(&self, device: &Device) -> Option<Ailment>;
+    /// Whether what serves the device lacks what a stage brings along.
+    fn wants_secrets(&self, _device: &Device) -> bool {
+        false
+    }
     /// Whether this node has it for this volume.
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError>;
     /// The device that it is attached as.

@@ -1,4 +1,4 @@
-//! The holder, as the node agent and uringctl see it: blocking code for a lane.
+//! The holder, as the node agent sees it: blocking code for a lane.
 //!
 //! Each call has a connection of its own, so that a holder that was started anew
 //! is no matter; it takes a fraction of a millisecond beside what rbd-nbd takes.
@@ -12,8 +12,7 @@ use crate::{
     Done,
     csi::serve::Endpoint,
     proto::holder::{
-        GrowRequest, Held, ListRequest, MapRequest, ReattachRequest, UnmapRequest,
-        holder_client::HolderClient,
+        GrowRequest, Held, ListRequest, MapRequest, UnmapRequest, holder_client::HolderClient,
     },
     secret::Secret,
 };
@@ -104,23 +103,6 @@ impl Client {
         };
         let answer = self.call(WITHIN, async |mut holder| holder.grow(request).await)?;
         Ok(answer.bytes)
-    }
-
-    /// Brings the key of a mapped volume, and with it its daemon; by the user that
-    /// it was mapped by, where none is named. Answers the device's node.
-    pub fn reattach(
-        &self,
-        volume_id: &str,
-        user: Option<&str>,
-        key: &Secret,
-    ) -> Result<PathBuf, ClientError> {
-        let request = ReattachRequest {
-            volume_id: volume_id.to_owned(),
-            user: user.unwrap_or_default().to_owned(),
-            key: key.reveal().to_owned(),
-        };
-        let answer = self.call(WITHIN, async |mut holder| holder.reattach(request).await)?;
-        Ok(answer.node.into())
     }
 
     /// What it keeps.

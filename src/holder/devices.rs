@@ -3,12 +3,16 @@
 
 use std::{fs, io, path::PathBuf};
 
+#[cfg(feature = "holder")]
 use rustix::{fs::OFlags, io::Errno};
 
+#[cfg(feature = "holder")]
 use super::{HolderError, error::failed};
+#[cfg(feature = "holder")]
+use crate::{device::nbd::netlink::Driver, kernel::busy};
 use crate::{
-    device::{nbd::netlink::Driver, sysfs},
-    kernel::{Dev, block, busy},
+    device::sysfs,
+    kernel::{Dev, block},
 };
 
 /// A device that somebody attached under a cookie.
@@ -48,8 +52,15 @@ impl Device {
         Ok(None)
     }
 
+    /// Whether that device has that cookie, and a size.
+    pub fn is_behind(dev: Dev, cookie: &str) -> bool {
+        sysfs::nbd_backend(dev).is_ok_and(|has| has == cookie)
+            && sysfs::size_bytes(dev).is_ok_and(|bytes| bytes > 0)
+    }
+
     /// Takes the device down, unless somebody uses it: the driver itself does not
     /// look. It blocks for as long as the device does: for a lane.
+    #[cfg(feature = "holder")]
     pub fn disconnect(&self, cookie: &str) -> Result<(), HolderError> {
         let node = || self.node.display();
         let opened = busy::outwait(
@@ -76,6 +87,7 @@ impl Device {
     }
 }
 
+#[cfg(feature = "holder")]
 fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }

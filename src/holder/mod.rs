@@ -26,13 +26,12 @@
 //! own, one after the other, and goes on when its caller has gone.
 
 pub mod client;
+pub(crate) mod devices;
 mod error;
 mod spec;
 
 #[cfg(feature = "holder")]
 mod daemon;
-#[cfg(feature = "holder")]
-mod devices;
 #[cfg(feature = "holder")]
 pub mod keeper;
 #[cfg(feature = "holder")]
@@ -43,9 +42,11 @@ mod records;
 pub mod service;
 #[cfg(feature = "holder")]
 mod volume;
+mod watch;
 
 #[cfg(all(test, feature = "holder"))]
 mod tests;
 
 pub use error::HolderError;
 pub use spec::{NbdOptions, Spec, SpecError};
+pub use watch::{Trouble, Watch};

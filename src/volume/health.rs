@@ -111,6 +111,11 @@ impl Node {
                     "the image behind {node} was deleted; its bytes go when the volume is unstaged"
                 ),
             ),
+            Ailment::Unkept(why) => condition(
+                Severity::Degraded,
+                "ServerUnkept",
+                format!("should the server of {node} end, it would not come back: {why}"),
+            ),
             Ailment::Away {
                 failing: false,
                 why,

@@ -59,6 +59,12 @@ pub async fn stage(
             }
             Phase::Staged if is_still_there(&record, &place) => {
                 publish::refuse_shut_down(volume, &place)?;
+                if let Some(device) = &record.device
+                    && node.backends.bind(&record.source).wants_secrets(device)
+                {
+                    let known = known_device(&place, Some(device));
+                    attach_source(node, volume, spec, known, progress).await?;
+                }
                 already(volume, "stage", Done::Already);
                 return Ok(Outcome::Done);
             }

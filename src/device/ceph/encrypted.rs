@@ -18,7 +18,6 @@ use crate::{
     device::{
         How,
         luks::{self, Holds, LuksError},
-        rbd::RbdDevice,
     },
     secret::Secret,
 };
@@ -28,26 +27,22 @@ pub fn open(
     images: &CephImages,
     known: &Known<'_>,
     kms: &str,
-    device: &RbdDevice,
+    under: &luks::Node,
     how: &How,
 ) -> Result<luks::Node, CephImageError> {
     let image = librbd(images, known, Access::ReadOnly)?;
     let notes = image.as_ref().map(Notes::of).transpose()?;
     let kms = images.kms.get(kms)?;
     let passphrase = passphrase(kms, known, notes.as_ref(), how)?;
-    let under = luks::Node {
-        dev: device.dev,
-        path: device.node.clone(),
-    };
     let is_noted = notes.is_some_and(|notes| notes.encrypted);
-    if luks::over(device.dev)
+    if luks::over(under.dev)
         .map_err(luks::failed("look for what is over the mapped image"))?
         .is_none()
     {
-        format_once(images, known, &under, &passphrase, is_noted, how)?;
+        format_once(images, known, under, &passphrase, is_noted, how)?;
     }
     let name = luks::name_of(&how.volume_id);
-    let (over, _) = luks::open(&under, &name, &passphrase, how.read_only)?;
+    let (over, _) = luks::open(under, &name, &passphrase, how.read_only)?;
     if image.is_some() && !is_noted && !how.read_only {
         // It holds data from now on.
         if let Some(image) = librbd(images, known, Access::ReadWrite)? {

@@ -2,9 +2,14 @@
 
 use std::path::PathBuf;
 
+use tonic::Code;
+
 use super::super::{luks::LuksError, notes::NoteError, rbd};
-use crate::ceph::{
-    CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
+use crate::{
+    ceph::{
+        CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
+    },
+    holder::client::ClientError,
 };
 
 /// Why a Ceph image is no device, or a device does not go.
@@ -82,6 +87,17 @@ pub enum CephImageError {
     /// A note of a format.
     #[error(transparent)]
     Note(#[from] NoteError),
+    /// rbd-nbd is asked for, and nobody keeps its daemons.
+    #[error(
+        "image {image} is to be served by rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
+    )]
+    NoHolder {
+        /// The image.
+        image: String,
+    },
+    /// rbd-nbd, or who keeps its daemons.
+    #[error(transparent)]
+    Holder(#[from] ClientError),
     /// krbd.
     #[error(transparent)]
     Rbd(#[from] rbd::RbdError),
@@ -113,6 +129,10 @@ impl CephImageError {
             }
             Self::Cluster(error) => error.is_access_denied(),
             Self::Rbd(error) => matches!(error, rbd::RbdError::Denied { .. }),
+            Self::Holder(error) => matches!(
+                error.code(),
+                Some(Code::PermissionDenied | Code::Unauthenticated)
+            ),
             Self::Luks(error) => matches!(error, LuksError::Passphrase { .. }),
             _ => false,
         }
@@ -123,6 +143,7 @@ impl CephImageError {
         match self {
             Self::Cluster(error) => error.is_not_found(),
             Self::Rbd(error) => error.is_missing(),
+            Self::Holder(error) => error.code() == Some(Code::NotFound),
             _ => false,
         }
     }
@@ -131,6 +152,7 @@ impl CephImageError {
     pub fn is_busy(&self) -> bool {
         match self {
             Self::Rbd(error) => error.is_busy(),
+            Self::Holder(error) => error.code() == Some(Code::FailedPrecondition),
             Self::Luks(error) => matches!(error, LuksError::Busy { .. }),
             _ => false,
         }
@@ -144,6 +166,10 @@ impl CephImageError {
             Self::Config(error) => !matches!(error, ConfigError::Unreadable { .. }),
             Self::Encryption(error) => !matches!(error, EncryptionError::Config { .. }),
             Self::Rbd(error) => error.is_final(),
+            Self::Holder(error) => matches!(
+                error.code(),
+                Some(Code::InvalidArgument | Code::AlreadyExists | Code::PermissionDenied)
+            ),
             Self::Luks(error) => matches!(
                 error,
                 LuksError::Foreign { .. } | LuksError::Passphrase { .. } | LuksError::Other { .. }

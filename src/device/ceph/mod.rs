@@ -1,4 +1,5 @@
-//! The backend `rbd`: images of Ceph clusters, mapped by the kernel's driver.
+//! The backend `rbd`: images of Ceph clusters, mapped by the kernel's driver, or
+//! served by rbd-nbd where that is asked for ([`served`]).
 //!
 //! ```text
 //!  clusterID ─▶ config.json ─▶ monitors, namespace      secrets ─▶ user and key
@@ -19,7 +20,7 @@ use super::{
     loopdev::Detached,
     luks,
     notes::Notes,
-    rbd::{self, Features, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
+    rbd::{self, Features, Identity, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
 };
 use crate::{
     Done,
@@ -30,16 +31,20 @@ use crate::{
         encryption::KmsConfig,
         rbd::Access,
     },
+    holder::{Watch, devices as nbd},
     kernel::Dev,
 };
 
 mod encrypted;
 mod error;
 mod library;
+mod served;
 mod source;
 
 pub use error::CephImageError;
 pub use source::{CephSource, NOTE};
+
+use source::Mounter;
 
 /// The Ceph clusters, and what of them is mapped on this node.
 #[derive(Clone, Debug)]
@@ -52,6 +57,8 @@ pub struct CephImages {
     pub connections: Connections,
     /// The kernel's driver.
     pub mapper: Mapper,
+    /// Who keeps rbd-nbd's daemons on this node, if anybody does.
+    pub holder: Option<Watch>,
     /// Where this node is in the CRUSH map, for reads from the nearest copy.
     pub location: Option<String>,
     /// Which images have a format under way.
@@ -63,14 +70,22 @@ impl CephImages {
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
         self.mapper.is_under_way(volume_id)?;
         let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
-        found.map(|mapped| found_as(&mapped, volume_id)).transpose()
+        match found {
+            Some(mapped) => found_as(&mapped, volume_id).map(Some),
+            None => served::find(self.holder.as_ref(), volume_id),
+        }
     }
 
     /// The image behind a device, whoever mapped it.
     pub fn find_behind(&self, dev: Dev, volume_id: &str) -> Result<Option<Found>, DeviceError> {
         let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
-        let found = Mapped::of(below);
-        found.map(|mapped| found_as(&mapped, volume_id)).transpose()
+        match Mapped::of(below) {
+            Some(mapped) => found_as(&mapped, volume_id).map(Some),
+            None if nbd::Device::is_behind(below, volume_id) => {
+                served::find(self.holder.as_ref(), volume_id)
+            }
+            None => Ok(None),
+        }
     }
 
     /// What ceph-csi left a note of: the image, and its device where it is mapped.
@@ -81,6 +96,10 @@ impl CephImages {
     ) -> Result<(Source, Option<Device>), DeviceError> {
         let read = CephSource::noted(note, volume_id);
         let source = read.map_err(|error| io("read the note beside the mount")(error.into()))?;
+        if source.mounter.served().is_some() {
+            let device = served::device(volume_id)?;
+            return Ok((Source::Rbd(source), device));
+        }
         let listed = rbd::mapped::list(Some(&source.image.name));
         let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
         mapped.retain(|mapped| {
@@ -135,39 +154,71 @@ fn found_as(mapped: &Mapped, volume_id: &str) -> Result<Found, DeviceError> {
 /// The device that shows a mapped image: in the clear, where that is open.
 fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
     let device = mapped.device().map_err(io("look at a mapped image"))?;
-    let over = luks::over(device.dev).map_err(io("look for what is over a mapped image"))?;
-    Ok(in_the_clear(&device, over))
+    as_it_is_shown(Below::from(device))
 }
 
-fn in_the_clear(device: &RbdDevice, over: Option<luks::Node>) -> Device {
-    let plain = luks::Node {
-        dev: device.dev,
-        path: device.node.clone(),
-    };
-    let (shown, encrypted) = match over {
-        Some(over) => (over, Some(plain)),
-        None => (plain, None),
-    };
-    Device {
-        dev: shown.dev,
-        node: shown.path,
-        behind: Behind::Rbd(device.identity.clone()),
-        read_only: device.read_only,
-        encrypted,
+fn as_it_is_shown(below: Below) -> Result<Device, DeviceError> {
+    let over = luks::over(below.node.dev).map_err(io("look for what is over a mapped image"))?;
+    Ok(below.shown(over))
+}
+
+/// A mapped image's own device, below an encrypted volume's.
+#[derive(Debug)]
+struct Below {
+    node: luks::Node,
+    behind: Behind,
+    read_only: bool,
+}
+
+impl From<RbdDevice> for Below {
+    fn from(device: RbdDevice) -> Self {
+        Self {
+            node: luks::Node {
+                dev: device.dev,
+                path: device.node,
+            },
+            behind: Behind::Rbd(device.identity),
+            read_only: device.read_only,
+        }
     }
 }
 
-/// The mapped image below a device.
-fn below(device: &Device) -> RbdDevice {
-    let Behind::Rbd(identity) = &device.behind else {
-        unreachable!("a Ceph image is behind a mapped device");
-    };
-    let under = device.encrypted.as_ref();
-    RbdDevice {
-        dev: under.map_or(device.dev, |under| under.dev),
-        node: under.map_or(&device.node, |under| &under.path).clone(),
-        identity: identity.clone(),
-        read_only: device.read_only,
+impl Below {
+    fn of(device: &Device) -> Self {
+        let own = || luks::Node {
+            dev: device.dev,
+            path: device.node.clone(),
+        };
+        Self {
+            node: device.encrypted.clone().unwrap_or_else(own),
+            behind: device.behind.clone(),
+            read_only: device.read_only,
+        }
+    }
+
+    /// What shows it, which is itself where it is not encrypted.
+    fn shown(self, over: Option<luks::Node>) -> Device {
+        let (shown, encrypted) = match over {
+            Some(over) => (over, Some(self.node)),
+            None => (self.node, None),
+        };
+        Device {
+            dev: shown.dev,
+            node: shown.path,
+            behind: self.behind,
+            read_only: self.read_only,
+            encrypted,
+        }
+    }
+
+    /// As the kernel's driver has it.
+    fn krbd(&self, identity: &Identity) -> RbdDevice {
+        RbdDevice {
+            dev: self.node.dev,
+            node: self.node.path.clone(),
+            identity: identity.clone(),
+            read_only: self.read_only,
+        }
     }
 }
 
@@ -202,7 +253,34 @@ impl BoundCephImage<'_> {
         })
     }
 
-    fn map(&self, known: &Known<'_>, how: &How) -> Result<(RbdDevice, Done), CephImageError> {
+    fn map(&self, known: &Known<'_>, how: &How) -> Result<(Below, Done), CephImageError> {
+        let krbd = || {
+            self.map_by_krbd(known, how)
+                .map(|(device, done)| (device.into(), done))
+        };
+        match &self.source.mounter {
+            Mounter::Krbd => krbd(),
+            Mounter::RbdNbd(served) => self.serve(known, served, how),
+            Mounter::Either(served)
+                if nbd::Device::of(&served.cookie).is_ok_and(|is| is.is_some()) =>
+            {
+                self.serve(known, served, how)
+            }
+            Mounter::Either(served) => match krbd() {
+                Err(CephImageError::Rbd(error)) if error.is_for_another_mounter() => {
+                    tracing::info!(%error, "rbd-nbd is to serve it");
+                    self.serve(known, served, how)
+                }
+                mapped => mapped,
+            },
+        }
+    }
+
+    fn map_by_krbd(
+        &self,
+        known: &Known<'_>,
+        how: &How,
+    ) -> Result<(RbdDevice, Done), CephImageError> {
         let nearest = known.cluster.read_affinity.enabled;
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
         let mut wanted = Wanted {
@@ -251,16 +329,16 @@ impl Bound for BoundCephImage<'_> {
             self.mkfs_ended()?;
         }
         let known = self.known(how)?;
-        let (device, done) = self.map(&known, how)?;
+        let (below, done) = self.map(&known, how)?;
         let Some(kms) = &self.source.kms else {
-            return Ok((in_the_clear(&device, None), done));
+            return Ok((below.shown(None), done));
         };
-        match encrypted::open(self.images, &known, kms, &device, how) {
-            Ok(over) => Ok((in_the_clear(&device, Some(over)), done)),
+        match encrypted::open(self.images, &known, kms, &below.node, how) {
+            Ok(over) => Ok((below.shown(Some(over)), done)),
             Err(error) => {
                 if done == Done::Now {
                     // The reason for the failure is what the caller must learn.
-                    if let Err(error) = rbd::unmap(&device) {
+                    if let Err(error) = self.unmap(&below) {
                         tracing::warn!(%error, image = %known.image, "an image that was not decrypted stays mapped");
                     }
                 }
@@ -270,14 +348,32 @@ impl Bound for BoundCephImage<'_> {
     }
 
     fn ailment(&self, device: &Device) -> Option<Ailment> {
-        let below = below(device);
-        (!rbd::is_behind(below.dev, &below.identity)).then_some(Ailment::Detached)
+        let below = Below::of(device);
+        let is_there = match &below.behind {
+            Behind::Rbd(identity) => rbd::is_behind(below.node.dev, identity),
+            Behind::Served(cookie) => nbd::Device::is_behind(below.node.dev, cookie),
+            Behind::Image(_) | Behind::Export(_) => false,
+        };
+        if is_there {
+            self.trouble(&below)
+        } else {
+            Some(Ailment::Detached)
+        }
+    }
+
+    fn wants_secrets(&self, device: &Device) -> bool {
+        self.trouble(&Below::of(device)).is_some()
     }
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
         self.images.mapper.is_under_way(volume_id)?;
         let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
-        Ok(found.is_some_and(|mapped| self.source.is_named(&mapped.image)))
+        if found.is_some_and(|mapped| self.source.is_named(&mapped.image)) {
+            return Ok(true);
+        }
+        let served = self.source.mounter.served();
+        Ok(served.is_some_and(|served| served.cookie == volume_id)
+            && served::device(volume_id)?.is_some())
     }
 
     fn attached(&self) -> Result<Option<Device>, DeviceError> {
@@ -288,14 +384,18 @@ impl Bound for BoundCephImage<'_> {
             mark.is_some_and(|mark| mark.cluster_id == self.source.image.cluster_id)
                 && self.source.is_named(&mapped.image)
         });
-        its.as_ref().map(device_of).transpose()
+        match (its, self.source.mounter.served()) {
+            (Some(mapped), _) => device_of(&mapped).map(Some),
+            (None, Some(served)) => served::device(&served.cookie),
+            (None, None) => Ok(None),
+        }
     }
 
     fn detach(&self, device: &Device) -> Result<Detached, DeviceError> {
         if let Some(mapping) = luks::mapping_of(device.dev) {
             let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
         }
-        Ok(rbd::unmap(&below(device))?)
+        Ok(self.unmap(&Below::of(device))?)
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
@@ -319,8 +419,14 @@ impl Bound for BoundCephImage<'_> {
 
     /// The controller grows the image; here its device follows.
     fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
-        let grown = rbd::refresh(&self.source.image, &below(device), bytes);
-        let bytes = grown.map_err(CephImageError::from)?;
+        let below = Below::of(device);
+        let bytes = match &below.behind {
+            Behind::Rbd(identity) => {
+                let grown = rbd::refresh(&self.source.image, &below.krbd(identity), bytes);
+                grown.map_err(CephImageError::from)?
+            }
+            _ => self.grow_served(&below, bytes)?,
+        };
         if let Some(mapping) = luks::mapping_of(device.dev) {
             luks::resize(&mapping.name).map_err(CephImageError::from)?;
         }

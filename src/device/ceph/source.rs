@@ -11,11 +11,12 @@ use serde::{Deserialize, Serialize};
 use crate::{
     ceph::{encryption::DEFAULT_KMS, handle::VolumeHandle, rbd::Features},
     device::{
-        Device, Note, SourceError,
+        Behind, Device, Note, SourceError,
         context::Context,
         luks,
         rbd::{Image, MapOptions, Mapped},
     },
+    holder::{NbdOptions, devices as nbd},
     kernel::Dev,
 };
 
@@ -32,12 +33,71 @@ pub struct CephSource {
     pub pool_id: Option<i64>,
     /// What the class says of its features; none where it says nothing.
     pub features: Features,
-    /// What the driver is told when it maps the image.
+    /// Who maps it.
+    #[serde(default)]
+    pub mounter: Mounter,
+    /// What krbd is told when it maps the image.
     pub map_options: MapOptions,
     /// What ceph-csi tells it when it unmaps the image; kept for the note.
     pub unmap_options: MapOptions,
     /// Who keeps the passphrase, where the image is encrypted.
     pub kms: Option<String>,
+}
+
+/// Who maps an image.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mounter {
+    /// The kernel's driver.
+    #[default]
+    Krbd,
+    /// The kernel's driver where it can, else rbd-nbd (`tryOtherMounters`).
+    Either(Served),
+    /// rbd-nbd.
+    RbdNbd(Served),
+}
+
+/// How rbd-nbd serves an image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Served {
+    /// The device's cookie: the volume's handle.
+    pub cookie: String,
+    /// What rbd-nbd is told.
+    pub options: NbdOptions,
+}
+
+impl Mounter {
+    fn parse(context: Context<'_>, volume_id: &str) -> Result<Self, SourceError> {
+        let served = || {
+            let given = context.get("mapOptions").unwrap_or_default();
+            let options = NbdOptions::parse(given).map_err(|error| SourceError {
+                key: "mapOptions",
+                why: error.to_string(),
+            })?;
+            Ok(Served {
+                cookie: volume_id.to_owned(),
+                options,
+            })
+        };
+        let tries_other = context.switch("tryOtherMounters", false)?;
+        match context.get("mounter") {
+            None | Some("rbd" | "krbd") if tries_other => served().map(Self::Either),
+            None | Some("rbd" | "krbd") => Ok(Self::Krbd),
+            Some("rbd-nbd") => served().map(Self::RbdNbd),
+            Some(other) => Err(SourceError {
+                key: "mounter",
+                why: format!("{other:?} is not available; `rbd` and `rbd-nbd` are"),
+            }),
+        }
+    }
+
+    /// How rbd-nbd serves the image, where it may.
+    pub fn served(&self) -> Option<&Served> {
+        match self {
+            Self::Krbd => None,
+            Self::Either(served) | Self::RbdNbd(served) => Some(served),
+        }
+    }
 }
 
 impl fmt::Display for CephSource {
@@ -47,6 +107,17 @@ impl fmt::Display for CephSource {
 }
 
 impl CephSource {
+    /// An image that was found served by rbd-nbd, as [`CephSource::found`].
+    pub fn found_served(image: Image, volume_id: &str) -> Self {
+        Self {
+            mounter: Mounter::RbdNbd(Served {
+                cookie: volume_id.to_owned(),
+                options: NbdOptions::default(),
+            }),
+            ..Self::found(image, volume_id)
+        }
+    }
+
     /// An image that was found mapped: nobody has said how it should be.
     pub fn found(image: Image, volume_id: &str) -> Self {
         let handle = volume_id.parse().ok();
@@ -62,6 +133,7 @@ impl CephSource {
             },
             pool_id: handle.as_ref().and_then(pool_id),
             features: Features::default(),
+            mounter: Mounter::Krbd,
             map_options: MapOptions::default(),
             unmap_options: MapOptions::default(),
             kms: None,
@@ -79,10 +151,6 @@ impl CephSource {
             _ => (context.need("pool")?, context.need("imageName")?),
         };
         let bad = |key, why: String| Err(SourceError { key, why });
-        match context.get("mounter") {
-            None | Some("rbd" | "krbd") => {}
-            Some(other) => return bad("mounter", format!("{other:?} is not available; `rbd` is")),
-        }
         let options = |key| {
             let given = context.get(key).unwrap_or_default();
             let parsed = MapOptions::parse(given);
@@ -105,6 +173,7 @@ impl CephSource {
             },
             pool_id: handle.as_ref().and_then(pool_id),
             features,
+            mounter: Mounter::parse(context, volume_id)?,
             map_options: options("mapOptions")?,
             unmap_options: options("unmapOptions")?,
             kms: kms(context)?,
@@ -114,7 +183,10 @@ impl CephSource {
     /// Whether the device is this image's, or what shows it in the clear.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
-        Mapped::of(below).is_some_and(|mapped| self.is_named(&mapped.image))
+        match self.mounter.served() {
+            Some(served) if nbd::Device::is_behind(below, &served.cookie) => true,
+            _ => Mapped::of(below).is_some_and(|mapped| self.is_named(&mapped.image)),
+        }
     }
 
     /// Whether a mapped image has this one's names.
@@ -135,10 +207,11 @@ impl CephSource {
 
     /// The note, as ceph-csi reads it.
     pub fn note(&self, device: &Device) -> Note {
-        let below = device
-            .encrypted
-            .as_ref()
-            .map_or(device.dev, |under| under.dev);
+        let under = device.encrypted.as_ref();
+        let below = under.map_or(device.dev, |under| under.dev);
+        let is_served = matches!(device.behind, Behind::Served(_));
+        let node = under.map_or(&device.node, |under| &under.path).to_str();
+        let node = node.map(str::to_owned);
         let mapped = Mapped::of(below).map(|mapped| mapped.image);
         let image = mapped.as_ref().unwrap_or(&self.image);
         let stash = Stash {
@@ -148,10 +221,10 @@ impl CephSource {
             rados_namespace: image.namespace.clone(),
             image: image.name.clone(),
             unmap_options: self.unmap_options.to_string(),
-            // Not by rbd-nbd, whose device and log would be named, too.
-            access_type: false,
+            // ceph-csi unmaps by it what rbd-nbd serves.
+            access_type: is_served,
             encrypted: self.kms.is_some(),
-            device: String::new(),
+            device: node.filter(|_| is_served).unwrap_or_default(),
             log_dir: String::new(),
             log_file_strategy: String::new(),
         };
@@ -169,11 +242,16 @@ impl CephSource {
             name: stash.image,
             snapshot: None,
         };
+        let found = if stash.access_type {
+            Self::found_served(image, volume_id)
+        } else {
+            Self::found(image, volume_id)
+        };
         Ok(Self {
             kms: stash.encrypted.then(|| DEFAULT_KMS.to_owned()),
             // Of use to nobody but ceph-csi.
             unmap_options: MapOptions::parse(&stash.unmap_options).unwrap_or_default(),
-            ..Self::found(image, volume_id)
+            ..found
         })
     }
 }
@@ -281,6 +359,7 @@ mod tests {
             ("imageName", ""),
             ("staticVolume", "1"),
             ("mounter", "fuse"),
+            ("tryOtherMounters", "perhaps"),
             ("mapOptions", "secret=x"),
             ("imageFeatures", "layering,colour"),
             ("encrypted", "perhaps"),
@@ -296,6 +375,25 @@ mod tests {
         ]
         .concat();
         assert_eq!(parse(HANDLE, &files).unwrap_err().key, "encryptionType");
+    }
+
+    #[test]
+    fn who_maps_is_as_ceph_csi_has_it() {
+        let mounter = |pairs: &[(&str, &str)]| {
+            let source = parse(HANDLE, &[&BASE[..], pairs].concat()).unwrap();
+            let json = serde_json::to_string(&source).unwrap();
+            assert_eq!(serde_json::from_str::<CephSource>(&json).unwrap(), source);
+            source.mounter
+        };
+        assert_eq!(mounter(&[]), Mounter::Krbd);
+        let either = mounter(&[("mounter", "rbd"), ("tryOtherMounters", "true")]);
+        assert!(matches!(either, Mounter::Either(_)), "{either:?}");
+        let options = ("mapOptions", "krbd:notrim;nbd:io-timeout=7");
+        let nbd = mounter(&[("mounter", "rbd-nbd"), options]);
+        assert_eq!(nbd.served().unwrap().cookie, HANDLE);
+        let bad = [("mounter", "rbd-nbd"), ("mapOptions", "nbd:conf=/x")];
+        let error = parse(HANDLE, &[&BASE[..], &bad].concat()).unwrap_err();
+        assert_eq!(error.key, "mapOptions");
     }
 
     #[test]
@@ -315,6 +413,20 @@ mod tests {
         let read = CephSource::noted(&note.text, HANDLE).unwrap();
         assert!(read.is_same(&source) && read.pool_id == Some(4));
         assert_eq!(read.image.cluster_id, "c");
+
+        let served = Device {
+            node: "/dev/nbd7".into(),
+            behind: Behind::Served(HANDLE.to_owned()),
+            ..device
+        };
+        let note = source.note(&served);
+        let text = String::from_utf8(note.text.clone()).unwrap();
+        assert!(
+            text.contains(r#""accessType":true"#) && text.contains("/dev/nbd7"),
+            "{text}"
+        );
+        let read = CephSource::noted(&note.text, HANDLE).unwrap();
+        assert!(matches!(read.mounter, Mounter::RbdNbd(_)));
     }
 
     proptest! {

@@ -9,7 +9,7 @@ use std::{
 use super::{
     disk::all_loops,
     nbd::nbds_over,
-    rbd::{mappings_of, rbds_of},
+    rbd::{mappings_of, name_of, rbds_of},
 };
 
 /// Descriptors and threads that an idle agent may have gained since its start:
@@ -22,7 +22,7 @@ const MAY_GAIN: usize = 64;
 pub struct Traces {
     mounts: Vec<PathBuf>,
     loops: Vec<String>,
-    /// Whose server's socket lies in the sandbox.
+    /// Whose server's socket lies in the sandbox, or whose volume's handle names it.
     nbds: Vec<String>,
     /// Mapped images of the sandbox, and what shows encrypted ones.
     rbds: Vec<String>,
@@ -41,7 +41,7 @@ impl Traces {
         Self {
             mounts: mounts_below(root),
             loops: loops_below(root),
-            nbds: nbds_over(&root.display().to_string()),
+            nbds: nbds_over(&name_of(root)),
             rbds: (rbds_of(root).into_iter())
                 .map(|device| device.display().to_string())
                 .chain(mappings_of(root))

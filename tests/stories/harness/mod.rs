@@ -13,6 +13,7 @@ mod ceph_csi;
 mod controller;
 mod dice;
 mod disk;
+mod holder;
 mod leaks;
 mod nbd;
 mod node;
@@ -31,6 +32,7 @@ pub use controller::{
 };
 pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
+pub use holder::Holder;
 pub use leaks::{files_below, mounts_below};
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};

@@ -375,7 +375,8 @@ fn mebibytes(bytes: u64) -> String {
 }
 
 /// What is in the names of all that a sandbox has in a cluster.
-fn name_of(root: &Path) -> String {
+/// What no other sandbox is called.
+pub(super) fn name_of(root: &Path) -> String {
     let name = root.file_name().expect("a directory");
     name.to_str().expect("UTF-8").to_owned()
 }

@@ -9,6 +9,7 @@ mod lives;
 mod outages;
 mod refusals;
 mod secrets;
+mod served;
 mod strays;
 mod takeover;
 mod together;

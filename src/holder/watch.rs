@@ -1,0 +1,121 @@
+//! What the holder says of its volumes, asked again and again, for those who must
+//! not wait for an answer.
+
+use std::{
+    io,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use super::{
+    Spec,
+    client::{Client, ClientError},
+};
+use crate::{Done, chain, proto::holder::Held, secret::Secret};
+
+/// How often it is asked; it answers from its memory.
+const EVERY: Duration = Duration::from_secs(2);
+
+/// The holder, and what it said last. Clones share that.
+#[derive(Clone, Debug)]
+pub struct Watch {
+    client: Client,
+    last: Arc<Mutex<Last>>,
+}
+
+#[derive(Debug)]
+enum Last {
+    NotAsked,
+    Said(Vec<Held>),
+    /// It did not answer, and why.
+    Silent(String),
+}
+
+/// What is wrong with a volume that rbd-nbd serves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// Nobody serves it now.
+    Unserved(String),
+    /// Should who serves it end, nothing would bring it back.
+    Unkept(String),
+}
+
+impl Watch {
+    /// Asks from now on, on a thread of its own.
+    pub fn start(client: Client) -> io::Result<Self> {
+        let last = Arc::new(Mutex::new(Last::NotAsked));
+        let (asks, seen) = (client.clone(), Arc::downgrade(&last));
+        thread::Builder::new()
+            .name("holder".to_owned())
+            .spawn(move || {
+                while let Some(last) = seen.upgrade() {
+                    let client = asks.clone();
+                    Self { client, last }.ask();
+                    let _ = crossbeam::channel::after(EVERY).recv();
+                }
+            })?;
+        Ok(Self { client, last })
+    }
+
+    /// Asks now. It blocks, as all below.
+    fn ask(&self) {
+        let said = match self.client.list() {
+            Ok(volumes) => Last::Said(volumes),
+            Err(error) => Last::Silent(chain(&error)),
+        };
+        *self.last() = said;
+    }
+
+    fn last(&self) -> MutexGuard<'_, Last> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was wrong with the volume a moment ago.
+    pub fn trouble(&self, volume_id: &str) -> Option<Trouble> {
+        let last = self.last();
+        let volumes = match &*last {
+            Last::NotAsked => return None,
+            Last::Said(volumes) => volumes,
+            Last::Silent(why) => return Some(Trouble::Unkept(why.clone())),
+        };
+        let Some(held) = volumes.iter().find(|held| held.volume_id == volume_id) else {
+            let why = "uring-csi-holder does not know it: stage the volume again";
+            return Some(Trouble::Unkept(why.to_owned()));
+        };
+        match (held.trouble.as_str(), held.pid) {
+            ("", _) => None,
+            (why, 0) => Some(Trouble::Unserved(why.to_owned())),
+            (why, _) => Some(Trouble::Unkept(why.to_owned())),
+        }
+    }
+
+    /// The image of a volume, `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, as far as the
+    /// holder knew a moment ago.
+    pub fn image(&self, volume_id: &str) -> Option<String> {
+        let last = self.last();
+        let Last::Said(volumes) = &*last else {
+            return None;
+        };
+        let held = volumes.iter().find(|held| held.volume_id == volume_id)?;
+        Some(held.image.clone()).filter(|image| !image.is_empty())
+    }
+
+    /// [`Client::map`]. It blocks: for a lane.
+    pub fn map(&self, spec: &Spec, key: &Secret) -> Result<(PathBuf, Done), ClientError> {
+        let mapped = self.client.map(spec, key);
+        self.ask();
+        mapped
+    }
+
+    /// [`Client::unmap`]. It blocks: for a lane.
+    pub fn unmap(&self, volume_id: &str) -> Result<Done, ClientError> {
+        self.client.unmap(volume_id)
+    }
+
+    /// [`Client::grow`]. It blocks: for a lane.
+    pub fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, ClientError> {
+        self.client.grow(volume_id, bytes)
+    }
+}
