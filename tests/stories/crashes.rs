@@ -5,7 +5,7 @@ use std::fs;
 
 use crate::harness::{
     Content, Controller, Dice, MIB, Node, NodeSetup, Volume, claim, eventually, files_below,
-    kill_amid, loops_over, story,
+    kill_amid, killed_amid_each, loops_over, story,
 };
 
 #[test]
@@ -71,11 +71,7 @@ fn records_that_are_lost_are_rebuilt() {
         for volume in [&volume, &raw] {
             node.up(volume, "pod").await;
         }
-        node.kill9().await;
-        for file in files_below(&node.run_dir) {
-            fs::remove_file(file).unwrap();
-        }
-        node.restart().await;
+        node.restart_without_records().await;
         for volume in [&volume, &raw] {
             node.down(volume, "pod").await;
             assert!(loops_over(&sandbox.image(volume)).is_empty());
@@ -95,37 +91,14 @@ fn a_node_may_be_killed_at_any_instant() {
         }
         let content = Content::new("survives");
         for (round, volume) in volumes.iter().cycle().take(12).enumerate() {
-            kill_amid(&node, &mut dice, async || node.stage(volume).await).await;
-            node.restart().await;
-            node.until_ok("staged", async || node.stage(volume).await)
-                .await;
-
-            kill_amid(&node, &mut dice, async || node.publish(volume, "pod").await).await;
-            node.restart().await;
-            node.until_ok("published", async || node.publish(volume, "pod").await)
-                .await;
-            let target = node.target(volume, "pod");
-            let first = round < volumes.len();
-            match (volume.is_block(), first) {
-                (true, true) => content.write_at(&target, 0).unwrap(),
-                (true, false) => content.is_at(&target, 0),
-                (false, true) => content.write(&target.join("file")),
-                (false, false) => content.is_in(&target.join("file")),
-            }
-
-            kill_amid(&node, &mut dice, async || {
-                node.unpublish(volume, "pod").await
+            let attached = || loops_over(&sandbox.image(volume)).len();
+            killed_amid_each(&node, &mut dice, volume, attached, |target| {
+                if round < volumes.len() {
+                    content.put(volume, target);
+                }
+                content.is_kept(volume, target);
             })
             .await;
-            node.restart().await;
-            node.until_ok("unpublished", async || node.unpublish(volume, "pod").await)
-                .await;
-
-            kill_amid(&node, &mut dice, async || node.unstage(volume).await).await;
-            node.restart().await;
-            node.until_ok("unstaged", async || node.unstage(volume).await)
-                .await;
-            assert!(loops_over(&sandbox.image(volume)).is_empty());
         }
         node.assert_clean().await;
     });

@@ -9,15 +9,7 @@ mod lives;
 mod refusals;
 mod restarts;
 
-use crate::harness::{Content, MIB, NbdServer, Node, Sandbox, Volume, kernel_has_nbd, story};
-
-/// What a volume can be, and the bytes of a small one.
-const KINDS: [(&str, u64); 4] = [
-    ("ext4", 64 * MIB),
-    ("xfs", 320 * MIB),
-    ("btrfs", 160 * MIB),
-    ("block", 64 * MIB),
-];
+use crate::harness::{Content, KINDS, NbdServer, Node, Sandbox, Volume, kernel_has_nbd, story};
 
 fn nbd_story(body: impl AsyncFnOnce(&Sandbox) + Send) {
     if kernel_has_nbd() {
@@ -57,23 +49,10 @@ async fn health(node: &Node, volume: &Volume) -> Vec<String> {
     found.into_iter().map(|entry| entry.reason).collect()
 }
 
-/// Puts the content where a pod finds the volume.
-fn put(content: &Content, volume: &Volume, target: &std::path::Path) {
-    if volume.is_block() {
-        content.write_at(target, MIB).expect("a write");
-    } else {
-        content.write(&target.join("file"));
-    }
-}
-
 /// Asserts that the content is there, on the server and not in a cache.
 fn is_there(content: &Content, volume: &Volume, target: &std::path::Path) {
     std::fs::write("/proc/sys/vm/drop_caches", "3").expect("procfs");
-    if volume.is_block() {
-        content.is_at(target, MIB);
-    } else {
-        content.is_in(&target.join("file"));
-    }
+    content.is_kept(volume, target);
 }
 
 /// Twice up and down; what was written the first time is there the second.
@@ -82,7 +61,7 @@ async fn whole_life(node: &Node, volume: &Volume) {
     for round in 0..2 {
         let target = node.up(volume, "pod").await;
         if round == 0 {
-            put(&content, volume, &target);
+            content.put(volume, &target);
         }
         is_there(&content, volume, &target);
         assert!(!node.stats(volume, &target).await.unwrap().is_empty());

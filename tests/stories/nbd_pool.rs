@@ -18,19 +18,12 @@ use uring_csi::proto::csi::{
 
 use crate::{
     harness::{
-        Content, Controller, ControllerSetup, MIB, NbdServer, Node, NodeSetup, Sandbox, Volume,
-        claim, files_below, from_snapshot, from_volume, kernel_has_nbd, nbds_over, provisioned,
-        refused, run, run_err, story,
+        Content, Controller, ControllerSetup, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox,
+        Volume, claim, files_below, from_snapshot, from_volume, kernel_has_nbd, nbds_over,
+        provisioned, refused, run, run_err, story,
     },
     operator::Operator,
 };
-
-const KINDS: [(&str, u64); 4] = [
-    ("ext4", 64 * MIB),
-    ("xfs", 320 * MIB),
-    ("btrfs", 160 * MIB),
-    ("block", 64 * MIB),
-];
 
 fn capability(kind: &str) -> VolumeCapability {
     match kind {
@@ -77,22 +70,6 @@ fn images(sandbox: &Sandbox, pool: &str) -> Vec<String> {
     names
 }
 
-fn write(volume: &Volume, target: &std::path::Path, content: &Content) {
-    if volume.is_block() {
-        content.write_at(target, MIB).unwrap();
-    } else {
-        content.write(&target.join("file"));
-    }
-}
-
-fn check(volume: &Volume, target: &std::path::Path, content: &Content) {
-    if volume.is_block() {
-        content.is_at(target, MIB);
-    } else {
-        content.is_in(&target.join("file"));
-    }
-}
-
 /// From its making to its deletion, with a snapshot, a clone, and growth in use.
 /// `reflink`: the pool's file system copies by reference, so also while in use.
 async fn whole_life(
@@ -112,7 +89,7 @@ async fn whole_life(
     assert!(made.accessible_topology.is_empty());
     let source = provisioned(&made, capability);
     let target = near.up(&source, "pod").await;
-    write(&source, &target, &old);
+    old.put(&source, &target);
 
     // In use: a copy is one of a moment, or none.
     let taken = controller.snapshot(&source.handle, &request.name).await;
@@ -130,17 +107,17 @@ async fn whole_life(
         FailedPrecondition,
         &["NBD server"],
     );
-    write(&source, &target, &new);
+    new.put(&source, &target);
 
     let (grown, node_too) = controller.expand(&source.handle, 2 * bytes).await.unwrap();
     assert_eq!((grown.unsigned_abs(), node_too), (2 * bytes, true));
     let grown = near.expand(&source, &target, 2 * bytes).await.unwrap();
     assert_eq!(grown.unsigned_abs(), 2 * bytes);
-    check(&source, &target, &new);
+    new.is_kept(&source, &target);
     near.down(&source, "pod").await;
 
     // Another node sees the same.
-    check(&source, &far.up(&source, "pod").await, &new);
+    new.is_kept(&source, &far.up(&source, "pod").await);
     far.down(&source, "pod").await;
 
     let copy = async |name: &str, of, bytes, content: &Content| {
@@ -151,7 +128,7 @@ async fn whole_life(
             ..request.clone()
         };
         let copy = provisioned(&controller.create(request).await.unwrap(), capability);
-        check(&copy, &far.up(&copy, "pod").await, content);
+        content.is_kept(&copy, &far.up(&copy, "pod").await);
         copy
     };
     let restored = copy(

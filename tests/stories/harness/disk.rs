@@ -11,7 +11,7 @@ use std::{
 
 use sha2::{Digest as _, Sha256};
 
-use super::MIB;
+use super::{MIB, Volume};
 
 /// Runs a command that must succeed; what it printed.
 #[track_caller]
@@ -85,6 +85,25 @@ impl Content {
         let file = fs::OpenOptions::new().write(true).open(path)?;
         file.write_all_at(&self.bytes, offset)?;
         file.sync_all()
+    }
+
+    /// Where a pod finds the volume.
+    pub fn put(&self, volume: &Volume, target: &Path) {
+        if volume.is_block() {
+            self.write_at(target, MIB).expect("a write");
+        } else {
+            self.write(&target.join("file"));
+        }
+    }
+
+    /// Asserts that what was [`Content::put`] there is there.
+    #[track_caller]
+    pub fn is_kept(&self, volume: &Volume, target: &Path) {
+        if volume.is_block() {
+            self.is_at(target, MIB);
+        } else {
+            self.is_in(&target.join("file"));
+        }
     }
 
     /// Asserts that the file holds just these bytes.

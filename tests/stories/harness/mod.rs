@@ -22,7 +22,7 @@ mod sandbox;
 mod stuck;
 mod volume;
 
-use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
+use std::{env, fmt::Debug, panic::resume_unwind, path::Path, thread, time::Duration};
 
 pub use agent::Agent;
 pub use ceph::TestCluster;
@@ -116,6 +116,37 @@ pub fn refused<T: Debug>(result: Result<T, Status>, code: Code, words: &[&str]) 
 /// Makes a call and kills the agent at some instant of it, or just after.
 pub async fn kill_amid<T>(agent: &Agent, dice: &mut Dice, call: impl AsyncFnOnce() -> T) {
     kill_within(Duration::from_millis(25), agent, dice, call).await;
+}
+
+/// Makes a volume's calls from stage to unstage, each in two lives of the agent:
+/// killed amid the call, it is started again and called until the call succeeds.
+/// `attached`: the devices that the volume has.
+pub async fn killed_amid_each(
+    node: &Node,
+    dice: &mut Dice,
+    volume: &Volume,
+    attached: impl Fn() -> usize,
+    in_use: impl FnOnce(&Path),
+) {
+    let stage = async || node.stage(volume).await;
+    kill_amid(node, dice, stage).await;
+    node.restart().await;
+    node.until_ok("staged", stage).await;
+    assert_eq!(attached(), 1);
+    let publish = async || node.publish(volume, "pod").await;
+    kill_amid(node, dice, publish).await;
+    node.restart().await;
+    node.until_ok("published", publish).await;
+    in_use(&node.target(volume, "pod"));
+    let unpublish = async || node.unpublish(volume, "pod").await;
+    kill_amid(node, dice, unpublish).await;
+    node.restart().await;
+    node.until_ok("unpublished", unpublish).await;
+    let unstage = async || node.unstage(volume).await;
+    kill_amid(node, dice, unstage).await;
+    node.restart().await;
+    node.until_ok("unstaged", unstage).await;
+    assert_eq!(attached(), 0);
 }
 
 /// As [`kill_amid`], for calls that take so long.

@@ -23,7 +23,7 @@ use super::{
     controller::range,
     disk::hex,
     eventually,
-    leaks::Traces,
+    leaks::{Traces, files_below},
 };
 
 /// The default driver name, a part of kubelet's paths.
@@ -141,6 +141,15 @@ impl Node {
     /// Another life after [`Agent::kill9`] or [`Agent::ended`].
     pub async fn restart(&self) {
         self.agent.start().await;
+    }
+
+    /// Another life of the agent, without the records of the one before.
+    pub async fn restart_without_records(&self) {
+        self.agent.kill9().await;
+        for file in files_below(&self.run_dir) {
+            fs::remove_file(file).expect("a record");
+        }
+        self.restart().await;
     }
 
     /// Asserts that nothing is left of any volume. The agent must be running.

@@ -13,9 +13,9 @@ use std::{
 
 use tonic::Code::{FailedPrecondition, OutOfRange};
 
-use super::{KINDS, blank, nbd_story};
+use super::{blank, nbd_story};
 use crate::harness::{
-    Content, Dice, MIB, NbdServer, Node, Volume, eventually, nbds_over, refused, run,
+    Content, Dice, KINDS, MIB, NbdServer, Node, Volume, eventually, nbds_over, refused, run,
 };
 
 #[test]

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use super::{KINDS, blank, is_there, nbd_story, put};
-use crate::harness::{Content, Dice, NbdServer, Node, kill_amid, nbds_over};
+use super::{blank, is_there, nbd_story};
+use crate::harness::{
+    Content, Dice, KINDS, NbdServer, Node, kill_amid, killed_amid_each, nbds_over,
+};
 
 /// Makes a call during which the server is killed, and started again.
 async fn server_dies_amid<T>(
@@ -41,7 +43,7 @@ fn the_server_at_every_step() {
                 node.until_ok("published", publish).await;
                 let target = node.target(&volume, "pod");
                 if round == 0 {
-                    put(&content, &volume, &target);
+                    content.put(&volume, &target);
                 }
                 is_there(&content, &volume, &target);
                 let unpublish = async || node.unpublish(&volume, "pod").await;
@@ -68,29 +70,13 @@ fn the_agent_at_every_step() {
             let attached = || nbds_over(&format!(" {}", volume.handle)).len();
             let content = Content::new(kind);
             for round in 0..3 {
-                let stage = async || node.stage(&volume).await;
-                kill_amid(&node, &mut dice, stage).await;
-                node.restart().await;
-                node.until_ok("staged", stage).await;
-                assert_eq!(attached(), 1);
-                let publish = async || node.publish(&volume, "pod").await;
-                kill_amid(&node, &mut dice, publish).await;
-                node.restart().await;
-                node.until_ok("published", publish).await;
-                let target = node.target(&volume, "pod");
-                if round == 0 {
-                    put(&content, &volume, &target);
-                }
-                is_there(&content, &volume, &target);
-                let unpublish = async || node.unpublish(&volume, "pod").await;
-                kill_amid(&node, &mut dice, unpublish).await;
-                node.restart().await;
-                node.until_ok("unpublished", unpublish).await;
-                let unstage = async || node.unstage(&volume).await;
-                kill_amid(&node, &mut dice, unstage).await;
-                node.restart().await;
-                node.until_ok("unstaged", unstage).await;
-                assert_eq!(attached(), 0);
+                killed_amid_each(&node, &mut dice, &volume, attached, |target| {
+                    if round == 0 {
+                        content.put(&volume, target);
+                    }
+                    is_there(&content, &volume, target);
+                })
+                .await;
             }
         }
         node.assert_clean().await;
@@ -106,7 +92,7 @@ fn both_at_once() {
         // A killed agent whose thread waits for a dead server ends with this wait.
         let volume = blank(sandbox, &server, "v", "ext4").with("deadConnectionTimeout", "3");
         let content = Content::new("v");
-        put(&content, &volume, &node.up(&volume, "pod").await);
+        content.put(&volume, &node.up(&volume, "pod").await);
         node.down(&volume, "pod").await;
         for _ in 0..4 {
             let stage = async || node.stage(&volume).await;

@@ -1,7 +1,7 @@
 //! Whole lives, with servers of all kinds.
 
-use super::{KINDS, blank, nbd_story, over, own, whole_life};
-use crate::harness::{Content, MIB, NbdServer, Node, nbds_over};
+use super::{blank, nbd_story, over, own, whole_life};
+use crate::harness::{Content, KINDS, MIB, NbdServer, Node, nbds_over};
 
 #[test]
 fn with_nbdkit_over_sockets_of_both_kinds() {
@@ -158,7 +158,7 @@ fn with_a_server_that_fails_at_times() {
                 works();
             }
             let target = node.up(&volume, "pod").await;
-            super::put(&content, &volume, &target);
+            content.put(&volume, &target);
             // In use: the pod's write fails, and the volume still ends.
             fails();
             let written = if volume.is_block() {

@@ -11,10 +11,10 @@ use tonic::Code::{
     Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable,
 };
 
-use super::{KINDS, blank, nbd_story, over, own, whole_life};
+use super::{blank, nbd_story, over, own, whole_life};
 use crate::harness::{
-    Content, MIB, Mode, NbdServer, Node, NodeSetup, Volume, nbds_over, refused, run, run_err,
-    sha256, story,
+    Content, KINDS, MIB, Mode, NbdServer, Node, NodeSetup, Volume, nbds_over, refused, run,
+    run_err, sha256, story,
 };
 
 #[test]

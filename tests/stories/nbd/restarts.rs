@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use super::{KINDS, blank, nbd_story};
-use crate::harness::{Content, MIB, NbdServer, Node, files_below, nbds_over};
+use super::{blank, nbd_story};
+use crate::harness::{Content, KINDS, MIB, NbdServer, Node, nbds_over};
 
 #[test]
 fn pods_outlive_the_agent_and_a_server_that_moves_meanwhile() {
@@ -75,11 +75,7 @@ fn records_that_are_lost_are_rebuilt() {
         for volume in &volumes {
             node.up(volume, "pod").await;
         }
-        node.kill9().await;
-        for file in files_below(&node.run_dir) {
-            fs::remove_file(file).unwrap();
-        }
-        node.restart().await;
+        node.restart_without_records().await;
         for volume in &volumes {
             node.down(volume, "pod").await;
         }
