@@ -175,9 +175,7 @@ impl Library {
         let id = rbd::image_id(pool, &image)
             .expect("an id")
             .expect("an image");
-        self.journal
-            .set_image_id(pool, uuid, &id)
-            .expect("an entry");
+        self.journal.complete(pool, uuid, &id).expect("an entry");
         Made { uuid, name }
     }
 

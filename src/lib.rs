@@ -11,6 +11,7 @@ mod done;
 
 pub mod ceph;
 pub mod config;
+mod crash;
 pub mod csi;
 pub mod lane;
 pub mod nbd;
@@ -42,4 +43,5 @@ pub mod ring;
 pub mod volume;
 
 pub use chain::chain;
+pub(crate) use crash::crash_point;
 pub use done::Done;

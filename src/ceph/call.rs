@@ -6,6 +6,7 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use rustix::io::Errno;
 
 use super::{CephError, rados::Cluster};
+use crate::crash_point;
 
 /// A call about to be made. `object` says on what, where the call fails.
 pub(super) struct Call<'a, F> {
@@ -39,6 +40,12 @@ impl<'a, F: Fn() -> String> Call<'a, F> {
     /// What the call answered: an error where negative.
     pub fn check(&self, answer: c_int) -> Result<(), CephError> {
         self.check64(answer.into()).map(drop)
+    }
+
+    /// The same of a change: where a crash may come, it comes after it.
+    pub fn changed(&self, answer: c_int) -> Result<(), CephError> {
+        crash_point();
+        self.check(answer)
     }
 
     /// The same where the answer is a value, too.

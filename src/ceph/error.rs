@@ -34,6 +34,7 @@ fn hint(errno: Errno) -> &'static str {
         }
         Errno::SHUTDOWN => ", as this client is blocklisted",
         Errno::TIMEDOUT => ", as no answer came in time (what was asked for may still be done)",
+        Errno::ROFS => ", as another client holds the image's lock, or a mirror writes it",
         _ => "",
     }
 }

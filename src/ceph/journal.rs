@@ -217,9 +217,13 @@ impl Journal {
         Ok(Some(entry))
     }
 
-    /// Adds the image's id to its entry.
-    pub fn set_image_id(&self, pool: &IoCtx, uuid: Uuid, id: &str) -> Result<(), JournalError> {
-        Ok(pool.omap_set(&self.object(uuid), &[(entry::IMAGE_ID, id)])?)
+    /// Adds the image's id to its entry: then it is complete.
+    pub fn complete(&self, pool: &IoCtx, uuid: Uuid, id: &str) -> Result<(), JournalError> {
+        let op = WriteOp::new()
+            .assert_exists()
+            .set([(entry::IMAGE_ID, id)])
+            .unset([entry::MAKING]);
+        Ok(pool.operate(&self.object(uuid), &op)?)
     }
 
     /// Takes a create back: the entry, and then the name, if it leads there.

@@ -46,7 +46,7 @@ pub fn create(io: &IoCtx, name: &str, size: u64, options: &ImageOptions) -> Resu
     let options = options.for_create(io)?;
     let create = io.cluster().libraries().rbd.rbd_create4;
     // SAFETY: the name ends in NUL, the options live through the call.
-    call.check(unsafe { create(io.raw(), text.as_ptr(), size, options.raw()) })
+    call.changed(unsafe { create(io.raw(), text.as_ptr(), size, options.raw()) })
 }
 
 /// Makes an image, `name` in `io`, that reads as a snapshot of another where it
@@ -66,7 +66,7 @@ pub fn clone_snapshot(
     let options = options.for_clone(io)?;
     let clone = io.cluster().libraries().rbd.rbd_clone3;
     // SAFETY: all names end in NUL, the options live through the call.
-    call.check(unsafe {
+    call.changed(unsafe {
         clone(
             parent_io.raw(),
             parent.as_ptr(),
@@ -93,13 +93,23 @@ pub fn image_id(io: &IoCtx, name: &str) -> Result<Option<String>, CephError> {
 /// Bytes of an image's id with its length, and more: ids have some twelve.
 const MAX_ID: usize = 256;
 
+/// Removes an image that has a name, and what a crash has left of one: takes as
+/// long as it has objects.
+pub fn remove(io: &IoCtx, name: &str) -> Result<(), CephError> {
+    let call = io.call("remove", "image", name);
+    let text = call.text(name)?;
+    let remove = io.cluster().libraries().rbd.rbd_remove;
+    // SAFETY: the name ends in NUL.
+    call.changed(unsafe { remove(io.raw(), text.as_ptr()) })
+}
+
 /// Gives an image another name.
 pub fn rename(io: &IoCtx, from: &str, to: &str) -> Result<(), CephError> {
     let call = io.call("rename", "image", from);
     let (from, to) = (call.text(from)?, call.text(to)?);
     let rename = io.cluster().libraries().rbd.rbd_rename;
     // SAFETY: both names end in NUL.
-    call.check(unsafe { rename(io.raw(), from.as_ptr(), to.as_ptr()) })
+    call.changed(unsafe { rename(io.raw(), from.as_ptr(), to.as_ptr()) })
 }
 
 /// The images of the pool and namespace, but for those in the trash.
@@ -143,5 +153,5 @@ pub fn create_namespace(io: &IoCtx, namespace: &str) -> Result<(), CephError> {
     let name = call.text(namespace)?;
     let create = io.cluster().libraries().rbd.rbd_namespace_create;
     // SAFETY: the name ends in NUL.
-    call.check(unsafe { create(io.raw(), name.as_ptr()) })
+    call.changed(unsafe { create(io.raw(), name.as_ptr()) })
 }

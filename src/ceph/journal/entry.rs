@@ -101,6 +101,9 @@ pub struct Entry {
     pub source: String,
     /// What a volume is a copy of; a key of our own, which ceph-csi ignores.
     pub origin: String,
+    /// Begun by this driver and not completed: its image is told to nobody, and
+    /// may be half made. Of our own, too.
+    pub making: bool,
 }
 
 impl Entry {
@@ -116,7 +119,9 @@ impl Entry {
             group,
             source,
             origin,
+            making,
         } = self;
+        let making = making.then(|| "1".to_owned()).unwrap_or_default();
         let pool = journal_pool.map(|id| format!("{id:016x}"));
         let keys = [
             (kind.name_key(), name),
@@ -129,6 +134,7 @@ impl Entry {
             (GROUP, group),
             (SOURCE, source),
             (ORIGIN, origin),
+            (MAKING, &making),
         ];
         let full = keys.into_iter().filter(|(_, value)| !value.is_empty());
         full.map(|(key, value)| (key, value.clone())).collect()
@@ -160,6 +166,7 @@ impl Entry {
             group,
             source: take(SOURCE),
             origin: take(ORIGIN),
+            making: !take(MAKING).is_empty(),
         })
     }
 }
@@ -175,6 +182,7 @@ const GROUP: &str = "csi.groupid";
 const OLD_GROUP: &str = "csi.csi.groupid";
 const SOURCE: &str = "csi.source";
 const ORIGIN: &str = "uring-csi.origin";
+pub(super) const MAKING: &str = "uring-csi.making";
 
 #[cfg(test)]
 mod tests {
@@ -239,13 +247,14 @@ mod tests {
         #[test]
         fn what_is_written_is_read(
             texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
+            making: bool,
         ) {
             let kind = if snap { Kind::Snapshot } else { Kind::Volume };
             let [name, image, image_id, kms, encryption, owner, group, source, origin] =
                 texts.try_into().unwrap();
             let entry = Entry {
                 name, image, image_id, journal_pool: pool, kms, encryption, owner, group, source,
-                origin,
+                origin, making,
             };
             let keys = entry.to_keys(kind).into_iter().map(|(k, v)| (k.to_owned(), v));
             prop_assert_eq!(Entry::from_keys(kind, keys.collect()), Ok(entry));

@@ -123,6 +123,7 @@ table! {
         parent_io: IoCtx, parent: *const c_char, snapshot: *const c_char,
         io: IoCtx, name: *const c_char, options: Options,
     ) -> c_int;
+    fn rbd_remove(io: IoCtx, name: *const c_char) -> c_int;
     fn rbd_rename(io: IoCtx, from: *const c_char, to: *const c_char) -> c_int;
     fn rbd_list2(io: IoCtx, images: *mut ImageSpec, count: *mut usize) -> c_int;
     fn rbd_image_spec_list_cleanup(images: *mut ImageSpec, count: usize);

@@ -173,7 +173,7 @@ impl IoCtx {
             (functions.rados_release_write_op)(raw);
             answer
         };
-        call.check(answer)
+        call.changed(answer)
     }
 
     /// The values of these keys, as far as they exist.

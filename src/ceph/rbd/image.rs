@@ -214,7 +214,7 @@ impl Image {
         let resize = self.functions().rbd_resize2;
         // SAFETY: the image is open; nobody wants to hear of progress.
         let answer = unsafe { resize(self.raw, size, false, None, ptr::null_mut()) };
-        self.call("grow").check(answer)
+        self.call("grow").changed(answer)
     }
 
     /// Copies all that is still read from the parent, and forgets the parent:
@@ -223,7 +223,7 @@ impl Image {
     pub fn flatten(&self) -> Result<(), CephError> {
         // SAFETY: the image is open.
         let answer = unsafe { (self.functions().rbd_flatten)(self.raw) };
-        self.call("flatten").check(answer)
+        self.call("flatten").changed(answer)
     }
 
     /// Whether it is mirrored to another cluster, whose daemons watch it then.

@@ -32,7 +32,7 @@ impl Image {
         let (name, value) = (call.text(key)?, call.text(value)?);
         let set = self.functions().rbd_metadata_set;
         // SAFETY: both texts end in NUL.
-        call.check(unsafe { set(self.raw(), name.as_ptr(), value.as_ptr()) })
+        call.changed(unsafe { set(self.raw(), name.as_ptr(), value.as_ptr()) })
     }
 
     /// Removes a key, where it is set.
@@ -41,7 +41,7 @@ impl Image {
         let name = call.text(key)?;
         let remove = self.functions().rbd_metadata_remove;
         // SAFETY: the key ends in NUL.
-        match call.check(unsafe { remove(self.raw(), name.as_ptr()) }) {
+        match call.changed(unsafe { remove(self.raw(), name.as_ptr()) }) {
             Err(error) if error.is_not_found() => Ok(()),
             result => result,
         }

@@ -51,7 +51,7 @@ impl Image {
         let call = self.call_on("create", "snapshot", name);
         let text = call.text(name)?;
         // SAFETY: the name ends in NUL.
-        call.check(unsafe { (self.functions().rbd_snap_create)(self.raw(), text.as_ptr()) })
+        call.changed(unsafe { (self.functions().rbd_snap_create)(self.raw(), text.as_ptr()) })
     }
 
     /// Removes a snapshot. One with clones (v2) lives on in the trash, until they
@@ -60,7 +60,7 @@ impl Image {
         let call = self.call_on("remove", "snapshot", name);
         let text = call.text(name)?;
         // SAFETY: the name ends in NUL.
-        call.check(unsafe { (self.functions().rbd_snap_remove)(self.raw(), text.as_ptr()) })
+        call.changed(unsafe { (self.functions().rbd_snap_remove)(self.raw(), text.as_ptr()) })
     }
 
     /// Whether a snapshot is protected, as clones of the first version need it.

@@ -31,7 +31,7 @@ pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephErr
     let text = call.text(name)?;
     let functions = &io.cluster().libraries().rbd;
     // SAFETY: the name ends in NUL.
-    call.check(unsafe { (functions.rbd_trash_move)(io.raw(), text.as_ptr(), delay.as_secs()) })
+    call.changed(unsafe { (functions.rbd_trash_move)(io.raw(), text.as_ptr(), delay.as_secs()) })
 }
 
 /// The image with that id in the trash ([`CephError::is_not_found`]).
@@ -73,7 +73,7 @@ pub fn remove(io: &IoCtx, id: &str, force: bool) -> Result<(), CephError> {
     let text = call.text(id)?;
     let functions = &io.cluster().libraries().rbd;
     // SAFETY: the id ends in NUL.
-    call.check(unsafe { (functions.rbd_trash_remove)(io.raw(), text.as_ptr(), force) })
+    call.changed(unsafe { (functions.rbd_trash_remove)(io.raw(), text.as_ptr(), force) })
 }
 
 /// Gives an image in the trash a name again ([`CephError::is_exists`]).
@@ -82,7 +82,7 @@ pub fn restore(io: &IoCtx, id: &str, name: &str) -> Result<(), CephError> {
     let (id, name) = (call.text(id)?, call.text(name)?);
     let functions = &io.cluster().libraries().rbd;
     // SAFETY: both texts end in NUL.
-    call.check(unsafe { (functions.rbd_trash_restore)(io.raw(), id.as_ptr(), name.as_ptr()) })
+    call.changed(unsafe { (functions.rbd_trash_restore)(io.raw(), id.as_ptr(), name.as_ptr()) })
 }
 
 /// # Safety

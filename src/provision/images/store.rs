@@ -10,11 +10,14 @@ use super::{
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
     writers,
 };
-use crate::pool::{
-    Pool, PoolError, Pools,
-    claim::{self, Access, Claim},
-    draft::{Draft, crash_point},
-    making,
+use crate::{
+    crash_point,
+    pool::{
+        Pool, PoolError, Pools,
+        claim::{self, Access, Claim},
+        draft::Draft,
+        making,
+    },
 };
 
 /// The pools and who is asking.

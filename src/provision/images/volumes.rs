@@ -16,10 +16,10 @@ use super::{
     store::{Store, size_of},
 };
 use crate::{
-    Done,
+    Done, crash_point,
     pool::{
         Pool, Scope, claim,
-        draft::{Draft, Durability::Durable, crash_point},
+        draft::{Draft, Durability::Durable},
         handle::VolumeHandle,
     },
 };

@@ -8,16 +8,18 @@
 //! 5. id         the image's id is entered: complete
 //! ```
 //!
-//! A repeat, by whomever, finds the reservation and goes on where the first left
-//! off; so a crash needs no cleaning up. A failure that is certain is undone in
-//! reverse.
+//! A repeat, by whomever, finds the reservation and goes on with it; so a crash
+//! needs no cleaning up. An image that was not completed may be half made, as
+//! librbd takes several steps for each call: it is taken away and made anew, but
+//! for what ceph-csi began, which is gone on with as ceph-csi does. A failure that
+//! is certain is undone in reverse.
 
 use uuid::Uuid;
 
 use super::{
     super::{Error, NewVolume, Volume},
     class::{Class, Pools},
-    copies::{self, present},
+    copies,
     encryption::{BLOCK, Encryption},
     error::RbdError,
     found::{Found, Link, Recorded, handle_of, name_of},
@@ -171,7 +173,11 @@ impl<'a> Creation<'a> {
         }
         let origin = self.origin()?;
         let bytes = self.bytes(origin.as_ref())?;
-        match size {
+        if making.entry.making {
+            self.store
+                .take_back(&making.pool, &made_of(making.image()))?;
+        }
+        match size.filter(|_| !making.entry.making) {
             None => self.make(&making, origin.as_ref(), bytes)?,
             Some(_) => self.tidy(&making, origin.as_ref())?,
         }
@@ -209,6 +215,7 @@ impl<'a> Creation<'a> {
             encryption: encryption.map(|_| BLOCK.to_owned()).unwrap_or_default(),
             owner: self.class.owner.clone(),
             origin: self.new.source.as_ref().map(name_of).unwrap_or_default(),
+            making: true,
             ..Entry::default()
         };
         let entry = journal.write(pool, reserved.uuid, &entry)?;
@@ -250,16 +257,11 @@ impl<'a> Creation<'a> {
     fn undo(&self, pool: &IoCtx, reserved: Reserved) {
         let prefix = self.class.name_prefix.as_deref();
         let image = self.store.volumes.kind().image(prefix, reserved.uuid);
-        let undone = present(pool, &[image.clone(), copies::temporary(&image)])
-            .and_then(|images| match images.as_slice() {
-                [] => Ok(()),
-                images => self.store.bin.discard(pool, images),
-            })
-            .map_err(RbdError::from)
-            .and_then(|()| {
-                let journal = &self.store.volumes;
-                Ok(journal.undo(&self.journal, pool, &self.new.name, reserved)?)
-            });
+        let taken_back = self.store.take_back(pool, &made_of(&image));
+        let undone = taken_back.and_then(|()| {
+            let journal = &self.store.volumes;
+            Ok(journal.undo(&self.journal, pool, &self.new.name, reserved)?)
+        });
         if let Err(error) = undone {
             let (name, error) = (&self.new.name, chain(&error));
             tracing::warn!(
@@ -269,6 +271,11 @@ impl<'a> Creation<'a> {
             );
         }
     }
+}
+
+/// The images that a create may leave.
+fn made_of(image: &str) -> [String; 2] {
+    [image.to_owned(), copies::temporary(image)]
 }
 
 /// Whether nothing of what failed may be done yet, and a repeat would not go on

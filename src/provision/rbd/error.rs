@@ -58,6 +58,9 @@ pub enum RbdError {
     /// The chain of clones is as long as it may be, and is being cut.
     #[error("image {0} is being flattened, as its chain of clones has become long; try again")]
     Flattening(String),
+    /// The image has gone while it was being made.
+    #[error("image {0} has gone while it was being made, by another controller; try again")]
+    Contended(String),
     /// The image has as many snapshots as it may have.
     #[error(
         "image {image} has {count} snapshots, and the kernel takes {limit}; clones of it are \
@@ -140,7 +143,7 @@ impl RbdError {
             | Self::InUse { .. }
             | Self::NoLayering(_)
             | Self::Migrated(_) => Kind::FailedPrecondition,
-            Self::Flattening(_) => Kind::Aborted,
+            Self::Flattening(_) | Self::Contended(_) => Kind::Aborted,
             Self::Snapshots { .. } => Kind::ResourceExhausted,
             Self::Lost { .. } => Kind::NotFound,
             Self::Ceph(error) | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),

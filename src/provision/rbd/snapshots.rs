@@ -4,17 +4,17 @@ use uuid::Uuid;
 
 use super::{
     super::{Error, NewSnapshot, Snapshot},
-    copies::{self, present},
+    copies,
     encryption::Encryption,
     error::RbdError,
     found::{Found, Recorded, handle_of},
-    store::Store,
+    store::{Store, complete},
     volumes::{forget, refuse_if_used},
 };
 use crate::{
     ceph::{
         journal::{Entry, Reserved},
-        rbd::{self, Access, Features, Image},
+        rbd::{Access, Features, Image},
     },
     chain,
     secret::Secrets,
@@ -94,12 +94,16 @@ impl Store {
             owner: of.owner.clone(),
             source: volume.image.clone(),
             origin: new.volume.clone(),
+            making: true,
             ..Entry::default()
         };
         let entry = self.snapshots.write(pool, reserved.uuid, &entry)?;
         let handle = handle_of(&volume.link, pool, reserved.uuid);
         let finished = !entry.image_id.is_empty();
         if !finished {
+            if entry.making {
+                self.take_back(pool, std::slice::from_ref(&entry.image))?;
+            }
             copies::snapshot_of(pool, &volume.image, &entry.image)?;
             if let Some(encryption) = Encryption::of_journal(&entry.kms) {
                 let source = volume.open(Access::ReadOnly)?;
@@ -107,8 +111,7 @@ impl Store {
                 let keeper = self.keeper(&new.secrets);
                 keeper.copy(&encryption, (&volume.handle, &source), (&handle, &image))?;
             }
-            let id = rbd::image_id(pool, &entry.image)?.unwrap_or_default();
-            self.snapshots.set_image_id(pool, reserved.uuid, &id)?;
+            complete(&self.snapshots, pool, reserved.uuid, &entry.image)?;
         }
         let image = Image::open(pool, &entry.image, Access::ReadOnly)?;
         self.flattener.keep_short(pool, &image, &entry.image, 0)?;
@@ -131,10 +134,7 @@ impl Store {
         let image = self.snapshots.kind().image(prefix, reserved.uuid);
         let undo = || -> Result<(), RbdError> {
             let of = volume.recorded()?;
-            let images = present(&volume.pool, &[image])?;
-            if !images.is_empty() {
-                self.bin.discard(&volume.pool, &images)?;
-            }
+            self.take_back(&volume.pool, &[image])?;
             let (journal, pool) = (&of.journal, &volume.pool);
             Ok(self.snapshots.undo(journal, pool, &new.name, reserved)?)
         };

@@ -5,9 +5,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use uuid::Uuid;
+
 use super::{
     super::Error,
-    copies::Flattener,
+    copies::{Flattener, or_missing, present},
     encryption::Keeper,
     error::RbdError,
     found::{Found, Link, found},
@@ -23,6 +25,7 @@ use crate::{
         handle::{Handle, MAX_CLUSTER_ID, VolumeHandle},
         journal::Journal,
         rados::IoCtx,
+        rbd,
     },
     secret::Secrets,
 };
@@ -143,6 +146,19 @@ impl Store {
         links.collect()
     }
 
+    /// Takes away images that are told to nobody. What a crash has left half made
+    /// does not go to the trash, and has no data to remove.
+    pub fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
+        let images = present(pool, names)?;
+        self.bin.discard(pool, &images)?;
+        for image in &images {
+            if rbd::image_id(pool, &image.name)?.is_some() {
+                or_missing(rbd::remove(pool, &image.name))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Who keeps passphrases, for a request with these secrets.
     pub fn keeper<'a>(&'a self, secrets: &'a Secrets) -> Keeper<'a> {
         let config = &self.kms;
@@ -214,4 +230,11 @@ impl Store {
         let found = self.find_snapshot(handle, secrets)?;
         found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
     }
+}
+
+/// Enters that an image has been made.
+pub fn complete(journal: &Journal, pool: &IoCtx, uuid: Uuid, image: &str) -> Result<(), RbdError> {
+    let gone = || RbdError::Contended(format!("{pool}/{image}"));
+    let id = rbd::image_id(pool, image)?.ok_or_else(gone)?;
+    Ok(journal.complete(pool, uuid, &id)?)
 }

@@ -2,6 +2,8 @@
 
 use futures_util::future::join_all;
 
+mod crashes;
+
 use super::*;
 use crate::{
     ceph::{rados::Cluster, test_cluster::TestCluster},
@@ -15,34 +17,63 @@ const GIB: u64 = 1 << 30;
 struct Home {
     cluster: TestCluster,
     pool: String,
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
     rbd: Rbd,
+}
+
+/// A provisioner over the cluster, and as the user, that a directory's files tell of.
+fn rbd_over(dir: &Path) -> Rbd {
+    let own = dir.display().to_string().parse().unwrap();
+    let settings = Settings {
+        config: &dir.join("config.json"),
+        kms_config: &dir.join("kms.json"),
+        instance: "default",
+        operators: Operators::new(vec![own]),
+    };
+    Rbd::new(settings, Lanes::new(4)).unwrap()
+}
+
+/// A volume as it is asked for without secrets.
+fn volume(pool: &str, name: &str, bytes: u64) -> NewVolume {
+    let class = [("clusterID", "ceph"), ("pool", pool)];
+    let own = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+    NewVolume {
+        name: name.to_owned(),
+        range: Range {
+            required: bytes,
+            limit: 0,
+        },
+        parameters: class.into_iter().map(own).collect(),
+        mutable: HashMap::new(),
+        usages: vec![Usage {
+            fs_type: None,
+            many_nodes_write: false,
+        }],
+        source: None,
+        elsewhere: None,
+        places: Places::default(),
+        secrets: Secrets::default(),
+    }
 }
 
 impl Home {
     fn new() -> Option<Self> {
-        let cluster = TestCluster::shared()?;
+        Some(Self::over(TestCluster::shared()?))
+    }
+
+    fn over(cluster: TestCluster) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let config = serde_json::json!([{"clusterID": "ceph", "monitors": cluster.monitors}]);
-        let path = dir.path().join("config.json");
-        std::fs::write(&path, config.to_string()).unwrap();
+        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         for (name, text) in [("userID", &cluster.user), ("userKey", &cluster.key)] {
             std::fs::write(dir.path().join(name), text).unwrap();
         }
-        let own = dir.path().display().to_string().parse().unwrap();
-        let settings = Settings {
-            config: &path,
-            kms_config: &dir.path().join("kms.json"),
-            instance: "default",
-            operators: Operators::new(vec![own]),
-        };
-        let pool = cluster.fresh_pool();
-        Some(Self {
-            rbd: Rbd::new(settings, Lanes::new(4)).unwrap(),
+        Self {
+            pool: cluster.fresh_pool(),
             cluster,
-            pool,
-            _dir: dir,
-        })
+            rbd: rbd_over(dir.path()),
+            dir,
+        }
     }
 
     fn secrets(&self) -> Secrets {
@@ -52,24 +83,10 @@ impl Home {
     }
 
     fn volume(&self, name: &str, bytes: u64) -> NewVolume {
-        let class = [("clusterID", "ceph"), ("pool", &self.pool)];
-        let own = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+        let secrets = self.secrets();
         NewVolume {
-            name: name.to_owned(),
-            range: Range {
-                required: bytes,
-                limit: 0,
-            },
-            parameters: class.into_iter().map(own).collect(),
-            mutable: HashMap::new(),
-            usages: vec![Usage {
-                fs_type: None,
-                many_nodes_write: false,
-            }],
-            source: None,
-            elsewhere: None,
-            places: Places::default(),
-            secrets: self.secrets(),
+            secrets,
+            ..volume(&self.pool, name, bytes)
         }
     }
 

@@ -216,9 +216,16 @@ fn empty(
 
 /// Removes an image; says its parent, if that is on its way out too.
 fn remove(pool: &IoCtx, id: &str) -> Result<Option<(IoCtx, Discarded)>, CephError> {
-    let image = Image::open_by_id(pool, id, Access::ReadOnly)?;
-    let parent = image.parent()?.map(|parent| parent.image);
-    drop_snapshots(pool, id, image)?;
+    let parent = match Image::open_by_id(pool, id, Access::ReadOnly) {
+        Ok(image) => {
+            let parent = image.parent()?.map(|parent| parent.image);
+            drop_snapshots(pool, id, image)?;
+            parent
+        }
+        // Half removed: then it has neither.
+        Err(error) if error.is_not_found() => None,
+        Err(error) => return Err(error),
+    };
     match trash::remove(pool, id, true) {
         Err(error) if !error.is_not_found() => return Err(error),
         _ => {}

@@ -2,7 +2,7 @@
 //! the next one over the same directory puts everything right.
 //!
 //! The victim is this test program, started anew for one test with `CRASH_AT`
-//! set: see `pool::draft::crash_point`.
+//! set: see `crash_point`.
 
 #![allow(clippy::disallowed_methods)]
 

@@ -8,6 +8,7 @@ use super::{
         error::RbdError,
         found::Found,
         size,
+        store::complete,
         volumes::{grow, note},
     },
     Creation, Making,
@@ -121,11 +122,8 @@ impl Creation<'_> {
         bytes: u64,
     ) -> Result<(), RbdError> {
         self.finish_image(making, origin, bytes)?;
-        let id = rbd::image_id(&making.pool, making.image())?;
-        let uuid = making.reserved.uuid;
-        // It is there: it has been made a moment ago.
-        let id = id.unwrap_or_default();
-        Ok(self.store.volumes.set_image_id(&making.pool, uuid, &id)?)
+        let (journal, pool) = (&self.store.volumes, &making.pool);
+        complete(journal, pool, making.reserved.uuid, making.image())
     }
 
     /// What a new image needs beside what it is made with; mostly nothing.

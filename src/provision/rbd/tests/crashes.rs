@@ -1,0 +1,295 @@
+//! Ends a controller after each change that it makes in a cluster, as kill -9
+//! would, and looks whether the next one's equal calls put everything right.
+//!
+//! The victim is this test program, started anew for one test with `CRASH_AT`
+//! set: see `crash_point`. What is killed within one call of librbd, no test can
+//! time; what that leaves is made by hand.
+
+#![allow(clippy::disallowed_methods)]
+
+use std::{collections::BTreeSet, env, process::Command, time::Duration};
+
+use super::*;
+use crate::provision::Kind as K;
+
+/// Who is at work, and where.
+struct Party<'a> {
+    rbd: &'a Rbd,
+    pool: &'a str,
+}
+
+impl Party<'_> {
+    /// Repeats a call for as long as a dead process still has an image open, or its
+    /// lock: Ceph knows its end by its silence.
+    async fn patiently<T>(&self, call: impl AsyncFn() -> Result<T, Error>) -> T {
+        loop {
+            match call().await {
+                Ok(done) => return done,
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        K::FailedPrecondition | K::Aborted | K::Unavailable
+                    ) =>
+                {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                Err(error) => panic!("{}", crate::chain(&error)),
+            }
+        }
+    }
+
+    async fn volume(&self, name: &str, bytes: u64, source: Option<Source>) -> Volume {
+        let new = NewVolume {
+            source,
+            ..volume(self.pool, name, bytes)
+        };
+        self.patiently(async || self.rbd.create_volume(new.clone()).await)
+            .await
+    }
+
+    /// Makes one of each thing; all of it may have been made before.
+    async fn make(&self) {
+        let source = self.volume("source", 8 * MIB, None).await;
+        let new = NewSnapshot {
+            name: "snapshot".to_owned(),
+            volume: source.handle.clone(),
+            parameters: HashMap::new(),
+            secrets: Secrets::default(),
+        };
+        let taken = async || self.rbd.create_snapshot(new.clone()).await;
+        let snapshot = self.patiently(taken).await;
+        for (name, from) in [
+            ("restored", Source::Snapshot(snapshot.handle)),
+            ("cloned", Source::Volume(source.handle.clone())),
+        ] {
+            let copy = self.volume(name, 9 * MIB, Some(from)).await;
+            assert_eq!(copy.bytes, 9 * MIB);
+        }
+        let range = Range {
+            required: 16 * MIB,
+            limit: 0,
+        };
+        let grow = async || {
+            let handle = source.handle.clone();
+            self.rbd
+                .expand_volume(handle, range, Secrets::default())
+                .await
+        };
+        assert_eq!(self.patiently(grow).await, 16 * MIB);
+    }
+
+    /// Deletes all that is still listed. A handle that a crash has left listed
+    /// nowhere is deleted by whoever knows it: so those are told.
+    async fn unmake(&self, volumes: &[String], snapshots: &[String]) {
+        for handle in snapshots {
+            let delete = async || {
+                let handle = handle.clone();
+                self.rbd.delete_snapshot(handle, Secrets::default()).await
+            };
+            self.patiently(delete).await;
+        }
+        for handle in volumes {
+            let delete = async || {
+                let handle = handle.clone();
+                self.rbd.delete_volume(handle, Secrets::default()).await
+            };
+            self.patiently(delete).await;
+        }
+    }
+
+    async fn handles(&self) -> (Vec<String>, Vec<String>) {
+        let volumes = self.rbd.list_volumes(Listing::default()).await.unwrap();
+        let snapshots = self
+            .rbd
+            .list_snapshots(Listing::default(), None, Secrets::default())
+            .await
+            .unwrap();
+        let volumes = volumes.entries.into_iter().map(|one| one.handle).collect();
+        let snapshots = snapshots.entries.into_iter().map(|one| one.handle);
+        (volumes, snapshots.collect())
+    }
+}
+
+#[tokio::test]
+#[ignore = "the victim of the tests below"]
+async fn victim() {
+    let told = |name: &str| env::var(name).expect("run by the tests below");
+    let rbd = rbd_over(Path::new(&told("VICTIM_DIR")));
+    let pool = told("VICTIM_POOL");
+    let party = Party {
+        rbd: &rbd,
+        pool: &pool,
+    };
+    let list = |name: &str| -> Vec<String> {
+        told(name)
+            .split_terminator(' ')
+            .map(str::to_owned)
+            .collect()
+    };
+    match list("VICTIM_DELETES").as_slice() {
+        [] => party.make().await,
+        volumes => {
+            party
+                .unmake(volumes, &list("VICTIM_DELETES_SNAPSHOTS"))
+                .await;
+        }
+    }
+}
+
+impl Home {
+    /// A cluster that forgets its dead soon, and whose manager takes no tasks: so
+    /// that all is done when it is done here.
+    fn of_its_own() -> Option<Self> {
+        let mut cluster = TestCluster::own()?;
+        cluster.ceph(&["config", "set", "osd", "osd_client_watch_timeout", "2"]);
+        let caps = ["mon", "profile rbd", "osd", "profile rbd"];
+        let user = ["auth", "get-or-create-key", "client.alone"];
+        cluster.key = cluster.ceph(&[&user[..], &caps].concat()).trim().to_owned();
+        cluster.user = "alone".to_owned();
+        Some(Self::over(cluster))
+    }
+
+    fn party(&self) -> Party<'_> {
+        Party {
+            rbd: &self.rbd,
+            pool: &self.pool,
+        }
+    }
+
+    /// Whether a victim was ended before it was done.
+    fn crashes(&self, at: usize, deletes: (&[String], &[String])) -> bool {
+        let victim = Command::new(env::current_exe().unwrap())
+            .args(["--exact", "--ignored", "--test-threads=1"])
+            .arg("provision::rbd::tests::crashes::victim")
+            .env("CRASH_AT", at.to_string())
+            .env("VICTIM_DIR", self.dir.path())
+            .env("VICTIM_POOL", &self.pool)
+            .env("VICTIM_DELETES", deletes.0.join(" "))
+            .env("VICTIM_DELETES_SNAPSHOTS", deletes.1.join(" "))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&victim.stdout);
+        let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
+        assert!(crashed || victim.status.success(), "{said}");
+        crashed
+    }
+
+    fn rados(&self, args: &[&str]) -> String {
+        let conf = self.cluster.dir().join("ceph.conf");
+        let ran = Command::new("rados")
+            .args([&["--conf", conf.to_str().unwrap(), "-p", &self.pool], args].concat())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&ran.stderr);
+        assert!(ran.status.success(), "rados {args:?}: {said}");
+        String::from_utf8(ran.stdout).unwrap()
+    }
+
+    /// What is in the pool of images and journals, beside what stays.
+    fn left(&self) -> BTreeSet<String> {
+        const STAY: [&str; 8] = [
+            "csi.volumes.default",
+            "csi.snaps.default",
+            "uring-csi.trash",
+            "rbd_children",
+            "rbd_directory",
+            "rbd_info",
+            "rbd_trash",
+            "rbd_trash_purge_schedule",
+        ];
+        let objects = self.rados(&["ls"]);
+        let (stay, others): (Vec<_>, Vec<_>) = objects
+            .lines()
+            .map(str::to_owned)
+            .partition(|object| STAY.contains(&object.as_str()));
+        let mut left = BTreeSet::from_iter(others);
+        if left.is_empty() {
+            for object in stay {
+                let keys = self.rados(&["listomapkeys", &object]);
+                let keys = keys.lines().filter(|key| !key.starts_with("next"));
+                left.extend(keys.map(|key| format!("{object}: {key}")));
+            }
+        }
+        left
+    }
+
+    /// Waits until the trash is empty, and asserts that so is the pool.
+    async fn assert_empty(&self, at: usize) {
+        for _ in 0..200 {
+            assert!(self.rbd.sweep().await.is_empty());
+            if self.left().is_empty() {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        panic!("crashed at {at}, it left {:?}", self.left());
+    }
+}
+
+#[tokio::test]
+async fn what_was_being_made_is_made() {
+    let Some(home) = Home::of_its_own() else {
+        return;
+    };
+    for at in 0.. {
+        let crashed = home.crashes(at, (&[], &[]));
+        home.party().make().await;
+        let (volumes, snapshots) = home.party().handles().await;
+        assert_eq!((volumes.len(), snapshots.len()), (3, 1), "crashed at {at}");
+        // One of them stands between the clone and its source.
+        assert_eq!(home.images().len(), 5, "crashed at {at}");
+        home.party().unmake(&volumes, &snapshots).await;
+        home.assert_empty(at).await;
+        if !crashed {
+            assert!(at > 20, "only {at} points");
+            return;
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_was_being_deleted_is_deleted() {
+    let Some(home) = Home::of_its_own() else {
+        return;
+    };
+    for at in 0.. {
+        home.party().make().await;
+        let (volumes, snapshots) = home.party().handles().await;
+        let crashed = home.crashes(at, (&volumes, &snapshots));
+        home.party().unmake(&volumes, &snapshots).await;
+        home.assert_empty(at).await;
+        if !crashed {
+            assert!(at > 15, "only {at} points");
+            return;
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_image_that_is_half_made_is_made_anew() {
+    let Some(home) = Home::of_its_own() else {
+        return;
+    };
+    // The victim has entered what it makes, and made nothing.
+    let mut at = 0;
+    while !home.rados(&["ls"]).contains("csi.volume.") {
+        assert!(home.crashes(at, (&[], &[])));
+        at += 1;
+    }
+    let entry = home.rados(&["ls"]);
+    let uuid = entry
+        .lines()
+        .find_map(|object| object.strip_prefix("csi.volume."));
+    let name = format!("csi-vol-{}", uuid.unwrap());
+    // librbd makes the image's name first, then its header.
+    let id = home.dir.path().join("id");
+    std::fs::write(&id, b"\x04\0\0\0dead").unwrap();
+    let object = format!("rbd_id.{name}");
+    home.rados(&["put", &object, id.to_str().unwrap()]);
+    home.rados(&["setomapval", "rbd_directory", "id_dead", "x"]);
+    home.party().make().await;
+    let info = home
+        .cluster
+        .rbd(&["info", &format!("{}/{name}", home.pool)]);
+    assert!(info.contains("size 16 MiB"), "{info}");
+}
