@@ -158,18 +158,35 @@ pub fn look(under: &Node) -> Result<Holds, LuksError> {
     })
 }
 
+/// Where a passphrase is from, which says how hard it must be made to guess.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// People chose it: each guess costs seconds of a CPU.
+    People,
+    /// It is made of random bits, more than anybody can try: a guess may be cheap,
+    /// and so is each opening.
+    Random,
+}
+
+impl Origin {
+    /// The derivation of the key (cryptsetup(8), "NOTES ON PASSPHRASES"). Argon2
+    /// takes a gigabyte unless told otherwise, at each opening: sixteen at once
+    /// would end the agent.
+    fn derivation(self) -> &'static [&'static str] {
+        match self {
+            Self::People => &["--pbkdf=argon2id", "--pbkdf-memory=32768"],
+            Self::Random => &["--pbkdf=pbkdf2", "--pbkdf-force-iterations=1000"],
+        }
+    }
+}
+
 /// Writes a LUKS header: all that is on the device is lost. The caller has
 /// looked, or knows that what stands there is a format of its own that was
 /// interrupted.
-pub fn format(under: &Node, passphrase: &Secret) -> Result<(), LuksError> {
+pub fn format(under: &Node, passphrase: &Secret, origin: Origin) -> Result<(), LuksError> {
     let node = under.path.to_string_lossy();
-    let args = [
-        "--batch-mode",
-        "--type=luks2",
-        "--hash=sha256",
-        "--key-file=-",
-        &node,
-    ];
+    let fixed = ["--batch-mode", "--type=luks2", "--hash=sha256"];
+    let args = [&fixed, origin.derivation(), &["--key-file=-", &node]].concat();
     cryptsetup("luksFormat", &args, &node, Some(passphrase)).map(drop)
 }
 

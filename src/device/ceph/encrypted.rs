@@ -17,7 +17,7 @@ use crate::{
     },
     device::{
         How,
-        luks::{self, Holds, LuksError},
+        luks::{self, Holds, LuksError, Origin},
     },
     secret::Secret,
 };
@@ -39,7 +39,12 @@ pub fn open(
         .map_err(luks::failed("look for what is over the mapped image"))?
         .is_none()
     {
-        format_once(images, known, under, &passphrase, is_noted, how)?;
+        let origin = match kms {
+            Kms::Secret => Origin::People,
+            Kms::Metadata => Origin::Random,
+        };
+        let format = || luks::format(under, &passphrase, origin);
+        format_once(images, known, under, is_noted, how, format)?;
     }
     let name = luks::name_of(&how.volume_id);
     let (over, _) = luks::open(under, &name, &passphrase, how.read_only)?;
@@ -91,9 +96,9 @@ fn format_once(
     images: &CephImages,
     known: &Known<'_>,
     under: &luks::Node,
-    passphrase: &Secret,
     is_noted: bool,
     how: &How,
+    format: impl FnOnce() -> Result<(), LuksError>,
 ) -> Result<(), CephImageError> {
     let note = format!("LUKS of {}", known.source);
     let interrupted = images.notes.was_interrupted(&note, &how.volume_id)?;
@@ -112,6 +117,6 @@ fn format_once(
         Holds::Nothing | Holds::Luks | Holds::Unknown(_) => {}
     }
     images.notes.begins(&note, &how.volume_id)?;
-    luks::format(under, passphrase)?;
+    format()?;
     Ok(images.notes.ended(&note)?)
 }

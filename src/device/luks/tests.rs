@@ -42,7 +42,7 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     let scratch = Scratch::new(64 * MIB);
     let (under, passphrase) = (node(&scratch), secret("a passphrase"));
     assert_eq!(look(&under).unwrap(), Holds::Nothing);
-    format(&under, &passphrase).unwrap();
+    format(&under, &passphrase, Origin::People).unwrap();
     assert_eq!(look(&under).unwrap(), Holds::Luks);
 
     let refused = open(&under, &name.0, &secret("another"), false);
@@ -94,7 +94,7 @@ fn a_mapping_over_another_device_is_not_taken_for_this() {
     let (one, other) = (Scratch::new(32 * MIB), Scratch::new(32 * MIB));
     let passphrase = secret("a passphrase");
     for scratch in [&one, &other] {
-        format(&node(scratch), &passphrase).unwrap();
+        format(&node(scratch), &passphrase, Origin::Random).unwrap();
     }
     let _ = open(&node(&one), &name.0, &passphrase, false).unwrap();
     let refused = open(&node(&other), &name.0, &passphrase, false);
@@ -124,7 +124,7 @@ fn a_header_without_a_key_is_known() {
     };
     let scratch = Scratch::new(32 * MIB);
     let under = node(&scratch);
-    format(&under, &secret("one")).unwrap();
+    format(&under, &secret("one"), Origin::Random).unwrap();
     assert!(has_key(&under).unwrap());
     let path = under.path.to_string_lossy();
     cryptsetup("luksErase", &["--batch-mode", &path], &path, None).unwrap();
