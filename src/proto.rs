@@ -17,6 +17,7 @@ pub mod csi {
 pub mod admin {
     #![allow(missing_docs, clippy::pedantic)]
     tonic::include_proto!("uring_csi.v1");
+    include!(concat!(env!("OUT_DIR"), "/uring_csi.v1.redacted.rs"));
 }
 
 /// `uring_csi.holder.v1`: what the node agent asks of the process that keeps the

@@ -58,6 +58,7 @@ impl Format {
             volume_context: volume.volume_context,
             fs_type: self.fs.clone(),
             confirm: volume.volume_id.clone(),
+            secrets: context.secrets.to_wire(),
         };
         let work = context.admin(
             format!("format {wanted}"),

@@ -49,6 +49,7 @@ impl AdminService {
     ) -> Result<FormatVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::map("volume_context", &request.volume_context)?;
+        validate::map("secrets", &request.secrets)?;
         if request.confirm != request.volume_id {
             return Err(validate::invalid(
                 "confirm",
@@ -61,7 +62,13 @@ impl AdminService {
             .map_err(|error| validate::invalid("fs_type", error))?;
         let source = Source::parse(&request.volume_context, &request.volume_id)
             .map_err(|e| Status::from(&Error::from(e)))?;
-        let (id, call) = (request.volume_id, Call::Format(Format { source, fs }));
+        let secrets = request.secrets.into();
+        let call = Call::Format(Format {
+            source,
+            fs,
+            secrets,
+        });
+        let id = request.volume_id;
         match self
             .heart
             .run(move |node| node.submit(id, call, patience))

@@ -11,7 +11,7 @@ use super::{
     task::{Progress, Volume},
     unstage,
 };
-use crate::{capability::Mode, device::Device, secret::Secrets};
+use crate::{capability::Mode, device::Device};
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
 pub async fn format(
@@ -40,7 +40,7 @@ pub async fn format(
         mkfs_options: Vec::new(),
         group: None,
         inline: None,
-        secrets: Secrets::default(),
+        secrets: spec.secrets.clone(),
     };
     let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);
     node.remember(volume, record.clone()).await?;

@@ -171,6 +171,8 @@ pub struct Format {
     pub source: Source,
     /// What to make.
     pub fs: FsType,
+    /// What the backend's server asks for; calls are not compared by it.
+    pub secrets: Secrets,
 }
 
 /// A call that changes a volume.
@@ -227,6 +229,7 @@ impl Call {
     pub fn differs(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Stage(one), Self::Stage(other)) => one.secrets.differ(&other.secrets),
+            (Self::Format(one), Self::Format(other)) => one.secrets.differ(&other.secrets),
             _ => false,
         }
     }
