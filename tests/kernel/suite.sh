@@ -23,7 +23,7 @@ esac
 
 # `list BINARY [--ignored]`: its tests' names.
 list() {
-  "$@" --list --format terse 2>/dev/null | sed -n 's/: test$//p'
+  "$@" --list --format terse | sed -n 's/: test$//p'
 }
 
 # Runs one test, in a process of its own: where many share one, a child that a
@@ -47,9 +47,14 @@ export longest=200
 # Runs those of a binary's tests that match: `tests BINARY PATTERN [NOT]`.
 ran=0 failed=0
 tests() {
-  local names
-  mapfile -t names < <(list "$1" | grep -E "$2" | grep -vxF -f <(printf '%s\n' "${3:-}"))
-  ((${#names[@]})) || return 0
+  local listed names
+  listed=$(list "$1")
+  mapfile -t names < <(grep -E "$2" <<<"$listed" | grep -vxF -f <(printf '%s\n' "${3:-}"))
+  if ((!${#names[@]})); then
+    [[ -n $only ]] && return
+    echo "$1 has no test to run here" >&2
+    exit 1
+  fi
   ran=$((ran + ${#names[@]}))
   printf '%s\n' "${names[@]}" | xargs -P 4 -I {} bash -c 'one "$@"' - "$1" {} || failed=1
 }

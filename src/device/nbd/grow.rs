@@ -81,14 +81,30 @@ impl Links {
         let shape = link.look()?;
         link.fits(&shape)?;
         let has = shape.bytes;
+        let old = || NbdError::OldConnections {
+            export: export.clone(),
+            node: node.clone(),
+            had,
+            has,
+        };
         if has == had {
-            return Ok(had);
+            // An agent that was killed may have set the size and proven nothing.
+            return link.prove(has).map(|()| has).map_err(|error| {
+                let error = crate::chain(&error);
+                tracing::error!(device = %node.display(), error, "its end cannot be read");
+                old()
+            });
         }
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         if let Some(away) = &*lock(&link.away) {
             return Err(link.is_away(&away.why));
         }
-        let renewed = link.renew(&driver)?;
+        let renewed = match link.renew(&driver)? {
+            Renewed::All => true,
+            Renewed::None => false,
+            // The proof may go by a fresh one, and what follows it by an old one.
+            Renewed::Some => return Err(old()),
+        };
         link.settle(renewed, had)
             .map_err(failed(node, "read the end of"))?;
         link.resize(&driver, has)?;
@@ -99,15 +115,18 @@ impl Links {
                 if renewed {
                     return Err(failed(node, "read the new end of")(error));
                 }
-                Err(NbdError::OldConnections {
-                    export: export.clone(),
-                    node: node.clone(),
-                    had,
-                    has,
-                })
+                Err(old())
             }
         }
     }
+}
+
+/// Which of a device's connections are fresh.
+enum Renewed {
+    All,
+    /// None: all are an earlier agent's.
+    None,
+    Some,
 }
 
 impl Link {
@@ -139,16 +158,18 @@ impl Link {
         resized
     }
 
-    /// Replaces every connection of the device by a fresh one; false where some
-    /// are out of reach.
-    fn renew(&self, driver: &Driver) -> Result<bool, NbdError> {
+    /// Replaces every connection of the device by a fresh one; none where some are
+    /// out of reach.
+    fn renew(&self, driver: &Driver) -> Result<Renewed, NbdError> {
         let node = &self.device.node;
         let mut fresh = self.open(self.connections)?;
         let heard = driver.listen().map_err(NbdError::NoDriver)?;
         let mut held = lock(&self.held);
         held.retire_dead();
-        if held.connections.len() < self.connections {
-            return Ok(false);
+        match held.connections.len() {
+            0 => return Ok(Renewed::None),
+            some if some < self.connections => return Ok(Renewed::Some),
+            _ => {}
         }
         held.shut();
         let deadline = Instant::now() + NOTICED_WITHIN;
@@ -159,7 +180,7 @@ impl Link {
             held.connections.extend::<Vec<_>>(taken);
             fresh = left;
             if fresh.is_empty() {
-                return Ok(true);
+                return Ok(Renewed::All);
             }
             if Instant::now() > deadline {
                 let why = io::Error::from(io::ErrorKind::TimedOut);

@@ -189,7 +189,12 @@ impl Links {
     }
 
     fn forget(&self, export: &Export) {
-        lock(&self.0.links).retain(|_, link| link.behind.export != *export);
+        let its = |_: &u32, link: &mut Arc<Link>| link.behind.export == *export;
+        let gone: Vec<_> = lock(&self.0.links).extract_if(its).collect();
+        // One that is being renewed is held, which others need not wait for.
+        for (_, link) in gone {
+            lock(&link.held).closed = true;
+        }
     }
 
     /// Since when, and why, the export's server cannot be reached.
@@ -226,6 +231,8 @@ impl Links {
             mending: AtomicBool::default(),
             again: AtomicBool::default(),
         });
+        // Somebody else may have taken its device down, and it has another now.
+        self.forget(&behind.export);
         lock(&self.0.links).insert(index, Arc::clone(&link));
         Ok(link)
     }
