@@ -30,6 +30,7 @@ OVERLAYS = [
     ("nbd", ["snapshots"]),
     ("ceph", []),
     ("ceph", ["snapshots"]),
+    ("ceph", ["rbd-nbd"]),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
     ("examples/ceph-overlay", []),

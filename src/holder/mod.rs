@@ -28,6 +28,7 @@
 pub mod client;
 pub(crate) mod devices;
 mod error;
+mod options;
 mod spec;
 
 #[cfg(feature = "holder")]
@@ -48,5 +49,6 @@ mod watch;
 mod tests;
 
 pub use error::HolderError;
-pub use spec::{NbdOptions, Spec, SpecError};
+pub use options::NbdOptions;
+pub use spec::{Spec, SpecError};
 pub use watch::{Trouble, Watch};

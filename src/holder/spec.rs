@@ -5,18 +5,13 @@
 //!
 //! Source: rbd-nbd(8).
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 
-use crate::device::rbd::{Image, OptionError, options};
+use super::NbdOptions;
+use crate::device::rbd::{Image, OptionError};
 
 /// How long a daemon that starts may look for a monitor, seconds.
 const FIND_CLUSTER_FOR: u32 = 30;
-
-/// Seconds that I/O waits for a daemon to come back before it fails, unless the
-/// volume's class says otherwise. ceph-csi's value.
-const REATTACH_WITHIN: &str = "300";
 
 /// A mapped image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -147,144 +142,12 @@ impl Spec {
     }
 }
 
-fn is_text(text: &str) -> bool {
+pub(super) fn is_text(text: &str) -> bool {
     !text.is_empty() && !text.chars().any(char::is_control)
-}
-
-/// The options of rbd-nbd that a volume's class brings along.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Vec<String>", into = "Vec<String>")]
-pub struct NbdOptions(Vec<NbdOption>);
-
-#[derive(Clone, PartialEq, Eq)]
-struct NbdOption {
-    /// With underscores; the program takes either.
-    name: String,
-    value: Option<String>,
-}
-
-/// Those that we set where nobody does.
-const DEFAULTS: [(&str, &str); 2] = [("reattach_timeout", REATTACH_WITHIN), ("io_timeout", "0")];
-
-impl NbdOptions {
-    /// Reads the part for rbd-nbd of `mapOptions`: `krbd:a,b;nbd:c`.
-    pub fn parse(text: &str) -> Result<Self, OptionError> {
-        let list = options::part_for(options::NBD, text)?;
-        let words = list.split(',').map(str::trim);
-        Self::of(words.filter(|word| !word.is_empty()))
-    }
-
-    /// Each as `name` or `name=value`.
-    pub fn of<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Self, OptionError> {
-        let mut read = Vec::new();
-        for word in words {
-            let option = NbdOption::parse(word)?;
-            // It always is.
-            if option.name != "try_netlink" {
-                read.push(option);
-            }
-        }
-        Ok(Self(read))
-    }
-
-    /// Each as `name` or `name=value`.
-    pub fn words(&self) -> impl Iterator<Item = String> {
-        self.0.iter().map(ToString::to_string)
-    }
-
-    fn arguments(&self) -> impl Iterator<Item = String> {
-        let given = |name: &str| self.0.iter().any(|option| option.name == name);
-        let ours = DEFAULTS.into_iter().filter(move |(name, _)| !given(name));
-        let ours = ours.map(|(name, value)| format!("{name}={value}"));
-        // With dashes throughout: its own options are not read otherwise.
-        ours.chain(self.words())
-            .map(|word| match word.split_once('=') {
-                Some((name, value)) => format!("--{}={value}", name.replace('_', "-")),
-                None => format!("--{}", word.replace('_', "-")),
-            })
-    }
-}
-
-impl NbdOption {
-    fn parse(word: &str) -> Result<Self, OptionError> {
-        let malformed = || OptionError::Malformed(word.to_owned());
-        let (name, value) = match word.split_once('=') {
-            Some((name, value)) => (name, Some(value)),
-            None => (word, None),
-        };
-        let name = name.replace('-', "_");
-        let is_of_name =
-            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
-        if !name.bytes().all(is_of_name) || name.starts_with('_') {
-            return Err(malformed());
-        }
-        let takes = match &*name {
-            "exclusive" | "try_netlink" => None,
-            "io_timeout" | "reattach_timeout" => {
-                value
-                    .and_then(|value| value.parse::<u32>().ok())
-                    .ok_or_else(malformed)?;
-                value
-            }
-            _ if is_of_libraries(&name) => {
-                let good = |value: &&str| is_text(value) && !value.contains([' ', ',']);
-                Some(value.filter(good).ok_or_else(malformed)?)
-            }
-            _ => {
-                return Err(OptionError::Refused {
-                    name,
-                    why: "of rbd-nbd's options a volume may bring exclusive, io-timeout, reattach-timeout, rbd_… and debug_…",
-                });
-            }
-        };
-        if takes.is_none() && value.is_some() {
-            return Err(malformed());
-        }
-        Ok(Self {
-            name,
-            value: value.map(str::to_owned),
-        })
-    }
-}
-
-/// What librbd itself reads. Plugins are code.
-fn is_of_libraries(name: &str) -> bool {
-    (name.starts_with("rbd_") || name.starts_with("debug_")) && name != "rbd_plugins"
-}
-
-impl fmt::Display for NbdOption {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.value {
-            Some(value) => write!(f, "{}={value}", self.name),
-            None => f.write_str(&self.name),
-        }
-    }
-}
-
-impl fmt::Debug for NbdOption {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{self}")
-    }
-}
-
-impl TryFrom<Vec<String>> for NbdOptions {
-    type Error = OptionError;
-
-    fn try_from(words: Vec<String>) -> Result<Self, OptionError> {
-        Self::of(words.iter().map(String::as_str))
-    }
-}
-
-impl From<NbdOptions> for Vec<String> {
-    fn from(options: NbdOptions) -> Self {
-        options.words().collect()
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
@@ -341,28 +204,6 @@ mod tests {
     }
 
     #[test]
-    fn options_that_reach_further_are_refused_by_name() {
-        for (given, word) in [
-            ("nbd:quiesce-hook=/bin/sh", "quiesce_hook"),
-            ("nbd:rbd_plugins=evil", "rbd_plugins"),
-            ("nbd:id=admin", "id"),
-            ("nbd:keyfile=/x", "keyfile"),
-            ("nbd:mon_host=h", "mon_host"),
-            ("nbd:io-timeout=soon", "io-timeout"),
-            ("nbd:io-timeout", "io-timeout"),
-            ("nbd:exclusive=1", "exclusive"),
-            ("nbd:rbd_cache", "rbd_cache"),
-            ("nbd:--conf=/x", "--conf"),
-        ] {
-            let error = NbdOptions::parse(given).unwrap_err().to_string();
-            assert!(error.contains(word), "{given}: {error}");
-        }
-        let options = NbdOptions::parse("a,b;nbd:rbd-cache=false,debug_rbd=20/20").unwrap();
-        let arguments: Vec<_> = options.arguments().collect();
-        assert_eq!(arguments[2..], ["--rbd-cache=false", "--debug-rbd=20/20"]);
-    }
-
-    #[test]
     fn names_that_would_be_read_otherwise_are_refused() {
         let good = || spec("v", "p", "i");
         good().check().unwrap();
@@ -380,22 +221,5 @@ mod tests {
         refused(|spec| spec.monitors.clear());
         refused(|spec| spec.monitors = vec!["a,b".to_owned()]);
         refused(|spec| spec.user = "-x".to_owned());
-    }
-
-    proptest! {
-        #[test]
-        fn no_text_brings_another_argument(text in "nbd:[\\PC\\s,;=:_-]{0,60}") {
-            if let Ok(options) = NbdOptions::parse(&text) {
-                for argument in options.arguments() {
-                    let name = argument.trim_start_matches("--").split('=').next().unwrap();
-                    let name = name.replace('-', "_");
-                    prop_assert!(
-                        ["exclusive", "io_timeout", "reattach_timeout"].contains(&&*name)
-                            || is_of_libraries(&name),
-                        "{}", argument
-                    );
-                }
-            }
-        }
     }
 }

@@ -93,6 +93,9 @@ impl Drop for Test {
     fn drop(&mut self) {
         let holder = self.holder();
         let _ = self.unmap(&holder).unwrap();
+        // Daemons that were killed have the image open until they are given up.
+        let status = || self.cluster.rbd(&["status", &self.spec.name()]);
+        holder.until("no client", || status().contains("Watchers: none"));
         self.cluster
             .rbd(&["rm", "--no-progress", &self.spec.name()]);
     }

@@ -21,27 +21,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::Pid;
 use tokio::{
     sync::{mpsc, oneshot},
-    time::{sleep, sleep_until, timeout},
+    time::sleep_until,
 };
 
-use super::{
-    HolderError, Spec,
-    daemon::{Daemon, Started},
-    devices::Device,
-    error::failed,
-    keeper::Shared,
-    spec::Verb,
-};
-use crate::{Done, device::sysfs, secret::Secret};
+use super::{HolderError, Spec, daemon::Daemon, devices::Device, error::failed, keeper::Shared};
+use crate::{Done, secret::Secret};
 
-/// How long a daemon may take until it serves. It looks for monitors half as long.
-const START_WITHIN: Duration = Duration::from_secs(60);
-/// How long the device may take to be opened, and to be gone when its daemon is.
-const GONE_WITHIN: Duration = Duration::from_secs(20);
-/// How often that is looked at.
+mod serving;
+mod verbs;
+
+/// How often a device that comes or goes is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// The time between two tries to bring a daemon back; it doubles.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -156,161 +147,6 @@ impl Volume {
         }
     }
 
-    /// Maps the image, or finds it mapped, with a daemon afterwards.
-    async fn map(&mut self, spec: Spec, key: Secret) -> Result<(Device, Done), HolderError> {
-        spec.check()?;
-        self.look();
-        let Some(device) = self.device()? else {
-            // It is on its way down, or up, begun by a holder that was killed.
-            self.settle().await?;
-            if let Some(device) = self.device()? {
-                return Ok((self.serve(device, spec, key).await?, Done::Already));
-            }
-            return Ok((self.make(spec, key).await?, Done::Now));
-        };
-        Ok((self.serve(device, spec, key).await?, Done::Already))
-    }
-
-    async fn make(&mut self, spec: Spec, key: Secret) -> Result<Device, HolderError> {
-        // First, so that a daemon is never without a record.
-        self.keep(spec, key)?;
-        let made = match self.start(&Verb::Map).await {
-            Ok(_) => self.device(),
-            Err(error) => Err(error),
-        };
-        match made {
-            Ok(Some(device)) => Ok(device),
-            Ok(None) => Err(HolderError::Failed {
-                image: self.image(),
-                said: "it says that it serves a device, and the kernel has none of this volume"
-                    .to_owned(),
-            }),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Makes sure that the device is this image's, and served.
-    async fn serve(
-        &mut self,
-        device: Device,
-        spec: Spec,
-        key: Secret,
-    ) -> Result<Device, HolderError> {
-        let otherwise = |how: String| HolderError::Otherwise {
-            volume_id: self.id.clone(),
-            node: device.node.display().to_string(),
-            how,
-        };
-        let known = self.spec.as_ref().map(Spec::name).or(self.found.clone());
-        if let Some(image) = known.filter(|image| *image != spec.name()) {
-            return Err(otherwise(format!(
-                "over image {image}, not {}",
-                spec.name()
-            )));
-        }
-        if device.read_only != spec.read_only {
-            let how = if device.read_only {
-                "read-only"
-            } else {
-                "writable"
-            };
-            return Err(otherwise(how.to_owned()));
-        }
-        self.keep(spec, key)?;
-        if self.daemon.is_none() {
-            self.attach(&device).await?;
-        }
-        Ok(device)
-    }
-
-    /// Takes the key of a mapped volume, and brings its daemon back.
-    async fn reattach(&mut self, user: Option<String>, key: Secret) -> Result<Device, HolderError> {
-        self.look();
-        let device = self.device()?;
-        let unknown = || HolderError::Unknown(self.id.clone());
-        let (Some(device), Some(mut spec)) = (device, self.spec.clone()) else {
-            return Err(unknown());
-        };
-        if let Some(user) = user {
-            spec.user = user;
-            spec.check()?;
-        }
-        self.serve(device, spec, key).await
-    }
-
-    /// Makes the device as large as its image, if it has fewer bytes than that.
-    async fn grow(&mut self, bytes: u64) -> Result<u64, HolderError> {
-        let image = self.image();
-        let device = self
-            .device()?
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
-        if device.bytes >= bytes {
-            return Ok(device.bytes);
-        }
-        if self.key.is_none() {
-            return Err(HolderError::NoKey(self.id.clone()));
-        }
-        if self.daemon.is_none() {
-            self.attach(&device).await?;
-        }
-        self.take_size(&device).await?;
-        self.end_daemon().await?;
-        self.attach(&device).await?;
-        let now = self.device()?.map_or(0, |device| device.bytes);
-        if now < bytes {
-            return Err(HolderError::Small {
-                image,
-                node: device.node,
-                bytes: now,
-                wanted: bytes,
-            });
-        }
-        Ok(now)
-    }
-
-    /// Unmaps it.
-    async fn unmap(&mut self) -> Result<Done, HolderError> {
-        self.look();
-        let done = match self.device()? {
-            None => Done::Already,
-            Some(device) => {
-                let stuck = || HolderError::Io {
-                    what: "take down in time",
-                    subject: device.node.display().to_string(),
-                    source: std::io::ErrorKind::TimedOut.into(),
-                };
-                let (taken, cookie) = (device.clone(), self.id.clone());
-                let down = self
-                    .shared
-                    .lanes
-                    .run(&self.id, "disconnect", move || taken.disconnect(&cookie));
-                timeout(GONE_WITHIN, down).await.map_err(|_| stuck())??;
-                Done::Now
-            }
-        };
-        self.retry = None;
-        if let Some(daemon) = &self.daemon
-            && !daemon.is_ending().await
-        {
-            self.end_daemon().await?;
-        }
-        self.daemon = None;
-        let gone = async {
-            while self.device()?.is_some() {
-                sleep(LOOK_EVERY).await;
-            }
-            Ok::<_, HolderError>(())
-        };
-        if let Ok(gone) = timeout(GONE_WITHIN, gone).await {
-            gone?;
-        } else {
-            // Another opener, such as udevd, keeps it a moment longer.
-            tracing::warn!(volume = self.id, "the device does not go");
-        }
-        (self.key, self.trouble) = (None, None);
-        Ok(done)
-    }
-
     /// The daemon has ended by itself.
     async fn lost(&mut self) {
         if let Some(daemon) = self.daemon.take() {
@@ -364,118 +200,6 @@ impl Volume {
                 "the device did not follow its image's size"
             );
         }
-    }
-
-    /// Serves a device that nobody serves.
-    async fn attach(&mut self, device: &Device) -> Result<(), HolderError> {
-        let node = device.node.to_string_lossy();
-        self.start(&Verb::Attach(&node)).await?;
-        self.retry = None;
-        self.trouble = None;
-        Ok(())
-    }
-
-    /// Starts the volume's daemon.
-    async fn start(&mut self, verb: &Verb<'_>) -> Result<String, HolderError> {
-        let mut daemon = self.begin(verb, None)?;
-        let spec = self
-            .spec
-            .clone()
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
-        match daemon.ready(&spec, START_WITHIN).await {
-            Started::Ready(node) => {
-                self.resized = 0;
-                self.daemon = Some(daemon);
-                Ok(node)
-            }
-            Started::Ended(error) => Err(error),
-            Started::Late => {
-                let stuck = HolderError::Stuck {
-                    image: self.image(),
-                    pid: daemon.pid(),
-                    how: "did not begin to serve within a minute",
-                };
-                if !daemon.end().await {
-                    // It may still begin: nobody else may.
-                    self.daemon = Some(daemon);
-                }
-                Err(stuck)
-            }
-        }
-    }
-
-    fn begin(&self, verb: &Verb<'_>, unseen: Option<Pid>) -> Result<Daemon, HolderError> {
-        let spec = self
-            .spec
-            .as_ref()
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
-        let key = self
-            .key
-            .as_ref()
-            .ok_or_else(|| HolderError::NoKey(self.id.clone()))?;
-        Daemon::start(&self.shared.program, spec, verb, key, unseen)
-    }
-
-    /// Gives the device its image's size, while its daemon serves.
-    ///
-    /// rbd-nbd refuses to attach while the process lives that the driver says
-    /// made the device, which is right anywhere else: so it is not shown that.
-    async fn take_size(&self, device: &Device) -> Result<(), HolderError> {
-        let node = device.node.to_string_lossy();
-        let spec = self
-            .spec
-            .clone()
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
-        let maker = sysfs::nbd_pid(device.dev);
-        let maker = maker.map_err(failed("find who made", &node))?;
-        let mut beside = self.begin(&Verb::Attach(&node), Pid::from_raw(maker))?;
-        let started = beside.ready(&spec, START_WITHIN).await;
-        let ended = beside.end().await;
-        match started {
-            Started::Ready(_) if ended => Ok(()),
-            Started::Ended(error) => Err(error),
-            _ => Err(HolderError::Stuck {
-                image: self.image(),
-                pid: beside.pid(),
-                how: "did not give the device its size",
-            }),
-        }
-    }
-
-    async fn end_daemon(&mut self) -> Result<(), HolderError> {
-        if let Some(daemon) = &self.daemon {
-            if !daemon.end().await {
-                return Err(HolderError::Stuck {
-                    image: self.image(),
-                    pid: daemon.pid(),
-                    how: "does not end, not even when it is killed",
-                });
-            }
-            self.daemon = None;
-        }
-        Ok(())
-    }
-
-    /// Waits for the end of a daemon that has no device, or for its device.
-    async fn settle(&mut self) -> Result<(), HolderError> {
-        let Some(daemon) = &self.daemon else {
-            return Ok(());
-        };
-        let device = async {
-            while !matches!(self.device(), Ok(Some(_))) {
-                sleep(LOOK_EVERY).await;
-            }
-        };
-        tokio::select! {
-            () = daemon.ended() => self.daemon = None,
-            () = device => {}
-            () = sleep(GONE_WITHIN) => return Err(HolderError::Stuck {
-                image: self.image(),
-                pid: daemon.pid(),
-                how: "neither serves a device nor ends",
-            }),
-        }
-        Ok(())
     }
 
     /// Looks for a daemon that others began.

@@ -20,7 +20,7 @@ use super::{
     loopdev::Detached,
     luks,
     notes::Notes,
-    rbd::{self, Features, Identity, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
+    rbd::{self, Features, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
 };
 use crate::{
     Done,
@@ -35,16 +35,19 @@ use crate::{
     kernel::Dev,
 };
 
+mod below;
 mod encrypted;
 mod error;
 mod library;
+mod mounter;
 mod served;
 mod source;
 
 pub use error::CephImageError;
 pub use source::{CephSource, NOTE};
 
-use source::Mounter;
+use below::Below;
+use mounter::Mounter;
 
 /// The Ceph clusters, and what of them is mapped on this node.
 #[derive(Clone, Debug)]
@@ -160,66 +163,6 @@ fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
 fn as_it_is_shown(below: Below) -> Result<Device, DeviceError> {
     let over = luks::over(below.node.dev).map_err(io("look for what is over a mapped image"))?;
     Ok(below.shown(over))
-}
-
-/// A mapped image's own device, below an encrypted volume's.
-#[derive(Debug)]
-struct Below {
-    node: luks::Node,
-    behind: Behind,
-    read_only: bool,
-}
-
-impl From<RbdDevice> for Below {
-    fn from(device: RbdDevice) -> Self {
-        Self {
-            node: luks::Node {
-                dev: device.dev,
-                path: device.node,
-            },
-            behind: Behind::Rbd(device.identity),
-            read_only: device.read_only,
-        }
-    }
-}
-
-impl Below {
-    fn of(device: &Device) -> Self {
-        let own = || luks::Node {
-            dev: device.dev,
-            path: device.node.clone(),
-        };
-        Self {
-            node: device.encrypted.clone().unwrap_or_else(own),
-            behind: device.behind.clone(),
-            read_only: device.read_only,
-        }
-    }
-
-    /// What shows it, which is itself where it is not encrypted.
-    fn shown(self, over: Option<luks::Node>) -> Device {
-        let (shown, encrypted) = match over {
-            Some(over) => (over, Some(self.node)),
-            None => (self.node, None),
-        };
-        Device {
-            dev: shown.dev,
-            node: shown.path,
-            behind: self.behind,
-            read_only: self.read_only,
-            encrypted,
-        }
-    }
-
-    /// As the kernel's driver has it.
-    fn krbd(&self, identity: &Identity) -> RbdDevice {
-        RbdDevice {
-            dev: self.node.dev,
-            node: self.node.path.clone(),
-            identity: identity.clone(),
-            read_only: self.read_only,
-        }
-    }
 }
 
 /// An image with all that is needed to work on it.

@@ -5,8 +5,7 @@
 //! device's cookie, which is the volume's handle.
 
 use super::{
-    Below, BoundCephImage, CephImageError, Known, as_it_is_shown,
-    source::{CephSource, Served},
+    Below, BoundCephImage, CephImageError, CephSource, Known, as_it_is_shown, mounter::Served,
 };
 use crate::{
     Done,
@@ -63,6 +62,10 @@ fn named(text: &str) -> Option<Image> {
         [pool, namespace, name] => (pool, namespace, name),
         _ => return None,
     };
+    let is_part = |text: &str| !text.is_empty() && !text.contains(['/', '@']);
+    if !is_part(pool) || !is_part(name) || !snapshot.iter().all(|name| is_part(name)) {
+        return None;
+    }
     Some(Image {
         cluster_id: String::new(),
         pool: pool.to_owned(),
