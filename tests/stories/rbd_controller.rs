@@ -25,8 +25,11 @@ use uring_csi::proto::csi::{
 
 use crate::harness::{
     Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
-    from_snapshot, from_volume, refused, run_err, story,
+    from_snapshot, from_volume, refused, run, run_err, story,
 };
+
+mod classes;
+mod takeover;
 
 const GIB: u64 = 1 << 30;
 /// The cluster's id in the configuration.
@@ -96,6 +99,26 @@ impl Ceph {
             .parameters
             .insert("clusterID".to_owned(), CEPH.to_owned());
         request
+    }
+
+    fn rados(&self, args: &[&str]) -> String {
+        let conf = self.cluster.dir().join("ceph.conf");
+        let conf = conf.to_str().expect("a path in UTF-8");
+        run(&[&["rados", "--conf", conf, "-p", &self.pool], args].concat())
+    }
+
+    /// What `rbd info` says of an image.
+    fn info(&self, image: &str) -> serde_json::Value {
+        let said = self.cluster.rbd(&["info", "--format", "json", image]);
+        serde_json::from_str(&said).expect("JSON")
+    }
+
+    fn pool_id(&self) -> i64 {
+        let said = self
+            .cluster
+            .ceph(&["osd", "pool", "stats", &self.pool, "-f", "json"]);
+        let said: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+        said[0]["pool_id"].as_i64().expect("a pool's id")
     }
 
     fn images(&self) -> BTreeSet<String> {
