@@ -108,6 +108,12 @@ fn what_is_stored_is_not_what_was_written() {
         let mapped = mapped.to_str().unwrap();
         let header = run(&["cryptsetup", "luksDump", mapped]);
         assert!(header.contains("Version:       \t2"), "{header}");
+        // What it takes to open it, in KiB: no more than a small container has.
+        let memory = header.split("Memory:").nth(1).and_then(|rest| {
+            let word = rest.split_whitespace().next()?;
+            word.parse::<u32>().ok()
+        });
+        assert!(memory.is_some_and(|kib| kib <= 32 << 10), "{header}");
         let [size, below] = [target.to_str().unwrap(), mapped]
             .map(|device| run(&["blockdev", "--getsize64", device]));
         let [size, below] = [size, below].map(|text| text.trim().parse::<u64>().unwrap());
