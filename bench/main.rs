@@ -11,7 +11,8 @@
 //!
 //! `make bench` (scripts/bench.sh) for the numbers in PERFORMANCE.md, each backend
 //! on a kernel that has it; the environment variable `BACKEND` says which one it
-//! is here: `loop`, unless it is set, `nbd` or `rbd`. Needs root.
+//! is here: `loop`, unless it is set; `nbd`; `rbd`, which is Ceph on the node, or
+//! `ceph`, which is Ceph in the controller and takes no driver. Needs root.
 
 // The ban on children is the product's, not its benches'.
 #![allow(clippy::disallowed_methods, missing_docs)]
@@ -40,7 +41,7 @@ use rig::Rig;
 
 fn main() {
     let backend = std::env::var("BACKEND").unwrap_or_default();
-    let ceph = (backend == "rbd").then(Ceph::start);
+    let ceph = matches!(backend.as_str(), "ceph" | "rbd").then(Ceph::start);
     let rig = Rig::start(|sandbox| match &ceph {
         Some(ceph) => ceph.node(sandbox),
         None => NodeSetup::new(sandbox),
@@ -54,8 +55,9 @@ fn main() {
     match (backend.as_str(), &ceph) {
         ("" | "loop", _) => images(&mut criterion, &rig),
         ("nbd", _) => exports(&mut criterion, &rig),
+        ("ceph", Some(ceph)) => provisioning(&mut criterion, &rig, ceph),
         (_, Some(ceph)) => ceph_images(&mut criterion, &rig, ceph),
-        (other, None) => panic!("BACKEND={other}: there are loop, nbd and rbd"),
+        (other, None) => panic!("BACKEND={other}: there are loop, nbd, ceph and rbd"),
     }
     criterion.final_summary();
     rig.print_summary();
@@ -88,14 +90,17 @@ fn exports(criterion: &mut Criterion, rig: &Rig) {
     }
 }
 
+fn provisioning(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph) {
+    for many in [1, 8] {
+        provision::create_and_delete(criterion, rig, ceph, many);
+    }
+}
+
 fn ceph_images(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph) {
     let images = CephImages {
         ceph,
         sandbox: &rig.sandbox,
     };
-    for many in [1, 8] {
-        provision::create_and_delete(criterion, rig, ceph, many);
-    }
     for many in [1, 16] {
         rbd::stage(criterion, rig, &images, many);
     }

@@ -25,8 +25,8 @@ use crate::{
 
 /// So many at once.
 pub fn create_and_delete(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph, many: usize) {
-    let create = format!("RBD: {many} CreateVolume at once");
-    let delete = format!("RBD: {many} DeleteVolume at once");
+    let create = format!("Ceph: CreateVolume, {many} at once");
+    let delete = format!("Ceph: DeleteVolume, {many} at once");
     let library = Library::new(ceph);
 
     let mut setup = ControllerSetup::new(&rig.sandbox);

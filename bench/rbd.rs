@@ -16,7 +16,7 @@ use crate::{
 /// Of so many formatted ext4 volumes at once.
 pub fn stage(criterion: &mut Criterion, rig: &Rig, over: &CephImages<'_>, many: usize) {
     let case = over.title(&format!(
-        "stage and unstage of {many} ext4 volumes at once, formatted"
+        "stage and unstage of a formatted ext4, {many} at once"
     ));
     let mut group = criterion.benchmark_group(&case);
     group.sample_size(10);

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the benches (bench/), each backend on a kernel that has it: `loop` on the
-# machine's own, `nbd` and `rbd` on the test kernel (tests/kernel/in.sh), or on the
+# Runs the benches (bench/), each on a kernel that has what it needs: `loop`, and
+# `ceph`, which is Ceph in the controller, on the machine's own; `nbd`, and `rbd`,
+# which is Ceph on the node, on the test kernel (tests/kernel/in.sh), or on the
 # machine's own, too, with HOST_KERNEL=1. ONLY=nbd runs one of them, QUICK=1 all
 # in short form.
 set -euo pipefail
@@ -14,11 +15,11 @@ command=("$bench" --bench)
 if [[ -n ${QUICK:-} ]]; then command+=(--quick); fi
 
 known=
-for backend in loop nbd rbd; do
+for backend in loop ceph nbd rbd; do
   [[ ${ONLY:-$backend} == "$backend" ]] || continue
   known=1
-  if [[ $backend == loop ]]; then
-    BACKEND=loop "${command[@]}"
+  if [[ $backend == loop || $backend == ceph ]]; then
+    BACKEND=$backend "${command[@]}"
     continue
   fi
   code=0
