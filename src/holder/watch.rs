@@ -114,6 +114,15 @@ impl Watch {
         self.client.unmap(volume_id)
     }
 
+    /// Sees to it that nothing is mapped for the volume, nor will be by what is
+    /// under way. Where the holder is not there, nothing is. It blocks: for a lane.
+    pub fn forget(&self, volume_id: &str) -> Result<(), ClientError> {
+        match self.unmap(volume_id) {
+            Ok(_) | Err(ClientError::Away { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
     /// [`Client::grow`]. It blocks: for a lane.
     pub fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, ClientError> {
         self.client.grow(volume_id, bytes)

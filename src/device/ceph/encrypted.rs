@@ -113,7 +113,8 @@ fn format_once(
             .into());
         }
         _ if is_noted => return Err(CephImageError::Emptied { image: image() }),
-        _ if how.read_only => return Err(CephImageError::Blank { image: image() }),
+        // Two nodes that format one image at once destroy what either writes.
+        _ if how.read_only || how.shared => return Err(CephImageError::Blank { image: image() }),
         Holds::Nothing | Holds::Luks | Holds::Unknown(_) => {}
     }
     images.notes.begins(&note, &how.volume_id)?;

@@ -4,11 +4,12 @@ use std::path::PathBuf;
 
 use tonic::Code;
 
-use super::super::{luks::LuksError, notes::NoteError, rbd};
+use super::super::{error::DeviceError, luks::LuksError, notes::NoteError, rbd};
 use crate::{
     ceph::{
         CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
     },
+    chain,
     holder::client::ClientError,
 };
 
@@ -67,8 +68,10 @@ pub enum CephImageError {
         /// The image.
         image: String,
     },
-    /// It is to be encrypted, and may not be written.
-    #[error("image {image} is blank and cannot be encrypted read-only; stage it writable once")]
+    /// It is to be encrypted, by one writer and nobody else.
+    #[error(
+        "image {image} is blank, and encrypted only for a single writer; stage it once for one"
+    )]
     Blank {
         /// The image.
         image: String,
@@ -83,6 +86,17 @@ pub enum CephImageError {
         image: String,
         /// Their nodes.
         nodes: Vec<PathBuf>,
+    },
+    /// It failed, and what it had done could not be undone.
+    #[error(
+        "{}; and it stays mapped ({undo}): the next call takes it up",
+        chain(cause)
+    )]
+    NotUndone {
+        /// Why it failed.
+        cause: Box<CephImageError>,
+        /// Why the undo failed.
+        undo: String,
     },
     /// A note of a format.
     #[error(transparent)]
@@ -120,6 +134,15 @@ fn list(nodes: &[PathBuf]) -> String {
 }
 
 impl CephImageError {
+    /// The same where something is left, which the caller must not take for done.
+    #[must_use]
+    pub fn not_undone(self, undo: &DeviceError) -> Self {
+        Self::NotUndone {
+            cause: Box::new(self),
+            undo: chain(undo),
+        }
+    }
+
     /// Whether it was the secrets that were refused: others may do.
     pub fn is_authentication(&self) -> bool {
         match self {
@@ -162,7 +185,7 @@ impl CephImageError {
     /// something: not a failure that may pass.
     pub fn is_final(&self) -> bool {
         match self {
-            Self::Cluster(_) | Self::Note(_) => false,
+            Self::Cluster(_) | Self::Note(_) | Self::NotUndone { .. } => false,
             Self::Config(error) => !matches!(error, ConfigError::Unreadable { .. }),
             Self::Encryption(error) => !matches!(error, EncryptionError::Config { .. }),
             Self::Rbd(error) => error.is_final(),

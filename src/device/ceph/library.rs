@@ -2,9 +2,10 @@
 //! library is there: who has it open, its features, its metadata.
 //!
 //! The kernel's driver tells neither. Without the library plain volumes are
-//! mapped all the same, and a second writer is kept off by the image's lock alone.
+//! mapped all the same, and nothing but the orchestrator keeps a second writer off:
+//! clients hand an image's exclusive lock on to whoever asks for it.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::error::CephImageError;
 use crate::{
@@ -42,37 +43,44 @@ pub fn open(
     Ok(Some(rbd::Image::open(&pool, &image.name, access)?))
 }
 
-/// Waits until nobody else has the image open, or names who has. Those who mirror
-/// it do no harm.
-pub fn wait_until_free(image: &rbd::Image, mirror_daemons: u32) -> Result<(), CephImageError> {
-    let began = Instant::now();
-    let mirrors = if image.is_mirrored()? {
-        usize::try_from(mirror_daemons).unwrap_or(usize::MAX)
+/// Who else has the image open, beside this connection and the client `own`. Those
+/// who mirror it do no harm and are not named.
+pub fn others(
+    image: &rbd::Image,
+    own: Option<i64>,
+    mirror_daemons: u32,
+) -> Result<Vec<Watcher>, CephError> {
+    let mut others = image.watchers()?;
+    others.retain(|watcher| !watcher.own && Some(watcher.client) != own);
+    if others.is_empty() || !image.is_mirrored()? {
+        return Ok(others);
+    }
+    let harmless = usize::try_from(mirror_daemons).unwrap_or(usize::MAX);
+    Ok(if others.len() > harmless {
+        others
     } else {
-        0
-    };
-    let others = busy::outwait_for(
+        Vec::new()
+    })
+}
+
+/// Waits until nobody else has the image open, or names who has.
+pub fn wait_until_free(image: &rbd::Image, mirror_daemons: u32) -> Result<(), CephImageError> {
+    let watchers = busy::outwait_for(
         FREE_WITHIN,
-        || {
-            let others: Vec<Watcher> = image
-                .watchers()?
-                .into_iter()
-                .filter(|watcher| !watcher.own)
-                .collect();
-            Ok::<_, CephError>(others)
-        },
-        |others| others.as_ref().is_ok_and(|others| others.len() > mirrors),
+        || others(image, None, mirror_daemons),
+        |others| others.as_ref().is_ok_and(|some| !some.is_empty()),
     )?;
-    if others.len() <= mirrors {
-        let waited = began.elapsed();
-        if waited > Duration::from_secs(1) {
-            tracing::info!(%image, seconds = waited.as_secs(), "waited for another client to let go");
-        }
+    nobody(image, watchers)
+}
+
+/// Names them, where there is anybody.
+pub fn nobody(image: &rbd::Image, watchers: Vec<Watcher>) -> Result<(), CephImageError> {
+    if watchers.is_empty() {
         return Ok(());
     }
     Err(CephImageError::InUse {
         image: image.to_string(),
-        watchers: others,
+        watchers,
     })
 }
 

@@ -20,12 +20,12 @@ use super::{
     loopdev::Detached,
     luks,
     notes::Notes,
-    rbd::{self, Features, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
+    rbd::{self, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
 };
 use crate::{
     Done,
     ceph::{
-        Credentials,
+        self, Credentials,
         config::{ClusterConfig, Clusters},
         connections::Connections,
         encryption::KmsConfig,
@@ -204,9 +204,7 @@ impl BoundCephImage<'_> {
         match &self.source.mounter {
             Mounter::Krbd => krbd(),
             Mounter::RbdNbd(served) => self.serve(known, served, how),
-            Mounter::Either(served)
-                if nbd::Device::of(&served.cookie).is_ok_and(|is| is.is_some()) =>
-            {
+            Mounter::Either(served) if served::is_served(&served.cookie)? => {
                 self.serve(known, served, how)
             }
             Mounter::Either(served) => match krbd() {
@@ -240,17 +238,37 @@ impl BoundCephImage<'_> {
         if let Some(device) = rbd::find(&wanted)? {
             return Ok((device, Done::Already));
         }
+        // What a killed agent is mapping would be taken for somebody else's.
+        self.images.mapper.is_under_way(&how.volume_id)?;
         // A second writer destroys the image. Readers, and those who are told to
         // share it, mind each other or do no harm.
-        if !how.read_only && !how.shared {
-            wanted.features = self.alone(known)?.unwrap_or(wanted.features);
+        if how.read_only || how.shared {
+            return Ok(self.images.mapper.map(&wanted)?);
         }
-        Ok(self.images.mapper.map(&wanted)?)
+        let Some(image) = self.alone(known)? else {
+            return Ok(self.images.mapper.map(&wanted)?);
+        };
+        wanted.features = image.features()?;
+        let mapped = self.images.mapper.map(&wanted)?;
+        // Another node may have looked at the same time. Of two that see each other
+        // neither goes on; nothing has been written yet.
+        let own = rbd::mapped::client_of(mapped.0.dev);
+        let others = library::others(&image, own, known.cluster.mirror_daemons);
+        let alone = others
+            .map_err(CephImageError::from)
+            .and_then(|others| library::nobody(&image, others));
+        match alone {
+            Ok(()) => Ok(mapped),
+            Err(cause) => Err(match rbd::unmap(&mapped.0) {
+                Ok(_) => cause,
+                Err(undo) => cause.not_undone(&undo.into()),
+            }),
+        }
     }
 
-    /// Waits until nobody has the image open, and tells its features; none where
-    /// the cluster cannot be asked.
-    fn alone(&self, known: &Known<'_>) -> Result<Option<Features>, CephImageError> {
+    /// Waits until nobody has the image open; none where the cluster cannot be
+    /// asked.
+    fn alone(&self, known: &Known<'_>) -> Result<Option<ceph::rbd::Image>, CephImageError> {
         let image = library::open(
             &self.images.connections,
             &known.cluster,
@@ -262,7 +280,7 @@ impl BoundCephImage<'_> {
             return Ok(None);
         };
         library::wait_until_free(&image, known.cluster.mirror_daemons)?;
-        Ok(Some(image.features()?))
+        Ok(Some(image))
     }
 }
 
@@ -279,13 +297,14 @@ impl Bound for BoundCephImage<'_> {
         match encrypted::open(self.images, &known, kms, &below.node, how) {
             Ok(over) => Ok((below.shown(Some(over)), done)),
             Err(error) => {
-                if done == Done::Now {
-                    // The reason for the failure is what the caller must learn.
-                    if let Err(error) = self.unmap(&below) {
-                        tracing::warn!(%error, image = %known.image, "an image that was not decrypted stays mapped");
-                    }
+                if done == Done::Already {
+                    return Err(error.into());
                 }
-                Err(error.into())
+                let undone = as_it_is_shown(below).and_then(|device| self.detach(&device));
+                match undone {
+                    Ok(_) => Err(error.into()),
+                    Err(undo) => Err(error.not_undone(&undo).into()),
+                }
             }
         }
     }
@@ -344,6 +363,12 @@ impl Bound for BoundCephImage<'_> {
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
         // Takes along the lock file of an agent that was killed.
         self.images.mapper.is_under_way(volume_id)?;
+        if let (Some(served), Some(holder)) = (self.source.mounter.served(), &self.images.holder) {
+            // A daemon that was being started for a killed agent may come up yet.
+            holder
+                .forget(&served.cookie)
+                .map_err(CephImageError::from)?;
+        }
         // Whoever has it next may fill it.
         self.mkfs_ended()
     }

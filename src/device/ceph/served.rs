@@ -17,7 +17,7 @@ use crate::{
         luks,
         rbd::Image,
     },
-    holder::{Spec, Trouble, Watch, devices as nbd},
+    holder::{Spec, Trouble, Watch, client::ClientError, devices as nbd},
 };
 
 /// The device of a volume that rbd-nbd serves.
@@ -26,6 +26,12 @@ pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
     found
         .map(|device| as_it_is_shown(below(device, volume_id)))
         .transpose()
+}
+
+/// Whether rbd-nbd has the volume's device.
+pub fn is_served(volume_id: &str) -> Result<bool, CephImageError> {
+    let found = nbd::Device::of(volume_id).map_err(ClientError::Io)?;
+    Ok(found.is_some())
 }
 
 /// The same with its source: the holder knows the image, or the command line of
@@ -101,8 +107,7 @@ impl BoundCephImage<'_> {
         how: &How,
     ) -> Result<(Below, Done), CephImageError> {
         let holder = self.holder()?;
-        let look =
-            || nbd::Device::of(&served.cookie).map_err(crate::holder::client::ClientError::Io);
+        let look = || nbd::Device::of(&served.cookie).map_err(ClientError::Io);
         // As with krbd, a second writer destroys the image.
         if look()?.is_none() && !how.read_only && !how.shared {
             let _ = self.alone(known)?;
@@ -119,7 +124,7 @@ impl BoundCephImage<'_> {
         let device = look()?.filter(|device| device.node == node);
         let device = device.ok_or_else(|| {
             let why = format!("{} went while it was looked at", node.display());
-            crate::holder::client::ClientError::Io(std::io::Error::other(why))
+            ClientError::Io(std::io::Error::other(why))
         })?;
         Ok((below(device, &served.cookie), done))
     }

@@ -203,6 +203,13 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
     Ok(found)
 }
 
+/// The number of the driver's client that has the image open for the device: what
+/// it is called among the image's watchers.
+pub fn client_of(dev: Dev) -> Option<i64> {
+    let text = attribute(Mapped::of(dev)?.id, "client_id").ok()?;
+    text.strip_prefix("client")?.parse().ok()
+}
+
 /// Missing, or of a device that went while the file was open.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound

@@ -54,10 +54,11 @@ pub enum Which {
 /// What the mapped image is, which has the wanted one's names.
 pub fn which(mapped: &Mapped, wanted: &Wanted<'_>) -> Which {
     let mark = mapped.config.mark.as_ref();
-    if mark.is_some_and(|mark| mark.cluster_id == wanted.image.cluster_id) {
+    let is_its_pool = wanted.pool_id.map(|id| id == mapped.identity.pool_id);
+    let is_ours = mark.is_some_and(|mark| mark.cluster_id == wanted.image.cluster_id);
+    if is_ours && is_its_pool != Some(false) {
         return Which::It;
     }
-    let is_its_pool = wanted.pool_id.map(|id| id == mapped.identity.pool_id);
     match (is_its_pool, wanted.monitors.share(&mapped.config.monitors)) {
         (Some(false), _) => Which::Another,
         (_, true) => Which::It,
