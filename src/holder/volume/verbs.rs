@@ -7,7 +7,7 @@ use tokio::time::{sleep, timeout};
 use super::{LOOK_EVERY, Volume};
 use crate::{
     Done,
-    holder::{HolderError, Spec, devices::Device, spec::Verb},
+    holder::{HolderError, Spec, daemon::Daemon, devices::Device, error::failed, spec::Verb},
     secret::Secret,
 };
 
@@ -162,6 +162,17 @@ impl Volume {
             self.end_daemon().await?;
         }
         self.daemon = None;
+        // And one that a holder had begun beside it, and was killed.
+        let look = || Daemon::find(&self.id).map_err(failed("look for processes of", &self.id));
+        while let Some((other, _)) = look()? {
+            if !other.end().await {
+                return Err(HolderError::Stuck {
+                    image: self.image(),
+                    pid: other.pid(),
+                    how: "does not end, not even when it is killed",
+                });
+            }
+        }
         let gone = async {
             while self.device()?.is_some() {
                 sleep(LOOK_EVERY).await;
