@@ -6,6 +6,7 @@
 //! names.
 
 use std::{
+    cell::RefCell,
     collections::HashMap,
     fs,
     io::{BufRead as _, BufReader},
@@ -54,6 +55,8 @@ pub struct Ceph {
     pub cluster_id: String,
     /// Where the sandbox is.
     pub(super) root: PathBuf,
+    /// By name: the program that tells them takes its time.
+    pool_ids: RefCell<HashMap<String, i64>>,
 }
 
 impl Ceph {
@@ -63,6 +66,7 @@ impl Ceph {
             cluster_id: format!("{}-{number}", name_of(sandbox.dir())),
             cluster,
             root: sandbox.dir().to_owned(),
+            pool_ids: RefCell::default(),
         };
         let mut known = entries(&ceph.root);
         known.push(ceph.entry());
@@ -183,10 +187,15 @@ impl Ceph {
     }
 
     fn pool_id(&self, name: &str) -> i64 {
+        if let Some(known) = self.pool_ids.borrow().get(name) {
+            return *known;
+        }
         let listed = self.cluster.ceph(&["osd", "lspools", "-f", "json"]);
         let pools: Vec<Value> = serde_json::from_str(&listed).expect("pools");
         let pool = pools.iter().find(|pool| pool["poolname"] == name);
-        pool.map_or(99, |pool| pool["poolnum"].as_i64().expect("an id"))
+        let id = pool.map_or(99, |pool| pool["poolnum"].as_i64().expect("an id"));
+        self.pool_ids.borrow_mut().insert(name.to_owned(), id);
+        id
     }
 
     pub fn resize(&self, volume: &Volume, bytes: u64) {
