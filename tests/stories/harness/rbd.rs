@@ -18,6 +18,8 @@ use serde_json::{Value, json};
 use uring_csi::ceph::handle::Handle;
 use uuid::Uuid;
 
+mod left;
+
 use super::{MIB, Node, NodeSetup, Sandbox, TestCluster, Volume, left_out, run_err, story};
 
 /// Each kind of volume, with bytes enough for it.
@@ -30,21 +32,25 @@ pub const KINDS: [(&str, u64); 4] = [
 
 /// A story on the cluster that all share; told where the kernel maps images.
 pub fn ceph_story(body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
-    on(TestCluster::shared, body);
+    on(TestCluster::shared, true, body);
 }
 
 /// A story on a cluster of its own, whose daemons it may stop.
 pub fn lonely_ceph_story(body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
-    on(TestCluster::own, body);
+    on(TestCluster::own, false, body);
 }
 
-fn on(start: fn() -> Option<TestCluster>, body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
+fn on(
+    start: fn() -> Option<TestCluster>,
+    is_shared: bool,
+    body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send,
+) {
     if !Path::new("/sys/bus/rbd").exists() {
         return left_out("the kernel module rbd is not loaded here");
     }
     story(async |sandbox| {
         if let Some(cluster) = start() {
-            body(sandbox, &Ceph::new(sandbox, cluster)).await;
+            body(sandbox, &Ceph::new(sandbox, cluster, is_shared)).await;
         }
     });
 }
@@ -53,6 +59,8 @@ fn on(start: fn() -> Option<TestCluster>, body: impl AsyncFnOnce(&Sandbox, &Ceph
 pub struct Ceph {
     pub cluster: TestCluster,
     pub cluster_id: String,
+    /// It goes on after the story.
+    is_shared: bool,
     /// Where the sandbox is.
     pub(super) root: PathBuf,
     /// By name: the program that tells them takes its time.
@@ -60,11 +68,12 @@ pub struct Ceph {
 }
 
 impl Ceph {
-    fn new(sandbox: &Sandbox, cluster: TestCluster) -> Self {
+    fn new(sandbox: &Sandbox, cluster: TestCluster, is_shared: bool) -> Self {
         let number = entries(sandbox.dir()).len();
         let ceph = Self {
             cluster_id: format!("{}-{number}", name_of(sandbox.dir())),
             cluster,
+            is_shared,
             root: sandbox.dir().to_owned(),
             pool_ids: RefCell::default(),
         };
@@ -76,13 +85,13 @@ impl Ceph {
 
     /// The cluster that all share, where there is one.
     pub fn shared(sandbox: &Sandbox) -> Option<Self> {
-        TestCluster::shared().map(|cluster| Self::new(sandbox, cluster))
+        TestCluster::shared().map(|cluster| Self::new(sandbox, cluster, true))
     }
 
     /// One more cluster, which the sandbox's nodes know too.
     pub fn another(sandbox: &Sandbox) -> Self {
         let cluster = TestCluster::own().expect("where there is one, there is another");
-        Self::new(sandbox, cluster)
+        Self::new(sandbox, cluster, false)
     }
 
     /// Its entry of `config.json`.
@@ -362,7 +371,17 @@ impl Drop for Stopped<'_> {
 
 impl Drop for Ceph {
     fn drop(&mut self) {
-        // While the cluster is there: nothing can be written back after it.
+        self.unmap_all();
+        if self.is_shared {
+            // What of it fails, the story has told of.
+            let _ = left::remove(&self.cluster, &self.prefix());
+        }
+    }
+}
+
+impl Ceph {
+    /// While the cluster is there: nothing can be written back after it.
+    fn unmap_all(&self) {
         if rbds_of(&self.root).is_empty() {
             return;
         }

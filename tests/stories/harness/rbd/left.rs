@@ -1,0 +1,49 @@
+//! What stories leave in the cluster that they share: it is in memory, which all of
+//! it together would fill.
+
+use std::time::Duration;
+
+use uring_csi::{
+    ceph::{
+        CephError, Credentials,
+        rados::{Cluster, IoCtx, Timeouts},
+        rbd::{self, Access, ImageName},
+    },
+    secret::Secret,
+};
+
+use super::TestCluster;
+
+/// Removes the images whose names begin so, copies before what they were made of,
+/// as far as they can be removed.
+pub fn remove(cluster: &TestCluster, prefix: &str) -> Result<(), CephError> {
+    let admin = Credentials {
+        user: "admin".to_owned(),
+        key: Secret::new(cluster.admin_key.clone()),
+    };
+    let connected = Cluster::connect(&cluster.monitors, &admin, Timeouts::default())?;
+    let io = connected.ioctx(&cluster.pool, "")?;
+    let mut before = usize::MAX;
+    loop {
+        let mut images = rbd::list(&io)?;
+        images.retain(|image| image.name.starts_with(prefix));
+        if images.is_empty() || images.len() == before {
+            return Ok(());
+        }
+        before = images.len();
+        for image in images {
+            // One with copies goes in a later round.
+            let _ = remove_image(&io, &image);
+        }
+    }
+}
+
+fn remove_image(io: &IoCtx, image: &ImageName) -> Result<(), CephError> {
+    let open = rbd::Image::open(io, &image.name, Access::ReadWrite)?;
+    for snapshot in open.snapshots()? {
+        open.snapshot_remove(&snapshot.name)?;
+    }
+    drop(open);
+    rbd::trash::move_image(io, &image.name, Duration::ZERO)?;
+    rbd::trash::remove(io, &image.id, true)
+}
