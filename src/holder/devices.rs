@@ -4,7 +4,10 @@
 use std::{fs, io, path::PathBuf};
 
 #[cfg(feature = "holder")]
-use rustix::{fs::OFlags, io::Errno};
+use rustix::{
+    fs::{FlockOperation, OFlags, flock},
+    io::Errno,
+};
 
 #[cfg(feature = "holder")]
 use super::{HolderError, error::failed};
@@ -56,6 +59,21 @@ impl Device {
     pub fn is_behind(dev: Dev, cookie: &str) -> bool {
         sysfs::nbd_backend(dev).is_ok_and(|has| has == cookie)
             && sysfs::size_bytes(dev).is_ok_and(|bytes| bytes > 0)
+    }
+
+    /// Waits until udevd is done with the device, and keeps it off for as long as
+    /// the file is open (<https://systemd.io/BLOCK_DEVICE_LOCKING>): a daemon that
+    /// ends while udevd reads the device cannot close it, and without its end there
+    /// is no other. It blocks for as long as the device does: for a lane.
+    #[cfg(feature = "holder")]
+    pub fn without_udevd(&self) -> Result<fs::File, HolderError> {
+        let lock = || {
+            let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+            let file = fs::File::from(block::open(&self.node, self.dev, flags)?);
+            flock(&file, FlockOperation::LockShared)?;
+            Ok(file)
+        };
+        lock().map_err(failed("lock", self.node.display()))
     }
 
     /// Takes the device down, unless somebody uses it: the driver itself does not

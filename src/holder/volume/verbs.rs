@@ -121,8 +121,7 @@ impl Volume {
             self.attach(&device).await?;
         }
         self.take_size(&device).await?;
-        self.end_daemon().await?;
-        self.attach(&device).await?;
+        self.replace_daemon(&device).await?;
         let now = self.device()?.map_or(0, |device| device.bytes);
         if now < bytes {
             return Err(HolderError::Small {
@@ -133,6 +132,23 @@ impl Volume {
             });
         }
         Ok(now)
+    }
+
+    /// Ends the daemon and starts another in its place.
+    async fn replace_daemon(&mut self, device: &Device) -> Result<(), HolderError> {
+        let lanes = self.shared.lanes.clone();
+        let of = device.clone();
+        let lock = lanes.run(&self.id, "lock", move || of.without_udevd());
+        let lock = lock.await?;
+        let replaced = async {
+            self.end_daemon().await?;
+            self.attach(device).await
+        };
+        let replaced = replaced.await;
+        // Without a daemon it cannot be closed, which is nothing to wait for.
+        let closed = lanes.run(&self.id, "unlock", move || drop(lock));
+        let _ = timeout(GONE_WITHIN, closed).await;
+        replaced
     }
 
     /// Unmaps it.
