@@ -59,7 +59,10 @@ tests() {
   printf '%s\n' "${names[@]}" | xargs -P 4 -I {} bash -c 'one "$@"' - "$1" {} || failed=1
 }
 tests "$library" "$of_library" "$(list "$library" --ignored)"
-tests "$stories" "$of_stories"
+# See run.sh.
+apart=
+[[ -n $only ]] || apart=$(list "$stories" | grep '^rbd::served::')
+tests "$stories" "$of_stories" "$apart"
 
 if ((!ran)); then
   echo "no test is called '$only'" >&2
