@@ -48,6 +48,23 @@ pub struct Plugin {
     pub service: Service,
 }
 
+/// Files of ceph-csi's, which both halves of the plugin read.
+#[derive(Clone, Debug, Args)]
+pub struct Ceph {
+    /// Which Ceph clusters there are: ceph-csi's config.json. The controller needs
+    /// librados and librbd for them.
+    #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]
+    pub ceph_config: Option<PathBuf>,
+    /// Who keeps the passphrases of encrypted Ceph volumes: ceph-csi's file.
+    #[arg(
+        long,
+        env = "URING_CSI_KMS_CONFIG",
+        default_value = "/etc/ceph-csi-encryption-kms-config/config.json",
+        value_name = "FILE"
+    )]
+    pub kms_config: PathBuf,
+}
+
 /// Parses this process's options; on `--help` or a mistake, says so and exits.
 pub fn parse<T: Parser>() -> T {
     parse_from(std::env::args_os().collect()).unwrap_or_else(|error| error.exit())

@@ -2,7 +2,7 @@
 //! files in pools and as images in Ceph clusters, for Kubernetes' provisioner,
 //! resizer and snapshotter.
 
-use std::{error::Error, path::PathBuf, process::ExitCode, time::Duration};
+use std::{error::Error, process::ExitCode, time::Duration};
 
 use clap::{Args, Parser};
 use tonic::service::Routes;
@@ -70,10 +70,8 @@ struct Options {
 /// For volumes in Ceph clusters.
 #[derive(Debug, Args)]
 struct Clusters {
-    /// Which Ceph clusters there are: ceph-csi's config.json. Needs librados and
-    /// librbd.
-    #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]
-    ceph_config: Option<PathBuf>,
+    #[command(flatten)]
+    files: config::Ceph,
     /// A directory with files userID and userKey, for the calls that CSI gives no
     /// secrets: listings, capacity, single volumes, and emptying the trash;
     /// repeatable. Without CLUSTERID it is for every cluster.
@@ -93,26 +91,18 @@ struct Clusters {
         value_name = "ID"
     )]
     instance_id: String,
-    /// Who keeps the passphrases of encrypted Ceph volumes: ceph-csi's file.
-    #[arg(
-        long,
-        env = "URING_CSI_KMS_CONFIG",
-        default_value = "/etc/ceph-csi-encryption-kms-config/config.json",
-        value_name = "FILE"
-    )]
-    kms_config: PathBuf,
 }
 
 impl Clusters {
     /// The backend, if it is asked for.
     fn backend(self, lanes: Lanes) -> Result<Option<Rbd>, Box<dyn Error>> {
-        let Some(config) = &self.ceph_config else {
+        let Some(config) = &self.files.ceph_config else {
             return Ok(None);
         };
         Libraries::load()?;
         let settings = Settings {
             config,
-            kms_config: &self.kms_config,
+            kms_config: &self.files.kms_config,
             instance: &self.instance_id,
             operators: Operators::new(self.ceph_secret),
         };
@@ -155,7 +145,7 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
     if let Some(id) = node_id {
         validate::node_id("--node-id", id).map_err(|status| status.message().to_owned())?;
     }
-    if options.pool.is_empty() && options.clusters.ceph_config.is_none() {
+    if options.pool.is_empty() && options.clusters.files.ceph_config.is_none() {
         return Err("nothing to make volumes in: give --pool or --ceph-config, or both".into());
     }
     let pools = pools(options.pool, node_id)?;

@@ -102,17 +102,8 @@ struct Options {
         value_name = "NAME=DIR"
     )]
     pool: Vec<PoolSpec>,
-    /// The Ceph clusters: ceph-csi's config.json.
-    #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]
-    ceph_config: Option<PathBuf>,
-    /// ceph-csi's configuration of key management systems.
-    #[arg(
-        long,
-        env = "URING_CSI_KMS_CONFIG",
-        default_value = "/etc/ceph-csi-encryption-kms-config/config.json",
-        value_name = "FILE"
-    )]
-    kms_config: PathBuf,
+    #[command(flatten)]
+    ceph: config::Ceph,
     /// The socket of uring-csi-holder, for volumes that rbd-nbd serves.
     #[arg(long, env = "URING_CSI_HOLDER", value_name = "ENDPOINT")]
     holder: Option<Endpoint>,
@@ -201,9 +192,10 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         },
         ceph: CephImages {
             clusters: options
+                .ceph
                 .ceph_config
                 .map(|path| Arc::new(Clusters::new(path))),
-            kms: KmsConfig::new(&options.kms_config),
+            kms: KmsConfig::new(&options.ceph.kms_config),
             connections: Connections::new(Timeouts::default())?,
             mapper: rbd::Mapper::open(options.run_dir.join("map"))?,
             holder: options

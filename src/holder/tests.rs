@@ -9,10 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::{
-    fs::{FlockOperation, flock},
-    process::{Pid, Signal, kill_process},
-};
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::sleep;
 
 use super::{keeper::Keeper, *};
@@ -135,16 +132,6 @@ fn kill(pid: Option<i32>) {
     kill_process(pid, Signal::KILL).unwrap();
 }
 
-/// Keeps udevd from reading the partition table of a device that was written, for
-/// as long as the file is open (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Where the
-/// daemon dies just then, udevd waits for its successor, the dying daemon to close the
-/// device for udevd, and the holder for its end: until the reattach timeout is over.
-fn without_udevd(node: &Path) -> File {
-    let file = File::open(node).unwrap();
-    flock(&file, FlockOperation::LockShared).unwrap();
-    file
-}
-
 /// Writes in the background, past the page cache, and says when it has.
 fn write(node: &Path, at: u64, byte: u8, count: usize) -> std::thread::JoinHandle<Duration> {
     let mut file = fs::OpenOptions::new().write(true).open(node).unwrap();
@@ -257,7 +244,8 @@ fn daemons_outlive_their_holder_and_the_next_one_says_what_it_lacks() {
     let (node, _) = test.map(&holder).unwrap();
     let pid = holder.status(&test).pid;
     drop(holder);
-    let _lock = without_udevd(&node);
+    let device = super::devices::Device::of(&test.spec.volume_id);
+    let _lock = device.unwrap().unwrap().without_udevd().unwrap();
     // I/O goes on without any.
     write(&node, 0, 3, 4 * MIB).join().unwrap();
 
