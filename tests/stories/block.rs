@@ -36,21 +36,32 @@ fn kubelet_maps(node: &Node, volume: &Volume, pod: &str) -> Mapped {
     let text = map.to_str().unwrap();
     run(&["mount", "--bind", published.to_str().unwrap(), text]);
     let lock = run(&["losetup", "-f", "--show", text]);
+    let lock = PathBuf::from(lock.trim());
     Mapped {
         map,
-        lock: lock.trim().to_owned(),
+        sequence: sequence_of(&lock).expect("sysfs"),
+        lock,
     }
+}
+
+/// Counts what was attached to and detached from the machine's disks: a number that
+/// was free for a moment has another (`diskseq` of Documentation/ABI/stable/sysfs-block).
+fn sequence_of(device: &Path) -> Option<String> {
+    let name = device.file_name()?;
+    fs::read_to_string(Path::new("/sys/block").join(name).join("diskseq")).ok()
 }
 
 /// Kubelet's hold on a raw volume for one pod.
 struct Mapped {
     map: PathBuf,
-    lock: String,
+    lock: PathBuf,
+    sequence: String,
 }
 
 impl Mapped {
     fn is_locked(&self) -> bool {
-        run_err(&["losetup", &self.lock]).is_ok()
+        let attached = all_loops().iter().any(|(device, _)| *device == self.lock);
+        attached && sequence_of(&self.lock).as_deref() == Some(&self.sequence)
     }
 
     fn unmount(&self, options: &str) {
@@ -62,7 +73,7 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         // Only a story that failed leaves it.
         if self.is_locked() {
-            let _ = run_err(&["losetup", "-d", &self.lock]);
+            let _ = run_err(&["losetup", "-d", self.lock.to_str().unwrap()]);
         }
     }
 }
