@@ -1,12 +1,13 @@
 //! Where tests end a process, to see whether the next one puts everything right.
 
 /// Between any two steps that a crash must not tear apart.
-#[cfg(not(test))]
+#[cfg(not(debug_assertions))]
 pub(crate) fn crash_point() {}
 
 /// Ends the process without any cleaning up, as kill -9 would, at the n-th call
-/// after the environment variable `CRASH_AT` was found to hold n.
-#[cfg(test)]
+/// after the environment variable `CRASH_AT` was found to hold n. Only in builds
+/// for tests.
+#[cfg(debug_assertions)]
 pub(crate) fn crash_point() {
     use std::sync::{
         LazyLock,

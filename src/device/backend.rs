@@ -127,6 +127,10 @@ pub trait Bound {
     fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError>;
     /// Whether a mkfs for this volume has begun and not ended.
     fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError>;
+    /// Whether the note of a mkfs is given back with the source.
+    fn forgets_mkfs(&self) -> bool {
+        true
+    }
     /// From now on the source may hold data.
     fn mkfs_ended(&self) -> Result<(), DeviceError>;
     /// Whether everything behind the device is known to read as zeros, because

@@ -306,6 +306,10 @@ impl Bound for BoundImage<'_> {
         Ok(making::was_interrupted(self.pool()?, image, volume_id)?)
     }
 
+    fn forgets_mkfs(&self) -> bool {
+        false
+    }
+
     fn mkfs_ended(&self) -> Result<(), DeviceError> {
         Ok(making::ended(self.pool()?, &self.source.image)?)
     }

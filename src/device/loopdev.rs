@@ -28,7 +28,10 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::kernel::{Dev, block, loopctl};
+use crate::{
+    crash_point,
+    kernel::{Dev, block, loopctl},
+};
 
 mod locks;
 mod reserved;
@@ -210,7 +213,10 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
             .open(open)
             .and_then(|file| loopctl::configure(file, image.as_fd(), &config));
         match configured {
-            Ok(()) => return Ok(device),
+            Ok(()) => {
+                crash_point();
+                return Ok(device);
+            }
             Err(e) if is(&e, Errno::BUSY) || is(&e, Errno::NXIO) => least = number.get() + 1,
             Err(source) => {
                 return Err(LoopError::Attach {

@@ -3,13 +3,13 @@
 //!
 //! An image of a pool has its note beside it; an export or a Ceph image is out
 //! of reach, so the note is this node's, and holds only while the volume is this
-//! node's: it is on a tmpfs, and goes when the volume is unstaged. After that,
-//! or after a reboot, what an interrupted mkfs left may be another node's by
-//! now, and is formatted again by an operator's request only.
+//! node's: it is on a tmpfs, and goes when the volume is unstaged, before which
+//! what an interrupted mkfs left is blanked out. After a reboot that may be
+//! another node's by now, and is formatted again by an operator's request only.
 
 use std::{fmt::Display, fs, io, path::PathBuf};
 
-use crate::digest;
+use crate::{crash_point, digest};
 
 /// A note that could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +42,9 @@ impl Notes {
 
     /// A mkfs of the source is about to begin, for this volume.
     pub fn begins(&self, source: &impl Display, volume_id: &str) -> Result<(), NoteError> {
-        fs::write(self.path(source), volume_id).map_err(failed("note the format that begins"))
+        fs::write(self.path(source), volume_id).map_err(failed("note the format that begins"))?;
+        crash_point();
+        Ok(())
     }
 
     /// Whether a mkfs of the source, for this volume, has begun and not ended.
@@ -60,7 +62,9 @@ impl Notes {
 
     /// The source holds, or may hold from now on, somebody's data.
     pub fn ended(&self, source: &impl Display) -> Result<(), NoteError> {
-        match fs::remove_file(self.path(source)) {
+        let removed = fs::remove_file(self.path(source));
+        crash_point();
+        match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(failed("note the format that ended")(error))
             }

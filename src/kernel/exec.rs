@@ -13,6 +13,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
+use crate::crash_point;
 use rustix::process::Signal;
 #[cfg(feature = "holder")]
 use rustix::{
@@ -127,6 +128,7 @@ pub fn run<A: AsRef<OsStr>>(program: &str, args: &[A], input: &[u8]) -> io::Resu
         .take()
         .map_or(Ok(()), |mut pipe| pipe.write_all(input));
     let output = child.wait_with_output()?;
+    crash_point();
     match written {
         // It ended without reading all; how it ended says why.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),

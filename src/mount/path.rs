@@ -34,7 +34,7 @@ use rustix::{
 };
 
 use super::Look;
-use crate::Done;
+use crate::{Done, crash_point};
 
 /// Bytes of a note that are read at most.
 const LARGEST_FILE: u64 = 64 << 10;
@@ -229,7 +229,9 @@ impl Place {
     /// Makes a directory with `mode` (less the umask). A directory that is there,
     /// mounted on or not, stays as it is.
     pub fn make_dir(&self, mode: u32) -> Result<Done, PathError> {
-        match mkdirat(&self.parent, &self.name, Mode::from_raw_mode(mode)) {
+        let new = mkdirat(&self.parent, &self.name, Mode::from_raw_mode(mode));
+        crash_point();
+        match new {
             Ok(()) => Ok(Done::Now),
             Err(Errno::EXIST) => match self.looked()? {
                 Look::Dir => Ok(Done::Already),
@@ -244,7 +246,9 @@ impl Place {
     /// mounted on. A file that is there, mounted on or not, stays as it is.
     pub fn make_file(&self, mode: u32) -> Result<Done, PathError> {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
-        match openat(&self.parent, &self.name, flags, Mode::from_raw_mode(mode)) {
+        let new = openat(&self.parent, &self.name, flags, Mode::from_raw_mode(mode));
+        crash_point();
+        match new {
             Ok(_) => Ok(Done::Now),
             Err(Errno::EXIST) => match self.looked()? {
                 Look::File => Ok(Done::Already),

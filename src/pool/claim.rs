@@ -35,7 +35,7 @@ use super::{
     draft::{self, Draft, Durability::Volatile},
     handle::NodeHash,
 };
-use crate::Done;
+use crate::{Done, crash_point};
 
 /// Who else may have the image at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -207,6 +207,7 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
         return Ok(Done::Already);
     }
     write(pool, &mine, claim, State::Asking)?;
+    crash_point();
     let conflict = others(pool, image, &mine, &claim.boot_id).map(|others| {
         others
             .into_iter()
@@ -215,6 +216,7 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
     match conflict {
         Ok(None) => {
             write(pool, &mine, claim, State::Held)?;
+            crash_point();
             Ok(Done::Now)
         }
         Ok(Some((_, holder))) => {

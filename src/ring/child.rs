@@ -28,7 +28,7 @@ use rustix::{
 use tokio::sync::oneshot;
 
 use super::poll;
-use crate::kernel::exec;
+use crate::{crash_point, kernel::exec};
 
 /// How much of the output is kept, bytes; the end, for there is the error.
 const KEPT: usize = 4096;
@@ -85,6 +85,7 @@ impl Child {
         let (source, sink) = pipe_with(PipeFlags::CLOEXEC)?;
         rustix::fs::fcntl_setfl(&source, OFlags::NONBLOCK)?;
         let pid = launch(program, args, sink)?;
+        crash_point();
         // Not reaped yet, so the id is still this child's.
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| give_up(pid))?;
         let (give, exit) = oneshot::channel();

@@ -16,7 +16,7 @@ use std::{
 
 use tokio_uring::fs::{File, OpenOptions, remove_file, rename};
 
-use crate::Done;
+use crate::{Done, crash_point};
 
 /// How much a read asks for at least; records are smaller.
 const CHUNK: usize = 4096;
@@ -72,14 +72,18 @@ pub async fn replace(path: &Path, bytes: Vec<u8>, durability: Durability) -> io:
     file.close().await?;
     written?;
     synced?;
+    crash_point();
     rename(&new, path).await?;
+    crash_point();
     sync_directory(directory, durability).await
 }
 
 /// Removes `path`. Its directory is synced even where the file was gone: the
 /// call that removed it may have died before it synced.
 pub async fn remove(path: &Path, durability: Durability) -> io::Result<Done> {
-    let done = match remove_file(path).await {
+    let removed = remove_file(path).await;
+    crash_point();
+    let done = match removed {
         Ok(()) => Done::Now,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Done::Already,
         Err(error) => return Err(error),

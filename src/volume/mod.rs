@@ -52,6 +52,7 @@ pub mod spec;
 mod stage;
 mod stats;
 mod task;
+mod unmake;
 mod unpublish;
 mod unstage;
 

@@ -23,7 +23,7 @@ use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
 use super::{Error, Node, record::Held, spec::Call};
-use crate::{observe::metrics, ring};
+use crate::{crash_point, observe::metrics, ring};
 
 /// What a successful call reports back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -133,7 +133,9 @@ impl Progress {
         let begun = Instant::now();
         self.step.set(name);
         self.since.set(begun);
+        crash_point();
         let out = work.await;
+        crash_point();
         let took = begun.elapsed();
         self.waits_for.borrow_mut().clear();
         metrics::step(name, self.backend.get(), took);

@@ -9,8 +9,10 @@ use super::{
     spec::Use,
     stage,
     task::{Progress, Volume},
+    unmake,
 };
 use crate::{
+    chain,
     device::{
         Device, holders,
         lock::{self, Unlock},
@@ -78,6 +80,13 @@ pub async fn tear_down(
             && is_mounted(volume, &record, &place, device)?
         {
             unmount(node, volume, place, device, progress).await?;
+        }
+        if record.usage != Use::Block
+            && !record.read_only
+            && let Err(error) = unmake::unmake(node, volume, &record, device, progress).await
+        {
+            // A device that is dead has to go all the same.
+            tracing::warn!(volume_id = volume.id, error = %chain(&error), "cannot blank out what an interrupted mkfs may have left; see `uringctl format` if the volume is refused");
         }
     }
     detach(node, volume, &record, progress).await?;

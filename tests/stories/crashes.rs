@@ -5,7 +5,7 @@ use std::fs;
 
 use crate::harness::{
     Content, Controller, Dice, MIB, Node, NodeSetup, Volume, claim, eventually, files_below,
-    kill_amid, killed_amid_each, loops_over, story,
+    kill_amid, killed_amid_each, killed_at_each_step, loops_over, story,
 };
 
 #[test]
@@ -97,6 +97,25 @@ fn a_node_may_be_killed_at_any_instant() {
                     content.put(volume, target);
                 }
                 content.is_kept(volume, target);
+            })
+            .await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_node_may_be_killed_at_each_step() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "xfs", "block"] {
+            let mut count = 0;
+            let volume = || {
+                count += 1;
+                sandbox.volume(&format!("{kind}-{count}"), kind)
+            };
+            killed_at_each_step(&node, 1, volume, |volume| {
+                loops_over(&sandbox.image(volume)).len()
             })
             .await;
         }

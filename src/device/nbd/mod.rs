@@ -34,6 +34,7 @@ use rustix::{
 
 use super::sysfs;
 use crate::{
+    crash_point,
     kernel::{
         Dev, block,
         busy::{outwait, outwait_for},
@@ -208,6 +209,7 @@ fn attach(
         |made| made.as_ref().is_err_and(is_busy),
     )
     .map_err(made())?;
+    crash_point();
     let dev = block::dev_of(&format!("nbd{index}")).map_err(made())?;
     let device = NbdDevice {
         dev,

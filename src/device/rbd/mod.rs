@@ -44,7 +44,7 @@ use super::{loopdev::Detached, sysfs};
 use crate::{
     Done,
     ceph::{Credentials, monitor},
-    digest,
+    crash_point, digest,
     kernel::{Dev, busy, keys::ThreadKey},
 };
 
@@ -249,6 +249,7 @@ impl Drop for Lock {
 fn write_with_key(line: &str, mark: &Mark, credentials: &Credentials) -> io::Result<()> {
     let key = ThreadKey::add("ceph", &mark.to_string(), &credentials.key_bytes())?;
     let written = write(ADD, line);
+    crash_point();
     drop(key);
     written
 }
@@ -283,6 +284,7 @@ pub fn unmap(device: &RbdDevice) -> Result<Detached, RbdError> {
         || write(REMOVE, &id),
         |removed| is(removed, Errno::BUSY) && is_behind(device.dev, &device.identity),
     );
+    crash_point();
     match removed {
         Ok(()) => Ok(Detached::Now),
         removed if is(&removed, Errno::NOENT) => Ok(Detached::Already),

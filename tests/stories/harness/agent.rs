@@ -42,6 +42,21 @@ impl Agent {
 
     /// Starts the process without waiting for anything.
     pub fn spawn(&self) {
+        self.spawn_with(&[]);
+    }
+
+    /// Starts a process that ends by itself after `steps` of its steps (see
+    /// `crash_point`), and waits until it is ready or has ended.
+    pub async fn start_doomed(&self, steps: usize) {
+        self.spawn_with(&[("CRASH_AT", steps.to_string())]);
+        eventually("the agent is ready, or ends", async || {
+            let ready = self.exited().is_some() || self.probe().await == Some(true);
+            ready.then_some(())
+        })
+        .await;
+    }
+
+    fn spawn_with(&self, environment: &[(&str, String)]) {
         let log = fs::File::options()
             .create(true)
             .append(true)
@@ -51,6 +66,7 @@ impl Agent {
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--", self.program])
             .args(&self.args)
+            .envs(environment.iter().cloned())
             .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a descriptor"))
             .stderr(log)

@@ -149,6 +149,75 @@ pub async fn killed_amid_each(
     assert_eq!(attached(), 0);
 }
 
+/// Takes a volume through its life once for each step of the agent, which ends at
+/// that step as if by SIGKILL, is started again, and finishes what it is called for.
+/// `volume` gives a fresh volume for each; `attached`: the devices that it has.
+/// Of `of` steps that follow each other, one is taken.
+pub async fn killed_at_each_step(
+    node: &Node,
+    of: usize,
+    mut volume: impl FnMut() -> Volume,
+    attached: impl Fn(&Volume) -> usize,
+) {
+    let mut at = Dice::new().below(of);
+    loop {
+        let volume = volume();
+        let content = Content::new(&volume.handle);
+        node.kill9().await;
+        node.start_doomed(at).await;
+        let mut lives = 1;
+        finished(node, &mut lives, "staged", async || {
+            node.stage(&volume).await
+        })
+        .await;
+        assert_eq!(attached(&volume), 1);
+        finished(node, &mut lives, "published", async || {
+            node.publish(&volume, "pod").await
+        })
+        .await;
+        content.put(&volume, &node.target(&volume, "pod"));
+        finished(node, &mut lives, "unpublished", async || {
+            node.unpublish(&volume, "pod").await
+        })
+        .await;
+        finished(node, &mut lives, "unstaged", async || {
+            node.unstage(&volume).await
+        })
+        .await;
+        assert_eq!(attached(&volume), 0);
+        if lives == 1 {
+            // It may have died after its last answer.
+            node.kill9().await;
+            node.restart().await;
+        }
+        let target = node.up(&volume, "pod").await;
+        content.is_kept(&volume, &target);
+        node.down(&volume, "pod").await;
+        if lives == 1 {
+            break;
+        }
+        at += of;
+    }
+    // None at all in a build without debug assertions.
+    assert!(at > 20, "a life has more than {at} steps");
+}
+
+/// Makes a call until it succeeds; where it fails, the agent must have died of it.
+async fn finished(
+    node: &Node,
+    lives: &mut u32,
+    what: &str,
+    call: impl AsyncFn() -> Result<(), Status>,
+) {
+    if let Err(status) = call().await {
+        assert_eq!(*lives, 1, "not {what}: {status:?}");
+        node.ended().await;
+        *lives += 1;
+        node.restart().await;
+        node.until_ok(what, call).await;
+    }
+}
+
 /// As [`kill_amid`], for calls that take so long.
 pub async fn kill_within<T>(
     longest: Duration,

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::{blank, is_there, nbd_story};
 use crate::harness::{
-    Content, Dice, KINDS, NbdServer, Node, kill_amid, killed_amid_each, nbds_over,
+    Content, Dice, KINDS, NbdServer, Node, kill_amid, killed_amid_each, killed_at_each_step,
+    nbds_over,
 };
 
 /// Makes a call during which the server is killed, and started again.
@@ -79,6 +80,24 @@ fn the_agent_at_every_step() {
                 .await;
             }
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_agent_at_each_step_of_its_own() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        let mut count = 0;
+        let volume = || {
+            count += 1;
+            blank(sandbox, &server, &format!("v{count}"), "ext4")
+        };
+        killed_at_each_step(&node, 1, volume, |volume| {
+            nbds_over(&format!(" {}", volume.handle)).len()
+        })
+        .await;
         node.assert_clean().await;
     });
 }

@@ -8,8 +8,8 @@ use std::{
 
 use super::{assert_nothing_staged, encrypted, kept};
 use crate::harness::{
-    Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within, rbds_of,
-    rbds_over,
+    Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within,
+    killed_at_each_step, rbds_of, rbds_over,
 };
 
 #[test]
@@ -66,6 +66,26 @@ fn records_that_are_lost_are_rebuilt() {
                 assert!(rbds_over(volume).is_empty());
             }
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn killed_at_some_steps_of_a_blank_image() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let devices = |volume: &Volume| rbds_over(volume).len();
+        killed_at_each_step(&node, 5, || ceph.volume("ext4"), devices).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn killed_at_some_steps_of_an_encrypted_image() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let devices = |volume: &Volume| rbds_over(volume).len();
+        killed_at_each_step(&node, 16, || encrypted::volume(ceph, "ext4"), devices).await;
         node.assert_clean().await;
     });
 }

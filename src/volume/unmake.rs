@@ -1,0 +1,65 @@
+//! What a killed mkfs left, where the volume is given up before mkfs was made again.
+//!
+//! The note of it goes with the device (`device::notes`), and without the note it
+//! would be taken for data, by every node and for ever. So it is blanked out, for as
+//! long as the device and the note are this node's.
+
+use std::{io, sync::Arc};
+
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fsync};
+
+use super::{
+    Error, Node, prepare,
+    record::Record,
+    task::{Progress, Volume},
+};
+use crate::{
+    device::{Device, sysfs},
+    fs::probe::{self, Content},
+    kernel::block,
+};
+
+/// Blanks out what an interrupted mkfs of this volume left on the device.
+pub async fn unmake(
+    node: &Node,
+    volume: &Volume,
+    record: &Record,
+    device: &Device,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let backends = Arc::clone(&node.backends);
+    let (source, id, on) = (record.source.clone(), volume.id.clone(), device.clone());
+    let is_ours = node
+        .lane(volume, progress, "note", move || {
+            let bound = backends.bind(&source);
+            Ok(bound.forgets_mkfs()
+                && source.is_behind(on.dev)
+                && bound.mkfs_was_interrupted(&id)?)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    if !is_ours {
+        return Ok(());
+    }
+    match prepare::look(node, volume, device, progress).await? {
+        Content::Blank | Content::Fs(_) => return Ok(()),
+        Content::Foreign { .. } | Content::Unknown { .. } => {}
+    }
+    let on = device.clone();
+    node.lane(volume, progress, "blank", move || blank(&on))
+        .await
+        .map_err(volume.io(format!("blank out {}", device.node.display())))?;
+    tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; what it left is blanked out");
+    Ok(())
+}
+
+/// Makes a device one that a probe finds blank.
+fn blank(device: &Device) -> io::Result<()> {
+    let file = block::open(&device.node, device.dev, OFlags::RDWR | OFlags::EXCL)?;
+    let zeros = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
+    for region in probe::regions(sysfs::size_bytes(device.dev)?) {
+        fallocate(&file, zeros, region.offset, region.len as u64)?;
+    }
+    fsync(&file)?;
+    Ok(())
+}
