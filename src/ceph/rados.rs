@@ -32,13 +32,16 @@ use super::{
 mod command;
 mod connect;
 mod ioctx;
+mod object;
 mod omap;
 #[cfg(test)]
 mod tests;
+mod write;
 
 pub use connect::Timeouts;
 pub use ioctx::{IoCtx, Pool};
-pub use omap::{Page, WriteOp};
+pub use omap::Page;
+pub use write::WriteOp;
 
 /// A connection to a cluster.
 pub struct Cluster {

@@ -4,6 +4,7 @@
 //! in a pool and namespace   create, clone_snapshot, rename, list, trash
 //! on an open image          Image: size, features, watchers, snapshots,
 //!                           parent and children, flatten, metadata
+//! on one that is not open   Header: features, watchers, metadata
 //! ```
 //!
 //! A clone needs only a snapshot of its parent, not a protected one (clone v2):
@@ -15,6 +16,7 @@
 use super::{CephError, call::owned, library::rbd as abi, rados::IoCtx};
 
 mod features;
+mod header;
 mod image;
 mod lineage;
 mod metadata;
@@ -25,6 +27,7 @@ mod tests;
 pub mod trash;
 
 pub use features::{Features, UnknownFeature};
+pub use header::Header;
 pub use image::{Access, Image, Info, Watcher};
 pub use lineage::{LinkedImage, Parent};
 pub use options::ImageOptions;

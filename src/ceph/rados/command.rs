@@ -81,7 +81,7 @@ impl Cluster {
     /// # Safety
     ///
     /// `buffer` is null or was allocated by the library, with `len` bytes.
-    unsafe fn take(&self, buffer: *mut c_char, len: usize) -> Vec<u8> {
+    pub(super) unsafe fn take(&self, buffer: *mut c_char, len: usize) -> Vec<u8> {
         if buffer.is_null() {
             return Vec::new();
         }

@@ -1,4 +1,4 @@
-//! Objects, and the keys and values they hold.
+//! The keys and values that objects hold.
 //!
 //! The omap of an object is a sorted map. ceph-csi keeps its journal in some, all
 //! as text; what is not UTF-8 was written by someone else, and is shown with
@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, ffi::CString, ptr, slice};
 
-use super::{IoCtx, abi};
+use super::{IoCtx, WriteOp, abi};
 use crate::ceph::CephError;
 
 /// How many keys are read at once: the OSDs answer no more than 1024.
@@ -21,111 +21,7 @@ pub struct Page {
     pub more: bool,
 }
 
-/// Changes to one object, made together or not at all, in this order.
-#[derive(Clone, Debug, Default)]
-pub struct WriteOp<'a> {
-    steps: Vec<Step<'a>>,
-}
-
-#[derive(Clone, Debug)]
-enum Step<'a> {
-    Create,
-    AssertExists,
-    Compare(&'a str, &'a str),
-    Set(Vec<(&'a str, &'a str)>),
-    Unset(Vec<&'a str>),
-    Remove,
-}
-
-impl<'a> WriteOp<'a> {
-    /// No change yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    fn then(mut self, step: Step<'a>) -> Self {
-        self.steps.push(step);
-        self
-    }
-
-    /// Makes the object; where it exists, the whole fails
-    /// ([`CephError::is_exists`]).
-    #[must_use]
-    pub fn create(self) -> Self {
-        self.then(Step::Create)
-    }
-
-    /// Fails where the object does not exist ([`CephError::is_not_found`]).
-    #[must_use]
-    pub fn assert_exists(self) -> Self {
-        self.then(Step::AssertExists)
-    }
-
-    /// Fails where the key has another value ([`CephError::is_mismatch`]), the
-    /// empty one where it is absent; and where the object does not exist
-    /// ([`CephError::is_not_found`]).
-    #[must_use]
-    pub fn compare(self, key: &'a str, value: &'a str) -> Self {
-        self.then(Step::Compare(key, value))
-    }
-
-    /// Sets keys to values; makes the object where it does not exist.
-    #[must_use]
-    pub fn set(self, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
-        self.then(Step::Set(entries.into_iter().collect()))
-    }
-
-    /// Removes keys, as far as they exist.
-    #[must_use]
-    pub fn unset(self, keys: impl IntoIterator<Item = &'a str>) -> Self {
-        self.then(Step::Unset(keys.into_iter().collect()))
-    }
-
-    /// Removes the object.
-    #[must_use]
-    pub fn remove(self) -> Self {
-        self.then(Step::Remove)
-    }
-}
-
 impl IoCtx {
-    /// Makes an object that must not exist ([`CephError::is_exists`]).
-    pub fn create_exclusive(&self, object: &str) -> Result<(), CephError> {
-        self.run("create", object, &WriteOp::new().create())
-    }
-
-    /// Removes an object ([`CephError::is_not_found`]).
-    pub fn remove(&self, object: &str) -> Result<(), CephError> {
-        self.run("remove", object, &WriteOp::new().remove())
-    }
-
-    /// Whether the object exists.
-    pub fn exists(&self, object: &str) -> Result<bool, CephError> {
-        let call = self.call("look for", "object", object);
-        let name = call.text(object)?;
-        let stat = self.cluster().libraries.rados.rados_stat;
-        let (size, time) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the name ends in NUL; size and time are optional.
-        match call.check(unsafe { stat(self.raw(), name.as_ptr(), size, time) }) {
-            Ok(()) => Ok(true),
-            Err(error) if error.is_not_found() => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The first bytes of an object, at most `max` ([`CephError::is_not_found`]).
-    pub fn read(&self, object: &str, max: usize) -> Result<Vec<u8>, CephError> {
-        let call = self.call("read", "object", object);
-        let name = call.text(object)?;
-        let mut bytes = vec![0_u8; max];
-        let read = self.cluster().libraries().rados.rados_read;
-        // SAFETY: the name ends in NUL, and there is room for `max` bytes.
-        let count = unsafe { read(self.raw(), name.as_ptr(), bytes.as_mut_ptr().cast(), max, 0) };
-        let count = call.check64(count.into())?;
-        bytes.truncate(usize::try_from(count).unwrap_or_default());
-        Ok(bytes)
-    }
-
     /// Sets keys to values; makes the object where it does not exist.
     pub fn omap_set(&self, object: &str, entries: &[(&str, &str)]) -> Result<(), CephError> {
         let op = WriteOp::new().set(entries.iter().copied());
@@ -140,40 +36,6 @@ impl IoCtx {
             Err(error) if error.is_not_found() => Ok(()),
             result => result,
         }
-    }
-
-    /// Makes changes to one object, all or none.
-    pub fn operate(&self, object: &str, op: &WriteOp<'_>) -> Result<(), CephError> {
-        self.run("change", object, op)
-    }
-
-    fn run(
-        &self,
-        operation: &'static str,
-        object: &str,
-        op: &WriteOp<'_>,
-    ) -> Result<(), CephError> {
-        let call = self.call(operation, "object", object);
-        let name = call.text(object)?;
-        let functions = &self.cluster().libraries.rados;
-        // SAFETY: the operation is released below, and only there.
-        let raw = unsafe { (functions.rados_create_write_op)() };
-        for step in &op.steps {
-            add(functions, raw, step);
-        }
-        // SAFETY: the operation is whole, the name ends in NUL.
-        let answer = unsafe {
-            let answer = (functions.rados_write_op_operate)(
-                raw,
-                self.raw(),
-                name.as_ptr(),
-                ptr::null_mut(),
-                0,
-            );
-            (functions.rados_release_write_op)(raw);
-            answer
-        };
-        call.changed(answer)
     }
 
     /// The values of these keys, as far as they exist.
@@ -274,54 +136,6 @@ impl IoCtx {
             let entries = call.check(answer).map(|()| collect(functions, found));
             (functions.rados_omap_get_end)(found);
             entries
-        }
-    }
-}
-
-/// Adds one step to an operation of the library's, which copies what it is given.
-fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
-    let pointers = |texts: &[&str]| -> (Vec<_>, Vec<_>) {
-        let each = texts.iter().map(|text| (text.as_ptr().cast(), text.len()));
-        each.unzip()
-    };
-    // SAFETY: `op` is open, and every text is given with its length.
-    unsafe {
-        match step {
-            Step::Create => {
-                (functions.rados_write_op_create)(op, abi::CREATE_EXCLUSIVE, ptr::null());
-            }
-            Step::AssertExists => (functions.rados_write_op_assert_exists)(op),
-            Step::Compare(key, value) => (functions.rados_write_op_omap_cmp2)(
-                op,
-                key.as_ptr().cast(),
-                abi::COMPARE_EQUAL,
-                value.as_ptr().cast(),
-                key.len(),
-                value.len(),
-                ptr::null_mut(),
-            ),
-            Step::Set(entries) => {
-                let (keys, values): (Vec<_>, Vec<_>) = entries.iter().copied().unzip();
-                let ((keys, key_lens), (values, value_lens)) = (pointers(&keys), pointers(&values));
-                (functions.rados_write_op_omap_set2)(
-                    op,
-                    keys.as_ptr(),
-                    values.as_ptr(),
-                    key_lens.as_ptr(),
-                    value_lens.as_ptr(),
-                    entries.len(),
-                );
-            }
-            Step::Unset(keys) => {
-                let (keys, lens) = pointers(keys);
-                (functions.rados_write_op_omap_rm_keys2)(
-                    op,
-                    keys.as_ptr(),
-                    lens.as_ptr(),
-                    lens.len(),
-                );
-            }
-            Step::Remove => (functions.rados_write_op_remove)(op),
         }
     }
 }

@@ -1,7 +1,10 @@
 use std::time::{Duration, SystemTime};
 
 use super::*;
-use crate::ceph::{test_cluster::TestCluster, testing::Place};
+use crate::ceph::{
+    test_cluster::TestCluster,
+    testing::{Place, connect},
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -251,4 +254,49 @@ fn namespaces_are_made_once() {
             .unwrap_err()
             .is_exists()
     );
+}
+
+#[test]
+fn a_header_says_what_the_open_image_does() {
+    let Some(place) = Place::new() else { return };
+    let io = &place.io;
+    assert!(Header::of(io, "a").unwrap_err().is_not_found());
+    let asked = ImageOptions {
+        features: Some(Features::LAYERING | Features::EXCLUSIVE_LOCK),
+        ..ImageOptions::default()
+    };
+    create(io, "a", MIB, &asked).unwrap();
+    let header = Header::of(io, "a").unwrap();
+    let reader = Image::open(io, "a", Access::ReadOnly).unwrap();
+    assert_eq!(header.features().unwrap(), reader.features().unwrap());
+    assert!(header.metadata().unwrap().is_empty());
+    assert!(header.watching().unwrap().is_empty());
+
+    let other = connect(&place.cluster);
+    let there = other.ioctx(io.pool(), io.namespace()).unwrap();
+    let writers = [
+        Image::open(io, "a", Access::ReadWrite).unwrap(),
+        Image::open(&there, "a", Access::ReadWrite).unwrap(),
+    ];
+    writers[0].metadata_set("rbd.csi.ceph.com/a", "Ω").unwrap();
+    assert_eq!(header.metadata().unwrap(), reader.metadata_list().unwrap());
+    assert_eq!(header.metadata().unwrap()["rbd.csi.ceph.com/a"], "Ω");
+    let mut own = [io, &there].map(|io| io.cluster().instance_id().cast_signed());
+    own.sort_unstable();
+    let mut watching = header.watching().unwrap();
+    watching.sort_unstable();
+    assert_eq!(watching, own);
+    drop(writers);
+    assert!(header.watching().unwrap().is_empty());
+}
+
+#[test]
+fn an_image_of_the_first_format_has_a_header_too() {
+    let Some(place) = Place::new() else { return };
+    // Nobody makes one any more; this much of it is looked at.
+    place.io.create_exclusive("old.rbd").unwrap();
+    let header = Header::of(&place.io, "old").unwrap();
+    assert_eq!(header.features().unwrap(), Features::default());
+    assert!(header.metadata().unwrap().is_empty());
+    assert!(header.watching().unwrap().is_empty());
 }

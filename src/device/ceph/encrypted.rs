@@ -8,13 +8,10 @@
 use super::{
     CephImages, Known,
     error::CephImageError,
-    library::{self, Notes},
+    library::{Asked, Notes},
 };
 use crate::{
-    ceph::{
-        encryption::{self, ENCRYPTED, Kms, STATE_KEY},
-        rbd::{self, Access},
-    },
+    ceph::encryption::{self, Kms},
     device::{
         How,
         luks::{self, Holds, LuksError, Origin},
@@ -30,8 +27,8 @@ pub fn open(
     under: &luks::Node,
     how: &How,
 ) -> Result<luks::Node, CephImageError> {
-    let image = librbd(images, known, Access::ReadOnly)?;
-    let notes = image.as_ref().map(Notes::of).transpose()?;
+    let asked = known.asked(&images.connections)?;
+    let notes = asked.map(Asked::notes).transpose()?;
     let kms = images.kms.get(kms)?;
     let passphrase = passphrase(kms, known, notes.as_ref(), how)?;
     let is_noted = notes.is_some_and(|notes| notes.encrypted);
@@ -48,28 +45,11 @@ pub fn open(
     }
     let name = luks::name_of(&how.volume_id);
     let (over, _) = luks::open(under, &name, &passphrase, how.read_only)?;
-    if image.is_some() && !is_noted && !how.read_only {
+    if let Some(asked) = asked.filter(|_| !is_noted && !how.read_only) {
         // It holds data from now on.
-        if let Some(image) = librbd(images, known, Access::ReadWrite)? {
-            image.metadata_set(STATE_KEY, ENCRYPTED)?;
-        }
+        asked.note_encrypted()?;
     }
     Ok(over)
-}
-
-fn librbd(
-    images: &CephImages,
-    known: &Known<'_>,
-    access: Access,
-) -> Result<Option<rbd::Image>, CephImageError> {
-    let (cluster, credentials) = (&known.cluster, &known.credentials);
-    library::open(
-        &images.connections,
-        cluster,
-        credentials,
-        &known.image,
-        access,
-    )
 }
 
 fn passphrase(

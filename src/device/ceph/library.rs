@@ -1,7 +1,7 @@
-//! What only the cluster can tell of an image, asked through librbd where the
-//! library is there: who has it open, its features, its metadata.
+//! What only the cluster can tell of an image, asked through Ceph's libraries where
+//! they are there: who has it open, its features, its metadata.
 //!
-//! The kernel's driver tells neither. Without the library plain volumes are
+//! The kernel's driver tells none of it. Without the libraries plain volumes are
 //! mapped all the same, and nothing but the orchestrator keeps a second writer off:
 //! clients hand an image's exclusive lock on to whoever asks for it.
 
@@ -14,7 +14,8 @@ use crate::{
         config::ClusterConfig,
         connections::Connections,
         encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, noted},
-        rbd::{self, Access, Watcher},
+        rados::IoCtx,
+        rbd::{self, Access, Features, Header, Watcher},
     },
     device::rbd::Image,
     kernel::busy,
@@ -24,82 +25,123 @@ use crate::{
 /// ends after 30 seconds (`osd_client_watch_timeout`).
 const FREE_WITHIN: Duration = Duration::from_secs(40);
 
-/// Opens the image to look at it; none where there is no librbd.
-pub fn open(
-    connections: &Connections,
-    cluster: &ClusterConfig,
-    credentials: &Credentials,
-    image: &Image,
-    access: Access,
-) -> Result<Option<rbd::Image>, CephImageError> {
-    let connected = match connections.get(&cluster.monitors, credentials) {
-        Err(CephError::Library(missing)) => {
-            tracing::debug!(%missing, "the cluster is not asked");
-            return Ok(None);
-        }
-        connected => connected?,
-    };
-    let pool = connected.ioctx(&image.pool, &image.namespace)?;
-    Ok(Some(rbd::Image::open(&pool, &image.name, access)?))
-}
-
-/// Who else has the image open, beside this connection and the client `own`. Those
-/// who mirror it do no harm and are not named.
-pub fn others(
-    image: &rbd::Image,
-    own: Option<i64>,
+/// An image, as its cluster is asked about it.
+///
+/// The header alone tells mostly all ([`Header`]). Only where others have the image
+/// is it opened, to name them, and to see whether they do any harm.
+#[derive(Debug)]
+pub struct Asked {
+    pool: IoCtx,
+    name: String,
+    header: Header,
     mirror_daemons: u32,
-) -> Result<Vec<Watcher>, CephError> {
-    let mut others = image.watchers()?;
-    others.retain(|watcher| !watcher.own && Some(watcher.client) != own);
-    if others.is_empty() || !image.is_mirrored()? {
-        return Ok(others);
+}
+
+impl Asked {
+    /// Looks for the image; none where there is no librbd.
+    pub fn of(
+        connections: &Connections,
+        cluster: &ClusterConfig,
+        credentials: &Credentials,
+        image: &Image,
+    ) -> Result<Option<Self>, CephImageError> {
+        let connected = match connections.get(&cluster.monitors, credentials) {
+            Err(CephError::Library(missing)) => {
+                tracing::debug!(%missing, "the cluster is not asked");
+                return Ok(None);
+            }
+            connected => connected?,
+        };
+        let pool = connected.ioctx(&image.pool, &image.namespace)?;
+        Ok(Some(Self {
+            header: Header::of(&pool, &image.name)?,
+            pool,
+            name: image.name.clone(),
+            mirror_daemons: cluster.mirror_daemons,
+        }))
     }
-    let harmless = usize::try_from(mirror_daemons).unwrap_or(usize::MAX);
-    Ok(if others.len() > harmless {
-        others
-    } else {
-        Vec::new()
-    })
-}
 
-/// Waits until nobody else has the image open, or names who has.
-pub fn wait_until_free(image: &rbd::Image, mirror_daemons: u32) -> Result<(), CephImageError> {
-    let watchers = busy::outwait_for(
-        FREE_WITHIN,
-        || others(image, None, mirror_daemons),
-        |others| others.as_ref().is_ok_and(|some| !some.is_empty()),
-    )?;
-    nobody(image, watchers)
-}
-
-/// Names them, where there is anybody.
-pub fn nobody(image: &rbd::Image, watchers: Vec<Watcher>) -> Result<(), CephImageError> {
-    if watchers.is_empty() {
-        return Ok(());
+    /// Its features.
+    pub fn features(&self) -> Result<Features, CephError> {
+        self.header.features()
     }
-    Err(CephImageError::InUse {
-        image: image.to_string(),
-        watchers,
-    })
+
+    /// Waits until nobody else has the image open, or names who has.
+    pub fn wait_until_free(&self) -> Result<(), CephImageError> {
+        if self.header.watching()?.is_empty() {
+            return Ok(());
+        }
+        let image = self.open(Access::ReadOnly)?;
+        let watchers = busy::outwait_for(
+            FREE_WITHIN,
+            || self.others(&image, None),
+            |others| others.as_ref().is_ok_and(|some| !some.is_empty()),
+        )?;
+        self.nobody(watchers)
+    }
+
+    /// Nobody has the image open but the client `own`, or it is named who has.
+    pub fn is_alone(&self, own: Option<i64>) -> Result<(), CephImageError> {
+        let watching = self.header.watching()?;
+        if watching.iter().all(|client| Some(*client) == own) {
+            return Ok(());
+        }
+        let image = self.open(Access::ReadOnly)?;
+        self.nobody(self.others(&image, own)?)
+    }
+
+    /// Who else has the image open, beside this connection and the client `own`.
+    /// Those who mirror it do no harm and are not named.
+    fn others(&self, image: &rbd::Image, own: Option<i64>) -> Result<Vec<Watcher>, CephError> {
+        let mut others = image.watchers()?;
+        others.retain(|watcher| !watcher.own && Some(watcher.client) != own);
+        if others.is_empty() || !image.is_mirrored()? {
+            return Ok(others);
+        }
+        let harmless = usize::try_from(self.mirror_daemons).unwrap_or(usize::MAX);
+        Ok(if others.len() > harmless {
+            others
+        } else {
+            Vec::new()
+        })
+    }
+
+    /// Names them, where there is anybody.
+    fn nobody(&self, watchers: Vec<Watcher>) -> Result<(), CephImageError> {
+        if watchers.is_empty() {
+            return Ok(());
+        }
+        Err(CephImageError::InUse {
+            image: format!("{}/{}", self.pool, self.name),
+            watchers,
+        })
+    }
+
+    /// What its metadata say of its encryption.
+    pub fn notes(&self) -> Result<Notes, CephError> {
+        let notes = self.header.metadata()?;
+        Ok(Notes {
+            encrypted: noted(&notes, STATE_KEY) == Some(ENCRYPTED),
+            sealed: noted(&notes, SEALED_KEY).map(str::to_owned),
+        })
+    }
+
+    /// Notes that it holds encrypted data from now on.
+    pub fn note_encrypted(&self) -> Result<(), CephError> {
+        let image = self.open(Access::ReadWrite)?;
+        image.metadata_set(STATE_KEY, ENCRYPTED)
+    }
+
+    fn open(&self, access: Access) -> Result<rbd::Image, CephError> {
+        rbd::Image::open(&self.pool, &self.name, access)
+    }
 }
 
-/// What the image's metadata say of its encryption.
+/// What an image's metadata say of its encryption.
 #[derive(Debug, Default)]
 pub struct Notes {
     /// It was encrypted.
     pub encrypted: bool,
     /// Its own passphrase, sealed.
     pub sealed: Option<String>,
-}
-
-impl Notes {
-    /// Reads them.
-    pub fn of(image: &rbd::Image) -> Result<Self, CephError> {
-        let notes = image.metadata_list()?;
-        Ok(Self {
-            encrypted: noted(&notes, STATE_KEY) == Some(ENCRYPTED),
-            sealed: noted(&notes, SEALED_KEY).map(str::to_owned),
-        })
-    }
 }

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  clusterID ─▶ config.json ─▶ monitors, namespace      secrets ─▶ user and key
-//!      librbd, where it is there: features, who else has the image open, metadata
+//!      librados, where it is there: features, who else has the image open, metadata
 //!      krbd (super::rbd): /dev/rbd0        LUKS, where encrypted: /dev/dm-0
 //! ```
 //!
@@ -20,16 +20,14 @@ use super::{
     loopdev::Detached,
     luks,
     notes::Notes,
-    rbd::{self, Image, Mapped, Mapper, Monitors, RbdDevice, Wanted},
+    rbd::{self, Image, Mapped, Mapper},
 };
 use crate::{
     Done,
     ceph::{
-        self, Credentials,
         config::{ClusterConfig, Clusters},
         connections::Connections,
         encryption::KmsConfig,
-        rbd::Access,
     },
     holder::{Watch, devices as nbd},
     kernel::Dev,
@@ -39,6 +37,7 @@ mod below;
 mod encrypted;
 mod error;
 mod library;
+mod map;
 mod mounter;
 mod served;
 mod source;
@@ -47,6 +46,7 @@ pub use error::CephImageError;
 pub use source::{CephSource, NOTE};
 
 use below::Below;
+use map::Known;
 use mounter::Mounter;
 
 /// The Ceph clusters, and what of them is mapped on this node.
@@ -170,118 +170,6 @@ fn as_it_is_shown(below: Below) -> Result<Device, DeviceError> {
 pub struct BoundCephImage<'a> {
     images: &'a CephImages,
     source: &'a CephSource,
-}
-
-/// What is known of an image and its cluster, once somebody is to use it.
-struct Known<'a> {
-    source: &'a CephSource,
-    cluster: ClusterConfig,
-    credentials: Credentials,
-    /// With the namespace that it is in.
-    image: Image,
-}
-
-impl BoundCephImage<'_> {
-    fn known(&self, how: &How) -> Result<Known<'_>, CephImageError> {
-        let cluster = self.images.cluster(&self.source.image.cluster_id)?;
-        let mut image = self.source.image.clone();
-        if image.namespace.is_empty() {
-            image.namespace = cluster.rados_namespace.clone().unwrap_or_default();
-        }
-        Ok(Known {
-            source: self.source,
-            credentials: Credentials::from_secrets(&how.secrets)?,
-            cluster,
-            image,
-        })
-    }
-
-    fn map(&self, known: &Known<'_>, how: &How) -> Result<(Below, Done), CephImageError> {
-        let krbd = || {
-            self.map_by_krbd(known, how)
-                .map(|(device, done)| (device.into(), done))
-        };
-        match &self.source.mounter {
-            Mounter::Krbd => krbd(),
-            Mounter::RbdNbd(served) => self.serve(known, served, how),
-            Mounter::Either(served) if served::is_served(&served.cookie)? => {
-                self.serve(known, served, how)
-            }
-            Mounter::Either(served) => match krbd() {
-                Err(CephImageError::Rbd(error)) if error.is_for_another_mounter() => {
-                    tracing::info!(%error, "rbd-nbd is to serve it");
-                    self.serve(known, served, how)
-                }
-                mapped => mapped,
-            },
-        }
-    }
-
-    fn map_by_krbd(
-        &self,
-        known: &Known<'_>,
-        how: &How,
-    ) -> Result<(RbdDevice, Done), CephImageError> {
-        let nearest = known.cluster.read_affinity.enabled;
-        let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        let mut wanted = Wanted {
-            image: &known.image,
-            volume_id: &how.volume_id,
-            pool_id: known.source.pool_id,
-            features: known.source.features,
-            monitors: &monitors,
-            credentials: &known.credentials,
-            options: &known.source.map_options,
-            location: self.images.location.as_deref().filter(|_| nearest),
-            read_only: how.read_only,
-        };
-        if let Some(device) = rbd::find(&wanted)? {
-            return Ok((device, Done::Already));
-        }
-        // What a killed agent is mapping would be taken for somebody else's.
-        self.images.mapper.is_under_way(&how.volume_id)?;
-        // A second writer destroys the image. Readers, and those who are told to
-        // share it, mind each other or do no harm.
-        if how.read_only || how.shared {
-            return Ok(self.images.mapper.map(&wanted)?);
-        }
-        let Some(image) = self.alone(known)? else {
-            return Ok(self.images.mapper.map(&wanted)?);
-        };
-        wanted.features = image.features()?;
-        let mapped = self.images.mapper.map(&wanted)?;
-        // Another node may have looked at the same time. Of two that see each other
-        // neither goes on; nothing has been written yet.
-        let own = rbd::mapped::client_of(mapped.0.dev);
-        let others = library::others(&image, own, known.cluster.mirror_daemons);
-        let alone = others
-            .map_err(CephImageError::from)
-            .and_then(|others| library::nobody(&image, others));
-        match alone {
-            Ok(()) => Ok(mapped),
-            Err(cause) => Err(match rbd::unmap(&mapped.0) {
-                Ok(_) => cause,
-                Err(undo) => cause.not_undone(&undo.into()),
-            }),
-        }
-    }
-
-    /// Waits until nobody has the image open; none where the cluster cannot be
-    /// asked.
-    fn alone(&self, known: &Known<'_>) -> Result<Option<ceph::rbd::Image>, CephImageError> {
-        let image = library::open(
-            &self.images.connections,
-            &known.cluster,
-            &known.credentials,
-            &known.image,
-            Access::ReadOnly,
-        )?;
-        let Some(image) = image else {
-            return Ok(None);
-        };
-        library::wait_until_free(&image, known.cluster.mirror_daemons)?;
-        Ok(Some(image))
-    }
 }
 
 impl Bound for BoundCephImage<'_> {

@@ -138,8 +138,7 @@ impl Mapped {
     /// What is mapped as the device of that number; none where the device is
     /// another driver's, or gone.
     pub fn of(dev: Dev) -> Option<Self> {
-        let name = block::name_of(dev).ok()?;
-        Self::of_id(name.strip_prefix("rbd")?.parse().ok()?).ok()
+        Self::of_id(id_of(dev)?).ok()
     }
 
     fn of_id(id: u32) -> io::Result<Self> {
@@ -177,6 +176,12 @@ impl Mapped {
     }
 }
 
+/// The `7` of the device `rbd7`.
+fn id_of(dev: Dev) -> Option<u32> {
+    let name = block::name_of(dev).ok()?;
+    name.strip_prefix("rbd")?.parse().ok()
+}
+
 /// The mapped images of that name, whatever their pools; or all.
 pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
     let entries = match fs::read_dir(DEVICES) {
@@ -206,7 +211,7 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
 /// The number of the driver's client that has the image open for the device: what
 /// it is called among the image's watchers.
 pub fn client_of(dev: Dev) -> Option<i64> {
-    let text = attribute(Mapped::of(dev)?.id, "client_id").ok()?;
+    let text = attribute(id_of(dev)?, "client_id").ok()?;
     text.strip_prefix("client")?.parse().ok()
 }
 

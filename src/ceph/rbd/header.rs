@@ -1,0 +1,87 @@
+//! An image's header, asked without opening the image: what librbd's open reads in
+//! eleven round trips, as far as it is wanted, in one each.
+//!
+//! ```text
+//! rbd_id.<name>      the id                rbd_header.<id>   of format 2
+//!                                          <name>.rbd        of format 1
+//! ```
+//!
+//! Whoever has an image mapped, or open for writing, watches its header to hear
+//! of changes by others. So an empty notification, by which the first clients told
+//! of a change and which all understand, is acknowledged by all of them: those who
+//! have the image read its header again, and nothing else comes of it.
+//!
+//! Sources: Ceph's `cls_rbd.cc` for what a header holds (`get_features`;
+//! `metadata_<key>` in its omap); librbd's `WatchNotifyTypes.cc` and the kernel's
+//! drivers/block/rbd.c, `rbd_watch_cb`, for what a notification is.
+
+use std::collections::BTreeMap;
+
+use rustix::io::Errno;
+
+use super::{Features, image_id};
+use crate::ceph::{CephError, rados::IoCtx};
+
+/// `CEPH_NOSNAP`: the image itself, and not a snapshot of it.
+const NO_SNAPSHOT: u64 = 0xffff_ffff_ffff_fffe;
+
+/// What stands before the keys of an image's metadata.
+const METADATA: &str = "metadata_";
+
+/// An image's header.
+#[derive(Clone, Debug)]
+pub struct Header {
+    io: IoCtx,
+    object: String,
+    /// Images of format 1 have no features.
+    is_plain: bool,
+}
+
+impl Header {
+    /// That of the image of this name ([`CephError::is_not_found`]).
+    pub fn of(io: &IoCtx, name: &str) -> Result<Self, CephError> {
+        let header = |object, is_plain| Self {
+            io: io.clone(),
+            object,
+            is_plain,
+        };
+        if let Some(id) = image_id(io, name)? {
+            return Ok(header(format!("rbd_header.{id}"), false));
+        }
+        let plain = format!("{name}.rbd");
+        if io.exists(&plain)? {
+            return Ok(header(plain, true));
+        }
+        Err(io.call("find", "image", name).error(Errno::NOENT))
+    }
+
+    /// The image's features.
+    pub fn features(&self) -> Result<Features, CephError> {
+        if self.is_plain {
+            return Ok(Features::default());
+        }
+        // Read-only: what a reader must understand is not asked for.
+        let input = [&NO_SNAPSHOT.to_le_bytes()[..], &[1]].concat();
+        let method = ("rbd", "get_features");
+        let answer = self.io.execute(&self.object, method, &input, 64)?;
+        let call = self.io.call("read", "header", &self.object);
+        let (features, _) = answer
+            .split_first_chunk()
+            .ok_or_else(|| call.error(Errno::BADMSG))?;
+        Ok(Features(u64::from_le_bytes(*features)))
+    }
+
+    /// The connections that have the image mapped, or open for writing; one more
+    /// than once that has done so several times. Takes a second where one of them
+    /// does not answer, and blocks while the OSD does not.
+    pub fn watching(&self) -> Result<Vec<i64>, CephError> {
+        self.io.notify(&self.object)
+    }
+
+    /// What is noted on the image: all keys with their values.
+    pub fn metadata(&self) -> Result<BTreeMap<String, String>, CephError> {
+        let keys = self.io.omap_list(&self.object, METADATA)?;
+        let bare = |(key, value): (String, String)| (key[METADATA.len()..].to_owned(), value);
+        Ok(keys.into_iter().map(bare).collect())
+    }
+}

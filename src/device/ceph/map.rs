@@ -1,0 +1,142 @@
+//! How an image becomes a device: by whom, and for a single writer only while
+//! nobody else has it.
+//!
+//! ```text
+//!  one writer   who has the image open? ─ krbd maps ─ who has it open now?
+//!  others       krbd maps
+//! ```
+
+use std::cell::OnceCell;
+
+use super::{
+    BoundCephImage, CephImageError, CephSource, Mounter, below::Below, library::Asked, served,
+};
+use crate::{
+    Done,
+    ceph::{Credentials, config::ClusterConfig, connections::Connections},
+    device::{
+        How,
+        rbd::{self, Image, Monitors, RbdDevice, Wanted},
+    },
+};
+
+/// What is known of an image and its cluster, once somebody is to use it.
+pub struct Known<'a> {
+    pub source: &'a CephSource,
+    pub cluster: ClusterConfig,
+    pub credentials: Credentials,
+    /// With the namespace that it is in.
+    pub image: Image,
+    /// Looked for once, and asked by all who want to know something.
+    asked: OnceCell<Option<Asked>>,
+}
+
+impl Known<'_> {
+    /// The image as its cluster is asked about it; none where there is no librbd.
+    pub fn asked(&self, connections: &Connections) -> Result<Option<&Asked>, CephImageError> {
+        if let Some(asked) = self.asked.get() {
+            return Ok(asked.as_ref());
+        }
+        let asked = Asked::of(connections, &self.cluster, &self.credentials, &self.image)?;
+        Ok(self.asked.get_or_init(|| asked).as_ref())
+    }
+}
+
+impl BoundCephImage<'_> {
+    pub(super) fn known(&self, how: &How) -> Result<Known<'_>, CephImageError> {
+        let cluster = self.images.cluster(&self.source.image.cluster_id)?;
+        let mut image = self.source.image.clone();
+        if image.namespace.is_empty() {
+            image.namespace = cluster.rados_namespace.clone().unwrap_or_default();
+        }
+        Ok(Known {
+            source: self.source,
+            credentials: Credentials::from_secrets(&how.secrets)?,
+            cluster,
+            image,
+            asked: OnceCell::new(),
+        })
+    }
+
+    pub(super) fn map(
+        &self,
+        known: &Known<'_>,
+        how: &How,
+    ) -> Result<(Below, Done), CephImageError> {
+        let krbd = || {
+            self.map_by_krbd(known, how)
+                .map(|(device, done)| (device.into(), done))
+        };
+        match &self.source.mounter {
+            Mounter::Krbd => krbd(),
+            Mounter::RbdNbd(served) => self.serve(known, served, how),
+            Mounter::Either(served) if served::is_served(&served.cookie)? => {
+                self.serve(known, served, how)
+            }
+            Mounter::Either(served) => match krbd() {
+                Err(CephImageError::Rbd(error)) if error.is_for_another_mounter() => {
+                    tracing::info!(%error, "rbd-nbd is to serve it");
+                    self.serve(known, served, how)
+                }
+                mapped => mapped,
+            },
+        }
+    }
+
+    fn map_by_krbd(
+        &self,
+        known: &Known<'_>,
+        how: &How,
+    ) -> Result<(RbdDevice, Done), CephImageError> {
+        let nearest = known.cluster.read_affinity.enabled;
+        let monitors = Monitors::resolve(&known.cluster.monitors)?;
+        let mut wanted = Wanted {
+            image: &known.image,
+            volume_id: &how.volume_id,
+            pool_id: known.source.pool_id,
+            features: known.source.features,
+            monitors: &monitors,
+            credentials: &known.credentials,
+            options: &known.source.map_options,
+            location: self.images.location.as_deref().filter(|_| nearest),
+            read_only: how.read_only,
+        };
+        if let Some(device) = rbd::find(&wanted)? {
+            return Ok((device, Done::Already));
+        }
+        // What a killed agent is mapping would be taken for somebody else's.
+        self.images.mapper.is_under_way(&how.volume_id)?;
+        // A second writer destroys the image. Readers, and those who are told to
+        // share it, mind each other or do no harm.
+        if how.read_only || how.shared {
+            return Ok(self.images.mapper.map(&wanted)?);
+        }
+        let Some(asked) = self.alone(known)? else {
+            return Ok(self.images.mapper.map(&wanted)?);
+        };
+        wanted.features = asked.features()?;
+        let mapped = self.images.mapper.map(&wanted)?;
+        // Another node may have looked at the same time. Of two that see each other
+        // neither goes on; nothing has been written yet.
+        match asked.is_alone(rbd::mapped::client_of(mapped.0.dev)) {
+            Ok(()) => Ok(mapped),
+            Err(cause) => Err(match rbd::unmap(&mapped.0) {
+                Ok(_) => cause,
+                Err(undo) => cause.not_undone(&undo.into()),
+            }),
+        }
+    }
+
+    /// Waits until nobody has the image open; none where the cluster cannot be
+    /// asked.
+    pub(super) fn alone<'a>(
+        &self,
+        known: &'a Known<'_>,
+    ) -> Result<Option<&'a Asked>, CephImageError> {
+        let asked = known.asked(&self.images.connections)?;
+        if let Some(asked) = asked {
+            asked.wait_until_free()?;
+        }
+        Ok(asked)
+    }
+}
