@@ -15,7 +15,7 @@ shift
 # Memory that is not touched costs nothing.
 memory=4G
 # For tests and all; they take a few minutes.
-longest=20m
+longest=30m
 
 # Kernel parameters end at a blank.
 case $here$dir$PWD in *[[:space:]]*)

@@ -1,6 +1,6 @@
 //! Controller and node on one cluster, from a claim to its deletion.
 
-use std::{fs, path::Path};
+use std::{collections::HashMap, fs, path::Path};
 
 use tonic::Code::FailedPrecondition;
 use uring_csi::proto::csi::CreateVolumeRequest;
@@ -10,6 +10,7 @@ use crate::harness::{
     Ceph, Content, Controller, ControllerSetup, MIB, Node, Sandbox, Volume, ceph_story, claim,
     from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
 };
+use crate::operator::Operator;
 
 /// Both, and a storage class with a pool of its own.
 struct Class<'a> {
@@ -39,6 +40,9 @@ impl<'a> Class<'a> {
         let passphrase = ("encryptionPassphrase", "correct horse battery staple");
         let secrets = [passphrase].map(|(name, value)| (name.to_owned(), value.to_owned()));
         setup.secrets.extend(secrets);
+        // For what is listed.
+        let own = secrets_in(sandbox, &setup.secrets);
+        setup.args.extend(["--ceph-secret".to_owned(), own]);
         let pool = ceph.cluster.fresh_pool();
         let mut parameters = vec![
             ("clusterID", ceph.cluster_id.clone()),
@@ -201,4 +205,54 @@ fn what_the_controller_made_ceph_csi_stages() {
 fn point(node: &Node, volume: &Volume) -> std::path::PathBuf {
     let staging = node.staging(volume);
     Path::new(&staging).join(&volume.handle)
+}
+
+/// Where uringctl, or the controller, finds the secrets of a class.
+fn secrets_in(sandbox: &Sandbox, secrets: &HashMap<String, String>) -> String {
+    let dir = sandbox.dir().join("secrets");
+    fs::create_dir_all(&dir).unwrap();
+    for (name, value) in secrets {
+        fs::write(dir.join(name), value).unwrap();
+    }
+    dir.display().to_string()
+}
+
+#[test]
+fn an_operator_formats_what_is_not_blank() {
+    ceph_story(async |sandbox, ceph| {
+        for more in [&[][..], &[("encrypted", "true")]] {
+            let class = Class::new(sandbox, ceph, more).await;
+            let (controller, node) = (&class.controller, &class.node);
+            let volume = class.made(class.claim("ext4", "claim", 384 * MIB)).await;
+            let noise = Content::new("noise");
+            let raw = Volume {
+                capability: Volume::block("raw").capability,
+                ..volume.clone()
+            };
+            noise.write_at(&node.up(&raw, "pod").await, 0).unwrap();
+            node.down(&raw, "pod").await;
+            let words = ["unknown data", "uringctl format"];
+            refused(node.stage(&volume).await, FailedPrecondition, &words);
+
+            let secrets = secrets_in(sandbox, &controller.secrets);
+            let operator = Operator::new(node, controller);
+            let handle = &volume.handle;
+            let format = ["format", handle, "--fs", "xfs", "--confirm", handle];
+            let (code, _, said) = operator.run(&format);
+            assert!(code != 0 && said.contains("userID"), "{said}");
+            let done = operator.json(&[&["--secrets", &secrets], &format[..]].concat());
+            assert!(done["was"].as_str().unwrap().contains("unknown"), "{done}");
+
+            let volume = Volume {
+                capability: Volume::filesystem("any", "xfs").capability,
+                ..volume.clone()
+            };
+            let target = node.up(&volume, "pod").await;
+            kept(&volume, &target, &noise, true);
+            node.down(&volume, "pod").await;
+            assert!(rbds_of(sandbox.dir()).is_empty());
+            controller.delete(handle).await.unwrap();
+            node.assert_clean().await;
+        }
+    });
 }
