@@ -55,6 +55,15 @@ pub struct Ceph {
     /// librados and librbd for them.
     #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]
     pub ceph_config: Option<PathBuf>,
+    /// Which Ceph clusters stand in for which after a fail-over: ceph-csi's file, which
+    /// need not exist.
+    #[arg(
+        long,
+        env = "URING_CSI_CLUSTER_MAPPING",
+        default_value = "/etc/ceph-csi-config/cluster-mapping.json",
+        value_name = "FILE"
+    )]
+    pub cluster_mapping: PathBuf,
     /// Who keeps the passphrases of encrypted Ceph volumes: ceph-csi's file.
     #[arg(
         long,

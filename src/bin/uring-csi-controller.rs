@@ -102,6 +102,7 @@ impl Clusters {
         Libraries::load()?;
         let settings = Settings {
             config,
+            mapping: &self.files.cluster_mapping,
             kms_config: &self.files.kms_config,
             instance: &self.instance_id,
             operators: Operators::new(self.ceph_secret),

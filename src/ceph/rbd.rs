@@ -20,6 +20,7 @@ mod header;
 mod image;
 mod lineage;
 mod metadata;
+mod mirror;
 mod options;
 mod snapshots;
 #[cfg(test)]
@@ -30,6 +31,7 @@ pub use features::{Features, UnknownFeature};
 pub use header::Header;
 pub use image::{Access, Image, Info, Watcher};
 pub use lineage::{LinkedImage, Parent};
+pub use mirror::Mirroring;
 pub use options::ImageOptions;
 pub use snapshots::{Snapshot, SnapshotKind};
 

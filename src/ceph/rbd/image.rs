@@ -226,24 +226,6 @@ impl Image {
         self.call("flatten").changed(answer)
     }
 
-    /// Whether it is mirrored to another cluster, whose daemons watch it then.
-    pub fn is_mirrored(&self) -> Result<bool, CephError> {
-        let functions = self.functions();
-        let mut info = abi::MirrorInfo {
-            global_id: ptr::null_mut(),
-            state: 0,
-            primary: false,
-        };
-        let size = mem::size_of_val(&info);
-        // SAFETY: the library fills what it is given, of that size.
-        let answer =
-            unsafe { (functions.rbd_mirror_image_get_info)(self.raw, &raw mut info, size) };
-        self.call("ask for the mirroring of").check(answer)?;
-        // SAFETY: the library filled it, and it is not used any more.
-        unsafe { (functions.rbd_mirror_image_get_info_cleanup)(&raw mut info) };
-        Ok(info.state == abi::MIRRORED)
-    }
-
     /// Who has it open for writing, or mapped, for reading too.
     pub fn watchers(&self) -> Result<Vec<Watcher>, CephError> {
         let functions = self.functions();

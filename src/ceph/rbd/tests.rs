@@ -110,8 +110,11 @@ fn a_mirrored_image_is_known() {
         .ioctx(&pool, "")
         .unwrap();
     create(&io, "mirrored", MIB, &plain()).unwrap();
-    let image = Image::open(&io, "mirrored", Access::ReadOnly).unwrap();
-    assert!(!image.is_mirrored().unwrap());
+    let mirroring = || {
+        let image = Image::open(&io, "mirrored", Access::ReadOnly);
+        image.unwrap().mirroring().unwrap()
+    };
+    assert_eq!(mirroring(), Mirroring::None);
     cluster.rbd(&[
         "mirror",
         "image",
@@ -119,7 +122,9 @@ fn a_mirrored_image_is_known() {
         &format!("{pool}/mirrored"),
         "snapshot",
     ]);
-    assert!(image.is_mirrored().unwrap());
+    assert_eq!(mirroring(), Mirroring::Primary);
+    cluster.rbd(&["mirror", "image", "demote", &format!("{pool}/mirrored")]);
+    assert_eq!(mirroring(), Mirroring::Secondary);
 }
 
 #[test]

@@ -15,7 +15,7 @@ use crate::{
         connections::Connections,
         encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, noted},
         rados::IoCtx,
-        rbd::{self, Access, Features, Header, Watcher},
+        rbd::{self, Access, Features, Header, Mirroring, Watcher},
     },
     device::rbd::Image,
     kernel::busy,
@@ -95,7 +95,7 @@ impl Asked {
     fn others(&self, image: &rbd::Image, own: Option<i64>) -> Result<Vec<Watcher>, CephError> {
         let mut others = image.watchers()?;
         others.retain(|watcher| !watcher.own && Some(watcher.client) != own);
-        if others.is_empty() || !image.is_mirrored()? {
+        if others.is_empty() || image.mirroring()? == Mirroring::None {
             return Ok(others);
         }
         let harmless = usize::try_from(self.mirror_daemons).unwrap_or(usize::MAX);

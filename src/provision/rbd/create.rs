@@ -235,6 +235,7 @@ impl<'a> Creation<'a> {
             pool: making.pool,
             image: making.entry.image.clone(),
             image_id: making.entry.image_id.clone(),
+            stands_in: false,
             recorded: Some(Recorded {
                 journal: self.journal.clone(),
                 reserved: making.reserved,

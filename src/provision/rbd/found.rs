@@ -15,7 +15,7 @@ use crate::ceph::{
     handle::Handle,
     journal::{Entry, Reserved},
     rados::{Cluster, IoCtx, Pool},
-    rbd::{Access, Image},
+    rbd::{self, Access, Image},
 };
 
 /// A cluster that can be talked to.
@@ -57,6 +57,8 @@ pub struct Found {
     pub image_id: String,
     /// None for a volume of Kubernetes' own plugin.
     pub recorded: Option<Recorded>,
+    /// It is in another place than its handle says, by `cluster-mapping.json`.
+    pub stands_in: bool,
 }
 
 /// What the journal says of it.
@@ -78,6 +80,11 @@ impl Found {
             }),
             result => Ok(result?),
         }
+    }
+
+    /// Whether there is an image of that name.
+    pub fn has_image(&self) -> Result<bool, RbdError> {
+        Ok(rbd::image_id(&self.pool, &self.image)?.is_some())
     }
 
     /// What the journal says.
@@ -167,6 +174,7 @@ pub fn found(link: Link, pool: IoCtx, uuid: Uuid, entry: Entry) -> Result<Found,
         image_id: entry.image_id.clone(),
         link,
         pool,
+        stands_in: false,
         recorded: Some(Recorded {
             journal,
             reserved: Reserved { uuid, pool_id },

@@ -2,7 +2,7 @@
 //! each of the two drivers can go on with what the other made.
 //!
 //! ```text
-//! store      clusters and journals; found: what a handle leads to in them
+//! store      clusters and journals; lookup: what a handle leads to in them
 //! class      the parameters of a storage class; topology, qos, encryption
 //! create     one CreateVolume, which a repeat finishes
 //! volumes    delete, grow, change
@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     ceph::{
-        config::Clusters,
+        config::{Clusters, Mappings},
         connections::Connections,
         encryption::KmsConfig,
         journal::{Journal, Kind},
@@ -46,6 +46,7 @@ mod encryption;
 mod error;
 mod found;
 mod listing;
+mod lookup;
 mod operators;
 mod qos;
 mod size;
@@ -68,6 +69,8 @@ use trash::Bin;
 pub struct Settings<'a> {
     /// ceph-csi's `config.json`.
     pub config: &'a Path,
+    /// ceph-csi's `cluster-mapping.json`, which need not exist.
+    pub mapping: &'a Path,
     /// ceph-csi's configuration of key management systems.
     pub kms_config: &'a Path,
     /// Which journal: ceph-csi's `--instanceid`.
@@ -87,6 +90,7 @@ impl Rbd {
     pub fn new(settings: Settings<'_>, lanes: Lanes) -> io::Result<Self> {
         let store = Store {
             clusters: Clusters::new(settings.config),
+            mappings: Mappings::new(settings.mapping),
             connections: Connections::new(Timeouts::default())?,
             operators: settings.operators,
             volumes: Journal::new(Kind::Volume, settings.instance),
@@ -134,20 +138,22 @@ impl Provisioner for Rbd {
     }
 
     async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
-        let found = self
+        let all = self
             .turns
             .run(&handle.clone(), "look up", move |store| {
-                store.find_volume(&handle, &secrets)
+                store.all_of_volume(&handle, &secrets)
             })
             .await?;
-        let Some(found) = found else { return Ok(()) };
-        // A create of that name must not go on with it meanwhile.
-        let turn = found
-            .name()
-            .map_or_else(|| found.handle.clone(), volume_named);
-        self.turns
-            .run(&turn, "delete", move |store| store.delete_volume(&found))
-            .await
+        for found in all {
+            // A create of that name must not go on with it meanwhile.
+            let turn = found
+                .name()
+                .map_or_else(|| found.handle.clone(), volume_named);
+            self.turns
+                .run(&turn, "delete", move |store| store.delete_volume(&found))
+                .await?;
+        }
+        Ok(())
     }
 
     async fn expand_volume(
@@ -235,19 +241,21 @@ impl Provisioner for Rbd {
     }
 
     async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
-        let found = self
+        let all = self
             .turns
             .run(&handle.clone(), "look up", move |store| {
-                store.find_snapshot(&handle, &secrets)
+                store.all_of_snapshot(&handle, &secrets)
             })
             .await?;
-        let Some(found) = found else { return Ok(()) };
-        let turn = found
-            .name()
-            .map_or_else(|| found.handle.clone(), snapshot_named);
-        self.turns
-            .run(&turn, "delete", move |store| store.delete_snapshot(&found))
-            .await
+        for found in all {
+            let turn = found
+                .name()
+                .map_or_else(|| found.handle.clone(), snapshot_named);
+            self.turns
+                .run(&turn, "delete", move |store| store.delete_snapshot(&found))
+                .await?;
+        }
+        Ok(())
     }
 
     async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error> {

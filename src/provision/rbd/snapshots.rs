@@ -9,7 +9,7 @@ use super::{
     error::RbdError,
     found::{Found, Recorded, handle_of},
     store::{Store, complete},
-    volumes::{forget, refuse_if_used},
+    volumes::{forget, is_to_go, leave, refuse_if_used},
 };
 use crate::{
     ceph::{
@@ -148,9 +148,13 @@ impl Store {
         }
     }
 
-    /// Deletes what [`Store::find_snapshot`] has found.
+    /// Deletes what [`Store::all_of_snapshot`] has found.
     pub fn delete_snapshot(&self, found: &Found) -> Result<(), Error> {
         match found.open(Access::ReadWrite) {
+            Ok(image) if !is_to_go(&self.snapshots, found, &image)? => {
+                leave(found, &image);
+                return Ok(());
+            }
             Ok(image) => {
                 refuse_if_used(found, &image)?;
                 // While it has clones, it lives on without its name.

@@ -1,4 +1,5 @@
-//! Where volumes and snapshots are found: the clusters, and the journals in them.
+//! What all calls share: the clusters, the journals in them, and what works in
+//! the background.
 
 use std::{
     collections::BTreeMap,
@@ -8,21 +9,20 @@ use std::{
 use uuid::Uuid;
 
 use super::{
-    super::Error,
     copies::{Flattener, or_missing, present},
     encryption::Keeper,
     error::RbdError,
-    found::{Found, Link, found},
+    found::Link,
     operators::Operators,
     trash::Bin,
 };
 use crate::{
     ceph::{
         Credentials,
-        config::Clusters,
+        config::{Clusters, Mappings},
         connections::Connections,
         encryption::KmsConfig,
-        handle::{Handle, MAX_CLUSTER_ID, VolumeHandle},
+        handle::MAX_CLUSTER_ID,
         journal::Journal,
         rados::IoCtx,
         rbd,
@@ -34,6 +34,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Store {
     pub clusters: Clusters,
+    pub mappings: Mappings,
     pub connections: Connections,
     pub operators: Operators,
     pub volumes: Journal,
@@ -163,72 +164,6 @@ impl Store {
     pub fn keeper<'a>(&'a self, secrets: &'a Secrets) -> Keeper<'a> {
         let config = &self.kms;
         Keeper { config, secrets }
-    }
-
-    /// What a volume's handle leads to; none: nothing, or it was never ours.
-    pub fn find_volume(&self, handle: &str, secrets: &Secrets) -> Result<Option<Found>, RbdError> {
-        match handle.parse() {
-            Ok(VolumeHandle::Journaled(parsed)) => self.find(&self.volumes, &parsed, secrets),
-            Ok(VolumeHandle::Migrated(parsed)) => {
-                let link = self.link(parsed.cluster_id(), secrets)?;
-                let pool = match link.pool(parsed.pool()) {
-                    Err(error) if error.is_not_found() => return Ok(None),
-                    pool => pool?,
-                };
-                Ok(Some(Found {
-                    handle: handle.to_owned(),
-                    link,
-                    pool,
-                    image: parsed.image().to_owned(),
-                    image_id: String::new(),
-                    recorded: None,
-                }))
-            }
-            Err(_) => Ok(None),
-        }
-    }
-
-    /// What a snapshot's handle leads to; none: nothing, or it was never ours.
-    pub fn find_snapshot(
-        &self,
-        handle: &str,
-        secrets: &Secrets,
-    ) -> Result<Option<Found>, RbdError> {
-        match handle.parse() {
-            Ok(parsed) => self.find(&self.snapshots, &parsed, secrets),
-            Err(_) => Ok(None),
-        }
-    }
-
-    fn find(
-        &self,
-        of: &Journal,
-        handle: &Handle,
-        secrets: &Secrets,
-    ) -> Result<Option<Found>, RbdError> {
-        let link = self.link(handle.cluster_id(), secrets)?;
-        let pool = match link.pool(handle.pool_id()) {
-            // With its pool, all has gone.
-            Err(error) if error.is_not_found() => return Ok(None),
-            pool => pool?,
-        };
-        self.use_pool(&link, &pool);
-        let Some(entry) = of.read(&pool, handle.uuid())? else {
-            return Ok(None);
-        };
-        found(link, pool, handle.uuid(), entry).map(Some)
-    }
-
-    /// A volume that must be there.
-    pub fn volume(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
-        let found = self.find_volume(handle, secrets)?;
-        found.ok_or_else(|| Error::NoVolume(handle.to_owned()))
-    }
-
-    /// A snapshot that must be there.
-    pub fn snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
-        let found = self.find_snapshot(handle, secrets)?;
-        found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
     }
 }
 

@@ -3,6 +3,7 @@
 use futures_util::future::join_all;
 
 mod crashes;
+mod mapping;
 
 use super::*;
 use crate::{
@@ -26,6 +27,7 @@ fn rbd_over(dir: &Path) -> Rbd {
     let own = dir.display().to_string().parse().unwrap();
     let settings = Settings {
         config: &dir.join("config.json"),
+        mapping: &dir.join("cluster-mapping.json"),
         kms_config: &dir.join("kms.json"),
         instance: "default",
         operators: Operators::new(vec![own]),
@@ -63,17 +65,26 @@ impl Home {
 
     fn over(cluster: TestCluster) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let config = serde_json::json!([{"clusterID": "ceph", "monitors": cluster.monitors}]);
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
         for (name, text) in [("userID", &cluster.user), ("userKey", &cluster.key)] {
             std::fs::write(dir.path().join(name), text).unwrap();
         }
-        Self {
+        let home = Self {
             pool: cluster.fresh_pool(),
             cluster,
             rbd: rbd_over(dir.path()),
             dir,
-        }
+        };
+        home.configure(&["ceph"]);
+        home
+    }
+
+    /// Has the configuration know the cluster by these names.
+    fn configure(&self, ids: &[&str]) {
+        let monitors = &self.cluster.monitors;
+        let named = |id: &&str| serde_json::json!({"clusterID": id, "monitors": monitors});
+        let config: Vec<_> = ids.iter().map(named).collect();
+        let file = self.dir.path().join("config.json");
+        std::fs::write(file, serde_json::json!(config).to_string()).unwrap();
     }
 
     fn secrets(&self) -> Secrets {

@@ -8,7 +8,7 @@ use super::{
     copies::present,
     create::Creation,
     error::RbdError,
-    found::Found,
+    found::{Found, Recorded},
     qos::{self, Limits},
     size,
     store::Store,
@@ -16,7 +16,7 @@ use super::{
 use crate::{
     ceph::{
         journal::Journal,
-        rbd::{Access, Image, Watcher},
+        rbd::{Access, Image, Mirroring, Watcher},
     },
     secret::Secrets,
 };
@@ -30,11 +30,17 @@ impl Store {
         creation.run()
     }
 
-    /// Deletes what [`Store::find_volume`] has found.
+    /// Deletes what [`Store::all_of_volume`] has found.
     pub fn delete_volume(&self, found: &Found) -> Result<(), Error> {
         let temp = super::copies::temporary(&found.image);
         match found.open(Access::ReadOnly) {
-            Ok(image) => refuse_if_used(found, &image)?,
+            Ok(image) if is_to_go(&self.volumes, found, &image)? => {
+                refuse_if_used(found, &image)?;
+            }
+            Ok(image) => {
+                leave(found, &image);
+                return Ok(());
+            }
             // The delete was interrupted: the image is on its way out.
             Err(RbdError::Lost { .. }) => {}
             Err(error) => return Err(error.into()),
@@ -156,6 +162,36 @@ pub fn forget(journal: &Journal, found: &Found) -> Result<(), Error> {
     Ok(())
 }
 
+/// Whether a delete removes the image. One that follows another is left to
+/// `rbd-mirror`; one that was found in another place than its handle says must
+/// be followed, or be proven the same.
+pub fn is_to_go(of: &Journal, found: &Found, image: &Image) -> Result<bool, RbdError> {
+    Ok(match image.mirroring()? {
+        Mirroring::Secondary => false,
+        Mirroring::Primary => true,
+        Mirroring::None if !found.stands_in => true,
+        // The journal's directory and its entry agree on it.
+        Mirroring::None => {
+            let Recorded {
+                journal,
+                reserved,
+                entry,
+            } = found.recorded()?;
+            entry.image_id == image.id()? && of.find(journal, &entry.name)? == Some(*reserved)
+        }
+    })
+}
+
+/// Deletes nothing. The entry stays, too: without it, a repeat would go on to the
+/// image that this one follows.
+pub fn leave(found: &Found, image: &Image) {
+    tracing::info!(
+        handle = found.handle,
+        %image,
+        "deleted without its image, which follows another or is not proven to be the volume"
+    );
+}
+
 /// Grows an image, and its limits with it.
 pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
     image.grow(bytes)?;
@@ -180,7 +216,12 @@ pub fn note(image: &Image, notes: &[(String, Option<String>)]) -> Result<(), Rbd
 pub fn refuse_if_used(found: &Found, image: &Image) -> Result<(), RbdError> {
     let watchers = image.watchers()?;
     let others: Vec<_> = watchers.iter().filter(|watcher| !watcher.own).collect();
-    if others.is_empty() {
+    let harmless = match image.mirroring()? {
+        _ if others.is_empty() => return Ok(()),
+        Mirroring::None => 0,
+        _ => usize::try_from(found.link.config.mirror_daemons).unwrap_or(usize::MAX),
+    };
+    if others.len() <= harmless {
         return Ok(());
     }
     let address = |watcher: &&Watcher| watcher.address.clone();

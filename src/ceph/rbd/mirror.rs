@@ -1,0 +1,42 @@
+//! What an image is to its mirrors in other clusters.
+
+use std::{mem, ptr};
+
+use super::{Image, abi};
+use crate::ceph::CephError;
+
+/// What an image is to its mirrors. Their daemons (`rbd-mirror`) watch it, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mirroring {
+    /// It has none.
+    None,
+    /// They follow it.
+    Primary,
+    /// It follows another: it takes no changes, and goes when that one goes.
+    Secondary,
+}
+
+impl Image {
+    /// What it was to its mirrors when it was opened: where they follow its
+    /// snapshots, its own list of those says it.
+    pub fn mirroring(&self) -> Result<Mirroring, CephError> {
+        let functions = self.functions();
+        let mut info = abi::MirrorInfo {
+            global_id: ptr::null_mut(),
+            state: 0,
+            primary: false,
+        };
+        let size = mem::size_of_val(&info);
+        // SAFETY: the library fills what it is given, of that size.
+        let answer =
+            unsafe { (functions.rbd_mirror_image_get_info)(self.raw(), &raw mut info, size) };
+        self.call("ask for the mirroring of").check(answer)?;
+        // SAFETY: the library filled it, and it is not used any more.
+        unsafe { (functions.rbd_mirror_image_get_info_cleanup)(&raw mut info) };
+        Ok(match (info.state, info.primary) {
+            (abi::MIRRORED, true) => Mirroring::Primary,
+            (abi::MIRRORED, false) => Mirroring::Secondary,
+            _ => Mirroring::None,
+        })
+    }
+}

@@ -1,0 +1,170 @@
+//! From a handle to what it leads to.
+//!
+//! A handle names a cluster and a pool, and there its entry is looked for. After a
+//! fail-over to a mirror, the same image is in another cluster, under an entry of
+//! the same uuid: ceph-csi's `cluster-mapping.json` says where ([`Mappings`]), and
+//! there it is looked for where it is not in its own place. What is found keeps
+//! the handle that it was asked for by: that is what its callers know, and what
+//! its passphrase is sealed with.
+//!
+//! [`Mappings`]: crate::ceph::config::Mappings
+
+use super::{
+    super::Error,
+    error::RbdError,
+    found::{Found, found},
+    store::Store,
+};
+use crate::{
+    ceph::{
+        config::ConfigError,
+        handle::{Handle, VolumeHandle},
+        journal::Journal,
+        rbd::{Access, Mirroring},
+    },
+    secret::Secrets,
+};
+
+impl Store {
+    /// All that a volume's handle leads to, its own place first: what is to be
+    /// deleted. Empty: nothing, or it was never ours.
+    pub fn all_of_volume(&self, handle: &str, secrets: &Secrets) -> Result<Vec<Found>, RbdError> {
+        match handle.parse() {
+            Ok(VolumeHandle::Journaled(parsed)) => self.all(&self.volumes, &parsed, secrets),
+            Ok(VolumeHandle::Migrated(parsed)) => {
+                let link = self.link(parsed.cluster_id(), secrets)?;
+                let pool = match link.pool(parsed.pool()) {
+                    Err(error) if error.is_not_found() => return Ok(Vec::new()),
+                    pool => pool?,
+                };
+                Ok(vec![Found {
+                    handle: handle.to_owned(),
+                    link,
+                    pool,
+                    image: parsed.image().to_owned(),
+                    image_id: String::new(),
+                    recorded: None,
+                    stands_in: false,
+                }])
+            }
+            Err(_) => Ok(Vec::new()),
+        }
+    }
+
+    /// The same for a snapshot's handle.
+    pub fn all_of_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Vec<Found>, RbdError> {
+        match handle.parse() {
+            Ok(parsed) => self.all(&self.snapshots, &parsed, secrets),
+            Err(_) => Ok(Vec::new()),
+        }
+    }
+
+    /// A volume that must be there.
+    pub fn volume(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
+        let found = self.all_of_volume(handle, secrets)?.pop();
+        found.ok_or_else(|| Error::NoVolume(handle.to_owned()))
+    }
+
+    /// A snapshot that must be there.
+    pub fn snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
+        let found = self.all_of_snapshot(handle, secrets)?.pop();
+        found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
+    }
+
+    /// What a handle leads to in its own place, and, where there is no image, what
+    /// stands in for it.
+    fn all(
+        &self,
+        of: &Journal,
+        handle: &Handle,
+        secrets: &Secrets,
+    ) -> Result<Vec<Found>, RbdError> {
+        let own = self.at(of, handle, secrets);
+        let mappings = &self.mappings;
+        let places = mappings.of(handle.cluster_id(), handle.pool_id())?;
+        if places.is_empty() {
+            return Ok(own?.into_iter().collect());
+        }
+        if let Ok(Some(found)) = &own
+            && found.has_image()?
+        {
+            return Ok(own?.into_iter().collect());
+        }
+        let elsewhere = self.elsewhere(of, handle, &places, secrets);
+        match (own, elsewhere?) {
+            (Ok(own), other) => Ok(own.into_iter().chain(other).collect()),
+            // Its own cluster is not for this user, or not even configured here. One
+            // that does not answer may still have the image: who has made another
+            // the primary has decided which of them counts.
+            (Err(error), Some(other))
+                if is_not_ours(&error)
+                    || other.open(Access::ReadOnly)?.mirroring()? == Mirroring::Primary =>
+            {
+                Ok(vec![other])
+            }
+            (Err(error), _) => Err(error),
+        }
+    }
+
+    /// The first image that stands in for a handle's own.
+    fn elsewhere(
+        &self,
+        of: &Journal,
+        handle: &Handle,
+        places: &[(String, i64)],
+        secrets: &Secrets,
+    ) -> Result<Option<Found>, RbdError> {
+        let mut failed = None;
+        for (cluster_id, pool_id) in places {
+            let Some(there) = Handle::new(cluster_id, *pool_id, handle.uuid()) else {
+                continue;
+            };
+            match self.at(of, &there, secrets) {
+                Ok(Some(found)) if found.has_image()? => {
+                    return Ok(Some(Found {
+                        handle: handle.to_string(),
+                        stands_in: true,
+                        ..found
+                    }));
+                }
+                Ok(_) => {}
+                Err(error) if is_not_ours(&error) => {}
+                Err(error) => failed = Some(error),
+            }
+        }
+        failed.map_or(Ok(None), Err)
+    }
+
+    /// What a handle leads to in the cluster and pool that it names.
+    fn at(
+        &self,
+        of: &Journal,
+        handle: &Handle,
+        secrets: &Secrets,
+    ) -> Result<Option<Found>, RbdError> {
+        let link = self.link(handle.cluster_id(), secrets)?;
+        let pool = match link.pool(handle.pool_id()) {
+            // With its pool, all has gone.
+            Err(error) if error.is_not_found() => return Ok(None),
+            pool => pool?,
+        };
+        self.use_pool(&link, &pool);
+        let Some(entry) = of.read(&pool, handle.uuid())? else {
+            return Ok(None);
+        };
+        found(link, pool, handle.uuid(), entry).map(Some)
+    }
+}
+
+/// Whether an error says that a cluster is none of this controller's, or not for
+/// this user: as good as a cluster without the volume.
+fn is_not_ours(error: &RbdError) -> bool {
+    match error {
+        RbdError::Config(error) => matches!(
+            error,
+            ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. }
+        ),
+        RbdError::NoSecrets(_) => true,
+        error => error.is_access_denied(),
+    }
+}

@@ -1,0 +1,202 @@
+//! A fail-over to a mirror, played in one cluster that the configuration knows by
+//! two names, between two pools of it.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::ceph::{
+    Credentials,
+    rados::IoCtx,
+    rbd::{self as images, Access, Image, Mirroring},
+};
+
+/// A volume that was made at one site and is at another by now.
+struct Moved {
+    home: Home,
+    /// The pools of the two sites.
+    sites: [IoCtx; 2],
+    volume: Volume,
+}
+
+impl Moved {
+    async fn new() -> Option<Self> {
+        let home = Home::new()?;
+        home.configure(&["ceph", "other"]);
+        let credentials = Credentials::from_secrets(&home.secrets()).unwrap();
+        let monitors = &home.cluster.monitors;
+        let cluster = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
+        let pool = |name: &str| Arc::clone(&cluster).ioctx(name, "").unwrap();
+        let sites = [pool(&home.pool), pool(&home.cluster.fresh_pool())];
+        let mapping = serde_json::json!([{
+            "clusterIDMapping": {"other": "ceph"},
+            "RBDPoolIDMapping": [{sites[1].pool_id().to_string(): sites[0].pool_id().to_string()}],
+        }]);
+        let file = home.dir.path().join("cluster-mapping.json");
+        std::fs::write(file, mapping.to_string()).unwrap();
+        let volume = home.make(home.volume("moved", MIB)).await;
+        let moved = Self {
+            home,
+            sites,
+            volume,
+        };
+        moved.copy();
+        Some(moved)
+    }
+
+    fn image(&self) -> &str {
+        &self.volume.context["imageName"]
+    }
+
+    fn entry(&self) -> String {
+        let uuid = self.volume.handle.len() - 36;
+        format!("csi.volume.{}", &self.volume.handle[uuid..])
+    }
+
+    fn at(&self, site: usize) -> String {
+        format!("{}/{}", self.sites[site], self.image())
+    }
+
+    /// What the mirror has, and what ceph-csi enters there.
+    fn copy(&self) {
+        let cluster = &self.home.cluster;
+        cluster.rbd(&["cp", &self.at(0), &self.at(1)]);
+        for object in [&*self.entry(), "csi.volumes.default"] {
+            let keys = self.sites[0].omap_list(object, "").unwrap();
+            let keys: Vec<_> = keys.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+            self.sites[1].omap_set(object, &keys).unwrap();
+        }
+        let id = images::image_id(&self.sites[1], self.image()).unwrap();
+        let id = [("csi.imageid", &*id.expect("a copy"))];
+        self.sites[1].omap_set(&self.entry(), &id).unwrap();
+    }
+
+    /// All of it is gone from the first site.
+    fn lose(&self) {
+        self.home.cluster.rbd(&["rm", &self.at(0)]);
+        self.sites[0].remove(&self.entry()).unwrap();
+        self.sites[0].remove("csi.volumes.default").unwrap();
+    }
+
+    fn is_there(&self) -> [bool; 2] {
+        let is_there = |io: &IoCtx| images::image_id(io, self.image()).unwrap().is_some();
+        [is_there(&self.sites[0]), is_there(&self.sites[1])]
+    }
+
+    /// Has the image of the second site mirrored, and follow another.
+    fn demote(&self) {
+        let (cluster, image) = (&self.home.cluster, self.at(1));
+        let pool = self.sites[1].pool();
+        cluster.rbd(&["mirror", "pool", "enable", pool, "image"]);
+        cluster.rbd(&["feature", "enable", &image, "journaling"]);
+        cluster.rbd(&["mirror", "image", "enable", &image, "journal"]);
+        cluster.rbd(&["mirror", "image", "demote", &image]);
+        let opened = Image::open(&self.sites[1], self.image(), Access::ReadOnly).unwrap();
+        assert_eq!(opened.mirroring().unwrap(), Mirroring::Secondary);
+    }
+
+    fn promote(&self) {
+        let promote = ["mirror", "image", "promote", &self.at(1)];
+        self.home.cluster.rbd(&promote);
+    }
+
+    async fn grow(&self, to: u64) -> Result<u64, Error> {
+        let (handle, secrets) = (self.volume.handle.clone(), self.home.secrets());
+        let range = Range {
+            required: to,
+            limit: 0,
+        };
+        self.home.rbd.expand_volume(handle, range, secrets).await
+    }
+
+    async fn delete(&self) {
+        self.home.delete(&self.volume.handle).await.unwrap();
+    }
+
+    fn size(&self, site: usize) -> u64 {
+        let image = Image::open(&self.sites[site], self.image(), Access::ReadOnly);
+        image.unwrap().size().unwrap()
+    }
+}
+
+#[tokio::test]
+async fn a_volume_is_followed_to_the_site_that_has_it() {
+    let Some(moved) = Moved::new().await else {
+        return;
+    };
+    moved.grow(2 * MIB).await.unwrap();
+    assert_eq!((moved.size(0), moved.size(1)), (2 * MIB, MIB));
+
+    moved.lose();
+    assert_eq!(moved.grow(4 * MIB).await.unwrap(), 4 * MIB);
+    assert_eq!(moved.size(1), 4 * MIB);
+    let handle = moved.volume.handle.clone();
+    let got = moved.home.rbd.get_volume(handle.clone()).await.unwrap();
+    assert_eq!((&got.volume.handle, got.volume.bytes), (&handle, 4 * MIB));
+    assert_eq!(got.volume.context["clusterID"], "other");
+
+    // A copy of it is made where it is.
+    let taken = moved.home.snapshot("snap", &handle);
+    let taken = moved.home.rbd.create_snapshot(taken).await.unwrap();
+    assert_eq!(taken.source, handle);
+    let mut copy = moved.home.volume("copy", 0);
+    copy.source = Some(Source::Volume(handle.clone()));
+    copy.parameters
+        .insert("clusterID".to_owned(), "other".to_owned());
+    let pool = moved.sites[1].pool().to_owned();
+    copy.parameters.insert("pool".to_owned(), pool);
+    assert_eq!(moved.home.make(copy).await.bytes, 4 * MIB);
+
+    // The second site does not even know the first.
+    moved.home.configure(&["other"]);
+    assert_eq!(moved.grow(5 * MIB).await.unwrap(), 5 * MIB);
+    moved.delete().await;
+    assert_eq!(moved.is_there(), [false; 2]);
+    let file = moved.home.dir.path().join("cluster-mapping.json");
+    std::fs::remove_file(file).unwrap();
+    let unknown = moved.grow(MIB).await.unwrap_err();
+    assert_eq!(unknown.kind(), ErrorKind::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_delete_follows_only_to_what_is_the_volume() {
+    let Some(moved) = Moved::new().await else {
+        return;
+    };
+    // The first time it is there, and not followed.
+    moved.delete().await;
+    assert_eq!(moved.is_there(), [false, true]);
+
+    let id = [("csi.imageid", "another")];
+    let entry = moved.entry();
+    let before = moved.sites[1].omap_list(&entry, "").unwrap();
+    moved.sites[1].omap_set(&entry, &id).unwrap();
+    moved.delete().await;
+    assert_eq!(moved.is_there(), [false, true], "nothing proves it");
+
+    let id = [("csi.imageid", before["csi.imageid"].as_str())];
+    moved.sites[1].omap_set(&entry, &id).unwrap();
+    moved.demote();
+    moved.delete().await;
+    assert_eq!(moved.is_there(), [false, true], "it follows another");
+    assert!(moved.sites[1].exists(&entry).unwrap());
+
+    moved.promote();
+    moved.delete().await;
+    assert_eq!(moved.is_there(), [false; 2]);
+    assert!(!moved.sites[1].exists(&entry).unwrap());
+}
+
+#[tokio::test]
+async fn a_mirror_in_its_own_place_is_left_and_not_its_primary_deleted() {
+    let Some(moved) = Moved::new().await else {
+        return;
+    };
+    moved.demote();
+    let (pool, own) = (moved.sites[1].pool_id(), &moved.volume.handle);
+    let uuid = own[own.len() - 36..].parse().unwrap();
+    let handle = crate::ceph::handle::Handle::new("other", pool, uuid).unwrap();
+    for _ in 0..2 {
+        moved.home.delete(&handle.to_string()).await.unwrap();
+        assert_eq!(moved.is_there(), [true; 2]);
+    }
+}
