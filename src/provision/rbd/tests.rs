@@ -4,6 +4,7 @@ use futures_util::future::join_all;
 
 mod crashes;
 mod mapping;
+mod trash;
 
 use super::*;
 use crate::{

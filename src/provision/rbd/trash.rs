@@ -4,7 +4,9 @@
 //! has clones. So a delete moves it to the pool's trash, which takes milliseconds,
 //! and answers; the trash is emptied in the background. What is to be emptied is
 //! listed in the pool, in the omap of [`LIST`] (image id → name), before the image
-//! is moved: other images in the trash are somebody else's, and are left alone.
+//! is moved, and not listed any more where the move is refused: other images in the
+//! trash are somebody else's, and are left alone. So are those that somebody has
+//! moved there to be kept for a time, listed or not.
 //!
 //! Ceph's manager does the work, where it runs (`rbd task add trash remove`): it
 //! repeats what fails and survives us. Else this process does, and with the last
@@ -23,7 +25,7 @@ use crate::{
     ceph::{
         CephError,
         rados::IoCtx,
-        rbd::{Access, Image, SnapshotKind, trash},
+        rbd::{self, Access, Image, LinkedImage, SnapshotKind, trash},
     },
     chain,
     lane::Lanes,
@@ -77,7 +79,10 @@ impl Bin {
         pool.omap_set(LIST, &list)?;
         for image in images {
             match trash::move_image(pool, &image.name, Duration::ZERO) {
-                Err(error) if !error.is_not_found() => return Err(error),
+                Err(error) if !error.is_not_found() => {
+                    keep(pool, images)?;
+                    return Err(error);
+                }
                 _ => {}
             }
         }
@@ -187,6 +192,18 @@ fn key(pool: &IoCtx, image: &Discarded) -> (i64, String, String) {
     )
 }
 
+/// After a refusal: those that still have their names are in use, and not listed
+/// any more, or whoever moved them to the trash later would lose them. What a
+/// move without an answer has done, its repeat sees.
+fn keep(pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
+    for image in images {
+        if rbd::image_id(pool, &image.name)?.as_ref() == Some(&image.id) {
+            pool.omap_remove(LIST, &[&image.id])?;
+        }
+    }
+    Ok(())
+}
+
 /// Removes an image, or sees to it that the manager will; then it is not listed
 /// any more. Says what may be removable now.
 fn empty(
@@ -194,38 +211,51 @@ fn empty(
     image: &Discarded,
     manager: bool,
 ) -> Result<Option<(IoCtx, Discarded)>, CephError> {
-    match trash::get(pool, &image.id) {
-        Ok(_) => {}
+    let trashed = match trash::get(pool, &image.id) {
+        Ok(trashed) => trashed,
         Err(error) if error.is_not_found() => {
             // Gone; or it still has its name, as a delete has listed it and not
-            // yet moved it, or never did: its repeat will.
+            // yet moved it: then that delete, or its repeat, will.
             if !pool.exists(&format!("rbd_id.{}", image.name))? {
                 pool.omap_remove(LIST, &[&image.id])?;
             }
             return Ok(None);
         }
         Err(error) => return Err(error),
-    }
+    };
     let mut freed = None;
-    if !(manager && ask_manager(pool, &image.id)) {
-        freed = remove(pool, &image.id)?;
+    // A delete moves for no time at all.
+    if trashed.deferred_until <= trashed.deleted {
+        let parent = bare(pool, &image.id)?;
+        if !(manager && ask_manager(pool, &image.id)) {
+            freed = remove(pool, &image.id, parent)?;
+        }
     }
     pool.omap_remove(LIST, &[&image.id])?;
     Ok(freed)
 }
 
-/// Removes an image; says its parent, if that is on its way out too.
-fn remove(pool: &IoCtx, id: &str) -> Result<Option<(IoCtx, Discarded)>, CephError> {
-    let parent = match Image::open_by_id(pool, id, Access::ReadOnly) {
+/// Frees an image of what would keep it from being removed, by whomever; says its
+/// parent.
+fn bare(pool: &IoCtx, id: &str) -> Result<Option<LinkedImage>, CephError> {
+    match Image::open_by_id(pool, id, Access::ReadOnly) {
         Ok(image) => {
             let parent = image.parent()?.map(|parent| parent.image);
             drop_snapshots(pool, id, image)?;
-            parent
+            Ok(parent)
         }
         // Half removed: then it has neither.
-        Err(error) if error.is_not_found() => None,
-        Err(error) => return Err(error),
-    };
+        Err(error) if error.is_not_found() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Removes an image; says its parent, if that is on its way out too.
+fn remove(
+    pool: &IoCtx,
+    id: &str,
+    parent: Option<LinkedImage>,
+) -> Result<Option<(IoCtx, Discarded)>, CephError> {
     match trash::remove(pool, id, true) {
         Err(error) if !error.is_not_found() => return Err(error),
         _ => {}

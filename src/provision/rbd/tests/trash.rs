@@ -1,0 +1,84 @@
+//! What is in the trash, and whose it is.
+
+use super::{super::trash::Discarded, *};
+use crate::ceph::rados::IoCtx;
+
+impl Home {
+    fn trash(&self) -> String {
+        self.cluster.rbd(&["trash", "ls", "--all", &self.pool])
+    }
+
+    /// What is listed to be removed.
+    fn listed(&self) -> Vec<String> {
+        let listed = self.io().omap_list("uring-csi.trash", "").unwrap();
+        listed.into_values().collect()
+    }
+
+    fn io(&self) -> IoCtx {
+        let credentials = crate::ceph::Credentials::from_secrets(&self.secrets()).unwrap();
+        let monitors = &self.cluster.monitors;
+        let cluster = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
+        cluster.ioctx(&self.pool, "").unwrap()
+    }
+
+    /// Has the trash emptied for as long as `left` is there, up to some ten seconds.
+    async fn sweeps(&self, left: impl Fn() -> bool) {
+        for _ in 0..200 {
+            assert!(self.rbd.sweep().await.is_empty());
+            if !left() {
+                return;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+        panic!("the trash still has {:?}", self.trash());
+    }
+}
+
+#[tokio::test]
+async fn a_snapshot_of_an_interrupted_copy_does_not_keep_an_image() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("source", MIB)).await;
+    let image = format!("{}/{}", home.pool, made.context["imageName"]);
+    let left = format!("{image}@csi-vol-{}-temp", uuid::Uuid::new_v4());
+    home.cluster.rbd(&["snap", "create", &left]);
+    home.delete(&made.handle).await.unwrap();
+    home.sweeps(|| !home.trash().is_empty()).await;
+}
+
+#[tokio::test]
+async fn what_a_delete_could_not_move_is_not_removed_later() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("followed", MIB)).await;
+    let name = made.context["imageName"].clone();
+    let image = format!("{}/{name}", home.pool);
+    // It becomes a mirror after the delete has looked at it.
+    let mirror = |args: &[&str]| home.cluster.rbd(&[&["mirror"], args].concat());
+    mirror(&["pool", "enable", &home.pool, "image"]);
+    home.cluster
+        .rbd(&["feature", "enable", &image, "journaling"]);
+    mirror(&["image", "enable", &image, "journal"]);
+    mirror(&["image", "demote", &image]);
+    let pool = home.io();
+    let id = crate::ceph::rbd::image_id(&pool, &name).unwrap().unwrap();
+    let bin = home.rbd.turns.store().bin.clone();
+    let discarded = [Discarded { id, name }];
+    bin.discard(&pool, &discarded).unwrap_err();
+    assert_eq!(home.listed(), [""; 0]);
+
+    mirror(&["image", "promote", &image]);
+    home.delete(&made.handle).await.unwrap();
+    home.sweeps(|| !home.trash().is_empty()).await;
+}
+
+#[tokio::test]
+async fn what_somebody_keeps_in_the_trash_stays() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("kept", MIB)).await;
+    let name = &made.context["imageName"];
+    let image = format!("{}/{name}", home.pool);
+    let keep = ["trash", "mv", "--expires-at", "tomorrow", &image];
+    home.cluster.rbd(&keep);
+    home.delete(&made.handle).await.unwrap();
+    home.sweeps(|| !home.listed().is_empty()).await;
+    assert!(home.trash().contains(name));
+}
