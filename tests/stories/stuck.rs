@@ -6,14 +6,21 @@ use tonic::{Code, Status};
 
 use crate::harness::{Content, MIB, Node, Sandbox, StuckFile, Volume, eventually, story};
 
-/// A volume over a file that can be made to hang.
-fn stuck_volume(sandbox: &Sandbox) -> (StuckFile, Volume) {
-    let image = sandbox.pool("main").join("stuck.img");
-    let file = StuckFile::new(&image, 64 * MIB);
-    (
-        file,
-        Volume::filesystem("stuck", "ext4").over("main", "stuck.img"),
-    )
+/// Tells of a node with a volume over a file that can be made to hang, and looks
+/// that nothing is left of both. Where no such file can be, nothing is told.
+fn stuck_story(body: impl AsyncFnOnce(&Sandbox, &Node, &StuckFile, &Volume) + Send) {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let image = sandbox.pool("main").join("stuck.img");
+        let file = StuckFile::new(&image, 64 * MIB);
+        let volume = Volume::filesystem("stuck", "ext4").over("main", "stuck.img");
+        body(sandbox, &node, &file, &volume).await;
+        file.remove();
+        node.assert_clean().await;
+    });
 }
 
 /// The answer that a stuck volume's caller gets: one after which kubelet comes
@@ -38,88 +45,67 @@ async fn another_lives(node: &Node, sandbox: &Sandbox, name: &str) {
 
 #[test]
 fn a_device_that_hangs_in_the_probe_is_told_of() {
-    if !StuckFile::possible() {
-        return;
-    }
-    story(async |sandbox| {
-        let node = Node::start(sandbox).await;
-        let (file, volume) = stuck_volume(sandbox);
+    stuck_story(async |sandbox, node, file, volume| {
         file.stop_data();
         node.timeout.set(Duration::from_secs(3));
         // A retry joins the work, and is told the same.
-        let (first, retry) = tokio::join!(node.stage(&volume), node.stage(&volume));
+        let (first, retry) = tokio::join!(node.stage(volume), node.stage(volume));
         assert_explains(first, "probe");
         assert_explains(retry, "probe");
-        assert_explains(node.stage(&volume).await, "probe");
+        assert_explains(node.stage(volume).await, "probe");
         // Another call is turned away at once.
-        let other = node.unstage(&volume).await.unwrap_err();
+        let other = node.unstage(volume).await.unwrap_err();
         assert_eq!(other.code(), Code::Aborted, "{other:?}");
         assert!(other.message().contains("probe"), "{other:?}");
-        another_lives(&node, sandbox, "other").await;
+        another_lives(node, sandbox, "other").await;
 
         // What was waited for arrives, and the work goes on by itself.
         file.go_on();
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.until_ok("staged", async || node.stage(volume).await)
             .await;
-        node.until_ok("unstaged", async || node.unstage(&volume).await)
+        node.until_ok("unstaged", async || node.unstage(volume).await)
             .await;
-        file.remove();
-        node.assert_clean().await;
     });
 }
 
 #[test]
 fn a_device_that_hangs_in_use_still_has_stats() {
-    if !StuckFile::possible() {
-        return;
-    }
-    story(async |sandbox| {
-        let node = Node::start(sandbox).await;
-        let (file, volume) = stuck_volume(sandbox);
-        let target = node.up(&volume, "pod").await;
+    stuck_story(async |sandbox, node, file, volume| {
+        let target = node.up(volume, "pod").await;
         std::fs::write(target.join("file"), "dirty").unwrap();
         file.stop_data();
         node.timeout.set(Duration::from_secs(3));
-        node.stats(&volume, &target)
+        node.stats(volume, &target)
             .await
             .expect("stats touch no device");
-        node.health(&volume, &target)
+        node.health(volume, &target)
             .await
             .expect("health waits for no device");
-        node.publish(&volume, "two")
+        node.publish(volume, "two")
             .await
             .expect("a bind touches no device");
         for pod in ["pod", "two"] {
-            node.unpublish(&volume, pod)
-                .await
-                .expect("nor does its end");
+            node.unpublish(volume, pod).await.expect("nor does its end");
         }
-        assert_explains(node.unstage(&volume).await, "unmount");
-        let other = node.stage(&volume).await.unwrap_err();
+        assert_explains(node.unstage(volume).await, "unmount");
+        let other = node.stage(volume).await.unwrap_err();
         assert_eq!(other.code(), Code::Aborted, "{other:?}");
-        another_lives(&node, sandbox, "other").await;
+        another_lives(node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
         file.go_on();
-        node.until_ok("unstaged", async || node.unstage(&volume).await)
+        node.until_ok("unstaged", async || node.unstage(volume).await)
             .await;
-        file.remove();
-        node.assert_clean().await;
     });
 }
 
 #[test]
 fn a_file_server_that_went_away_is_nobody_elses_trouble() {
-    if !StuckFile::possible() {
-        return;
-    }
-    story(async |sandbox| {
-        let node = Node::start(sandbox).await;
-        let (file, volume) = stuck_volume(sandbox);
-        let target = node.up(&volume, "pod").await;
+    stuck_story(async |sandbox, node, file, volume| {
+        let target = node.up(volume, "pod").await;
         file.stop_all();
         node.timeout.set(Duration::from_secs(3));
-        node.stats(&volume, &target)
+        node.stats(volume, &target)
             .await
             .expect("stats ask no file server");
         // A second volume from there cannot even be looked at.
@@ -128,52 +114,43 @@ fn a_file_server_that_went_away_is_nobody_elses_trouble() {
         second.stop_all();
         let new = Volume::filesystem("second", "ext4").over("main", "second.img");
         assert_explains(node.stage(&new).await, "attach");
-        another_lives(&node, sandbox, "other").await;
+        another_lives(node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
         file.go_on();
         second.go_on();
         node.until_ok("staged", async || node.stage(&new).await)
             .await;
-        for (volume, pod) in [(&volume, "pod"), (&new, "none")] {
+        for (volume, pod) in [(volume, "pod"), (&new, "none")] {
             node.until_ok("down", async || {
                 node.unpublish(volume, pod).await?;
                 node.unstage(volume).await
             })
             .await;
         }
-        file.remove();
         second.remove();
-        node.assert_clean().await;
     });
 }
 
 #[test]
 fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
-    if !StuckFile::possible() {
-        return;
-    }
-    story(async |sandbox| {
-        let node = Node::start(sandbox).await;
-        let (file, volume) = stuck_volume(sandbox);
+    stuck_story(async |sandbox, node, file, volume| {
         file.stop_data();
         node.timeout.set(Duration::from_secs(3));
         // In the attach already, where udevd reads the device first.
-        assert_explains(node.stage(&volume).await, "in step");
+        assert_explains(node.stage(volume).await, "in step");
         // The process cannot end before its thread does; its socket stays open.
         let dying = node.abandon();
         node.restart().await;
-        another_lives(&node, sandbox, "other").await;
+        another_lives(node, sandbox, "other").await;
         file.go_on();
         eventually("the old agent is gone", async || {
             dying.is_gone().then_some(())
         })
         .await;
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.until_ok("staged", async || node.stage(volume).await)
             .await;
-        node.until_ok("unstaged", async || node.unstage(&volume).await)
+        node.until_ok("unstaged", async || node.unstage(volume).await)
             .await;
-        file.remove();
-        node.assert_clean().await;
     });
 }
