@@ -1,0 +1,171 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::pool::Scope;
+
+const IMAGE: &str = "disk.img";
+
+fn pool() -> (tempfile::TempDir, Pool) {
+    let dir = tempfile::tempdir().unwrap();
+    let pool = Pool {
+        name: "p".to_owned(),
+        dir: dir.path().to_owned(),
+        scope: Scope::Shared,
+    };
+    (dir, pool)
+}
+
+fn by(node: &str, boot: &str, access: Access) -> Claim {
+    Claim {
+        node_id: node.to_owned(),
+        boot_id: boot.to_owned(),
+        volume_id: String::new(),
+        access,
+        read_only: false,
+    }
+}
+
+#[test]
+fn an_exclusive_claim_keeps_others_out_until_it_is_given_back() {
+    let (_dir, pool) = pool();
+    let (a, b) = (
+        by("a", "1", Access::Exclusive),
+        by("b", "1", Access::Shared),
+    );
+    assert_eq!(claim(&pool, IMAGE, &a).unwrap(), Done::Now);
+    assert_eq!(claim(&pool, IMAGE, &a).unwrap(), Done::Already);
+    let held = claim(&pool, IMAGE, &b).unwrap_err();
+    assert!(
+        matches!(&held, ClaimError::HeldBy { node, .. } if node == "a"),
+        "{held}"
+    );
+    assert_eq!(holders(&pool, IMAGE).unwrap(), [a]);
+    assert_eq!(claimed_by(&pool, "a").unwrap(), [IMAGE]);
+    assert_eq!(release(&pool, IMAGE, "a").unwrap(), Done::Now);
+    assert_eq!(release(&pool, IMAGE, "a").unwrap(), Done::Already);
+    assert_eq!(claim(&pool, IMAGE, &b).unwrap(), Done::Now);
+    assert!(claimed_by(&pool, "a").unwrap().is_empty());
+}
+
+#[test]
+fn shared_claims_stand_side_by_side_and_keep_an_exclusive_one_out() {
+    let (_dir, pool) = pool();
+    for node in ["a", "b", "c"] {
+        assert_eq!(
+            claim(&pool, IMAGE, &by(node, "1", Access::Shared)).unwrap(),
+            Done::Now
+        );
+    }
+    // `a` would have it alone: refused, and its old claim is still there.
+    claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap_err();
+    assert_eq!(holders(&pool, IMAGE).unwrap().len(), 3);
+    assert_eq!(
+        claim(&pool, IMAGE, &by("a", "1", Access::Shared)).unwrap(),
+        Done::Already
+    );
+}
+
+#[test]
+fn a_claim_of_an_earlier_boot_or_of_nothing_readable_is_replaced() {
+    let (_dir, pool) = pool();
+    assert_eq!(
+        claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap(),
+        Done::Now
+    );
+    assert_eq!(
+        claim(&pool, IMAGE, &by("a", "2", Access::Exclusive)).unwrap(),
+        Done::Now
+    );
+    fs::write(marker_path(&pool, IMAGE, "a"), "").unwrap();
+    assert_eq!(
+        claim(&pool, IMAGE, &by("a", "2", Access::Exclusive)).unwrap(),
+        Done::Now
+    );
+    // Somebody else's is an error that names the file, which stays.
+    fs::write(marker_path(&pool, IMAGE, "b"), "{").unwrap();
+    let error = claim(&pool, IMAGE, &by("c", "1", Access::Exclusive)).unwrap_err();
+    assert!(
+        matches!(&error, ClaimError::Corrupt { path, .. } if path.exists()),
+        "{error}"
+    );
+    assert!(!marker_path(&pool, IMAGE, "c").exists());
+}
+
+#[test]
+fn of_many_that_ask_at_once_one_at_most_holds() {
+    let (_dir, pool) = pool();
+    let holding: usize = std::thread::scope(|scope| {
+        let asking: Vec<_> = (0..8)
+            .map(|n| {
+                let pool = &pool;
+                scope.spawn(move || {
+                    let claimed = claim(
+                        pool,
+                        IMAGE,
+                        &by(&format!("node{n}"), "1", Access::Exclusive),
+                    );
+                    match claimed {
+                        Ok(_) => 1,
+                        Err(ClaimError::HeldBy { .. }) => 0,
+                        Err(other) => panic!("{other}"),
+                    }
+                })
+            })
+            .collect();
+        asking.into_iter().map(|t| t.join().unwrap()).sum()
+    });
+    assert!(holding <= 1);
+    assert_eq!(holders(&pool, IMAGE).unwrap().len(), holding);
+}
+
+#[test]
+fn a_controller_s_claim_ends_with_its_draft() {
+    let (_dir, pool) = pool();
+    let boot = boot_id().unwrap();
+    let tmp = pool.meta_dir("tmp").unwrap();
+    let token = Draft::new(&tmp).unwrap();
+    let copying = Claim::by_controller(&token, &boot, Access::Readers);
+    assert_eq!(claim(&pool, IMAGE, &copying).unwrap(), Done::Now);
+
+    let writer = by("a", "1", Access::Shared);
+    let error = claim(&pool, IMAGE, &writer).unwrap_err();
+    assert!(matches!(error, ClaimError::Passing { .. }), "{error}");
+    let reader = Claim {
+        read_only: true,
+        ..writer.clone()
+    };
+    assert_eq!(claim(&pool, IMAGE, &reader).unwrap(), Done::Now);
+    assert_eq!(holders(&pool, IMAGE).unwrap(), [reader]);
+    drop(token);
+    assert_eq!(claim(&pool, IMAGE, &writer).unwrap(), Done::Now);
+    forget(&pool, IMAGE).unwrap();
+    assert!(!claims_dir(&pool, IMAGE).exists());
+}
+
+#[test]
+fn in_a_local_pool_other_boots_count_for_nothing() {
+    let (_dir, mut pool) = pool();
+    pool.scope = Scope::Local;
+    assert_eq!(
+        claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap(),
+        Done::Now
+    );
+    fs::write(marker_path(&pool, IMAGE, "cut short"), "").unwrap();
+    assert_eq!(
+        claim(&pool, IMAGE, &by("b", "2", Access::Exclusive)).unwrap(),
+        Done::Now
+    );
+}
+
+proptest! {
+    #[test]
+    fn rubbish_is_an_error_and_stays(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let (_dir, pool) = pool();
+        let path = marker_path(&pool, IMAGE, "x");
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, &bytes).unwrap();
+        let corrupt = matches!(holders(&pool, IMAGE), Err(ClaimError::Corrupt { .. }));
+        prop_assert!(corrupt);
+        prop_assert_eq!(fs::read(&path).unwrap(), bytes);
+    }
+}

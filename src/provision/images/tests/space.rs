@@ -1,0 +1,148 @@
+//! How much room there is, and for whom.
+
+use super::*;
+
+#[tokio::test]
+async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
+    let home = home();
+    let capacity = async |overcommit: &str| {
+        let parameters = HashMap::from([("overcommit".to_owned(), overcommit.to_owned())]);
+        let capacity = home.images.capacity(room(parameters, true)).await;
+        capacity.unwrap()
+    };
+    let there = capacity("false").await;
+    assert!(there.maximum.unwrap() <= there.available, "{there:?}");
+    let too_much = there.available * 2;
+    let refused = home.images.create_volume(new("pvc", too_much)).await;
+    assert_eq!(kind(refused), Kind::ResourceExhausted);
+    assert_eq!(home.files(), [""; 0]);
+
+    let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
+    let range = Range {
+        required: too_much,
+        limit: 0,
+    };
+    let refused = home
+        .images
+        .expand_volume(made.handle.clone(), range, none())
+        .await;
+    assert_eq!(kind(refused), Kind::ResourceExhausted);
+    let copy = copy_of("copy", too_much, Source::Volume(made.handle));
+    assert_eq!(
+        kind(home.images.create_volume(copy).await),
+        Kind::ResourceExhausted
+    );
+
+    assert!(capacity("true").await.maximum.unwrap() > too_much);
+    let thin = with(new("thin", too_much), &[("overcommit", "true")]);
+    assert_eq!(
+        home.images.create_volume(thin).await.unwrap().bytes,
+        too_much
+    );
+}
+
+#[tokio::test]
+async fn local_volumes_stay_on_their_node() {
+    let dir = tempfile::tempdir().unwrap();
+    let here = images_over(&[("disk", dir.path(), Scope::Local)], Some("node-a"));
+    let there = images_over(&[("disk", dir.path(), Scope::Local)], Some("node-b"));
+    let unwanted = NewVolume {
+        elsewhere: Some("node-b".to_owned()),
+        ..new("pvc", MIB)
+    };
+    let error = here.create_volume(unwanted).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::ResourceExhausted);
+    assert!(error.to_string().contains("node-b"), "{error}");
+
+    let another = with(new("pvc", MIB), &[("pool", "of node-b")]);
+    let parameters = another.parameters.clone();
+    assert_eq!(
+        kind(here.create_volume(another).await),
+        Kind::ResourceExhausted
+    );
+    let empty = here.capacity(room(parameters, true)).await.unwrap();
+    assert_eq!(empty.available, 0);
+
+    let made = here.create_volume(new("pvc", MIB)).await.unwrap();
+    assert!(made.local);
+    let handle = || made.handle.clone();
+    assert_eq!(
+        kind(there.delete_volume(handle(), none()).await),
+        Kind::FailedPrecondition
+    );
+    let copy = copy_of("copy", MIB, Source::Volume(handle()));
+    assert_eq!(
+        kind(there.create_volume(copy).await),
+        Kind::ResourceExhausted
+    );
+    let range = Range {
+        required: 2 * MIB,
+        limit: 0,
+    };
+    assert_eq!(
+        there.expand_volume(handle(), range, none()).await.unwrap(),
+        2 * MIB
+    );
+    let none = HashMap::new();
+    let capacity = here.capacity(room(none.clone(), false)).await.unwrap();
+    assert_eq!(capacity.available, 0);
+    assert!(here.capacity(room(none, true)).await.unwrap().available > 0);
+}
+
+#[tokio::test]
+async fn several_nodes_write_only_where_nothing_caches() {
+    let home = home();
+    let shared = |fs_type: Option<&str>| Usage {
+        fs_type: fs_type.map(str::to_owned),
+        many_nodes_write: true,
+    };
+    let asking = |usage| NewVolume {
+        usages: vec![usage],
+        ..new("pvc", MIB)
+    };
+    let refused = [
+        asking(shared(Some("ext4"))),
+        with(asking(shared(None)), &[("directIO", "false")]),
+    ];
+    for new in refused {
+        assert_eq!(
+            kind(home.images.create_volume(new).await),
+            Kind::InvalidArgument
+        );
+    }
+    let made = home
+        .images
+        .create_volume(asking(shared(None)))
+        .await
+        .unwrap();
+    assert_eq!(made.context["directIO"], "true");
+    let check = async |handle: &str, usage| {
+        home.images
+            .check_usages(handle.to_owned(), vec![usage], HashMap::new(), none())
+            .await
+            .unwrap()
+    };
+    assert_eq!(check(&made.handle, shared(None)).await, None);
+    assert!(check(&made.handle, shared(Some(""))).await.is_some());
+    let plain = home.images.create_volume(new("plain", MIB)).await.unwrap();
+    assert!(check(&plain.handle, shared(None)).await.is_some());
+}
+
+#[tokio::test]
+async fn promised_space_counts_as_taken() {
+    let home = home();
+    let capacity = async || {
+        let none = HashMap::new();
+        home.images.capacity(room(none, true)).await.unwrap()
+    };
+    let before = capacity().await.available;
+    home.images
+        .create_volume(new("thin", before / 2))
+        .await
+        .unwrap();
+    assert!(capacity().await.available < before * 6 / 10);
+    let thick = with(new("thick", 3 * MIB), &[("preallocate", "true")]);
+    let thick = home.images.create_volume(thick).await.unwrap();
+    let found = home.file(&thick).metadata().unwrap();
+    assert!(found.blocks() * 512 >= 3 * MIB);
+}
