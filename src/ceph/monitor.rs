@@ -135,13 +135,26 @@ pub enum MonitorError {
     Unanswered(String),
 }
 
-/// Waits until one of the monitors greets, and says where. All are tried at once.
-///
-/// Blocking, until `deadline` at most: names are looked up and connections made
-/// on threads that end by themselves, not much later.
+/// Waits until one of the monitors greets, and says where: [`ask`] and
+/// [`Asked::answer`].
 pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, MonitorError> {
-    let (give, take) = mpsc::channel();
-    // What each came to, for the error.
+    ask(monitors, deadline)?.answer()
+}
+
+/// Monitors that were asked to greet.
+#[derive(Debug)]
+pub struct Asked {
+    /// What each came to, for the error.
+    tried: Vec<(Address, String)>,
+    answers: mpsc::Receiver<(usize, io::Result<SocketAddr>)>,
+    deadline: Instant,
+}
+
+/// Asks all of the monitors at once, and does not wait for them: names are looked
+/// up and connections made on threads that end by themselves, not much after
+/// `deadline`.
+pub fn ask(monitors: &[String], deadline: Instant) -> Result<Asked, MonitorError> {
+    let (give, answers) = mpsc::channel();
     let mut tried = Vec::new();
     for address in addresses(monitors)? {
         for port in address.ports() {
@@ -164,22 +177,32 @@ pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, Mon
             }
         }
     }
-    drop(give);
     if tried.is_empty() {
         return Err(MonitorError::Empty);
     }
-    while let Ok((nr, result)) = take.recv_timeout(remaining(deadline)) {
-        match result {
-            Ok(address) => return Ok(address),
-            Err(e) => tried[nr].1 = e.to_string(),
+    Ok(Asked {
+        tried,
+        answers,
+        deadline,
+    })
+}
+
+impl Asked {
+    /// Waits for the first that greets, until the deadline at most, and says where
+    /// it is.
+    pub fn answer(mut self) -> Result<SocketAddr, MonitorError> {
+        while let Ok((nr, result)) = self.answers.recv_timeout(remaining(self.deadline)) {
+            match result {
+                Ok(address) => return Ok(address),
+                Err(e) => self.tried[nr].1 = e.to_string(),
+            }
         }
+        let each = self.tried.iter();
+        let each = each.map(|(address, why)| format!("{address}: {why}"));
+        Err(MonitorError::Unanswered(
+            each.collect::<Vec<_>>().join("; "),
+        ))
     }
-    let each = tried
-        .iter()
-        .map(|(address, why)| format!("{address}: {why}"));
-    Err(MonitorError::Unanswered(
-        each.collect::<Vec<_>>().join("; "),
-    ))
 }
 
 fn remaining(deadline: Instant) -> Duration {

@@ -16,7 +16,7 @@ use crate::{
     ceph::{Credentials, config::ClusterConfig, connections::Connections},
     device::{
         How,
-        rbd::{self, Image, Monitors, RbdDevice, Wanted},
+        rbd::{self, Greeting, Image, Monitors, RbdDevice, Wanted},
     },
 };
 
@@ -106,16 +106,19 @@ impl BoundCephImage<'_> {
         }
         // What a killed agent is mapping would be taken for somebody else's.
         self.images.mapper.is_under_way(&how.volume_id)?;
+        let greeting = Greeting::ask(&wanted)?;
         // A second writer destroys the image. Readers, and those who are told to
         // share it, mind each other or do no harm.
-        if how.read_only || how.shared {
-            return Ok(self.images.mapper.map(&wanted)?);
-        }
-        let Some(asked) = self.alone(known)? else {
-            return Ok(self.images.mapper.map(&wanted)?);
+        let alone = if how.read_only || how.shared {
+            None
+        } else {
+            self.alone(known)?
+        };
+        let Some(asked) = alone else {
+            return Ok(self.images.mapper.map(&wanted, greeting)?);
         };
         wanted.features = asked.features()?;
-        let mapped = self.images.mapper.map(&wanted)?;
+        let mapped = self.images.mapper.map(&wanted, greeting)?;
         // Another node may have looked at the same time. Of two that see each other
         // neither goes on; nothing has been written yet.
         match asked.is_alone(rbd::mapped::client_of(mapped.0.dev)) {

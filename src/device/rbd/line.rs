@@ -16,8 +16,8 @@ const MOUNT_TIMEOUT: u32 = 30;
 /// The longest line that sysfs takes is a page; some room is left.
 const LONGEST: usize = 4000;
 
-/// The line, and the monitors in it.
-pub fn of(wanted: &Wanted<'_>, mark: &Mark) -> Result<(String, Vec<String>), RbdError> {
+/// The line.
+pub fn of(wanted: &Wanted<'_>, mark: &Mark) -> Result<String, RbdError> {
     let image = wanted.image;
     let unsuited = |what| RbdError::Unsuited {
         image: image.to_string(),
@@ -82,8 +82,7 @@ pub fn of(wanted: &Wanted<'_>, mark: &Mark) -> Result<(String, Vec<String>), Rbd
             "its names and options make too long a line for the driver",
         ));
     }
-    let addresses = spoken.addresses.iter().map(ToString::to_string).collect();
-    Ok((line, addresses))
+    Ok(line)
 }
 
 #[cfg(test)]
@@ -117,7 +116,7 @@ mod tests {
         };
         let mut mark = Mark::new("c", "v 1");
         "n".clone_into(&mut mark.nonce);
-        of(&wanted, &mark).map(|(line, _)| line)
+        of(&wanted, &mark)
     }
 
     fn image(name: &str) -> Image {

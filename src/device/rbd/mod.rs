@@ -31,7 +31,7 @@ use std::{
     io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use rustix::{
@@ -43,13 +43,14 @@ use serde::{Deserialize, Serialize};
 use super::{loopdev::Detached, sysfs};
 use crate::{
     Done,
-    ceph::{Credentials, monitor},
+    ceph::Credentials,
     crash_point, digest,
     kernel::{Dev, busy, keys::ThreadKey},
 };
 
 mod error;
 mod features;
+mod greeting;
 mod line;
 pub mod mapped;
 mod monitors;
@@ -58,6 +59,7 @@ mod recognise;
 
 pub use crate::ceph::rbd::Features;
 pub use error::RbdError;
+pub use greeting::Greeting;
 pub use mapped::{Identity, Mapped, Mark};
 pub use monitors::Monitors;
 pub use options::{MapOption, MapOptions, OptionError};
@@ -65,9 +67,6 @@ pub use recognise::{find, find_marked};
 
 use error::failed;
 use recognise::marked;
-
-/// How long the monitors may take to greet.
-const GREET_WITHIN: Duration = Duration::from_secs(10);
 
 /// How long an image that somebody looks at may stay busy before its holder is
 /// named: udevd looks into whatever was just mapped, or just written.
@@ -174,8 +173,13 @@ impl Mapper {
         Ok(Self { dir })
     }
 
-    /// Maps the image, or finds it mapped as it should be.
-    pub fn map(&self, wanted: &Wanted<'_>) -> Result<(RbdDevice, Done), RbdError> {
+    /// Maps the image after its monitors' greeting, or finds it mapped as it should
+    /// be.
+    pub fn map(
+        &self,
+        wanted: &Wanted<'_>,
+        greeting: Greeting,
+    ) -> Result<(RbdDevice, Done), RbdError> {
         let Wanted { image, .. } = *wanted;
         let supported = features::supported().map_err(RbdError::NoDriver)?;
         let lacking = wanted.features.without(supported);
@@ -191,13 +195,8 @@ impl Mapper {
             return Ok((device, Done::Already));
         }
         let mark = Mark::new(&image.cluster_id, wanted.volume_id);
-        let (line, addresses) = line::of(wanted, &mark)?;
-        monitor::answers(&addresses, Instant::now() + GREET_WITHIN).map_err(|source| {
-            RbdError::Silent {
-                image: image.to_string(),
-                source,
-            }
-        })?;
+        let line = line::of(wanted, &mark)?;
+        greeting.wait()?;
         write_with_key(&line, &mark, wanted.credentials)
             .map_err(|error| RbdError::of_map(image, &wanted.credentials.user, error))?;
         let device = marked(image, &mark)?;

@@ -69,7 +69,7 @@ impl Test {
     }
 
     fn map(&self, wanted: &Wanted<'_>) -> Result<(RbdDevice, Done), RbdError> {
-        self.mapper.map(wanted)
+        self.mapper.map(wanted, Greeting::ask(wanted)?)
     }
 }
 
