@@ -9,7 +9,7 @@ use uring_csi::{
     ceph::{
         journal::{Entry, Journal, Kind, Reserved},
         rados::IoCtx,
-        rbd::{self, Access, Image, ImageOptions, trash},
+        rbd::{self, Header, ImageOptions, trash},
     },
     proto::csi::CreateVolumeRequest,
 };
@@ -187,9 +187,8 @@ impl Library {
             .read(pool, made.uuid)
             .expect("a journal")
             .expect("an entry");
-        let image = Image::open(pool, &entry.image, Access::ReadOnly).expect("an image");
-        assert!(image.watchers().expect("its watchers").is_empty());
-        drop(image);
+        let header = Header::of(pool, &entry.image).expect("an image");
+        assert!(header.watching().expect("its watchers").is_empty());
         trash::move_image(pool, &entry.image, Duration::ZERO).expect("moved to the trash");
         let reserved = Reserved {
             uuid: made.uuid,

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! rbd_id.<name>      the id                rbd_header.<id>   of format 2
-//!                                          <name>.rbd        of format 1
+//! rbd_mirroring      who is mirrored       <name>.rbd        of format 1
 //! ```
 //!
 //! Whoever has an image mapped, or open for writing, watches its header to hear
@@ -11,9 +11,10 @@
 //! of a change and which all understand, is acknowledged by all of them: those who
 //! have the image read its header again, and nothing else comes of it.
 //!
-//! Sources: Ceph's `cls_rbd.cc` for what a header holds (`get_features`;
-//! `metadata_<key>` in its omap); librbd's `WatchNotifyTypes.cc` and the kernel's
-//! drivers/block/rbd.c, `rbd_watch_cb`, for what a notification is.
+//! Sources: Ceph's `cls_rbd.cc` for what is kept where (`get_features`;
+//! `metadata_<key>` in a header's omap; `mirror::image_key`); librbd's
+//! `WatchNotifyTypes.cc` and the kernel's drivers/block/rbd.c, `rbd_watch_cb`, for
+//! what a notification is.
 
 use std::collections::BTreeMap;
 
@@ -28,36 +29,36 @@ const NO_SNAPSHOT: u64 = 0xffff_ffff_ffff_fffe;
 /// What stands before the keys of an image's metadata.
 const METADATA: &str = "metadata_";
 
+/// The object that lists the images of a pool that are mirrored, as `image_<id>`.
+const MIRRORED: &str = "rbd_mirroring";
+
 /// An image's header.
 #[derive(Clone, Debug)]
 pub struct Header {
     io: IoCtx,
     object: String,
-    /// Images of format 1 have no features.
-    is_plain: bool,
+    /// The image's id; none of format 1, which has no features either.
+    id: Option<String>,
 }
 
 impl Header {
     /// That of the image of this name ([`CephError::is_not_found`]).
     pub fn of(io: &IoCtx, name: &str) -> Result<Self, CephError> {
-        let header = |object, is_plain| Self {
-            io: io.clone(),
-            object,
-            is_plain,
+        let id = image_id(io, name)?;
+        let object = match &id {
+            Some(id) => format!("rbd_header.{id}"),
+            None => format!("{name}.rbd"),
         };
-        if let Some(id) = image_id(io, name)? {
-            return Ok(header(format!("rbd_header.{id}"), false));
-        }
-        let plain = format!("{name}.rbd");
-        if io.exists(&plain)? {
-            return Ok(header(plain, true));
+        if id.is_some() || io.exists(&object)? {
+            let io = io.clone();
+            return Ok(Self { io, object, id });
         }
         Err(io.call("find", "image", name).error(Errno::NOENT))
     }
 
     /// The image's features.
     pub fn features(&self) -> Result<Features, CephError> {
-        if self.is_plain {
+        if self.id.is_none() {
             return Ok(Features::default());
         }
         // Read-only: what a reader must understand is not asked for.
@@ -76,6 +77,19 @@ impl Header {
     /// does not answer, and blocks while the OSD does not.
     pub fn watching(&self) -> Result<Vec<i64>, CephError> {
         self.io.notify(&self.object)
+    }
+
+    /// Whether it is mirrored, to another cluster or from there, or is about to be.
+    pub fn is_mirrored(&self) -> Result<bool, CephError> {
+        let Some(id) = &self.id else {
+            return Ok(false);
+        };
+        let key = format!("image_{id}");
+        match self.io.omap_get(MIRRORED, &[&key]) {
+            // None of the pool is.
+            Err(error) if error.is_not_found() => Ok(false),
+            found => Ok(found?.contains_key(&key)),
+        }
     }
 
     /// What is noted on the image: all keys with their values.

@@ -114,7 +114,9 @@ fn a_mirrored_image_is_known() {
         let image = Image::open(&io, "mirrored", Access::ReadOnly);
         image.unwrap().mirroring().unwrap()
     };
+    let header = Header::of(&io, "mirrored").unwrap();
     assert_eq!(mirroring(), Mirroring::None);
+    assert!(!header.is_mirrored().unwrap());
     cluster.rbd(&[
         "mirror",
         "image",
@@ -123,8 +125,10 @@ fn a_mirrored_image_is_known() {
         "snapshot",
     ]);
     assert_eq!(mirroring(), Mirroring::Primary);
+    assert!(header.is_mirrored().unwrap());
     cluster.rbd(&["mirror", "image", "demote", &format!("{pool}/mirrored")]);
     assert_eq!(mirroring(), Mirroring::Secondary);
+    assert!(header.is_mirrored().unwrap());
 }
 
 #[test]

@@ -8,7 +8,7 @@
 //! volumes    delete, grow, change
 //! copies     clones, and the length of their chains
 //! snapshots  images that show a moment
-//! trash      what was deleted, emptied in the background
+//! trash      what was deleted, emptied in the background, after all deletes
 //! listing    for calls without secrets
 //! ```
 //!
@@ -42,6 +42,7 @@ use crate::{
 mod class;
 mod copies;
 mod create;
+mod deletes;
 mod encryption;
 mod error;
 mod found;
@@ -138,6 +139,7 @@ impl Provisioner for Rbd {
     }
 
     async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+        let _delete = self.turns.store().bin.deletes.begin();
         let all = self
             .turns
             .run(&handle.clone(), "look up", move |store| {
@@ -241,6 +243,7 @@ impl Provisioner for Rbd {
     }
 
     async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+        let _delete = self.turns.store().bin.deletes.begin();
         let all = self
             .turns
             .run(&handle.clone(), "look up", move |store| {

@@ -21,6 +21,7 @@ use std::{
 
 use serde_json::json;
 
+use super::deletes::Deletes;
 use crate::{
     ceph::{
         CephError,
@@ -49,6 +50,8 @@ pub struct Bin {
     lanes: Lanes,
     /// By cluster, so that one that is slow holds up itself alone.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
+    /// Which come before it.
+    pub deletes: Deletes,
 }
 
 #[derive(Debug, Default)]
@@ -62,8 +65,11 @@ struct Queue {
 
 impl Bin {
     pub fn new(lanes: Lanes) -> Self {
-        let queues = Arc::default();
-        Self { lanes, queues }
+        Self {
+            lanes,
+            queues: Arc::default(),
+            deletes: Deletes::default(),
+        }
     }
 
     /// Moves images to the trash, to be emptied soon. Those that are there, or
@@ -163,6 +169,7 @@ impl Bin {
                 next
             };
             let Some((pool, image)) = next else { return };
+            self.deletes.pass();
             let manager = *manager.get_or_insert_with(|| has_manager(&pool));
             let emptied = empty(&pool, &image, manager);
             if let Some(queue) = self.lock().get_mut(cluster) {

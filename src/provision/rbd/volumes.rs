@@ -16,7 +16,7 @@ use super::{
 use crate::{
     ceph::{
         journal::Journal,
-        rbd::{Access, Image, Mirroring, Watcher},
+        rbd::{Access, Header, Image, Mirroring, Watcher},
     },
     secret::Secrets,
 };
@@ -33,20 +33,31 @@ impl Store {
     /// Deletes what [`Store::all_of_volume`] has found.
     pub fn delete_volume(&self, found: &Found) -> Result<(), Error> {
         let temp = super::copies::temporary(&found.image);
-        match found.open(Access::ReadOnly) {
-            Ok(image) if is_to_go(&self.volumes, found, &image)? => {
-                refuse_if_used(found, &image)?;
-            }
-            Ok(image) => {
-                leave(found, &image);
-                return Ok(());
-            }
+        match self.is_free(found) {
+            Ok(true) => {}
+            Ok(false) => return Ok(()),
             // The delete was interrupted: the image is on its way out.
-            Err(RbdError::Lost { .. }) => {}
+            Err(error) if error.is_not_found() => {}
             Err(error) => return Err(error.into()),
         }
         self.discard(found, &[temp, found.image.clone()])?;
         forget(&self.volumes, found)
+    }
+
+    /// Whether a delete removes the image, which nobody may have open. The header
+    /// alone tells it mostly; to open the image takes longer.
+    fn is_free(&self, found: &Found) -> Result<bool, RbdError> {
+        let header = Header::of(&found.pool, &found.image)?;
+        if !found.stands_in && !header.is_mirrored()? && header.watching()?.is_empty() {
+            return Ok(true);
+        }
+        let image = Image::open(&found.pool, &found.image, Access::ReadOnly)?;
+        if !is_to_go(&self.volumes, found, &image)? {
+            leave(found, &image);
+            return Ok(false);
+        }
+        refuse_if_used(found, &image)?;
+        Ok(true)
     }
 
     /// Moves those of these images to the trash that are there, and the one that

@@ -1,0 +1,81 @@
+//! The deletes that somebody waits for. The trash gives way to them: to empty it
+//! takes the time of the cluster, and of its manager.
+
+use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+/// How long they are waited for: one may hang.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How many are under way. Clones share the count.
+#[derive(Clone, Debug, Default)]
+pub struct Deletes(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    under_way: Mutex<usize>,
+    /// One has ended.
+    ended: Condvar,
+}
+
+/// One of them, until this is dropped.
+#[derive(Debug)]
+pub struct Delete(Arc<Shared>);
+
+impl Deletes {
+    /// One begins.
+    pub fn begin(&self) -> Delete {
+        *self.0.lock() += 1;
+        Delete(Arc::clone(&self.0))
+    }
+
+    /// Waits until none is under way, though not for ever.
+    pub fn pass(&self) {
+        let some = |under_way: &mut usize| *under_way > 0;
+        let waited = self
+            .0
+            .ended
+            .wait_timeout_while(self.0.lock(), PATIENCE, some);
+        drop(waited);
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, usize> {
+        self.under_way
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Delete {
+    fn drop(&mut self) {
+        *self.0.lock() -= 1;
+        self.0.ended.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn the_last_delete_lets_the_trash_pass() {
+        let deletes = Deletes::default();
+        deletes.pass();
+        let mut under_way = vec![deletes.begin(), deletes.begin()];
+        let left = deletes.clone();
+        let passing = thread::spawn(move || {
+            left.pass();
+            *left.0.lock()
+        });
+        under_way.pop();
+        assert!(*deletes.0.lock() > 0);
+        under_way.pop();
+        assert_eq!(passing.join().unwrap(), 0);
+    }
+}
