@@ -1,8 +1,8 @@
 //! Volumes that grow while they are used.
 
-use tonic::Code::{FailedPrecondition, OutOfRange};
+use tonic::Code::FailedPrecondition;
 
-use crate::harness::{Content, KINDS, MIB, ceph_story, refused, spec_of};
+use crate::harness::{Content, KINDS, MIB, ceph_story, grown_in_use, refused, spec_of};
 
 #[test]
 fn volumes_grow_in_use() {
@@ -10,30 +10,9 @@ fn volumes_grow_in_use() {
         let node = ceph.node(sandbox).await;
         for (kind, small) in KINDS {
             let volume = ceph.volume(kind);
-            let target = node.up(&volume, "pod").await;
-            let content = Content::new(kind);
-            if kind != "block" {
-                content.write(&target.join("file"));
-            }
-            // The controller grows the image first.
-            refused(
-                node.expand(&volume, &target, 2 * small).await,
-                OutOfRange,
-                &["was not grown"],
-            );
-            ceph.resize(&volume, 2 * small);
-            for _ in 0..2 {
-                let size = node.expand(&volume, &target, 2 * small).await.unwrap();
-                assert_eq!(size.unsigned_abs(), 2 * small);
-            }
-            if kind == "block" {
-                content.write_at(&target, 2 * small - MIB).unwrap();
-                content.is_at(&target, 2 * small - MIB);
-            } else {
-                let total = node.stats(&volume, &target).await.unwrap()[0].total;
-                assert!(total.unsigned_abs() > small + small / 2, "{kind}: {total}");
-                content.is_in(&target.join("file"));
-            }
+            node.up(&volume, "pod").await;
+            let grow = |bytes| ceph.resize(&volume, bytes);
+            grown_in_use(&node, &volume, small, "was not grown", grow).await;
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;

@@ -10,8 +10,8 @@ use tonic::Code::FailedPrecondition;
 
 use super::{assert_nothing_staged, encrypted, kept, whole_life};
 use crate::harness::{
-    Ceph, Content, Holder, KINDS, MIB, Node, Sandbox, Volume, ceph_story, eventually, nbds_over,
-    rbds_over, refused,
+    Ceph, Content, Holder, KINDS, MIB, Node, Sandbox, Volume, ceph_story, eventually, grown_in_use,
+    nbds_over, rbds_over, refused,
 };
 
 async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
@@ -156,22 +156,9 @@ fn volumes_that_rbd_nbd_serves_grow_in_use() {
         let node = node_with(sandbox, ceph, &holder).await;
         for (kind, small) in [KINDS[0], KINDS[1], KINDS[3]] {
             let volume = served(ceph.volume(kind));
-            let target = node.up(&volume, "pod").await;
-            let content = Content::new(kind);
-            if kind != "block" {
-                content.write(&target.join("file"));
-            }
-            ceph.resize(&volume, 2 * small);
-            let size = node.expand(&volume, &target, 2 * small).await.unwrap();
-            assert_eq!(size.unsigned_abs(), 2 * small);
-            if kind == "block" {
-                content.write_at(&target, 2 * small - MIB).unwrap();
-                content.is_at(&target, 2 * small - MIB);
-            } else {
-                let total = node.stats(&volume, &target).await.unwrap()[0].total;
-                assert!(total.unsigned_abs() > small + small / 2, "{kind}: {total}");
-                content.is_in(&target.join("file"));
-            }
+            node.up(&volume, "pod").await;
+            let grow = |bytes| ceph.resize(&volume, bytes);
+            grown_in_use(&node, &volume, small, "was not grown", grow).await;
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
