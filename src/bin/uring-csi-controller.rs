@@ -91,6 +91,16 @@ struct Clusters {
         value_name = "ID"
     )]
     instance_id: String,
+    /// Fence a node that still has a Ceph volume with one writer so many seconds
+    /// after the volume was unpublished from it (announces
+    /// PUBLISH_UNPUBLISH_VOLUME); the user must be allowed to edit the blocklist.
+    #[arg(
+        long,
+        env = "URING_CSI_FENCE_AFTER",
+        value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    fence_after: Option<u64>,
 }
 
 impl Clusters {
@@ -106,6 +116,7 @@ impl Clusters {
             kms_config: &self.files.kms_config,
             instance: &self.instance_id,
             operators: Operators::new(self.ceph_secret),
+            fence_after: self.fence_after.map(Duration::from_secs),
         };
         Ok(Some(Rbd::new(settings, lanes)?))
     }

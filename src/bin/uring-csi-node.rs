@@ -21,7 +21,7 @@ use uring_csi::{
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
-    device::{Backends, CephImages, Exports, Images, Notes, nbd, rbd},
+    device::{Backends, CephImages, Exports, Images, Notes, ThisNode, nbd, rbd},
     holder::{Watch, client::Client},
     kernel::privileges,
     lane::Lanes,
@@ -204,6 +204,10 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
                 .transpose()?,
             location: options.crush_location,
             notes,
+            this_node: ThisNode {
+                id: config.node_id.clone(),
+                boot_id: claim::boot_id()?,
+            },
         },
     };
     let node = Node::open(

@@ -273,6 +273,11 @@ impl Journal {
     }
 }
 
+/// The object of a volume's entry.
+pub(super) fn entry_of(uuid: Uuid) -> String {
+    format!("{}{uuid}", Kind::Volume.prefix())
+}
+
 /// An object that is not there has no keys.
 fn or_empty(
     keys: Result<BTreeMap<String, String>, CephError>,

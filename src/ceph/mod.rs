@@ -14,6 +14,7 @@ pub mod connections;
 mod credentials;
 pub mod encryption;
 mod error;
+pub mod fencing;
 pub mod handle;
 pub mod journal;
 pub mod library;

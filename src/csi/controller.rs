@@ -1,7 +1,7 @@
 //! The Controller service: requests parsed into what a [`Provisioner`] is asked.
 //!
-//! Volumes are attached by the node itself, so nothing is published here; that
-//! an image is in use is known from the claims beside it.
+//! Volumes are attached by the node itself; that an image is in use is known from
+//! the claims beside it, or from its cluster.
 
 use std::collections::HashMap;
 
@@ -26,6 +26,7 @@ use crate::{
 };
 
 mod node;
+mod publish;
 mod service;
 
 pub use node::WhichNode;

@@ -11,8 +11,9 @@ use super::{
 };
 use crate::{
     capability::{Access, Capability, Mode},
+    ceph::fencing::ASKED,
     chain,
-    device::Source,
+    device::{Fencing, Source},
     proto::csi::{
         NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetCapabilitiesRequest,
         NodeGetCapabilitiesResponse, NodeGetInfoRequest, NodeGetInfoResponse,
@@ -106,6 +107,10 @@ impl NodeService {
             mkfs_options: parsed.mkfs_options,
             group: parsed.group,
             inline: None,
+            fencing: match request.publish_context.get(ASKED) {
+                Some(_) => Fencing::On,
+                None => Fencing::Off,
+            },
             secrets: request.secrets.into(),
         };
         self.submit(&request.volume_id, Call::Stage(stage), patience)
@@ -205,6 +210,7 @@ impl NodeService {
                 mkfs_options: parsed.mkfs_options,
                 group: parsed.group,
                 inline: Some(InlineImage { bytes, target_path }),
+                fencing: Fencing::Off,
                 secrets: Secrets::default(),
             },
         })

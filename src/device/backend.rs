@@ -75,6 +75,15 @@ pub enum Ailment {
     },
 }
 
+/// Whether the controller fences nodes that do not let go of a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fencing {
+    /// It does not.
+    Off,
+    /// It does, and asks the backend, where that knows how, to enter this node.
+    On,
+}
+
 /// How to attach.
 #[derive(Clone, Debug)]
 pub struct How {
@@ -89,6 +98,8 @@ pub struct How {
     /// The device that it had, if it is known: that one, and no other, if it
     /// still has the source behind it.
     pub known: Option<PathBuf>,
+    /// Whether who attaches it is to be entered before anything is written.
+    pub fencing: Fencing,
     /// What the backend's server asks for.
     pub secrets: Secrets,
 }

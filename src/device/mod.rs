@@ -26,8 +26,8 @@ pub mod sysfs;
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use backend::{Ailment, Backends, Behind, Bound, Device, How};
-pub use ceph::{CephImageError, CephImages, CephSource, NOTE};
+pub use backend::{Ailment, Backends, Behind, Bound, Device, Fencing, How};
+pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};
 pub use context::SourceError;
 pub use error::DeviceError;
 pub use exports::{ExportSource, Exports};

@@ -6,13 +6,17 @@
 //! not started with is refused with the option that is missing: to call it gone
 //! would leak it.
 
-use std::{collections::HashMap, str::FromStr as _};
+use std::{
+    collections::{BTreeMap, HashMap},
+    str::FromStr as _,
+    time::Duration,
+};
 
 use futures_util::future::BoxFuture;
 
 use super::{
     Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Published, Range, RoomFor, Snapshot, Usage, Volume, images::Images, rbd::Rbd,
+    Publication, Published, Range, RoomFor, Snapshot, Usage, Volume, images::Images, rbd::Rbd,
 };
 use crate::{
     ceph::handle::is_ours as is_ceph_s,
@@ -179,6 +183,7 @@ impl Provisioner for Backends {
         Abilities {
             lists: able.iter().all(|one| one.lists),
             modifies: able.iter().any(|one| one.modifies),
+            publishes: able.iter().any(|one| one.publishes),
         }
     }
 
@@ -209,6 +214,30 @@ impl Provisioner for Backends {
     ) -> Result<(), Error> {
         let it = self.of_handle(&handle)?;
         it.modify_volume(handle, mutable, secrets).await
+    }
+
+    /// A static volume's handle may have any form; it is told by what the node is
+    /// told of it, and nobody fences for it.
+    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error> {
+        match Backend::of_handle(&new.handle) {
+            None if new.context.is_empty() => Err(Error::NoVolume(new.handle)),
+            None => Ok(BTreeMap::new()),
+            Some(_) => self.of_handle(&new.handle)?.publish_volume(new).await,
+        }
+    }
+
+    async fn unpublish_volume(
+        &self,
+        handle: String,
+        node: String,
+        within: Duration,
+        secrets: Secrets,
+    ) -> Result<(), Error> {
+        if Backend::of_handle(&handle).is_none() {
+            return Ok(());
+        }
+        let it = self.of_handle(&handle)?;
+        it.unpublish_volume(handle, node, within, secrets).await
     }
 
     async fn get_volume(&self, handle: String) -> Result<Published, Error> {

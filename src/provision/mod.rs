@@ -8,7 +8,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use serde::{Deserialize, Serialize};
@@ -171,6 +171,21 @@ pub struct Capacity {
     pub minimum: u64,
 }
 
+/// A volume that a node is about to get.
+#[derive(Clone, Debug)]
+pub struct Publication {
+    /// The volume's handle.
+    pub handle: String,
+    /// The node's id.
+    pub node: String,
+    /// Nobody else may have it at the same time, and this node writes.
+    pub one_writer: bool,
+    /// What the node is told of the volume.
+    pub context: HashMap<String, String>,
+    /// What the storage asks of its users.
+    pub secrets: Secrets,
+}
+
 /// A volume and who uses it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Published {
@@ -197,6 +212,8 @@ pub struct Abilities {
     pub lists: bool,
     /// Volumes have parameters that can be changed.
     pub modifies: bool,
+    /// It wants to know which nodes get a volume, and which have let go of it.
+    pub publishes: bool,
 }
 
 /// A backend of the controller. Every call may be repeated and then has the
@@ -221,6 +238,17 @@ pub trait Provisioner: Send + Sync + 'static {
         &self,
         handle: String,
         mutable: HashMap<String, String>,
+        secrets: Secrets,
+    ) -> Result<(), Error>;
+    /// Prepares for a node that is about to get a volume; says what to tell it.
+    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error>;
+    /// Sees to it that a node (empty: any) does not have the volume any more;
+    /// waits for that as long as `within`.
+    async fn unpublish_volume(
+        &self,
+        handle: String,
+        node: String,
+        within: Duration,
         secrets: Secrets,
     ) -> Result<(), Error>;
     /// Looks a volume up.

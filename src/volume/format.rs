@@ -11,7 +11,10 @@ use super::{
     task::{Progress, Volume},
     unstage,
 };
-use crate::{capability::Mode, device::Device};
+use crate::{
+    capability::Mode,
+    device::{Device, Fencing},
+};
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
 pub async fn format(
@@ -40,6 +43,7 @@ pub async fn format(
         mkfs_options: Vec::new(),
         group: None,
         inline: None,
+        fencing: Fencing::Off,
         secrets: spec.secrets.clone(),
     };
     let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);

@@ -1,7 +1,7 @@
 //! Requests, parsed: what a call wants, in the types that calls are compared by.
 //!
 //! Two calls are equal where these are. So a spec holds just what may tell two
-//! calls apart: no secrets, no publish context, no `csi.storage.k8s.io/*`, and
+//! calls apart: no secrets, no publish context but [`Fencing`], no `csi.storage.k8s.io/*`, and
 //! `SINGLE_NODE_WRITER` is the same as `SINGLE_NODE_MULTI_WRITER`.
 
 use std::{
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::Error;
 use crate::{
     capability::{Access, Capability, Mode},
-    device::Source,
+    device::{Fencing, Source},
     fs::{FsType, UnsupportedFs, mkfs},
     mount::{
         options::MountOptions,
@@ -110,6 +110,8 @@ pub struct Stage {
     pub group: Option<FsGroup>,
     /// An inline ephemeral volume, whose image the node makes.
     pub inline: Option<InlineImage>,
+    /// Whether the controller fences nodes that do not let go of it.
+    pub fencing: Fencing,
     /// What the backend's server asks for; calls are not compared by it.
     pub secrets: Secrets,
 }

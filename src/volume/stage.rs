@@ -266,6 +266,7 @@ pub async fn attach_source(
         volume_id: volume.id.clone(),
         raw: spec.usage == Use::Block,
         known,
+        fencing: spec.fencing,
         secrets: spec.secrets.clone(),
     };
     let (device, done) = node

@@ -4,7 +4,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     super::{
-        call::observed,
+        call::{observed, patience},
         validate::{self, required},
     },
     Controller, listing,
@@ -52,16 +52,22 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
 
     async fn controller_publish_volume(
         &self,
-        _: Request<wire::ControllerPublishVolumeRequest>,
+        request: Request<wire::ControllerPublishVolumeRequest>,
     ) -> Result<Response<wire::ControllerPublishVolumeResponse>, Status> {
-        Err(not_announced("PUBLISH_UNPUBLISH_VOLUME"))
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed("ControllerPublishVolume", &id, self.publish(request)).await
     }
 
     async fn controller_unpublish_volume(
         &self,
-        _: Request<wire::ControllerUnpublishVolumeRequest>,
+        request: Request<wire::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<wire::ControllerUnpublishVolumeResponse>, Status> {
-        Err(not_announced("PUBLISH_UNPUBLISH_VOLUME"))
+        let within = patience(request.metadata());
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        let work = self.unpublish(request, within);
+        observed("ControllerUnpublishVolume", &id, work).await
     }
 
     async fn validate_volume_capabilities(
@@ -133,6 +139,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
             (true, ANNOUNCED),
             (able.lists, LISTING),
             (able.modifies, MODIFYING),
+            (able.publishes, PUBLISHING),
             (self.alpha, ALPHA),
             (self.alpha && able.lists, ALPHA_LISTING),
         ];
@@ -280,10 +287,6 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
     }
 }
 
-fn not_announced(capability: &str) -> Status {
-    Status::unimplemented(format!("this driver does not announce {capability}"))
-}
-
 const ANNOUNCED: &[Rpc] = &[
     Rpc::CreateDeleteVolume,
     Rpc::CreateDeleteSnapshot,
@@ -299,5 +302,6 @@ const LISTING: &[Rpc] = &[
     Rpc::GetVolume,
 ];
 const MODIFYING: &[Rpc] = &[Rpc::ModifyVolume];
+const PUBLISHING: &[Rpc] = &[Rpc::PublishUnpublishVolume];
 const ALPHA: &[Rpc] = &[Rpc::GetSnapshot, Rpc::GetVolumeHealth];
 const ALPHA_LISTING: &[Rpc] = &[Rpc::ListVolumeHealth];

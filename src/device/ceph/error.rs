@@ -49,6 +49,27 @@ pub enum CephImageError {
         /// The others.
         watchers: Vec<Watcher>,
     },
+    /// The controller does not want this node to have the volume.
+    #[error(
+        "image {image} is not published to node {node} (any more), so it is not used there: it may be fenced for another"
+    )]
+    Unpublished {
+        /// The image.
+        image: String,
+        /// This node's id.
+        node: String,
+    },
+    /// Nobody knows whom to fence.
+    #[error(
+        "which client of its cluster has image {image} for {}, cannot be told, so it could not be fenced: try again",
+        node.display()
+    )]
+    UnknownClient {
+        /// The image.
+        image: String,
+        /// The device's node.
+        node: PathBuf,
+    },
     /// The passphrase is not to be had.
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
@@ -185,7 +206,10 @@ impl CephImageError {
     /// something: not a failure that may pass.
     pub fn is_final(&self) -> bool {
         match self {
-            Self::Cluster(_) | Self::Note(_) | Self::NotUndone { .. } => false,
+            Self::Cluster(_)
+            | Self::Note(_)
+            | Self::NotUndone { .. }
+            | Self::UnknownClient { .. } => false,
             Self::Config(error) => !matches!(error, ConfigError::Unreadable { .. }),
             Self::Encryption(error) => !matches!(error, EncryptionError::Config { .. }),
             Self::Rbd(error) => error.is_final(),

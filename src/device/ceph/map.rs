@@ -115,10 +115,10 @@ impl BoundCephImage<'_> {
             self.alone(known)?
         };
         let Some(asked) = alone else {
-            return Ok(self.images.mapper.map(&wanted, greeting)?);
+            return self.map_now(&wanted, greeting);
         };
         wanted.features = asked.features()?;
-        let mapped = self.images.mapper.map(&wanted, greeting)?;
+        let mapped = self.map_now(&wanted, greeting)?;
         // Another node may have looked at the same time. Of two that see each other
         // neither goes on; nothing has been written yet.
         match asked.is_alone(rbd::mapped::client_of(mapped.0.dev)) {
@@ -127,6 +127,29 @@ impl BoundCephImage<'_> {
                 Ok(_) => cause,
                 Err(undo) => cause.not_undone(&undo.into()),
             }),
+        }
+    }
+
+    /// Volumes share the kernel's client, and after a fence the devices that are left
+    /// keep it, so what is mapped now needs one of its own.
+    fn map_now(
+        &self,
+        wanted: &Wanted<'_>,
+        greeting: Greeting,
+    ) -> Result<(RbdDevice, Done), CephImageError> {
+        let mapper = &self.images.mapper;
+        match mapper.map(wanted, greeting) {
+            Err(error) if error.is_fenced() => {
+                let image = wanted.image.to_string();
+                tracing::warn!(
+                    image,
+                    "the client of this node's volumes was fenced: it gets one of its own; pods with volumes from before must be started anew"
+                );
+                let options = &wanted.options.alone();
+                let wanted = Wanted { options, ..*wanted };
+                Ok(mapper.map(&wanted, Greeting::ask(&wanted)?)?)
+            }
+            other => Ok(other?),
         }
     }
 

@@ -35,6 +35,7 @@ use crate::{
 
 mod below;
 mod encrypted;
+mod entered;
 mod error;
 mod library;
 mod map;
@@ -42,6 +43,7 @@ mod mounter;
 mod served;
 mod source;
 
+pub use entered::ThisNode;
 pub use error::CephImageError;
 pub use source::{CephSource, NOTE};
 
@@ -66,6 +68,8 @@ pub struct CephImages {
     pub location: Option<String>,
     /// Which images have a format under way.
     pub notes: Notes,
+    /// Who is entered as having an image.
+    pub this_node: ThisNode,
 }
 
 impl CephImages {
@@ -179,11 +183,13 @@ impl Bound for BoundCephImage<'_> {
         }
         let known = self.known(how)?;
         let (below, done) = self.map(&known, how)?;
-        let Some(kms) = &self.source.kms else {
-            return Ok((below.shown(None), done));
-        };
-        match encrypted::open(self.images, &known, kms, &below.node, how) {
-            Ok(over) => Ok((below.shown(Some(over)), done)),
+        let over = self.enter(&known, &below, how).and_then(|()| {
+            let kms = self.source.kms.as_ref();
+            kms.map(|kms| encrypted::open(self.images, &known, kms, &below.node, how))
+                .transpose()
+        });
+        match over {
+            Ok(over) => Ok((below.shown(over), done)),
             Err(error) => {
                 if done == Done::Already {
                     return Err(error.into());

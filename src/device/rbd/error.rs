@@ -222,6 +222,16 @@ impl RbdError {
         }
     }
 
+    /// Whether the client that it was to share is off the cluster.
+    pub fn is_fenced(&self) -> bool {
+        match self {
+            Self::Map { source, .. } => {
+                source.raw_os_error() == Some(Errno::SHUTDOWN.raw_os_error())
+            }
+            _ => false,
+        }
+    }
+
     /// Whether somebody uses the device.
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Busy { .. })

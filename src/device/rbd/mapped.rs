@@ -27,6 +27,12 @@ const DEVICES: &str = "/sys/bus/rbd/devices";
 /// How sysfs writes that an image is mapped and not a snapshot of it.
 const NO_SNAPSHOT: &str = "-";
 
+/// The address of the client that has an image open.
+const CLIENT_ADDRESS: &str = "client_addr";
+
+/// The option by which an image gets a client of its own.
+pub const NOSHARE: &str = "noshare";
+
 /// Stands before our marks.
 const OURS: &str = "uring-csi";
 
@@ -117,6 +123,8 @@ pub struct Config {
     pub monitors: Vec<SocketAddr>,
     /// For whom it was mapped, where this or an earlier agent did it.
     pub mark: Option<Mark>,
+    /// No other mapped image has its client.
+    pub noshare: bool,
 }
 
 impl Config {
@@ -125,11 +133,13 @@ impl Config {
         let mut words = text.split_ascii_whitespace();
         let monitors = words.next().unwrap_or_default().split(',');
         let mut options = words.next().unwrap_or_default().split(',');
+        let noshare = options.clone().any(|option| option == NOSHARE);
         Self {
             monitors: monitors
                 .filter_map(|monitor| monitor.parse().ok())
                 .collect(),
             mark: options.find_map(|option| Mark::parse(option.strip_prefix("key=")?)),
+            noshare,
         }
     }
 }
@@ -213,6 +223,23 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
 pub fn client_of(dev: Dev) -> Option<i64> {
     let text = attribute(id_of(dev)?, "client_id").ok()?;
     text.strip_prefix("client")?.parse().ok()
+}
+
+/// That client's address as its cluster sees it.
+pub fn address_of(dev: Dev) -> Option<String> {
+    attribute(id_of(dev)?, CLIENT_ADDRESS).ok()
+}
+
+/// The addresses of all of the driver's clients.
+pub fn addresses() -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for mapped in list(None)? {
+        match attribute(mapped.id, CLIENT_ADDRESS) {
+            Err(error) if is_gone(&error) => {}
+            address => found.push(address?),
+        }
+    }
+    Ok(found)
 }
 
 /// Missing, or of a device that went while the file was open.

@@ -11,6 +11,8 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+use super::mapped::NOSHARE;
+
 /// One option of the driver, `name` or `name=value`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -149,6 +151,16 @@ impl MapOptions {
     pub fn get(&self, name: &str) -> Option<&str> {
         let mut given = self.0.iter().rev();
         given.find(|option| option.name == name)?.value.as_deref()
+    }
+
+    /// The same with a client of its own for the image.
+    #[must_use]
+    pub fn alone(&self) -> Self {
+        let noshare = MapOption {
+            name: NOSHARE.to_owned(),
+            value: None,
+        };
+        Self(self.0.iter().cloned().chain([noshare]).collect())
     }
 
     /// The options in their order.

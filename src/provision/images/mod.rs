@@ -32,11 +32,14 @@
 //! counts as taken, in [`Provisioner::capacity`] and where a volume is made or
 //! grown, unless its class says `overcommit`; only `preallocate` makes sure.
 
-use std::collections::HashMap;
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::Duration,
+};
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Published, Range, RoomFor, Snapshot, Usage, Volume,
+    Abilities, Ailment, Capacity, Error, Kind, Listing, NewSnapshot, NewVolume, Page, Provisioner,
+    Publication, Published, Range, RoomFor, Snapshot, Usage, Volume,
     keyed::{Turns, snapshot_named, volume_named},
 };
 use crate::{lane::Lanes, pool::Pools, secret::Secrets};
@@ -91,6 +94,7 @@ impl Provisioner for Images {
         Abilities {
             lists: true,
             modifies: false,
+            publishes: false,
         }
     }
 
@@ -125,6 +129,25 @@ impl Provisioner for Images {
                 store.expand_volume(&handle, range)
             })
             .await
+    }
+
+    /// Nodes claim images by themselves.
+    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error> {
+        match self.get_volume(new.handle).await {
+            // It may be in the local pool of another node.
+            Err(error) if error.kind() != Kind::NotFound => Ok(BTreeMap::new()),
+            found => found.map(|_| BTreeMap::new()),
+        }
+    }
+
+    async fn unpublish_volume(
+        &self,
+        _: String,
+        _: String,
+        _: Duration,
+        _: Secrets,
+    ) -> Result<(), Error> {
+        Ok(())
     }
 
     async fn get_volume(&self, handle: String) -> Result<Published, Error> {

@@ -55,6 +55,31 @@ pub enum RbdError {
         /// The clients' addresses.
         watchers: String,
     },
+    /// A node has not let go yet.
+    #[error(
+        "node {node:?} still has image {image}; it is fenced if it does not let go in time: try \
+         again"
+    )]
+    StillAttached {
+        /// The image, with its pool.
+        image: String,
+        /// The node's id.
+        node: String,
+    },
+    /// Somebody has the image, and nobody knows who.
+    #[error(
+        "image {image} is still in use by {watchers}, which node {node:?} has not entered as its \
+         client, so it is not fenced: end it there, or take it off the cluster (ceph osd \
+         blocklist add ADDRESS)"
+    )]
+    NotEntered {
+        /// The image, with its pool.
+        image: String,
+        /// The node's id.
+        node: String,
+        /// The clients' addresses.
+        watchers: String,
+    },
     /// The chain of clones is as long as it may be, and is being cut.
     #[error("image {0} is being flattened, as its chain of clones has become long; try again")]
     Flattening(String),
@@ -141,9 +166,10 @@ impl RbdError {
             Self::NoSecrets(_)
             | Self::OwnSecrets { .. }
             | Self::InUse { .. }
+            | Self::NotEntered { .. }
             | Self::NoLayering(_)
             | Self::Migrated(_) => Kind::FailedPrecondition,
-            Self::Flattening(_) | Self::Contended(_) => Kind::Aborted,
+            Self::Flattening(_) | Self::Contended(_) | Self::StillAttached { .. } => Kind::Aborted,
             Self::Snapshots { .. } => Kind::ResourceExhausted,
             Self::Lost { .. } => Kind::NotFound,
             Self::Ceph(error) | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),

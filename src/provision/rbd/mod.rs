@@ -8,6 +8,7 @@
 //! volumes    delete, grow, change
 //! copies     clones, and the length of their chains
 //! snapshots  images that show a moment
+//! fencing    nodes that do not let go of a volume
 //! trash      what was deleted, emptied in the background, after all deletes
 //! listing    for calls without secrets
 //! ```
@@ -20,11 +21,17 @@
 //! All of it blocks and runs on lanes, in turns: calls for one handle or name one
 //! after the other, all others at once.
 
-use std::{collections::HashMap, io, path::Path, sync::Mutex};
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+    path::Path,
+    sync::Mutex,
+    time::{Duration, Instant},
+};
 
 use super::{
     Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Published, Range, RoomFor, Snapshot, Usage, Volume,
+    Publication, Published, Range, RoomFor, Snapshot, Usage, Volume,
     keyed::{Turns, snapshot_named, volume_named},
 };
 use crate::{
@@ -45,6 +52,7 @@ mod create;
 mod deletes;
 mod encryption;
 mod error;
+mod fencing;
 mod found;
 mod listing;
 mod lookup;
@@ -62,6 +70,7 @@ pub use error::RbdError;
 pub use operators::{Operators, SecretDir};
 
 use copies::Flattener;
+use fencing::{Fencing, Release};
 use store::Store;
 use trash::Bin;
 
@@ -78,6 +87,9 @@ pub struct Settings<'a> {
     pub instance: &'a str,
     /// The users for calls without secrets.
     pub operators: Operators,
+    /// How long a node may take to let go of a volume that is unpublished from it,
+    /// before it is fenced; none: nobody is.
+    pub fence_after: Option<Duration>,
 }
 
 /// The provisioner of RBD images.
@@ -99,6 +111,7 @@ impl Rbd {
             kms: KmsConfig::new(settings.kms_config),
             bin: Bin::new(lanes.clone()),
             flattener: Flattener::new(lanes.clone(), Bounds::default()),
+            fencing: Fencing::new(settings.fence_after),
             used: Mutex::default(),
         };
         let turns = Turns::new(store, lanes);
@@ -128,6 +141,7 @@ impl Provisioner for Rbd {
         Abilities {
             lists: self.turns.store().operators.any(),
             modifies: true,
+            publishes: self.turns.store().fencing.after.is_some(),
         }
     }
 
@@ -182,6 +196,40 @@ impl Provisioner for Rbd {
                 store.modify_volume(&handle, &mutable, &secrets)
             })
             .await
+    }
+
+    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error> {
+        self.turns
+            .run(&new.handle.clone(), "publish", move |store| {
+                store.publish_volume(&new)
+            })
+            .await
+    }
+
+    async fn unpublish_volume(
+        &self,
+        handle: String,
+        node: String,
+        within: Duration,
+        secrets: Secrets,
+    ) -> Result<(), Error> {
+        let until = Instant::now() + within;
+        loop {
+            let (handle, node, secrets) = (handle.clone(), node.clone(), secrets.clone());
+            let release = self
+                .turns
+                .run(&handle.clone(), "unpublish", move |store| {
+                    store.unpublish_volume(&handle, &node, &secrets)
+                })
+                .await?;
+            match release {
+                Release::Done => return Ok(()),
+                Release::Waits(_, soon) if Instant::now() + soon < until => {
+                    tokio::time::sleep(soon).await;
+                }
+                Release::Waits(error, _) => return Err(error.into()),
+            }
+        }
     }
 
     async fn get_volume(&self, handle: String) -> Result<Published, Error> {

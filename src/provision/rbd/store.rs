@@ -12,6 +12,7 @@ use super::{
     copies::{Flattener, or_missing, present},
     encryption::Keeper,
     error::RbdError,
+    fencing::{Fencing, lift},
     found::Link,
     operators::Operators,
     trash::Bin,
@@ -42,6 +43,7 @@ pub struct Store {
     pub kms: KmsConfig,
     pub bin: Bin,
     pub flattener: Flattener,
+    pub fencing: Fencing,
     /// Pools that are known to be used, by cluster, with who may use them.
     pub used: Mutex<BTreeMap<(String, i64), Credentials>>,
 }
@@ -98,7 +100,7 @@ impl Store {
             }
             let swept = self
                 .link_as(&cluster_id, credentials)
-                .and_then(|link| Ok(self.bin.sweep(&link.pool(pool_id)?)?));
+                .and_then(|link| self.sweep_pool(&link.pool(pool_id)?));
             match swept {
                 Ok(()) => {}
                 // With its pool, all has gone.
@@ -123,12 +125,18 @@ impl Store {
     fn sweep_cluster(&self, cluster_id: &str) -> Result<(), RbdError> {
         let link = self.link(cluster_id, &Secrets::default())?;
         for name in link.cluster.pools()? {
-            match link.pool(&name).and_then(|pool| Ok(self.bin.sweep(&pool)?)) {
+            match link.pool(&name).and_then(|pool| self.sweep_pool(&pool)) {
                 // It is not for this user, or has gone.
                 Err(error) if error.is_access_denied() || error.is_not_found() => {}
                 result => result?,
             }
         }
+        Ok(())
+    }
+
+    fn sweep_pool(&self, pool: &IoCtx) -> Result<(), RbdError> {
+        self.bin.sweep(pool)?;
+        lift(pool);
         Ok(())
     }
 

@@ -3,6 +3,7 @@
 use futures_util::future::join_all;
 
 mod crashes;
+mod fencing;
 mod mapping;
 mod trash;
 
@@ -25,6 +26,11 @@ struct Home {
 
 /// A provisioner over the cluster, and as the user, that a directory's files tell of.
 fn rbd_over(dir: &Path) -> Rbd {
+    rbd_fencing(dir, None)
+}
+
+/// The same that fences nodes which do not let go in that time.
+fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Rbd {
     let own = dir.display().to_string().parse().unwrap();
     let settings = Settings {
         config: &dir.join("config.json"),
@@ -32,6 +38,7 @@ fn rbd_over(dir: &Path) -> Rbd {
         kms_config: &dir.join("kms.json"),
         instance: "default",
         operators: Operators::new(vec![own]),
+        fence_after,
     };
     Rbd::new(settings, Lanes::new(4)).unwrap()
 }

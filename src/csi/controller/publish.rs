@@ -1,0 +1,68 @@
+//! ControllerPublishVolume and its opposite: nodes attach volumes by themselves, so
+//! there is something to do only where a backend fences nodes that do not let go.
+
+use std::time::Duration;
+
+use tonic::Status;
+
+use super::{
+    super::validate::{self, required},
+    Controller,
+};
+use crate::{
+    proto::csi as wire,
+    provision::{Provisioner, Publication},
+};
+
+impl<P: Provisioner> Controller<P> {
+    pub(super) async fn publish(
+        &self,
+        request: wire::ControllerPublishVolumeRequest,
+    ) -> Result<wire::ControllerPublishVolumeResponse, Status> {
+        self.publishes()?;
+        required("volume_id", &request.volume_id)?;
+        validate::node_id("node_id", &request.node_id)?;
+        let capability =
+            validate::capability("volume_capability", request.volume_capability.as_ref())?;
+        validate::map("volume_context", &request.volume_context)?;
+        validate::map("secrets", &request.secrets)?;
+        let mode = capability.mode;
+        let new = Publication {
+            handle: request.volume_id,
+            node: request.node_id,
+            one_writer: !(request.readonly || mode.reader_only() || mode.multi_node()),
+            context: request.volume_context,
+            secrets: request.secrets.into(),
+        };
+        let context = self.provisioner.publish_volume(new).await?;
+        Ok(wire::ControllerPublishVolumeResponse {
+            publish_context: context.into_iter().collect(),
+        })
+    }
+
+    pub(super) async fn unpublish(
+        &self,
+        request: wire::ControllerUnpublishVolumeRequest,
+        within: Duration,
+    ) -> Result<wire::ControllerUnpublishVolumeResponse, Status> {
+        self.publishes()?;
+        required("volume_id", &request.volume_id)?;
+        validate::map("secrets", &request.secrets)?;
+        let (handle, node) = (request.volume_id, request.node_id);
+        let secrets = request.secrets.into();
+        let asked = &self.provisioner;
+        asked
+            .unpublish_volume(handle, node, within, secrets)
+            .await?;
+        Ok(wire::ControllerUnpublishVolumeResponse {})
+    }
+
+    fn publishes(&self) -> Result<(), Status> {
+        if self.provisioner.abilities().publishes {
+            return Ok(());
+        }
+        Err(Status::unimplemented(
+            "PUBLISH_UNPUBLISH_VOLUME is announced where nodes are fenced: --fence-after",
+        ))
+    }
+}

@@ -1,0 +1,240 @@
+//! Taking a node off a cluster that does not let go of a volume.
+//!
+//! Kubernetes has a volume unpublished from a node when the node has let go of it,
+//! or when nobody knows any more whether it has. So where an image, after a grace
+//! time, still has a watcher that the node entered for itself
+//! ([`crate::ceph::fencing`]), that client is blocklisted: whatever it still sends,
+//! no OSD writes. A watcher that nobody entered for the node is named instead.
+//!
+//! ```text
+//! published ─▶ the node enters its client ─▶ unpublished: nobody watches      ─▶ done
+//!                                            its client watches, grace is over ─▶ fenced
+//!                                            somebody else watches             ─▶ refused
+//! ```
+//!
+//! What a crash interrupts, the repeat finds: the watcher is there or not.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use super::{
+    super::{Error, Publication},
+    error::RbdError,
+    found::{Found, Recorded},
+    store::Store,
+};
+use crate::{
+    ceph::{
+        fencing::{ASKED, Attachment, Attachments, Fence, Fences, Through},
+        rados::IoCtx,
+        rbd::{Access, Image, Mirroring, Watcher},
+    },
+    chain,
+    secret::Secrets,
+};
+
+/// When nodes are taken off.
+#[derive(Debug)]
+pub struct Fencing {
+    /// How long a node may take to let go; none: nobody is fenced.
+    pub after: Option<Duration>,
+    /// What was seen in use after it was unpublished from a node, by handle and node.
+    /// A controller that starts anew waits anew.
+    seen: Mutex<HashMap<(String, String), Seen>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    first: Instant,
+    /// The client is fenced, and its watches are about to go.
+    is_fenced: bool,
+}
+
+/// How far an unpublish has come.
+#[derive(Debug)]
+pub enum Release {
+    /// The node does not have the volume.
+    Done,
+    /// It has; it is worth looking again so soon.
+    Waits(RbdError, Duration),
+}
+
+/// Between two looks at the watchers.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// The same once a client is fenced: OSDs drop its watches when they hear of it.
+const HEARS_WITHIN: Duration = Duration::from_millis(100);
+
+impl Fencing {
+    pub fn new(after: Option<Duration>) -> Self {
+        let seen = Mutex::default();
+        Self { after, seen }
+    }
+
+    fn seen(&self) -> MutexGuard<'_, HashMap<(String, String), Seen>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Store {
+    /// Enters the node, if the volume has one writer; says what the node is told.
+    pub fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error> {
+        let found = self.volume(&new.handle, &new.secrets)?;
+        let Some(nodes) = nodes_of(&found).filter(|_| new.one_writer) else {
+            return Ok(BTreeMap::new());
+        };
+        nodes.publish(&new.node).map_err(RbdError::from)?;
+        let key = (new.handle.clone(), new.node.clone());
+        self.fencing.seen().remove(&key);
+        lift(&found.pool);
+        Ok([(ASKED.to_owned(), "true".to_owned())].into())
+    }
+
+    /// Takes the node out, once it does not have the volume; an empty one is all.
+    pub fn unpublish_volume(
+        &self,
+        handle: &str,
+        node: &str,
+        secrets: &Secrets,
+    ) -> Result<Release, Error> {
+        let Some(found) = self.all_of_volume(handle, secrets)?.pop() else {
+            return Ok(Release::Done);
+        };
+        let Some(nodes) = nodes_of(&found) else {
+            return Ok(Release::Done);
+        };
+        let all = nodes.list().map_err(RbdError::from)?;
+        let is_it = |one: &&Attachment| node.is_empty() || one.node == node;
+        for attachment in all.iter().filter(is_it) {
+            let release = self.release(&found, &nodes, attachment, &all)?;
+            if matches!(release, Release::Waits(..)) {
+                return Ok(release);
+            }
+        }
+        lift(&found.pool);
+        Ok(Release::Done)
+    }
+
+    fn release(
+        &self,
+        found: &Found,
+        nodes: &Attachments,
+        attachment: &Attachment,
+        all: &[Attachment],
+    ) -> Result<Release, RbdError> {
+        let key = (found.handle.clone(), attachment.node.clone());
+        let users = users(found, attachment, all)?;
+        if users.is_empty() {
+            if !nodes.withdraw(attachment)? {
+                // It has entered its client this very moment.
+                return Ok(Release::Waits(waits(found, attachment), LOOK_EVERY));
+            }
+            self.fencing.seen().remove(&key);
+            return Ok(Release::Done);
+        }
+        let seen = *self
+            .fencing
+            .seen()
+            .entry(key.clone())
+            .or_insert_with(|| Seen {
+                first: Instant::now(),
+                is_fenced: false,
+            });
+        let grace = self.fencing.after.unwrap_or(Duration::MAX);
+        let left = grace.saturating_sub(seen.first.elapsed());
+        if !left.is_zero() {
+            let soon = left.min(LOOK_EVERY);
+            return Ok(Release::Waits(waits(found, attachment), soon));
+        }
+        let client = attachment.client.as_ref();
+        let own = client.filter(|own| users.iter().any(|user| user.address == own.address));
+        let Some(own) = own else {
+            let addresses: Vec<_> = users.into_iter().map(|user| user.address).collect();
+            return Err(RbdError::NotEntered {
+                image: format!("{}/{}", found.pool, found.image),
+                node: attachment.node.clone(),
+                watchers: addresses.join(", "),
+            });
+        };
+        let hears = Release::Waits(waits(found, attachment), HEARS_WITHIN);
+        if seen.is_fenced {
+            return Ok(hears);
+        }
+        let fence = Fence {
+            node: attachment.node.clone(),
+            client: own.clone(),
+            volume: found.handle.clone(),
+            gone: false,
+        };
+        let (node, address) = (&fence.node, &own.address);
+        let image = format!("{}/{}", found.pool, found.image);
+        let reach = match own.through {
+            Through::SharedKrbd => "all volumes that the node has by this client",
+            Through::OwnKrbd | Through::RbdNbd => "this volume alone",
+        };
+        tracing::warn!(node, address, image, reach, "fencing a node's client");
+        Fences::of(&found.pool).raise(&fence)?;
+        if let Some(seen) = self.fencing.seen().get_mut(&key) {
+            seen.is_fenced = true;
+        }
+        Ok(hears)
+    }
+}
+
+/// Lifts the fences of clients of which nothing is left. What fails is tried
+/// again at the next look.
+pub fn lift(pool: &IoCtx) {
+    let fences = Fences::of(pool);
+    let lifted = fences.list().and_then(|all| {
+        for fence in all.iter().filter(|fence| fence.gone) {
+            fences.lift(fence)?;
+            let (node, address) = (&fence.node, &fence.client.address);
+            tracing::info!(node, address, "a node is back, and its fence is lifted");
+        }
+        Ok(())
+    });
+    if let Err(error) = lifted {
+        let error = chain(&error);
+        tracing::warn!(pool = %pool, error, "the fences of nodes that are back stay for now");
+    }
+}
+
+/// The nodes of a volume; none where it has no journal.
+fn nodes_of(found: &Found) -> Option<Attachments> {
+    let Recorded { reserved, .. } = found.recorded.as_ref()?;
+    Some(Attachments::of(&found.pool, reserved.uuid))
+}
+
+/// Who has the image, beside the clients of other nodes and those who mirror it.
+fn users(
+    found: &Found,
+    attachment: &Attachment,
+    all: &[Attachment],
+) -> Result<Vec<Watcher>, RbdError> {
+    let image: Image = match found.open(Access::ReadOnly) {
+        Err(RbdError::Lost { .. }) => return Ok(Vec::new()),
+        image => image?,
+    };
+    let address = |one: &Attachment| one.client.as_ref().map(|client| client.address.clone());
+    let own = address(attachment);
+    let others = all.iter().filter(|one| one.node != attachment.node);
+    let others: Vec<_> = others.filter_map(address).collect();
+    let mut users = image.watchers()?;
+    users.retain(|user| !user.own && !others.contains(&user.address));
+    let is_own = |user: &Watcher| Some(&user.address) == own.as_ref();
+    let daemons = usize::try_from(found.link.config.mirror_daemons).unwrap_or(usize::MAX);
+    let harmless = !users.is_empty()
+        && !users.iter().any(is_own)
+        && users.len() <= daemons
+        && image.mirroring()? != Mirroring::None;
+    Ok(if harmless { Vec::new() } else { users })
+}
+
+fn waits(found: &Found, attachment: &Attachment) -> RbdError {
+    RbdError::StillAttached {
+        image: format!("{}/{}", found.pool, found.image),
+        node: attachment.node.clone(),
+    }
+}

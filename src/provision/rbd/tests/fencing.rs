@@ -1,0 +1,176 @@
+//! Nodes that do not let go of a volume. A node is a connection of librbd's here;
+//! what the kernel's client does is told by stories.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::ceph::{
+    Credentials,
+    fencing::{Attachments, Client, Fence, Fences, Through},
+    rados::IoCtx,
+    rbd::{Access, Image},
+};
+
+/// Longer than anything here takes.
+const PATIENTLY: Duration = Duration::from_secs(60);
+const GRACE: Duration = Duration::from_millis(300);
+
+/// A node that has a volume.
+struct Node {
+    image: Image,
+    client: Client,
+}
+
+impl Node {
+    fn is_fenced(&self) -> bool {
+        let noted = self.image.metadata_set("key", "value");
+        noted.is_err_and(|error| error.is_blocklisted())
+    }
+}
+
+struct Fenced {
+    home: Home,
+    volume: Volume,
+}
+
+impl Fenced {
+    async fn new() -> Option<Self> {
+        let mut home = Home::new()?;
+        home.rbd = rbd_fencing(home.dir.path(), Some(GRACE));
+        assert!(home.rbd.abilities().publishes);
+        let volume = home.make(home.volume("v", MIB)).await;
+        Some(Self { home, volume })
+    }
+
+    fn connect(&self) -> IoCtx {
+        let credentials = Credentials::from_secrets(&self.home.secrets()).unwrap();
+        let monitors = &self.home.cluster.monitors;
+        let cluster = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
+        Arc::clone(&cluster).ioctx(&self.home.pool, "").unwrap()
+    }
+
+    /// Somebody has the image open.
+    fn open(&self) -> Node {
+        let name = &self.volume.context["imageName"];
+        let image = Image::open(&self.connect(), name, Access::ReadWrite).unwrap();
+        let own = image.watchers().unwrap().into_iter().find(|one| one.own);
+        let client = Client {
+            address: own.unwrap().address,
+            boot_id: "boot".to_owned(),
+            through: Through::OwnKrbd,
+        };
+        Node { image, client }
+    }
+
+    /// The node enters its client; whether it may have the volume.
+    fn enter(&self, node: &str, has: &Node) -> bool {
+        let handle = &self.volume.handle;
+        let uuid = handle[handle.len() - 36..].parse().unwrap();
+        let nodes = Attachments::of(has.image.io(), uuid);
+        nodes.attach(node, &has.client).unwrap()
+    }
+
+    async fn publish(&self, node: &str, one_writer: bool) -> BTreeMap<String, String> {
+        let new = Publication {
+            handle: self.volume.handle.clone(),
+            node: node.to_owned(),
+            one_writer,
+            context: self.volume.context.clone().into_iter().collect(),
+            secrets: self.home.secrets(),
+        };
+        self.home.rbd.publish_volume(new).await.unwrap()
+    }
+
+    async fn unpublish(&self, node: &str, within: Duration) -> Result<(), Error> {
+        let (handle, node) = (self.volume.handle.clone(), node.to_owned());
+        let secrets = self.home.secrets();
+        let rbd = &self.home.rbd;
+        rbd.unpublish_volume(handle, node, within, secrets).await
+    }
+
+    fn fences(&self) -> Vec<Fence> {
+        Fences::of(&self.connect()).list().unwrap()
+    }
+}
+
+#[tokio::test]
+async fn nobody_is_fenced_unless_it_is_asked_for() {
+    let Some(home) = Home::new() else { return };
+    assert!(!home.rbd.abilities().publishes);
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_let_go_is_fenced_until_it_is_gone() {
+    let Some(it) = Fenced::new().await else {
+        return;
+    };
+    let stranger = it.open();
+    assert!(!it.enter("a", &stranger), "not published to it");
+    drop(stranger);
+    assert!(it.publish("a", true).await.contains_key("fencing"));
+    let node = it.open();
+    assert!(it.enter("a", &node));
+    // The caller is answered when its time is over, and the grace goes on.
+    let waits = it.unpublish("a", Duration::ZERO).await.unwrap_err();
+    assert_eq!(waits.kind(), ErrorKind::Aborted);
+    assert!(waits.to_string().contains("\"a\""), "{waits}");
+    assert!(!node.is_fenced());
+    it.unpublish("a", PATIENTLY).await.unwrap();
+    assert!(node.is_fenced());
+    it.unpublish("a", PATIENTLY).await.unwrap();
+    assert!(!it.enter("a", &it.open()), "it is late");
+
+    let fence = it.fences().pop().unwrap();
+    assert_eq!((&*fence.node, &fence.client), ("a", &node.client));
+    let listed = || it.home.cluster.ceph(&["osd", "blocklist", "ls"]);
+    it.publish("a", true).await;
+    assert!(listed().contains(&fence.client.address), "not gone yet");
+    Fences::of(&it.connect()).is_gone(&fence).unwrap();
+    it.publish("a", true).await;
+    assert!(!listed().contains(&fence.client.address));
+    assert_eq!(it.fences(), []);
+}
+
+#[tokio::test]
+async fn who_lets_go_in_time_is_not_fenced() {
+    let Some(it) = Fenced::new().await else {
+        return;
+    };
+    it.publish("a", true).await;
+    let node = it.open();
+    it.enter("a", &node);
+    it.unpublish("a", Duration::ZERO).await.unwrap_err();
+    drop(node);
+    it.unpublish("a", PATIENTLY).await.unwrap();
+    assert_eq!(it.fences(), []);
+    // Nor is whoever else may have it.
+    it.publish("a", true).await;
+    it.publish("b", true).await;
+    let other = it.open();
+    it.enter("b", &other);
+    it.unpublish("a", Duration::ZERO).await.unwrap();
+    assert!(!other.is_fenced());
+    drop(other);
+    it.unpublish("", PATIENTLY).await.unwrap();
+    assert!(it.publish("a", false).await.is_empty());
+    let many = it.open();
+    it.unpublish("a", Duration::ZERO).await.unwrap();
+    assert!(!many.is_fenced());
+}
+
+#[tokio::test]
+async fn who_is_not_entered_is_named() {
+    let Some(it) = Fenced::new().await else {
+        return;
+    };
+    it.publish("a", true).await;
+    let stranger = it.open();
+    let refused = it.unpublish("a", PATIENTLY).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::FailedPrecondition);
+    let said = refused.to_string();
+    assert!(said.contains(&stranger.client.address), "{said}");
+    assert!(!stranger.is_fenced());
+    assert_eq!(it.fences(), []);
+    drop(stranger);
+    it.unpublish("a", PATIENTLY).await.unwrap();
+}
