@@ -16,6 +16,7 @@ use super::{
     images::{BoundImage, Images},
     loopdev::{Detached, FileId},
     luks,
+    notes::MkfsNote,
     rbd::Identity,
 };
 use crate::{
@@ -134,16 +135,8 @@ pub trait Bound {
     fn detach(&self, device: &Device) -> Result<Detached, DeviceError>;
     /// Gives the source back, where this node has it for this volume.
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
-    /// Notes durably that a mkfs is about to begin.
-    fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError>;
-    /// Whether a mkfs for this volume has begun and not ended.
-    fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError>;
-    /// Whether the note of a mkfs is given back with the source.
-    fn forgets_mkfs(&self) -> bool {
-        true
-    }
-    /// From now on the source may hold data.
-    fn mkfs_ended(&self) -> Result<(), DeviceError>;
+    /// Where it is noted that a mkfs is under way.
+    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError>;
     /// Whether everything behind the device is known to read as zeros, because
     /// nothing was ever written to it.
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {

@@ -11,7 +11,7 @@ use super::{
     error::{DeviceError, io},
     loopdev::Detached,
     nbd::{self, Links, NbdDevice},
-    notes::Notes,
+    notes::{MkfsNote, Notes},
 };
 use crate::{
     Done, chain,
@@ -213,7 +213,7 @@ impl BoundExport<'_> {
 impl Bound for BoundExport<'_> {
     fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
         if how.raw && !how.read_only {
-            self.mkfs_ended()?;
+            self.mkfs()?.ended()?;
         }
         let (links, behind) = (&self.exports.links, self.behind(&how.volume_id));
         let (device, done) = links.attach(&behind, how.read_only, &self.source.options)?;
@@ -259,19 +259,11 @@ impl Bound for BoundExport<'_> {
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {
         // Whoever has it next may fill it.
-        self.mkfs_ended()
+        self.mkfs()?.ended()
     }
 
-    fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
-        Ok(self.exports.notes.begins(self.source, volume_id)?)
-    }
-
-    fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        Ok(self.exports.notes.was_interrupted(self.source, volume_id)?)
-    }
-
-    fn mkfs_ended(&self) -> Result<(), DeviceError> {
-        Ok(self.exports.notes.ended(self.source)?)
+    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError> {
+        Ok(MkfsNote::Node(&self.exports.notes, self.source))
     }
 
     /// What is behind it grows at the server.

@@ -13,6 +13,7 @@ use super::{
     error::{DeviceError, io},
     image,
     loopdev::{self, Detached, FileId},
+    notes::MkfsNote,
     sysfs,
 };
 use crate::{
@@ -21,7 +22,6 @@ use crate::{
     pool::{
         self, Pool, PoolError, Pools,
         claim::{self, Claim},
-        making,
     },
 };
 
@@ -245,7 +245,7 @@ impl BoundImage<'_> {
 
     /// Deletes the image of an inline volume.
     pub fn delete_inline(&self, volume_id: &str) -> Result<Done, DeviceError> {
-        self.mkfs_ended()?;
+        self.mkfs()?.ended()?;
         Ok(self.pool()?.delete_inline(&digest::hex(volume_id))?)
     }
 }
@@ -256,7 +256,7 @@ impl Bound for BoundImage<'_> {
         let file = pool.open_image(image, !how.read_only)?;
         let claimed = claim::claim(pool, image, &self.claim(how))?;
         if how.raw && !how.read_only {
-            self.mkfs_ended()?;
+            self.mkfs()?.ended()?;
         }
         let attached = image::attach_loop(self.source, pool, &file, how);
         if attached.is_err() && claimed == Done::Now {
@@ -297,21 +297,8 @@ impl Bound for BoundImage<'_> {
         Ok(())
     }
 
-    fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
-        Ok(making::begins(self.pool()?, &self.source.image, volume_id)?)
-    }
-
-    fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        let image = &self.source.image;
-        Ok(making::was_interrupted(self.pool()?, image, volume_id)?)
-    }
-
-    fn forgets_mkfs(&self) -> bool {
-        false
-    }
-
-    fn mkfs_ended(&self) -> Result<(), DeviceError> {
-        Ok(making::ended(self.pool()?, &self.source.image)?)
+    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError> {
+        Ok(MkfsNote::Pool(self.pool()?, &self.source.image))
     }
 
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {

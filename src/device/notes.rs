@@ -1,15 +1,58 @@
-//! Which sources have a file system under way, where a note cannot be kept
-//! beside the source.
+//! Which sources have a file system under way.
 //!
-//! An image of a pool has its note beside it; an export or a Ceph image is out
-//! of reach, so the note is this node's, and holds only while the volume is this
+//! An image of a pool has its note beside it ([`making`]); an export or a Ceph image
+//! is out of reach, so the note is this node's, and holds only while the volume is this
 //! node's: it is on a tmpfs, and goes when the volume is unstaged, before which
 //! what an interrupted mkfs left is blanked out. After a reboot that may be
 //! another node's by now, and is formatted again by an operator's request only.
 
 use std::{fmt::Display, fs, io, path::PathBuf};
 
-use crate::{crash_point, digest};
+use super::error::DeviceError;
+use crate::{
+    crash_point, digest,
+    pool::{Pool, making},
+};
+
+/// Where it is noted that a mkfs of one source is under way.
+#[allow(missing_debug_implementations, reason = "a source is only shown")]
+pub enum MkfsNote<'a> {
+    /// Beside an image of a pool, for whichever node has it next.
+    Pool(&'a Pool, &'a str),
+    /// On this node, for as long as it has the source.
+    Node(&'a Notes, &'a dyn Display),
+}
+
+impl MkfsNote<'_> {
+    /// Notes durably that a mkfs is about to begin, for this volume.
+    pub fn begins(&self, volume_id: &str) -> Result<(), DeviceError> {
+        match self {
+            Self::Pool(pool, image) => Ok(making::begins(pool, image, volume_id)?),
+            Self::Node(notes, source) => Ok(notes.begins(*source, volume_id)?),
+        }
+    }
+
+    /// Whether a mkfs for this volume has begun and not ended.
+    pub fn was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        match self {
+            Self::Pool(pool, image) => Ok(making::was_interrupted(pool, image, volume_id)?),
+            Self::Node(notes, source) => Ok(notes.was_interrupted(*source, volume_id)?),
+        }
+    }
+
+    /// From now on the source may hold data.
+    pub fn ended(&self) -> Result<(), DeviceError> {
+        match self {
+            Self::Pool(pool, image) => Ok(making::ended(pool, image)?),
+            Self::Node(notes, source) => Ok(notes.ended(*source)?),
+        }
+    }
+
+    /// Whether it is given back with the source.
+    pub fn goes_with_its_source(&self) -> bool {
+        matches!(self, Self::Node(..))
+    }
+}
 
 /// A note that could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -36,12 +79,12 @@ impl Notes {
         Ok(Self { dir })
     }
 
-    fn path(&self, source: &impl Display) -> PathBuf {
+    fn path(&self, source: &dyn Display) -> PathBuf {
         self.dir.join(digest::hex(&source.to_string()))
     }
 
     /// A mkfs of the source is about to begin, for this volume.
-    pub fn begins(&self, source: &impl Display, volume_id: &str) -> Result<(), NoteError> {
+    pub fn begins(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
         fs::write(self.path(source), volume_id).map_err(failed("note the format that begins"))?;
         crash_point();
         Ok(())
@@ -50,7 +93,7 @@ impl Notes {
     /// Whether a mkfs of the source, for this volume, has begun and not ended.
     pub fn was_interrupted(
         &self,
-        source: &impl Display,
+        source: &dyn Display,
         volume_id: &str,
     ) -> Result<bool, NoteError> {
         match fs::read(self.path(source)) {
@@ -61,7 +104,7 @@ impl Notes {
     }
 
     /// The source holds, or may hold from now on, somebody's data.
-    pub fn ended(&self, source: &impl Display) -> Result<(), NoteError> {
+    pub fn ended(&self, source: &dyn Display) -> Result<(), NoteError> {
         let removed = fs::remove_file(self.path(source));
         crash_point();
         match removed {

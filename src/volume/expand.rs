@@ -3,10 +3,9 @@
 use std::{rc::Rc, sync::Arc};
 
 use super::{
-    Error, Node, Outcome,
+    Error, Node, Outcome, mounted,
     record::Phase,
     spec::{Expand, Use},
-    stage,
     task::{Progress, Volume},
 };
 use crate::{device::sysfs, fs::FsType};
@@ -81,7 +80,7 @@ pub async fn expand(
         let fs = record.fs.unwrap_or(FsType::Ext4);
         // An encryption layer takes some of the source's size.
         let clear = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
-        let grown = stage::grow_mounted(node, volume, &place, fs, clear, progress).await?;
+        let grown = mounted::grow(node, volume, &place, fs, clear, progress).await?;
         tracing::info!(
             volume_id = volume.id,
             before = grown.before,

@@ -44,6 +44,7 @@ mod health;
 mod held;
 mod inline;
 mod layout;
+mod mounted;
 mod prepare;
 mod publish;
 mod reconcile;

@@ -203,7 +203,7 @@ async fn was_interrupted(
     let backends = Arc::clone(&node.backends);
     let (source, id) = (record.source.clone(), volume.id.clone());
     node.lane(volume, progress, "note", move || {
-        backends.bind(&source).mkfs_was_interrupted(&id)
+        backends.bind(&source).mkfs()?.was_interrupted(&id)
     })
     .await
     .map_err(|error| volume.device(error))
@@ -219,7 +219,7 @@ async fn settle(
     let backends = Arc::clone(&node.backends);
     let source = record.source.clone();
     node.lane(volume, progress, "note", move || {
-        backends.bind(&source).mkfs_ended()
+        backends.bind(&source).mkfs()?.ended()
     })
     .await
     .map_err(|error| volume.device(error))
@@ -251,7 +251,7 @@ pub async fn make(
         .lane(volume, progress, "note", move || {
             let bound = backends.bind(&source);
             let zeros = bound.reads_as_zero()?;
-            bound.mkfs_begins(&id)?;
+            bound.mkfs()?.begins(&id)?;
             Ok(zeros)
         })
         .await

@@ -15,10 +15,9 @@ use rustix::{
 };
 
 use super::{
-    Error, Node, Outcome, TARGET, already,
+    Error, Node, Outcome, TARGET, already, mounted,
     record::{Phase, Record, Target},
     spec::{Publish, Use},
-    stage,
     task::{Progress, Volume},
     unstage::absent_is_none,
 };
@@ -105,7 +104,7 @@ pub async fn publish(
             let staging = node.staging(&record.mount_point())?;
             refuse_shut_down(volume, &staging)?;
             if let Some(group) = spec.group.filter(|_| !read_only) {
-                stage::own(node, volume, &staging, group, progress).await?;
+                mounted::own(node, volume, &staging, group, progress).await?;
             }
             let pin = pin(volume, &record, &device, &staging)?.ok_or_else(|| {
                 volume.precondition(format!(

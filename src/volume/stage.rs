@@ -1,16 +1,11 @@
 //! Stage: from a source to a device, and for file systems to a mount.
 
-use std::{
-    path::{Path, PathBuf},
-    rc::Rc,
-    sync::Arc,
-    time::Duration,
-};
+use std::{path::PathBuf, rc::Rc, sync::Arc, time::Duration};
 
 use rustix::fd::AsFd as _;
 
 use super::{
-    Error, Node, Outcome, STAGING, already, layout,
+    Error, Node, Outcome, STAGING, already, layout, mounted,
     prepare::{self, Prepared},
     publish::{self, appears_at},
     record::{Phase, Record},
@@ -27,7 +22,6 @@ use crate::{
         Look,
         attach::{self, NewMount},
         options::MountOptions,
-        ownership::FsGroup,
         path::{PathError, Place},
         table,
     },
@@ -82,7 +76,14 @@ pub async fn stage(
             limit: node.config.max_volumes,
         });
     }
-    bring_up(node, volume, spec, &place, progress).await?;
+    let staging = Staging {
+        node,
+        volume,
+        spec,
+        place: &place,
+        progress,
+    };
+    staging.bring_up().await?;
     Ok(Outcome::Done)
 }
 
@@ -107,67 +108,185 @@ fn is_still_there(record: &Record, place: &Place) -> bool {
     }
 }
 
-/// The file system of this device, where that is what is mounted at the place,
-/// and the `st_dev` of its files: for a mount that no record tells of.
-pub fn mounted_fs(
-    volume: &Volume,
-    place: &Place,
-    device: &Device,
-) -> Result<Option<(FsType, Dev)>, Error> {
-    let failed = || volume.io(format!("look at {}", place.path().display()));
-    let Look::Mount(mounted) = place.look().map_err(failed())? else {
-        return Ok(None);
-    };
-    let opened = place.open().map_err(failed())?;
-    let entry = table::covering(opened.as_fd()).map_err(failed())?;
-    // Others may have mounted it by another of its names.
-    let is_its = Path::new(&entry.source) == device.node || mounted.dev == device.dev;
-    let fs = is_its.then(|| entry.fs_type.parse().ok()).flatten();
-    Ok(fs.map(|fs| (fs, mounted.dev)))
+/// A volume that is being staged.
+#[derive(Clone, Copy)]
+struct Staging<'a> {
+    node: &'a Rc<Node>,
+    volume: &'a Volume,
+    spec: &'a Stage,
+    /// Where it is to be mounted.
+    place: &'a Place,
+    progress: &'a Progress,
 }
 
-/// All of stage that changes something; undone where it fails.
-async fn bring_up(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Stage,
-    place: &Place,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let before = volume.record();
-    let mut record = Record::begin(&volume.id, node.backends.boot_id(), spec);
-    if let Some(before) = &before {
-        record.device.clone_from(&before.device);
-        record.root_dev = before.root_dev;
-        record.fs = before.fs;
-    }
-    node.remember(volume, record.clone()).await?;
-    let known = known_device(place, record.device.as_ref());
-    let attached = attach_source(node, volume, spec, known, progress).await;
-    let cause = match attached {
-        Ok(device) => {
-            record.device = Some(device.clone());
-            match steps(node, volume, spec, place, &mut record, &device, progress).await {
-                Ok(()) => return Ok(()),
-                Err(cause) => cause,
+impl Staging<'_> {
+    /// All of stage that changes something; undone where it fails.
+    async fn bring_up(&self) -> Result<(), Error> {
+        let Self {
+            node,
+            volume,
+            spec,
+            place,
+            progress,
+        } = *self;
+        let before = volume.record();
+        let mut record = Record::begin(&volume.id, node.backends.boot_id(), spec);
+        if let Some(before) = &before {
+            record.device.clone_from(&before.device);
+            record.root_dev = before.root_dev;
+            record.fs = before.fs;
+        }
+        node.remember(volume, record.clone()).await?;
+        let known = known_device(place, record.device.as_ref());
+        let attached = attach_source(node, volume, spec, known, progress).await;
+        let cause = match attached {
+            Ok(device) => {
+                record.device = Some(device.clone());
+                match self.steps(&mut record, &device).await {
+                    Ok(()) => return Ok(()),
+                    Err(cause) => cause,
+                }
             }
+            // Whatever is attached, this call did not do it.
+            Err(cause) if before.is_none() => {
+                return match forget(node, volume, &record, progress).await {
+                    Ok(()) => Err(cause),
+                    Err(undo) => Err(not_undone(cause, undo)),
+                };
+            }
+            Err(cause) => cause,
+        };
+        if node.live_target(volume).is_some() {
+            // Pods use it as it is.
+            return Err(cause);
         }
-        // Whatever is attached, this call did not do it.
-        Err(cause) if before.is_none() => {
-            return match forget(node, volume, &record, progress).await {
-                Ok(()) => Err(cause),
-                Err(undo) => Err(not_undone(cause, undo)),
-            };
+        match unstage::tear_down(node, volume, &record, progress).await {
+            Ok(()) => Err(cause),
+            Err(undo) => Err(not_undone(cause, undo)),
         }
-        Err(cause) => cause,
-    };
-    if node.live_target(volume).is_some() {
-        // Pods use it as it is.
-        return Err(cause);
     }
-    match unstage::tear_down(node, volume, &record, progress).await {
-        Ok(()) => Err(cause),
-        Err(undo) => Err(not_undone(cause, undo)),
+
+    async fn steps(&self, record: &mut Record, device: &Device) -> Result<(), Error> {
+        let Self {
+            node,
+            volume,
+            spec,
+            place,
+            progress,
+        } = *self;
+        let ready = ready::ready(&node.uevents, &spec.source, device.dev);
+        progress
+            .step("ready", ring::timer::timeout(READY_WITHIN, ready))
+            .await
+            .map_err(|elapsed| std::io::Error::new(std::io::ErrorKind::TimedOut, elapsed))
+            .flatten()
+            .map_err(volume.io(format!("wait for {}", device.node.display())))?;
+        if let Use::Mount { options, .. } = &spec.usage {
+            // Known before anything is mounted: whoever takes this up after a
+            // crash must know which device to look for.
+            node.remember(volume, record.clone()).await?;
+            if let Some((fs, root_dev)) = mounted::fs_of(volume, place, device)? {
+                already(volume, "mount", Done::Already);
+                (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
+                if !spec.read_only {
+                    // Who mounted it may have died before it grew to its device.
+                    self.grow_to_device(device, fs).await?;
+                }
+            } else {
+                let prepared =
+                    prepare::prepare(node, volume, record, device, &spec.mkfs_options, progress)
+                        .await?;
+                let root_dev = self.mount(options, device, &prepared).await?;
+                (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
+                let larger = |info: &FsInfo| {
+                    sysfs::size_bytes(device.dev).map(|size| grow::needed(info, size))
+                };
+                let grows = prepared.found.as_ref().map_or(Ok(false), larger);
+                if !spec.read_only && grows.map_err(volume.io("read the device's size"))? {
+                    self.grow_to_device(device, prepared.fs).await?;
+                }
+            }
+            if let Some(group) = spec.group.filter(|_| !spec.read_only) {
+                mounted::own(node, volume, place, group, progress).await?;
+            }
+        } else if record.mounts() && !matches!(place.look(), Ok(Look::Mount(_))) {
+            publish::bind_node(volume, device, place, spec.read_only, progress).await?;
+        }
+        layout::write_note(node, volume, record, progress).await?;
+        record.phase = Phase::Staged;
+        node.remember(volume, record.clone()).await
+    }
+
+    async fn mount(
+        &self,
+        options: &MountOptions,
+        device: &Device,
+        prepared: &Prepared,
+    ) -> Result<Dev, Error> {
+        let Self {
+            node,
+            volume,
+            spec,
+            place,
+            progress,
+        } = *self;
+        if matches!(place.look(), Ok(Look::Mount(_))) {
+            return Err(volume.precondition(format!(
+                "something else is mounted at the staging path {}; unmount it first",
+                place.path().display()
+            )));
+        }
+        let done = place.make_dir(0o750).map_err(at_staging)?;
+        already(volume, "make the staging directory", done);
+        let place = place.clone();
+        let options = options.clone();
+        let node_path = device.node.clone();
+        let fs = prepared.fs;
+        let read_only = spec.read_only;
+        let extra = extra_options(prepared, read_only);
+        let mounted = node
+            .lane(volume, progress, "mount", move || {
+                attach::mount(
+                    &NewMount {
+                        fs_type: fs.as_str(),
+                        source: &node_path,
+                        options: &options,
+                        extra,
+                        read_only,
+                    },
+                    &place,
+                )
+            })
+            .await
+            .map_err(|source| Error::Mount {
+                volume: volume.id.clone(),
+                source,
+            })?;
+        tracing::debug!(volume_id = volume.id, ?mounted, "mounted");
+        Ok(mounted.dev)
+    }
+
+    /// A clone may be larger than the file system that it was cloned from.
+    async fn grow_to_device(&self, device: &Device, fs: FsType) -> Result<(), Error> {
+        let Self {
+            node,
+            volume,
+            place,
+            progress,
+            ..
+        } = *self;
+        let size = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+        match mounted::grow(node, volume, place, fs, size, progress).await {
+            Err(Error::Grow {
+                source: source @ grow::GrowError::NeedsCapability { .. },
+                ..
+            }) => {
+                // Smaller than it could be, but all there.
+                tracing::warn!(volume_id = volume.id, error = %source, "the file system stays smaller than its device");
+                Ok(())
+            }
+            other => other.map(|_| ()),
+        }
     }
 }
 
@@ -176,60 +295,6 @@ fn not_undone(cause: Error, undo: Error) -> Error {
         cause: Box::new(cause),
         undo: Box::new(undo),
     }
-}
-
-async fn steps(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Stage,
-    place: &Place,
-    record: &mut Record,
-    device: &Device,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let ready = ready::ready(&node.uevents, &spec.source, device.dev);
-    progress
-        .step("ready", ring::timer::timeout(READY_WITHIN, ready))
-        .await
-        .map_err(|elapsed| std::io::Error::new(std::io::ErrorKind::TimedOut, elapsed))
-        .flatten()
-        .map_err(volume.io(format!("wait for {}", device.node.display())))?;
-    if let Use::Mount { options, .. } = &spec.usage {
-        // Known before anything is mounted: whoever takes this up after a
-        // crash must know which device to look for.
-        node.remember(volume, record.clone()).await?;
-        if let Some((fs, root_dev)) = mounted_fs(volume, place, device)? {
-            already(volume, "mount", Done::Already);
-            (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
-            if !spec.read_only {
-                // Who mounted it may have died before it grew to its device.
-                grow_to_device(node, volume, place, device, fs, progress).await?;
-            }
-        } else {
-            let prepared =
-                prepare::prepare(node, volume, record, device, &spec.mkfs_options, progress)
-                    .await?;
-            let root_dev = mount(
-                node, volume, spec, options, place, device, &prepared, progress,
-            )
-            .await?;
-            (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
-            let larger =
-                |info: &FsInfo| sysfs::size_bytes(device.dev).map(|size| grow::needed(info, size));
-            let grows = prepared.found.as_ref().map_or(Ok(false), larger);
-            if !spec.read_only && grows.map_err(volume.io("read the device's size"))? {
-                grow_to_device(node, volume, place, device, prepared.fs, progress).await?;
-            }
-        }
-        if let Some(group) = spec.group.filter(|_| !spec.read_only) {
-            own(node, volume, place, group, progress).await?;
-        }
-    } else if record.mounts() && !matches!(place.look(), Ok(Look::Mount(_))) {
-        publish::bind_node(volume, device, place, spec.read_only, progress).await?;
-    }
-    layout::write_note(node, volume, record, progress).await?;
-    record.phase = Phase::Staged;
-    node.remember(volume, record.clone()).await
 }
 
 /// Attaches the source, after making it where it is an inline volume's. Where
@@ -292,53 +357,6 @@ fn known_device(place: &Place, noted: Option<&Device>) -> Option<PathBuf> {
     noted.map(|device| device.node.clone()).or_else(mounted)
 }
 
-#[allow(clippy::too_many_arguments)]
-async fn mount(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Stage,
-    options: &MountOptions,
-    place: &Place,
-    device: &Device,
-    prepared: &Prepared,
-    progress: &Progress,
-) -> Result<Dev, Error> {
-    if matches!(place.look(), Ok(Look::Mount(_))) {
-        return Err(volume.precondition(format!(
-            "something else is mounted at the staging path {}; unmount it first",
-            place.path().display()
-        )));
-    }
-    let done = place.make_dir(0o750).map_err(at_staging)?;
-    already(volume, "make the staging directory", done);
-    let place = place.clone();
-    let options = options.clone();
-    let node_path = device.node.clone();
-    let fs = prepared.fs;
-    let read_only = spec.read_only;
-    let extra = extra_options(prepared, read_only);
-    let mounted = node
-        .lane(volume, progress, "mount", move || {
-            attach::mount(
-                &NewMount {
-                    fs_type: fs.as_str(),
-                    source: &node_path,
-                    options: &options,
-                    extra,
-                    read_only,
-                },
-                &place,
-            )
-        })
-        .await
-        .map_err(|source| Error::Mount {
-            volume: volume.id.clone(),
-            source,
-        })?;
-    tracing::debug!(volume_id = volume.id, ?mounted, "mounted");
-    Ok(mounted.dev)
-}
-
 /// What each file system needs besides the caller's options. XFS refuses a
 /// second mount of one UUID, so clones need `nouuid`; a read-only device cannot
 /// replay its log.
@@ -353,85 +371,6 @@ fn extra_options(prepared: &Prepared, read_only: bool) -> &'static [&'static str
         (FsType::Ext4, true) if replay => &["noload"],
         (FsType::Btrfs, true) if replay => &["rescue=nologreplay"],
         _ => &[],
-    }
-}
-
-/// A clone may be larger than the file system that it was cloned from.
-async fn grow_to_device(
-    node: &Rc<Node>,
-    volume: &Volume,
-    place: &Place,
-    device: &Device,
-    fs: FsType,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let size = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
-    match grow_mounted(node, volume, place, fs, size, progress).await {
-        Err(Error::Grow {
-            source: source @ grow::GrowError::NeedsCapability { .. },
-            ..
-        }) => {
-            // Smaller than it could be, but all there.
-            tracing::warn!(volume_id = volume.id, error = %source, "the file system stays smaller than its device");
-            Ok(())
-        }
-        other => other.map(|_| ()),
-    }
-}
-
-/// Grows the file system that is mounted at the place to its device's size.
-pub async fn grow_mounted(
-    node: &Rc<Node>,
-    volume: &Volume,
-    place: &Place,
-    fs: FsType,
-    size: u64,
-    progress: &Progress,
-) -> Result<grow::Grown, Error> {
-    let place = place.clone();
-    let opening = volume.io(format!("open {}", place.path().display()));
-    let grown = node
-        .lane(volume, progress, "grow", move || {
-            let root = place.open().map_err(Err)?;
-            grow::grow(fs, root.as_fd(), size).map_err(Ok)
-        })
-        .await;
-    match grown {
-        Ok(grown) => Ok(grown),
-        Err(Ok(source)) => Err(Error::Grow {
-            volume: volume.id.clone(),
-            source,
-        }),
-        Err(Err(error)) => Err(opening(error)),
-    }
-}
-
-/// Gives the volume to a group, as kubelet would.
-pub async fn own(
-    node: &Rc<Node>,
-    volume: &Volume,
-    place: &Place,
-    group: FsGroup,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let place = place.clone();
-    let opening = volume.io(format!("open {}", place.path().display()));
-    let owned = node
-        .lane(volume, progress, "chgrp", move || match place.open() {
-            Ok(root) => group.apply(root.as_fd()).map_err(Ok),
-            Err(error) => Err(Err(error)),
-        })
-        .await;
-    match owned {
-        Ok(done) => {
-            already(volume, "chgrp", done);
-            Ok(())
-        }
-        Err(Ok(source)) => Err(Error::Ownership {
-            volume: volume.id.clone(),
-            source,
-        }),
-        Err(Err(error)) => Err(opening(error)),
     }
 }
 

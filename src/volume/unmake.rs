@@ -32,9 +32,10 @@ pub async fn unmake(
     let is_ours = node
         .lane(volume, progress, "note", move || {
             let bound = backends.bind(&source);
-            Ok(bound.forgets_mkfs()
+            let mkfs = bound.mkfs()?;
+            Ok(mkfs.goes_with_its_source()
                 && source.is_behind(on.dev)
-                && bound.mkfs_was_interrupted(&id)?)
+                && mkfs.was_interrupted(&id)?)
         })
         .await
         .map_err(|error| volume.device(error))?;

@@ -3,7 +3,7 @@
 use std::{path::Path, rc::Rc, sync::Arc};
 
 use super::{
-    Error, Node, Outcome, layout,
+    Error, Node, Outcome, layout, mounted,
     publish::appears_at,
     record::{Phase, Record},
     spec::Use,
@@ -105,7 +105,7 @@ fn is_mounted(
         let look = look.map_err(volume.io(format!("look at {}", place.path().display())))?;
         return Ok(matches!(look, Look::Mount(mounted) if appears_at(record, device, &mounted)));
     }
-    Ok(stage::mounted_fs(volume, place, device)?.is_some())
+    Ok(mounted::fs_of(volume, place, device)?.is_some())
 }
 
 /// Forgets a volume of which nothing is attached, with an inline volume's image.

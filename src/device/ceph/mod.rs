@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Volumes pass between this driver and ceph-csi, so all of it is as ceph-csi has
-//! it: the volume context and the note beside the mount ([`source`]), the name of
+//! it: the volume context ([`source`]), the note beside the mount ([`note`]), the name of
 //! the encrypted mapping, the image's metadata.
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::{
     error::{DeviceError, io},
     loopdev::Detached,
     luks,
-    notes::Notes,
+    notes::{MkfsNote, Notes},
     rbd::{self, Image, Mapped, Mapper},
 };
 use crate::{
@@ -40,12 +40,14 @@ mod error;
 mod library;
 mod map;
 mod mounter;
+mod note;
 mod served;
 mod source;
 
 pub use entered::ThisNode;
 pub use error::CephImageError;
-pub use source::{CephSource, NOTE};
+pub use note::NOTE;
+pub use source::CephSource;
 
 use below::Below;
 use map::Known;
@@ -179,7 +181,7 @@ pub struct BoundCephImage<'a> {
 impl Bound for BoundCephImage<'_> {
     fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
         if how.raw && !how.read_only {
-            self.mkfs_ended()?;
+            self.mkfs()?.ended()?;
         }
         let known = self.known(how)?;
         let (below, done) = self.map(&known, how)?;
@@ -264,19 +266,11 @@ impl Bound for BoundCephImage<'_> {
                 .map_err(CephImageError::from)?;
         }
         // Whoever has it next may fill it.
-        self.mkfs_ended()
+        self.mkfs()?.ended()
     }
 
-    fn mkfs_begins(&self, volume_id: &str) -> Result<(), DeviceError> {
-        Ok(self.images.notes.begins(self.source, volume_id)?)
-    }
-
-    fn mkfs_was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        Ok(self.images.notes.was_interrupted(self.source, volume_id)?)
-    }
-
-    fn mkfs_ended(&self) -> Result<(), DeviceError> {
-        Ok(self.images.notes.ended(self.source)?)
+    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError> {
+        Ok(MkfsNote::Node(&self.images.notes, self.source))
     }
 
     /// The controller grows the image; here its device follows.

@@ -1,8 +1,5 @@
-//! What a volume context says about a Ceph image, and the note that ceph-csi
-//! leaves of one beside its mount.
-//!
-//! Both are ceph-csi's, key for key: see `NodeStageVolume` and
-//! `rbdImageMetadataStash` in its `internal/rbd`.
+//! What a volume context says about a Ceph image: key for key what ceph-csi's
+//! does, see `NodeStageVolume` in its `internal/rbd`.
 
 use std::fmt;
 
@@ -12,7 +9,7 @@ use super::mounter::{Mounter, Served};
 use crate::{
     ceph::{encryption::DEFAULT_KMS, handle::VolumeHandle, rbd::Features},
     device::{
-        Behind, Device, Note, SourceError,
+        SourceError,
         context::Context,
         luks,
         rbd::{Image, MapOptions, Mapped},
@@ -20,9 +17,6 @@ use crate::{
     holder::{NbdOptions, devices as nbd},
     kernel::Dev,
 };
-
-/// The file beside the mount.
-pub const NOTE: &str = "image-meta.json";
 
 /// An image of a Ceph cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -149,56 +143,6 @@ impl CephSource {
         let same_cluster = one == two || one.is_empty() || two.is_empty();
         same_cluster && self.is_named(&other.image)
     }
-
-    /// The note, as ceph-csi reads it.
-    pub fn note(&self, device: &Device) -> Note {
-        let under = device.encrypted.as_ref();
-        let below = under.map_or(device.dev, |under| under.dev);
-        let is_served = matches!(device.behind, Behind::Served(_));
-        let node = under.map_or(&device.node, |under| &under.path).to_str();
-        let node = node.map(str::to_owned);
-        let mapped = Mapped::of(below).map(|mapped| mapped.image);
-        let image = mapped.as_ref().unwrap_or(&self.image);
-        let stash = Stash {
-            version: 3,
-            pool: image.pool.clone(),
-            // Which the cluster's configuration may say, and the context not.
-            rados_namespace: image.namespace.clone(),
-            image: image.name.clone(),
-            unmap_options: self.unmap_options.to_string(),
-            // ceph-csi unmaps by it what rbd-nbd serves.
-            access_type: is_served,
-            encrypted: self.kms.is_some(),
-            device: node.filter(|_| is_served).unwrap_or_default(),
-            log_dir: String::new(),
-            log_file_strategy: String::new(),
-        };
-        let text = serde_json::to_vec(&stash).expect("strings and flags are JSON");
-        Note { name: NOTE, text }
-    }
-
-    /// The image that a note is of.
-    pub fn noted(note: &[u8], volume_id: &str) -> serde_json::Result<Self> {
-        let stash: Stash = serde_json::from_slice(note)?;
-        let image = Image {
-            cluster_id: String::new(),
-            pool: stash.pool,
-            namespace: stash.rados_namespace,
-            name: stash.image,
-            snapshot: None,
-        };
-        let found = if stash.access_type {
-            Self::found_served(image, volume_id)
-        } else {
-            Self::found(image, volume_id)
-        };
-        Ok(Self {
-            kms: stash.encrypted.then(|| DEFAULT_KMS.to_owned()),
-            // Of use to nobody but ceph-csi.
-            unmap_options: MapOptions::parse(&stash.unmap_options).unwrap_or_default(),
-            ..found
-        })
-    }
 }
 
 fn pool_id(handle: &VolumeHandle) -> Option<i64> {
@@ -225,36 +169,9 @@ fn kms(context: Context<'_>) -> Result<Option<String>, SourceError> {
     Ok(Some(id.to_owned()))
 }
 
-/// `rbdImageMetadataStash`.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Stash {
-    #[serde(rename = "Version")]
-    version: u32,
-    pool: String,
-    #[serde(default)]
-    rados_namespace: String,
-    image: String,
-    #[serde(default)]
-    unmap_options: String,
-    /// By rbd-nbd.
-    #[serde(default)]
-    access_type: bool,
-    #[serde(default)]
-    encrypted: bool,
-    #[serde(default)]
-    device: String,
-    #[serde(default)]
-    log_dir: String,
-    #[serde(default)]
-    log_file_strategy: String,
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
-
-    use proptest::prelude::*;
 
     use super::*;
 
@@ -339,45 +256,5 @@ mod tests {
         let bad = [("mounter", "rbd-nbd"), ("mapOptions", "nbd:conf=/x")];
         let error = parse(HANDLE, &[&BASE[..], &bad].concat()).unwrap_err();
         assert_eq!(error.key, "mapOptions");
-    }
-
-    #[test]
-    fn the_note_is_as_ceph_csi_has_it() {
-        let more = [("encrypted", "true"), ("unmapOptions", "krbd:force;nbd:x")];
-        let source = parse(HANDLE, &[&BASE[..], &more].concat()).unwrap();
-        let device = Device {
-            dev: Dev { major: 1, minor: 0 },
-            node: "/dev/rbd0".into(),
-            behind: crate::device::Behind::Image(crate::device::loopdev::FileId { dev: 1, ino: 1 }),
-            read_only: false,
-            encrypted: None,
-        };
-        let note = source.note(&device);
-        let text = r#"{"Version":3,"pool":"rbd","radosNamespace":"","image":"csi-vol-1","unmapOptions":"force","accessType":false,"encrypted":true,"device":"","logDir":"","logFileStrategy":""}"#;
-        assert_eq!(String::from_utf8(note.text.clone()).unwrap(), text);
-        let read = CephSource::noted(&note.text, HANDLE).unwrap();
-        assert!(read.is_same(&source) && read.pool_id == Some(4));
-        assert_eq!(read.image.cluster_id, "c");
-
-        let served = Device {
-            node: "/dev/nbd7".into(),
-            behind: Behind::Served(HANDLE.to_owned()),
-            ..device
-        };
-        let note = source.note(&served);
-        let text = String::from_utf8(note.text.clone()).unwrap();
-        assert!(
-            text.contains(r#""accessType":true"#) && text.contains("/dev/nbd7"),
-            "{text}"
-        );
-        let read = CephSource::noted(&note.text, HANDLE).unwrap();
-        assert!(matches!(read.mounter, Mounter::RbdNbd(_)));
-    }
-
-    proptest! {
-        #[test]
-        fn any_note_is_read_or_refused(text in ".{0,80}|\\{\"Version\":3,\"pool\":.{0,9},\"image\":.{0,9}\\}") {
-            let _ = CephSource::noted(text.as_bytes(), HANDLE);
-        }
     }
 }
