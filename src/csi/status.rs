@@ -131,7 +131,7 @@ fn of_ceph(error: &CephImageError) -> Code {
     match error {
         CephImageError::Config(ConfigError::Unknown { .. }) => Code::InvalidArgument,
         CephImageError::Rbd(RbdError::UnderWay) => Code::Aborted,
-        CephImageError::Rbd(RbdError::Small { .. }) => Code::OutOfRange,
+        error if error.is_small() => Code::OutOfRange,
         error if error.is_authentication() => Code::Unauthenticated,
         error if error.is_missing() => Code::NotFound,
         error if error.is_final() => Code::FailedPrecondition,
