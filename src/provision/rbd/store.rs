@@ -156,14 +156,12 @@ impl Store {
     }
 
     /// Takes away images that are told to nobody. What a crash has left half made
-    /// does not go to the trash, and has no data to remove.
+    /// does not go to the trash, and has no data to remove; of some there is only the
+    /// name in the pool's directory, which keeps it from being used again.
     pub fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
-        let images = present(pool, names)?;
-        self.bin.discard(pool, &images)?;
-        for image in &images {
-            if rbd::image_id(pool, &image.name)?.is_some() {
-                or_missing(rbd::remove(pool, &image.name))?;
-            }
+        self.bin.discard(pool, &present(pool, names)?)?;
+        for name in names {
+            or_missing(rbd::remove(pool, name))?;
         }
         Ok(())
     }

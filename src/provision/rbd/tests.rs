@@ -9,7 +9,11 @@ mod trash;
 
 use super::*;
 use crate::{
-    ceph::{rados::Cluster, test_cluster::TestCluster},
+    ceph::{
+        Credentials,
+        rados::{Cluster, IoCtx},
+        test_cluster::TestCluster,
+    },
     provision::{Kind as ErrorKind, Places, Source},
 };
 
@@ -127,6 +131,14 @@ impl Home {
         self.rbd.delete_volume(handle.to_owned(), secrets).await
     }
 
+    /// The pool, on a connection of its own.
+    fn io(&self) -> IoCtx {
+        let credentials = Credentials::from_secrets(&self.secrets()).unwrap();
+        let monitors = &self.cluster.monitors;
+        let cluster = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
+        cluster.ioctx(&self.pool, "").unwrap()
+    }
+
     /// The images in the pool.
     fn images(&self) -> Vec<String> {
         let listed = self.cluster.rbd(&["ls", &self.pool]);
@@ -208,7 +220,7 @@ async fn copies_outlive_their_sources() {
 async fn what_is_in_use_is_not_deleted() {
     let Some(home) = Home::new() else { return };
     let made = home.make(home.volume("used", MIB)).await;
-    let credentials = crate::ceph::Credentials::from_secrets(&home.secrets()).unwrap();
+    let credentials = Credentials::from_secrets(&home.secrets()).unwrap();
     let monitors = &home.cluster.monitors;
     let other = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
     let pool = other.ioctx(&home.pool, "").unwrap();

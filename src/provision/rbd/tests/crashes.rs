@@ -265,31 +265,53 @@ async fn what_was_being_deleted_is_deleted() {
     }
 }
 
+/// What librbd has made of an image when it is killed.
+enum Half {
+    /// Its name, in the pool's directory.
+    Listed,
+    /// An object of that name, too, and no header.
+    Named,
+}
+
 #[tokio::test]
 async fn an_image_that_is_half_made_is_made_anew() {
-    let Some(home) = Home::of_its_own() else {
-        return;
-    };
-    // The victim has entered what it makes, and made nothing.
-    let mut at = 0;
-    while !home.rados(&["ls"]).contains("csi.volume.") {
-        assert!(home.crashes(at, (&[], &[])));
-        at += 1;
+    for half in [Half::Listed, Half::Named] {
+        let Some(home) = Home::of_its_own() else {
+            return;
+        };
+        // The victim has entered what it makes, and made nothing.
+        let mut at = 0;
+        while !home.rados(&["ls"]).contains("csi.volume.") {
+            assert!(home.crashes(at, (&[], &[])));
+            at += 1;
+        }
+        let entry = home.rados(&["ls"]);
+        let uuid = entry
+            .lines()
+            .find_map(|object| object.strip_prefix("csi.volume."));
+        let name = format!("csi-vol-{}", uuid.unwrap());
+        // Each text has its length before it.
+        let id = "\u{4}\0\0\0dead";
+        let listed = format!(
+            "{}\0\0\0{name}",
+            char::from(u8::try_from(name.len()).unwrap())
+        );
+        let directory = [(&*format!("name_{name}"), id), ("id_dead", &*listed)];
+        home.io().omap_set("rbd_directory", &directory).unwrap();
+        if let Half::Named = half {
+            let file = home.dir.path().join("id");
+            std::fs::write(&file, id).unwrap();
+            let object = format!("rbd_id.{name}");
+            home.rados(&["put", &object, file.to_str().unwrap()]);
+        }
+        let party = home.party();
+        let longest = Duration::from_secs(60);
+        tokio::time::timeout(longest, party.make())
+            .await
+            .expect("is made");
+        let info = home
+            .cluster
+            .rbd(&["info", &format!("{}/{name}", home.pool)]);
+        assert!(info.contains("size 16 MiB"), "{info}");
     }
-    let entry = home.rados(&["ls"]);
-    let uuid = entry
-        .lines()
-        .find_map(|object| object.strip_prefix("csi.volume."));
-    let name = format!("csi-vol-{}", uuid.unwrap());
-    // librbd makes the image's name first, then its header.
-    let id = home.dir.path().join("id");
-    std::fs::write(&id, b"\x04\0\0\0dead").unwrap();
-    let object = format!("rbd_id.{name}");
-    home.rados(&["put", &object, id.to_str().unwrap()]);
-    home.rados(&["setomapval", "rbd_directory", "id_dead", "x"]);
-    home.party().make().await;
-    let info = home
-        .cluster
-        .rbd(&["info", &format!("{}/{name}", home.pool)]);
-    assert!(info.contains("size 16 MiB"), "{info}");
 }

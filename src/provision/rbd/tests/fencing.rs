@@ -1,13 +1,9 @@
 //! Nodes that do not let go of a volume. A node is a connection of librbd's here;
 //! what the kernel's client does is told by stories.
 
-use std::sync::Arc;
-
 use super::*;
 use crate::ceph::{
-    Credentials,
     fencing::{Attachments, Client, Fence, Fences, Through},
-    rados::IoCtx,
     rbd::{Access, Image},
 };
 
@@ -42,17 +38,10 @@ impl Fenced {
         Some(Self { home, volume })
     }
 
-    fn connect(&self) -> IoCtx {
-        let credentials = Credentials::from_secrets(&self.home.secrets()).unwrap();
-        let monitors = &self.home.cluster.monitors;
-        let cluster = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
-        Arc::clone(&cluster).ioctx(&self.home.pool, "").unwrap()
-    }
-
     /// Somebody has the image open.
     fn open(&self) -> Node {
         let name = &self.volume.context["imageName"];
-        let image = Image::open(&self.connect(), name, Access::ReadWrite).unwrap();
+        let image = Image::open(&self.home.io(), name, Access::ReadWrite).unwrap();
         let own = image.watchers().unwrap().into_iter().find(|one| one.own);
         let client = Client {
             address: own.unwrap().address,
@@ -89,7 +78,7 @@ impl Fenced {
     }
 
     fn fences(&self) -> Vec<Fence> {
-        Fences::of(&self.connect()).list().unwrap()
+        Fences::of(&self.home.io()).list().unwrap()
     }
 }
 
@@ -125,7 +114,7 @@ async fn a_client_that_does_not_let_go_is_fenced_until_it_is_gone() {
     let listed = || it.home.cluster.ceph(&["osd", "blocklist", "ls"]);
     it.publish("a", true).await;
     assert!(listed().contains(&fence.client.address), "not gone yet");
-    Fences::of(&it.connect()).is_gone(&fence).unwrap();
+    Fences::of(&it.home.io()).is_gone(&fence).unwrap();
     it.publish("a", true).await;
     assert!(!listed().contains(&fence.client.address));
     assert_eq!(it.fences(), []);

@@ -4,11 +4,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::ceph::{
-    Credentials,
-    rados::IoCtx,
-    rbd::{self as images, Access, Image, Mirroring},
-};
+use crate::ceph::rbd::{self as images, Access, Image, Mirroring};
 
 /// A volume that was made at one site and is at another by now.
 struct Moved {

@@ -1,7 +1,6 @@
 //! What is in the trash, and whose it is.
 
 use super::{super::trash::Discarded, *};
-use crate::ceph::rados::IoCtx;
 
 impl Home {
     fn trash(&self) -> String {
@@ -12,13 +11,6 @@ impl Home {
     fn listed(&self) -> Vec<String> {
         let listed = self.io().omap_list("uring-csi.trash", "").unwrap();
         listed.into_values().collect()
-    }
-
-    fn io(&self) -> IoCtx {
-        let credentials = crate::ceph::Credentials::from_secrets(&self.secrets()).unwrap();
-        let monitors = &self.cluster.monitors;
-        let cluster = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
-        cluster.ioctx(&self.pool, "").unwrap()
     }
 
     /// Has the trash emptied for as long as `left` is there, up to some ten seconds.
