@@ -29,6 +29,8 @@ use crate::harness::{
 };
 
 mod classes;
+mod crashes;
+mod fencing;
 mod takeover;
 
 const GIB: u64 = 1 << 30;
@@ -46,7 +48,10 @@ struct Ceph {
 impl Ceph {
     /// None where Ceph is not installed.
     fn new(sandbox: &Sandbox) -> Option<Self> {
-        let cluster = TestCluster::shared()?;
+        Some(Self::over(sandbox, TestCluster::shared()?))
+    }
+
+    fn over(sandbox: &Sandbox, cluster: TestCluster) -> Self {
         let config = sandbox.dir().join("config.json");
         let ceph = Self {
             pool: cluster.fresh_pool(),
@@ -54,7 +59,7 @@ impl Ceph {
             config,
         };
         ceph.configure(&[(CEPH, &ceph.cluster.monitors)]);
-        Some(ceph)
+        ceph
     }
 
     /// Writes which clusters there are.

@@ -4,7 +4,8 @@ use std::{collections::HashMap, ops::Deref, path::Path};
 
 use tonic::{Status, transport::Channel};
 use uring_csi::proto::csi::{
-    CapacityRange, ControllerExpandVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
+    CapacityRange, ControllerExpandVolumeRequest, ControllerPublishVolumeRequest,
+    ControllerUnpublishVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
     DeleteSnapshotRequest, DeleteVolumeRequest, Snapshot, Topology, TopologyRequirement,
     Volume as Made, VolumeCapability, VolumeContentSource,
     controller_client::ControllerClient,
@@ -131,6 +132,39 @@ impl Controller {
         };
         self.client()
             .delete_snapshot(request(message, CALL_TIMEOUT))
+            .await
+            .map(drop)
+    }
+
+    /// ControllerPublishVolume: what the node is told.
+    pub async fn publish(
+        &self,
+        volume: &Volume,
+        node_id: &str,
+    ) -> Result<HashMap<String, String>, Status> {
+        let message = ControllerPublishVolumeRequest {
+            volume_id: volume.handle.clone(),
+            node_id: node_id.to_owned(),
+            volume_capability: Some(volume.capability.clone()),
+            secrets: self.secrets.clone(),
+            volume_context: volume.context.clone(),
+            ..Default::default()
+        };
+        let answer = self
+            .client()
+            .controller_publish_volume(request(message, CALL_TIMEOUT))
+            .await?;
+        Ok(answer.into_inner().publish_context)
+    }
+
+    pub async fn unpublish(&self, volume: &Volume, node_id: &str) -> Result<(), Status> {
+        let message = ControllerUnpublishVolumeRequest {
+            volume_id: volume.handle.clone(),
+            node_id: node_id.to_owned(),
+            secrets: self.secrets.clone(),
+        };
+        self.client()
+            .controller_unpublish_volume(request(message, CALL_TIMEOUT))
             .await
             .map(drop)
     }

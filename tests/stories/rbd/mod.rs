@@ -3,6 +3,7 @@
 //! no RBD driver, nothing is told.
 
 mod encrypted;
+mod fenced;
 mod growth;
 mod killed;
 mod lives;

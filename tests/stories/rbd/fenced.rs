@@ -1,0 +1,177 @@
+//! A node that does not let go of its volume, as nobody hears of it any more: what
+//! it still writes does not reach the image, and it can be used again once it is
+//! back. The second node is one of rbd-nbd, as the kernel's driver is the machine's; and
+//! each story has a cluster of its own, as the kernel's client is the machine's, too.
+
+use std::{
+    fs::{File, OpenOptions},
+    os::unix::fs::{FileExt as _, OpenOptionsExt as _},
+    path::Path,
+};
+
+use crate::harness::{
+    Ceph, Content, Controller, ControllerSetup, Holder, MIB, Node, NodeSetup, Sandbox, Volume,
+    claim, eventually, lonely_ceph_story, provisioned, rbds_over,
+};
+
+struct Fencing<'a> {
+    ceph: &'a Ceph,
+    pool: String,
+    controller: Controller,
+    node: Node,
+}
+
+impl<'a> Fencing<'a> {
+    async fn new(sandbox: &Sandbox, ceph: &'a Ceph) -> Self {
+        let mut setup = ControllerSetup::new(sandbox);
+        setup.pools.clear();
+        let config = ceph.config().display().to_string();
+        let args = ["--ceph-config", &config, "--fence-after", "1"];
+        setup.args = args.map(str::to_owned).to_vec();
+        setup.secrets = ceph.secrets();
+        Self {
+            ceph,
+            pool: ceph.cluster.fresh_pool(),
+            controller: Controller::start_with(sandbox, setup).await,
+            node: ceph.node(sandbox).await,
+        }
+    }
+
+    async fn volume(&self, name: &str) -> Volume {
+        let block = Volume::block(name).capability;
+        let mut request = claim(name, &self.pool, &block, 64 * MIB);
+        let parameters = [
+            ("clusterID", self.ceph.cluster_id.clone()),
+            ("imageFeatures", "layering".to_owned()),
+            ("volumeNamePrefix", self.ceph.prefix()),
+        ];
+        let own = parameters.map(|(key, value)| (key.to_owned(), value));
+        request.parameters.extend(own);
+        let made = self.controller.create(request).await.unwrap();
+        let mut volume = provisioned(&made, &block);
+        volume.secrets.clone_from(&self.controller.secrets);
+        volume
+    }
+
+    /// Published to a node, and up there.
+    async fn up(&self, node: &Node, id: &str, volume: &Volume) -> std::path::PathBuf {
+        let told = self.controller.publish(volume, id).await.unwrap();
+        std::fs::create_dir_all(node.staging(volume)).unwrap();
+        let mut stage = node.stage_request(volume);
+        stage.publish_context = told;
+        node.send_stage(stage).await.unwrap();
+        node.publish(volume, "pod").await.unwrap();
+        node.target(volume, "pod")
+    }
+
+    fn blocklist(&self) -> String {
+        self.ceph.cluster.ceph(&["osd", "blocklist", "ls"])
+    }
+}
+
+/// Past every cache, as a database does.
+fn direct(path: &Path) -> File {
+    let mut options = OpenOptions::new();
+    options.write(true).custom_flags(libc::O_DSYNC);
+    options.open(path).unwrap()
+}
+
+fn client_of(device: &Path) -> String {
+    let name = device.file_name().unwrap().to_str().unwrap();
+    let id = name.strip_prefix("rbd").unwrap();
+    let file = format!("/sys/bus/rbd/devices/{id}/client_addr");
+    std::fs::read_to_string(file).unwrap().trim().to_owned()
+}
+
+#[test]
+fn what_a_lost_node_writes_does_not_reach_the_image() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        for node in ["node-a", "node-b"] {
+            sandbox.kubelet(node);
+        }
+        let it = Fencing::new(sandbox, ceph).await;
+        let holder = Holder::start(sandbox).await;
+        let setup = NodeSetup {
+            node_id: "node-b",
+            ..ceph.setup(sandbox)
+        };
+        let socket = holder.socket().display().to_string();
+        let other = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
+        let volume = it.volume("v").await;
+        let [before, after] = ["before", "after"].map(Content::new);
+        let target = it.up(&it.node, "node-a", &volume).await;
+        before.write_at(&target, 0).unwrap();
+        let pod = direct(&target);
+        let client = client_of(&rbds_over(&volume)[0]);
+
+        it.node.kill9().await;
+        it.controller.unpublish(&volume, "node-a").await.unwrap();
+        assert!(it.blocklist().contains(&client));
+        assert!(it.controller.log().contains("fencing a node's client"));
+        let late = pod
+            .write_all_at(&[7; 4096], 0)
+            .and_then(|()| pod.sync_all());
+        late.unwrap_err();
+        let elsewhere = volume.clone().with("mounter", "rbd-nbd");
+        let there = it.up(&other, "node-b", &elsewhere).await;
+        before.is_at(&there, 0);
+        after.write_at(&there, MIB).unwrap();
+        pod.write_all_at(&[7; 4096], MIB)
+            .and_then(|()| pod.sync_all())
+            .unwrap_err();
+        drop(pod);
+        other.down(&elsewhere, "pod").await;
+        it.controller.unpublish(&volume, "node-b").await.unwrap();
+
+        // The node is back, and was not rebooted.
+        it.node.restart().await;
+        it.node.down(&volume, "pod").await;
+        let target = it.up(&it.node, "node-a", &volume).await;
+        before.is_at(&target, 0);
+        after.is_at(&target, MIB);
+        assert_ne!(client_of(&rbds_over(&volume)[0]), client);
+        it.node.down(&volume, "pod").await;
+        it.controller.unpublish(&volume, "node-a").await.unwrap();
+        assert!(!it.blocklist().contains(&client), "the node is back");
+        it.controller.delete(&volume.handle).await.unwrap();
+        it.node.assert_clean().await;
+        other.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_node_stages_while_a_fenced_client_still_has_devices() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let it = Fencing::new(sandbox, ceph).await;
+        let [lost, beside] = [it.volume("lost").await, it.volume("beside").await];
+        for volume in [&lost, &beside] {
+            it.up(&it.node, "node-a", volume).await;
+        }
+        let client = client_of(&rbds_over(&lost)[0]);
+        assert_eq!(client_of(&rbds_over(&beside)[0]), client);
+        it.controller.unpublish(&lost, "node-a").await.unwrap();
+        it.node.down(&lost, "pod").await;
+
+        let content = Content::new("again");
+        let target = it.up(&it.node, "node-a", &lost).await;
+        content.write_at(&target, 0).unwrap();
+        content.is_at(&target, 0);
+        let own = client_of(&rbds_over(&lost)[0]);
+        assert_ne!(own, client);
+        // A graceful unpublish fences nobody, and the fence stays while there is
+        // something left of the client.
+        it.node.down(&lost, "pod").await;
+        it.controller.unpublish(&lost, "node-a").await.unwrap();
+        assert!(it.blocklist().contains(&client));
+        assert!(!it.blocklist().contains(&own));
+        it.node.down(&beside, "pod").await;
+        it.up(&it.node, "node-a", &lost).await;
+        let lifted = async || {
+            it.controller.publish(&lost, "node-a").await.unwrap();
+            (!it.blocklist().contains(&client)).then_some(())
+        };
+        eventually("the fence is lifted", lifted).await;
+        it.node.down(&lost, "pod").await;
+        it.node.assert_clean().await;
+    });
+}

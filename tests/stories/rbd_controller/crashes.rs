@@ -1,0 +1,102 @@
+//! SIGKILL to the controller at any instant: repeats, as the sidecars send them,
+//! finish what was begun, and nothing is left.
+
+use super::{Ceph, GIB};
+use crate::harness::{
+    Controller, Dice, MIB, TestCluster, eventually, from_snapshot, from_volume, kill_amid, story,
+};
+
+impl Ceph {
+    /// One that forgets its dead soon.
+    fn forgetful(sandbox: &crate::harness::Sandbox) -> Option<Self> {
+        let cluster = TestCluster::own()?;
+        cluster.ceph(&["config", "set", "osd", "osd_client_watch_timeout", "2"]);
+        Some(Self::over(sandbox, cluster))
+    }
+
+    /// What is in the pool of volumes, snapshots and names, by object.
+    fn left(&self) -> Vec<String> {
+        const STAY: [&str; 4] = ["rbd_directory", "rbd_info", "rbd_children", "rbd_trash"];
+        let mut left = Vec::new();
+        for object in self.rados(&["ls"]).lines() {
+            if object.starts_with("csi.volumes.")
+                || object.starts_with("csi.snaps.")
+                || object == "uring-csi.trash"
+            {
+                let keys = self.rados(&["listomapkeys", object]);
+                left.extend(keys.lines().map(|key| format!("{object}: {key}")));
+            } else if !STAY.contains(&object) && !object.starts_with("rbd_trash_") {
+                left.push(object.to_owned());
+            }
+        }
+        left
+    }
+}
+
+/// Kills the controller amid a call, and repeats the call in its next life until it
+/// succeeds.
+async fn killed_amid<T>(
+    controller: &Controller,
+    dice: &mut Dice,
+    call: impl AsyncFn() -> Result<T, tonic::Status>,
+) -> T {
+    kill_amid(controller, dice, &call).await;
+    controller.start().await;
+    eventually("a repeat succeeds", async || call().await.ok()).await
+}
+
+#[test]
+fn a_controller_may_be_killed_at_any_instant() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::forgetful(sandbox) else {
+            return;
+        };
+        let mut setup = ceph.setup(sandbox);
+        setup.args.extend(ceph.own_secret(sandbox));
+        let controller = Controller::start_with(sandbox, setup).await;
+        let mut dice = Dice::new();
+        for round in 0..4 {
+            let claim = |name: &str| ceph.claim(&format!("{name}{round}"), 64 * MIB);
+            let source = claim("source");
+            let source = async || controller.create(source.clone()).await;
+            let source = killed_amid(&controller, &mut dice, source).await.volume_id;
+            let name = format!("snapshot{round}");
+            let take = async || controller.snapshot(&source, &name).await;
+            let snapshot = killed_amid(&controller, &mut dice, take).await.snapshot_id;
+            let mut volumes = vec![source.clone()];
+            for (name, from) in [
+                ("restored", from_snapshot(&snapshot)),
+                ("cloned", from_volume(&source)),
+            ] {
+                let mut copy = claim(name);
+                copy.volume_content_source = Some(from);
+                let copy = async || controller.create(copy.clone()).await;
+                volumes.push(killed_amid(&controller, &mut dice, copy).await.volume_id);
+            }
+            let grow = async || controller.expand(&source, GIB).await;
+            let (bytes, _) = killed_amid(&controller, &mut dice, grow).await;
+            assert_eq!(bytes.unsigned_abs(), GIB);
+            // The two, and what stands between the clone and its source.
+            assert_eq!(ceph.images().len(), 5);
+
+            let delete = async || controller.delete_snapshot(&snapshot).await;
+            killed_amid(&controller, &mut dice, delete).await;
+            for volume in &volumes {
+                let delete = async || controller.delete(volume).await;
+                killed_amid(&controller, &mut dice, delete).await;
+            }
+            assert!(ceph.images().is_empty());
+        }
+        // A dead manager's tasks are repeated by itself; ours at each start.
+        let emptied = async || {
+            if ceph.left().is_empty() {
+                return Some(());
+            }
+            controller.kill9().await;
+            controller.start().await;
+            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+            None
+        };
+        eventually("nothing is left", emptied).await;
+    });
+}

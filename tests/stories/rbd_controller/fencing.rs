@@ -1,0 +1,157 @@
+//! What the controller does where it is to fence nodes, whose clients are
+//! processes of librbd here; the kernel's client is told of in `rbd::fenced`.
+
+use std::time::Duration;
+
+use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unimplemented};
+use uring_csi::proto::csi::ControllerPublishVolumeRequest;
+
+use super::{Ceph, Rpc, capabilities};
+use crate::harness::{
+    Controller, Dice, MIB, Mode, Sandbox, Volume, eventually, provisioned, refused, story,
+};
+
+async fn fencing(sandbox: &Sandbox, ceph: &Ceph, after: &str) -> (Controller, Volume) {
+    let mut setup = ceph.setup(sandbox);
+    setup
+        .args
+        .extend(["--fence-after", after].map(str::to_owned));
+    let controller = Controller::start_with(sandbox, setup).await;
+    let made = controller.create(ceph.claim("v", 64 * MIB)).await.unwrap();
+    let volume = provisioned(&made, &Volume::block("any").capability);
+    (controller, volume)
+}
+
+impl Ceph {
+    /// The address of the one client that has a volume's image open.
+    fn watcher(&self, volume: &Volume) -> String {
+        let image = format!("{}/{}", self.pool, volume.context["imageName"]);
+        let status = self.cluster.rbd(&["status", "--format", "json", &image]);
+        let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+        let address = status["watchers"][0]["address"].as_str();
+        address.expect("a watcher").to_owned()
+    }
+
+    /// Has a node's entry say that it is this client's.
+    fn enter_client(&self, volume: &Volume, node: &str, address: &str) {
+        let uuid = &volume.handle[volume.handle.len() - 36..];
+        let client = serde_json::json!({
+            "address": address, "boot_id": "boot", "through": "own-krbd",
+        });
+        let [object, key] = [
+            format!("csi.volume.{uuid}"),
+            format!("uring-csi.node.{node}"),
+        ];
+        self.rados(&["setomapval", &object, &key, &client.to_string()]);
+    }
+
+    fn is_blocklisted(&self, address: &str) -> bool {
+        self.cluster
+            .ceph(&["osd", "blocklist", "ls"])
+            .contains(address)
+    }
+}
+
+#[test]
+fn nobody_is_fenced_unless_it_is_asked_for() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let controller = Controller::start_with(sandbox, ceph.setup(sandbox)).await;
+        let can = capabilities(&controller).await;
+        assert!(!can.contains(&Rpc::PublishUnpublishVolume), "{can:?}");
+        let made = controller.create(ceph.claim("v", 64 * MIB)).await.unwrap();
+        let volume = provisioned(&made, &Volume::block("any").capability);
+        let not = controller.publish(&volume, "node-a").await;
+        refused(not, Unimplemented, &["--fence-after"]);
+        let _user = ceph.user_of(&volume.context["imageName"]);
+        let not = controller.unpublish(&volume, "node-a").await;
+        refused(not, Unimplemented, &["--fence-after"]);
+    });
+}
+
+#[test]
+fn only_a_client_that_the_node_entered_is_fenced() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let (controller, volume) = fencing(sandbox, &ceph, "1").await;
+        let can = capabilities(&controller).await;
+        assert!(can.contains(&Rpc::PublishUnpublishVolume), "{can:?}");
+        let message = ControllerPublishVolumeRequest {
+            volume_id: volume.handle.clone(),
+            node_id: "node-a".to_owned(),
+            ..Default::default()
+        };
+        let bare = controller.client().controller_publish_volume(message).await;
+        refused(bare, InvalidArgument, &["volume_capability"]);
+        let absent = Volume {
+            handle: format!("{}{:012}", &volume.handle[..volume.handle.len() - 12], 0),
+            ..volume.clone()
+        };
+        refused(controller.publish(&absent, "node-a").await, NotFound, &[]);
+        controller.unpublish(&absent, "node-a").await.unwrap();
+        // A static volume's handle says nothing.
+        let fixed = Volume {
+            handle: "image".to_owned(),
+            ..volume.clone()
+        };
+        assert!(
+            controller
+                .publish(&fixed, "node-a")
+                .await
+                .unwrap()
+                .is_empty()
+        );
+        controller.unpublish(&fixed, "node-a").await.unwrap();
+        let many = volume.clone().mode(Mode::MultiNodeMultiWriter);
+        assert!(
+            controller
+                .publish(&many, "node-a")
+                .await
+                .unwrap()
+                .is_empty()
+        );
+
+        let told = controller.publish(&volume, "node-a").await.unwrap();
+        assert_eq!(told["fencing"], "true");
+        let user = ceph.user_of(&volume.context["imageName"]);
+        let address = ceph.watcher(&volume);
+        let unknown = controller.unpublish(&volume, "node-a").await;
+        refused(unknown, FailedPrecondition, &["node-a", &address]);
+        assert!(!ceph.is_blocklisted(&address));
+        ceph.enter_client(&volume, "node-a", &address);
+        controller.unpublish(&volume, "node-a").await.unwrap();
+        assert!(ceph.is_blocklisted(&address));
+        assert!(controller.log().contains("fencing a node's client"));
+        controller.delete(&volume.handle).await.unwrap();
+        drop(user);
+    });
+}
+
+#[test]
+fn a_fence_that_was_interrupted_is_finished() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let (controller, volume) = fencing(sandbox, &ceph, "1").await;
+        let mut dice = Dice::new();
+        for _ in 0..3 {
+            controller.publish(&volume, "node-a").await.unwrap();
+            let user = ceph.user_of(&volume.context["imageName"]);
+            let address = ceph.watcher(&volume);
+            ceph.enter_client(&volume, "node-a", &address);
+            let unpublish = async || controller.unpublish(&volume, "node-a").await;
+            let soon = Duration::from_millis(dice.below(1500) as u64);
+            let _ = tokio::time::timeout(soon, unpublish()).await;
+            controller.kill9().await;
+            controller.start().await;
+            eventually("unpublished", async || unpublish().await.ok()).await;
+            assert!(ceph.is_blocklisted(&address));
+            drop(user);
+        }
+    });
+}
