@@ -12,7 +12,12 @@ use std::{
 use clap::Parser;
 use tonic::service::Routes;
 use uring_csi::{
-    ceph::{config::Clusters, connections::Connections, encryption::KmsConfig, rados::Timeouts},
+    ceph::{
+        config::{Clusters, Mappings},
+        connections::Connections,
+        encryption::KmsConfig,
+        rados::Timeouts,
+    },
     chain, config,
     csi::{
         admin::AdminService,
@@ -195,6 +200,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
                 .ceph
                 .ceph_config
                 .map(|path| Arc::new(Clusters::new(path))),
+            mappings: Arc::new(Mappings::new(&options.ceph.cluster_mapping)),
             kms: KmsConfig::new(&options.ceph.kms_config),
             connections: Connections::new(Timeouts::default())?,
             mapper: rbd::Mapper::open(options.run_dir.join("map"))?,

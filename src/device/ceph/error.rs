@@ -192,6 +192,16 @@ impl CephImageError {
         }
     }
 
+    /// Whether the image is not where it was looked for, or nobody there knows this
+    /// user: it may be in a cluster that stands in.
+    pub fn is_elsewhere(&self) -> bool {
+        let is_unknown = matches!(
+            self,
+            Self::Config(ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. })
+        );
+        is_unknown || self.is_missing() || self.is_authentication()
+    }
+
     /// Whether somebody uses the device.
     pub fn is_busy(&self) -> bool {
         match self {

@@ -27,6 +27,8 @@ pub struct Known<'a> {
     pub credentials: Credentials,
     /// With the namespace that it is in.
     pub image: Image,
+    /// The pool's id, where it is known.
+    pool_id: Option<i64>,
     /// Looked for once, and asked by all who want to know something.
     asked: OnceCell<Option<Asked>>,
 }
@@ -43,8 +45,41 @@ impl Known<'_> {
 }
 
 impl BoundCephImage<'_> {
-    pub(super) fn known(&self, how: &How) -> Result<Known<'_>, CephImageError> {
-        let cluster = self.images.cluster(&self.source.image.cluster_id)?;
+    /// Maps the image where it is: in its own cluster, or in one that stands in for
+    /// that after a fail-over. It is called the same there, and so is its pool.
+    pub(super) fn map_where_it_is(
+        &self,
+        how: &How,
+    ) -> Result<(Known<'_>, Below, Done), CephImageError> {
+        let at = |cluster_id: &str, pool_id| {
+            let known = self.known(cluster_id, pool_id, how)?;
+            let (below, done) = self.map(&known, how)?;
+            Ok((known, below, done))
+        };
+        let cluster_id = &self.source.image.cluster_id;
+        let own = at(cluster_id, self.source.pool_id);
+        let Some(pool_id) = self.source.pool_id else {
+            return own;
+        };
+        if !own.as_ref().is_err_and(CephImageError::is_elsewhere) {
+            return own;
+        }
+        for (cluster_id, pool_id) in self.images.mappings.of(cluster_id, pool_id)? {
+            match at(&cluster_id, Some(pool_id)) {
+                Err(error) if error.is_elsewhere() => {}
+                found => return found,
+            }
+        }
+        own
+    }
+
+    fn known(
+        &self,
+        cluster_id: &str,
+        pool_id: Option<i64>,
+        how: &How,
+    ) -> Result<Known<'_>, CephImageError> {
+        let cluster = self.images.cluster(cluster_id)?;
         let mut image = self.source.image.clone();
         if image.namespace.is_empty() {
             image.namespace = cluster.rados_namespace.clone().unwrap_or_default();
@@ -54,15 +89,12 @@ impl BoundCephImage<'_> {
             credentials: Credentials::from_secrets(&how.secrets)?,
             cluster,
             image,
+            pool_id,
             asked: OnceCell::new(),
         })
     }
 
-    pub(super) fn map(
-        &self,
-        known: &Known<'_>,
-        how: &How,
-    ) -> Result<(Below, Done), CephImageError> {
+    fn map(&self, known: &Known<'_>, how: &How) -> Result<(Below, Done), CephImageError> {
         let krbd = || {
             self.map_by_krbd(known, how)
                 .map(|(device, done)| (device.into(), done))
@@ -93,7 +125,7 @@ impl BoundCephImage<'_> {
         let mut wanted = Wanted {
             image: &known.image,
             volume_id: &how.volume_id,
-            pool_id: known.source.pool_id,
+            pool_id: known.pool_id,
             features: known.source.features,
             monitors: &monitors,
             credentials: &known.credentials,

@@ -25,7 +25,7 @@ use super::{
 use crate::{
     Done,
     ceph::{
-        config::{ClusterConfig, Clusters},
+        config::{ClusterConfig, Clusters, Mappings},
         connections::Connections,
         encryption::KmsConfig,
     },
@@ -58,6 +58,8 @@ use mounter::Mounter;
 pub struct CephImages {
     /// ceph-csi's `config.json`; none where this node has no clusters.
     pub clusters: Option<Arc<Clusters>>,
+    /// Which of them stand in for which: ceph-csi's `cluster-mapping.json`.
+    pub mappings: Arc<Mappings>,
     /// ceph-csi's configuration of key management systems.
     pub kms: KmsConfig,
     /// Connections of librados.
@@ -183,8 +185,7 @@ impl Bound for BoundCephImage<'_> {
         if how.raw && !how.read_only {
             self.mkfs()?.ended()?;
         }
-        let known = self.known(how)?;
-        let (below, done) = self.map(&known, how)?;
+        let (known, below, done) = self.map_where_it_is(how)?;
         let over = self.enter(&known, &below, how).and_then(|()| {
             let kms = self.source.kms.as_ref();
             kms.map(|kms| encrypted::open(self.images, &known, kms, &below.node, how))

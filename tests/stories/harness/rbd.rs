@@ -195,7 +195,7 @@ impl Ceph {
         [("userID".to_owned(), user), ("userKey".to_owned(), key)].into()
     }
 
-    fn pool_id(&self, name: &str) -> i64 {
+    pub fn pool_id(&self, name: &str) -> i64 {
         if let Some(known) = self.pool_ids.borrow().get(name) {
             return *known;
         }

@@ -7,6 +7,7 @@ mod fenced;
 mod growth;
 mod killed;
 mod lives;
+mod moved;
 mod outages;
 mod refusals;
 mod secrets;
