@@ -1,6 +1,6 @@
 //! An object: its bytes, what its class makes of them, and who watches it.
 
-use std::{ptr, time::Duration};
+use std::{ffi::c_int, ptr, time::Duration};
 
 use rustix::io::Errno;
 
@@ -70,30 +70,34 @@ impl IoCtx {
         Ok(output)
     }
 
-    /// Sends an empty notification to all who watch an object, and says who they
-    /// are: the numbers of their connections ([`Cluster::instance_id`]). It takes
-    /// one round trip where nobody does, else until all have acknowledged it, a
-    /// second at most: one that is dead is among them until the cluster ends its
-    /// watch.
+    /// Sends a notification to all who watch an object, and says who they are: the
+    /// numbers of their connections ([`Cluster::instance_id`]). It takes one round
+    /// trip where nobody does, else until all have acknowledged it, a second at
+    /// most: one that is dead is among them until the cluster ends its watch.
     ///
     /// Blocks while the OSD does not answer: the timeout for operations does not
     /// apply to notifications.
     ///
     /// [`Cluster::instance_id`]: super::Cluster::instance_id
-    pub(in crate::ceph) fn notify(&self, object: &str) -> Result<Vec<i64>, CephError> {
+    pub(in crate::ceph) fn notify(
+        &self,
+        object: &str,
+        message: &[u8],
+    ) -> Result<Vec<i64>, CephError> {
         let call = self.call("notify who watches", "object", object);
         let name = call.text(object)?;
         let cluster = self.cluster();
         let (mut reply, mut len) = (ptr::null_mut(), 0);
         let within = u64::try_from(NOTICED_WITHIN.as_millis()).unwrap_or(u64::MAX);
-        // SAFETY: the name ends in NUL, the message is empty; the reply is the
-        // library's, and `take` frees it.
+        let message_len = c_int::try_from(message.len()).map_err(|_| call.error(Errno::TOOBIG))?;
+        // SAFETY: the name ends in NUL, the message has the length that is told;
+        // the reply is the library's, and `take` frees it.
         let (answer, reply) = unsafe {
             let answer = (cluster.libraries.rados.rados_notify2)(
                 self.raw(),
                 name.as_ptr(),
-                ptr::null(),
-                0,
+                message.as_ptr().cast(),
+                message_len,
                 within,
                 &raw mut reply,
                 &raw mut len,

@@ -7,9 +7,8 @@
 //! ```
 //!
 //! Whoever has an image mapped, or open for writing, watches its header to hear
-//! of changes by others. So an empty notification, by which the first clients told
-//! of a change and which all understand, is acknowledged by all of them: those who
-//! have the image read its header again, and nothing else comes of it.
+//! of changes and requests by others. So a notification is acknowledged by all of
+//! them, one of a kind that they do not know, too, and nothing else comes of that.
 //!
 //! Sources: Ceph's `cls_rbd.cc` for what is kept where (`get_features`;
 //! `metadata_<key>` in a header's omap; `mirror::image_key`); librbd's
@@ -25,6 +24,10 @@ use crate::ceph::{CephError, rados::IoCtx};
 
 /// `CEPH_NOSNAP`: the image itself, and not a snapshot of it.
 const NO_SNAPSHOT: u64 = 0xffff_ffff_ffff_fffe;
+
+/// A notification of a kind that there is not: version and compatible version of its
+/// encoding, the length of what follows, and the number of its kind.
+const UNKNOWN: [u8; 10] = [1, 1, 4, 0, 0, 0, 0xff, 0xff, 0xff, 0xff];
 
 /// What stands before the keys of an image's metadata.
 const METADATA: &str = "metadata_";
@@ -76,7 +79,7 @@ impl Header {
     /// than once that has done so several times. Takes a second where one of them
     /// does not answer, and blocks while the OSD does not.
     pub fn watching(&self) -> Result<Vec<i64>, CephError> {
-        self.io.notify(&self.object)
+        self.io.notify(&self.object, &UNKNOWN)
     }
 
     /// Whether it is mirrored, to another cluster or from there, or is about to be.
