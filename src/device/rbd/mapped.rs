@@ -266,9 +266,11 @@ mod tests {
             format!("10.0.0.1:6789,[fd00::1]:3300 name=csi,key={mark},ms_mode=secure rbd a -");
         let config = Config::parse(&line);
         assert_eq!(config.monitors.len(), 2);
-        assert_eq!(config.mark, Some(mark));
+        assert_eq!(config.mark.as_ref(), Some(&mark));
         let theirs = Config::parse("10.0.0.1:6789 name=csi,key=client.csi rbd a -");
         assert_eq!((theirs.monitors.len(), theirs.mark), (1, None));
+        let alone = Config::parse("10.0.0.1:6789 name=csi,noshare,ro rbd a -");
+        assert!(alone.noshare && !config.noshare);
         assert_eq!(Config::parse(""), Config::default());
     }
 

@@ -250,6 +250,7 @@ mod tests {
         let options = MapOptions::parse("ms_mode=crc,notrim,ms_mode=secure").unwrap();
         assert_eq!(options.get("ms_mode"), Some("secure"));
         assert_eq!(options.get("notrim"), None);
+        assert!(options.alone().to_string().ends_with(",noshare"));
         let json = serde_json::to_string(&options).unwrap();
         assert_eq!(serde_json::from_str::<MapOptions>(&json).unwrap(), options);
     }

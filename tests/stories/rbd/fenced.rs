@@ -10,8 +10,8 @@ use std::{
 };
 
 use crate::harness::{
-    Ceph, Content, Controller, ControllerSetup, Holder, MIB, Node, NodeSetup, Sandbox, Volume,
-    claim, eventually, lonely_ceph_story, provisioned, rbds_over,
+    Ceph, Content, Controller, ControllerSetup, Holder, KINDS, MIB, Node, NodeSetup, Sandbox,
+    Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, run,
 };
 
 struct Fencing<'a> {
@@ -37,9 +37,14 @@ impl<'a> Fencing<'a> {
         }
     }
 
-    async fn volume(&self, name: &str) -> Volume {
-        let block = Volume::block(name).capability;
-        let mut request = claim(name, &self.pool, &block, 64 * MIB);
+    async fn volume(&self, name: &str, kind: &str) -> Volume {
+        let asked = match kind {
+            "block" => Volume::block(name),
+            kind => Volume::filesystem(name, kind),
+        };
+        let known = KINDS.iter().find(|(known, _)| *known == kind);
+        let bytes = known.expect("a kind").1;
+        let mut request = claim(name, &self.pool, &asked.capability, bytes);
         let parameters = [
             ("clusterID", self.ceph.cluster_id.clone()),
             ("imageFeatures", "layering".to_owned()),
@@ -48,7 +53,7 @@ impl<'a> Fencing<'a> {
         let own = parameters.map(|(key, value)| (key.to_owned(), value));
         request.parameters.extend(own);
         let made = self.controller.create(request).await.unwrap();
-        let mut volume = provisioned(&made, &block);
+        let mut volume = provisioned(&made, &asked.capability);
         volume.secrets.clone_from(&self.controller.secrets);
         volume
     }
@@ -97,7 +102,7 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
         };
         let socket = holder.socket().display().to_string();
         let other = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
-        let volume = it.volume("v").await;
+        let volume = it.volume("v", "block").await;
         let [before, after] = ["before", "after"].map(Content::new);
         let target = it.up(&it.node, "node-a", &volume).await;
         before.write_at(&target, 0).unwrap();
@@ -143,7 +148,10 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
 fn a_node_stages_while_a_fenced_client_still_has_devices() {
     lonely_ceph_story(async |sandbox, ceph| {
         let it = Fencing::new(sandbox, ceph).await;
-        let [lost, beside] = [it.volume("lost").await, it.volume("beside").await];
+        let [lost, beside] = [
+            it.volume("lost", "block").await,
+            it.volume("beside", "block").await,
+        ];
         for volume in [&lost, &beside] {
             it.up(&it.node, "node-a", volume).await;
         }
@@ -172,6 +180,38 @@ fn a_node_stages_while_a_fenced_client_still_has_devices() {
         };
         eventually("the fence is lifted", lifted).await;
         it.node.down(&lost, "pod").await;
+        it.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn file_systems_of_a_fenced_client_are_unstaged_and_staged_again() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let it = Fencing::new(sandbox, ceph).await;
+        let mut volumes = Vec::new();
+        for kind in ["ext4", "xfs", "btrfs"] {
+            let volume = it.volume(kind, kind).await;
+            let target = it.up(&it.node, "node-a", &volume).await;
+            let content = Content::new(kind);
+            content.write(&target.join("kept"));
+            run(&["sync", "-f", target.to_str().unwrap()]);
+            // This is not to be written before the fence, and cannot be after it.
+            std::fs::write(target.join("late"), vec![7; 1 << 20]).unwrap();
+            volumes.push((volume, content));
+        }
+        it.controller
+            .unpublish(&volumes[0].0, "node-a")
+            .await
+            .unwrap();
+        for (volume, _) in &volumes {
+            it.node.down(volume, "pod").await;
+            it.controller.unpublish(volume, "node-a").await.unwrap();
+        }
+        for (volume, content) in &volumes {
+            let target = it.up(&it.node, "node-a", volume).await;
+            content.is_in(&target.join("kept"));
+            it.node.down(volume, "pod").await;
+        }
         it.node.assert_clean().await;
     });
 }
