@@ -81,16 +81,12 @@ async fn serve(options: Options) -> Result<(), Failure> {
     let listener = options.endpoint.bind().await?;
     let records = options.run_dir.join("volumes");
     let keeper = Keeper::open(&options.rbd_nbd, records, claim::boot_id()?)?;
-    let kept = keeper.list();
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         endpoint = %options.endpoint,
-        volumes = kept.len(),
+        volumes = keeper.list().len(),
         "serving"
     );
-    for (volume, status) in kept {
-        tracing::warn!(volume, trouble = status.trouble, "taken up");
-    }
     let routes = Routes::default().add_service(HolderServer::new(HolderService::new(keeper)));
     let stop = async {
         if let Err(error) = told_to_stop().await {

@@ -69,13 +69,6 @@ pub fn nbd_backend(dev: Dev) -> io::Result<String> {
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
-/// The process that made an NBD device, alive or not: who attached to it later is
-/// not told. `NotFound` where nothing is attached.
-pub fn nbd_pid(dev: Dev) -> io::Result<i32> {
-    let text = fs::read_to_string(directory(dev).join("pid"))?;
-    text.trim().parse().map_err(|_| broken(dev, text))
-}
-
 /// How many hardware queues the device has; of an NBD device, connections.
 pub fn queues(dev: Dev) -> io::Result<usize> {
     Ok(fs::read_dir(directory(dev).join("mq"))?.count())

@@ -7,7 +7,7 @@ use std::{path::PathBuf, time::Duration};
 
 use tonic::{Code, Status, transport::Channel};
 
-use super::Spec;
+use super::{ANSWERS_WITHIN, Spec};
 use crate::{
     Done,
     csi::serve::Endpoint,
@@ -17,9 +17,9 @@ use crate::{
     secret::Secret,
 };
 
-/// How long a call may take; what it began goes on. Longer than the holder waits
-/// for rbd-nbd, which then says what is the matter.
-const WITHIN: Duration = Duration::from_secs(100);
+/// How long a call may take: longer than a holder that is there takes for any
+/// answer ([`ANSWERS_WITHIN`]), so one that gives none is taken for away.
+const WITHIN: Duration = ANSWERS_WITHIN.saturating_add(Duration::from_secs(10));
 /// The same of what waits for nothing.
 const LIST_WITHIN: Duration = Duration::from_secs(2);
 

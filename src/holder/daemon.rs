@@ -29,7 +29,11 @@ use tokio::{
 
 use super::{HolderError, Spec, devices::Server, error::failed, spec::Verb};
 use crate::{
-    kernel::{exec, pidfd::watched},
+    kernel::{
+        exec,
+        pidfd::{is_exiting, watched},
+    },
+    lane::Lanes,
     secret::Secret,
 };
 
@@ -37,6 +41,8 @@ use crate::{
 const KEPT: usize = 2048;
 /// The longest line that is taken as one.
 const LINE: u64 = 4096;
+/// How long it may take to read what processes there are.
+const FOUND_WITHIN: Duration = Duration::from_secs(5);
 /// How long what an ended process wrote may take to be read.
 const READ_WITHIN: Duration = Duration::from_secs(2);
 /// How long a process has for each way to end it: asked, and made.
@@ -54,8 +60,8 @@ pub struct Daemon {
 /// What a daemon has said so far.
 #[derive(Debug, Default)]
 struct Said {
-    /// The device that it serves.
-    node: Option<String>,
+    /// It serves a device.
+    serves: bool,
     /// Its last words.
     tail: String,
     /// How often its image was found to have another size than the device.
@@ -67,8 +73,8 @@ struct Said {
 /// How a start went.
 #[derive(Debug)]
 pub enum Started {
-    /// It serves this device.
-    Ready(String),
+    /// It serves a device.
+    Ready,
     /// It has ended; why, as far as it said.
     Ended(HolderError),
     /// Neither, within the time.
@@ -118,8 +124,9 @@ impl Daemon {
     }
 
     /// The process that serves that cookie, whoever began it.
-    pub fn find(cookie: &str) -> io::Result<Option<(Self, Server)>> {
-        for (raw, server) in Server::all()? {
+    pub async fn find(lanes: &Lanes, cookie: &str) -> io::Result<Option<(Self, Server)>> {
+        let all = lanes.run(cookie, "processes", Server::all);
+        for (raw, server) in timeout(FOUND_WITHIN, all).await?? {
             let Some(pid) = Pid::from_raw(raw).filter(|_| server.cookie == cookie) else {
                 continue;
             };
@@ -134,7 +141,8 @@ impl Daemon {
                 said: None,
             };
             // The id may have become another's before the descriptor was there.
-            if Server::all()?.contains(&(raw, server.clone())) {
+            let again = lanes.run(cookie, "process", move || Server::of(raw));
+            if timeout(FOUND_WITHIN, again).await?.as_ref() == Some(&server) {
                 return Ok(Some((daemon, server)));
             }
         }
@@ -146,20 +154,33 @@ impl Daemon {
         self.pid.as_raw_nonzero().get()
     }
 
+    /// Another holder began it: what it says is not heard.
+    pub fn is_unheard(&self) -> bool {
+        self.said.is_none()
+    }
+
+    /// Whether it has said that it serves a device.
+    pub fn serves(&self) -> bool {
+        let said = self.said.as_ref();
+        said.is_some_and(|said| said.borrow().serves)
+    }
+
     /// Waits until it serves, or has ended.
     pub async fn ready(&mut self, spec: &Spec, within: Duration) -> Started {
         let Some(said) = &mut self.said else {
             return Started::Late;
         };
-        let settled = said.wait_for(|said| said.node.is_some() || said.ended);
-        let node = match timeout(within, settled).await {
+        let settled = said.wait_for(|said| said.serves || said.ended);
+        let serves = match timeout(within, settled).await {
             Err(_) => return Started::Late,
-            Ok(said) => said.ok().and_then(|said| said.node.clone()),
+            Ok(said) => said.is_ok_and(|said| said.serves),
         };
-        match node {
-            Some(node) => Started::Ready(node),
-            None if timeout(READ_WITHIN, self.ended()).await.is_err() => Started::Late,
-            None => Started::Ended(self.why_it_ended(spec)),
+        if serves {
+            Started::Ready
+        } else if timeout(READ_WITHIN, self.ended()).await.is_err() {
+            Started::Late
+        } else {
+            Started::Ended(self.why_it_ended(spec))
         }
     }
 
@@ -170,21 +191,29 @@ impl Daemon {
         why(&tail.unwrap_or_default(), spec)
     }
 
-    /// Waits for its end.
+    /// Waits for its end, or for the first part of it that leaves nobody to serve:
+    /// where somebody else is about to read the device, the last part waits for him,
+    /// and he for a successor.
     pub async fn ended(&self) {
-        loop {
-            // Once readable it stays so.
-            match self.pidfd.readable().await {
-                Ok(_ready) => break,
-                Err(error) => {
-                    tracing::error!(%error, "a process cannot be watched; trying again");
-                    tokio::time::sleep(READ_WITHIN).await;
-                }
+        tokio::select! {
+            () = gone(&self.pidfd) => {}
+            () = self.exiting() => {
+                let pidfd = Arc::clone(&self.pidfd);
+                tokio::spawn(async move { gone(&pidfd).await });
             }
         }
-        // Another holder's child is reaped by others.
-        let id = WaitId::PidFd(self.pidfd.get_ref().as_fd());
-        let _ = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+    }
+
+    /// Waits until it has closed its output on its way out.
+    async fn exiting(&self) {
+        if let Some(said) = &self.said {
+            let mut said = said.clone();
+            let _ = said.wait_for(|said| said.ended).await;
+            if is_exiting(self.pid) {
+                return;
+            }
+        }
+        std::future::pending::<()>().await;
     }
 
     /// Waits until it finds its image resized, once more than `known` times; says
@@ -216,6 +245,23 @@ impl Daemon {
     pub async fn is_ending(&self) -> bool {
         timeout(END_WITHIN, self.ended()).await.is_ok()
     }
+}
+
+/// Waits until nothing is left of the process, and reaps it.
+async fn gone(pidfd: &AsyncFd<OwnedFd>) {
+    loop {
+        // Once readable it stays so.
+        match pidfd.readable().await {
+            Ok(_ready) => break,
+            Err(error) => {
+                tracing::error!(%error, "a process cannot be watched; trying again");
+                tokio::time::sleep(READ_WITHIN).await;
+            }
+        }
+    }
+    // Another holder's child is reaped by others.
+    let id = WaitId::PidFd(pidfd.get_ref().as_fd());
+    let _ = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
 }
 
 fn is_gone(error: &io::Error) -> bool {
@@ -261,8 +307,8 @@ async fn listen(source: pipe::Receiver, say: watch::Sender<Said>, pid: Pid, key:
 
 impl Said {
     fn take(&mut self, line: &str) {
-        if self.node.is_none() && line.starts_with("/dev/nbd") {
-            self.node = Some(line.to_owned());
+        if !self.serves && line.starts_with("/dev/nbd") {
+            self.serves = true;
             return;
         }
         self.resized += usize::from(line.contains(": netlink resize failed:"));

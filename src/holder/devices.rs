@@ -35,24 +35,19 @@ impl Device {
     /// The device of that cookie. A cookie outlives its device by a moment, in
     /// which that has no size.
     pub fn of(cookie: &str) -> io::Result<Option<Self>> {
-        for entry in fs::read_dir("/sys/block")? {
-            let name = entry?.file_name();
-            let Some(name) = name.to_str().filter(|name| name.starts_with("nbd")) else {
-                continue;
-            };
-            let dev = block::dev_of(name)?;
-            if sysfs::nbd_backend(dev).is_ok_and(|has| has == cookie) {
-                let bytes = sysfs::size_bytes(dev)?;
-                let device = Self {
-                    dev,
-                    node: block::node_of(dev)?,
-                    bytes,
-                    read_only: sysfs::is_read_only(dev)?,
-                };
-                return Ok((bytes > 0).then_some(device));
-            }
-        }
-        Ok(None)
+        let mut its = cookies()?.into_iter().filter(|(_, has)| has == cookie);
+        let Some((name, _)) = its.next() else {
+            return Ok(None);
+        };
+        let dev = block::dev_of(&name)?;
+        let bytes = sysfs::size_bytes(dev)?;
+        let device = Self {
+            dev,
+            node: block::node_of(dev)?,
+            bytes,
+            read_only: sysfs::is_read_only(dev)?,
+        };
+        Ok((bytes > 0).then_some(device))
     }
 
     /// Whether that device has that cookie, and a size.
@@ -62,18 +57,25 @@ impl Device {
     }
 
     /// Waits until udevd is done with the device, and keeps it off for as long as
-    /// the file is open (<https://systemd.io/BLOCK_DEVICE_LOCKING>): a daemon that
-    /// ends while udevd reads the device cannot close it, and without its end there
-    /// is no other. It blocks for as long as the device does: for a lane.
+    /// the file is open: udevd looks into what it can lock, shared with others, and
+    /// at nothing else (<https://systemd.io/BLOCK_DEVICE_LOCKING>). It blocks for as
+    /// long as the device does: for a lane.
     #[cfg(feature = "holder")]
     pub fn without_udevd(&self) -> Result<fs::File, HolderError> {
-        let lock = || {
-            let flags = OFlags::RDONLY | OFlags::NONBLOCK;
-            let file = fs::File::from(block::open(&self.node, self.dev, flags)?);
-            flock(&file, FlockOperation::LockShared)?;
-            Ok(file)
-        };
-        lock().map_err(failed("lock", self.node.display()))
+        let file = self.open()?;
+        let locked = flock(&file, FlockOperation::LockExclusive);
+        locked.map_err(|errno| failed("lock", self.node.display())(errno.into()))?;
+        Ok(file)
+    }
+
+    /// Opens it, for nothing but to have it open. It may block: for a lane.
+    #[cfg(feature = "holder")]
+    pub fn open(&self) -> Result<fs::File, HolderError> {
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+        let opened = block::open(&self.node, self.dev, flags);
+        Ok(fs::File::from(
+            opened.map_err(failed("open", self.node.display()))?,
+        ))
     }
 
     /// Takes the device down, unless somebody uses it: the driver itself does not
@@ -105,6 +107,23 @@ impl Device {
     }
 }
 
+/// The NBD devices that have cookies, by their names.
+pub fn cookies() -> io::Result<Vec<(String, String)>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/sys/block")? {
+        let name = entry?.file_name();
+        let Some(name) = name.to_str().filter(|name| name.starts_with("nbd")) else {
+            continue;
+        };
+        // Most have none.
+        if let Ok(cookie) = fs::read_to_string(format!("/sys/block/{name}/backend")) {
+            let cookie = cookie.strip_suffix('\n').unwrap_or(&cookie);
+            found.push((name.to_owned(), cookie.to_owned()));
+        }
+    }
+    Ok(found)
+}
+
 #[cfg(feature = "holder")]
 fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
@@ -117,6 +136,8 @@ pub struct Server {
     pub cookie: String,
     /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
     pub image: String,
+    /// The monitors that it was told, as `mon_host` takes them.
+    pub monitors: Option<String>,
 }
 
 impl Server {
@@ -133,22 +154,27 @@ impl Server {
         let at = words
             .iter()
             .position(|word| ["map", "attach"].contains(word))?;
-        let cookie = words.iter().enumerate().find_map(|(nr, word)| {
-            let rest = word.strip_prefix("--cookie")?;
-            if rest.is_empty() {
-                return words.get(nr + 1).copied();
-            }
-            rest.strip_prefix('=')
-        })?;
+        let value = |option: &str| {
+            words.iter().enumerate().find_map(|(nr, word)| {
+                let rest = word.strip_prefix(option)?;
+                if rest.is_empty() {
+                    return words.get(nr + 1).copied();
+                }
+                rest.strip_prefix('=')
+            })
+        };
+        let cookie = value("--cookie")?;
+        let monitors = value("--mon-host").or(value("--mon_host")).or(value("-m"));
         // Both name the image right after the verb.
         let image = words.get(at + 1).filter(|word| !word.starts_with('-'))?;
         Some(Self {
             cookie: cookie.to_owned(),
             image: (*image).to_owned(),
+            monitors: monitors.map(str::to_owned),
         })
     }
 
-    /// Every such process that is alive, with its id.
+    /// Every such process that is alive, with its id. It may block: for a lane.
     pub fn all() -> io::Result<Vec<(i32, Self)>> {
         let mut found = Vec::new();
         for entry in fs::read_dir("/proc")? {
@@ -156,11 +182,21 @@ impl Server {
             let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
                 continue;
             };
-            // Of one that has ended, or is reaped now, nothing is left to read.
-            let cmdline = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            found.extend(Self::parse(&cmdline).map(|server| (pid, server)));
+            found.extend(Self::of(pid).map(|server| (pid, server)));
         }
         Ok(found)
+    }
+
+    /// What the process is, where it is such a one.
+    pub fn of(pid: i32) -> Option<Self> {
+        // Of one that has ended, or is reaped now, nothing is left to read. The name
+        // is the kernel's own; the arguments are in the process's memory, for which
+        // a reader may have to wait.
+        let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        if read("comm") != b"rbd-nbd\n" {
+            return None;
+        }
+        Self::parse(&read("cmdline"))
     }
 }
 
@@ -170,19 +206,21 @@ mod tests {
 
     use super::*;
 
-    fn parsed(words: &[&str]) -> Option<(String, String)> {
+    fn parsed(words: &[&str]) -> Option<(String, String, Option<String>)> {
         let server = Server::parse(words.join("\0").as_bytes())?;
-        Some((server.cookie, server.image))
+        Some((server.cookie, server.image, server.monitors))
     }
 
     #[test]
     fn a_daemon_is_known_by_its_command_line() {
-        let known = Some(("a handle".to_owned(), "pool/image".to_owned()));
+        let monitors = Some("h:6789".to_owned());
+        let known = Some(("a handle".to_owned(), "pool/image".to_owned(), monitors));
         let ours = [
             "/usr/bin/rbd-nbd",
             "attach",
             "pool/image",
             "-f",
+            "--mon-host=h:6789",
             "--cookie=a handle",
             "",
         ];

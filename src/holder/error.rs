@@ -67,6 +67,11 @@ pub enum HolderError {
         /// What it does not do, and for how long.
         how: &'static str,
     },
+    /// Something takes long; it goes on.
+    #[error(
+        "what was begun with volume {0} is still under way; the next call finds it done, or waits for it"
+    )]
+    UnderWay(String),
     /// There is no rbd-nbd.
     #[error("cannot start {program}; it is in the package rbd-nbd")]
     NoProgram {
@@ -126,7 +131,7 @@ impl HolderError {
             Self::Missing { .. } | Self::Unknown(_) => Code::NotFound,
             Self::NoKey(_) => Code::Unauthenticated,
             Self::Busy { .. } => Code::FailedPrecondition,
-            Self::Stuck { .. } => Code::Aborted,
+            Self::Stuck { .. } | Self::UnderWay(_) => Code::Aborted,
             Self::NoProgram { .. } => Code::Unimplemented,
             Self::Small { .. } => Code::OutOfRange,
             Self::Failed { .. } | Self::Io { .. } => Code::Internal,

@@ -7,7 +7,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::timeout,
+};
 
 use super::{
     HolderError, Spec,
@@ -17,7 +20,7 @@ use super::{
 };
 use crate::{Done, lane::Lanes, secret::Secret};
 
-/// Threads that wait for a next call; unmaps alone need them.
+/// Threads that wait for a next call.
 const IDLE_LANES: usize = 2;
 
 /// The volumes that are kept. Clones share them. Must be used on a runtime of
@@ -53,17 +56,8 @@ impl Keeper {
         }));
         for spec in keeper.0.records.all()? {
             let volume_id = spec.volume_id.clone();
-            if Device::of(&volume_id)?.is_none()
-                && super::daemon::Daemon::find(&volume_id)?.is_none()
-            {
-                keeper.0.records.forget(&volume_id)?;
-            } else {
-                keeper
-                    .0
-                    .lock()
-                    .entry(volume_id.clone())
-                    .or_insert_with(|| keeper.begin(&volume_id, Some(spec)));
-            }
+            let kept = keeper.begin(&volume_id, Some(spec));
+            keeper.0.lock().insert(volume_id, kept);
         }
         Ok(keeper)
     }
@@ -99,14 +93,12 @@ impl Keeper {
         self.ask(volume_id, Command::Unmap).await
     }
 
-    /// What is kept.
+    /// What is kept. Of what was not looked at yet nothing is told but that.
     pub fn list(&self) -> Vec<(String, Status)> {
         let volumes = self.0.lock();
         let told = |kept: &Kept| {
-            kept.status
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone()
+            let status = kept.status.lock();
+            status.unwrap_or_else(PoisonError::into_inner).clone()
         };
         volumes
             .iter()
@@ -129,7 +121,9 @@ impl Keeper {
             let sent = kept.commands.send(command(reply));
             debug_assert!(sent.is_ok(), "a listed volume has a task");
         }
-        answer.await.unwrap_or_else(|_| {
+        let answer = timeout(super::ANSWERS_WITHIN, answer).await;
+        let answer = answer.map_err(|_| HolderError::UnderWay(volume_id.to_owned()))?;
+        answer.unwrap_or_else(|_| {
             Err(HolderError::Io {
                 what: "do what was asked of",
                 subject: volume_id.to_owned(),

@@ -25,6 +25,8 @@
 //! destroy what they serve. So whatever changes a volume is done by a task of its
 //! own, one after the other, and goes on when its caller has gone.
 
+use std::time::Duration;
+
 pub mod client;
 pub(crate) mod devices;
 mod error;
@@ -47,6 +49,10 @@ mod watch;
 
 #[cfg(all(test, feature = "holder"))]
 mod tests;
+
+/// How long the holder takes for an answer at most. What is not done by then goes
+/// on, and a repeated call waits for it.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 
 pub use error::HolderError;
 pub use options::NbdOptions;

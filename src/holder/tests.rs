@@ -9,11 +9,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::sleep;
 
 use super::{keeper::Keeper, *};
 use crate::{Done, ceph::test_cluster::TestCluster, device::rbd::Image, secret::Secret};
+
+mod deaths;
 
 pub(super) fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
     Spec {
@@ -58,7 +59,8 @@ impl Test {
         Some(Self { cluster, spec, dir })
     }
 
-    /// The next holder; the last one must have been dropped, with its runtime.
+    /// The next holder; the last one must have been dropped, with its runtime. It has
+    /// looked at what there is.
     fn holder(&self) -> Holder {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -68,7 +70,14 @@ impl Test {
         let boot = crate::pool::claim::boot_id().unwrap();
         let keeper = Keeper::open("rbd-nbd", self.dir.path().to_owned(), boot).unwrap();
         drop(guard);
-        Holder { runtime, keeper }
+        let holder = Holder { runtime, keeper };
+        let is_new =
+            |status: &super::volume::Status| status.pid.is_none() && status.trouble.is_none();
+        holder.until("a look at what there is", || {
+            let listed = holder.keeper.list();
+            !listed.iter().any(|(_, status)| is_new(status))
+        });
+        holder
     }
 
     fn key(&self) -> Secret {
@@ -76,10 +85,18 @@ impl Test {
     }
 
     fn map(&self, holder: &Holder) -> Result<(PathBuf, Done), HolderError> {
-        let mapped = holder
-            .runtime
-            .block_on(holder.keeper.map(self.spec.clone(), self.key()));
-        mapped.map(|(device, done)| (device.node, done))
+        holder.map(&self.spec, self.key())
+    }
+
+    fn resize(&self, size: &str) {
+        let args = ["resize", "--no-progress", "-s", size, &self.spec.name()];
+        self.cluster.rbd(&args);
+    }
+
+    /// The device's size.
+    fn bytes(&self) -> u64 {
+        let device = super::devices::Device::of(&self.spec.volume_id);
+        device.unwrap().expect("a device").bytes
     }
 
     fn unmap(&self, holder: &Holder) -> Result<Done, HolderError> {
@@ -107,6 +124,11 @@ struct Holder {
 }
 
 impl Holder {
+    fn map(&self, spec: &Spec, key: Secret) -> Result<(PathBuf, Done), HolderError> {
+        let mapped = self.runtime.block_on(self.keeper.map(spec.clone(), key));
+        mapped.map(|(device, done)| (device.node, done))
+    }
+
     fn status(&self, test: &Test) -> super::volume::Status {
         let mut kept = self.keeper.list().into_iter();
         let of = kept.find(|(id, _)| *id == test.spec.volume_id);
@@ -127,9 +149,8 @@ impl Holder {
     }
 }
 
-fn kill(pid: Option<i32>) {
-    let pid = Pid::from_raw(pid.expect("a daemon")).unwrap();
-    kill_process(pid, Signal::KILL).unwrap();
+fn wrong_key() -> Secret {
+    Secret::new("AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==".to_owned())
 }
 
 /// Writes in the background, past the page cache, and says when it has.
@@ -213,99 +234,6 @@ fn an_image_is_mapped_once_served_and_unmapped() {
 }
 
 #[test]
-fn a_daemon_that_is_killed_under_io_comes_back_and_io_goes_on() {
-    let Some(test) = Test::new("killed") else {
-        return;
-    };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
-    write(&node, 0, 1, MIB).join().unwrap();
-    let writing = write(&node, 0, 2, 32 * MIB);
-    let first = holder.status(&test).pid;
-    kill(first);
-    let back = holder.until("another daemon", || {
-        let status = holder.status(&test);
-        status.pid.is_some() && status.pid != first && status.trouble.is_none()
-    });
-    let done = holder.until("the write", || writing.is_finished());
-    eprintln!(
-        "another daemon after {back:?}; the write was done {done:?} later, in {:?}",
-        writing.join().unwrap()
-    );
-    assert_holds(&node, 0, 2, 32 * MIB);
-}
-
-#[test]
-fn daemons_outlive_their_holder_and_the_next_one_says_what_it_lacks() {
-    let Some(test) = Test::new("outlive") else {
-        return;
-    };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
-    let pid = holder.status(&test).pid;
-    drop(holder);
-    let device = super::devices::Device::of(&test.spec.volume_id);
-    let _lock = device.unwrap().unwrap().without_udevd().unwrap();
-    // I/O goes on without any.
-    write(&node, 0, 3, 4 * MIB).join().unwrap();
-
-    let holder = test.holder();
-    let status = holder.status(&test);
-    assert_eq!((status.pid, status.has_key), (pid, false));
-    assert!(status.trouble.unwrap().contains("uringctl reattach"));
-    // The same daemon, and the key.
-    assert_eq!(test.map(&holder).unwrap(), (node.clone(), Done::Already));
-    let status = holder.status(&test);
-    assert_eq!(
-        (status.pid, status.has_key, status.trouble),
-        (pid, true, None)
-    );
-    kill(pid);
-    holder.until("another daemon", || {
-        holder.status(&test).pid.is_some_and(|now| Some(now) != pid)
-    });
-    assert_holds(&node, 0, 3, 4 * MIB);
-}
-
-#[test]
-fn holder_and_daemon_die_and_a_key_brings_both_back() {
-    let Some(test) = Test::new("both") else {
-        return;
-    };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
-    let pid = holder.status(&test).pid;
-    drop(holder);
-    let writing = write(&node, 0, 4, 8 * MIB);
-    kill(pid);
-
-    let holder = test.holder();
-    holder.until("trouble", || holder.status(&test).pid.is_none());
-    let status = holder.status(&test);
-    assert!(status.trouble.unwrap().contains("I/O waits") && !status.has_key);
-    let grown = holder
-        .runtime
-        .block_on(holder.keeper.grow(&test.spec.volume_id, 1 << 40));
-    assert!(matches!(grown, Err(HolderError::NoKey(_))), "{grown:?}");
-
-    // A wrong key is told, and another try is not prevented by it.
-    let wrong = Secret::new("AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==".to_owned());
-    let reattach = |key| {
-        holder
-            .runtime
-            .block_on(holder.keeper.reattach(&test.spec.volume_id, None, key))
-    };
-    let error = reattach(wrong).unwrap_err();
-    assert!(matches!(error, HolderError::Denied { .. }), "{error}");
-    assert_eq!(reattach(test.key()).unwrap().node, node);
-    let done = holder.until("the write", || writing.is_finished());
-    eprintln!("the write was done {done:?} after the key had come");
-    writing.join().unwrap();
-    assert_holds(&node, 0, 4, 8 * MIB);
-    assert_eq!(holder.status(&test).trouble, None);
-}
-
-#[test]
 fn what_cannot_be_mapped_says_why_and_leaves_nothing() {
     let Some(test) = Test::new("refused") else {
         return;
@@ -319,8 +247,7 @@ fn what_cannot_be_mapped_says_why_and_leaves_nothing() {
             .block_on(holder.keeper.map(spec, key))
             .unwrap_err()
     };
-    let wrong = Secret::new("AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==".to_owned());
-    let error = map(|_| {}, wrong);
+    let error = map(|_| {}, wrong_key());
     assert!(matches!(error, HolderError::Denied { .. }), "{error}");
     let error = map(|spec| spec.image.name = "none".to_owned(), test.key());
     assert!(matches!(error, HolderError::Missing { .. }), "{error}");
@@ -350,8 +277,7 @@ fn a_device_grows_with_its_image_and_what_is_beyond_the_old_end_is_kept() {
 
     // While it is in use.
     let writing = write(&node, 0, 5, 32 * MIB);
-    test.cluster
-        .rbd(&["resize", "--no-progress", "-s", "128M", &test.spec.name()]);
+    test.resize("128M");
     let begun = Instant::now();
     assert_eq!(grow(128 << 20).unwrap(), 128 << 20);
     eprintln!("grown in {:?}", begun.elapsed());
@@ -381,15 +307,8 @@ fn a_device_follows_an_image_that_others_grow() {
     let holder = test.holder();
     let (node, _) = test.map(&holder).unwrap();
     let pid = holder.status(&test).pid;
-    test.cluster
-        .rbd(&["resize", "--no-progress", "-s", "96M", &test.spec.name()]);
-    let grown = holder.until("the size", || {
-        super::devices::Device::of(&test.spec.volume_id)
-            .unwrap()
-            .unwrap()
-            .bytes
-            == 96 << 20
-    });
+    test.resize("96M");
+    let grown = holder.until("the size", || test.bytes() == 96 << 20);
     eprintln!("followed within {grown:?}");
     write(&node, 80 << 20, 7, MIB).join().unwrap();
     assert_holds(&node, 80 << 20, 7, MIB);

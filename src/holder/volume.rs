@@ -8,6 +8,11 @@
 //!  unmap    claim (O_EXCL) · DISCONNECT · the daemon ends by itself, or is ended
 //! ```
 //!
+//! **One way back.** Whatever leaves a device without a daemon that serves it, a
+//! death, a call, or a holder that went, [`Volume::mend`] is what brings one, and
+//! what tells of it and tries again where that fails. Meanwhile udevd is kept off
+//! the device: it would wait for it, and all that waits for udevd with it.
+//!
 //! **Growth.** The driver is told a size with the socket of whoever attaches, and
 //! it takes one only while nothing is under way, so it waits for what is under way:
 //! for ever, where only the new socket could serve that. So a size is changed
@@ -29,8 +34,13 @@ use tokio::{
 use super::{HolderError, Spec, daemon::Daemon, devices::Device, error::failed, keeper::Shared};
 use crate::{Done, secret::Secret};
 
+mod access;
+mod open;
 mod serving;
 mod verbs;
+
+use access::Accesses;
+use open::Open;
 
 /// How often a device that comes or goes is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -75,16 +85,26 @@ pub struct Volume {
     id: String,
     shared: Arc<Shared>,
     status: Arc<Mutex<Status>>,
-    spec: Option<Spec>,
-    key: Option<Secret>,
+    /// By what its daemons are begun.
+    accesses: Accesses,
     daemon: Option<Daemon>,
     /// The image by the command line of a daemon that others began.
     found: Option<String>,
     /// How often the daemon has complained of the image's size.
     resized: usize,
-    /// When a daemon is to be tried again, and how long after that.
-    retry: Option<(Instant, Duration)>,
+    /// It has, and the device did not follow yet.
+    is_behind: bool,
+    /// When the daemon is to be seen to again.
+    retry: Option<Instant>,
+    /// How long after a failure that is.
+    pause: Duration,
     trouble: Option<String>,
+    /// While a daemon serves the device, which is open for the daemon as well. Were
+    /// that the last to close it when it dies, it would wait for what is being read,
+    /// and that for the daemon's socket, which it closes next.
+    grip: Option<Open>,
+    /// While no daemon serves the device: udevd does not look into it.
+    quiet: Option<Open>,
 }
 
 impl Volume {
@@ -95,27 +115,38 @@ impl Volume {
         status: Arc<Mutex<Status>>,
         spec: Option<Spec>,
     ) -> Self {
-        let mut volume = Self {
+        Self {
             id: id.to_owned(),
             shared,
             status,
-            spec,
-            key: None,
+            accesses: Accesses::of_record(spec),
             daemon: None,
             found: None,
             resized: 0,
+            is_behind: false,
             retry: None,
+            pause: PAUSE,
             trouble: None,
-        };
-        volume.look();
-        volume.tell(None);
-        volume
+            grip: None,
+            quiet: None,
+        }
     }
 
     /// Serves commands, and sees to the daemon between them, until there is
     /// nothing left of the volume.
     pub async fn live(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
+        self.see_to_it().await;
         loop {
+            let device = self.device().ok().flatten();
+            self.tell(device.as_ref());
+            self.hold(device.as_ref());
+            if device.is_none()
+                && self.daemon.is_none()
+                && self.retry.is_none()
+                && self.shared.forget(&self.id, &commands)
+            {
+                return;
+            }
             tokio::select! {
                 command = commands.recv() => match command {
                     Some(command) => self.obey(command).await,
@@ -123,27 +154,41 @@ impl Volume {
                 },
                 () = ended(self.daemon.as_ref()) => self.lost().await,
                 known = resized(self.daemon.as_ref(), self.resized) => {
-                    self.resized = known;
-                    self.follow().await;
+                    (self.resized, self.is_behind) = (known, true);
+                    self.see_to_it().await;
                 }
-                () = due(self.retry) => self.retry().await,
-            }
-            let device = self.device().ok().flatten();
-            self.tell(device.as_ref());
-            if device.is_none() && self.daemon.is_none() && self.shared.forget(&self.id, &commands)
-            {
-                return;
+                () = due(self.retry) => self.see_to_it().await,
             }
         }
     }
 
+    /// Keeps the device open from when it is served until it is taken down, or may
+    /// have been by others: it would not go for as long as it is open here.
+    fn hold(&mut self, device: Option<&Device>) {
+        match (device.cloned(), &self.daemon) {
+            (Some(device), Some(_)) => {
+                let open = || Open::begin(&self.shared.lanes, &self.id, move || device.open());
+                self.grip.get_or_insert_with(open);
+            }
+            (Some(_), None) => {}
+            (None, _) => self.grip = None,
+        }
+    }
+
+    /// What was begun stays done, whoever has gone meanwhile; what was not is not.
     async fn obey(&mut self, command: Command) {
-        // Whoever asked may have gone; what was done stays done.
         match command {
-            Command::Map(spec, key, reply) => drop(reply.send(self.map(*spec, key).await)),
-            Command::Reattach(user, key, reply) => drop(reply.send(self.reattach(user, key).await)),
-            Command::Grow(bytes, reply) => drop(reply.send(self.grow(bytes).await)),
-            Command::Unmap(reply) => drop(reply.send(self.unmap().await)),
+            Command::Map(spec, key, reply) if !reply.is_closed() => {
+                drop(reply.send(self.map(*spec, key).await));
+            }
+            Command::Reattach(user, key, reply) if !reply.is_closed() => {
+                drop(reply.send(self.reattach(user, key).await));
+            }
+            Command::Grow(bytes, reply) if !reply.is_closed() => {
+                drop(reply.send(self.grow(bytes).await));
+            }
+            Command::Unmap(reply) if !reply.is_closed() => drop(reply.send(self.unmap().await)),
+            _ => {}
         }
     }
 
@@ -152,87 +197,43 @@ impl Volume {
         if let Some(daemon) = self.daemon.take() {
             tracing::warn!(volume = self.id, pid = daemon.pid(), "rbd-nbd has ended");
         }
-        self.retry = Some((Instant::now(), PAUSE));
-        self.retry().await;
+        self.see_to_it().await;
     }
 
-    /// Tries to bring the daemon back.
-    async fn retry(&mut self) {
-        let Some((_, pause)) = self.retry.take() else {
-            return;
-        };
-        self.look();
-        let error = match self.device() {
-            Err(error) => error,
-            // Somebody took the device down, which ended the daemon.
-            Ok(None) => return,
-            Ok(Some(_)) if self.daemon.is_some() => return,
-            Ok(Some(device)) => match self.attach(&device).await {
-                Ok(()) => {
-                    tracing::info!(volume = self.id, node = %device.node.display(), "served again");
-                    return;
-                }
-                Err(error) => error,
-            },
-        };
-        let error = crate::chain(&error);
-        tracing::error!(volume = self.id, error, "nothing serves the device");
-        self.trouble = Some(format!(
-            "nothing serves the device, so its I/O waits: {error}"
-        ));
-        // Nothing changes before somebody brings a key.
-        if self.key.is_some() {
-            self.retry = Some((Instant::now() + pause, (pause * 2).min(LONGEST_PAUSE)));
-        }
-    }
-
-    /// The image has another size; the daemon knows.
-    async fn follow(&mut self) {
-        let followed = match self.device() {
-            Ok(Some(device)) => self.take_size(&device).await,
-            Ok(None) => Ok(()),
+    /// Sees to it that the device has a daemon, if there is a device.
+    async fn see_to_it(&mut self) {
+        self.retry = None;
+        let looked = match self.look().await {
+            Ok(()) => self.device(),
             Err(error) => Err(error),
         };
-        if let Err(error) = followed {
-            tracing::error!(
-                volume = self.id,
-                error = crate::chain(&error),
-                "the device did not follow its image's size"
-            );
+        match looked {
+            // It has been told.
+            Ok(Some(device)) => drop(self.mend(&device).await),
+            // Somebody took it down, which ended the daemon.
+            Ok(None) => self.well(),
+            Err(error) => self.ill(&error),
         }
     }
 
     /// Looks for a daemon that others began.
-    fn look(&mut self) {
+    async fn look(&mut self) -> Result<(), HolderError> {
         if self.daemon.is_some() {
-            return;
+            return Ok(());
         }
-        match Daemon::find(&self.id) {
-            Ok(Some((daemon, server))) => {
-                tracing::info!(
-                    volume = self.id,
-                    pid = daemon.pid(),
-                    image = server.image,
-                    "rbd-nbd is running"
-                );
-                self.daemon = Some(daemon);
-                self.found = Some(server.image);
-                self.resized = 0;
-            }
-            Ok(None) => {}
-            Err(error) => tracing::error!(%error, "cannot look for processes"),
+        let found = Daemon::find(&self.shared.lanes, &self.id).await;
+        let found = found.map_err(failed("look for processes of", &self.id))?;
+        if let Some((daemon, server)) = found {
+            tracing::info!(
+                volume = self.id,
+                pid = daemon.pid(),
+                image = server.image,
+                "rbd-nbd is running"
+            );
+            self.daemon = Some(daemon);
+            self.found = Some(server.image);
+            (self.resized, self.is_behind) = (0, false);
         }
-    }
-
-    fn keep(&mut self, spec: Spec, key: Secret) -> Result<(), HolderError> {
-        let records = &self.shared.records;
-        if self.spec.as_ref() != Some(&spec) {
-            records
-                .keep(&spec)
-                .map_err(failed("keep a record of", &self.id))?;
-        }
-        self.spec = Some(spec);
-        self.key = Some(key);
         Ok(())
     }
 
@@ -241,26 +242,21 @@ impl Volume {
     }
 
     fn image(&self) -> String {
-        self.spec
-            .as_ref()
-            .map_or_else(|| self.id.clone(), |spec| spec.image.to_string())
+        let spec = self.accesses.spec();
+        spec.map_or_else(|| self.id.clone(), |spec| spec.image.to_string())
     }
 
     fn tell(&self, device: Option<&Device>) {
-        let doubt = match (&self.key, &self.daemon) {
-            (None, Some(_)) => Some(
-                "the holder was started anew and has no key: if rbd-nbd ends it cannot be brought back before the next stage or uringctl reattach brings the key",
-            ),
-            (None, None) => Some(
-                "nothing serves the device, so its I/O waits, and the holder has no key: stage the volume again, or use uringctl reattach",
-            ),
-            _ => None,
-        };
+        let has_key = self.accesses.newest().is_some();
+        let doubt = (!has_key && self.daemon.is_some()).then_some(
+            "the holder was started anew and has no key: if rbd-nbd ends it cannot be brought back before the next stage or uringctl reattach brings the key",
+        );
+        let image = self.accesses.spec().map(Spec::name);
         let status = Status {
-            image: self.spec.as_ref().map(Spec::name).or(self.found.clone()),
+            image: image.or(self.found.clone()),
             node: device.map(|device| device.node.display().to_string()),
             pid: self.daemon.as_ref().map(Daemon::pid),
-            has_key: self.key.is_some(),
+            has_key,
             trouble: self.trouble.clone().or(doubt.map(str::to_owned)),
         };
         *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status;
@@ -281,9 +277,9 @@ async fn resized(daemon: Option<&Daemon>, known: usize) -> usize {
     }
 }
 
-async fn due(retry: Option<(Instant, Duration)>) {
+async fn due(retry: Option<Instant>) {
     match retry {
-        Some((at, _)) => sleep_until(at.into()).await,
+        Some(at) => sleep_until(at.into()).await,
         None => std::future::pending().await,
     }
 }

@@ -22,11 +22,21 @@ const EVERY: Duration = Duration::from_secs(2);
 #[derive(Clone, Debug)]
 pub struct Watch {
     client: Client,
-    last: Arc<Mutex<Last>>,
+    last: Arc<Mutex<Told>>,
 }
 
-#[derive(Debug)]
+/// The newest answer, and the numbers of the questions: an answer may come after
+/// that to a later one.
+#[derive(Debug, Default)]
+struct Told {
+    asked: u64,
+    answered: u64,
+    last: Last,
+}
+
+#[derive(Debug, Default)]
 enum Last {
+    #[default]
     NotAsked,
     Said(Vec<Held>),
     /// It did not answer, and why.
@@ -45,7 +55,7 @@ pub enum Trouble {
 impl Watch {
     /// Asks from now on, on a thread of its own.
     pub fn start(client: Client) -> io::Result<Self> {
-        let last = Arc::new(Mutex::new(Last::NotAsked));
+        let last = Arc::<Mutex<Told>>::default();
         let (asks, seen) = (client.clone(), Arc::downgrade(&last));
         thread::Builder::new()
             .name("holder".to_owned())
@@ -59,23 +69,28 @@ impl Watch {
         Ok(Self { client, last })
     }
 
-    /// Asks now. It blocks, as all below.
+    /// Asks now. It blocks, as most of what is below.
     fn ask(&self) {
+        let number = {
+            let mut told = self.last();
+            told.asked += 1;
+            told.asked
+        };
         let said = match self.client.list() {
             Ok(volumes) => Last::Said(volumes),
             Err(error) => Last::Silent(chain(&error)),
         };
-        *self.last() = said;
+        self.last().answer(number, said);
     }
 
-    fn last(&self) -> MutexGuard<'_, Last> {
+    fn last(&self) -> MutexGuard<'_, Told> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What was wrong with the volume a moment ago.
     pub fn trouble(&self, volume_id: &str) -> Option<Trouble> {
-        let last = self.last();
-        let volumes = match &*last {
+        let told = self.last();
+        let volumes = match &told.last {
             Last::NotAsked => return None,
             Last::Said(volumes) => volumes,
             Last::Silent(why) => return Some(Trouble::Unkept(why.clone())),
@@ -94,12 +109,23 @@ impl Watch {
     /// The image of a volume, `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, as far as the
     /// holder knew a moment ago.
     pub fn image(&self, volume_id: &str) -> Option<String> {
-        let last = self.last();
-        let Last::Said(volumes) = &*last else {
+        let told = self.last();
+        let Last::Said(volumes) = &told.last else {
             return None;
         };
         let held = volumes.iter().find(|held| held.volume_id == volume_id)?;
         Some(held.image.clone()).filter(|image| !image.is_empty())
+    }
+
+    /// Whether it is mapping the volume's image, or is told to: there is no device
+    /// yet. It blocks: for a lane.
+    pub fn is_mapping(&self, volume_id: &str) -> Result<bool, ClientError> {
+        let volumes = match self.client.list() {
+            Err(ClientError::Away { .. }) => return Ok(false),
+            listed => listed?,
+        };
+        let mut its = volumes.iter().filter(|held| held.volume_id == volume_id);
+        Ok(its.any(|held| held.node.is_empty()))
     }
 
     /// [`Client::map`]. It blocks: for a lane.
@@ -126,5 +152,28 @@ impl Watch {
     /// [`Client::grow`]. It blocks: for a lane.
     pub fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, ClientError> {
         self.client.grow(volume_id, bytes)
+    }
+}
+
+impl Told {
+    fn answer(&mut self, number: u64, last: Last) {
+        if number > self.answered {
+            (self.answered, self.last) = (number, last);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_does_not_replace_that_to_a_later_question() {
+        let mut told = Told::default();
+        told.answer(2, Last::Said(Vec::new()));
+        told.answer(1, Last::Silent("away".to_owned()));
+        assert!(matches!(told.last, Last::Said(_)));
+        told.answer(3, Last::Silent("away".to_owned()));
+        assert!(matches!(told.last, Last::Silent(_)));
     }
 }

@@ -1,7 +1,7 @@
 //! Processes by descriptors (pidfd_open(2)), which never mean another process
 //! that has the same number later.
 
-use std::{io, os::fd::OwnedFd};
+use std::{fs, io, os::fd::OwnedFd};
 
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::io::{Interest, unix::AsyncFd};
@@ -11,4 +11,48 @@ pub fn watched(pid: Pid) -> io::Result<AsyncFd<OwnedFd>> {
     let pidfd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
     // SAFETY: the owned descriptor is open, and the same one, until it is dropped.
     Ok(unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?)
+}
+
+/// Whether the process is on its way out, and runs no more of its program: some
+/// of what it had open may still wait to be closed. It must not have been reaped.
+pub fn is_exiting(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    stat.is_ok_and(|stat| flags(&stat).is_some_and(|flags| flags & PF_EXITING != 0))
+}
+
+/// include/linux/sched.h
+const PF_EXITING: u32 = 4;
+
+/// The ninth word of `/proc/PID/stat` (proc(5)), of which the second, in
+/// parentheses, may have any characters.
+fn flags(stat: &str) -> Option<u32> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_ascii_whitespace().nth(6)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::{WaitId, WaitIdOptions, waitid};
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_runs_is_not_exiting_and_one_that_nobody_reaped_is() {
+        assert!(!is_exiting(rustix::process::getpid()));
+        let mut child = crate::kernel::exec::command("true", &[""; 0])
+            .spawn()
+            .unwrap();
+        let pid = Pid::from_child(&child);
+        waitid(
+            WaitId::Pid(pid),
+            WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+        )
+        .unwrap();
+        assert!(is_exiting(pid));
+        child.wait().unwrap();
+        assert!(!is_exiting(pid));
+        let stat = "7 (a) b (c) S 1 7 7 0 -1 4194564 1 2";
+        assert_eq!(flags(stat), Some(4_194_564));
+        assert_eq!(flags("7 (a"), None);
+    }
 }

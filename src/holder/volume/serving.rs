@@ -1,20 +1,17 @@
 //! A volume's daemon: begun, ended, and replaced.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::Pid;
 use tokio::time::sleep;
 
-use super::{LOOK_EVERY, Volume};
-use crate::{
-    device::sysfs,
-    holder::{
-        HolderError,
-        daemon::{Daemon, Started},
-        devices::Device,
-        error::failed,
-        spec::Verb,
-    },
+use super::{LONGEST_PAUSE, LOOK_EVERY, Open, PAUSE, Volume, access::Access};
+use crate::holder::{
+    HolderError, Spec,
+    daemon::{Daemon, Started},
+    devices::Device,
+    error::failed,
+    spec::Verb,
 };
 
 /// How long a daemon may take until it serves. It looks for monitors half as long.
@@ -23,35 +20,123 @@ const START_WITHIN: Duration = Duration::from_secs(60);
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 
 impl Volume {
-    /// Serves a device that nobody serves.
-    pub(super) async fn attach(&mut self, device: &Device) -> Result<(), HolderError> {
-        let node = device.node.to_string_lossy();
-        self.start(&Verb::Attach(&node)).await?;
-        self.retry = None;
-        self.trouble = None;
-        Ok(())
+    /// Sees to it that the device has a daemon, one of which this holder hears as
+    /// far as it has a key, and its image's size.
+    pub(super) async fn mend(&mut self, device: &Device) -> Result<(), HolderError> {
+        let mended = match &self.daemon {
+            None => self.attach(device).await,
+            Some(daemon) if daemon.is_unheard() => match self.accesses.newest() {
+                Some(_) => self.adopt(device).await,
+                None => Ok(()),
+            },
+            Some(daemon) if !daemon.serves() => {
+                Err(self.stuck(daemon, "neither serves the device nor ends"))
+            }
+            Some(_) if self.is_behind => self.take_size(device).await,
+            Some(_) => Ok(()),
+        };
+        self.told(mended)
     }
 
-    /// Starts the volume's daemon.
-    pub(super) async fn start(&mut self, verb: &Verb<'_>) -> Result<String, HolderError> {
-        let mut daemon = self.begin(verb, None)?;
-        let spec = self
-            .spec
-            .clone()
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
-        match daemon.ready(&spec, START_WITHIN).await {
-            Started::Ready(node) => {
-                self.resized = 0;
+    /// Ends the daemon and starts another in its place.
+    pub(super) async fn replace(&mut self, device: &Device) -> Result<(), HolderError> {
+        let replaced = match self.end_quietly(device).await {
+            Ok(()) => self.attach(device).await,
+            Err(error) => Err(error),
+        };
+        self.told(replaced)
+    }
+
+    fn told(&mut self, outcome: Result<(), HolderError>) -> Result<(), HolderError> {
+        match &outcome {
+            Ok(()) => self.well(),
+            Err(error) => self.ill(error),
+        }
+        outcome
+    }
+
+    /// The device is served, or there is none.
+    pub(super) fn well(&mut self) {
+        if self.trouble.take().is_some() {
+            tracing::info!(volume = self.id, "all is well again");
+        }
+        (self.retry, self.pause, self.quiet) = (None, PAUSE, None);
+    }
+
+    pub(super) fn ill(&mut self, error: &HolderError) {
+        let what = if self.daemon.is_none() {
+            "nothing serves the device, so its I/O waits"
+        } else {
+            "rbd-nbd runs, but not all is well"
+        };
+        let text = crate::chain(error);
+        tracing::error!(volume = self.id, error = text, what);
+        self.trouble = Some(format!("{what}: {text}"));
+        if matches!(error, HolderError::NoKey(_)) {
+            // Nothing changes before somebody brings one.
+            return;
+        }
+        self.quiet = None;
+        if self.daemon.is_none() {
+            // It may have been taken down by others, and goes now.
+            self.grip = None;
+        }
+        self.retry = Some(Instant::now() + self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+    }
+
+    /// Serves a device that nobody serves.
+    async fn attach(&mut self, device: &Device) -> Result<(), HolderError> {
+        self.keep_quiet(device);
+        let node = device.node.to_string_lossy();
+        self.start(&Verb::Attach(&node)).await
+    }
+
+    /// Replaces a daemon that an earlier holder began, of whose words this one hears
+    /// none: that its image was resized is one. The first step proves the key while
+    /// the old daemon serves.
+    async fn adopt(&mut self, device: &Device) -> Result<(), HolderError> {
+        self.take_size(device).await?;
+        self.end_quietly(device).await?;
+        self.attach(device).await
+    }
+
+    /// udevd looks at the device no more, from a moment on.
+    fn keep_quiet(&mut self, device: &Device) -> &mut Open {
+        let device = device.clone();
+        let begin = || Open::begin(&self.shared.lanes, &self.id, move || device.without_udevd());
+        self.quiet.get_or_insert_with(begin)
+    }
+
+    /// Starts the volume's daemon: by what was brought last, else by what has worked.
+    pub(super) async fn start(&mut self, verb: &Verb<'_>) -> Result<(), HolderError> {
+        let access = self.access()?;
+        let Err(error) = self.start_by(access, verb).await else {
+            return Ok(());
+        };
+        match self.accesses.failed(&error) {
+            Some(other) if self.daemon.is_none() => {
+                let error = crate::chain(&error);
+                tracing::warn!(volume = self.id, error, "trying what worked before");
+                self.start_by(other, verb).await
+            }
+            _ => Err(error),
+        }
+    }
+
+    async fn start_by(&mut self, access: Access, verb: &Verb<'_>) -> Result<(), HolderError> {
+        let mut daemon = self.begin(&access, verb, None)?;
+        match daemon.ready(&access.spec, START_WITHIN).await {
+            Started::Ready => {
                 self.daemon = Some(daemon);
-                Ok(node)
+                // It was told the image's size with the socket.
+                (self.resized, self.is_behind) = (0, false);
+                self.worked(access);
+                Ok(())
             }
             Started::Ended(error) => Err(error),
             Started::Late => {
-                let stuck = HolderError::Stuck {
-                    image: self.image(),
-                    pid: daemon.pid(),
-                    how: "did not begin to serve within a minute",
-                };
+                let stuck = self.stuck(&daemon, "did not begin to serve in time");
                 if !daemon.end().await {
                     // It may still begin: nobody else may.
                     self.daemon = Some(daemon);
@@ -61,52 +146,94 @@ impl Volume {
         }
     }
 
-    fn begin(&self, verb: &Verb<'_>, unseen: Option<Pid>) -> Result<Daemon, HolderError> {
-        let spec = self
-            .spec
-            .as_ref()
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
-        let key = self
-            .key
-            .as_ref()
-            .ok_or_else(|| HolderError::NoKey(self.id.clone()))?;
-        Daemon::start(&self.shared.program, spec, verb, key, unseen)
+    fn access(&self) -> Result<Access, HolderError> {
+        let access = self.accesses.newest().cloned();
+        access.ok_or_else(|| HolderError::NoKey(self.id.clone()))
+    }
+
+    fn worked(&mut self, access: Access) {
+        if let Err(error) = self.record(&access.spec) {
+            let error = crate::chain(&error);
+            tracing::error!(volume = self.id, error, "a next holder will not know it");
+        }
+        self.accesses.worked(access);
+    }
+
+    /// Leaves it on record for a next holder.
+    pub(super) fn record(&mut self, spec: &Spec) -> Result<(), HolderError> {
+        if self.accesses.recorded.as_ref() != Some(spec) {
+            let kept = self.shared.records.keep(spec);
+            kept.map_err(failed("keep a record of", &self.id))?;
+            self.accesses.recorded = Some(spec.clone());
+        }
+        Ok(())
+    }
+
+    fn begin(
+        &self,
+        access: &Access,
+        verb: &Verb<'_>,
+        unseen: Option<Pid>,
+    ) -> Result<Daemon, HolderError> {
+        let program = &self.shared.program;
+        Daemon::start(program, &access.spec, verb, &access.key, unseen)
+    }
+
+    fn stuck(&self, daemon: &Daemon, how: &'static str) -> HolderError {
+        HolderError::Stuck {
+            image: self.image(),
+            pid: daemon.pid(),
+            how,
+        }
     }
 
     /// Gives the device its image's size, while its daemon serves.
     ///
-    /// rbd-nbd refuses to attach while the process lives that the driver says
-    /// made the device, which is right anywhere else: so it is not shown that.
-    pub(super) async fn take_size(&self, device: &Device) -> Result<(), HolderError> {
-        let node = device.node.to_string_lossy();
-        let spec = self
-            .spec
-            .clone()
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
-        let maker = sysfs::nbd_pid(device.dev);
-        let maker = maker.map_err(failed("find who made", &node))?;
-        let mut beside = self.begin(&Verb::Attach(&node), Pid::from_raw(maker))?;
-        let started = beside.ready(&spec, START_WITHIN).await;
-        let ended = beside.end().await;
-        match started {
-            Started::Ready(_) if ended => Ok(()),
-            Started::Ended(error) => Err(error),
-            _ => Err(HolderError::Stuck {
-                image: self.image(),
-                pid: beside.pid(),
-                how: "did not give the device its size",
-            }),
+    /// rbd-nbd refuses to attach while it sees another that serves the device, which
+    /// is right anywhere else: so it is not shown that.
+    pub(super) async fn take_size(&mut self, device: &Device) -> Result<(), HolderError> {
+        let access = self.access()?;
+        let Err(error) = self.take_size_by(access, device).await else {
+            return Ok(());
+        };
+        match self.accesses.failed(&error) {
+            Some(other) => self.take_size_by(other, device).await,
+            None => Err(error),
         }
     }
 
-    pub(super) async fn end_daemon(&mut self) -> Result<(), HolderError> {
+    async fn take_size_by(&mut self, access: Access, device: &Device) -> Result<(), HolderError> {
+        let node = device.node.to_string_lossy();
+        let unseen = self
+            .daemon
+            .as_ref()
+            .map(Daemon::pid)
+            .and_then(Pid::from_raw);
+        let mut beside = self.begin(&access, &Verb::Attach(&node), unseen)?;
+        let started = beside.ready(&access.spec, START_WITHIN).await;
+        let ended = beside.end().await;
+        match started {
+            Started::Ready if ended => {
+                self.is_behind = false;
+                self.worked(access);
+                Ok(())
+            }
+            Started::Ended(error) => Err(error),
+            _ => Err(self.stuck(&beside, "did not give the device its size")),
+        }
+    }
+
+    /// Ends the daemon, for another to take its place. One that ends while udevd
+    /// reads the device cannot close it, and without its end there is no other.
+    async fn end_quietly(&mut self, device: &Device) -> Result<(), HolderError> {
+        self.keep_quiet(device).is_open(device).await?;
+        self.end().await
+    }
+
+    pub(super) async fn end(&mut self) -> Result<(), HolderError> {
         if let Some(daemon) = &self.daemon {
             if !daemon.end().await {
-                return Err(HolderError::Stuck {
-                    image: self.image(),
-                    pid: daemon.pid(),
-                    how: "does not end, not even when it is killed",
-                });
+                return Err(self.stuck(daemon, "does not end, not even when it is killed"));
             }
             self.daemon = None;
         }
@@ -126,11 +253,9 @@ impl Volume {
         tokio::select! {
             () = daemon.ended() => self.daemon = None,
             () = device => {}
-            () = sleep(SETTLE_WITHIN) => return Err(HolderError::Stuck {
-                image: self.image(),
-                pid: daemon.pid(),
-                how: "neither serves a device nor ends",
-            }),
+            () = sleep(SETTLE_WITHIN) => {
+                return Err(self.stuck(daemon, "neither serves a device nor ends"));
+            }
         }
         Ok(())
     }

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use tokio::time::{sleep, timeout};
 
-use super::{LOOK_EVERY, Volume};
+use super::{LOOK_EVERY, Volume, access::Access};
 use crate::{
     Done,
-    holder::{HolderError, Spec, daemon::Daemon, devices::Device, error::failed, spec::Verb},
+    holder::{HolderError, Spec, devices::Device, spec::Verb},
     secret::Secret,
 };
 
@@ -22,37 +22,36 @@ impl Volume {
         key: Secret,
     ) -> Result<(Device, Done), HolderError> {
         spec.check()?;
-        self.look();
-        let Some(device) = self.device()? else {
+        self.look().await?;
+        let mut device = self.device()?;
+        if device.is_none() {
             // It is on its way down, or up, begun by a holder that was killed.
             self.settle().await?;
-            if let Some(device) = self.device()? {
-                return Ok((self.serve(device, spec, key).await?, Done::Already));
-            }
-            return Ok((self.make(spec, key).await?, Done::Now));
-        };
-        Ok((self.serve(device, spec, key).await?, Done::Already))
+            device = self.device()?;
+        }
+        match device {
+            Some(device) => Ok((self.serve(device, spec, key).await?, Done::Already)),
+            None => Ok((self.make(spec, key).await?, Done::Now)),
+        }
     }
 
     async fn make(&mut self, spec: Spec, key: Secret) -> Result<Device, HolderError> {
         // First, so that a daemon is never without a record.
-        self.keep(spec, key)?;
-        let made = match self.start(&Verb::Map).await {
-            Ok(_) => self.device(),
-            Err(error) => Err(error),
-        };
-        match made {
-            Ok(Some(device)) => Ok(device),
-            Ok(None) => Err(HolderError::Failed {
-                image: self.image(),
-                said: "it says that it serves a device, and the kernel has none of this volume"
-                    .to_owned(),
-            }),
-            Err(error) => Err(error),
-        }
+        self.record(&spec)?;
+        self.accesses.forget_keys();
+        self.accesses.bring(Access { spec, key });
+        self.start(&Verb::Map).await?;
+        self.well();
+        let device = self.device()?;
+        device.ok_or_else(|| HolderError::Failed {
+            image: self.image(),
+            said: "it says that it serves a device, and the kernel has none of this volume"
+                .to_owned(),
+        })
     }
 
-    /// Makes sure that the device is this image's, and served.
+    /// Makes sure that the device is this image's, and served. What is served
+    /// already is success, even if the key is none.
     async fn serve(
         &mut self,
         device: Device,
@@ -64,7 +63,7 @@ impl Volume {
             node: device.node.display().to_string(),
             how,
         };
-        let known = self.spec.as_ref().map(Spec::name).or(self.found.clone());
+        let known = self.accesses.spec().map(Spec::name).or(self.found.clone());
         if let Some(image) = known.filter(|image| *image != spec.name()) {
             return Err(otherwise(format!(
                 "over image {image}, not {}",
@@ -79,11 +78,14 @@ impl Volume {
             };
             return Err(otherwise(how.to_owned()));
         }
-        self.keep(spec, key)?;
-        if self.daemon.is_none() {
-            self.attach(&device).await?;
+        if self.accesses.recorded.is_none() {
+            self.record(&spec)?;
         }
-        Ok(device)
+        self.accesses.bring(Access { spec, key });
+        match self.mend(&device).await {
+            Err(error) if self.daemon.is_none() => Err(error),
+            _ => Ok(device),
+        }
     }
 
     /// Takes the key of a mapped volume, and brings its daemon back.
@@ -92,11 +94,9 @@ impl Volume {
         user: Option<String>,
         key: Secret,
     ) -> Result<Device, HolderError> {
-        self.look();
-        let device = self.device()?;
-        let unknown = || HolderError::Unknown(self.id.clone());
-        let (Some(device), Some(mut spec)) = (device, self.spec.clone()) else {
-            return Err(unknown());
+        self.look().await?;
+        let (Some(device), Some(mut spec)) = (self.device()?, self.accesses.spec().cloned()) else {
+            return Err(HolderError::Unknown(self.id.clone()));
         };
         if let Some(user) = user {
             spec.user = user;
@@ -107,25 +107,24 @@ impl Volume {
 
     /// Makes the device as large as its image, if it has fewer bytes than that.
     pub(super) async fn grow(&mut self, bytes: u64) -> Result<u64, HolderError> {
-        let image = self.image();
-        let device = self
-            .device()?
-            .ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
+        let device = self.device()?;
+        let device = device.ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
         if device.bytes >= bytes {
             return Ok(device.bytes);
         }
-        if self.key.is_none() {
-            return Err(HolderError::NoKey(self.id.clone()));
+        self.mend(&device).await?;
+        let size = |volume: &Self| {
+            let device = volume.device()?;
+            Ok::<_, HolderError>(device.map_or(0, |device| device.bytes))
+        };
+        if size(self)? < bytes {
+            self.take_size(&device).await?;
+            self.replace(&device).await?;
         }
-        if self.daemon.is_none() {
-            self.attach(&device).await?;
-        }
-        self.take_size(&device).await?;
-        self.replace_daemon(&device).await?;
-        let now = self.device()?.map_or(0, |device| device.bytes);
+        let now = size(self)?;
         if now < bytes {
             return Err(HolderError::Small {
-                image,
+                image: self.image(),
                 node: device.node,
                 bytes: now,
                 wanted: bytes,
@@ -134,26 +133,9 @@ impl Volume {
         Ok(now)
     }
 
-    /// Ends the daemon and starts another in its place.
-    async fn replace_daemon(&mut self, device: &Device) -> Result<(), HolderError> {
-        let lanes = self.shared.lanes.clone();
-        let of = device.clone();
-        let lock = lanes.run(&self.id, "lock", move || of.without_udevd());
-        let lock = lock.await?;
-        let replaced = async {
-            self.end_daemon().await?;
-            self.attach(device).await
-        };
-        let replaced = replaced.await;
-        // Without a daemon it cannot be closed, which is nothing to wait for.
-        let closed = lanes.run(&self.id, "unlock", move || drop(lock));
-        let _ = timeout(GONE_WITHIN, closed).await;
-        replaced
-    }
-
     /// Unmaps it.
     pub(super) async fn unmap(&mut self) -> Result<Done, HolderError> {
-        self.look();
+        self.look().await?;
         let done = match self.device()? {
             None => Done::Already,
             Some(device) => {
@@ -171,22 +153,20 @@ impl Volume {
                 Done::Now
             }
         };
-        self.retry = None;
+        // It would not go for as long as it is open here.
+        self.grip = None;
+        self.well();
         if let Some(daemon) = &self.daemon
-            && !daemon.is_ending().await
+            && daemon.is_ending().await
         {
-            self.end_daemon().await?;
+            self.daemon = None;
         }
-        self.daemon = None;
         // And one that a holder had begun beside it, and was killed.
-        let look = || Daemon::find(&self.id).map_err(failed("look for processes of", &self.id));
-        while let Some((other, _)) = look()? {
-            if !other.end().await {
-                return Err(HolderError::Stuck {
-                    image: self.image(),
-                    pid: other.pid(),
-                    how: "does not end, not even when it is killed",
-                });
+        loop {
+            self.end().await?;
+            self.look().await?;
+            if self.daemon.is_none() {
+                break;
             }
         }
         let gone = async {
@@ -201,7 +181,7 @@ impl Volume {
             // Another opener, such as udevd, keeps it a moment longer.
             tracing::warn!(volume = self.id, "the device does not go");
         }
-        (self.key, self.trouble) = (None, None);
+        self.accesses.forget_keys();
         Ok(done)
     }
 }
