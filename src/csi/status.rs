@@ -130,7 +130,8 @@ fn of_ceph(error: &CephImageError) -> Code {
     use crate::{ceph::config::ConfigError, device::rbd::RbdError};
     match error {
         CephImageError::Config(ConfigError::Unknown { .. }) => Code::InvalidArgument,
-        CephImageError::Rbd(RbdError::UnderWay) => Code::Aborted,
+        CephImageError::Rbd(RbdError::UnderWay) | CephImageError::Coming => Code::Aborted,
+        CephImageError::Holder(error) if error.code() == Some(Code::Aborted) => Code::Aborted,
         error if error.is_small() => Code::OutOfRange,
         error if error.is_authentication() => Code::Unauthenticated,
         error if error.is_missing() => Code::NotFound,

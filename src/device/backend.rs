@@ -169,6 +169,15 @@ impl Backends {
         }
     }
 
+    /// The source as it is named once and for all, whatever the configuration says
+    /// later.
+    pub fn settled(&self, source: &Source) -> Source {
+        match source {
+            Source::Rbd(image) => Source::Rbd(self.ceph.settled(image)),
+            Source::Loop(_) | Source::Nbd(_) => source.clone(),
+        }
+    }
+
     /// This boot's id: what is of an earlier one is gone.
     pub fn boot_id(&self) -> &str {
         &self.images.boot_id

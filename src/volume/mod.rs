@@ -64,7 +64,7 @@ pub use stats::{Space, Usage};
 pub use task::{Answer, Outcome};
 
 use record::Records;
-use spec::Call;
+use spec::{Call, Format, Stage};
 use task::{Progress, Volume};
 
 /// What an operator decides about a node.
@@ -226,13 +226,25 @@ async fn run(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     match call {
-        Call::Stage(spec) => stage::stage(node, volume, spec, progress).await,
+        Call::Stage(spec) => {
+            let spec = Stage {
+                source: node.backends.settled(&spec.source),
+                ..spec.clone()
+            };
+            stage::stage(node, volume, &spec, progress).await
+        }
         Call::Unstage(path) => unstage::unstage(node, volume, path, progress).await,
         Call::Publish(spec) => publish::publish(node, volume, spec, progress).await,
         Call::Inline(spec) => inline::publish(node, volume, spec, progress).await,
         Call::Unpublish(path) => unpublish::unpublish(node, volume, path, progress).await,
         Call::Expand(spec) => expand::expand(node, volume, spec, progress).await,
-        Call::Format(spec) => format::format(node, volume, spec, progress).await,
+        Call::Format(spec) => {
+            let spec = Format {
+                source: node.backends.settled(&spec.source),
+                ..spec.clone()
+            };
+            format::format(node, volume, &spec, progress).await
+        }
     }
 }
 

@@ -44,6 +44,8 @@ pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
     let records = node.records.load(boot_id).await?;
     let mounts = table::list()?;
     for mut record in records {
+        // An agent before this one may have left that open.
+        record.source = node.backends.settled(&record.source);
         if record.boot_id != boot_id {
             // An inline volume that has outlived a reboot: its image is all
             // that is left of it.

@@ -130,6 +130,31 @@ pub enum CephImageError {
         /// The image.
         image: String,
     },
+    /// Two drivers on one image destroy it.
+    #[error(
+        "image {image} is mapped on this node already, by {by}, and not to be mapped twice; unmap that first"
+    )]
+    Taken {
+        /// The image.
+        image: String,
+        /// What has it.
+        by: String,
+    },
+    /// rbd-nbd is being started for it, by the order of an agent that was killed.
+    #[error(
+        "rbd-nbd is about to serve this volume; once it does, or has failed, the call can be repeated"
+    )]
+    Coming,
+    /// The image's device is there, nobody serves it, and nobody can be asked to.
+    #[error("{} is image {image}, and no rbd-nbd serves it: its I/O waits", node.display())]
+    Unserved {
+        /// The image.
+        image: String,
+        /// The device's node.
+        node: PathBuf,
+        /// Why nobody can be asked.
+        source: ClientError,
+    },
     /// rbd-nbd, or who keeps its daemons.
     #[error(transparent)]
     Holder(#[from] ClientError),
@@ -228,7 +253,9 @@ impl CephImageError {
             Self::Cluster(_)
             | Self::Note(_)
             | Self::NotUndone { .. }
-            | Self::UnknownClient { .. } => false,
+            | Self::UnknownClient { .. }
+            | Self::Coming
+            | Self::Unserved { .. } => false,
             Self::Config(error) => !matches!(error, ConfigError::Unreadable { .. }),
             Self::Encryption(error) => !matches!(error, EncryptionError::Config { .. }),
             Self::Rbd(error) => error.is_final(),

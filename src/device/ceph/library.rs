@@ -25,6 +25,17 @@ use crate::{
 /// ends after 30 seconds (`osd_client_watch_timeout`).
 const FREE_WITHIN: Duration = Duration::from_secs(40);
 
+/// Which of an image's clients is our own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Own {
+    /// None yet.
+    None,
+    /// The driver's, by its number.
+    Client(i64),
+    /// One of them: rbd-nbd does not say which.
+    Some,
+}
+
 /// An image, as its cluster is asked about it.
 ///
 /// The header alone tells mostly all ([`Header`]). Only where others have the image
@@ -74,31 +85,33 @@ impl Asked {
         let image = self.open(Access::ReadOnly)?;
         let watchers = busy::outwait_for(
             FREE_WITHIN,
-            || self.others(&image, None),
+            || self.others(&image, Own::None),
             |others| others.as_ref().is_ok_and(|some| !some.is_empty()),
         )?;
         self.nobody(watchers)
     }
 
-    /// Nobody has the image open but the client `own`, or it is named who has.
-    pub fn is_alone(&self, own: Option<i64>) -> Result<(), CephImageError> {
+    /// Nobody has the image open but that client, or it is named who has.
+    pub fn is_alone(&self, own: Own) -> Result<(), CephImageError> {
         let watching = self.header.watching()?;
-        if watching.iter().all(|client| Some(*client) == own) {
+        let is_own = |client: &i64| own == Own::Client(*client);
+        if watching.iter().all(is_own) || own == Own::Some && watching.len() == 1 {
             return Ok(());
         }
         let image = self.open(Access::ReadOnly)?;
         self.nobody(self.others(&image, own)?)
     }
 
-    /// Who else has the image open, beside this connection and the client `own`.
-    /// Those who mirror it do no harm and are not named.
-    fn others(&self, image: &rbd::Image, own: Option<i64>) -> Result<Vec<Watcher>, CephError> {
+    /// Who else has the image open, beside this connection and that client. Those who
+    /// mirror it do no harm and are not named.
+    fn others(&self, image: &rbd::Image, own: Own) -> Result<Vec<Watcher>, CephError> {
         let mut others = image.watchers()?;
-        others.retain(|watcher| !watcher.own && Some(watcher.client) != own);
-        if others.is_empty() || image.mirroring()? == Mirroring::None {
-            return Ok(others);
+        others.retain(|watcher| !watcher.own && Own::Client(watcher.client) != own);
+        let mut harmless = usize::from(own == Own::Some);
+        if others.len() > harmless && image.mirroring()? != Mirroring::None {
+            let mirroring = usize::try_from(self.mirror_daemons).unwrap_or(usize::MAX);
+            harmless = harmless.saturating_add(mirroring);
         }
-        let harmless = usize::try_from(self.mirror_daemons).unwrap_or(usize::MAX);
         Ok(if others.len() > harmless {
             others
         } else {

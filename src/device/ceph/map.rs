@@ -4,12 +4,16 @@
 //! ```text
 //!  one writer   who has the image open? ─ krbd maps ─ who has it open now?
 //!  others       krbd maps
+//!  rbd-nbd      likewise, unless krbd has it on this node; nor the other way round
 //! ```
 
 use std::cell::OnceCell;
 
 use super::{
-    BoundCephImage, CephImageError, CephSource, Mounter, below::Below, library::Asked, served,
+    BoundCephImage, CephImageError, CephSource, Mounter,
+    below::Below,
+    library::{Asked, Own},
+    served,
 };
 use crate::{
     Done,
@@ -25,7 +29,6 @@ pub struct Known<'a> {
     pub source: &'a CephSource,
     pub cluster: ClusterConfig,
     pub credentials: Credentials,
-    /// With the namespace that it is in.
     pub image: Image,
     /// The pool's id, where it is known.
     pool_id: Option<i64>,
@@ -120,19 +123,9 @@ impl BoundCephImage<'_> {
         known: &Known<'_>,
         how: &How,
     ) -> Result<(RbdDevice, Done), CephImageError> {
-        let nearest = known.cluster.read_affinity.enabled;
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        let mut wanted = Wanted {
-            image: &known.image,
-            volume_id: &how.volume_id,
-            pool_id: known.pool_id,
-            features: known.source.features,
-            monitors: &monitors,
-            credentials: &known.credentials,
-            options: &known.source.map_options,
-            location: self.images.location.as_deref().filter(|_| nearest),
-            read_only: how.read_only,
-        };
+        served::is_not_served(&known.image, &how.volume_id, &monitors)?;
+        let mut wanted = self.wanted(known, how, &monitors);
         if let Some(device) = rbd::find(&wanted)? {
             return Ok((device, Done::Already));
         }
@@ -153,7 +146,8 @@ impl BoundCephImage<'_> {
         let mapped = self.map_now(&wanted, greeting)?;
         // Another node may have looked at the same time. Of two that see each other
         // neither goes on; nothing has been written yet.
-        match asked.is_alone(rbd::mapped::client_of(mapped.0.dev)) {
+        let own = rbd::mapped::client_of(mapped.0.dev).map_or(Own::None, Own::Client);
+        match asked.is_alone(own) {
             Ok(()) => Ok(mapped),
             Err(cause) => Err(match rbd::unmap(&mapped.0) {
                 Ok(_) => cause,
@@ -182,6 +176,26 @@ impl BoundCephImage<'_> {
                 Ok(mapper.map(&wanted, Greeting::ask(&wanted)?)?)
             }
             other => Ok(other?),
+        }
+    }
+
+    pub(super) fn wanted<'a>(
+        &'a self,
+        known: &'a Known<'_>,
+        how: &'a How,
+        monitors: &'a Monitors,
+    ) -> Wanted<'a> {
+        let nearest = known.cluster.read_affinity.enabled;
+        Wanted {
+            image: &known.image,
+            volume_id: &how.volume_id,
+            pool_id: known.pool_id,
+            features: known.source.features,
+            monitors,
+            credentials: &known.credentials,
+            options: &known.source.map_options,
+            location: self.images.location.as_deref().filter(|_| nearest),
+            read_only: how.read_only,
         }
     }
 

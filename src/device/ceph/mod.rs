@@ -20,7 +20,7 @@ use super::{
     loopdev::Detached,
     luks,
     notes::{MkfsNote, Notes},
-    rbd::{self, Image, Mapped, Mapper},
+    rbd::{self, Image, Mapped, Mapper, Monitors},
 };
 use crate::{
     Done,
@@ -115,7 +115,9 @@ impl CephImages {
         let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
         mapped.retain(|mapped| {
             let id = mapped.identity.pool_id;
-            source.is_named(&mapped.image) && source.pool_id.is_none_or(|known| known == id)
+            source.image.is_named_as(&mapped.image)
+                && source.pool_id.is_none_or(|known| known == id)
+                && !self.is_another_s(mapped, volume_id, &source)
         });
         let devices: Result<Vec<_>, _> = mapped.iter().map(device_of).collect();
         let mut devices = devices?;
@@ -125,6 +127,47 @@ impl CephImages {
             return Err(CephImageError::Ambiguous { image, nodes }.into());
         }
         Ok((Source::Rbd(source), devices.pop()))
+    }
+
+    /// Whether a mapped image is another volume's, or another cluster's: it was
+    /// mapped with monitors that the configuration has, and not for this one.
+    fn is_another_s(&self, mapped: &Mapped, volume_id: &str, source: &CephSource) -> bool {
+        if let Some(mark) = &mapped.config.mark {
+            return mark.volume_id != volume_id;
+        }
+        let known = self.clusters.as_ref().map(|clusters| clusters.all());
+        let Some(Ok(known)) = known else {
+            return false;
+        };
+        let has = |cluster: &&ClusterConfig| {
+            let monitors = Monitors::resolve(&cluster.monitors);
+            monitors.is_ok_and(|monitors| monitors.share(&mapped.config.monitors))
+        };
+        let with: Vec<_> = known.iter().filter(has).collect();
+        let its = self.clusters_of(source);
+        !with.is_empty() && !with.iter().any(|known| its.contains(&known.cluster_id))
+    }
+
+    /// Where the image may be: in its own cluster, or one that stands in for that.
+    fn clusters_of(&self, source: &CephSource) -> Vec<String> {
+        let own = &source.image.cluster_id;
+        let standing_in = source.pool_id.map(|pool_id| self.mappings.of(own, pool_id));
+        let standing_in = standing_in.and_then(Result::ok).into_iter().flatten();
+        let others = standing_in.map(|(cluster_id, _)| cluster_id);
+        std::iter::once(own.clone()).chain(others).collect()
+    }
+
+    /// The source with the namespace that its image is in, which the configuration
+    /// may say; without one it stays as it is.
+    pub fn settled(&self, source: &CephSource) -> CephSource {
+        let mut settled = source.clone();
+        if settled.image.namespace.is_empty() {
+            let ids = self.clusters_of(source).into_iter();
+            let mut clusters = ids.filter_map(|id| self.cluster(&id).ok());
+            let said = clusters.next().and_then(|cluster| cluster.rados_namespace);
+            settled.image.namespace = said.unwrap_or_default();
+        }
+        settled
     }
 
     /// An image with all that is needed to work on it.
@@ -227,7 +270,7 @@ impl Bound for BoundCephImage<'_> {
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
         self.images.mapper.is_under_way(volume_id)?;
         let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
-        if found.is_some_and(|mapped| self.source.is_named(&mapped.image)) {
+        if found.is_some_and(|mapped| self.source.image.is_named_as(&mapped.image)) {
             return Ok(true);
         }
         let served = self.source.mounter.served();
@@ -241,7 +284,7 @@ impl Bound for BoundCephImage<'_> {
         let its = listed.find(|mapped| {
             let mark = mapped.config.mark.as_ref();
             mark.is_some_and(|mark| mark.cluster_id == self.source.image.cluster_id)
-                && self.source.is_named(&mapped.image)
+                && self.source.image.is_named_as(&mapped.image)
         });
         match (its, self.source.mounter.served()) {
             (Some(mapped), _) => device_of(&mapped).map(Some),

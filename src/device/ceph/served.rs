@@ -5,17 +5,18 @@
 //! device's cookie, which is the volume's handle.
 
 use super::{
-    Below, BoundCephImage, CephImageError, CephSource, Known, as_it_is_shown, mounter::Served,
+    Below, BoundCephImage, CephImageError, CephSource, Known, as_it_is_shown, library::Own,
+    mounter::Served,
 };
 use crate::{
-    Done,
+    Done, chain,
     device::{
         Ailment, Behind, Device, How, Source,
         backend::Found,
         error::{DeviceError, io},
         loopdev::Detached,
         luks,
-        rbd::Image,
+        rbd::{self, Image, Monitors},
     },
     holder::{Spec, Trouble, Watch, client::ClientError, devices as nbd},
 };
@@ -38,15 +39,15 @@ pub fn is_served(volume_id: &str) -> Result<bool, CephImageError> {
 /// whoever serves it.
 pub fn find(holder: Option<&Watch>, volume_id: &str) -> Result<Option<Found>, DeviceError> {
     let Some(device) = device(volume_id)? else {
+        if is_coming(holder, volume_id)? {
+            return Err(CephImageError::Coming.into());
+        }
         return Ok(None);
     };
     let mut name = holder.and_then(|holder| holder.image(volume_id));
     if name.is_none() {
-        let servers = nbd::Server::all().map_err(io("look at the processes"))?;
-        let mut its = servers
-            .into_iter()
-            .filter(|(_, server)| server.cookie == volume_id);
-        name = its.next().map(|(_, server)| server.image);
+        let server = server_of(volume_id).map_err(io("look at the processes"))?;
+        name = server.map(|server| server.image);
     }
     let Some(image) = name.as_deref().and_then(named) else {
         tracing::warn!(volume_id, node = %device.node.display(), "nobody knows what rbd-nbd served as this");
@@ -54,6 +55,63 @@ pub fn find(holder: Option<&Watch>, volume_id: &str) -> Result<Option<Found>, De
     };
     let source = Source::Rbd(CephSource::found_served(image, volume_id));
     Ok(Some(Found { device, source }))
+}
+
+/// Whether somebody is about to serve it, whom an agent that was killed had asked.
+fn is_coming(holder: Option<&Watch>, volume_id: &str) -> Result<bool, CephImageError> {
+    let mapping = holder.map(|holder| holder.is_mapping(volume_id));
+    if mapping.transpose()? == Some(true) {
+        return Ok(true);
+    }
+    let server = server_of(volume_id).map_err(ClientError::Io)?;
+    Ok(server.is_some())
+}
+
+/// The process that serves a volume.
+fn server_of(volume_id: &str) -> std::io::Result<Option<nbd::Server>> {
+    let servers = nbd::Server::all()?.into_iter().map(|(_, server)| server);
+    let mut its = servers.filter(|server| server.cookie == volume_id);
+    Ok(its.next())
+}
+
+/// Refuses an image that rbd-nbd serves here, for this volume or another.
+pub fn is_not_served(
+    image: &Image,
+    volume_id: &str,
+    monitors: &Monitors,
+) -> Result<(), CephImageError> {
+    let taken = |by| CephImageError::Taken {
+        image: image.to_string(),
+        by,
+    };
+    let cookies = nbd::cookies().map_err(ClientError::Io)?;
+    if let Some((name, _)) = cookies.iter().find(|(_, has)| has == volume_id) {
+        return Err(taken(format!("rbd-nbd as /dev/{name}")));
+    }
+    if cookies.is_empty() {
+        return Ok(());
+    }
+    for (pid, server) in nbd::Server::all().map_err(ClientError::Io)? {
+        // Where nobody can tell its cluster, it may be this one.
+        let its = server
+            .monitors
+            .iter()
+            .map(|given| given.split(',').map(str::to_owned));
+        let its = its
+            .map(|given| Monitors::resolve(&given.collect::<Vec<_>>()))
+            .next();
+        let is_other = matches!(its, Some(Ok(its)) if !monitors.meet(&its));
+        if !is_other && named(&server.image).is_some_and(|named| named.is_named_as(image)) {
+            return Err(taken(format!("rbd-nbd, process {pid}")));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a process serves the image for the volume, with or without a holder.
+fn is_served_alone(spec: &Spec) -> Result<bool, CephImageError> {
+    let server = server_of(&spec.volume_id).map_err(ClientError::Io)?;
+    Ok(server.is_some_and(|server| server.image == spec.name()))
 }
 
 /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
@@ -108,9 +166,16 @@ impl BoundCephImage<'_> {
     ) -> Result<(Below, Done), CephImageError> {
         let holder = self.holder()?;
         let look = || nbd::Device::of(&served.cookie).map_err(ClientError::Io);
+        // What was begun for a killed agent is ours, and has the image open.
+        let is_coming = is_coming(Some(holder), &served.cookie)?;
+        let before = look()?;
         // As with krbd, a second writer destroys the image.
-        if look()?.is_none() && !how.read_only && !how.shared {
-            let _ = self.alone(known)?;
+        let is_one_s = before.is_none() && !how.read_only && !how.shared;
+        if before.is_none() && !is_coming {
+            self.is_not_mapped(known, how)?;
+            if is_one_s {
+                let _ = self.alone(known)?;
+            }
         }
         let spec = Spec {
             volume_id: served.cookie.clone(),
@@ -120,13 +185,55 @@ impl BoundCephImage<'_> {
             options: served.options.clone(),
             read_only: how.read_only,
         };
-        let (node, done) = holder.map(&spec, &known.credentials.key)?;
+        let (node, done) = match (holder.map(&spec, &known.credentials.key), before) {
+            // Nobody takes the key, and nobody needs it now.
+            (Err(ClientError::Away { source, .. }), Some(device))
+                if device.read_only == how.read_only && is_served_alone(&spec)? =>
+            {
+                let why = chain(&source);
+                tracing::warn!(volume_id = how.volume_id, why, "rbd-nbd serves it, unkept");
+                return Ok((below(device, &served.cookie), Done::Already));
+            }
+            (Err(error @ ClientError::Away { .. }), Some(device)) => {
+                return Err(CephImageError::Unserved {
+                    image: known.image.to_string(),
+                    node: device.node,
+                    source: error,
+                });
+            }
+            (mapped, _) => mapped?,
+        };
         let device = look()?.filter(|device| device.node == node);
         let device = device.ok_or_else(|| {
             let why = format!("{} went while it was looked at", node.display());
             ClientError::Io(std::io::Error::other(why))
         })?;
-        Ok((below(device, &served.cookie), done))
+        let below = below(device, &served.cookie);
+        if !is_one_s {
+            return Ok((below, done));
+        }
+        // Somebody else may have looked at the same time, as with krbd.
+        let asked = known.asked(&self.images.connections);
+        let alone = asked.and_then(|asked| asked.map_or(Ok(()), |asked| asked.is_alone(Own::Some)));
+        match alone {
+            Ok(()) => Ok((below, done)),
+            Err(cause) => Err(match self.unmap(&below) {
+                Ok(_) => cause,
+                Err(undo) => cause.not_undone(&undo.into()),
+            }),
+        }
+    }
+
+    /// Refuses an image that krbd has mapped here.
+    fn is_not_mapped(&self, known: &Known<'_>, how: &How) -> Result<(), CephImageError> {
+        let monitors = Monitors::resolve(&known.cluster.monitors)?;
+        match rbd::find(&self.wanted(known, how, &monitors))? {
+            None => Ok(()),
+            Some(device) => Err(CephImageError::Taken {
+                image: known.image.to_string(),
+                by: format!("krbd as {}", device.node.display()),
+            }),
+        }
     }
 
     pub(super) fn unmap(&self, below: &Below) -> Result<Detached, CephImageError> {

@@ -21,8 +21,10 @@ use crate::{
 /// An image of a Ceph cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CephSource {
-    /// The image. An empty namespace is the one that the cluster's configuration
-    /// says.
+    /// The image. Where the context names no namespace it has the one that the
+    /// cluster's configuration says ([`CephImages::settled`]).
+    ///
+    /// [`CephImages::settled`]: super::CephImages::settled
     pub image: Image,
     /// The pool's id, where the handle says it: names may change.
     pub pool_id: Option<i64>,
@@ -124,24 +126,15 @@ impl CephSource {
         let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match self.mounter.served() {
             Some(served) if nbd::Device::is_behind(below, &served.cookie) => true,
-            _ => Mapped::of(below).is_some_and(|mapped| self.is_named(&mapped.image)),
+            _ => Mapped::of(below).is_some_and(|mapped| self.image.is_named_as(&mapped.image)),
         }
-    }
-
-    /// Whether a mapped image has this one's names.
-    pub fn is_named(&self, mapped: &Image) -> bool {
-        let mut own = self.image.clone();
-        if own.namespace.is_empty() {
-            own.namespace.clone_from(&mapped.namespace);
-        }
-        own.is_named_as(mapped)
     }
 
     /// Whether both are the same image, however mapped.
     pub fn is_same(&self, other: &Self) -> bool {
         let (one, two) = (&self.image.cluster_id, &other.image.cluster_id);
         let same_cluster = one == two || one.is_empty() || two.is_empty();
-        same_cluster && self.is_named(&other.image)
+        same_cluster && self.image.is_named_as(&other.image)
     }
 }
 

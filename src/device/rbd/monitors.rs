@@ -103,6 +103,11 @@ impl Monitors {
         Ok(Spoken { addresses, ms_mode })
     }
 
+    /// Whether both are of one cluster: they have a monitor in common.
+    pub fn meet(&self, other: &Self) -> bool {
+        self.share(&other.v1) || self.share(&other.v2)
+    }
+
     /// Whether one of these addresses is a monitor's here.
     pub fn share(&self, addresses: &[SocketAddr]) -> bool {
         let mut addresses = addresses.iter();
