@@ -50,10 +50,14 @@ impl Holder {
         volumes.find(|held| held.volume_id == volume.handle)
     }
 
+    /// A volume's rbd-nbd.
+    pub async fn daemon(&self, volume: &Volume) -> Pid {
+        let held = self.held(volume).await.expect("a volume that is kept");
+        Pid::from_raw(held.pid).expect("a daemon")
+    }
+
     /// SIGKILL to a volume's rbd-nbd.
     pub async fn kill_daemon(&self, volume: &Volume) {
-        let held = self.held(volume).await.expect("a volume that is kept");
-        let pid = Pid::from_raw(held.pid).expect("a daemon");
-        kill_process(pid, Signal::KILL).expect("a signal");
+        kill_process(self.daemon(volume).await, Signal::KILL).expect("a signal");
     }
 }

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{assert_nothing_staged, encrypted, kept};
+use super::{assert_nothing_staged, devices_over, encrypted, kept};
 use crate::harness::{
     Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within,
     killed_at_each_step, rbds_of, rbds_over,
@@ -114,7 +114,8 @@ fn killed_at_any_instant_of_an_encrypted_volume() {
     });
 }
 
-async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
+/// Ups and downs, each call cut short and repeated.
+pub async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
     let content = Content::new(&volume.handle);
     let first = Instant::now();
     node.stage(volume).await.unwrap();
@@ -127,7 +128,7 @@ async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
         node.restart().await;
         node.until_ok("staged", async || node.stage(volume).await)
             .await;
-        assert_eq!(rbds_over(volume).len(), 1);
+        assert_eq!(devices_over(volume).len(), 1);
 
         kill_within(calls, node, dice, async || {
             node.publish(volume, "pod").await
@@ -150,7 +151,7 @@ async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
         node.restart().await;
         node.until_ok("unstaged", async || node.unstage(volume).await)
             .await;
-        assert!(rbds_over(volume).is_empty());
+        assert!(devices_over(volume).is_empty());
         assert_nothing_staged(node, volume);
     }
 }
@@ -171,7 +172,8 @@ fn killed_while_a_blank_image_is_encrypted() {
     });
 }
 
-async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> Volume) {
+/// A blank image's first stage is cut short, again and again.
+pub async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> Volume) {
     let mut dice = Dice::new();
     let whole = blank();
     let began = Instant::now();
@@ -186,7 +188,7 @@ async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn() ->
         if round % 2 == 0 {
             node.until_ok("unstaged", async || node.unstage(&volume).await)
                 .await;
-            assert!(rbds_over(&volume).is_empty());
+            assert!(devices_over(&volume).is_empty());
             assert_nothing_staged(node, &volume);
         }
         node.until_ok("staged", async || node.stage(&volume).await)

@@ -5,9 +5,9 @@ use std::{fs, path::Path};
 use futures_util::future::join_all;
 use serde_json::json;
 
-use super::{assert_nothing_staged, kept, whole_life};
+use super::{assert_nothing_staged, devices_over, kept, whole_life};
 use crate::harness::{
-    Content, KINDS, Mode, Node, Volume, ceph_story, hex, rbds_of, rbds_over, run, sha256,
+    Ceph, Content, KINDS, Mode, Node, Volume, ceph_story, hex, rbds_of, rbds_over, run, sha256,
 };
 
 #[test]
@@ -26,21 +26,29 @@ fn whole_lives_of_every_kind() {
 fn sixteen_at_once() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
-        let volumes: Vec<_> = (0..16)
-            .map(|number| ceph.volume(["ext4", "ext4", "ext4", "block"][number % 4]))
-            .collect();
-        for round in 0..2 {
-            // No call is repeated: the first answer must be the right one.
-            let targets = join_all(volumes.iter().map(|volume| node.up(volume, "pod"))).await;
-            assert_eq!(rbds_of(sandbox.dir()).len(), volumes.len());
-            for (volume, target) in volumes.iter().zip(&targets) {
-                kept(volume, target, &Content::new(&volume.handle), round == 0);
-            }
-            join_all(volumes.iter().map(|volume| node.down(volume, "pod"))).await;
-            assert!(rbds_of(sandbox.dir()).is_empty());
-        }
+        at_once(&node, &sixteen(ceph)).await;
+        assert!(rbds_of(sandbox.dir()).is_empty());
         node.assert_clean().await;
     });
+}
+
+pub fn sixteen(ceph: &Ceph) -> Vec<Volume> {
+    (0..16)
+        .map(|number| ceph.volume(["ext4", "ext4", "ext4", "block"][number % 4]))
+        .collect()
+}
+
+/// Twice up and down, all of them at the same time.
+pub async fn at_once(node: &Node, volumes: &[Volume]) {
+    for round in 0..2 {
+        // No call is repeated: the first answer must be the right one.
+        let targets = join_all(volumes.iter().map(|volume| node.up(volume, "pod"))).await;
+        for (volume, target) in volumes.iter().zip(&targets) {
+            assert_eq!(devices_over(volume).len(), 1);
+            kept(volume, target, &Content::new(&volume.handle), round == 0);
+        }
+        join_all(volumes.iter().map(|volume| node.down(volume, "pod"))).await;
+    }
 }
 
 #[test]
@@ -77,28 +85,31 @@ fn readers_read_and_do_not_write() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "xfs", "block"] {
-            let writer = ceph.volume(kind);
-            let content = Content::new(kind);
-            kept(&writer, &node.up(&writer, "pod").await, &content, true);
-            node.down(&writer, "pod").await;
-            for mode in [Mode::SingleNodeReaderOnly, Mode::MultiNodeReaderOnly] {
-                let reader = writer.clone().mode(mode);
-                let target = node.up(&reader, "pod").await;
-                kept(&reader, &target, &content, false);
-                let device = rbds_over(&reader).pop().unwrap();
-                let flag = run(&["blockdev", "--getro", device.to_str().unwrap()]);
-                assert_eq!(flag.trim(), "1", "{kind} {mode:?}");
-                let written = if kind == "block" {
-                    content.write_at(&target, 0)
-                } else {
-                    fs::write(target.join("other"), "x")
-                };
-                written.unwrap_err();
-                node.down(&reader, "pod").await;
-            }
+            read_and_not_written(&node, &ceph.volume(kind)).await;
         }
         node.assert_clean().await;
     });
+}
+
+pub async fn read_and_not_written(node: &Node, writer: &Volume) {
+    let content = Content::new(&writer.handle);
+    kept(writer, &node.up(writer, "pod").await, &content, true);
+    node.down(writer, "pod").await;
+    for mode in [Mode::SingleNodeReaderOnly, Mode::MultiNodeReaderOnly] {
+        let reader = writer.clone().mode(mode);
+        let target = node.up(&reader, "pod").await;
+        kept(&reader, &target, &content, false);
+        let device = devices_over(&reader).pop().unwrap();
+        let flag = run(&["blockdev", "--getro", device.to_str().unwrap()]);
+        assert_eq!(flag.trim(), "1", "{reader:?}");
+        let written = if reader.is_block() {
+            content.write_at(&target, 0)
+        } else {
+            fs::write(target.join("other"), "x")
+        };
+        written.unwrap_err();
+        node.down(&reader, "pod").await;
+    }
 }
 
 #[test]
@@ -106,33 +117,39 @@ fn clones_have_what_their_source_had_and_keep_their_own() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "xfs", "block"] {
-            let source = ceph.volume(kind);
-            let content = Content::new(kind);
-            let target = node.up(&source, "pod").await;
-            kept(&source, &target, &content, true);
-            if kind != "block" {
-                run(&["sync", "-f", target.to_str().unwrap()]);
-            }
-            // Taken in use: as after a crash.
-            let [clone, of_clone] = [(); 2].map(|()| ceph.clone_of(&source, kind));
-            let sum = sum_of(&source, &target);
-            for clone in [&clone, &of_clone] {
-                let target = node.up(clone, "pod").await;
-                assert_eq!(sum_of(clone, &target), sum);
-                kept(clone, &target, &Content::new(&clone.handle), true);
-            }
-            assert_eq!(sum_of(&source, &target), sum);
-            for volume in [&clone, &of_clone, &source] {
-                node.down(volume, "pod").await;
-            }
-            // A clone of a clone, with what was written into it.
-            let again = ceph.clone_of(&clone, kind);
-            let target = node.up(&again, "pod").await;
-            kept(&again, &target, &Content::new(&clone.handle), false);
-            node.down(&again, "pod").await;
+            cloned(&node, ceph, kind, |volume| volume).await;
         }
         node.assert_clean().await;
     });
+}
+
+/// Clones of a volume in use, and of one of them.
+pub async fn cloned(node: &Node, ceph: &Ceph, kind: &str, how: impl Fn(Volume) -> Volume) {
+    let source = how(ceph.volume(kind));
+    let clone_of = |volume| how(ceph.clone_of(volume, kind));
+    let content = Content::new(kind);
+    let target = node.up(&source, "pod").await;
+    kept(&source, &target, &content, true);
+    if kind != "block" {
+        run(&["sync", "-f", target.to_str().unwrap()]);
+    }
+    // Taken in use: as after a crash.
+    let [clone, of_clone] = [(); 2].map(|()| clone_of(&source));
+    let sum = sum_of(&source, &target);
+    for clone in [&clone, &of_clone] {
+        let target = node.up(clone, "pod").await;
+        assert_eq!(sum_of(clone, &target), sum);
+        kept(clone, &target, &Content::new(&clone.handle), true);
+    }
+    assert_eq!(sum_of(&source, &target), sum);
+    for volume in [&clone, &of_clone, &source] {
+        node.down(volume, "pod").await;
+    }
+    // A clone of a clone, with what was written into it.
+    let again = clone_of(&clone);
+    let target = node.up(&again, "pod").await;
+    kept(&again, &target, &Content::new(&clone.handle), false);
+    node.down(&again, "pod").await;
 }
 
 /// Of what the volume's first content is in.

@@ -17,9 +17,18 @@ mod takeover;
 mod together;
 mod watchers;
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-use crate::harness::{Content, MIB, Node, Volume};
+use crate::harness::{Content, MIB, Node, Volume, nbds_over, rbds_over};
+
+/// The devices of a volume, whoever mapped its image.
+fn devices_over(volume: &Volume) -> Vec<PathBuf> {
+    let nbds = nbds_over(&volume.handle).into_iter().map(PathBuf::from);
+    rbds_over(volume).into_iter().chain(nbds).collect()
+}
 
 /// Writes into a published volume, in the first round, and looks for it in later ones.
 fn kept(volume: &Volume, target: &Path, content: &Content, is_first: bool) {

@@ -202,7 +202,7 @@ fn shut_out(sandbox: &Sandbox, ceph: &Ceph) {
 }
 
 /// What [`write_in_thread`] wrote is there after the caches are gone.
-async fn is_kept(node: &Node, volume: &Volume) {
+pub async fn is_kept(node: &Node, volume: &Volume) {
     run(&["sh", "-c", "echo 3 > /proc/sys/vm/drop_caches"]);
     let target = node.up(volume, "pod").await;
     let content = Content::new(&volume.handle);
@@ -214,7 +214,7 @@ async fn is_kept(node: &Node, volume: &Volume) {
     node.down(volume, "pod").await;
 }
 
-fn write_in_thread(volume: &Volume, target: &std::path::Path) -> thread::JoinHandle<()> {
+pub fn write_in_thread(volume: &Volume, target: &std::path::Path) -> thread::JoinHandle<()> {
     let content = Content::new(&volume.handle);
     let (target, is_block) = (target.to_owned(), volume.is_block());
     thread::spawn(move || {

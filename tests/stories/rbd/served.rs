@@ -1,17 +1,13 @@
-//! Images that rbd-nbd serves, its daemons kept by the holder. Each of the three
-//! that take part dies alone: the agent, the holder, a daemon.
+//! Images that rbd-nbd serves, its daemons kept by the holder.
 
-use std::{
-    path::{Path, PathBuf},
-    process::Command,
-};
+mod deaths;
 
 use tonic::Code::FailedPrecondition;
 
-use super::{assert_nothing_staged, encrypted, kept, whole_life};
+use super::{encrypted, kept, lives, whole_life};
 use crate::harness::{
-    Ceph, Content, Holder, KINDS, MIB, Node, Sandbox, Volume, ceph_story, eventually, grown_in_use,
-    nbds_over, rbds_over, refused,
+    Ceph, Content, Holder, KINDS, MIB, Node, NodeSetup, Sandbox, Volume, ceph_story, grown_in_use,
+    nbds_over, rbds_over, refused, run, spec_of,
 };
 
 async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
@@ -26,12 +22,6 @@ fn served(volume: Volume) -> Volume {
 
 fn nbds(volume: &Volume) -> Vec<String> {
     nbds_over(&volume.handle)
-}
-
-/// What the agent says of a volume's health, by the first word of each.
-async fn ailments(node: &Node, volume: &Volume, target: &Path) -> Vec<String> {
-    let told = node.health(volume, target).await.unwrap();
-    told.into_iter().map(|entry| entry.reason).collect()
 }
 
 #[test]
@@ -55,98 +45,6 @@ fn whole_lives_of_every_kind_by_rbd_nbd() {
         }
         node.assert_clean().await;
     });
-}
-
-#[test]
-fn each_of_three_processes_dies_and_data_stays() {
-    ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
-        for kind in ["ext4", "block"] {
-            let volume = served(ceph.volume(kind));
-            let content = Content::new(&volume.handle);
-            let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, true);
-
-            // The agent: nobody notices.
-            node.kill9().await;
-            write(&volume, &target, "without an agent");
-            node.restart().await;
-            assert!(ailments(&node, &volume, &target).await.is_empty());
-
-            // A daemon, with requests under way: they are done by the next.
-            holder.kill_daemon(&volume).await;
-            write(&volume, &target, "without a daemon");
-
-            // The holder: its daemons run on, and it is said that they are alone.
-            holder.kill9().await;
-            write(&volume, &target, "without a holder");
-            holder.restart().await;
-            until(&node, &volume, &target, &["ServerUnkept"]).await;
-
-            // A stage brings the key, so that a daemon may die again.
-            node.stage(&volume).await.unwrap();
-            until(&node, &volume, &target, &[]).await;
-            holder.kill_daemon(&volume).await;
-            write(&volume, &target, "again");
-
-            // All of them.
-            node.kill9().await;
-            holder.kill9().await;
-            node.restart().await;
-            holder.restart().await;
-            holder.kill_daemon(&volume).await;
-            until(&node, &volume, &target, &["ServerAway"]).await;
-            reattach(&node, &holder, &volume, sandbox);
-            until(&node, &volume, &target, &[]).await;
-
-            kept(&volume, &target, &content, false);
-            node.down(&volume, "pod").await;
-            assert_nothing_staged(&node, &volume);
-        }
-        node.assert_clean().await;
-    });
-}
-
-fn write(volume: &Volume, target: &Path, what: &str) {
-    let content = Content::new(what);
-    if volume.is_block() {
-        content.write_at(target, 8 * MIB).unwrap();
-        content.is_at(target, 8 * MIB);
-    } else {
-        content.write(&target.join("other"));
-        content.is_in(&target.join("other"));
-    }
-}
-
-async fn until(node: &Node, volume: &Volume, target: &Path, wanted: &[&str]) {
-    eventually("the volume's health is told", async || {
-        (ailments(node, volume, target).await == wanted).then_some(())
-    })
-    .await;
-}
-
-fn reattach(node: &Node, holder: &Holder, volume: &Volume, sandbox: &Sandbox) {
-    let secrets: PathBuf = sandbox.dir().join("secret");
-    std::fs::create_dir_all(&secrets).unwrap();
-    for (name, value) in &volume.secrets {
-        std::fs::write(secrets.join(name), value).unwrap();
-    }
-    let mut command = Command::new(env!("CARGO_BIN_EXE_uringctl"));
-    let sockets = [
-        ("--node-endpoint", node.socket()),
-        ("--holder-endpoint", holder.socket()),
-    ];
-    for (flag, socket) in sockets {
-        command.arg(flag).arg(socket);
-    }
-    let said = command
-        .arg("--secrets")
-        .arg(secrets)
-        .args(["reattach", &volume.handle])
-        .output();
-    let said = said.unwrap();
-    assert!(said.status.success(), "{said:?}");
 }
 
 #[test]
@@ -223,6 +121,92 @@ fn records_of_served_volumes_are_rebuilt() {
             node.down(volume, "pod").await;
             assert!(nbds(volume).is_empty());
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn sixteen_at_once() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let volumes: Vec<_> = lives::sixteen(ceph).into_iter().map(served).collect();
+        lives::at_once(&node, &volumes).await;
+        for volume in &volumes {
+            assert!(nbds(volume).is_empty() && holder.held(volume).await.is_none());
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn readers_read_and_encrypted_volumes_live() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        for kind in ["ext4", "xfs", "block"] {
+            lives::read_and_not_written(&node, &served(ceph.volume(kind))).await;
+        }
+        for kind in ["xfs", "block"] {
+            whole_life(&node, &served(encrypted::volume(ceph, kind))).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn clones_have_what_their_source_had_and_keep_their_own() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        for kind in ["ext4", "xfs", "block"] {
+            lives::cloned(&node, ceph, kind, served).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn one_image_has_one_driver_and_one_writer() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let another = Node::start_with(
+            sandbox,
+            NodeSetup {
+                node_id: "node-b",
+                ..ceph.setup(sandbox)
+            },
+        )
+        .await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let plain = ceph.volume("ext4");
+        let volume = served(plain.clone());
+        // By whoever has mapped it first.
+        let device = ceph.map_by_rbd(&plain, "noudev");
+        let device = device.to_str().unwrap();
+        refused(node.stage(&volume).await, FailedPrecondition, &[device]);
+        assert!(nbds(&volume).is_empty());
+        run(&["rbd", "unmap", "-o", "noudev", device]);
+
+        node.up(&volume, "pod").await;
+        let mut alias = ceph.over(&plain.context["imageName"], "ext4");
+        alias.secrets.clone_from(&volume.secrets);
+        refused(
+            another.stage(&alias).await,
+            FailedPrecondition,
+            &["rbd-nbd"],
+        );
+        assert!(rbds_over(&alias).is_empty());
+        node.down(&volume, "pod").await;
+
+        // A client elsewhere, before the map.
+        let other = ceph.open_elsewhere(&volume);
+        let watching = ceph.cluster.rbd(&["status", &spec_of(&volume)]);
+        assert!(watching.contains("watcher="), "{watching}");
+        refused(node.stage(&volume).await, FailedPrecondition, &["in use"]);
+        assert!(nbds(&volume).is_empty());
+        drop(other);
+        whole_life(&node, &volume).await;
         node.assert_clean().await;
     });
 }

@@ -1,0 +1,215 @@
+//! Each of the three that take part dies: the agent, the holder, a daemon; and the
+//! cluster's OSD stops.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Signal, kill_process};
+use tonic::Code::Unavailable;
+
+use super::{node_with, served};
+use crate::{
+    harness::{
+        Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
+        lonely_ceph_story, refused,
+    },
+    rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, outages},
+};
+
+#[test]
+fn each_of_three_processes_dies_and_data_stays() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        for kind in ["ext4", "block"] {
+            let volume = served(ceph.volume(kind));
+            let content = Content::new(&volume.handle);
+            let target = node.up(&volume, "pod").await;
+            kept(&volume, &target, &content, true);
+
+            // The agent: nobody notices.
+            node.kill9().await;
+            write(&volume, &target, "without an agent");
+            node.restart().await;
+            assert!(ailments(&node, &volume, &target).await.is_empty());
+
+            // A daemon, with requests under way: they are done by the next.
+            holder.kill_daemon(&volume).await;
+            write(&volume, &target, "without a daemon");
+
+            // The holder: its daemons run on, and it is said that they are alone.
+            holder.kill9().await;
+            write(&volume, &target, "without a holder");
+            // Kubelet, started anew: nobody takes the key, nor needs it now.
+            node.stage(&volume).await.unwrap();
+            holder.restart().await;
+            until(&node, &volume, &target, &["ServerUnkept"]).await;
+
+            // A stage brings the key, so that a daemon may die again.
+            node.stage(&volume).await.unwrap();
+            until(&node, &volume, &target, &[]).await;
+            holder.kill_daemon(&volume).await;
+            write(&volume, &target, "again");
+
+            // All of them.
+            let daemon = holder.daemon(&volume).await;
+            node.kill9().await;
+            holder.kill9().await;
+            kill_process(daemon, Signal::KILL).unwrap();
+            node.restart().await;
+            let said = "no rbd-nbd serves it";
+            eventually("nobody serves it", async || {
+                let staged = node.stage(&volume).await;
+                staged
+                    .is_err()
+                    .then(|| refused(staged, Unavailable, &[said]))
+            })
+            .await;
+            holder.restart().await;
+            until(&node, &volume, &target, &["ServerAway"]).await;
+            reattach(&node, &holder, &volume, sandbox);
+            until(&node, &volume, &target, &[]).await;
+
+            kept(&volume, &target, &content, false);
+            node.down(&volume, "pod").await;
+            assert_nothing_staged(&node, &volume);
+        }
+        node.assert_clean().await;
+    });
+}
+
+fn write(volume: &Volume, target: &Path, what: &str) {
+    let content = Content::new(what);
+    if volume.is_block() {
+        content.write_at(target, 8 * MIB).unwrap();
+        content.is_at(target, 8 * MIB);
+    } else {
+        content.write(&target.join("other"));
+        content.is_in(&target.join("other"));
+    }
+}
+
+async fn until(node: &Node, volume: &Volume, target: &Path, wanted: &[&str]) {
+    eventually("the volume's health is told", async || {
+        (ailments(node, volume, target).await == wanted).then_some(())
+    })
+    .await;
+}
+
+fn reattach(node: &Node, holder: &Holder, volume: &Volume, sandbox: &Sandbox) {
+    let secrets: PathBuf = sandbox.dir().join("secret");
+    std::fs::create_dir_all(&secrets).unwrap();
+    for (name, value) in &volume.secrets {
+        std::fs::write(secrets.join(name), value).unwrap();
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_uringctl"));
+    let sockets = [
+        ("--node-endpoint", node.socket()),
+        ("--holder-endpoint", holder.socket()),
+    ];
+    for (flag, socket) in sockets {
+        command.arg(flag).arg(socket);
+    }
+    let said = command
+        .arg("--secrets")
+        .arg(secrets)
+        .args(["reattach", &volume.handle])
+        .output();
+    let said = said.unwrap();
+    assert!(said.status.success(), "{said:?}");
+}
+
+/// What the agent says of a volume's health, by the first word of each.
+async fn ailments(node: &Node, volume: &Volume, target: &Path) -> Vec<String> {
+    let told = node.health(volume, target).await.unwrap();
+    told.into_iter().map(|entry| entry.reason).collect()
+}
+
+#[test]
+fn the_agent_is_killed_at_any_instant() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        for kind in ["xfs", "block"] {
+            let volume = served(ceph.volume(kind));
+            killed::killed_in_each_call(&node, &mut Dice::new(), &volume).await;
+            assert!(holder.held(&volume).await.is_none());
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_agent_is_killed_in_the_first_stage_of_a_blank_image() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        killed::killed_in_the_first_stage(&node, 2, || served(ceph.volume("ext4"))).await;
+        let secret = || served(encrypted::volume(ceph, "ext4"));
+        killed::killed_in_the_first_stage(&node, 1, secret).await;
+    });
+}
+
+#[test]
+fn the_holder_is_killed_at_any_instant() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let mut dice = Dice::new();
+        for kind in ["ext4", "block"] {
+            let volume = served(ceph.volume(kind));
+            let content = Content::new(&volume.handle);
+            let began = Instant::now();
+            node.stage(&volume).await.unwrap();
+            let longest = began.elapsed();
+            node.unstage(&volume).await.unwrap();
+            for round in 0..3 {
+                let stage = async || node.stage(&volume).await;
+                kill_within(longest, &holder, &mut dice, stage).await;
+                holder.restart().await;
+                node.until_ok("staged", stage).await;
+                assert_eq!(devices_over(&volume).len(), 1);
+                node.publish(&volume, "pod").await.unwrap();
+                kept(&volume, &node.target(&volume, "pod"), &content, round == 0);
+                node.unpublish(&volume, "pod").await.unwrap();
+
+                let unstage = async || node.unstage(&volume).await;
+                kill_within(longest / 2, &holder, &mut dice, unstage).await;
+                holder.restart().await;
+                node.until_ok("unstaged", unstage).await;
+                assert!(devices_over(&volume).is_empty());
+                assert_nothing_staged(&node, &volume);
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_osd_that_stops_delays_and_loses_nothing() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        for kind in ["ext4", "block"] {
+            let volume = served(ceph.volume(kind));
+            let target = node.up(&volume, "pod").await;
+            let writer = {
+                let _stopped = ceph.stop();
+                let writer = outages::write_in_thread(&volume, &target);
+                thread::sleep(Duration::from_millis(300));
+                assert!(!writer.is_finished());
+                // Its requests wait in a daemon, which is as well as ever.
+                assert!(ailments(&node, &volume, &target).await.is_empty());
+                writer
+            };
+            writer.join().unwrap();
+            node.down(&volume, "pod").await;
+            outages::is_kept(&node, &volume).await;
+        }
+        node.assert_clean().await;
+    });
+}
