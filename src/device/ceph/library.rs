@@ -45,6 +45,8 @@ pub struct Asked {
     pool: IoCtx,
     name: String,
     header: Header,
+    /// Its features.
+    pub features: Features,
     mirror_daemons: u32,
 }
 
@@ -64,17 +66,15 @@ impl Asked {
             connected => connected?,
         };
         let pool = connected.ioctx(&image.pool, &image.namespace)?;
+        let header = Header::of(&pool, &image.name)?;
         Ok(Some(Self {
-            header: Header::of(&pool, &image.name)?,
+            // Before who watches is asked, which has no deadline.
+            features: header.features()?,
+            header,
             pool,
             name: image.name.clone(),
             mirror_daemons: cluster.mirror_daemons,
         }))
-    }
-
-    /// Its features.
-    pub fn features(&self) -> Result<Features, CephError> {
-        self.header.features()
     }
 
     /// Waits until nobody else has the image open, or names who has.

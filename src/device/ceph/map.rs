@@ -142,7 +142,7 @@ impl BoundCephImage<'_> {
         let Some(asked) = alone else {
             return self.map_now(&wanted, greeting);
         };
-        wanted.features = asked.features()?;
+        wanted.features = asked.features;
         let mapped = self.map_now(&wanted, greeting)?;
         // Another node may have looked at the same time. Of two that see each other
         // neither goes on; nothing has been written yet.
