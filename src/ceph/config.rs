@@ -50,9 +50,6 @@ pub struct ClusterConfig {
 pub struct ReadAffinity {
     /// Whether they do.
     pub enabled: bool,
-    /// The node's labels that say where it is; empty: those of the driver.
-    #[serde(rename = "crushLocationLabels", deserialize_with = "null_is_default")]
-    pub labels: Vec<String>,
 }
 
 /// The file does not tell of the cluster.

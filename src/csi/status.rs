@@ -77,7 +77,7 @@ pub fn of_volume(error: &volume::Error) -> Code {
         },
         E::Full { .. } => Code::ResourceExhausted,
         E::Range { .. } => Code::OutOfRange,
-        E::Bind { .. } | E::Ownership { .. } | E::Io { .. } | E::NotUndone { .. } => {
+        E::Bind { .. } | E::Ownership { .. } | E::Io { .. } | E::Kept(_) | E::NotUndone { .. } => {
             Code::Unavailable
         }
     }

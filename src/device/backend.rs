@@ -131,8 +131,8 @@ pub trait Bound {
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError>;
     /// The device that it is attached as.
     fn attached(&self) -> Result<Option<Device>, DeviceError>;
-    /// Detaches the device.
-    fn detach(&self, device: &Device) -> Result<Detached, DeviceError>;
+    /// Detaches the volume's device.
+    fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError>;
     /// Gives the source back, where this node has it for this volume.
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
     /// Where it is noted that a mkfs is under way.
@@ -262,10 +262,10 @@ impl Backends {
             image::clear_read_only_mark(device)?;
         }
         let bound = self.bind(source);
-        match bound.detach(device) {
+        match bound.detach(device, volume_id) {
             Err(error) if error.is_busy() => Err(DeviceError::Busy {
                 device: device.node.clone(),
-                holders: holders::holders(device.dev),
+                holders: holders::holders(held(source, device)),
             }),
             Ok(detached) if detached != Detached::Deferred => {
                 bound.release(volume_id)?;
@@ -288,5 +288,13 @@ impl Backends {
             unreachable!("an inline volume is an image of a pool");
         };
         self.images.bind(image)
+    }
+}
+
+/// The device that somebody holds: the encrypted one, once what showed it is closed.
+fn held(source: &Source, device: &Device) -> Dev {
+    match &device.encrypted {
+        Some(under) if !source.is_behind(device.dev) => under.dev,
+        _ => device.dev,
     }
 }

@@ -252,7 +252,7 @@ impl Bound for BoundExport<'_> {
         Ok(found.map(|found| found.device))
     }
 
-    fn detach(&self, device: &Device) -> Result<Detached, DeviceError> {
+    fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
         let links = &self.exports.links;
         Ok(links.detach(&self.source.export, &as_nbd(device))?)
     }

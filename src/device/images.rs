@@ -283,7 +283,7 @@ impl Bound for BoundImage<'_> {
         self.attached_as(None)
     }
 
-    fn detach(&self, device: &Device) -> Result<Detached, DeviceError> {
+    fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
         let Behind::Image(id) = &device.behind else {
             unreachable!("an image is behind a loop device");
         };

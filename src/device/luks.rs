@@ -200,7 +200,13 @@ pub fn open(
     let found = || find(name).map_err(failed("list the device mapper's devices"));
     let node = under.path.to_string_lossy();
     let done = match found()? {
-        Some(mapping) if mapping.under == under.dev => Done::Already,
+        Some(mapping) if mapping.under == under.dev => {
+            // What is below it may have grown since a killed agent opened it.
+            if !read_only {
+                resize(name)?;
+            }
+            Done::Already
+        }
         Some(_) => {
             return Err(LuksError::Other {
                 name: name.to_owned(),

@@ -6,6 +6,7 @@
 //! hang with the device and runs on a lane.
 
 mod backend;
+mod blank;
 mod ceph;
 mod context;
 mod error;
@@ -27,6 +28,7 @@ pub mod sysfs;
 pub(crate) mod scratch;
 
 pub use backend::{Ailment, Backends, Behind, Bound, Device, Fencing, How};
+pub use blank::blank;
 pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};
 pub use context::SourceError;
 pub use error::DeviceError;

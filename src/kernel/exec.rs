@@ -88,6 +88,9 @@ fn prepared<A: AsRef<OsStr>>(
         .env_clear()
         .env("PATH", PATH)
         .env("LC_ALL", "C")
+        // cryptsetup's library would wait for udevd by a semaphore that the host's
+        // udevd does not see from a container, nor raise without its rules.
+        .env("DM_DISABLE_UDEV", "1")
         .current_dir("/")
         .stdin(Stdio::null())
         .process_group(0);

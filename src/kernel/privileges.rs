@@ -25,6 +25,7 @@ const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::SYS_PTRACE) // who holds a device: /proc/PID/fd, mountinfo
+    .union(CapabilitySet::MKNOD) // cryptsetup's /dev/mapper/NAME
     .union(CapabilitySet::NET_ADMIN); // the uevent socket's buffer
 
 /// What the holder of rbd-nbd's daemons needs, and they.

@@ -217,6 +217,10 @@ pub enum Error {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// A stage failed that nobody undoes, as the volume is staged and used: no code
+    /// may say that it is over, or kubelet never unstages it.
+    #[error("{}; it stays staged as it was", chain(.0))]
+    Kept(Box<Error>),
     /// A call failed, and what it had done could not be undone.
     #[error(
         "{}; and what was done could not be undone ({}): the next call takes it up",

@@ -52,12 +52,14 @@ pub async fn stage(
                 });
             }
             Phase::Staged if is_still_there(&record, &place) => {
-                publish::refuse_shut_down(volume, &place)?;
+                publish::refuse_shut_down(volume, &place).map_err(kept)?;
                 if let Some(device) = &record.device
                     && node.backends.bind(&record.source).wants_secrets(device)
                 {
                     let known = known_device(&place, Some(device));
-                    attach_source(node, volume, spec, known, progress).await?;
+                    attach_source(node, volume, spec, known, progress)
+                        .await
+                        .map_err(kept)?;
                 }
                 already(volume, "stage", Done::Already);
                 return Ok(Outcome::Done);
@@ -158,7 +160,7 @@ impl Staging<'_> {
         };
         if node.live_target(volume).is_some() {
             // Pods use it as it is.
-            return Err(cause);
+            return Err(kept(cause));
         }
         match unstage::tear_down(node, volume, &record, progress).await {
             Ok(()) => Err(cause),
@@ -288,6 +290,10 @@ impl Staging<'_> {
             other => other.map(|_| ()),
         }
     }
+}
+
+fn kept(cause: Error) -> Error {
+    Error::Kept(Box::new(cause))
 }
 
 fn not_undone(cause: Error, undo: Error) -> Error {

@@ -4,9 +4,7 @@
 //! would be taken for data, by every node and for ever. So it is blanked out, for as
 //! long as the device and the note are this node's.
 
-use std::{io, sync::Arc};
-
-use rustix::fs::{FallocateFlags, OFlags, fallocate, fsync};
+use std::sync::Arc;
 
 use super::{
     Error, Node, prepare,
@@ -14,9 +12,8 @@ use super::{
     task::{Progress, Volume},
 };
 use crate::{
-    device::{Device, sysfs},
-    fs::probe::{self, Content},
-    kernel::block,
+    device::{Device, blank},
+    fs::probe::Content,
 };
 
 /// Blanks out what an interrupted mkfs of this volume left on the device.
@@ -47,20 +44,9 @@ pub async fn unmake(
         Content::Foreign { .. } | Content::Unknown { .. } => {}
     }
     let on = device.clone();
-    node.lane(volume, progress, "blank", move || blank(&on))
+    node.lane(volume, progress, "blank", move || blank(&on.node, on.dev))
         .await
         .map_err(volume.io(format!("blank out {}", device.node.display())))?;
     tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; what it left is blanked out");
-    Ok(())
-}
-
-/// Makes a device one that a probe finds blank.
-fn blank(device: &Device) -> io::Result<()> {
-    let file = block::open(&device.node, device.dev, OFlags::RDWR | OFlags::EXCL)?;
-    let zeros = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
-    for region in probe::regions(sysfs::size_bytes(device.dev)?) {
-        fallocate(&file, zeros, region.offset, region.len as u64)?;
-    }
-    fsync(&file)?;
     Ok(())
 }

@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use tonic::Code::{FailedPrecondition, InvalidArgument};
+use tonic::Code::{FailedPrecondition, InvalidArgument, Unavailable};
 use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
 
 use crate::harness::{Content, MIB, Node, NodeSetup, eventually, loops_over, refused, run, story};
@@ -120,7 +120,8 @@ fn a_file_system_that_has_shut_down_is_told_of_and_goes() {
         assert_eq!(health[0].status(), VolumeHealthErrorType::Inaccessible);
         let words = ["has shut down", "kernel log"];
         let again = node.send_stage(node.stage_request(&volume)).await;
-        refused(again, FailedPrecondition, &words);
+        // A final code would have kubelet forget the mount.
+        refused(again, Unavailable, &words);
         let another = node.publish(&volume, "another").await;
         refused(another, FailedPrecondition, &words);
         node.down(&volume, "pod").await;

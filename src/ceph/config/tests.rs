@@ -53,10 +53,7 @@ fn all_that_concerns_rbd_is_read() {
         rados_namespace: Some("ns".into()),
         net_namespace_file: Some("/run/netns/a".into()),
         mirror_daemons: 2,
-        read_affinity: ReadAffinity {
-            enabled: true,
-            labels: vec!["zone".into()],
-        },
+        read_affinity: ReadAffinity { enabled: true },
     };
     assert_eq!(clusters.get("full").unwrap(), full);
     let older = clusters.get("older").unwrap();

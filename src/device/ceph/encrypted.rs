@@ -6,15 +6,16 @@
 //! nobody can have written anything through. Both are formatted again.
 
 use super::{
-    CephImages, Known,
+    CephImages, CephSource, Known,
     error::CephImageError,
     library::{Asked, Notes},
 };
 use crate::{
     ceph::encryption::{self, Kms},
     device::{
-        How,
+        How, blank,
         luks::{self, Holds, LuksError, Origin},
+        notes::Notes as MkfsNotes,
     },
     secret::Secret,
 };
@@ -71,6 +72,36 @@ fn passphrase(
     }
 }
 
+/// What notes a format that is under way.
+fn note_of(source: &CephSource) -> String {
+    format!("LUKS of {source}")
+}
+
+/// Blanks out what an interrupted format left, as the device and the note go: on
+/// the next node it would be taken for data.
+pub fn unmake(
+    notes: &MkfsNotes,
+    source: &CephSource,
+    under: &luks::Node,
+    volume_id: &str,
+) -> Result<(), CephImageError> {
+    let note = note_of(source);
+    if !notes.was_interrupted(&note, volume_id)? {
+        return Ok(());
+    }
+    let is_scrap = match luks::look(under)? {
+        Holds::Nothing => false,
+        Holds::Unknown(_) => true,
+        Holds::Luks => !luks::has_key(under)?,
+    };
+    if is_scrap {
+        let failed = luks::failed(format!("blank out {}", under.path.display()));
+        blank(&under.path, under.dev).map_err(failed)?;
+        tracing::warn!(volume_id, device = %under.path.display(), "a luksFormat of this volume was interrupted; what it left is blanked out");
+    }
+    Ok(notes.ended(&note)?)
+}
+
 /// Formats the device where that was never finished.
 fn format_once(
     images: &CephImages,
@@ -80,7 +111,7 @@ fn format_once(
     how: &How,
     format: impl FnOnce() -> Result<(), LuksError>,
 ) -> Result<(), CephImageError> {
-    let note = format!("LUKS of {}", known.source);
+    let note = note_of(known.source);
     let interrupted = images.notes.was_interrupted(&note, &how.volume_id)?;
     let image = || known.image.to_string();
     match luks::look(under)? {

@@ -7,7 +7,7 @@
 //!  rbd-nbd      likewise, unless krbd has it on this node; nor the other way round
 //! ```
 
-use std::cell::OnceCell;
+use std::{cell::OnceCell, sync::Once};
 
 use super::{
     BoundCephImage, CephImageError, CephSource, Mounter,
@@ -126,7 +126,12 @@ impl BoundCephImage<'_> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
         served::is_not_served(&known.image, &how.volume_id, &monitors)?;
         let mut wanted = self.wanted(known, how, &monitors);
+        let one_writer = !how.read_only && !how.shared;
         if let Some(device) = rbd::find(&wanted)? {
+            // A killed agent had not looked yet, or was let in late.
+            if one_writer && let Some(asked) = known.asked(&self.images.connections)? {
+                asked.is_alone(own_client(&device))?;
+            }
             return Ok((device, Done::Already));
         }
         // What a killed agent is mapping would be taken for somebody else's.
@@ -134,11 +139,7 @@ impl BoundCephImage<'_> {
         let greeting = Greeting::ask(&wanted)?;
         // A second writer destroys the image. Readers, and those who are told to
         // share it, mind each other or do no harm.
-        let alone = if how.read_only || how.shared {
-            None
-        } else {
-            self.alone(known)?
-        };
+        let alone = if one_writer { self.alone(known)? } else { None };
         let Some(asked) = alone else {
             return self.map_now(&wanted, greeting);
         };
@@ -146,8 +147,7 @@ impl BoundCephImage<'_> {
         let mapped = self.map_now(&wanted, greeting)?;
         // Another node may have looked at the same time. Of two that see each other
         // neither goes on; nothing has been written yet.
-        let own = rbd::mapped::client_of(mapped.0.dev).map_or(Own::None, Own::Client);
-        match asked.is_alone(own) {
+        match asked.is_alone(own_client(&mapped.0)) {
             Ok(()) => Ok(mapped),
             Err(cause) => Err(match rbd::unmap(&mapped.0) {
                 Ok(_) => cause,
@@ -186,6 +186,13 @@ impl BoundCephImage<'_> {
         monitors: &'a Monitors,
     ) -> Wanted<'a> {
         let nearest = known.cluster.read_affinity.enabled;
+        if nearest && self.images.location.is_none() {
+            static SAID: Once = Once::new();
+            SAID.call_once(|| {
+                let cluster_id = &known.cluster.cluster_id;
+                tracing::warn!(cluster_id, "readAffinity is enabled, and this agent does not know where its node is (--crush-location): reads go to any copy");
+            });
+        }
         Wanted {
             image: &known.image,
             volume_id: &how.volume_id,
@@ -211,4 +218,9 @@ impl BoundCephImage<'_> {
         }
         Ok(asked)
     }
+}
+
+/// By which client of the cluster the image is mapped.
+fn own_client(device: &RbdDevice) -> Own {
+    rbd::mapped::client_of(device.dev).map_or(Own::None, Own::Client)
 }

@@ -29,6 +29,7 @@ use crate::{
         connections::Connections,
         encryption::KmsConfig,
     },
+    chain,
     holder::{Watch, devices as nbd},
     kernel::Dev,
 };
@@ -240,7 +241,8 @@ impl Bound for BoundCephImage<'_> {
                 if done == Done::Already {
                     return Err(error.into());
                 }
-                let undone = as_it_is_shown(below).and_then(|device| self.detach(&device));
+                let undone =
+                    as_it_is_shown(below).and_then(|device| self.detach(&device, &how.volume_id));
                 match undone {
                     Ok(_) => Err(error.into()),
                     Err(undo) => Err(error.not_undone(&undo).into()),
@@ -293,11 +295,27 @@ impl Bound for BoundCephImage<'_> {
         }
     }
 
-    fn detach(&self, device: &Device) -> Result<Detached, DeviceError> {
-        if let Some(mapping) = luks::mapping_of(device.dev) {
+    fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError> {
+        // The mapping's number may be another image's by now.
+        if self.source.is_behind(device.dev)
+            && let Some(mapping) = luks::mapping_of(device.dev)
+        {
             let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
         }
-        Ok(self.unmap(&Below::of(device))?)
+        let below = Below::of(device);
+        let (notes, node) = (&self.images.notes, &below.node);
+        if self.source.is_behind(node.dev)
+            && let Err(error) = encrypted::unmake(notes, self.source, node, volume_id)
+        {
+            // One that is dead has to go all the same.
+            let error = chain(&error);
+            tracing::warn!(
+                volume_id,
+                error,
+                "what an interrupted luksFormat may have left stays"
+            );
+        }
+        Ok(self.unmap(&below)?)
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {

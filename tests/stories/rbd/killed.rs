@@ -190,6 +190,8 @@ pub async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn(
                 .await;
             assert!(devices_over(&volume).is_empty());
             assert_nothing_staged(node, &volume);
+            // Any node may stage it next, without this one's notes.
+            assert!(files_below(&node.run_dir.join("mkfs")).is_empty());
         }
         node.until_ok("staged", async || node.stage(&volume).await)
             .await;
