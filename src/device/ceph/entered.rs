@@ -59,19 +59,25 @@ impl BoundCephImage<'_> {
                 node: id.clone(),
             });
         }
-        if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool)) {
+        let has = (&*how.volume_id, &client);
+        if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool), has) {
             let error = chain(&error);
             tracing::warn!(error, "fences of this node stay, though it is back");
         }
         Ok(())
     }
 
-    /// Says of which fenced clients of this node nothing is left.
-    fn tell_what_is_gone(&self, fences: &Fences) -> Result<(), CephImageError> {
+    /// Says of which fenced clients of this node nothing is left, now that a volume
+    /// has this one.
+    fn tell_what_is_gone(
+        &self,
+        fences: &Fences,
+        has: (&str, &Client),
+    ) -> Result<(), CephImageError> {
         let this = &self.images.this_node;
         let all = fences.list()?.into_iter();
         for fence in all.filter(|fence| fence.node == this.id && !fence.gone) {
-            if fence.client.boot_id == this.boot_id && is_left(&fence)? {
+            if fence.client.boot_id == this.boot_id && is_left(&fence, has)? {
                 continue;
             }
             fences.is_gone(&fence)?;
@@ -108,8 +114,9 @@ fn client(pool: &IoCtx, image: &str, below: &Below) -> Result<(String, Through),
     }
 }
 
-/// Whether something of a client of this boot may still hold data.
-fn is_left(fence: &Fence) -> Result<bool, CephImageError> {
+/// Whether something of a client of this boot may still hold data, when a volume has
+/// this one.
+fn is_left(fence: &Fence, has: (&str, &Client)) -> Result<bool, CephImageError> {
     let io = |error| crate::holder::client::ClientError::Io(error);
     Ok(match fence.client.through {
         Through::SharedKrbd | Through::OwnKrbd => {
@@ -118,7 +125,11 @@ fn is_left(fence: &Fence) -> Result<bool, CephImageError> {
         }
         Through::RbdNbd => {
             let servers = Server::all().map_err(io)?;
-            servers.iter().any(|(_, one)| one.cookie == fence.volume)
+            let its = servers.iter().filter(|(_, one)| one.cookie == fence.volume);
+            // A process has one client; which it is, its command line does not say.
+            let others =
+                usize::from(has.0 == fence.volume && has.1.address != fence.client.address);
+            its.count() > others
         }
     })
 }
