@@ -125,9 +125,9 @@ fn request(ceph: &Ceph) -> CreateVolumeRequest {
     request
 }
 
-/// The least that a volume in ceph-csi's form takes: its name reserved, its entry
-/// written, an image, and the image's id in the entry; and all that taken back, if
-/// nobody uses the image.
+/// The least that a volume in ceph-csi's form takes, where two controllers may be at
+/// it: its name reserved, its entry written while the name leads there, an image, and
+/// the image's id in the entry; and all that taken back, if nobody uses the image.
 struct Library {
     pool: IoCtx,
     journal: Journal,
@@ -170,12 +170,14 @@ impl Library {
             image: image.clone(),
             ..Entry::default()
         };
-        self.journal.write(pool, uuid, &entry).expect("an entry");
+        let entered = self.journal.enter(pool, pool, reserved, &entry);
+        assert!(entered.expect("an entry"));
         rbd::create(pool, &image, SIZE, &self.options).expect("an image");
         let id = rbd::image_id(pool, &image)
             .expect("an id")
             .expect("an image");
-        self.journal.complete(pool, uuid, &id).expect("an entry");
+        let completed = self.journal.complete(pool, uuid, entry.making, &id);
+        assert!(completed.expect("an entry"));
         Made { uuid, name }
     }
 

@@ -5,19 +5,28 @@
 pub(crate) fn crash_point() {}
 
 /// Ends the process without any cleaning up, as kill -9 would, at the n-th call
-/// after the environment variable `CRASH_AT` was found to hold n. Only in builds
-/// for tests.
+/// after the environment variable `CRASH_AT` was found to hold n; or stops it there,
+/// as if it had stalled, with `STALL_AT`. Only in builds for tests.
 #[cfg(debug_assertions)]
 pub(crate) fn crash_point() {
     use std::sync::{
         LazyLock,
         atomic::{AtomicI64, Ordering::Relaxed},
     };
-    static LEFT: LazyLock<AtomicI64> = LazyLock::new(|| {
-        let at = std::env::var("CRASH_AT").ok();
+
+    use rustix::process::{Signal, getpid, kill_process};
+
+    fn left(name: &str) -> AtomicI64 {
+        let at = std::env::var(name).ok();
         AtomicI64::new(at.and_then(|n| n.parse().ok()).unwrap_or(i64::MAX))
-    });
-    if LEFT.fetch_sub(1, Relaxed) == 0 {
+    }
+    static CRASH: LazyLock<AtomicI64> = LazyLock::new(|| left("CRASH_AT"));
+    static STALL: LazyLock<AtomicI64> = LazyLock::new(|| left("STALL_AT"));
+    if CRASH.fetch_sub(1, Relaxed) == 0 {
         std::process::abort();
+    }
+    if STALL.fetch_sub(1, Relaxed) == 0 {
+        let stopped = kill_process(getpid(), Signal::STOP);
+        stopped.expect("a process may stop itself");
     }
 }

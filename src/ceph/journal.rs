@@ -29,7 +29,7 @@ use super::{
 
 mod entry;
 
-pub use entry::{Entry, Kind, Reserved};
+pub use entry::{Entry, Kind, Making, Reserved};
 
 /// A journal that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -172,20 +172,35 @@ impl Journal {
         Ok((page.entries.iter().filter_map(entry).collect(), page.more))
     }
 
-    /// Writes the entry of a name that is reserved; one that an interrupted
-    /// create left is completed, and what it says already is what counts.
-    pub fn write(&self, pool: &IoCtx, uuid: Uuid, entry: &Entry) -> Result<Entry, JournalError> {
-        let object = self.object(uuid);
+    /// Enters what a name is newly reserved for; false where somebody has given that
+    /// up already.
+    pub fn enter(
+        &self,
+        journal: &IoCtx,
+        pool: &IoCtx,
+        reserved: Reserved,
+        entry: &Entry,
+    ) -> Result<bool, JournalError> {
+        let object = self.object(reserved.uuid);
         let keys = entry.to_keys(self.kind);
-        let set = || keys.iter().map(|(key, value)| (*key, value.as_str()));
-        match pool.operate(&object, &WriteOp::new().create().set(set())) {
-            Ok(()) => return Ok(entry.clone()),
-            Err(error) if error.is_exists() => {}
-            Err(error) => return Err(error.into()),
+        let set = keys.iter().map(|(key, value)| (*key, value.as_str()));
+        match pool.operate(&object, &WriteOp::new().create().set(set)) {
+            // Whoever gives a create up takes its name away before its entry.
+            Ok(()) => Ok(self.find(journal, &entry.name)? == Some(reserved)),
+            Err(error) if error.is_exists() => Ok(false),
+            Err(error) => Err(error.into()),
         }
+    }
+
+    /// Completes the entry that ceph-csi has begun; what it says already is what
+    /// counts.
+    pub fn go_on(&self, pool: &IoCtx, uuid: Uuid, entry: &Entry) -> Result<Entry, JournalError> {
+        let object = self.object(uuid);
         let there = self.read(pool, uuid)?.unwrap_or_default();
         if there.name.is_empty() {
-            pool.operate(&object, &WriteOp::new().set(set()))?;
+            let keys = entry.to_keys(self.kind);
+            let set = keys.iter().map(|(key, value)| (*key, value.as_str()));
+            pool.operate(&object, &WriteOp::new().set(set))?;
             return Ok(entry.clone());
         }
         if there.name != entry.name {
@@ -217,25 +232,55 @@ impl Journal {
         Ok(Some(entry))
     }
 
-    /// Adds the image's id to its entry: then it is complete.
-    pub fn complete(&self, pool: &IoCtx, uuid: Uuid, id: &str) -> Result<(), JournalError> {
+    /// Adds the image's id to its entry: then it is complete. False where somebody
+    /// has given it up meanwhile.
+    pub fn complete(
+        &self,
+        pool: &IoCtx,
+        uuid: Uuid,
+        making: Making,
+        id: &str,
+    ) -> Result<bool, JournalError> {
         let op = WriteOp::new()
             .assert_exists()
+            .compare(entry::MAKING, making.value())
             .set([(entry::IMAGE_ID, id)])
             .unset([entry::MAKING]);
-        Ok(pool.operate(&self.object(uuid), &op)?)
+        match pool.operate(&self.object(uuid), &op) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_mismatch() || error.is_not_found() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 
-    /// Takes a create back: the entry, and then the name, if it leads there.
-    pub fn undo(
-        &self,
-        journal: &IoCtx,
-        pool: &IoCtx,
-        name: &str,
-        reserved: Reserved,
-    ) -> Result<(), JournalError> {
-        self.remove_entry(pool, reserved.uuid)?;
-        self.remove_name(journal, name, reserved)
+    /// Gives up what this driver has begun under a name, so that it can never be
+    /// completed, by whomever; false where it is complete, or not this driver's.
+    pub fn give_up(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
+        let object = self.object(uuid);
+        let given_up = (entry::MAKING, Making::GivenUp.value());
+        // It may be reserved, and not entered yet.
+        let first = WriteOp::new()
+            .create()
+            .set([(self.kind.name_key(), name), given_up]);
+        let begun = WriteOp::new()
+            .compare(entry::IMAGE_ID, "")
+            .compare(entry::MAKING, Making::UnderWay.value())
+            .set([given_up]);
+        loop {
+            match pool.operate(&object, &first) {
+                Err(error) if error.is_exists() => {}
+                result => return Ok(result.map(|()| true)?),
+            }
+            match pool.operate(&object, &begun) {
+                Err(error) if error.is_mismatch() => {
+                    let there = self.read(pool, uuid)?;
+                    return Ok(there.is_none_or(|there| there.making == Making::GivenUp));
+                }
+                // Gone in between.
+                Err(error) if error.is_not_found() => {}
+                result => return Ok(result.map(|()| true)?),
+            }
+        }
     }
 
     /// Forgets what is deleted: the name, if it leads there, and then the entry.

@@ -101,9 +101,45 @@ pub struct Entry {
     pub source: String,
     /// What a volume is a copy of; a key of our own, which ceph-csi ignores.
     pub origin: String,
-    /// Begun by this driver and not completed: its image is told to nobody, and
-    /// may be half made. Of our own, too.
-    pub making: bool,
+    /// How far this driver's create has come. Of our own, too.
+    pub making: Making,
+}
+
+/// How far a create has come, whose image is told to nobody before it is completed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Making {
+    /// Completed, or not this driver's.
+    #[default]
+    No,
+    /// Begun: the image may be half made.
+    UnderWay,
+    /// Never to be completed: whatever is left of it is to be taken away.
+    GivenUp,
+}
+
+impl Making {
+    pub(super) fn value(self) -> &'static str {
+        match self {
+            Self::No => "",
+            Self::UnderWay => "1",
+            Self::GivenUp => "0",
+        }
+    }
+
+    fn of(value: &str) -> Self {
+        match value {
+            "" => Self::No,
+            "0" => Self::GivenUp,
+            _ => Self::UnderWay,
+        }
+    }
+}
+
+impl Entry {
+    /// Whether its image is whole.
+    pub fn is_complete(&self) -> bool {
+        !self.image_id.is_empty()
+    }
 }
 
 impl Entry {
@@ -121,7 +157,7 @@ impl Entry {
             origin,
             making,
         } = self;
-        let making = making.then(|| "1".to_owned()).unwrap_or_default();
+        let making = making.value().to_owned();
         let pool = journal_pool.map(|id| format!("{id:016x}"));
         let keys = [
             (kind.name_key(), name),
@@ -166,7 +202,7 @@ impl Entry {
             group,
             source: take(SOURCE),
             origin: take(ORIGIN),
-            making: !take(MAKING).is_empty(),
+            making: Making::of(&take(MAKING)),
         })
     }
 }
@@ -247,7 +283,7 @@ mod tests {
         #[test]
         fn what_is_written_is_read(
             texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
-            making: bool,
+            making in prop_oneof![Just(Making::No), Just(Making::UnderWay), Just(Making::GivenUp)],
         ) {
             let kind = if snap { Kind::Snapshot } else { Kind::Volume };
             let [name, image, image_id, kms, encryption, owner, group, source, origin] =

@@ -27,14 +27,16 @@ use std::{
 use serde_json::json;
 
 use super::{
+    super::Source,
     error::RbdError,
     trash::{Discarded, has_manager},
 };
 use crate::{
     ceph::{
         CephError,
+        handle::Handle,
         rados::IoCtx,
-        rbd::{self, Access, Features, Image, ImageOptions},
+        rbd::{self, Access, Features, Image, ImageOptions, LinkedImage},
     },
     chain,
     lane::Lanes,
@@ -110,6 +112,35 @@ pub fn of_volume(
     clone_now((to.0, &temp), to, options)
 }
 
+/// Whether an image, of which only ceph-csi knows what it was made of, may be a copy
+/// of that source, or of none: its parent has the source's uuid in its name. One that
+/// was flattened may be a copy of any.
+pub fn may_be_of(image: &Image, name: &str, source: Option<&Source>) -> Result<bool, CephError> {
+    let Some(mut parent) = image.parent()? else {
+        return Ok(true);
+    };
+    let handle = match source {
+        None => return Ok(false),
+        Some(Source::Snapshot(handle) | Source::Volume(handle)) => handle,
+    };
+    if parent.image.name == temporary(name) {
+        let LinkedImage {
+            pool_id, namespace, ..
+        } = &parent.image;
+        let pool = image.io().cluster().ioctx(*pool_id, namespace)?;
+        let between = match Image::open_by_id(&pool, &parent.image.id, Access::ReadOnly) {
+            Err(error) if error.is_not_found() => return Ok(true),
+            between => between?.parent()?,
+        };
+        match between {
+            Some(between) => parent = between,
+            None => return Ok(true),
+        }
+    }
+    let uuid = handle.parse().map(|handle: Handle| handle.uuid());
+    Ok(uuid.is_ok_and(|uuid| parent.image.name.ends_with(&uuid.to_string())))
+}
+
 /// Takes away what an interrupted [`of_volume`] left beside its finished image.
 pub fn tidy_of_volume(from: Option<(&IoCtx, &str)>, to: (&IoCtx, &str)) -> Result<(), CephError> {
     let temp = temporary(to.1);
@@ -143,7 +174,8 @@ pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), Cep
     or_exists(image.snapshot_create(snapshot))
 }
 
-fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), CephError> {
+/// Takes away a snapshot that an interrupted copy left on its source.
+pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), CephError> {
     match Image::open(pool, image, Access::ReadWrite) {
         Ok(image) => or_missing(image.snapshot_remove(snapshot)),
         Err(error) => or_missing(Err(error)),

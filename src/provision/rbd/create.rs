@@ -8,16 +8,17 @@
 //! 5. id         the image's id is entered: complete
 //! ```
 //!
-//! A repeat, by whomever, finds the reservation and goes on with it; so a crash
-//! needs no cleaning up. An image that was not completed may be half made, as
-//! librbd takes several steps for each call: it is taken away and made anew, but
-//! for what ceph-csi began, which is gone on with as ceph-csi does. A failure that
-//! is certain is undone in reverse.
+//! A repeat, by whomever, finds the reservation; so a crash needs no cleaning up.
+//! An image that was not completed may be half made, as librbd takes several steps
+//! for each call, and whoever makes it may still be at it: it is given up, and
+//! another made ([`Attempt`]), but for what ceph-csi began, which is gone on with as
+//! ceph-csi does. A failure that is certain is undone.
 
 use uuid::Uuid;
 
 use super::{
     super::{Error, NewVolume, Volume},
+    attempt::Attempt,
     class::{Class, Pools},
     copies,
     encryption::{BLOCK, Encryption},
@@ -26,13 +27,10 @@ use super::{
     qos,
     store::Store,
 };
-use crate::{
-    ceph::{
-        journal::{Entry, Reserved},
-        rados::IoCtx,
-        rbd::{Access, Image},
-    },
-    chain,
+use crate::ceph::{
+    journal::{self, Entry, Reserved},
+    rados::IoCtx,
+    rbd::{Access, Image},
 };
 
 mod build;
@@ -100,32 +98,29 @@ impl<'a> Creation<'a> {
         let journal = &self.store.volumes;
         let name = &self.new.name;
         // A repeat of a copy must not need the source: it may be gone by now.
-        let known = match &self.new.source {
+        let mut known = match &self.new.source {
             Some(_) => journal.find(&self.journal, name).map_err(RbdError::from)?,
             None => None,
         };
-        if let Some(reserved) = known {
-            return self.go_on(reserved);
+        loop {
+            if let Some(reserved) = known
+                && let Some(volume) = self.go_on(reserved)?
+            {
+                return Ok(volume);
+            }
+            let origin = self.origin()?;
+            let bytes = self.bytes(origin.as_ref())?;
+            let pool = self.pool_of(&self.pools.image)?;
+            let wanted = Reserved {
+                uuid: Uuid::new_v4(),
+                pool_id: (pool.pool_id() != self.journal.pool_id()).then(|| pool.pool_id()),
+            };
+            let reserved = journal.reserve(&self.journal, name, wanted);
+            known = reserved.map_err(RbdError::from)?;
+            if known.is_none() {
+                return self.begin(&pool, wanted, origin.as_ref(), bytes);
+            }
         }
-        let origin = self.origin()?;
-        let bytes = self.bytes(origin.as_ref())?;
-        let pool = self.pool_of(&self.pools.image)?;
-        let wanted = Reserved {
-            uuid: Uuid::new_v4(),
-            pool_id: (pool.pool_id() != self.journal.pool_id()).then(|| pool.pool_id()),
-        };
-        match journal.reserve(&self.journal, name, wanted) {
-            Ok(None) => {}
-            Ok(Some(reserved)) => return self.go_on(reserved),
-            Err(error) => return Err(RbdError::from(error).into()),
-        }
-        let made = self.begin(&pool, wanted, origin.as_ref(), bytes);
-        if let Err(error) = &made
-            && is_certain(error)
-        {
-            self.undo(&pool, wanted);
-        }
-        made
     }
 
     fn pool_of(&self, name: &str) -> Result<IoCtx, RbdError> {
@@ -135,6 +130,18 @@ impl<'a> Creation<'a> {
         self.link.named_pool(name)
     }
 
+    fn attempt<'s>(&'s self, pool: &'s IoCtx, reserved: Reserved) -> Attempt<'s> {
+        Attempt {
+            store: self.store,
+            journal: &self.store.volumes,
+            directory: &self.journal,
+            pool,
+            name: &self.new.name,
+            reserved,
+            secrets: &self.new.secrets,
+        }
+    }
+
     fn begin(
         &self,
         pool: &IoCtx,
@@ -142,47 +149,69 @@ impl<'a> Creation<'a> {
         origin: Option<&Origin>,
         bytes: u64,
     ) -> Result<Volume, Error> {
-        let making = self.enter(pool, reserved)?;
-        self.make(&making, origin, bytes)?;
-        self.complete(&making, origin, bytes)?;
-        Ok(self.made(making, bytes))
+        let attempt = self.attempt(pool, reserved);
+        let making = self.making(pool, reserved, self.entry(reserved));
+        let made = attempt
+            .enter(&making.entry)
+            .and_then(|()| self.make(&making, origin, bytes))
+            .and_then(|()| self.complete(&making, origin, bytes));
+        match made {
+            Ok(()) => Ok(self.made(making, bytes)),
+            Err(error) => {
+                // Else it may be done yet.
+                if !error.is_uncertain() {
+                    attempt.undo();
+                }
+                Err(error.into())
+            }
+        }
     }
 
-    /// Goes on with what is reserved already: finished, or interrupted.
-    fn go_on(&self, reserved: Reserved) -> Result<Volume, Error> {
+    /// Goes on with what is reserved already, by this driver and complete, or by
+    /// ceph-csi; none: it was neither, and is gone.
+    fn go_on(&self, reserved: Reserved) -> Result<Option<Volume>, Error> {
         let pool = match reserved.pool_id {
             Some(id) => self.link.pool(id)?,
             None => self.journal.clone(),
         };
+        let wanted = Entry {
+            making: journal::Making::No,
+            ..self.entry(reserved)
+        };
+        let Some(entry) = self.attempt(&pool, reserved).there(&wanted)? else {
+            return Ok(None);
+        };
         if pool.pool() != self.pools.image {
             return Err(self.differs(format!("it is in pool {:?}", pool.pool())));
         }
-        let making = self.enter(&pool, reserved)?;
-        self.compare(&making.entry)?;
-        let size = match Image::open(&pool, making.image(), Access::ReadOnly) {
-            Ok(image) => Some(image.size().map_err(RbdError::from)?),
+        let making = self.making(&pool, reserved, entry);
+        let image = match Image::open(&pool, making.image(), Access::ReadOnly) {
+            Ok(image) => Some(image),
             Err(error) if error.is_not_found() => None,
             Err(error) => return Err(RbdError::from(error).into()),
         };
-        if let (Some(size), false) = (size, making.entry.image_id.is_empty()) {
+        self.compare(&making.entry, image.as_ref())?;
+        if let Some(image) = &image
+            && making.entry.is_complete()
+        {
+            let size = image.size().map_err(RbdError::from)?;
             // A copy's own size is not asked for, only that it is large enough.
             if !self.new.range.holds(size) {
                 return Err(self.differs(format!("it has {size} bytes")));
             }
-            return Ok(self.made(making, size));
+            return Ok(Some(self.made(making, size)));
         }
+        let is_there = image.is_some();
+        drop(image);
         let origin = self.origin()?;
         let bytes = self.bytes(origin.as_ref())?;
-        if making.entry.making {
-            self.store
-                .take_back(&making.pool, &made_of(making.image()))?;
-        }
-        match size.filter(|_| !making.entry.making) {
-            None => self.make(&making, origin.as_ref(), bytes)?,
-            Some(_) => self.tidy(&making, origin.as_ref())?,
+        if is_there {
+            self.tidy(&making, origin.as_ref())?;
+        } else {
+            self.make(&making, origin.as_ref(), bytes)?;
         }
         self.complete(&making, origin.as_ref(), bytes)?;
-        Ok(self.made(making, bytes))
+        Ok(Some(self.made(making, bytes)))
     }
 
     fn differs(&self, how: String) -> Error {
@@ -190,11 +219,17 @@ impl<'a> Creation<'a> {
         Error::Differs { name, how }
     }
 
-    fn compare(&self, entry: &Entry) -> Result<(), Error> {
-        let asked = self.new.source.as_ref().map(name_of).unwrap_or_default();
-        // ceph-csi does not enter it.
-        let unknown = entry.origin.is_empty() && !entry.image_id.is_empty();
-        if entry.origin != asked && !unknown {
+    fn compare(&self, entry: &Entry, image: Option<&Image>) -> Result<(), Error> {
+        let source = self.new.source.as_ref();
+        let is_same = match (entry.origin.as_str(), image) {
+            // ceph-csi does not enter it.
+            ("", Some(image)) => {
+                copies::may_be_of(image, &entry.image, source).map_err(RbdError::from)?
+            }
+            ("", None) => true,
+            (origin, _) => origin == name_of(source),
+        };
+        if !is_same {
             return Err(self.differs("its content source is another".to_owned()));
         }
         if Encryption::of_journal(&entry.kms) != self.class.encryption {
@@ -203,28 +238,29 @@ impl<'a> Creation<'a> {
         Ok(())
     }
 
-    fn enter(&self, pool: &IoCtx, reserved: Reserved) -> Result<Making, RbdError> {
+    fn entry(&self, reserved: Reserved) -> Entry {
         let prefix = self.class.name_prefix.as_deref();
-        let journal = &self.store.volumes;
         let encryption = self.class.encryption.as_ref();
-        let entry = Entry {
+        Entry {
             name: self.new.name.clone(),
-            image: journal.kind().image(prefix, reserved.uuid),
+            image: self.store.volumes.kind().image(prefix, reserved.uuid),
             journal_pool: reserved.pool_id.map(|_| self.journal.pool_id()),
             kms: encryption.map(|e| e.kms.clone()).unwrap_or_default(),
             encryption: encryption.map(|_| BLOCK.to_owned()).unwrap_or_default(),
             owner: self.class.owner.clone(),
-            origin: self.new.source.as_ref().map(name_of).unwrap_or_default(),
-            making: true,
+            origin: name_of(self.new.source.as_ref()),
+            making: journal::Making::UnderWay,
             ..Entry::default()
-        };
-        let entry = journal.write(pool, reserved.uuid, &entry)?;
-        Ok(Making {
+        }
+    }
+
+    fn making(&self, pool: &IoCtx, reserved: Reserved, entry: Entry) -> Making {
+        Making {
             pool: pool.clone(),
             reserved,
             handle: handle_of(self.link, pool, reserved.uuid),
             entry,
-        })
+        }
     }
 
     /// The answer.
@@ -253,34 +289,4 @@ impl<'a> Creation<'a> {
         volume.source.clone_from(&self.new.source);
         volume
     }
-
-    /// Takes everything back that a failed create has made, the last first.
-    fn undo(&self, pool: &IoCtx, reserved: Reserved) {
-        let prefix = self.class.name_prefix.as_deref();
-        let image = self.store.volumes.kind().image(prefix, reserved.uuid);
-        let taken_back = self.store.take_back(pool, &made_of(&image));
-        let undone = taken_back.and_then(|()| {
-            let journal = &self.store.volumes;
-            Ok(journal.undo(&self.journal, pool, &self.new.name, reserved)?)
-        });
-        if let Err(error) = undone {
-            let (name, error) = (&self.new.name, chain(&error));
-            tracing::warn!(
-                name,
-                error,
-                "an unfinished volume stays until its next create"
-            );
-        }
-    }
-}
-
-/// The images that a create may leave.
-fn made_of(image: &str) -> [String; 2] {
-    [image.to_owned(), copies::temporary(image)]
-}
-
-/// Whether nothing of what failed may be done yet, and a repeat would not go on
-/// with it.
-fn is_certain(error: &Error) -> bool {
-    !matches!(error, Error::Rbd(error) if error.is_uncertain())
 }

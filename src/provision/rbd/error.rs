@@ -83,8 +83,8 @@ pub enum RbdError {
     /// The chain of clones is as long as it may be, and is being cut.
     #[error("image {0} is being flattened, as its chain of clones has become long; try again")]
     Flattening(String),
-    /// The image has gone while it was being made.
-    #[error("image {0} has gone while it was being made, by another controller; try again")]
+    /// The image was given up while it was being made.
+    #[error("image {0} was given up by another controller while it was being made; try again")]
     Contended(String),
     /// The image has as many snapshots as it may have.
     #[error(

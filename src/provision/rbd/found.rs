@@ -146,15 +146,18 @@ impl Found {
     }
 }
 
-/// A source as the journal has it.
-pub fn name_of(source: &Source) -> String {
+/// A source as the journal has it; where there is none, that is said, too, as
+/// ceph-csi says nothing of it.
+pub fn name_of(source: Option<&Source>) -> String {
     match source {
-        Source::Snapshot(handle) => format!("snapshot {handle}"),
-        Source::Volume(handle) => format!("volume {handle}"),
+        None => "none".to_owned(),
+        Some(Source::Snapshot(handle)) => format!("snapshot {handle}"),
+        Some(Source::Volume(handle)) => format!("volume {handle}"),
     }
 }
 
-fn source_named(text: &str) -> Option<Source> {
+/// The source that the journal tells of.
+pub fn source_named(text: &str) -> Option<Source> {
     match text.split_once(' ')? {
         ("snapshot", handle) => Some(Source::Snapshot(handle.to_owned())),
         ("volume", handle) => Some(Source::Volume(handle.to_owned())),

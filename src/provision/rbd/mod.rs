@@ -4,7 +4,7 @@
 //! ```text
 //! store      clusters and journals; lookup: what a handle leads to in them
 //! class      the parameters of a storage class; topology, qos, encryption
-//! create     one CreateVolume, which a repeat finishes
+//! create     one CreateVolume; attempt: of which only one comes to its end
 //! volumes    delete, grow, change
 //! copies     clones, and the length of their chains
 //! snapshots  images that show a moment
@@ -46,6 +46,7 @@ use crate::{
     secret::Secrets,
 };
 
+mod attempt;
 mod class;
 mod copies;
 mod create;

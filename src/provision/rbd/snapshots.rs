@@ -4,19 +4,19 @@ use uuid::Uuid;
 
 use super::{
     super::{Error, NewSnapshot, Snapshot},
+    attempt::Attempt,
     copies,
     encryption::Encryption,
     error::RbdError,
     found::{Found, Recorded, handle_of},
-    store::{Store, complete},
+    store::Store,
     volumes::{forget, is_to_go, leave, refuse_if_used},
 };
 use crate::{
     ceph::{
-        journal::{Entry, Reserved},
+        journal::{Entry, Making, Reserved},
         rbd::{Access, Features, Image},
     },
-    chain,
     secret::Secrets,
 };
 
@@ -26,66 +26,96 @@ impl Store {
         let volume = self.volume(&new.volume, &new.secrets)?;
         let of = volume.recorded()?;
         let known = self.snapshots.find(&of.journal, &new.name);
-        if let Some(reserved) = known.map_err(RbdError::from)? {
-            return self.go_on(new, &volume, reserved, prefix);
+        let mut known = known.map_err(RbdError::from)?;
+        loop {
+            if let Some(reserved) = known
+                && let Some(taken) = self.go_on(new, &volume, reserved, prefix)?
+            {
+                return Ok(taken);
+            }
+            let source = match volume.open(Access::ReadOnly) {
+                Err(RbdError::Lost { handle, .. }) => return Err(Error::NoVolume(handle)),
+                source => source?,
+            };
+            let features = source.features().map_err(RbdError::from)?;
+            if !features.contains(Features::LAYERING) {
+                return Err(RbdError::NoLayering(source.to_string()).into());
+            }
+            self.flattener.keep_few(&source)?;
+            drop(source);
+            let wanted = Reserved {
+                uuid: Uuid::new_v4(),
+                pool_id: of.reserved.pool_id,
+            };
+            let reserved = self.snapshots.reserve(&of.journal, &new.name, wanted);
+            known = reserved.map_err(RbdError::from)?;
+            if known.is_none() {
+                let attempt = self.attempt(new, &volume, wanted)?;
+                let entry = self.entry(new, &volume, wanted, prefix)?;
+                let taken = attempt
+                    .enter(&entry)
+                    .and_then(|()| self.take(new, &volume, attempt, &entry));
+                if let Err(error) = &taken
+                    && !error.is_uncertain()
+                {
+                    attempt.undo();
+                }
+                return Ok(taken?);
+            }
         }
-        let source = match volume.open(Access::ReadOnly) {
-            Err(RbdError::Lost { handle, .. }) => return Err(Error::NoVolume(handle)),
-            source => source?,
-        };
-        let features = source.features().map_err(RbdError::from)?;
-        if !features.contains(Features::LAYERING) {
-            return Err(RbdError::NoLayering(source.to_string()).into());
-        }
-        self.flattener.keep_few(&source)?;
-        drop(source);
-        let wanted = Reserved {
-            uuid: Uuid::new_v4(),
-            pool_id: of.reserved.pool_id,
-        };
-        let reserved = self.snapshots.reserve(&of.journal, &new.name, wanted);
-        if let Some(reserved) = reserved.map_err(RbdError::from)? {
-            return self.go_on(new, &volume, reserved, prefix);
-        }
-        let taken = self.take(new, &volume, wanted, prefix);
-        if let Err(error) = &taken
-            && !error.is_uncertain()
-            && !matches!(error, RbdError::Flattening(_))
-        {
-            self.undo_snapshot(new, &volume, wanted, prefix);
-        }
-        Ok(taken?)
     }
 
-    /// Goes on with what is reserved already: finished, or interrupted.
+    fn attempt<'a>(
+        &'a self,
+        new: &'a NewSnapshot,
+        volume: &'a Found,
+        reserved: Reserved,
+    ) -> Result<Attempt<'a>, RbdError> {
+        Ok(Attempt {
+            store: self,
+            journal: &self.snapshots,
+            directory: &volume.recorded()?.journal,
+            pool: &volume.pool,
+            name: &new.name,
+            reserved,
+            secrets: &new.secrets,
+        })
+    }
+
+    /// Goes on with what is reserved already, by this driver and complete, or by
+    /// ceph-csi; none: it was neither, and is gone.
     fn go_on(
         &self,
         new: &NewSnapshot,
         volume: &Found,
         reserved: Reserved,
         prefix: Option<&str>,
-    ) -> Result<Snapshot, Error> {
-        let entry = self.snapshots.read(&volume.pool, reserved.uuid);
-        let entry = entry.map_err(RbdError::from)?;
-        let source = entry.map(|entry| entry.source).unwrap_or_default();
-        if !(source.is_empty() || source == volume.image) {
+    ) -> Result<Option<Snapshot>, Error> {
+        let attempt = self.attempt(new, volume, reserved)?;
+        let wanted = Entry {
+            making: Making::No,
+            ..self.entry(new, volume, reserved, prefix)?
+        };
+        let Some(entry) = attempt.there(&wanted)? else {
+            return Ok(None);
+        };
+        if !(entry.source.is_empty() || entry.source == volume.image) {
             let name = new.name.clone();
             let how = "it is a snapshot of another volume".to_owned();
             return Err(Error::Differs { name, how });
         }
-        Ok(self.take(new, volume, reserved, prefix)?)
+        Ok(Some(self.take(new, volume, attempt, &entry)?))
     }
 
-    fn take(
+    fn entry(
         &self,
         new: &NewSnapshot,
         volume: &Found,
         reserved: Reserved,
         prefix: Option<&str>,
-    ) -> Result<Snapshot, RbdError> {
+    ) -> Result<Entry, RbdError> {
         let of = &volume.recorded()?.entry;
-        let pool = &volume.pool;
-        let entry = Entry {
+        Ok(Entry {
             name: new.name.clone(),
             image: self.snapshots.kind().image(prefix, reserved.uuid),
             journal_pool: of.journal_pool,
@@ -94,16 +124,21 @@ impl Store {
             owner: of.owner.clone(),
             source: volume.image.clone(),
             origin: new.volume.clone(),
-            making: true,
+            making: Making::UnderWay,
             ..Entry::default()
-        };
-        let entry = self.snapshots.write(pool, reserved.uuid, &entry)?;
-        let handle = handle_of(&volume.link, pool, reserved.uuid);
-        let finished = !entry.image_id.is_empty();
-        if !finished {
-            if entry.making {
-                self.take_back(pool, std::slice::from_ref(&entry.image))?;
-            }
+        })
+    }
+
+    fn take(
+        &self,
+        new: &NewSnapshot,
+        volume: &Found,
+        attempt: Attempt<'_>,
+        entry: &Entry,
+    ) -> Result<Snapshot, RbdError> {
+        let pool = &volume.pool;
+        let handle = handle_of(&volume.link, pool, attempt.reserved.uuid);
+        if !entry.is_complete() {
             copies::snapshot_of(pool, &volume.image, &entry.image)?;
             if let Some(encryption) = Encryption::of_journal(&entry.kms) {
                 let source = volume.open(Access::ReadOnly)?;
@@ -111,7 +146,7 @@ impl Store {
                 let keeper = self.keeper(&new.secrets);
                 keeper.copy(&encryption, (&volume.handle, &source), (&handle, &image))?;
             }
-            complete(&self.snapshots, pool, reserved.uuid, &entry.image)?;
+            attempt.complete(entry)?;
         }
         let image = Image::open(pool, &entry.image, Access::ReadOnly)?;
         self.flattener.keep_short(pool, &image, &entry.image, 0)?;
@@ -122,30 +157,6 @@ impl Store {
             created: image.created()?,
             local: false,
         })
-    }
-
-    fn undo_snapshot(
-        &self,
-        new: &NewSnapshot,
-        volume: &Found,
-        reserved: Reserved,
-        prefix: Option<&str>,
-    ) {
-        let image = self.snapshots.kind().image(prefix, reserved.uuid);
-        let undo = || -> Result<(), RbdError> {
-            let of = volume.recorded()?;
-            self.take_back(&volume.pool, &[image])?;
-            let (journal, pool) = (&of.journal, &volume.pool);
-            Ok(self.snapshots.undo(journal, pool, &new.name, reserved)?)
-        };
-        if let Err(error) = undo() {
-            let (name, error) = (&new.name, chain(&error));
-            tracing::warn!(
-                name,
-                error,
-                "an unfinished snapshot stays until its next create"
-            );
-        }
     }
 
     /// Deletes what [`Store::all_of_snapshot`] has found.

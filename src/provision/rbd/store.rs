@@ -6,8 +6,6 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use uuid::Uuid;
-
 use super::{
     copies::{Flattener, or_missing, present},
     encryption::Keeper,
@@ -155,9 +153,9 @@ impl Store {
         links.collect()
     }
 
-    /// Takes away images that are told to nobody. What a crash has left half made
-    /// does not go to the trash, and has no data to remove; of some there is only the
-    /// name in the pool's directory, which keeps it from being used again.
+    /// Takes away images that are told to nobody, and never will be. What a crash has
+    /// left half made does not go to the trash, and has no data to remove; of some
+    /// there is only the name in the pool's directory.
     pub fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
         self.bin.discard(pool, &present(pool, names)?)?;
         for name in names {
@@ -171,11 +169,4 @@ impl Store {
         let config = &self.kms;
         Keeper { config, secrets }
     }
-}
-
-/// Enters that an image has been made.
-pub fn complete(journal: &Journal, pool: &IoCtx, uuid: Uuid, image: &str) -> Result<(), RbdError> {
-    let gone = || RbdError::Contended(format!("{pool}/{image}"));
-    let id = rbd::image_id(pool, image)?.ok_or_else(gone)?;
-    Ok(journal.complete(pool, uuid, &id)?)
 }

@@ -5,6 +5,8 @@ use futures_util::future::join_all;
 mod crashes;
 mod fencing;
 mod mapping;
+mod sources;
+mod stalls;
 mod trash;
 
 use super::*;

@@ -8,7 +8,6 @@ use super::{
         error::RbdError,
         found::Found,
         size,
-        store::complete,
         volumes::{grow, note},
     },
     Creation, Making,
@@ -93,8 +92,7 @@ impl Creation<'_> {
         options.data_pool.clone_from(&self.pools.data);
         let to = (&making.pool, making.image());
         match origin {
-            // Another controller may have been faster.
-            None => copies::or_exists(rbd::create(to.0, to.1, bytes, &options))?,
+            None => rbd::create(to.0, to.1, bytes, &options)?,
             Some(Origin { found, .. }) => {
                 let from = (&found.pool, found.image.as_str());
                 match &self.new.source {
@@ -122,8 +120,8 @@ impl Creation<'_> {
         bytes: u64,
     ) -> Result<(), RbdError> {
         self.finish_image(making, origin, bytes)?;
-        let (journal, pool) = (&self.store.volumes, &making.pool);
-        complete(journal, pool, making.reserved.uuid, making.image())
+        self.attempt(&making.pool, making.reserved)
+            .complete(&making.entry)
     }
 
     /// What a new image needs beside what it is made with; mostly nothing.

@@ -13,7 +13,7 @@ use super::*;
 use crate::provision::Kind as K;
 
 /// Who is at work, and where.
-struct Party<'a> {
+pub(super) struct Party<'a> {
     rbd: &'a Rbd,
     pool: &'a str,
 }
@@ -48,7 +48,7 @@ impl Party<'_> {
     }
 
     /// Makes one of each thing; all of it may have been made before.
-    async fn make(&self) {
+    pub(super) async fn make(&self) {
         let source = self.volume("source", 8 * MIB, None).await;
         let new = NewSnapshot {
             name: "snapshot".to_owned(),
@@ -80,7 +80,7 @@ impl Party<'_> {
 
     /// Deletes all that is still listed. A handle that a crash has left listed
     /// nowhere is deleted by whoever knows it: so those are told.
-    async fn unmake(&self, volumes: &[String], snapshots: &[String]) {
+    pub(super) async fn unmake(&self, volumes: &[String], snapshots: &[String]) {
         for handle in snapshots {
             let delete = async || {
                 let handle = handle.clone();
@@ -97,7 +97,7 @@ impl Party<'_> {
         }
     }
 
-    async fn handles(&self) -> (Vec<String>, Vec<String>) {
+    pub(super) async fn handles(&self) -> (Vec<String>, Vec<String>) {
         let volumes = self.rbd.list_volumes(Listing::default()).await.unwrap();
         let snapshots = self
             .rbd
@@ -139,7 +139,7 @@ async fn victim() {
 impl Home {
     /// A cluster that forgets its dead soon, and whose manager takes no tasks: so
     /// that all is done when it is done here.
-    fn of_its_own() -> Option<Self> {
+    pub(super) fn of_its_own() -> Option<Self> {
         let mut cluster = TestCluster::own()?;
         cluster.ceph(&["config", "set", "osd", "osd_client_watch_timeout", "2"]);
         let caps = ["mon", "profile rbd", "osd", "profile rbd"];
@@ -149,25 +149,30 @@ impl Home {
         Some(Self::over(cluster))
     }
 
-    fn party(&self) -> Party<'_> {
+    pub(super) fn party(&self) -> Party<'_> {
         Party {
             rbd: &self.rbd,
             pool: &self.pool,
         }
     }
 
-    /// Whether a victim was ended before it was done.
-    fn crashes(&self, at: usize, deletes: (&[String], &[String])) -> bool {
-        let victim = Command::new(env::current_exe().unwrap())
+    /// One that makes or deletes, as soon as it is run.
+    pub(super) fn victim(&self, deletes: (&[String], &[String])) -> Command {
+        let mut victim = Command::new(env::current_exe().unwrap());
+        victim
             .args(["--exact", "--ignored", "--test-threads=1"])
             .arg("provision::rbd::tests::crashes::victim")
-            .env("CRASH_AT", at.to_string())
             .env("VICTIM_DIR", self.dir.path())
             .env("VICTIM_POOL", &self.pool)
             .env("VICTIM_DELETES", deletes.0.join(" "))
-            .env("VICTIM_DELETES_SNAPSHOTS", deletes.1.join(" "))
-            .output()
-            .unwrap();
+            .env("VICTIM_DELETES_SNAPSHOTS", deletes.1.join(" "));
+        victim
+    }
+
+    /// Whether a victim was ended before it was done.
+    fn crashes(&self, at: usize, deletes: (&[String], &[String])) -> bool {
+        let mut victim = self.victim(deletes);
+        let victim = victim.env("CRASH_AT", at.to_string()).output().unwrap();
         let said = String::from_utf8_lossy(&victim.stdout);
         let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
         assert!(crashed || victim.status.success(), "{said}");
@@ -214,7 +219,7 @@ impl Home {
     }
 
     /// Waits until the trash is empty, and asserts that so is the pool.
-    async fn assert_empty(&self, at: usize) {
+    pub(super) async fn assert_empty(&self, at: usize) {
         for _ in 0..200 {
             assert!(self.rbd.sweep().await.is_empty());
             if self.left().is_empty() {
@@ -309,9 +314,9 @@ async fn an_image_that_is_half_made_is_made_anew() {
         tokio::time::timeout(longest, party.make())
             .await
             .expect("is made");
-        let info = home
-            .cluster
-            .rbd(&["info", &format!("{}/{name}", home.pool)]);
-        assert!(info.contains("size 16 MiB"), "{info}");
+        // Under a name of its own, and of the old one nothing is left.
+        let listed = home.cluster.rbd(&["ls", "--long", &home.pool]);
+        assert!(!listed.contains(&name), "{listed}");
+        assert!(listed.contains("16 MiB"), "{listed}");
     }
 }

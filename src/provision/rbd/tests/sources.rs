@@ -1,0 +1,111 @@
+//! What a name's volume is made of, as its repeats ask for it.
+
+use super::*;
+
+/// A volume that has a snapshot.
+struct Origins {
+    home: Home,
+    volume: Source,
+    snapshot: Source,
+}
+
+impl Origins {
+    async fn new() -> Option<Self> {
+        let home = Home::new()?;
+        let volume = home.make(home.volume("origin", MIB)).await;
+        let new = home.snapshot("moment", &volume.handle);
+        let snapshot = home.rbd.create_snapshot(new).await.unwrap();
+        Some(Self {
+            home,
+            volume: Source::Volume(volume.handle),
+            snapshot: Source::Snapshot(snapshot.handle),
+        })
+    }
+
+    async fn create(&self, name: &str, source: Option<&Source>) -> Result<Volume, Error> {
+        let new = NewVolume {
+            source: source.cloned(),
+            ..self.home.volume(name, MIB)
+        };
+        self.home.rbd.create_volume(new).await
+    }
+
+    fn sources(&self) -> [Option<&Source>; 3] {
+        [None, Some(&self.volume), Some(&self.snapshot)]
+    }
+
+    /// Has the journal say as little of a volume as ceph-csi has it say.
+    fn forget_origin(&self, volume: &Volume) {
+        let entry = format!("csi.volume.{}", &volume.handle[volume.handle.len() - 36..]);
+        let io = self.home.io();
+        io.omap_remove(&entry, &["uring-csi.origin"]).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_repeat_asks_for_the_same_source() {
+    let Some(origins) = Origins::new().await else {
+        return;
+    };
+    for (n, source) in origins.sources().into_iter().enumerate() {
+        let name = format!("copy-{n}");
+        let made = origins.create(&name, source).await.unwrap();
+        for asked in origins.sources() {
+            let repeat = origins.create(&name, asked).await;
+            if asked == source {
+                assert_eq!(repeat.unwrap(), made);
+            } else {
+                let refused = repeat.unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::AlreadyExists, "{refused}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_source_of_a_copy_of_ceph_csi_is_known_by_its_parent() {
+    let Some(origins) = Origins::new().await else {
+        return;
+    };
+    let copies = [&origins.volume, &origins.snapshot];
+    for (n, source) in copies.into_iter().enumerate() {
+        let name = format!("copy-{n}");
+        let made = origins.create(&name, Some(source)).await.unwrap();
+        origins.forget_origin(&made);
+        for asked in origins.sources() {
+            match origins.create(&name, asked).await {
+                Ok(repeat) => assert_eq!((repeat, asked), (made.clone(), Some(source))),
+                Err(refused) => {
+                    assert_ne!(asked, Some(source), "{refused}");
+                    assert_eq!(refused.kind(), ErrorKind::AlreadyExists, "{refused}");
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_copy_that_ceph_csi_reserved_is_gone_on_with() {
+    const RESERVED: &str = "36eaa70e-eb63-11ea-8e79-246e96907f74";
+    let Some(origins) = Origins::new().await else {
+        return;
+    };
+    let (io, entry) = (origins.home.io(), format!("csi.volume.{RESERVED}"));
+    let image = format!("csi-vol-{RESERVED}");
+    io.omap_set("csi.volumes.default", &[("csi.volume.begun", RESERVED)])
+        .unwrap();
+    io.omap_set(
+        &entry,
+        &[("csi.volname", "begun"), ("csi.imagename", &image)],
+    )
+    .unwrap();
+    let made = origins.create("begun", Some(&origins.snapshot)).await;
+    let made = made.unwrap();
+    assert!(made.handle.ends_with(RESERVED), "{}", made.handle);
+    assert_eq!(made.source.as_ref(), Some(&origins.snapshot));
+    let spec = format!("{}/{image}", origins.home.pool);
+    let info = origins.home.cluster.rbd(&["info", &spec]);
+    assert!(info.contains("parent: "), "{info}");
+    let repeat = origins.create("begun", Some(&origins.snapshot)).await;
+    assert_eq!(repeat.unwrap(), made);
+}
