@@ -70,7 +70,7 @@ use recognise::marked;
 
 /// How long an image that somebody looks at may stay busy before its holder is
 /// named: udevd looks into whatever was just mapped, or just written.
-const BUSY_FOR: Duration = Duration::from_secs(2);
+const BUSY_FOR: Duration = Duration::from_secs(10);
 
 /// The driver's files, with one major number for all devices and without.
 const ADD: [&str; 2] = ["/sys/bus/rbd/add_single_major", "/sys/bus/rbd/add"];
