@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     Done,
-    device::{Device, How, Source, ready, sysfs},
+    device::{Device, Fencing, How, Source, ready, sysfs},
     fs::{FsType, grow, probe::FsInfo},
     kernel::Dev,
     mount::{
@@ -53,8 +53,11 @@ pub async fn stage(
             }
             Phase::Staged if is_still_there(&record, &place) => {
                 publish::refuse_shut_down(volume, &place).map_err(kept)?;
+                // Published anew, it has to be entered anew: while this node was cut
+                // off, the controller may have taken it out.
                 if let Some(device) = &record.device
-                    && node.backends.bind(&record.source).wants_secrets(device)
+                    && (spec.fencing == Fencing::On
+                        || node.backends.bind(&record.source).wants_secrets(device))
                 {
                     let known = known_device(&place, Some(device));
                     attach_source(node, volume, spec, known, progress)

@@ -9,9 +9,11 @@ use std::{
     path::Path,
 };
 
+use tonic::Code::Unavailable;
+
 use crate::harness::{
     Ceph, Content, Controller, ControllerSetup, Holder, KINDS, MIB, Node, NodeSetup, Sandbox,
-    Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, run, spec_of,
+    Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, refused, run, spec_of,
 };
 
 struct Fencing<'a> {
@@ -67,6 +69,16 @@ impl<'a> Fencing<'a> {
         node.send_stage(stage).await.unwrap();
         node.publish(volume, "pod").await.unwrap();
         node.target(volume, "pod")
+    }
+
+    /// What is done to a volume's entry, `csi.volume.<uuid>`.
+    fn rados(&self, volume: &Volume, what: &[&str]) -> String {
+        let conf = self.ceph.cluster.dir().join("ceph.conf");
+        let uuid = &volume.handle[volume.handle.len() - 36..];
+        let (entry, conf) = (format!("csi.volume.{uuid}"), conf.to_str().unwrap());
+        let (what, args) = what.split_first().unwrap();
+        let before = ["rados", "--conf", conf, "-p", &self.pool, what, &entry];
+        run(&[&before, args].concat())
     }
 
     fn blocklist(&self) -> String {
@@ -141,6 +153,40 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
         it.controller.delete(&volume.handle).await.unwrap();
         it.node.assert_clean().await;
         other.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_is_published_anew_is_entered_anew() {
+    const KEY: &str = "uring-csi.node.node-a";
+    lonely_ceph_story(async |sandbox, ceph| {
+        let it = Fencing::new(sandbox, ceph).await;
+        let volume = it.volume("v", "block").await;
+        it.up(&it.node, "node-a", &volume).await;
+        let client = client_of(&rbds_over(&volume)[0]);
+        let told = sandbox.dir().join("entered").display().to_string();
+        let is_entered = || {
+            it.rados(&volume, &["getomapval", KEY, &told]);
+            std::fs::read_to_string(&told).unwrap().contains(&client)
+        };
+        assert!(is_entered());
+        // The node was cut off, so that nobody watched the image when it was
+        // unpublished; the mount stayed.
+        it.rados(&volume, &["rmomapkey", KEY]);
+        let staged = it.node.stage(&volume).await;
+        staged.expect("without fencing it is as it was");
+        let mut stage = it.node.stage_request(&volume);
+        stage.publish_context = [("fencing".to_owned(), "true".to_owned())].into();
+        refused(it.node.send_stage(stage).await, Unavailable, &["v"]);
+        it.up(&it.node, "node-a", &volume).await;
+        assert!(is_entered());
+
+        it.node.kill9().await;
+        it.controller.unpublish(&volume, "node-a").await.unwrap();
+        assert!(it.blocklist().contains(&client));
+        it.node.restart().await;
+        it.node.down(&volume, "pod").await;
+        it.node.assert_clean().await;
     });
 }
 
