@@ -125,7 +125,7 @@ impl<P: Provisioner> Controller<P> {
             source_volume_id: snapshot.source,
             creation_time: Some(snapshot.created.into()),
             ready_to_use: true,
-            group_snapshot_id: String::new(),
+            group_snapshot_id: snapshot.group.unwrap_or_default(),
             accessible_topology: self.topology(snapshot.local, Place::new()),
         }
     }

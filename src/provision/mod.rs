@@ -127,6 +127,8 @@ pub struct Snapshot {
     pub created: SystemTime,
     /// Only the node of this controller can reach it.
     pub local: bool,
+    /// The handle of the group that it was taken with, if any.
+    pub group: Option<String>,
 }
 
 /// Part of a listing, in an order that stays.

@@ -149,6 +149,7 @@ impl Store {
             bytes: size_of(&SnapshotDetail::image(pool, entry.id))?.unwrap_or(0),
             created: UNIX_EPOCH + Duration::from_nanos(detail.created),
             local: pool.scope == Scope::Local,
+            group: None,
         })
     }
 

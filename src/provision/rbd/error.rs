@@ -135,6 +135,23 @@ pub enum RbdError {
         /// The image, with its pool.
         image: String,
     },
+    /// Nothing is known of a pool's room.
+    #[error(
+        "the cluster has no figures of pool {pool}: its manager (ceph-mgr) has not measured it, or \
+         does not run"
+    )]
+    NotMeasured {
+        /// The pool.
+        pool: String,
+    },
+    /// The snapshot belongs to a group.
+    #[error("snapshot {handle:?} is of group {group:?}: delete the group, not its members")]
+    InGroup {
+        /// The snapshot's handle.
+        handle: String,
+        /// The group's.
+        group: String,
+    },
     /// What only volumes with a journal can do.
     #[error(
         "{0:?} was made by Kubernetes' own RBD plugin, which kept no journal: it cannot be copied"
@@ -156,7 +173,8 @@ impl RbdError {
             | Self::NoPool { .. }
             | Self::LongId(_)
             | Self::OtherCluster { .. }
-            | Self::OtherEncryption { .. } => Kind::InvalidArgument,
+            | Self::OtherEncryption { .. }
+            | Self::InGroup { .. } => Kind::InvalidArgument,
             Self::Encryption(error) => match error {
                 EncryptionError::Config { .. } => Kind::Unavailable,
                 EncryptionError::Malformed => Kind::Internal,
@@ -172,6 +190,7 @@ impl RbdError {
             Self::Flattening(_) | Self::Contended(_) | Self::StillAttached { .. } => Kind::Aborted,
             Self::Snapshots { .. } => Kind::ResourceExhausted,
             Self::Lost { .. } => Kind::NotFound,
+            Self::NotMeasured { .. } => Kind::Unavailable,
             Self::Ceph(error) | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),
             Self::Journal(_) => Kind::Internal,
         }

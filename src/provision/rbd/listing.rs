@@ -271,18 +271,18 @@ fn pools(link: &Link) -> Result<Vec<IoCtx>, RbdError> {
 fn available(pool: &IoCtx) -> Result<u64, RbdError> {
     let command = json!({"prefix": "df", "format": "json"});
     let answer = pool.cluster().mon_command(&command)?;
-    let df: serde_json::Value = serde_json::from_slice(&answer).unwrap_or_default();
-    let pools = df["pools"]
-        .as_array()
-        .map(Vec::as_slice)
-        .unwrap_or_default();
-    let ours = pools
-        .iter()
-        .find(|one| one["id"].as_i64() == Some(pool.pool_id()));
-    // Without Ceph's manager there are no figures: nothing is promised.
-    Ok(ours
-        .and_then(|one| one["stats"]["max_avail"].as_u64())
-        .unwrap_or(0))
+    // The monitors count what Ceph's manager has measured last.
+    available_in(&answer, pool.pool_id()).ok_or_else(|| {
+        let pool = pool.to_string();
+        RbdError::NotMeasured { pool }
+    })
+}
+
+/// What `ceph df` says; none where it does not.
+fn available_in(df: &[u8], pool_id: i64) -> Option<u64> {
+    let df: serde_json::Value = serde_json::from_slice(df).ok()?;
+    let mut pools = df["pools"].as_array()?.iter();
+    pools.find(|one| one["id"].as_i64() == Some(pool_id))?["stats"]["max_avail"].as_u64()
 }
 
 #[cfg(test)]
@@ -290,6 +290,17 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn what_was_not_measured_is_not_nothing() {
+        let df = |stats: serde_json::Value| json!({"pools": [{"id": 3, "stats": stats}]});
+        let of = |df: serde_json::Value| available_in(df.to_string().as_bytes(), 3);
+        assert_eq!(of(df(json!({"max_avail": 7}))), Some(7));
+        assert_eq!(of(df(json!({"max_avail": 0}))), Some(0));
+        assert_eq!(of(df(json!({}))), None);
+        assert_eq!(of(json!({"pools": []})), None);
+        assert_eq!(available_in(b"", 3), None);
+    }
 
     proptest! {
         #[test]

@@ -156,11 +156,18 @@ impl Store {
             bytes: image.size()?,
             created: image.created()?,
             local: false,
+            group: None,
         })
     }
 
     /// Deletes what [`Store::all_of_snapshot`] has found.
     pub fn delete_snapshot(&self, found: &Found) -> Result<(), Error> {
+        if let Some(Recorded { entry, .. }) = &found.recorded
+            && !entry.group.is_empty()
+        {
+            let (handle, group) = (found.handle.clone(), entry.group.clone());
+            return Err(RbdError::InGroup { handle, group }.into());
+        }
         match found.open(Access::ReadWrite) {
             Ok(image) if !is_to_go(&self.snapshots, found, &image)? => {
                 leave(found, &image);
@@ -197,6 +204,7 @@ pub fn show_snapshot(found: &Found) -> Result<Snapshot, RbdError> {
         bytes: image.size()?,
         created: image.created()?,
         local: false,
+        group: Some(entry.group.clone()).filter(|group| !group.is_empty()),
     })
 }
 

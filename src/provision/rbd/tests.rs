@@ -237,6 +237,28 @@ async fn what_is_in_use_is_not_deleted() {
 }
 
 #[tokio::test]
+async fn a_member_of_a_group_goes_with_its_group() {
+    let Some(home) = Home::new() else { return };
+    let volume = home.make(home.volume("volume", MIB)).await;
+    let new = home.snapshot("member", &volume.handle);
+    let member = home.rbd.create_snapshot(new).await.unwrap();
+    assert_eq!(member.group, None);
+    let entry = format!("csi.snap.{}", &member.handle[member.handle.len() - 36..]);
+    let io = home.io();
+    io.omap_set(&entry, &[("csi.groupid", "a-group")]).unwrap();
+    let (handle, secrets) = (|| member.handle.clone(), || home.secrets());
+    let told = home.rbd.get_snapshot(handle(), secrets()).await.unwrap();
+    assert_eq!(told.group.as_deref(), Some("a-group"));
+    let refused = home.rbd.delete_snapshot(handle(), secrets()).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    assert!(refused.to_string().contains("a-group"), "{refused}");
+    io.omap_remove(&entry, &["csi.groupid"]).unwrap();
+    let deleted = home.rbd.delete_snapshot(handle(), secrets()).await;
+    deleted.unwrap();
+}
+
+#[tokio::test]
 async fn listings_go_on_where_they_ended() {
     let Some(home) = Home::new() else { return };
     let mut made = Vec::new();
@@ -263,7 +285,12 @@ async fn listings_go_on_where_they_ended() {
         ..RoomFor::default()
     };
     // The manager counts a new pool after a moment.
-    while home.rbd.capacity(room.clone()).await.unwrap().available == 0 {
+    loop {
+        match home.rbd.capacity(room.clone()).await {
+            Ok(capacity) if capacity.available > 0 => break,
+            Ok(_) => {}
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}"),
+        }
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
 }
