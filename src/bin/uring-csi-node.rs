@@ -21,7 +21,7 @@ use uring_csi::{
     chain, config,
     csi::{
         admin::AdminService,
-        identity::Identity,
+        identity::{Identity, Segment, once_each},
         node::NodeService,
         serve::{Endpoint, Listener, told_to_stop},
         validate,
@@ -116,6 +116,15 @@ struct Options {
     /// nearest copy where the cluster's configuration has readAffinity.
     #[arg(long, env = "URING_CSI_CRUSH_LOCATION", value_name = "TYPE:NAME|…")]
     crush_location: Option<String>,
+    /// A part of the cluster that this node is in, e.g. zone=a, told as
+    /// topology.DRIVER/zone; repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_TOPOLOGY",
+        value_delimiter = ',',
+        value_name = "KEY=VALUE"
+    )]
+    topology: Vec<Segment>,
     /// At most so many volumes at a time on this node; 0 leaves it to the orchestrator.
     #[arg(long, env = "URING_CSI_MAX_VOLUMES", default_value_t = 0, value_parser = clap::value_parser!(i64).range(0..), value_name = "N")]
     max_volumes: i64,
@@ -156,6 +165,7 @@ type Failure = Box<dyn std::error::Error>;
 fn run(options: Options) -> Result<(), Failure> {
     validate::node_id("--node-id", &options.node_id)
         .map_err(|status| status.message().to_owned())?;
+    once_each(&options.topology)?;
     let can_grow = privileges::drop_what_is_not_needed()?;
     ring::start(serve(options, can_grow))?
 }
@@ -243,6 +253,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         .add_service(NodeServer::new(NodeService::new(
             heart.clone(),
             config.clone(),
+            options.topology,
             can_grow,
         )))
         .add_service(NodeAdminServer::new(AdminService::new(

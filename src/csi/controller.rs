@@ -95,10 +95,22 @@ impl<P: Provisioner> Controller<P> {
     /// Whether this node is within a place. Keys are compared without regard to
     /// case (CSI specification, `Topology`).
     fn is_here(&self, place: &Topology) -> bool {
-        place.segments.iter().all(|(key, value)| {
+        let is_mine = |(key, value): (&String, &String)| {
             let here = self.here.as_ref();
             here.is_some_and(|(my_key, id)| my_key.eq_ignore_ascii_case(key) && id == value)
-        })
+        };
+        // What else this driver's node says of its place is true of it.
+        let is_beside = |key: &str| {
+            let domain = |key: &str| key.split_once('/').map(|(domain, _)| domain.to_lowercase());
+            let here = self.here.as_ref();
+            here.is_some_and(|(my_key, _)| {
+                !my_key.eq_ignore_ascii_case(key) && domain(my_key) == domain(key)
+            })
+        };
+        let segments = &place.segments;
+        segments.is_empty()
+            || segments.iter().any(is_mine)
+                && segments.iter().all(|one| is_mine(one) || is_beside(one.0))
     }
 
     fn topology(&self, local: bool, place: Place) -> Vec<Topology> {

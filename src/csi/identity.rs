@@ -1,6 +1,6 @@
 //! The Identity service: who this plugin is and that it is there.
 
-use std::sync::Arc;
+use std::{str::FromStr, sync::Arc};
 
 use tonic::{Request, Response, Status};
 
@@ -23,10 +23,55 @@ pub fn topology_key(driver_name: &str) -> String {
     format!("topology.{driver_name}/node")
 }
 
-/// The place of a node, as both agents say it.
-pub fn topology(driver_name: &str, node_id: &str) -> Topology {
+/// The place of a node: which it is, and what the operator says of where it is.
+pub fn topology(driver_name: &str, node_id: &str, segments: &[Segment]) -> Topology {
+    let own = (topology_key(driver_name), node_id.to_owned());
+    let others = segments.iter().map(|Segment { key, value }| {
+        let key = format!("topology.{driver_name}/{key}");
+        (key, value.clone())
+    });
     Topology {
-        segments: [(topology_key(driver_name), node_id.to_owned())].into(),
+        segments: std::iter::once(own).chain(others).collect(),
+    }
+}
+
+/// `KEY=VALUE`: a part of the cluster that a node is in, such as `zone=a`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    key: String,
+    value: String,
+}
+
+impl FromStr for Segment {
+    type Err = String;
+
+    /// Both are what Kubernetes takes for a label: each at most 63 bytes of letters,
+    /// digits, `-`, `_` and `.`, with a letter or digit at both ends.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (key, value) = text.split_once('=').ok_or("it is KEY=VALUE")?;
+        for part in [key, value] {
+            let inside = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+            let ends = edge(part.chars().next()) && edge(part.chars().last());
+            if !(ends && part.chars().all(inside) && part.len() <= 63) {
+                return Err(format!("{part:?} is no label"));
+            }
+        }
+        if key.eq_ignore_ascii_case("node") {
+            return Err("`node` is the node's id already".to_owned());
+        }
+        let (key, value) = (key.to_owned(), value.to_owned());
+        Ok(Self { key, value })
+    }
+}
+
+/// Refuses a key that is given twice.
+pub fn once_each(segments: &[Segment]) -> Result<(), String> {
+    let mut seen = std::collections::HashSet::new();
+    let twice = |one: &&Segment| !seen.insert(one.key.to_ascii_lowercase());
+    match segments.iter().find(twice) {
+        Some(one) => Err(format!("--topology {}: is given twice", one.key)),
+        None => Ok(()),
     }
 }
 
@@ -100,5 +145,36 @@ impl identity_server::Identity for Identity {
         Ok(Response::new(ProbeResponse {
             ready: Some(self.readiness.reason().is_none()),
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_is_where_it_is_said_to_be() {
+        let given: Vec<Segment> = ["zone=a", "rack=r_1.x"]
+            .map(|one| one.parse().unwrap())
+            .into();
+        once_each(&given).unwrap();
+        let here = topology("x.dev", "n", &given).segments;
+        let expected = [
+            ("topology.x.dev/node", "n"),
+            ("topology.x.dev/zone", "a"),
+            ("topology.x.dev/rack", "r_1.x"),
+        ];
+        assert_eq!(
+            here,
+            expected.map(|(k, v)| (k.to_owned(), v.to_owned())).into()
+        );
+        let long = format!("zone={}", "a".repeat(64));
+        for bad in [
+            "", "zone", "zone=", "=a", "a/b=c", "zone=-a", "Node=n", "zone=ä", &long,
+        ] {
+            assert!(bad.parse::<Segment>().is_err(), "{bad}");
+        }
+        let twice: Vec<Segment> = ["zone=a", "Zone=b"].map(|one| one.parse().unwrap()).into();
+        assert!(once_each(&twice).unwrap_err().contains("Zone"));
     }
 }

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     call::{observed, patience},
-    identity::topology,
+    identity::{Segment, topology},
     validate,
 };
 use crate::{
@@ -40,6 +40,8 @@ use crate::{
 pub struct NodeService {
     heart: Heart,
     config: Config,
+    /// Which parts of the cluster the node is in.
+    segments: Vec<Segment>,
     /// Whether ext4 can be grown while it is mounted.
     can_grow: bool,
 }
@@ -47,10 +49,11 @@ pub struct NodeService {
 impl NodeService {
     /// `can_grow`: this process has CAP_SYS_RESOURCE, which ext4's online
     /// resize needs; without it `EXPAND_VOLUME` is not announced.
-    pub fn new(heart: Heart, config: Config, can_grow: bool) -> Self {
+    pub fn new(heart: Heart, config: Config, segments: Vec<Segment>, can_grow: bool) -> Self {
         Self {
             heart,
             config,
+            segments,
             can_grow,
         }
     }
@@ -482,7 +485,11 @@ impl node_server::Node for NodeService {
         Ok(Response::new(NodeGetInfoResponse {
             node_id: self.config.node_id.clone(),
             max_volumes_per_node: self.config.max_volumes,
-            accessible_topology: Some(topology(&self.config.driver_name, &self.config.node_id)),
+            accessible_topology: Some(topology(
+                &self.config.driver_name,
+                &self.config.node_id,
+                &self.segments,
+            )),
         }))
     }
 }

@@ -82,7 +82,8 @@ fn what_is_optional_is_announced_where_it_was_asked_for() {
 #[test]
 fn the_node_says_who_it_is_and_what_it_can() {
     story(async |sandbox| {
-        let node = Node::start(sandbox).await;
+        let setup = NodeSetup::new(sandbox).arg("--topology=zone=a");
+        let node = Node::start_with(sandbox, setup).await;
         let info = IdentityClient::new(node.channel())
             .get_plugin_info(GetPluginInfoRequest {})
             .await
@@ -111,6 +112,7 @@ fn the_node_says_who_it_is_and_what_it_can() {
         assert_eq!(info.node_id, "node-a");
         let here = info.accessible_topology.expect("a topology").segments;
         assert_eq!(here["topology.block.uring-csi.dev/node"], "node-a");
+        assert_eq!(here["topology.block.uring-csi.dev/zone"], "a");
 
         let services = services(&node).await;
         for expected in ["csi.v1.Identity", "csi.v1.Node", "uring_csi.v1.NodeAdmin"] {

@@ -39,7 +39,7 @@ macro_rules! of_the_agent {
                     node_id: self.node_id.clone(),
                     // How many fit is the node agent's to say.
                     max_volumes_per_node: 0,
-                    accessible_topology: Some(topology(&self.driver_name, &self.node_id)),
+                    accessible_topology: Some(topology(&self.driver_name, &self.node_id, &[])),
                 }))
             }
 

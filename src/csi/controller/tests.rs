@@ -63,6 +63,7 @@ async fn a_local_volume_is_made_where_it_is_wanted() {
         vec![],
         vec![place(&[])],
         vec![place(&[(KEY, "node-b")]), place(&[(&upper, "node-a")])],
+        vec![place(&[(KEY, "node-a"), ("topology.test.dev/zone", "z")])],
     ];
     for (n, requisite) in fits.into_iter().enumerate() {
         let request = Request::new(block(&format!("v{n}"), requisite));
@@ -72,6 +73,8 @@ async fn a_local_volume_is_made_where_it_is_wanted() {
     }
     let unfit = [
         place(&[(KEY, "node-b")]),
+        place(&[(KEY, "node-b"), ("topology.test.dev/zone", "z")]),
+        place(&[("topology.test.dev/zone", "z")]),
         place(&[(KEY, "node-a"), ("zone", "z")]),
     ];
     for requisite in unfit {

@@ -129,7 +129,7 @@ impl Class {
         Ok(Pools {
             image: pool.name.clone(),
             data: pool.data.clone(),
-            place: place.clone(),
+            place,
             ..plain
         })
     }

@@ -42,15 +42,16 @@ pub fn parse(text: &str) -> Result<Vec<Constrained>, Error> {
     pools.map_err(|e| bad("topologyConstrainedPools", text, &e.to_string()))
 }
 
-/// The first pool that fits the places, the preferred ones first; and the place.
+/// The first pool that fits the places, the preferred ones first; and where it can
+/// be used: of the place, what the pool wants of it, and not which node it is.
 pub fn choose<'a>(
     pools: &'a [Constrained],
-    places: &'a Places,
-) -> Result<(&'a Constrained, &'a Place), Error> {
+    places: &Places,
+) -> Result<(&'a Constrained, Place), Error> {
     let all = places.preferred.iter().chain(&places.requisite);
     let mut fits = all.filter_map(|place| {
         let pool = pools.iter().find(|pool| pool.is_in(place))?;
-        Some((pool, place))
+        Some((pool, pool.part_of(place)))
     });
     fits.next().ok_or_else(|| {
         let names: Vec<_> = pools.iter().map(|pool| pool.name.as_str()).collect();
@@ -64,13 +65,22 @@ pub fn choose<'a>(
 impl Constrained {
     /// Whether it belongs to that part of the cluster.
     pub fn is_in(&self, place: &Place) -> bool {
-        let there = |domain: &Domain| {
-            place.iter().any(|(key, value)| {
-                let label = key.split_once('/').map_or(key.as_str(), |(_, label)| label);
-                label == domain.label && *value == domain.value
-            })
-        };
-        self.domains.iter().all(there)
+        let mut domains = self.domains.iter();
+        domains.all(|domain| place.iter().any(|segment| domain.is(segment)))
+    }
+
+    fn part_of(&self, place: &Place) -> Place {
+        let wanted = |segment: &(&String, &String)| self.domains.iter().any(|one| one.is(*segment));
+        let part = place.iter().filter(wanted);
+        part.map(|(key, value)| (key.clone(), value.clone()))
+            .collect()
+    }
+}
+
+impl Domain {
+    fn is(&self, (key, value): (&String, &String)) -> bool {
+        let label = key.split_once('/').map_or(key.as_str(), |(_, label)| label);
+        label == self.label && *value == self.value
     }
 }
 
@@ -103,7 +113,11 @@ mod tests {
             preferred: vec![place(&[("zone", "w"), ("rack", "1"), ("host", "h")])],
         };
         let (pool, chosen) = choose(&pools, &places).unwrap();
-        assert_eq!((pool.name.as_str(), chosen), ("west", &places.preferred[0]));
+        // Wherever in the rack: the volume is not its host's.
+        assert_eq!(
+            (pool.name.as_str(), &chosen),
+            ("west", &places.requisite[1])
+        );
         let nowhere = Places {
             requisite: vec![place(&[("zone", "w"), ("rack", "2")])],
             preferred: vec![],

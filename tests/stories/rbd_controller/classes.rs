@@ -17,15 +17,20 @@ fn with(mut request: CreateVolumeRequest, parameters: &[(&str, &str)]) -> Create
     request
 }
 
+fn place(segments: &[(&str, &str)]) -> Topology {
+    let own = |(key, value): &(&str, &str)| {
+        let key = format!("topology.block.uring-csi.dev/{key}");
+        (key, (*value).to_owned())
+    };
+    Topology {
+        segments: segments.iter().map(own).collect(),
+    }
+}
+
+/// Wanted on a node there.
 fn at(zone: &str) -> TopologyRequirement {
-    let segments = [(
-        "topology.block.uring-csi.dev/zone".to_owned(),
-        zone.to_owned(),
-    )];
     TopologyRequirement {
-        requisite: vec![Topology {
-            segments: segments.into(),
-        }],
+        requisite: vec![place(&[("node", "node-a"), ("zone", zone)])],
         preferred: Vec::new(),
     }
 }
@@ -82,7 +87,7 @@ fn images_and_journal_may_be_in_pools_apart() {
             )
         };
         let made = controller.create(request("v", "east")).await.unwrap();
-        assert_eq!(made.accessible_topology, at("east").requisite);
+        assert_eq!(made.accessible_topology, [place(&[("zone", "east")])]);
         let told = &made.volume_context;
         assert_eq!((&told["pool"], &told["journalPool"]), (&east, &ceph.pool));
         // The name is in the journal's pool, and says the image's.
