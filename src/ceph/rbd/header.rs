@@ -6,8 +6,8 @@
 //! rbd_mirroring      who is mirrored       <name>.rbd        of format 1
 //! ```
 //!
-//! Whoever has an image mapped, or open for writing, watches its header to hear
-//! of changes and requests by others. So a notification is acknowledged by all of
+//! Whoever has an image mapped or open for writing watches its header to hear of
+//! changes and requests by others; readers do not. So a notification is acknowledged by all of
 //! them, one of a kind that they do not know, too, and nothing else comes of that.
 //!
 //! Sources: Ceph's `cls_rbd.cc` for what is kept where (`get_features`;
@@ -75,7 +75,7 @@ impl Header {
         Ok(Features(u64::from_le_bytes(*features)))
     }
 
-    /// The connections that have the image mapped, or open for writing; one more
+    /// The connections that have the image mapped or open for writing; one more
     /// than once that has done so several times. Takes a second where one of them
     /// does not answer, and blocks while the OSD does not.
     pub fn watching(&self) -> Result<Vec<i64>, CephError> {

@@ -226,7 +226,8 @@ impl Image {
         self.call("flatten").changed(answer)
     }
 
-    /// Who has it open for writing, or mapped, for reading too.
+    /// Who has it open for writing, or mapped so: the kernel's driver sets no watch
+    /// for what it maps read-only.
     pub fn watchers(&self) -> Result<Vec<Watcher>, CephError> {
         let functions = self.functions();
         let mut rows: Vec<abi::Watcher> =

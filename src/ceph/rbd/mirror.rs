@@ -2,7 +2,7 @@
 
 use std::{mem, ptr};
 
-use super::{Image, abi};
+use super::{Image, Watcher, abi};
 use crate::ceph::CephError;
 
 /// What an image is to its mirrors. Their daemons (`rbd-mirror`) watch it, too.
@@ -17,6 +17,26 @@ pub enum Mirroring {
 }
 
 impl Image {
+    /// These watchers of it, if they are more than do no harm: so many that are known,
+    /// and, where it is mirrored, so many daemons; else none. Which of them is a
+    /// daemon, nobody says.
+    pub fn harmful(
+        &self,
+        watchers: Vec<Watcher>,
+        known: usize,
+        daemons: u32,
+    ) -> Result<Vec<Watcher>, CephError> {
+        let mut harmless = known;
+        if watchers.len() > harmless && self.mirroring()? != Mirroring::None {
+            harmless = harmless.saturating_add(usize::try_from(daemons).unwrap_or(usize::MAX));
+        }
+        Ok(if watchers.len() > harmless {
+            watchers
+        } else {
+            Vec::new()
+        })
+    }
+
     /// What it was to its mirrors when it was opened: where they follow its
     /// snapshots, its own list of those says it.
     pub fn mirroring(&self) -> Result<Mirroring, CephError> {

@@ -15,7 +15,7 @@ use crate::{
         connections::Connections,
         encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, noted},
         rados::IoCtx,
-        rbd::{self, Access, Features, Header, Mirroring, Watcher},
+        rbd::{self, Access, Features, Header, Watcher},
     },
     device::rbd::Image,
     kernel::busy,
@@ -107,16 +107,8 @@ impl Asked {
     fn others(&self, image: &rbd::Image, own: Own) -> Result<Vec<Watcher>, CephError> {
         let mut others = image.watchers()?;
         others.retain(|watcher| !watcher.own && Own::Client(watcher.client) != own);
-        let mut harmless = usize::from(own == Own::Some);
-        if others.len() > harmless && image.mirroring()? != Mirroring::None {
-            let mirroring = usize::try_from(self.mirror_daemons).unwrap_or(usize::MAX);
-            harmless = harmless.saturating_add(mirroring);
-        }
-        Ok(if others.len() > harmless {
-            others
-        } else {
-            Vec::new()
-        })
+        let known = usize::from(own == Own::Some);
+        image.harmful(others, known, self.mirror_daemons)
     }
 
     /// Names them, where there is anybody.

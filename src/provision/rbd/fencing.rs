@@ -30,7 +30,7 @@ use crate::{
     ceph::{
         fencing::{ASKED, Attachment, Attachments, Fence, Fences, Through},
         rados::IoCtx,
-        rbd::{Access, Image, Mirroring, Watcher},
+        rbd::{Access, Image, Watcher},
     },
     chain,
     secret::Secrets,
@@ -223,13 +223,10 @@ fn users(
     let others: Vec<_> = others.filter_map(address).collect();
     let mut users = image.watchers()?;
     users.retain(|user| !user.own && !others.contains(&user.address));
-    let is_own = |user: &Watcher| Some(&user.address) == own.as_ref();
-    let daemons = usize::try_from(found.link.config.mirror_daemons).unwrap_or(usize::MAX);
-    let harmless = !users.is_empty()
-        && !users.iter().any(is_own)
-        && users.len() <= daemons
-        && image.mirroring()? != Mirroring::None;
-    Ok(if harmless { Vec::new() } else { users })
+    if users.iter().any(|user| Some(&user.address) == own.as_ref()) {
+        return Ok(users);
+    }
+    Ok(image.harmful(users, 0, found.link.config.mirror_daemons)?)
 }
 
 fn waits(found: &Found, attachment: &Attachment) -> RbdError {

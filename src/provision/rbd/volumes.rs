@@ -16,7 +16,7 @@ use super::{
 use crate::{
     ceph::{
         journal::Journal,
-        rbd::{Access, Header, Image, Mirroring, Watcher},
+        rbd::{Access, Header, Image, Mirroring},
     },
     secret::Secrets,
 };
@@ -225,19 +225,15 @@ pub fn note(image: &Image, notes: &[(String, Option<String>)]) -> Result<(), Rbd
 
 /// Refuses to delete what somebody has open.
 pub fn refuse_if_used(found: &Found, image: &Image) -> Result<(), RbdError> {
-    let watchers = image.watchers()?;
-    let others: Vec<_> = watchers.iter().filter(|watcher| !watcher.own).collect();
-    let harmless = match image.mirroring()? {
-        _ if others.is_empty() => return Ok(()),
-        Mirroring::None => 0,
-        _ => usize::try_from(found.link.config.mirror_daemons).unwrap_or(usize::MAX),
-    };
-    if others.len() <= harmless {
+    let mut others = image.watchers()?;
+    others.retain(|watcher| !watcher.own);
+    let others = image.harmful(others, 0, found.link.config.mirror_daemons)?;
+    if others.is_empty() {
         return Ok(());
     }
-    let address = |watcher: &&Watcher| watcher.address.clone();
+    let addresses: Vec<_> = others.into_iter().map(|other| other.address).collect();
     Err(RbdError::InUse {
         image: format!("{}/{}", found.pool, found.image),
-        watchers: others.iter().map(address).collect::<Vec<_>>().join(", "),
+        watchers: addresses.join(", "),
     })
 }
