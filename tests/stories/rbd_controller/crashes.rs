@@ -1,6 +1,8 @@
 //! SIGKILL to the controller at any instant: repeats, as the sidecars send them,
 //! finish what was begun, and nothing is left.
 
+use std::time::Duration;
+
 use super::{Ceph, GIB};
 use crate::harness::{
     Controller, Dice, MIB, TestCluster, eventually, from_snapshot, from_volume, kill_amid, story,
@@ -88,13 +90,19 @@ fn a_controller_may_be_killed_at_any_instant() {
             assert!(ceph.images().is_empty());
         }
         // A dead manager's tasks are repeated by itself; ours at each start.
+        // Each life gets more time: what has it open when it ends is not removed for
+        // as long as Ceph remembers it.
+        let mut life = Duration::from_millis(500);
         let emptied = async || {
-            if ceph.left().is_empty() {
+            let left = ceph.left();
+            if left.is_empty() {
                 return Some(());
             }
+            println!("{left:?}");
             controller.kill9().await;
             controller.start().await;
-            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+            tokio::time::sleep(life).await;
+            life *= 2;
             None
         };
         eventually("nothing is left", emptied).await;
