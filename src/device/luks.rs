@@ -353,7 +353,11 @@ fn cryptsetup(
 ) -> Result<Vec<u8>, LuksError> {
     let args: Vec<_> = std::iter::once(&action).chain(args).collect();
     let input = passphrase.map_or(&b""[..], |passphrase| passphrase.reveal().as_bytes());
-    let output = exec::run("cryptsetup", &args, input).map_err(failed("run cryptsetup"))?;
+    // Its library would wait for udevd by a semaphore that the host's udevd does not
+    // see from a container, nor raise without its rules.
+    let environment = [("DM_DISABLE_UDEV", "1")];
+    let output =
+        exec::run("cryptsetup", &args, &environment, input).map_err(failed("run cryptsetup"))?;
     if output.status.success() {
         return Ok(output.stdout);
     }

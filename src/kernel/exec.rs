@@ -88,9 +88,6 @@ fn prepared<A: AsRef<OsStr>>(
         .env_clear()
         .env("PATH", PATH)
         .env("LC_ALL", "C")
-        // cryptsetup's library would wait for udevd by a semaphore that the host's
-        // udevd does not see from a container, nor raise without its rules.
-        .env("DM_DISABLE_UDEV", "1")
         .current_dir("/")
         .stdin(Stdio::null())
         .process_group(0);
@@ -118,10 +115,17 @@ fn prepared<A: AsRef<OsStr>>(
     command
 }
 
-/// Runs a program to its end, with `input` for it to read: for a lane, which it
-/// blocks. The input is less than a pipe holds (64 KiB, pipe(7)).
-pub fn run<A: AsRef<OsStr>>(program: &str, args: &[A], input: &[u8]) -> io::Result<Output> {
+/// Runs a program to its end, with `input` for it to read and `environment` beside
+/// what all have: for a lane, which it blocks. The input is less than a pipe holds
+/// (64 KiB, pipe(7)).
+pub fn run<A: AsRef<OsStr>>(
+    program: &str,
+    args: &[A],
+    environment: &[(&str, &str)],
+    input: &[u8],
+) -> io::Result<Output> {
     let mut child = command(program, args)
+        .envs(environment.iter().copied())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -145,20 +149,22 @@ mod tests {
 
     #[test]
     fn a_program_reads_its_input_and_says_how_it_ended() {
-        let output = run("sh", &["-c", "cat; echo no >&2; exit 3"], b"some text").unwrap();
+        let output = run("sh", &["-c", "cat; echo no >&2; exit 3"], &[], b"some text").unwrap();
         assert_eq!(output.status.code(), Some(3));
         assert_eq!(
             (&*output.stdout, &*output.stderr),
             (&b"some text"[..], &b"no\n"[..])
         );
         assert!(
-            run("true", &[""; 0], &vec![0; 60_000])
+            run("true", &[""; 0], &[], &vec![0; 60_000])
                 .unwrap()
                 .status
                 .success()
         );
         assert_eq!(
-            run("no-such-program", &[""; 0], b"").unwrap_err().kind(),
+            run("no-such-program", &[""; 0], &[], b"")
+                .unwrap_err()
+                .kind(),
             io::ErrorKind::NotFound
         );
     }

@@ -111,7 +111,7 @@ fn what_is_on_a_device_is_not_taken_for_nothing() {
     assert_eq!(look(&node(&scratch)).unwrap(), Holds::Unknown(MIB));
     let under = node(&scratch);
     let path = under.path.to_string_lossy();
-    let made = exec::run("mke2fs", &["-q", "-F", &path], b"").unwrap();
+    let made = exec::run("mke2fs", &["-q", "-F", &path], &[], b"").unwrap();
     assert!(made.status.success());
     let refused = look(&node(&scratch)).unwrap_err();
     assert!(matches!(refused, LuksError::Foreign { .. }), "{refused}");
