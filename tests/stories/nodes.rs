@@ -21,8 +21,7 @@ fn setup(sandbox: &Sandbox, node_id: &'static str) -> NodeSetup {
             format!("disk={},local", sandbox.pool(node_id).display()),
             format!("main={},shared", sandbox.pool("main").display()),
         ],
-        args: Vec::new(),
-        symlinked: false,
+        ..NodeSetup::new(sandbox)
     }
 }
 

@@ -23,8 +23,21 @@ pub struct Agent {
     args: Vec<String>,
     endpoint: Endpoint,
     log: PathBuf,
+    /// What the program and its arguments are given to.
+    through: &'static [&'static str],
     process: RefCell<Option<Child>>,
 }
+
+/// A machine of its own, as far as the kernel's RBD devices are concerned.
+const ANOTHER_MACHINE: &[&str] = &[
+    "unshare",
+    "--mount",
+    "--propagation=unchanged",
+    "sh",
+    "-c",
+    "mount -t tmpfs none /sys/bus/rbd/devices && exec \"$@\"",
+    "sh",
+];
 
 impl Agent {
     /// Not started yet. What it prints goes to `log`.
@@ -36,8 +49,14 @@ impl Agent {
             args,
             endpoint,
             log,
+            through: &[],
             process: RefCell::default(),
         }
+    }
+
+    /// As if it ran on another machine: it sees no RBD devices of the kernel's.
+    pub fn elsewhere(&mut self) {
+        self.through = ANOTHER_MACHINE;
     }
 
     /// Starts the process without waiting for anything.
@@ -64,7 +83,9 @@ impl Agent {
             .expect("a log file");
         // Whatever ends the story ends the agent, even a killed test runner.
         let child = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", "--", self.program])
+            .args(["--pdeathsig", "KILL", "--"])
+            .args(self.through)
+            .arg(self.program)
             .args(&self.args)
             .envs(environment.iter().cloned())
             .stdin(Stdio::null())
@@ -127,6 +148,15 @@ impl Agent {
     fn exited(&self) -> Option<ExitStatus> {
         let mut process = self.process.borrow_mut();
         process.as_mut()?.try_wait().expect("a child of ours")
+    }
+
+    /// Whether it has ended; then it can be started again.
+    pub fn has_ended(&self) -> bool {
+        let ended = self.exited().is_some();
+        if ended {
+            self.process.take();
+        }
+        ended
     }
 
     /// Waits for its end.

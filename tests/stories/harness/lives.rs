@@ -4,7 +4,7 @@ use std::{path::Path, time::Duration};
 
 use tonic::{Code::OutOfRange, Status};
 
-use super::{Agent, Content, Dice, MIB, Node, Volume, refused};
+use super::{Agent, Content, Dice, MIB, Node, Volume, eventually, refused};
 
 /// Grows a published volume, which has `small` bytes, to twice of that. `grow` has the
 /// source grown to so many bytes, before which the node says `refusal`.
@@ -135,13 +135,18 @@ async fn finished(
     what: &str,
     call: impl AsyncFn() -> Result<(), Status>,
 ) {
-    if let Err(status) = call().await {
-        assert_eq!(*lives, 1, "not {what}: {status:?}");
-        node.ended().await;
-        *lives += 1;
-        node.restart().await;
-        node.until_ok(what, call).await;
-    }
+    eventually(what, async || {
+        if call().await.is_ok() {
+            return Some(());
+        }
+        if node.has_ended() {
+            *lives += 1;
+            assert_eq!(*lives, 2, "{what}: it ends once");
+            node.restart().await;
+        }
+        None
+    })
+    .await;
 }
 
 /// As [`kill_amid`], for calls that take so long.

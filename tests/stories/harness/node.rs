@@ -36,6 +36,8 @@ pub struct NodeSetup {
     pub pools: Vec<String>,
     /// Kubelet's directory and the run directory are reached through symlinks.
     pub symlinked: bool,
+    /// It stands for another machine than the rest of the story: [`Agent::elsewhere`].
+    pub elsewhere: bool,
     /// More arguments.
     pub args: Vec<String>,
 }
@@ -47,6 +49,7 @@ impl NodeSetup {
             node_id: "node-a",
             pools: vec![format!("main={},shared", sandbox.pool("main").display())],
             symlinked: false,
+            elsewhere: false,
             args: Vec::new(),
         }
     }
@@ -121,12 +124,15 @@ impl Node {
             args.extend(["--pool".to_owned(), pool]);
         }
         args.extend(setup.args);
-        let agent = Agent::new(
+        let mut agent = Agent::new(
             env!("CARGO_BIN_EXE_uring-csi-node"),
             &sandbox.dir().join(format!("{name}.sock")),
             sandbox.dir().join(format!("{name}.log")),
             args,
         );
+        if setup.elsewhere {
+            agent.elsewhere();
+        }
         Self {
             agent,
             root: sandbox.dir().to_owned(),

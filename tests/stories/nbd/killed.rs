@@ -1,11 +1,11 @@
 //! kill -9 of the agent, and of the server, at any instant of any step.
 
-use std::time::Duration;
+use std::{fs, time::Duration};
 
 use super::{blank, is_there, nbd_story};
 use crate::harness::{
-    Content, Dice, KINDS, NbdServer, Node, kill_amid, killed_amid_each, killed_at_each_step,
-    nbds_over,
+    Content, Dice, KINDS, NbdServer, Node, Volume, kill_amid, killed_amid_each,
+    killed_at_each_step, nbds_over,
 };
 
 /// Makes a call during which the server is killed, and started again.
@@ -89,10 +89,13 @@ fn the_agent_at_each_step_of_its_own() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
-        let mut count = 0;
+        let mut last = None::<Volume>;
         let volume = || {
-            count += 1;
-            blank(sandbox, &server, &format!("v{count}"), "ext4")
+            // There is not room for all of them.
+            if let Some(last) = &last {
+                fs::remove_file(server.image_of(last)).unwrap();
+            }
+            last.insert(blank(sandbox, &server, "v", "ext4")).clone()
         };
         killed_at_each_step(&node, 1, volume, |volume| {
             nbds_over(&format!(" {}", volume.handle)).len()

@@ -1,7 +1,8 @@
 //! A node that does not let go of its volume, as nobody hears of it any more: what
 //! it still writes does not reach the image, and it can be used again once it is
-//! back. The second node is one of rbd-nbd, as the kernel's driver is the machine's; and
-//! each story has a cluster of its own, as the kernel's client is the machine's, too.
+//! back. The kernel's driver is the machine's, so the second node is one of rbd-nbd and
+//! sees none of that driver's devices; and the kernel's client is the machine's, so each
+//! story has a cluster of its own.
 
 use std::{
     fs::{File, OpenOptions},
@@ -110,6 +111,7 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
         let holder = Holder::start(sandbox).await;
         let setup = NodeSetup {
             node_id: "node-b",
+            elsewhere: true,
             ..ceph.setup(sandbox)
         };
         let socket = holder.socket().display().to_string();
