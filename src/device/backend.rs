@@ -15,12 +15,13 @@ use super::{
     holders, image,
     images::{BoundImage, Images},
     loopdev::{Detached, FileId},
-    luks,
+    luks, nbd,
     notes::MkfsNote,
-    rbd::Identity,
+    rbd::{self, Identity},
 };
 use crate::{
     Done,
+    holder::devices as served,
     kernel::{Dev, block},
     nbd::Export,
     pool::PoolError,
@@ -42,6 +43,19 @@ pub struct Device {
     pub read_only: bool,
     /// The encrypted device that this one shows in the clear.
     pub encrypted: Option<luks::Node>,
+}
+
+impl Device {
+    /// Whether what has its number is still the device that was attached.
+    pub fn is_what_it_was(&self) -> bool {
+        let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
+        match &self.behind {
+            Behind::Rbd(identity) => rbd::is_behind(dev, identity),
+            Behind::Served(cookie) => served::Device::is_behind(dev, cookie),
+            Behind::Export(export) => nbd::is_behind(dev, export),
+            Behind::Image(_) => true,
+        }
+    }
 }
 
 /// What is behind a device, as the kernel tells it.

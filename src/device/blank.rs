@@ -1,23 +1,42 @@
 //! Making a device blank, of which it is known that what is on it is nobody's data.
 
-use std::{io, path::Path};
+use std::{fs::File, io, os::unix::fs::FileExt as _};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fsync};
 
-use super::sysfs;
+use super::{luks, sysfs};
 use crate::{
-    fs::probe,
-    kernel::{Dev, block},
+    fs::probe::{self, Block, Content},
+    kernel::block,
 };
 
-/// Writes zeros where a probe looks; nobody else may have the device in use. May
-/// be stuck for as long as the device does not answer.
-pub fn blank(node: &Path, dev: Dev) -> io::Result<()> {
-    let file = block::open(node, dev, OFlags::RDWR | OFlags::EXCL)?;
+/// Writes zeros where a probe looks, unless it finds nothing or a whole file system
+/// there. Answers whether it did. `is_it` says, of the opened device, which no other
+/// can take the number of, whether it is the one that is meant. Nobody else may have
+/// it in use. May be stuck for as long as the device does not answer.
+pub fn blank(node: &luks::Node, is_it: impl FnOnce() -> bool) -> io::Result<bool> {
+    let flags = OFlags::RDWR | OFlags::EXCL;
+    let file = File::from(block::open(&node.path, node.dev, flags)?);
+    if !is_it() {
+        let why = format!("{} is another device by now", node.path.display());
+        return Err(io::Error::new(io::ErrorKind::NotFound, why));
+    }
+    let size = sysfs::size_bytes(node.dev)?;
+    let read = |region: probe::Region| {
+        let mut data = vec![0; region.len];
+        file.read_exact_at(&mut data, region.offset)?;
+        let offset = region.offset;
+        Ok(Block { offset, data })
+    };
+    let blocks: io::Result<Vec<_>> = probe::regions(size).into_iter().map(read).collect();
+    match probe::classify(size, &blocks?) {
+        Content::Blank | Content::Fs(_) => return Ok(false),
+        Content::Foreign { .. } | Content::Unknown { .. } => {}
+    }
     let zeros = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
-    for region in probe::regions(sysfs::size_bytes(dev)?) {
+    for region in probe::regions(size) {
         fallocate(&file, zeros, region.offset, region.len as u64)?;
     }
     fsync(&file)?;
-    Ok(())
+    Ok(true)
 }

@@ -2,11 +2,12 @@
 //!
 //! An image of a pool has its note beside it ([`making`]); an export or a Ceph image
 //! is out of reach, so the note is this node's, and holds only while the volume is this
-//! node's: it is on a tmpfs, and goes when the volume is unstaged, before which
-//! what an interrupted mkfs left is blanked out. After a reboot that may be
-//! another node's by now, and is formatted again by an operator's request only.
+//! node's: it is on a tmpfs, and goes when the volume is unstaged. What an
+//! interrupted mkfs left is blanked out then, as long as the note is *fresh*: so
+//! recent that no other node can have the volume yet. Later, or after a reboot, that
+//! may be another node's by now, and is formatted again by an operator's request only.
 
-use std::{fmt::Display, fs, io, path::PathBuf};
+use std::{fmt::Display, fs, io, path::PathBuf, time::Duration};
 
 use super::error::DeviceError;
 use crate::{
@@ -48,10 +49,30 @@ impl MkfsNote<'_> {
         }
     }
 
-    /// Whether it is given back with the source.
-    pub fn goes_with_its_source(&self) -> bool {
-        matches!(self, Self::Node(..))
+    /// Whether a mkfs for this volume was interrupted, of which the note goes with
+    /// the source, and no other node can have written to that yet.
+    pub fn is_fresh(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        match self {
+            Self::Pool(..) => Ok(false),
+            Self::Node(notes, source) => Ok(notes.is_fresh(*source, volume_id)?),
+        }
     }
+}
+
+/// Before a mkfs a node makes sure that it has the source alone. Another one finds
+/// it free when Ceph has not heard of the first for 30 seconds
+/// (`osd_client_watch_timeout`); Kubernetes waits for minutes.
+const ALONE_FOR: Duration = Duration::from_secs(20);
+
+/// Stands for any time long ago.
+const STALE: Duration = Duration::ZERO;
+
+/// How long the machine is up (proc(5)), in whole seconds.
+fn uptime() -> Result<Duration, NoteError> {
+    let text = fs::read_to_string("/proc/uptime").map_err(failed("read /proc/uptime"))?;
+    let whole = text.split('.').next().and_then(|text| text.parse().ok());
+    let odd = || failed("read /proc/uptime")(io::ErrorKind::InvalidData.into());
+    whole.map(Duration::from_secs).ok_or_else(odd)
 }
 
 /// A note that could not be read or written.
@@ -85,7 +106,25 @@ impl Notes {
 
     /// A mkfs of the source is about to begin, for this volume.
     pub fn begins(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
-        fs::write(self.path(source), volume_id).map_err(failed("note the format that begins"))?;
+        self.write(source, uptime()?, volume_id)
+    }
+
+    /// Somebody else may have the source.
+    pub fn is_stale(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
+        if self.was_interrupted(source, volume_id)? {
+            self.write(source, STALE, volume_id)?;
+        }
+        Ok(())
+    }
+
+    fn write(
+        &self,
+        source: &dyn Display,
+        since: Duration,
+        volume_id: &str,
+    ) -> Result<(), NoteError> {
+        let text = format!("{} {volume_id}", since.as_secs());
+        fs::write(self.path(source), text).map_err(failed("note the format that begins"))?;
         crash_point();
         Ok(())
     }
@@ -96,11 +135,27 @@ impl Notes {
         source: &dyn Display,
         volume_id: &str,
     ) -> Result<bool, NoteError> {
-        match fs::read(self.path(source)) {
-            Ok(noted) => Ok(noted == volume_id.as_bytes()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(failed("look for a note of a format")(error)),
-        }
+        Ok(self.since(source, volume_id)?.is_some())
+    }
+
+    /// Whether that was so recently that no other node can have the source.
+    pub fn is_fresh(&self, source: &dyn Display, volume_id: &str) -> Result<bool, NoteError> {
+        let Some(since) = self.since(source, volume_id)? else {
+            return Ok(false);
+        };
+        Ok(since != STALE && uptime()?.saturating_sub(since) < ALONE_FOR)
+    }
+
+    /// When it began, by the machine's uptime.
+    fn since(&self, source: &dyn Display, volume_id: &str) -> Result<Option<Duration>, NoteError> {
+        let text = match fs::read_to_string(self.path(source)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            text => text.map_err(failed("look for a note of a format"))?,
+        };
+        let noted = text
+            .split_once(' ')
+            .filter(|(_, noted)| *noted == volume_id);
+        Ok(noted.and_then(|(since, _)| since.parse().ok().map(Duration::from_secs)))
     }
 
     /// The source holds, or may hold from now on, somebody's data.
@@ -129,6 +184,13 @@ mod tests {
         notes.begins(&source, "v").unwrap();
         assert!(notes.was_interrupted(&source, "v").unwrap());
         assert!(!notes.was_interrupted(&source, "w").unwrap());
+        assert!(notes.is_fresh(&source, "v").unwrap());
+        assert!(!notes.is_fresh(&source, "w").unwrap());
+        notes.is_stale(&source, "w").unwrap();
+        assert!(notes.is_fresh(&source, "v").unwrap());
+        notes.is_stale(&source, "v").unwrap();
+        assert!(!notes.is_fresh(&source, "v").unwrap());
+        assert!(notes.was_interrupted(&source, "v").unwrap());
         notes.ended(&source).unwrap();
         notes.ended(&source).unwrap();
         assert!(!notes.was_interrupted(&source, "v").unwrap());

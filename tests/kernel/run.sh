@@ -36,6 +36,6 @@ suite() {
   tests/kernel/in.sh tests/kernel/suite.sh "$1" "$library" "$stories" || passed_over $?
 }
 suite "${ONLY:-}"
-# An NBD device that waits for its server holds up others in the kernel: the stories
+# An NBD device that waits for its server holds up others in the kernel: the tests
 # that take servers away by design have a kernel of their own.
-[[ -n ${ONLY:-} ]] || suite rbd::served
+[[ -n ${ONLY:-} ]] || suite '(holder::|rbd::served)'

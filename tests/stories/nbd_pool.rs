@@ -19,8 +19,8 @@ use uring_csi::proto::csi::{
 use crate::{
     harness::{
         Content, Controller, ControllerSetup, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox,
-        Volume, claim, files_below, from_snapshot, from_volume, kernel_has_nbd, nbds_over,
-        provisioned, refused, run, run_err, story,
+        Volume, claim, eventually, files_below, from_snapshot, from_volume, kernel_has_nbd,
+        nbds_over, provisioned, refused, run, run_err, story,
     },
     operator::Operator,
 };
@@ -424,7 +424,9 @@ fn where_nodes_connect_is_part_of_the_volume() {
 
         controller.kill9().await;
         controller.start().await;
-        assert_eq!(controller.create(request(&class)).await.unwrap(), made);
+        // It looks through the pool first, and has what it looks at to itself.
+        let again = async || controller.create(request(&class)).await.ok();
+        assert_eq!(eventually("the same", again).await, made);
         let get = ControllerGetVolumeRequest {
             volume_id: made.volume_id.clone(),
         };

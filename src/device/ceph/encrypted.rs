@@ -73,20 +73,22 @@ fn passphrase(
 }
 
 /// What notes a format that is under way.
-fn note_of(source: &CephSource) -> String {
+pub fn note_of(source: &CephSource) -> String {
     format!("LUKS of {source}")
 }
 
-/// Blanks out what an interrupted format left, as the device and the note go: on
-/// the next node it would be taken for data.
+/// Blanks out what an interrupted format of late left, as the device and the note
+/// go: on the next node it would be taken for data. `is_it` says whether the device
+/// is the one that is meant.
 pub fn unmake(
     notes: &MkfsNotes,
     source: &CephSource,
     under: &luks::Node,
     volume_id: &str,
+    is_it: impl FnOnce() -> bool,
 ) -> Result<(), CephImageError> {
     let note = note_of(source);
-    if !notes.was_interrupted(&note, volume_id)? {
+    if !notes.is_fresh(&note, volume_id)? {
         return Ok(());
     }
     let is_scrap = match luks::look(under)? {
@@ -94,9 +96,8 @@ pub fn unmake(
         Holds::Unknown(_) => true,
         Holds::Luks => !luks::has_key(under)?,
     };
-    if is_scrap {
-        let failed = luks::failed(format!("blank out {}", under.path.display()));
-        blank(&under.path, under.dev).map_err(failed)?;
+    let failed = luks::failed(format!("blank out {}", under.path.display()));
+    if is_scrap && blank(under, is_it).map_err(failed)? {
         tracing::warn!(volume_id, device = %under.path.display(), "a luksFormat of this volume was interrupted; what it left is blanked out");
     }
     Ok(notes.ended(&note)?)

@@ -237,6 +237,14 @@ impl CephImageError {
         }
     }
 
+    /// Whether somebody else has the image, or may have it.
+    pub fn is_anothers(&self) -> bool {
+        matches!(
+            self,
+            Self::InUse { .. } | Self::Unpublished { .. } | Self::Taken { .. }
+        )
+    }
+
     /// Whether the image has not grown as the device should.
     pub fn is_small(&self) -> bool {
         match self {

@@ -229,7 +229,13 @@ impl Bound for BoundCephImage<'_> {
         if how.raw && !how.read_only {
             self.mkfs()?.ended()?;
         }
-        let (known, below, done) = self.map_where_it_is(how)?;
+        let mapped = self.map_where_it_is(how);
+        if mapped.as_ref().is_err_and(CephImageError::is_anothers) {
+            let notes = &self.images.notes;
+            notes.is_stale(self.source, &how.volume_id)?;
+            notes.is_stale(&encrypted::note_of(self.source), &how.volume_id)?;
+        }
+        let (known, below, done) = mapped?;
         let over = self.enter(&known, &below, how).and_then(|()| {
             let kms = self.source.kms.as_ref();
             kms.map(|kms| encrypted::open(self.images, &known, kms, &below.node, how))
@@ -304,9 +310,8 @@ impl Bound for BoundCephImage<'_> {
         }
         let below = Below::of(device);
         let (notes, node) = (&self.images.notes, &below.node);
-        if self.source.is_behind(node.dev)
-            && let Err(error) = encrypted::unmake(notes, self.source, node, volume_id)
-        {
+        let is_it = || self.source.is_behind(node.dev) && device.is_what_it_was();
+        if let Err(error) = encrypted::unmake(notes, self.source, node, volume_id, is_it) {
             // One that is dead has to go all the same.
             let error = chain(&error);
             tracing::warn!(

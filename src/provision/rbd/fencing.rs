@@ -46,11 +46,23 @@ pub struct Fencing {
     seen: Mutex<HashMap<(String, String), Seen>>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Seen {
     first: Instant,
-    /// The client is fenced, and its watches are about to go.
-    is_fenced: bool,
+    last: Instant,
+    /// The address of the client that is fenced, whose watches are about to go.
+    fenced: Option<String>,
+}
+
+impl Seen {
+    fn now() -> Self {
+        let now = Instant::now();
+        Self {
+            first: now,
+            last: now,
+            fenced: None,
+        }
+    }
 }
 
 /// How far an unpublish has come.
@@ -62,6 +74,9 @@ pub enum Release {
     Waits(RbdError, Duration),
 }
 
+/// What was seen longer ago is of another unpublish, which another controller has
+/// ended. external-attacher comes back within five minutes.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
 /// Between two looks at the watchers.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// The same once a client is fenced: OSDs drop its watches when they hear of it.
@@ -75,6 +90,17 @@ impl Fencing {
 
     fn seen(&self) -> MutexGuard<'_, HashMap<(String, String), Seen>> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is known of it, seen once more.
+    fn sees(&self, key: (String, String), grace: Duration) -> Seen {
+        let mut all = self.seen();
+        let seen = all.entry(key).or_insert_with(Seen::now);
+        if seen.last.elapsed() > grace.max(FORGOTTEN_AFTER) {
+            *seen = Seen::now();
+        }
+        seen.last = Instant::now();
+        seen.clone()
     }
 }
 
@@ -134,15 +160,8 @@ impl Store {
             self.fencing.seen().remove(&key);
             return Ok(Release::Done);
         }
-        let seen = *self
-            .fencing
-            .seen()
-            .entry(key.clone())
-            .or_insert_with(|| Seen {
-                first: Instant::now(),
-                is_fenced: false,
-            });
         let grace = self.fencing.after.unwrap_or(Duration::MAX);
+        let seen = self.fencing.sees(key.clone(), grace);
         let left = grace.saturating_sub(seen.first.elapsed());
         if !left.is_zero() {
             let soon = left.min(LOOK_EVERY);
@@ -159,7 +178,7 @@ impl Store {
             });
         };
         let hears = Release::Waits(waits(found, attachment), HEARS_WITHIN);
-        if seen.is_fenced {
+        if seen.fenced.as_ref() == Some(&own.address) {
             return Ok(hears);
         }
         let fence = Fence {
@@ -177,7 +196,7 @@ impl Store {
         tracing::warn!(node, address, image, reach, "fencing a node's client");
         Fences::of(&found.pool).raise(&fence)?;
         if let Some(seen) = self.fencing.seen().get_mut(&key) {
-            seen.is_fenced = true;
+            seen.fenced = Some(own.address.clone());
         }
         Ok(hears)
     }
