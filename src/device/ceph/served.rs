@@ -170,7 +170,7 @@ impl BoundCephImage<'_> {
         let is_coming = is_coming(Some(holder), &served.cookie)?;
         let before = look()?;
         // As with krbd, a second writer destroys the image.
-        let (was_there, is_one_s) = (before.is_some(), !how.read_only && !how.shared);
+        let is_one_s = before.is_none() && !how.read_only && !how.shared;
         if before.is_none() && !is_coming {
             self.is_not_mapped(known, how)?;
             if is_one_s {
@@ -217,8 +217,6 @@ impl BoundCephImage<'_> {
         let alone = asked.and_then(|asked| asked.map_or(Ok(()), |asked| asked.is_alone(Own::Some)));
         match alone {
             Ok(()) => Ok((below, done)),
-            // Who began it decides what becomes of it.
-            Err(cause) if was_there => Err(cause),
             Err(cause) => Err(match self.unmap(&below) {
                 Ok(_) => cause,
                 Err(undo) => cause.not_undone(&undo.into()),
