@@ -1,12 +1,12 @@
 //! Making a device blank, of which it is known that what is on it is nobody's data.
 
-use std::{fs::File, io, os::unix::fs::FileExt as _};
+use std::{fs::File, io};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fsync};
 
 use super::{luks, sysfs};
 use crate::{
-    fs::probe::{self, Block, Content},
+    fs::probe::{self, Content},
     kernel::block,
 };
 
@@ -22,14 +22,7 @@ pub fn blank(node: &luks::Node, is_it: impl FnOnce() -> bool) -> io::Result<bool
         return Err(io::Error::new(io::ErrorKind::NotFound, why));
     }
     let size = sysfs::size_bytes(node.dev)?;
-    let read = |region: probe::Region| {
-        let mut data = vec![0; region.len];
-        file.read_exact_at(&mut data, region.offset)?;
-        let offset = region.offset;
-        Ok(Block { offset, data })
-    };
-    let blocks: io::Result<Vec<_>> = probe::regions(size).into_iter().map(read).collect();
-    match probe::classify(size, &blocks?) {
+    match probe::content_of(&file, size)? {
         Content::Blank | Content::Fs(_) => return Ok(false),
         Content::Foreign { .. } | Content::Unknown { .. } => {}
     }

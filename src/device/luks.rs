@@ -16,7 +16,6 @@
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
 };
 
@@ -26,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::sysfs;
 use crate::{
     Done,
-    fs::probe::{self, Block, Content},
+    fs::probe::{self, Content},
     kernel::{Dev, block, busy::outwait, exec},
     secret::Secret,
 };
@@ -131,19 +130,9 @@ pub fn look(under: &Node) -> Result<Holds, LuksError> {
         || block::open(&under.path, under.dev, OFlags::RDONLY | OFlags::EXCL),
         |opened| opened.as_ref().is_err_and(busy),
     );
-    let read = opened.map(File::from).and_then(|file| {
-        let size = sysfs::size_bytes(under.dev)?;
-        let read = |region: probe::Region| {
-            let mut data = vec![0; region.len];
-            file.read_exact_at(&mut data, region.offset)?;
-            Ok(Block {
-                offset: region.offset,
-                data,
-            })
-        };
-        let blocks: io::Result<Vec<_>> = probe::regions(size).into_iter().map(read).collect();
-        Ok(probe::classify(size, &blocks?))
-    });
+    let read = opened
+        .map(File::from)
+        .and_then(|file| probe::content_of(&file, sysfs::size_bytes(under.dev)?));
     let content = read.map_err(failed(format!("read {}", under.path.display())))?;
     let what = match content {
         Content::Blank => return Ok(Holds::Nothing),

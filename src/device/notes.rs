@@ -109,8 +109,8 @@ impl Notes {
         self.write(source, uptime()?, volume_id)
     }
 
-    /// Somebody else may have the source.
-    pub fn is_stale(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
+    /// Somebody else may have the source: the note is fresh no more.
+    pub fn doubt(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
         if self.was_interrupted(source, volume_id)? {
             self.write(source, STALE, volume_id)?;
         }
@@ -186,9 +186,9 @@ mod tests {
         assert!(!notes.was_interrupted(&source, "w").unwrap());
         assert!(notes.is_fresh(&source, "v").unwrap());
         assert!(!notes.is_fresh(&source, "w").unwrap());
-        notes.is_stale(&source, "w").unwrap();
+        notes.doubt(&source, "w").unwrap();
         assert!(notes.is_fresh(&source, "v").unwrap());
-        notes.is_stale(&source, "v").unwrap();
+        notes.doubt(&source, "v").unwrap();
         assert!(!notes.is_fresh(&source, "v").unwrap());
         assert!(notes.was_interrupted(&source, "v").unwrap());
         notes.ended(&source).unwrap();

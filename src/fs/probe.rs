@@ -11,6 +11,8 @@
 //! files (the image of a disk, say). One at the device's start cannot, and wins
 //! over a file system's superblock that an array or an encryption left behind.
 
+use std::{fs::File, io, os::unix::fs::FileExt as _};
+
 use serde::{Deserialize, Serialize};
 
 use super::FsType;
@@ -104,6 +106,19 @@ fn region(start: u64, end: u64) -> Region {
         offset: start,
         len: usize::try_from(end - start).expect("no region is larger than a megabyte"),
     }
+}
+
+/// Reads what an open device of `size` bytes holds. It blocks for as long as the
+/// device does: for a lane.
+pub fn content_of(file: &File, size: u64) -> io::Result<Content> {
+    let read = |region: Region| {
+        let mut data = vec![0; region.len];
+        file.read_exact_at(&mut data, region.offset)?;
+        let offset = region.offset;
+        Ok(Block { offset, data })
+    };
+    let blocks: io::Result<Vec<_>> = regions(size).into_iter().map(read).collect();
+    Ok(classify(size, &blocks?))
 }
 
 /// Tells what a device of `size` bytes holds from its [`regions`].

@@ -4,8 +4,6 @@
 //! would be taken for data, by every node and for ever. So it is blanked out, if the
 //! mkfs was so recent that no other node can have written there yet.
 
-use std::sync::Arc;
-
 use super::{
     Error, Node,
     record::Record,
@@ -21,18 +19,13 @@ pub async fn unmake(
     device: &Device,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let backends = Arc::clone(&node.backends);
-    let (source, id, on) = (record.source.clone(), volume.id.clone(), device.clone());
-    let is_fresh = node
-        .lane(volume, progress, "note", move || {
-            backends.bind(&source).mkfs()?.is_fresh(&id)
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
-    if !is_fresh {
+    // Most volumes have no such note: it is looked for on a tmpfs, without a lane.
+    let bound = node.backends.bind(&record.source);
+    let is_fresh = bound.mkfs().and_then(|mkfs| mkfs.is_fresh(&volume.id));
+    if !is_fresh.map_err(|error| volume.device(error))? {
         return Ok(());
     }
-    let source = record.source.clone();
+    let (source, on) = (record.source.clone(), device.clone());
     let blanked = node
         .lane(volume, progress, "blank", move || {
             let node = luks::Node {

@@ -91,13 +91,10 @@ pub fn unmake(
     if !notes.is_fresh(&note, volume_id)? {
         return Ok(());
     }
-    let is_scrap = match luks::look(under)? {
-        Holds::Nothing => false,
-        Holds::Unknown(_) => true,
-        Holds::Luks => !luks::has_key(under)?,
-    };
+    // What is blank already stays as it is.
+    let is_whole = luks::look(under)? == Holds::Luks && luks::has_key(under)?;
     let failed = luks::failed(format!("blank out {}", under.path.display()));
-    if is_scrap && blank(under, is_it).map_err(failed)? {
+    if !is_whole && blank(under, is_it).map_err(failed)? {
         tracing::warn!(volume_id, device = %under.path.display(), "a luksFormat of this volume was interrupted; what it left is blanked out");
     }
     Ok(notes.ended(&note)?)

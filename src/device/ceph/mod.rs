@@ -232,8 +232,8 @@ impl Bound for BoundCephImage<'_> {
         let mapped = self.map_where_it_is(how);
         if mapped.as_ref().is_err_and(CephImageError::is_anothers) {
             let notes = &self.images.notes;
-            notes.is_stale(self.source, &how.volume_id)?;
-            notes.is_stale(&encrypted::note_of(self.source), &how.volume_id)?;
+            notes.doubt(self.source, &how.volume_id)?;
+            notes.doubt(&encrypted::note_of(self.source), &how.volume_id)?;
         }
         let (known, below, done) = mapped?;
         let over = self.enter(&known, &below, how).and_then(|()| {
@@ -258,14 +258,8 @@ impl Bound for BoundCephImage<'_> {
     }
 
     fn ailment(&self, device: &Device) -> Option<Ailment> {
-        let below = Below::of(device);
-        let is_there = match &below.behind {
-            Behind::Rbd(identity) => rbd::is_behind(below.node.dev, identity),
-            Behind::Served(cookie) => nbd::Device::is_behind(below.node.dev, cookie),
-            Behind::Image(_) | Behind::Export(_) => false,
-        };
-        if is_there {
-            self.trouble(&below)
+        if device.is_what_it_was() {
+            self.trouble(&Below::of(device))
         } else {
             Some(Ailment::Detached)
         }

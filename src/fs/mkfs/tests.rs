@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     device::scratch::Scratch,
-    fs::probe::{self, Block, Content},
+    fs::probe::{self, Content},
 };
 
 fn words(words: &[&str]) -> Vec<String> {
@@ -113,19 +113,7 @@ fn command_lines_make_what_they_say() {
             assert!(made.status.success(), "{line}: {made:?}");
 
             let node = scratch.open();
-            let blocks: Vec<_> = probe::regions(bytes)
-                .into_iter()
-                .map(|region| {
-                    let mut data = vec![0; region.len];
-                    std::os::unix::fs::FileExt::read_exact_at(&node, &mut data, region.offset)
-                        .unwrap();
-                    Block {
-                        offset: region.offset,
-                        data,
-                    }
-                })
-                .collect();
-            match probe::classify(bytes, &blocks) {
+            match probe::content_of(&node, bytes).unwrap() {
                 Content::Fs(info) => assert_eq!((info.fs, info.dirty), (fs, false)),
                 other => panic!("{line} made {other:?}"),
             }

@@ -32,18 +32,7 @@ fn run(command: &str, path: &Path) {
 
 fn probe(file: &File) -> Content {
     let size = file.metadata().unwrap().len();
-    let blocks: Vec<_> = regions(size)
-        .into_iter()
-        .map(|region| {
-            let mut data = vec![0; region.len];
-            file.read_exact_at(&mut data, region.offset).unwrap();
-            Block {
-                offset: region.offset,
-                data,
-            }
-        })
-        .collect();
-    classify(size, &blocks)
+    content_of(file, size).unwrap()
 }
 
 fn made_by(command: &str, bytes: u64) -> (NamedTempFile, Content) {
