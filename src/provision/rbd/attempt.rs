@@ -72,15 +72,17 @@ impl Attempt<'_> {
             if there.is_some_and(|there| there.is_complete() || there.making == Making::No) {
                 return Ok(Some(self.journal.go_on(self.pool, uuid, wanted)?));
             }
-            if self.give_up()? {
+            if self.give_up(None)? {
                 return Ok(None);
             }
         }
     }
 
-    /// Takes back what has failed; a repeat does it where this fails.
-    pub fn undo(&self) {
-        if let Err(error) = self.give_up() {
+    /// Takes back what has failed; a repeat does it where this fails. Another
+    /// controller may have given it up and forgotten the entry: so what was made is
+    /// told here.
+    pub fn undo(&self, own: &Entry) {
+        if let Err(error) = self.give_up(Some(own)) {
             let (name, error) = (self.name, chain(&error));
             tracing::warn!(
                 name,
@@ -91,13 +93,17 @@ impl Attempt<'_> {
     }
 
     /// Gives it up, unless it is complete or not this driver's, and takes away what
-    /// it has made, the name and the entry last.
-    fn give_up(&self) -> Result<bool, RbdError> {
+    /// it has made, the name and the entry last. What that is, the entry says, unless
+    /// it is known.
+    fn give_up(&self, known: Option<&Entry>) -> Result<bool, RbdError> {
         let uuid = self.reserved.uuid;
         if !self.journal.give_up(self.pool, uuid, self.name)? {
             return Ok(false);
         }
-        let entry = self.journal.read(self.pool, uuid)?.unwrap_or_default();
+        let entry = match known {
+            Some(known) => known.clone(),
+            None => self.journal.read(self.pool, uuid)?.unwrap_or_default(),
+        };
         let mut images = vec![entry.image.clone()];
         let mut snapshot = entry.image.clone();
         if self.journal.kind() == Kind::Volume {

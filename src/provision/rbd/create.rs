@@ -160,7 +160,7 @@ impl<'a> Creation<'a> {
             Err(error) => {
                 // Else it may be done yet.
                 if !error.is_uncertain() {
-                    attempt.undo();
+                    attempt.undo(&making.entry);
                 }
                 Err(error.into())
             }

@@ -58,7 +58,7 @@ impl Store {
                 if let Err(error) = &taken
                     && !error.is_uncertain()
                 {
-                    attempt.undo();
+                    attempt.undo(&entry);
                 }
                 return Ok(taken?);
             }

@@ -38,11 +38,15 @@ impl Party<'_> {
         }
     }
 
+    /// Copies are of a class that names images by its own prefix, which nothing
+    /// but the entry tells.
     async fn volume(&self, name: &str, bytes: u64, source: Option<Source>) -> Volume {
-        let new = NewVolume {
-            source,
-            ..volume(self.pool, name, bytes)
-        };
+        let mut new = volume(self.pool, name, bytes);
+        if source.is_some() {
+            let prefix = ("volumeNamePrefix".to_owned(), "copy-".to_owned());
+            new.parameters.extend([prefix]);
+        }
+        new.source = source;
         self.patiently(async || self.rbd.create_volume(new.clone()).await)
             .await
     }
@@ -53,7 +57,7 @@ impl Party<'_> {
         let new = NewSnapshot {
             name: "snapshot".to_owned(),
             volume: source.handle.clone(),
-            parameters: HashMap::new(),
+            parameters: HashMap::from([("snapshotNamePrefix".to_owned(), "taken-".to_owned())]),
             secrets: Secrets::default(),
         };
         let taken = async || self.rbd.create_snapshot(new.clone()).await;

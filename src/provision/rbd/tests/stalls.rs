@@ -22,6 +22,13 @@ impl Home {
         assert!(status.stopped() || status.exit_status() == Some(0));
         status.stopped().then_some(stalled)
     }
+
+    /// How many snapshots the pool's images have.
+    fn snapshots(&self) -> usize {
+        let listed = self.cluster.rbd(&["ls", "--long", &self.pool]);
+        let names = listed.lines().filter_map(|line| line.split(' ').next());
+        names.filter(|name| name.contains('@')).count()
+    }
 }
 
 impl Stalled {
@@ -52,6 +59,7 @@ async fn one_that_has_stalled_takes_nothing_away() {
         assert_eq!(home.party().handles().await, made, "stalled at {at}");
         // One of them stands between the clone and its source.
         assert_eq!(home.images().len(), 5, "stalled at {at}");
+        assert_eq!(home.snapshots(), 1, "stalled at {at}");
         // It finds what it has answered for.
         home.party().make().await;
         assert_eq!(home.party().handles().await, made, "stalled at {at}");
