@@ -107,6 +107,15 @@ impl Device {
     }
 }
 
+/// Whether the driver was loaded to read partitions. Then whoever opens a device of a
+/// new size first reads from it, and holds up everybody else who opens it: also the
+/// daemon that takes the place of one that has just died.
+#[cfg(feature = "holder")]
+pub fn partitions_are_read() -> bool {
+    let max_part = fs::read_to_string("/sys/module/nbd/parameters/max_part");
+    max_part.is_ok_and(|max_part| max_part.trim_end() != "0")
+}
+
 /// The NBD devices that have cookies, by their names.
 pub fn cookies() -> io::Result<Vec<(String, String)>> {
     let mut found = Vec::new();

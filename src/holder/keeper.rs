@@ -14,7 +14,7 @@ use tokio::{
 
 use super::{
     HolderError, Spec,
-    devices::Device,
+    devices::{self, Device},
     records::Records,
     volume::{Command, Reply, Status, Volume},
 };
@@ -48,6 +48,11 @@ impl Keeper {
     /// Takes up what the records in that directory tell of; `program` is rbd-nbd,
     /// by its path or looked up in the system's directories.
     pub fn open(program: &str, dir: PathBuf, boot_id: String) -> io::Result<Self> {
+        if devices::partitions_are_read() {
+            tracing::warn!(
+                "the kernel module nbd was not loaded with max_part=0: if an rbd-nbd dies in the moment in which partitions of a device of a new size are read, no other can take its place and all I/O of that device waits; have it loaded so (in /etc/modprobe.d: options nbd max_part=0) when the node boots next"
+            );
+        }
         let keeper = Self(Arc::new(Shared {
             program: program.to_owned(),
             records: Records::open(dir, boot_id)?,

@@ -4,8 +4,9 @@
 set -euo pipefail
 
 missing=()
-for module in loop nbd rbd dm_crypt fuse; do
-  [[ -d /sys/module/$module ]] || modprobe -q "$module" || missing+=("$module")
+for module in loop "nbd max_part=0" rbd dm_crypt fuse; do
+  read -ra load <<<"$module"
+  [[ -d /sys/module/${load[0]} ]] || modprobe -q "${load[@]}" || missing+=("${load[0]}")
 done
 if ((${#missing[@]})); then
   echo "this kernel, $(uname -r), lacks ${missing[*]} (modprobe finds no such modules)" >&2

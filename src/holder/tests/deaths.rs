@@ -18,8 +18,12 @@ use crate::{
 };
 
 fn kill(pid: Option<i32>) {
+    signal(pid, Signal::KILL);
+}
+
+fn signal(pid: Option<i32>, signal: Signal) {
     let pid = Pid::from_raw(pid.expect("a daemon")).unwrap();
-    kill_process(pid, Signal::KILL).unwrap();
+    kill_process(pid, signal).unwrap();
 }
 
 #[test]
@@ -77,10 +81,11 @@ fn daemons_outlive_their_holder_and_the_next_one_says_what_it_lacks() {
     assert_eq!(test.bytes(), 96 << 20);
     test.resize("128M");
     holder.until("the size", || test.bytes() == 128 << 20);
-    // The first to open a device of a new size has its partitions read, which udevd is
-    // about to do; the next daemon would wait for itself.
-    drop(File::open(&node).unwrap());
+    // Whoever opens a device of a new size reads nothing from it that the next daemon
+    // would have to serve, and wait for (see `partitions_are_read`).
     let pid = holder.status(&test).pid;
+    signal(pid, Signal::STOP);
+    drop(File::open(&node).unwrap());
     kill(pid);
     holder.until("another daemon", || {
         holder.status(&test).pid.is_some_and(|now| Some(now) != pid)
