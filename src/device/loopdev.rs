@@ -386,7 +386,7 @@ fn is_configured(number: u32) -> bool {
     Path::new(&format!("/sys/block/loop{number}/loop")).exists()
 }
 
-fn is_over(status: &loopctl::Status, id: FileId) -> bool {
+pub(super) fn is_over(status: &loopctl::Status, id: FileId) -> bool {
     status.device == id.dev && status.inode == id.ino
 }
 

@@ -5,6 +5,7 @@ use std::{fs::File, path::Path};
 use tempfile::NamedTempFile;
 
 use super::loopdev::{self, Attached, FileId, LoopDevice, LoopOptions};
+use crate::kernel::loopctl;
 
 /// Detached and deleted when dropped.
 pub struct Scratch {
@@ -55,8 +56,15 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A test that failed half-way may have left it busy; it says so itself.
-        let _ = loopdev::detach(&self.device, self.id());
+        // Whatever may have it yet: the mount of a namespace whose last process has just
+        // ended, or of a test that failed. Unlike `loopdev::detach` this asks nobody:
+        // the kernel detaches it when the last of them lets go.
+        let id = self.id();
+        if let Ok(node) = File::open(&self.device.node)
+            && loopctl::status(&node).is_ok_and(|status| loopdev::is_over(&status, id))
+        {
+            let _ = loopctl::clear(&node);
+        }
     }
 }
 

@@ -36,10 +36,11 @@ fn what_is_attached_is_found_resized_and_detached() {
     let id = FileId::of(image.as_file()).unwrap();
     assert_eq!(find(id, image.path()).unwrap(), []);
 
-    let device = attach(image.as_file(), &options(image.path())).unwrap();
+    let scratch = Scratch::over(image);
+    let device = scratch.device.clone();
     assert_eq!(block::node_of(device.dev).unwrap(), device.node);
     assert_eq!(
-        find(id, image.path()).unwrap(),
+        scratch.found(),
         [Attached {
             device: device.clone(),
             read_only: false,
@@ -50,11 +51,11 @@ fn what_is_attached_is_found_resized_and_detached() {
         }]
     );
 
-    image.as_file().set_len(2 * MIB).unwrap();
+    scratch.image.as_file().set_len(2 * MIB).unwrap();
     assert_eq!(resize(&device).unwrap(), 2 * MIB);
 
     let_go(&device, id);
-    assert_eq!(find(id, image.path()).unwrap(), []);
+    assert_eq!(scratch.found(), []);
     assert_eq!(detach(&device, id).unwrap(), Detached::Already);
 }
 

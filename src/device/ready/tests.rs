@@ -1,24 +1,10 @@
-use std::{fs, future::Future, os::unix::fs::MetadataExt as _, time::Duration};
+use std::{fs, future::Future, path::Path, time::Duration};
 
 use super::*;
-use crate::ring::{self, child::Child, timer::timeout};
-
-async fn losetup(args: &[&str]) -> String {
-    let exit = Child::spawn("losetup", args).unwrap().wait().await.unwrap();
-    assert!(exit.success(), "losetup {args:?}: {}", exit.output);
-    exit.output.trim().to_owned()
-}
-
-/// A sparse image of `size` bytes in memory.
-fn image(size: u64) -> tempfile::NamedTempFile {
-    let image = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
-    image.as_file().set_len(size).unwrap();
-    image
-}
-
-fn dev_of(node: &str) -> Dev {
-    Dev::from_raw(fs::metadata(node).unwrap().rdev())
-}
+use crate::{
+    device::{loopdev, scratch::Scratch},
+    ring::{self, timer::timeout},
+};
 
 async fn soon<F: Future>(future: F) -> F::Output {
     timeout(Duration::from_secs(20), future).await.unwrap()
@@ -26,36 +12,35 @@ async fn soon<F: Future>(future: F) -> F::Output {
 
 #[test]
 fn a_loop_device_is_seen_coming_and_growing() {
-    let image = image(1 << 20);
+    let image = Scratch::image(1 << 20);
     let path = image.path().to_str().unwrap();
     let source = Source::image("p", path.rsplit('/').next().unwrap());
     ring::start(async {
         let uevents = Uevents::start().unwrap();
-        let node = losetup(&["--find", "--show", path]).await;
-        let dev = dev_of(&node);
+        let scratch = Scratch::over(image);
+        let (dev, node) = (scratch.device.dev, &scratch.device.node);
         let found = soon(ready(&uevents, &source, dev)).await.unwrap();
         assert_eq!(
             found,
             Ready {
-                node: (&node).into(),
+                node: node.clone(),
                 bytes: 1 << 20
             }
         );
 
         let sysname = sysname_of(dev).unwrap();
-        assert_eq!(format!("/dev/{sysname}"), node);
+        assert_eq!(Path::new("/dev").join(&sysname), *node);
         let grown = uevents.wait(&sysname, || {
             Ok(Some(size_bytes(dev)?).filter(|size| *size == 2 << 20))
         });
         let grow = async {
             tokio::task::yield_now().await;
-            image.as_file().set_len(2 << 20).unwrap();
-            losetup(&["--set-capacity", &node]).await;
+            scratch.image.as_file().set_len(2 << 20).unwrap();
+            loopdev::resize(&scratch.device).unwrap();
         };
         let (grown, ()) = soon(async { tokio::join!(grown, grow) }).await;
         assert_eq!(grown.unwrap(), 2 << 20);
 
-        losetup(&["--detach", &node]).await;
         assert!(uevents.waiters.list.borrow().is_empty());
     })
     .unwrap();
