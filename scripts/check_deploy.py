@@ -3,9 +3,10 @@
 
 Builds each kustomization (by kubectl or kustomize) and checks what the API
 server would not notice before a pod fails: mounts of volumes that are not
-there, mounts that would keep a volume busy, roles and accounts that nothing
-defines, images without a tag, classes of another driver, and flags that our
-binaries don't have (where they are built: BIN_DIR, by default target/debug).
+there, mounts that would keep a volume busy, what a program needs of its host,
+roles and accounts that nothing defines, images without a tag, classes of another
+driver, and flags that our binaries don't have (where they are built: BIN_DIR, by
+default target/debug).
 """
 
 import os
@@ -35,6 +36,19 @@ OVERLAYS = [
     ("examples/nbd-overlay", []),
     ("examples/ceph-overlay", []),
 ]
+# What programs need of their host, which only a volume would tell: fields of the pod,
+# and directories, which are to have the host's own paths. Who is named here needs
+# devices and capabilities (src/kernel/privileges.rs), so to be privileged, too.
+# Neither needs hostIPC: cryptsetup does without udevd, and so without semaphores.
+NEEDS = {
+    "uring-csi-node": (
+        # Sockets to NBD servers, and krbd's, are of the namespace they were made in.
+        ["hostNetwork", "hostPID"],
+        ["/dev", "/sys", "/run/udev", "/run/uring-csi", "/var/lib/uring-csi", "/var/lib/kubelet"],
+    ),
+    "uring-csi-holder": (["hostNetwork", "hostPID"], ["/dev", "/sys"]),
+    "modprobe": ([], ["/lib/modules"]),
+}
 problems = []
 
 
@@ -83,11 +97,29 @@ def check_propagation(where, spec):
             problem(f"{where}/{container}", f"mounts {mount['name']} without mountPropagation")
 
 
+def check_needs(name, program, spec, container):
+    paths = {v["name"]: v.get("hostPath", {}).get("path") for v in spec.get("volumes", [])}
+    mounts = {m["mountPath"]: paths.get(m["name"]) for m in container.get("volumeMounts", [])}
+    for arg in container.get("args", []):
+        for path in re.findall(r"(?:=|unix://)(/[^,/][^,]*)", arg):
+            if not any(Path(path).is_relative_to(mount) for mount in mounts):
+                problem(name, f"{arg} is on no volume")
+    fields, needed = NEEDS.get(program, ([], []))
+    for field in fields:
+        if not spec.get(field):
+            problem(name, f"{program} needs {field}")
+    for path in needed:
+        if mounts.get(path) != path:
+            problem(name, f"{program} needs the host's {path} at the same path")
+    if needed and not container.get("securityContext", {}).get("privileged"):
+        problem(name, f"{program} must be privileged")
+
+
 def check_pod(where, template):
     spec = template["spec"]
     check_propagation(where, spec)
     volumes = {volume["name"] for volume in spec.get("volumes", [])}
-    for container in spec["containers"]:
+    for container in spec.get("initContainers", []) + spec["containers"]:
         name = f"{where}/{container['name']}"
         if ":" not in container["image"].rsplit("/", 1)[-1]:
             problem(name, f"image {container['image']} has no tag")
@@ -95,6 +127,8 @@ def check_pod(where, template):
         for missing in sorted(mounts - volumes):
             problem(name, f"mounts {missing}, which is no volume of the pod")
         program = container["image"].rsplit("/", 1)[-1].split(":")[0]
+        program = container.get("command", [program])[0]
+        check_needs(name, program, spec, container)
         known = flags_of(program) if program.startswith("uring-csi") else None
         for arg in container.get("args", []):
             if known is not None and arg.split("=")[0] not in known:
