@@ -115,9 +115,7 @@ impl CephImages {
         let listed = rbd::mapped::list(Some(&source.image.name));
         let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
         mapped.retain(|mapped| {
-            let id = mapped.identity.pool_id;
             source.image.is_named_as(&mapped.image)
-                && source.pool_id.is_none_or(|known| known == id)
                 && !self.is_another_s(mapped, volume_id, &source)
         });
         let devices: Result<Vec<_>, _> = mapped.iter().map(device_of).collect();
@@ -130,11 +128,17 @@ impl CephImages {
         Ok((Source::Rbd(source), devices.pop()))
     }
 
-    /// Whether a mapped image is another volume's, or another cluster's: it was
-    /// mapped with monitors that the configuration has, and not for this one.
+    /// Whether a mapped image is another volume's, or another pool's or cluster's: it
+    /// was mapped with monitors that the configuration has, and not for this one.
     fn is_another_s(&self, mapped: &Mapped, volume_id: &str, source: &CephSource) -> bool {
         if let Some(mark) = &mapped.config.mark {
             return mark.volume_id != volume_id;
+        }
+        let mut places = self.places_of(source);
+        let its_pool = mapped.identity.pool_id;
+        places.retain(|(_, pool_id)| pool_id.is_none_or(|pool_id| pool_id == its_pool));
+        if places.is_empty() {
+            return true;
         }
         let known = self.clusters.as_ref().map(|clusters| clusters.all());
         let Some(Ok(known)) = known else {
@@ -145,17 +149,20 @@ impl CephImages {
             monitors.is_ok_and(|monitors| monitors.share(&mapped.config.monitors))
         };
         let with: Vec<_> = known.iter().filter(has).collect();
-        let its = self.clusters_of(source);
-        !with.is_empty() && !with.iter().any(|known| its.contains(&known.cluster_id))
+        let is_its = |known: &ClusterConfig| places.iter().any(|(id, _)| *id == known.cluster_id);
+        !with.is_empty() && !with.into_iter().any(is_its)
     }
 
-    /// Where the image may be: in its own cluster, or one that stands in for that.
-    fn clusters_of(&self, source: &CephSource) -> Vec<String> {
+    /// Where the image may be: in its own cluster, or one that stands in for that; and
+    /// the id of its pool there, as far as the handle says it.
+    fn places_of(&self, source: &CephSource) -> Vec<(String, Option<i64>)> {
         let own = &source.image.cluster_id;
         let standing_in = source.pool_id.map(|pool_id| self.mappings.of(own, pool_id));
         let standing_in = standing_in.and_then(Result::ok).into_iter().flatten();
-        let others = standing_in.map(|(cluster_id, _)| cluster_id);
-        std::iter::once(own.clone()).chain(others).collect()
+        let others = standing_in.map(|(cluster_id, pool_id)| (cluster_id, Some(pool_id)));
+        std::iter::once((own.clone(), source.pool_id))
+            .chain(others)
+            .collect()
     }
 
     /// The source with the namespace that its image is in, which the configuration
@@ -163,8 +170,8 @@ impl CephImages {
     pub fn settled(&self, source: &CephSource) -> CephSource {
         let mut settled = source.clone();
         if settled.image.namespace.is_empty() {
-            let ids = self.clusters_of(source).into_iter();
-            let mut clusters = ids.filter_map(|id| self.cluster(&id).ok());
+            let places = self.places_of(source).into_iter();
+            let mut clusters = places.filter_map(|(id, _)| self.cluster(&id).ok());
             let said = clusters.next().and_then(|cluster| cluster.rados_namespace);
             settled.image.namespace = said.unwrap_or_default();
         }
@@ -350,3 +357,6 @@ impl Bound for BoundCephImage<'_> {
         Ok(bytes)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,120 @@
+//! Which mapped images a note of ceph-csi may be of.
+
+use std::fs;
+
+use serde_json::json;
+
+use super::*;
+use crate::ceph::rados::Timeouts;
+
+const KNOWN: [&str; 3] = ["ours", "theirs", "mirror"];
+const HANDLE: &str = "0001-0004-ours-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
+
+/// A node that knows three clusters.
+struct Home {
+    dir: tempfile::TempDir,
+    images: CephImages,
+}
+
+impl Home {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let entries = KNOWN.map(|id| json!({"clusterID": id, "monitors": [monitor_of(id)]}));
+        fs::write(at("config.json"), json!(entries).to_string()).unwrap();
+        let images = CephImages {
+            clusters: Some(Arc::new(Clusters::new(at("config.json")))),
+            mappings: Arc::new(Mappings::new(at("cluster-mapping.json"))),
+            kms: KmsConfig::new(&at("kms.json")),
+            connections: Connections::new(Timeouts::default()).unwrap(),
+            mapper: Mapper::open(at("map")).unwrap(),
+            holder: None,
+            location: None,
+            notes: Notes::open(at("mkfs")).unwrap(),
+            this_node: ThisNode {
+                id: "node".to_owned(),
+                boot_id: "boot".to_owned(),
+            },
+        };
+        Self { dir, images }
+    }
+
+    fn is_another_s(&self, mapped: &Mapped) -> bool {
+        let note = br#"{"Version": 3, "pool": "pool", "image": "image"}"#;
+        let source = CephSource::noted(note, HANDLE).unwrap();
+        self.images.is_another_s(mapped, HANDLE, &source)
+    }
+}
+
+fn monitor_of(cluster: &str) -> String {
+    let host = KNOWN.iter().position(|known| *known == cluster);
+    format!("192.0.2.{}:6789", host.unwrap_or(9))
+}
+
+/// The image of the note's names, mapped in a cluster.
+fn mapped(cluster: &str, pool_id: i64) -> Mapped {
+    Mapped {
+        id: 0,
+        image: Image {
+            cluster_id: String::new(),
+            pool: "pool".to_owned(),
+            namespace: String::new(),
+            name: "image".to_owned(),
+            snapshot: None,
+        },
+        identity: rbd::Identity {
+            fsid: cluster.to_owned(),
+            pool_id,
+            image_id: "1".to_owned(),
+            snapshot: None,
+        },
+        config: rbd::mapped::Config {
+            monitors: vec![monitor_of(cluster).parse().unwrap()],
+            ..rbd::mapped::Config::default()
+        },
+    }
+}
+
+#[test]
+fn a_note_is_of_no_image_of_another_pool_or_cluster() {
+    let home = Home::new();
+    assert!(!home.is_another_s(&mapped("ours", 4)));
+    assert!(home.is_another_s(&mapped("ours", 7)));
+    assert!(home.is_another_s(&mapped("theirs", 4)));
+    // Monitors of which the configuration says nothing may have been its.
+    assert!(!home.is_another_s(&mapped("unknown", 4)));
+    assert!(home.is_another_s(&mapped("unknown", 7)));
+}
+
+#[test]
+fn after_a_fail_over_a_note_is_of_the_image_that_stands_in() {
+    let home = Home::new();
+    assert!(home.is_another_s(&mapped("mirror", 7)));
+    let mapping = json!([{
+        "clusterIDMapping": {"ours": "mirror"},
+        "RBDPoolIDMapping": [{"4": "7"}],
+    }]);
+    let file = home.dir.path().join("cluster-mapping.json");
+    fs::write(file, mapping.to_string()).unwrap();
+    for (cluster, pool_id, is_its) in [
+        ("mirror", 7, true),
+        ("ours", 4, true),
+        ("mirror", 4, false),
+        ("ours", 7, false),
+        ("theirs", 4, false),
+        ("theirs", 7, false),
+    ] {
+        let is_another_s = home.is_another_s(&mapped(cluster, pool_id));
+        assert_eq!(is_another_s, !is_its, "{cluster} {pool_id}");
+    }
+}
+
+#[test]
+fn who_marked_an_image_knows_whose_it_is() {
+    let home = Home::new();
+    for (volume_id, is_its) in [(HANDLE, true), ("another", false)] {
+        let mut mapped = mapped("theirs", 7);
+        mapped.config.mark = Some(rbd::mapped::Mark::new("theirs", volume_id));
+        assert_eq!(home.is_another_s(&mapped), !is_its);
+    }
+}
