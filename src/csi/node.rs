@@ -1,39 +1,32 @@
 //! The Node service: requests parsed into [`crate::volume`]'s calls.
 
-use std::{path::PathBuf, time::Duration};
+use std::{path::PathBuf, rc::Rc, time::Duration};
 
-use tonic::{Request, Response, Status};
+use tonic::Status;
 
-use super::{
-    call::{observed, patience},
-    identity::{Segment, topology},
-    validate,
-};
+use super::{identity::Segment, validate};
 use crate::{
     capability::{Access, Capability, Mode},
     ceph::fencing::ASKED,
     chain,
     device::{Fencing, Source},
     proto::csi::{
-        NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetCapabilitiesRequest,
-        NodeGetCapabilitiesResponse, NodeGetInfoRequest, NodeGetInfoResponse,
-        NodeGetStorageHealthRequest, NodeGetStorageHealthResponse, NodeGetVolumeHealthRequest,
+        NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeHealthRequest,
         NodeGetVolumeHealthResponse, NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse,
-        NodePublishVolumeRequest, NodePublishVolumeResponse, NodeServiceCapability,
-        NodeStageVolumeRequest, NodeStageVolumeResponse, NodeUnpublishVolumeRequest,
-        NodeUnpublishVolumeResponse, NodeUnstageVolumeRequest, NodeUnstageVolumeResponse,
-        VolumeHealth, VolumeHealthErrorType, VolumeUsage, node_server,
-        node_service_capability::{self, rpc},
-        volume_health::VolumeHealthEntry,
-        volume_usage::Unit,
+        NodePublishVolumeRequest, NodePublishVolumeResponse, NodeStageVolumeRequest,
+        NodeStageVolumeResponse, NodeUnpublishVolumeRequest, NodeUnpublishVolumeResponse,
+        NodeUnstageVolumeRequest, NodeUnstageVolumeResponse, VolumeHealth, VolumeHealthErrorType,
+        VolumeUsage, volume_health::VolumeHealthEntry, volume_usage::Unit,
     },
     secret::Secrets,
     size::Size,
     volume::{
-        Config, Error, Heart, Outcome, Severity, Space, Usage,
+        Config, Error, Heart, Node, Outcome, Severity, Space, Usage,
         spec::{Call, Expand, Inline, InlineImage, Parsed, Publish, Stage},
     },
 };
+
+mod service;
 
 /// Answers for one node.
 #[derive(Clone, Debug)]
@@ -65,15 +58,19 @@ impl NodeService {
         patience: Duration,
     ) -> Result<Outcome, Status> {
         let id = volume_id.to_owned();
-        match self
-            .heart
-            .run(move |node| node.submit(id, call, patience))
-            .await
-        {
-            Some(Ok(outcome)) => Ok(outcome),
-            Some(Err(error)) => Err(Status::from(&*error)),
-            None => Err(going_down()),
-        }
+        let submit = move |node: Rc<Node>| node.submit(id, call, patience);
+        let outcome = self.heart.run(submit).await.ok_or_else(going_down)?;
+        outcome.map_err(|error| Status::from(&*error))
+    }
+
+    /// Asks what is answered at once.
+    async fn ask<T: Send + 'static>(
+        &self,
+        ask: impl FnOnce(&Node) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Status> {
+        let answer = self.heart.run(move |node| async move { ask(&node) }).await;
+        let answer = answer.ok_or_else(going_down)?;
+        answer.map_err(|error| Status::from(&error))
     }
 
     fn parse(
@@ -121,6 +118,18 @@ impl NodeService {
         Ok(NodeStageVolumeResponse {})
     }
 
+    async fn unstage(
+        &self,
+        request: NodeUnstageVolumeRequest,
+        patience: Duration,
+    ) -> Result<NodeUnstageVolumeResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::path("staging_target_path", &request.staging_target_path)?;
+        let call = Call::Unstage(clean(&request.staging_target_path));
+        self.submit(&request.volume_id, call, patience).await?;
+        Ok(NodeUnstageVolumeResponse {})
+    }
+
     async fn publish(
         &self,
         request: NodePublishVolumeRequest,
@@ -161,6 +170,18 @@ impl NodeService {
         Ok(NodePublishVolumeResponse {})
     }
 
+    async fn unpublish(
+        &self,
+        request: NodeUnpublishVolumeRequest,
+        patience: Duration,
+    ) -> Result<NodeUnpublishVolumeResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::path("target_path", &request.target_path)?;
+        let call = Call::Unpublish(clean(&request.target_path));
+        self.submit(&request.volume_id, call, patience).await?;
+        Ok(NodeUnpublishVolumeResponse {})
+    }
+
     /// An inline ephemeral volume: `pool` and `size` come from the pod's
     /// attributes, the place where it is staged is our own.
     async fn inline(
@@ -187,11 +208,8 @@ impl NodeService {
         };
         let (pool, id) = (context.get("pool").cloned(), request.volume_id.clone());
         let (source, staging_path) = self
-            .heart
-            .run(move |node| async move { node.inline_place(pool.as_deref(), &id) })
-            .await
-            .ok_or_else(going_down)?
-            .map_err(|error| Status::from(&error))?;
+            .ask(move |node| node.inline_place(pool.as_deref(), &id))
+            .await?;
         let target_path = clean(&request.target_path);
         Ok(Inline {
             publish: Publish {
@@ -253,14 +271,9 @@ impl NodeService {
     ) -> Result<NodeGetVolumeStatsResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
-        let usage =
-            self.heart
-                .run(move |node| async move {
-                    node.stats(&request.volume_id, &clean(&request.volume_path))
-                })
-                .await
-                .ok_or_else(going_down)?
-                .map_err(|error| Status::from(&error))?;
+        let usage = self
+            .ask(move |node| node.stats(&request.volume_id, &clean(&request.volume_path)))
+            .await?;
         Ok(NodeGetVolumeStatsResponse {
             usage: match usage {
                 Usage::Block(total) => vec![VolumeUsage {
@@ -282,12 +295,7 @@ impl NodeService {
     ) -> Result<NodeGetVolumeHealthResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         let volume_id = request.volume_id.clone();
-        let found = self
-            .heart
-            .run(move |node| async move { node.health(&volume_id) })
-            .await
-            .ok_or_else(going_down)?
-            .map_err(|error| Status::from(&error))?;
+        let found = self.ask(move |node| node.health(&volume_id)).await?;
         Ok(NodeGetVolumeHealthResponse {
             volume_health: Some(VolumeHealth {
                 volume_id: request.volume_id,
@@ -352,145 +360,6 @@ fn volume_usage(space: Space, unit: Unit) -> VolumeUsage {
         total: clamp(space.total),
         used: clamp(space.used),
         unit: unit.into(),
-    }
-}
-
-#[tonic::async_trait]
-impl node_server::Node for NodeService {
-    async fn node_stage_volume(
-        &self,
-        request: Request<NodeStageVolumeRequest>,
-    ) -> Result<Response<NodeStageVolumeResponse>, Status> {
-        let patience = patience(request.metadata());
-        let request = request.into_inner();
-        tracing::debug!(?request, "NodeStageVolume");
-        let id = request.volume_id.clone();
-        observed("NodeStageVolume", &id, self.stage(request, patience)).await
-    }
-
-    async fn node_unstage_volume(
-        &self,
-        request: Request<NodeUnstageVolumeRequest>,
-    ) -> Result<Response<NodeUnstageVolumeResponse>, Status> {
-        let patience = patience(request.metadata());
-        let request = request.into_inner();
-        observed("NodeUnstageVolume", &request.volume_id, async {
-            validate::required("volume_id", &request.volume_id)?;
-            validate::path("staging_target_path", &request.staging_target_path)?;
-            let call = Call::Unstage(clean(&request.staging_target_path));
-            self.submit(&request.volume_id, call, patience).await?;
-            Ok(NodeUnstageVolumeResponse {})
-        })
-        .await
-    }
-
-    async fn node_publish_volume(
-        &self,
-        request: Request<NodePublishVolumeRequest>,
-    ) -> Result<Response<NodePublishVolumeResponse>, Status> {
-        let patience = patience(request.metadata());
-        let request = request.into_inner();
-        tracing::debug!(?request, "NodePublishVolume");
-        let id = request.volume_id.clone();
-        observed("NodePublishVolume", &id, self.publish(request, patience)).await
-    }
-
-    async fn node_unpublish_volume(
-        &self,
-        request: Request<NodeUnpublishVolumeRequest>,
-    ) -> Result<Response<NodeUnpublishVolumeResponse>, Status> {
-        let patience = patience(request.metadata());
-        let request = request.into_inner();
-        observed("NodeUnpublishVolume", &request.volume_id, async {
-            validate::required("volume_id", &request.volume_id)?;
-            validate::path("target_path", &request.target_path)?;
-            let call = Call::Unpublish(clean(&request.target_path));
-            self.submit(&request.volume_id, call, patience).await?;
-            Ok(NodeUnpublishVolumeResponse {})
-        })
-        .await
-    }
-
-    async fn node_get_volume_stats(
-        &self,
-        request: Request<NodeGetVolumeStatsRequest>,
-    ) -> Result<Response<NodeGetVolumeStatsResponse>, Status> {
-        let request = request.into_inner();
-        let id = request.volume_id.clone();
-        observed("NodeGetVolumeStats", &id, self.stats(request)).await
-    }
-
-    async fn node_get_volume_health(
-        &self,
-        request: Request<NodeGetVolumeHealthRequest>,
-    ) -> Result<Response<NodeGetVolumeHealthResponse>, Status> {
-        let request = request.into_inner();
-        let id = request.volume_id.clone();
-        observed("NodeGetVolumeHealth", &id, self.health(request)).await
-    }
-
-    async fn node_get_storage_health(
-        &self,
-        _: Request<NodeGetStorageHealthRequest>,
-    ) -> Result<Response<NodeGetStorageHealthResponse>, Status> {
-        Err(Status::unimplemented("GET_STORAGE_HEALTH is not announced"))
-    }
-
-    async fn node_expand_volume(
-        &self,
-        request: Request<NodeExpandVolumeRequest>,
-    ) -> Result<Response<NodeExpandVolumeResponse>, Status> {
-        let patience = patience(request.metadata());
-        let request = request.into_inner();
-        let id = request.volume_id.clone();
-        observed("NodeExpandVolume", &id, self.expand(request, patience)).await
-    }
-
-    async fn node_get_capabilities(
-        &self,
-        _: Request<NodeGetCapabilitiesRequest>,
-    ) -> Result<Response<NodeGetCapabilitiesResponse>, Status> {
-        use rpc::Type;
-        let mut types = vec![
-            Type::StageUnstageVolume,
-            Type::GetVolumeStats,
-            Type::SingleNodeMultiWriter,
-        ];
-        if self.config.alpha_capabilities {
-            types.push(Type::GetVolumeHealth);
-        }
-        if self.can_grow {
-            types.push(Type::ExpandVolume);
-        }
-        if self.config.volume_mount_group {
-            types.push(Type::VolumeMountGroup);
-        }
-        let capabilities = types
-            .into_iter()
-            .map(|kind| NodeServiceCapability {
-                r#type: Some(node_service_capability::Type::Rpc(
-                    node_service_capability::Rpc {
-                        r#type: kind.into(),
-                    },
-                )),
-            })
-            .collect();
-        Ok(Response::new(NodeGetCapabilitiesResponse { capabilities }))
-    }
-
-    async fn node_get_info(
-        &self,
-        _: Request<NodeGetInfoRequest>,
-    ) -> Result<Response<NodeGetInfoResponse>, Status> {
-        Ok(Response::new(NodeGetInfoResponse {
-            node_id: self.config.node_id.clone(),
-            max_volumes_per_node: self.config.max_volumes,
-            accessible_topology: Some(topology(
-                &self.config.driver_name,
-                &self.config.node_id,
-                &self.segments,
-            )),
-        }))
     }
 }
 
