@@ -1,6 +1,8 @@
 //! What the kernel has: NBD devices by their cookies, and the processes that
 //! serve them by their command lines. Nothing here waits for a device.
 
+#[cfg(feature = "holder")]
+use std::sync::Arc;
 use std::{fs, io, path::PathBuf};
 
 #[cfg(feature = "holder")]
@@ -56,26 +58,35 @@ impl Device {
             && sysfs::size_bytes(dev).is_ok_and(|bytes| bytes > 0)
     }
 
-    /// Waits until udevd is done with the device, and keeps it off for as long as
-    /// the file is open: udevd looks into what it can lock, shared with others, and
-    /// at nothing else (<https://systemd.io/BLOCK_DEVICE_LOCKING>). It blocks for as
-    /// long as the device does: for a lane.
+    /// Opens it, to have it open. udevd reads its superblocks meanwhile, and no
+    /// partitions, for which it wants the device's lock for itself: it would read them
+    /// whenever somebody has written, and a daemon that dies right then could not
+    /// close the device, nor therefore end. It may block: for a lane.
     #[cfg(feature = "holder")]
-    pub fn without_udevd(&self) -> Result<fs::File, HolderError> {
-        let file = self.open()?;
-        let locked = flock(&file, FlockOperation::LockExclusive);
-        locked.map_err(|errno| failed("lock", self.node.display())(errno.into()))?;
+    pub fn open(&self) -> Result<Arc<fs::File>, HolderError> {
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+        let opened = block::open(&self.node, self.dev, flags);
+        let file = fs::File::from(opened.map_err(failed("open", self.node.display()))?);
+        self.lock(&file, FlockOperation::LockShared)?;
+        Ok(Arc::new(file))
+    }
+
+    /// Waits until udevd is done with the device, and keeps it off for as long as the
+    /// file is locked so: udevd looks into what it can lock, shared with others, and
+    /// at nothing else (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Uses the file that
+    /// has the device open already, if there is one: its lock would be in the way. It
+    /// blocks for as long as the device does: for a lane.
+    #[cfg(feature = "holder")]
+    pub fn without_udevd(&self, open: Option<Arc<fs::File>>) -> Result<Arc<fs::File>, HolderError> {
+        let file = open.map_or_else(|| self.open(), Ok)?;
+        self.lock(&file, FlockOperation::LockExclusive)?;
         Ok(file)
     }
 
-    /// Opens it, for nothing but to have it open. It may block: for a lane.
     #[cfg(feature = "holder")]
-    pub fn open(&self) -> Result<fs::File, HolderError> {
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK;
-        let opened = block::open(&self.node, self.dev, flags);
-        Ok(fs::File::from(
-            opened.map_err(failed("open", self.node.display()))?,
-        ))
+    fn lock(&self, file: &fs::File, how: FlockOperation) -> Result<(), HolderError> {
+        let locked = flock(file, how);
+        locked.map_err(|errno| failed("lock", self.node.display())(errno.into()))
     }
 
     /// Takes the device down, unless somebody uses it: the driver itself does not

@@ -99,6 +99,12 @@ fn may_be_looked_at(node: &Path) -> bool {
     flock(&file, FlockOperation::NonBlockingLockShared).is_ok()
 }
 
+/// As udevd does before it has the partitions read.
+fn may_be_scanned(node: &Path) -> bool {
+    let file = File::open(node).unwrap();
+    flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
 #[test]
 fn a_key_that_worked_is_kept_until_another_has() {
     let Some(test) = Test::new("keys") else {
@@ -132,7 +138,7 @@ fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
     drop(holder);
     // It would wait for the device, were it about to look just now.
     let device = Device::of(&test.spec.volume_id).unwrap().unwrap();
-    let lock = device.without_udevd().unwrap();
+    let lock = device.without_udevd(None).unwrap();
     kill(pid);
     let holder = test.holder();
     drop(lock);
@@ -176,6 +182,7 @@ fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
     });
     assert_eq!(test.map(&holder).unwrap().0, node);
     holder.until("udevd may look again", || may_be_looked_at(&node));
+    holder.until("but not at partitions", || !may_be_scanned(&node));
 }
 
 #[test]

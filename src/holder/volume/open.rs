@@ -1,8 +1,9 @@
 //! A device that is open here, and neither opened nor closed on the thread that
 //! serves calls: without a daemon either takes as long as that lasts.
 
-use std::{fs::File, time::Duration};
+use std::{fs::File, sync::Arc, time::Duration};
 
+use rustix::fs::{FlockOperation, flock};
 use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
@@ -21,10 +22,10 @@ pub struct Open {
     file: Option<Closing>,
 }
 
-/// Closed by a lane.
+/// Closed by a lane; unlocked, too, where others have the same file.
 #[derive(Debug)]
 struct Closing {
-    file: Option<File>,
+    file: Option<Arc<File>>,
     lanes: Lanes,
     volume: String,
 }
@@ -32,7 +33,15 @@ struct Closing {
 impl Drop for Closing {
     fn drop(&mut self) {
         let file = self.file.take();
-        drop(self.lanes.run(&self.volume, "close", move || drop(file)));
+        if let Some(file) = &file {
+            // At once: it is locked already, if for itself alone.
+            let shared = flock(file, FlockOperation::NonBlockingLockShared);
+            shared.unwrap_or_else(|error| {
+                tracing::warn!(volume = self.volume, %error, "the device's lock is lost");
+            });
+        }
+        let close = move || drop(file);
+        drop(self.lanes.run(&self.volume, "close", close));
     }
 }
 
@@ -41,7 +50,7 @@ impl Open {
     pub fn begin(
         lanes: &Lanes,
         volume: &str,
-        open: impl FnOnce() -> Result<File, HolderError> + Send + 'static,
+        open: impl FnOnce() -> Result<Arc<File>, HolderError> + Send + 'static,
     ) -> Self {
         let (tell, opened) = oneshot::channel();
         let (own, of) = (lanes.clone(), volume.to_owned());
@@ -55,6 +64,14 @@ impl Open {
             drop(tell.send(opened));
         }));
         Self { opened, file: None }
+    }
+
+    /// The file, if the device is open by now.
+    pub fn file(&mut self) -> Option<Arc<File>> {
+        if self.file.is_none() {
+            self.file = self.opened.try_recv().ok()?.ok();
+        }
+        self.file.as_ref()?.file.clone()
     }
 
     /// Waits until it is open, while a daemon serves it.

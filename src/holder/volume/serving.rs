@@ -103,9 +103,18 @@ impl Volume {
 
     /// udevd looks at the device no more, from a moment on.
     fn keep_quiet(&mut self, device: &Device) -> &mut Open {
-        let device = device.clone();
-        let begin = || Open::begin(&self.shared.lanes, &self.id, move || device.without_udevd());
-        self.quiet.get_or_insert_with(begin)
+        let Self { grip, quiet, .. } = self;
+        quiet.get_or_insert_with(|| {
+            let open = grip.as_mut().and_then(Open::file);
+            if open.is_none() {
+                // It may be opened yet, and would be in the way.
+                *grip = None;
+            }
+            let device = device.clone();
+            Open::begin(&self.shared.lanes, &self.id, move || {
+                device.without_udevd(open)
+            })
+        })
     }
 
     /// Starts the volume's daemon: by what was brought last, else by what has worked.
