@@ -39,6 +39,17 @@ const ANOTHER_MACHINE: &[&str] = &[
     "sh",
 ];
 
+/// A machine without Ceph's libraries: what the linker finds of them is no library.
+const WITHOUT_LIBRBD: &[&str] = &[
+    "unshare",
+    "--mount",
+    "--propagation=unchanged",
+    "sh",
+    "-c",
+    "for each in $(ldconfig -p | grep -o '/.*/lib\\(rados\\|rbd\\)\\.so.*'); do mount --bind /dev/null $each || exit; done; exec \"$@\"",
+    "sh",
+];
+
 impl Agent {
     /// Not started yet. What it prints goes to `log`.
     pub fn new(program: &'static str, socket: &Path, log: PathBuf, args: Vec<String>) -> Self {
@@ -57,6 +68,11 @@ impl Agent {
     /// As if it ran on another machine: it sees no RBD devices of the kernel's.
     pub fn elsewhere(&mut self) {
         self.through = ANOTHER_MACHINE;
+    }
+
+    /// As if its machine had none of Ceph's libraries.
+    pub fn without_librbd(&mut self) {
+        self.through = WITHOUT_LIBRBD;
     }
 
     /// Starts the process without waiting for anything.

@@ -38,6 +38,8 @@ pub struct NodeSetup {
     pub symlinked: bool,
     /// It stands for another machine than the rest of the story: [`Agent::elsewhere`].
     pub elsewhere: bool,
+    /// Its machine has none of Ceph's libraries: [`Agent::without_librbd`].
+    pub without_librbd: bool,
     /// More arguments.
     pub args: Vec<String>,
 }
@@ -50,6 +52,7 @@ impl NodeSetup {
             pools: vec![format!("main={},shared", sandbox.pool("main").display())],
             symlinked: false,
             elsewhere: false,
+            without_librbd: false,
             args: Vec::new(),
         }
     }
@@ -132,6 +135,9 @@ impl Node {
         );
         if setup.elsewhere {
             agent.elsewhere();
+        }
+        if setup.without_librbd {
+            agent.without_librbd();
         }
         Self {
             agent,

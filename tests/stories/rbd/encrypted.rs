@@ -11,8 +11,8 @@ use uring_csi::{
 
 use super::whole_life;
 use crate::harness::{
-    Ceph, Content, MIB, Node, Sandbox, Volume, ceph_story, mapping_of, mappings_of, rbds_over,
-    refused, run, run_err, spec_of,
+    Ceph, Content, MIB, Node, NodeSetup, Sandbox, Volume, ceph_story, mapping_of, mappings_of,
+    rbds_over, refused, run, run_err, spec_of,
 };
 
 const PASSPHRASE: &str = "correct horse battery staple";
@@ -48,15 +48,19 @@ fn noted(ceph: &Ceph, volume: &Volume, key: &str) -> String {
 }
 
 /// A node that knows the key management system `own`: a passphrase for each volume.
-async fn node(sandbox: &Sandbox, ceph: &Ceph) -> Node {
+pub fn setup(sandbox: &Sandbox, ceph: &Ceph) -> NodeSetup {
     let config = sandbox.dir().join("kms.json");
     std::fs::write(&config, r#"{"own": {"encryptionKMSType": "metadata"}}"#).unwrap();
     let setup = ceph.setup(sandbox).arg("--kms-config");
-    Node::start_with(sandbox, setup.arg(config.to_str().unwrap())).await
+    setup.arg(config.to_str().unwrap())
+}
+
+async fn node(sandbox: &Sandbox, ceph: &Ceph) -> Node {
+    Node::start_with(sandbox, setup(sandbox, ceph)).await
 }
 
 /// Gives a volume a passphrase of its own, as ceph-csi's controller does.
-fn sealed(ceph: &Ceph, volume: Volume) -> Volume {
+pub fn sealed(ceph: &Ceph, volume: Volume) -> Volume {
     let secrets: HashMap<_, _> = volume.secrets.clone();
     let secrets = Secrets::from(secrets);
     let with = encryption::passphrase(&secrets).unwrap();

@@ -2,6 +2,7 @@
 //! as ceph-csi describes and stages them. On a real cluster; where the kernel has
 //! no RBD driver, nothing is told.
 
+mod bare;
 mod encrypted;
 mod fenced;
 mod growth;

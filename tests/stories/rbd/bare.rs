@@ -1,0 +1,54 @@
+//! A node without Ceph's libraries: the kernel's driver needs none of them.
+
+use tonic::Code::{FailedPrecondition, Unavailable};
+
+use super::{encrypted, whole_life};
+use crate::harness::{MIB, Node, ceph_story, mappings_of, rbds_of, refused};
+
+#[test]
+fn plain_volumes_need_no_library() {
+    ceph_story(async |sandbox, ceph| {
+        let mut setup = ceph.setup(sandbox);
+        setup.without_librbd = true;
+        let node = Node::start_with(sandbox, setup).await;
+        for kind in ["ext4", "block"] {
+            whole_life(&node, &ceph.volume(kind)).await;
+        }
+        whole_life(&node, &encrypted::volume(ceph, "ext4")).await;
+
+        // Nobody can be asked who has it open.
+        let volume = ceph.volume("ext4");
+        let other = ceph.open_elsewhere(&volume);
+        whole_life(&node, &volume).await;
+        drop(other);
+
+        // What the cluster is not asked, the volume's context says.
+        let features = "exclusive-lock,journaling";
+        let journaled = ceph.volume_of("ext4", 64 * MIB, &["--image-feature", features]);
+        let told = journaled.with("imageFeatures", features);
+        refused(node.stage(&told).await, FailedPrecondition, &["journaling"]);
+
+        assert!(rbds_of(sandbox.dir()).is_empty());
+        assert!(mappings_of(sandbox.dir()).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_needs_the_library_is_refused() {
+    ceph_story(async |sandbox, ceph| {
+        let mut setup = encrypted::setup(sandbox, ceph);
+        setup.without_librbd = true;
+        let node = Node::start_with(sandbox, setup).await;
+        let sealed = encrypted::sealed(ceph, encrypted::volume(ceph, "ext4"));
+        refused(node.stage(&sealed).await, FailedPrecondition, &["librbd1"]);
+        let plain = ceph.volume("ext4");
+        node.stage(&plain).await.unwrap();
+        let mut fenced = node.stage_request(&plain);
+        fenced.publish_context = [("fencing".to_owned(), "true".to_owned())].into();
+        refused(node.send_stage(fenced).await, Unavailable, &["librados2"]);
+        node.unstage(&plain).await.unwrap();
+        assert!(rbds_of(sandbox.dir()).is_empty());
+        node.assert_clean().await;
+    });
+}
