@@ -49,6 +49,7 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	cargo clippy --no-default-features --features controller -- -D warnings
 	cargo clippy --no-default-features --features node,cli -- -D warnings
 	cargo clippy --no-default-features --features cli -- -D warnings
+	cargo clippy --no-default-features --features holder -- -D warnings
 	@if command -v kubectl || command -v kustomize; then scripts/check_deploy.py; \
 	else echo "deploy: not checked, neither kubectl nor kustomize is installed"; fi
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \

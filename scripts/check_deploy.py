@@ -4,9 +4,9 @@
 Builds each kustomization (by kubectl or kustomize) and checks what the API
 server would not notice before a pod fails: mounts of volumes that are not
 there, mounts that would keep a volume busy, what a program needs of its host,
-roles and accounts that nothing defines, images without a tag, classes of another
-driver, and flags that our binaries don't have (where they are built: BIN_DIR, by
-default target/debug).
+secrets that nobody may read, roles and accounts that nothing defines, images
+without a tag, classes of another driver, and flags and variables that our binaries
+don't have (where they are built: BIN_DIR, by default target/debug).
 """
 
 import os
@@ -31,10 +31,12 @@ OVERLAYS = [
     ("nbd", ["snapshots"]),
     ("ceph", []),
     ("ceph", ["snapshots"]),
-    ("ceph", ["rbd-nbd"]),
+    ("ceph", ["rbd-nbd", "snapshots", "attributes-classes"]),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
     ("examples/ceph-overlay", []),
+    ("examples/ceph-overlay", ["rbd-nbd"]),
+    ("examples/takeover-overlay", []),
 ]
 # What programs need of their host, which only a volume would tell: fields of the pod,
 # and directories, which are to have the host's own paths. Who is named here needs
@@ -75,12 +77,12 @@ def build(overlay, components):
 
 
 def flags_of(program):
-    """The long flags in a binary's --help; None where it is not built."""
+    """The long flags, and variables, in a binary's --help; None where it is not built."""
     path = BIN_DIR / program
     if not path.exists():
         return None
     text = subprocess.run([path, "--help"], capture_output=True, text=True, check=False).stdout
-    return set(re.findall(r"--[a-z][a-z-]+", text))
+    return set(re.findall(r"--[a-z][a-z-]+|URING_CSI_\w+", text))
 
 
 def check_propagation(where, spec):
@@ -133,29 +135,56 @@ def check_pod(where, template):
         for arg in container.get("args", []):
             if known is not None and arg.split("=")[0] not in known:
                 problem(name, f"{program} has no flag {arg}")
+        for variable in container.get("env", []):
+            given = variable["name"]
+            if known is not None and given.startswith("URING_CSI_") and given not in known:
+                problem(name, f"{program} does not know {given}")
+
+
+def check_secrets(where, parameters, docs):
+    """Each sidecar reads the secret that a class names for its calls; kubelet reads
+    those of nodes."""
+    readers = {
+        doc["metadata"].get("namespace")
+        for doc in docs
+        if doc["kind"] == "Role" and any("secrets" in rule["resources"] for rule in doc["rules"])
+    }
+    for name, namespace in parameters.items():
+        of = re.fullmatch(r"csi.storage.k8s.io/(.*)-secret-namespace", name)
+        if of and not of[1].startswith("node-") and namespace not in readers:
+            problem(where, f"nobody may read the secrets in {namespace} for {of[1]}")
 
 
 def check(overlay, docs):
-    names = {}
+    names, accounts = {}, set()
     for doc in docs:
-        names.setdefault(doc["kind"], set()).add(doc["metadata"]["name"])
-    drivers = names["CSIDriver"]
+        meta = doc["metadata"]
+        names.setdefault(doc["kind"], set()).add(meta["name"])
+        if doc["kind"] == "ServiceAccount":
+            accounts.add((meta.get("namespace"), meta["name"]))
+    # Where there is none, another driver's is taken over.
+    drivers = names.get("CSIDriver")
     for doc in docs:
-        where = f"{overlay}: {doc['kind']} {doc['metadata']['name']}"
+        meta = doc["metadata"]
+        where = f"{overlay}: {doc['kind']} {meta['name']}"
         if doc["kind"] in ("DaemonSet", "Deployment"):
+            if not meta.get("namespace"):
+                problem(where, "is in no namespace")
             check_pod(where, doc["spec"]["template"])
             account = doc["spec"]["template"]["spec"]["serviceAccountName"]
-            if account not in names["ServiceAccount"]:
+            if (meta.get("namespace"), account) not in accounts:
                 problem(where, f"service account {account} is not defined")
         if doc["kind"].endswith("RoleBinding"):
             role = doc["roleRef"]
             if role["name"] not in names.get(role["kind"], ()):
                 problem(where, f"{role['kind']} {role['name']} is not defined")
             for subject in doc["subjects"]:
-                if subject["name"] not in names["ServiceAccount"]:
+                if (subject["namespace"], subject["name"]) not in accounts:
                     problem(where, f"service account {subject['name']} is not defined")
+        if doc["kind"].endswith("Class"):
+            check_secrets(where, doc.get("parameters", {}), docs)
         driver = doc.get("provisioner") or doc.get("driver")
-        if driver and driver not in drivers:
+        if driver and drivers and driver not in drivers:
             problem(where, f"belongs to driver {driver}, not to {drivers}")
 
 
