@@ -20,6 +20,7 @@ pub mod pool;
 pub mod proto;
 pub mod secret;
 pub mod size;
+mod switch;
 
 #[cfg(feature = "controller")]
 pub mod provision;

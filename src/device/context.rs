@@ -2,6 +2,8 @@
 
 use std::{collections::HashMap, ops::RangeInclusive};
 
+use crate::switch;
+
 /// A volume context that names no source.
 #[derive(Debug, thiserror::Error)]
 #[error("volume_context: {key}: {why}")]
@@ -32,17 +34,15 @@ impl<'a> Context<'a> {
         self.get(key).ok_or_else(missing)
     }
 
-    /// `true` or `false`.
+    /// `true` or `false`, or another word for it.
     pub fn switch(self, key: &'static str, default: bool) -> Result<bool, SourceError> {
-        match self.get(key) {
-            None => Ok(default),
-            Some("true") => Ok(true),
-            Some("false") => Ok(false),
-            Some(other) => Err(SourceError {
-                key,
-                why: format!("{other:?} is neither true nor false"),
-            }),
-        }
+        let Some(text) = self.get(key) else {
+            return Ok(default);
+        };
+        switch::parse(text).ok_or_else(|| SourceError {
+            key,
+            why: format!("{text:?} is neither true nor false"),
+        })
     }
 
     /// A number within a range.

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Usage};
+use crate::switch;
 
 mod served;
 
@@ -134,9 +135,8 @@ fn file_system(field: &'static str, name: &str) -> Result<&'static str, Error> {
     known.ok_or_else(|| bad(field, name, "there are ext4, xfs and btrfs"))
 }
 
-fn yes_or_no(name: &'static str, value: &str) -> Result<bool, Error> {
-    let parsed = value.parse();
-    parsed.map_err(|_| bad(name, value, "it is `true` or `false`"))
+pub(super) fn yes_or_no(name: &'static str, value: &str) -> Result<bool, Error> {
+    switch::parse(value).ok_or_else(|| bad(name, value, "it is `true` or `false`"))
 }
 
 /// What LOOP_CONFIGURE takes: a power of two from 512 to the page size.
@@ -265,7 +265,7 @@ mod tests {
             ("Pool", "x"),
             ("fsType", "zfs"),
             ("preallocate", "yes"),
-            ("overcommit", "1"),
+            ("overcommit", "2"),
             ("sectorSize", "513"),
             ("backend", "tape"),
             ("nbdServer", "storage"),

@@ -212,7 +212,7 @@ mod tests {
             ("clusterID", ""),
             ("pool", ""),
             ("imageName", ""),
-            ("staticVolume", "1"),
+            ("staticVolume", "2"),
             ("mounter", "fuse"),
             ("tryOtherMounters", "perhaps"),
             ("mapOptions", "secret=x"),

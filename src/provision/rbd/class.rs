@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    super::{Error, Parameters, Place, Places, Usage},
+    super::{Error, Parameters, Place, Places, Usage, params::yes_or_no},
     encryption::Encryption,
     qos::Limits,
     topology::{self, Constrained},
@@ -18,9 +18,11 @@ use crate::ceph::rbd::{Features, ImageOptions};
 pub struct Class {
     /// `clusterID`: which cluster of the configuration.
     pub cluster_id: String,
-    /// `pool`: of the image, unless `topologyConstrainedPools` says another.
+    /// `pool`: of the image, unless `topologyConstrainedPools` says another; empty,
+    /// where that always does.
     pub pool: String,
-    /// `journalPool`: of the journal's directory; `pool`, if it is not given.
+    /// `journalPool`: of the journal's directory; `pool`, if it is not given, and the
+    /// image's, if neither is.
     pub journal_pool: Option<String>,
     /// `dataPool`, `imageFeatures`, `objectSize`, `stripeUnit`, `stripeCount`.
     pub options: ImageOptions,
@@ -76,6 +78,18 @@ impl Class {
                     class.name_prefix = Some(full("volumeNamePrefix", value)?);
                 }
                 "topologyConstrainedPools" => class.constrained = topology::parse(value)?,
+                "imageFormat" if value != "2" => {
+                    let why = "images of format 1 are made no more: it is `2`";
+                    return Err(bad("imageFormat", value, why));
+                }
+                "thickProvision" if yes_or_no("thickProvision", value)? => {
+                    return Err(bad(
+                        "thickProvision",
+                        value,
+                        "images are thin: it is `false`",
+                    ));
+                }
+                "imageFormat" | "thickProvision" => {}
                 "mounter" => mounter = mounter_named(value)?,
                 limit if Limits::is_of_class(limit) => {}
                 _ if FOR_THE_NODE.contains(&name.as_str()) => {}
@@ -89,8 +103,10 @@ impl Class {
                 class.context.insert(name.clone(), value.clone());
             }
         }
-        for (name, value) in [("clusterID", &class.cluster_id), ("pool", &class.pool)] {
-            full(name, value)?;
+        full("clusterID", &class.cluster_id)?;
+        // Each part of the Kubernetes cluster may have its own, and no other.
+        if class.constrained.is_empty() {
+            full("pool", &class.pool)?;
         }
         if let Some(list) = features {
             class.options.features = Some(checked_features(&list, mounter)?);
@@ -116,21 +132,22 @@ impl Class {
 
     /// The pools for a volume that is wanted in some places.
     pub fn pools(&self, places: &Places) -> Result<Pools, Error> {
-        let plain = Pools {
-            journal: self.journal_pool.as_ref().unwrap_or(&self.pool).clone(),
-            image: self.pool.clone(),
-            data: self.options.data_pool.clone(),
-            place: Place::new(),
-        };
+        let journal = self.journal_pool.as_ref().unwrap_or(&self.pool);
         if self.constrained.is_empty() || *places == Places::default() {
-            return Ok(plain);
+            return Ok(Pools {
+                journal: journal.clone(),
+                image: full("pool", &self.pool)?,
+                data: self.options.data_pool.clone(),
+                place: Place::new(),
+            });
         }
         let (pool, place) = topology::choose(&self.constrained, places)?;
+        let journal = Some(journal).filter(|name| !name.is_empty());
         Ok(Pools {
+            journal: journal.unwrap_or(&pool.name).clone(),
             image: pool.name.clone(),
             data: pool.data.clone(),
             place,
-            ..plain
         })
     }
 
@@ -153,6 +170,8 @@ const HERE: &[&str] = &[
     "volumeNamePrefix",
     "topologyConstrainedPools",
     "mounter",
+    "imageFormat",
+    "thickProvision",
 ];
 /// What is passed on, or read where it belongs.
 const FOR_THE_NODE: &[&str] = &[
@@ -269,77 +288,4 @@ pub fn bad(name: &'static str, value: &str, why: &str) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn parse(more: &[(&str, &str)]) -> Result<Class, Error> {
-        let base = [("clusterID", "ceph"), ("pool", "rbd")];
-        let all = base.iter().chain(more);
-        let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-        Class::parse(&all.map(own).collect())
-    }
-
-    #[test]
-    fn a_class_of_ceph_csi_is_understood() {
-        let class = parse(&[
-            ("imageFeatures", "layering,exclusive-lock"),
-            ("dataPool", "ec"),
-            ("objectSize", "8M"),
-            ("stripeUnit", "65536"),
-            ("stripeCount", "4"),
-            ("volumeNamePrefix", "team-"),
-            ("mapOptions", "krbd:ms_mode=prefer-crc;nbd:try-netlink"),
-            ("csi.storage.k8s.io/fstype", "ext4"),
-            ("csi.storage.k8s.io/pvc/namespace", "tenant"),
-            ("csi.storage.k8s.io/provisioner-secret-name", "secret"),
-        ])
-        .unwrap();
-        assert_eq!(class.options.object_size, Some(8 << 20));
-        assert_eq!(class.options.striping, Some((65536, 4)));
-        assert_eq!(class.owner, "tenant");
-        let pools = class.pools(&Places::default()).unwrap();
-        assert_eq!(
-            (pools.journal.as_str(), pools.image.as_str()),
-            ("rbd", "rbd")
-        );
-        let passed = class.context();
-        assert_eq!(passed["imageFeatures"], "layering,exclusive-lock");
-        assert!(passed.keys().all(|key| !key.starts_with("csi.")));
-    }
-
-    #[test]
-    fn mistakes_are_named() {
-        for (name, value, word) in [
-            ("pool", "", "pool"),
-            ("imageFeatures", "", "imageFeatures"),
-            ("imageFeatures", "layering,colour", "colour"),
-            ("imageFeatures", "object-map", "exclusive-lock"),
-            ("imageFeatures", "exclusive-lock,journaling", "rbd-nbd"),
-            ("imageFeatures", "data-pool", "data-pool"),
-            ("objectSize", "4X", "objectSize"),
-            ("objectSize", "5000", "power of two"),
-            ("objectSize", "64M", "32M"),
-            ("stripeCount", "4", "stripeUnit"),
-            ("mounter", "fuse", "rbd-nbd"),
-            ("colour", "red", "volumeNamePrefix"),
-            ("topologyConstrainedPools", "{", "topologyConstrainedPools"),
-            ("encrypted", "perhaps", "encrypted"),
-        ] {
-            let error = parse(&[(name, value)]).unwrap_err().to_string();
-            assert!(error.contains(word), "{name}={value}: {error}");
-        }
-        let none = Class::parse(&HashMap::new()).unwrap_err();
-        assert!(none.to_string().contains("clusterID"));
-    }
-
-    proptest! {
-        #[test]
-        fn any_number_is_read_or_refused(text in "[0-9]{0,22}[KMGTiB]{0,3}|.{0,9}") {
-            if let Ok(bytes) = number("objectSize", &text) {
-                prop_assert!(bytes > 0);
-            }
-        }
-    }
-}
+mod tests;

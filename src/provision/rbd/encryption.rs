@@ -8,7 +8,11 @@
 
 use std::collections::HashMap;
 
-use super::{super::Error, class::bad, error::RbdError};
+use super::{
+    super::{Error, params::yes_or_no},
+    class::bad,
+    error::RbdError,
+};
 use crate::{
     ceph::{
         encryption::{
@@ -34,12 +38,8 @@ impl Encryption {
     /// What a class asks for.
     pub fn of_class(given: &HashMap<String, String>) -> Result<Option<Self>, Error> {
         let get = |name: &str| given.get(name).map(String::as_str).unwrap_or_default();
-        let encrypted = match get("encrypted").to_ascii_lowercase().as_str() {
-            "" | "false" | "f" | "0" => false,
-            "true" | "t" | "1" => true,
-            other => return Err(bad("encrypted", other, "it is `true` or `false`")),
-        };
-        if !encrypted {
+        let encrypted = get("encrypted");
+        if encrypted.is_empty() || !yes_or_no("encrypted", encrypted)? {
             return Ok(None);
         }
         match get("encryptionType") {

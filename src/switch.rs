@@ -1,0 +1,29 @@
+//! What classes and volume contexts say of what is on or off: as Go reads it, by
+//! whose rules they were written so far (`strconv.ParseBool`).
+
+/// Whether it is on; none: the text says neither.
+pub fn parse(text: &str) -> Option<bool> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_go_understands_is_understood() {
+        for on in ["1", "t", "T", "true", "TRUE", "True"] {
+            assert_eq!(parse(on), Some(true), "{on}");
+        }
+        for off in ["0", "f", "F", "false", "FALSE", "False"] {
+            assert_eq!(parse(off), Some(false), "{off}");
+        }
+        for neither in ["", "tRUE", "yes", "on", " true", "2"] {
+            assert_eq!(parse(neither), None, "{neither}");
+        }
+    }
+}
