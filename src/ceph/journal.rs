@@ -24,6 +24,7 @@ use uuid::Uuid;
 
 use super::{
     CephError,
+    handle::Handle,
     rados::{IoCtx, WriteOp},
 };
 
@@ -145,7 +146,8 @@ impl Journal {
     }
 
     /// The names behind `after`, in order, at most `max`, and whether there are
-    /// more. Values that mean nothing are left out, with a warning.
+    /// more. Values that mean nothing are left out, with a warning, and so are those
+    /// that lead from a handle to another, without.
     pub fn page(
         &self,
         journal: &IoCtx,
@@ -164,6 +166,9 @@ impl Journal {
         };
         let entry = |(key, value): (&String, &String)| match self.parse(journal, key, value) {
             Ok(reserved) => Some((key[prefix.len()..].to_owned(), reserved)),
+            // After a fail-over ceph-csi notes, beside the volume's name, which handle
+            // has taken the place of which. Both have the volume's uuid.
+            Err(_) if value.parse::<Handle>().is_ok() => None,
             Err(error) => {
                 tracing::warn!(%error, "not listed");
                 None
