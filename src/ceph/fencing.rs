@@ -2,7 +2,7 @@
 //! were taken off a cluster because they did not let go.
 //!
 //! ```text
-//! csi.volume.<uuid>   uring-csi.node.<node>  →  null, or the client, as JSON
+//! csi.volume.<uuid>   uring-csi.node.<node>  →  the node's entry, as JSON
 //! uring-csi.fenced    <address>              →  the fence, as JSON
 //! ```
 //!
@@ -10,6 +10,21 @@
 //! to it, and takes it out when it is unpublished. In between, the node enters its
 //! client before it writes a byte, if it is still published to: by comparing what
 //! is there in the same step, so that a node that is late finds that it may not.
+//!
+//! The kernel's client is there before it has anything to write. A process of
+//! rbd-nbd is not: who it is to the cluster is known only once it serves. So it is
+//! entered twice, as one that is starting and then by its address, and what is not
+//! entered within [`STARTS_WITHIN`] is ended by its node. It may also be replaced at
+//! any time, so the controller first says that a node is to let go: from then on it
+//! enters nothing more.
+//!
+//! ```text
+//!  published ──▶ starting, on this host ──▶ client ──▶ starting ──▶ client …
+//!      └────────────┴─── withdrawing: nothing more is entered ──┴──▶ taken out
+//! ```
+//!
+//! Whatever is entered has a number of its own, so that nobody who compares takes
+//! what was entered anew for what he has seen.
 //!
 //! The lower one is the controller's too, until the node has said that nothing of
 //! the client is left ([`Fences::is_gone`]); then the controller lifts it. Nobody
@@ -19,27 +34,24 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use uuid::Uuid;
 
 use super::{
     CephError,
     journal::entry_of,
-    rados::{Cluster, IoCtx, WriteOp},
+    rados::{IoCtx, WriteOp},
 };
 
 /// The key of a publish context by which a node is asked to enter its client.
 pub const ASKED: &str = "fencing";
 
+/// How long after a client was entered as one that is starting it may be there
+/// without being entered by its address; its node has ended it by then. Tests of
+/// this crate start none.
+pub const STARTS_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 120 });
+
 /// What stands before a node's id in a volume's entry.
 const NODE: &str = "uring-csi.node.";
-/// The object of a pool's fences.
-const FENCES: &str = "uring-csi.fenced";
-/// How long a client stays off a cluster unless its fence is lifted: longer than a
-/// node runs that nobody looks after.
-const FENCED_FOR: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Keys read at once.
-const PAGE: u64 = 1000;
 
 /// How a node has a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,17 +74,115 @@ pub struct Client {
     pub boot_id: String,
     /// What it is.
     pub through: Through,
+    /// The process that it ends with; the kernel's has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<Process>,
+}
+
+/// A process, of one boot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// Its id.
+    pub pid: i32,
+    /// When it began, which tells it from a later one with this id (`starttime` of
+    /// `/proc/PID/stat`).
+    pub began: u64,
+}
+
+/// A client that is about to be there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Starting {
+    /// From where it will reach the cluster: what stands before the port in its
+    /// address.
+    pub host: String,
+    /// The boot of the node that it belongs to.
+    pub boot_id: String,
 }
 
 /// What is entered for a node that a volume was published to.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// Its client, once it has the volume.
+    #[serde(flatten)]
+    pub client: Option<Client>,
+    /// A client of which nobody knows yet which it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub starting: Option<Starting>,
+    /// Since when the node has the volume without a break, as a number that stays
+    /// while one client follows the other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<Uuid>,
+    /// It is to let go: nothing more is entered.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub withdrawing: bool,
+    /// Another one each time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    nonce: Option<Uuid>,
+}
+
+impl Entry {
+    /// Anything that cannot be read is a node without a client.
+    fn parse(raw: &str) -> Self {
+        let read: Option<Self> = serde_json::from_str(raw).unwrap_or_default();
+        read.unwrap_or_default()
+    }
+
+    fn write(&self) -> String {
+        serde_json::to_string(self).expect("strings are JSON")
+    }
+
+    /// As it is written for the first time.
+    fn anew(mut self) -> String {
+        self.nonce = Some(Uuid::new_v4());
+        self.write()
+    }
+
+    /// Whether its node may enter something else.
+    fn is_open(&self, published: Published) -> bool {
+        !self.withdrawing
+            && match published {
+                Published::Now => true,
+                Published::Since(since) => self.since == Some(since),
+            }
+    }
+}
+
+impl From<Client> for Entry {
+    fn from(client: Client) -> Self {
+        Self {
+            client: Some(client),
+            ..Self::default()
+        }
+    }
+}
+
+impl From<Starting> for Entry {
+    fn from(starting: Starting) -> Self {
+        Self {
+            starting: Some(starting),
+            ..Self::default()
+        }
+    }
+}
+
+/// An entry of a volume's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attachment {
     /// The node's id.
     pub node: String,
-    /// Its client, once it has the volume.
-    pub client: Option<Client>,
+    /// What is entered for it.
+    pub entry: Entry,
     /// As it is written.
     raw: String,
+}
+
+/// What a node must find to be allowed to enter something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Published {
+    /// The volume is published to it.
+    Now,
+    /// And was without a break.
+    Since(Uuid),
 }
 
 /// The nodes of one volume.
@@ -91,7 +201,7 @@ impl Attachments {
         }
     }
 
-    /// All nodes that are entered. What cannot be read has no client.
+    /// All nodes that are entered.
     pub fn list(&self) -> Result<Vec<Attachment>, CephError> {
         let keys = match self.pool.omap_list(&self.object, NODE) {
             Err(error) if error.is_not_found() => return Ok(Vec::new()),
@@ -99,39 +209,88 @@ impl Attachments {
         };
         let attachment = |(key, raw): (String, String)| Attachment {
             node: key[NODE.len()..].to_owned(),
-            client: serde_json::from_str(&raw).unwrap_or_default(),
+            entry: Entry::parse(&raw),
             raw,
         };
         Ok(keys.into_iter().map(attachment).collect())
     }
 
-    /// Enters a node without a client, unless it is entered.
-    pub fn publish(&self, node: &str) -> Result<(), CephError> {
-        let key = format!("{NODE}{node}");
-        // An absent key compares as an empty one.
-        let op = WriteOp::new().assert_exists().compare(&key, "");
-        match self.pool.operate(&self.object, &op.set([(&*key, "null")])) {
-            Err(error) if !error.is_mismatch() => Err(error),
-            _ => Ok(()),
+    /// Replaces what was found; false where it is something else by now.
+    fn replace(&self, found: &Attachment, raw: &str) -> Result<bool, CephError> {
+        let key = format!("{NODE}{}", found.node);
+        let op = WriteOp::new().compare(&key, &found.raw);
+        match self.pool.operate(&self.object, &op.set([(&*key, raw)])) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_mismatch() => Ok(false),
+            Err(error) => Err(error),
         }
     }
 
-    /// Enters a node's client; false where the volume is not published to it.
-    pub fn attach(&self, node: &str, client: &Client) -> Result<bool, CephError> {
+    fn of_node(&self, node: &str) -> Result<Option<Attachment>, CephError> {
+        let all = self.list()?;
+        Ok(all.into_iter().find(|one| one.node == node))
+    }
+
+    /// Enters a node, unless it is entered; one that was to let go need not.
+    pub fn publish(&self, node: &str) -> Result<(), CephError> {
         let key = format!("{NODE}{node}");
-        let new = serde_json::to_string(client).expect("strings are JSON");
         loop {
-            let all = self.list()?;
-            let Some(there) = all.iter().find(|one| one.node == node) else {
-                return Ok(false);
-            };
-            let op = WriteOp::new().compare(&key, &there.raw);
+            // An absent key compares as an empty one.
+            let op = WriteOp::new().assert_exists().compare(&key, "");
+            let new = Entry::default().anew();
             match self.pool.operate(&self.object, &op.set([(&*key, &*new)])) {
-                Ok(()) => return Ok(true),
                 Err(error) if error.is_mismatch() => {}
-                Err(error) => return Err(error),
+                done => return done,
+            }
+            let Some(there) = self.of_node(node)? else {
+                continue;
+            };
+            let kept = Entry {
+                withdrawing: false,
+                ..there.entry.clone()
+            };
+            if !there.entry.withdrawing || self.replace(&there, &kept.write())? {
+                return Ok(());
             }
         }
+    }
+
+    /// Whether a node may enter something.
+    pub fn is_published(&self, node: &str, published: Published) -> Result<bool, CephError> {
+        let there = self.of_node(node)?;
+        Ok(there.is_some_and(|there| there.entry.is_open(published)))
+    }
+
+    /// Enters what a node has; false where the volume is not published to it so, or
+    /// is being unpublished.
+    pub fn attach(
+        &self,
+        node: &str,
+        entry: &Entry,
+        published: Published,
+    ) -> Result<bool, CephError> {
+        let new = entry.clone().anew();
+        loop {
+            let there = self.of_node(node)?;
+            let Some(there) = there.filter(|there| there.entry.is_open(published)) else {
+                return Ok(false);
+            };
+            if self.replace(&there, &new)? {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Has a node enter nothing more; none where it has entered something else
+    /// meanwhile.
+    pub fn withdraw_soon(&self, found: &Attachment) -> Result<Option<Attachment>, CephError> {
+        if found.entry.withdrawing {
+            return Ok(Some(found.clone()));
+        }
+        let mut last = found.clone();
+        last.entry.withdrawing = true;
+        last.raw = last.entry.write();
+        Ok(self.replace(found, &last.raw)?.then_some(last))
     }
 
     /// Takes a node out; false where it has entered something else meanwhile.
@@ -147,96 +306,19 @@ impl Attachments {
     }
 }
 
-/// A client that was taken off the cluster.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fence {
-    /// The node that it belongs to.
-    pub node: String,
-    /// The client.
-    pub client: Client,
-    /// The volume that it did not let go of.
-    pub volume: String,
-    /// The node says that nothing of it is left.
-    #[serde(default)]
-    pub gone: bool,
+/// What stands before the port in a client's address, `10.0.0.5:0/1234567`, which
+/// librados may give with the version of the protocol before it.
+pub fn host_of(address: &str) -> &str {
+    let versions = ["v1:", "v2:", "any:"];
+    let mut bare = versions
+        .iter()
+        .filter_map(|version| address.strip_prefix(version));
+    let bare = bare.next().unwrap_or(address);
+    bare.rsplit_once(':').map_or(bare, |(host, _)| host)
 }
 
-/// The fences of a pool.
-#[derive(Clone, Debug)]
-pub struct Fences(IoCtx);
-
-impl Fences {
-    /// Those of this pool.
-    pub fn of(pool: &IoCtx) -> Self {
-        Self(pool.clone())
-    }
-
-    /// All of them.
-    pub fn list(&self) -> Result<Vec<Fence>, CephError> {
-        let page = match self.0.omap_page(FENCES, "", "", PAGE) {
-            Err(error) if error.is_not_found() => return Ok(Vec::new()),
-            page => page?,
-        };
-        let read = |(address, raw): (&String, &String)| {
-            let fence = serde_json::from_str(raw);
-            fence
-                .inspect_err(|error| tracing::warn!(address, %error, "a fence cannot be read"))
-                .ok()
-        };
-        Ok(page.entries.iter().filter_map(read).collect())
-    }
-
-    fn enter(&self, fence: &Fence) -> Result<(), CephError> {
-        let text = serde_json::to_string(fence).expect("strings are JSON");
-        self.0.omap_set(FENCES, &[(&fence.client.address, &text)])
-    }
-
-    /// Takes a client off the cluster: once every OSD knows it, nothing that it
-    /// still sends is written.
-    pub fn raise(&self, fence: &Fence) -> Result<(), CephError> {
-        // Before, so that none is forgotten.
-        self.enter(fence)?;
-        blocklist(
-            self.0.cluster(),
-            "add",
-            &fence.client.address,
-            Some(FENCED_FOR),
-        )
-    }
-
-    /// Says that nothing is left of a client.
-    pub fn is_gone(&self, fence: &Fence) -> Result<(), CephError> {
-        self.enter(&Fence {
-            gone: true,
-            ..fence.clone()
-        })
-    }
-
-    /// Lets a client that is gone go.
-    pub fn lift(&self, fence: &Fence) -> Result<(), CephError> {
-        let address = &fence.client.address;
-        blocklist(self.0.cluster(), "rm", address, None)?;
-        self.0.omap_remove(FENCES, &[address])
-    }
-}
-
-/// `ceph osd blocklist`. To remove takes more than `profile rbd`.
-fn blocklist(
-    cluster: &Cluster,
-    what: &str,
-    address: &str,
-    expire: Option<Duration>,
-) -> Result<(), CephError> {
-    let mut command = json!({
-        "prefix": "osd blocklist",
-        "blocklistop": what,
-        "addr": address,
-    });
-    if let Some(expire) = expire {
-        command["expire"] = json!(expire.as_secs_f64());
-    }
-    cluster.mon_command(&command).map(drop)
-}
-
+mod fences;
 #[cfg(test)]
 mod tests;
+
+pub use fences::{Fence, Fences};

@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::*;
 use crate::ceph::testing::Place;
 
@@ -6,6 +8,15 @@ fn client(address: &str) -> Client {
         address: address.to_owned(),
         boot_id: "boot".to_owned(),
         through: Through::SharedKrbd,
+        process: None,
+    }
+}
+
+/// How it is known, but for its number.
+fn entry(has: &Attachment) -> Entry {
+    Entry {
+        nonce: None,
+        ..has.entry.clone()
     }
 }
 
@@ -20,22 +31,132 @@ fn a_node_enters_its_client_only_while_it_is_published_to() {
     assert_eq!(nodes.list().unwrap(), []);
     io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
         .unwrap();
-    assert!(!nodes.attach("a", &client("1:0/1")).unwrap());
+    let enter = |address: &str| {
+        let entry = client(address).into();
+        nodes.attach("a", &entry, Published::Now).unwrap()
+    };
+    assert!(!enter("1:0/1"));
 
     nodes.publish("a").unwrap();
     let published = nodes.list().unwrap();
     assert_eq!(
-        (published[0].node.as_str(), &published[0].client),
-        ("a", &None)
+        (published[0].node.as_str(), entry(&published[0])),
+        ("a", Entry::default())
     );
-    assert!(nodes.attach("a", &client("1:0/1")).unwrap());
+    assert!(enter("1:0/1"));
     nodes.publish("a").unwrap();
     assert!(!nodes.withdraw(&published[0]).unwrap(), "it has it by now");
     let attached = nodes.list().unwrap();
-    assert_eq!(attached[0].client, Some(client("1:0/1")));
-    assert!(nodes.withdraw(&attached[0]).unwrap());
-    assert!(!nodes.attach("a", &client("1:0/2")).unwrap());
+    assert_eq!(attached[0].entry.client, Some(client("1:0/1")));
+    assert!(enter("1:0/1"));
+    let again = nodes.list().unwrap();
+    assert!(!nodes.withdraw(&attached[0]).unwrap(), "entered anew");
+    assert!(nodes.withdraw(&again[0]).unwrap());
+    assert!(!enter("1:0/2"));
     assert_eq!(nodes.list().unwrap(), []);
+    nodes.publish("a").unwrap();
+    assert!(!nodes.withdraw(&published[0]).unwrap(), "published anew");
+}
+
+#[test]
+fn who_is_to_let_go_enters_nothing_more() {
+    let Some(Place { io, cluster: _test }) = Place::new() else {
+        return;
+    };
+    let uuid = Uuid::new_v4();
+    let nodes = Attachments::of(&io, uuid);
+    io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
+        .unwrap();
+    nodes.publish("a").unwrap();
+    let since = Uuid::new_v4();
+    let starting = Entry {
+        since: Some(since),
+        ..Entry::from(Starting {
+            host: "10.0.0.5".to_owned(),
+            boot_id: "boot".to_owned(),
+        })
+    };
+    let unbroken = Published::Since(since);
+    assert!(!nodes.attach("a", &starting, unbroken).unwrap());
+    assert!(nodes.attach("a", &starting, Published::Now).unwrap());
+    assert!(nodes.is_published("a", unbroken).unwrap());
+    let [seen] = &nodes.list().unwrap()[..] else {
+        panic!("one node");
+    };
+    assert_eq!(entry(seen), starting);
+
+    let last = nodes.withdraw_soon(seen).unwrap().unwrap();
+    assert_eq!(nodes.withdraw_soon(seen).unwrap(), None);
+    assert_eq!(nodes.list().unwrap(), std::slice::from_ref(&last));
+    let its = Entry {
+        since: Some(since),
+        ..client("10.0.0.5:0/1").into()
+    };
+    for published in [Published::Now, unbroken] {
+        assert!(!nodes.attach("a", &its, published).unwrap());
+        assert!(!nodes.is_published("a", published).unwrap());
+    }
+    // Published to again before it was taken out, it goes on.
+    nodes.publish("a").unwrap();
+    assert!(!nodes.withdraw(&last).unwrap());
+    assert!(nodes.attach("a", &its, unbroken).unwrap());
+    let found = nodes.list().unwrap().pop().unwrap();
+    assert_eq!(entry(&found), its);
+    let last = nodes.withdraw_soon(&found).unwrap().unwrap();
+    assert!(nodes.withdraw(&last).unwrap());
+    nodes.publish("a").unwrap();
+    assert!(!nodes.attach("a", &its, unbroken).unwrap(), "it was broken");
+}
+
+#[test]
+fn a_host_is_what_stands_before_the_port() {
+    for (address, host) in [
+        ("10.0.0.5:0/1234567", "10.0.0.5"),
+        ("v2:10.0.0.5:0/1", "10.0.0.5"),
+        ("[fd00::1]:0/1", "[fd00::1]"),
+        ("v1:[fd00::1]:0/1", "[fd00::1]"),
+        ("", ""),
+    ] {
+        assert_eq!(host_of(address), host);
+    }
+}
+
+#[test]
+fn entries_of_earlier_releases_are_read() {
+    assert_eq!(Entry::parse("null"), Entry::default());
+    let text = r#"{"address":"1:0/1","boot_id":"boot","through":"shared-krbd"}"#;
+    assert_eq!(Entry::parse(text), client("1:0/1").into());
+    // As an earlier one reads what is written now.
+    let mut served = client("1:0/1");
+    served.process = Some(Process { pid: 7, began: 8 });
+    let written = Entry::from(served.clone()).anew();
+    assert_eq!(serde_json::from_str::<Client>(&written).unwrap(), served);
+}
+
+proptest! {
+    #[test]
+    fn any_entry_is_read(text: String) {
+        Entry::parse(&text);
+    }
+
+    #[test]
+    fn what_is_written_is_read_back(address: String, host: String, pid: i32, began: u64, which in 0..3) {
+        let has = Client {
+            address,
+            boot_id: host.clone(),
+            through: Through::RbdNbd,
+            process: (which == 1).then_some(Process { pid, began }),
+        };
+        let starting = Starting { host, boot_id: "boot".to_owned() };
+        let entry = Entry {
+            client: (which > 0).then_some(has),
+            starting: (which == 0).then_some(starting),
+            since: Some(Uuid::new_v4()),
+            withdrawing: which == 2,
+            nonce: None,
+        };
+        prop_assert_eq!(Entry::parse(&entry.write()), entry);
+    }
 }
 
 #[test]

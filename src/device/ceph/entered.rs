@@ -9,7 +9,7 @@
 use super::{BoundCephImage, CephImageError, Known, below::Below};
 use crate::{
     ceph::{
-        fencing::{Attachments, Client, Fence, Fences, Through},
+        fencing::{Attachments, Client, Fence, Fences, Published, Through},
         handle::VolumeHandle,
         rados::IoCtx,
         rbd::{self, Access},
@@ -52,8 +52,10 @@ impl BoundCephImage<'_> {
             address,
             boot_id: boot_id.clone(),
             through,
+            process: None,
         };
-        if !Attachments::of(&pool, handle.uuid()).attach(id, &client)? {
+        let nodes = Attachments::of(&pool, handle.uuid());
+        if !nodes.attach(id, &client.clone().into(), Published::Now)? {
             return Err(CephImageError::Unpublished {
                 image: known.image.to_string(),
                 node: id.clone(),

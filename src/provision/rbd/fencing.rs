@@ -12,6 +12,13 @@
 //!                                            somebody else watches             ─▶ refused
 //! ```
 //!
+//! An image that is still in use when its volume is unpublished is withdrawn first:
+//! its node enters nothing more. A client that is starting then, which is one of
+//! rbd-nbd, may come up yet, so it is waited for as long as that takes
+//! ([`STARTS_WITHIN`]), though nobody watches; by then its node has ended it. If
+//! instead nobody ends it, as the node is lost, it is the one watcher from the
+//! host that the node has entered for it, and that one is fenced; of several none.
+//!
 //! What a crash interrupts, the repeat finds: the watcher is there or not.
 
 use std::{
@@ -28,7 +35,9 @@ use super::{
 };
 use crate::{
     ceph::{
-        fencing::{ASKED, Attachment, Attachments, Fence, Fences, Through},
+        fencing::{
+            ASKED, Attachment, Attachments, Client, Fence, Fences, STARTS_WITHIN, Through, host_of,
+        },
         rados::IoCtx,
         rbd::{Access, Image, Watcher},
     },
@@ -151,25 +160,37 @@ impl Store {
         all: &[Attachment],
     ) -> Result<Release, RbdError> {
         let key = (found.handle.clone(), attachment.node.clone());
+        let soon = || Release::Waits(waits(found, attachment), LOOK_EVERY);
         let users = users(found, attachment, all)?;
-        if users.is_empty() {
-            if !nodes.withdraw(attachment)? {
+        let is_starting = attachment.entry.starting.is_some();
+        let withdraw = |last: &Attachment| -> Result<Release, RbdError> {
+            if !nodes.withdraw(last)? {
                 // It has entered its client this very moment.
-                return Ok(Release::Waits(waits(found, attachment), LOOK_EVERY));
+                return Ok(soon());
             }
             self.fencing.seen().remove(&key);
-            return Ok(Release::Done);
+            Ok(Release::Done)
+        };
+        if users.is_empty() && !is_starting {
+            return withdraw(attachment);
         }
-        let grace = self.fencing.after.unwrap_or(Duration::MAX);
+        let Some(last) = nodes.withdraw_soon(attachment)? else {
+            return Ok(soon());
+        };
+        let mut grace = self.fencing.after.unwrap_or(Duration::MAX);
+        if is_starting {
+            grace = grace.max(STARTS_WITHIN);
+        }
         let seen = self.fencing.sees(key.clone(), grace);
         let left = grace.saturating_sub(seen.first.elapsed());
         if !left.is_zero() {
             let soon = left.min(LOOK_EVERY);
             return Ok(Release::Waits(waits(found, attachment), soon));
         }
-        let client = attachment.client.as_ref();
-        let own = client.filter(|own| users.iter().any(|user| user.address == own.address));
-        let Some(own) = own else {
+        if users.is_empty() {
+            return withdraw(&last);
+        }
+        let Some(own) = own_client(attachment, &users) else {
             let addresses: Vec<_> = users.into_iter().map(|user| user.address).collect();
             return Err(RbdError::NotEntered {
                 image: format!("{}/{}", found.pool, found.image),
@@ -183,20 +204,20 @@ impl Store {
         }
         let fence = Fence {
             node: attachment.node.clone(),
-            client: own.clone(),
+            client: own,
             volume: found.handle.clone(),
             gone: false,
         };
-        let (node, address) = (&fence.node, &own.address);
+        let (node, address) = (&fence.node, &fence.client.address);
         let image = format!("{}/{}", found.pool, found.image);
-        let reach = match own.through {
+        let reach = match fence.client.through {
             Through::SharedKrbd => "all volumes that the node has by this client",
             Through::OwnKrbd | Through::RbdNbd => "this volume alone",
         };
         tracing::warn!(node, address, image, reach, "fencing a node's client");
         Fences::of(&found.pool).raise(&fence)?;
         if let Some(seen) = self.fencing.seen().get_mut(&key) {
-            seen.fenced = Some(own.address.clone());
+            seen.fenced = Some(fence.client.address.clone());
         }
         Ok(hears)
     }
@@ -236,7 +257,10 @@ fn users(
         Err(RbdError::Lost { .. }) => return Ok(Vec::new()),
         image => image?,
     };
-    let address = |one: &Attachment| one.client.as_ref().map(|client| client.address.clone());
+    let address = |one: &Attachment| {
+        let client = one.entry.client.as_ref();
+        client.map(|client| client.address.clone())
+    };
     let own = address(attachment);
     let others = all.iter().filter(|one| one.node != attachment.node);
     let others: Vec<_> = others.filter_map(address).collect();
@@ -246,6 +270,26 @@ fn users(
         return Ok(users);
     }
     Ok(image.harmful(users, 0, found.link.config.mirror_daemons)?)
+}
+
+/// The node's client among those who have the image.
+fn own_client(attachment: &Attachment, users: &[Watcher]) -> Option<Client> {
+    let entry = &attachment.entry;
+    if let Some(starting) = &entry.starting {
+        let is_from_there = |user: &&Watcher| host_of(&user.address) == starting.host;
+        let mut its: Vec<_> = users.iter().filter(is_from_there).collect();
+        return its.pop().filter(|_| its.is_empty()).map(|user| Client {
+            address: user.address.clone(),
+            boot_id: starting.boot_id.clone(),
+            through: Through::RbdNbd,
+            process: None,
+        });
+    }
+    let own = entry.client.as_ref()?;
+    let mut users = users.iter();
+    users
+        .any(|user| user.address == own.address)
+        .then(|| own.clone())
 }
 
 fn waits(found: &Found, attachment: &Attachment) -> RbdError {

@@ -3,7 +3,10 @@
 
 use super::*;
 use crate::ceph::{
-    fencing::{Attachments, Client, Fence, Fences, Through},
+    fencing::{
+        Attachments, Client, Entry, Fence, Fences, Published, STARTS_WITHIN, Starting, Through,
+        host_of,
+    },
     rbd::{Access, Image},
 };
 
@@ -47,16 +50,21 @@ impl Fenced {
             address: own.unwrap().address,
             boot_id: "boot".to_owned(),
             through: Through::OwnKrbd,
+            process: None,
         };
         Node { image, client }
     }
 
     /// The node enters its client; whether it may have the volume.
     fn enter(&self, node: &str, has: &Node) -> bool {
+        let entry = has.client.clone().into();
+        self.nodes().attach(node, &entry, Published::Now).unwrap()
+    }
+
+    fn nodes(&self) -> Attachments {
         let handle = &self.volume.handle;
         let uuid = handle[handle.len() - 36..].parse().unwrap();
-        let nodes = Attachments::of(has.image.io(), uuid);
-        nodes.attach(node, &has.client).unwrap()
+        Attachments::of(&self.home.io(), uuid)
     }
 
     async fn publish(&self, node: &str, one_writer: bool) -> BTreeMap<String, String> {
@@ -162,4 +170,57 @@ async fn who_is_not_entered_is_named() {
     assert_eq!(it.fences(), []);
     drop(stranger);
     it.unpublish("a", PATIENTLY).await.unwrap();
+}
+
+/// A node has begun a client, and did not say yet which it is.
+fn starting(host: &str) -> Entry {
+    Entry::from(Starting {
+        host: host.to_owned(),
+        boot_id: "boot".to_owned(),
+    })
+}
+
+#[tokio::test]
+async fn a_client_that_is_starting_is_waited_for_and_not_entered_any_more() {
+    let Some(it) = Fenced::new().await else {
+        return;
+    };
+    it.publish("a", true).await;
+    let nodes = it.nodes();
+    let begins = || nodes.attach("a", &starting("10.0.0.5"), Published::Now);
+    assert!(begins().unwrap());
+    let waits = it.unpublish("a", Duration::ZERO).await.unwrap_err();
+    assert_eq!(waits.kind(), ErrorKind::Aborted, "though nobody watches");
+    assert!(!begins().unwrap(), "it is being unpublished");
+    it.publish("a", true).await;
+    assert!(begins().unwrap());
+    let begun = std::time::Instant::now();
+    it.unpublish("a", PATIENTLY).await.unwrap();
+    assert!(begun.elapsed() >= STARTS_WITHIN);
+    assert_eq!((nodes.list().unwrap(), it.fences()), (vec![], vec![]));
+}
+
+#[tokio::test]
+async fn of_a_lost_node_the_one_client_that_was_starting_is_fenced() {
+    let Some(it) = Fenced::new().await else {
+        return;
+    };
+    it.publish("a", true).await;
+    let node = it.open();
+    let host = host_of(&node.client.address);
+    let nodes = it.nodes();
+    for (host, others) in [("192.0.2.1", 0), (host, 1)] {
+        assert!(nodes.attach("a", &starting(host), Published::Now).unwrap());
+        let others: Vec<_> = (0..others).map(|_| it.open()).collect();
+        let refused = it.unpublish("a", PATIENTLY).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::FailedPrecondition, "{refused}");
+        assert!(!node.is_fenced());
+        drop(others);
+        it.publish("a", true).await;
+    }
+    assert!(nodes.attach("a", &starting(host), Published::Now).unwrap());
+    it.unpublish("a", PATIENTLY).await.unwrap();
+    assert!(node.is_fenced());
+    let fence = it.fences().pop().unwrap();
+    assert_eq!(fence.client.address, node.client.address);
 }
