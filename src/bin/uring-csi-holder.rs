@@ -8,7 +8,7 @@ use tonic::service::Routes;
 use uring_csi::{
     chain, config,
     csi::serve::{Endpoint, told_to_stop},
-    holder::{keeper::Keeper, privacy, service::HolderService},
+    holder::{entering, keeper::Keeper, privacy, service::HolderService},
     kernel::privileges,
     observe::logs,
     pool::claim,
@@ -53,6 +53,12 @@ struct Options {
 }
 
 fn main() -> ExitCode {
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|verb| verb == entering::VERB)
+    {
+        return entering::child();
+    }
     match run(config::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -16,7 +16,7 @@
 //! change a handle, which are made here before a handle is handed out.
 
 use std::{
-    fmt,
+    fmt, ptr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -25,7 +25,7 @@ use std::{
 
 use super::{
     CephError,
-    call::{Call, texts},
+    call::{Call, owned, texts},
     library::{Libraries, rados as abi},
 };
 
@@ -82,6 +82,23 @@ impl Cluster {
     pub fn instance_id(&self) -> u64 {
         // SAFETY: the handle is connected.
         unsafe { (self.libraries.rados.rados_get_instance_id)(self.raw) }
+    }
+
+    /// This connection's address as the cluster sees it.
+    pub fn address(&self) -> Result<String, CephError> {
+        let functions = &self.libraries.rados;
+        let mut text = ptr::null_mut();
+        // SAFETY: the handle is connected, and `text` outlives the call.
+        let answer = unsafe { (functions.rados_getaddrs)(self.raw, &raw mut text) };
+        self.call("tell", || "the address of this client".to_owned())
+            .check(answer)?;
+        // SAFETY: the library made the text, which ends in NUL, and it is not used
+        // any more once it is freed.
+        unsafe {
+            let address = owned(text);
+            (functions.rados_buffer_free)(text);
+            Ok(address)
+        }
     }
 
     /// Whether a call found this connection fenced, or had no answer in time;

@@ -12,7 +12,8 @@ use crate::{
     Done,
     csi::serve::Endpoint,
     proto::holder::{
-        GrowRequest, Held, ListRequest, MapRequest, UnmapRequest, holder_client::HolderClient,
+        Fencing, GrowRequest, Held, ListRequest, MapRequest, UnmapRequest,
+        holder_client::HolderClient,
     },
     secret::Secret,
 };
@@ -37,6 +38,11 @@ pub enum ClientError {
     /// It refused, or failed; in its own words.
     #[error("{}", .0.message())]
     Refused(Box<Status>),
+    /// It does not know what it was asked for.
+    #[error(
+        "the controller fences nodes, and this node's uring-csi-holder is of a release that cannot: replace it"
+    )]
+    Older,
     /// There is no way to ask.
     #[error("cannot ask uring-csi-holder")]
     Io(#[from] std::io::Error),
@@ -80,8 +86,15 @@ impl Client {
             key: key.reveal().to_owned(),
             options: spec.options.words().collect(),
             read_only: spec.read_only,
+            fencing: spec.fencing.as_ref().map(|fencing| Fencing {
+                node_id: fencing.node_id.clone(),
+                volume_uuid: fencing.volume.to_string(),
+            }),
         };
         let answer = self.call(WITHIN, async |mut holder| holder.map(request).await)?;
+        if spec.fencing.is_some() && !answer.entered {
+            return Err(ClientError::Older);
+        }
         Ok((answer.node.into(), done(answer.already)))
     }
 

@@ -64,6 +64,8 @@ struct Said {
     serves: bool,
     /// Its last words.
     tail: String,
+    /// As whom it has joined the cluster; one of them has the image.
+    clients: Vec<i64>,
     /// How often its image was found to have another size than the device.
     resized: usize,
     /// It will say no more.
@@ -165,6 +167,13 @@ impl Daemon {
         said.is_some_and(|said| said.borrow().serves)
     }
 
+    /// The numbers under which it has joined the cluster so far: some only to read
+    /// its configuration, and one to have the image.
+    pub fn clients(&self) -> Vec<i64> {
+        let said = self.said.as_ref();
+        said.map_or_else(Vec::new, |said| said.borrow().clients.clone())
+    }
+
     /// Waits until it serves, or has ended.
     pub async fn ready(&mut self, spec: &Spec, within: Duration) -> Started {
         let Some(said) = &mut self.said else {
@@ -230,7 +239,16 @@ impl Daemon {
 
     /// Ends it: asks first. Whether it has ended.
     pub async fn end(&self) -> bool {
-        for signal in [Signal::TERM, Signal::KILL] {
+        self.end_by(&[Signal::TERM, Signal::KILL]).await
+    }
+
+    /// Ends it before it writes anything more. Whether it has ended.
+    pub async fn kill(&self) -> bool {
+        self.end_by(&[Signal::KILL]).await
+    }
+
+    async fn end_by(&self, signals: &[Signal]) -> bool {
+        for &signal in signals {
             // It may have ended by itself.
             let _ = pidfd_send_signal(self.pidfd.get_ref(), signal);
             if timeout(END_WITHIN, self.ended()).await.is_ok() {
@@ -312,6 +330,7 @@ impl Said {
             return;
         }
         self.resized += usize::from(line.contains(": netlink resize failed:"));
+        self.clients.extend(joined_as(line));
         if !self.tail.is_empty() {
             self.tail.push('\n');
         }
@@ -322,6 +341,15 @@ impl Said {
         }
         self.tail.drain(..surplus);
     }
+}
+
+/// What librados logs, at level 5 of `monc`, when it has joined a cluster (Ceph's
+/// `MonClient::authenticate`): the number is the client's among an image's watchers.
+const JOINED: &str = "authenticate success, global_id ";
+
+fn joined_as(line: &str) -> Option<i64> {
+    let (_, number) = line.rsplit_once(JOINED)?;
+    number.parse().ok()
 }
 
 /// Two lines that it says at every start, and no more where the image is missing.
@@ -352,19 +380,24 @@ fn why(tail: &str, spec: &Spec) -> HolderError {
     }
 }
 
-/// The line without time, thread and level, where it has those.
+/// The line without time, thread and level, where it has those; nothing where the
+/// level is that of what is no error.
 fn without_prefix(line: &str) -> &str {
-    let time = line.split(' ').next().unwrap_or_default();
-    let words = if time.starts_with("20") && time.contains('T') {
-        3
-    } else {
-        0
-    };
-    let rest = (0..words).fold(line, |rest, _| {
-        let rest = rest.trim_start();
-        rest.split_once(' ').map_or("", |(_, rest)| rest)
-    });
+    let (time, rest) = first_word(line);
+    if !time.starts_with("20") || !time.contains('T') {
+        return line.trim();
+    }
+    let (_thread, rest) = first_word(rest);
+    let (level, rest) = first_word(rest);
+    if level.parse::<u8>().is_ok_and(|level| level > 0) {
+        return "";
+    }
     rest.trim()
+}
+
+fn first_word(text: &str) -> (&str, &str) {
+    let text = text.trim_start();
+    text.split_once(' ').unwrap_or((text, ""))
 }
 
 #[cfg(test)]

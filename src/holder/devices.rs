@@ -13,12 +13,13 @@ use rustix::{
 
 #[cfg(feature = "holder")]
 use super::{HolderError, error::failed};
-#[cfg(feature = "holder")]
-use crate::{device::nbd::netlink::Driver, kernel::busy};
 use crate::{
+    ceph::fencing::Process,
     device::sysfs,
     kernel::{Dev, block},
 };
+#[cfg(feature = "holder")]
+use crate::{device::nbd::netlink::Driver, kernel::busy};
 
 /// A device that somebody attached under a cookie.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -149,6 +150,16 @@ fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }
 
+/// The process of that id, while there is one.
+pub fn process(pid: i32) -> Option<Process> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // proc(5): the 22nd word, of which the second, in parentheses, may have any
+    // characters.
+    let (_, rest) = stat.rsplit_once(')')?;
+    let began = rest.split_ascii_whitespace().nth(19)?.parse().ok()?;
+    Some(Process { pid, began })
+}
+
 /// A process that serves a device, or is about to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
@@ -273,6 +284,14 @@ mod tests {
         ] {
             assert_eq!(parsed(other), None, "{other:?}");
         }
+    }
+
+    #[test]
+    fn a_process_is_known_by_when_it_began() {
+        let own = process(rustix::process::getpid().as_raw_nonzero().get()).unwrap();
+        assert!(own.began > process(1).unwrap().began);
+        assert_eq!(process(own.pid), Some(own));
+        assert_eq!(process(0), None);
     }
 
     proptest! {

@@ -57,6 +57,24 @@ pub enum HolderError {
         /// The daemon's words.
         said: String,
     },
+    /// The controller does not want this node to have the volume.
+    #[error(
+        "image {image} is not published to node {node} (any more), so no rbd-nbd is to write it: another node may have it"
+    )]
+    Unpublished {
+        /// The image.
+        image: String,
+        /// This node's id.
+        node: String,
+    },
+    /// A daemon is not begun, or was ended, as nobody could fence it.
+    #[error("the client of rbd-nbd for image {image} cannot be entered for fencing: {said}")]
+    NotEntered {
+        /// The image.
+        image: String,
+        /// Why.
+        said: String,
+    },
     /// The daemon does not come to an end, or to a beginning.
     #[error("rbd-nbd (process {pid}) for image {image} {how}")]
     Stuck {
@@ -131,6 +149,8 @@ impl HolderError {
             Self::Missing { .. } | Self::Unknown(_) => Code::NotFound,
             Self::NoKey(_) => Code::Unauthenticated,
             Self::Busy { .. } => Code::FailedPrecondition,
+            Self::Unpublished { .. } => Code::Cancelled,
+            Self::NotEntered { .. } => Code::DataLoss,
             Self::Stuck { .. } | Self::UnderWay(_) => Code::Aborted,
             Self::NoProgram { .. } => Code::Unimplemented,
             Self::Small { .. } => Code::OutOfRange,

@@ -36,6 +36,8 @@ mod spec;
 #[cfg(feature = "holder")]
 mod daemon;
 #[cfg(feature = "holder")]
+pub mod entering;
+#[cfg(feature = "holder")]
 pub mod keeper;
 #[cfg(feature = "holder")]
 pub mod privacy;
@@ -56,5 +58,5 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 
 pub use error::HolderError;
 pub use options::NbdOptions;
-pub use spec::{Spec, SpecError};
+pub use spec::{Fencing, Spec, SpecError};
 pub use watch::{Trouble, Watch};

@@ -110,6 +110,7 @@ mod tests {
             user: "csi".to_owned(),
             options: NbdOptions::parse("nbd:exclusive,io-timeout=7").unwrap(),
             read_only: true,
+            fencing: None,
         }
     }
 

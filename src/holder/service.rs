@@ -1,14 +1,16 @@
 //! The holder's socket: requests in, what the [`Keeper`] says out.
 
 use tonic::{Request, Response, Status};
+use uuid::Uuid;
 
-use super::{HolderError, NbdOptions, Spec, SpecError, keeper::Keeper};
+use super::{HolderError, NbdOptions, Spec, SpecError, keeper::Keeper, spec::Fencing};
 use crate::{
     Done,
     device::rbd::Image,
     proto::holder::{
-        GrowRequest, GrowResponse, Held, ListRequest, ListResponse, MapRequest, MapResponse,
-        ReattachRequest, ReattachResponse, UnmapRequest, UnmapResponse, holder_server::Holder,
+        self as proto, GrowRequest, GrowResponse, Held, ListRequest, ListResponse, MapRequest,
+        MapResponse, ReattachRequest, ReattachResponse, UnmapRequest, UnmapResponse,
+        holder_server::Holder,
     },
     secret::Secret,
 };
@@ -33,10 +35,12 @@ impl Holder for HolderService {
         let key = Secret::new(std::mem::take(&mut request.key));
         let spec = spec_of(request).map_err(HolderError::from)?;
         tracing::info!(volume = spec.volume_id, image = %spec.image, "map");
+        let entered = spec.fencing.is_some();
         let (device, done) = self.keeper.map(spec, key).await?;
         Ok(Response::new(MapResponse {
             node: device.node.display().to_string(),
             already: done == Done::Already,
+            entered,
         }))
     }
 
@@ -110,5 +114,17 @@ fn spec_of(request: MapRequest) -> Result<Spec, SpecError> {
         user: request.user,
         options: NbdOptions::of(request.options.iter().map(String::as_str))?,
         read_only: request.read_only,
+        fencing: request.fencing.map(fencing_of).transpose()?,
+    })
+}
+
+fn fencing_of(given: proto::Fencing) -> Result<Fencing, SpecError> {
+    let volume = Uuid::parse_str(&given.volume_uuid).map_err(|_| SpecError::Unsuited {
+        what: "volume's UUID",
+        text: given.volume_uuid,
+    })?;
+    Ok(Fencing {
+        node_id: given.node_id,
+        volume,
     })
 }

@@ -6,6 +6,7 @@
 //! Source: rbd-nbd(8).
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use super::NbdOptions;
 use crate::device::rbd::{Image, OptionError};
@@ -28,6 +29,18 @@ pub struct Spec {
     pub options: NbdOptions,
     /// The device refuses writes.
     pub read_only: bool,
+    /// Where the controller fences: what its clients are entered as.
+    #[serde(default)]
+    pub fencing: Option<Fencing>,
+}
+
+/// Whose clients are entered, and where ([`crate::ceph::fencing`]).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fencing {
+    /// This node's id.
+    pub node_id: String,
+    /// The volume's, in its journal.
+    pub volume: Uuid,
 }
 
 /// What cannot be said to the program.
@@ -127,6 +140,8 @@ impl Spec {
             "--log-to-stderr=true".to_owned(),
             "--log-to-file=false".to_owned(),
             "--admin-socket=".to_owned(),
+            // It says as whom it joins the cluster.
+            "--debug-monc=5".to_owned(),
             format!("--client-mount-timeout={FIND_CLUSTER_FOR}"),
             "--try-netlink".to_owned(),
             format!("--cookie={}", self.volume_id),
@@ -164,6 +179,7 @@ mod tests {
             user: "csi".to_owned(),
             options: NbdOptions::default(),
             read_only: false,
+            fencing: None,
         }
     }
 
@@ -199,8 +215,16 @@ mod tests {
                 .count(),
             1
         );
-        let json = serde_json::to_string(&spec).unwrap();
-        assert_eq!(serde_json::from_str::<Spec>(&json).unwrap(), spec);
+        spec.fencing = Some(Fencing {
+            node_id: "node".to_owned(),
+            volume: Uuid::new_v4(),
+        });
+        let mut json = serde_json::to_value(&spec).unwrap();
+        assert_eq!(serde_json::from_value::<Spec>(json.clone()).unwrap(), spec);
+        // As earlier releases wrote it.
+        json.as_object_mut().unwrap().remove("fencing");
+        spec.fencing = None;
+        assert_eq!(serde_json::from_value::<Spec>(json).unwrap(), spec);
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub(super) fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
         user: "csi".to_owned(),
         options: NbdOptions::default(),
         read_only: false,
+        fencing: None,
     }
 }
 

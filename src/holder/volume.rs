@@ -31,10 +31,14 @@ use tokio::{
     time::sleep_until,
 };
 
-use super::{HolderError, Spec, daemon::Daemon, devices::Device, error::failed, keeper::Shared};
+use super::{
+    HolderError, Spec, daemon::Daemon, devices::Device, entering::Lineage, error::failed,
+    keeper::Shared,
+};
 use crate::{Done, secret::Secret};
 
 mod access;
+mod entered;
 mod open;
 mod serving;
 mod verbs;
@@ -88,6 +92,8 @@ pub struct Volume {
     /// By what its daemons are begun.
     accesses: Accesses,
     daemon: Option<Daemon>,
+    /// Since when this node has the volume, where the controller fences.
+    lineage: Lineage,
     /// The image by the command line of a daemon that others began.
     found: Option<String>,
     /// How often the daemon has complained of the image's size.
@@ -121,6 +127,7 @@ impl Volume {
             status,
             accesses: Accesses::of_record(spec),
             daemon: None,
+            lineage: Lineage::broken(),
             found: None,
             resized: 0,
             is_behind: false,
@@ -179,10 +186,12 @@ impl Volume {
     async fn obey(&mut self, command: Command) {
         match command {
             Command::Map(spec, key, reply) if !reply.is_closed() => {
-                drop(reply.send(self.map(*spec, key).await));
+                let mapped = self.anew(async |volume| volume.map(*spec, key).await);
+                drop(reply.send(mapped.await));
             }
             Command::Reattach(user, key, reply) if !reply.is_closed() => {
-                drop(reply.send(self.reattach(user, key).await));
+                let attached = self.anew(async |volume| volume.reattach(user, key).await);
+                drop(reply.send(attached.await));
             }
             Command::Grow(bytes, reply) if !reply.is_closed() => {
                 drop(reply.send(self.grow(bytes).await));

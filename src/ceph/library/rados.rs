@@ -43,6 +43,7 @@ table! {
     fn rados_cluster_fsid(cluster: Cluster, text: *mut c_char, len: usize) -> c_int;
     fn rados_cluster_stat(cluster: Cluster, stat: *mut ClusterStat) -> c_int;
     fn rados_get_instance_id(cluster: Cluster) -> u64;
+    fn rados_getaddrs(cluster: Cluster, addresses: *mut *mut c_char) -> c_int;
     fn rados_wait_for_latest_osdmap(cluster: Cluster) -> c_int;
     fn rados_pool_list(cluster: Cluster, names: *mut c_char, len: usize) -> c_int;
     fn rados_pool_lookup(cluster: Cluster, name: *const c_char) -> i64;

@@ -2,21 +2,26 @@
 //! that do not let go of one, and telling it which fences have served their turn.
 //!
 //! A client is entered before anything is written through it, and only while the
-//! volume is published to this node ([`crate::ceph::fencing`]). It is left entered
-//! when the volume is unstaged, which no secrets come with: once nothing watches the
-//! image, nobody is fenced.
+//! volume is published to this node ([`crate::ceph::fencing`]): the kernel's here,
+//! and those of rbd-nbd by the holder, which begins them. It is left entered when the
+//! volume is unstaged, which no secrets come with: once nothing watches the image,
+//! nobody is fenced.
 
 use super::{BoundCephImage, CephImageError, Known, below::Below};
 use crate::{
     ceph::{
         fencing::{Attachments, Client, Fence, Fences, Published, Through},
         handle::VolumeHandle,
-        rados::IoCtx,
-        rbd::{self, Access},
     },
     chain,
-    device::{Behind, Fencing, How, rbd::mapped},
-    holder::devices::Server,
+    device::{
+        Behind, Fencing, How,
+        rbd::{Mapped, mapped},
+    },
+    holder::{
+        self,
+        devices::{Server, process},
+    },
 };
 
 /// This node, this time.
@@ -29,57 +34,81 @@ pub struct ThisNode {
 }
 
 impl BoundCephImage<'_> {
-    /// Enters who has the image, where the controller asks for it and there is
-    /// one writer.
+    /// What the holder enters rbd-nbd's clients as, where the controller asks for it
+    /// and there is one writer.
+    pub(super) fn fencing(&self, how: &How) -> Option<holder::Fencing> {
+        if how.fencing == Fencing::Off || how.read_only || how.shared {
+            return None;
+        }
+        let Ok(VolumeHandle::Journaled(handle)) = how.volume_id.parse() else {
+            return None;
+        };
+        Some(holder::Fencing {
+            node_id: self.images.this_node.id.clone(),
+            volume: handle.uuid(),
+        })
+    }
+
+    pub(super) fn unpublished(&self, known: &Known<'_>) -> CephImageError {
+        CephImageError::Unpublished {
+            image: known.image.to_string(),
+            node: self.images.this_node.id.clone(),
+        }
+    }
+
+    /// Enters who has the image, unless the holder has.
     pub(super) fn enter(
         &self,
         known: &Known<'_>,
         below: &Below,
         how: &How,
     ) -> Result<(), CephImageError> {
-        if how.fencing == Fencing::Off || how.read_only || how.shared {
-            return Ok(());
-        }
-        let Ok(VolumeHandle::Journaled(handle)) = how.volume_id.parse() else {
+        let Some(holder::Fencing { node_id, volume }) = self.fencing(how) else {
             return Ok(());
         };
         let (monitors, credentials) = (&known.cluster.monitors, &known.credentials);
         let cluster = self.images.connections.get(monitors, credentials)?;
         let pool = cluster.ioctx(&known.image.pool, &known.image.namespace)?;
-        let ThisNode { id, boot_id } = &self.images.this_node;
-        let (address, through) = client(&pool, &known.image.name, below)?;
-        let client = Client {
-            address,
-            boot_id: boot_id.clone(),
-            through,
-            process: None,
-        };
-        let nodes = Attachments::of(&pool, handle.uuid());
-        if !nodes.attach(id, &client.clone().into(), Published::Now)? {
-            return Err(CephImageError::Unpublished {
-                image: known.image.to_string(),
-                node: id.clone(),
-            });
+        if let Behind::Rbd(_) = below.behind {
+            let client = self.client(known, below)?;
+            let nodes = Attachments::of(&pool, volume);
+            if !nodes.attach(&node_id, &client.into(), Published::Now)? {
+                return Err(self.unpublished(known));
+            }
         }
-        let has = (&*how.volume_id, &client);
-        if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool), has) {
+        if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool)) {
             let error = chain(&error);
             tracing::warn!(error, "fences of this node stay, though it is back");
         }
         Ok(())
     }
 
-    /// Says of which fenced clients of this node nothing is left, now that a volume
-    /// has this one.
-    fn tell_what_is_gone(
-        &self,
-        fences: &Fences,
-        has: (&str, &Client),
-    ) -> Result<(), CephImageError> {
+    /// The kernel's client that has the image for a device.
+    fn client(&self, known: &Known<'_>, below: &Below) -> Result<Client, CephImageError> {
+        let dev = below.node.dev;
+        let address = mapped::address_of(dev).ok_or_else(|| CephImageError::UnknownClient {
+            image: known.image.to_string(),
+            node: below.node.path.clone(),
+        })?;
+        let alone = Mapped::of(dev).is_some_and(|it| it.config.noshare);
+        Ok(Client {
+            address,
+            boot_id: self.images.this_node.boot_id.clone(),
+            through: if alone {
+                Through::OwnKrbd
+            } else {
+                Through::SharedKrbd
+            },
+            process: None,
+        })
+    }
+
+    /// Says of which fenced clients of this node nothing is left.
+    fn tell_what_is_gone(&self, fences: &Fences) -> Result<(), CephImageError> {
         let this = &self.images.this_node;
         let all = fences.list()?.into_iter();
         for fence in all.filter(|fence| fence.node == this.id && !fence.gone) {
-            if fence.client.boot_id == this.boot_id && is_left(&fence, has)? {
+            if fence.client.boot_id == this.boot_id && is_left(&fence)? {
                 continue;
             }
             fences.is_gone(&fence)?;
@@ -90,48 +119,20 @@ impl BoundCephImage<'_> {
     }
 }
 
-/// The client that has the image for a device.
-fn client(pool: &IoCtx, image: &str, below: &Below) -> Result<(String, Through), CephImageError> {
-    let unknown = || CephImageError::UnknownClient {
-        image: format!("{pool}/{image}"),
-        node: below.node.path.clone(),
-    };
-    if let Behind::Rbd(_) = below.behind {
-        let found = mapped::address_of(below.node.dev).ok_or_else(unknown)?;
-        let alone = mapped::Mapped::of(below.node.dev).is_some_and(|it| it.config.noshare);
-        let through = if alone {
-            Through::OwnKrbd
-        } else {
-            Through::SharedKrbd
-        };
-        return Ok((found, through));
-    }
-    // Nobody else was there before, and it does not say which it is.
-    let opened = rbd::Image::open(pool, image, Access::ReadOnly)?;
-    let mut watchers = opened.watchers()?;
-    watchers.retain(|watcher| !watcher.own);
-    match watchers.pop() {
-        Some(watcher) if watchers.is_empty() => Ok((watcher.address, Through::RbdNbd)),
-        _ => Err(unknown()),
-    }
-}
-
-/// Whether something of a client of this boot may still hold data, when a volume has
-/// this one.
-fn is_left(fence: &Fence, has: (&str, &Client)) -> Result<bool, CephImageError> {
+/// Whether something of a client of this boot may still hold data.
+fn is_left(fence: &Fence) -> Result<bool, CephImageError> {
     let io = |error| crate::holder::client::ClientError::Io(error);
-    Ok(match fence.client.through {
-        Through::SharedKrbd | Through::OwnKrbd => {
+    let client = &fence.client;
+    Ok(match (client.through, client.process) {
+        (Through::SharedKrbd | Through::OwnKrbd, _) => {
             let addresses = mapped::addresses().map_err(io)?;
-            addresses.contains(&fence.client.address)
+            addresses.contains(&client.address)
         }
-        Through::RbdNbd => {
-            let servers = Server::all().map_err(io)?;
-            let its = servers.iter().filter(|(_, one)| one.cookie == fence.volume);
-            // A process has one client; which it is, its command line does not say.
-            let others =
-                usize::from(has.0 == fence.volume && has.1.address != fence.client.address);
-            its.count() > others
+        (Through::RbdNbd, Some(its)) => process(its.pid) == Some(its),
+        // It was fenced before it was entered: any process may be its.
+        (Through::RbdNbd, None) => {
+            let mut servers = Server::all().map_err(io)?.into_iter();
+            servers.any(|(_, one)| one.cookie == fence.volume)
         }
     })
 }

@@ -4,6 +4,8 @@
 //! asks of it, and how it knows such a device without asking anybody: by the
 //! device's cookie, which is the volume's handle.
 
+use tonic::Code;
+
 use super::{
     Below, BoundCephImage, CephImageError, CephSource, Known, as_it_is_shown, library::Own,
     mounter::Served,
@@ -184,11 +186,14 @@ impl BoundCephImage<'_> {
             user: known.credentials.user.clone(),
             options: served.options.clone(),
             read_only: how.read_only,
+            fencing: self.fencing(how),
         };
         let (node, done) = match (holder.map(&spec, &known.credentials.key), before) {
             // Nobody takes the key, and nobody needs it now.
             (Err(ClientError::Away { source, .. }), Some(device))
-                if device.read_only == how.read_only && is_served_alone(&spec)? =>
+                if device.read_only == how.read_only
+                    && spec.fencing.is_none()
+                    && is_served_alone(&spec)? =>
             {
                 let why = chain(&source);
                 tracing::warn!(volume_id = how.volume_id, why, "rbd-nbd serves it, unkept");
@@ -200,6 +205,9 @@ impl BoundCephImage<'_> {
                     node: device.node,
                     source: error,
                 });
+            }
+            (Err(error), _) if error.code() == Some(Code::Cancelled) => {
+                return Err(self.unpublished(known));
             }
             (mapped, _) => mapped?,
         };

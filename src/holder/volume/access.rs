@@ -46,7 +46,11 @@ impl Accesses {
         self.brought.as_ref().or(self.proven.as_ref())
     }
 
+    /// Whether nodes are fenced is the controller's word, whatever has worked.
     pub fn bring(&mut self, access: Access) {
+        if let Some(proven) = &mut self.proven {
+            proven.spec.fencing.clone_from(&access.spec.fencing);
+        }
         self.brought = Some(access);
     }
 

@@ -134,10 +134,17 @@ impl Volume {
     }
 
     async fn start_by(&mut self, access: Access, verb: &Verb<'_>) -> Result<(), HolderError> {
+        let begun = Instant::now();
+        self.begins(&access).await?;
         let mut daemon = self.begin(&access, verb, None)?;
         match daemon.ready(&access.spec, START_WITHIN).await {
             Started::Ready => {
+                let entered = self.serves(&access, &daemon, begun).await;
                 self.daemon = Some(daemon);
+                if let Err(error) = entered {
+                    self.kill(verb).await;
+                    return Err(error);
+                }
                 // It was told the image's size with the socket.
                 (self.resized, self.is_behind) = (0, false);
                 self.worked(access);
@@ -152,6 +159,19 @@ impl Volume {
                 }
                 Err(stuck)
             }
+        }
+    }
+
+    /// Ends a daemon that may not serve, before it writes anything more. A device
+    /// that it has just made goes first, which nobody has written to.
+    async fn kill(&mut self, verb: &Verb<'_>) {
+        if *verb == Verb::Map && self.unmap().await.is_ok() {
+            return;
+        }
+        if let Some(daemon) = &self.daemon
+            && daemon.kill().await
+        {
+            self.daemon = None;
         }
     }
 
@@ -218,6 +238,7 @@ impl Volume {
             .as_ref()
             .map(Daemon::pid)
             .and_then(Pid::from_raw);
+        self.is_published(&access).await?;
         let mut beside = self.begin(&access, &Verb::Attach(&node), unseen)?;
         let started = beside.ready(&access.spec, START_WITHIN).await;
         let ended = beside.end().await;

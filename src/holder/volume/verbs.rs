@@ -78,13 +78,14 @@ impl Volume {
             };
             return Err(otherwise(how.to_owned()));
         }
-        if self.accesses.recorded.is_none() {
-            self.record(&spec)?;
-        }
+        // Of what has worked, only whether nodes are fenced may be another matter now.
+        let mut known = self.accesses.recorded.clone().unwrap_or(spec.clone());
+        known.fencing.clone_from(&spec.fencing);
+        self.record(&known)?;
         self.accesses.bring(Access { spec, key });
         match self.mend(&device).await {
             Err(error) if self.daemon.is_none() => Err(error),
-            _ => Ok(device),
+            mended => self.is_entered(mended).await.map(|()| device),
         }
     }
 

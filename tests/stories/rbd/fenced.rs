@@ -4,6 +4,8 @@
 //! sees none of that driver's devices; and the kernel's client is the machine's, so each
 //! story has a cluster of its own.
 
+mod served;
+
 use std::{
     fs::{File, OpenOptions},
     os::unix::fs::{FileExt as _, OpenOptionsExt as _},
@@ -14,7 +16,7 @@ use tonic::Code::Unavailable;
 
 use crate::harness::{
     Ceph, Content, Controller, ControllerSetup, Holder, KINDS, MIB, Node, NodeSetup, Sandbox,
-    Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, refused, run, spec_of,
+    Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, refused, run,
 };
 
 struct Fencing<'a> {
@@ -260,44 +262,6 @@ fn file_systems_of_a_fenced_client_are_unstaged_and_staged_again() {
             content.is_in(&target.join("kept"));
             it.node.down(volume, "pod").await;
         }
-        it.node.assert_clean().await;
-    });
-}
-
-#[test]
-fn what_rbd_nbd_serves_is_fenced_alone() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let mut it = Fencing::new(sandbox, ceph).await;
-        it.node.terminate();
-        it.node.ended().await;
-        let holder = Holder::start(sandbox).await;
-        let socket = holder.socket().display().to_string();
-        it.node = Node::start_with(sandbox, ceph.setup(sandbox).arg("--holder").arg(&socket)).await;
-        let served = it.volume("served", "block").await;
-        let served = served.with("mounter", "rbd-nbd");
-        let beside = it.volume("beside", "block").await;
-        let content = Content::new("beside");
-        let [target, other] = [
-            it.up(&it.node, "node-a", &served).await,
-            it.up(&it.node, "node-a", &beside).await,
-        ];
-        let status = ceph
-            .cluster
-            .rbd(&["status", "--format", "json", &spec_of(&served)]);
-        let status: serde_json::Value = serde_json::from_str(&status).unwrap();
-        let client = status["watchers"][0]["address"].as_str().unwrap();
-        it.controller.unpublish(&served, "node-a").await.unwrap();
-        assert!(it.blocklist().contains(client));
-        content.write_at(&target, 0).unwrap_err();
-        content.write_at(&other, 0).unwrap();
-        it.node.down(&served, "pod").await;
-
-        let target = it.up(&it.node, "node-a", &served).await;
-        content.write_at(&target, 0).unwrap();
-        it.node.down(&served, "pod").await;
-        it.controller.unpublish(&served, "node-a").await.unwrap();
-        assert!(!it.blocklist().contains(client), "nothing is left of it");
-        it.node.down(&beside, "pod").await;
         it.node.assert_clean().await;
     });
 }

@@ -1,0 +1,268 @@
+//! Entering rbd-nbd's clients with a volume, for a controller that fences nodes that
+//! do not let go of one ([`crate::ceph::fencing`]).
+//!
+//! A daemon may be replaced at any time, and the next one is another client of the
+//! cluster. So it is who begins them that enters them:
+//!
+//! ```text
+//!  is the volume published to this node, as it was?  no ─▶ no daemon
+//!  entered as starting ─▶ rbd-nbd ─▶ entered by its address, else killed
+//! ```
+//!
+//! **Which client is its own** rbd-nbd says itself: it logs each number under which
+//! it joins the cluster, and under one of them it watches the image.
+//!
+//! The holder has nothing of Ceph loaded. It runs itself once more for this, and
+//! that child has librados and the key for a moment.
+
+use std::{
+    io::{self, Read as _},
+    process::ExitCode,
+    thread,
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+use zeroize::Zeroizing;
+
+use super::{HolderError, Spec, error::failed, privacy, spec::Fencing};
+use crate::{
+    ceph::{
+        CephError, Credentials,
+        fencing::{Attachments, Client, Entry, Process, Published, Starting, Through, host_of},
+        rados::{Cluster, Timeouts},
+        rbd::{self, Access},
+    },
+    chain,
+    device::rbd::Image,
+    kernel::exec,
+    pool::claim,
+    secret::Secret,
+};
+
+/// The holder's argument for a child that enters a client.
+pub const VERB: &str = "enter";
+
+/// How long the child may take in all.
+const WITHIN: Duration = Duration::from_secs(20);
+/// How long the cluster may take, to connect and for each answer.
+const TIMEOUTS: Timeouts = Timeouts {
+    connect: Duration::from_secs(10),
+    operation: Duration::from_secs(10),
+};
+
+/// What is to be entered.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Step {
+    /// Nothing: a process begins that writes nothing, if the volume is published.
+    Looks,
+    /// A daemon that is about to begin.
+    Begins,
+    /// One that serves: which of these clients of the cluster has the image.
+    Serves(Vec<i64>, Option<Process>),
+}
+
+/// Since when this node has the volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Lineage {
+    /// Its number.
+    pub since: Uuid,
+    /// Nothing is entered under it yet: a stage asks for that, and what was before
+    /// does not matter.
+    pub is_new: bool,
+}
+
+impl Lineage {
+    /// One that begins now.
+    pub fn new() -> Self {
+        let since = Uuid::new_v4();
+        Self {
+            since,
+            is_new: true,
+        }
+    }
+
+    /// One that nothing follows: of what was before, nothing is known.
+    pub fn broken() -> Self {
+        Self {
+            is_new: false,
+            ..Self::new()
+        }
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Order {
+    image: Image,
+    monitors: Vec<String>,
+    user: String,
+    fencing: Fencing,
+    lineage: Lineage,
+    step: Step,
+}
+
+/// How it went.
+#[derive(Debug, Serialize, Deserialize)]
+enum Answer {
+    Done,
+    /// The image has none of these clients as a watcher.
+    NotThere,
+    Unpublished,
+    Denied,
+    Missing,
+    Silent(String),
+    Failed(String),
+}
+
+/// Has a child do it; blocks, no longer than [`WITHIN`]. False where the daemon is
+/// not among the image's watchers, or not yet.
+pub(super) fn enter(
+    spec: &Spec,
+    fencing: &Fencing,
+    key: &Secret,
+    lineage: Lineage,
+    step: Step,
+) -> Result<bool, HolderError> {
+    let order = Order {
+        image: spec.image.clone(),
+        monitors: spec.monitors.clone(),
+        user: spec.user.clone(),
+        fencing: fencing.clone(),
+        lineage,
+        step,
+    };
+    let order = serde_json::to_string(&order).expect("strings are JSON");
+    // In one piece, so that no copy of the key is left by a text that grows.
+    let mut input = Zeroizing::new(Vec::with_capacity(order.len() + key.reveal().len() + 1));
+    input.extend_from_slice(order.as_bytes());
+    input.push(b'\n');
+    input.extend_from_slice(key.reveal().as_bytes());
+    // What runs here, though its file may have been replaced.
+    let output = exec::run("/proc/self/exe", &[VERB], &[], &input);
+    let output = output.map_err(failed("enter the client of", &spec.volume_id))?;
+    let image = || spec.image.to_string();
+    match serde_json::from_slice(&output.stdout) {
+        Ok(Answer::Done) => Ok(true),
+        Ok(Answer::NotThere) => Ok(false),
+        Ok(Answer::Unpublished) => Err(HolderError::Unpublished {
+            image: image(),
+            node: fencing.node_id.clone(),
+        }),
+        Ok(Answer::Denied) => Err(HolderError::Denied {
+            image: image(),
+            user: spec.user.clone(),
+        }),
+        Ok(Answer::Missing) => Err(HolderError::Missing { image: image() }),
+        Ok(Answer::Silent(said)) => Err(HolderError::Silent {
+            image: image(),
+            said,
+        }),
+        Ok(Answer::Failed(said)) => Err(HolderError::NotEntered {
+            image: image(),
+            said,
+        }),
+        Err(_) => {
+            let said = String::from_utf8_lossy(&output.stderr);
+            let said = format!("its helper ended by {}, and said {said:?}", output.status);
+            Err(HolderError::NotEntered {
+                image: image(),
+                said,
+            })
+        }
+    }
+}
+
+/// What the child does: reads the order and the key, and answers.
+pub fn child() -> ExitCode {
+    // What waits for an OSD has no deadline everywhere.
+    thread::spawn(|| {
+        let _ = crossbeam::channel::after(WITHIN).recv();
+        answer(&Answer::Silent("it takes too long".to_owned()));
+    });
+    let carried_out = match privacy::enter().and_then(|()| read()) {
+        Ok((order, key)) => carry_out(order, key).unwrap_or_else(|error| why(&error)),
+        Err(error) => Answer::Failed(chain(&error)),
+    };
+    answer(&carried_out)
+}
+
+/// The first that has an answer ends the process.
+fn answer(answer: &Answer) -> ! {
+    let text = serde_json::to_string(answer).expect("strings are JSON");
+    println!("{text}");
+    std::process::exit(0)
+}
+
+fn read() -> io::Result<(Order, Secret)> {
+    let mut text = Zeroizing::new(String::with_capacity(64 << 10));
+    io::stdin().read_to_string(&mut text)?;
+    let (order, key) = text.split_once('\n').unwrap_or_default();
+    Ok((serde_json::from_str(order)?, Secret::new(key.to_owned())))
+}
+
+fn why(error: &CephError) -> Answer {
+    let said = chain(error);
+    if error.is_access_denied() {
+        Answer::Denied
+    } else if error.is_not_found() {
+        Answer::Missing
+    } else if error.is_timed_out() || matches!(error, CephError::Monitors(_)) {
+        Answer::Silent(said)
+    } else {
+        Answer::Failed(said)
+    }
+}
+
+fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
+    let boot_id = match claim::boot_id() {
+        Ok(boot_id) => boot_id,
+        Err(error) => return Ok(Answer::Failed(chain(&error))),
+    };
+    let credentials = Credentials {
+        user: order.user,
+        key,
+    };
+    let cluster = Cluster::connect(&order.monitors, &credentials, TIMEOUTS)?;
+    let pool = cluster.ioctx(&order.image.pool, &order.image.namespace)?;
+    let entry = match order.step {
+        Step::Looks => None,
+        Step::Begins => Some(Entry::from(Starting {
+            host: host_of(&cluster.address()?).to_owned(),
+            boot_id,
+        })),
+        Step::Serves(clients, process) => {
+            let image = rbd::Image::open(&pool, &order.image.name, Access::ReadOnly)?;
+            let mut watchers = image.watchers()?.into_iter();
+            let Some(its) = watchers.find(|one| clients.contains(&one.client)) else {
+                return Ok(Answer::NotThere);
+            };
+            Some(Entry::from(Client {
+                address: its.address,
+                boot_id,
+                through: Through::RbdNbd,
+                process,
+            }))
+        }
+    };
+    let Lineage { since, is_new } = order.lineage;
+    let published = if is_new {
+        Published::Now
+    } else {
+        Published::Since(since)
+    };
+    let node = &order.fencing.node_id;
+    let nodes = Attachments::of(&pool, order.fencing.volume);
+    let is_published = match entry {
+        None => nodes.is_published(node, published)?,
+        Some(mut entry) => {
+            entry.since = Some(since);
+            nodes.attach(node, &entry, published)?
+        }
+    };
+    Ok(if is_published {
+        Answer::Done
+    } else {
+        Answer::Unpublished
+    })
+}

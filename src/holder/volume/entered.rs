@@ -1,0 +1,117 @@
+//! Which client of the cluster serves the volume, told to a controller that fences
+//! ([`crate::holder::entering`]). Where none does, nothing here is run.
+
+use std::time::{Duration, Instant};
+
+use tokio::time::{sleep, timeout};
+
+use super::{Volume, access::Access};
+use crate::{
+    ceph::fencing::STARTS_WITHIN,
+    holder::{
+        HolderError,
+        daemon::Daemon,
+        devices::process,
+        entering::{self, Lineage, Step},
+    },
+};
+
+/// Between two looks for a daemon among the image's watchers.
+const LOOK_AGAIN: Duration = Duration::from_millis(200);
+/// How long it may take to be there; when it serves, it is.
+const THERE_WITHIN: Duration = Duration::from_secs(5);
+/// How much of [`STARTS_WITHIN`] is for killing what was not entered.
+const TO_KILL: Duration = Duration::from_secs(20);
+
+impl Volume {
+    /// Does what a stage, or an operator, asks for: the volume is published to this
+    /// node now, and whatever was before does not matter.
+    pub(super) async fn anew<T>(
+        &mut self,
+        what: impl AsyncFnOnce(&mut Self) -> Result<T, HolderError>,
+    ) -> Result<T, HolderError> {
+        let before = std::mem::replace(&mut self.lineage, Lineage::new());
+        let done = what(self).await;
+        if self.lineage.is_new {
+            self.lineage = before;
+        }
+        done
+    }
+
+    /// A daemon is about to begin, if the volume is published to this node.
+    pub(super) async fn begins(&mut self, access: &Access) -> Result<(), HolderError> {
+        self.enter(access, Step::Begins).await.map(drop)
+    }
+
+    /// The volume is published to this node.
+    pub(super) async fn is_published(&mut self, access: &Access) -> Result<(), HolderError> {
+        self.enter(access, Step::Looks).await.map(drop)
+    }
+
+    /// The daemon serves, and was about to begin at `begun`.
+    pub(super) async fn serves(
+        &mut self,
+        access: &Access,
+        daemon: &Daemon,
+        begun: Instant,
+    ) -> Result<(), HolderError> {
+        if access.spec.fencing.is_none() {
+            return Ok(());
+        }
+        let left = STARTS_WITHIN.saturating_sub(TO_KILL + begun.elapsed());
+        let late = || HolderError::NotEntered {
+            image: access.spec.image.to_string(),
+            said: format!("process {} is not among those who have it", daemon.pid()),
+        };
+        let entered = timeout(left, async {
+            let since = Instant::now();
+            let process = process(daemon.pid());
+            while !self
+                .enter(access, Step::Serves(daemon.clients(), process))
+                .await?
+            {
+                if since.elapsed() > THERE_WITHIN {
+                    return Err(late());
+                }
+                sleep(LOOK_AGAIN).await;
+            }
+            Ok(())
+        });
+        entered.await.unwrap_or_else(|_| Err(late()))
+    }
+
+    /// Enters the daemon that serves, where none was begun for what is done anew;
+    /// `mended` is how it got there.
+    pub(super) async fn is_entered(
+        &mut self,
+        mended: Result<(), HolderError>,
+    ) -> Result<(), HolderError> {
+        let newest = self.accesses.newest().cloned();
+        let fenced = newest.filter(|access| access.spec.fencing.is_some());
+        let Some(access) = fenced.filter(|_| self.lineage.is_new) else {
+            return Ok(());
+        };
+        mended?;
+        let Some(daemon) = self.daemon.take() else {
+            return Ok(());
+        };
+        let entered = self.serves(&access, &daemon, Instant::now()).await;
+        self.daemon = Some(daemon);
+        entered
+    }
+
+    async fn enter(&mut self, access: &Access, step: Step) -> Result<bool, HolderError> {
+        let Some(fencing) = access.spec.fencing.clone() else {
+            return Ok(true);
+        };
+        let (access, lineage) = (access.clone(), self.lineage);
+        let enters = !matches!(step, Step::Looks);
+        let enter = move || entering::enter(&access.spec, &fencing, &access.key, lineage, step);
+        let entered = self.shared.lanes.run(&self.id, "enter", enter).await?;
+        if entered && enters {
+            // The next one follows it.
+            self.lineage.is_new = false;
+        }
+        Ok(entered)
+    }
+}

@@ -1,0 +1,174 @@
+//! The same of what rbd-nbd serves, whose process may be replaced by another at any
+//! time, which is another client of the cluster.
+
+use std::{fs::File, os::unix::fs::FileExt as _, path::PathBuf};
+
+use tonic::Code::Unavailable;
+
+use super::{Fencing, direct};
+use crate::harness::{
+    Ceph, Content, Holder, MIB, Node, Sandbox, Volume, eventually, lonely_ceph_story, nbds_over,
+    refused, spec_of,
+};
+
+/// Fencing, on a node that has a holder.
+async fn with_holder<'a>(sandbox: &Sandbox, ceph: &'a Ceph) -> (Fencing<'a>, Holder) {
+    let mut it = Fencing::new(sandbox, ceph).await;
+    it.node.terminate();
+    it.node.ended().await;
+    let holder = Holder::start(sandbox).await;
+    let socket = holder.socket().display().to_string();
+    it.node = Node::start_with(sandbox, ceph.setup(sandbox).arg("--holder").arg(&socket)).await;
+    (it, holder)
+}
+
+impl Fencing<'_> {
+    /// A block volume that rbd-nbd serves, published to the node and up there.
+    async fn served(&self, name: &str) -> (Volume, PathBuf) {
+        let volume = self.volume(name, "block").await.with("mounter", "rbd-nbd");
+        let target = self.up(&self.node, "node-a", &volume).await;
+        (volume, target)
+    }
+
+    /// The addresses of those who have the image.
+    fn clients(&self, volume: &Volume) -> Vec<String> {
+        let status = ["status", "--format", "json", &spec_of(volume)];
+        let status = self.ceph.cluster.rbd(&status);
+        let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+        let watchers = status["watchers"].as_array().unwrap().iter();
+        let address = |watcher: &serde_json::Value| watcher["address"].as_str().map(str::to_owned);
+        watchers.filter_map(address).collect()
+    }
+}
+
+/// What a pod writes that has been fenced. librbd, which holds writes back, may say
+/// that it is well; it does not reach the image.
+fn late(pod: &File) {
+    let _ = pod
+        .write_all_at(&[7; 4096], 0)
+        .and_then(|()| pod.sync_all());
+}
+
+#[test]
+fn what_rbd_nbd_serves_is_fenced_alone() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let (it, _holder) = with_holder(sandbox, ceph).await;
+        let (served, target) = it.served("served").await;
+        let beside = it.volume("beside", "block").await;
+        let content = Content::new("kept");
+        let other = it.up(&it.node, "node-a", &beside).await;
+        let pod = direct(&target);
+        content.write_at(&target, 0).unwrap();
+        let client = &it.clients(&served)[0];
+        it.controller.unpublish(&served, "node-a").await.unwrap();
+        assert!(it.blocklist().contains(client));
+        late(&pod);
+        drop(pod);
+        content.write_at(&other, 0).unwrap();
+        it.node.down(&served, "pod").await;
+
+        let target = it.up(&it.node, "node-a", &served).await;
+        content.is_at(&target, 0);
+        content.write_at(&target, MIB).unwrap();
+        it.node.down(&served, "pod").await;
+        it.controller.unpublish(&served, "node-a").await.unwrap();
+        assert!(!it.blocklist().contains(client), "nothing is left of it");
+        it.node.down(&beside, "pod").await;
+        it.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn who_took_a_dead_daemon_s_place_is_fenced() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let (it, holder) = with_holder(sandbox, ceph).await;
+        let (volume, target) = it.served("v").await;
+        let content = Content::new("kept");
+        let pod = direct(&target);
+        let first = it.clients(&volume);
+        holder.kill_daemon(&volume).await;
+        // It waits for the next.
+        content.write_at(&target, 0).unwrap();
+        let next = it.clients(&volume);
+        let next = next.into_iter().find(|one| !first.contains(one)).unwrap();
+        eventually("it is entered", async || {
+            let held = holder.held(&volume).await.unwrap();
+            (held.pid != 0 && held.trouble.is_empty()).then_some(())
+        })
+        .await;
+
+        // Nobody is left but the daemon.
+        it.node.kill9().await;
+        holder.kill9().await;
+        eventually(
+            "it is fenced, and the first one's watch is over",
+            async || it.controller.unpublish(&volume, "node-a").await.ok(),
+        )
+        .await;
+        let fenced = it.blocklist();
+        assert!(fenced.contains(&next), "{fenced}");
+        assert!(!fenced.contains(&first[0]), "{fenced}");
+        late(&pod);
+        drop(pod);
+
+        // The node is back, and was not rebooted.
+        holder.restart().await;
+        it.node.restart().await;
+        it.node.down(&volume, "pod").await;
+        let target = it.up(&it.node, "node-a", &volume).await;
+        content.is_at(&target, 0);
+        content.write_at(&target, MIB).unwrap();
+        it.node.down(&volume, "pod").await;
+        it.controller.unpublish(&volume, "node-a").await.unwrap();
+        assert!(!it.blocklist().contains(&next), "nothing is left of it");
+        it.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn no_daemon_is_begun_for_what_is_not_published() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let (it, holder) = with_holder(sandbox, ceph).await;
+        let (volume, target) = it.served("v").await;
+        let content = Content::new("kept");
+        content.write_at(&target, 0).unwrap();
+        // The node was cut off, so that nobody watched the image when it was
+        // unpublished; and it is published again, by which nobody knows who has had
+        // it meanwhile.
+        let withdrawn = async |again: bool| {
+            it.rados(&volume, &["rmomapkey", "uring-csi.node.node-a"]);
+            if again {
+                it.controller.publish(&volume, "node-a").await.unwrap();
+            }
+            holder.kill_daemon(&volume).await;
+            let said = "is not published to node node-a";
+            eventually("it is told why nobody serves it", async || {
+                let held = holder.held(&volume).await.unwrap();
+                (held.pid == 0 && held.trouble.contains(said)).then_some(())
+            })
+            .await;
+        };
+        withdrawn(false).await;
+        let mut stage = it.node.stage_request(&volume);
+        stage.publish_context = [("fencing".to_owned(), "true".to_owned())].into();
+        let staged = it.node.send_stage(stage).await;
+        refused(staged, Unavailable, &["not published to node node-a"]);
+        for again in [false, true] {
+            if again {
+                withdrawn(true).await;
+            }
+            let target = it.up(&it.node, "node-a", &volume).await;
+            content.is_at(&target, 0);
+            let held = holder.held(&volume).await.unwrap();
+            assert!(held.pid != 0 && held.trouble.is_empty(), "{held:?}");
+        }
+        it.node.down(&volume, "pod").await;
+        assert!(nbds_over(&volume.handle).is_empty());
+        eventually(
+            "the watches of those that were killed are over",
+            async || it.controller.unpublish(&volume, "node-a").await.ok(),
+        )
+        .await;
+        it.node.assert_clean().await;
+    });
+}
