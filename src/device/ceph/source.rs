@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::mounter::{Mounter, Served};
 use crate::{
-    ceph::{encryption::DEFAULT_KMS, handle::VolumeHandle, rbd::Features},
+    ceph::{encryption::DEFAULT_KMS, handle::VolumeHandle, journal::Kind, rbd::Features},
     device::{
         SourceError,
         context::Context,
@@ -83,13 +83,19 @@ impl CephSource {
 
     /// Reads `clusterID`, `pool`, `imageName` and all else that ceph-csi has for
     /// the node. A static volume's image is named as its handle is; a migrated
-    /// one's names are in the handle.
+    /// one's names are in the handle. Where there is no `imageName`, as in PVs of
+    /// ceph-csi 2.x, the image has the name that its journal gives to the handle:
+    /// `volumeNamePrefix` and the uuid.
     pub fn parse(context: Context<'_>, volume_id: &str) -> Result<Self, SourceError> {
         let handle: Option<VolumeHandle> = volume_id.parse().ok();
         let (pool, name) = match &handle {
-            Some(VolumeHandle::Migrated(migrated)) => (migrated.pool(), migrated.image()),
-            _ if context.switch("staticVolume", false)? => (context.need("pool")?, volume_id),
-            _ => (context.need("pool")?, context.need("imageName")?),
+            Some(VolumeHandle::Migrated(migrated)) => {
+                (migrated.pool(), migrated.image().to_owned())
+            }
+            _ if context.switch("staticVolume", false)? => {
+                (context.need("pool")?, volume_id.to_owned())
+            }
+            _ => (context.need("pool")?, image_name(context, handle.as_ref())?),
         };
         let bad = |key, why: String| Err(SourceError { key, why });
         let options = |key| {
@@ -109,7 +115,7 @@ impl CephSource {
                 cluster_id: context.need("clusterID")?.to_owned(),
                 pool: pool.to_owned(),
                 namespace: context.get("radosNamespace").unwrap_or_default().to_owned(),
-                name: name.to_owned(),
+                name,
                 snapshot: None,
             },
             pool_id: handle.as_ref().and_then(pool_id),
@@ -142,6 +148,19 @@ fn pool_id(handle: &VolumeHandle) -> Option<i64> {
     match handle {
         VolumeHandle::Journaled(handle) => Some(handle.pool_id()),
         VolumeHandle::Migrated(_) => None,
+    }
+}
+
+fn image_name(
+    context: Context<'_>,
+    handle: Option<&VolumeHandle>,
+) -> Result<String, SourceError> {
+    match (context.get("imageName"), handle) {
+        (None, Some(VolumeHandle::Journaled(handle))) => {
+            let prefix = context.get("volumeNamePrefix");
+            Ok(Kind::Volume.image(prefix, handle.uuid()))
+        }
+        _ => context.need("imageName").map(str::to_owned),
     }
 }
 
@@ -207,11 +226,25 @@ mod tests {
     }
 
     #[test]
+    fn an_image_that_ceph_csi_2_made_has_its_name_by_the_handle() {
+        let name = |volume_id, pairs: &[(&str, &str)]| {
+            let source = parse(volume_id, &[&BASE[..2], pairs].concat());
+            source.map(|source| source.image.name)
+        };
+        let uuid = "36eaa70e-eb63-11ea-8e79-246e96907f74";
+        assert_eq!(name(HANDLE, &[]).unwrap(), format!("csi-vol-{uuid}"));
+        let prefix = ("volumeNamePrefix", "team-");
+        assert_eq!(name(HANDLE, &[prefix]).unwrap(), format!("team-{uuid}"));
+        let named = [prefix, ("imageName", "csi-vol-1")];
+        assert_eq!(name(HANDLE, &named).unwrap(), "csi-vol-1");
+        assert_eq!(name("my-image", &[]).unwrap_err().key, "imageName");
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         for (key, value) in [
             ("clusterID", ""),
             ("pool", ""),
-            ("imageName", ""),
             ("staticVolume", "2"),
             ("mounter", "fuse"),
             ("tryOtherMounters", "perhaps"),

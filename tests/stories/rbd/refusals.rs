@@ -69,7 +69,6 @@ fn a_context_that_is_wrong_is_told_by_its_key() {
             ("mounter", "fuse"),
             ("staticVolume", "perhaps"),
             ("pool", ""),
-            ("imageName", ""),
         ] {
             let wrong = volume.clone().with(key, value);
             refused(node.stage(&wrong).await, InvalidArgument, &[key]);
