@@ -8,7 +8,10 @@ use crate::{
     ceph::encryption::DEFAULT_KMS,
     device::{
         Behind, Device, Note,
-        rbd::{Image, MapOptions, Mapped},
+        rbd::{
+            Image, Mapped,
+            options::{KRBD, NBD, part_for},
+        },
     },
 };
 
@@ -21,6 +24,7 @@ impl CephSource {
         let under = device.encrypted.as_ref();
         let below = under.map_or(device.dev, |under| under.dev);
         let is_served = matches!(device.behind, Behind::Served(_));
+        let mounter = if is_served { NBD } else { KRBD };
         let node = under.map_or(&device.node, |under| &under.path).to_str();
         let node = node.map(str::to_owned);
         let mapped = Mapped::of(below).map(|mapped| mapped.image);
@@ -31,7 +35,9 @@ impl CephSource {
             // Which the cluster's configuration may say, and the context not.
             rados_namespace: image.namespace.clone(),
             image: image.name.clone(),
-            unmap_options: self.unmap_options.to_string(),
+            unmap_options: part_for(mounter, &self.unmapping)
+                .unwrap_or_default()
+                .to_owned(),
             // ceph-csi unmaps by it what rbd-nbd serves.
             access_type: is_served,
             encrypted: self.kms.is_some(),
@@ -60,8 +66,6 @@ impl CephSource {
         };
         Ok(Self {
             kms: stash.encrypted.then(|| DEFAULT_KMS.to_owned()),
-            // Of use to nobody but ceph-csi.
-            unmap_options: MapOptions::parse(&stash.unmap_options).unwrap_or_default(),
             ..found
         })
     }
@@ -111,7 +115,7 @@ mod tests {
             ("pool", "rbd"),
             ("imageName", "csi-vol-1"),
             ("encrypted", "true"),
-            ("unmapOptions", "krbd:force;nbd:x"),
+            ("unmapOptions", "krbd:force;nbd:force,x"),
         ];
         let context = context.map(|(key, value)| (key.to_owned(), value.to_owned()));
         let source = CephSource::parse(Context(&context.into()), HANDLE).unwrap();
@@ -140,6 +144,7 @@ mod tests {
             text.contains(r#""accessType":true"#) && text.contains("/dev/nbd7"),
             "{text}"
         );
+        assert!(text.contains(r#""unmapOptions":"force,x""#), "{text}");
         let read = CephSource::noted(&note.text, HANDLE).unwrap();
         assert!(matches!(read.mounter, Mounter::RbdNbd(_)));
     }

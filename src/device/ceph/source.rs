@@ -12,7 +12,10 @@ use crate::{
         SourceError,
         context::Context,
         luks,
-        rbd::{Image, MapOptions, Mapped},
+        rbd::{
+            Image, MapOptions, Mapped, OptionError,
+            options::{KRBD, part_for},
+        },
     },
     holder::{NbdOptions, devices as nbd},
     kernel::Dev,
@@ -35,8 +38,10 @@ pub struct CephSource {
     pub mounter: Mounter,
     /// What krbd is told when it maps the image.
     pub map_options: MapOptions,
-    /// What ceph-csi tells it when it unmaps the image; kept for the note.
-    pub unmap_options: MapOptions,
+    /// What ceph-csi tells whoever unmaps the image, for each of the two; kept for
+    /// the note.
+    #[serde(default)]
+    pub unmapping: String,
     /// Who keeps the passphrase, where the image is encrypted.
     pub kms: Option<String>,
 }
@@ -76,7 +81,7 @@ impl CephSource {
             features: Features::default(),
             mounter: Mounter::Krbd,
             map_options: MapOptions::default(),
-            unmap_options: MapOptions::default(),
+            unmapping: String::new(),
             kms: None,
         }
     }
@@ -98,14 +103,15 @@ impl CephSource {
             _ => (context.need("pool")?, image_name(context, handle.as_ref())?),
         };
         let bad = |key, why: String| Err(SourceError { key, why });
-        let options = |key| {
-            let given = context.get(key).unwrap_or_default();
-            let parsed = MapOptions::parse(given);
-            parsed.map_err(|error| SourceError {
+        let bad_option = |key| {
+            move |error: OptionError| SourceError {
                 key,
                 why: error.to_string(),
-            })
+            }
         };
+        let options = MapOptions::parse(context.get("mapOptions").unwrap_or_default());
+        let unmapping = context.get("unmapOptions").unwrap_or_default();
+        let _ = part_for(KRBD, unmapping).map_err(bad_option("unmapOptions"))?;
         let features = match context.get("imageFeatures").unwrap_or_default().parse() {
             Ok(features) => features,
             Err(error) => return bad("imageFeatures", format!("{error}")),
@@ -121,8 +127,8 @@ impl CephSource {
             pool_id: handle.as_ref().and_then(pool_id),
             features,
             mounter: Mounter::parse(context, volume_id)?,
-            map_options: options("mapOptions")?,
-            unmap_options: options("unmapOptions")?,
+            map_options: options.map_err(bad_option("mapOptions"))?,
+            unmapping: unmapping.to_owned(),
             kms: kms(context)?,
         })
     }
@@ -151,10 +157,7 @@ fn pool_id(handle: &VolumeHandle) -> Option<i64> {
     }
 }
 
-fn image_name(
-    context: Context<'_>,
-    handle: Option<&VolumeHandle>,
-) -> Result<String, SourceError> {
+fn image_name(context: Context<'_>, handle: Option<&VolumeHandle>) -> Result<String, SourceError> {
     match (context.get("imageName"), handle) {
         (None, Some(VolumeHandle::Journaled(handle))) => {
             let prefix = context.get("volumeNamePrefix");
@@ -249,6 +252,7 @@ mod tests {
             ("mounter", "fuse"),
             ("tryOtherMounters", "perhaps"),
             ("mapOptions", "secret=x"),
+            ("unmapOptions", "fuse:force"),
             ("imageFeatures", "layering,colour"),
             ("encrypted", "perhaps"),
         ] {

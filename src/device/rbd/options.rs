@@ -69,7 +69,7 @@ const READ_ONLY: &str = "the access mode decides whether the volume is writable"
 const OF_THE_PROGRAM: &[&str] = &["udev", "noudev"];
 
 /// The mounter whose options have no prefix.
-const KRBD: &str = "krbd";
+pub(crate) const KRBD: &str = "krbd";
 pub(crate) const NBD: &str = "nbd";
 
 impl MapOption {
@@ -114,16 +114,6 @@ impl fmt::Display for MapOption {
             Some(value) => write!(f, "{}={value}", self.name),
             None => f.write_str(&self.name),
         }
-    }
-}
-
-impl fmt::Display for MapOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (nr, option) in self.0.iter().enumerate() {
-            let comma = if nr > 0 { "," } else { "" };
-            write!(f, "{comma}{option}")?;
-        }
-        Ok(())
     }
 }
 
@@ -193,7 +183,7 @@ pub(crate) fn part_for<'a>(mounter: &str, text: &'a str) -> Result<&'a str, Opti
             found = list;
         }
     }
-    Ok(found)
+    Ok(found.trim())
 }
 
 fn list_of(list: &str) -> Result<Vec<MapOption>, OptionError> {
@@ -250,7 +240,8 @@ mod tests {
         let options = MapOptions::parse("ms_mode=crc,notrim,ms_mode=secure").unwrap();
         assert_eq!(options.get("ms_mode"), Some("secure"));
         assert_eq!(options.get("notrim"), None);
-        assert!(options.alone().to_string().ends_with(",noshare"));
+        let alone = options.alone();
+        assert_eq!(alone.iter().last().unwrap().to_string(), "noshare");
         let json = serde_json::to_string(&options).unwrap();
         assert_eq!(serde_json::from_str::<MapOptions>(&json).unwrap(), options);
     }
