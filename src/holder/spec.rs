@@ -81,7 +81,8 @@ impl Spec {
         // POOL/[NAMESPACE/]IMAGE[@SNAPSHOT] is parted at the first of each.
         let part =
             |text: &str| is_text(text) && !text.starts_with('-') && !text.contains(['/', '@']);
-        let host = |text: &String| is_text(text) && !text.contains([' ', ',']);
+        // An entry may have a list of its own: all of them become one.
+        let host = |text: &String| is_text(text) && !text.contains(char::is_whitespace);
         let parts = [
             ("volume handle", &self.volume_id, is_text(&self.volume_id)),
             ("pool", pool, part(pool)),
@@ -228,6 +229,16 @@ mod tests {
     }
 
     #[test]
+    fn monitors_are_whatever_the_configuration_takes() {
+        let mut spec = spec("v", "p", "i");
+        let entries = ["a:6789,b:6789", "[v2:10.0.0.3:3300/0,v1:10.0.0.3:6789/0]"];
+        spec.monitors = entries.map(str::to_owned).to_vec();
+        spec.check().unwrap();
+        let told = format!("--mon-host={}", entries.join(","));
+        assert!(spec.arguments(&Verb::Map).contains(&told));
+    }
+
+    #[test]
     fn names_that_would_be_read_otherwise_are_refused() {
         let good = || spec("v", "p", "i");
         good().check().unwrap();
@@ -243,7 +254,7 @@ mod tests {
         refused(|spec| spec.image.namespace = "a/b".to_owned());
         refused(|spec| spec.image.snapshot = Some(String::new()));
         refused(|spec| spec.monitors.clear());
-        refused(|spec| spec.monitors = vec!["a,b".to_owned()]);
+        refused(|spec| spec.monitors = vec!["a b".to_owned()]);
         refused(|spec| spec.user = "-x".to_owned());
     }
 }

@@ -95,13 +95,7 @@ pub fn is_not_served(
     }
     for (pid, server) in nbd::Server::all().map_err(ClientError::Io)? {
         // Where nobody can tell its cluster, it may be this one.
-        let its = server
-            .monitors
-            .iter()
-            .map(|given| given.split(',').map(str::to_owned));
-        let its = its
-            .map(|given| Monitors::resolve(&given.collect::<Vec<_>>()))
-            .next();
+        let its = server.monitors.map(|given| Monitors::resolve(&[given]));
         let is_other = matches!(its, Some(Ok(its)) if !monitors.meet(&its));
         if !is_other && named(&server.image).is_some_and(|named| named.is_named_as(image)) {
             return Err(taken(format!("rbd-nbd, process {pid}")));
