@@ -309,6 +309,14 @@ fn mappings(directory: &Path) -> io::Result<Vec<Mapping>> {
 /// Reads a device's directory of sysfs (Documentation/ABI/testing/sysfs-block-dm).
 /// None where it is of no mapping, or just going.
 fn read(device: &Path) -> io::Result<Option<Mapping>> {
+    match read_if_there(device) {
+        // Of one that goes, what is below it goes before its name.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read,
+    }
+}
+
+fn read_if_there(device: &Path) -> io::Result<Option<Mapping>> {
     let text = |name: &str| fs::read_to_string(device.join(name));
     let (Ok(uuid), Ok(name)) = (text("dm/uuid"), text("dm/name")) else {
         return Ok(None);
@@ -320,12 +328,13 @@ fn read(device: &Path) -> io::Result<Option<Mapping>> {
         let text = fs::read_to_string(path.join("dev"))?;
         text.parse().map_err(io::Error::other)
     };
-    let below = fs::read_dir(device.join("slaves"))?.next();
-    let below = below.ok_or_else(|| io::Error::other("a mapping over nothing"))??;
+    let Some(below) = fs::read_dir(device.join("slaves"))?.next() else {
+        return Ok(None);
+    };
     Ok(Some(Mapping {
         name: name.trim_end().to_owned(),
         over: number(device)?,
-        under: number(&below.path())?,
+        under: number(&below?.path())?,
     }))
 }
 

@@ -131,3 +131,28 @@ fn a_header_without_a_key_is_known() {
     assert_eq!(look(&under).unwrap(), Holds::Luks);
     assert!(!has_key(&under).unwrap());
 }
+
+#[test]
+fn a_mapping_that_is_going_is_none() {
+    let block = tempfile::tempdir().unwrap();
+    let device = block.path().join("dm-7");
+    fs::create_dir_all(device.join("dm")).unwrap();
+    for (file, text) in [
+        ("dev", "254:7\n"),
+        ("dm/name", "some\n"),
+        ("dm/uuid", "CRYPT-LUKS2-some\n"),
+    ] {
+        fs::write(device.join(file), text).unwrap();
+    }
+    let found = || mappings(block.path()).unwrap().pop();
+    assert!(found().is_none(), "without a directory of what is below");
+    let slaves = device.join("slaves");
+    fs::create_dir(&slaves).unwrap();
+    assert!(found().is_none(), "with nothing in it");
+    fs::create_dir(slaves.join("rbd0")).unwrap();
+    assert!(found().is_none(), "that has no number");
+    fs::write(slaves.join("rbd0/dev"), "252:0\n").unwrap();
+    let mapping = found().unwrap();
+    assert_eq!(mapping.name, "some");
+    assert_eq!((mapping.over.minor, mapping.under.major), (7, 252));
+}
