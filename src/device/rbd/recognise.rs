@@ -26,18 +26,22 @@ pub fn find(wanted: &Wanted<'_>) -> Result<Option<RbdDevice>, RbdError> {
         Err(error) if is_gone(&error) => return Ok(None),
         Err(error) => return Err(failed("look at", format!("rbd{}", found.id))(error)),
     };
-    if device.read_only != read_only {
-        return Err(RbdError::MappedOtherwise {
-            image: image.to_string(),
-            node: device.node,
-            how: if device.read_only {
-                "read-only"
-            } else {
-                "writable"
-            },
-        });
-    }
-    Ok(Some(device))
+    let mark = found.config.mark.as_ref();
+    let how = if mark.is_some_and(|mark| mark.volume_id != wanted.volume_id) {
+        // One cluster may be configured by two names, and then each has handles.
+        "for another volume"
+    } else if device.read_only == read_only {
+        return Ok(Some(device));
+    } else if device.read_only {
+        "read-only"
+    } else {
+        "writable"
+    };
+    Err(RbdError::MappedOtherwise {
+        image: image.to_string(),
+        node: device.node,
+        how,
+    })
 }
 
 /// What a mapped image of the wanted one's name is.

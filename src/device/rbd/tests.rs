@@ -123,6 +123,20 @@ fn an_image_is_mapped_once_recognised_and_unmapped() {
         "{error}"
     );
 
+    // By another of the cluster's names.
+    let alias = Image {
+        cluster_id: "another".to_owned(),
+        ..test.image.clone()
+    };
+    let alias = Wanted {
+        image: &alias,
+        volume_id: "alias",
+        ..test.wanted()
+    };
+    let error = test.map(&alias).unwrap_err();
+    assert!(error.to_string().contains("for another volume"), "{error}");
+    assert!(error.is_final());
+
     let open = File::open(&device.node).unwrap();
     let error = unmap(&device).unwrap_err();
     assert!(error.is_busy(), "{error}");
