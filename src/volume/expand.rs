@@ -8,7 +8,7 @@ use super::{
     spec::{Expand, Use},
     task::{Progress, Volume},
 };
-use crate::{device::sysfs, fs::FsType};
+use crate::device::sysfs;
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
 pub async fn expand(
@@ -77,7 +77,13 @@ pub async fn expand(
     }
     if let Use::Mount { .. } = record.usage {
         let place = node.staging(&record.mount_point())?;
-        let fs = record.fs.unwrap_or(FsType::Ext4);
+        // Another driver may have mounted what it knows, and nobody here.
+        let fs = record.fs.ok_or_else(|| {
+            let at = place.path().display();
+            volume.precondition(format!(
+                "what is mounted at {at} is no file system that grows"
+            ))
+        })?;
         // An encryption layer takes some of the source's size.
         let clear = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
         let grown = mounted::grow(node, volume, &place, fs, clear, progress).await?;

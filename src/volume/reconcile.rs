@@ -221,13 +221,13 @@ pub async fn rebuild(
     let backends = Arc::clone(&node.backends);
     let id = volume.id.clone();
     let mounts = table::list().map_err(volume.io("list the mounts"))?;
+    let entry = mounts
+        .iter()
+        .rev()
+        .find(|entry| mounted.is_some() && entry.mount_point == path);
     let behind = match mounted.and_then(|mounted| mounted.rdev) {
         Some(dev) => Some(sysfs::node_of(dev).map_err(volume.io("name what is mounted"))?),
-        None => mounts
-            .iter()
-            .rev()
-            .find(|entry| mounted.is_some() && entry.mount_point == path)
-            .map(|entry| PathBuf::from(&entry.source)),
+        None => entry.map(|entry| PathBuf::from(&entry.source)),
     };
     // What is mounted there may hang.
     let left = match mounted {
@@ -279,7 +279,7 @@ pub async fn rebuild(
             },
             _ => Use::Block,
         },
-        fs: None,
+        fs: entry.and_then(|entry| entry.fs_type.parse().ok()),
         read_only: device.as_ref().is_some_and(|device| device.read_only),
         mode: Mode::SingleNodeWriter,
         root_dev: mounted.map(|mounted| mounted.dev),

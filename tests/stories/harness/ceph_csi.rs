@@ -74,11 +74,19 @@ impl Ceph {
         } else {
             fs::create_dir(&point).expect("a directory");
             fs::set_permissions(&point, fs::Permissions::from_mode(0o750)).expect("a mode");
+            let fs = volume.fs_type();
             if run_err(&["blkid", "-p", from]).is_err() {
                 let lazy = "-Enodiscard,lazy_itable_init=1,lazy_journal_init=1";
-                run(&["mkfs.ext4", "-q", "-m0", lazy, from]);
+                match fs {
+                    "xfs" => run(&["mkfs.xfs", "-q", "-K", "-m", "reflink=0", from]),
+                    _ => run(&["mkfs.ext4", "-q", "-m0", lazy, from]),
+                };
             }
-            run(&["mount", "-t", "ext4", "-o", "_netdev,defaults", from, to]);
+            let options = match fs {
+                "xfs" => "_netdev,nouuid,defaults",
+                _ => "_netdev,defaults",
+            };
+            run(&["mount", "-t", fs, "-o", options, from, to]);
         }
         mapped
     }

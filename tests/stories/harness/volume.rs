@@ -78,6 +78,14 @@ impl Volume {
         self
     }
 
+    /// The file system that is asked for; empty where none is.
+    pub fn fs_type(&self) -> &str {
+        match &self.capability.access_type {
+            Some(AccessType::Mount(mount)) => &mount.fs_type,
+            _ => "",
+        }
+    }
+
     pub fn is_block(&self) -> bool {
         matches!(self.capability.access_type, Some(AccessType::Block(_)))
     }

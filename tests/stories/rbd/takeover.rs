@@ -11,9 +11,10 @@ use crate::harness::{
     rbds_of, rbds_over, run, unstage_as_ceph_csi,
 };
 
-fn volumes(ceph: &Ceph) -> [Volume; 4] {
+fn volumes(ceph: &Ceph) -> [Volume; 5] {
     [
         ceph.volume("ext4"),
+        ceph.volume("xfs"),
         ceph.volume("block"),
         ceph.static_volume("ext4"),
         encrypted::volume(ceph, "ext4"),
@@ -64,8 +65,9 @@ async fn grown(node: &Node, ceph: &Ceph, volume: &Volume) {
             .unsigned_abs()
     };
     let before = total().await;
-    ceph.resize(volume, 160 * MIB);
-    node.expand(volume, &target, 160 * MIB).await.unwrap();
+    let larger = if volume.fs_type() == "xfs" { 416 } else { 160 } * MIB;
+    ceph.resize(volume, larger);
+    node.expand(volume, &target, larger).await.unwrap();
     let after = total().await;
     assert!(after > before + 48 * MIB, "{before}, then {after}");
 }
