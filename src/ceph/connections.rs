@@ -3,9 +3,10 @@
 //! A connection costs some ten milliseconds, threads and sockets, and serves any
 //! number of callers at once. It is made anew when a call has found it fenced or
 //! without an answer ([`Cluster::is_lost`]), and ends when nobody has asked for
-//! it for [`IDLE`]. Who asks while one is being made waits for that attempt and
-//! shares what it comes to, so a dead cluster costs each caller one timeout, and
-//! callers of other clusters nothing.
+//! it for [`IDLE`], on a thread of its own: to end one may block, and the last who
+//! uses it may be where nothing must. Who asks while one is being made waits for that
+//! attempt and shares what it comes to, so a dead cluster costs each caller one
+//! timeout, and callers of other clusters nothing.
 
 use std::{
     collections::HashMap,
@@ -65,6 +66,8 @@ struct State {
     connecting: bool,
     /// What the last attempt came to.
     last: Option<Result<Arc<Cluster>, CephError>>,
+    /// What was lost, and may still be in use.
+    lost: Vec<Arc<Cluster>>,
     /// When somebody last asked.
     asked: Instant,
 }
@@ -112,6 +115,7 @@ impl Default for Slot {
             state: Mutex::new(State {
                 connecting: false,
                 last: None,
+                lost: Vec::new(),
                 asked: Instant::now(),
             }),
             ended: Condvar::new(),
@@ -140,11 +144,10 @@ impl Slot {
             return Ok(cluster.clone());
         }
         let lost = state.last.take();
+        state.lost.extend(lost.and_then(Result::ok));
         state.connecting = true;
         drop(state);
         let attempt = Attempt(self);
-        // To end a connection may block, so never under the lock.
-        drop(lost);
         let outcome = connect();
         lock(&self.state).last = Some(outcome.clone());
         drop(attempt);
@@ -158,7 +161,13 @@ impl Slot {
             Some(Ok(cluster)) => Arc::strong_count(cluster) > 1,
             _ => state.connecting,
         };
-        !used && state.asked.elapsed() >= idle_for
+        !used && state.lost.is_empty() && state.asked.elapsed() >= idle_for
+    }
+
+    /// What was lost and nobody uses.
+    fn unused(&self) -> Vec<Arc<Cluster>> {
+        let unused = |cluster: &mut Arc<Cluster>| Arc::strong_count(cluster) == 1;
+        lock(&self.state).lost.extract_if(.., unused).collect()
     }
 }
 
@@ -176,9 +185,12 @@ impl Drop for Attempt<'_> {
 fn sweep(slots: &Mutex<Slots>, idle_for: Duration, gone: &Receiver<()>) {
     while gone.recv_timeout(idle_for / 4) == Err(RecvTimeoutError::Timeout) {
         let idle = |_: &Key, slot: &mut Arc<Slot>| slot.is_idle(idle_for);
-        let ended: Vec<_> = lock(slots).extract_if(idle).collect();
+        let mut slots = lock(slots);
+        let lost: Vec<_> = slots.values().flat_map(|slot| slot.unused()).collect();
+        let ended: Vec<_> = slots.extract_if(idle).collect();
+        drop(slots);
         // After the lock, as it may block.
-        drop(ended);
+        drop((lost, ended));
     }
     // The last user may be on a thread that must not block.
     drop(mem::take(&mut *lock(slots)));

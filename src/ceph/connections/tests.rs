@@ -21,7 +21,8 @@ fn a_connection_is_shared_until_it_is_lost() {
     let Some(test) = TestCluster::shared() else {
         return;
     };
-    let connections = Connections::new(timeouts(30)).unwrap();
+    let short = Duration::from_millis(40);
+    let connections = Connections::with_idle_time(timeouts(30), short).unwrap();
     let get = || {
         connections
             .get(&test.monitors, &credentials(&test))
@@ -45,11 +46,18 @@ fn a_connection_is_shared_until_it_is_lost() {
     // The OSD learns of it a moment later.
     let fenced = iter::repeat_with(|| io.exists("x")).find_map(Result::err);
     assert!(fenced.unwrap().is_blocklisted());
+    drop(io);
     let second = get();
     assert!(!Arc::ptr_eq(&first, &second));
     let io = second.ioctx(&test.pool, "").unwrap();
     assert!(!io.exists("x").unwrap());
     fence("rm");
+    // The lost one ends when nobody uses it.
+    let weak = Arc::downgrade(&first);
+    drop((all, first));
+    while weak.strong_count() > 0 {
+        thread::park_timeout(short);
+    }
 }
 
 /// The address of a connection, as an image that it has open shows it.
