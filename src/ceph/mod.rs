@@ -26,7 +26,7 @@ pub mod rbd;
 #[path = "../../tests/ceph/cluster.rs"]
 pub(crate) mod test_cluster;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 pub use credentials::{Credentials, CredentialsError};
 pub use error::CephError;

@@ -12,26 +12,26 @@ use super::{
 };
 use crate::secret::Secret;
 
-pub(super) fn credentials(cluster: &TestCluster) -> Credentials {
+pub(crate) fn credentials(cluster: &TestCluster) -> Credentials {
     Credentials {
         user: cluster.user.clone(),
         key: Secret::new(cluster.key.clone()),
     }
 }
 
-pub(super) fn timeouts(seconds: u64) -> Timeouts {
+pub(crate) fn timeouts(seconds: u64) -> Timeouts {
     Timeouts {
         connect: Duration::from_secs(seconds),
         operation: Duration::from_secs(seconds),
     }
 }
 
-pub(super) fn connect(cluster: &TestCluster) -> Arc<Cluster> {
+pub(crate) fn connect(cluster: &TestCluster) -> Arc<Cluster> {
     Cluster::connect(&cluster.monitors, &credentials(cluster), timeouts(30)).unwrap()
 }
 
 /// A namespace that nobody else uses, for as long as the cluster is used.
-pub(super) struct Place {
+pub(crate) struct Place {
     pub cluster: TestCluster,
     pub io: IoCtx,
 }

@@ -3,7 +3,10 @@
 //! All of it is blocking code for a lane. Every verb may be repeated: what was
 //! done already is found, not done twice.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -99,6 +102,17 @@ pub enum Fencing {
     On,
 }
 
+/// What a device is attached for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// To be mounted, with a file system made where it is blank.
+    Mount,
+    /// To be used raw: what is in it is its user's from now on.
+    Raw,
+    /// To be given a file system whatever is on it, as an operator asked for.
+    Format,
+}
+
 /// How to attach.
 #[derive(Clone, Debug)]
 pub struct How {
@@ -106,8 +120,8 @@ pub struct How {
     pub read_only: bool,
     /// Other nodes may hold the source at the same time.
     pub shared: bool,
-    /// It is used raw: what is in it is its user's from now on.
-    pub raw: bool,
+    /// What for.
+    pub purpose: Purpose,
     /// The volume's handle.
     pub volume_id: String,
     /// The device that it had, if it is known: that one, and no other, if it
@@ -117,6 +131,22 @@ pub struct How {
     pub fencing: Fencing,
     /// What the backend's server asks for.
     pub secrets: Secrets,
+}
+
+impl How {
+    /// Whether nobody but its user knows from now on what is in it.
+    pub fn gives_out_raw(&self) -> bool {
+        self.purpose == Purpose::Raw && !self.read_only
+    }
+}
+
+/// A source that is attached.
+#[derive(Debug)]
+pub struct Attachment {
+    /// As this device.
+    pub device: Device,
+    /// Where it is noted that a mkfs is under way.
+    pub note: Arc<MkfsNote>,
 }
 
 /// A device that was found without a record of it.
@@ -131,7 +161,7 @@ pub struct Found {
 /// A source with all that its backend needs to work on it.
 pub trait Bound {
     /// Attaches the source, or finds it attached as it should be.
-    fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError>;
+    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError>;
     /// Keeps what keeps the device alive, after a restart.
     fn take_up(&self, _device: &Device, _volume_id: &str) {}
     /// What is wrong with the attached device, as far as that can be told
@@ -149,8 +179,11 @@ pub trait Bound {
     fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError>;
     /// Gives the source back, where this node has it for this volume.
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
-    /// Where it is noted that a mkfs is under way.
-    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError>;
+    /// Whether a mkfs for this volume was interrupted, the note of it goes with the
+    /// source, and no other node can have written to that yet.
+    fn leaves_scraps(&self, _volume_id: &str) -> Result<bool, DeviceError> {
+        Ok(false)
+    }
     /// Whether everything behind the device is known to read as zeros, because
     /// nothing was ever written to it.
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {

@@ -5,13 +5,10 @@ use std::{fs::File, io};
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fsync};
 
 use super::{luks, sysfs};
-use crate::{
-    fs::probe::{self, Content},
-    kernel::block,
-};
+use crate::{fs::probe, kernel::block};
 
-/// Writes zeros where a probe looks, unless it finds nothing or a whole file system
-/// there. Answers whether it did. `is_it` says, of the opened device, which no other
+/// Writes zeros where a probe looks, where it finds what a killed mkfs may have left.
+/// Answers whether it did. `is_it` says, of the opened device, which no other
 /// can take the number of, whether it is the one that is meant. Nobody else may have
 /// it in use. May be stuck for as long as the device does not answer.
 pub fn blank(node: &luks::Node, is_it: impl FnOnce() -> bool) -> io::Result<bool> {
@@ -22,9 +19,8 @@ pub fn blank(node: &luks::Node, is_it: impl FnOnce() -> bool) -> io::Result<bool
         return Err(io::Error::new(io::ErrorKind::NotFound, why));
     }
     let size = sysfs::size_bytes(node.dev)?;
-    match probe::content_of(&file, size)? {
-        Content::Blank | Content::Fs(_) => return Ok(false),
-        Content::Foreign { .. } | Content::Unknown { .. } => {}
+    if !probe::content_of(&file, size)?.is_scrap() {
+        return Ok(false);
     }
     let zeros = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
     for region in probe::regions(size) {

@@ -3,10 +3,13 @@
 use std::{io, path::PathBuf};
 
 use super::{
-    ceph::CephImageError, holders::Holder, loopdev::LoopError, nbd::NbdError, notes::NoteError,
-    rbd::RbdError,
+    ceph::CephImageError, holders::Holder, loopdev::LoopError, luks::LuksError, nbd::NbdError,
+    notes::NoteError, rbd::RbdError,
 };
-use crate::pool::{PoolError, claim::ClaimError};
+use crate::{
+    ceph::CephError,
+    pool::{PoolError, claim::ClaimError},
+};
 
 /// Why a source is no device, or a device does not go.
 #[derive(Debug, thiserror::Error)]
@@ -97,6 +100,18 @@ impl DeviceError {
 impl From<CephImageError> for DeviceError {
     fn from(error: CephImageError) -> Self {
         Self::Ceph(Box::new(error))
+    }
+}
+
+impl From<CephError> for DeviceError {
+    fn from(error: CephError) -> Self {
+        CephImageError::from(error).into()
+    }
+}
+
+impl From<LuksError> for DeviceError {
+    fn from(error: LuksError) -> Self {
+        CephImageError::from(error).into()
     }
 }
 

@@ -1,12 +1,12 @@
 //! The backend `nbd`: exports of NBD servers, attached by the kernel's driver.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     Ailment, Behind, Device, How, Source,
-    backend::{Bound, Found},
+    backend::{Attachment, Bound, Found},
     context::{Context, SourceError},
     error::{DeviceError, io},
     loopdev::Detached,
@@ -211,13 +211,18 @@ impl BoundExport<'_> {
 }
 
 impl Bound for BoundExport<'_> {
-    fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
-        if how.raw && !how.read_only {
-            self.mkfs()?.ended()?;
+    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
+        let note = MkfsNote::Node(self.exports.notes.clone(), self.source.to_string());
+        if how.gives_out_raw() {
+            note.ended()?;
         }
         let (links, behind) = (&self.exports.links, self.behind(&how.volume_id));
         let (device, done) = links.attach(&behind, how.read_only, &self.source.options)?;
-        Ok((device_of(device, &self.source.export), done))
+        let attachment = Attachment {
+            device: device_of(device, &self.source.export),
+            note: Arc::new(note),
+        };
+        Ok((attachment, done))
     }
 
     fn take_up(&self, device: &Device, volume_id: &str) {
@@ -259,11 +264,11 @@ impl Bound for BoundExport<'_> {
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {
         // Whoever has it next may fill it.
-        self.mkfs()?.ended()
+        Ok(self.exports.notes.ended(self.source)?)
     }
 
-    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError> {
-        Ok(MkfsNote::Node(&self.exports.notes, self.source))
+    fn leaves_scraps(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        Ok(self.exports.notes.is_fresh(self.source, volume_id)?)
     }
 
     /// What is behind it grows at the server.

@@ -1,14 +1,14 @@
 //! The backend `loop`: image files of pools, claimed, then put behind loop
 //! devices.
 
-use std::{fmt, path::Path};
+use std::{fmt, path::Path, sync::Arc};
 
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use serde::{Deserialize, Serialize};
 
 use super::{
     Ailment, Behind, Device, How, Source,
-    backend::{Bound, Found},
+    backend::{Attachment, Bound, Found},
     context::{Context, SourceError},
     error::{DeviceError, io},
     image,
@@ -22,6 +22,7 @@ use crate::{
     pool::{
         self, Pool, PoolError, Pools,
         claim::{self, Claim},
+        making,
     },
 };
 
@@ -245,18 +246,19 @@ impl BoundImage<'_> {
 
     /// Deletes the image of an inline volume.
     pub fn delete_inline(&self, volume_id: &str) -> Result<Done, DeviceError> {
-        self.mkfs()?.ended()?;
+        making::ended(self.pool()?, &self.source.image)?;
         Ok(self.pool()?.delete_inline(&digest::hex(volume_id))?)
     }
 }
 
 impl Bound for BoundImage<'_> {
-    fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
+    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
         let (pool, image) = (self.pool()?, &self.source.image);
         let file = pool.open_image(image, !how.read_only)?;
         let claimed = claim::claim(pool, image, &self.claim(how))?;
-        if how.raw && !how.read_only {
-            self.mkfs()?.ended()?;
+        let note = Arc::new(MkfsNote::Pool(pool.clone(), image.clone()));
+        if how.gives_out_raw() {
+            note.ended()?;
         }
         let attached = image::attach_loop(self.source, pool, &file, how);
         if attached.is_err() && claimed == Done::Now {
@@ -265,7 +267,8 @@ impl Bound for BoundImage<'_> {
                 tracing::warn!(%error, image, "the claim on an image that was not attached stays");
             }
         }
-        attached
+        let (device, done) = attached?;
+        Ok((Attachment { device, note }, done))
     }
 
     fn ailment(&self, device: &Device) -> Option<Ailment> {
@@ -295,10 +298,6 @@ impl Bound for BoundImage<'_> {
             let _ = claim::release(self.pool()?, &self.source.image, &self.images.node_id)?;
         }
         Ok(())
-    }
-
-    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError> {
-        Ok(MkfsNote::Pool(self.pool()?, &self.source.image))
     }
 
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {

@@ -64,6 +64,15 @@ pub enum LuksError {
         /// The device's node.
         node: PathBuf,
     },
+    /// There is none that could.
+    #[error(
+        "the LUKS header on {} has no key: its format was interrupted, or its keys were erased; nobody can read what is behind it: if it may go, format it by request (uringctl format)",
+        node.display()
+    )]
+    Keyless {
+        /// The device's node.
+        node: PathBuf,
+    },
     /// Somebody uses the mapping.
     #[error("the mapping {name} is in use")]
     Busy {
@@ -207,16 +216,10 @@ pub fn open(
             if read_only {
                 args.insert(0, "--readonly");
             }
-            cryptsetup("luksOpen", &args, &node, Some(passphrase)).map_err(
-                |error| match error {
-                    LuksError::Failed { status, .. } if status.code() == Some(NO_PERMISSION) => {
-                        LuksError::Passphrase {
-                            node: under.path.clone(),
-                        }
-                    }
-                    other => other,
-                },
-            )?;
+            let opened = cryptsetup("luksOpen", &args, &node, Some(passphrase));
+            if let Err(error) = opened {
+                return Err(why_not_opened(under, error));
+            }
             Done::Now
         }
     };
@@ -224,6 +227,19 @@ pub fn open(
     let over = mapping.and_then(|mapping| Node::of(mapping.over));
     let over = over.map_err(failed(format!("find the mapping {name}")))?;
     Ok((over, done))
+}
+
+fn why_not_opened(under: &Node, error: LuksError) -> LuksError {
+    let node = under.path.clone();
+    match error {
+        LuksError::Failed { .. } if has_key(under).is_ok_and(|has| !has) => {
+            LuksError::Keyless { node }
+        }
+        LuksError::Failed { status, .. } if status.code() == Some(NO_PERMISSION) => {
+            LuksError::Passphrase { node }
+        }
+        other => other,
+    }
 }
 
 /// Closes the mapping. One that is not there is closed.

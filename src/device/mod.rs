@@ -27,7 +27,7 @@ pub mod sysfs;
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use backend::{Ailment, Backends, Behind, Bound, Device, Fencing, How};
+pub use backend::{Ailment, Attachment, Backends, Behind, Bound, Device, Fencing, How, Purpose};
 pub use blank::blank;
 pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};
 pub use context::SourceError;
@@ -35,5 +35,5 @@ pub use error::DeviceError;
 pub use exports::{ExportSource, Exports};
 pub use image::set_read_only;
 pub use images::{ImageSource, Images};
-pub use notes::Notes;
+pub use notes::{MkfsNote, Notes};
 pub use source::{Note, Source};

@@ -1,43 +1,52 @@
 //! Which sources have a file system under way.
 //!
-//! An image of a pool has its note beside it ([`making`]); an export or a Ceph image
-//! is out of reach, so the note is this node's, and holds only while the volume is this
-//! node's: it is on a tmpfs, and goes when the volume is unstaged. What an
-//! interrupted mkfs left is blanked out then, as long as the note is *fresh*: so
-//! recent that no other node can have the volume yet. Later, or after a reboot, that
-//! may be another node's by now, and is formatted again by an operator's request only.
+//! An image of a pool has its note beside it ([`making`]), a Ceph image in its
+//! metadata ([`ImageNote`]), for whichever node has it next. An export, and a Ceph
+//! image where librados is missing, is out of reach: the note is this node's, and holds
+//! only while the volume is this node's. It is on a tmpfs, and goes when the volume is
+//! unstaged. What an interrupted mkfs left is blanked out then, as long as the note is
+//! *fresh*: so recent that no other node can have the volume yet. Later, or after a
+//! reboot, that may be another node's by now, and is formatted again by an operator's
+//! request only.
 
-use std::{fmt::Display, fs, io, path::PathBuf, time::Duration};
+use std::{fmt::Display, fs, io, path::PathBuf, sync::Arc, time::Duration};
 
-use super::error::DeviceError;
+use super::{
+    ceph::{ImageNote, Making},
+    error::DeviceError,
+};
 use crate::{
     crash_point, digest,
     pool::{Pool, making},
 };
 
-/// Where it is noted that a mkfs of one source is under way.
-#[allow(missing_debug_implementations, reason = "a source is only shown")]
-pub enum MkfsNote<'a> {
-    /// Beside an image of a pool, for whichever node has it next.
-    Pool(&'a Pool, &'a str),
-    /// On this node, for as long as it has the source.
-    Node(&'a Notes, &'a dyn Display),
+/// Where it is noted that something is being made on one source.
+#[derive(Debug)]
+pub enum MkfsNote {
+    /// Beside an image of a pool.
+    Pool(Pool, String),
+    /// In the metadata of a Ceph image.
+    Image(Arc<ImageNote>, Making),
+    /// On this node, under what it is made on.
+    Node(Notes, String),
 }
 
-impl MkfsNote<'_> {
-    /// Notes durably that a mkfs is about to begin, for this volume.
+impl MkfsNote {
+    /// Notes durably that it is about to begin, for this volume.
     pub fn begins(&self, volume_id: &str) -> Result<(), DeviceError> {
         match self {
             Self::Pool(pool, image) => Ok(making::begins(pool, image, volume_id)?),
-            Self::Node(notes, source) => Ok(notes.begins(*source, volume_id)?),
+            Self::Image(note, what) => Ok(note.begins(*what, volume_id)?),
+            Self::Node(notes, source) => Ok(notes.begins(source, volume_id)?),
         }
     }
 
-    /// Whether a mkfs for this volume has begun and not ended.
+    /// Whether it has begun for this volume and not ended.
     pub fn was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
         match self {
             Self::Pool(pool, image) => Ok(making::was_interrupted(pool, image, volume_id)?),
-            Self::Node(notes, source) => Ok(notes.was_interrupted(*source, volume_id)?),
+            Self::Image(note, what) => Ok(note.was_interrupted(*what, volume_id)?),
+            Self::Node(notes, source) => Ok(notes.was_interrupted(source, volume_id)?),
         }
     }
 
@@ -45,16 +54,8 @@ impl MkfsNote<'_> {
     pub fn ended(&self) -> Result<(), DeviceError> {
         match self {
             Self::Pool(pool, image) => Ok(making::ended(pool, image)?),
-            Self::Node(notes, source) => Ok(notes.ended(*source)?),
-        }
-    }
-
-    /// Whether a mkfs for this volume was interrupted, of which the note goes with
-    /// the source, and no other node can have written to that yet.
-    pub fn is_fresh(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        match self {
-            Self::Pool(..) => Ok(false),
-            Self::Node(notes, source) => Ok(notes.is_fresh(*source, volume_id)?),
+            Self::Image(note, _) => Ok(note.ended()?),
+            Self::Node(notes, source) => Ok(notes.ended(source)?),
         }
     }
 }
@@ -63,9 +64,6 @@ impl MkfsNote<'_> {
 /// it free when Ceph has not heard of the first for 30 seconds
 /// (`osd_client_watch_timeout`); Kubernetes waits for minutes.
 const ALONE_FOR: Duration = Duration::from_secs(20);
-
-/// Stands for any time long ago.
-const STALE: Duration = Duration::ZERO;
 
 /// How long the machine is up (proc(5)), in whole seconds.
 fn uptime() -> Result<Duration, NoteError> {
@@ -106,24 +104,7 @@ impl Notes {
 
     /// A mkfs of the source is about to begin, for this volume.
     pub fn begins(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
-        self.write(source, uptime()?, volume_id)
-    }
-
-    /// Somebody else may have the source: the note is fresh no more.
-    pub fn doubt(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
-        if self.was_interrupted(source, volume_id)? {
-            self.write(source, STALE, volume_id)?;
-        }
-        Ok(())
-    }
-
-    fn write(
-        &self,
-        source: &dyn Display,
-        since: Duration,
-        volume_id: &str,
-    ) -> Result<(), NoteError> {
-        let text = format!("{} {volume_id}", since.as_secs());
+        let text = format!("{} {volume_id}", uptime()?.as_secs());
         fs::write(self.path(source), text).map_err(failed("note the format that begins"))?;
         crash_point();
         Ok(())
@@ -143,7 +124,7 @@ impl Notes {
         let Some(since) = self.since(source, volume_id)? else {
             return Ok(false);
         };
-        Ok(since != STALE && uptime()?.saturating_sub(since) < ALONE_FOR)
+        Ok(uptime()?.saturating_sub(since) < ALONE_FOR)
     }
 
     /// When it began, by the machine's uptime.
@@ -186,9 +167,8 @@ mod tests {
         assert!(!notes.was_interrupted(&source, "w").unwrap());
         assert!(notes.is_fresh(&source, "v").unwrap());
         assert!(!notes.is_fresh(&source, "w").unwrap());
-        notes.doubt(&source, "w").unwrap();
-        assert!(notes.is_fresh(&source, "v").unwrap());
-        notes.doubt(&source, "v").unwrap();
+        let long_ago = uptime().unwrap().saturating_sub(ALONE_FOR);
+        fs::write(notes.path(&source), format!("{} v", long_ago.as_secs())).unwrap();
         assert!(!notes.is_fresh(&source, "v").unwrap());
         assert!(notes.was_interrupted(&source, "v").unwrap());
         notes.ended(&source).unwrap();

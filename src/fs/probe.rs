@@ -65,6 +65,18 @@ pub enum Content {
     },
 }
 
+impl Content {
+    /// Whether a mkfs of a blank device, if it is killed, may leave this: each writes
+    /// what makes a file system whole at last, after its copies, or a mark that says so.
+    pub fn is_scrap(&self) -> bool {
+        match self {
+            Self::Unknown { .. } => true,
+            Self::Foreign { what } => superblock::SCRAPS.contains(what),
+            Self::Blank | Self::Fs(_) => false,
+        }
+    }
+}
+
 /// What a superblock says of its file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FsInfo {

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     capability::Mode,
-    device::{Device, Fencing},
+    device::{Attachment, Fencing, Purpose},
 };
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
@@ -48,16 +48,18 @@ pub async fn format(
     };
     let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);
     node.remember(volume, record.clone()).await?;
-    let device = match stage::attach_source(node, volume, &attach, None, progress).await {
-        Ok(device) => device,
+    let purpose = Purpose::Format;
+    let attaching = stage::attach_source(node, volume, &attach, purpose, None, progress);
+    let attached = match attaching.await {
+        Ok(attached) => attached,
         // Whatever is attached, this call did not do it.
         Err(cause) => {
             unstage::forget(node, volume, &record, progress).await?;
             return Err(cause);
         }
     };
-    record.device = Some(device.clone());
-    let was = steps(node, volume, spec, &device, &record, progress).await;
+    record.device = Some(attached.device.clone());
+    let was = steps(node, volume, spec, &attached, &record, progress).await;
     match (
         was,
         unstage::tear_down(node, volume, &record, progress).await,
@@ -76,14 +78,14 @@ async fn steps(
     node: &Rc<Node>,
     volume: &Volume,
     spec: &Format,
-    device: &Device,
+    attached: &Attachment,
     record: &Record,
     progress: &Progress,
 ) -> Result<String, Error> {
     node.remember(volume, record.clone()).await?;
     // Refuses where anybody has the device mounted or open exclusively.
-    let was = prepare::describe(&prepare::look(node, volume, device, progress).await?);
-    prepare::make(node, volume, record, device, spec.fs, &[], progress).await?;
+    let was = prepare::describe(&prepare::look(node, volume, &attached.device, progress).await?);
+    prepare::make(node, volume, record, attached, spec.fs, &[], progress).await?;
     tracing::warn!(
         volume_id = volume.id,
         was,

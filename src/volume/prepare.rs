@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     device::{
-        Device,
+        Attachment, Device, DeviceError, MkfsNote,
         holders::{self, Holder},
         luks, sysfs,
     },
@@ -120,22 +120,27 @@ pub async fn prepare(
     node: &Node,
     volume: &Volume,
     record: &Record,
-    device: &Device,
+    attached: &Attachment,
     mkfs_options: &[String],
     progress: &Progress,
 ) -> Result<Prepared, Error> {
     let Use::Mount { fs: wanted, .. } = record.usage else {
         unreachable!("only mounted volumes are prepared");
     };
+    let device = &attached.device;
     let content = look(node, volume, device, progress).await?;
     not_cut_short(volume, record, device, &content)?;
     let info = match content {
         Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
         other => {
             let blank = matches!(other, Content::Blank);
-            let whole = matches!(other, Content::Fs(_));
-            // A note never outweighs a whole file system.
-            if !blank && (whole || !was_interrupted(node, volume, record, progress).await?) {
+            // A note outweighs nothing that a mkfs does not leave.
+            let scrap = other.is_scrap()
+                && noted(node, volume, attached, progress, |note, id| {
+                    note.was_interrupted(id)
+                })
+                .await?;
+            if !blank && !scrap {
                 return Err(Error::Foreign {
                     volume: volume.id.clone(),
                     device: device.node.clone(),
@@ -154,13 +159,13 @@ pub async fn prepare(
                 tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
             }
             let fs = wanted.unwrap_or(FsType::Ext4);
-            make(node, volume, record, device, fs, mkfs_options, progress).await?;
+            make(node, volume, record, attached, fs, mkfs_options, progress).await?;
             return Ok(Prepared { fs, found: None });
         }
     };
     if !record.read_only {
         // It may have been finished by an agent that died before it said so.
-        settle(node, volume, record, progress).await?;
+        noted(node, volume, attached, progress, |note, _| note.ended()).await?;
         if info.dirty {
             check(volume, device, info.fs, progress).await?;
         }
@@ -194,35 +199,18 @@ fn not_cut_short(
     )))
 }
 
-async fn was_interrupted(
+/// Asks or changes the note of a mkfs that is under way.
+async fn noted<T: Send + 'static>(
     node: &Node,
     volume: &Volume,
-    record: &Record,
+    attached: &Attachment,
     progress: &Progress,
-) -> Result<bool, Error> {
-    let backends = Arc::clone(&node.backends);
-    let (source, id) = (record.source.clone(), volume.id.clone());
-    node.lane(volume, progress, "note", move || {
-        backends.bind(&source).mkfs()?.was_interrupted(&id)
-    })
-    .await
-    .map_err(|error| volume.device(error))
-}
-
-/// From now on the source may hold data.
-async fn settle(
-    node: &Node,
-    volume: &Volume,
-    record: &Record,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let backends = Arc::clone(&node.backends);
-    let source = record.source.clone();
-    node.lane(volume, progress, "note", move || {
-        backends.bind(&source).mkfs()?.ended()
-    })
-    .await
-    .map_err(|error| volume.device(error))
+    what: impl FnOnce(&MkfsNote, &str) -> Result<T, DeviceError> + Send + 'static,
+) -> Result<T, Error> {
+    let (making, id) = (Arc::clone(&attached.note), volume.id.clone());
+    node.lane(volume, progress, "note", move || what(&making, &id))
+        .await
+        .map_err(|error| volume.device(error))
 }
 
 /// What a probe found, in words.
@@ -240,22 +228,20 @@ pub async fn make(
     node: &Node,
     volume: &Volume,
     record: &Record,
-    device: &Device,
+    attached: &Attachment,
     fs: FsType,
     options: &[String],
     progress: &Progress,
 ) -> Result<(), Error> {
     let backends = Arc::clone(&node.backends);
-    let (source, id) = (record.source.clone(), volume.id.clone());
-    let zeros = node
-        .lane(volume, progress, "note", move || {
-            let bound = backends.bind(&source);
-            let zeros = bound.reads_as_zero()?;
-            bound.mkfs()?.begins(&id)?;
-            Ok(zeros)
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
+    let source = record.source.clone();
+    let zeros = noted(node, volume, attached, progress, move |note, id| {
+        let zeros = backends.bind(&source).reads_as_zero()?;
+        note.begins(id)?;
+        Ok(zeros)
+    })
+    .await?;
+    let device = &attached.device;
     let command = mkfs::command(fs, &device.node, options, zeros);
     let program = command.program;
     let exit = run_child(volume, progress, "mkfs", &command).await?;
@@ -269,7 +255,8 @@ pub async fn make(
             output: exit.output.trim().to_owned(),
         });
     }
-    settle(node, volume, record, progress).await
+    // From now on the source may hold data.
+    noted(node, volume, attached, progress, |note, _| note.ended()).await
 }
 
 async fn check(

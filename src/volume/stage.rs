@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     Done,
-    device::{Device, Fencing, How, Source, ready, sysfs},
+    device::{Attachment, Device, Fencing, How, Purpose, Source, ready, sysfs},
     fs::{FsType, grow, probe::FsInfo},
     kernel::Dev,
     mount::{
@@ -60,7 +60,7 @@ pub async fn stage(
                         || node.backends.bind(&record.source).wants_secrets(device))
                 {
                     let known = known_device(&place, Some(device));
-                    attach_source(node, volume, spec, known, progress)
+                    attach_source(node, volume, spec, purpose_of(spec), known, progress)
                         .await
                         .map_err(kept)?;
                 }
@@ -143,11 +143,11 @@ impl Staging<'_> {
         }
         node.remember(volume, record.clone()).await?;
         let known = known_device(place, record.device.as_ref());
-        let attached = attach_source(node, volume, spec, known, progress).await;
+        let attached = attach_source(node, volume, spec, purpose_of(spec), known, progress).await;
         let cause = match attached {
-            Ok(device) => {
-                record.device = Some(device.clone());
-                match self.steps(&mut record, &device).await {
+            Ok(attached) => {
+                record.device = Some(attached.device.clone());
+                match self.steps(&mut record, &attached).await {
                     Ok(()) => return Ok(()),
                     Err(cause) => cause,
                 }
@@ -171,7 +171,7 @@ impl Staging<'_> {
         }
     }
 
-    async fn steps(&self, record: &mut Record, device: &Device) -> Result<(), Error> {
+    async fn steps(&self, record: &mut Record, attached: &Attachment) -> Result<(), Error> {
         let Self {
             node,
             volume,
@@ -179,6 +179,7 @@ impl Staging<'_> {
             place,
             progress,
         } = *self;
+        let device = &attached.device;
         let ready = ready::ready(&node.uevents, &spec.source, device.dev);
         progress
             .step("ready", ring::timer::timeout(READY_WITHIN, ready))
@@ -199,7 +200,7 @@ impl Staging<'_> {
                 }
             } else {
                 let prepared =
-                    prepare::prepare(node, volume, record, device, &spec.mkfs_options, progress)
+                    prepare::prepare(node, volume, record, attached, &spec.mkfs_options, progress)
                         .await?;
                 let root_dev = self.mount(options, device, &prepared).await?;
                 (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
@@ -312,9 +313,10 @@ pub async fn attach_source(
     node: &Rc<Node>,
     volume: &Volume,
     spec: &Stage,
+    purpose: Purpose,
     known: Option<PathBuf>,
     progress: &Progress,
-) -> Result<Device, Error> {
+) -> Result<Attachment, Error> {
     if let Some(other) = node.other_user(volume, &spec.source) {
         return Err(volume.precondition(format!(
             "{} is in use on this node by volume {other}",
@@ -338,19 +340,26 @@ pub async fn attach_source(
         read_only: spec.read_only,
         shared: spec.mode.multi_node(),
         volume_id: volume.id.clone(),
-        raw: spec.usage == Use::Block,
+        purpose,
         known,
         fencing: spec.fencing,
         secrets: spec.secrets.clone(),
     };
-    let (device, done) = node
+    let (attached, done) = node
         .lane(volume, progress, "attach", move || {
             backends.bind(&source).attach(&how)
         })
         .await
         .map_err(|error| volume.device(error))?;
     already(volume, "attach", done);
-    Ok(device)
+    Ok(attached)
+}
+
+fn purpose_of(spec: &Stage) -> Purpose {
+    match spec.usage {
+        Use::Block => Purpose::Raw,
+        Use::Mount { .. } => Purpose::Mount,
+    }
 }
 
 /// The device that the volume had, or that is mounted where it is staged: an

@@ -1,8 +1,8 @@
 //! What a killed mkfs left, where the volume is given up before mkfs was made again.
 //!
-//! The note of it goes with the device (`device::notes`), and without the note it
-//! would be taken for data, by every node and for ever. So it is blanked out, if the
-//! mkfs was so recent that no other node can have written there yet.
+//! Where the note of it is this node's (`device::notes`), it goes with the device, and
+//! without it that would be taken for data, by every node and for ever. So it is
+//! blanked out, if the mkfs was so recent that no other node can have written there yet.
 
 use super::{
     Error, Node,
@@ -21,8 +21,8 @@ pub async fn unmake(
 ) -> Result<(), Error> {
     // Most volumes have no such note: it is looked for on a tmpfs, without a lane.
     let bound = node.backends.bind(&record.source);
-    let is_fresh = bound.mkfs().and_then(|mkfs| mkfs.is_fresh(&volume.id));
-    if !is_fresh.map_err(|error| volume.device(error))? {
+    let leaves = bound.leaves_scraps(&volume.id);
+    if !leaves.map_err(|error| volume.device(error))? {
         return Ok(());
     }
     let (source, on) = (record.source.clone(), device.clone());

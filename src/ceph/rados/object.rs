@@ -1,4 +1,4 @@
-//! An object: its bytes, what its class makes of them, and who watches it.
+//! An object: its bytes, and who watches it.
 
 use std::{ffi::c_int, ptr, time::Duration};
 
@@ -37,37 +37,6 @@ impl IoCtx {
         let count = call.check64(count.into())?;
         bytes.truncate(usize::try_from(count).unwrap_or_default());
         Ok(bytes)
-    }
-    /// Has a class of the OSDs' look at an object, and says what it answers, at
-    /// most `max` bytes ([`CephError::is_not_found`]).
-    pub(in crate::ceph) fn execute(
-        &self,
-        object: &str,
-        (class, method): (&str, &str),
-        input: &[u8],
-        max: usize,
-    ) -> Result<Vec<u8>, CephError> {
-        let call = self.call("look at", "object", object);
-        let (name, class, method) = (call.text(object)?, call.text(class)?, call.text(method)?);
-        let mut output = vec![0_u8; max];
-        let execute = self.cluster().libraries.rados.rados_exec;
-        // SAFETY: the three names end in NUL; input and output have the lengths
-        // that are told.
-        let count = unsafe {
-            execute(
-                self.raw(),
-                name.as_ptr(),
-                class.as_ptr(),
-                method.as_ptr(),
-                input.as_ptr().cast(),
-                input.len(),
-                output.as_mut_ptr().cast(),
-                max,
-            )
-        };
-        let count = call.check64(count.into())?;
-        output.truncate(usize::try_from(count).unwrap_or_default());
-        Ok(output)
     }
 
     /// Sends a notification to all who watch an object, and says who they are: the

@@ -44,6 +44,15 @@ impl IoCtx {
         object: &str,
         keys: &[&str],
     ) -> Result<BTreeMap<String, String>, CephError> {
+        Ok(texts(self.omap_get_bytes(object, keys)?))
+    }
+
+    /// The same, byte for byte: some of Ceph's own are no text.
+    pub(in crate::ceph) fn omap_get_bytes(
+        &self,
+        object: &str,
+        keys: &[&str],
+    ) -> Result<BTreeMap<String, Vec<u8>>, CephError> {
         let pointers: Vec<_> = keys.iter().map(|key| key.as_ptr().cast()).collect();
         let lens: Vec<_> = keys.iter().map(|key| key.len()).collect();
         let functions = &self.cluster().libraries.rados;
@@ -90,7 +99,7 @@ impl IoCtx {
             }
         })?;
         Ok(Page {
-            entries,
+            entries: texts(entries),
             more: more != 0,
         })
     }
@@ -120,7 +129,7 @@ impl IoCtx {
         &self,
         object: &str,
         ask: impl FnOnce(abi::ReadOp, *mut abi::OmapIter),
-    ) -> Result<BTreeMap<String, String>, CephError> {
+    ) -> Result<BTreeMap<String, Vec<u8>>, CephError> {
         let call = self.call("read keys of", "object", object);
         let name: CString = call.text(object)?;
         let functions = &self.cluster().libraries.rados;
@@ -140,16 +149,25 @@ impl IoCtx {
     }
 }
 
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn texts(entries: BTreeMap<String, Vec<u8>>) -> BTreeMap<String, String> {
+    let entries = entries.into_iter();
+    entries.map(|(key, value)| (key, text(&value))).collect()
+}
+
 /// Copies what a read found.
 ///
 /// # Safety
 ///
 /// `found` is what a read that succeeded has filled.
-unsafe fn collect(functions: &abi::Functions, found: abi::OmapIter) -> BTreeMap<String, String> {
-    let text = |start: *mut _, len| {
+unsafe fn collect(functions: &abi::Functions, found: abi::OmapIter) -> BTreeMap<String, Vec<u8>> {
+    let bytes = |start: *mut std::ffi::c_char, len| match len {
+        0 => Vec::new(),
         // SAFETY: the library says how many bytes there are.
-        let bytes = unsafe { slice::from_raw_parts(start, len) };
-        String::from_utf8_lossy(bytes).into_owned()
+        _ => unsafe { slice::from_raw_parts(start.cast::<u8>(), len) }.to_vec(),
     };
     let mut entries = BTreeMap::new();
     loop {
@@ -169,11 +187,6 @@ unsafe fn collect(functions: &abi::Functions, found: abi::OmapIter) -> BTreeMap<
         if answer < 0 || key.is_null() {
             return entries;
         }
-        let key = text(key.cast::<u8>(), key_len);
-        let value = match value_len {
-            0 => String::new(),
-            len => text(value.cast(), len),
-        };
-        entries.insert(key, value);
+        entries.insert(text(&bytes(key, key_len)), bytes(value, value_len));
     }
 }

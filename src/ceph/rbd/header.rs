@@ -10,8 +10,8 @@
 //! changes and requests by others; readers do not. So a notification is acknowledged by all of
 //! them, one of a kind that they do not know, too, and nothing else comes of that.
 //!
-//! Sources: Ceph's `cls_rbd.cc` for what is kept where (`get_features`;
-//! `metadata_<key>` in a header's omap; `mirror::image_key`); librbd's
+//! Sources: Ceph's `cls_rbd.cc` for what is kept where (in a header's omap `features`,
+//! 64 bits, little endian, and `metadata_<key>`; `mirror::image_key`); librbd's
 //! `WatchNotifyTypes.cc` and the kernel's drivers/block/rbd.c, `rbd_watch_cb`, for
 //! what a notification is.
 
@@ -20,10 +20,10 @@ use std::collections::BTreeMap;
 use rustix::io::Errno;
 
 use super::{Features, image_id};
-use crate::ceph::{CephError, rados::IoCtx};
-
-/// `CEPH_NOSNAP`: the image itself, and not a snapshot of it.
-const NO_SNAPSHOT: u64 = 0xffff_ffff_ffff_fffe;
+use crate::ceph::{
+    CephError,
+    rados::{IoCtx, WriteOp},
+};
 
 /// A notification of a kind that there is not: version and compatible version of its
 /// encoding, the length of what follows, and the number of its kind.
@@ -31,6 +31,9 @@ const UNKNOWN: [u8; 10] = [1, 1, 4, 0, 0, 0, 0xff, 0xff, 0xff, 0xff];
 
 /// What stands before the keys of an image's metadata.
 const METADATA: &str = "metadata_";
+
+/// Where an image's features are.
+const FEATURES: &str = "features";
 
 /// The object that lists the images of a pool that are mirrored, as `image_<id>`.
 const MIRRORED: &str = "rbd_mirroring";
@@ -59,20 +62,27 @@ impl Header {
         Err(io.call("find", "image", name).error(Errno::NOENT))
     }
 
-    /// The image's features.
-    pub fn features(&self) -> Result<Features, CephError> {
+    /// The image's id, which no copy of it has; none of format 1.
+    pub fn id(&self) -> Option<&str> {
+        self.id.as_deref()
+    }
+
+    /// The image's features, and, in the same round trip, what is noted under a key of
+    /// its metadata.
+    pub fn features_and(&self, key: &str) -> Result<(Features, Option<String>), CephError> {
+        let key = format!("{METADATA}{key}");
+        let mut found = self.io.omap_get_bytes(&self.object, &[FEATURES, &key])?;
+        let noted = found.remove(&key);
+        let noted = noted.map(|value| String::from_utf8_lossy(&value).into_owned());
         if self.id.is_none() {
-            return Ok(Features::default());
+            return Ok((Features::default(), noted));
         }
-        // Read-only: what a reader must understand is not asked for.
-        let input = [&NO_SNAPSHOT.to_le_bytes()[..], &[1]].concat();
-        let method = ("rbd", "get_features");
-        let answer = self.io.execute(&self.object, method, &input, 64)?;
+        let features = found
+            .remove(FEATURES)
+            .and_then(|value| value.try_into().ok());
         let call = self.io.call("read", "header", &self.object);
-        let (features, _) = answer
-            .split_first_chunk()
-            .ok_or_else(|| call.error(Errno::BADMSG))?;
-        Ok(Features(u64::from_le_bytes(*features)))
+        let features = features.ok_or_else(|| call.error(Errno::BADMSG))?;
+        Ok((Features(u64::from_le_bytes(features)), noted))
     }
 
     /// The connections that have the image mapped or open for writing; one more
@@ -100,5 +110,25 @@ impl Header {
         let keys = self.io.omap_list(&self.object, METADATA)?;
         let bare = |(key, value): (String, String)| (key[METADATA.len()..].to_owned(), value);
         Ok(keys.into_iter().map(bare).collect())
+    }
+
+    /// What is noted under one key; nothing where it is not set.
+    pub fn metadata_get(&self, key: &str) -> Result<Option<String>, CephError> {
+        let key = format!("{METADATA}{key}");
+        Ok(self.io.omap_get(&self.object, &[&key])?.remove(&key))
+    }
+
+    /// Notes something. Nobody is told: librbd reads it when it opens the image.
+    pub fn metadata_set(&self, key: &str, value: &str) -> Result<(), CephError> {
+        let key = format!("{METADATA}{key}");
+        // Else the header of an image that was just removed would be made.
+        let op = WriteOp::new().assert_exists().set([(&*key, value)]);
+        self.io.operate(&self.object, &op)
+    }
+
+    /// Takes a note away, where it is set.
+    pub fn metadata_remove(&self, key: &str) -> Result<(), CephError> {
+        let key = format!("{METADATA}{key}");
+        self.io.omap_remove(&self.object, &[&key])
     }
 }

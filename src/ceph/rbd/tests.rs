@@ -277,7 +277,9 @@ fn a_header_says_what_the_open_image_does() {
     create(io, "a", MIB, &asked).unwrap();
     let header = Header::of(io, "a").unwrap();
     let reader = Image::open(io, "a", Access::ReadOnly).unwrap();
-    assert_eq!(header.features().unwrap(), reader.features().unwrap());
+    let features = reader.features().unwrap();
+    assert_eq!(header.features_and("k").unwrap(), (features, None));
+    assert_eq!(header.id(), Some(&*reader.id().unwrap()));
     assert!(header.metadata().unwrap().is_empty());
     assert!(header.watching().unwrap().is_empty());
 
@@ -290,6 +292,16 @@ fn a_header_says_what_the_open_image_does() {
     writers[0].metadata_set("rbd.csi.ceph.com/a", "Ω").unwrap();
     assert_eq!(header.metadata().unwrap(), reader.metadata_list().unwrap());
     assert_eq!(header.metadata().unwrap()["rbd.csi.ceph.com/a"], "Ω");
+    header.metadata_set("k", "Ω").unwrap();
+    let noted = Some("Ω".to_owned());
+    assert_eq!(reader.metadata_get("k").unwrap(), noted);
+    assert_eq!(header.metadata_get("k").unwrap(), noted);
+    assert_eq!(header.features_and("k").unwrap(), (features, noted));
+    for _ in 0..2 {
+        header.metadata_remove("k").unwrap();
+        assert_eq!(header.metadata_get("k").unwrap(), None);
+    }
+    assert_eq!(reader.metadata_get("k").unwrap(), None);
     let mut own = [io, &there].map(|io| io.cluster().instance_id().cast_signed());
     own.sort_unstable();
     let mut watching = header.watching().unwrap();
@@ -297,6 +309,10 @@ fn a_header_says_what_the_open_image_does() {
     assert_eq!(watching, own);
     drop(writers);
     assert!(header.watching().unwrap().is_empty());
+    drop(reader);
+    remove(io, "a").unwrap();
+    assert!(header.metadata_set("k", "v").unwrap_err().is_not_found());
+    assert!(header.features_and("k").unwrap_err().is_not_found());
 }
 
 #[test]
@@ -305,7 +321,9 @@ fn an_image_of_the_first_format_has_a_header_too() {
     // Nobody makes one any more; this much of it is looked at.
     place.io.create_exclusive("old.rbd").unwrap();
     let header = Header::of(&place.io, "old").unwrap();
-    assert_eq!(header.features().unwrap(), Features::default());
+    let features = Features::default();
+    assert_eq!(header.features_and("k").unwrap(), (features, None));
+    assert_eq!(header.id(), None);
     assert!(header.metadata().unwrap().is_empty());
     assert!(header.watching().unwrap().is_empty());
 }

@@ -115,7 +115,7 @@ pub enum CephImageError {
     )]
     NotUndone {
         /// Why it failed.
-        cause: Box<CephImageError>,
+        cause: Box<DeviceError>,
         /// Why the undo failed.
         undo: String,
     },
@@ -184,7 +184,7 @@ impl CephImageError {
     #[must_use]
     pub fn not_undone(self, undo: &DeviceError) -> Self {
         Self::NotUndone {
-            cause: Box::new(self),
+            cause: Box::new(self.into()),
             undo: chain(undo),
         }
     }
@@ -237,14 +237,6 @@ impl CephImageError {
         }
     }
 
-    /// Whether somebody else has the image, or may have it.
-    pub fn is_anothers(&self) -> bool {
-        matches!(
-            self,
-            Self::InUse { .. } | Self::Unpublished { .. } | Self::Taken { .. }
-        )
-    }
-
     /// Whether the image has not grown as the device should.
     pub fn is_small(&self) -> bool {
         match self {
@@ -273,7 +265,10 @@ impl CephImageError {
             ),
             Self::Luks(error) => matches!(
                 error,
-                LuksError::Foreign { .. } | LuksError::Passphrase { .. } | LuksError::Other { .. }
+                LuksError::Foreign { .. }
+                    | LuksError::Passphrase { .. }
+                    | LuksError::Keyless { .. }
+                    | LuksError::Other { .. }
             ),
             _ => true,
         }

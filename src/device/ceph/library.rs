@@ -5,9 +5,12 @@
 //! mapped all the same, and nothing but the orchestrator keeps a second writer off:
 //! clients hand an image's exclusive lock on to whoever asks for it.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
-use super::error::CephImageError;
+use super::{
+    error::CephImageError,
+    making::{self, ImageNote},
+};
 use crate::{
     ceph::{
         CephError, Credentials,
@@ -47,6 +50,8 @@ pub struct Asked {
     header: Header,
     /// Its features.
     pub features: Features,
+    /// What is noted of a mkfs; none of format 1, whose copies it would count for.
+    pub making: Option<Arc<ImageNote>>,
     mirror_daemons: u32,
 }
 
@@ -67,9 +72,11 @@ impl Asked {
         };
         let pool = connected.ioctx(&image.pool, &image.namespace)?;
         let header = Header::of(&pool, &image.name)?;
+        // Before who watches is asked, which has no deadline.
+        let (features, noted) = header.features_and(making::KEY)?;
         Ok(Some(Self {
-            // Before who watches is asked, which has no deadline.
-            features: header.features()?,
+            features,
+            making: ImageNote::of(&header, noted.is_some()),
             header,
             pool,
             name: image.name.clone(),
@@ -81,6 +88,9 @@ impl Asked {
     pub fn wait_until_free(&self) -> Result<(), CephImageError> {
         if self.header.watching()?.is_empty() {
             return Ok(());
+        }
+        if let Some(note) = &self.making {
+            note.may_have_come();
         }
         let image = self.open(Access::ReadOnly)?;
         let watchers = busy::outwait_for(

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use super::{
     Ailment, Behind, Device, How, Source,
-    backend::{Bound, Found},
+    backend::{Attachment, Bound, Found},
     error::{DeviceError, io},
     loopdev::Detached,
     luks,
@@ -39,6 +39,7 @@ mod encrypted;
 mod entered;
 mod error;
 mod library;
+mod making;
 mod map;
 mod mounter;
 mod note;
@@ -47,6 +48,7 @@ mod source;
 
 pub use entered::ThisNode;
 pub use error::CephImageError;
+pub use making::{ImageNote, Making};
 pub use note::NOTE;
 pub use source::CephSource;
 
@@ -71,7 +73,7 @@ pub struct CephImages {
     pub holder: Option<Watch>,
     /// Where this node is in the CRUSH map, for reads from the nearest copy.
     pub location: Option<String>,
-    /// Which images have a format under way.
+    /// Which images have a format under way, where their metadata cannot say it.
     pub notes: Notes,
     /// Who is entered as having an image.
     pub this_node: ThisNode,
@@ -231,34 +233,49 @@ pub struct BoundCephImage<'a> {
     source: &'a CephSource,
 }
 
+impl BoundCephImage<'_> {
+    /// All that is done on a mapped image before it is given out; the device that shows
+    /// it in the clear.
+    fn open(
+        &self,
+        known: &Known<'_>,
+        below: &Below,
+        how: &How,
+    ) -> Result<(Option<luks::Node>, MkfsNote), DeviceError> {
+        self.enter(known, below, how)?;
+        let over = match &self.source.kms {
+            Some(kms) => Some(self.decrypt(known, kms, &below.node, how)?),
+            None => None,
+        };
+        let note = self.note(known, Making::FileSystem, how)?;
+        if how.gives_out_raw() {
+            note.ended()?;
+        }
+        Ok((over, note))
+    }
+}
+
 impl Bound for BoundCephImage<'_> {
-    fn attach(&self, how: &How) -> Result<(Device, Done), DeviceError> {
-        if how.raw && !how.read_only {
-            self.mkfs()?.ended()?;
-        }
-        let mapped = self.map_where_it_is(how);
-        if mapped.as_ref().is_err_and(CephImageError::is_anothers) {
-            let notes = &self.images.notes;
-            notes.doubt(self.source, &how.volume_id)?;
-            notes.doubt(&encrypted::note_of(self.source), &how.volume_id)?;
-        }
-        let (known, below, done) = mapped?;
-        let over = self.enter(&known, &below, how).and_then(|()| {
-            let kms = self.source.kms.as_ref();
-            kms.map(|kms| encrypted::open(self.images, &known, kms, &below.node, how))
-                .transpose()
-        });
-        match over {
-            Ok(over) => Ok((below.shown(over), done)),
+    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
+        let (known, below, done) = self.map_where_it_is(how)?;
+        match self.open(&known, &below, how) {
+            Ok((over, note)) => {
+                let (device, note) = (below.shown(over), Arc::new(note));
+                Ok((Attachment { device, note }, done))
+            }
             Err(error) => {
                 if done == Done::Already {
-                    return Err(error.into());
+                    return Err(error);
                 }
                 let undone =
                     as_it_is_shown(below).and_then(|device| self.detach(&device, &how.volume_id));
                 match undone {
-                    Ok(_) => Err(error.into()),
-                    Err(undo) => Err(error.not_undone(&undo).into()),
+                    Ok(_) => Err(error),
+                    Err(undo) => Err(CephImageError::NotUndone {
+                        cause: Box::new(error),
+                        undo: chain(&undo),
+                    }
+                    .into()),
                 }
             }
         }
@@ -302,26 +319,14 @@ impl Bound for BoundCephImage<'_> {
         }
     }
 
-    fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError> {
+    fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
         // The mapping's number may be another image's by now.
         if self.source.is_behind(device.dev)
             && let Some(mapping) = luks::mapping_of(device.dev)
         {
             let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
         }
-        let below = Below::of(device);
-        let (notes, node) = (&self.images.notes, &below.node);
-        let is_it = || self.source.is_behind(node.dev) && device.is_what_it_was();
-        if let Err(error) = encrypted::unmake(notes, self.source, node, volume_id, is_it) {
-            // One that is dead has to go all the same.
-            let error = chain(&error);
-            tracing::warn!(
-                volume_id,
-                error,
-                "what an interrupted luksFormat may have left stays"
-            );
-        }
-        Ok(self.unmap(&below)?)
+        Ok(self.unmap(&Below::of(device))?)
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
@@ -334,11 +339,14 @@ impl Bound for BoundCephImage<'_> {
                 .map_err(CephImageError::from)?;
         }
         // Whoever has it next may fill it.
-        self.mkfs()?.ended()
+        for making in [Making::Luks, Making::FileSystem] {
+            self.node_note(making).ended()?;
+        }
+        Ok(())
     }
 
-    fn mkfs(&self) -> Result<MkfsNote<'_>, DeviceError> {
-        Ok(MkfsNote::Node(&self.images.notes, self.source))
+    fn leaves_scraps(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        Ok(self.images.notes.is_fresh(self.source, volume_id)?)
     }
 
     /// The controller grows the image; here its device follows.

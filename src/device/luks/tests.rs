@@ -119,7 +119,7 @@ fn what_is_on_a_device_is_not_taken_for_nothing() {
 
 #[test]
 fn a_header_without_a_key_is_known() {
-    let Some(_) = Name::new("key") else {
+    let Some(name) = Name::new("key") else {
         return;
     };
     let scratch = Scratch::new(32 * MIB);
@@ -130,6 +130,11 @@ fn a_header_without_a_key_is_known() {
     cryptsetup("luksErase", &["--batch-mode", &path], &path, None).unwrap();
     assert_eq!(look(&under).unwrap(), Holds::Luks);
     assert!(!has_key(&under).unwrap());
+    let refused = open(&under, &name.0, &secret("one"), false);
+    assert!(
+        matches!(refused, Err(LuksError::Keyless { .. })),
+        "{refused:?}"
+    );
 }
 
 #[test]

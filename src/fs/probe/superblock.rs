@@ -11,6 +11,19 @@ type Reader = fn(&Disk<'_>) -> Option<Result<FsInfo, &'static str>>;
 
 pub(super) const READERS: [Reader; 3] = [ext, xfs, btrfs];
 
+/// What a killed mkfs may leave.
+pub(super) const SCRAPS: [&str; 4] = [
+    EXT_HEADLESS,
+    XFS_UNFINISHED,
+    BTRFS_UNFINISHED,
+    BTRFS_HEADLESS,
+];
+
+const EXT_HEADLESS: &str = "an ext file system whose first superblock is gone";
+const XFS_UNFINISHED: &str = "an XFS file system whose mkfs did not end";
+const BTRFS_UNFINISHED: &str = "a btrfs file system whose mkfs did not end";
+const BTRFS_HEADLESS: &str = "a btrfs file system whose first superblock is gone";
+
 /// A structure on disk, read field by field. A field beyond its end is zero;
 /// none of the readers below reads one.
 struct Fields<'a>(&'a [u8]);
@@ -152,7 +165,7 @@ fn xfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
         return Some(Err("an XFS file system whose superblock makes no sense"));
     };
     if head[126] != 0 {
-        return Some(Err("an XFS file system whose mkfs did not end"));
+        return Some(Err(XFS_UNFINISHED));
     }
     let mut dirty = false;
     if version == 5 {
@@ -178,12 +191,12 @@ const BTRFS_OFFSET: u64 = 64 * KIB;
 const BTRFS_LEN: usize = 4096;
 const BTRFS_MAGIC: (u64, &[u8]) = (0x40, b"_BHRfS_M");
 /// `BTRFS_MAGIC_TEMPORARY` of btrfs-progs.
-const BTRFS_UNFINISHED: &[u8] = b"!BHRfS_M";
+const BTRFS_TEMPORARY: &[u8] = b"!BHRfS_M";
 
 fn btrfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     let magic_at = BTRFS_OFFSET + BTRFS_MAGIC.0;
-    if disk.has(magic_at, BTRFS_UNFINISHED) {
-        return Some(Err("a btrfs file system whose mkfs did not end"));
+    if disk.has(magic_at, BTRFS_TEMPORARY) {
+        return Some(Err(BTRFS_UNFINISHED));
     }
     if !disk.has(magic_at, BTRFS_MAGIC.1) {
         return None;
@@ -219,14 +232,14 @@ pub(super) fn backup(disk: &Disk<'_>) -> Option<&'static str> {
         .iter()
         .any(|at| disk.has(at + EXT_MAGIC.0 as u64, &EXT_MAGIC.1))
     {
-        return Some("an ext file system whose first superblock is gone");
+        return Some(EXT_HEADLESS);
     }
     let btrfs = [64 * MIB, 256 * GIB, 1024 * 1024 * GIB];
     if btrfs
         .iter()
         .any(|at| disk.has(at + BTRFS_MAGIC.0, BTRFS_MAGIC.1))
     {
-        return Some("a btrfs file system whose first superblock is gone");
+        return Some(BTRFS_HEADLESS);
     }
     None
 }

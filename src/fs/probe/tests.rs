@@ -163,6 +163,28 @@ fn backups_tell_of_a_lost_superblock() {
 }
 
 #[test]
+fn what_a_killed_mkfs_leaves_is_scrap() {
+    // Each without what it writes at last.
+    for (command, at, bytes) in [
+        ("mkfs.ext4 -q", 1024, &[0; 1024][..]),
+        ("mkfs.xfs -q", 126, &[1]),
+        ("mkfs.btrfs -q", 64 * KIB + 0x40, b"!"),
+        ("mkfs.btrfs -q", 64 * KIB, &[0; 4096]),
+    ] {
+        let (image, whole) = made_by(command, 320 * MIB);
+        assert!(!whole.is_scrap(), "{command}");
+        image.as_file().write_all_at(bytes, at).unwrap();
+        let content = probe(image.as_file());
+        assert!(content.is_scrap(), "{command}: {content:?}");
+    }
+    // What is damaged was whole once.
+    let (image, _) = made_by("mkfs.ext4 -q", 320 * MIB);
+    image.as_file().write_all_at(&[0xA5], 1024 + 0x80).unwrap();
+    assert!(!probe(image.as_file()).is_scrap());
+    assert!(!Content::Blank.is_scrap());
+}
+
+#[test]
 fn two_file_systems_are_none_of_ours() {
     let (image, _) = made_by("mkfs.btrfs -q", 320 * MIB);
     let mut other = vec![0; 4096];
@@ -200,6 +222,7 @@ fn foreign_marks_are_named() {
             matches!(content, Content::Foreign { what: is } if is.contains(what)),
             "{what}: {content:?}"
         );
+        assert!(!content.is_scrap(), "{what}");
     }
 }
 

@@ -13,6 +13,7 @@ mod ceph_csi;
 mod controller;
 mod dice;
 mod disk;
+mod halfway;
 mod holder;
 mod leaks;
 mod lives;
@@ -33,6 +34,7 @@ pub use controller::{
 };
 pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
+pub use halfway::{Halfway, LUKS_FORMAT, MKFS};
 pub use holder::Holder;
 pub use leaks::{files_below, mounts_below};
 pub use lives::{grown_in_use, kill_amid, kill_within, killed_amid_each, killed_at_each_step};

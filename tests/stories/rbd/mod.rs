@@ -6,6 +6,7 @@ mod bare;
 mod encrypted;
 mod fenced;
 mod growth;
+mod halves;
 mod killed;
 mod lives;
 mod moved;

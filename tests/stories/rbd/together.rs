@@ -218,6 +218,37 @@ fn secrets_in(sandbox: &Sandbox, secrets: &HashMap<String, String>) -> String {
 }
 
 #[test]
+fn an_operator_formats_what_was_left_half_made() {
+    ceph_story(async |sandbox, ceph| {
+        let class = Class::new(sandbox, ceph, &[("encrypted", "true")]).await;
+        let (controller, node) = (&class.controller, &class.node);
+        let volume = class.made(class.claim("ext4", "claim", 128 * MIB)).await;
+        // Without a note of ours: a LUKS header, or what stands there before.
+        let mapped = ceph.map_by_rbd(&volume, "noudev");
+        let mapped = mapped.to_str().unwrap();
+        fs::write(sandbox.dir().join("key"), "any").unwrap();
+        let key = sandbox.dir().join("key").display().to_string();
+        run(&["cryptsetup", "luksFormat", "-q", mapped, &key]);
+        run(&["cryptsetup", "luksErase", "-q", mapped]);
+        let words = ["no key", "uringctl format"];
+        let unmap = ["rbd", "unmap", "-o", "noudev", mapped];
+        run(&unmap);
+        refused(node.stage(&volume).await, FailedPrecondition, &words);
+
+        let secrets = secrets_in(sandbox, &controller.secrets);
+        let operator = Operator::new(node, controller);
+        let handle = &volume.handle;
+        let format = ["format", handle, "--fs", "ext4", "--confirm", handle];
+        operator.json(&[&["--secrets", &secrets], &format[..]].concat());
+        let target = node.up(&volume, "pod").await;
+        kept(&volume, &target, &Content::new(handle), true);
+        node.down(&volume, "pod").await;
+        controller.delete(handle).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn an_operator_formats_what_is_not_blank() {
     ceph_story(async |sandbox, ceph| {
         for more in [&[][..], &[("encrypted", "true")]] {

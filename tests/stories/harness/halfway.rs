@@ -1,0 +1,59 @@
+//! Programs that an agent runs and that stop half-way, as seen by whoever has the
+//! device next.
+
+use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
+
+use super::{Node, eventually, run, run_err};
+
+/// Where agents look for programs first.
+const FIRST: &str = "/usr/local/sbin";
+
+/// All that mke2fs writes, but for what it writes at last.
+pub const MKFS: (&str, &str) = (
+    "mkfs.ext4",
+    "dd if=/dev/zero of=\"$device\" bs=1024 seek=1 count=1 conv=notrunc,fsync status=none",
+);
+
+/// luksFormat adds a key to the header that it has written.
+pub const LUKS_FORMAT: (&str, &str) = (
+    "cryptsetup",
+    "[ \"$1\" = luksFormat ] || exit 0\ncryptsetup -q luksErase \"$device\"",
+);
+
+/// In place of a program, for as long as this is there: once it has run, `undo` takes
+/// back what it does at last, and it does not end.
+pub struct Halfway {
+    reached: PathBuf,
+}
+
+impl Halfway {
+    /// In a story's own mount namespace.
+    pub fn new((program, undo): (&str, &str)) -> Self {
+        run(&["mount", "-t", "tmpfs", "none", FIRST]);
+        let reached = PathBuf::from(FIRST).join("reached");
+        let script = format!(
+            "#!/bin/sh -e\nPATH=/usr/sbin:/usr/bin:/sbin:/bin\nfor device; do :; done\n\
+             {program} \"$@\"\n{undo}\n: > {}\nexec sleep 600\n",
+            reached.display()
+        );
+        let path = PathBuf::from(FIRST).join(program);
+        fs::write(&path, script).expect("a program");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a mode");
+        Self { reached }
+    }
+
+    /// Makes a call of a node whose agent is killed when the program stops.
+    pub async fn killed<T>(&self, node: &Node, call: impl AsyncFnOnce() -> T) {
+        tokio::join!(call(), async {
+            let reached = async || self.reached.exists().then_some(());
+            eventually("the program stops half-way", reached).await;
+            node.kill9().await;
+        });
+    }
+}
+
+impl Drop for Halfway {
+    fn drop(&mut self) {
+        let _ = run_err(&["umount", "-l", FIRST]);
+    }
+}
