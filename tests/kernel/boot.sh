@@ -43,7 +43,7 @@ rm -rf "$dir/share"
 mkdir -p "$dir/share" "$dir/run"
 {
   printf 'cd %q\nexport PATH=%q\n' "$PWD" "$PATH"
-  for name in SOAK_OPERATIONS STORY_SEED PROPTEST_CASES; do
+  for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP PROPTEST_CASES; do
     [[ ! -v $name ]] || printf 'export %s=%q\n' "$name" "${!name}"
   done
   printf '%q ' "$@"

@@ -1,8 +1,8 @@
 //! End to end: the real binaries, called through their sockets as kubelet and
 //! the sidecars call them, on real loop devices, file systems and mounts. One
 //! file a story. Needs root. What takes more than that is ignored, and runs in
-//! `make test-kernel`. `STORY_SEED` repeats a random story, and `SOAK_OPERATIONS`
-//! makes the long ones longer.
+//! `make test-kernel`. `STORY_SEED` repeats a random story, `SOAK_OPERATIONS` makes the
+//! long ones longer, and `EVERY_STEP` leaves out none at which an agent may be killed.
 
 // The ban on children is the product's, not its tests'.
 #![allow(clippy::disallowed_methods, missing_docs)]

@@ -1,6 +1,6 @@
 //! What volumes of every backend go through: growth, and an agent that is killed.
 
-use std::{path::Path, time::Duration};
+use std::{env, path::Path, time::Duration};
 
 use tonic::{Code::OutOfRange, Status};
 
@@ -78,13 +78,14 @@ pub async fn killed_amid_each(
 /// Takes a volume through its life once for each step of the agent, which ends at
 /// that step as if by SIGKILL, is started again, and finishes what it is called for.
 /// `volume` gives a fresh volume for each; `attached`: the devices that it has.
-/// Of `of` steps that follow each other, one is taken.
+/// Of `of` steps that follow each other, one is taken; with `EVERY_STEP` set, each.
 pub async fn killed_at_each_step(
     node: &Node,
     of: usize,
     mut volume: impl FnMut() -> Volume,
     attached: impl Fn(&Volume) -> usize,
 ) {
+    let of = env::var_os("EVERY_STEP").map_or(of, |_| 1);
     let mut at = Dice::new().below(of);
     loop {
         let volume = volume();

@@ -15,7 +15,7 @@ use super::{node_with, served};
 use crate::{
     harness::{
         Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
-        lonely_ceph_story, refused,
+        killed_at_each_step, lonely_ceph_story, refused, run,
     },
     rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, outages},
 };
@@ -55,7 +55,9 @@ fn each_of_three_processes_dies_and_data_stays() {
             holder.kill_daemon(&volume).await;
             write(&volume, &target, "again");
 
-            // All of them.
+            // All of them. While the holder is away, what udevd reads of what was
+            // just written is a moment in which no daemon may die.
+            run(&["udevadm", "settle"]);
             let daemon = holder.daemon(&volume).await;
             node.kill9().await;
             holder.kill9().await;
@@ -78,6 +80,18 @@ fn each_of_three_processes_dies_and_data_stays() {
             node.down(&volume, "pod").await;
             assert_nothing_staged(&node, &volume);
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_agent_is_killed_at_some_steps_of_a_blank_image() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let devices = |volume: &Volume| devices_over(volume).len();
+        let volume = || served(ceph.volume("ext4"));
+        killed_at_each_step(&node, 9, volume, devices).await;
         node.assert_clean().await;
     });
 }
