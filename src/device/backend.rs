@@ -127,6 +127,8 @@ pub struct How {
     /// The device that it had, if it is known: that one, and no other, if it
     /// still has the source behind it.
     pub known: Option<PathBuf>,
+    /// It is staged, so it was seen that nobody else has it.
+    pub staged: bool,
     /// Whether who attaches it is to be entered before anything is written.
     pub fencing: Fencing,
     /// What the backend's server asks for.

@@ -48,8 +48,8 @@ pub async fn format(
     };
     let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);
     node.remember(volume, record.clone()).await?;
-    let purpose = Purpose::Format;
-    let attaching = stage::attach_source(node, volume, &attach, purpose, None, progress);
+    let (purpose, before) = (Purpose::Format, stage::Before::default());
+    let attaching = stage::attach_source(node, volume, &attach, purpose, before, progress);
     let attached = match attaching.await {
         Ok(attached) => attached,
         // Whatever is attached, this call did not do it.

@@ -59,8 +59,11 @@ pub async fn stage(
                     && (spec.fencing == Fencing::On
                         || node.backends.bind(&record.source).wants_secrets(device))
                 {
-                    let known = known_device(&place, Some(device));
-                    attach_source(node, volume, spec, purpose_of(spec), known, progress)
+                    let before = Before {
+                        device: known_device(&place, Some(device)),
+                        is_staged: true,
+                    };
+                    attach_source(node, volume, spec, purpose_of(spec), before, progress)
                         .await
                         .map_err(kept)?;
                 }
@@ -142,7 +145,12 @@ impl Staging<'_> {
             record.fs = before.fs;
         }
         node.remember(volume, record.clone()).await?;
-        let known = known_device(place, record.device.as_ref());
+        let is_staged =
+            |before: &Record| before.phase == Phase::Staged && is_still_there(before, place);
+        let known = Before {
+            device: known_device(place, record.device.as_ref()),
+            is_staged: before.as_ref().is_some_and(is_staged),
+        };
         let attached = attach_source(node, volume, spec, purpose_of(spec), known, progress).await;
         let cause = match attached {
             Ok(attached) => {
@@ -307,6 +315,15 @@ fn not_undone(cause: Error, undo: Error) -> Error {
     }
 }
 
+/// What is known of a volume that is to be attached.
+#[derive(Debug, Default)]
+pub struct Before {
+    /// The device that it had.
+    pub device: Option<PathBuf>,
+    /// It is staged.
+    pub is_staged: bool,
+}
+
 /// Attaches the source, after making it where it is an inline volume's. Where
 /// this fails, nothing stays that it did, but for the inline volume's image.
 pub async fn attach_source(
@@ -314,7 +331,7 @@ pub async fn attach_source(
     volume: &Volume,
     spec: &Stage,
     purpose: Purpose,
-    known: Option<PathBuf>,
+    before: Before,
     progress: &Progress,
 ) -> Result<Attachment, Error> {
     if let Some(other) = node.other_user(volume, &spec.source) {
@@ -341,7 +358,8 @@ pub async fn attach_source(
         shared: spec.mode.multi_node(),
         volume_id: volume.id.clone(),
         purpose,
-        known,
+        known: before.device,
+        staged: before.is_staged,
         fencing: spec.fencing,
         secrets: spec.secrets.clone(),
     };

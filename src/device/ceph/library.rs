@@ -84,9 +84,20 @@ impl Asked {
         }))
     }
 
-    /// Waits until nobody else has the image open, or names who has.
-    pub fn wait_until_free(&self) -> Result<(), CephImageError> {
-        if self.header.watching()?.is_empty() {
+    /// Waits until nobody has the image open but that client, or names who has.
+    pub fn wait_until_alone(&self, own: Own) -> Result<(), CephImageError> {
+        self.alone_within(FREE_WITHIN, own)
+    }
+
+    /// Nobody has the image open but that client, or it is named who has.
+    pub fn is_alone(&self, own: Own) -> Result<(), CephImageError> {
+        self.alone_within(Duration::ZERO, own)
+    }
+
+    fn alone_within(&self, time: Duration, own: Own) -> Result<(), CephImageError> {
+        let watching = self.header.watching()?;
+        let is_own = |client: &i64| own == Own::Client(*client);
+        if watching.iter().all(is_own) || own == Own::Some && watching.len() == 1 {
             return Ok(());
         }
         if let Some(note) = &self.making {
@@ -94,22 +105,11 @@ impl Asked {
         }
         let image = self.open(Access::ReadOnly)?;
         let watchers = busy::outwait_for(
-            FREE_WITHIN,
-            || self.others(&image, Own::None),
+            time,
+            || self.others(&image, own),
             |others| others.as_ref().is_ok_and(|some| !some.is_empty()),
         )?;
         self.nobody(watchers)
-    }
-
-    /// Nobody has the image open but that client, or it is named who has.
-    pub fn is_alone(&self, own: Own) -> Result<(), CephImageError> {
-        let watching = self.header.watching()?;
-        let is_own = |client: &i64| own == Own::Client(*client);
-        if watching.iter().all(is_own) || own == Own::Some && watching.len() == 1 {
-            return Ok(());
-        }
-        let image = self.open(Access::ReadOnly)?;
-        self.nobody(self.others(&image, own)?)
     }
 
     /// Who else has the image open, beside this connection and that client. Those who

@@ -214,7 +214,7 @@ impl BoundCephImage<'_> {
     ) -> Result<Option<&'a Asked>, CephImageError> {
         let asked = known.asked(&self.images.connections)?;
         if let Some(asked) = asked {
-            asked.wait_until_free()?;
+            asked.wait_until_alone(Own::None)?;
         }
         Ok(asked)
     }

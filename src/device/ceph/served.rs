@@ -11,7 +11,7 @@ use super::{
     mounter::Served,
 };
 use crate::{
-    Done, chain,
+    Done, chain, crash_point,
     device::{
         Ailment, Behind, Device, How, Source,
         backend::Found,
@@ -166,8 +166,9 @@ impl BoundCephImage<'_> {
         let is_coming = is_coming(Some(holder), &served.cookie)?;
         let before = look()?;
         // As with krbd, a second writer destroys the image.
-        let is_one_s = before.is_none() && !how.read_only && !how.shared;
-        if before.is_none() && !is_coming {
+        let is_one_s = !how.staged && !how.read_only && !how.shared;
+        let is_first = before.is_none() && !is_coming;
+        if is_first {
             self.is_not_mapped(known, how)?;
             if is_one_s {
                 let _ = self.alone(known)?;
@@ -205,6 +206,7 @@ impl BoundCephImage<'_> {
             }
             (mapped, _) => mapped?,
         };
+        crash_point();
         let device = look()?.filter(|device| device.node == node);
         let device = device.ok_or_else(|| {
             let why = format!("{} went while it was looked at", node.display());
@@ -214,9 +216,14 @@ impl BoundCephImage<'_> {
         if !is_one_s {
             return Ok((below, done));
         }
-        // Somebody else may have looked at the same time, as with krbd.
+        // Somebody else may have looked at the same time, as with krbd. A daemon that
+        // has died since an earlier call watches on for a while.
         let asked = known.asked(&self.images.connections);
-        let alone = asked.and_then(|asked| asked.map_or(Ok(()), |asked| asked.is_alone(Own::Some)));
+        let alone = asked.and_then(|asked| match asked {
+            Some(asked) if is_first => asked.is_alone(Own::Some),
+            Some(asked) => asked.wait_until_alone(Own::Some),
+            None => Ok(()),
+        });
         match alone {
             Ok(()) => Ok((below, done)),
             Err(cause) => Err(match self.unmap(&below) {

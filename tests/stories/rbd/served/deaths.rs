@@ -9,9 +9,9 @@ use std::{
 };
 
 use rustix::process::{Signal, kill_process};
-use tonic::Code::Unavailable;
+use tonic::Code::{FailedPrecondition, Unavailable};
 
-use super::{node_with, served};
+use super::{nbds, node_with, served};
 use crate::{
     harness::{
         Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
@@ -165,6 +165,41 @@ fn the_agent_is_killed_in_the_first_stage_of_a_blank_image() {
         killed::killed_in_the_first_stage(&node, 2, || served(ceph.volume("ext4"))).await;
         let secret = || served(encrypted::volume(ceph, "ext4"));
         killed::killed_in_the_first_stage(&node, 1, secret).await;
+    });
+}
+
+#[test]
+fn an_agent_that_died_before_its_second_look_has_it_made_up_for() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let volume = served(ceph.volume("block"));
+        // It dies as soon as there is a device: one step earlier there was none.
+        node.kill9().await;
+        for steps in 0.. {
+            node.start_doomed(steps).await;
+            let staged = node.stage(&volume).await;
+            assert!(staged.is_err(), "it has died in no stage");
+            node.ended().await;
+            if !nbds(&volume).is_empty() {
+                break;
+            }
+        }
+        let other = ceph.open_elsewhere(&volume);
+        node.restart().await;
+        refused(node.stage(&volume).await, FailedPrecondition, &["in use"]);
+        assert!(nbds(&volume).is_empty());
+        drop(other);
+        node.stage(&volume).await.unwrap();
+        // Staged, it is not looked for others again.
+        let other = ceph.open_elsewhere(&volume);
+        node.kill9().await;
+        node.restart().await;
+        node.stage(&volume).await.unwrap();
+        drop(other);
+        node.unstage(&volume).await.unwrap();
+        assert_nothing_staged(&node, &volume);
+        node.assert_clean().await;
     });
 }
 
