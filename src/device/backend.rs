@@ -262,8 +262,14 @@ impl Backends {
     }
 
     /// The source of a mounted device that has no record: what stands behind
-    /// it, where that is ours, or of a driver before us.
-    pub fn find_behind(&self, node: &Path, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+    /// it, where that is ours, or of a driver before us, which may have left a note
+    /// beside the mount.
+    pub fn find_behind(
+        &self,
+        node: &Path,
+        volume_id: &str,
+        left: Option<&[u8]>,
+    ) -> Result<Option<Found>, DeviceError> {
         let name = node.file_name().map(|name| name.to_string_lossy());
         let by_name = name.and_then(|name| block::dev_of(&name).ok());
         // A mapping has a name of the device mapper's.
@@ -273,7 +279,7 @@ impl Backends {
         if let Some(found) = self.exports.find_behind(dev)? {
             return Ok(Some(found));
         }
-        match self.ceph.find_behind(dev, volume_id)? {
+        match self.ceph.find_behind(dev, volume_id, left)? {
             None => self.images.find_behind(node, dev),
             found => Ok(found),
         }

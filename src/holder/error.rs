@@ -99,7 +99,9 @@ pub enum HolderError {
         source: io::Error,
     },
     /// Nothing is known of the volume.
-    #[error("volume {0} is not mapped by rbd-nbd on this node, or by none that left a record")]
+    #[error(
+        "volume {0} is not mapped by rbd-nbd on this node, or the holder has no record of it: then a stage brings it back, which kubelet calls for when it is restarted"
+    )]
     Unknown(String),
     /// The key is needed and has gone.
     #[error(

@@ -229,15 +229,16 @@ pub async fn rebuild(
         Some(dev) => Some(sysfs::node_of(dev).map_err(volume.io("name what is mounted"))?),
         None => entry.map(|entry| PathBuf::from(&entry.source)),
     };
-    // What is mounted there may hang.
-    let left = match mounted {
-        None => layout::read_note(node, staging_path)?,
-        Some(_) => None,
+    // What is mounted at the staging path itself may hang.
+    let left = if mounted.is_some() && path == staging_path {
+        None
+    } else {
+        layout::read_note(node, staging_path)?
     };
     let found = node
         .lane(volume, progress, "find", move || {
             let found = match &behind {
-                Some(node) => backends.find_behind(node, &id)?,
+                Some(node) => backends.find_behind(node, &id, left.as_deref())?,
                 None => backends.find(&id)?,
             };
             match (found, behind, left) {

@@ -86,17 +86,26 @@ impl CephImages {
         let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
         match found {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
-            None => served::find(self.holder.as_ref(), volume_id),
+            None => served::find(self.holder.as_ref(), volume_id, None),
         }
     }
 
-    /// The image behind a device, whoever mapped it.
-    pub fn find_behind(&self, dev: Dev, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+    /// The image behind a device, whoever mapped it; what rbd-nbd served may be known
+    /// by the note beside the mount alone.
+    pub fn find_behind(
+        &self,
+        dev: Dev,
+        volume_id: &str,
+        note: Option<&[u8]>,
+    ) -> Result<Option<Found>, DeviceError> {
         let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match Mapped::of(below) {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
             None if nbd::Device::is_behind(below, volume_id) => {
-                served::find(self.holder.as_ref(), volume_id)
+                let noted = note.and_then(|note| CephSource::noted(note, volume_id).ok());
+                let noted = noted.filter(|noted| noted.mounter.served().is_some());
+                let image = noted.map(|noted| noted.image);
+                served::find(self.holder.as_ref(), volume_id, image)
             }
             None => Ok(None),
         }

@@ -38,8 +38,13 @@ pub fn is_served(volume_id: &str) -> Result<bool, CephImageError> {
 }
 
 /// The same with its source: the holder knows the image, or the command line of
-/// whoever serves it.
-pub fn find(holder: Option<&Watch>, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+/// whoever serves it, or else what was noted of it. ceph-csi's daemons end with its
+/// pod, and nothing but its note tells then.
+pub fn find(
+    holder: Option<&Watch>,
+    volume_id: &str,
+    noted: Option<Image>,
+) -> Result<Option<Found>, DeviceError> {
     let Some(device) = device(volume_id)? else {
         if is_coming(holder, volume_id)? {
             return Err(CephImageError::Coming.into());
@@ -51,7 +56,7 @@ pub fn find(holder: Option<&Watch>, volume_id: &str) -> Result<Option<Found>, De
         let server = server_of(volume_id).map_err(io("look at the processes"))?;
         name = server.map(|server| server.image);
     }
-    let Some(image) = name.as_deref().and_then(named) else {
+    let Some(image) = name.as_deref().and_then(named).or(noted) else {
         tracing::warn!(volume_id, node = %device.node.display(), "nobody knows what rbd-nbd served as this");
         return Ok(None);
     };

@@ -1,5 +1,5 @@
-//! What ceph-csi's node plugin does with krbd, by the same programs, with the same
-//! arguments, to the same files.
+//! What ceph-csi's node plugin does with krbd and rbd-nbd, by the same programs, with
+//! the same arguments, to the same files.
 //!
 //! Source: ceph-csi's `internal/rbd/nodeserver.go`, `rbd_attach.go`, and
 //! `rbdImageMetadataStash` in `rbd_util.go`.
@@ -16,7 +16,7 @@ use std::{
 use serde_json::Value;
 
 use super::{
-    Ceph, Node, Volume,
+    Ceph, Node, Volume, nbds_over,
     rbd::{mapping_of, spec_of},
     run, run_err,
 };
@@ -25,8 +25,25 @@ use super::{
 pub const NOTE: &str = "image-meta.json";
 
 impl Ceph {
-    /// Maps a volume's image by the program `rbd`; the device.
+    /// Maps a volume's image by the program `rbd` and krbd; the device.
     pub fn map_by_rbd(&self, volume: &Volume, options: &str) -> PathBuf {
+        self.map(volume, "krbd", &[options])
+    }
+
+    /// Has it served by rbd-nbd, which goes on by itself.
+    fn serve_by_rbd(&self, volume: &Volume) -> PathBuf {
+        let given = volume.context.get("mapOptions");
+        let given = given.and_then(|options| options.strip_prefix("nbd:"));
+        let waits = given.unwrap_or("reattach-timeout=300");
+        let cookie = format!("cookie={}", volume.handle);
+        self.map(
+            volume,
+            "nbd",
+            &["try-netlink", waits, "io-timeout=0", &cookie],
+        )
+    }
+
+    fn map(&self, volume: &Volume, device_type: &str, options: &[&str]) -> PathBuf {
         let keyfile = self.root.join("keyfile");
         write_private(&keyfile, &self.cluster.key);
         let keyfile = keyfile.display().to_string();
@@ -39,15 +56,12 @@ impl Ceph {
             "--keyfile",
             &keyfile,
         ];
-        let map = [
-            "map",
-            &spec_of(volume),
-            "--device-type",
-            "krbd",
-            "--options",
-            options,
-        ];
-        let said = self.cluster.rbd(&[&as_user[..], &map].concat());
+        let map = ["map", &spec_of(volume), "--device-type", device_type];
+        let options: Vec<_> = options
+            .iter()
+            .flat_map(|option| ["--options", option])
+            .collect();
+        let said = self.cluster.rbd(&[&as_user[..], &map, &options].concat());
         PathBuf::from(said.trim())
     }
 
@@ -57,7 +71,13 @@ impl Ceph {
         let staging = node.staging(volume);
         fs::create_dir_all(&staging).expect("kubelet's directory");
         write_private(&staging.join(NOTE), &note_of_ceph_csi(volume));
-        let mapped = self.map_by_rbd(volume, "noudev");
+        let mapped = if is_served(volume) {
+            let device = self.serve_by_rbd(volume);
+            write_private(&staging.join(NOTE), &note_of_ceph_csi(volume));
+            device
+        } else {
+            self.map_by_rbd(volume, "noudev")
+        };
         let device = match volume.context.get("encrypted").map(String::as_str) {
             Some("true") => {
                 let passphrase = &volume.secrets["encryptionPassphrase"];
@@ -105,24 +125,29 @@ pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
     let text = fs::read(staging.join(NOTE)).expect("a note");
     let stash: Value = serde_json::from_slice(&text).expect("JSON");
     let part = |key: &str| stash[key].as_str().expect("a string").to_owned();
-    assert_eq!(stash["accessType"], false, "krbd maps it");
+    let mut mapped = [part("pool"), part("radosNamespace"), part("image")]
+        .into_iter()
+        .filter(|part| !part.is_empty())
+        .collect::<Vec<_>>()
+        .join("/");
     if stash["encrypted"] == true {
-        run(&["cryptsetup", "luksClose", &mapping_of(&volume.handle)]);
+        let mapping = mapping_of(&volume.handle);
+        let status = run(&["cryptsetup", "status", &mapping]);
+        let device = status
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("device:"));
+        device.expect("a device").trim().clone_into(&mut mapped);
+        run(&["cryptsetup", "luksClose", &mapping]);
     }
-    let spec = [part("pool"), part("radosNamespace"), part("image")];
-    let spec: Vec<_> = spec.into_iter().filter(|part| !part.is_empty()).collect();
     // Kubelet repeats what failed: udevd may be looking at the device.
     let patience = Instant::now() + Duration::from_secs(30);
-    let spec = spec.join("/");
-    let unmap = [
-        "rbd",
-        "unmap",
-        &spec,
-        "--device-type",
-        "krbd",
-        "-o",
-        "noudev",
-    ];
+    let unmap = ["rbd", "unmap", &mapped, "--device-type"];
+    let how = if stash["accessType"] == true {
+        &["nbd"][..]
+    } else {
+        &["krbd", "-o", "noudev"]
+    };
+    let unmap = [&unmap, how].concat();
     while let Err(said) = run_err(&unmap) {
         assert!(Instant::now() < patience, "{said}");
     }
@@ -144,7 +169,8 @@ pub fn publish_as_ceph_csi(node: &Node, volume: &Volume, pod: &str) -> PathBuf {
     target
 }
 
-/// `rbdImageMetadataStash` of a volume mapped by krbd, as Go writes it.
+/// `rbdImageMetadataStash` of a volume, as Go writes it; of one that rbd-nbd serves,
+/// once that does. A log of rbd-nbd is not configured.
 pub fn note_of_ceph_csi(volume: &Volume) -> String {
     let context = |key: &str| volume.context.get(key).cloned().unwrap_or_default();
     let image = match context("imageName") {
@@ -152,12 +178,25 @@ pub fn note_of_ceph_csi(volume: &Volume) -> String {
         name => name,
     };
     format!(
-        r#"{{"Version":3,"pool":"{}","radosNamespace":"{}","image":"{image}","unmapOptions":"{}","accessType":false,"encrypted":{},"device":"","logDir":"","logFileStrategy":""}}"#,
+        r#"{{"Version":3,"pool":"{}","radosNamespace":"{}","image":"{image}","unmapOptions":"{}","accessType":{},"encrypted":{},"device":"{}","logDir":"","logFileStrategy":""}}"#,
         context("pool"),
         context("radosNamespace"),
-        context("unmapOptions"),
+        if is_served(volume) {
+            String::new()
+        } else {
+            context("unmapOptions")
+        },
+        is_served(volume),
         context("encrypted") == "true",
+        nbds_over(&volume.handle).pop().unwrap_or_default(),
     )
+}
+
+fn is_served(volume: &Volume) -> bool {
+    volume
+        .context
+        .get("mounter")
+        .is_some_and(|mounter| mounter == "rbd-nbd")
 }
 
 /// Formats a blank device, opens it, and names the mapping.

@@ -1,6 +1,7 @@
 //! Images that rbd-nbd serves, its daemons kept by the holder.
 
 mod deaths;
+mod taken;
 
 use tonic::Code::FailedPrecondition;
 
@@ -10,17 +11,17 @@ use crate::harness::{
     nbds_over, rbds_over, refused, run, spec_of,
 };
 
-async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
+pub(super) async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
     let setup = ceph.setup(sandbox).arg("--alpha-capabilities");
     let socket = holder.socket().display().to_string();
     Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await
 }
 
-fn served(volume: Volume) -> Volume {
+pub(super) fn served(volume: Volume) -> Volume {
     volume.with("mounter", "rbd-nbd")
 }
 
-fn nbds(volume: &Volume) -> Vec<String> {
+pub(super) fn nbds(volume: &Volume) -> Vec<String> {
     nbds_over(&volume.handle)
 }
 

@@ -1,0 +1,106 @@
+//! Volumes that rbd-nbd serves pass from ceph-csi to us and back. ceph-csi's daemons
+//! are in its plugin's pod and end with it: the device stays, and of all that was
+//! known of it the cookie and the note.
+
+use std::{fs, path::Path};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::{nbds, node_with, served};
+use crate::{
+    harness::{
+        Content, Holder, MIB, NOTE, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi, run,
+        unstage_as_ceph_csi,
+    },
+    rbd::{assert_nothing_staged, encrypted, kept},
+};
+
+/// SIGKILL to whoever serves the volume.
+fn kill_server(volume: &Volume) {
+    let device = nbds(volume).pop().unwrap();
+    let name = Path::new(&device).file_name().unwrap().to_str().unwrap();
+    let pid = fs::read_to_string(format!("/sys/block/{name}/pid")).unwrap();
+    let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+}
+
+#[test]
+fn what_ceph_csi_had_served_is_used_and_unstaged() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        // Or whoever unmounts it waits for five minutes.
+        let soon = |volume: Volume| served(volume).with("mapOptions", "nbd:reattach-timeout=2");
+        for volume in [
+            served(ceph.volume("ext4")),
+            served(encrypted::volume(ceph, "ext4")),
+            soon(ceph.volume("ext4")),
+            soon(ceph.volume("block")),
+        ] {
+            let content = Content::new(&volume.handle);
+            ceph.stage_as_ceph_csi(&node, &volume);
+            let target = publish_as_ceph_csi(&node, &volume, "pod");
+            kept(&volume, &target, &content, true);
+            if !volume.is_block() {
+                run(&["sync", "-f", target.to_str().unwrap()]);
+            }
+            node.kill9().await;
+            kill_server(&volume);
+            node.restart().await;
+            if !volume.context.contains_key("mapOptions") {
+                // As kubelet does after its own restart.
+                node.up(&volume, "pod").await;
+                kept(&volume, &target, &content, false);
+                assert_eq!(nbds(&volume).len(), 1);
+                assert!(node.health(&volume, &target).await.unwrap().is_empty());
+                let larger = 160 * MIB;
+                ceph.resize(&volume, larger);
+                node.expand(&volume, &target, larger).await.unwrap();
+            }
+            node.down(&volume, "pod").await;
+            assert_nothing_staged(&node, &volume);
+            assert!(nbds(&volume).is_empty() && holder.held(&volume).await.is_none());
+            // It was the same volume all the time.
+            let target = node.up(&volume, "pod").await;
+            kept(&volume, &target, &content, false);
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_we_have_served_is_unstaged_by_ceph_csi() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        for volume in [
+            served(ceph.volume("ext4")).with("unmapOptions", "krbd:force"),
+            served(ceph.volume("block")),
+            served(encrypted::volume(ceph, "ext4")),
+        ] {
+            let content = Content::new(&volume.handle);
+            let target = node.up(&volume, "pod").await;
+            kept(&volume, &target, &content, true);
+            let left = fs::read_to_string(node.staging(&volume).join(NOTE)).unwrap();
+            assert_eq!(left, note_of_ceph_csi(&volume));
+            node.kill9().await;
+            run(&["umount", target.to_str().unwrap()]);
+            if volume.is_block() {
+                fs::remove_file(&target).unwrap();
+            } else {
+                fs::remove_dir(&target).unwrap();
+            }
+            unstage_as_ceph_csi(&node, &volume);
+            assert_nothing_staged(&node, &volume);
+            // Ours comes back, with records of what is gone.
+            node.restart().await;
+            node.down(&volume, "pod").await;
+            assert!(nbds(&volume).is_empty());
+            let target = node.up(&volume, "pod").await;
+            kept(&volume, &target, &content, false);
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
