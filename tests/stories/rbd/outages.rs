@@ -15,7 +15,7 @@ use crate::harness::{
 const AT_ONCE: Duration = Duration::from_secs(30);
 
 /// A volume of a cluster whose monitors are these.
-fn of_monitors(ceph: &Ceph, monitors: &[String]) -> Volume {
+pub(super) fn of_monitors(ceph: &Ceph, monitors: &[String]) -> Volume {
     let id = format!("{}-away", ceph.cluster_id);
     ceph.configure(&[ceph.entry(), json!({"clusterID": id, "monitors": monitors})]);
     ceph.volume("ext4").with("clusterID", &id)

@@ -1,10 +1,16 @@
 //! What cannot be mapped is refused in words that say what to change, and leaves
 //! nothing.
 
-use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated};
+use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated, Unavailable};
 
-use super::whole_life;
-use crate::harness::{Ceph, KINDS, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused};
+use super::{
+    outages,
+    served::{nbds, served},
+    whole_life,
+};
+use crate::harness::{
+    Ceph, Holder, KINDS, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused,
+};
 
 fn with_secret(volume: &Volume, name: &str, value: &str) -> Volume {
     let mut other = volume.clone();
@@ -52,6 +58,42 @@ fn what_is_not_there_is_named() {
             &["elsewhere", "config.json"],
         );
         node.assert_clean().await;
+    });
+}
+
+#[test]
+fn rbd_nbd_is_refused_in_the_same_words() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        // The agent itself asks the cluster before a map, or rbd-nbd alone does.
+        for (without_librbd, node_id) in [(false, "node-a"), (true, "node-b")] {
+            let setup = NodeSetup {
+                node_id,
+                without_librbd,
+                ..ceph.setup(sandbox)
+            };
+            let socket = holder.socket().display().to_string();
+            let node = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
+            let volume = served(ceph.volume("ext4"));
+            for (name, value) in [("userKey", &*ceph.cluster.admin_key), ("userID", "nobody")] {
+                let other = with_secret(&volume, name, value);
+                refused(node.stage(&other).await, Unauthenticated, &["userKey"]);
+            }
+            let image = served(ceph.over("no-such-image", "ext4"));
+            refused(node.stage(&image).await, NotFound, &["no-such-image"]);
+            let pool = served(ceph.over_in("no-such-pool", "image", "ext4"));
+            refused(node.stage(&pool).await, NotFound, &["no-such-pool"]);
+            let namespace = volume.clone().with("radosNamespace", "no-such-space");
+            refused(node.stage(&namespace).await, NotFound, &["no-such-space"]);
+            let away = served(outages::of_monitors(ceph, &["127.0.0.1:1".to_owned()]));
+            refused(node.stage(&away).await, Unavailable, &[]);
+            for volume in [&volume, &image, &pool, &away] {
+                assert!(nbds(volume).is_empty());
+                assert!(holder.held(volume).await.is_none());
+            }
+            whole_life(&node, &volume).await;
+            node.assert_clean().await;
+        }
     });
 }
 

@@ -10,52 +10,66 @@ use std::{
     thread,
 };
 
-use super::{encrypted, lives::config_of};
-use crate::harness::{Node, Sandbox, ceph_story, files_below};
+use super::{encrypted, lives::config_of, served::served};
+use crate::harness::{Ceph, Holder, Node, Sandbox, Volume, ceph_story, files_below, rbds_over};
 
 #[test]
 fn no_secret_is_where_others_read() {
     ceph_story(async |sandbox, ceph| {
         let setup = ceph.setup(sandbox).arg("--log-level").arg("trace");
         let node = Node::start_with(sandbox, setup).await;
-        let volume = encrypted::volume(ceph, "ext4");
-        let secrets = ["userKey", "encryptionPassphrase"];
-        let secrets = secrets.map(|name| volume.secrets[name].clone());
-        let done = Arc::new(AtomicBool::new(false));
-        let lines = {
-            let (secrets, done) = (secrets.clone(), Arc::clone(&done));
-            thread::spawn(move || told_in_command_lines(&secrets, &done))
-        };
-        let nowhere = |when: &str| {
-            let told: Vec<_> = readable(sandbox, &node)
-                .into_iter()
-                .filter(|file| tells(file, &secrets))
-                .collect();
-            assert!(told.is_empty(), "{when}: {told:?}");
-        };
-        for _ in 0..3 {
-            node.up(&volume, "pod").await;
-            nowhere("staged");
-            assert!(
-                !secrets
-                    .iter()
-                    .any(|secret| config_of(&volume).contains(secret))
-            );
-            node.down(&volume, "pod").await;
-            nowhere("unstaged");
-        }
-        // What is refused is told of, too.
-        let mut wrong = volume.clone();
-        let key = wrong.secrets.get_mut("userKey").unwrap();
-        key.clone_from(&ceph.cluster.admin_key);
-        node.stage(&wrong).await.unwrap_err();
-        assert!(!node.log().contains(&ceph.cluster.admin_key));
-        nowhere("refused");
-        done.store(true, Ordering::Relaxed);
-        let told = lines.join().unwrap();
-        assert!(told.is_empty(), "{told:?}");
-        node.assert_clean().await;
+        nowhere_told(sandbox, ceph, &node, encrypted::volume(ceph, "ext4")).await;
     });
+}
+
+#[test]
+fn no_secret_is_where_others_read_of_rbd_nbd() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let setup = ceph.setup(sandbox).arg("--log-level").arg("trace");
+        let socket = holder.socket().display().to_string();
+        let node = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
+        let volume = served(encrypted::volume(ceph, "ext4"));
+        nowhere_told(sandbox, ceph, &node, volume).await;
+    });
+}
+
+async fn nowhere_told(sandbox: &Sandbox, ceph: &Ceph, node: &Node, volume: Volume) {
+    let secrets = ["userKey", "encryptionPassphrase"];
+    let secrets = secrets.map(|name| volume.secrets[name].clone());
+    let done = Arc::new(AtomicBool::new(false));
+    let lines = {
+        let (secrets, done) = (secrets.clone(), Arc::clone(&done));
+        thread::spawn(move || told_in_command_lines(&secrets, &done))
+    };
+    let nowhere = |when: &str| {
+        let told: Vec<_> = readable(sandbox, node)
+            .into_iter()
+            .filter(|file| tells(file, &secrets))
+            .collect();
+        assert!(told.is_empty(), "{when}: {told:?}");
+    };
+    for _ in 0..3 {
+        node.up(&volume, "pod").await;
+        nowhere("staged");
+        if !rbds_over(&volume).is_empty() {
+            let config = config_of(&volume);
+            assert!(!secrets.iter().any(|secret| config.contains(secret)));
+        }
+        node.down(&volume, "pod").await;
+        nowhere("unstaged");
+    }
+    // What is refused is told of, too.
+    let mut wrong = volume.clone();
+    let key = wrong.secrets.get_mut("userKey").unwrap();
+    key.clone_from(&ceph.cluster.admin_key);
+    node.stage(&wrong).await.unwrap_err();
+    assert!(!node.log().contains(&ceph.cluster.admin_key));
+    nowhere("refused");
+    done.store(true, Ordering::Relaxed);
+    let told = lines.join().unwrap();
+    assert!(told.is_empty(), "{told:?}");
+    node.assert_clean().await;
 }
 
 /// What an agent writes, and what the kernel shows of it and of what is mapped.

@@ -7,8 +7,8 @@ use uring_csi::proto::csi::CreateVolumeRequest;
 
 use super::{assert_nothing_staged, kept};
 use crate::harness::{
-    Ceph, Content, Controller, ControllerSetup, MIB, Node, Sandbox, Volume, ceph_story, claim,
-    from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
+    Ceph, Content, Controller, ControllerSetup, Holder, MIB, Node, Sandbox, Volume, ceph_story,
+    claim, from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
 };
 use crate::operator::Operator;
 
@@ -18,6 +18,8 @@ struct Class<'a> {
     pool: String,
     controller: Controller,
     node: Node,
+    /// Where the class is served by rbd-nbd.
+    holder: Option<Holder>,
     parameters: Vec<(&'static str, String)>,
 }
 
@@ -50,12 +52,19 @@ impl<'a> Class<'a> {
             ("volumeNamePrefix", ceph.prefix()),
         ];
         parameters.extend(more.iter().map(|(key, value)| (*key, (*value).to_owned())));
-        let node = ceph.setup(sandbox).arg("--kms-config").arg(kms);
+        let mut node = ceph.setup(sandbox).arg("--kms-config").arg(kms);
+        let mut holder = None;
+        if more.contains(&("mounter", "rbd-nbd")) {
+            let holder = holder.insert(Holder::start(sandbox).await);
+            let socket = holder.socket().display().to_string();
+            node = node.arg("--holder").arg(&socket);
+        }
         Self {
             ceph,
             pool,
             controller: Controller::start_with(sandbox, setup).await,
             node: Node::start_with(sandbox, node).await,
+            holder,
             parameters,
         }
     }
@@ -89,6 +98,9 @@ impl<'a> Class<'a> {
         let content = Content::new(kind);
         let target = node.up(&volume, "pod").await;
         kept(&volume, &target, &content, true);
+        if let Some(holder) = &self.holder {
+            assert!(holder.held(&volume).await.is_some());
+        }
         if kind != "block" {
             run(&["sync", "-f", target.to_str().unwrap()]);
         }
@@ -163,6 +175,22 @@ fn claims_for_raw_devices() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[]).await;
         class.whole_life("block").await;
+    });
+}
+
+#[test]
+fn claims_for_volumes_that_rbd_nbd_serves() {
+    ceph_story(async |sandbox, ceph| {
+        let served = ("mounter", "rbd-nbd");
+        for (more, kinds) in [
+            (&[served][..], &["ext4", "block"][..]),
+            (&[served, ("encrypted", "true")], &["ext4"]),
+        ] {
+            let class = Class::new(sandbox, ceph, more).await;
+            for kind in kinds {
+                class.whole_life(kind).await;
+            }
+        }
     });
 }
 
