@@ -26,6 +26,22 @@ pub enum CephError {
     },
 }
 
+/// To make what is there already has done its work.
+pub fn or_exists(result: Result<(), CephError>) -> Result<(), CephError> {
+    match result {
+        Err(error) if error.is_exists() => Ok(()),
+        result => result,
+    }
+}
+
+/// So has to remove what is gone already.
+pub fn or_missing(result: Result<(), CephError>) -> Result<(), CephError> {
+    match result {
+        Err(error) if error.is_not_found() => Ok(()),
+        result => result,
+    }
+}
+
 /// What the bare errno does not say.
 fn hint(errno: Errno) -> &'static str {
     match errno {
@@ -73,6 +89,11 @@ impl CephError {
     /// It is in use: by a watcher, a snapshot, a child.
     pub fn is_busy(&self) -> bool {
         self.is(Errno::BUSY)
+    }
+
+    /// The image is a member of a group, and cannot go alone.
+    pub fn is_of_group(&self) -> bool {
+        self.is(Errno::MLINK)
     }
 
     /// No answer came in time. A change that timed out is uncertain: it may have

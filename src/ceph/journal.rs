@@ -25,6 +25,7 @@ use uuid::Uuid;
 use super::{
     CephError,
     handle::Handle,
+    or_missing,
     rados::{IoCtx, WriteOp},
 };
 
@@ -300,7 +301,8 @@ impl Journal {
         self.remove_entry(pool, reserved.uuid)
     }
 
-    fn remove_name(
+    /// Takes a name back, if it leads there.
+    pub fn remove_name(
         &self,
         journal: &IoCtx,
         name: &str,
@@ -316,10 +318,7 @@ impl Journal {
     }
 
     fn remove_entry(&self, pool: &IoCtx, uuid: Uuid) -> Result<(), JournalError> {
-        match pool.remove(&self.object(uuid)) {
-            Err(error) if !error.is_not_found() => Err(error.into()),
-            _ => Ok(()),
-        }
+        Ok(or_missing(pool.remove(&self.object(uuid)))?)
     }
 }
 

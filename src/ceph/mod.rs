@@ -29,4 +29,4 @@ pub(crate) mod test_cluster;
 pub(crate) mod testing;
 
 pub use credentials::{Credentials, CredentialsError};
-pub use error::CephError;
+pub use error::{CephError, or_exists, or_missing};

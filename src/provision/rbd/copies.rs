@@ -35,6 +35,7 @@ use crate::{
     ceph::{
         CephError,
         handle::Handle,
+        or_exists, or_missing,
         rados::IoCtx,
         rbd::{self, Access, Features, Image, ImageOptions, LinkedImage},
     },
@@ -179,20 +180,6 @@ pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), Ce
     match Image::open(pool, image, Access::ReadWrite) {
         Ok(image) => or_missing(image.snapshot_remove(snapshot)),
         Err(error) => or_missing(Err(error)),
-    }
-}
-
-pub fn or_exists(result: Result<(), CephError>) -> Result<(), CephError> {
-    match result {
-        Err(error) if error.is_exists() => Ok(()),
-        result => result,
-    }
-}
-
-pub fn or_missing(result: Result<(), CephError>) -> Result<(), CephError> {
-    match result {
-        Err(error) if error.is_not_found() => Ok(()),
-        result => result,
     }
 }
 

@@ -15,6 +15,7 @@ use super::{
 use crate::{
     ceph::{
         journal::{Entry, Making, Reserved},
+        or_missing,
         rbd::{Access, Features, Image},
     },
     secret::Secrets,
@@ -176,7 +177,7 @@ impl Store {
             Ok(image) => {
                 refuse_if_used(found, &image)?;
                 // While it has clones, it lives on without its name.
-                copies::or_missing(image.snapshot_remove(&found.image)).map_err(RbdError::from)?;
+                or_missing(image.snapshot_remove(&found.image)).map_err(RbdError::from)?;
             }
             Err(RbdError::Lost { .. }) => {}
             Err(error) => return Err(error.into()),

@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    copies::{Flattener, or_missing, present},
+    copies::{Flattener, present},
     encryption::Keeper,
     error::RbdError,
     fencing::{Fencing, lift},
@@ -23,6 +23,7 @@ use crate::{
         encryption::KmsConfig,
         handle::MAX_CLUSTER_ID,
         journal::Journal,
+        or_missing,
         rados::IoCtx,
         rbd,
     },

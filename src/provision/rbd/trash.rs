@@ -24,7 +24,7 @@ use serde_json::json;
 use super::deletes::Deletes;
 use crate::{
     ceph::{
-        CephError,
+        CephError, or_missing,
         rados::IoCtx,
         rbd::{self, Access, Image, LinkedImage, SnapshotKind, trash},
     },
@@ -84,12 +84,10 @@ impl Bin {
             .collect();
         pool.omap_set(LIST, &list)?;
         for image in images {
-            match trash::move_image(pool, &image.name, Duration::ZERO) {
-                Err(error) if !error.is_not_found() => {
-                    keep(pool, images)?;
-                    return Err(error);
-                }
-                _ => {}
+            let moved = or_missing(trash::move_image(pool, &image.name, Duration::ZERO));
+            if let Err(error) = moved {
+                keep(pool, images)?;
+                return Err(error);
             }
         }
         for image in images {
@@ -263,10 +261,7 @@ fn remove(
     id: &str,
     parent: Option<LinkedImage>,
 ) -> Result<Option<(IoCtx, Discarded)>, CephError> {
-    match trash::remove(pool, id, true) {
-        Err(error) if !error.is_not_found() => return Err(error),
-        _ => {}
-    }
+    or_missing(trash::remove(pool, id, true))?;
     let Some(parent) = parent.filter(|parent| parent.in_trash) else {
         return Ok(None);
     };
@@ -293,10 +288,7 @@ fn drop_snapshots(pool: &IoCtx, id: &str, image: Image) -> Result<(), CephError>
     }
     let image = Image::open_by_id(pool, id, Access::ReadWrite)?;
     for snapshot in left {
-        match image.snapshot_remove(&snapshot.name) {
-            Err(error) if !error.is_not_found() => return Err(error),
-            _ => {}
-        }
+        or_missing(image.snapshot_remove(&snapshot.name))?;
     }
     Ok(())
 }
