@@ -91,11 +91,6 @@ impl CephError {
         self.is(Errno::BUSY)
     }
 
-    /// The image is a member of a group, and cannot go alone.
-    pub fn is_of_group(&self) -> bool {
-        self.is(Errno::MLINK)
-    }
-
     /// No answer came in time. A change that timed out is uncertain: it may have
     /// been made, or may be made yet.
     pub fn is_timed_out(&self) -> bool {

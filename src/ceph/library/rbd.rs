@@ -84,12 +84,20 @@ pub struct MirrorInfo {
     pub primary: bool,
 }
 
+/// `rbd_group_info_t`.
+#[repr(C)]
+pub struct GroupInfo {
+    pub name: *mut c_char,
+    pub pool: i64,
+}
+
 /// `RBD_MIRROR_IMAGE_ENABLED`.
 pub const MIRRORED: c_int = 1;
 
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<MirrorInfo>() == 16);
+    assert!(size_of::<GroupInfo>() == 16);
     assert!(size_of::<ImageInfo>() == 160);
     assert!(size_of::<ImageSpec>() == 16);
     assert!(size_of::<LinkedImage>() == 48);
@@ -162,6 +170,8 @@ table! {
     fn rbd_watchers_list_cleanup(watchers: *mut Watcher, count: usize);
     fn rbd_mirror_image_get_info(image: Image, info: *mut MirrorInfo, info_size: usize) -> c_int;
     fn rbd_mirror_image_get_info_cleanup(info: *mut MirrorInfo);
+    fn rbd_get_group(image: Image, group: *mut GroupInfo, group_size: usize) -> c_int;
+    fn rbd_group_info_cleanup(group: *mut GroupInfo, group_size: usize) -> c_int;
 
     fn rbd_get_parent(image: Image, parent: *mut LinkedImage, snapshot: *mut SnapSpec) -> c_int;
     fn rbd_linked_image_spec_cleanup(image: *mut LinkedImage);

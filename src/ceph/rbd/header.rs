@@ -35,6 +35,9 @@ const METADATA: &str = "metadata_";
 /// Where an image's features are.
 const FEATURES: &str = "features";
 
+/// The key of the group that an image is a member of (`RBD_GROUP_REF`).
+const GROUP: &str = "rbd_group_ref";
+
 /// The object that lists the images of a pool that are mirrored, as `image_<id>`.
 const MIRRORED: &str = "rbd_mirroring";
 
@@ -103,6 +106,13 @@ impl Header {
             Err(error) if error.is_not_found() => Ok(false),
             found => Ok(found?.contains_key(&key)),
         }
+    }
+
+    /// Whether it is a member of a group, which keeps it from being removed. Older
+    /// releases of Ceph move it to the trash all the same, and there it stays.
+    pub fn is_grouped(&self) -> Result<bool, CephError> {
+        let found = self.io.omap_get_bytes(&self.object, &[GROUP])?;
+        Ok(found.contains_key(GROUP))
     }
 
     /// What is noted on the image: all keys with their values.

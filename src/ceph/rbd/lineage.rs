@@ -1,6 +1,6 @@
-//! Which images are made of which.
+//! Which images are made of which, and which belong together.
 
-use std::mem;
+use std::{mem, ptr};
 
 use super::{Image, SnapshotKind, abi};
 use crate::ceph::{CephError, call::owned};
@@ -80,6 +80,26 @@ impl Image {
             (functions.rbd_linked_image_spec_cleanup)(&raw mut image);
             (functions.rbd_snap_spec_cleanup)(&raw mut snapshot);
             Ok(Some(parent))
+        }
+    }
+
+    /// The group that it is a member of: its name; none has the empty one.
+    pub fn group(&self) -> Result<String, CephError> {
+        let functions = self.functions();
+        let mut group = abi::GroupInfo {
+            name: ptr::null_mut(),
+            pool: 0,
+        };
+        let size = mem::size_of_val(&group);
+        // SAFETY: the image is open, the library fills what it is given, of that size.
+        let answer = unsafe { (functions.rbd_get_group)(self.raw(), &raw mut group, size) };
+        self.call("read the group of").check(answer)?;
+        // SAFETY: the library has filled it, and it is not used any more once it is
+        // cleaned up.
+        unsafe {
+            let name = owned(group.name);
+            (functions.rbd_group_info_cleanup)(&raw mut group, size);
+            Ok(name)
         }
     }
 

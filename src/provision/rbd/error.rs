@@ -144,6 +144,17 @@ pub enum RbdError {
         /// The pool.
         pool: String,
     },
+    /// The image belongs to a group.
+    #[error(
+        "image {image} is a member of group {group:?} (rbd group), which it has to leave before \
+         it can be deleted: rbd group image remove"
+    )]
+    Grouped {
+        /// The image, with its pool.
+        image: String,
+        /// The group's name.
+        group: String,
+    },
     /// The snapshot belongs to a group.
     #[error("snapshot {handle:?} is of group {group:?}: delete the group, not its members")]
     InGroup {
@@ -184,6 +195,7 @@ impl RbdError {
             Self::NoSecrets(_)
             | Self::OwnSecrets { .. }
             | Self::InUse { .. }
+            | Self::Grouped { .. }
             | Self::NotEntered { .. }
             | Self::NoLayering(_)
             | Self::Migrated(_) => Kind::FailedPrecondition,

@@ -76,10 +76,15 @@ impl Found {
         match Image::open(&self.pool, &self.image, access) {
             Err(error) if error.is_not_found() => Err(RbdError::Lost {
                 handle: self.handle.clone(),
-                image: format!("{}/{}", self.pool, self.image),
+                image: self.path(),
             }),
             result => Ok(result?),
         }
+    }
+
+    /// `pool[/namespace]/image`.
+    pub fn path(&self) -> String {
+        format!("{}/{}", self.pool, self.image)
     }
 
     /// Whether there is an image of that name.

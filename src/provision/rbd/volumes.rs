@@ -48,6 +48,11 @@ impl Store {
     /// alone tells it mostly; to open the image takes longer.
     fn is_free(&self, found: &Found) -> Result<bool, RbdError> {
         let header = Header::of(&found.pool, &found.image)?;
+        if header.is_grouped()? {
+            let (image, open) = (found.path(), found.open(Access::ReadOnly)?);
+            let group = open.group()?;
+            return Err(RbdError::Grouped { image, group });
+        }
         if !found.stands_in && !header.is_mirrored()? && header.watching()?.is_empty() {
             return Ok(true);
         }
@@ -233,7 +238,7 @@ pub fn refuse_if_used(found: &Found, image: &Image) -> Result<(), RbdError> {
     }
     let addresses: Vec<_> = others.into_iter().map(|other| other.address).collect();
     Err(RbdError::InUse {
-        image: format!("{}/{}", found.pool, found.image),
+        image: found.path(),
         watchers: addresses.join(", "),
     })
 }

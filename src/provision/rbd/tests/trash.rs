@@ -63,6 +63,27 @@ async fn what_a_delete_could_not_move_is_not_removed_later() {
 }
 
 #[tokio::test]
+async fn a_member_of_a_group_of_images_stays() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("member", MIB)).await;
+    let image = format!("{}/{}", home.pool, made.context["imageName"]);
+    let group = format!("{}/consistent", home.pool);
+    let of_group = |args: &[&str]| home.cluster.rbd(&[&["group"], args].concat());
+    of_group(&["create", &group]);
+    of_group(&["image", "add", &group, &image]);
+    // What a copy has left beside it.
+    home.cluster
+        .rbd(&["create", "--size", "1M", &format!("{image}-temp")]);
+    let refused = home.delete(&made.handle).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::FailedPrecondition, "{refused}");
+    assert!(refused.to_string().contains("consistent"), "{refused}");
+    assert_eq!(home.images().len(), 2);
+    of_group(&["image", "remove", &group, &image]);
+    home.delete(&made.handle).await.unwrap();
+    assert_eq!(home.images(), [""; 0]);
+}
+
+#[tokio::test]
 async fn what_somebody_keeps_in_the_trash_stays() {
     let Some(home) = Home::new() else { return };
     let made = home.make(home.volume("kept", MIB)).await;
