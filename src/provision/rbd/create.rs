@@ -168,11 +168,18 @@ impl<'a> Creation<'a> {
     }
 
     /// Goes on with what is reserved already, by this driver and complete, or by
-    /// ceph-csi; none: it was neither, and is gone.
+    /// ceph-csi; none: it was neither, and is gone, as where its pool is.
     fn go_on(&self, reserved: Reserved) -> Result<Option<Volume>, Error> {
-        let pool = match reserved.pool_id {
-            Some(id) => self.link.pool(id)?,
+        let pool = match reserved.pool_id.map(|id| self.link.pool(id)) {
             None => self.journal.clone(),
+            // Deleted, and the image with it, as ceph-csi takes it, too.
+            Some(Err(error)) if error.is_not_found() => {
+                let (journal, name) = (&self.store.volumes, &self.new.name);
+                let forgotten = journal.remove_name(&self.journal, name, reserved);
+                forgotten.map_err(RbdError::from)?;
+                return Ok(None);
+            }
+            Some(pool) => pool?,
         };
         let wanted = Entry {
             making: journal::Making::No,

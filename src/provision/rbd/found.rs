@@ -172,9 +172,12 @@ pub fn source_named(text: &str) -> Option<Source> {
 
 /// What an entry of the journal leads to.
 pub fn found(link: Link, pool: IoCtx, uuid: Uuid, entry: Entry) -> Result<Found, RbdError> {
-    let (journal, pool_id) = match entry.journal_pool {
-        Some(id) if id != pool.pool_id() => (link.pool(id)?, Some(pool.pool_id())),
-        _ => (pool.clone(), None),
+    let elsewhere = entry.journal_pool.filter(|id| *id != pool.pool_id());
+    let (journal, pool_id) = match elsewhere.map(|id| link.pool(id)) {
+        None => (pool.clone(), None),
+        // Deleted, and the names with it: there is none to be looked for.
+        Some(Err(error)) if error.is_not_found() => (pool.clone(), None),
+        Some(journal) => (journal?, Some(pool.pool_id())),
     };
     Ok(Found {
         handle: handle_of(&link, &pool, uuid),

@@ -192,9 +192,11 @@ fn page<T>(
             };
             for (name, reserved) in names {
                 after = name;
-                let pool = match reserved.pool_id {
-                    Some(id) => link.pool(id)?,
+                let pool = match reserved.pool_id.map(|id| link.pool(id)) {
                     None => directory.clone(),
+                    // Deleted, and all images with it.
+                    Some(Err(error)) if error.is_not_found() => continue,
+                    Some(pool) => pool?,
                 };
                 let entry = journal.read(&pool, reserved.uuid).map_err(RbdError::from)?;
                 // Begun and not finished: told to nobody yet.

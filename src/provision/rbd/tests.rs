@@ -5,6 +5,7 @@ use futures_util::future::join_all;
 mod crashes;
 mod fencing;
 mod mapping;
+mod pools;
 mod sources;
 mod stalls;
 mod trash;

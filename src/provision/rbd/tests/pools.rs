@@ -1,0 +1,61 @@
+//! Volumes whose journal is in another pool than their images, and what is left of
+//! them when one of the two is deleted.
+
+use super::*;
+
+/// One that has its image in `pool`, and its name in the home's own.
+fn apart(home: &Home, pool: &str, name: &str) -> NewVolume {
+    let mut new = home.volume(name, MIB);
+    let journal = new.parameters.insert("pool".to_owned(), pool.to_owned());
+    let journal = journal.expect("a pool");
+    new.parameters.insert("journalPool".to_owned(), journal);
+    new
+}
+
+fn remove_pool(home: &Home, pool: &str) {
+    let ceph = |args: &[&str]| home.cluster.ceph(args);
+    ceph(&["config", "set", "mon", "mon_allow_pool_delete", "true"]);
+    let sure = "--yes-i-really-really-mean-it";
+    ceph(&["osd", "pool", "rm", pool, pool, sure]);
+}
+
+#[tokio::test]
+async fn a_name_whose_pool_is_gone_is_free_again() {
+    let Some(home) = Home::new() else { return };
+    let (removed, other) = (home.cluster.fresh_pool(), home.cluster.fresh_pool());
+    let made = home.make(apart(&home, &removed, "again")).await;
+    let kept = home.make(apart(&home, &other, "kept")).await;
+    remove_pool(&home, &removed);
+    let list = || async {
+        let all = Listing::default();
+        let page = home.rbd.list_volumes(all).await.unwrap();
+        let handles = page.entries.into_iter().map(|volume| volume.handle);
+        handles.collect::<Vec<_>>()
+    };
+    // Of the pool's end, every client hears in its time.
+    while list().await.contains(&made.handle) {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    home.delete(&made.handle).await.unwrap();
+    let anew = home.make(apart(&home, &other, "again")).await;
+    assert_ne!(anew.handle, made.handle);
+    home.delete(&anew.handle).await.unwrap();
+    home.delete(&kept.handle).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_volume_outlives_the_pool_of_its_name() {
+    let Some(home) = Home::new() else { return };
+    let images = home.cluster.fresh_pool();
+    let made = home.make(apart(&home, &images, "nameless")).await;
+    remove_pool(&home, &home.pool);
+    let range = Range {
+        required: GIB,
+        limit: 0,
+    };
+    let (handle, secrets) = (made.handle.clone(), home.secrets());
+    let grown = home.rbd.expand_volume(handle, range, secrets).await;
+    assert_eq!(grown.unwrap(), GIB);
+    home.delete(&made.handle).await.unwrap();
+    assert_eq!(home.cluster.rbd(&["ls", &images]), "");
+}
