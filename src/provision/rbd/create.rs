@@ -239,7 +239,7 @@ impl<'a> Creation<'a> {
         if !is_same {
             return Err(self.differs("its content source is another".to_owned()));
         }
-        if Encryption::of_journal(&entry.kms) != self.class.encryption {
+        if Encryption::of_journal(entry)? != self.class.encryption {
             return Err(self.differs("its encryption is another".to_owned()));
         }
         Ok(())

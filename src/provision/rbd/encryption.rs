@@ -19,6 +19,7 @@ use crate::{
             DEFAULT_KMS, EncryptionError, Kms, KmsConfig, PREPARED, SEALED_KEY, STATE_KEY,
             generate, noted, open, passphrase, seal,
         },
+        journal::Entry,
         rbd::Image,
     },
     secret::Secrets,
@@ -55,10 +56,18 @@ impl Encryption {
         }))
     }
 
-    /// What the journal says of a volume.
-    pub fn of_journal(kms: &str) -> Option<Self> {
-        let kms = kms.to_owned();
-        (!kms.is_empty()).then_some(Self { kms })
+    /// What the journal says of a volume. Releases of ceph-csi before 3.8 do not say
+    /// what of it is encrypted: its block device.
+    pub fn of_journal(entry: &Entry) -> Result<Option<Self>, RbdError> {
+        let kms = entry.kms.clone();
+        match entry.encryption.as_str() {
+            _ if kms.is_empty() => Ok(None),
+            "" | BLOCK => Ok(Some(Self { kms })),
+            other => Err(RbdError::EncryptedOtherwise {
+                image: entry.image.clone(),
+                how: other.to_owned(),
+            }),
+        }
     }
 }
 
@@ -118,6 +127,23 @@ mod tests {
     fn parse(list: &[(&str, &str)]) -> Result<Option<Encryption>, Error> {
         let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
         Encryption::of_class(&list.iter().map(own).collect())
+    }
+
+    #[test]
+    fn only_block_devices_are_known_encrypted() {
+        let of = |kms: &str, how: &str| {
+            let (kms, encryption) = (kms.to_owned(), how.to_owned());
+            Encryption::of_journal(&Entry {
+                kms,
+                encryption,
+                ..Entry::default()
+            })
+        };
+        assert_eq!(of("", "").unwrap(), None);
+        for how in ["", "block"] {
+            assert_eq!(of("k", how).unwrap().unwrap().kms, "k");
+        }
+        assert!(of("k", "file").unwrap_err().to_string().contains("file"));
     }
 
     #[test]

@@ -121,6 +121,17 @@ pub enum RbdError {
         /// What the class says.
         here: String,
     },
+    /// A copy of it would be without its keys.
+    #[error(
+        "image {image} is encrypted with encryptionType {how:?}, and `block` is the only one \
+         here: have ceph-csi copy it"
+    )]
+    EncryptedOtherwise {
+        /// The image.
+        image: String,
+        /// What the journal says.
+        how: String,
+    },
     /// There is no passphrase to encrypt with.
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
@@ -198,6 +209,7 @@ impl RbdError {
             | Self::Grouped { .. }
             | Self::NotEntered { .. }
             | Self::NoLayering(_)
+            | Self::EncryptedOtherwise { .. }
             | Self::Migrated(_) => Kind::FailedPrecondition,
             Self::Flattening(_) | Self::Contended(_) | Self::StillAttached { .. } => Kind::Aborted,
             Self::Snapshots { .. } => Kind::ResourceExhausted,

@@ -26,6 +26,10 @@ impl Store {
         let prefix = name_prefix(new)?;
         let volume = self.volume(&new.volume, &new.secrets)?;
         let of = volume.recorded()?;
+        if let Some(encryption) = Encryption::of_journal(&of.entry)? {
+            let keeper = self.keeper(&new.secrets);
+            keeper.check(&encryption).map_err(RbdError::from)?;
+        }
         let known = self.snapshots.find(&of.journal, &new.name);
         let mut known = known.map_err(RbdError::from)?;
         loop {
@@ -141,7 +145,7 @@ impl Store {
         let handle = handle_of(&volume.link, pool, attempt.reserved.uuid);
         if !entry.is_complete() {
             copies::snapshot_of(pool, &volume.image, &entry.image)?;
-            if let Some(encryption) = Encryption::of_journal(&entry.kms) {
+            if let Some(encryption) = Encryption::of_journal(entry)? {
                 let source = volume.open(Access::ReadOnly)?;
                 let image = Image::open(pool, &entry.image, Access::ReadWrite)?;
                 let keeper = self.keeper(&new.secrets);

@@ -3,6 +3,7 @@
 use futures_util::future::join_all;
 
 mod crashes;
+mod encrypted;
 mod fencing;
 mod mapping;
 mod pools;

@@ -64,7 +64,7 @@ impl Creation<'_> {
             None => "not encrypted".to_owned(),
             Some(encryption) => format!("encrypted by KMS {:?}", encryption.kms),
         };
-        let there = Encryption::of_journal(&there.kms);
+        let there = Encryption::of_journal(there)?;
         if there == self.class.encryption {
             return Ok(());
         }
