@@ -29,6 +29,7 @@ use serde_json::json;
 use super::{
     super::Source,
     error::RbdError,
+    notes::{foreign, note},
     trash::{Discarded, has_manager},
 };
 use crate::{
@@ -172,6 +173,7 @@ pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), Cep
         drop_snapshot(pool, volume, snapshot)?;
     }
     let image = Image::open(pool, snapshot, Access::ReadWrite)?;
+    note(&image, foreign(&image.metadata_list()?))?;
     or_exists(image.snapshot_create(snapshot))
 }
 

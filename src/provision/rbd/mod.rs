@@ -57,6 +57,7 @@ mod fencing;
 mod found;
 mod listing;
 mod lookup;
+mod notes;
 mod operators;
 mod qos;
 mod size;

@@ -14,7 +14,8 @@
 //! | `BaseWriteBytesPerSecond`, `WriteBpsPerGiB` | `rbd_qos_write_bps_limit` |
 //!
 //! What a class says is noted as well, so that a larger volume gets larger
-//! limits, whoever grows it.
+//! limits, whoever grows it. What a modification says has no such note, so that it
+//! stays as it is.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -111,6 +112,14 @@ impl Limits {
         Self(found.collect())
     }
 
+    /// Whether an image of `bytes` with these notes has the limits that they remember.
+    pub fn are_noted(notes: &BTreeMap<String, String>, bytes: u64) -> bool {
+        let wanted = Self::of_notes(notes).notes(bytes);
+        wanted
+            .iter()
+            .all(|(key, value)| notes.get(key) == Some(value))
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -155,8 +164,22 @@ pub fn modified(mutable: &HashMap<String, String>) -> Result<Vec<(String, Option
             value => Some(natural(known, value)?.to_string()),
         };
         notes.push((format!("{OPTION}{known}"), value));
+        if let Some(limit) = LIMITS.iter().find(|limit| limit.name == *known) {
+            let forgotten = [limit.base_note, limit.per_gib_note];
+            notes.extend(forgotten.map(|note| (note.to_owned(), None)));
+        }
     }
     Ok(notes)
+}
+
+/// Whether a note is about limits.
+pub fn is_of_limits(note: &str) -> bool {
+    let option = note.strip_prefix(OPTION);
+    option.is_some_and(|option| MODIFIABLE.contains(&option))
+        || note == BASE_SIZE_NOTE
+        || LIMITS
+            .iter()
+            .any(|limit| note == limit.base_note || note == limit.per_gib_note)
 }
 
 /// Ceph's options for limits (`rbd config image`, section Quality of Service).
@@ -216,6 +239,11 @@ mod tests {
         assert_eq!(notes["conf_rbd_qos_read_iops_limit"], "140");
         assert_eq!(notes["conf_rbd_qos_bps_limit"], "7");
         assert_eq!(Limits::of_notes(&notes), limits);
+        assert!(Limits::are_noted(&notes, 5 << 30));
+        assert!(!Limits::are_noted(&notes, 6 << 30));
+        assert!(Limits::are_noted(&BTreeMap::new(), 6 << 30));
+        assert!(notes.keys().all(|note| is_of_limits(note)));
+        assert!(!is_of_limits("conf_rbd_cache"));
         let small: BTreeMap<_, _> = limits.notes(1 << 20).into_iter().collect();
         assert_eq!(small["conf_rbd_qos_read_iops_limit"], "100");
         assert!(Limits::of_class(&map(&[("BaseIops", "x")])).is_err());
@@ -230,7 +258,11 @@ mod tests {
             notes,
             [
                 (name("qos_bps_limit"), None),
-                (name("qos_iops_limit"), Some("50".to_owned()))
+                ("rbd_base_qos_bps_limit".to_owned(), None),
+                ("rbd_bps_per_gib_limit".to_owned(), None),
+                (name("qos_iops_limit"), Some("50".to_owned())),
+                ("rbd_base_qos_iops_limit".to_owned(), None),
+                ("rbd_iops_per_gib_limit".to_owned(), None),
             ]
         );
         for (key, value) in [("size", "1"), ("rbd_qos_iops_limit", "many")] {

@@ -5,6 +5,7 @@ use futures_util::future::join_all;
 mod crashes;
 mod encrypted;
 mod fencing;
+mod limits;
 mod mapping;
 mod pools;
 mod sources;

@@ -9,6 +9,7 @@ use super::{
     create::Creation,
     error::RbdError,
     found::{Found, Recorded},
+    notes::note,
     qos::{self, Limits},
     size,
     store::Store,
@@ -91,6 +92,12 @@ impl Store {
         let before = image.size().map_err(RbdError::from)?;
         if range.required <= before {
             if range.holds(before) {
+                // An attempt that has grown it may have come no further.
+                let notes = image.metadata_list().map_err(RbdError::from)?;
+                if !Limits::are_noted(&notes, before) {
+                    drop(image);
+                    grow(&found.open(Access::ReadWrite)?, before)?;
+                }
                 return Ok(before);
             }
             let why = format!("the volume has {before} bytes already, and none becomes smaller");
@@ -112,7 +119,7 @@ impl Store {
     ) -> Result<(), Error> {
         let notes = qos::modified(mutable)?;
         let image = self.volume(handle, secrets)?.open(Access::ReadWrite)?;
-        Ok(note(&image, &notes)?)
+        Ok(note(&image, notes).map_err(RbdError::from)?)
     }
 
     pub fn get_volume(&self, handle: &str) -> Result<Published, Error> {
@@ -213,19 +220,7 @@ pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
     image.grow(bytes)?;
     let limits = Limits::of_notes(&image.metadata_list()?);
     let notes = limits.notes(bytes).into_iter();
-    let notes: Vec<_> = notes.map(|(key, value)| (key, Some(value))).collect();
-    note(image, &notes)
-}
-
-/// Writes notes on an image, and takes away those without a value.
-pub fn note(image: &Image, notes: &[(String, Option<String>)]) -> Result<(), RbdError> {
-    for (key, value) in notes {
-        match value {
-            Some(value) => image.metadata_set(key, value)?,
-            None => image.metadata_remove(key)?,
-        }
-    }
-    Ok(())
+    Ok(note(image, notes.map(|(key, value)| (key, Some(value))))?)
 }
 
 /// Refuses to delete what somebody has open.

@@ -1,5 +1,7 @@
 //! The image itself: blank or a copy, and what it needs beside its data.
 
+use std::collections::BTreeMap;
+
 use super::{
     super::{
         super::{Error, Source, size::DEFAULT},
@@ -7,8 +9,8 @@ use super::{
         encryption::{Encryption, Keeper},
         error::RbdError,
         found::Found,
+        notes::{foreign, note},
         size,
-        volumes::{grow, note},
     },
     Creation, Making,
 };
@@ -21,6 +23,8 @@ use crate::ceph::{
 pub struct Origin {
     found: Found,
     bytes: u64,
+    /// What the copy has to lose.
+    foreign: Vec<(String, Option<String>)>,
 }
 
 impl Creation<'_> {
@@ -48,6 +52,7 @@ impl Creation<'_> {
             image => image?,
         };
         let bytes = image.size().map_err(RbdError::from)?;
+        let notes = image.metadata_list().map_err(RbdError::from)?;
         let flattener = &store.flattener;
         match &self.new.source {
             Some(Source::Volume(_)) => {
@@ -56,7 +61,11 @@ impl Creation<'_> {
             }
             _ => flattener.keep_short(&found.pool, &image, &found.image, 1)?,
         }
-        Ok(Some(Origin { found, bytes }))
+        Ok(Some(Origin {
+            found,
+            bytes,
+            foreign: foreign(&notes),
+        }))
     }
 
     fn same_encryption(&self, there: &Entry) -> Result<(), RbdError> {
@@ -131,7 +140,7 @@ impl Creation<'_> {
         origin: Option<&Origin>,
         bytes: u64,
     ) -> Result<(), RbdError> {
-        let plain = origin.is_none_or(|origin| origin.bytes == bytes)
+        let plain = origin.is_none_or(|origin| origin.bytes == bytes && origin.foreign.is_empty())
             && self.class.encryption.is_none()
             && self.class.limits.is_empty()
             && self.changeable.is_empty();
@@ -140,12 +149,15 @@ impl Creation<'_> {
         }
         let image = Image::open(&making.pool, making.image(), Access::ReadWrite)?;
         if image.size()? < bytes {
-            grow(&image, bytes)?;
+            image.grow(bytes)?;
         }
+        // Of two notes with one key, the later counts.
+        let foreign = origin.map_or(&[][..], |origin| &origin.foreign);
+        let mut notes: BTreeMap<_, _> = foreign.iter().cloned().collect();
         let limits = self.class.limits.notes(bytes).into_iter();
-        let mut notes: Vec<_> = limits.map(|(key, value)| (key, Some(value))).collect();
-        notes.extend_from_slice(&self.changeable);
-        note(&image, &notes)?;
+        notes.extend(limits.map(|(key, value)| (key, Some(value))));
+        notes.extend(self.changeable.iter().cloned());
+        note(&image, notes)?;
         let Some(encryption) = &self.class.encryption else {
             return Ok(());
         };
