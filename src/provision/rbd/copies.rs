@@ -14,60 +14,19 @@
 //! before its copies. A snapshot that goes while it has clones lives on, nameless,
 //! until they are gone. Each step may be repeated, and each name says whose step
 //! it was.
-//!
-//! Each copy makes the chain longer that a read may have to go. Where it gets
-//! long, the link before is flattened: it gets its own data, in the background;
-//! where it is too long, the caller has to wait for that.
-
-use std::{
-    collections::HashSet,
-    sync::{Arc, Mutex, PoisonError},
-};
-
-use serde_json::json;
 
 use super::{
     super::Source,
-    error::RbdError,
     notes::{foreign, note},
-    trash::{Discarded, has_manager},
+    trash::Discarded,
 };
-use crate::{
-    ceph::{
-        CephError,
-        handle::Handle,
-        or_exists, or_missing,
-        rados::IoCtx,
-        rbd::{self, Access, Features, Image, ImageOptions, LinkedImage},
-    },
-    chain,
-    lane::Lanes,
+use crate::ceph::{
+    CephError,
+    handle::Handle,
+    or_exists, or_missing,
+    rados::IoCtx,
+    rbd::{self, Access, Features, Image, ImageOptions, LinkedImage},
 };
-
-/// How long chains may become, and how many snapshots an image may have: ceph-csi's
-/// defaults. krbd maps chains of 16, and images with 510 snapshots.
-#[derive(Clone, Copy, Debug)]
-pub struct Bounds {
-    /// From here on the chain is cut in the background.
-    pub soft_depth: usize,
-    /// From here on nothing is added before it is cut.
-    pub hard_depth: usize,
-    /// From here on clones are flattened in the background.
-    pub soft_snapshots: usize,
-    /// Above this none is added before they are.
-    pub hard_snapshots: usize,
-}
-
-impl Default for Bounds {
-    fn default() -> Self {
-        Self {
-            soft_depth: 4,
-            hard_depth: 8,
-            soft_snapshots: 250,
-            hard_snapshots: 450,
-        }
-    }
-}
 
 /// The image between a volume and its copy.
 pub fn temporary(image: &str) -> String {
@@ -195,150 +154,4 @@ pub fn present(pool: &IoCtx, names: &[String]) -> Result<Vec<Discarded>, CephErr
         }
     }
     Ok(found)
-}
-
-/// What cuts chains. Each image is flattened once at a time.
-#[derive(Clone, Debug)]
-pub struct Flattener {
-    lanes: Lanes,
-    bounds: Bounds,
-    under_way: Arc<Mutex<HashSet<String>>>,
-}
-
-impl Flattener {
-    pub fn new(lanes: Lanes, bounds: Bounds) -> Self {
-        let under_way = Arc::default();
-        Self {
-            lanes,
-            bounds,
-            under_way,
-        }
-    }
-
-    /// Keeps the chain that ends in an image within its bounds, once `more` links
-    /// are added behind it.
-    pub fn keep_short(
-        &self,
-        pool: &IoCtx,
-        image: &Image,
-        name: &str,
-        more: usize,
-    ) -> Result<(), RbdError> {
-        let depth = depth(image)? + more;
-        if depth < self.bounds.soft_depth {
-            return Ok(());
-        }
-        self.flatten(pool, name);
-        if depth < self.bounds.hard_depth {
-            return Ok(());
-        }
-        Err(RbdError::Flattening(format!("{pool}/{name}")))
-    }
-
-    /// The same for a volume that is to be copied. It may be in use; so not it but
-    /// its parent is flattened.
-    pub fn keep_parent_short(&self, image: &Image) -> Result<(), RbdError> {
-        let Some(parent) = image.parent()?.map(|parent| parent.image) else {
-            return Ok(());
-        };
-        if parent.in_trash {
-            return Ok(());
-        }
-        let pool = image
-            .io()
-            .cluster()
-            .ioctx(parent.pool_id, &parent.namespace)?;
-        let opened = Image::open_by_id(&pool, &parent.id, Access::ReadOnly)?;
-        // The copy adds two: the temporary image, and itself.
-        self.keep_short(&pool, &opened, &parent.name, 2)
-    }
-
-    /// Keeps the number of an image's snapshots within its bounds.
-    pub fn keep_few(&self, image: &Image) -> Result<(), RbdError> {
-        let count = image.snapshots()?.len();
-        if count <= self.bounds.soft_snapshots {
-            return Ok(());
-        }
-        let children = image.children()?;
-        let spare = if count > self.bounds.hard_snapshots {
-            0
-        } else {
-            self.bounds.soft_snapshots
-        };
-        for child in children.iter().skip(spare).filter(|child| !child.in_trash) {
-            let pool = image
-                .io()
-                .cluster()
-                .ioctx(child.pool_id, &child.namespace)?;
-            self.flatten(&pool, &child.name);
-        }
-        if count <= self.bounds.hard_snapshots {
-            return Ok(());
-        }
-        Err(RbdError::Snapshots {
-            image: image.to_string(),
-            count,
-            limit: self.bounds.hard_snapshots,
-        })
-    }
-
-    /// Has an image flattened in the background: by Ceph's manager where it runs,
-    /// else here. A repeat of what is under way does nothing.
-    fn flatten(&self, pool: &IoCtx, name: &str) {
-        let what = format!("{}/{pool}/{name}", pool.cluster().fsid());
-        if !self.under_way().insert(what.clone()) {
-            return;
-        }
-        let (own, pool, name) = (self.clone(), pool.clone(), name.to_owned());
-        let turn = what.clone();
-        // It runs whether or not anybody waits for it.
-        drop(self.lanes.run(&turn, "flatten", move || {
-            if let Err(error) = flatten(&pool, &name) {
-                let error = chain(&error);
-                tracing::warn!(image = %format!("{pool}/{name}"), error, "not flattened");
-            }
-            own.under_way().remove(&what);
-        }));
-    }
-
-    fn under_way(&self) -> std::sync::MutexGuard<'_, HashSet<String>> {
-        self.under_way
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
-    let task = json!({
-        "prefix": "rbd task add flatten",
-        "image_spec": format!("{pool}/{name}"),
-    });
-    if has_manager(pool) && pool.cluster().mgr_command(&task).is_ok() {
-        return Ok(());
-    }
-    match Image::open(pool, name, Access::ReadWrite)?.flatten() {
-        // It has no parent any more.
-        Err(error) if error.is_invalid() => Ok(()),
-        result => result,
-    }
-}
-
-/// How many parents an image has, one behind the other.
-fn depth(image: &Image) -> Result<usize, CephError> {
-    let mut depth = 0;
-    let mut next = image.parent()?;
-    while let Some(parent) = next {
-        depth += 1;
-        let pool = image
-            .io()
-            .cluster()
-            .ioctx(parent.image.pool_id, &parent.image.namespace)?;
-        let opened = match Image::open_by_id(&pool, &parent.image.id, Access::ReadOnly) {
-            // Removed since.
-            Err(error) if error.is_not_found() => return Ok(depth),
-            opened => opened?,
-        };
-        next = opened.parent()?;
-    }
-    Ok(depth)
 }

@@ -6,7 +6,7 @@
 //! class      the parameters of a storage class; topology, qos, encryption
 //! create     one CreateVolume; attempt: of which only one comes to its end
 //! volumes    delete, grow, change
-//! copies     clones, and the length of their chains
+//! copies     clones; flatten: the length of their chains
 //! snapshots  images that show a moment
 //! fencing    nodes that do not let go of a volume
 //! trash      what was deleted, emptied in the background, after all deletes
@@ -54,6 +54,7 @@ mod deletes;
 mod encryption;
 mod error;
 mod fencing;
+mod flatten;
 mod found;
 mod listing;
 mod lookup;
@@ -67,12 +68,12 @@ mod topology;
 mod trash;
 mod volumes;
 
-pub use copies::Bounds;
 pub use error::RbdError;
+pub use flatten::Bounds;
 pub use operators::{Operators, SecretDir};
 
-use copies::Flattener;
 use fencing::{Fencing, Release};
+use flatten::Flattener;
 use store::Store;
 use trash::Bin;
 

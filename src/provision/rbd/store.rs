@@ -7,10 +7,11 @@ use std::{
 };
 
 use super::{
-    copies::{Flattener, present},
+    copies::present,
     encryption::Keeper,
     error::RbdError,
     fencing::{Fencing, lift},
+    flatten::Flattener,
     found::Link,
     operators::Operators,
     trash::Bin,

@@ -1,0 +1,268 @@
+//! Chains of clones, kept short.
+//!
+//! Each copy makes the chain longer that a read may have to go. Where it gets
+//! long, the link before is flattened: it gets its own data, in the background;
+//! where it is too long, the caller has to wait for that.
+
+use std::{
+    collections::{HashMap, HashSet, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use serde_json::json;
+
+use super::{error::RbdError, trash::has_manager};
+use crate::{
+    ceph::{
+        CephError,
+        rados::IoCtx,
+        rbd::{Access, Image},
+    },
+    chain,
+    lane::Lanes,
+};
+
+/// How long chains may become, and how many snapshots an image may have: ceph-csi's
+/// defaults. krbd maps chains of 16, and images with 510 snapshots.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// From here on the chain is cut in the background.
+    pub soft_depth: usize,
+    /// From here on nothing is added before it is cut.
+    pub hard_depth: usize,
+    /// From here on clones are flattened in the background.
+    pub soft_snapshots: usize,
+    /// Above this none is added before they are.
+    pub hard_snapshots: usize,
+}
+
+impl Default for Bounds {
+    fn default() -> Self {
+        Self {
+            soft_depth: 4,
+            hard_depth: 8,
+            soft_snapshots: 250,
+            hard_snapshots: 450,
+        }
+    }
+}
+
+/// What cuts chains. Each image is flattened once at a time.
+#[derive(Clone, Debug)]
+pub struct Flattener {
+    lanes: Lanes,
+    bounds: Bounds,
+    work: Arc<Mutex<Work>>,
+}
+
+#[derive(Debug, Default)]
+struct Work {
+    /// Images that are to be flattened, by why: those of one queue come one after the
+    /// other.
+    queues: HashMap<String, VecDeque<(IoCtx, String)>>,
+    /// All of these, and those that are being flattened.
+    known: HashSet<String>,
+}
+
+impl Flattener {
+    pub fn new(lanes: Lanes, bounds: Bounds) -> Self {
+        Self {
+            lanes,
+            bounds,
+            work: Arc::default(),
+        }
+    }
+
+    /// Keeps the chain that ends in an image within its bounds, once `more` links
+    /// are added behind it.
+    pub fn keep_short(
+        &self,
+        pool: &IoCtx,
+        image: &Image,
+        name: &str,
+        more: usize,
+    ) -> Result<(), RbdError> {
+        let depth = depth(image)? + more;
+        if depth < self.bounds.soft_depth {
+            return Ok(());
+        }
+        let one = VecDeque::from([(pool.clone(), name.to_owned())]);
+        self.flatten(full_name(pool, name), one);
+        if depth < self.bounds.hard_depth {
+            return Ok(());
+        }
+        Err(RbdError::Flattening(format!("{pool}/{name}")))
+    }
+
+    /// The same for a volume that is to be copied. It may be in use; so not it but
+    /// its parent is flattened.
+    pub fn keep_parent_short(&self, image: &Image) -> Result<(), RbdError> {
+        let Some(parent) = image.parent()?.map(|parent| parent.image) else {
+            return Ok(());
+        };
+        if parent.in_trash {
+            return Ok(());
+        }
+        let pool = image
+            .io()
+            .cluster()
+            .ioctx(parent.pool_id, &parent.namespace)?;
+        let opened = Image::open_by_id(&pool, &parent.id, Access::ReadOnly)?;
+        // The copy adds two: the temporary image, and itself.
+        self.keep_short(&pool, &opened, &parent.name, 2)
+    }
+
+    /// Keeps the number of an image's snapshots within its bounds.
+    pub fn keep_few(&self, image: &Image) -> Result<(), RbdError> {
+        let count = image.snapshots()?.len();
+        if count <= self.bounds.soft_snapshots {
+            return Ok(());
+        }
+        let children = image.children()?;
+        let spare = if count > self.bounds.hard_snapshots {
+            0
+        } else {
+            self.bounds.soft_snapshots
+        };
+        let many = children.into_iter().skip(spare);
+        let clones = many.filter(|child| !child.in_trash).map(|child| {
+            let cluster = image.io().cluster();
+            Ok((cluster.ioctx(child.pool_id, &child.namespace)?, child.name))
+        });
+        let clones = clones.collect::<Result<_, CephError>>()?;
+        let why = format!("clones of {}/{image}", image.io().cluster().fsid());
+        self.flatten(why, clones);
+        if count <= self.bounds.hard_snapshots {
+            return Ok(());
+        }
+        Err(RbdError::Snapshots {
+            image: image.to_string(),
+            count,
+            limit: self.bounds.hard_snapshots,
+        })
+    }
+
+    /// Has images flattened in the background, by Ceph's manager where it runs, else
+    /// here, one after the other: each is copied as a whole. A repeat of what is to
+    /// come, or under way, does nothing.
+    fn flatten(&self, why: String, mut images: VecDeque<(IoCtx, String)>) {
+        let begins = {
+            let mut work = self.work();
+            images.retain(|(pool, name)| work.known.insert(full_name(pool, name)));
+            if images.is_empty() {
+                return;
+            }
+            let begins = !work.queues.contains_key(&why);
+            work.queues.entry(why.clone()).or_default().extend(images);
+            begins
+        };
+        if begins {
+            let own = self.clone();
+            let turn = why.clone();
+            // It runs whether or not anybody waits for it.
+            drop(self.lanes.run(&turn, "flatten", move || own.work_off(&why)));
+        }
+    }
+
+    fn work_off(&self, why: &str) {
+        while let Some((pool, name)) = self.next(why) {
+            if let Err(error) = flatten(&pool, &name) {
+                let error = chain(&error);
+                tracing::warn!(image = %format!("{pool}/{name}"), error, "not flattened");
+            }
+            self.work().known.remove(&full_name(&pool, &name));
+        }
+    }
+
+    fn next(&self, why: &str) -> Option<(IoCtx, String)> {
+        let mut work = self.work();
+        let next = work.queues.get_mut(why)?.pop_front();
+        if next.is_none() {
+            work.queues.remove(why);
+        }
+        next
+    }
+
+    fn work(&self) -> MutexGuard<'_, Work> {
+        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An image's name among those of all clusters.
+fn full_name(pool: &IoCtx, name: &str) -> String {
+    format!("{}/{pool}/{name}", pool.cluster().fsid())
+}
+
+fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
+    let task = json!({
+        "prefix": "rbd task add flatten",
+        "image_spec": format!("{pool}/{name}"),
+    });
+    if has_manager(pool) && pool.cluster().mgr_command(&task).is_ok() {
+        return Ok(());
+    }
+    match Image::open(pool, name, Access::ReadWrite)?.flatten() {
+        // It has no parent any more.
+        Err(error) if error.is_invalid() => Ok(()),
+        result => result,
+    }
+}
+
+/// How many parents an image has, one behind the other.
+fn depth(image: &Image) -> Result<usize, CephError> {
+    let mut depth = 0;
+    let mut next = image.parent()?;
+    while let Some(parent) = next {
+        depth += 1;
+        let pool = image
+            .io()
+            .cluster()
+            .ioctx(parent.image.pool_id, &parent.image.namespace)?;
+        let opened = match Image::open_by_id(&pool, &parent.image.id, Access::ReadOnly) {
+            // Removed since.
+            Err(error) if error.is_not_found() => return Ok(depth),
+            opened => opened?,
+        };
+        next = opened.parent()?;
+    }
+    Ok(depth)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ceph::{
+        rbd::{self, Features, ImageOptions},
+        testing::Place,
+    };
+
+    #[tokio::test]
+    async fn clones_of_one_image_are_flattened_one_after_the_other() {
+        let Some(place) = Place::new() else { return };
+        let options = ImageOptions {
+            features: Some(Features::LAYERING),
+            ..ImageOptions::default()
+        };
+        rbd::create(&place.io, "source", 1 << 20, &options).unwrap();
+        let source = Image::open(&place.io, "source", Access::ReadWrite).unwrap();
+        for clone in ["a", "b", "c", "d"] {
+            source.snapshot_create(clone).unwrap();
+            let (io, name) = (&place.io, "source");
+            rbd::clone_snapshot(io, name, clone, io, clone, &options).unwrap();
+        }
+        let lanes = Lanes::new(4);
+        let bounds = Bounds {
+            soft_snapshots: 1,
+            hard_snapshots: 100,
+            ..Bounds::default()
+        };
+        let flattener = Flattener::new(lanes.clone(), bounds);
+        flattener.keep_few(&source).unwrap();
+        // One is let be.
+        while source.children().unwrap().len() > 1 {
+            flattener.keep_few(&source).unwrap();
+            assert!(lanes.busy().len() <= 1, "{:?}", lanes.busy());
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    }
+}
