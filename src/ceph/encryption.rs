@@ -71,6 +71,17 @@ pub enum EncryptionError {
         /// The file with the configuration.
         path: PathBuf,
     },
+    /// None is configured at all.
+    #[error(
+        "encryptionKMSID {id:?} is nowhere to be looked up: there is no file {}",
+        path.display()
+    )]
+    NoFile {
+        /// The id.
+        id: String,
+        /// The file that would have it (`--kms-config`).
+        path: PathBuf,
+    },
     /// The key management system is none that this driver has.
     #[error(
         "encryptionKMSID {id:?}: {what} is not supported; supported are \"metadata\" with the passphrase in the volume's secret, and, without an id, that passphrase itself"
@@ -131,9 +142,12 @@ impl KmsConfig {
                 .transpose()
                 .map_err(io::Error::from)
         });
-        let entry = read.map_err(|source| EncryptionError::Config {
-            path: self.0.clone(),
-            source,
+        let entry = read.map_err(|source| {
+            let (id, path) = (id.to_owned(), self.0.clone());
+            match source.kind() {
+                io::ErrorKind::NotFound => EncryptionError::NoFile { id, path },
+                _ => EncryptionError::Config { path, source },
+            }
         })?;
         let unsupported = |what| EncryptionError::Unsupported {
             id: id.to_owned(),
@@ -275,6 +289,10 @@ mod tests {
         let config = KmsConfig::new(&path);
         assert_eq!(config.get("").unwrap(), Kms::Secret);
         assert_eq!(config.get("default").unwrap(), Kms::Secret);
+        let none = config.get("x").unwrap_err();
+        assert!(matches!(none, EncryptionError::NoFile { .. }), "{none:?}");
+        assert!(none.to_string().contains("config.json"), "{none}");
+        fs::write(&path, "{").unwrap();
         assert!(matches!(
             config.get("x"),
             Err(EncryptionError::Config { .. })
