@@ -4,9 +4,9 @@
 //! is encrypted; the image's notes say how far that is, [`PREPARED`] until the
 //! first stage has formatted it, then `encrypted`, and hold the passphrase, where
 //! it is the volume's own. A copy holds what its source holds, so it has the same
-//! passphrase, sealed anew under its own handle.
+//! passphrase, sealed anew under its own handle; its KMS may be another.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::{
     super::{Error, params::yes_or_no},
@@ -22,7 +22,7 @@ use crate::{
         journal::Entry,
         rbd::Image,
     },
-    secret::Secrets,
+    secret::{Secret, Secrets},
 };
 
 /// How a volume is encrypted.
@@ -81,6 +81,9 @@ pub struct Keeper<'a> {
 /// An image by its handle, which salts what is sealed.
 pub type Handled<'a> = (&'a str, &'a Image);
 
+/// What is noted on an image.
+pub type Notes = BTreeMap<String, String>;
+
 impl Keeper<'_> {
     /// Refuses a passphrase that could not be kept, before there is an image.
     pub fn check(&self, encryption: &Encryption) -> Result<Kms, EncryptionError> {
@@ -101,23 +104,51 @@ impl Keeper<'_> {
         Ok(image.metadata_set(STATE_KEY, PREPARED)?)
     }
 
+    /// Refuses to copy what the copy's KMS could not keep, before there is an image:
+    /// the secret's is for volumes that have the secret's passphrase. `kept` says by
+    /// whom the source's is, and the copy's.
+    pub fn check_copy(
+        &self,
+        kept: (&Encryption, &Encryption),
+        source: &str,
+        notes: &Notes,
+    ) -> Result<(), RbdError> {
+        let changes = (self.check(kept.0)?, self.check(kept.1)?);
+        if changes == (Kms::Metadata, Kms::Secret) {
+            let with = passphrase(self.secrets)?;
+            if opened(with, source, notes)?.reveal() != with.reveal() {
+                return Err(RbdError::OwnPassphrase(kept.1.kms.clone()));
+            }
+        }
+        Ok(())
+    }
+
     /// Notes on a copy what its source has.
     pub fn copy(
         &self,
-        encryption: &Encryption,
+        kept: (&Encryption, &Encryption),
         source: Handled<'_>,
         copy: Handled<'_>,
     ) -> Result<(), RbdError> {
         let notes = source.1.metadata_list()?;
-        if self.check(encryption)? == Kms::Metadata {
+        self.check_copy(kept, source.0, &notes)?;
+        if self.check(kept.1)? == Kms::Metadata {
             let with = passphrase(self.secrets)?;
-            let sealed = noted(&notes, SEALED_KEY).unwrap_or_default();
-            let own = open(with, source.0, sealed)?;
-            copy.1.metadata_set(SEALED_KEY, &seal(with, copy.0, &own))?;
+            let own = match self.check(kept.0)? {
+                Kms::Secret => with.clone(),
+                Kms::Metadata => opened(with, source.0, &notes)?,
+            };
+            let sealed = seal(with, copy.0, &own);
+            copy.1.metadata_set(SEALED_KEY, &sealed)?;
         }
         let state = noted(&notes, STATE_KEY).unwrap_or(PREPARED);
         Ok(copy.1.metadata_set(STATE_KEY, state)?)
     }
+}
+
+/// The passphrase of its own that a volume of that handle has.
+fn opened(with: &Secret, handle: &str, notes: &Notes) -> Result<Secret, EncryptionError> {
+    open(with, handle, noted(notes, SEALED_KEY).unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -121,6 +121,12 @@ pub enum RbdError {
         /// What the class says.
         here: String,
     },
+    /// The copy's KMS could not keep its passphrase.
+    #[error(
+        "the source has a passphrase of its own, and encryptionKMSID {0:?} keeps the secret's \
+         alone: use a class like the source's"
+    )]
+    OwnPassphrase(String),
     /// A copy of it would be without its keys.
     #[error(
         "image {image} is encrypted with encryptionType {how:?}, and `block` is the only one \
@@ -196,6 +202,7 @@ impl RbdError {
             | Self::LongId(_)
             | Self::OtherCluster { .. }
             | Self::OtherEncryption { .. }
+            | Self::OwnPassphrase(_)
             | Self::InGroup { .. } => Kind::InvalidArgument,
             Self::Encryption(error) => match error {
                 EncryptionError::Config { .. } => Kind::Unavailable,

@@ -149,7 +149,8 @@ impl Store {
                 let source = volume.open(Access::ReadOnly)?;
                 let image = Image::open(pool, &entry.image, Access::ReadWrite)?;
                 let keeper = self.keeper(&new.secrets);
-                keeper.copy(&encryption, (&volume.handle, &source), (&handle, &image))?;
+                let kept = (&encryption, &encryption);
+                keeper.copy(kept, (&volume.handle, &source), (&handle, &image))?;
             }
             attempt.complete(entry)?;
         }

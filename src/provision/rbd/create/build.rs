@@ -6,7 +6,7 @@ use super::{
     super::{
         super::{Error, Source, size::DEFAULT},
         copies,
-        encryption::{Encryption, Keeper},
+        encryption::{Encryption, Keeper, Notes},
         error::RbdError,
         found::Found,
         notes::{foreign, note},
@@ -14,15 +14,13 @@ use super::{
     },
     Creation, Making,
 };
-use crate::ceph::{
-    journal::Entry,
-    rbd::{self, Access, Image},
-};
+use crate::ceph::rbd::{self, Access, Image};
 
 /// What a copy is made of.
 pub struct Origin {
     found: Found,
     bytes: u64,
+    encryption: Option<Encryption>,
     /// What the copy has to lose.
     foreign: Vec<(String, Option<String>)>,
 }
@@ -41,7 +39,6 @@ impl Creation<'_> {
             let (there, here) = (there.clone(), self.class.cluster_id.clone());
             return Err(RbdError::OtherCluster { there, here }.into());
         }
-        self.same_encryption(&found.recorded()?.entry)?;
         let image = match found.open(Access::ReadOnly) {
             Err(RbdError::Lost { handle, .. }) => {
                 return Err(match &self.new.source {
@@ -53,6 +50,7 @@ impl Creation<'_> {
         };
         let bytes = image.size().map_err(RbdError::from)?;
         let notes = image.metadata_list().map_err(RbdError::from)?;
+        let encryption = self.encryption_of(&found, &notes)?;
         let flattener = &store.flattener;
         match &self.new.source {
             Some(Source::Volume(_)) => {
@@ -64,23 +62,30 @@ impl Creation<'_> {
         Ok(Some(Origin {
             found,
             bytes,
+            encryption,
             foreign: foreign(&notes),
         }))
     }
 
-    fn same_encryption(&self, there: &Entry) -> Result<(), RbdError> {
-        let name = |encryption: Option<&Encryption>| match encryption {
-            None => "not encrypted".to_owned(),
-            Some(encryption) => format!("encrypted by KMS {:?}", encryption.kms),
-        };
-        let there = Encryption::of_journal(there)?;
-        if there == self.class.encryption {
-            return Ok(());
+    /// How the source is encrypted, if its copy can be: both are, or neither is.
+    fn encryption_of(&self, source: &Found, notes: &Notes) -> Result<Option<Encryption>, RbdError> {
+        let there = Encryption::of_journal(&source.recorded()?.entry)?;
+        match (&there, &self.class.encryption) {
+            (None, None) => {}
+            (Some(from), Some(to)) => {
+                let keeper = self.store.keeper(&self.new.secrets);
+                keeper.check_copy((from, to), &source.handle, notes)?;
+            }
+            (there, here) => {
+                let name = |encryption: &Option<Encryption>| match encryption {
+                    None => "not encrypted".to_owned(),
+                    Some(encryption) => format!("encrypted by KMS {:?}", encryption.kms),
+                };
+                let (there, here) = (name(there), name(here));
+                return Err(RbdError::OtherEncryption { there, here });
+            }
         }
-        Err(RbdError::OtherEncryption {
-            there: name(there.as_ref()),
-            here: name(self.class.encryption.as_ref()),
-        })
+        Ok(there)
     }
 
     pub(super) fn bytes(&self, origin: Option<&Origin>) -> Result<u64, Error> {
@@ -167,7 +172,9 @@ impl Creation<'_> {
             None => keeper.prepare(encryption, own),
             Some(origin) => {
                 let source = origin.found.open(Access::ReadOnly)?;
-                keeper.copy(encryption, (&origin.found.handle, &source), own)
+                let from = origin.encryption.as_ref().unwrap_or(encryption);
+                let handle = origin.found.handle.as_str();
+                keeper.copy((from, encryption), (handle, &source), own)
             }
         }
     }
