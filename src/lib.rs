@@ -30,7 +30,7 @@ pub mod cli;
 
 #[cfg(feature = "node")]
 pub mod device;
-#[cfg(feature = "node")]
+#[cfg(any(feature = "node", feature = "controller"))]
 pub mod fs;
 #[cfg(feature = "node")]
 pub mod holder;

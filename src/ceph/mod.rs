@@ -18,6 +18,7 @@ pub mod fencing;
 pub mod handle;
 pub mod journal;
 pub mod library;
+pub mod map_options;
 pub mod monitor;
 pub mod rados;
 pub mod rbd;

@@ -8,9 +8,13 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "node")]
 pub mod fsck;
+#[cfg(feature = "node")]
 pub mod grow;
+// The controller refuses options that the node would.
 pub mod mkfs;
+#[cfg(feature = "node")]
 pub mod probe;
 
 /// A file system that volumes may carry.

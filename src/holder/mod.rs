@@ -30,7 +30,6 @@ use std::time::Duration;
 pub mod client;
 pub(crate) mod devices;
 mod error;
-mod options;
 mod spec;
 
 #[cfg(feature = "holder")]
@@ -56,7 +55,7 @@ mod tests;
 /// on, and a repeated call waits for it.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 
+pub use crate::ceph::map_options::NbdOptions;
 pub use error::HolderError;
-pub use options::NbdOptions;
 pub use spec::{Fencing, Spec, SpecError};
 pub use watch::{Trouble, Watch};

@@ -9,7 +9,10 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::NbdOptions;
-use crate::device::rbd::{Image, OptionError};
+use crate::{
+    ceph::map_options::is_text,
+    device::rbd::{Image, OptionError},
+};
 
 /// How long a daemon that starts may look for a monitor, seconds.
 const FIND_CLUSTER_FOR: u32 = 30;
@@ -156,10 +159,6 @@ impl Spec {
         }
         arguments
     }
-}
-
-pub(super) fn is_text(text: &str) -> bool {
-    !text.is_empty() && !text.chars().any(char::is_control)
 }
 
 #[cfg(test)]

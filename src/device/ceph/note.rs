@@ -5,13 +5,13 @@ use serde::{Deserialize, Serialize};
 
 use super::CephSource;
 use crate::{
-    ceph::encryption::DEFAULT_KMS,
+    ceph::{
+        encryption::DEFAULT_KMS,
+        map_options::{KRBD, NBD, part_for},
+    },
     device::{
         Behind, Device, Note,
-        rbd::{
-            Image, Mapped,
-            options::{KRBD, NBD, part_for},
-        },
+        rbd::{Image, Mapped},
     },
 };
 

@@ -7,15 +7,18 @@ use serde::{Deserialize, Serialize};
 
 use super::mounter::{Mounter, Served};
 use crate::{
-    ceph::{encryption::DEFAULT_KMS, handle::VolumeHandle, journal::Kind, rbd::Features},
+    ceph::{
+        encryption::DEFAULT_KMS,
+        handle::VolumeHandle,
+        journal::Kind,
+        map_options::{KRBD, part_for},
+        rbd::Features,
+    },
     device::{
         SourceError,
         context::Context,
         luks,
-        rbd::{
-            Image, MapOptions, Mapped, OptionError,
-            options::{KRBD, part_for},
-        },
+        rbd::{Image, MapOptions, Mapped, OptionError},
     },
     holder::{NbdOptions, devices as nbd},
     kernel::Dev,

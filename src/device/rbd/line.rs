@@ -7,7 +7,8 @@
 //!
 //! Source: drivers/block/rbd.c, `rbd_add_parse_args`.
 
-use super::{MapOption, Mark, RbdError, Wanted, monitors, options::is_word};
+use super::{MapOption, Mark, RbdError, Wanted, monitors};
+use crate::ceph::map_options::is_word;
 
 /// Seconds that a cluster whose monitors went away may hold up all maps of the
 /// node: well below the deadlines of those who call.

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Image, RbdDevice};
 use crate::{
+    ceph::map_options::NOSHARE,
     device::sysfs,
     kernel::{Dev, block},
 };
@@ -29,9 +30,6 @@ const NO_SNAPSHOT: &str = "-";
 
 /// The address of the client that has an image open.
 const CLIENT_ADDRESS: &str = "client_addr";
-
-/// The option by which an image gets a client of its own.
-pub const NOSHARE: &str = "noshare";
 
 /// Stands before our marks.
 const OURS: &str = "uring-csi";
@@ -279,7 +277,7 @@ mod tests {
         fn a_mark_is_one_word_and_comes_back(cluster_id in "\\PC{0,40}", volume_id in "\\PC{0,128}") {
             let mark = Mark::new(&cluster_id, &volume_id);
             let text = mark.to_string();
-            prop_assert!(super::super::options::is_word(&text) && !text.contains(','));
+            prop_assert!(crate::ceph::map_options::is_word(&text) && !text.contains(','));
             prop_assert_eq!(Mark::parse(&text), Some(mark));
         }
 

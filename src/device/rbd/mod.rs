@@ -54,15 +54,16 @@ mod greeting;
 mod line;
 pub mod mapped;
 mod monitors;
-pub(crate) mod options;
 mod recognise;
 
-pub use crate::ceph::rbd::Features;
+pub use crate::ceph::{
+    map_options::{MapOption, MapOptions, OptionError},
+    rbd::Features,
+};
 pub use error::RbdError;
 pub use greeting::Greeting;
 pub use mapped::{Identity, Mapped, Mark};
 pub use monitors::Monitors;
-pub use options::{MapOption, MapOptions, OptionError};
 pub use recognise::{find, find_marked};
 
 use error::failed;

@@ -11,7 +11,13 @@ use super::{
     qos::Limits,
     topology::{self, Constrained},
 };
-use crate::ceph::rbd::{Features, ImageOptions};
+use crate::{
+    ceph::{
+        map_options::{KRBD, MapOptions, NbdOptions, OptionError, part_for},
+        rbd::{Features, ImageOptions},
+    },
+    fs::{FsType, mkfs},
+};
 
 /// What a storage class says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -112,6 +118,7 @@ impl Class {
             class.options.features = Some(checked_features(&list, mounter)?);
         }
         class.options.striping = striping(unit, count, class.options.object_size)?;
+        class.check_mapping(mounter)?;
         class.limits = Limits::of_class(given)?;
         class.encryption = Encryption::of_class(given)?;
         Ok(class)
@@ -128,6 +135,38 @@ impl Class {
             ));
         }
         Parameters::default().file_systems(usages)
+    }
+
+    fn told(&self, name: &str) -> &str {
+        self.context.get(name).map_or("", String::as_str)
+    }
+
+    /// Refuses what the node would not map.
+    fn check_mapping(&self, mounter: &str) -> Result<(), Error> {
+        let (mapping, unmapping) = (self.told("mapOptions"), self.told("unmapOptions"));
+        let refused = |name, value| move |error: OptionError| bad(name, value, &error.to_string());
+        MapOptions::parse(mapping).map_err(refused("mapOptions", mapping))?;
+        part_for(KRBD, unmapping).map_err(refused("unmapOptions", unmapping))?;
+        let name = "tryOtherMounters";
+        let tries = match self.told(name) {
+            "" => false,
+            text => yes_or_no(name, text)?,
+        };
+        if tries || mounter == "rbd-nbd" {
+            NbdOptions::parse(mapping).map_err(refused("mapOptions", mapping))?;
+        }
+        Ok(())
+    }
+
+    /// Refuses options with which the node would not make these file systems.
+    pub fn check_mkfs(&self, file_systems: &[&'static str]) -> Result<(), Error> {
+        let options = self.told("mkfsOptions");
+        let known = FsType::ALL.into_iter();
+        for fs in known.filter(|fs| file_systems.contains(&fs.as_str())) {
+            let parsed = mkfs::parse_options(fs, options);
+            parsed.map_err(|error| bad("mkfsOptions", options, &error.to_string()))?;
+        }
+        Ok(())
     }
 
     /// The pools for a volume that is wanted in some places.

@@ -25,7 +25,9 @@ use crate::{
 impl Store {
     pub fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
         let class = Class::parse(&new.parameters)?;
-        let least = least(&Class::file_systems(&new.usages)?);
+        let file_systems = Class::file_systems(&new.usages)?;
+        class.check_mkfs(&file_systems)?;
+        let least = least(&file_systems);
         let link = self.link(&class.cluster_id, &new.secrets)?;
         let creation = Creation::new(self, new, &class, &link, least)?;
         creation.run()

@@ -130,12 +130,28 @@ fn mistakes_are_named() {
         ("topologyConstrainedPools", "{", "topologyConstrainedPools"),
         ("encrypted", "perhaps", "encrypted"),
         ("imageFormat", "1", "imageFormat"),
+        ("mapOptions", "secret=x", "secret"),
+        ("mapOptions", "tcmu:a", "tcmu"),
+        ("unmapOptions", "tcmu:a", "unmapOptions"),
+        ("tryOtherMounters", "perhaps", "tryOtherMounters"),
         ("thickProvision", "true", "thickProvision"),
         ("thickProvision", "thin", "thickProvision"),
     ] {
         let error = parse(&[(name, value)]).unwrap_err().to_string();
         assert!(error.contains(word), "{name}={value}: {error}");
     }
+    let of_nbd = ("mapOptions", "nbd:quiesce-hook=/bin/sh");
+    // It is for nobody.
+    parse(&[of_nbd]).unwrap();
+    for nbd in [("mounter", "rbd-nbd"), ("tryOtherMounters", "1")] {
+        let error = parse(&[nbd, of_nbd]).unwrap_err().to_string();
+        assert!(error.contains("quiesce_hook"), "{error}");
+    }
+    let options = parse(&[("mkfsOptions", "-K -s size=4096")]).unwrap();
+    options.check_mkfs(&["xfs"]).unwrap();
+    options.check_mkfs(&[]).unwrap();
+    let error = options.check_mkfs(&["xfs", "ext4"]).unwrap_err();
+    assert!(error.to_string().contains("mkfsOptions"), "{error}");
     let none = Class::parse(&HashMap::new()).unwrap_err();
     assert!(none.to_string().contains("clusterID"));
 }

@@ -7,8 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::spec::is_text;
-use crate::device::rbd::{OptionError, options};
+use super::{NBD, OptionError, is_text, part_for};
 
 /// Seconds that I/O waits for a daemon to come back before it fails, unless the
 /// volume's class says otherwise. ceph-csi's value.
@@ -32,7 +31,7 @@ const DEFAULTS: [(&str, &str); 2] = [("reattach_timeout", REATTACH_WITHIN), ("io
 impl NbdOptions {
     /// Reads the part for rbd-nbd of `mapOptions`: `krbd:a,b;nbd:c`.
     pub fn parse(text: &str) -> Result<Self, OptionError> {
-        let list = options::part_for(options::NBD, text)?;
+        let list = part_for(NBD, text)?;
         let words = list.split(',').map(str::trim);
         Self::of(words.filter(|word| !word.is_empty()))
     }
@@ -56,7 +55,7 @@ impl NbdOptions {
     }
 
     /// All of them, and what we set where nobody does, as the program takes them.
-    pub(super) fn arguments(&self) -> impl Iterator<Item = String> {
+    pub fn arguments(&self) -> impl Iterator<Item = String> {
         let given = |name: &str| self.0.iter().any(|option| option.name == name);
         let ours = DEFAULTS.into_iter().filter(move |(name, _)| !given(name));
         let ours = ours.map(|(name, value)| format!("{name}={value}"));

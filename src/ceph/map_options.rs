@@ -1,4 +1,5 @@
-//! What a volume's class and context say about how its image is mapped.
+//! What a volume's class and context say about how its image is mapped: the
+//! controller refuses what the node would.
 //!
 //! Everything here ends up in one line of text that the driver parts at blanks
 //! and commas, so nothing gets in that could part it elsewhere, and nothing
@@ -11,7 +12,12 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use super::mapped::NOSHARE;
+mod nbd;
+
+pub use nbd::NbdOptions;
+
+/// The option by which an image gets a client of its own.
+pub const NOSHARE: &str = "noshare";
 
 /// One option of the driver, `name` or `name=value`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,8 +75,9 @@ const READ_ONLY: &str = "the access mode decides whether the volume is writable"
 const OF_THE_PROGRAM: &[&str] = &["udev", "noudev"];
 
 /// The mounter whose options have no prefix.
-pub(crate) const KRBD: &str = "krbd";
-pub(crate) const NBD: &str = "nbd";
+pub const KRBD: &str = "krbd";
+/// The prefix of rbd-nbd's.
+pub const NBD: &str = "nbd";
 
 impl MapOption {
     /// An option that we set.
@@ -106,6 +113,11 @@ impl FromStr for MapOption {
 /// Whether the driver takes the text as one word of its line.
 pub fn is_word(text: &str) -> bool {
     !text.is_empty() && !text.chars().any(|c| c.is_whitespace() || c.is_control())
+}
+
+/// Whether a program takes the text as one of its arguments.
+pub fn is_text(text: &str) -> bool {
+    !text.is_empty() && !text.chars().any(char::is_control)
 }
 
 impl fmt::Display for MapOption {
@@ -160,7 +172,7 @@ impl MapOptions {
 }
 
 /// The list that `mapOptions` has for a mounter; of two lists the later.
-pub(crate) fn part_for<'a>(mounter: &str, text: &'a str) -> Result<&'a str, OptionError> {
+pub fn part_for<'a>(mounter: &str, text: &'a str) -> Result<&'a str, OptionError> {
     let mut found = "";
     for part in text
         .split(';')
