@@ -63,6 +63,7 @@ pub fn of_volume(error: &volume::Error) -> Code {
             mount::attach::MountError::BadOption { .. } => Code::InvalidArgument,
             mount::attach::MountError::Busy { .. } => Code::Aborted,
             mount::attach::MountError::OtherOptions { .. }
+            | mount::attach::MountError::Twin { .. }
             | mount::attach::MountError::WriteProtected { .. }
             | mount::attach::MountError::Unsupported { .. } => Code::FailedPrecondition,
             _ => Code::Unavailable,

@@ -100,6 +100,17 @@ pub enum MountError {
         #[source]
         source: UnmountError,
     },
+    /// A copy of a Btrfs that is mounted, on a kernel that takes each UUID once. From
+    /// Linux 6.7 on it gives the second another, for as long as that is mounted
+    /// (`temp_fsid`).
+    #[error(
+        "device {device:?} is a copy of a Btrfs that is mounted here, and Linux mounts both at \
+         once from version 6.7 on; unmount the other, or use the copy on another node"
+    )]
+    Twin {
+        /// The device.
+        device: PathBuf,
+    },
     /// A device that can't be written was to be mounted writable, or has a journal
     /// to replay.
     #[error(
@@ -268,6 +279,7 @@ fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
     let device = new.source.to_owned();
     match error {
         Errno::BUSY => MountError::Busy { device },
+        Errno::EXIST if new.fs_type == "btrfs" => MountError::Twin { device },
         Errno::ROFS | Errno::ACCESS => MountError::WriteProtected { device },
         // UCLEAN is what ext4 and XFS call corrupted, BADMSG a wrong checksum.
         Errno::INVAL | Errno::UCLEAN | Errno::BADMSG => MountError::BadSuperblock {

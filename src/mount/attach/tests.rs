@@ -173,3 +173,24 @@ fn only_a_directory_is_mounted_on() {
     assert!(matches!(error, MountError::Io { .. }), "{error}");
     assert_eq!(elsewhere.look().expect("looks"), Look::Dir);
 }
+
+#[test]
+fn a_copy_of_a_mounted_btrfs_is_told_from_what_cannot_be_mounted() {
+    // As Linux before 6.7 answers.
+    let of = |fs_type| {
+        let new = NewMount {
+            fs_type,
+            source: Path::new("/dev/loop7"),
+            options: &MountOptions::default(),
+            extra: &[],
+            read_only: false,
+        };
+        not_created(Errno::EXIST, "", &new)
+    };
+    let said = of("btrfs").to_string();
+    assert!(
+        said.contains("/dev/loop7") && said.contains("6.7"),
+        "{said}"
+    );
+    assert!(matches!(of("ext4"), MountError::Io { .. }));
+}
