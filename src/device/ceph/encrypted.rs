@@ -82,6 +82,7 @@ impl BoundCephImage<'_> {
             _ if is_noted => Some(CephImageError::Emptied { image: image() }),
             // Two nodes that format one image at once destroy what either writes.
             _ if how.read_only || how.shared => Some(CephImageError::Blank { image: image() }),
+            _ if known.source.is_tuned => Some(CephImageError::Tuned { image: image() }),
             Holds::Nothing | Holds::Luks | Holds::Unknown(_) => None,
         };
         if let Some(refusal) = refusal {

@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use tonic::Code;
 
-use super::super::{error::DeviceError, luks::LuksError, notes::NoteError, rbd};
+use super::{
+    super::{error::DeviceError, luks::LuksError, notes::NoteError, rbd},
+    source::TUNING,
+};
 use crate::{
     ceph::{
         CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
@@ -94,6 +97,15 @@ pub enum CephImageError {
         "image {image} is blank, and encrypted only for a single writer; stage it once for one"
     )]
     Blank {
+        /// The image.
+        image: String,
+    },
+    /// It is to be encrypted in a way that only ceph-csi knows.
+    #[error(
+        "image {image} is still to be encrypted, and its volume context says how ({}), which this driver does not do: have ceph-csi stage it once, or make it by a class without that",
+        TUNING.join(", ")
+    )]
+    Tuned {
         /// The image.
         image: String,
     },

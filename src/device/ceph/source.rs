@@ -47,7 +47,18 @@ pub struct CephSource {
     pub unmapping: String,
     /// Who keeps the passphrase, where the image is encrypted.
     pub kms: Option<String>,
+    /// It is to be encrypted in another way than ours.
+    #[serde(default)]
+    pub is_tuned: bool,
 }
+
+/// What ceph-csi tells `luksFormat`, beside what it always does. An image that it has
+/// formatted says by its header all that opening it takes.
+pub const TUNING: [&str; 3] = [
+    "encryptionCipher",
+    "encryptionKeySize",
+    "encryptionSectorSize",
+];
 
 impl fmt::Display for CephSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -86,6 +97,7 @@ impl CephSource {
             map_options: MapOptions::default(),
             unmapping: String::new(),
             kms: None,
+            is_tuned: false,
         }
     }
 
@@ -132,6 +144,7 @@ impl CephSource {
             mounter: Mounter::parse(context, volume_id)?,
             map_options: options.map_err(bad_option("mapOptions"))?,
             unmapping: unmapping.to_owned(),
+            is_tuned: TUNING.iter().any(|key| context.get(key).is_some()),
             kms: kms(context)?,
         })
     }
@@ -182,6 +195,13 @@ fn kms(context: Context<'_>) -> Result<Option<String>, SourceError> {
                 why: format!("{other:?} is not available; `block` is"),
             });
         }
+    }
+    if context.get("integrityMode").is_some() {
+        return Err(SourceError {
+            key: "integrityMode",
+            why: "is not available: the volume has one more layer, which nobody here knows"
+                .to_owned(),
+        });
     }
     let id = context.get("encryptionKMSID").unwrap_or(DEFAULT_KMS);
     Ok(Some(id.to_owned()))
@@ -270,6 +290,14 @@ mod tests {
         ]
         .concat();
         assert_eq!(parse(HANDLE, &files).unwrap_err().key, "encryptionType");
+        let encrypted = |key| {
+            parse(
+                HANDLE,
+                &[&BASE[..], &[("encrypted", "true"), (key, "x")]].concat(),
+            )
+        };
+        assert_eq!(encrypted("integrityMode").unwrap_err().key, "integrityMode");
+        assert!(encrypted("encryptionCipher").unwrap().is_tuned);
     }
 
     #[test]

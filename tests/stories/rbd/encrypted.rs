@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use tonic::Code::Unauthenticated;
+use tonic::Code::{FailedPrecondition, InvalidArgument, Unauthenticated};
 use uring_csi::{
     ceph::encryption,
     secret::{Secret, Secrets},
@@ -159,6 +159,24 @@ fn a_wrong_passphrase_opens_and_changes_nothing() {
             Content::new(&volume.handle).is_in(&target.join("file"));
             node.down(&volume, "pod").await;
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_is_to_be_encrypted_in_another_way_is_not() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        let volume = volume(ceph, "ext4");
+        let key = "encryptionSectorSize";
+        let tuned = volume.clone().with(key, "4096");
+        refused(node.stage(&tuned).await, FailedPrecondition, &[key]);
+        assert!(rbds_over(&volume).is_empty());
+        whole_life(&node, &volume).await;
+        // How it was, its header says.
+        whole_life(&node, &tuned).await;
+        let more = volume.with("integrityMode", "hmac-sha256");
+        refused(node.stage(&more).await, InvalidArgument, &["integrityMode"]);
         node.assert_clean().await;
     });
 }
