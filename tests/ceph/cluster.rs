@@ -19,7 +19,7 @@ use std::{
     io::{ErrorKind, Read as _},
     os::unix::{fs::MetadataExt as _, process::CommandExt as _},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     thread,
     time::Duration,
 };
@@ -154,6 +154,74 @@ impl TestCluster {
         kill_process(self.pid("cluster"), Signal::USR1).expect("a cluster");
     }
 
+    /// Another monitor joins, at another address, and the first one leaves for good.
+    pub fn move_monitor(&self) -> MovedMonitor {
+        let file = |name: &str| self.dir.join(name).display().to_string();
+        let address = self.monitors[0].split(':').next().expect("an address");
+        let last: u8 = address
+            .rsplit('.')
+            .next()
+            .and_then(|part| part.parse().ok())
+            .expect("four parts");
+        let (net, _) = address.rsplit_once('.').expect("four parts");
+        let moved = format!("{net}.{}", if last == 254 { 1 } else { last + 1 });
+        self.ceph(&["mon", "getmap", "-o", &file("monmap.b")]);
+        fs::create_dir(file("mon-b")).expect("a directory");
+        let public = format!("--public-addrv=[v2:{moved}:3300/0,v1:{moved}:6789/0]");
+        let data = format!("--mon-data={}", file("mon-b"));
+        let monitor = |more: &[&str]| {
+            let mut command = Command::new("setpriv");
+            command
+                .args([
+                    "--pdeathsig",
+                    "KILL",
+                    "ceph-mon",
+                    "-c",
+                    &file("ceph.conf"),
+                    "-i",
+                    "b",
+                ])
+                .args([&data, &public])
+                .args(more)
+                .stdin(Stdio::null())
+                .stdout(Stdio::null());
+            command
+        };
+        let made = monitor(&[
+            "--mkfs",
+            "--monmap",
+            &file("monmap.b"),
+            "--keyring",
+            &file("keyring"),
+        ]);
+        assert!({ made }.status().expect("a program").success());
+        let moved = MovedMonitor {
+            monitors: vec![format!("{moved}:6789")],
+            daemon: monitor(&["-f"]).spawn().expect("a monitor"),
+        };
+        let quorum = || self.ceph(&["quorum_status", "-f", "json"]);
+        while !quorum().contains(r#""quorum_names":["a","b"]"#) {
+            thread::sleep(Duration::from_millis(50));
+        }
+        self.ceph(&["mon", "remove", "a"]);
+        let first = self.pid("mon");
+        // It may have ended by itself.
+        let _ = kill_process(first, Signal::KILL);
+        while test_kill_process(first).is_ok() {
+            thread::sleep(Duration::from_millis(10));
+        }
+        // Nor does it come back with those that are started again.
+        fs::remove_dir_all(file("mon")).expect("its data");
+        let conf = fs::read_to_string(file("ceph.conf")).expect("a configuration");
+        let host = moved.monitors[0].trim_end_matches(":6789");
+        let told = conf.lines().map(|line| match line.split_once(" = ") {
+            Some(("mon host", _)) => format!("mon host = [v2:{host}:3300/0,v1:{host}:6789/0]\n"),
+            _ => format!("{line}\n"),
+        });
+        fs::write(file("ceph.conf"), told.collect::<String>()).expect("a configuration");
+        moved
+    }
+
     fn osd(&self) -> Pid {
         self.pid("osd")
     }
@@ -162,6 +230,20 @@ impl TestCluster {
         let text = fs::read_to_string(self.dir.join(format!("{of}.pid"))).expect("its process id");
         let number = text.trim().parse().expect("a number");
         Pid::from_raw(number).expect("a process id")
+    }
+}
+
+/// See [`TestCluster::move_monitor`].
+pub struct MovedMonitor {
+    /// As in [`TestCluster`].
+    pub monitors: Vec<String>,
+    daemon: Child,
+}
+
+impl Drop for MovedMonitor {
+    fn drop(&mut self) {
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
     }
 }
 

@@ -1,9 +1,14 @@
-//! A volume whose handle names a cluster that it is not in any more.
+//! A volume whose handle names a cluster that it is not in any more, and a cluster
+//! whose monitor is not where it was.
 
 use tonic::Code::NotFound;
 
-use super::whole_life;
-use crate::harness::{Ceph, ceph_story, refused, spec_of};
+use super::{
+    kept,
+    served::{node_with, served},
+    whole_life,
+};
+use crate::harness::{Ceph, Content, Holder, ceph_story, lonely_ceph_story, refused, spec_of};
 
 #[test]
 fn an_image_is_followed_to_the_cluster_that_stands_in() {
@@ -31,6 +36,37 @@ fn an_image_is_followed_to_the_cluster_that_stands_in() {
         whole_life(&node, &volume).await;
         ceph.configure(&[other.entry()]);
         whole_life(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_monitor_may_move_under_mapped_volumes() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let volumes = [ceph.volume("ext4"), served(ceph.volume("ext4"))];
+        for volume in &volumes {
+            let target = node.up(volume, "pod").await;
+            kept(volume, &target, &Content::new("before"), true);
+        }
+        let moved = ceph.cluster.move_monitor();
+        // Where the OSD is from now on, only the new monitor can tell.
+        drop(ceph.stop());
+        for volume in &volumes {
+            let target = node.target(volume, "pod");
+            kept(volume, &target, &Content::new("after"), true);
+        }
+        // What is mapped from now on finds it by the configuration.
+        let mut entry = ceph.entry();
+        entry["monitors"] = serde_json::json!(moved.monitors);
+        ceph.configure(&[entry]);
+        for volume in &volumes {
+            node.down(volume, "pod").await;
+            let target = node.up(volume, "pod").await;
+            kept(volume, &target, &Content::new("after"), false);
+            node.down(volume, "pod").await;
+        }
         node.assert_clean().await;
     });
 }
