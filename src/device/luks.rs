@@ -64,12 +64,12 @@ pub enum LuksError {
         /// The device's node.
         node: PathBuf,
     },
-    /// There is none that could.
+    /// Nothing could open it.
     #[error(
-        "the LUKS header on {} has no key: its format was interrupted, or its keys were erased; nobody can read what is behind it: if it may go, format it by request (uringctl format)",
+        "the LUKS header on {} is not whole: its format was interrupted, or it was damaged, or its keys were erased; if all that is there may go: uringctl format",
         node.display()
     )]
-    Keyless {
+    Unfinished {
         /// The device's node.
         node: PathBuf,
     },
@@ -232,8 +232,8 @@ pub fn open(
 fn why_not_opened(under: &Node, error: LuksError) -> LuksError {
     let node = under.path.clone();
     match error {
-        LuksError::Failed { .. } if has_key(under).is_ok_and(|has| !has) => {
-            LuksError::Keyless { node }
+        LuksError::Failed { .. } if is_whole(under).is_ok_and(|is| !is) => {
+            LuksError::Unfinished { node }
         }
         LuksError::Failed { status, .. } if status.code() == Some(NO_PERMISSION) => {
             LuksError::Passphrase { node }
@@ -269,11 +269,17 @@ pub fn resize(name: &str) -> Result<u64, LuksError> {
     size.map_err(failed(format!("read the size of the mapping {name}")))
 }
 
-/// Whether the LUKS header has a key: one without is of a format that was
-/// interrupted.
-pub fn has_key(under: &Node) -> Result<bool, LuksError> {
+/// Whether what begins as a LUKS header is one, and has a key. A format that was
+/// interrupted leaves neither: it writes the header's beginning, then its checksum,
+/// and its key at last.
+pub fn is_whole(under: &Node) -> Result<bool, LuksError> {
     let node = under.path.to_string_lossy();
-    let dump = cryptsetup("luksDump", &["--dump-json-metadata", &node], &node, None)?;
+    let dump = match cryptsetup("luksDump", &["--dump-json-metadata", &node], &node, None) {
+        Err(LuksError::Failed { status, .. }) if status.code() == Some(NOT_LUKS) => {
+            return Ok(false);
+        }
+        dump => dump?,
+    };
     let dump: serde_json::Value = serde_json::from_slice(&dump)
         .map_err(|error| failed(format!("read the LUKS header of {node}"))(error.into()))?;
     Ok(dump["keyslots"]
@@ -354,6 +360,8 @@ fn read_if_there(device: &Path) -> io::Result<Option<Mapping>> {
     }))
 }
 
+/// cryptsetup(8): wrong parameters, such as a device without a header.
+const NOT_LUKS: i32 = 1;
 /// cryptsetup(8): wrong passphrase.
 const NO_PERMISSION: i32 = 2;
 /// cryptsetup(8): the device is busy.

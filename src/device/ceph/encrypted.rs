@@ -2,8 +2,8 @@
 //!
 //! Formatted is only what is proven blank. A format takes seconds, and an agent
 //! may be killed meanwhile: then there is a note that one was under way
-//! ([`super::making`]), and on the device either scraps, or a header without a key,
-//! which nobody can have written anything through. Both are formatted again, and
+//! ([`super::making`]), and on the device either scraps, or a header that is not
+//! whole, which nobody can have written anything through. Both are formatted again, and
 //! where an operator asks for it without a note, too.
 
 use super::{
@@ -71,7 +71,7 @@ impl BoundCephImage<'_> {
         let refusal = match luks::look(under)? {
             Holds::Luks if !may_be_scrap => return Ok(()),
             // Whoever finished it died before it said so.
-            Holds::Luks if luks::has_key(under)? => return note.ended(),
+            Holds::Luks if luks::is_whole(under)? => return note.ended(),
             Holds::Unknown(offset) if !may_be_scrap => Some(
                 LuksError::Foreign {
                     node: under.path.clone(),

@@ -279,7 +279,7 @@ impl CephImageError {
                 error,
                 LuksError::Foreign { .. }
                     | LuksError::Passphrase { .. }
-                    | LuksError::Keyless { .. }
+                    | LuksError::Unfinished { .. }
                     | LuksError::Other { .. }
             ),
             _ => true,

@@ -118,23 +118,33 @@ fn what_is_on_a_device_is_not_taken_for_nothing() {
 }
 
 #[test]
-fn a_header_without_a_key_is_known() {
+fn a_header_that_is_not_whole_is_known() {
     let Some(name) = Name::new("key") else {
         return;
     };
     let scratch = Scratch::new(32 * MIB);
     let under = node(&scratch);
     format(&under, &secret("one"), Origin::Random).unwrap();
-    assert!(has_key(&under).unwrap());
+    assert!(is_whole(&under).unwrap());
     let path = under.path.to_string_lossy();
     cryptsetup("luksErase", &["--batch-mode", &path], &path, None).unwrap();
-    assert_eq!(look(&under).unwrap(), Holds::Luks);
-    assert!(!has_key(&under).unwrap());
-    let refused = open(&under, &name.0, &secret("one"), false);
-    assert!(
-        matches!(refused, Err(LuksError::Keyless { .. })),
-        "{refused:?}"
-    );
+    let is_refused = |under: &Node| {
+        assert_eq!(look(under).unwrap(), Holds::Luks);
+        assert!(!is_whole(under).unwrap());
+        let refused = open(under, &name.0, &secret("one"), false);
+        assert!(
+            matches!(refused, Err(LuksError::Unfinished { .. })),
+            "{refused:?}"
+        );
+    };
+    is_refused(&under);
+    // Before there is a checksum.
+    let scratch = Scratch::new(32 * MIB);
+    scratch
+        .open()
+        .write_all_at(b"LUKS\xBA\xBE\0\x02\0\0\0\0\0\0\x40", 0)
+        .unwrap();
+    is_refused(&node(&scratch));
 }
 
 #[test]

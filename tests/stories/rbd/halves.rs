@@ -16,7 +16,7 @@ type Half = ((&'static str, &'static str), bool, &'static str);
 
 const HALVES: [Half; 3] = [
     (MKFS, false, "first superblock is gone"),
-    (LUKS_FORMAT, true, "has no key"),
+    (LUKS_FORMAT, true, "not whole"),
     (MKFS, true, "first superblock is gone"),
 ];
 

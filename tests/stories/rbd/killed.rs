@@ -6,8 +6,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tonic::Code::FailedPrecondition;
-
 use super::{assert_nothing_staged, devices_over, encrypted, kept};
 use crate::harness::{
     Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within,
@@ -192,14 +190,6 @@ pub async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn(
                 .await;
             assert!(devices_over(&volume).is_empty());
             assert_nothing_staged(node, &volume);
-            // So slow a machine that another node could have had it by now: it is left
-            // as it is.
-            if let Err(status) = node.stage(&volume).await
-                && status.code() == FailedPrecondition
-            {
-                assert!(status.message().contains("unknown data"), "{status:?}");
-                continue;
-            }
         }
         node.until_ok("staged", async || node.stage(&volume).await)
             .await;

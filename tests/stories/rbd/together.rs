@@ -258,7 +258,7 @@ fn an_operator_formats_what_was_left_half_made() {
         let key = sandbox.dir().join("key").display().to_string();
         run(&["cryptsetup", "luksFormat", "-q", mapped, &key]);
         run(&["cryptsetup", "luksErase", "-q", mapped]);
-        let words = ["no key", "uringctl format"];
+        let words = ["not whole", "uringctl format"];
         let unmap = ["rbd", "unmap", "-o", "noudev", mapped];
         run(&unmap);
         refused(node.stage(&volume).await, FailedPrecondition, &words);
