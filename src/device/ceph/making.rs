@@ -5,7 +5,7 @@
 //! note ─ durable ─▶ mkfs ─▶ note removed ─▶ mounted, or given out raw
 //! ```
 //!
-//! While it stands, no node of this driver has let anybody write. So what looks half
+//! While it stands, no node that knows of it has let anybody write. So what looks half
 //! made, and nothing else, may be made again, by a node that has the image alone:
 //!
 //! - Others, such as ceph-csi, neither know the note nor remove it. What they make is
@@ -13,7 +13,8 @@
 //!   is recognisably something else than a mkfs leaves is not touched either
 //!   ([`Content::is_scrap`](crate::fs::probe::Content::is_scrap)). A volume is a raw
 //!   device for all its life or never, so nobody has put bytes there that look like
-//!   nothing.
+//!   nothing. What remains is a file system of others whose beginning was destroyed
+//!   before any node that knows of the note has seen it whole.
 //! - An image that is noted to be encrypted is formatted no more, whatever else is
 //!   noted.
 //! - Clones and copies have their source's metadata. They do not count there: the note
@@ -119,7 +120,8 @@ impl ImageNote {
 
 impl BoundCephImage<'_> {
     /// Where it is noted that something is being made on the image: with the image, for
-    /// who may write it, where that can be.
+    /// who may write it, where that can be. Nothing is being made on one that is staged,
+    /// and the cluster is not asked.
     pub(super) fn note(
         &self,
         known: &Known<'_>,
@@ -127,6 +129,7 @@ impl BoundCephImage<'_> {
         how: &How,
     ) -> Result<MkfsNote, CephImageError> {
         if !how.read_only
+            && !how.staged
             && let Some(asked) = known.asked(&self.images.connections)?
             && let Some(note) = &asked.making
         {
