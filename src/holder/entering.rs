@@ -59,6 +59,8 @@ pub(super) enum Step {
     Looks,
     /// A daemon that is about to begin.
     Begins,
+    /// It has ended before it served: nobody is starting.
+    Ended,
     /// One that serves: which of these clients of the cluster has the image.
     Serves(Vec<i64>, Option<Process>),
 }
@@ -227,6 +229,7 @@ fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
     let pool = cluster.ioctx(&order.image.pool, &order.image.namespace)?;
     let entry = match order.step {
         Step::Looks => None,
+        Step::Ended => Some(Entry::default()),
         Step::Begins => Some(Entry::from(Starting {
             host: host_of(&cluster.address()?).to_owned(),
             boot_id,

@@ -199,6 +199,12 @@ impl BoundCephImage<'_> {
                 tracing::warn!(volume_id = how.volume_id, why, "rbd-nbd serves it, unkept");
                 return Ok((below(device, &served.cookie), Done::Already));
             }
+            // Or nobody enters who serves it.
+            (Err(error @ ClientError::Away { .. }), Some(_))
+                if spec.fencing.is_some() && is_served_alone(&spec)? =>
+            {
+                return Err(error.into());
+            }
             (Err(error @ ClientError::Away { .. }), Some(device)) => {
                 return Err(CephImageError::Unserved {
                     image: known.image.to_string(),

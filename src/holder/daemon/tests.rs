@@ -133,7 +133,16 @@ fn what_it_says_at_its_end_is_understood() {
     let spec = spec("v", "pool", "image");
     let usual = "2026-11-21T12:35:30.076+0000 4a684a40  0 ceph version 16.2.15 (618f) pacific (stable), process rbd-nbd, pid 7\n\
                  2026-11-21T12:35:30.076+0000 4a684a40  0 pidfile_write: ignore empty --pid-file\n";
-    assert!(matches!(why(usual, &spec), HolderError::Missing { .. }));
+    let joins = format!(
+        "2026-11-21T22:09:12.714+0000 7f3b  1 monclient: found mon.a\n{usual}\
+         2026-11-21T22:09:12.722+0000 7f3b  5 monclient: authenticate success, global_id 4106"
+    );
+    for usual in [usual, &joins] {
+        assert!(matches!(why(usual, &spec), HolderError::Missing { .. }));
+    }
+    let mut said = Said::default();
+    joins.lines().for_each(|line| said.take(line));
+    assert_eq!(said.clients, [4106]);
     let denied = "failed to fetch mon config (--no-mon-config to skip)";
     assert!(matches!(why(denied, &spec), HolderError::Denied { .. }));
     let silent = format!(

@@ -48,6 +48,15 @@ impl Volume {
         self.enter(access, Step::Looks).await.map(drop)
     }
 
+    /// It has ended before it served. Where that is not entered, an unpublish waits for
+    /// it longer than it need.
+    pub(super) async fn has_ended(&mut self, access: &Access) {
+        if let Err(error) = self.enter(access, Step::Ended).await {
+            let error = crate::chain(&error);
+            tracing::debug!(volume = self.id, error, "it stays entered as starting");
+        }
+    }
+
     /// The daemon serves, and was about to begin at `begun`.
     pub(super) async fn serves(
         &mut self,
@@ -61,7 +70,10 @@ impl Volume {
         let left = STARTS_WITHIN.saturating_sub(TO_KILL + begun.elapsed());
         let late = || HolderError::NotEntered {
             image: access.spec.image.to_string(),
-            said: format!("process {} is not among those who have it", daemon.pid()),
+            said: format!(
+                "process {} is not among those who have it open; if it was fenced, the volume is to be unstaged first",
+                daemon.pid()
+            ),
         };
         let entered = timeout(left, async {
             let since = Instant::now();

@@ -150,7 +150,10 @@ impl Volume {
                 self.worked(access);
                 Ok(())
             }
-            Started::Ended(error) => Err(error),
+            Started::Ended(error) => {
+                self.has_ended(&access).await;
+                Err(error)
+            }
             Started::Late => {
                 let stuck = self.stuck(&daemon, "did not begin to serve in time");
                 if !daemon.end().await {

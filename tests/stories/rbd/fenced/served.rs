@@ -7,8 +7,8 @@ use tonic::Code::Unavailable;
 
 use super::{Fencing, direct};
 use crate::harness::{
-    Ceph, Content, Holder, MIB, Node, Sandbox, Volume, eventually, lonely_ceph_story, nbds_over,
-    refused, spec_of,
+    Ceph, Content, Holder, KINDS, MIB, Node, Sandbox, Volume, eventually, lonely_ceph_story,
+    nbds_over, refused, spec_of,
 };
 
 /// Fencing, on a node that has a holder.
@@ -168,6 +168,67 @@ fn no_daemon_is_begun_for_what_is_not_published() {
             "the watches of those that were killed are over",
             async || it.controller.unpublish(&volume, "node-a").await.ok(),
         )
+        .await;
+        it.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn each_that_replaces_another_is_entered() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let (it, holder) = with_holder(sandbox, ceph).await;
+        let (volume, target) = it.served("v").await;
+        let told = sandbox.dir().join("entered").display().to_string();
+        let entry = || -> serde_json::Value {
+            it.rados(&volume, &["getomapval", "uring-csi.node.node-a", &told]);
+            serde_json::from_str(&std::fs::read_to_string(&told).unwrap()).unwrap()
+        };
+        let entered = || entry()["address"].as_str().map(str::to_owned);
+        let is_entered = || assert!(it.clients(&volume).contains(&entered().unwrap()));
+        is_entered();
+
+        // A next holder's takes the place of the one that it does not hear. Before it
+        // is there, nobody could enter any.
+        let first = entered();
+        holder.kill9().await;
+        let mut stage = it.node.stage_request(&volume);
+        stage.publish_context = it.controller.publish(&volume, "node-a").await.unwrap();
+        let without = it.node.send_stage(stage.clone()).await;
+        refused(without, Unavailable, &["uring-csi-holder does not answer"]);
+        holder.restart().await;
+        it.node.send_stage(stage).await.unwrap();
+        is_entered();
+        assert_ne!(entered(), first);
+
+        // It grows.
+        let large = 2 * KINDS[3].1;
+        ceph.resize(&volume, large);
+        let size = it.node.expand(&volume, &target, large).await.unwrap();
+        assert_eq!(size.unsigned_abs(), large);
+        is_entered();
+
+        // One that does not come up is not said to be starting.
+        let (name, away) = (spec_of(&volume), format!("{}/away", it.pool));
+        ceph.cluster.rbd(&["rename", &name, &away]);
+        holder.kill_daemon(&volume).await;
+        eventually("it is said to have none", async || {
+            let held = holder.held(&volume).await.unwrap();
+            let entry = entry();
+            let is_none = entry["address"].is_null() && entry["starting"].is_null();
+            (held.pid == 0 && held.trouble.contains("no image") && is_none).then_some(())
+        })
+        .await;
+        ceph.cluster.rbd(&["rename", &away, &name]);
+        eventually("it comes up again", async || {
+            let held = holder.held(&volume).await.unwrap();
+            (held.pid != 0 && held.trouble.is_empty()).then_some(())
+        })
+        .await;
+        is_entered();
+        it.node.down(&volume, "pod").await;
+        eventually("the watch of the one that was killed is over", async || {
+            it.controller.unpublish(&volume, "node-a").await.ok()
+        })
         .await;
         it.node.assert_clean().await;
     });
