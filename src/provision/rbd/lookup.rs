@@ -19,8 +19,9 @@ use crate::{
     ceph::{
         config::ConfigError,
         handle::{Handle, VolumeHandle},
-        journal::Journal,
-        rbd::{Access, Mirroring},
+        journal::{Entry, Journal},
+        rados::IoCtx,
+        rbd::{self, Access, Mirroring},
     },
     secret::Secrets,
 };
@@ -149,11 +150,31 @@ impl Store {
             pool => pool?,
         };
         self.use_pool(&link, &pool);
-        let Some(entry) = of.read(&pool, handle.uuid())? else {
+        let Some(mut entry) = of.read(&pool, handle.uuid())? else {
             return Ok(None);
         };
+        if entry.name.is_empty() {
+            find_image(&pool, handle, &mut entry)?;
+        }
         found(link, pool, handle.uuid(), entry).map(Some)
     }
+}
+
+/// Finds the image of an entry that says nothing, unless it has its default name.
+/// Where a class has its journal in another pool than its images
+/// (`topologyConstrainedPools`), ceph-csi makes the entry in the image's pool, and
+/// writes its keys to an object of the same name in the journal's, which no handle
+/// tells of. Each image's name ends in the uuid, whatever is before it.
+fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut Entry) -> Result<(), RbdError> {
+    if rbd::image_id(pool, &entry.image)?.is_some() {
+        return Ok(());
+    }
+    let uuid = handle.uuid().to_string();
+    let mut images = rbd::list(pool)?.into_iter();
+    if let Some(image) = images.find(|image| image.name.ends_with(&uuid)) {
+        entry.image = image.name;
+    }
+    Ok(())
 }
 
 /// Whether an error says that a cluster is none of this controller's, or not for

@@ -44,6 +44,32 @@ async fn a_name_whose_pool_is_gone_is_free_again() {
 }
 
 #[tokio::test]
+async fn an_image_is_found_by_its_uuid_where_the_journal_says_nothing_of_it() {
+    let Some(home) = Home::new() else { return };
+    let images = home.cluster.fresh_pool();
+    let mut new = apart(&home, &images, "ceph-csi");
+    let prefix = ("volumeNamePrefix".to_owned(), "team-".to_owned());
+    new.parameters.extend([prefix]);
+    let made = home.make(new).await;
+    let entry = format!("csi.volume.{}", &made.handle[made.handle.len() - 36..]);
+    let pool = home.io().cluster().ioctx(&*images, "").unwrap();
+    let keys = pool.omap_list(&entry, "").unwrap();
+    let keys: Vec<_> = keys.keys().map(String::as_str).collect();
+    pool.omap_remove(&entry, &keys).unwrap();
+    let grown = home.rbd.expand_volume(
+        made.handle.clone(),
+        Range {
+            required: GIB,
+            limit: 0,
+        },
+        home.secrets(),
+    );
+    assert_eq!(grown.await.unwrap(), GIB);
+    home.delete(&made.handle).await.unwrap();
+    assert_eq!(home.cluster.rbd(&["ls", &images]), "");
+}
+
+#[tokio::test]
 async fn a_volume_outlives_the_pool_of_its_name() {
     let Some(home) = Home::new() else { return };
     let images = home.cluster.fresh_pool();
