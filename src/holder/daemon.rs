@@ -37,8 +37,10 @@ use crate::{
     secret::Secret,
 };
 
-/// How much of the output is kept, bytes; the end, for there is the error.
-const KEPT: usize = 2048;
+mod words;
+
+use words::{Said, why};
+
 /// The longest line that is taken as one.
 const LINE: u64 = 4096;
 /// How long it may take to read what processes there are.
@@ -55,21 +57,6 @@ pub struct Daemon {
     pidfd: Arc<AsyncFd<OwnedFd>>,
     /// None where another holder began it, with whom its output went.
     said: Option<watch::Receiver<Said>>,
-}
-
-/// What a daemon has said so far.
-#[derive(Debug, Default)]
-struct Said {
-    /// It serves a device.
-    serves: bool,
-    /// Its last words.
-    tail: String,
-    /// As whom it has joined the cluster; one of them has the image.
-    clients: Vec<i64>,
-    /// How often its image was found to have another size than the device.
-    resized: usize,
-    /// It will say no more.
-    ended: bool,
 }
 
 /// How a start went.
@@ -321,83 +308,6 @@ async fn listen(source: pipe::Receiver, say: watch::Sender<Said>, pid: Pid, key:
     }
     key.take().map(|key| ftruncate(key, 0));
     say.send_modify(|said| said.ended = true);
-}
-
-impl Said {
-    fn take(&mut self, line: &str) {
-        if !self.serves && line.starts_with("/dev/nbd") {
-            self.serves = true;
-            return;
-        }
-        self.resized += usize::from(line.contains(": netlink resize failed:"));
-        self.clients.extend(joined_as(line));
-        if !self.tail.is_empty() {
-            self.tail.push('\n');
-        }
-        self.tail.push_str(line);
-        let mut surplus = self.tail.len().saturating_sub(KEPT);
-        while !self.tail.is_char_boundary(surplus) {
-            surplus += 1;
-        }
-        self.tail.drain(..surplus);
-    }
-}
-
-/// What librados logs, at level 5 of `monc`, when it has joined a cluster (Ceph's
-/// `MonClient::authenticate`): the number is the client's among an image's watchers.
-const JOINED: &str = "authenticate success, global_id ";
-
-fn joined_as(line: &str) -> Option<i64> {
-    let (_, number) = line.rsplit_once(JOINED)?;
-    number.parse().ok()
-}
-
-/// Two lines that it says at every start, and no more where the image is missing.
-const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred set uid:gid"];
-
-/// What the last words of a daemon mean.
-fn why(tail: &str, spec: &Spec) -> HolderError {
-    let image = spec.image.to_string();
-    let words = || {
-        tail.lines()
-            .map(without_prefix)
-            .filter(|line| !line.is_empty())
-    };
-    let said = words().filter(|line| !AT_EVERY_START.iter().any(|usual| line.contains(usual)));
-    let said: Vec<_> = said.collect();
-    let has = |what: &str| said.iter().any(|line| line.contains(what));
-    if has("authenticate timed out") {
-        let said = said.join("; ");
-        HolderError::Silent { image, said }
-    } else if has("failed to fetch mon config") {
-        let user = spec.user.clone();
-        HolderError::Denied { image, user }
-    } else if said.is_empty() {
-        HolderError::Missing { image }
-    } else {
-        let said = said.join("; ");
-        HolderError::Failed { image, said }
-    }
-}
-
-/// The line without time, thread and level, where it has those; nothing where the
-/// level is that of what is no error.
-fn without_prefix(line: &str) -> &str {
-    let (time, rest) = first_word(line);
-    if !time.starts_with("20") || !time.contains('T') {
-        return line.trim();
-    }
-    let (_thread, rest) = first_word(rest);
-    let (level, rest) = first_word(rest);
-    if level.parse::<u8>().is_ok_and(|level| level > 0) {
-        return "";
-    }
-    rest.trim()
-}
-
-fn first_word(text: &str) -> (&str, &str) {
-    let text = text.trim_start();
-    text.split_once(' ').unwrap_or((text, ""))
 }
 
 #[cfg(test)]

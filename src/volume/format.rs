@@ -4,10 +4,11 @@
 use std::{path::PathBuf, rc::Rc};
 
 use super::{
-    Error, Node, Outcome, prepare,
+    Error, Node, Outcome,
+    attach::{Before, attach_source},
+    prepare,
     record::Record,
     spec::{Format, Stage, Use},
-    stage,
     task::{Progress, Volume},
     unstage,
 };
@@ -48,8 +49,8 @@ pub async fn format(
     };
     let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);
     node.remember(volume, record.clone()).await?;
-    let (purpose, before) = (Purpose::Format, stage::Before::default());
-    let attaching = stage::attach_source(node, volume, &attach, purpose, before, progress);
+    let (purpose, before) = (Purpose::Format, Before::default());
+    let attaching = attach_source(node, volume, &attach, purpose, before, progress);
     let attached = match attaching.await {
         Ok(attached) => attached,
         // Whatever is attached, this call did not do it.

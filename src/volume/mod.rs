@@ -37,6 +37,7 @@ use crate::{
     ring::{self, probe::Prober},
 };
 
+mod attach;
 mod error;
 mod expand;
 mod format;

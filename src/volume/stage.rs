@@ -1,11 +1,11 @@
 //! Stage: from a source to a device, and for file systems to a mount.
 
-use std::{path::PathBuf, rc::Rc, sync::Arc, time::Duration};
-
-use rustix::fd::AsFd as _;
+use std::{rc::Rc, time::Duration};
 
 use super::{
-    Error, Node, Outcome, STAGING, already, layout, mounted,
+    Error, Node, Outcome, STAGING, already,
+    attach::{Before, attach_source, known_device, purpose_of},
+    layout, mounted,
     prepare::{self, Prepared},
     publish::{self, appears_at},
     record::{Phase, Record},
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     Done,
-    device::{Attachment, Device, Fencing, How, Purpose, Source, ready, sysfs},
+    device::{Attachment, Device, Fencing, ready, sysfs},
     fs::{FsType, grow, probe::FsInfo},
     kernel::Dev,
     mount::{
@@ -23,7 +23,6 @@ use crate::{
         attach::{self, NewMount},
         options::MountOptions,
         path::{PathError, Place},
-        table,
     },
     ring,
 };
@@ -315,84 +314,6 @@ fn not_undone(cause: Error, undo: Error) -> Error {
     }
 }
 
-/// What is known of a volume that is to be attached.
-#[derive(Debug, Default)]
-pub struct Before {
-    /// The device that it had.
-    pub device: Option<PathBuf>,
-    /// It is staged.
-    pub is_staged: bool,
-}
-
-/// Attaches the source, after making it where it is an inline volume's. Where
-/// this fails, nothing stays that it did, but for the inline volume's image.
-pub async fn attach_source(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Stage,
-    purpose: Purpose,
-    before: Before,
-    progress: &Progress,
-) -> Result<Attachment, Error> {
-    if let Some(other) = node.other_user(volume, &spec.source) {
-        return Err(volume.precondition(format!(
-            "{} is in use on this node by volume {other}",
-            spec.source
-        )));
-    }
-    if let Some(inline) = &spec.inline {
-        let backends = Arc::clone(&node.backends);
-        let (source, id, bytes) = (spec.source.clone(), volume.id.clone(), inline.bytes);
-        let done = node
-            .lane(volume, progress, "create", move || {
-                backends.inline_image(&source).create_inline(&id, bytes)
-            })
-            .await
-            .map_err(|error| volume.device(error))?;
-        already(volume, "create", done);
-    }
-    let backends = Arc::clone(&node.backends);
-    let source = spec.source.clone();
-    let how = How {
-        read_only: spec.read_only,
-        shared: spec.mode.multi_node(),
-        volume_id: volume.id.clone(),
-        purpose,
-        known: before.device,
-        staged: before.is_staged,
-        fencing: spec.fencing,
-        secrets: spec.secrets.clone(),
-    };
-    let (attached, done) = node
-        .lane(volume, progress, "attach", move || {
-            backends.bind(&source).attach(&how)
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
-    already(volume, "attach", done);
-    Ok(attached)
-}
-
-fn purpose_of(spec: &Stage) -> Purpose {
-    match spec.usage {
-        Use::Block => Purpose::Raw,
-        Use::Mount { .. } => Purpose::Mount,
-    }
-}
-
-/// The device that the volume had, or that is mounted where it is staged: an
-/// agent may have died before it noted so.
-fn known_device(place: &Place, noted: Option<&Device>) -> Option<PathBuf> {
-    let mounted = || {
-        let opened = place.open().ok()?;
-        matches!(Look::at(opened.as_fd()), Ok(Look::Mount(_)))
-            .then(|| table::covering(opened.as_fd()).ok())
-            .flatten()
-            .map(|entry| PathBuf::from(entry.source))
-    };
-    noted.map(|device| device.node.clone()).or_else(mounted)
-}
-
 /// What each file system needs besides the caller's options. XFS refuses a
 /// second mount of one UUID, so clones need `nouuid`; a read-only device cannot
 /// replay its log.
@@ -407,20 +328,5 @@ fn extra_options(prepared: &Prepared, read_only: bool) -> &'static [&'static str
         (FsType::Ext4, true) if replay => &["noload"],
         (FsType::Btrfs, true) if replay => &["rescue=nologreplay"],
         _ => &[],
-    }
-}
-
-impl Node {
-    /// Another volume of this node that has these bytes: a second handle of one
-    /// image would unstage it under the first.
-    pub fn other_user(&self, volume: &Volume, source: &Source) -> Option<String> {
-        let volumes = self.volumes.borrow();
-        let other = volumes.values().find(|other| {
-            other.id != volume.id
-                && other
-                    .record()
-                    .is_some_and(|record| record.source.is_same(source))
-        });
-        other.map(|other| other.id.clone())
     }
 }

@@ -4,7 +4,7 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
 use proptest::prelude::*;
 
-use super::*;
+use super::{words::KEPT, *};
 use crate::holder::tests::spec;
 
 /// A program of a few lines of shell.

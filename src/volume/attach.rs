@@ -1,0 +1,109 @@
+//! A volume's source becomes a device.
+
+use std::{path::PathBuf, rc::Rc, sync::Arc};
+
+use rustix::fd::AsFd as _;
+
+use super::{
+    Error, Node, already,
+    spec::{Stage, Use},
+    task::{Progress, Volume},
+};
+use crate::{
+    device::{Attachment, Device, How, Purpose, Source},
+    mount::{Look, path::Place, table},
+};
+
+/// What is known of a volume that is to be attached.
+#[derive(Debug, Default)]
+pub struct Before {
+    /// The device that it had.
+    pub device: Option<PathBuf>,
+    /// It is staged.
+    pub is_staged: bool,
+}
+
+/// Attaches the source, after making it where it is an inline volume's. Where
+/// this fails, nothing stays that it did, but for the inline volume's image.
+pub async fn attach_source(
+    node: &Rc<Node>,
+    volume: &Volume,
+    spec: &Stage,
+    purpose: Purpose,
+    before: Before,
+    progress: &Progress,
+) -> Result<Attachment, Error> {
+    if let Some(other) = node.other_user(volume, &spec.source) {
+        return Err(volume.precondition(format!(
+            "{} is in use on this node by volume {other}",
+            spec.source
+        )));
+    }
+    if let Some(inline) = &spec.inline {
+        let backends = Arc::clone(&node.backends);
+        let (source, id, bytes) = (spec.source.clone(), volume.id.clone(), inline.bytes);
+        let done = node
+            .lane(volume, progress, "create", move || {
+                backends.inline_image(&source).create_inline(&id, bytes)
+            })
+            .await
+            .map_err(|error| volume.device(error))?;
+        already(volume, "create", done);
+    }
+    let backends = Arc::clone(&node.backends);
+    let source = spec.source.clone();
+    let how = How {
+        read_only: spec.read_only,
+        shared: spec.mode.multi_node(),
+        volume_id: volume.id.clone(),
+        purpose,
+        known: before.device,
+        staged: before.is_staged,
+        fencing: spec.fencing,
+        secrets: spec.secrets.clone(),
+    };
+    let (attached, done) = node
+        .lane(volume, progress, "attach", move || {
+            backends.bind(&source).attach(&how)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    already(volume, "attach", done);
+    Ok(attached)
+}
+
+/// What its device is attached for, to be staged.
+pub fn purpose_of(spec: &Stage) -> Purpose {
+    match spec.usage {
+        Use::Block => Purpose::Raw,
+        Use::Mount { .. } => Purpose::Mount,
+    }
+}
+
+/// The device that the volume had, or that is mounted where it is staged: an
+/// agent may have died before it noted so.
+pub fn known_device(place: &Place, noted: Option<&Device>) -> Option<PathBuf> {
+    let mounted = || {
+        let opened = place.open().ok()?;
+        matches!(Look::at(opened.as_fd()), Ok(Look::Mount(_)))
+            .then(|| table::covering(opened.as_fd()).ok())
+            .flatten()
+            .map(|entry| PathBuf::from(entry.source))
+    };
+    noted.map(|device| device.node.clone()).or_else(mounted)
+}
+
+impl Node {
+    /// Another volume of this node that has these bytes: a second handle of one
+    /// image would unstage it under the first.
+    pub fn other_user(&self, volume: &Volume, source: &Source) -> Option<String> {
+        let volumes = self.volumes.borrow();
+        let other = volumes.values().find(|other| {
+            other.id != volume.id
+                && other
+                    .record()
+                    .is_some_and(|record| record.source.is_same(source))
+        });
+        other.map(|other| other.id.clone())
+    }
+}
