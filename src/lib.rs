@@ -20,6 +20,7 @@ pub mod pool;
 pub mod proto;
 pub mod secret;
 pub mod size;
+#[cfg(any(feature = "node", feature = "controller"))]
 mod switch;
 
 #[cfg(feature = "controller")]
