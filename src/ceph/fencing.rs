@@ -46,7 +46,8 @@ use super::{
 pub const ASKED: &str = "fencing";
 
 /// How long after a client was entered as one that is starting it may be there
-/// without being entered by its address; its node has ended it by then. Tests of
+/// without being entered by its address. Its node has ended it by then, unless who
+/// was to do that was killed: then it has the image open, from that host. Tests of
 /// this crate start none.
 pub const STARTS_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 120 });
 
@@ -142,7 +143,9 @@ impl Entry {
         !self.withdrawing
             && match published {
                 Published::Now => true,
-                Published::Since(since) => self.since == Some(since),
+                Published::Since(since, or) => self
+                    .since
+                    .is_some_and(|found| found == since || Some(found) == or),
             }
     }
 }
@@ -181,8 +184,9 @@ pub struct Attachment {
 pub enum Published {
     /// The volume is published to it.
     Now,
-    /// And was without a break.
-    Since(Uuid),
+    /// And was without a break, by that number, or by another one of which nobody
+    /// heard whether it was entered.
+    Since(Uuid, Option<Uuid>),
 }
 
 /// The nodes of one volume.
@@ -249,7 +253,7 @@ impl Attachments {
                 withdrawing: false,
                 ..there.entry.clone()
             };
-            if !there.entry.withdrawing || self.replace(&there, &kept.write())? {
+            if !there.entry.withdrawing || self.replace(&there, &kept.anew())? {
                 return Ok(());
             }
         }

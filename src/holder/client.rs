@@ -38,11 +38,6 @@ pub enum ClientError {
     /// It refused, or failed; in its own words.
     #[error("{}", .0.message())]
     Refused(Box<Status>),
-    /// It does not know what it was asked for.
-    #[error(
-        "the controller fences nodes, and this node's uring-csi-holder is of a release that cannot: replace it"
-    )]
-    Older,
     /// There is no way to ask.
     #[error("cannot ask uring-csi-holder")]
     Io(#[from] std::io::Error),
@@ -92,9 +87,6 @@ impl Client {
             }),
         };
         let answer = self.call(WITHIN, async |mut holder| holder.map(request).await)?;
-        if spec.fencing.is_some() && !answer.entered {
-            return Err(ClientError::Older);
-        }
         Ok((answer.node.into(), done(answer.already)))
     }
 

@@ -70,6 +70,8 @@ pub(super) enum Step {
 pub(super) struct Lineage {
     /// Its number.
     pub since: Uuid,
+    /// Another that may have been entered: the answer was lost.
+    pub or: Option<Uuid>,
     /// Nothing is entered under it yet: a stage asks for that, and what was before
     /// does not matter.
     pub is_new: bool,
@@ -81,6 +83,7 @@ impl Lineage {
         let since = Uuid::new_v4();
         Self {
             since,
+            or: None,
             is_new: true,
         }
     }
@@ -248,11 +251,11 @@ fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
             }))
         }
     };
-    let Lineage { since, is_new } = order.lineage;
+    let Lineage { since, or, is_new } = order.lineage;
     let published = if is_new {
         Published::Now
     } else {
-        Published::Since(since)
+        Published::Since(since, or)
     };
     let node = &order.fencing.node_id;
     let nodes = Attachments::of(&pool, order.fencing.volume);

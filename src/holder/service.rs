@@ -35,12 +35,10 @@ impl Holder for HolderService {
         let key = Secret::new(std::mem::take(&mut request.key));
         let spec = spec_of(request).map_err(HolderError::from)?;
         tracing::info!(volume = spec.volume_id, image = %spec.image, "map");
-        let entered = spec.fencing.is_some();
         let (device, done) = self.keeper.map(spec, key).await?;
         Ok(Response::new(MapResponse {
             node: device.node.display().to_string(),
             already: done == Done::Already,
-            entered,
         }))
     }
 

@@ -144,13 +144,13 @@ impl Spec {
             "--log-to-stderr=true".to_owned(),
             "--log-to-file=false".to_owned(),
             "--admin-socket=".to_owned(),
-            // It says as whom it joins the cluster.
-            "--debug-monc=5".to_owned(),
             format!("--client-mount-timeout={FIND_CLUSTER_FOR}"),
             "--try-netlink".to_owned(),
             format!("--cookie={}", self.volume_id),
         ];
         arguments.extend(self.options.arguments());
+        // It says as whom it joins the cluster. The last one counts.
+        arguments.push("--debug-monc=5".to_owned());
         if self.read_only {
             arguments.push("--read-only".to_owned());
         }

@@ -76,7 +76,7 @@ fn who_is_to_let_go_enters_nothing_more() {
             boot_id: "boot".to_owned(),
         })
     };
-    let unbroken = Published::Since(since);
+    let unbroken = Published::Since(since, None);
     assert!(!nodes.attach("a", &starting, unbroken).unwrap());
     assert!(nodes.attach("a", &starting, Published::Now).unwrap());
     assert!(nodes.is_published("a", unbroken).unwrap());

@@ -129,7 +129,10 @@ impl BoundCephImage<'_> {
         let one_writer = !how.read_only && !how.shared;
         if let Some(device) = rbd::find(&wanted)? {
             // A killed agent had not looked yet, or was let in late.
-            if one_writer && let Some(asked) = known.asked(&self.images.connections)? {
+            if one_writer
+                && !how.staged
+                && let Some(asked) = known.asked(&self.images.connections)?
+            {
                 asked.is_alone(own_client(&device))?;
             }
             return Ok((device, Done::Already));

@@ -197,7 +197,7 @@ impl BoundCephImage<'_> {
             {
                 let why = chain(&source);
                 tracing::warn!(volume_id = how.volume_id, why, "rbd-nbd serves it, unkept");
-                return Ok((below(device, &served.cookie), Done::Already));
+                (device.node, Done::Already)
             }
             // Or nobody enters who serves it.
             (Err(error @ ClientError::Away { .. }), Some(_))

@@ -3,25 +3,22 @@
 
 use std::time::{Duration, Instant};
 
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use super::{Volume, access::Access};
-use crate::{
-    ceph::fencing::STARTS_WITHIN,
-    holder::{
-        HolderError,
-        daemon::Daemon,
-        devices::process,
-        entering::{self, Lineage, Step},
-    },
+use crate::holder::{
+    HolderError,
+    daemon::Daemon,
+    devices::process,
+    entering::{self, Lineage, Step},
 };
 
 /// Between two looks for a daemon among the image's watchers.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
-/// How long it may take to be there; when it serves, it is.
+/// How long it may take to be there; when it serves, it is. With the start before, the
+/// last look, and a kill, that is less than
+/// [`STARTS_WITHIN`](crate::ceph::fencing::STARTS_WITHIN).
 const THERE_WITHIN: Duration = Duration::from_secs(5);
-/// How much of [`STARTS_WITHIN`] is for killing what was not entered.
-const TO_KILL: Duration = Duration::from_secs(20);
 
 impl Volume {
     /// Does what a stage, or an operator, asks for: the volume is published to this
@@ -33,7 +30,9 @@ impl Volume {
         let before = std::mem::replace(&mut self.lineage, Lineage::new());
         let done = what(self).await;
         if self.lineage.is_new {
-            self.lineage = before;
+            // It may be entered all the same.
+            let or = Some(self.lineage.since);
+            self.lineage = Lineage { or, ..before };
         }
         done
     }
@@ -48,7 +47,7 @@ impl Volume {
         self.enter(access, Step::Looks).await.map(drop)
     }
 
-    /// It has ended before it served. Where that is not entered, an unpublish waits for
+    /// It has ended. Where that is not entered, an unpublish waits for
     /// it longer than it need.
     pub(super) async fn has_ended(&mut self, access: &Access) {
         if let Err(error) = self.enter(access, Step::Ended).await {
@@ -57,39 +56,35 @@ impl Volume {
         }
     }
 
-    /// The daemon serves, and was about to begin at `begun`.
+    /// The daemon serves.
     pub(super) async fn serves(
         &mut self,
         access: &Access,
         daemon: &Daemon,
-        begun: Instant,
     ) -> Result<(), HolderError> {
         if access.spec.fencing.is_none() {
             return Ok(());
         }
-        let left = STARTS_WITHIN.saturating_sub(TO_KILL + begun.elapsed());
-        let late = || HolderError::NotEntered {
-            image: access.spec.image.to_string(),
-            said: format!(
-                "process {} is not among those who have it open; if it was fenced, the volume is to be unstaged first",
-                daemon.pid()
-            ),
-        };
-        let entered = timeout(left, async {
-            let since = Instant::now();
-            let process = process(daemon.pid());
-            while !self
-                .enter(access, Step::Serves(daemon.clients(), process))
-                .await?
-            {
-                if since.elapsed() > THERE_WITHIN {
-                    return Err(late());
-                }
-                sleep(LOOK_AGAIN).await;
+        let since = Instant::now();
+        let process = process(daemon.pid());
+        // A look is never given up half-way: it would enter a daemon that was killed
+        // meanwhile, when the next one is starting.
+        while !self
+            .enter(access, Step::Serves(daemon.clients(), process))
+            .await?
+        {
+            if since.elapsed() > THERE_WITHIN {
+                return Err(HolderError::NotEntered {
+                    image: access.spec.image.to_string(),
+                    said: format!(
+                        "process {} is not among those who have it open; if it was fenced, the volume is to be unstaged first",
+                        daemon.pid()
+                    ),
+                });
             }
-            Ok(())
-        });
-        entered.await.unwrap_or_else(|_| Err(late()))
+            sleep(LOOK_AGAIN).await;
+        }
+        Ok(())
     }
 
     /// Enters the daemon that serves, where none was begun for what is done anew;
@@ -107,7 +102,7 @@ impl Volume {
         let Some(daemon) = self.daemon.take() else {
             return Ok(());
         };
-        let entered = self.serves(&access, &daemon, Instant::now()).await;
+        let entered = self.serves(&access, &daemon).await;
         self.daemon = Some(daemon);
         entered
     }

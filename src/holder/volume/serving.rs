@@ -134,26 +134,29 @@ impl Volume {
     }
 
     async fn start_by(&mut self, access: Access, verb: &Verb<'_>) -> Result<(), HolderError> {
-        let begun = Instant::now();
         self.begins(&access).await?;
-        let mut daemon = self.begin(&access, verb, None)?;
+        let started = self.start_entered(&access, verb).await;
+        if started.is_err() && self.daemon.is_none() {
+            self.has_ended(&access).await;
+        }
+        started
+    }
+
+    async fn start_entered(&mut self, access: &Access, verb: &Verb<'_>) -> Result<(), HolderError> {
+        let mut daemon = self.begin(access, verb, None)?;
         match daemon.ready(&access.spec, START_WITHIN).await {
             Started::Ready => {
-                let entered = self.serves(&access, &daemon, begun).await;
+                let entered = self.serves(access, &daemon).await;
                 self.daemon = Some(daemon);
                 if let Err(error) = entered {
-                    self.kill(verb).await;
-                    return Err(error);
+                    return Err(self.kill(verb, error).await);
                 }
                 // It was told the image's size with the socket.
                 (self.resized, self.is_behind) = (0, false);
-                self.worked(access);
+                self.worked(access.clone());
                 Ok(())
             }
-            Started::Ended(error) => {
-                self.has_ended(&access).await;
-                Err(error)
-            }
+            Started::Ended(error) => Err(error),
             Started::Late => {
                 let stuck = self.stuck(&daemon, "did not begin to serve in time");
                 if !daemon.end().await {
@@ -165,17 +168,21 @@ impl Volume {
         }
     }
 
-    /// Ends a daemon that may not serve, before it writes anything more. A device
-    /// that it has just made goes first, which nobody has written to.
-    async fn kill(&mut self, verb: &Verb<'_>) {
-        if *verb == Verb::Map && self.unmap().await.is_ok() {
-            return;
-        }
-        if let Some(daemon) = &self.daemon
-            && daemon.kill().await
-        {
+    /// Ends a daemon that may not serve, for that reason, before it writes anything
+    /// more. A device that it has just made goes first, which nobody has written to.
+    /// Where anything stays, that is what is told.
+    async fn kill(&mut self, verb: &Verb<'_>, why: HolderError) -> HolderError {
+        let undone = match verb {
+            Verb::Map => self.unmap().await.map(drop),
+            Verb::Attach(_) => Ok(()),
+        };
+        if let Some(daemon) = &self.daemon {
+            if !daemon.kill().await {
+                return self.stuck(daemon, "does not end, not even when it is killed");
+            }
             self.daemon = None;
         }
+        undone.err().unwrap_or(why)
     }
 
     fn access(&self) -> Result<Access, HolderError> {
@@ -248,7 +255,7 @@ impl Volume {
         match started {
             Started::Ready if ended => {
                 self.is_behind = false;
-                self.worked(access);
+                self.worked(access.clone());
                 Ok(())
             }
             Started::Ended(error) => Err(error),
