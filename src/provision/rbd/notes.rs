@@ -1,9 +1,9 @@
 //! What is noted on images: keys with values (`rbd image-meta list`).
 //!
-//! librbd gives a clone all that is noted on its parent. Of that, the limits are those of the source's class, and `csi.storage.k8s.io/…` are
-//! the names of its objects in Kubernetes, where ceph-csi has noted them
-//! (`--setmetadata`): the copy's are others. What is noted of encryption is written
-//! anew with the copy's own.
+//! librbd gives a clone all that is noted on its parent. Of that, the limits are those
+//! of the source's class, and `csi.storage.k8s.io/…` are the names of its objects in
+//! Kubernetes, where ceph-csi has noted them (`--setmetadata`): the copy's are others.
+//! What is noted of encryption is written anew with the copy's own.
 
 use std::collections::BTreeMap;
 
