@@ -38,4 +38,4 @@ suite() {
 suite "${ONLY:-}"
 # An NBD device that waits for its server holds up others in the kernel: the tests
 # that take servers away by design have a kernel of their own.
-[[ -n ${ONLY:-} ]] || suite '(holder::|rbd::served)'
+[[ -n ${ONLY:-} ]] || suite '(holder::|.*served::|.*rbd_nbd)'

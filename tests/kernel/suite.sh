@@ -61,7 +61,7 @@ tests() {
 tests "$library" "$of_library" "$(list "$library" --ignored)"
 # See run.sh.
 apart=
-[[ -n $only ]] || apart=$(list "$stories" | grep '^rbd::served::')
+[[ -n $only ]] || apart=$(list "$stories" | grep -E 'served::|rbd_nbd')
 tests "$stories" "$of_stories" "$apart"
 
 if ((!ran)); then

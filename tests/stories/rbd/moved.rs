@@ -41,7 +41,7 @@ fn an_image_is_followed_to_the_cluster_that_stands_in() {
 }
 
 #[test]
-fn a_monitor_may_move_under_mapped_volumes() {
+fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
     lonely_ceph_story(async |sandbox, ceph| {
         let holder = Holder::start(sandbox).await;
         let node = node_with(sandbox, ceph, &holder).await;
