@@ -177,8 +177,9 @@ impl Bin {
                 Ok(Some((pool, parent))) => self.add(&pool, parent),
                 Ok(None) => {}
                 Err(error) => {
+                    let users = error.is_busy().then(|| users(&pool, &image.id));
                     let (name, error) = (&image.name, chain(&error));
-                    tracing::info!(image = name, error, "stays in the trash for now");
+                    tracing::info!(image = name, error, users, "stays in the trash for now");
                 }
             }
         }
@@ -272,6 +273,15 @@ fn remove(
     };
     let id = parent.id;
     Ok(name.map(|name| (pool, Discarded { id, name })))
+}
+
+/// The addresses of those who have an image open, for the log.
+fn users(pool: &IoCtx, id: &str) -> String {
+    let opened = Image::open_by_id(pool, id, Access::ReadOnly);
+    let watchers = opened.and_then(|image| image.watchers());
+    let watchers = watchers.unwrap_or_default().into_iter();
+    let addresses: Vec<_> = watchers.map(|one| one.address).collect();
+    addresses.join(", ")
 }
 
 /// An interrupted copy leaves its snapshot on its source, by which the source
