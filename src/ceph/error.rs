@@ -123,6 +123,11 @@ impl CephError {
         self.is(Errno::CANCELED)
     }
 
+    /// The state of what was to be changed is another than expected.
+    pub fn is_stale(&self) -> bool {
+        self.is(Errno::STALE)
+    }
+
     /// An argument that the library does not take.
     pub fn is_invalid(&self) -> bool {
         self.is(Errno::INVAL)

@@ -70,6 +70,10 @@ table! {
 
     fn rados_stat(io: IoCtx, object: *const c_char, size: *mut u64, modified: *mut libc::time_t) -> c_int;
     fn rados_read(io: IoCtx, object: *const c_char, buffer: *mut c_char, len: usize, offset: u64) -> c_int;
+    fn rados_exec(
+        io: IoCtx, object: *const c_char, class: *const c_char, method: *const c_char,
+        input: *const c_char, input_len: usize, output: *mut c_char, output_len: usize,
+    ) -> c_int;
     fn rados_notify2(
         io: IoCtx, object: *const c_char, message: *const c_char, message_len: c_int,
         timeout_ms: u64, reply: *mut *mut c_char, reply_len: *mut usize,

@@ -39,6 +39,33 @@ impl IoCtx {
         Ok(bytes)
     }
 
+    /// Has a class of the OSDs' change an object; what it answers is passed over
+    /// ([`CephError::is_not_found`]).
+    pub(in crate::ceph) fn execute(
+        &self,
+        object: &str,
+        (class, method): (&str, &str),
+        input: &[u8],
+    ) -> Result<(), CephError> {
+        let call = self.call("change", "object", object);
+        let (name, class, method) = (call.text(object)?, call.text(class)?, call.text(method)?);
+        let execute = self.cluster().libraries.rados.rados_exec;
+        // SAFETY: the three names end in NUL, the input has the length that is told,
+        // and there is no room for output.
+        call.changed(unsafe {
+            execute(
+                self.raw(),
+                name.as_ptr(),
+                class.as_ptr(),
+                method.as_ptr(),
+                input.as_ptr().cast(),
+                input.len(),
+                std::ptr::null_mut(),
+                0,
+            )
+        })
+    }
+
     /// Sends a notification to all who watch an object, and says who they are: the
     /// numbers of their connections ([`Cluster::instance_id`]). It takes one round
     /// trip where nobody does, else until all have acknowledged it, a second at

@@ -9,7 +9,15 @@ use std::{
 };
 
 use super::{abi, image::system_time};
-use crate::ceph::{CephError, call::owned, rados::IoCtx};
+use crate::ceph::{CephError, call::owned, or_missing, rados::IoCtx};
+
+/// The objects that list a pool's trash, and the names of its images.
+const TRASH: &str = "rbd_trash";
+const NAMES: &str = "rbd_directory";
+
+/// What the trash says of an image (`cls::rbd::TrashImageState`).
+const NORMAL: u8 = 0;
+const MOVING: u8 = 1;
 
 /// An image in the trash.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +40,38 @@ pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephErr
     let functions = &io.cluster().libraries().rbd;
     // SAFETY: the name ends in NUL.
     call.changed(unsafe { (functions.rbd_trash_move)(io.raw(), text.as_ptr(), delay.as_secs()) })
+}
+
+/// Completes what a move to the trash has left that was interrupted when the image had
+/// lost its id by name: it is still listed by name, and the trash says that it is being
+/// moved, with which nothing can be done (EUCLEAN). librbd does so itself since Ceph
+/// 17.2.6, asked to move it again. An image that is there as it should be stays as it is.
+///
+/// Source: Ceph's `cls_rbd.cc`, `dir_remove_image` and `trash_state_set`.
+pub fn complete_move(io: &IoCtx, image: &Trashed) -> Result<(), CephError> {
+    let (id, name) = (encoded(&image.id), encoded(&image.name));
+    let unlisted = io.execute(
+        NAMES,
+        ("rbd", "dir_remove_image"),
+        &[&name[..], &id].concat(),
+    );
+    or_missing(unlisted)?;
+    set_state(io, &image.id, MOVING, NORMAL)
+}
+
+/// Where the state is neither of them, it stays.
+fn set_state(io: &IoCtx, id: &str, from: u8, to: u8) -> Result<(), CephError> {
+    let input = [&encoded(id)[..], &[to, from]].concat();
+    match io.execute(TRASH, ("rbd", "trash_state_set"), &input) {
+        Err(error) if error.is_stale() => Ok(()),
+        done => done,
+    }
+}
+
+/// A text as Ceph encodes it.
+fn encoded(text: &str) -> Vec<u8> {
+    let len = u32::try_from(text.len()).expect("names are short");
+    [&len.to_le_bytes(), text.as_bytes()].concat()
 }
 
 /// The image with that id in the trash ([`CephError::is_not_found`]).
@@ -102,5 +142,36 @@ unsafe fn trashed(raw: &abi::TrashInfo) -> Trashed {
         name,
         deleted: time(raw.deleted),
         deferred_until: time(raw.deferred_until),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ceph::{
+        rbd::{ImageOptions, create, image_id, list as images},
+        testing::Place,
+    };
+
+    #[test]
+    fn a_move_that_was_interrupted_is_completed() {
+        let Some(place) = Place::new() else { return };
+        let io = &place.io;
+        create(io, "image", 1 << 20, &ImageOptions::default()).unwrap();
+        let id = image_id(io, "image").unwrap().unwrap();
+        move_image(io, "image", Duration::ZERO).unwrap();
+        // As it is when the last two steps are missing.
+        set_state(io, &id, NORMAL, MOVING).unwrap();
+        let names = [encoded("image"), encoded(&id)].concat();
+        io.execute(NAMES, ("rbd", "dir_add_image"), &names).unwrap();
+        assert_eq!(images(io).unwrap().len(), 1);
+        remove(io, &id, true).unwrap_err();
+
+        for _ in 0..2 {
+            complete_move(io, &get(io, &id).unwrap()).unwrap();
+            assert!(images(io).unwrap().is_empty());
+        }
+        remove(io, &id, true).unwrap();
+        assert!(list(io).unwrap().is_empty());
     }
 }

@@ -118,14 +118,10 @@ impl Bin {
                 Err(error) if error.is_not_found() => return Ok(()),
                 page => page?,
             };
-            for (id, name) in &page.entries {
-                self.add(
-                    pool,
-                    Discarded {
-                        id: id.clone(),
-                        name: name.clone(),
-                    },
-                );
+            for (id, name) in page.entries.clone() {
+                let image = Discarded { id, name };
+                complete(pool, &image)?;
+                self.add(pool, image);
             }
             match page.entries.last_key_value() {
                 Some((id, _)) if page.more => after.clone_from(id),
@@ -210,6 +206,20 @@ fn keep(pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
     Ok(())
 }
 
+/// Completes the move of an image that has lost its name: who moved it may have been
+/// killed right then.
+fn complete(pool: &IoCtx, image: &Discarded) -> Result<(), CephError> {
+    match trash::get(pool, &image.id) {
+        Ok(trashed) if !has_name(pool, image)? => trash::complete_move(pool, &trashed),
+        Err(error) if !error.is_not_found() => Err(error),
+        _ => Ok(()),
+    }
+}
+
+fn has_name(pool: &IoCtx, image: &Discarded) -> Result<bool, CephError> {
+    pool.exists(&format!("rbd_id.{}", image.name))
+}
+
 /// Removes an image, or sees to it that the manager will; then it is not listed
 /// any more. Says what may be removable now.
 fn empty(
@@ -222,7 +232,7 @@ fn empty(
         Err(error) if error.is_not_found() => {
             // Gone; or it still has its name, as a delete has listed it and not
             // yet moved it: then that delete, or its repeat, will.
-            if !pool.exists(&format!("rbd_id.{}", image.name))? {
+            if !has_name(pool, image)? {
                 pool.omap_remove(LIST, &[&image.id])?;
             }
             return Ok(None);
