@@ -65,11 +65,17 @@ impl Device {
     /// close the device, nor therefore end. It may block: for a lane.
     #[cfg(feature = "holder")]
     pub fn open(&self) -> Result<Arc<fs::File>, HolderError> {
+        let file = self.open_unlocked()?;
+        self.lock(&file, FlockOperation::LockShared)?;
+        Ok(file)
+    }
+
+    #[cfg(feature = "holder")]
+    fn open_unlocked(&self) -> Result<Arc<fs::File>, HolderError> {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK;
         let opened = block::open(&self.node, self.dev, flags);
-        let file = fs::File::from(opened.map_err(failed("open", self.node.display()))?);
-        self.lock(&file, FlockOperation::LockShared)?;
-        Ok(Arc::new(file))
+        let opened = opened.map_err(failed("open", self.node.display()))?;
+        Ok(Arc::new(fs::File::from(opened)))
     }
 
     /// Waits until udevd is done with the device, and keeps it off for as long as the
@@ -79,7 +85,8 @@ impl Device {
     /// blocks for as long as the device does: for a lane.
     #[cfg(feature = "holder")]
     pub fn without_udevd(&self, open: Option<Arc<fs::File>>) -> Result<Arc<fs::File>, HolderError> {
-        let file = open.map_or_else(|| self.open(), Ok)?;
+        // Not shared first: udevd could share it then, and wait for the device.
+        let file = open.map_or_else(|| self.open_unlocked(), Ok)?;
         self.lock(&file, FlockOperation::LockExclusive)?;
         Ok(file)
     }
