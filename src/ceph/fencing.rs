@@ -223,7 +223,12 @@ impl Attachments {
     fn replace(&self, found: &Attachment, raw: &str) -> Result<bool, CephError> {
         let key = format!("{NODE}{}", found.node);
         let op = WriteOp::new().compare(&key, &found.raw);
-        match self.pool.operate(&self.object, &op.set([(&*key, raw)])) {
+        self.changed(&op.set([(&*key, raw)]))
+    }
+
+    /// Makes a change that compares first; false where that found something else.
+    fn changed(&self, op: &WriteOp<'_>) -> Result<bool, CephError> {
+        match self.pool.operate(&self.object, op) {
             Ok(()) => Ok(true),
             Err(error) if error.is_mismatch() => Ok(false),
             Err(error) => Err(error),
@@ -242,9 +247,8 @@ impl Attachments {
             // An absent key compares as an empty one.
             let op = WriteOp::new().assert_exists().compare(&key, "");
             let new = Entry::default().anew();
-            match self.pool.operate(&self.object, &op.set([(&*key, &*new)])) {
-                Err(error) if error.is_mismatch() => {}
-                done => return done,
+            if self.changed(&op.set([(&*key, &*new)]))? {
+                return Ok(());
             }
             let Some(there) = self.of_node(node)? else {
                 continue;
@@ -301,11 +305,9 @@ impl Attachments {
     pub fn withdraw(&self, attachment: &Attachment) -> Result<bool, CephError> {
         let key = format!("{NODE}{}", attachment.node);
         let op = WriteOp::new().compare(&key, &attachment.raw);
-        match self.pool.operate(&self.object, &op.unset([&*key])) {
-            Ok(()) => Ok(true),
+        match self.changed(&op.unset([&*key])) {
             Err(error) if error.is_not_found() => Ok(true),
-            Err(error) if error.is_mismatch() => Ok(false),
-            Err(error) => Err(error),
+            done => done,
         }
     }
 }
