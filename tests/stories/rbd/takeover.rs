@@ -1,7 +1,7 @@
 //! Volumes pass from ceph-csi's node plugin to ours and back while they are in use:
 //! each unstages what the other has staged, and neither needs the other's records.
 
-use std::{fs, os::unix::fs::PermissionsExt as _};
+use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
 use serde_json::Value;
 
@@ -81,24 +81,29 @@ fn what_we_staged_is_unstaged_by_ceph_csi() {
             let target = node.up(&volume, "pod").await;
             kept(&volume, &target, &content, true);
             assert_staged_as_ceph_csi_does(&node, &volume);
-            node.kill9().await;
-            run(&["umount", target.to_str().unwrap()]);
-            if volume.is_block() {
-                fs::remove_file(&target).unwrap();
-            } else {
-                fs::remove_dir(&target).unwrap();
-            }
-            unstage_as_ceph_csi(&node, &volume);
-            assert_nothing_staged(&node, &volume);
-            // Ours comes back, with records of what is gone.
-            node.restart().await;
-            node.down(&volume, "pod").await;
+            unstaged_by_ceph_csi(&node, &volume, &target).await;
             let target = node.up(&volume, "pod").await;
             kept(&volume, &target, &content, false);
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
     });
+}
+
+/// Has ceph-csi take down what is published by an agent that is killed before. Ours
+/// comes back, with records of what is gone.
+pub async fn unstaged_by_ceph_csi(node: &Node, volume: &Volume, target: &Path) {
+    node.kill9().await;
+    run(&["umount", target.to_str().unwrap()]);
+    if volume.is_block() {
+        fs::remove_file(target).unwrap();
+    } else {
+        fs::remove_dir(target).unwrap();
+    }
+    unstage_as_ceph_csi(node, volume);
+    assert_nothing_staged(node, volume);
+    node.restart().await;
+    node.down(volume, "pod").await;
 }
 
 /// Letter for letter, and mode for mode.

@@ -10,9 +10,8 @@ use super::{nbds, node_with, served};
 use crate::{
     harness::{
         Content, Holder, MIB, NOTE, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi, run,
-        unstage_as_ceph_csi,
     },
-    rbd::{assert_nothing_staged, encrypted, kept},
+    rbd::{assert_nothing_staged, encrypted, kept, takeover::unstaged_by_ceph_csi},
 };
 
 /// SIGKILL to whoever serves the volume.
@@ -84,18 +83,7 @@ fn what_we_have_served_is_unstaged_by_ceph_csi() {
             kept(&volume, &target, &content, true);
             let left = fs::read_to_string(node.staging(&volume).join(NOTE)).unwrap();
             assert_eq!(left, note_of_ceph_csi(&volume));
-            node.kill9().await;
-            run(&["umount", target.to_str().unwrap()]);
-            if volume.is_block() {
-                fs::remove_file(&target).unwrap();
-            } else {
-                fs::remove_dir(&target).unwrap();
-            }
-            unstage_as_ceph_csi(&node, &volume);
-            assert_nothing_staged(&node, &volume);
-            // Ours comes back, with records of what is gone.
-            node.restart().await;
-            node.down(&volume, "pod").await;
+            unstaged_by_ceph_csi(&node, &volume, &target).await;
             assert!(nbds(&volume).is_empty());
             let target = node.up(&volume, "pod").await;
             kept(&volume, &target, &content, false);
