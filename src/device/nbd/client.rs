@@ -199,4 +199,4 @@ fn unix(path: &str) -> io::Result<OwnedFd> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -148,10 +148,7 @@ impl Links {
         if known.is_some_and(|link| link.device.dev == device.dev) {
             return Ok(());
         }
-        let link = self.insert(behind, device, options, Held::default())?;
-        // Nobody listens any more where this fails: the agent is going down.
-        let _ = self.0.tell.send(Event::Check(link));
-        Ok(())
+        self.insert(behind, device, options, Held::default())
     }
 
     /// Detaches the export.
@@ -216,7 +213,7 @@ impl Links {
         device: &NbdDevice,
         options: &Options,
         held: Held,
-    ) -> Result<Arc<Link>, NbdError> {
+    ) -> Result<(), NbdError> {
         let node = &device.node;
         let index = index_of(device.dev).map_err(failed(node, "find"))?;
         let connections = sysfs::queues(device.dev).map_err(failed(node, "find"))?;
@@ -234,7 +231,13 @@ impl Links {
         // Somebody else may have taken its device down, and it has another now.
         self.forget(&behind.export);
         lock(&self.0.links).insert(index, Arc::clone(&link));
-        Ok(link)
+        // What died before it was in the list was announced to nobody, and of an
+        // earlier agent's connections nothing is known.
+        if link.missing() > 0 {
+            // Nobody listens any more where this fails: the agent is going down.
+            let _ = self.0.tell.send(Event::Check(link));
+        }
+        Ok(())
     }
 
     /// Makes sure that dead connections are heard of. Before a device is made,
@@ -248,3 +251,6 @@ impl Links {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

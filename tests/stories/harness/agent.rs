@@ -91,6 +91,33 @@ impl Agent {
         .await;
     }
 
+    /// Starts a process that stands still after `steps` of its steps (see
+    /// `crash_point`), and waits until it is ready or stands still.
+    pub async fn start_stalling(&self, steps: usize) {
+        self.spawn_with(&[("STALL_AT", steps.to_string())]);
+        eventually("the agent is ready, or stands still", async || {
+            // One that stands still does not answer.
+            let asked = tokio::time::timeout(Duration::from_secs(1), self.probe()).await;
+            let ready = asked == Ok(Some(true)) || self.stands_still();
+            ready.then_some(())
+        })
+        .await;
+    }
+
+    /// Whether it has been stopped by a signal.
+    pub fn stands_still(&self) -> bool {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).expect("procfs");
+        // Behind the program's name, which is in parentheses (proc_pid_stat(5)).
+        stat.rsplit(')')
+            .next()
+            .is_some_and(|rest| rest.starts_with(" T"))
+    }
+
+    /// Ends a standstill.
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
     fn spawn_with(&self, environment: &[(&str, String)]) {
         let log = fs::File::options()
             .create(true)

@@ -1,10 +1,10 @@
 //! kill -9 of the agent, and of the server, at any instant of any step.
 
-use std::{fs, time::Duration};
+use std::{cell::Cell, fs, time::Duration};
 
 use super::{blank, is_there, nbd_story};
 use crate::harness::{
-    Content, Dice, KINDS, NbdServer, Node, Volume, kill_amid, killed_amid_each,
+    Content, Dice, KINDS, NbdServer, Node, Volume, eventually, kill_amid, killed_amid_each,
     killed_at_each_step, nbds_over,
 };
 
@@ -54,6 +54,50 @@ fn the_server_at_every_step() {
                 let _ = server_dies_amid(&mut server, &mut dice, unstage).await;
                 node.until_ok("unstaged", unstage).await;
                 assert!(nbds_over(&format!(" {}", volume.handle)).is_empty());
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_server_between_the_agent_s_steps() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let mut server = NbdServer::start(sandbox).await;
+        for steps in 0.. {
+            // Who waits for this to end has waited for nothing.
+            let volume = blank(sandbox, &server, "v", "ext4").with("deadConnectionTimeout", "300");
+            node.kill9().await;
+            node.start_stalling(steps).await;
+            let done = Cell::new(false);
+            let staged = async {
+                node.until_ok("staged", async || node.stage(&volume).await)
+                    .await;
+                done.set(true);
+            };
+            let meanwhile = async {
+                let paused = async || (done.get() || node.stands_still()).then_some(());
+                eventually("the agent stands still, or is done", paused).await;
+                let stands = node.stands_still();
+                if stands {
+                    server.kill9();
+                    server.restart().await;
+                    node.go_on();
+                }
+                stands
+            };
+            let ((), stood) = tokio::join!(staged, meanwhile);
+            if !stood {
+                // It would at a later step.
+                node.kill9().await;
+                node.restart().await;
+            }
+            node.down(&volume, "pod").await;
+            if !stood {
+                // None at all in a build without debug assertions.
+                assert!(steps > 5, "a stage has more than {steps} steps");
+                break;
             }
         }
         node.assert_clean().await;

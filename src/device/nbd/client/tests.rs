@@ -13,7 +13,8 @@ use tempfile::TempDir;
 
 use super::*;
 
-struct Running {
+/// A server, until it goes out of scope.
+pub(in crate::device::nbd) struct Running {
     server: Child,
     dir: TempDir,
 }
@@ -28,7 +29,7 @@ impl Drop for Running {
 impl Running {
     /// Starts a server over an image of `bytes` that is called `disk`; the
     /// words SOCKET, IMAGE and DIR stand for what they say.
-    fn start(command: &str, bytes: u64) -> Self {
+    pub(in crate::device::nbd) fn start(command: &str, bytes: u64) -> Self {
         let dir = TempDir::new().unwrap();
         let images = dir.path().join("images");
         std::fs::create_dir(&images).unwrap();
@@ -59,13 +60,13 @@ impl Running {
         self.dir.path().join("s")
     }
 
-    fn export(&self, name: &str) -> Export {
+    pub(in crate::device::nbd) fn export(&self, name: &str) -> Export {
         let server = Server::unix(self.socket().to_str().unwrap()).unwrap();
         Export::new(server, name).unwrap()
     }
 }
 
-const NBDKIT: &str = "nbdkit -f -U SOCKET file dir=DIR";
+pub(in crate::device::nbd) const NBDKIT: &str = "nbdkit -f -U SOCKET file dir=DIR";
 const QEMU: &str = "qemu-nbd -t -e 4 -f raw -x disk -k SOCKET IMAGE";
 
 #[test]
