@@ -69,6 +69,16 @@ pub fn nbd_backend(dev: Dev) -> io::Result<String> {
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
+/// Whether an NBD device is attached, by whomever.
+pub fn nbd_is_attached(dev: Dev) -> bool {
+    directory(dev).join("pid").exists()
+}
+
+/// The most bytes that one WRITE_ZEROES to the device may be; 0 where it takes none.
+pub fn most_zeroes(dev: Dev) -> io::Result<u64> {
+    number(dev, "queue/write_zeroes_max_bytes")
+}
+
 /// How many hardware queues the device has; of an NBD device, connections.
 pub fn queues(dev: Dev) -> io::Result<usize> {
     Ok(fs::read_dir(directory(dev).join("mq"))?.count())

@@ -65,8 +65,8 @@ pub enum SpecError {
 /// What a daemon is started for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verb<'a> {
-    /// To make a device.
-    Map,
+    /// To make a device: that of this node, or of the kernel's choice.
+    Map(Option<&'a str>),
     /// To serve a device that is there, by its node.
     Attach(&'a str),
 }
@@ -132,7 +132,7 @@ impl Spec {
     pub fn arguments(&self, verb: &Verb<'_>) -> Vec<String> {
         let mut arguments = vec![
             match verb {
-                Verb::Map => "map".to_owned(),
+                Verb::Map(_) => "map".to_owned(),
                 Verb::Attach(_) => "attach".to_owned(),
             },
             self.name(),
@@ -154,7 +154,7 @@ impl Spec {
         if self.read_only {
             arguments.push("--read-only".to_owned());
         }
-        if let Verb::Attach(node) = verb {
+        if let Verb::Map(Some(node)) | Verb::Attach(node) = verb {
             arguments.push(format!("--device={node}"));
         }
         arguments
@@ -234,7 +234,7 @@ mod tests {
         spec.monitors = entries.map(str::to_owned).to_vec();
         spec.check().unwrap();
         let told = format!("--mon-host={}", entries.join(","));
-        assert!(spec.arguments(&Verb::Map).contains(&told));
+        assert!(spec.arguments(&Verb::Map(None)).contains(&told));
     }
 
     #[test]

@@ -52,6 +52,8 @@ const MOST_REPLIES: u32 = 64;
 pub mod flags {
     /// The export cannot be written.
     pub const READ_ONLY: u16 = 1 << 1;
+    /// It takes requests to write zeroes.
+    pub const WRITE_ZEROES: u16 = 1 << 6;
     /// Writes on one connection are seen, and flushed, through all of them.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
 }

@@ -42,6 +42,7 @@ use crate::{
     nbd::Export,
 };
 
+mod choice;
 mod client;
 mod error;
 mod grow;
@@ -52,6 +53,7 @@ mod links;
 pub mod netlink;
 mod shape;
 
+pub use choice::Choice;
 pub use client::ConnectError;
 pub use error::NbdError;
 pub use keep::keep;
@@ -192,8 +194,10 @@ fn attach(
         }
     }
     let sockets: Vec<_> = connections.iter().map(std::os::fd::AsFd::as_fd).collect();
-    let connect = Connect {
-        identifier: &behind.identifier(),
+    let identifier = behind.identifier();
+    let connect = |index| Connect {
+        index,
+        identifier: &identifier,
         bytes: shape.bytes,
         block_bytes: shape.block_bytes,
         flags: shape.flags,
@@ -205,7 +209,14 @@ fn attach(
     // Straight after the module was loaded udevd has the nodes open, and the
     // kernel may choose one just then.
     let index = outwait(
-        || driver.connect(&connect),
+        || {
+            let chosen = if shape.flags & handshake::flags::WRITE_ZEROES == 0 {
+                Choice::without_zeroes()?
+            } else {
+                None
+            };
+            driver.connect(&connect(chosen.as_ref().map(Choice::index)))
+        },
         |made| made.as_ref().is_err_and(is_busy),
     )
     .map_err(made())?;

@@ -42,6 +42,9 @@ const LONGEST: usize = 64 * 1024;
 /// A device that the kernel shall make.
 #[derive(Debug)]
 pub struct Connect<'a> {
+    /// Its number, the 7 of `nbd7`, where it is not the kernel's choice. `EBUSY`
+    /// where that one is in use.
+    pub index: Option<u32>,
     /// By what it is recognised, `/sys/block/nbd0/backend`.
     pub identifier: &'a str,
     /// Its size.
@@ -109,21 +112,19 @@ impl Driver {
         })
     }
 
-    /// Makes a device of the kernel's choice and answers its number, the 7 of
-    /// `nbd7`.
+    /// Makes a device and answers its number, the 7 of `nbd7`.
     pub fn connect(&self, connect: &Connect<'_>) -> io::Result<u32> {
-        let answer = self.call(
-            CMD_CONNECT,
-            vec![
-                long(ATTR_SIZE_BYTES, connect.bytes),
-                long(ATTR_BLOCK_SIZE_BYTES, connect.block_bytes.into()),
-                long(ATTR_TIMEOUT, connect.request_seconds.into()),
-                long(ATTR_DEAD_CONN_TIMEOUT, connect.dead_seconds.into()),
-                long(ATTR_SERVER_FLAGS, connect.flags.into()),
-                string(ATTR_BACKEND_IDENTIFIER, connect.identifier),
-                sockets(connect.sockets),
-            ],
-        )?;
+        let mut attributes = vec![
+            long(ATTR_SIZE_BYTES, connect.bytes),
+            long(ATTR_BLOCK_SIZE_BYTES, connect.block_bytes.into()),
+            long(ATTR_TIMEOUT, connect.request_seconds.into()),
+            long(ATTR_DEAD_CONN_TIMEOUT, connect.dead_seconds.into()),
+            long(ATTR_SERVER_FLAGS, connect.flags.into()),
+            string(ATTR_BACKEND_IDENTIFIER, connect.identifier),
+            sockets(connect.sockets),
+        ];
+        attributes.extend(connect.index.map(|index| int(ATTR_INDEX, index)));
+        let answer = self.call(CMD_CONNECT, attributes)?;
         answer
             .and_then(|message| message.index())
             .ok_or_else(|| broken("it does not name the device that it made"))

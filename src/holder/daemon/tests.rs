@@ -23,7 +23,7 @@ async fn started(lines: &str, within: Duration) -> (Daemon, Started) {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), lines);
     let spec = spec("fault", "pool", "image");
-    let mut daemon = Daemon::start(&program, &spec, &Verb::Map, &key(), None).unwrap();
+    let mut daemon = Daemon::start(&program, &spec, &Verb::Map(None), &key(), None).unwrap();
     let started = daemon.ready(&spec, within).await;
     (daemon, started)
 }
@@ -69,8 +69,14 @@ async fn a_daemon_that_ends_says_why() {
         matches!(ended, Started::Ended(HolderError::Failed { .. })),
         "{ended:?}"
     );
-    let missing =
-        Daemon::start("/no/such", &spec("x", "p", "i"), &Verb::Map, &key(), None).unwrap_err();
+    let missing = Daemon::start(
+        "/no/such",
+        &spec("x", "p", "i"),
+        &Verb::Map(None),
+        &key(),
+        None,
+    )
+    .unwrap_err();
     assert!(
         matches!(missing, HolderError::NoProgram { .. }),
         "{missing}"

@@ -173,7 +173,7 @@ impl Volume {
     /// Where anything stays, that is what is told.
     async fn kill(&mut self, verb: &Verb<'_>, why: HolderError) -> HolderError {
         let undone = match verb {
-            Verb::Map => self.unmap().await.map(drop),
+            Verb::Map(_) => self.unmap().await.map(drop),
             Verb::Attach(_) => Ok(()),
         };
         if let Some(daemon) = &self.daemon {

@@ -7,7 +7,8 @@ use tokio::time::{sleep, timeout};
 use super::{LOOK_EVERY, Volume, access::Access};
 use crate::{
     Done,
-    holder::{HolderError, Spec, devices::Device, spec::Verb},
+    device::nbd::Choice,
+    holder::{HolderError, Spec, devices::Device, error::failed, spec::Verb},
     secret::Secret,
 };
 
@@ -40,7 +41,9 @@ impl Volume {
         self.record(&spec)?;
         self.accesses.forget_keys();
         self.accesses.bring(Access { spec, key });
-        self.start(&Verb::Map).await?;
+        let chosen = Choice::without_zeroes().map_err(failed("choose a device for", &self.id))?;
+        let node = chosen.as_ref().map(|it| format!("/dev/nbd{}", it.index()));
+        self.start(&Verb::Map(node.as_deref())).await?;
         self.well();
         let device = self.device()?;
         device.ok_or_else(|| HolderError::Failed {

@@ -1,7 +1,7 @@
 //! Whole lives, with servers of all kinds.
 
 use super::{blank, nbd_story, over, own, whole_life};
-use crate::harness::{Content, KINDS, MIB, NbdServer, Node, nbds_over};
+use crate::harness::{Content, KINDS, MIB, NbdServer, Node, nbds_over, run};
 
 #[test]
 fn with_nbdkit_over_sockets_of_both_kinds() {
@@ -54,6 +54,27 @@ fn sixteen_at_once() {
         for volume in &volumes {
             let target = node.up(volume, "pod").await;
             Content::new(&volume.handle).is_in(&target.join("file"));
+            node.down(volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_server_that_cannot_write_zeroes_is_not_asked_to() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        // Its device goes on as if every server could.
+        let able = NbdServer::start(sandbox).await;
+        whole_life(&node, &blank(sandbox, &able, "able", "block")).await;
+        let unable = NbdServer::start_with(sandbox, false, &["--filter=nozero"]).await;
+        let volumes = ["one", "other"].map(|name| blank(sandbox, &unable, name, "block"));
+        let ups = volumes.iter().map(|volume| node.up(volume, "pod"));
+        for target in futures_util::future::join_all(ups).await {
+            let target = target.to_str().expect("UTF-8");
+            run(&["blkdiscard", "--zeroout", "--length", "1M", target]);
+        }
+        for volume in &volumes {
             node.down(volume, "pod").await;
         }
         node.assert_clean().await;

@@ -7,8 +7,8 @@ use tonic::Code::FailedPrecondition;
 
 use super::{encrypted, kept, lives, whole_life};
 use crate::harness::{
-    Ceph, Content, Holder, KINDS, MIB, Node, NodeSetup, Sandbox, Volume, ceph_story, grown_in_use,
-    nbds_over, rbds_over, refused, run, spec_of,
+    Ceph, Content, Holder, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox, Volume, ceph_story,
+    grown_in_use, nbds_over, rbds_over, refused, run, spec_of,
 };
 
 pub(super) async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
@@ -43,6 +43,29 @@ fn whole_lives_of_every_kind_by_rbd_nbd() {
             }
             node.down(&volume, "pod").await;
             assert!(nbds(&volume).is_empty() && holder.held(&volume).await.is_none());
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_image_is_not_asked_for_what_an_export_could() {
+    ceph_story(async |sandbox, ceph| {
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let server = NbdServer::start(sandbox).await;
+        let name = ceph.image_name();
+        NbdServer::image(sandbox, &name, 64 * MIB);
+        // Its device goes on sending WRITE_ZEROES, at which rbd-nbd falls silent.
+        whole_life(&node, &server.over(Volume::filesystem(&name, "ext4"))).await;
+        let images = [(); 2].map(|()| served(ceph.volume("block")));
+        let ups = images.iter().map(|image| node.up(image, "pod"));
+        for target in futures_util::future::join_all(ups).await {
+            let target = target.to_str().expect("UTF-8");
+            run(&["blkdiscard", "--zeroout", "--length", "1M", target]);
+        }
+        for image in &images {
+            node.down(image, "pod").await;
         }
         node.assert_clean().await;
     });
