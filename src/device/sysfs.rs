@@ -1,4 +1,5 @@
-//! What sysfs tells of a block device. Reading it never waits for the device.
+//! What sysfs tells of a block device. Reading it never waits for the device, but
+//! for what is below `queue/` where somebody is changing the limits of one in use.
 //!
 //! Sources: Documentation/ABI/stable/sysfs-block, drivers/block/loop.c
 //! (`loop/backing_file`), Documentation/ABI/testing/sysfs-fs-ext4.

@@ -57,6 +57,12 @@ pub enum HolderError {
         /// The daemon's words.
         said: String,
     },
+    /// Somebody else was faster.
+    #[error("the NBD device that was to be of image {image} is in use")]
+    Taken {
+        /// The image.
+        image: String,
+    },
     /// The controller does not want this node to have the volume.
     #[error(
         "image {image} is not published to node {node} (any more), so no rbd-nbd is to write it: another node may have it"
@@ -153,7 +159,7 @@ impl HolderError {
             Self::Busy { .. } => Code::FailedPrecondition,
             Self::Unpublished { .. } => Code::Cancelled,
             Self::NotEntered { .. } => Code::DataLoss,
-            Self::Stuck { .. } | Self::UnderWay(_) => Code::Aborted,
+            Self::Stuck { .. } | Self::Taken { .. } | Self::UnderWay(_) => Code::Aborted,
             Self::NoProgram { .. } => Code::Unimplemented,
             Self::Small { .. } => Code::OutOfRange,
             Self::Failed { .. } | Self::Io { .. } => Code::Internal,

@@ -65,8 +65,8 @@ pub enum SpecError {
 /// What a daemon is started for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verb<'a> {
-    /// To make a device: that of this node, or of the kernel's choice.
-    Map(Option<&'a str>),
+    /// To make a device, by its node.
+    Map(&'a str),
     /// To serve a device that is there, by its node.
     Attach(&'a str),
 }
@@ -154,9 +154,8 @@ impl Spec {
         if self.read_only {
             arguments.push("--read-only".to_owned());
         }
-        if let Verb::Map(Some(node)) | Verb::Attach(node) = verb {
-            arguments.push(format!("--device={node}"));
-        }
+        let (Verb::Map(node) | Verb::Attach(node)) = verb;
+        arguments.push(format!("--device={node}"));
         arguments
     }
 }
@@ -234,7 +233,7 @@ mod tests {
         spec.monitors = entries.map(str::to_owned).to_vec();
         spec.check().unwrap();
         let told = format!("--mon-host={}", entries.join(","));
-        assert!(spec.arguments(&Verb::Map(None)).contains(&told));
+        assert!(spec.arguments(&Verb::Map("/dev/nbd0")).contains(&told));
     }
 
     #[test]

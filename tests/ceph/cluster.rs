@@ -21,7 +21,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -111,14 +111,16 @@ impl TestCluster {
 
     #[track_caller]
     fn tool(&self, program: &str, args: &[&str]) -> String {
-        let ran = Command::new(program)
-            .arg("--conf")
+        // Where something is wrong they would wait for ever, and silently.
+        let ran = Command::new("timeout")
+            .args(["100", program, "--conf"])
             .arg(self.dir.join("ceph.conf"))
             .args(args)
             .output()
-            .expect("a program of ceph-common");
+            .expect("a program of coreutils");
         let said = String::from_utf8_lossy(&ran.stderr);
-        assert!(ran.status.success(), "{program} {args:?}: {said}");
+        let status = ran.status;
+        assert!(status.success(), "{program} {args:?}: {status}: {said}");
         String::from_utf8(ran.stdout).expect("text")
     }
 
@@ -144,9 +146,7 @@ impl TestCluster {
     pub fn stop_osd(&self) {
         let osd = self.osd();
         kill_process(osd, Signal::TERM).expect("an OSD");
-        while test_kill_process(osd).is_ok() {
-            thread::sleep(Duration::from_millis(10));
-        }
+        until("the OSD ends", || test_kill_process(osd).is_err());
     }
 
     /// It comes back; whoever needs it waits, as for any OSD that starts.
@@ -200,18 +200,10 @@ impl TestCluster {
             daemon: monitor(&["-f"]).spawn().expect("a monitor"),
         };
         let quorum = || self.ceph(&["quorum_status", "-f", "json"]);
-        while !quorum().contains(r#""quorum_names":["a","b"]"#) {
-            thread::sleep(Duration::from_millis(50));
-        }
-        self.ceph(&["mon", "remove", "a"]);
-        let first = self.pid("mon");
-        // It may have ended by itself.
-        let _ = kill_process(first, Signal::KILL);
-        while test_kill_process(first).is_ok() {
-            thread::sleep(Duration::from_millis(10));
-        }
-        // Nor does it come back with those that are started again.
-        fs::remove_dir_all(file("mon")).expect("its data");
+        until("both agree", || {
+            quorum().contains(r#""quorum_names":["a","b"]"#)
+        });
+        // From now on the programs ask the one that stays.
         let conf = fs::read_to_string(file("ceph.conf")).expect("a configuration");
         let host = moved.monitors[0].trim_end_matches(":6789");
         let told = conf.lines().map(|line| match line.split_once(" = ") {
@@ -219,6 +211,13 @@ impl TestCluster {
             _ => format!("{line}\n"),
         });
         fs::write(file("ceph.conf"), told.collect::<String>()).expect("a configuration");
+        self.ceph(&["mon", "remove", "a"]);
+        let first = self.pid("mon");
+        // It may have ended by itself.
+        let _ = kill_process(first, Signal::KILL);
+        until("the monitor ends", || test_kill_process(first).is_err());
+        // Nor does it come back with those that are started again.
+        fs::remove_dir_all(file("mon")).expect("its data");
         moved
     }
 
@@ -230,6 +229,15 @@ impl TestCluster {
         let text = fs::read_to_string(self.dir.join(format!("{of}.pid"))).expect("its process id");
         let number = text.trim().parse().expect("a number");
         Pid::from_raw(number).expect("a process id")
+    }
+}
+
+/// Waits, and not for ever.
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(100);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        thread::sleep(Duration::from_millis(10));
     }
 }
 

@@ -14,8 +14,8 @@ shift
 
 # Memory that is not touched costs nothing.
 memory=4G
-# For tests and all; they take a few minutes.
-longest=30m
+# For tests and all.
+longest=40m
 
 # Kernel parameters end at a blank.
 case $here$dir$PWD in *[[:space:]]*)

@@ -32,10 +32,5 @@ binaries=$(
 stories=$(grep '/stories-[^/]*$' <<<"$binaries")
 library=$(grep -vxF "$stories" <<<"$binaries")
 
-suite() {
-  tests/kernel/in.sh tests/kernel/suite.sh "$1" "$library" "$stories" || passed_over $?
-}
-suite "${ONLY:-}"
-# An NBD device that waits for its server holds up others in the kernel: the tests
-# that take servers away by design have a kernel of their own.
-[[ -n ${ONLY:-} ]] || suite '(holder::|.*served::|.*rbd_nbd)'
+tests/kernel/in.sh tests/kernel/suite.sh "${ONLY:-}" "$library" "$stories" ||
+  passed_over $?

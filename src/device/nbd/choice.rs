@@ -2,10 +2,11 @@
 //!
 //! A device that had a server which takes WRITE_ZEROES goes on sending that, also
 //! to a later server which does not (drivers/block/nbd.c, `nbd_set_size`: the limit
-//! is set and never cleared; the request is there since Linux 6.10, this was seen in
+//! is set and never cleared; the request is there since Linux 6.12, this was seen in
 //! 7.2). A server of exports answers with an error, which fails the file system's
 //! write; rbd-nbd (16.2) stops answering anything, so that mkfs waits for ever. So
-//! who does not take it gets a device that never did.
+//! who does not take it gets a device that never did, from the end of the list: the
+//! kernel's own choice is from its beginning.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,33 +15,28 @@ use std::{
 };
 
 use super::links::lock;
-use crate::{device::sysfs, kernel::block};
+use crate::{
+    device::sysfs,
+    kernel::{Dev, block},
+};
 
 /// Those that this process is about to use.
 static CHOSEN: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
-
-/// What a device is good for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Found {
-    free: bool,
-    writes_zeroes: bool,
-}
 
 /// A device that nobody else of this process chooses, until it is dropped.
 #[derive(Debug)]
 pub struct Choice(u32);
 
 impl Choice {
-    /// A free device for a server that does not take WRITE_ZEROES; None where the
-    /// kernel may choose itself, for no device sends that. The kernel makes it if
-    /// there is none of that number, and refuses with `EBUSY` if somebody else was
-    /// faster.
-    pub fn without_zeroes() -> io::Result<Option<Self>> {
-        let found = all()?;
+    /// A free device for a server that does not take WRITE_ZEROES. The kernel makes
+    /// it if there is none of that number, and answers `EBUSY` if somebody else has
+    /// it, or only has it open: who keeps the choice gets another the next time.
+    pub fn without_zeroes() -> io::Result<Self> {
+        let suiting = all()?;
         let mut chosen = lock(&CHOSEN);
-        let index = choose(&found, &chosen);
-        chosen.extend(index);
-        Ok(index.map(Self))
+        let index = choose(&suiting, &chosen);
+        chosen.insert(index);
+        Ok(Self(index))
     }
 
     /// Its number, the 7 of `nbd7`.
@@ -55,30 +51,42 @@ impl Drop for Choice {
     }
 }
 
-fn all() -> io::Result<BTreeMap<u32, Found>> {
+/// All devices by their numbers, and whether each suits.
+fn all() -> io::Result<BTreeMap<u32, bool>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir("/sys/block")? {
         let name = entry?.file_name();
-        let Some(index) = name.to_str().and_then(|name| name.strip_prefix("nbd")) else {
+        let index = name.to_str().and_then(|name| name.strip_prefix("nbd"));
+        let Some(index) = index.and_then(|index| index.parse().ok()) else {
             continue;
         };
-        let Ok(index) = index.parse() else { continue };
-        let device = block::dev_of(&format!("nbd{index}"))?;
-        let state = Found {
-            free: sysfs::size_bytes(device)? == 0 && !sysfs::nbd_is_attached(device),
-            writes_zeroes: sysfs::most_zeroes(device)? > 0,
+        let suits = block::dev_of(&format!("nbd{index}")).and_then(suits);
+        let suits = match suits {
+            // It is being made, or removed.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+            suits => suits?,
         };
-        found.insert(index, state);
+        found.insert(index, suits);
     }
     Ok(found)
 }
 
-fn choose(found: &BTreeMap<u32, Found>, chosen: &BTreeSet<u32>) -> Option<u32> {
-    if !found.values().any(|device| device.writes_zeroes) {
-        return None;
-    }
-    let suits = |device: &Found| device.free && !device.writes_zeroes;
-    (0..u32::MAX).find(|index| !chosen.contains(index) && found.get(index).is_none_or(suits))
+fn suits(dev: Dev) -> io::Result<bool> {
+    // The limits of what is in use may be about to change, which waits for its server,
+    // and who reads them waits, too.
+    let free = sysfs::size_bytes(dev)? == 0 && !sysfs::nbd_is_attached(dev);
+    Ok(free && sysfs::most_zeroes(dev)? == 0)
+}
+
+fn choose(found: &BTreeMap<u32, bool>, chosen: &BTreeSet<u32>) -> u32 {
+    let there = found.iter().rev().filter(|(_, suits)| **suits);
+    let mut there = there.map(|(index, _)| *index);
+    let free = there.find(|index| !chosen.contains(index));
+    free.unwrap_or_else(|| {
+        let last = found.last_key_value().map(|(index, _)| *index);
+        let last = last.max(chosen.last().copied());
+        last.map_or(0, |last| last + 1)
+    })
 }
 
 #[cfg(test)]
@@ -87,24 +95,16 @@ mod tests {
 
     use super::*;
 
-    fn devices() -> impl Strategy<Value = BTreeMap<u32, Found>> {
-        let device = any::<(bool, bool)>().prop_map(|(free, writes_zeroes)| Found {
-            free,
-            writes_zeroes,
-        });
-        btree_map(0..20_u32, device, 0..20)
-    }
-
     proptest! {
         #[test]
-        fn what_is_chosen_is_free_and_sends_no_zeroes(found in devices()) {
-            let (mut chosen, mut count) = (BTreeSet::new(), 0);
-            while let Some(index) = choose(&found, &chosen).filter(|_| count < 30) {
+        fn what_is_chosen_suits_or_is_new(found in btree_map(0..20_u32, any::<bool>(), 0..20)) {
+            let mut chosen = BTreeSet::new();
+            for _ in 0..30 {
+                let index = choose(&found, &chosen);
+                prop_assert!(found.get(&index).is_none_or(|suits| *suits));
                 prop_assert!(chosen.insert(index));
-                prop_assert!(found.get(&index).is_none_or(|it| it.free && !it.writes_zeroes));
-                count += 1;
             }
-            prop_assert_eq!(count > 0, found.values().any(|it| it.writes_zeroes));
+            prop_assert!(found.iter().all(|(index, suits)| chosen.contains(index) == *suits));
         }
     }
 }

@@ -99,21 +99,17 @@ pub(super) enum Mended {
 }
 
 impl Link {
-    /// How many of its connections are dead, or not this agent's. The dead ones
-    /// are put aside.
-    pub(super) fn missing(&self) -> usize {
-        let mut held = lock(&self.held);
-        held.retire_dead();
-        self.connections.saturating_sub(held.connections.len())
-    }
-
     /// One attempt to give the device live connections in place of dead ones.
     pub(super) fn mend(&self, links: &Links) -> Result<Mended, NbdError> {
         let node = &self.device.node;
-        if lock(&self.held).closed || !is_behind(self.device.dev, &self.behind.export) {
-            return Ok(Mended::Gone);
-        }
-        let missing = self.missing();
+        let missing = {
+            let mut held = lock(&self.held);
+            if held.closed || !is_behind(self.device.dev, &self.behind.export) {
+                return Ok(Mended::Gone);
+            }
+            held.retire_dead();
+            self.connections - held.connections.len().min(self.connections)
+        };
         if missing == 0 {
             return Ok(Mended::Already);
         }

@@ -232,16 +232,13 @@ impl Links {
         self.forget(&behind.export);
         lock(&self.0.links).insert(index, Arc::clone(&link));
         // What died before it was in the list was announced to nobody, and of an
-        // earlier agent's connections nothing is known.
-        if link.missing() > 0 {
-            // Nobody listens any more where this fails: the agent is going down.
-            let _ = self.0.tell.send(Event::Check(link));
-        }
+        // earlier agent's connections nothing is known. Nobody listens any more where
+        // this fails: the agent is going down.
+        let _ = self.0.tell.send(Event::Check(link));
         Ok(())
     }
 
-    /// Makes sure that dead connections are heard of. Before a device is made,
-    /// so that none is missed.
+    /// Makes sure that dead connections are heard of, of devices that are in the list.
     pub(super) fn listen(&self, driver: &Driver) -> io::Result<()> {
         let mut listening = lock(&self.0.listening);
         if !*listening {

@@ -206,16 +206,15 @@ fn attach(
         sockets: &sockets,
     };
     let made = || failed(Path::new("an NBD device"), "make");
+    let mut chosen = Vec::new();
     // Straight after the module was loaded udevd has the nodes open, and the
     // kernel may choose one just then.
     let index = outwait(
         || {
-            let chosen = if shape.flags & handshake::flags::WRITE_ZEROES == 0 {
-                Choice::without_zeroes()?
-            } else {
-                None
-            };
-            driver.connect(&connect(chosen.as_ref().map(Choice::index)))
+            if !shape.writes_zeroes() {
+                chosen.push(Choice::without_zeroes()?);
+            }
+            driver.connect(&connect(chosen.last().map(Choice::index)))
         },
         |made| made.as_ref().is_err_and(is_busy),
     )
@@ -257,6 +256,10 @@ fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
     let bytes = sysfs::size_bytes(dev)?;
     if bytes != shape.bytes {
         let why = format!("it has {bytes} bytes, its export {}", shape.bytes);
+        return Err(io::Error::other(why));
+    }
+    if !shape.writes_zeroes() && sysfs::most_zeroes(dev)? > 0 {
+        let why = "it would write zeroes as an earlier export could, and this one cannot";
         return Err(io::Error::other(why));
     }
     let limit = shape.largest_kibibytes;

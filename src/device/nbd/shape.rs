@@ -23,6 +23,11 @@ pub(super) struct Shape {
 }
 
 impl Shape {
+    /// Whether it takes requests to write zeroes.
+    pub fn writes_zeroes(&self) -> bool {
+        self.flags & handshake::flags::WRITE_ZEROES != 0
+    }
+
     pub fn of(export: &Export, info: &Info, read_only: bool) -> Result<Self, NbdError> {
         let unsuited = |what: String| NbdError::Unsuited {
             export: export.clone(),

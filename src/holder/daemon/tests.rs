@@ -23,7 +23,7 @@ async fn started(lines: &str, within: Duration) -> (Daemon, Started) {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), lines);
     let spec = spec("fault", "pool", "image");
-    let mut daemon = Daemon::start(&program, &spec, &Verb::Map(None), &key(), None).unwrap();
+    let mut daemon = Daemon::start(&program, &spec, &Verb::Map("/dev/nbd0"), &key(), None).unwrap();
     let started = daemon.ready(&spec, within).await;
     (daemon, started)
 }
@@ -72,7 +72,7 @@ async fn a_daemon_that_ends_says_why() {
     let missing = Daemon::start(
         "/no/such",
         &spec("x", "p", "i"),
-        &Verb::Map(None),
+        &Verb::Map("/dev/nbd0"),
         &key(),
         None,
     )
@@ -157,6 +157,9 @@ fn what_it_says_at_its_end_is_understood() {
     assert!(
         matches!(why(&silent, &spec), HolderError::Silent { said, .. } if said.starts_with("monclient"))
     );
+    let busy =
+        "rbd-nbd: netlink connect failed: Object busy\nrbd-nbd: reader_entry: terminate received";
+    assert!(matches!(why(busy, &spec), HolderError::Taken { .. }));
     let other = format!("{usual}2026-11-21T12:35:31.076+0000 4a684a40 -1 rbd-nbd: cookie mismatch");
     assert!(
         matches!(why(&other, &spec), HolderError::Failed { said, .. } if said == "rbd-nbd: cookie mismatch")

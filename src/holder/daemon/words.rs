@@ -70,6 +70,8 @@ pub fn why(tail: &str, spec: &Spec) -> HolderError {
     } else if has("failed to fetch mon config") {
         let user = spec.user.clone();
         HolderError::Denied { image, user }
+    } else if has("netlink connect failed: Object busy") {
+        HolderError::Taken { image }
     } else if said.is_empty() {
         HolderError::Missing { image }
     } else {

@@ -1,6 +1,6 @@
 //! What a volume is asked for.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::{sleep, timeout};
 
@@ -12,6 +12,8 @@ use crate::{
     secret::Secret,
 };
 
+/// How long to choose a device, and to choose again where others take it meanwhile.
+const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
 /// How long the device may take to be opened, and to be gone when its daemon is.
 const GONE_WITHIN: Duration = Duration::from_secs(20);
 
@@ -41,9 +43,24 @@ impl Volume {
         self.record(&spec)?;
         self.accesses.forget_keys();
         self.accesses.bring(Access { spec, key });
-        let chosen = Choice::without_zeroes().map_err(failed("choose a device for", &self.id))?;
-        let node = chosen.as_ref().map(|it| format!("/dev/nbd{}", it.index()));
-        self.start(&Verb::Map(node.as_deref())).await?;
+        let deadline = Instant::now() + CHOOSE_WITHIN;
+        let mut chosen = Vec::new();
+        loop {
+            let choice = self
+                .shared
+                .lanes
+                .run(&self.id, "choose", Choice::without_zeroes);
+            let choice = timeout(CHOOSE_WITHIN, choice).await;
+            let choice = choice.unwrap_or_else(|late| Err(late.into()));
+            let choice = choice.map_err(failed("choose a device for", &self.id))?;
+            let node = format!("/dev/nbd{}", choice.index());
+            chosen.push(choice);
+            match self.start(&Verb::Map(&node)).await {
+                Err(HolderError::Taken { .. }) if Instant::now() < deadline => {}
+                started => break started?,
+            }
+            sleep(LOOK_EVERY).await;
+        }
         self.well();
         let device = self.device()?;
         device.ok_or_else(|| HolderError::Failed {

@@ -9,7 +9,8 @@ use std::{
     io::Write as _,
     os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{self, Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
@@ -21,6 +22,9 @@ use super::{
     run, run_err,
 };
 
+/// How many images rbd-nbd was begun for.
+static SERVED: AtomicU32 = AtomicU32::new(0);
+
 /// The file beside the mount.
 pub const NOTE: &str = "image-meta.json";
 
@@ -30,16 +34,21 @@ impl Ceph {
         self.map(volume, "krbd", &[options])
     }
 
-    /// Has it served by rbd-nbd, which goes on by itself.
+    /// Has it served by rbd-nbd, which goes on by itself. Its device is one of its
+    /// own, for ceph-csi would take one that an export had (`device::nbd::Choice`), of
+    /// another story.
     fn serve_by_rbd(&self, volume: &Volume) -> PathBuf {
         let given = volume.context.get("mapOptions");
         let given = given.and_then(|options| options.strip_prefix("nbd:"));
         let waits = given.unwrap_or("reattach-timeout=300");
         let cookie = format!("cookie={}", volume.handle);
+        let count = SERVED.fetch_add(1, Relaxed);
+        let own = 1000 + process::id() % 3000 * 10 + count % 10;
+        let device = format!("device=/dev/nbd{own}");
         self.map(
             volume,
             "nbd",
-            &["try-netlink", waits, "io-timeout=0", &cookie],
+            &["try-netlink", waits, "io-timeout=0", &cookie, &device],
         )
     }
 

@@ -66,8 +66,8 @@ fn the_server_between_the_agent_s_steps() {
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;
         for steps in 0.. {
-            // Who waits for this to end has waited for nothing.
-            let volume = blank(sandbox, &server, "v", "ext4").with("deadConnectionTimeout", "300");
+            // Longer than the story waits: a connection that nobody renews fails it.
+            let volume = blank(sandbox, &server, "v", "ext4").with("deadConnectionTimeout", "120");
             node.kill9().await;
             node.start_stalling(steps).await;
             let done = Cell::new(false);

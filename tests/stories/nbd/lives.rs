@@ -75,6 +75,8 @@ fn a_server_that_cannot_write_zeroes_is_not_asked_to() {
             run(&["blkdiscard", "--zeroout", "--length", "1M", target]);
         }
         for volume in &volumes {
+            let most = attribute(&volume.handle, "queue/write_zeroes_max_bytes");
+            assert_eq!(most, "0");
             node.down(volume, "pod").await;
         }
         node.assert_clean().await;
