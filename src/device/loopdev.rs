@@ -28,6 +28,7 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::sysfs;
 use crate::{
     crash_point,
     kernel::{Dev, block, loopctl},
@@ -317,12 +318,7 @@ fn configured(
     pleases: impl Fn(&loopctl::Status) -> bool,
 ) -> io::Result<Vec<(LoopDevice, loopctl::Status)>> {
     let mut found = Vec::new();
-    for entry in fs::read_dir("/sys/block")? {
-        let name = entry?.file_name();
-        let number = name.to_str().and_then(|name| name.strip_prefix("loop"));
-        let Some(number) = number.and_then(|number| number.parse().ok()) else {
-            continue;
-        };
+    for number in sysfs::numbers("loop")? {
         if backing_path(number).is_ok_and(|path| may_be_meant(&path))
             && let Some((dev, status)) = status_of(number)?
             && pleases(&status)

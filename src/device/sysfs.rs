@@ -16,6 +16,22 @@ use crate::kernel::Dev;
 /// sysfs counts in sectors of 512 bytes, whatever the device's own.
 const SECTOR: u64 = 512;
 
+/// The numbers of a driver's devices, attached or not: of `nbd`, the 7 of `nbd7`. In
+/// the order of sysfs.
+pub fn numbers(driver: &str) -> io::Result<Vec<u32>> {
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir("/sys/block")? {
+        let name = entry?.file_name();
+        numbers.extend(name.to_str().and_then(|name| number_in(name, driver)));
+    }
+    Ok(numbers)
+}
+
+/// The number in the name of one of a driver's devices.
+pub fn number_in(name: &str, driver: &str) -> Option<u32> {
+    name.strip_prefix(driver)?.parse().ok()
+}
+
 /// The name under which the kernel speaks of `dev`, e.g. `loop7`.
 pub fn sysname_of(dev: Dev) -> io::Result<String> {
     let target = fs::read_link(directory(dev))?;

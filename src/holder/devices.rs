@@ -138,15 +138,12 @@ pub fn partitions_are_read() -> bool {
 /// The NBD devices that have cookies, by their names.
 pub fn cookies() -> io::Result<Vec<(String, String)>> {
     let mut found = Vec::new();
-    for entry in fs::read_dir("/sys/block")? {
-        let name = entry?.file_name();
-        let Some(name) = name.to_str().filter(|name| name.starts_with("nbd")) else {
-            continue;
-        };
+    for index in sysfs::numbers("nbd")? {
+        let name = format!("nbd{index}");
         // Most have none.
         if let Ok(cookie) = fs::read_to_string(format!("/sys/block/{name}/backend")) {
             let cookie = cookie.strip_suffix('\n').unwrap_or(&cookie);
-            found.push((name.to_owned(), cookie.to_owned()));
+            found.push((name, cookie.to_owned()));
         }
     }
     Ok(found)

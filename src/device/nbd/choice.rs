@@ -10,7 +10,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs, io,
+    io,
     sync::Mutex,
 };
 
@@ -54,12 +54,7 @@ impl Drop for Choice {
 /// All devices by their numbers, and whether each suits.
 fn all() -> io::Result<BTreeMap<u32, bool>> {
     let mut found = BTreeMap::new();
-    for entry in fs::read_dir("/sys/block")? {
-        let name = entry?.file_name();
-        let index = name.to_str().and_then(|name| name.strip_prefix("nbd"));
-        let Some(index) = index.and_then(|index| index.parse().ok()) else {
-            continue;
-        };
+    for index in sysfs::numbers("nbd")? {
         let suits = block::dev_of(&format!("nbd{index}")).and_then(suits);
         let suits = match suits {
             // It is being made, or removed.

@@ -21,7 +21,7 @@
 //! on a lane.
 
 use std::{
-    fs, io,
+    io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -144,12 +144,8 @@ pub fn is_behind(dev: Dev, export: &Export) -> bool {
 /// The attached device that pleases, and what stands behind it. No device is
 /// opened.
 pub fn find(pleases: impl Fn(&Behind) -> bool) -> io::Result<Option<(NbdDevice, Behind)>> {
-    for entry in fs::read_dir("/sys/block")? {
-        let name = entry?.file_name();
-        let Some(name) = name.to_str().filter(|name| name.starts_with("nbd")) else {
-            continue;
-        };
-        let dev = block::dev_of(name)?;
+    for index in sysfs::numbers("nbd")? {
+        let dev = block::dev_of(&format!("nbd{index}"))?;
         // Where nothing is attached there is no such file.
         let behind = sysfs::nbd_backend(dev).ok();
         let behind = behind.and_then(|identifier| Behind::parse(&identifier));
@@ -168,9 +164,7 @@ pub fn find(pleases: impl Fn(&Behind) -> bool) -> io::Result<Option<(NbdDevice, 
 /// The number by which the driver knows the device, the 7 of `nbd7`.
 fn index_of(dev: Dev) -> io::Result<u32> {
     let name = sysfs::sysname_of(dev)?;
-    let index = name
-        .strip_prefix("nbd")
-        .and_then(|index| index.parse().ok());
+    let index = sysfs::number_in(&name, "nbd");
     index.ok_or_else(|| io::Error::other(format!("{name} is no NBD device")))
 }
 
