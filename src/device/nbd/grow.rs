@@ -37,7 +37,7 @@ use rustix::{
 };
 
 use super::{
-    Connection, Link, Links, NbdError, failed,
+    Link, Links, NbdError, failed,
     links::lock,
     netlink::{Change, Driver},
 };
@@ -58,6 +58,9 @@ const OFFER_AGAIN: Timespec = Timespec {
 
 /// The kernel looks for requests that are overdue about so much too late.
 const ON_TOP: Duration = Duration::from_secs(2);
+
+/// How often a connection may die just when the device is told its size.
+const TRIES: u32 = 5;
 
 /// Between looks at the requests under way, of which no event tells.
 const LOOK_AGAIN: rustix::thread::Timespec = rustix::thread::Timespec {
@@ -105,13 +108,22 @@ impl Links {
             // The proof may go by a fresh one, and what follows it by an old one.
             Renewed::Some => return Err(old()),
         };
-        link.settle(renewed, had)
-            .map_err(failed(node, "read the end of"))?;
-        link.resize(&driver, has)?;
+        let died = || link.is_away("a connection has died");
+        let mut tries = 0..TRIES;
+        loop {
+            tries.next().ok_or_else(died)?;
+            link.settle(renewed, had)
+                .map_err(failed(node, "read the end of"))?;
+            if link.resize(&driver, has)? {
+                break;
+            }
+        }
         match link.prove(has) {
             Ok(()) => Ok(has),
             Err(error) => {
-                link.resize(&driver, had)?;
+                if !link.resize(&driver, had)? {
+                    return Err(died());
+                }
                 if renewed {
                     return Err(failed(node, "read the new end of")(error));
                 }
@@ -135,8 +147,8 @@ impl Link {
         failed(&self.device.node, "grow, whose server is away,")(why)
     }
 
-    /// Sets the device's size.
-    fn resize(&self, driver: &Driver, bytes: u64) -> Result<(), NbdError> {
+    /// Sets the device's size; false where a connection has died.
+    pub(super) fn resize(&self, driver: &Driver, bytes: u64) -> Result<bool, NbdError> {
         let change = |change| {
             let identifier = self.behind.identifier();
             driver
@@ -145,17 +157,14 @@ impl Link {
         };
         let usual = self.options.dead_seconds;
         change(Change::DeadSeconds(usual.min(RESIZE_PATIENCE)))?;
-        let alive = lock(&self.held)
-            .connections
-            .iter()
-            .all(Connection::is_alive);
+        let alive = lock(&self.held).are_alive();
         let resized = if alive {
             change(Change::Bytes(bytes))
         } else {
-            Err(self.is_away("a connection has died"))
+            Ok(())
         };
         change(Change::DeadSeconds(usual))?;
-        resized
+        resized.map(|()| alive)
     }
 
     /// Replaces every connection of the device by a fresh one; none where some are
@@ -165,8 +174,7 @@ impl Link {
         let mut fresh = self.open(self.connections)?;
         let heard = driver.listen().map_err(NbdError::NoDriver)?;
         let mut held = lock(&self.held);
-        held.retire_dead();
-        match held.connections.len() {
+        match held.count() {
             0 => return Ok(Renewed::None),
             some if some < self.connections => return Ok(Renewed::Some),
             _ => {}
@@ -176,9 +184,7 @@ impl Link {
         loop {
             self.offer(driver, &fresh)
                 .map_err(failed(node, "give fresh connections to"))?;
-            let (taken, left) = fresh.into_iter().partition(Connection::is_taken);
-            held.connections.extend::<Vec<_>>(taken);
-            fresh = left;
+            fresh = held.keep_taken(fresh);
             if fresh.is_empty() {
                 return Ok(Renewed::All);
             }
@@ -195,12 +201,17 @@ impl Link {
         }
     }
 
-    /// Waits until the device answers, and until requests on connections that
-    /// were shut down have been given to others.
+    /// Waits until the device answers, until requests on connections that were shut
+    /// down have been given to others, and until none of those is dead.
     fn settle(&self, renewed: bool, bytes: u64) -> io::Result<()> {
         let repeated = Duration::from_secs(self.options.request_seconds.into()) + ON_TOP;
         let deadline = Instant::now() + repeated;
-        while renewed && sysfs::in_flight(self.device.dev)? > 0 && Instant::now() < deadline {
+        let is_settled = || {
+            let is_away = lock(&self.away).is_some();
+            let alive = is_away || lock(&self.held).are_alive();
+            sysfs::in_flight(self.device.dev).map(|count| count == 0 && alive)
+        };
+        while renewed && !is_settled()? && Instant::now() < deadline {
             // Cut short by a signal, it has served as well.
             let _ = nanosleep(&LOOK_AGAIN);
         }

@@ -39,6 +39,8 @@ pub(super) struct Held {
     /// reference to its socket: where the last one went when the socket was
     /// replaced, Linux 7.2 was seen to panic.
     retired: Vec<(Instant, Connection)>,
+    /// How many of the dead ones have nothing in their place yet.
+    missing: usize,
     /// The device was taken down: no socket may be offered any more.
     pub(super) closed: bool,
 }
@@ -71,9 +73,28 @@ impl Held {
         let (gone, kept) = self.connections.drain(..).partition(which);
         self.connections = kept;
         let gone: Vec<_> = gone;
+        self.missing += gone.len();
         let now = Instant::now();
         self.retired
             .extend(gone.into_iter().map(|connection| (now, connection)));
+    }
+
+    /// Keeps those that the device has taken, and answers the others.
+    pub(super) fn keep_taken(&mut self, fresh: Vec<Connection>) -> Vec<Connection> {
+        let (taken, left): (Vec<_>, _) = fresh.into_iter().partition(Connection::is_taken);
+        self.missing = self.missing.saturating_sub(taken.len());
+        self.connections.extend(taken);
+        left
+    }
+
+    /// How many of the device's connections are this agent's, dead or alive.
+    pub(super) fn count(&self) -> usize {
+        self.connections.len() + self.missing
+    }
+
+    /// Whether none of them is dead.
+    pub(super) fn are_alive(&self) -> bool {
+        self.missing == 0 && self.connections.iter().all(Connection::is_alive)
     }
 }
 
@@ -122,8 +143,7 @@ impl Link {
         }
         self.offer(&driver, &fresh)
             .map_err(failed(node, "give fresh connections to"))?;
-        held.connections
-            .extend(fresh.into_iter().filter(Connection::is_taken));
+        held.keep_taken(fresh);
         Ok(Mended::Now)
     }
 

@@ -99,6 +99,39 @@ fn read_on(device: &std::path::Path, stop: &AtomicBool) {
 }
 
 #[test]
+fn growth_under_load_is_done_at_once() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        // What is under way on a connection that is replaced waits for so long.
+        let volume = blank(sandbox, &server, "v", "block").with("requestTimeout", "1");
+        let target = node.up(&volume, "pod").await;
+        let image = fs::File::options()
+            .write(true)
+            .open(server.image_of(&volume))
+            .unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let reader = || {
+            let (target, stop) = (target.clone(), Arc::clone(&stop));
+            std::thread::spawn(move || read_on(&target, &stop))
+        };
+        let readers: Vec<_> = (0..4).map(|_| reader()).collect();
+        for round in 1..=12 {
+            let bytes = (64 + round) * MIB;
+            image.set_len(bytes).unwrap();
+            let grown = node.expand(&volume, &target, bytes).await.unwrap();
+            assert_eq!(grown.unsigned_abs(), bytes);
+        }
+        stop.store(true, Relaxed);
+        for reader in readers {
+            reader.join().unwrap();
+        }
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn a_server_that_dies_amid_growth_holds_up_no_other() {
     nbd_story(async |sandbox| {
         let mut dice = Dice::new();

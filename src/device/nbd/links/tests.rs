@@ -7,28 +7,86 @@ use super::{
     *,
 };
 
+const OPTIONS: Options = Options {
+    connections: 1,
+    request_seconds: 30,
+    dead_seconds: 0,
+    minimum_bytes: 0,
+};
+
+/// A device that goes with the test.
+struct Attached {
+    driver: Driver,
+    server: Option<Running>,
+    links: Links,
+    behind: Behind,
+    device: NbdDevice,
+}
+
+impl Attached {
+    /// One that is not in the list yet, and its connections.
+    fn new() -> Option<(Self, Held)> {
+        if !fs::exists("/sys/module/nbd").unwrap() {
+            assert!(env::var_os("TEST_ALL").is_none(), "nbd is not loaded");
+            return None;
+        }
+        let server = Running::start(NBDKIT, 1 << 20);
+        let links = Links::new("driver.test");
+        let behind = links.behind(&server.export("disk"), "volume");
+        let driver = Driver::open().unwrap();
+        let (device, connections) = attach(&driver, &behind, false, &OPTIONS).unwrap();
+        let attached = Self {
+            driver,
+            server: Some(server),
+            links,
+            behind,
+            device,
+        };
+        Some((attached, Held::new(connections)))
+    }
+
+    fn insert(&self, held: Held) {
+        let inserted = self
+            .links
+            .insert(&self.behind, &self.device, &OPTIONS, held);
+        inserted.unwrap();
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let _ = self.driver.disconnect(index_of(self.device.dev).unwrap());
+    }
+}
+
 #[test]
 fn a_device_is_looked_at_once_it_is_in_the_list() {
-    if !fs::exists("/sys/module/nbd").unwrap() {
-        assert!(env::var_os("TEST_ALL").is_none(), "nbd is not loaded");
+    let Some((mut it, held)) = Attached::new() else {
         return;
-    }
-    let server = Running::start(NBDKIT, 1 << 20);
-    let links = Links::new("driver.test");
-    let behind = links.behind(&server.export("disk"), "volume");
-    let options = Options {
-        connections: 1,
-        request_seconds: 30,
-        dead_seconds: 0,
-        minimum_bytes: 0,
     };
-    let driver = Driver::open().unwrap();
-    let (device, connections) = attach(&driver, &behind, false, &options).unwrap();
     // It is announced now, and to nobody.
-    drop(server);
-    let inserted = links.insert(&behind, &device, &options, Held::new(connections));
-    driver.disconnect(index_of(device.dev).unwrap()).unwrap();
-    inserted.unwrap();
-    let event = lock(&links.0.events).as_mut().unwrap().try_recv();
-    assert!(matches!(event, Ok(Event::Check(link)) if link.device.dev == device.dev));
+    it.server = None;
+    it.insert(held);
+    let event = lock(&it.links.0.events).as_mut().unwrap().try_recv();
+    assert!(matches!(event, Ok(Event::Check(link)) if link.device.dev == it.device.dev));
+}
+
+#[test]
+fn a_device_is_told_its_size_when_none_of_its_connections_is_dead() {
+    let Some((it, held)) = Attached::new() else {
+        return;
+    };
+    it.insert(held);
+    let link = it.links.of(&it.behind.export).unwrap();
+    let size = || sysfs::size_bytes(it.device.dev).unwrap();
+    // As the receiver of one that was replaced does it.
+    lock(&link.held).connections[0].shut();
+    assert!(!link.resize(&it.driver, 2 << 20).unwrap());
+    assert_eq!(size(), 1 << 20);
+    // The kernel may take a moment to find it dead.
+    while !lock(&link.held).are_alive() {
+        link.mend(&it.links).unwrap();
+    }
+    assert!(link.resize(&it.driver, 2 << 20).unwrap());
+    assert_eq!(size(), 2 << 20);
 }
