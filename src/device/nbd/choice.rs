@@ -6,7 +6,9 @@
 //! 7.2). A server of exports answers with an error, which fails the file system's
 //! write; rbd-nbd (16.2) stops answering anything, so that mkfs waits for ever. So
 //! who does not take it gets a device that never did, from the end of the list: the
-//! kernel's own choice is from its beginning.
+//! kernel's own choice is from its beginning. Which one of those chance says, for
+//! others may be choosing just now: of two that choose the same one has to choose
+//! again, and rbd-nbd opens its image anew for that.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,11 +16,16 @@ use std::{
     sync::Mutex,
 };
 
+use uuid::Uuid;
+
 use super::links::lock;
 use crate::{
     device::sysfs,
     kernel::{Dev, block},
 };
+
+/// Of how many that are not there yet one is chosen.
+const NEW: u32 = 8;
 
 /// Those that this process is about to use.
 static CHOSEN: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
@@ -34,7 +41,7 @@ impl Choice {
     pub fn without_zeroes() -> io::Result<Self> {
         let suiting = all()?;
         let mut chosen = lock(&CHOSEN);
-        let index = choose(&suiting, &chosen);
+        let index = choose(&suiting, &chosen, Uuid::new_v4().as_u128());
         chosen.insert(index);
         Ok(Self(index))
     }
@@ -73,15 +80,19 @@ fn suits(dev: Dev) -> io::Result<bool> {
     Ok(free && sysfs::most_zeroes(dev)? == 0)
 }
 
-fn choose(found: &BTreeMap<u32, bool>, chosen: &BTreeSet<u32>) -> u32 {
-    let there = found.iter().rev().filter(|(_, suits)| **suits);
-    let mut there = there.map(|(index, _)| *index);
-    let free = there.find(|index| !chosen.contains(index));
-    free.unwrap_or_else(|| {
-        let last = found.last_key_value().map(|(index, _)| *index);
-        let last = last.max(chosen.last().copied());
-        last.map_or(0, |last| last + 1)
-    })
+/// `dice` is any number.
+fn choose(found: &BTreeMap<u32, bool>, chosen: &BTreeSet<u32>, dice: u128) -> u32 {
+    let thrown = |sides: usize| usize::try_from(dice % sides as u128).unwrap_or(0);
+    let free = found.iter().rev().filter(|(_, suits)| **suits);
+    let free = free.map(|(index, _)| *index);
+    let free: Vec<_> = free.filter(|index| !chosen.contains(index)).collect();
+    let upper = &free[..free.len().div_ceil(2)];
+    if !upper.is_empty() {
+        return upper[thrown(upper.len())];
+    }
+    let last = found.last_key_value().map(|(index, _)| *index);
+    let next = last.max(chosen.last().copied()).map_or(0, |last| last + 1);
+    (next..next + NEW).nth(thrown(NEW as usize)).unwrap_or(next)
 }
 
 #[cfg(test)]
@@ -92,10 +103,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_chosen_suits_or_is_new(found in btree_map(0..20_u32, any::<bool>(), 0..20)) {
+        fn what_is_chosen_suits_or_is_new(found in btree_map(0..20_u32, any::<bool>(), 0..20), dice: [u128; 30]) {
             let mut chosen = BTreeSet::new();
-            for _ in 0..30 {
-                let index = choose(&found, &chosen);
+            for dice in dice {
+                let index = choose(&found, &chosen, dice);
                 prop_assert!(found.get(&index).is_none_or(|suits| *suits));
                 prop_assert!(chosen.insert(index));
             }
