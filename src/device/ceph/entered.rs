@@ -69,14 +69,14 @@ impl BoundCephImage<'_> {
         let (monitors, credentials) = (&known.cluster.monitors, &known.credentials);
         let cluster = self.images.connections.get(monitors, credentials)?;
         let pool = cluster.ioctx(&known.image.pool, &known.image.namespace)?;
+        let nodes = Attachments::of(&pool, volume);
         if let Behind::Rbd(_) = below.behind {
             let client = self.client(known, below)?;
-            let nodes = Attachments::of(&pool, volume);
             if !nodes.attach(&node_id, &client.into(), Published::Now)? {
                 return Err(self.unpublished(known));
             }
         }
-        if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool)) {
+        if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool), &nodes) {
             let error = chain(&error);
             tracing::warn!(error, "fences of this node stay, though it is back");
         }
@@ -103,12 +103,17 @@ impl BoundCephImage<'_> {
         })
     }
 
-    /// Says of which fenced clients of this node nothing is left.
-    fn tell_what_is_gone(&self, fences: &Fences) -> Result<(), CephImageError> {
+    /// Says of which fenced clients of this node nothing is left; `nodes` are those of
+    /// the volume that is staged.
+    fn tell_what_is_gone(
+        &self,
+        fences: &Fences,
+        nodes: &Attachments,
+    ) -> Result<(), CephImageError> {
         let this = &self.images.this_node;
         let all = fences.list()?.into_iter();
         for fence in all.filter(|fence| fence.node == this.id && !fence.gone) {
-            if fence.client.boot_id == this.boot_id && is_left(&fence)? {
+            if fence.client.boot_id == this.boot_id && is_left(&fence, nodes)? {
                 continue;
             }
             fences.is_gone(&fence)?;
@@ -120,7 +125,7 @@ impl BoundCephImage<'_> {
 }
 
 /// Whether something of a client of this boot may still hold data.
-fn is_left(fence: &Fence) -> Result<bool, CephImageError> {
+fn is_left(fence: &Fence, nodes: &Attachments) -> Result<bool, CephImageError> {
     let io = |error| crate::holder::client::ClientError::Io(error);
     let client = &fence.client;
     Ok(match (client.through, client.process) {
@@ -129,10 +134,18 @@ fn is_left(fence: &Fence) -> Result<bool, CephImageError> {
             addresses.contains(&client.address)
         }
         (Through::RbdNbd, Some(its)) => process(its.pid) == Some(its),
-        // It was fenced before it was entered: any process may be its.
+        // It was fenced before it was entered: any process of that volume's may be its
+        // that has not been entered since.
         (Through::RbdNbd, None) => {
+            let entered: Vec<_> = nodes
+                .list()?
+                .into_iter()
+                .filter(|one| one.node == fence.node)
+                .filter_map(|one| one.entry.client?.process)
+                .collect();
+            let may_be = |pid| process(pid).is_some_and(|its| !entered.contains(&its));
             let mut servers = Server::all().map_err(io)?.into_iter();
-            servers.any(|(_, one)| one.cookie == fence.volume)
+            servers.any(|(pid, one)| one.cookie == fence.volume && may_be(pid))
         }
     })
 }

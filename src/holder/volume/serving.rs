@@ -6,12 +6,15 @@ use rustix::process::Pid;
 use tokio::time::sleep;
 
 use super::{LONGEST_PAUSE, LOOK_EVERY, Open, PAUSE, Volume, access::Access};
-use crate::holder::{
-    HolderError, Spec,
-    daemon::{Daemon, Started},
-    devices::Device,
-    error::failed,
-    spec::Verb,
+use crate::{
+    crash_point,
+    holder::{
+        HolderError, Spec,
+        daemon::{Daemon, Started},
+        devices::Device,
+        error::failed,
+        spec::Verb,
+    },
 };
 
 /// How long a daemon may take until it serves. It looks for monitors half as long.
@@ -146,6 +149,7 @@ impl Volume {
         let mut daemon = self.begin(access, verb, None)?;
         match daemon.ready(&access.spec, START_WITHIN).await {
             Started::Ready => {
+                crash_point();
                 let entered = self.serves(access, &daemon).await;
                 self.daemon = Some(daemon);
                 if let Err(error) = entered {

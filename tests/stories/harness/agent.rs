@@ -118,7 +118,8 @@ impl Agent {
         self.signal(Signal::CONT);
     }
 
-    fn spawn_with(&self, environment: &[(&str, String)]) {
+    /// Starts the process with more in its environment, without waiting for anything.
+    pub(super) fn spawn_with(&self, environment: &[(&str, String)]) {
         let log = fs::File::options()
             .create(true)
             .append(true)

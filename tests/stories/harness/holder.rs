@@ -38,6 +38,13 @@ impl Holder {
         eventually("the holder answers", async || self.list().await).await;
     }
 
+    /// Another life, which ends by itself after `steps` of its steps (see
+    /// `crash_point`).
+    pub async fn restart_doomed(&self, steps: usize) {
+        self.spawn_with(&[("CRASH_AT", steps.to_string())]);
+        eventually("the holder answers", async || self.list().await).await;
+    }
+
     async fn list(&self) -> Option<Vec<Held>> {
         let mut client = HolderClient::new(self.channel());
         let answer = client.list(ListRequest {}).await.ok()?;

@@ -84,6 +84,13 @@ impl<'a> Fencing<'a> {
         run(&[&before, args].concat())
     }
 
+    /// What is entered for the node.
+    fn entry(&self, sandbox: &Sandbox, volume: &Volume) -> serde_json::Value {
+        let told = sandbox.dir().join("entered").display().to_string();
+        self.rados(volume, &["getomapval", "uring-csi.node.node-a", &told]);
+        serde_json::from_str(&std::fs::read_to_string(&told).unwrap()).unwrap()
+    }
+
     fn blocklist(&self) -> String {
         self.ceph.cluster.ceph(&["osd", "blocklist", "ls"])
     }
@@ -168,11 +175,7 @@ fn what_is_published_anew_is_entered_anew() {
         let volume = it.volume("v", "block").await;
         it.up(&it.node, "node-a", &volume).await;
         let client = client_of(&rbds_over(&volume)[0]);
-        let told = sandbox.dir().join("entered").display().to_string();
-        let is_entered = || {
-            it.rados(&volume, &["getomapval", KEY, &told]);
-            std::fs::read_to_string(&told).unwrap().contains(&client)
-        };
+        let is_entered = || it.entry(sandbox, &volume)["address"] == *client;
         assert!(is_entered());
         // The node was cut off, so that nobody watched the image when it was
         // unpublished; the mount stayed.

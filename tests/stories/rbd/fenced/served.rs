@@ -3,7 +3,7 @@
 
 use std::{fs::File, os::unix::fs::FileExt as _, path::PathBuf};
 
-use tonic::Code::Unavailable;
+use tonic::Code::{Aborted, Unavailable};
 
 use super::{Fencing, direct};
 use crate::harness::{
@@ -92,8 +92,7 @@ fn who_took_a_dead_daemon_s_place_is_fenced() {
         let next = it.clients(&volume);
         let next = next.into_iter().find(|one| !first.contains(one)).unwrap();
         eventually("it is entered", async || {
-            let held = holder.held(&volume).await.unwrap();
-            (held.pid != 0 && held.trouble.is_empty()).then_some(())
+            (it.entry(sandbox, &volume)["address"] == *next).then_some(())
         })
         .await;
 
@@ -121,6 +120,56 @@ fn who_took_a_dead_daemon_s_place_is_fenced() {
         it.node.down(&volume, "pod").await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
         assert!(!it.blocklist().contains(&next), "nothing is left of it");
+        it.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_daemon_that_nobody_came_to_enter_is_fenced() {
+    lonely_ceph_story(async |sandbox, ceph| {
+        let (it, holder) = with_holder(sandbox, ceph).await;
+        let volume = it.volume("v", "block").await.with("mounter", "rbd-nbd");
+        let mut stage = it.node.stage_request(&volume);
+        stage.publish_context = it.controller.publish(&volume, "node-a").await.unwrap();
+        std::fs::create_dir_all(it.node.staging(&volume)).unwrap();
+        // It has entered that a daemon is starting, and the daemon is there. Where
+        // somebody else took its device, it has not come so far.
+        holder.kill9().await;
+        let mut entry = serde_json::Value::Null;
+        while entry["starting"].is_null() {
+            holder.restart_doomed(1).await;
+            it.node.send_stage(stage.clone()).await.unwrap_err();
+            holder.ended().await;
+            entry = it.entry(sandbox, &volume);
+        }
+        assert!(entry["address"].is_null(), "{entry}");
+        it.node.kill9().await;
+        let client = it.clients(&volume).pop().unwrap();
+        let content = Content::new("kept");
+        let device = PathBuf::from(&nbds_over(&volume.handle)[0]);
+        let pod = direct(&device);
+        content.write_at(&device, 0).unwrap();
+
+        // Its node may be about to end it, for so long.
+        let waits = it.controller.unpublish(&volume, "node-a").await;
+        refused(waits, Aborted, &["node-a"]);
+        assert!(!it.blocklist().contains(&client));
+        eventually("it is fenced", async || {
+            it.controller.unpublish(&volume, "node-a").await.ok()
+        })
+        .await;
+        assert!(it.blocklist().contains(&client));
+        late(&pod);
+        drop(pod);
+
+        holder.restart().await;
+        it.node.restart().await;
+        it.node.unstage(&volume).await.unwrap();
+        let target = it.up(&it.node, "node-a", &volume).await;
+        content.is_at(&target, 0);
+        it.node.down(&volume, "pod").await;
+        it.controller.unpublish(&volume, "node-a").await.unwrap();
+        assert!(!it.blocklist().contains(&client), "nothing is left of it");
         it.node.assert_clean().await;
     });
 }
@@ -178,11 +227,7 @@ fn each_that_replaces_another_is_entered() {
     lonely_ceph_story(async |sandbox, ceph| {
         let (it, holder) = with_holder(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;
-        let told = sandbox.dir().join("entered").display().to_string();
-        let entry = || -> serde_json::Value {
-            it.rados(&volume, &["getomapval", "uring-csi.node.node-a", &told]);
-            serde_json::from_str(&std::fs::read_to_string(&told).unwrap()).unwrap()
-        };
+        let entry = || it.entry(sandbox, &volume);
         let entered = || entry()["address"].as_str().map(str::to_owned);
         let is_entered = || assert!(it.clients(&volume).contains(&entered().unwrap()));
         is_entered();
