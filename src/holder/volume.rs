@@ -206,6 +206,13 @@ impl Volume {
         if let Some(daemon) = self.daemon.take() {
             tracing::warn!(volume = self.id, pid = daemon.pid(), "rbd-nbd has ended");
         }
+        // Another may take its time.
+        let device = self.device().ok().flatten();
+        if device.is_some() {
+            let why = "nothing serves the device, so its I/O waits: rbd-nbd has ended, and another is begun";
+            self.trouble.get_or_insert_with(|| why.to_owned());
+        }
+        self.tell(device.as_ref());
         self.see_to_it().await;
     }
 
