@@ -47,6 +47,8 @@ one() {
   fi
   printf 'FAILED %6d ms  %s (exit code %d)\n%s\n' "$time" "$name" "$code" "$said"
   case $code in 124 | 137) waiting ;; esac
+  # Who shows only the end of it shows why.
+  grep -A 3 '^thread .* panicked at' <<<"$said" || true
   return 1
 }
 export -f one
