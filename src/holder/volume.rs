@@ -210,7 +210,7 @@ impl Volume {
         let device = self.device().ok().flatten();
         if device.is_some() {
             let why = "nothing serves the device, so its I/O waits: rbd-nbd has ended, and another is begun";
-            self.trouble.get_or_insert_with(|| why.to_owned());
+            self.trouble = Some(why.to_owned());
         }
         self.tell(device.as_ref());
         self.see_to_it().await;

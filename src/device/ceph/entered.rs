@@ -134,16 +134,13 @@ fn is_left(fence: &Fence, nodes: &Attachments) -> Result<bool, CephImageError> {
             addresses.contains(&client.address)
         }
         (Through::RbdNbd, Some(its)) => process(its.pid) == Some(its),
-        // It was fenced before it was entered: any process of that volume's may be its
-        // that has not been entered since.
+        // It was fenced before it was entered: any process of that volume's may be its,
+        // except the one entered since.
         (Through::RbdNbd, None) => {
-            let entered: Vec<_> = nodes
-                .list()?
-                .into_iter()
-                .filter(|one| one.node == fence.node)
-                .filter_map(|one| one.entry.client?.process)
-                .collect();
-            let may_be = |pid| process(pid).is_some_and(|its| !entered.contains(&its));
+            let mut nodes = nodes.list()?.into_iter();
+            let entered = nodes.find(|one| one.node == fence.node);
+            let entered = entered.and_then(|one| one.entry.client?.process);
+            let may_be = |pid| process(pid).is_some_and(|its| entered != Some(its));
             let mut servers = Server::all().map_err(io)?.into_iter();
             servers.any(|(pid, one)| one.cookie == fence.volume && may_be(pid))
         }

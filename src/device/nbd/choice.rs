@@ -7,7 +7,7 @@
 //! write; rbd-nbd (16.2) stops answering anything, so that mkfs waits for ever. So
 //! who does not take it gets a device that never did, from the end of the list: the
 //! kernel's own choice is from its beginning. Which one of those chance says, for
-//! others may be choosing just now: of two that choose the same one has to choose
+//! others may be choosing just now: of two that choose the same, one has to choose
 //! again, and rbd-nbd opens its image anew for that.
 
 use std::{
@@ -82,17 +82,17 @@ fn suits(dev: Dev) -> io::Result<bool> {
 
 /// `dice` is any number.
 fn choose(found: &BTreeMap<u32, bool>, chosen: &BTreeSet<u32>, dice: u128) -> u32 {
-    let thrown = |sides: usize| usize::try_from(dice % sides as u128).unwrap_or(0);
     let free = found.iter().rev().filter(|(_, suits)| **suits);
     let free = free.map(|(index, _)| *index);
-    let free: Vec<_> = free.filter(|index| !chosen.contains(index)).collect();
-    let upper = &free[..free.len().div_ceil(2)];
-    if !upper.is_empty() {
-        return upper[thrown(upper.len())];
+    let mut free: Vec<_> = free.filter(|index| !chosen.contains(index)).collect();
+    free.truncate(free.len().div_ceil(2));
+    if free.is_empty() {
+        let last = found.last_key_value().map(|(index, _)| *index);
+        let next = last.max(chosen.last().copied()).map_or(0, |last| last + 1);
+        free.extend(next..next + NEW);
     }
-    let last = found.last_key_value().map(|(index, _)| *index);
-    let next = last.max(chosen.last().copied()).map_or(0, |last| last + 1);
-    (next..next + NEW).nth(thrown(NEW as usize)).unwrap_or(next)
+    let thrown = dice % free.len() as u128;
+    free[usize::try_from(thrown).unwrap_or(0)]
 }
 
 #[cfg(test)]

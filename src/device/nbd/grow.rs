@@ -59,9 +59,6 @@ const OFFER_AGAIN: Timespec = Timespec {
 /// The kernel looks for requests that are overdue about so much too late.
 const ON_TOP: Duration = Duration::from_secs(2);
 
-/// How often a connection may die just when the device is told its size.
-const TRIES: u32 = 5;
-
 /// Between looks at the requests under way, of which no event tells.
 const LOOK_AGAIN: rustix::thread::Timespec = rustix::thread::Timespec {
     tv_sec: 0,
@@ -99,8 +96,9 @@ impl Links {
             });
         }
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
-        if let Some(away) = &*lock(&link.away) {
-            return Err(link.is_away(&away.why));
+        let is_away = || lock(&link.away).is_some();
+        if is_away() {
+            return Err(link.is_without_server());
         }
         let renewed = match link.renew(&driver)? {
             Renewed::All => true,
@@ -108,21 +106,26 @@ impl Links {
             // The proof may go by a fresh one, and what follows it by an old one.
             Renewed::Some => return Err(old()),
         };
-        let died = || link.is_away("a connection has died");
-        let mut tries = 0..TRIES;
+        let repeated = Duration::from_secs(link.options.request_seconds.into()) + ON_TOP;
+        let deadline = Instant::now() + repeated;
         loop {
-            tries.next().ok_or_else(died)?;
-            link.settle(renewed, had)
-                .map_err(failed(node, "read the end of"))?;
+            if renewed {
+                link.settle(deadline)
+                    .map_err(failed(node, "wait for the requests of"))?;
+            }
+            link.prove(had).map_err(failed(node, "read the end of"))?;
             if link.resize(&driver, has)? {
                 break;
+            }
+            if is_away() || Instant::now() > deadline {
+                return Err(link.is_without_server());
             }
         }
         match link.prove(has) {
             Ok(()) => Ok(has),
             Err(error) => {
                 if !link.resize(&driver, had)? {
-                    return Err(died());
+                    return Err(link.is_without_server());
                 }
                 if renewed {
                     return Err(failed(node, "read the new end of")(error));
@@ -142,8 +145,10 @@ enum Renewed {
 }
 
 impl Link {
-    fn is_away(&self, why: &str) -> NbdError {
-        let why = io::Error::new(io::ErrorKind::NotConnected, why.to_owned());
+    fn is_without_server(&self) -> NbdError {
+        let why = lock(&self.away).as_ref().map(|away| away.why.clone());
+        let why = why.unwrap_or_else(|| "a connection has died".to_owned());
+        let why = io::Error::new(io::ErrorKind::NotConnected, why);
         failed(&self.device.node, "grow, whose server is away,")(why)
     }
 
@@ -156,15 +161,17 @@ impl Link {
                 .map_err(failed(&self.device.node, "resize"))
         };
         let usual = self.options.dead_seconds;
-        change(Change::DeadSeconds(usual.min(RESIZE_PATIENCE)))?;
-        let alive = lock(&self.held).are_alive();
-        let resized = if alive {
-            change(Change::Bytes(bytes))
-        } else {
-            Ok(())
-        };
+        {
+            // Who offers a connection in place of a dead one sets the patience, too.
+            let held = lock(&self.held);
+            if !held.are_alive() {
+                return Ok(false);
+            }
+            change(Change::DeadSeconds(usual.min(RESIZE_PATIENCE)))?;
+        }
+        let resized = change(Change::Bytes(bytes));
         change(Change::DeadSeconds(usual))?;
-        resized.map(|()| alive)
+        resized.map(|()| true)
     }
 
     /// Replaces every connection of the device by a fresh one; none where some are
@@ -182,9 +189,9 @@ impl Link {
         held.shut();
         let deadline = Instant::now() + NOTICED_WITHIN;
         loop {
-            self.offer(driver, &fresh)
-                .map_err(failed(node, "give fresh connections to"))?;
+            let offered = self.offer(driver, &fresh);
             fresh = held.keep_taken(fresh);
+            offered.map_err(failed(node, "give fresh connections to"))?;
             if fresh.is_empty() {
                 return Ok(Renewed::All);
             }
@@ -201,21 +208,19 @@ impl Link {
         }
     }
 
-    /// Waits until the device answers, until requests on connections that were shut
-    /// down have been given to others, and until none of those is dead.
-    fn settle(&self, renewed: bool, bytes: u64) -> io::Result<()> {
-        let repeated = Duration::from_secs(self.options.request_seconds.into()) + ON_TOP;
-        let deadline = Instant::now() + repeated;
+    /// Waits until requests on connections that were shut down have been given to
+    /// others, and until none of these is dead, unless the server is away.
+    fn settle(&self, deadline: Instant) -> io::Result<()> {
         let is_settled = || {
             let is_away = lock(&self.away).is_some();
             let alive = is_away || lock(&self.held).are_alive();
             sysfs::in_flight(self.device.dev).map(|count| count == 0 && alive)
         };
-        while renewed && !is_settled()? && Instant::now() < deadline {
+        while !is_settled()? && Instant::now() < deadline {
             // Cut short by a signal, it has served as well.
             let _ = nanosleep(&LOOK_AGAIN);
         }
-        self.prove(bytes)
+        Ok(())
     }
 
     /// Reads the last block, past every cache.

@@ -2,7 +2,10 @@
 
 use std::{
     io,
-    sync::{Mutex, atomic::AtomicBool},
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -81,6 +84,8 @@ impl Held {
 
     /// Keeps those that the device has taken, and answers the others.
     pub(super) fn keep_taken(&mut self, fresh: Vec<Connection>) -> Vec<Connection> {
+        // What they replace may have died a moment ago.
+        self.retire_dead();
         let (taken, left): (Vec<_>, _) = fresh.into_iter().partition(Connection::is_taken);
         self.missing = self.missing.saturating_sub(taken.len());
         self.connections.extend(taken);
@@ -141,10 +146,15 @@ impl Link {
         if held.closed {
             return Ok(Mended::Gone);
         }
-        self.offer(&driver, &fresh)
-            .map_err(failed(node, "give fresh connections to"))?;
+        let offered = self.offer(&driver, &fresh);
         held.keep_taken(fresh);
-        Ok(Mended::Now)
+        if held.missing > 0 {
+            // The kernel is about to find it dead.
+            self.again.store(true, Relaxed);
+        }
+        offered
+            .map(|()| Mended::Now)
+            .map_err(failed(node, "give fresh connections to"))
     }
 
     /// Fresh connections to the export, which is what it was, or larger.
@@ -213,5 +223,47 @@ impl Link {
     pub(super) fn look(&self) -> Result<Shape, NbdError> {
         let info = client::look(&self.behind.export).map_err(at(&self.behind.export))?;
         Shape::of(&self.behind.export, &info, self.device.read_only)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::client::tests::pair, *};
+
+    #[test]
+    fn dead_connections_are_counted_until_others_are_in_their_place() {
+        let mut others = Vec::new();
+        let mut fresh = |taken| {
+            let (connection, other) = pair(taken);
+            others.push(other);
+            connection
+        };
+        let held = &mut Held::new(vec![fresh(true), fresh(true)]);
+        let is = |held: &Held, alive, missing| {
+            let found = (held.are_alive(), held.missing, held.count());
+            assert_eq!(found, (alive, missing, 2));
+        };
+        is(held, true, 0);
+        held.connections[0].shut();
+        is(held, false, 0);
+        // Replaced before anybody had looked.
+        assert!(held.keep_taken(vec![fresh(true)]).is_empty());
+        is(held, true, 0);
+        held.connections[0].shut();
+        held.retire_dead();
+        is(held, false, 1);
+        assert_eq!(held.keep_taken(vec![fresh(false), fresh(true)]).len(), 1);
+        is(held, true, 0);
+        held.shut();
+        is(held, false, 2);
+    }
+
+    #[test]
+    fn an_earlier_agent_s_connections_are_not_counted() {
+        let held = &mut Held::default();
+        assert!(held.are_alive() && held.count() == 0);
+        let ((taken, _one), (left, _other)) = (pair(true), pair(false));
+        held.keep_taken(vec![taken, left]);
+        assert!(held.are_alive() && held.count() == 1);
     }
 }

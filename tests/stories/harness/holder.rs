@@ -59,8 +59,12 @@ impl Holder {
 
     /// A volume's rbd-nbd.
     pub async fn daemon(&self, volume: &Volume) -> Pid {
-        let held = self.held(volume).await.expect("a volume that is kept");
-        Pid::from_raw(held.pid).expect("a daemon")
+        // One that has just ended is being replaced.
+        eventually("it has a daemon", async || {
+            let held = self.held(volume).await.expect("a volume that is kept");
+            Pid::from_raw(held.pid)
+        })
+        .await
     }
 
     /// SIGKILL to a volume's rbd-nbd.

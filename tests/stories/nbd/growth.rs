@@ -99,7 +99,7 @@ fn read_on(device: &std::path::Path, stop: &AtomicBool) {
 }
 
 #[test]
-fn growth_under_load_is_done_at_once() {
+fn growth_under_load_is_done_in_one_call() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;

@@ -66,6 +66,20 @@ impl Running {
     }
 }
 
+/// A connection, which the kernel's driver uses or not, and its other end.
+pub(in crate::device::nbd) fn pair(taken: bool) -> (Connection, OwnedFd) {
+    let (socket, other) = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .unwrap();
+    let limit = taken.then_some(PATIENCE);
+    sockopt::set_socket_timeout(&socket, Timeout::Send, limit).unwrap();
+    (Connection { socket }, other)
+}
+
 pub(in crate::device::nbd) const NBDKIT: &str = "nbdkit -f -U SOCKET file dir=DIR";
 const QEMU: &str = "qemu-nbd -t -e 4 -f raw -x disk -k SOCKET IMAGE";
 
