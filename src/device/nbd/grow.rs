@@ -19,6 +19,11 @@
 //! for [`RESIZE_PATIENCE`] only, which is then as long as one server's death can
 //! hold up the connections to the others.
 //!
+//! Where a request finds an old connection dead before the receiver of its answers
+//! does, that comes to it when the fresh one is in its place, and ends that instead
+//! (drivers/block/nbd.c, `recv_work`; seen in Linux 7.2). It is mended as any that
+//! dies, and waited for.
+//!
 //! Connections that an earlier agent made can't be shut down: nobody but the
 //! kernel has their descriptors. Then the size alone is changed, and where the
 //! proof fails it is changed back before anybody could use it.

@@ -34,14 +34,17 @@ impl Holder {
 
     /// Another life after [`Agent::kill9`].
     pub async fn restart(&self) {
-        self.spawn();
-        eventually("the holder answers", async || self.list().await).await;
+        self.restart_with(&[]).await;
     }
 
     /// Another life, which ends by itself after `steps` of its steps (see
     /// `crash_point`).
     pub async fn restart_doomed(&self, steps: usize) {
-        self.spawn_with(&[("CRASH_AT", steps.to_string())]);
+        self.restart_with(&[("CRASH_AT", steps.to_string())]).await;
+    }
+
+    async fn restart_with(&self, environment: &[(&str, String)]) {
+        self.spawn_with(environment);
         eventually("the holder answers", async || self.list().await).await;
     }
 
