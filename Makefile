@@ -27,14 +27,16 @@ run: build ## Run both agents with a fresh pool until ^C
 
 test: lint unit test-kernel ## Check and test everything, on this kernel and another
 
-# Tests mount and attach loop devices: root.
+# Tests mount and attach loop devices: root. One failure hides no other.
 unit: setup
-	@if cargo nextest --version >/dev/null 2>&1; then \
-	  set -x; cargo nextest run; \
+	@failed=0; \
+	if cargo nextest --version >/dev/null 2>&1; then \
+	  set -x; cargo nextest run --no-fail-fast || failed=1; \
+	  cargo test --doc || failed=1; \
 	else \
-	  set -x; cargo test; \
-	fi
-	cargo test --doc
+	  set -x; cargo test --no-fail-fast || failed=1; \
+	fi; \
+	exit $$failed
 
 # ONLY=nbd or another backend, module or story; HOST_KERNEL=1: this machine's own
 # kernel, with nbd and rbd; TEST_KERNEL=required: fail where it cannot run.

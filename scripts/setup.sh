@@ -10,7 +10,7 @@ set -euo pipefail
 packages=(
   build-essential pkg-config libudev-dev  # to build
   e2fsprogs xfsprogs btrfs-progs          # to make and check file systems
-  util-linux mount procps kmod            # for tests and the demo
+  util-linux mount fdisk procps kmod      # for tests and the demo
   nbdkit qemu-utils                       # servers of NBD exports, for tests
   nbd-client                              # what the benches compare with
   ceph-mon ceph-mgr ceph-osd ceph-common  # a Ceph cluster, for tests
