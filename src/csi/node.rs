@@ -1,6 +1,6 @@
 //! The Node service: requests parsed into [`crate::volume`]'s calls.
 
-use std::{path::PathBuf, rc::Rc, time::Duration};
+use std::{collections::HashMap, path::PathBuf, rc::Rc, time::Duration};
 
 use tonic::Status;
 
@@ -9,7 +9,7 @@ use crate::{
     capability::{Access, Capability, Mode},
     ceph::fencing::ASKED,
     chain,
-    device::{Fencing, Source},
+    device::{Fencing, Source, set_by_kubernetes},
     proto::csi::{
         NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeHealthRequest,
         NodeGetVolumeHealthResponse, NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse,
@@ -76,7 +76,7 @@ impl NodeService {
     fn parse(
         &self,
         capability: &Capability,
-        context: &std::collections::HashMap<String, String>,
+        context: &HashMap<String, String>,
     ) -> Result<Parsed, Status> {
         Parsed::new(capability, context, self.config.volume_mount_group)
             .map_err(|e| Status::from(&e))
@@ -143,11 +143,14 @@ impl NodeService {
         let capability =
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         refuse_unsafe(&capability)?;
-        let parsed = self.parse(&capability, &request.volume_context)?;
         let ephemeral = request
             .volume_context
             .get("csi.storage.k8s.io/ephemeral")
             .is_some_and(|value| value == "true");
+        if ephemeral {
+            refuse_unlisted(&request.volume_context)?;
+        }
+        let parsed = self.parse(&capability, &request.volume_context)?;
         let call = if ephemeral {
             Call::Inline(self.inline(&request, &capability, parsed).await?)
         } else {
@@ -339,6 +342,24 @@ fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
         ));
     }
     Ok(())
+}
+
+/// The attributes that a pod may set for its inline volume. They come from the
+/// pod's author, who need not be trusted with the node: nothing here may steer
+/// what runs as root, as `mkfsOptions` of a class does.
+const INLINE_ATTRIBUTES: [&str; 3] = ["fsType", "pool", "size"];
+
+fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<(), Status> {
+    let known = |key: &str| INLINE_ATTRIBUTES.contains(&key) || set_by_kubernetes(key);
+    // Sorted, so that of two mistakes always the same one is named.
+    let unlisted = attributes.keys().filter(|key| !known(key)).min();
+    unlisted.map_or(Ok(()), |key| {
+        let known = INLINE_ATTRIBUTES.join(", ");
+        Err(validate::invalid(
+            &format!("volume_context.{key}"),
+            format!("a pod's inline volume may set no attribute but {known}"),
+        ))
+    })
 }
 
 /// Paths are compared: without a trailing slash, double slashes and dots.

@@ -14,6 +14,15 @@ pub struct SourceError {
     pub why: String,
 }
 
+/// Whether Kubernetes and its sidecars set this key: they are told by the domain
+/// before the slash, `csi.storage.k8s.io/pod.name` or
+/// `storage.kubernetes.io/csiProvisionerIdentity`.
+pub fn set_by_kubernetes(key: &str) -> bool {
+    key.split_once('/').is_some_and(|(domain, _)| {
+        domain.ends_with(".k8s.io") || domain.ends_with(".kubernetes.io")
+    })
+}
+
 /// A volume context, read key by key.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a>(pub &'a HashMap<String, String>);

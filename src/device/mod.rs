@@ -30,7 +30,7 @@ pub(crate) mod scratch;
 pub use backend::{Ailment, Attachment, Backends, Behind, Bound, Device, Fencing, How, Purpose};
 pub use blank::blank;
 pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};
-pub use context::SourceError;
+pub use context::{SourceError, set_by_kubernetes};
 pub use error::DeviceError;
 pub use exports::{ExportSource, Exports};
 pub use image::set_read_only;

@@ -86,6 +86,36 @@ fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
     });
 }
 
+/// A pod's author needs no right on the node, and mkfs runs as root on it.
+#[test]
+fn a_pod_reaches_nothing_but_its_own_volume() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let theirs = sandbox.dir().join("theirs");
+        fs::write(&theirs, "theirs").unwrap();
+        let path = theirs.display();
+        for (key, value) in [
+            ("mkfsOptions", format!("-l name={path},size=64m")),
+            ("mkfsOptions", format!("-r name={path},size=64m")),
+            ("mkfsOptions", "-L label".to_owned()),
+            ("backend", "loop".to_owned()),
+            ("image", "disk.img".to_owned()),
+            ("uri", format!("nbd+unix:///?socket={path}")),
+            ("directIO", "false".to_owned()),
+            ("k8s.io/x", "x".to_owned()),
+            ("../size", "1Gi".to_owned()),
+        ] {
+            let mut volume = inline("hostile").with(key, &value);
+            volume.capability = Volume::filesystem("any", "xfs").capability;
+            let answer = node.send_publish(publish(&node, &volume)).await;
+            refused(answer, InvalidArgument, &[key, "fsType, pool, size"]);
+        }
+        assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
 #[test]
 fn an_inline_volume_survives_a_kill_at_any_step() {
     story(async |sandbox| {
