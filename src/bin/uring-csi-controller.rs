@@ -138,20 +138,25 @@ fn pools(specs: Vec<PoolSpec>, node_id: Option<&str>) -> Result<Pools, Box<dyn E
 }
 
 fn main() -> ExitCode {
-    match run(config::parse()) {
+    let options: Options = config::parse();
+    let service = &options.plugin.service;
+    let _logs = match logs::init(service.log_format, &service.log_level) {
+        Ok(logs) => logs,
+        Err(error) => {
+            eprintln!("uring-csi-controller: {}", chain(&error));
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("uring-csi-controller: {}", chain(&*error));
+            tracing::error!(error = chain(&*error), "the controller cannot run");
             ExitCode::FAILURE
         }
     }
 }
 
 fn run(options: Options) -> Result<(), Box<dyn Error>> {
-    logs::init(
-        options.plugin.service.log_format,
-        &options.plugin.service.log_level,
-    )?;
     let name = options.plugin.driver_name;
     let node_id = options.node_id.as_deref();
     if let Some(id) = node_id {

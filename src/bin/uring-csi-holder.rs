@@ -10,7 +10,7 @@ use uring_csi::{
     csi::serve::{Endpoint, told_to_stop},
     holder::{entering, keeper::Keeper, privacy, service::HolderService},
     kernel::privileges,
-    observe::logs,
+    observe::logs::{self, Logs},
     pool::claim,
     proto::holder::holder_server::HolderServer,
 };
@@ -59,10 +59,18 @@ fn main() -> ExitCode {
     {
         return entering::child();
     }
-    match run(config::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+    let options: Options = config::parse();
+    let _logs = match begin(&options.service) {
+        Ok(logs) => logs,
         Err(error) => {
             eprintln!("uring-csi-holder: {}", chain(&*error));
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(error = chain(&*error), "rbd-nbd's daemons cannot be kept");
             ExitCode::FAILURE
         }
     }
@@ -70,12 +78,16 @@ fn main() -> ExitCode {
 
 type Failure = Box<dyn std::error::Error>;
 
-fn run(options: Options) -> Result<(), Failure> {
-    logs::init(options.service.log_format, &options.service.log_level)?;
+/// Gives up privileges, and then starts the second thread, which writes the log.
+fn begin(service: &config::Service) -> Result<Logs, Failure> {
     privacy::enter().map_err(|error| {
         format!("its memory, where keys are, cannot be locked (it needs CAP_IPC_LOCK): {error}")
     })?;
     privileges::drop_what_no_holder_needs()?;
+    Ok(logs::init(service.log_format, &service.log_level)?)
+}
+
+fn run(options: Options) -> Result<(), Failure> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?

@@ -31,7 +31,11 @@ use uring_csi::{
     kernel::privileges,
     lane::Lanes,
     mount::{path::Roots, table},
-    observe::{Readiness, http, logs, metrics},
+    observe::{
+        Readiness, http,
+        logs::{self, Logs},
+        metrics,
+    },
     pool::{PoolSpec, Pools, Scope, claim},
     proto::{
         admin::node_admin_server::NodeAdminServer,
@@ -144,14 +148,14 @@ struct Options {
 
 fn main() -> ExitCode {
     let options: Options = config::parse();
-    if let Err(error) = logs::init(
-        options.plugin.service.log_format,
-        &options.plugin.service.log_level,
-    ) {
-        eprintln!("uring-csi-node: {}", chain(&error));
-        return ExitCode::FAILURE;
-    }
-    match run(options) {
+    let (can_grow, _logs) = match begin(&options.plugin.service) {
+        Ok(begun) => begun,
+        Err(error) => {
+            eprintln!("uring-csi-node: {}", chain(&*error));
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(options, can_grow) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!(error = chain(&*error), "the node agent cannot run");
@@ -162,11 +166,18 @@ fn main() -> ExitCode {
 
 type Failure = Box<dyn std::error::Error>;
 
-fn run(options: Options) -> Result<(), Failure> {
+/// Gives up privileges, and then starts the second thread, which writes the log.
+fn begin(service: &config::Service) -> Result<(bool, Logs), Failure> {
+    let can_grow = privileges::drop_what_is_not_needed()
+        .map_err(|error| format!("cannot give up privileges that it does not need: {error}"))?;
+    let logs = logs::init(service.log_format, &service.log_level)?;
+    Ok((can_grow, logs))
+}
+
+fn run(options: Options, can_grow: bool) -> Result<(), Failure> {
     validate::node_id("--node-id", &options.node_id)
         .map_err(|status| status.message().to_owned())?;
     once_each(&options.topology)?;
-    let can_grow = privileges::drop_what_is_not_needed()?;
     ring::start(serve(options, can_grow))?
 }
 

@@ -9,14 +9,30 @@
 //! ```
 //!
 //! In JSON the same fields stand in the objects of `spans`.
+//!
+//! Whoever logs never waits for stderr: [`writer`] does.
 
-use std::sync::{
-    LazyLock,
-    atomic::{AtomicU32, Ordering},
+use std::{
+    backtrace::{Backtrace, BacktraceStatus},
+    io,
+    os::fd::AsFd as _,
+    panic::{self, PanicHookInfo},
+    sync::{
+        LazyLock,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
 };
 
-use tracing::{Level, Span, Subscriber};
+use tracing::{Level, Span, Subscriber, level_filters::LevelFilter};
 use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
+
+mod writer;
+
+use writer::LineWriter;
+
+/// How long the process's end waits for its last lines to be written.
+const LAST_LINES: Duration = Duration::from_secs(1);
 
 /// How a log line looks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
@@ -43,19 +59,63 @@ pub enum LogError {
         /// What the filter says of it.
         source: tracing_subscriber::filter::ParseError,
     },
+    /// A directive is one word and no level: it would silence everything else.
+    #[error(
+        "the log level {level:?} is not understood: {word:?} is no level; \
+         give error, warn, info, debug, trace, or directives such as info,uring_csi::mount=debug"
+    )]
+    Word {
+        /// What was given.
+        level: String,
+        /// The word.
+        word: String,
+    },
+    /// The thread that writes could not be started.
+    #[error("cannot start the thread that writes log lines")]
+    Thread(#[source] io::Error),
     /// [`init`] was called before, or a test's subscriber is in place.
     #[error("logging is set up already")]
     Already,
 }
 
-/// Sends the process's log lines to stderr.
+/// Keeps the process's log lines; dropped, it waits for the last of them to be
+/// written, within a second.
+#[derive(Debug)]
+#[must_use = "lines are lost at the end of a process that does not keep it"]
+pub struct Logs(LineWriter);
+
+impl Drop for Logs {
+    fn drop(&mut self) {
+        self.0.flush(LAST_LINES);
+    }
+}
+
+/// Sends the process's log lines and panics to stderr, from a thread that starts
+/// here: what the process has to give up while it has one thread goes before.
 ///
 /// `level` is a level (`info`) for this project's lines, or a comma-separated list of `target=level`
 /// directives, as `tracing_subscriber::EnvFilter` takes them. The environment
 /// is not read. Call it once, before the first line that matters.
-pub fn init(format: Format, level: &str) -> Result<(), LogError> {
-    let subscriber = subscriber(format, level, std::io::stderr)?;
-    tracing::subscriber::set_global_default(subscriber).map_err(|_| LogError::Already)
+pub fn init(format: Format, level: &str) -> Result<Logs, LogError> {
+    let filter = filter(level)?;
+    let stderr = io::stderr().as_fd().try_clone_to_owned();
+    let writer = stderr
+        .and_then(LineWriter::start)
+        .map_err(LogError::Thread)?;
+    let subscriber = subscriber(format, filter, writer.clone());
+    tracing::subscriber::set_global_default(subscriber).map_err(|_| LogError::Already)?;
+    panic::set_hook(Box::new(log_panic));
+    Ok(Logs(writer))
+}
+
+/// What the standard library's hook prints, without waiting for stderr.
+fn log_panic(panic: &PanicHookInfo<'_>) {
+    let trace = Backtrace::capture();
+    if trace.status() == BacktraceStatus::Captured {
+        tracing::error!("{panic}\n{trace}");
+    } else {
+        tracing::error!("{panic}");
+    }
 }
 
 /// The span of one call; `.instrument(span)` its future with it.
@@ -88,7 +148,12 @@ fn request_id() -> String {
 /// log each frame of each connection.
 fn directives(level: &str) -> String {
     if level.parse::<Level>().is_ok() {
-        let own = ["uring_csi", "uring_csi_node", "uring_csi_controller"];
+        let own = [
+            "uring_csi",
+            "uring_csi_node",
+            "uring_csi_controller",
+            "uring_csi_holder",
+        ];
         own.iter().fold("warn".to_owned(), |all, target| {
             format!("{all},{target}={level}")
         })
@@ -97,25 +162,33 @@ fn directives(level: &str) -> String {
     }
 }
 
-fn subscriber<W>(
-    format: Format,
-    level: &str,
-    writer: W,
-) -> Result<Box<dyn Subscriber + Send + Sync>, LogError>
-where
-    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
-{
-    let filter = EnvFilter::builder()
+fn filter(level: &str) -> Result<EnvFilter, LogError> {
+    // A word alone is a target to the filter, which then passes nothing else.
+    let is_level = |word: &str| !word.is_empty() && word.parse::<LevelFilter>().is_ok();
+    let is_clear = |word: &&str| word.contains(['=', '[']) || is_level(word);
+    if let Some(word) = level.split(',').find(|word| !is_clear(word)) {
+        return Err(LogError::Word {
+            level: level.to_owned(),
+            word: word.to_owned(),
+        });
+    }
+    EnvFilter::builder()
         .parse(directives(level))
         .map_err(|source| LogError::Level {
             level: level.to_owned(),
             source,
-        })?;
+        })
+}
+
+fn subscriber<W>(format: Format, filter: EnvFilter, writer: W) -> Box<dyn Subscriber + Send + Sync>
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(writer)
         .with_ansi(false);
-    Ok(match format {
+    match format {
         Format::Text => Box::new(lines.finish()),
         Format::Json => Box::new(
             lines
@@ -125,7 +198,7 @@ where
                 .with_span_list(true)
                 .finish(),
         ),
-    })
+    }
 }
 
 #[cfg(test)]
@@ -152,7 +225,7 @@ mod tests {
     fn written(format: Format, level: &str, body: impl FnOnce()) -> String {
         let sink = Sink::default();
         let writer = sink.clone();
-        let subscriber = subscriber(format, level, move || writer.clone()).unwrap();
+        let subscriber = subscriber(format, filter(level).unwrap(), move || writer.clone());
         tracing::subscriber::with_default(subscriber, body);
         String::from_utf8(sink.0.lock().unwrap().clone()).unwrap()
     }
@@ -193,8 +266,26 @@ mod tests {
 
     #[test]
     fn a_bad_level_is_named() {
-        let error = init(Format::Text, "info,=,x=loud").unwrap_err();
-        assert!(error.to_string().contains("x=loud"), "{error}");
+        for bad in [
+            "info,=,x=loud",
+            "warning",
+            "info,verbose",
+            "uring_csi",
+            "",
+            "info,",
+        ] {
+            let error = filter(bad).unwrap_err().to_string();
+            assert!(error.contains(&format!("{bad:?}")), "{error}");
+        }
+        for good in [
+            "WARN",
+            "off",
+            "info,uring_csi::mount=debug",
+            "[call]=trace",
+            "x=1",
+        ] {
+            filter(good).unwrap();
+        }
     }
 
     #[test]

@@ -13,7 +13,9 @@ use std::{
     time::Duration,
 };
 
-use metrics::{Unit, describe_gauge, describe_histogram, gauge, histogram};
+use metrics::{
+    Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram,
+};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
 
 /// Records that `method` (an RPC's name) was answered with `code` (a gRPC code's
@@ -53,6 +55,11 @@ pub fn lane_stuck(count: usize) {
     gauge!(LANE_STUCK).set(as_gauge(count));
 }
 
+/// Counts log lines that were dropped because nobody read stderr.
+pub fn log_lines_dropped(count: u64) {
+    counter!(LOG_LINES_DROPPED).increment(count);
+}
+
 /// Makes the process's recorder and describes every metric.
 ///
 /// From then on something must call [`Metrics::upkeep`] or [`Metrics::render`]
@@ -63,6 +70,7 @@ pub fn install() -> Result<Metrics, BuildError> {
         .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &BUCKETS)?
         .install_recorder()?;
     describe();
+    log_lines_dropped(0);
     gauge!(BUILD_INFO, "version" => env!("CARGO_PKG_VERSION")).set(1.0);
     Ok(Metrics {
         handle,
@@ -131,6 +139,11 @@ fn describe() {
         Unit::Count,
         "Threads held up by a device for longer than any healthy device takes."
     );
+    describe_counter!(
+        LOG_LINES_DROPPED,
+        Unit::Count,
+        "Log lines that were dropped because nobody read stderr."
+    );
     describe_gauge!(
         BUILD_INFO,
         Unit::Count,
@@ -148,6 +161,7 @@ const STEP_DURATION: &str = "uring_csi_step_duration_seconds";
 const VOLUMES: &str = "uring_csi_volumes";
 const LANE_THREADS: &str = "uring_csi_lane_threads";
 const LANE_STUCK: &str = "uring_csi_lane_stuck";
+const LOG_LINES_DROPPED: &str = "uring_csi_log_lines_dropped_total";
 const BUILD_INFO: &str = "uring_csi_build_info";
 
 /// Upper bounds in seconds, 50 µs to 120 s (kubelet's time for one call).

@@ -1,15 +1,18 @@
 //! What an agent tells: stats, health, metrics, and never a secret.
 
 use std::{
-    io::{Read as _, Write as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     net::TcpStream,
     path::Path,
+    thread,
 };
 
 use tonic::Code::{FailedPrecondition, InvalidArgument, Unavailable};
 use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
 
-use crate::harness::{Content, MIB, Node, NodeSetup, eventually, loops_over, refused, run, story};
+use crate::harness::{
+    Content, MIB, Node, NodeSetup, Volume, eventually, loops_over, refused, run, story,
+};
 
 /// GET from the HTTP listener: the head and the body in one.
 fn get(port: u16, path: &str) -> std::io::Result<String> {
@@ -64,6 +67,62 @@ fn stats_are_what_statfs_says() {
         assert!(node.health(&raw, &target).await.unwrap().is_empty());
         node.down(&raw, "pod").await;
         node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_log_that_nobody_reads_holds_up_nobody() {
+    story(async |sandbox| {
+        let port = free_port();
+        let setup = NodeSetup::new(sandbox)
+            .arg("--log-level=trace,uring_csi=trace")
+            .arg(&format!("--metrics-listen=127.0.0.1:{port}"));
+        let node = Node::prepare(sandbox, setup);
+        node.unread();
+        node.restart().await;
+        let missing = Volume::filesystem("missing", "ext4").over("main", "no.img");
+        let flood = async || {
+            // More than the pipe holds, and what waits for it.
+            for _ in 0..300 {
+                node.stage(&missing).await.expect_err("no such image");
+            }
+            assert_eq!(node.probe().await, Some(true));
+        };
+        flood().await;
+        let volume = sandbox.volume("v", "ext4");
+        node.up(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+        eventually("dropped lines are counted", async || {
+            flood().await;
+            let metrics = get(port, "/metrics").ok()?;
+            let prefix = "uring_csi_log_lines_dropped_total ";
+            let count = metrics.lines().find_map(|line| line.strip_prefix(prefix))?;
+            (count.parse::<u64>().ok()? > 0).then_some(())
+        })
+        .await;
+
+        // The log goes on, and says what is missing.
+        let mut log = BufReader::new(node.take_logged());
+        let read = thread::spawn(move || {
+            let mut line = String::new();
+            while !line.contains("log lines dropped") {
+                line.clear();
+                assert!(log.read_line(&mut line).expect("lines") > 0, "no such line");
+            }
+            log
+        });
+        eventually("it says how many", async || {
+            node.probe().await;
+            read.is_finished().then_some(())
+        })
+        .await;
+        let log = read.join().expect("a line");
+
+        // Nor does its end wait for a reader.
+        flood().await;
+        node.terminate();
+        assert!(node.ended().await.success());
+        drop(log);
     });
 }
 
@@ -183,12 +242,10 @@ fn secrets_are_never_told() {
         let target = node.target(&volume, "pod");
         node.expand(&volume, &target, 64 * MIB).await.unwrap();
 
-        let log = node.log();
-        assert!(
-            log.contains("NodeStageVolume"),
-            "the log tells of the calls"
-        );
-        let mut places = vec![("the log", log)];
+        // The log tells of the calls.
+        node.logged("NodeStageVolume").await;
+        node.logged("NodeExpandVolume").await;
+        let mut places = vec![("the log", node.log())];
         for dir in [&node.run_dir, &node.state_dir] {
             for file in crate::harness::files_below(dir) {
                 let bytes = std::fs::read(&file).unwrap_or_default();
@@ -217,6 +274,6 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
         let answer = get(port, "/readyz").unwrap();
         assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
         assert!(answer.contains("mountPropagation"), "{answer}");
-        assert!(node.log().contains("mountPropagation"), "{}", node.log());
+        node.logged("mountPropagation").await;
     });
 }

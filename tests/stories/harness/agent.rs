@@ -1,10 +1,10 @@
 //! One of the project's binaries, running.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     fs,
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Child, ChildStderr, Command, ExitStatus, Stdio},
     time::Duration,
 };
 
@@ -25,6 +25,8 @@ pub struct Agent {
     log: PathBuf,
     /// What the program and its arguments are given to.
     through: &'static [&'static str],
+    /// What it logs goes into a pipe that nobody reads.
+    is_unread: Cell<bool>,
     process: RefCell<Option<Child>>,
 }
 
@@ -61,6 +63,7 @@ impl Agent {
             endpoint,
             log,
             through: &[],
+            is_unread: Cell::default(),
             process: RefCell::default(),
         }
     }
@@ -73,6 +76,18 @@ impl Agent {
     /// As if its machine had none of Ceph's libraries.
     pub fn without_librbd(&mut self) {
         self.through = WITHOUT_LIBRBD;
+    }
+
+    /// Nobody reads what it logs, until [`Agent::take_logged`].
+    pub fn unread(&self) {
+        self.is_unread.set(true);
+    }
+
+    /// The end of the pipe into which an agent that is [`Agent::unread`] logs.
+    pub fn take_logged(&self) -> ChildStderr {
+        let mut process = self.process.borrow_mut();
+        let stderr = process.as_mut().and_then(|process| process.stderr.take());
+        stderr.expect("an agent that is unread")
     }
 
     /// Starts the process without waiting for anything.
@@ -126,6 +141,12 @@ impl Agent {
             .open(&self.log)
             .expect("a log file");
         // Whatever ends the story ends the agent, even a killed test runner.
+        let stdout = log.try_clone().expect("a descriptor");
+        let stderr = if self.is_unread.get() {
+            Stdio::piped()
+        } else {
+            Stdio::from(log)
+        };
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
             .args(self.through)
@@ -133,8 +154,8 @@ impl Agent {
             .args(&self.args)
             .envs(environment.iter().cloned())
             .stdin(Stdio::null())
-            .stdout(log.try_clone().expect("a descriptor"))
-            .stderr(log)
+            .stdout(stdout)
+            .stderr(stderr)
             .spawn()
             .expect("setpriv of util-linux");
         assert!(
@@ -187,6 +208,12 @@ impl Agent {
         fs::read(&self.log)
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
             .unwrap_or_default()
+    }
+
+    /// Waits until it has printed these words: a running agent writes its log a
+    /// moment after its answers.
+    pub async fn logged(&self, words: &str) {
+        eventually(words, async || self.log().contains(words).then_some(())).await;
     }
 
     fn exited(&self) -> Option<ExitStatus> {

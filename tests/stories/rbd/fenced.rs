@@ -135,7 +135,7 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
         it.node.kill9().await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
         assert!(it.blocklist().contains(&client));
-        assert!(it.controller.log().contains("fencing a node's client"));
+        it.controller.logged("fencing a node's client").await;
         let late = pod
             .write_all_at(&[7; 4096], 0)
             .and_then(|()| pod.sync_all());

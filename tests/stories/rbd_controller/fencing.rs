@@ -125,7 +125,7 @@ fn only_a_client_that_the_node_entered_is_fenced() {
         ceph.enter_client(&volume, "node-a", &address);
         controller.unpublish(&volume, "node-a").await.unwrap();
         assert!(ceph.is_blocklisted(&address));
-        assert!(controller.log().contains("fencing a node's client"));
+        controller.logged("fencing a node's client").await;
         controller.delete(&volume.handle).await.unwrap();
         drop(user);
     });

@@ -1,0 +1,250 @@
+//! Writes log lines to stderr from a thread of its own.
+//!
+//! stderr is a pipe to the container runtime. When nobody reads it, a write
+//! blocks until somebody does, and a thread that logs would block with it. So a
+//! line goes into a buffer in memory, and one thread writes the buffer out. A
+//! line that does not fit is dropped and counted; once the pipe takes lines
+//! again, one line at the same place in the log says how many are missing.
+
+use std::{
+    io::{self, Write},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fd::{AsFd, BorrowedFd, OwnedFd},
+    io::Errno,
+};
+use tracing_subscriber::fmt::MakeWriter;
+
+use crate::observe::metrics;
+
+/// Bytes of lines that wait to be written: some 4,000 lines.
+const LIMIT: usize = 1 << 20;
+
+/// Bytes of a buffer that is kept for the next lines.
+const KEPT: usize = 64 << 10;
+
+/// Bytes of the writing thread's stack; the supervisor locks its memory.
+const STACK: usize = 256 << 10;
+
+/// Takes log lines without blocking. Clones share the buffer.
+#[derive(Clone, Debug)]
+pub struct LineWriter {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    limit: usize,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Whole lines.
+    lines: Vec<u8>,
+    /// Lines that did not fit since `lines` was last taken.
+    dropped: u64,
+    /// The thread is writing what it took.
+    writing: bool,
+}
+
+impl LineWriter {
+    /// Starts the thread that writes to `sink`.
+    pub fn start(sink: OwnedFd) -> io::Result<Self> {
+        Self::with_limit(sink, LIMIT)
+    }
+
+    pub(super) fn with_limit(sink: OwnedFd, limit: usize) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            limit,
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let queue = Arc::clone(&shared);
+        thread::Builder::new()
+            .name("log-writer".to_owned())
+            .stack_size(STACK)
+            .spawn(move || queue.write_out(&sink))?;
+        Ok(Self { shared })
+    }
+
+    /// Waits until everything is written, but no longer than `timeout`: nobody
+    /// may ever read it.
+    pub fn flush(&self, timeout: Duration) {
+        let busy = |queue: &mut Queue| queue.writing || !queue.lines.is_empty();
+        let queue = self.shared.lock();
+        let waited = self.shared.changed.wait_timeout_while(queue, timeout, busy);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Shared {
+    /// Only bytes are copied under this lock, so what it guards is sound even
+    /// if a thread panicked with it.
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The writing thread's life.
+    fn write_out(&self, sink: &OwnedFd) {
+        let mut batch = Vec::new();
+        loop {
+            let nothing = |queue: &mut Queue| queue.lines.is_empty();
+            let queue = self.changed.wait_while(self.lock(), nothing);
+            let mut queue = queue.unwrap_or_else(PoisonError::into_inner);
+            std::mem::swap(&mut batch, &mut queue.lines);
+            let dropped = std::mem::take(&mut queue.dropped);
+            queue.writing = true;
+            drop(queue);
+            if dropped > 0 {
+                // Behind this batch and before all that is logged from now on:
+                // where the missing lines would be.
+                tracing::error!("{dropped} log lines dropped: stderr was not read");
+            }
+            metrics::log_lines_dropped(write_all(sink.as_fd(), &batch));
+            batch.clear();
+            batch.shrink_to(KEPT);
+            self.lock().writing = false;
+            self.changed.notify_all();
+        }
+    }
+}
+
+/// Returns how many lines were lost, as when nobody can ever read them.
+fn write_all(sink: BorrowedFd<'_>, mut bytes: &[u8]) -> u64 {
+    while !bytes.is_empty() {
+        match rustix::io::write(sink, bytes) {
+            Ok(written) => bytes = &bytes[written..],
+            Err(Errno::INTR) => {}
+            // Somebody else made it non-blocking.
+            Err(Errno::AGAIN) => {
+                let mut ready = [PollFd::new(&sink, PollFlags::OUT)];
+                if poll(&mut ready, None).is_err_and(|error| error != Errno::INTR) {
+                    break;
+                }
+            }
+            Err(_) => break,
+        }
+    }
+    bytes.iter().map(|byte| u64::from(*byte == b'\n')).sum()
+}
+
+impl<'a> MakeWriter<'a> for LineWriter {
+    type Writer = &'a Self;
+
+    fn make_writer(&'a self) -> &'a Self {
+        self
+    }
+}
+
+/// Takes a whole line at a time, as the formatter passes it.
+impl Write for &LineWriter {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut queue = self.shared.lock();
+        if queue.lines.len() + line.len() > self.shared.limit {
+            queue.dropped += 1;
+            drop(queue);
+            metrics::log_lines_dropped(1);
+            return Ok(line.len());
+        }
+        queue.lines.extend_from_slice(line);
+        drop(queue);
+        self.shared.changed.notify_all();
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, io::Read as _, time::Instant};
+
+    use rustix::pipe::pipe;
+
+    use super::*;
+
+    /// A writer, and the end of a pipe that what it writes comes out of.
+    fn piped(limit: usize) -> (LineWriter, File) {
+        let (source, sink) = pipe().unwrap();
+        (
+            LineWriter::with_limit(sink, limit).unwrap(),
+            File::from(source),
+        )
+    }
+
+    #[test]
+    fn what_was_logged_is_written_before_the_flush_ends() {
+        let (writer, mut source) = piped(LIMIT);
+        for line in ["one\n", "two\n"] {
+            (&writer).write_all(line.as_bytes()).unwrap();
+        }
+        writer.flush(Duration::MAX);
+        let mut read = [0; 8];
+        source.read_exact(&mut read).unwrap();
+        assert_eq!(&read, b"one\ntwo\n");
+    }
+
+    #[test]
+    fn lines_that_nobody_reads_are_dropped_and_counted() {
+        let (writer, mut source) = piped(1000);
+        let lines = writer.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(move || &*Box::leak(Box::new(lines.clone())))
+            .finish();
+        // The writing thread logs, too.
+        tracing::subscriber::set_global_default(subscriber).unwrap();
+        let line = [b"x".repeat(99), b"\n".to_vec()].concat();
+        // More than the pipe and the buffer hold.
+        let logged = 2000;
+        for _ in 0..logged {
+            (&writer).write_all(&line).unwrap();
+        }
+        let begun = Instant::now();
+        writer.flush(Duration::from_millis(1));
+        assert!(
+            begun.elapsed() < Duration::from_secs(30),
+            "flush is bounded"
+        );
+
+        let reader = thread::spawn(move || {
+            let mut text = String::new();
+            let mut chunk = [0; 4096];
+            let said = |text: &str| {
+                let told = text.lines().filter_map(|line| {
+                    let (before, _) = line.split_once(" log lines dropped")?;
+                    before.rsplit(' ').next()?.parse::<usize>().ok()
+                });
+                told.sum::<usize>() + text.lines().filter(|line| line.starts_with('x')).count()
+            };
+            // Each line is either there or told of.
+            while said(&text) < logged {
+                let count = source.read(&mut chunk).unwrap();
+                text.push_str(std::str::from_utf8(&chunk[..count]).unwrap());
+            }
+            said(&text)
+        });
+        // A line takes what was dropped along, where the thread had taken all.
+        while !reader.is_finished() {
+            tracing::error!("after");
+            thread::yield_now();
+        }
+        assert_eq!(reader.join().unwrap(), logged);
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_can_read_blocks_nothing() {
+        let (writer, source) = piped(LIMIT);
+        drop(source);
+        (&writer).write_all(b"lost\n").unwrap();
+        writer.flush(Duration::MAX);
+    }
+}
