@@ -1,9 +1,11 @@
 //! Reads of devices, many at once, none waiting for another.
 //!
 //! A read of a dead device may never complete, and cannot be cancelled. So
-//! probes have a thread and a ring of their own, apart from the runtime's; and
-//! since a read occupies a slot of that ring and no thread, dead devices hold up
-//! nobody until 4096 reads are stuck. More than that wait their turn.
+//! probes have a thread and a ring of their own, apart from the runtime's, and no
+//! read is ever tried on that thread: each is a kernel worker's, which hands it to
+//! the driver and is free again, or waits where the driver makes it wait. Reads
+//! that hang occupy a place in the ring, and some of them a worker. Of 4096 places
+//! dead devices get one each once 128 are taken; more than that wait their turn.
 //!
 //! The ring thread owns all buffers until the kernel has done with them. A
 //! caller, a lane thread, blocks until every read that was begun for it has
@@ -12,10 +14,6 @@
 //!
 //! Reads are O_DIRECT (open(2)): the page cache of a device that was just mapped
 //! may tell of its predecessor, and filling it costs memory for nothing.
-//! The kernel submits such a read from the ring thread and completes it by
-//! interrupt. Only where the device's queue would make it wait, as for a read
-//! larger than `queue/max_sectors_kb`, is a kernel worker taken, and of those
-//! 512 may wait at once.
 
 use std::{
     io,

@@ -10,7 +10,7 @@ use std::{
 };
 
 use crossbeam::channel::{Receiver, Sender, TryRecvError};
-use io_uring::{IoUring, opcode, types};
+use io_uring::{IoUring, opcode, squeue, types};
 
 use super::{ProbeError, Region, Request, buffer::Buffer};
 
@@ -21,10 +21,19 @@ const BATCH: u32 = 256;
 /// size, so that none overflows it.
 pub(super) const READS: u32 = 4096;
 
-/// Kernel workers that may wait in a device's queue at once. The default, four
-/// for each processor, would let as few stuck devices hold up the others
-/// (io_uring_register(2), IORING_REGISTER_IOWQ_MAX_WORKERS; Linux 5.15).
-const WORKERS: u32 = 512;
+/// Reads in the kernel at once for one request.
+const ABREAST: usize = 16;
+
+/// With so many reads in the kernel, a request has one there at a time: devices
+/// that do not answer hold one place each, and leave the rest to the others.
+const CROWDED: usize = 128;
+
+/// Kernel workers at once. Each read takes one, for as long as the driver does
+/// not take the request: a dead NBD connection keeps it until the driver gives
+/// up. The kernel makes workers as reads need them and ends those that are idle.
+/// Its own limit, four for each processor, would let as few dead devices hold up
+/// the others (io_uring_register(2), IORING_REGISTER_IOWQ_MAX_WORKERS; Linux 5.15).
+const WORKERS: u32 = READS;
 
 /// The completion of the bell's read; reads of devices count from 1.
 const BELL: u64 = 0;
@@ -37,9 +46,10 @@ pub(super) struct Engine {
     /// Where the kernel puts the bell's count.
     rung: Box<[u8; 8]>,
     listening: bool,
-    /// Requests under way, and the reads of them that have not begun.
+    /// Requests under way.
     active: HashMap<u64, Active>,
-    backlog: VecDeque<Read>,
+    /// Those that may begin a read, in turn.
+    ready: VecDeque<u64>,
     /// Reads that are in the kernel, or in the submission ring.
     flying: HashMap<u64, Read>,
     last: u64,
@@ -50,8 +60,12 @@ struct Active {
     reply: Sender<Result<Vec<Buffer>, ProbeError>>,
     /// One for each region, in order; none before its read has ended.
     buffers: Vec<Option<Buffer>>,
-    /// Reads that have not ended.
-    open: usize,
+    /// Reads that have not begun, or are to be continued.
+    pending: VecDeque<Read>,
+    /// Reads in the kernel.
+    flying: usize,
+    /// It is in [`Engine::ready`].
+    queued: bool,
     failed: Option<ProbeError>,
 }
 
@@ -82,7 +96,7 @@ impl Engine {
             rung: Box::default(),
             listening: false,
             active: HashMap::new(),
-            backlog: VecDeque::new(),
+            ready: VecDeque::new(),
             flying: HashMap::new(),
             last: BELL,
         })
@@ -134,63 +148,78 @@ impl Engine {
         self.last += 1;
         let id = self.last;
         let reads = request.regions.iter().enumerate();
-        self.backlog.extend(reads.map(|(index, region)| Read {
+        let pending = reads.map(|(index, region)| Read {
             request: id,
             index,
             region: *region,
             buffer: None,
-        }));
-        let count = request.regions.len();
+        });
         let active = Active {
             fd: request.fd,
             reply: request.reply,
-            buffers: (0..count).map(|_| None).collect(),
-            open: count,
+            buffers: request.regions.iter().map(|_| None).collect(),
+            pending: pending.collect(),
+            flying: 0,
+            queued: false,
             failed: None,
         };
         self.active.insert(id, active);
-        self.answer(id);
+        self.go_on(id);
     }
 
-    /// Takes reads from the backlog as long as there is room.
+    /// Begins reads as long as there is room, of each request one in turn.
     fn begin(&mut self) {
         // One completion is the bell's.
         while self.flying.len() + 1 < READS as usize {
             if self.ring.submission().is_full() && self.ring.submit().is_err() {
                 return;
             }
-            let Some(read) = self.backlog.pop_front() else {
+            let Some(id) = self.ready.pop_front() else {
                 return;
             };
-            self.submit(read);
+            self.begin_one(id);
         }
     }
 
-    /// Puts one read, or what is left of it, into the submission ring.
-    fn submit(&mut self, mut read: Read) {
-        let Some(active) = self.active.get_mut(&read.request) else {
+    /// Puts one read of a request, or what is left of it, into the submission
+    /// ring, if it may have one more there.
+    fn begin_one(&mut self, id: u64) {
+        let crowded = self.flying.len() >= CROWDED;
+        let most = if crowded { 1 } else { ABREAST };
+        let Some(active) = self.active.get_mut(&id) else {
             return;
         };
-        if active.failed.is_some() {
-            active.open -= 1;
-            return self.answer(read.request);
+        active.queued = false;
+        // One that has reads in the kernel has its turn again when one ends.
+        if active.flying >= most {
+            return;
         }
+        let Some(mut read) = active.pending.pop_front() else {
+            return;
+        };
         let buffer = (read.buffer).get_or_insert_with(|| Buffer::new(read.region.len));
         let (at, len) = buffer.rest();
         let offset = read.region.offset + buffer.filled as u64;
         self.last += 1;
+        // Never tried on this thread: what the driver sleeps for, this thread and
+        // with it all other devices would sleep for, too. Since Linux 6.6 a batch
+        // of reads is handed to a dead NBD connection so, and a read to a FUSE file
+        // was seen to be.
         let entry = opcode::Read::new(types::Fd(active.fd), at, len)
             .offset(offset)
             .build()
+            .flags(squeue::Flags::ASYNC)
             .user_data(self.last);
         // SAFETY: the buffer is in `flying` until the read has ended, and is
         // leaked where the engine ends before; the caller that lent the
         // descriptor waits for the answer.
         if unsafe { self.ring.submission().push(&entry) }.is_ok() {
+            active.flying += 1;
             self.flying.insert(self.last, read);
         } else {
-            self.backlog.push_front(read);
+            active.pending.push_front(read);
         }
+        self.go_on(id);
     }
 
     /// Takes a completion: the bytes read, or an error number below zero.
@@ -202,11 +231,11 @@ impl Engine {
         let Some(mut read) = self.flying.remove(&id) else {
             return;
         };
-        let (Some(active), Some(buffer)) =
-            (self.active.get_mut(&read.request), read.buffer.as_mut())
-        else {
+        let id = read.request;
+        let (Some(active), Some(buffer)) = (self.active.get_mut(&id), read.buffer.as_mut()) else {
             return;
         };
+        active.flying -= 1;
         let before = buffer.filled;
         buffer.filled += usize::try_from(result).unwrap_or(0);
         let offset = read.region.offset + buffer.filled as u64;
@@ -214,33 +243,43 @@ impl Engine {
         if result < 0 {
             let source = io::Error::from_raw_os_error(-result);
             if source.kind() == io::ErrorKind::Interrupted {
-                return self.backlog.push_front(read);
+                active.pending.push_front(read);
+            } else {
+                active.failed.get_or_insert(ProbeError::Read {
+                    offset,
+                    len: wanted - before,
+                    source,
+                });
             }
-            active.failed.get_or_insert(ProbeError::Read {
-                offset,
-                len: wanted - before,
-                source,
-            });
         } else if buffer.filled >= wanted {
             active.buffers[read.index] = read.buffer;
         } else if result > 0 && buffer.filled.is_multiple_of(512) {
-            return self.backlog.push_front(read);
+            active.pending.push_front(read);
         } else {
             // Nothing, or an end within a sector.
             active
                 .failed
                 .get_or_insert(ProbeError::Short { end: offset });
         }
-        active.open -= 1;
-        self.answer(read.request);
+        self.go_on(id);
     }
 
-    /// Answers request `id` once none of its reads is open.
-    fn answer(&mut self, id: u64) {
-        if self.active.get(&id).is_none_or(|active| active.open > 0) {
+    /// Lets request `id` begin its next reads, or answers it once it has none left
+    /// and none in the kernel. One that has failed begins no more.
+    fn go_on(&mut self, id: u64) {
+        let Some(active) = self.active.get_mut(&id) else {
             return;
+        };
+        if active.failed.is_some() {
+            active.pending.clear();
         }
-        if let Some(active) = self.active.remove(&id) {
+        if !active.pending.is_empty() {
+            if !mem::replace(&mut active.queued, true) {
+                self.ready.push_back(id);
+            }
+        } else if active.flying == 0
+            && let Some(active) = self.active.remove(&id)
+        {
             let answer = match active.failed {
                 Some(error) => Err(error),
                 None => Ok(active.buffers.into_iter().flatten().collect()),

@@ -5,6 +5,7 @@ use std::{
     os::{fd::AsFd, unix::fs::OpenOptionsExt},
     path::{Path, PathBuf},
     process::Command,
+    time::Duration,
 };
 
 use super::{engine::READS, *};
@@ -244,7 +245,7 @@ fn devices_that_do_not_answer_hold_up_nobody() {
             .collect();
         // Each device has a worker of its own in the kernel, and reads here
         // before it is stuck.
-        stuck.wait_for_reads();
+        stuck.wait_for_reads(Duration::from_secs(60));
         for _ in 0..8 {
             let file = alive.open();
             let blocks = prober.read(file.as_fd(), &regions()).unwrap();
@@ -259,6 +260,65 @@ fn devices_that_do_not_answer_hold_up_nobody() {
                 }
                 other => panic!("{other:?}"),
             }
+        }
+    });
+}
+
+/// More descriptors than io_uring gives workers to unless told otherwise.
+const MANY: usize = 600;
+
+#[test]
+fn hundreds_of_reads_that_hang_leave_room_for_others() {
+    let dir = memory();
+    let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
+    let alive = LoopDevice::over(&image(dir.path(), 7, SIZE));
+    let prober = Prober::start().unwrap();
+    // Of the file itself each read holds a kernel worker.
+    let open = |_| {
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(stuck.path())
+            .unwrap()
+    };
+    let dead: Vec<_> = (0..MANY).map(open).collect();
+    let places: Vec<_> = (0..9)
+        .map(|n| Region {
+            offset: n * 4096,
+            len: 4096,
+        })
+        .collect();
+    let minute = Duration::from_secs(60);
+    thread::scope(|scope| {
+        let stuck = stuck;
+        let waiting: Vec<_> = (dead.iter())
+            .map(|file| {
+                let (prober, places) = (prober.clone(), &places);
+                let read = move || prober.read(file.as_fd(), places);
+                let builder = thread::Builder::new().stack_size(64 << 10);
+                builder.spawn_scoped(scope, read).unwrap()
+            })
+            .collect();
+        for _ in 0..MANY {
+            stuck.wait_for_reads(minute);
+        }
+        let (done, others) = bounded(1);
+        let (reader, alive) = (prober.clone(), &alive);
+        scope.spawn(move || {
+            for _ in 0..8 {
+                let file = alive.open();
+                let blocks = reader.read(file.as_fd(), &regions()).unwrap();
+                check(7, regions()[2], &blocks[2]);
+            }
+            done.send(()).unwrap();
+        });
+        // What hangs is let go where this fails, or nothing could end it.
+        others.recv_timeout(minute).expect("others are held up");
+        assert!(waiting.iter().all(|waiting| !waiting.is_finished()));
+        stuck.abort();
+        for waiting in waiting {
+            let read = waiting.join().unwrap();
+            assert!(matches!(read, Err(ProbeError::Read { .. })), "{read:?}");
         }
     });
 }

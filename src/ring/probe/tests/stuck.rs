@@ -10,6 +10,7 @@ use std::{
     path::{Path, PathBuf},
     sync::mpsc::{Receiver, Sender, channel},
     thread::JoinHandle,
+    time::Duration,
 };
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
@@ -69,9 +70,9 @@ impl Image {
         &self.path
     }
 
-    /// Waits until somebody is stuck.
-    pub(super) fn wait_for_reads(&self) {
-        self.reads.recv().unwrap();
+    /// Waits until one more read is stuck.
+    pub(super) fn wait_for_reads(&self, at_most: Duration) {
+        self.reads.recv_timeout(at_most).unwrap();
     }
 
     /// Ends the connection: what is stuck fails (umount2(2), MNT_FORCE).
