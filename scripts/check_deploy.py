@@ -27,6 +27,7 @@ OVERLAYS = [
     ("base", ["snapshots"]),
     ("local-pools", []),
     ("local-pools", ["snapshots"]),
+    ("local-pools", ["inline", "snapshots"]),
     ("nbd", []),
     ("nbd", ["snapshots"]),
     ("ceph", []),
@@ -155,6 +156,21 @@ def check_secrets(where, parameters, docs):
             problem(where, f"nobody may read the secrets in {namespace} for {of[1]}")
 
 
+def inline_allowed(driver):
+    return "Ephemeral" in driver["spec"]["volumeLifecycleModes"]
+
+
+def inline_made(docs):
+    """Whether the node agents make inline volumes."""
+    return any(
+        variable["name"] == "URING_CSI_INLINE_MAX_SIZE"
+        for doc in docs
+        if doc["kind"] == "DaemonSet"
+        for container in doc["spec"]["template"]["spec"]["containers"]
+        for variable in container.get("env", [])
+    )
+
+
 def check(overlay, docs):
     names, accounts = {}, set()
     for doc in docs:
@@ -174,6 +190,8 @@ def check(overlay, docs):
             account = doc["spec"]["template"]["spec"]["serviceAccountName"]
             if (meta.get("namespace"), account) not in accounts:
                 problem(where, f"service account {account} is not defined")
+        if doc["kind"] == "CSIDriver" and inline_allowed(doc) != inline_made(docs):
+            problem(where, "lifecycle mode Ephemeral and the node's URING_CSI_INLINE_MAX_SIZE differ")
         if doc["kind"].endswith("RoleBinding"):
             role = doc["roleRef"]
             if role["name"] not in names.get(role["kind"], ()):

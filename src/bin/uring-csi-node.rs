@@ -42,6 +42,7 @@ use uring_csi::{
         csi::{identity_server::IdentityServer, node_server::NodeServer},
     },
     ring::{self, timer},
+    size::Size,
     volume::{Config, Heart, Node, record::Records},
 };
 
@@ -132,6 +133,10 @@ struct Options {
     /// At most so many volumes at a time on this node; 0 leaves it to the orchestrator.
     #[arg(long, env = "URING_CSI_MAX_VOLUMES", default_value_t = 0, value_parser = clap::value_parser!(i64).range(0..), value_name = "N")]
     max_volumes: i64,
+    /// Make inline volumes for pods, each at most this large. Any author of a pod
+    /// can have them; without this there are none.
+    #[arg(long, env = "URING_CSI_INLINE_MAX_SIZE", value_name = "SIZE")]
+    inline_max_size: Option<Size>,
     /// Apply a pod's fsGroup in the driver (announces VOLUME_MOUNT_GROUP).
     #[arg(long, env = "URING_CSI_VOLUME_MOUNT_GROUP")]
     volume_mount_group: bool,
@@ -197,6 +202,9 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         block_lock: options.block_lock,
         volume_mount_group: options.volume_mount_group,
         alpha_capabilities: options.alpha_capabilities,
+        inline_max_bytes: options
+            .inline_max_size
+            .map(|size| size.bytes().unsigned_abs()),
         staging_dir: options.run_dir.join("staging"),
     };
     let records = Records::open(&options.run_dir, &options.state_dir)?;

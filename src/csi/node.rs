@@ -9,7 +9,7 @@ use crate::{
     capability::{Access, Capability, Mode},
     ceph::fencing::ASKED,
     chain,
-    device::{Fencing, Source, set_by_kubernetes},
+    device::{Fencing, Source},
     proto::csi::{
         NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeHealthRequest,
         NodeGetVolumeHealthResponse, NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse,
@@ -18,14 +18,13 @@ use crate::{
         NodeUnstageVolumeRequest, NodeUnstageVolumeResponse, VolumeHealth, VolumeHealthErrorType,
         VolumeUsage, volume_health::VolumeHealthEntry, volume_usage::Unit,
     },
-    secret::Secrets,
-    size::Size,
     volume::{
         Config, Error, Heart, Node, Outcome, Severity, Space, Usage,
-        spec::{Call, Expand, Inline, InlineImage, Parsed, Publish, Stage},
+        spec::{Call, Expand, Parsed, Publish, Stage},
     },
 };
 
+mod inline;
 mod service;
 
 /// Answers for one node.
@@ -148,7 +147,7 @@ impl NodeService {
             .get("csi.storage.k8s.io/ephemeral")
             .is_some_and(|value| value == "true");
         if ephemeral {
-            refuse_unlisted(&request.volume_context)?;
+            inline::refuse_unlisted(&request.volume_context)?;
         }
         let parsed = self.parse(&capability, &request.volume_context)?;
         let call = if ephemeral {
@@ -183,61 +182,6 @@ impl NodeService {
         let call = Call::Unpublish(clean(&request.target_path));
         self.submit(&request.volume_id, call, patience).await?;
         Ok(NodeUnpublishVolumeResponse {})
-    }
-
-    /// An inline ephemeral volume: `pool` and `size` come from the pod's
-    /// attributes, the place where it is staged is our own.
-    async fn inline(
-        &self,
-        request: &NodePublishVolumeRequest,
-        capability: &Capability,
-        parsed: Parsed,
-    ) -> Result<Inline, Status> {
-        let context = &request.volume_context;
-        if capability.access == Access::Block {
-            return Err(validate::invalid(
-                "volume_capability",
-                "an inline ephemeral volume is a file system, not a block device",
-            ));
-        }
-        let bytes = match context.get("size") {
-            None => DEFAULT_INLINE_BYTES,
-            Some(text) => {
-                let size: Size = text
-                    .parse()
-                    .map_err(|error| validate::invalid("volume_context.size", error))?;
-                size.bytes().unsigned_abs()
-            }
-        };
-        let (pool, id) = (context.get("pool").cloned(), request.volume_id.clone());
-        let (source, staging_path) = self
-            .ask(move |node| node.inline_place(pool.as_deref(), &id))
-            .await?;
-        let target_path = clean(&request.target_path);
-        Ok(Inline {
-            publish: Publish {
-                staging_path: staging_path.clone(),
-                target_path: target_path.clone(),
-                usage: parsed.usage.clone(),
-                read_only: parsed.read_only || request.readonly,
-                mode: parsed.mode,
-                group: parsed.group,
-            },
-            stage: Stage {
-                source,
-                staging_path,
-                usage: parsed.usage,
-                // It is made empty: somebody has to write it. A target can
-                // still be read-only.
-                read_only: false,
-                mode: parsed.mode,
-                mkfs_options: parsed.mkfs_options,
-                group: parsed.group,
-                inline: Some(InlineImage { bytes, target_path }),
-                fencing: Fencing::Off,
-                secrets: Secrets::default(),
-            },
-        })
     }
 
     async fn expand(
@@ -320,9 +264,6 @@ impl NodeService {
     }
 }
 
-/// What an inline volume gets that asks for no size.
-const DEFAULT_INLINE_BYTES: u64 = 1 << 30;
-
 fn going_down() -> Status {
     Status::unavailable("the node agent is shutting down")
 }
@@ -342,24 +283,6 @@ fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
         ));
     }
     Ok(())
-}
-
-/// The attributes that a pod may set for its inline volume. They come from the
-/// pod's author, who need not be trusted with the node: nothing here may steer
-/// what runs as root, as `mkfsOptions` of a class does.
-const INLINE_ATTRIBUTES: [&str; 3] = ["fsType", "pool", "size"];
-
-fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<(), Status> {
-    let known = |key: &str| INLINE_ATTRIBUTES.contains(&key) || set_by_kubernetes(key);
-    // Sorted, so that of two mistakes always the same one is named.
-    let unlisted = attributes.keys().filter(|key| !known(key)).min();
-    unlisted.map_or(Ok(()), |key| {
-        let known = INLINE_ATTRIBUTES.join(", ");
-        Err(validate::invalid(
-            &format!("volume_context.{key}"),
-            format!("a pod's inline volume may set no attribute but {known}"),
-        ))
-    })
 }
 
 /// Paths are compared: without a trailing slash, double slashes and dots.

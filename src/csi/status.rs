@@ -150,7 +150,9 @@ fn of_pool(error: &pool::PoolError) -> Code {
         | P::Twice(_)
         | P::Unknown { .. }
         | P::Unnamed { .. }
+        | P::NotLocal { .. }
         | P::BadName { .. } => Code::InvalidArgument,
+        P::NoRoom { .. } => Code::ResourceExhausted,
         P::NoImage { .. } => Code::NotFound,
         P::OtherScope { .. } => Code::FailedPrecondition,
         P::NotReady { .. } | P::Io { .. } => Code::Unavailable,

@@ -20,7 +20,7 @@ use crate::{
     Done, chain, digest,
     kernel::Dev,
     pool::{
-        self, Pool, PoolError, Pools,
+        self, Pool, PoolError, Pools, Scope,
         claim::{self, Claim},
         making,
     },
@@ -158,6 +158,10 @@ impl Images {
         volume_id: &str,
     ) -> Result<ImageSource, PoolError> {
         let pool = self.pools.get_or_only(pool)?;
+        if pool.scope != Scope::Local {
+            let pool = pool.name.clone();
+            return Err(PoolError::NotLocal { pool });
+        }
         let image = pool::inline_image(&digest::hex(volume_id));
         Ok(ImageSource::new(&pool.name, &image))
     }

@@ -41,6 +41,17 @@ impl FsType {
             Self::Btrfs => "btrfs",
         }
     }
+
+    /// The smallest device that its mkfs takes.
+    pub const fn least_bytes(self) -> u64 {
+        const MIB: u64 = 1 << 20;
+        match self {
+            Self::Ext4 => MIB,
+            // mkfs.xfs refuses less than 300 MiB, mkfs.btrfs less than 109 MiB.
+            Self::Xfs => 300 * MIB,
+            Self::Btrfs => 110 * MIB,
+        }
+    }
 }
 
 impl fmt::Display for FsType {

@@ -28,7 +28,7 @@ use std::{
     io,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::fs::OpenOptionsExt as _,
+        unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     },
     path::{Path, PathBuf},
 };
@@ -41,9 +41,11 @@ pub mod claim;
 pub mod draft;
 pub mod handle;
 pub mod making;
+mod room;
 mod settled;
 mod spec;
 
+pub use room::Room;
 pub use spec::{PoolSpec, Pools};
 
 /// Where a pool's directory can be reached.
@@ -136,6 +138,28 @@ pub enum PoolError {
         pool: String,
         /// The image's file name.
         image: String,
+    },
+    /// An inline volume is larger than what is left.
+    #[error(
+        "pool {pool:?} has {available} bytes left beside what its volumes were promised, and this \
+         inline volume needs {bytes}; make room, or ask for less (volumeAttributes.size)"
+    )]
+    NoRoom {
+        /// The pool's name.
+        pool: String,
+        /// What is needed.
+        bytes: u64,
+        /// What there is.
+        available: u64,
+    },
+    /// Pods may not make volumes in it.
+    #[error(
+        "inline volumes are made in local pools, and pool {pool:?} is shared; \
+         name a local one (volumeAttributes.pool)"
+    )]
+    NotLocal {
+        /// The pool's name.
+        pool: String,
     },
     /// Any other failure of a system call.
     #[error("pool {pool:?}: cannot {step} {}", path.display())]
@@ -231,6 +255,10 @@ impl Pool {
     /// Makes the image of an inline ephemeral volume, sparse, `bytes` large, and
     /// says its name. An image that is there already is grown if it is smaller,
     /// which mends one that a crash left without its size.
+    ///
+    /// Refuses what the pool has no room for, by the controller's rule. The image
+    /// is made first and counted then: of two that are made at once, each sees
+    /// the other, so together they never promise more than there is.
     pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
@@ -243,16 +271,30 @@ impl Pool {
             .mode(0o600)
             .open(&path)
             .map_err(|e| self.io("make", &path, e))?;
-        let size = file
-            .metadata()
-            .map_err(|e| self.io("look at", &path, e))?
-            .len();
-        if size >= bytes {
-            return Ok((image, Done::Already));
+        let found = file.metadata().map_err(|e| self.io("look at", &path, e))?;
+        let is_written = found.blocks() > 0;
+        let done = if found.len() >= bytes {
+            Done::Already
+        } else {
+            file.set_len(bytes)
+                .map_err(|e| self.io("set the size of", &path, e))?;
+            Done::Now
+        };
+        if is_written {
+            return Ok((image, done));
         }
-        file.set_len(bytes)
-            .map_err(|e| self.io("set the size of", &path, e))?;
-        Ok((image, Done::Now))
+        let room = self.room()?;
+        if room.promised > room.free {
+            let _ = self.delete_inline(id)?;
+            return Err(PoolError::NoRoom {
+                pool: self.name.clone(),
+                bytes,
+                available: room
+                    .free
+                    .saturating_sub(room.promised.saturating_sub(bytes)),
+            });
+        }
+        Ok((image, done))
     }
 
     /// Deletes the image of an inline ephemeral volume.

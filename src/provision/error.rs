@@ -287,7 +287,9 @@ fn of_pool(error: &PoolError) -> Kind {
         | PoolError::Twice(_)
         | PoolError::Unknown { .. }
         | PoolError::Unnamed { .. }
+        | PoolError::NotLocal { .. }
         | PoolError::BadName { .. } => Kind::InvalidArgument,
+        PoolError::NoRoom { .. } => Kind::ResourceExhausted,
         PoolError::NoImage { .. } => Kind::NotFound,
         PoolError::OtherScope { .. } => Kind::FailedPrecondition,
         PoolError::NotReady { .. } => Kind::Unavailable,

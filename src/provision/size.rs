@@ -1,6 +1,7 @@
 //! How large a volume becomes.
 
 use super::Error;
+use crate::fs::FsType;
 
 /// A capacity range (CSI `CapacityRange`), in bytes; 0: not given.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,12 +60,7 @@ impl Range {
 
 /// The least size of a volume that is to hold one of these file systems.
 pub fn least(file_systems: &[&str]) -> u64 {
-    let of = |fs: &&str| match *fs {
-        // mkfs.xfs refuses less than 300 MiB, mkfs.btrfs less than 109 MiB.
-        "xfs" => 300 * MIB,
-        "btrfs" => 110 * MIB,
-        _ => MIB,
-    };
+    let of = |fs: &&str| fs.parse().map_or(MIB, FsType::least_bytes);
     file_systems.iter().map(of).max().unwrap_or(MIB)
 }
 

@@ -83,6 +83,8 @@ pub struct Config {
     pub volume_mount_group: bool,
     /// Announce what is alpha in CSI 1.13; older sidecars do not know it.
     pub alpha_capabilities: bool,
+    /// Pods may have inline volumes of at most so many bytes; none: they may not.
+    pub inline_max_bytes: Option<u64>,
     /// Where `uringctl` stages.
     pub staging_dir: PathBuf,
 }

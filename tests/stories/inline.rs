@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use tonic::Code::{InvalidArgument, NotFound};
+use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted};
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
-use crate::harness::{Content, MIB, Node, Sandbox, Volume, refused, story};
+use crate::harness::{Content, MIB, Node, NodeSetup, Sandbox, Volume, refused, story};
 
 /// As kubelet sends it for a pod's inline volume: no staging, a handle of its
 /// own, and the pod's attributes.
@@ -16,6 +16,15 @@ fn inline(name: &str) -> Volume {
         .with("csi.storage.k8s.io/pod.uid", "uid")
         .with("pool", "main")
         .with("size", "64Mi")
+}
+
+/// A node that makes inline volumes, in a pool of its own.
+fn with_inline(sandbox: &Sandbox) -> NodeSetup {
+    let setup = NodeSetup {
+        pools: vec![format!("main={},local", sandbox.pool("main").display())],
+        ..NodeSetup::new(sandbox)
+    };
+    setup.arg("--inline-max-size=400Mi")
 }
 
 fn publish(node: &Node, volume: &Volume) -> NodePublishVolumeRequest {
@@ -38,7 +47,7 @@ fn images(sandbox: &Sandbox) -> Vec<String> {
 #[test]
 fn an_inline_volume_lives_as_long_as_its_pod() {
     story(async |sandbox| {
-        let node = Node::start(sandbox).await;
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
         let volume = inline("a");
         for _ in 0..2 {
             node.send_publish(publish(&node, &volume)).await.unwrap();
@@ -68,11 +77,16 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
 #[test]
 fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
     story(async |sandbox| {
-        let node = Node::start(sandbox).await;
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
         for (key, value) in [("size", "many"), ("size", "-1"), ("pool", "none")] {
             let volume = inline("bad").with(key, value);
             let answer = node.send_publish(publish(&node, &volume)).await;
             refused(answer, InvalidArgument, &[value]);
+        }
+        for (size, word) in [("401Mi", "--inline-max-size"), ("1000", "too few")] {
+            let volume = inline("size").with("size", size);
+            let answer = node.send_publish(publish(&node, &volume)).await;
+            refused(answer, InvalidArgument, &["volume_context.size", word]);
         }
         let flags = inline("flags").flags(&["nosuchoption"]);
         let mut zfs = inline("zfs");
@@ -90,7 +104,7 @@ fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
 #[test]
 fn a_pod_reaches_nothing_but_its_own_volume() {
     story(async |sandbox| {
-        let node = Node::start(sandbox).await;
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
         let theirs = sandbox.dir().join("theirs");
         fs::write(&theirs, "theirs").unwrap();
         let path = theirs.display();
@@ -117,9 +131,62 @@ fn a_pod_reaches_nothing_but_its_own_volume() {
 }
 
 #[test]
-fn an_inline_volume_survives_a_kill_at_any_step() {
+fn pods_have_inline_volumes_only_where_the_node_allows_it() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
+        let volume = inline("off");
+        let answer = node.send_publish(publish(&node, &volume)).await;
+        refused(answer, FailedPrecondition, &["--inline-max-size"]);
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+
+        let shared = NodeSetup::new(sandbox).arg("--inline-max-size=1Gi");
+        node.kill9().await;
+        let node = Node::start_with(sandbox, shared).await;
+        let answer = node.send_publish(publish(&node, &volume)).await;
+        refused(answer, InvalidArgument, &["volume_context.pool", "shared"]);
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
+/// A small pool on a file system of its own: pods fill it, and no further.
+#[test]
+fn inline_volumes_never_promise_more_than_their_pool_has() {
+    story(async |sandbox| {
+        let pool = sandbox.reflink_pool("main");
+        let setup = NodeSetup {
+            pools: vec![format!("main={},local", pool.display())],
+            ..NodeSetup::new(sandbox)
+        };
+        let node = Node::start_with(sandbox, setup.arg("--inline-max-size=1Ti")).await;
+        let fs = rustix::fs::statvfs(&pool).unwrap();
+        let half = (fs.f_bavail * fs.f_frsize / 100 * 45).to_string();
+        let volumes = ["a", "b", "c"].map(|name| inline(name).with("size", &half));
+        for volume in &volumes[..2] {
+            node.send_publish(publish(&node, volume)).await.unwrap();
+        }
+        let answer = node.send_publish(publish(&node, &volumes[2])).await;
+        refused(answer, ResourceExhausted, &["bytes left", "make room"]);
+        // What is there stays, also where it is asked for again.
+        node.send_publish(publish(&node, &volumes[1]))
+            .await
+            .unwrap();
+        node.unpublish(&volumes[0], "pod").await.unwrap();
+        node.send_publish(publish(&node, &volumes[2]))
+            .await
+            .unwrap();
+        for volume in &volumes[1..] {
+            node.unpublish(volume, "pod").await.unwrap();
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_inline_volume_survives_a_kill_at_any_step() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
         let mut dice = crate::harness::Dice::new();
         for round in 0..6 {
             let volume = inline(&round.to_string());

@@ -1,15 +1,15 @@
 //! How much room pools have.
 
-use std::{collections::HashMap, io, os::unix::fs::MetadataExt as _};
+use std::collections::HashMap;
 
 use super::{
     super::{
         Capacity, Error, Parameters, Usage,
         size::{MAXIMUM, least},
     },
-    catalogue::{Catalogue, Kind as _, failed},
+    catalogue::failed,
     store::Store,
-    volumes::{VolumeDetail, refuse_usages},
+    volumes::refuse_usages,
 };
 use crate::pool::{Pool, Scope};
 
@@ -39,7 +39,7 @@ impl Store {
             if out_of_reach || refuse_usages(pool, &parameters, usages).is_err() {
                 continue;
             }
-            let available = available(pool)?;
+            let available = pool.room()?.available();
             let largest = largest_file(pool)?.unwrap_or(MAXIMUM);
             sum.available = sum.available.saturating_add(available);
             // A scheduler that sees a maximum looks at nothing else.
@@ -59,7 +59,7 @@ pub fn refuse_without_room(pool: &Pool, parameters: &Parameters, more: u64) -> R
     if parameters.overcommit {
         return Ok(());
     }
-    let available = available(pool)?;
+    let available = pool.room()?.available();
     if more <= available {
         return Ok(());
     }
@@ -68,24 +68,6 @@ pub fn refuse_without_room(pool: &Pool, parameters: &Parameters, more: u64) -> R
         more,
         available,
     })
-}
-
-/// What is free for us, less what volumes were promised and have not written.
-/// Blocks that reflinked images share count in each.
-fn available(pool: &Pool) -> Result<u64, Error> {
-    let fs = pool.statvfs()?;
-    let free = fs.f_bavail.saturating_mul(fs.f_frsize);
-    let mut promised = 0_u64;
-    for id in Catalogue::<VolumeDetail>::of(pool).ids()? {
-        let path = VolumeDetail::image(pool, id);
-        match std::fs::symlink_metadata(&path) {
-            // st_blocks counts 512 bytes each, whatever the file system (stat(2)).
-            Ok(image) => promised += image.len().saturating_sub(image.blocks() * 512),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(failed("look at", &path, e)),
-        }
-    }
-    Ok(free.saturating_sub(promised))
 }
 
 /// The largest file of the pool's file system, where that is known.

@@ -1,0 +1,124 @@
+//! Inline ephemeral volumes: what a pod may ask of the node.
+
+use std::collections::HashMap;
+
+use tonic::Status;
+
+use super::{NodeService, clean, validate};
+use crate::{
+    capability::{Access, Capability},
+    device::{Fencing, set_by_kubernetes},
+    fs::FsType,
+    proto::csi::NodePublishVolumeRequest,
+    secret::Secrets,
+    size::Size,
+    volume::spec::{Inline, InlineImage, Parsed, Publish, Stage, Use},
+};
+
+/// The attributes that a pod may set for its inline volume. They come from the
+/// pod's author, who need not be trusted with the node: nothing here may steer
+/// what runs as root, as `mkfsOptions` of a class does.
+const ATTRIBUTES: [&str; 3] = ["fsType", "pool", "size"];
+
+/// Refuses every other attribute.
+pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<(), Status> {
+    let known = |key: &str| ATTRIBUTES.contains(&key) || set_by_kubernetes(key);
+    // Sorted, so that of two mistakes always the same one is named.
+    let unlisted = attributes.keys().filter(|key| !known(key)).min();
+    unlisted.map_or(Ok(()), |key| {
+        let known = ATTRIBUTES.join(", ");
+        Err(validate::invalid(
+            &format!("volume_context.{key}"),
+            format!("a pod's inline volume may set no attribute but {known}"),
+        ))
+    })
+}
+
+/// What an inline volume gets that asks for no size.
+const DEFAULT_BYTES: u64 = 1 << 30;
+
+impl NodeService {
+    /// An inline ephemeral volume: `pool` and `size` come from the pod's
+    /// attributes, the place where it is staged is our own.
+    pub(super) async fn inline(
+        &self,
+        request: &NodePublishVolumeRequest,
+        capability: &Capability,
+        parsed: Parsed,
+    ) -> Result<Inline, Status> {
+        let context = &request.volume_context;
+        if capability.access == Access::Block {
+            return Err(validate::invalid(
+                "volume_capability",
+                "an inline ephemeral volume is a file system, not a block device",
+            ));
+        }
+        let bytes = self.inline_bytes(context.get("size"), &parsed.usage)?;
+        let (pool, id) = (context.get("pool").cloned(), request.volume_id.clone());
+        let (source, staging_path) = self
+            .ask(move |node| node.inline_place(pool.as_deref(), &id))
+            .await?;
+        let target_path = clean(&request.target_path);
+        Ok(Inline {
+            publish: Publish {
+                staging_path: staging_path.clone(),
+                target_path: target_path.clone(),
+                usage: parsed.usage.clone(),
+                read_only: parsed.read_only || request.readonly,
+                mode: parsed.mode,
+                group: parsed.group,
+            },
+            stage: Stage {
+                source,
+                staging_path,
+                usage: parsed.usage,
+                // It is made empty: somebody has to write it. A target can
+                // still be read-only.
+                read_only: false,
+                mode: parsed.mode,
+                mkfs_options: parsed.mkfs_options,
+                group: parsed.group,
+                inline: Some(InlineImage { bytes, target_path }),
+                fencing: Fencing::Off,
+                secrets: Secrets::default(),
+            },
+        })
+    }
+
+    /// How large an inline volume becomes.
+    fn inline_bytes(&self, asked: Option<&String>, usage: &Use) -> Result<u64, Status> {
+        let Some(largest) = self.config.inline_max_bytes else {
+            return Err(Status::failed_precondition(
+                "this node makes no inline volumes: its agent was not given --inline-max-size; \
+                 use a claim, or a generic ephemeral volume, instead",
+            ));
+        };
+        let field = "volume_context.size";
+        let bytes = match asked {
+            None => DEFAULT_BYTES.min(largest),
+            Some(text) => {
+                let size: Size = text
+                    .parse()
+                    .map_err(|error| validate::invalid(field, error))?;
+                size.bytes().unsigned_abs()
+            }
+        };
+        let fs = match usage {
+            Use::Mount { fs: Some(fs), .. } => *fs,
+            _ => FsType::Ext4,
+        };
+        let least = fs.least_bytes();
+        if bytes < least {
+            let why = format!("{bytes} bytes are too few for {fs}, which needs {least}");
+            return Err(validate::invalid(field, why));
+        }
+        if bytes > largest {
+            let why = format!(
+                "{bytes} bytes are more than the {largest} that this node allows inline volumes \
+                 (--inline-max-size)"
+            );
+            return Err(validate::invalid(field, why));
+        }
+        Ok(bytes)
+    }
+}
