@@ -75,8 +75,9 @@ impl Libraries {
 /// is finished by a repeat, as after a crash.
 ///
 /// `on_exit(3)` of glibc: handlers run in the reverse order of their registration,
-/// so this one before those that the libraries registered when they were loaded.
-fn end_at_once() {
+/// so this one before those that the libraries have registered by now. They do so
+/// when they are loaded, and some more when they first connect.
+pub(super) fn end_at_once() {
     unsafe extern "C" {
         fn on_exit(
             handler: unsafe extern "C" fn(c_int, *mut c_void),
@@ -97,12 +98,32 @@ fn open(library: &'static str, package: &'static str) -> Result<&'static Library
     // nothing is ever unloaded.
     let opened = unsafe { Library::new(library) };
     match opened {
-        Ok(opened) => Ok(Box::leak(Box::new(opened))),
+        Ok(opened) => {
+            keep_openssl(&opened);
+            Ok(Box::leak(Box::new(opened)))
+        }
         Err(reason) => Err(MissingLibrary::Library {
             library,
             package,
             reason: reason.to_string(),
         }),
+    }
+}
+
+/// Has OpenSSL, if the library is linked with it, register no handler that takes it
+/// down at exit. It would do so when a thread of librados first encrypts, later than
+/// [`end_at_once`], and a thread that encrypts afterwards throws, which aborts the
+/// process.
+fn keep_openssl(library: &Library) {
+    /// `OPENSSL_INIT_NO_ATEXIT`, since OpenSSL 1.1.1.
+    const NO_ATEXIT: u64 = 0x0008_0000;
+    type Init = unsafe extern "C" fn(options: u64, settings: *const c_void) -> c_int;
+
+    // SAFETY: the type is that of `<openssl/crypto.h>`. The symbol is also looked for
+    // in the libraries that this one is linked with.
+    if let Ok(init) = unsafe { library.get::<Init>(b"OPENSSL_init_crypto\0") } {
+        // SAFETY: there may be no settings. A failure shows when OpenSSL is used.
+        unsafe { init(NO_ATEXIT, std::ptr::null()) };
     }
 }
 

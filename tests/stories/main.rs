@@ -2,7 +2,8 @@
 //! the sidecars call them, on real loop devices, file systems and mounts. One
 //! file a story. Needs root. What takes more than that is ignored, and runs in
 //! `make test-kernel`. `STORY_SEED` repeats a random story, `SOAK_OPERATIONS` makes the
-//! long ones longer, and `EVERY_STEP` leaves out none at which an agent may be killed.
+//! long ones longer, `EVERY_STEP` leaves out none at which an agent may be killed, and
+//! `ENDS` says how often one ends that must end well.
 
 // The ban on children is the product's, not its tests'.
 #![allow(clippy::disallowed_methods, missing_docs)]

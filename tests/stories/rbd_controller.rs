@@ -30,6 +30,7 @@ use crate::harness::{
 
 mod classes;
 mod crashes;
+mod ends;
 mod fencing;
 mod takeover;
 

@@ -3,7 +3,7 @@
 use std::{
     ffi::CStr,
     ptr,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{Arc, Once, atomic::AtomicBool},
     time::{Duration, Instant},
 };
 
@@ -11,7 +11,11 @@ use rustix::io::Errno;
 use zeroize::Zeroizing;
 
 use super::Cluster;
-use crate::ceph::{CephError, Credentials, library::Libraries, monitor};
+use crate::ceph::{
+    CephError, Credentials,
+    library::{Libraries, end_at_once},
+    monitor,
+};
 
 /// How long a cluster may take. The library counts whole seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +45,8 @@ impl Cluster {
         credentials: &Credentials,
         timeouts: Timeouts,
     ) -> Result<Arc<Self>, CephError> {
+        // Since then the process has all that the libraries register at first use.
+        static FIRST: Once = Once::new();
         let libraries = Libraries::load()?;
         // The library would only say that the time is over, not what each monitor did.
         let deadline = Instant::now() + timeouts.connect;
@@ -60,6 +66,7 @@ impl Cluster {
             Some(Errno::NOENT) => call.error(Errno::ACCESS),
             _ => error,
         })?;
+        FIRST.call_once(end_at_once);
         cluster.fsid = cluster.read_fsid()?;
         Ok(Arc::new(cluster))
     }

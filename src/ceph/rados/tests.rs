@@ -1,5 +1,8 @@
 use std::{
+    env,
     net::{Ipv4Addr, TcpListener},
+    process::Command,
+    sync::OnceLock,
     thread,
     time::{Duration, Instant},
 };
@@ -183,4 +186,36 @@ fn a_lanes_stack_is_enough() {
         crate::ceph::rbd::list(&io).unwrap();
     });
     thread.unwrap().join().unwrap();
+}
+
+#[test]
+#[ignore = "the process of the test below"]
+fn connects_and_ends() {
+    static TEST: OnceLock<TestCluster> = OnceLock::new();
+    // By the second version of the protocol, which encrypts what monitors are told.
+    extern "C" fn connect() {
+        let test = TEST.get().expect("set before");
+        let connected = Cluster::connect(&test.monitors_v2, &credentials(test), timeouts(30));
+        std::mem::forget(connected.unwrap());
+    }
+    let _ = TEST.set(TestCluster::shared().expect("the test below has it"));
+    Libraries::load().unwrap();
+    // Handlers run in the reverse order: this one after all that connecting registers.
+    // SAFETY: the handler is there as long as the process.
+    assert_eq!(unsafe { libc::atexit(connect) }, 0);
+    connect();
+}
+
+#[test]
+#[allow(clippy::disallowed_methods, reason = "not the product's child")]
+fn a_process_may_end_while_it_connects() {
+    let Some(_test) = TestCluster::shared() else {
+        return;
+    };
+    let ended = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "--nocapture"])
+        .arg("ceph::rados::tests::connects_and_ends")
+        .output()
+        .unwrap();
+    assert!(ended.status.success(), "{ended:?}");
 }

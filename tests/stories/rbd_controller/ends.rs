@@ -1,0 +1,130 @@
+//! Processes that have librados loaded end by what they were told, however many
+//! threads of it are amid something: no handler of librados or OpenSSL takes away at
+//! exit what those still use.
+
+use std::{
+    env,
+    io::Write as _,
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use futures_util::future::join3;
+
+use super::{CEPH, Ceph};
+use crate::harness::{Controller, Dice, MIB, story};
+
+/// How often each process ends; `ENDS` makes it more.
+fn ends() -> usize {
+    env::var("ENDS").map_or(10, |ends| ends.parse().expect("a number"))
+}
+
+/// Keeps the machine's CPUs busy until it is dropped.
+struct Load(Vec<Child>);
+
+impl Load {
+    fn new() -> Self {
+        let busy = || {
+            Command::new("setpriv")
+                .args([
+                    "--pdeathsig",
+                    "KILL",
+                    "--",
+                    "sh",
+                    "-c",
+                    "while :; do :; done",
+                ])
+                .spawn()
+                .expect("setpriv of util-linux")
+        };
+        Self((0..4).map(|_| busy()).collect())
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// It is told to amid its first connections: its own, for the trash, and those that
+/// calls need, by both versions of the protocol.
+#[test]
+fn a_controller_ends_well_whatever_its_connections_do() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        ceph.configure(&[
+            (CEPH, &ceph.cluster.monitors),
+            ("second", &ceph.cluster.monitors_v2),
+        ]);
+        let mut setup = ceph.setup(sandbox);
+        setup.args.extend(ceph.own_secret(sandbox));
+        let own_volumes = ["--instance-id".to_owned(), ceph.pool.clone()];
+        setup.args.extend(own_volumes);
+        let controller = Controller::start_with(sandbox, setup).await;
+        let mut dice = Dice::new();
+        let _load = Load::new();
+        let create = |cluster: &str| {
+            let mut request = ceph.claim(&format!("of {cluster}"), MIB);
+            let parameters = &mut request.parameters;
+            parameters.insert("clusterID".to_owned(), cluster.to_owned());
+            controller.create(request)
+        };
+        for end in 0..ends() {
+            let told = async {
+                tokio::time::sleep(Duration::from_millis(dice.below(200) as u64)).await;
+                controller.terminate();
+            };
+            // They are refused where they come too late.
+            let _ = join3(create(CEPH), create("second"), told).await;
+            let status = controller.ended().await;
+            assert!(status.success(), "end {end}: {status}");
+            controller.start().await;
+        }
+        for cluster in [CEPH, "second"] {
+            create(cluster).await.unwrap();
+        }
+    });
+}
+
+/// The child of the process that keeps rbd-nbd, which enters its clients for fencing.
+#[test]
+fn the_child_that_enters_a_client_ends_well() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let lineage =
+            serde_json::json!({"since": uuid::Uuid::new_v4(), "or": null, "is_new": true});
+        let fencing = serde_json::json!({"node_id": "n", "volume": uuid::Uuid::new_v4()});
+        let order = serde_json::json!({
+            "image": {"cluster_id": CEPH, "pool": ceph.pool, "name": "any"},
+            "monitors": ceph.cluster.monitors_v2,
+            "user": ceph.cluster.user,
+            "fencing": fencing,
+            "lineage": lineage,
+            "step": "Looks",
+        });
+        let _load = Load::new();
+        for end in 0..ends() {
+            let mut child = Command::new(env!("CARGO_BIN_EXE_uring-csi-holder"))
+                .arg("enter")
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .expect("a program of ours");
+            let mut input = child.stdin.take().expect("a pipe");
+            write!(input, "{order}\n{}", ceph.cluster.key).expect("a reader");
+            drop(input);
+            let ended = child.wait_with_output().expect("its output");
+            assert!(ended.status.success(), "end {end}: {}", ended.status);
+            let said = String::from_utf8_lossy(&ended.stdout);
+            assert_eq!(said, "\"Unpublished\"\n", "end {end}");
+        }
+    });
+}
