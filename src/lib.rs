@@ -46,4 +46,6 @@ pub mod volume;
 
 pub use chain::chain;
 pub(crate) use crash::crash_point;
+#[cfg(feature = "node")]
+pub(crate) use crash::hold_point;
 pub use done::Done;

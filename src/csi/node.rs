@@ -215,12 +215,14 @@ impl NodeService {
     async fn stats(
         &self,
         request: NodeGetVolumeStatsRequest,
+        patience: Duration,
     ) -> Result<NodeGetVolumeStatsResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
-        let usage = self
-            .ask(move |node| node.stats(&request.volume_id, &clean(&request.volume_path)))
-            .await?;
+        let path = clean(&request.volume_path);
+        let ask = move |node: Rc<Node>| node.stats(request.volume_id, path, patience);
+        let usage = self.heart.run(ask).await.ok_or_else(going_down)?;
+        let usage = usage.map_err(|error| Status::from(&*error))?;
         Ok(NodeGetVolumeStatsResponse {
             usage: match usage {
                 Usage::Block(total) => vec![VolumeUsage {
@@ -242,7 +244,9 @@ impl NodeService {
     ) -> Result<NodeGetVolumeHealthResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         let volume_id = request.volume_id.clone();
-        let found = self.ask(move |node| node.health(&volume_id)).await?;
+        let ask = move |node: Rc<Node>| node.health(volume_id);
+        let found = self.heart.run(ask).await.ok_or_else(going_down)?;
+        let found = found.map_err(|error| Status::from(&error))?;
         Ok(NodeGetVolumeHealthResponse {
             volume_health: Some(VolumeHealth {
                 volume_id: request.volume_id,

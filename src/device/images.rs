@@ -22,6 +22,7 @@ use crate::{
     pool::{
         self, Pool, PoolError, Pools, Scope,
         claim::{self, Claim},
+        handle::VolumeHandle,
         making,
     },
 };
@@ -112,9 +113,15 @@ pub struct Images {
 }
 
 impl Images {
-    /// What this node claimed for the volume, where that is attached.
+    /// What this node claimed for the volume, where that is attached. A handle of
+    /// ours names its pool: no other is asked, which may not answer.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
-        for pool in self.pools.iter() {
+        let handle = volume_id.parse::<VolumeHandle>().ok();
+        let may_have_it = |pool: &&Pool| {
+            let of_handle = handle.as_ref().map(VolumeHandle::pool);
+            of_handle.is_none_or(|name| name == pool.name)
+        };
+        for pool in self.pools.iter().filter(may_have_it) {
             for image in claim::claimed_by(pool, &self.node_id)? {
                 let source = ImageSource::new(&pool.name, &image);
                 let bound = self.bind(&source);

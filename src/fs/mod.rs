@@ -16,6 +16,7 @@ pub mod grow;
 pub mod mkfs;
 #[cfg(feature = "node")]
 pub mod probe;
+pub mod statfs;
 
 /// A file system that volumes may carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -1,5 +1,7 @@
-//! What is at a place: one statx(2) and, for a mount, one fstatfs(2), on the same
-//! descriptor. Neither asks the device, so neither hangs with it.
+//! What is at a place: one statx(2) and, for a mount, one statmount(2). Neither
+//! asks the file system's device, so neither hangs with it. Kernels before 6.8 have
+//! no statmount; there fstatfs(2) tells whether a mount is read-only, which of some
+//! file systems may wait ([`crate::fs::statfs`]).
 //!
 //! A mount is known by `STATX_ATTR_MOUNT_ROOT` (Linux 5.8), not by comparing
 //! devices: a bind mount within one file system has its parent's.
@@ -22,7 +24,10 @@ use rustix::{
 };
 
 use super::table;
-use crate::kernel::Dev;
+use crate::kernel::{
+    Dev,
+    mounts::{StatMount, wants},
+};
 
 /// What is at a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,16 +121,16 @@ impl Look {
             minor: stat.stx_rdev_minor,
         });
         if stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
-            let flags = fstatvfs(at)?.f_flag;
+            let id = MountId::of(&stat)?;
             return Ok(Self::Mount(Mounted {
-                id: MountId::of(&stat)?,
+                id,
                 dev: Dev {
                     major: stat.stx_dev_major,
                     minor: stat.stx_dev_minor,
                 },
                 rdev,
                 directory: kind == FileType::Directory,
-                read_only: flags.contains(StatVfsMountFlags::RDONLY),
+                read_only: id.is_read_only(at)?,
                 shut_down: false,
             }));
         }
@@ -164,6 +169,18 @@ impl MountId {
         u32::try_from(stat.stx_mnt_id)
             .map(Self::Classic)
             .map_err(|_| io::Error::other("statx gave a mount id of more than 32 bits"))
+    }
+
+    /// Whether nothing can be written, by this mount, in which `at` is, or by its
+    /// superblock.
+    fn is_read_only(self, at: BorrowedFd<'_>) -> io::Result<bool> {
+        if let Self::Unique(id) = self
+            && let Ok(told) = StatMount::read(id, wants::SB_BASIC | wants::MNT_BASIC)
+        {
+            return Ok(told.read_only());
+        }
+        let flags = fstatvfs(at)?.f_flag;
+        Ok(flags.contains(StatVfsMountFlags::RDONLY))
     }
 
     /// The mount that `at` is in, root of it or not.

@@ -41,7 +41,7 @@ const LARGEST_FILE: u64 = 64 << 10;
 
 /// The directories below which we mount.
 #[derive(Clone, Debug)]
-pub struct Roots(Vec<Root>);
+pub struct Roots(Arc<[Root]>);
 
 #[derive(Clone, Debug)]
 struct Root {

@@ -6,6 +6,7 @@ use super::{
     Error, Node, Outcome, mounted,
     record::Phase,
     spec::{Expand, Use},
+    stats,
     task::{Progress, Volume},
 };
 use crate::device::sysfs;
@@ -29,7 +30,9 @@ pub async fn expand(
     // Nothing is mounted where a raw block volume is staged.
     let staged_there = record.usage == Use::Block
         && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path);
-    if !staged_there && !node.is_at(volume, &spec.volume_path) {
+    let (roots, of, path) = (node.roots.clone(), record.clone(), spec.volume_path.clone());
+    let looks = move || stats::usage(&roots, &of, &path).is_ok();
+    if !staged_there && !node.lane(volume, progress, "look", looks).await {
         return Err(not_there(format!(
             "it is not at {}",
             spec.volume_path.display()

@@ -2,7 +2,7 @@
 //! touching its device: an empty list is a healthy volume. And what is wrong
 //! with the agent itself.
 
-use std::time::Duration;
+use std::{rc::Rc, time::Duration};
 
 use super::{
     Error, Node,
@@ -52,13 +52,13 @@ fn condition(severity: Severity, reason: &'static str, message: String) -> Condi
 
 impl Node {
     /// `NodeGetVolumeHealth`.
-    pub fn health(&self, volume_id: &str) -> Result<Vec<Condition>, Error> {
-        let volume = self.known(volume_id).ok_or_else(|| Error::NotFound {
-            volume: volume_id.to_owned(),
+    pub async fn health(self: Rc<Self>, volume_id: String) -> Result<Vec<Condition>, Error> {
+        let volume = self.known(&volume_id).ok_or_else(|| Error::NotFound {
+            volume: volume_id.clone(),
             what: "this node does not hold it".to_owned(),
         })?;
         let mut found = Vec::new();
-        if let Some(under_way) = volume.under_way(self)
+        if let Some(under_way) = volume.under_way(&self)
             && under_way.age > STUCK_AFTER
         {
             found.push(condition(
@@ -78,7 +78,16 @@ impl Node {
             && let Some(device) = &record.device
         {
             self.check_device(&record, device, &mut found);
-            if let Use::Mount { .. } = record.usage {
+            if !self.answers(&volume, &record).await {
+                found.push(condition(
+                    Severity::Inaccessible,
+                    "FileSystemStuck",
+                    format!(
+                        "the file system at {} waits for its device",
+                        record.mount_point().display()
+                    ),
+                ));
+            } else if let Use::Mount { .. } = record.usage {
                 self.check_mount(&volume, &record, device, &mut found);
             }
         }

@@ -200,20 +200,20 @@ impl Node {
         Ok((source, self.config.staging_dir.join(name)))
     }
 
-    fn place(&self, field: &'static str, path: &Path) -> Result<Place, Error> {
-        let place = self.roots.place(&path.to_string_lossy());
-        place.map_err(|source| Error::Path { field, source })
-    }
-
     /// Where a volume is staged.
     fn staging(&self, path: &Path) -> Result<Place, Error> {
-        self.place(STAGING, path)
+        place(&self.roots, STAGING, path)
     }
 
     /// Where a volume is published.
     fn target(&self, path: &Path) -> Result<Place, Error> {
-        self.place(TARGET, path)
+        place(&self.roots, TARGET, path)
     }
+}
+
+fn place(roots: &Roots, field: &'static str, path: &Path) -> Result<Place, Error> {
+    let place = roots.place(&path.to_string_lossy());
+    place.map_err(|source| Error::Path { field, source })
 }
 
 /// The request's field of a staging path.

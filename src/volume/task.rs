@@ -22,7 +22,7 @@ use futures_util::{FutureExt as _, future::Shared};
 use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
-use super::{Error, Node, record::Held, spec::Call};
+use super::{Error, Node, record::Held, spec::Call, stats::Asked};
 use crate::{crash_point, observe::metrics, ring};
 
 /// What a successful call reports back.
@@ -46,6 +46,8 @@ pub struct Volume {
     pub id: String,
     /// What we hold of it.
     pub held: RefCell<Option<Held>>,
+    /// What is asked of its file system.
+    pub asked: Asked,
     running: RefCell<Option<Running>>,
 }
 
@@ -175,6 +177,7 @@ impl Volume {
         Self {
             id: id.to_owned(),
             held: RefCell::default(),
+            asked: Asked::default(),
             running: RefCell::default(),
         }
     }

@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
+use sha2::{Digest as _, Sha256};
 use tonic::{Code, Status};
 
-use crate::harness::{Content, MIB, Node, Sandbox, StuckFile, Volume, eventually, story};
+use crate::harness::{
+    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, hex, refused, story,
+};
 
 /// Tells of a node with a volume over a file that can be made to hang, and looks
 /// that nothing is left of both. Where no such file can be, nothing is told.
@@ -152,5 +155,80 @@ fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
             .await;
         node.until_ok("unstaged", async || node.unstage(volume).await)
             .await;
+    });
+}
+
+#[test]
+fn a_statfs_that_waits_holds_up_its_own_volume() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        // With such options statfs may read quotas from the device.
+        let [known, unknown] = ["known", "unknown"].map(|name| {
+            let volume = sandbox.volume(name, "ext4").flags(&["usrquota"]);
+            (node.hold("statfs", name), volume)
+        });
+        let mut targets = Vec::new();
+        for (_, volume) in [&known, &unknown] {
+            targets.push(node.up(volume, "pod").await);
+        }
+        drop(known.0);
+        let before = node.stats(&known.1, &targets[0]).await.unwrap();
+        let held = node.hold("statfs", "known");
+        // The last answer, where there is one.
+        assert_eq!(node.stats(&known.1, &targets[0]).await.unwrap(), before);
+        let (first, retry) = tokio::join!(
+            node.stats(&unknown.1, &targets[1]),
+            node.stats(&unknown.1, &targets[1])
+        );
+        for answer in [first, retry] {
+            refused(answer, Code::Unavailable, &["unknown", "waits"]);
+        }
+        let health = node.health(&unknown.1, &targets[1]).await.unwrap();
+        assert_eq!(health[0].reason, "FileSystemStuck", "{health:?}");
+        another_lives(&node, sandbox, "other").await;
+        assert_eq!(node.probe().await, Some(true));
+
+        drop((held, unknown.0));
+        let asked = async || node.stats(&unknown.1, &targets[1]).await.map(drop);
+        node.until_ok("stats", asked).await;
+        let health = node.health(&unknown.1, &targets[1]).await.unwrap();
+        assert_eq!(health, []);
+        for volume in [&known.1, &unknown.1] {
+            node.until_ok("down", async || {
+                node.unpublish(volume, "pod").await?;
+                node.unstage(volume).await
+            })
+            .await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_pool_that_hangs_keeps_no_volume_of_another_pool() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let dead = sandbox.pool("dead");
+        let mut setup = NodeSetup::new(sandbox);
+        setup.pools.push(format!("dead={},shared", dead.display()));
+        let node = Node::start_with(sandbox, setup).await;
+        let mut volume = sandbox.volume("v", "block");
+        volume.handle = "vol.shared.main.01234567-89ab-4cde-8f01-23456789abcd".to_owned();
+        node.stage(&volume).await.unwrap();
+        node.restart_without_records().await;
+        // What this node claims in the other pool.
+        let claims = dead.join(".uring-csi/claims/other.img");
+        std::fs::create_dir_all(&claims).unwrap();
+        let hash = &hex(&Sha256::digest("node-a"))[..12];
+        let claim = StuckFile::new(&claims.join(format!("{hash}.json")), 4096);
+        claim.stop_all();
+        node.timeout.set(Duration::from_secs(20));
+        node.unstage(&volume).await.expect("it is of another pool");
+        claim.go_on();
+        claim.remove();
+        std::fs::remove_dir_all(dead.join(".uring-csi")).unwrap();
+        node.assert_clean().await;
     });
 }

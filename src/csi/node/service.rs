@@ -83,7 +83,7 @@ impl node_server::Node for NodeService {
         request: Request<NodeGetVolumeStatsRequest>,
     ) -> Result<Response<NodeGetVolumeStatsResponse>, Status> {
         Of("NodeGetVolumeStats", request, |it| &it.volume_id)
-            .answer(|request, _| self.stats(request))
+            .answer(|request, patience| self.stats(request, patience))
             .await
     }
 

@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    fs::{CWD, FileType, Mode, mknodat},
+    process::{Pid, Signal, kill_process},
+};
 use tonic::transport::Channel;
 use uring_csi::{
     csi::serve::Endpoint,
@@ -152,6 +155,7 @@ impl Agent {
             .args(self.through)
             .arg(self.program)
             .args(&self.args)
+            .env("HOLD_AT", self.holds())
             .envs(environment.iter().cloned())
             .stdin(Stdio::null())
             .stdout(stdout)
@@ -163,6 +167,19 @@ impl Agent {
             "{} runs already",
             self.program
         );
+    }
+
+    /// Holds up the agent wherever it comes to this step of this volume (see
+    /// `hold_point`), until what is returned is dropped.
+    pub fn hold(&self, step: &str, volume_id: &str) -> HeldUp {
+        let fifo = self.holds().join(format!("{step}-{volume_id}"));
+        fs::create_dir_all(self.holds()).expect("a directory");
+        mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a FIFO");
+        HeldUp(fifo)
+    }
+
+    fn holds(&self) -> PathBuf {
+        self.log.with_extension("holds")
     }
 
     /// Starts the process and waits until it says that it is ready.
@@ -258,6 +275,18 @@ impl Agent {
     fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw);
         kill_process(pid.expect("a process id"), signal).expect("a signal");
+    }
+}
+
+/// Where an agent is held up.
+pub struct HeldUp(PathBuf);
+
+impl Drop for HeldUp {
+    fn drop(&mut self) {
+        // Whoever waits for a writer goes on, and nobody comes after it.
+        let writer = fs::File::options().read(true).write(true).open(&self.0);
+        let _ = fs::remove_file(&self.0);
+        drop(writer);
     }
 }
 
