@@ -3,8 +3,8 @@
 
 Builds each kustomization (by kubectl or kustomize) and checks what the API
 server would not notice before a pod fails: mounts of volumes that are not
-there, mounts that would keep a volume busy, what a program needs of its host,
-secrets that nobody may read, roles and accounts that nothing defines, images
+there, mounts that would keep a volume busy, what a program needs of its host and
+what it may not have (docs/security.md), secrets that nobody may read, roles and accounts that nothing defines, images
 without a tag, classes of another driver, and flags and variables that our binaries
 don't have (where they are built: BIN_DIR, by default target/debug).
 """
@@ -40,9 +40,8 @@ OVERLAYS = [
     ("examples/takeover-overlay", []),
 ]
 # What programs need of their host, which only a volume would tell: fields of the pod,
-# and directories, which are to have the host's own paths. Who is named here needs
-# devices and capabilities (src/kernel/privileges.rs), so to be privileged, too.
-# Neither needs hostIPC: cryptsetup does without udevd, and so without semaphores.
+# and directories, which are to have the host's own paths. Neither agent needs hostIPC:
+# cryptsetup does without udevd, and so without semaphores.
 NEEDS = {
     "uring-csi-node": (
         # Sockets to NBD servers, and krbd's, are of the namespace they were made in.
@@ -52,6 +51,11 @@ NEEDS = {
     "uring-csi-holder": (["hostNetwork", "hostPID"], ["/dev", "/sys"]),
     "modprobe": ([], ["/lib/modules"]),
 }
+# Who needs devices and capabilities (src/kernel/privileges.rs). All others drop what a
+# container has, but for these.
+PRIVILEGED = ["uring-csi-node", "uring-csi-holder"]
+CAPABILITIES = {"modprobe": ["SYS_MODULE"]}
+TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 problems = []
 
 
@@ -114,8 +118,39 @@ def check_needs(name, program, spec, container):
     for path in needed:
         if mounts.get(path) != path:
             problem(name, f"{program} needs the host's {path} at the same path")
-    if needed and not container.get("securityContext", {}).get("privileged"):
+    if program in PRIVILEGED and not container.get("securityContext", {}).get("privileged"):
         problem(name, f"{program} must be privileged")
+
+
+def check_privileges(name, program, spec, container):
+    context = container.get("securityContext", {})
+    if not context.get("readOnlyRootFilesystem"):
+        problem(name, "has a root file system that can be written to")
+    if context.get("privileged"):
+        if program not in PRIVILEGED:
+            problem(name, f"{program} must not be privileged")
+        tokens = {
+            volume["name"]
+            for volume in spec.get("volumes", [])
+            for source in volume.get("projected", {}).get("sources", [])
+            if "serviceAccountToken" in source
+        }
+        mounts = container.get("volumeMounts", [])
+        if (
+            spec.get("automountServiceAccountToken") is not False
+            or any(mount["name"] in tokens or mount["mountPath"] == TOKEN for mount in mounts)
+        ):
+            problem(name, "is privileged and has a token of its service account")
+        return
+    capabilities = context.get("capabilities", {})
+    if capabilities.get("drop") != ["ALL"]:
+        problem(name, "does not drop all capabilities")
+    if capabilities.get("add", []) != CAPABILITIES.get(program, []):
+        problem(name, f"must not add the capabilities {capabilities.get('add', [])}")
+    if context.get("allowPrivilegeEscalation") is not False:
+        problem(name, "may escalate its privileges")
+    if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        problem(name, "has not the runtime's seccomp profile")
 
 
 def check_pod(where, template):
@@ -132,6 +167,7 @@ def check_pod(where, template):
         program = container["image"].rsplit("/", 1)[-1].split(":")[0]
         program = container.get("command", [program])[0]
         check_needs(name, program, spec, container)
+        check_privileges(name, program, spec, container)
         known = flags_of(program) if program.startswith("uring-csi") else None
         for arg in container.get("args", []):
             if known is not None and arg.split("=")[0] not in known:

@@ -22,6 +22,7 @@ mod nbd_pool;
 mod node_rules;
 mod nodes;
 mod operator;
+mod privileges;
 mod rbd;
 mod rbd_controller;
 mod repeats;

@@ -33,6 +33,19 @@ pub struct Agent {
     process: RefCell<Option<Child>>,
 }
 
+/// What an agent runs on.
+#[derive(Clone, Copy, Debug)]
+pub enum Machine {
+    /// That of the rest of the story.
+    Usual,
+    /// One of its own: it sees no RBD devices of the kernel's.
+    Another,
+    /// It has none of Ceph's libraries.
+    WithoutLibrbd,
+    /// Nothing is written to its root but where the manifests mount something.
+    ReadOnlyRoot,
+}
+
 /// A machine of its own, as far as the kernel's RBD devices are concerned.
 const ANOTHER_MACHINE: &[&str] = &[
     "unshare",
@@ -55,6 +68,18 @@ const WITHOUT_LIBRBD: &[&str] = &[
     "sh",
 ];
 
+/// As in the manifests: a root that nothing is written to. Encryption has its own
+/// directory for locks.
+const ON_READ_ONLY_ROOT: &[&str] = &[
+    "unshare",
+    "--mount",
+    "--propagation=unchanged",
+    "sh",
+    "-c",
+    "mkdir -p /run/cryptsetup && mount -t tmpfs none /run/cryptsetup && mount -o remount,bind,ro / && exec \"$@\"",
+    "sh",
+];
+
 impl Agent {
     /// Not started yet. What it prints goes to `log`.
     pub fn new(program: &'static str, socket: &Path, log: PathBuf, args: Vec<String>) -> Self {
@@ -71,14 +96,14 @@ impl Agent {
         }
     }
 
-    /// As if it ran on another machine: it sees no RBD devices of the kernel's.
-    pub fn elsewhere(&mut self) {
-        self.through = ANOTHER_MACHINE;
-    }
-
-    /// As if its machine had none of Ceph's libraries.
-    pub fn without_librbd(&mut self) {
-        self.through = WITHOUT_LIBRBD;
+    /// As if it ran on such a machine.
+    pub fn on(&mut self, machine: Machine) {
+        self.through = match machine {
+            Machine::Usual => &[],
+            Machine::Another => ANOTHER_MACHINE,
+            Machine::WithoutLibrbd => WITHOUT_LIBRBD,
+            Machine::ReadOnlyRoot => ON_READ_ONLY_ROOT,
+        };
     }
 
     /// Nobody reads what it logs, until [`Agent::take_logged`].

@@ -18,7 +18,7 @@ use uring_csi::proto::csi::{
 };
 
 use super::{
-    Agent, Sandbox, Volume,
+    Agent, Machine, Sandbox, Volume,
     agent::{CALL_TIMEOUT, request},
     controller::range,
     disk::hex,
@@ -36,10 +36,7 @@ pub struct NodeSetup {
     pub pools: Vec<String>,
     /// Kubelet's directory and the run directory are reached through symlinks.
     pub symlinked: bool,
-    /// It stands for another machine than the rest of the story: [`Agent::elsewhere`].
-    pub elsewhere: bool,
-    /// Its machine has none of Ceph's libraries: [`Agent::without_librbd`].
-    pub without_librbd: bool,
+    pub machine: Machine,
     /// More arguments.
     pub args: Vec<String>,
 }
@@ -51,8 +48,7 @@ impl NodeSetup {
             node_id: "node-a",
             pools: vec![format!("main={},shared", sandbox.pool("main").display())],
             symlinked: false,
-            elsewhere: false,
-            without_librbd: false,
+            machine: Machine::Usual,
             args: Vec::new(),
         }
     }
@@ -133,12 +129,7 @@ impl Node {
             sandbox.dir().join(format!("{name}.log")),
             args,
         );
-        if setup.elsewhere {
-            agent.elsewhere();
-        }
-        if setup.without_librbd {
-            agent.without_librbd();
-        }
+        agent.on(setup.machine);
         Self {
             agent,
             root: sandbox.dir().to_owned(),

@@ -3,13 +3,13 @@
 use tonic::Code::{FailedPrecondition, Unavailable};
 
 use super::{encrypted, whole_life};
-use crate::harness::{MIB, Node, ceph_story, mappings_of, rbds_of, refused};
+use crate::harness::{MIB, Machine, Node, ceph_story, mappings_of, rbds_of, refused};
 
 #[test]
 fn plain_volumes_need_no_library() {
     ceph_story(async |sandbox, ceph| {
         let mut setup = ceph.setup(sandbox);
-        setup.without_librbd = true;
+        setup.machine = Machine::WithoutLibrbd;
         let node = Node::start_with(sandbox, setup).await;
         for kind in ["ext4", "block"] {
             whole_life(&node, &ceph.volume(kind)).await;
@@ -38,7 +38,7 @@ fn plain_volumes_need_no_library() {
 fn what_needs_the_library_is_refused() {
     ceph_story(async |sandbox, ceph| {
         let mut setup = encrypted::setup(sandbox, ceph);
-        setup.without_librbd = true;
+        setup.machine = Machine::WithoutLibrbd;
         let node = Node::start_with(sandbox, setup).await;
         let sealed = encrypted::sealed(ceph, encrypted::volume(ceph, "ext4"));
         refused(node.stage(&sealed).await, FailedPrecondition, &["librbd1"]);

@@ -15,8 +15,8 @@ use std::{
 use tonic::Code::Unavailable;
 
 use crate::harness::{
-    Ceph, Content, Controller, ControllerSetup, Holder, KINDS, MIB, Node, NodeSetup, Sandbox,
-    Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, refused, run,
+    Ceph, Content, Controller, ControllerSetup, Holder, KINDS, MIB, Machine, Node, NodeSetup,
+    Sandbox, Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, refused, run,
 };
 
 struct Fencing<'a> {
@@ -120,7 +120,7 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
         let holder = Holder::start(sandbox).await;
         let setup = NodeSetup {
             node_id: "node-b",
-            elsewhere: true,
+            machine: Machine::Another,
             ..ceph.setup(sandbox)
         };
         let socket = holder.socket().display().to_string();

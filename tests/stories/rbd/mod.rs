@@ -3,7 +3,7 @@
 //! no RBD driver, nothing is told.
 
 mod bare;
-mod encrypted;
+pub mod encrypted;
 mod fenced;
 mod growth;
 mod halves;

@@ -9,7 +9,7 @@ use super::{
     whole_life,
 };
 use crate::harness::{
-    Ceph, Holder, KINDS, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused,
+    Ceph, Holder, KINDS, Machine, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused,
 };
 
 fn with_secret(volume: &Volume, name: &str, value: &str) -> Volume {
@@ -66,10 +66,13 @@ fn rbd_nbd_is_refused_in_the_same_words() {
     ceph_story(async |sandbox, ceph| {
         let holder = Holder::start(sandbox).await;
         // The agent itself asks the cluster before a map, or rbd-nbd alone does.
-        for (without_librbd, node_id) in [(false, "node-a"), (true, "node-b")] {
+        for (machine, node_id) in [
+            (Machine::Usual, "node-a"),
+            (Machine::WithoutLibrbd, "node-b"),
+        ] {
             let setup = NodeSetup {
                 node_id,
-                without_librbd,
+                machine,
                 ..ceph.setup(sandbox)
             };
             let socket = holder.socket().display().to_string();

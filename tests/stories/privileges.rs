@@ -1,0 +1,214 @@
+//! What the agents, and the programs that they run, may not do: tried by such a
+//! program, under the capabilities and the filter of a running agent.
+
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    ptr,
+};
+
+use crate::{
+    harness::{Holder, Machine, Node, NodeSetup, ceph_story, kernel_has_nbd, run, story},
+    rbd::encrypted,
+};
+
+/// Where agents look for programs first.
+const FIRST: &str = "/usr/local/sbin";
+/// Tells [`a_child_of_an_agent_tries`] where to write what came of it.
+const TRIES: &str = "TRIES_WRITTEN_TO";
+
+/// As in docs/security.md, by number (include/uapi/linux/capability.h): chown,
+/// `dac_override`, `dac_read_search`, fowner, fsetid, `net_admin`, `sys_ptrace`,
+/// `sys_admin`, `sys_resource`, mknod.
+const OF_THE_NODE: [u32; 10] = [0, 1, 2, 3, 4, 12, 19, 21, 24, 27];
+/// `dac_override`, `net_admin`, `ipc_lock`, `sys_admin`, `sys_resource`.
+const OF_THE_HOLDER: [u32; 5] = [1, 12, 14, 21, 24];
+
+/// What procfs says of a process, or of a thread: `/proc/…/status`.
+fn assert_confined(status: &Path, kept: &[u32]) {
+    let text = fs::read_to_string(status).expect("procfs");
+    let field = |name: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(name));
+        value.expect(name).trim()
+    };
+    let kept = kept.iter().fold(0, |set, number| set | 1 << number);
+    for (set, allowed) in [
+        ("CapBnd:", kept),
+        ("CapPrm:", kept),
+        ("CapEff:", kept),
+        ("CapInh:", 0),
+        ("CapAmb:", 0),
+    ] {
+        let has = u64::from_str_radix(field(set), 16).expect("hexadecimal");
+        assert_eq!(has & !allowed, 0, "{set} {has:x} in {}", status.display());
+    }
+    assert_eq!(field("NoNewPrivs:"), "1", "{}", status.display());
+    assert_eq!(field("Seccomp:"), "2", "{}", status.display());
+}
+
+/// Every thread: both sets and filters belong to threads.
+fn assert_all_confined(pid: u32, kept: &[u32]) {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("procfs");
+    let threads: Vec<_> = threads.flatten().collect();
+    assert!(!threads.is_empty());
+    for thread in threads {
+        let status = thread.path().join("status");
+        // A lane that has ended meanwhile.
+        if status.exists() {
+            assert_confined(&status, kept);
+        }
+    }
+}
+
+#[test]
+fn the_node_agent_keeps_what_it_needs() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let _ = node.up(&volume, "pod").await;
+        assert_all_confined(node.pid(), &OF_THE_NODE);
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_holder_keeps_what_it_needs() {
+    if kernel_has_nbd() {
+        story(async |sandbox| {
+            let holder = Holder::start(sandbox).await;
+            assert_all_confined(holder.pid(), &OF_THE_HOLDER);
+        });
+    }
+}
+
+#[test]
+fn the_node_agent_writes_nothing_to_its_root() {
+    story(async |sandbox| {
+        let mut setup = NodeSetup::new(sandbox);
+        setup.machine = Machine::ReadOnlyRoot;
+        let node = Node::start_with(sandbox, setup).await;
+        for kind in ["ext4", "xfs", "btrfs", "block"] {
+            let volume = sandbox.volume(kind, kind);
+            for _ in 0..2 {
+                let _ = node.up(&volume, "pod").await;
+                node.down(&volume, "pod").await;
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_node_agent_encrypts_without_writing_to_its_root() {
+    ceph_story(async |sandbox, ceph| {
+        let mut setup = encrypted::setup(sandbox, ceph);
+        setup.machine = Machine::ReadOnlyRoot;
+        let node = Node::start_with(sandbox, setup).await;
+        let volume = encrypted::volume(ceph, "ext4");
+        for _ in 0..2 {
+            let _ = node.up(&volume, "pod").await;
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn no_program_of_the_agent_takes_the_host_over() {
+    story(async |sandbox| {
+        let written = sandbox.dir().join("tries");
+        // In place of mkfs, it tries first.
+        run(&["mount", "-t", "tmpfs", "none", FIRST]);
+        let script = format!(
+            "#!/bin/sh\ncat /proc/self/status > {written}.status\n\
+             {TRIES}={written} {test} --exact privileges::a_child_of_an_agent_tries >&2 || exit\n\
+             exec /usr/sbin/mkfs.ext4 \"$@\"\n",
+            written = written.display(),
+            test = env::current_exe().expect("this program").display(),
+        );
+        let program = Path::new(FIRST).join("mkfs.ext4");
+        fs::write(&program, script).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let _ = node.up(&volume, "pod").await;
+        assert_confined(&written.with_extension("status"), &OF_THE_NODE);
+        let allowed = fs::read_to_string(&written).expect("what it wrote");
+        assert_eq!(allowed, "", "these were not refused");
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+/// Each of what must fail, with arguments that would do no harm if it did not.
+#[test]
+fn a_child_of_an_agent_tries() {
+    let Some(written) = env::var_os(TRIES) else {
+        return;
+    };
+    let null = ptr::null::<u8>() as i64;
+    // Of several arguments that are wrong one is enough: who may not call at all is
+    // told so first.
+    let tries = [
+        ("init_module", libc::SYS_init_module, [null, 0, null]),
+        ("finit_module", libc::SYS_finit_module, [-1, null, 0]),
+        ("delete_module", libc::SYS_delete_module, [null, 0, 0]),
+        ("kexec_load", libc::SYS_kexec_load, [0, 1 << 20, null]),
+        ("kexec_file_load", libc::SYS_kexec_file_load, [-1, -1, 0]),
+        ("reboot", libc::SYS_reboot, [0, 0, 0]),
+        ("swapon", libc::SYS_swapon, [null, 0, 0]),
+        ("swapoff", libc::SYS_swapoff, [null, 0, 0]),
+        ("ptrace", libc::SYS_ptrace, [-1, 0, null]),
+        ("process_vm_readv", libc::SYS_process_vm_readv, [1, null, 0]),
+        (
+            "process_vm_writev",
+            libc::SYS_process_vm_writev,
+            [1, null, 0],
+        ),
+        ("pidfd_getfd", libc::SYS_pidfd_getfd, [-1, 0, 0]),
+        ("kcmp", libc::SYS_kcmp, [1, 1, -1]),
+        (
+            "open_by_handle_at",
+            libc::SYS_open_by_handle_at,
+            [-1, null, 0],
+        ),
+        ("bpf", libc::SYS_bpf, [-1, null, 0]),
+        ("perf_event_open", libc::SYS_perf_event_open, [null, 0, -1]),
+        ("setns", libc::SYS_setns, [-1, 0, 0]),
+        ("pivot_root", libc::SYS_pivot_root, [null, null, 0]),
+        ("chroot", libc::SYS_chroot, [null, 0, 0]),
+        ("settimeofday", libc::SYS_settimeofday, [null, null, 0]),
+        ("clock_settime", libc::SYS_clock_settime, [0, null, 0]),
+        ("adjtimex", libc::SYS_adjtimex, [null, 0, 0]),
+        ("clock_adjtime", libc::SYS_clock_adjtime, [0, null, 0]),
+        ("sethostname", libc::SYS_sethostname, [null, -1, 0]),
+        ("setdomainname", libc::SYS_setdomainname, [null, -1, 0]),
+        ("syslog", libc::SYS_syslog, [3, null, 0]),
+        ("fanotify_init", libc::SYS_fanotify_init, [-1, 0, 0]),
+        ("acct", libc::SYS_acct, [1, 0, 0]),
+        ("quotactl", libc::SYS_quotactl, [-1, null, 0]),
+        ("userfaultfd", libc::SYS_userfaultfd, [-1, 0, 0]),
+    ];
+    let mut allowed = BTreeSet::new();
+    for (name, number, [a, b, c]) in tries {
+        // SAFETY: every pointer is null or no address; of what is allowed after all
+        // the kernel refuses the arguments.
+        let answer = unsafe { libc::syscall(number, a, b, c, 0, 0) };
+        let error = std::io::Error::last_os_error();
+        if answer != -1 || error.raw_os_error() != Some(libc::EPERM) {
+            allowed.insert(format!("{name}: {answer}, {error}\n"));
+        }
+    }
+    // The machine's memory and ports.
+    for path in ["/dev/mem", "/dev/port"] {
+        if fs::exists(path).unwrap_or(false) && fs::File::open(path).is_ok() {
+            allowed.insert(format!("{path} was opened\n"));
+        }
+    }
+    let written = PathBuf::from(written);
+    fs::write(written, allowed.into_iter().collect::<String>()).expect("a file");
+}
