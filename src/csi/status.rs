@@ -116,6 +116,7 @@ fn of_device(error: &DeviceError) -> Code {
         | DeviceError::Loop(_)
         | DeviceError::Nbd(_)
         | DeviceError::Note(_)
+        | DeviceError::Changed { .. }
         | DeviceError::Io { .. } => Code::Unavailable,
         DeviceError::Extend { source, .. } => match source.kind() {
             std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {

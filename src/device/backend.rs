@@ -21,6 +21,7 @@ use super::{
     luks, nbd,
     notes::MkfsNote,
     rbd::{self, Identity},
+    sysfs,
 };
 use crate::{
     Done,
@@ -44,19 +45,30 @@ pub struct Device {
     pub behind: Behind,
     /// Attached read-only.
     pub read_only: bool,
+    /// Of a loop device, the sequence number that it has for as long as the same file
+    /// is behind it ([`sysfs::diskseq`]). None of other devices, on kernels before
+    /// 5.15, and in the records of earlier releases.
+    #[serde(default)]
+    pub diskseq: Option<u64>,
     /// The encrypted device that this one shows in the clear.
     pub encrypted: Option<luks::Node>,
 }
 
 impl Device {
-    /// Whether what has its number is still the device that was attached.
+    /// Whether what has its number is still the device that was attached. Asks sysfs,
+    /// never the device.
     pub fn is_what_it_was(&self) -> bool {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
         match &self.behind {
             Behind::Rbd(identity) => rbd::is_behind(dev, identity),
             Behind::Served(cookie) => served::Device::is_behind(dev, cookie),
             Behind::Export(export) => nbd::is_behind(dev, export),
-            Behind::Image(_) => true,
+            // Its file's inode was compared when it was attached or found; since then it
+            // has had no other file.
+            Behind::Image(_) => {
+                let same = |seq| matches!(sysfs::diskseq(dev), Ok(Some(now)) if now == seq);
+                self.diskseq.is_none_or(same)
+            }
         }
     }
 }
@@ -234,7 +246,7 @@ impl Backends {
 
     /// Keeps what keeps the device alive, after a restart.
     pub fn take_up(&self, source: &Source, device: &Device, volume_id: &str) {
-        if source.is_behind(device.dev) {
+        if source.is_still(device) {
             self.bind(source).take_up(device, volume_id);
         }
     }
@@ -242,7 +254,7 @@ impl Backends {
     /// What is wrong with the device, as far as that can be told without
     /// touching it.
     pub fn ailment(&self, source: &Source, device: &Device) -> Option<Ailment> {
-        if source.is_behind(device.dev) {
+        if source.is_still(device) {
             self.bind(source).ailment(device)
         } else {
             Some(Ailment::Detached)
@@ -313,7 +325,7 @@ impl Backends {
         device: &Device,
         volume_id: &str,
     ) -> Result<Detached, DeviceError> {
-        if source.is_behind(device.dev) {
+        if source.is_still(device) {
             image::clear_read_only_mark(device)?;
         }
         let bound = self.bind(source);

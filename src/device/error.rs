@@ -49,6 +49,14 @@ pub enum DeviceError {
         /// Who holds it.
         holders: Vec<Holder>,
     },
+    /// The device's number is another's by now, or about to be.
+    #[error(
+        "{device} is being detached, or was, by somebody else; it is left alone; stage the volume again"
+    )]
+    Changed {
+        /// The device's node.
+        device: PathBuf,
+    },
     /// The image is smaller than any device can be.
     #[error("image {image} has {bytes} bytes, too few for a block device")]
     TooSmall {

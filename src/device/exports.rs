@@ -185,6 +185,7 @@ fn device_of(device: NbdDevice, export: &Export) -> Device {
         node: device.node,
         behind: Behind::Export(export.clone()),
         read_only: device.read_only,
+        diskseq: None,
         encrypted: None,
     }
 }

@@ -31,6 +31,7 @@ pub fn attach_loop(
         node: device.node,
         behind: Behind::Image(id),
         read_only: how.read_only,
+        diskseq: device.diskseq,
         encrypted: None,
     };
     if let Some(found) = attached_to(id, &source.image, how.known.as_deref())? {
@@ -124,6 +125,7 @@ pub fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
         number,
         dev: device.dev,
         node: device.node.clone(),
+        diskseq: device.diskseq,
     })
 }
 

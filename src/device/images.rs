@@ -86,7 +86,9 @@ impl ImageSource {
         })
     }
 
-    /// Whether a file of the image's name is behind the device.
+    /// Whether a file of the image's name is behind the device. Its directory is not
+    /// compared: an agent that runs in another container than the one that attached it
+    /// sees another path. Which file it is, [`Device::is_what_it_was`] tells.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let shown = sysfs::backing_file(dev).ok();
         shown.is_some_and(|path| {
@@ -245,6 +247,7 @@ impl BoundImage<'_> {
             node: found.attached.device.node,
             behind: Behind::Image(id),
             read_only: found.attached.read_only,
+            diskseq: found.attached.device.diskseq,
             encrypted: None,
         }))
     }

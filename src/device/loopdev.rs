@@ -71,6 +71,9 @@ pub struct LoopDevice {
     pub dev: Dev,
     /// `/dev/loop7`.
     pub node: PathBuf,
+    /// The sequence number that it has for as long as the same file is behind it,
+    /// where the kernel has such numbers ([`block::diskseq`]).
+    pub diskseq: Option<u64>,
 }
 
 impl LoopDevice {
@@ -80,6 +83,7 @@ impl LoopDevice {
             number,
             dev: block::dev_of(&format!("loop{number}"))?,
             node: node_of(number),
+            diskseq: None,
         })
     }
 
@@ -210,13 +214,15 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
     for _ in 0..TRIES {
         let number = reserved::Reserved::take(&control, least).map_err(LoopError::Control)?;
         let device = LoopDevice::of_number(number.get()).map_err(LoopError::Control)?;
-        let configured = device
-            .open(open)
-            .and_then(|file| loopctl::configure(file, image.as_fd(), &config));
+        let configured = device.open(open).and_then(|file| {
+            loopctl::configure(&file, image.as_fd(), &config)?;
+            // While it is open, nobody else gets its number.
+            block::diskseq(&file)
+        });
         match configured {
-            Ok(()) => {
+            Ok(diskseq) => {
                 crash_point();
-                return Ok(device);
+                return Ok(LoopDevice { diskseq, ..device });
             }
             Err(e) if is(&e, Errno::BUSY) || is(&e, Errno::NXIO) => least = number.get() + 1,
             Err(source) => {
@@ -320,22 +326,17 @@ fn configured(
     let mut found = Vec::new();
     for number in sysfs::numbers("loop")? {
         if backing_path(number).is_ok_and(|path| may_be_meant(&path))
-            && let Some((dev, status)) = status_of(number)?
+            && let Some((device, status)) = status_of(number)?
             && pleases(&status)
         {
-            let device = LoopDevice {
-                number,
-                dev,
-                node: node_of(number),
-            };
             found.push((device, status));
         }
     }
     Ok(found)
 }
 
-/// A loop device's number and what it backs; none where it backs nothing.
-fn status_of(number: u32) -> io::Result<Option<(Dev, loopctl::Status)>> {
+/// A loop device and what it backs; none where it backs nothing.
+fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::Status)>> {
     // Not even opened where sysfs knows better: an opener delays a detach.
     if !is_configured(number) {
         return Ok(None);
@@ -346,8 +347,13 @@ fn status_of(number: u32) -> io::Result<Option<(Dev, loopctl::Status)>> {
             OFlags::RDONLY | OFlags::CLOEXEC,
             Mode::empty(),
         )?;
-        let dev = Dev::from_raw(rustix::fs::fstat(&node)?.st_rdev);
-        Ok((dev, loopctl::status(&node)?))
+        let device = LoopDevice {
+            number,
+            dev: Dev::from_raw(rustix::fs::fstat(&node)?.st_rdev),
+            node: node_of(number),
+            diskseq: block::diskseq(&node)?,
+        };
+        Ok((device, loopctl::status(&node)?))
     };
     match look() {
         // The device knows its number, whatever its node is called.

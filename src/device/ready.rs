@@ -18,10 +18,10 @@ use rustix::{event::PollFlags, io::Errno, net::sockopt};
 use tokio::{sync::Notify, task::AbortHandle};
 
 use super::{
-    Source,
+    Device, Source,
     sysfs::{node_of, size_bytes, sysname_of},
 };
-use crate::{kernel::Dev, ring::poll};
+use crate::ring::poll;
 
 /// Bytes of events the socket holds; a thousand devices that come at once
 /// make some two megabytes of them.
@@ -180,6 +180,9 @@ fn take_events(socket: &udev::MonitorSocket, waiters: &Waiters) {
     }
 }
 
+/// Why nobody waits on.
+const ANOTHER: &str = "somebody else has detached it meanwhile; stage the volume again";
+
 /// A block device that can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ready {
@@ -189,11 +192,16 @@ pub struct Ready {
     pub bytes: u64,
 }
 
-/// Waits until the device `dev` has the source behind it, a size and a node.
-pub async fn ready(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<Ready> {
+/// Waits until the device has the source behind it, a size and a node.
+pub async fn ready(uevents: &Uevents, source: &Source, device: &Device) -> io::Result<Ready> {
+    let dev = device.dev;
     let check = || {
-        if !source.is_behind(dev) {
-            return Ok(None);
+        if !source.is_still(device) {
+            // Its file is behind it from the first: another one has come.
+            return match device.diskseq {
+                Some(_) if !device.is_what_it_was() => Err(io::Error::other(ANOTHER)),
+                _ => Ok(None),
+            };
         }
         let found = size_bytes(dev).and_then(|bytes| {
             let node = node_of(dev)?;
@@ -204,11 +212,11 @@ pub async fn ready(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<R
     uevents.wait(&sysname_of(dev)?, check).await
 }
 
-/// Waits until the device `dev` has let go of its source, as it does when its
+/// Waits until the device has let go of its source, as it does when its
 /// last opener closes it. Its number may go to another source at once.
-pub async fn gone(uevents: &Uevents, source: &Source, dev: Dev) -> io::Result<()> {
-    let check = || Ok((!source.is_behind(dev)).then_some(()));
-    uevents.wait(&sysname_of(dev)?, check).await
+pub async fn gone(uevents: &Uevents, source: &Source, device: &Device) -> io::Result<()> {
+    let check = || Ok((!source.is_still(device)).then_some(()));
+    uevents.wait(&sysname_of(device.dev)?, check).await
 }
 
 /// What is missing may come. ENODEV is of a file in sysfs whose device went

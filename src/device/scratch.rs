@@ -4,7 +4,10 @@ use std::{fs::File, path::Path};
 
 use tempfile::NamedTempFile;
 
-use super::loopdev::{self, Attached, FileId, LoopDevice, LoopOptions};
+use super::{
+    Behind, Device, Source,
+    loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
+};
 use crate::kernel::loopctl;
 
 /// Detached and deleted when dropped.
@@ -37,6 +40,24 @@ impl Scratch {
     /// The image's identity.
     pub fn id(&self) -> FileId {
         FileId::of(self.image.as_file()).unwrap()
+    }
+
+    /// The device, as that of a volume.
+    pub fn as_volume_s(&self) -> Device {
+        Device {
+            dev: self.device.dev,
+            node: self.device.node.clone(),
+            behind: Behind::Image(self.id()),
+            read_only: false,
+            diskseq: self.device.diskseq,
+            encrypted: None,
+        }
+    }
+
+    /// The image, as that of a volume.
+    pub fn source(&self) -> Source {
+        let name = self.image.path().file_name().unwrap().to_str().unwrap();
+        Source::image("p", name)
     }
 
     /// The devices over the image.

@@ -89,6 +89,13 @@ impl Source {
         }
     }
 
+    /// Whether this is what is behind the device, and it is still the device that was
+    /// attached: neither has another source got its number, nor another image of the
+    /// same name. Never waits for the device.
+    pub fn is_still(&self, device: &Device) -> bool {
+        self.is_behind(device.dev) && device.is_what_it_was()
+    }
+
     /// Whether both name the same bytes, however attached.
     pub fn is_same(&self, other: &Self) -> bool {
         match (self, other) {

@@ -72,6 +72,18 @@ pub fn is_read_only(dev: Dev) -> io::Result<bool> {
     Ok(number(dev, "ro")? != 0)
 }
 
+/// The disk's sequence number ([`crate::kernel::block::diskseq`]). None on a kernel
+/// before 5.15.
+pub fn diskseq(dev: Dev) -> io::Result<Option<u64>> {
+    match number(dev, "diskseq") {
+        // Of a device that is gone, the whole directory is missing.
+        Err(error) if error.kind() == io::ErrorKind::NotFound && directory(dev).exists() => {
+            Ok(None)
+        }
+        number => number.map(Some),
+    }
+}
+
 /// The file behind a loop device, as the kernel names it: " (deleted)" is
 /// appended when it is. `NotFound` where nothing is attached.
 pub fn backing_file(dev: Dev) -> io::Result<PathBuf> {

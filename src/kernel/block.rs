@@ -12,6 +12,7 @@ use std::{
 
 use rustix::{
     fs::{FileType, Mode, OFlags},
+    io::Errno,
     ioctl::{Getter, Opcode, Setter, ioctl, opcode},
 };
 
@@ -19,6 +20,7 @@ use super::Dev;
 
 const BLKROSET: Opcode = opcode::none(0x12, 93);
 const BLKGETSIZE64: Opcode = opcode::read::<usize>(0x12, 114);
+const BLKGETDISKSEQ: Opcode = opcode::read::<u64>(0x12, 128);
 
 /// The device's size in bytes (`BLKGETSIZE64`).
 pub fn size_bytes(device: impl AsFd) -> io::Result<u64> {
@@ -26,6 +28,18 @@ pub fn size_bytes(device: impl AsFd) -> io::Result<u64> {
     // handler stores 64 bits on every architecture).
     let size = unsafe { ioctl(device, Getter::<BLKGETSIZE64, u64>::new()) }?;
     Ok(size)
+}
+
+/// The disk's sequence number (`BLKGETDISKSEQ`, Linux 5.15), which no other disk has
+/// or had since the machine was booted: a loop device gets another whenever something
+/// is put behind it. None on an older kernel.
+pub fn diskseq(device: impl AsFd) -> io::Result<Option<u64>> {
+    // SAFETY: BLKGETDISKSEQ writes one u64.
+    match unsafe { ioctl(device, Getter::<BLKGETDISKSEQ, u64>::new()) } {
+        Ok(number) => Ok(Some(number)),
+        Err(Errno::NOTTY | Errno::INVAL) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 /// Makes the whole device read-only, or writable again (`BLKROSET`). Unlike a

@@ -6,7 +6,7 @@ use std::{path::PathBuf, rc::Rc};
 use super::{
     Error, Node, Outcome,
     attach::{Before, attach_source},
-    prepare,
+    prepare::{self, Preparing},
     record::Record,
     spec::{Format, Stage, Use},
     task::{Progress, Volume},
@@ -85,8 +85,20 @@ async fn steps(
 ) -> Result<String, Error> {
     node.remember(volume, record.clone()).await?;
     // Refuses where anybody has the device mounted or open exclusively.
-    let was = prepare::describe(&prepare::look(node, volume, &attached.device, progress).await?);
-    prepare::make(node, volume, record, attached, spec.fs, &[], progress).await?;
+    let (source, device) = (&record.source, &attached.device);
+    let (content, guard) = prepare::look(node, volume, source, device, progress).await?;
+    let was = prepare::describe(&content);
+    let preparing = Preparing {
+        node,
+        volume,
+        record,
+        attached,
+        guard: &guard,
+        progress,
+    };
+    let made = preparing.make(spec.fs, &[]).await;
+    guard.close(node, volume, progress).await;
+    made?;
     tracing::warn!(
         volume_id = volume.id,
         was,

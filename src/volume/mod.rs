@@ -41,6 +41,7 @@ mod attach;
 mod error;
 mod expand;
 mod format;
+mod guard;
 mod health;
 mod held;
 mod inline;

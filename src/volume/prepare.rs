@@ -12,13 +12,14 @@ use rustix::{fd::AsFd as _, fs::OFlags, io::Errno};
 
 use super::{
     Error, Node,
+    guard::Guard,
     record::Record,
     spec::Use,
     task::{Progress, Volume},
 };
 use crate::{
     device::{
-        Attachment, Device, DeviceError, MkfsNote,
+        Attachment, Device, DeviceError, HeldOpen, MkfsNote, Source,
         holders::{self, Holder},
         luks, sysfs,
     },
@@ -39,13 +40,35 @@ pub struct Prepared {
     pub found: Option<FsInfo>,
 }
 
-/// What a probe found, or who was in its way.
+/// What a probe found, or what was in its way.
 enum Probed {
-    Content(Content),
+    /// What is on the device, which is held open from now on.
+    Content(Content, Arc<HeldOpen>),
+    /// Somebody uses it.
     Busy(Vec<Holder>),
+    /// It could not be read.
+    Unread(io::Error),
+    /// It is another's, or could not be held.
+    NotHeld(DeviceError),
 }
 
-fn probe_device(prober: &Prober, device: &Device) -> io::Result<Probed> {
+fn probe_device(prober: &Prober, source: &Source, device: &Device) -> Probed {
+    let held = match HeldOpen::new(source, device) {
+        Ok(held) => held,
+        Err(error) => return Probed::NotHeld(error),
+    };
+    match content_of(prober, device) {
+        Ok(Some(content)) => Probed::Content(content, Arc::new(held)),
+        Ok(None) => {
+            drop(held);
+            Probed::Busy(holders::holders(device.dev))
+        }
+        Err(error) => Probed::Unread(error),
+    }
+}
+
+/// What is on the device; none where somebody uses it.
+fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
     let flags = OFlags::DIRECT | OFlags::EXCL;
     let busy = |error: &io::Error| error.raw_os_error() == Some(Errno::BUSY.raw_os_error());
     let opened = outwait(
@@ -54,9 +77,7 @@ fn probe_device(prober: &Prober, device: &Device) -> io::Result<Probed> {
     );
     let file = match opened {
         Ok(file) => file,
-        Err(error) if busy(&error) => {
-            return Ok(Probed::Busy(holders::holders(device.dev)));
-        }
+        Err(error) if busy(&error) => return Ok(None),
         Err(error) => return Err(error),
     };
     let size = sysfs::size_bytes(device.dev)?;
@@ -69,7 +90,7 @@ fn probe_device(prober: &Prober, device: &Device) -> io::Result<Probed> {
         }
         (content, _) => content,
     };
-    Ok(Probed::Content(content))
+    Ok(Some(content))
 }
 
 /// Whether the encrypted device was never written where `size` bytes of it show:
@@ -89,33 +110,36 @@ fn is_unwritten(prober: &Prober, size: u64, under: &luks::Node) -> io::Result<bo
     Ok(bytes.all(|byte| *byte == 0))
 }
 
-/// What is on the device. The device is read, nothing else.
+/// What is on the device, which is held open from now on. The device is read, nothing
+/// else.
 pub async fn look(
     node: &Node,
     volume: &Volume,
+    source: &Source,
     device: &Device,
     progress: &Progress,
-) -> Result<Content, Error> {
-    let (reader, on) = (node.prober.clone(), device.clone());
+) -> Result<(Content, Guard), Error> {
+    let (reader, of, on) = (node.prober.clone(), source.clone(), device.clone());
     let found = node
         .lane(volume, progress, "probe", move || {
-            probe_device(&reader, &on)
+            probe_device(&reader, &of, &on)
         })
-        .await
-        .map_err(volume.io(format!("read {}", device.node.display())))?;
+        .await;
     match found {
-        Probed::Content(content) => Ok(content),
+        Probed::Content(content, held) => Ok((content, Guard::new(node, volume, held))),
         Probed::Busy(holders) => Err(Error::Busy {
             volume: volume.id.clone(),
             device: device.node.clone(),
             holders,
         }),
+        Probed::Unread(error) => Err(volume.io(format!("read {}", device.node.display()))(error)),
+        Probed::NotHeld(error) => Err(volume.device(error)),
     }
 }
 
 /// Makes sure that a mountable file system is on the device: the one that is
 /// there, checked if its superblock says so, or a new one where the device is
-/// proven blank.
+/// proven blank. From the look at it on, the device is held open.
 pub async fn prepare(
     node: &Node,
     volume: &Volume,
@@ -123,57 +147,177 @@ pub async fn prepare(
     attached: &Attachment,
     mkfs_options: &[String],
     progress: &Progress,
-) -> Result<Prepared, Error> {
-    let Use::Mount { fs: wanted, .. } = record.usage else {
-        unreachable!("only mounted volumes are prepared");
+) -> Result<(Prepared, Guard), Error> {
+    let (source, device) = (&record.source, &attached.device);
+    let (content, guard) = look(node, volume, source, device, progress).await?;
+    let preparing = Preparing {
+        node,
+        volume,
+        record,
+        attached,
+        guard: &guard,
+        progress,
     };
-    let device = &attached.device;
-    let content = look(node, volume, device, progress).await?;
-    not_cut_short(volume, record, device, &content)?;
-    let info = match content {
-        Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
-        other => {
-            let blank = matches!(other, Content::Blank);
-            // A note outweighs nothing that a mkfs does not leave.
-            let scrap = other.is_scrap()
-                && noted(node, volume, attached, progress, |note, id| {
-                    note.was_interrupted(id)
-                })
-                .await?;
-            if !blank && !scrap {
-                return Err(Error::Foreign {
-                    volume: volume.id.clone(),
-                    device: device.node.clone(),
-                    what: describe(&other),
-                    wanted: wanted.map_or("a file system", FsType::as_str),
-                });
-            }
-            if record.read_only {
-                return Err(volume.precondition(format!(
-                    "{} holds {} and cannot be formatted read-only; stage it writable once",
-                    device.node.display(),
-                    describe(&other),
-                )));
-            }
-            if !blank {
-                tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
-            }
-            let fs = wanted.unwrap_or(FsType::Ext4);
-            make(node, volume, record, attached, fs, mkfs_options, progress).await?;
-            return Ok(Prepared { fs, found: None });
-        }
-    };
-    if !record.read_only {
-        // It may have been finished by an agent that died before it said so.
-        noted(node, volume, attached, progress, |note, _| note.ended()).await?;
-        if info.dirty {
-            check(volume, device, info.fs, progress).await?;
+    match preparing.from(content, mkfs_options).await {
+        Ok(prepared) => Ok((prepared, guard)),
+        Err(error) => {
+            guard.close(node, volume, progress).await;
+            Err(error)
         }
     }
-    Ok(Prepared {
-        fs: info.fs,
-        found: Some(info),
-    })
+}
+
+/// A device that a file system is looked for on, or made on.
+#[derive(Clone, Copy)]
+pub struct Preparing<'a> {
+    /// This node.
+    pub node: &'a Node,
+    /// The volume.
+    pub volume: &'a Volume,
+    /// What is written down of it.
+    pub record: &'a Record,
+    /// Its device.
+    pub attached: &'a Attachment,
+    /// Which is held open.
+    pub guard: &'a Guard,
+    /// The call.
+    pub progress: &'a Progress,
+}
+
+impl Preparing<'_> {
+    async fn from(self, content: Content, mkfs_options: &[String]) -> Result<Prepared, Error> {
+        let Self {
+            volume,
+            record,
+            attached,
+            ..
+        } = self;
+        let Use::Mount { fs: wanted, .. } = record.usage else {
+            unreachable!("only mounted volumes are prepared");
+        };
+        let device = &attached.device;
+        not_cut_short(volume, record, device, &content)?;
+        let info = match content {
+            Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
+            other => {
+                let blank = matches!(other, Content::Blank);
+                // A note outweighs nothing that a mkfs does not leave.
+                let scrap =
+                    other.is_scrap() && self.noted(|note, id, _| note.was_interrupted(id)).await?;
+                if !blank && !scrap {
+                    return Err(Error::Foreign {
+                        volume: volume.id.clone(),
+                        device: device.node.clone(),
+                        what: describe(&other),
+                        wanted: wanted.map_or("a file system", FsType::as_str),
+                    });
+                }
+                if record.read_only {
+                    return Err(volume.precondition(format!(
+                        "{} holds {} and cannot be formatted read-only; stage it writable once",
+                        device.node.display(),
+                        describe(&other),
+                    )));
+                }
+                if !blank {
+                    tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
+                }
+                let fs = wanted.unwrap_or(FsType::Ext4);
+                self.make(fs, mkfs_options).await?;
+                return Ok(Prepared { fs, found: None });
+            }
+        };
+        if !record.read_only {
+            // It may have been finished by an agent that died before it said so.
+            self.noted(|note, _, held| {
+                note.ended()?;
+                held.check()
+            })
+            .await?;
+            if info.dirty {
+                self.check(info.fs).await?;
+            }
+        }
+        Ok(Prepared {
+            fs: info.fs,
+            found: Some(info),
+        })
+    }
+
+    /// Asks or changes the note of a mkfs that is under way.
+    async fn noted<T: Send + 'static>(
+        self,
+        what: impl FnOnce(&MkfsNote, &str, &HeldOpen) -> Result<T, DeviceError> + Send + 'static,
+    ) -> Result<T, Error> {
+        let Self { node, volume, .. } = self;
+        let (making, id) = (Arc::clone(&self.attached.note), volume.id.clone());
+        let held = self.guard.lend();
+        node.lane(volume, self.progress, "note", move || {
+            what(&making, &id, &held)
+        })
+        .await
+        .map_err(|error| volume.device(error))
+    }
+
+    /// Makes a file system, with a durable note around it that it is ours.
+    pub async fn make(self, fs: FsType, options: &[String]) -> Result<(), Error> {
+        let Self {
+            node,
+            volume,
+            record,
+            ..
+        } = self;
+        let backends = Arc::clone(&node.backends);
+        let source = record.source.clone();
+        let zeros = self
+            .noted(move |note, id, held| {
+                let zeros = backends.bind(&source).reads_as_zero()?;
+                note.begins(id)?;
+                if let Err(error) = held.check() {
+                    // It did not begin.
+                    note.ended()?;
+                    return Err(error);
+                }
+                Ok(zeros)
+            })
+            .await?;
+        let device = &self.attached.device;
+        let command = mkfs::command(fs, &device.node, options, zeros);
+        let program = command.program;
+        let exit = run_child(volume, self.progress, "mkfs", &command).await?;
+        if !exit.success() {
+            return Err(Error::Mkfs {
+                volume: volume.id.clone(),
+                device: device.node.clone(),
+                program,
+                status: exit.describe(),
+                may_pass: exit.code.is_none() || exit.output.contains("Input/output error"),
+                output: exit.output.trim().to_owned(),
+            });
+        }
+        // From now on the source may hold data.
+        self.noted(|note, _, _| note.ended()).await
+    }
+
+    async fn check(self, fs: FsType) -> Result<(), Error> {
+        let (volume, device) = (self.volume, &self.attached.device);
+        let Some(command) = fsck::command(fs, &device.node) else {
+            return Err(volume.precondition(format!(
+                "the {fs} on {} is marked as damaged; repair it by hand ({fs}'s own repair program) while it is not mounted",
+                device.node.display()
+            )));
+        };
+        let exit = run_child(volume, self.progress, "fsck", &command).await?;
+        fsck::judge(fs, exit.code, &exit.output)
+            .map(|fixed| {
+                tracing::info!(volume_id = volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
+            })
+            .map_err(|source| Error::Fsck {
+                volume: volume.id.clone(),
+                device: device.node.clone(),
+                source,
+            })
+    }
 }
 
 /// fsck, and at times the mount, would mend a file system that has lost its end
@@ -199,20 +343,6 @@ fn not_cut_short(
     )))
 }
 
-/// Asks or changes the note of a mkfs that is under way.
-async fn noted<T: Send + 'static>(
-    node: &Node,
-    volume: &Volume,
-    attached: &Attachment,
-    progress: &Progress,
-    what: impl FnOnce(&MkfsNote, &str) -> Result<T, DeviceError> + Send + 'static,
-) -> Result<T, Error> {
-    let (making, id) = (Arc::clone(&attached.note), volume.id.clone());
-    node.lane(volume, progress, "note", move || what(&making, &id))
-        .await
-        .map_err(|error| volume.device(error))
-}
-
 /// What a probe found, in words.
 pub fn describe(content: &Content) -> String {
     match content {
@@ -221,66 +351,6 @@ pub fn describe(content: &Content) -> String {
         Content::Foreign { what } => (*what).to_owned(),
         Content::Unknown { offset } => format!("unknown data at byte {offset}"),
     }
-}
-
-/// Makes a file system, with a durable note around it that it is ours.
-pub async fn make(
-    node: &Node,
-    volume: &Volume,
-    record: &Record,
-    attached: &Attachment,
-    fs: FsType,
-    options: &[String],
-    progress: &Progress,
-) -> Result<(), Error> {
-    let backends = Arc::clone(&node.backends);
-    let source = record.source.clone();
-    let zeros = noted(node, volume, attached, progress, move |note, id| {
-        let zeros = backends.bind(&source).reads_as_zero()?;
-        note.begins(id)?;
-        Ok(zeros)
-    })
-    .await?;
-    let device = &attached.device;
-    let command = mkfs::command(fs, &device.node, options, zeros);
-    let program = command.program;
-    let exit = run_child(volume, progress, "mkfs", &command).await?;
-    if !exit.success() {
-        return Err(Error::Mkfs {
-            volume: volume.id.clone(),
-            device: device.node.clone(),
-            program,
-            status: exit.describe(),
-            may_pass: exit.code.is_none() || exit.output.contains("Input/output error"),
-            output: exit.output.trim().to_owned(),
-        });
-    }
-    // From now on the source may hold data.
-    noted(node, volume, attached, progress, |note, _| note.ended()).await
-}
-
-async fn check(
-    volume: &Volume,
-    device: &Device,
-    fs: FsType,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let Some(command) = fsck::command(fs, &device.node) else {
-        return Err(volume.precondition(format!(
-            "the {fs} on {} is marked as damaged; repair it by hand ({fs}'s own repair program) while it is not mounted",
-            device.node.display()
-        )));
-    };
-    let exit = run_child(volume, progress, "fsck", &command).await?;
-    fsck::judge(fs, exit.code, &exit.output)
-        .map(|fixed| {
-            tracing::info!(volume_id = volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
-        })
-        .map_err(|source| Error::Fsck {
-            volume: volume.id.clone(),
-            device: device.node.clone(),
-            source,
-        })
 }
 
 async fn run_child(

@@ -120,7 +120,7 @@ pub async fn publish(
                 .await?;
         }
         Use::Block => {
-            if !record.source.is_behind(device.dev) {
+            if !record.source.is_still(&device) {
                 return Err(volume.precondition(format!(
                     "{} is not its device any more; unstage it and stage it again",
                     device.node.display()

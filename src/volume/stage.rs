@@ -5,6 +5,7 @@ use std::{rc::Rc, time::Duration};
 use super::{
     Error, Node, Outcome, STAGING, already,
     attach::{Before, attach_source, known_device, purpose_of},
+    guard::Guard,
     layout, mounted,
     prepare::{self, Prepared},
     publish::{self, appears_at},
@@ -108,7 +109,7 @@ fn is_still_there(record: &Record, place: &Place) -> bool {
         return false;
     };
     match record.usage {
-        Use::Block if !record.mounts() => record.source.is_behind(device.dev),
+        Use::Block if !record.mounts() => record.source.is_still(device),
         _ => {
             matches!(place.look(), Ok(Look::Mount(mounted)) if appears_at(record, device, &mounted))
         }
@@ -187,7 +188,7 @@ impl Staging<'_> {
             progress,
         } = *self;
         let device = &attached.device;
-        let ready = ready::ready(&node.uevents, &spec.source, device.dev);
+        let ready = ready::ready(&node.uevents, &spec.source, device);
         progress
             .step("ready", ring::timer::timeout(READY_WITHIN, ready))
             .await
@@ -206,10 +207,10 @@ impl Staging<'_> {
                     self.grow_to_device(device, fs).await?;
                 }
             } else {
-                let prepared =
+                let (prepared, guard) =
                     prepare::prepare(node, volume, record, attached, &spec.mkfs_options, progress)
                         .await?;
-                let root_dev = self.mount(options, device, &prepared).await?;
+                let root_dev = self.mount(options, device, &prepared, guard).await?;
                 (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
                 let larger = |info: &FsInfo| {
                     sysfs::size_bytes(device.dev).map(|size| grow::needed(info, size))
@@ -235,6 +236,7 @@ impl Staging<'_> {
         options: &MountOptions,
         device: &Device,
         prepared: &Prepared,
+        guard: Guard,
     ) -> Result<Dev, Error> {
         let Self {
             node,
@@ -243,6 +245,42 @@ impl Staging<'_> {
             place,
             progress,
         } = *self;
+        if let Err(error) = self.make_room() {
+            guard.close(node, volume, progress).await;
+            return Err(error);
+        }
+        let place = place.clone();
+        let options = options.clone();
+        let node_path = device.node.clone();
+        let fs = prepared.fs;
+        let read_only = spec.read_only;
+        let extra = extra_options(prepared, read_only);
+        let held = guard.give();
+        let mounted = node
+            .lane(volume, progress, "mount", move || {
+                held.check()?;
+                let new = NewMount {
+                    fs_type: fs.as_str(),
+                    source: &node_path,
+                    options: &options,
+                    extra,
+                    read_only,
+                };
+                Ok(attach::mount(&new, &place))
+            })
+            .await
+            .map_err(|error| volume.device(error))?
+            .map_err(|source| Error::Mount {
+                volume: volume.id.clone(),
+                source,
+            })?;
+        tracing::debug!(volume_id = volume.id, ?mounted, "mounted");
+        Ok(mounted.dev)
+    }
+
+    /// Where it is to be mounted, nothing else may be.
+    fn make_room(&self) -> Result<(), Error> {
+        let Self { volume, place, .. } = *self;
         if matches!(place.look(), Ok(Look::Mount(_))) {
             return Err(volume.precondition(format!(
                 "something else is mounted at the staging path {}; unmount it first",
@@ -251,32 +289,7 @@ impl Staging<'_> {
         }
         let done = place.make_dir(0o750).map_err(at_staging)?;
         already(volume, "make the staging directory", done);
-        let place = place.clone();
-        let options = options.clone();
-        let node_path = device.node.clone();
-        let fs = prepared.fs;
-        let read_only = spec.read_only;
-        let extra = extra_options(prepared, read_only);
-        let mounted = node
-            .lane(volume, progress, "mount", move || {
-                attach::mount(
-                    &NewMount {
-                        fs_type: fs.as_str(),
-                        source: &node_path,
-                        options: &options,
-                        extra,
-                        read_only,
-                    },
-                    &place,
-                )
-            })
-            .await
-            .map_err(|source| Error::Mount {
-                volume: volume.id.clone(),
-                source,
-            })?;
-        tracing::debug!(volume_id = volume.id, ?mounted, "mounted");
-        Ok(mounted.dev)
+        Ok(())
     }
 
     /// A clone may be larger than the file system that it was cloned from.

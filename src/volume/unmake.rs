@@ -32,7 +32,7 @@ pub async fn unmake(
                 dev: on.dev,
                 path: on.node.clone(),
             };
-            blank(&node, || source.is_behind(on.dev) && on.is_what_it_was())
+            blank(&node, || source.is_still(&on))
         })
         .await
         .map_err(volume.io(format!("blank out {}", device.node.display())))?;

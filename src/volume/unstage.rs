@@ -72,7 +72,7 @@ pub async fn tear_down(
     node.remember(volume, record.clone()).await?;
     if let Some(device) = &record.device {
         // A lock over another image's device is not ours to take.
-        if record.usage == Use::Block && record.source.is_behind(device.dev) {
+        if record.usage == Use::Block && record.source.is_still(device) {
             release_locks(node, volume, device, progress).await?;
         }
         if record.mounts()
@@ -245,7 +245,7 @@ async fn detach(
                 device.node.display(),
                 holders::describe(&held_by)
             ));
-            ready::gone(&node.uevents, &record.source, dev).await
+            ready::gone(&node.uevents, &record.source, &device).await
         };
         progress
             .step("gone", gone)

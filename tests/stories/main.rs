@@ -26,6 +26,7 @@ mod privileges;
 mod rbd;
 mod rbd_controller;
 mod repeats;
+mod reused;
 mod soak;
 mod stuck;
 mod telling;

@@ -50,6 +50,7 @@ impl Below {
             node: shown.path,
             behind: self.behind,
             read_only: self.read_only,
+            diskseq: None,
             encrypted,
         }
     }

@@ -124,6 +124,7 @@ mod tests {
             node: "/dev/rbd0".into(),
             behind: crate::device::Behind::Image(crate::device::loopdev::FileId { dev: 1, ino: 1 }),
             read_only: false,
+            diskseq: None,
             encrypted: None,
         };
         let note = source.note(&device);

@@ -3,6 +3,7 @@ use std::{fs, future::Future, path::Path, time::Duration};
 use super::*;
 use crate::{
     device::{loopdev, scratch::Scratch},
+    kernel::Dev,
     ring::{self, timer::timeout},
 };
 
@@ -13,13 +14,12 @@ async fn soon<F: Future>(future: F) -> F::Output {
 #[test]
 fn a_loop_device_is_seen_coming_and_growing() {
     let image = Scratch::image(1 << 20);
-    let path = image.path().to_str().unwrap();
-    let source = Source::image("p", path.rsplit('/').next().unwrap());
     ring::start(async {
         let uevents = Uevents::start().unwrap();
         let scratch = Scratch::over(image);
         let (dev, node) = (scratch.device.dev, &scratch.device.node);
-        let found = soon(ready(&uevents, &source, dev)).await.unwrap();
+        let (source, device) = (scratch.source(), scratch.as_volume_s());
+        let found = soon(ready(&uevents, &source, &device)).await.unwrap();
         assert_eq!(
             found,
             Ready {
@@ -107,11 +107,12 @@ fn a_failing_check_ends_the_waiting() {
             .wait::<()>("loop0", || Err(io::Error::other("no")))
             .await;
         assert_eq!(failed.unwrap_err().to_string(), "no");
-        let nobody = Dev {
+        let mut nobody = Scratch::new(1 << 20).as_volume_s();
+        nobody.dev = Dev {
             major: 4095,
             minor: 7,
         };
-        let missing = ready(&uevents, &Source::image("p", "i"), nobody)
+        let missing = ready(&uevents, &Source::image("p", "i"), &nobody)
             .await
             .unwrap_err();
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);

@@ -1,0 +1,132 @@
+//! A device that is kept open from the look at it until it is mounted.
+//!
+//! mkfs, fsck and mount take a path, and a device's number goes to another image as
+//! soon as somebody detaches what was behind it. For as long as a descriptor is open
+//! this does not happen: a loop device puts off its detach, an NBD device keeps its
+//! configuration, and krbd refuses to unmap. Where somebody forces it all the same, the
+//! disk behind the descriptor and the one of that number are two by their sequence
+//! numbers, which is looked at again before each step.
+//!
+//! It is open for reading, without `O_EXCL`, and so in the way of neither mkfs nor
+//! fsck. Opening, looking and closing may block: all on the volume's lane.
+
+use std::{fs::File, io};
+
+use rustix::fs::OFlags;
+
+use super::{Behind, Device, DeviceError, Source, error, loopdev, sysfs};
+use crate::kernel::{block, loopctl};
+
+/// A device that no other source gets the number of.
+#[derive(Debug)]
+pub struct HeldOpen {
+    file: File,
+    source: Source,
+    device: Device,
+    diskseq: Option<u64>,
+}
+
+impl HeldOpen {
+    /// Opens the device, and makes sure that the source is behind it.
+    pub fn new(source: &Source, device: &Device) -> Result<Self, DeviceError> {
+        let opened = block::open(&device.node, device.dev, OFlags::RDONLY);
+        let file = opened.map_err(error::io("open the device"))?;
+        let diskseq = block::diskseq(&file).map_err(error::io(LOOK))?;
+        let held = Self {
+            file: file.into(),
+            source: source.clone(),
+            device: device.clone(),
+            diskseq,
+        };
+        held.check()?;
+        Ok(held)
+    }
+
+    /// Makes sure that the device is still what it was, and goes on being it.
+    pub fn check(&self) -> Result<(), DeviceError> {
+        if self.is_it().map_err(error::io(LOOK))? {
+            return Ok(());
+        }
+        Err(DeviceError::Changed {
+            device: self.device.node.clone(),
+        })
+    }
+
+    fn is_it(&self) -> io::Result<bool> {
+        // A device mapper's number is the same whatever is below it, and what is below
+        // it cannot go.
+        let same_disk = block::diskseq(&self.file)? == self.diskseq
+            && sysfs::diskseq(self.device.dev)? == self.diskseq;
+        if !same_disk || !self.source.is_still(&self.device) {
+            return Ok(false);
+        }
+        let Behind::Image(id) = &self.device.behind else {
+            return Ok(true);
+        };
+        // One that is told to detach goes with its last user, and may not be mounted.
+        let status = loopctl::status(&self.file)?;
+        Ok(loopdev::is_over(&status, *id) && status.flags & loopctl::AUTOCLEAR == 0)
+    }
+}
+
+const LOOK: &str = "look at the device";
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::disallowed_methods)]
+
+    use std::process::Command;
+
+    use super::*;
+    use crate::device::scratch::Scratch;
+
+    /// What an operator does, who does not know whose device it is.
+    fn losetup(args: &[&str]) {
+        let _ = Command::new("losetup").args(args).output().unwrap();
+    }
+
+    #[test]
+    fn a_device_that_is_held_open_keeps_its_number_and_a_detach_is_noticed() {
+        let scratch = Scratch::new(1 << 20);
+        let (source, device) = (scratch.source(), scratch.as_volume_s());
+        let held = HeldOpen::new(&source, &device).unwrap();
+        held.check().unwrap();
+        losetup(&["--detach", device.node.to_str().unwrap()]);
+        let detached = held.check();
+        assert!(
+            matches!(detached, Err(DeviceError::Changed { .. })),
+            "{detached:?}"
+        );
+        assert_eq!(
+            scratch.found().len(),
+            1,
+            "it stays for as long as it is held"
+        );
+        drop(held);
+        while source.is_still(&device) {
+            std::thread::yield_now();
+        }
+        assert!(HeldOpen::new(&source, &device).is_err());
+    }
+
+    #[test]
+    fn an_image_of_the_same_name_is_another() {
+        let scratch = Scratch::new(1 << 20);
+        let (source, device) = (scratch.source(), scratch.as_volume_s());
+        assert!(source.is_still(&device) && device.is_what_it_was());
+        let node = device.node.to_str().unwrap();
+        losetup(&["--detach", node]);
+        let elsewhere = tempfile::tempdir_in("/dev/shm").unwrap();
+        let other = elsewhere
+            .path()
+            .join(scratch.image.path().file_name().unwrap());
+        File::create_new(&other).unwrap().set_len(1 << 20).unwrap();
+        // Somebody else may have been quicker: then it is theirs.
+        losetup(&[node, other.to_str().unwrap()]);
+        let found = (source.is_still(&device), HeldOpen::new(&source, &device));
+        if sysfs::backing_file(device.dev).is_ok_and(|file| file == other) {
+            losetup(&["--detach", node]);
+        }
+        assert!(!found.0 && found.1.is_err(), "{found:?}");
+    }
+}

@@ -1,0 +1,58 @@
+//! A device that is held open from step to step ([`HeldOpen`]).
+//!
+//! Its descriptor is a device's: opened, asked and closed on the volume's lane alone.
+//! Between two steps the runtime thread has this, and cannot look inside.
+
+use std::sync::Arc;
+
+use super::{
+    Node,
+    task::{Progress, Volume},
+};
+use crate::{device::HeldOpen, lane::Lanes};
+
+/// A device that is held open.
+#[derive(Debug)]
+pub struct Guard {
+    held: Option<Arc<HeldOpen>>,
+    lanes: Lanes,
+    volume_id: String,
+}
+
+impl Guard {
+    /// Of a device that was opened on the volume's lane.
+    pub fn new(node: &Node, volume: &Volume, held: Arc<HeldOpen>) -> Self {
+        Self {
+            held: Some(held),
+            lanes: node.lanes.clone(),
+            volume_id: volume.id.clone(),
+        }
+    }
+
+    /// For a step on the lane, which does not keep it.
+    pub fn lend(&self) -> Arc<HeldOpen> {
+        Arc::clone(self.held.as_ref().expect("only closing takes it"))
+    }
+
+    /// For the last step, which closes it.
+    pub fn give(mut self) -> Arc<HeldOpen> {
+        self.held.take().expect("only closing takes it")
+    }
+
+    /// Closes it: nothing was built on the device.
+    pub async fn close(self, node: &Node, volume: &Volume, progress: &Progress) {
+        let held = self.give();
+        node.lane(volume, progress, "close", move || drop(held))
+            .await;
+    }
+}
+
+impl Drop for Guard {
+    /// Where a call panicked. What waits for the device to be free does not wait for
+    /// this, but what it does is done again.
+    fn drop(&mut self) {
+        if let Some(held) = self.held.take() {
+            drop(self.lanes.run(&self.volume_id, "close", move || drop(held)));
+        }
+    }
+}
