@@ -109,7 +109,12 @@ impl Notes {
     /// A mkfs of the source is about to begin, for this volume.
     pub fn begins(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
         let text = format!("{} {volume_id}", uptime()?.as_secs());
-        fs::write(self.path(source), text).map_err(failed("note the format that begins"))?;
+        let path = self.path(source);
+        let draft = path.with_extension("tmp");
+        // In one step: half a note would be none, and what mkfs leaves somebody's data.
+        fs::write(&draft, text)
+            .and_then(|()| fs::rename(&draft, &path))
+            .map_err(failed("note the format that begins"))?;
         crash_point();
         Ok(())
     }
@@ -174,6 +179,22 @@ mod tests {
         notes.ended(&source).unwrap();
         notes.ended(&source).unwrap();
         assert!(!notes.was_interrupted(&source, "v").unwrap());
+    }
+
+    #[test]
+    fn a_note_is_there_whole_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let notes = Notes::open(dir.path().to_owned()).unwrap();
+        let source = "nbd://host/x";
+        notes.begins(&source, "v").unwrap();
+        // Whoever has it open meanwhile goes on reading the one that was there.
+        let before = dir.path().join("before");
+        fs::hard_link(notes.path(&source), &before).unwrap();
+        notes.begins(&source, "w").unwrap();
+        assert!(fs::read_to_string(before).unwrap().ends_with(" v"));
+        assert!(notes.was_interrupted(&source, "w").unwrap());
+        notes.ended(&source).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]
