@@ -195,10 +195,12 @@ impl Staging<'_> {
             .map_err(|elapsed| std::io::Error::new(std::io::ErrorKind::TimedOut, elapsed))
             .flatten()
             .map_err(volume.io(format!("wait for {}", device.node.display())))?;
-        if let Use::Mount { options, .. } = &spec.usage {
+        if record.mounts() {
             // Known before anything is mounted: whoever takes this up after a
             // crash must know which device to look for.
             node.remember(volume, record.clone()).await?;
+        }
+        if let Use::Mount { options, .. } = &spec.usage {
             if let Some((fs, root_dev)) = mounted::fs_of(volume, place, device)? {
                 already(volume, "mount", Done::Already);
                 (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
