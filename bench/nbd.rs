@@ -36,7 +36,7 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
     };
     let down = || {
         let device = device.take().expect("a device");
-        let _ = links.detach(&export, &device).expect("detached");
+        let _ = links.detach(&behind, &device).expect("detached");
     };
     rig.measure_between(&mut group, &case, "in process", || {}, up, down);
 

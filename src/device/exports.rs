@@ -12,6 +12,7 @@ use super::{
     loopdev::Detached,
     nbd::{self, Links, NbdDevice},
     notes::{MkfsNote, Notes},
+    used,
 };
 use crate::{
     Done, chain,
@@ -219,8 +220,12 @@ impl Bound for BoundExport<'_> {
         }
         let (links, behind) = (&self.exports.links, self.behind(&how.volume_id));
         let (device, done) = links.attach(&behind, how.read_only, &self.source.options)?;
+        let device = device_of(device, &self.source.export);
+        if done == Done::Already {
+            used::refuse(&device.node, device.dev, how)?;
+        }
         let attachment = Attachment {
-            device: device_of(device, &self.source.export),
+            device,
             note: Arc::new(note),
         };
         Ok((attachment, done))
@@ -258,9 +263,9 @@ impl Bound for BoundExport<'_> {
         Ok(found.map(|found| found.device))
     }
 
-    fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
+    fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError> {
         let links = &self.exports.links;
-        Ok(links.detach(&self.source.export, &as_nbd(device))?)
+        Ok(links.detach(&self.behind(volume_id), &as_nbd(device))?)
     }
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {

@@ -13,7 +13,7 @@ use super::{
     error::{DeviceError, io},
     holders,
     loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
-    sysfs,
+    sysfs, used,
 };
 use crate::{Done, kernel::block, pool::Pool};
 
@@ -48,6 +48,7 @@ pub fn attach_loop(
             }
             None => {
                 let attached = device(found.attached.device);
+                used::refuse(&attached.node, attached.dev, how)?;
                 if !found.busy {
                     clear_read_only_mark(&attached)?;
                 }

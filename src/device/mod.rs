@@ -24,11 +24,14 @@ pub mod rbd;
 pub mod ready;
 mod source;
 pub mod sysfs;
+mod used;
 
 #[cfg(test)]
 pub(crate) mod scratch;
 
-pub use backend::{Ailment, Attachment, Backends, Behind, Bound, Device, Fencing, How, Purpose};
+pub use backend::{
+    Ailment, Attachment, Backends, Behind, Bound, Device, Fencing, How, Purpose,
+};
 pub use blank::blank;
 pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};
 pub use context::{SourceError, set_by_kubernetes};

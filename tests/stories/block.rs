@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -10,7 +10,8 @@ use std::{
 use tonic::Code;
 
 use crate::harness::{
-    Content, MIB, Mode, Node, NodeSetup, Volume, all_loops, loops_over, run, run_err, story,
+    Content, MIB, Mode, Node, NodeSetup, Volume, all_loops, files_below, loops_over, refused, run,
+    run_err, story,
 };
 
 /// The device number behind a published path.
@@ -215,6 +216,53 @@ fn the_agent_holds_the_lock_itself_where_told_so() {
         assert_eq!(locks(), 1, "a repeat takes no second one");
         node.down(&volume, "pod").await;
         assert_eq!(locks(), 0);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_device_that_somebody_else_has_mounted_is_not_given_out() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let image = sandbox.image(&volume);
+        run(&["mkfs.ext4", "-q", image.to_str().unwrap()]);
+        let theirs = sandbox.dir().join("theirs");
+        fs::create_dir(&theirs).unwrap();
+        run(&[
+            "mount",
+            "-o",
+            "loop",
+            image.to_str().unwrap(),
+            theirs.to_str().unwrap(),
+        ]);
+        let device = loops_over(&image);
+        refused(
+            node.stage(&volume).await,
+            Code::Aborted,
+            &[
+                device[0].to_str().unwrap(),
+                "ext4 is mounted at",
+                theirs.to_str().unwrap(),
+            ],
+        );
+        assert_eq!(loops_over(&image), device);
+        // Another node may have it, once it is free.
+        let claims = sandbox.pool("main").join(".uring-csi/claims");
+        assert!(files_below(&claims).is_empty());
+        run(&["umount", theirs.to_str().unwrap()]);
+        // What a pod has open exclusively is its own, whatever became of the records.
+        let target = node.up(&volume, "pod").await;
+        let used = fs::File::options()
+            .read(true)
+            .custom_flags(libc::O_EXCL)
+            .open(&target)
+            .unwrap();
+        node.stage(&volume).await.unwrap();
+        node.restart_without_records().await;
+        node.stage(&volume).await.unwrap();
+        drop(used);
+        node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
 }

@@ -21,6 +21,7 @@ use super::{
     luks,
     notes::{MkfsNote, Notes},
     rbd::{self, Image, Mapped, Mapper, Monitors},
+    used,
 };
 use crate::{
     Done,
@@ -267,6 +268,12 @@ impl BoundCephImage<'_> {
 impl Bound for BoundCephImage<'_> {
     fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
         let (known, below, done) = self.map_where_it_is(how)?;
+        if done == Done::Already {
+            let over = luks::over(below.node.dev);
+            let over = over.map_err(io("look for what is over a mapped image"))?;
+            let shown = over.as_ref().unwrap_or(&below.node);
+            used::refuse(&shown.path, shown.dev, how)?;
+        }
         match self.open(&known, &below, how) {
             Ok((over, note)) => {
                 let (device, note) = (below.shown(over), Arc::new(note));

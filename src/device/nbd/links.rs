@@ -122,6 +122,9 @@ impl Links {
             if found.driver != behind.driver {
                 return Err(otherwise(format!("by the driver {}", found.driver)));
             }
+            if found.volume_id != behind.volume_id {
+                return Err(otherwise(format!("for volume {}", found.volume_id)));
+            }
             if device.read_only != read_only {
                 let how = if read_only { "writable" } else { "read-only" };
                 return Err(otherwise(how.to_owned()));
@@ -151,9 +154,10 @@ impl Links {
         self.insert(behind, device, options, Held::default())
     }
 
-    /// Detaches the export.
-    pub fn detach(&self, export: &Export, device: &NbdDevice) -> Result<Detached, NbdError> {
-        let Some(claimed) = claim(export, device)? else {
+    /// Detaches the device, where it is still the one of the volume that `behind` names.
+    pub fn detach(&self, behind: &Behind, device: &NbdDevice) -> Result<Detached, NbdError> {
+        let export = &behind.export;
+        let Some(claimed) = claim(behind, device)? else {
             self.forget(export);
             return Ok(Detached::Already);
         };

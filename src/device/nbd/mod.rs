@@ -261,11 +261,12 @@ fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
 }
 
 /// Opens a device so that nobody else uses it, nor can begin to. None where it
-/// is not over the export any more.
-fn claim(export: &Export, device: &NbdDevice) -> Result<Option<OwnedFd>, NbdError> {
+/// is not over the export any more, or another volume's.
+fn claim(behind: &Behind, device: &NbdDevice) -> Result<Option<OwnedFd>, NbdError> {
     let node = &device.node;
     let flags = OFlags::RDONLY | OFlags::EXCL;
-    if !is_behind(device.dev, export) {
+    let is_its = || Behind::of(device.dev).as_ref() == Some(behind);
+    if !is_its() {
         return Ok(None);
     }
     let opened = outwait(
@@ -274,7 +275,7 @@ fn claim(export: &Export, device: &NbdDevice) -> Result<Option<OwnedFd>, NbdErro
     );
     // While it is open it stays what it is, which may be another's by now.
     match opened {
-        _ if !is_behind(device.dev, export) => Ok(None),
+        _ if !is_its() => Ok(None),
         Ok(file) => Ok(Some(file)),
         Err(error) if is_busy(&error) => Err(NbdError::Busy { node: node.clone() }),
         Err(error) => Err(failed(node, "open")(error)),

@@ -288,6 +288,58 @@ fn drivers_of_other_names_keep_their_devices() {
 }
 
 #[test]
+fn another_volume_s_device_is_not_taken_for_one_s_own() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        let volume = blank(sandbox, &server, "v", "ext4");
+        let content = Content::new("v");
+        let target = node.up(&volume, "pod").await;
+        content.write(&target.join("file"));
+        let mut other = volume.clone();
+        (other.handle, other.spec) = ("other".to_owned(), "pv-other".to_owned());
+        node.restart_without_records().await;
+        refused(
+            node.stage(&other).await,
+            FailedPrecondition,
+            &["attached", "for volume v"],
+        );
+        node.unstage(&other).await.unwrap();
+        super::is_there(&content, &volume, &target);
+        node.down(&volume, "pod").await;
+        whole_life(&node, &other).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_device_that_somebody_else_has_mounted_is_not_given_out() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        let volume = blank(sandbox, &server, "v", "block");
+        let device = node.up(&volume, "pod").await;
+        run(&["mkfs.ext4", "-q", device.to_str().unwrap()]);
+        let nbd = run(&["lsblk", "-nro", "NAME", device.to_str().unwrap()]);
+        let nbd = format!("/dev/{}", nbd.trim());
+        node.unpublish(&volume, "pod").await.unwrap();
+        let theirs = sandbox.dir().join("theirs");
+        fs::create_dir(&theirs).unwrap();
+        run(&["mount", &nbd, theirs.to_str().unwrap()]);
+        node.restart_without_records().await;
+        refused(
+            node.stage(&volume).await,
+            Aborted,
+            &[&nbd, "ext4 is mounted at", theirs.to_str().unwrap()],
+        );
+        run(&["umount", theirs.to_str().unwrap()]);
+        node.stage(&volume).await.unwrap();
+        node.unstage(&volume).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn a_kernel_without_the_driver_is_named() {
     if std::path::Path::new("/sys/module/nbd").exists() {
         return;

@@ -1,0 +1,54 @@
+//! A device that was attached before, and that somebody uses.
+//!
+//! A file system is made or mounted only on a device that nobody else has open
+//! exclusively, which the probe finds out. A raw one is given out as it is found, so
+//! that has to be asked before: its user would write below somebody's mount.
+
+use std::{ffi::OsStr, path::Path};
+
+use rustix::{fs::OFlags, io::Errno};
+
+use super::{
+    How, Purpose,
+    error::{DeviceError, io},
+    holders, sysfs,
+};
+use crate::{
+    kernel::{Dev, block, busy::outwait},
+    mount::table,
+};
+
+/// Refuses a device that is to be given out raw and that is mounted, or open
+/// exclusively, by somebody else than the volume's own user.
+pub fn refuse(node: &Path, dev: Dev, how: &How) -> Result<(), DeviceError> {
+    let is_own = how.staged || how.known.as_deref() == Some(node);
+    if how.purpose != Purpose::Raw || is_own {
+        return Ok(());
+    }
+    let busy = Some(Errno::BUSY.raw_os_error());
+    let opened = outwait(
+        || block::open(node, dev, OFlags::RDONLY | OFlags::EXCL),
+        |opened| (opened.as_ref()).is_err_and(|error| error.raw_os_error() == busy),
+    );
+    match opened {
+        Ok(_) => Ok(()),
+        Err(error) if error.raw_os_error() != busy => Err(io("open the device")(error)),
+        Err(_) if is_published(dev)? => Ok(()),
+        Err(_) => Err(DeviceError::Busy {
+            device: node.to_owned(),
+            holders: holders::holders(dev),
+        }),
+    }
+}
+
+/// Whether its node is bound to some path: an agent whose records are lost has
+/// published it, and a pod may do with it what it likes.
+fn is_published(dev: Dev) -> Result<bool, DeviceError> {
+    let name = sysfs::sysname_of(dev).map_err(io("find the device"))?;
+    let mounts = table::list().map_err(io("list the mounts"))?;
+    // devtmpfs' root is /dev.
+    let is_its = |root: &Path| root.file_name() == Some(OsStr::new(&name));
+    Ok(mounts
+        .iter()
+        .any(|entry| entry.fs_type == "devtmpfs" && is_its(&entry.root)))
+}
