@@ -172,6 +172,17 @@ pub struct Found {
     pub source: Source,
 }
 
+/// Whose a device is.
+#[derive(Debug)]
+pub enum Owner {
+    /// The volume's of this handle.
+    Volume(String),
+    /// One of this driver's sources is behind it; for which volume, nothing tells.
+    Source(Box<Source>),
+    /// None of this driver's.
+    Nobody,
+}
+
 /// A source with all that its backend needs to work on it.
 pub trait Bound {
     /// Attaches the source, or finds it attached as it should be.
@@ -294,6 +305,18 @@ impl Backends {
         match self.ceph.find_behind(dev, volume_id, left)? {
             None => self.images.find_behind(node, dev),
             found => Ok(found),
+        }
+    }
+
+    /// Whose the device is, as the kernel and the claims beside images tell.
+    pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
+        match self.exports.owner_of(dev) {
+            Owner::Nobody => {}
+            owner => return Ok(owner),
+        }
+        match self.ceph.owner_of(dev)? {
+            Owner::Nobody => self.images.owner_of(dev),
+            owner => Ok(owner),
         }
     }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Ailment, Behind, Device, How, Source,
-    backend::{Attachment, Bound, Found},
+    backend::{Attachment, Bound, Found, Owner},
     context::{Context, SourceError},
     error::{DeviceError, io},
     loopdev::Detached,
@@ -157,6 +157,16 @@ impl Exports {
             Some(behind) => self.find_any(|other| *other == behind),
             None => Ok(None),
         }
+    }
+
+    /// Whose a device is, where this driver attached it.
+    pub fn owner_of(&self, dev: Dev) -> Owner {
+        let behind = nbd::Behind::of(dev);
+        let is_own =
+            |behind: &nbd::Behind| *behind == self.links.behind(&behind.export, &behind.volume_id);
+        behind
+            .filter(is_own)
+            .map_or(Owner::Nobody, |behind| Owner::Volume(behind.volume_id))
     }
 
     fn find_any(

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Ailment, Behind, Device, How, Source,
-    backend::{Attachment, Bound, Found},
+    backend::{Attachment, Bound, Found, Owner},
     context::{Context, SourceError},
     error::{DeviceError, io},
     image,
@@ -149,6 +149,49 @@ impl Images {
         let device = device.filter(|device| device.node == node);
         let source = Source::Loop(source);
         Ok(device.map(|device| Found { device, source }))
+    }
+
+    /// Whose a device is, where an image of a pool is behind it.
+    pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
+        let Ok(backing) = sysfs::backing_file(dev) else {
+            return Ok(Owner::Nobody);
+        };
+        let source = match self.source_of(&backing) {
+            None => self.source_by_inode(&backing, dev)?,
+            found => found,
+        };
+        let Some(source) = source else {
+            return Ok(Owner::Nobody);
+        };
+        let claim = claim::own(self.pools.get(&source.pool)?, &source.image, &self.node_id)?;
+        let volume_id = claim.map(|claim| claim.volume_id);
+        Ok(match volume_id.filter(|id| !id.is_empty()) {
+            Some(volume_id) => Owner::Volume(volume_id),
+            None => Owner::Source(Box::new(Source::Loop(source))),
+        })
+    }
+
+    /// The image behind a loop device whose path says nothing: it was attached in
+    /// another container, which saw the pool elsewhere.
+    fn source_by_inode(
+        &self,
+        backing: &Path,
+        dev: Dev,
+    ) -> Result<Option<ImageSource>, DeviceError> {
+        let Some(image) = backing.file_name().and_then(|name| name.to_str()) else {
+            return Ok(None);
+        };
+        for pool in self.pools.iter() {
+            let Ok(file) = pool.open_image(image, false) else {
+                continue;
+            };
+            let id = FileId::of(&file).map_err(io("look at the image"))?;
+            let over = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
+            if over.iter().any(|over| over.device.dev == dev) {
+                return Ok(Some(ImageSource::new(&pool.name, image)));
+            }
+        }
+        Ok(None)
     }
 
     /// The image that a loop device's backing path stands for.

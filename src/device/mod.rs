@@ -30,7 +30,7 @@ mod used;
 pub(crate) mod scratch;
 
 pub use backend::{
-    Ailment, Attachment, Backends, Behind, Bound, Device, Fencing, How, Purpose,
+    Ailment, Attachment, Backends, Behind, Bound, Device, Fencing, How, Owner, Purpose,
 };
 pub use blank::blank;
 pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};

@@ -7,9 +7,13 @@
 use std::{
     path::{Path, PathBuf},
     rc::Rc,
+    sync::Arc,
 };
 
-use rustix::fs::{Mode, OFlags};
+use rustix::{
+    fd::AsFd as _,
+    fs::{Mode, OFlags},
+};
 
 use super::{
     Error, Node, Outcome, already,
@@ -21,12 +25,16 @@ use super::{
 };
 use crate::{
     device::{
+        Owner,
         lock::{self, Unlock},
         sysfs,
     },
+    fs::FsType,
+    kernel::block,
     mount::{
         Look, Mounted,
         path::Place,
+        table,
         unmount::{self, UnmountError},
     },
 };
@@ -48,7 +56,11 @@ pub async fn unpublish(
             .look()
             .map_err(volume.io(format!("look at {}", place.path().display())))?
         {
-            unmount_target(node, volume, record.as_ref(), &place, &mounted, progress).await?;
+            let known = record.as_ref();
+            if known.is_none_or(|record| record.device.is_none()) {
+                is_the_volume(node, volume, &place, &mounted, progress).await?;
+            }
+            unmount_target(node, volume, known, &place, &mounted, progress).await?;
         }
         already(volume, "unpublish", place.remove().map_err(at_target)?);
     }
@@ -60,6 +72,56 @@ pub async fn unpublish(
         unstage::tear_down(node, volume, &record, progress).await?;
     }
     Ok(Outcome::Done)
+}
+
+/// Makes sure that what is mounted at a target is the volume, of which no record says
+/// what it looks like: by what the kernel and the claims tell of its device.
+async fn is_the_volume(
+    node: &Rc<Node>,
+    volume: &Volume,
+    place: &Place,
+    mounted: &Mounted,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let path = place.path().display();
+    let failed = || volume.io(format!("look at {path}"));
+    let (what, dev) = if let Some(dev) = mounted.rdev {
+        let node = block::node_of(dev).map_err(failed())?;
+        (format!("the block device {}", node.display()), Some(dev))
+    } else {
+        let opened = place.open().map_err(failed())?;
+        let entry = table::covering(opened.as_fd()).map_err(failed())?;
+        let can_be = entry.fs_type.parse::<FsType>().is_ok();
+        let source = Path::new(&entry.source);
+        // btrfs shows a number that is no device's.
+        let dev = Some(mounted.dev)
+            .filter(|dev| dev.major != 0)
+            .or_else(|| block::dev_behind(source).ok());
+        let what = format!("{} of {}", entry.fs_type, source.display());
+        (what, dev.filter(|_| can_be))
+    };
+    let refused = |what: String| {
+        Err(volume.precondition(format!(
+            "{what} is mounted at {path}, which is not this volume; unmount it by hand"
+        )))
+    };
+    let Some(dev) = dev else {
+        return refused(what);
+    };
+    let backends = Arc::clone(&node.backends);
+    let owner = node
+        .lane(volume, progress, "find", move || backends.owner_of(dev))
+        .await
+        .map_err(|error| volume.device(error))?;
+    match owner {
+        Owner::Volume(id) if id == volume.id => Ok(()),
+        Owner::Volume(other) => refused(format!("volume {other}, {what},")),
+        Owner::Source(source) => match node.other_user(volume, &source) {
+            Some(other) => refused(format!("volume {other}, {what},")),
+            None => Ok(()),
+        },
+        Owner::Nobody => refused(what),
+    }
 }
 
 async fn unmount_target(

@@ -11,7 +11,7 @@ use uring_csi::proto::csi::{
 };
 
 use crate::harness::{
-    MIB, Node, NodeSetup, Sandbox, Volume, loops_over, mounts_below, refused, story,
+    MIB, Node, NodeSetup, Sandbox, Volume, loops_over, mounts_below, refused, run, story,
 };
 
 /// A request with one thing wrong, and the words that the refusal must have.
@@ -279,6 +279,65 @@ fn a_full_node_says_so() {
         node.unstage(&first).await.unwrap();
         node.stage(&second).await.unwrap();
         node.unstage(&second).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_is_not_the_volume_is_not_unmounted() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let [volume, unknown] = ["v", "unknown"].map(|name| sandbox.volume(name, "ext4"));
+        let raw = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let foreign = sandbox.dir().join("foreign.img");
+        std::fs::File::create(&foreign)
+            .unwrap()
+            .set_len(64 * MIB)
+            .unwrap();
+        run(&["mkfs.ext4", "-q", foreign.to_str().unwrap()]);
+        let theirs = node.up(&volume, "pod").await;
+        let device = node.up(&raw, "pod").await;
+        // Kubelet tears down by what it finds on its disk, whatever an agent knows.
+        node.restart_without_records().await;
+        let target = node.target(&unknown, "pod");
+        std::fs::create_dir_all(&target).unwrap();
+        let at = target.to_str().unwrap();
+        let mounts: [(&[&str], &[&str]); 4] = [
+            (&["mount", "-t", "tmpfs", "none"], &["tmpfs"]),
+            (
+                &["mount", "-o", "loop", foreign.to_str().unwrap()],
+                &["ext4 of /dev/loop"],
+            ),
+            (
+                &["mount", "--bind", theirs.to_str().unwrap()],
+                &["volume v", "ext4"],
+            ),
+            (&["mount", "--bind", "/proc"], &["proc"]),
+        ];
+        for (mount, words) in mounts {
+            run(&[mount, &[at]].concat());
+            let before = mounts_below(sandbox.dir());
+            refused(
+                node.unpublish(&unknown, "pod").await,
+                FailedPrecondition,
+                &[words, &[at]].concat(),
+            );
+            assert_eq!(mounts_below(sandbox.dir()), before);
+            run(&["umount", at]);
+        }
+        std::fs::remove_dir(&target).unwrap();
+        std::fs::write(&target, "").unwrap();
+        run(&["mount", "--bind", device.to_str().unwrap(), at]);
+        refused(
+            node.unpublish(&unknown, "pod").await,
+            FailedPrecondition,
+            &["volume raw", "block device"],
+        );
+        run(&["umount", at]);
+        node.unpublish(&unknown, "pod").await.unwrap();
+        for volume in [&volume, &raw] {
+            node.down(volume, "pod").await;
+        }
         node.assert_clean().await;
     });
 }

@@ -15,13 +15,13 @@ use std::sync::Arc;
 
 use super::{
     Ailment, Behind, Device, How, Source,
-    backend::{Attachment, Bound, Found},
+    backend::{Attachment, Bound, Found, Owner},
     error::{DeviceError, io},
     loopdev::Detached,
     luks,
     notes::{MkfsNote, Notes},
     rbd::{self, Image, Mapped, Mapper, Monitors},
-    used,
+    sysfs, used,
 };
 use crate::{
     Done,
@@ -110,6 +110,19 @@ impl CephImages {
             }
             None => Ok(None),
         }
+    }
+
+    /// Whose a device is, where an image of a cluster is behind it.
+    pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
+        let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
+        if let Some(mapped) = Mapped::of(below) {
+            return Ok(match &mapped.config.mark {
+                Some(mark) => Owner::Volume(mark.volume_id.clone()),
+                None => Owner::Source(Box::new(found_as(&mapped, "")?.source)),
+            });
+        }
+        // The cookie of what rbd-nbd serves is the volume's handle.
+        Ok(sysfs::nbd_backend(below).map_or(Owner::Nobody, Owner::Volume))
     }
 
     /// What ceph-csi left a note of: the image, and its device where it is mapped.
