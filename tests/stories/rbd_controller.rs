@@ -25,7 +25,7 @@ use uring_csi::proto::csi::{
 
 use crate::harness::{
     Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
-    from_snapshot, from_volume, refused, run, run_err, story,
+    from_snapshot, from_volume, refused, run_err, story,
 };
 
 mod classes;
@@ -108,9 +108,7 @@ impl Ceph {
     }
 
     fn rados(&self, args: &[&str]) -> String {
-        let conf = self.cluster.dir().join("ceph.conf");
-        let conf = conf.to_str().expect("a path in UTF-8");
-        run(&[&["rados", "--conf", conf, "-p", &self.pool], args].concat())
+        self.cluster.rados(&self.pool, args)
     }
 
     /// What `rbd info` says of an image.

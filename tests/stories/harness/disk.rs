@@ -11,7 +11,7 @@ use std::{
 
 use sha2::{Digest as _, Sha256};
 
-use super::{MIB, Volume};
+use super::{MIB, Volume, ceph::answer_of};
 
 /// Runs a command that must succeed; what it printed.
 #[track_caller]
@@ -21,10 +21,12 @@ pub fn run(command: &[&str]) -> String {
 
 /// Runs a command; what it printed, as an error if it failed.
 pub fn run_err(command: &[&str]) -> Result<String, String> {
-    let output = Command::new(command[0])
-        .args(&command[1..])
-        .output()
-        .map_err(|error| error.to_string())?;
+    let mut program = Command::new(command[0]);
+    let output = match program.args(&command[1..]) {
+        of_ceph if command[0] == "rbd" => answer_of(of_ceph),
+        other => other.output(),
+    };
+    let output = output.map_err(|error| error.to_string())?;
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said).into_owned();
     if output.status.success() {

@@ -76,12 +76,11 @@ impl<'a> Fencing<'a> {
 
     /// What is done to a volume's entry, `csi.volume.<uuid>`.
     fn rados(&self, volume: &Volume, what: &[&str]) -> String {
-        let conf = self.ceph.cluster.dir().join("ceph.conf");
         let uuid = &volume.handle[volume.handle.len() - 36..];
-        let (entry, conf) = (format!("csi.volume.{uuid}"), conf.to_str().unwrap());
+        let entry = format!("csi.volume.{uuid}");
         let (what, args) = what.split_first().unwrap();
-        let before = ["rados", "--conf", conf, "-p", &self.pool, what, &entry];
-        run(&[&before, args].concat())
+        let cluster = &self.ceph.cluster;
+        cluster.rados(&self.pool, &[&[what, &*entry], args].concat())
     }
 
     /// What is entered for the node.

@@ -184,14 +184,7 @@ impl Home {
     }
 
     fn rados(&self, args: &[&str]) -> String {
-        let conf = self.cluster.dir().join("ceph.conf");
-        let ran = Command::new("rados")
-            .args([&["--conf", conf.to_str().unwrap(), "-p", &self.pool], args].concat())
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&ran.stderr);
-        assert!(ran.status.success(), "rados {args:?}: {said}");
-        String::from_utf8(ran.stdout).unwrap()
+        self.cluster.rados(&self.pool, args)
     }
 
     /// What is in the pool of images and journals, beside what stays.
