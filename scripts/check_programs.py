@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Checks that every program that is run here comes with a package that setup.sh names.
+
+A machine of a developer has many more, and a test that uses one of them fails on a
+fresh machine only. So each word of the scripts and each text of the Rust code that is
+the name of a program must be that of a package that setup.sh installs, or of one that
+such a package depends on, or of one that Debian is never without (`make fresh` runs
+it all on such a machine). A program that is run by its name must be there at all.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+# Names of programs, but here they are other words.
+WORDS = {"file", "look", "node", "red", "time", "write"}
+# setup.sh installs the one where it needs it, and the other is busybox's.
+SEEN_TO = {"curl", "ip"}
+# Run where they are installed; otherwise it is said what is left out.
+OPTIONAL = {"kubectl", "kustomize"}
+
+ROOT = Path(__file__).parent.parent
+SHELL = ["Makefile", ".ci/run", *ROOT.glob("scripts/*.sh"), *ROOT.glob("tests/kernel/*.sh")]
+RUST = [path for top in ("src", "tests", "bench") for path in (ROOT / top).rglob("*.rs")]
+
+
+def output(*command):
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+
+
+def names(relations):
+    """The packages of a field like `a (>= 1), b:any | c`."""
+    return re.findall(r"(?:^|[,|])\s*([a-z0-9][a-z0-9+.-]+)", relations)
+
+
+def allowed():
+    """The packages that a machine has that is set up."""
+    fields = "${Package}\\t${Essential}\\t${Pre-Depends}, ${Depends}\\t${Provides}\\n"
+    depends, provides, wanted = {}, {}, {"apt"}
+    for line in output("dpkg-query", "-W", "-f", fields).splitlines():
+        package, essential, needs, offers = line.split("\t")
+        depends[package] = names(needs)
+        for name in names(offers):
+            provides.setdefault(name, []).append(package)
+        if essential == "yes":
+            wanted.add(package)
+    listed = re.search(r"^packages=\((.*?)^\)", (ROOT / "scripts/setup.sh").read_text(), re.M | re.S)
+    wanted.update(re.sub(r"#.*", "", listed[1]).split())
+    found = set()
+    while wanted:
+        package = wanted.pop()
+        found.add(package)
+        more = {*depends.get(package, []), *provides.get(package, [])}
+        wanted |= more - found
+    return found
+
+
+def programs():
+    """Each program that a package of this machine brings, with its packages."""
+    found = {}
+    dirs = ("/bin/", "/sbin/", "/usr/bin/", "/usr/sbin/")
+    for line in output("dpkg-query", "-S", *(d + "*" for d in dirs)).splitlines():
+        if line.startswith("diversion by"):
+            continue
+        packages, path = line.split(": ", 1)
+        if path.startswith(dirs):
+            found.setdefault(os.path.basename(path), set()).update(
+                package.split(":")[0] for package in packages.split(", "))
+    return found
+
+
+def words():
+    """Each word that may be a program's name, with where it stands, and whether it is
+    one for sure."""
+    for path in map(ROOT.joinpath, SHELL):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for word in re.findall(r"(?<![\w./$-])[a-z][\w.-]*(?![\w/=-])", re.sub(r"(^|\s)#.*", "", line)):
+                yield word, f"{path.relative_to(ROOT)}:{number}", False
+    for path in RUST:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip().startswith("//"):
+                continue
+            for run, word in re.findall(r"(Command::new\()?\"([a-z][\w.-]*)(?=[\" ])", line):
+                yield word, f"{path.relative_to(ROOT)}:{number}", bool(run)
+
+
+def main():
+    ours, known = allowed(), programs()
+    wrong = {}
+    for word, where, is_run in words():
+        packages = known.get(word, set())
+        if word in WORDS | SEEN_TO | OPTIONAL or packages & ours:
+            continue
+        if packages:
+            said = f"comes with {' or '.join(sorted(packages))}, which scripts/setup.sh does not install"
+        elif is_run:
+            said = "is not installed here"
+        else:
+            continue
+        wrong.setdefault(word, f"{where}: {word} {said}")
+    for line in wrong.values():
+        print(line, file=sys.stderr)
+    if wrong:
+        sys.exit(f"{Path(__file__).name}: name its package there; if it is no program, in WORDS here")
+
+
+if __name__ == "__main__":
+    main()
