@@ -1,6 +1,7 @@
 //! The node agent: a DaemonSet's container on every node that mounts volumes.
 
 use std::{
+    future::pending,
     net::SocketAddr,
     path::PathBuf,
     process::ExitCode,
@@ -251,8 +252,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         Roots::new(&roots)?,
         records,
         lanes,
-    )
-    .await?;
+    )?;
     readiness.set(why_not_ready(&options.kubelet_dir)?);
     if let Some(reason) = readiness.reason() {
         tracing::error!(reason, "not ready");
@@ -263,7 +263,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         );
     }
     ring::spawn(watch(node.clone(), readiness.clone()));
-    let heart = Heart::start(node);
+    let heart = Heart::start(node.clone());
     let routes = Routes::default()
         .add_service(IdentityServer::new(Identity::new(
             &config.driver_name,
@@ -284,7 +284,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         micros = begun.elapsed().as_micros(),
         "serving"
     );
-    serve_until_told(listener, routes).await
+    serve_until_told(listener, routes, node).await
 }
 
 fn serve_metrics(addr: SocketAddr, lanes: Lanes, readiness: Readiness) -> Result<(), Failure> {
@@ -302,13 +302,28 @@ fn serve_metrics(addr: SocketAddr, lanes: Lanes, readiness: Readiness) -> Result
     Ok(())
 }
 
-async fn serve_until_told(listener: Listener, routes: Routes) -> Result<(), Failure> {
+/// Probes and capabilities are answered at once, calls on volumes when those are
+/// taken up.
+async fn serve_until_told(
+    listener: Listener,
+    routes: Routes,
+    node: Rc<Node>,
+) -> Result<(), Failure> {
+    let not_taken_up = async {
+        match node.take_up().await {
+            Ok(()) => pending().await,
+            Err(error) => format!("cannot take up what an earlier agent left: {error}"),
+        }
+    };
     let stop = async {
         if let Err(error) = told_to_stop().await {
             tracing::error!(%error, "cannot listen for signals; stopping");
         }
     };
-    Ok(listener.serve(routes, stop, GRACE).await?)
+    tokio::select! {
+        served = listener.serve(routes, stop, GRACE) => Ok(served?),
+        error = not_taken_up => Err(error.into()),
+    }
 }
 
 /// Until something ends that every volume needs: then the agent is not ready any

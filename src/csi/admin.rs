@@ -86,12 +86,14 @@ impl AdminService {
 impl NodeAdmin for AdminService {
     async fn list_held_volumes(
         &self,
-        _: Request<ListHeldVolumesRequest>,
+        request: Request<ListHeldVolumesRequest>,
     ) -> Result<Response<ListHeldVolumesResponse>, Status> {
+        let patience = patience(request.metadata());
         observed("ListHeldVolumes", "", async {
-            let listed = self.heart.run(|node| async move { node.list() }).await;
+            let listed = self.heart.run(move |node| node.list(patience)).await;
             let listed =
                 listed.ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
+            let listed = listed.map_err(|error| Status::from(&error))?;
             Ok(ListHeldVolumesResponse {
                 volumes: listed.into_iter().map(held).collect(),
             })

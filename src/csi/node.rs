@@ -241,10 +241,11 @@ impl NodeService {
     async fn health(
         &self,
         request: NodeGetVolumeHealthRequest,
+        patience: Duration,
     ) -> Result<NodeGetVolumeHealthResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         let volume_id = request.volume_id.clone();
-        let ask = move |node: Rc<Node>| node.health(volume_id);
+        let ask = move |node: Rc<Node>| node.health(volume_id, patience);
         let found = self.heart.run(ask).await.ok_or_else(going_down)?;
         let found = found.map_err(|error| Status::from(&error))?;
         Ok(NodeGetVolumeHealthResponse {

@@ -78,9 +78,12 @@ pub fn of_volume(error: &volume::Error) -> Code {
         },
         E::Full { .. } => Code::ResourceExhausted,
         E::Range { .. } => Code::OutOfRange,
-        E::Bind { .. } | E::Ownership { .. } | E::Io { .. } | E::Kept(_) | E::NotUndone { .. } => {
-            Code::Unavailable
-        }
+        E::Bind { .. }
+        | E::Ownership { .. }
+        | E::Io { .. }
+        | E::Kept(_)
+        | E::NotTakenUp { .. }
+        | E::NotUndone { .. } => Code::Unavailable,
     }
 }
 

@@ -218,26 +218,24 @@ impl Images {
         Ok(ImageSource::new(&pool.name, &image))
     }
 
-    /// Gives back what this node held before it was rebooted: nobody else can
-    /// tell that what it claimed then is attached no more.
-    pub fn release_stale_claims(&self) {
-        for pool in self.pools.iter() {
-            let pool_name = &pool.name;
-            let images = claim::claimed_by(pool, &self.node_id).unwrap_or_else(|error| {
-                let error = chain(&error);
-                tracing::warn!(pool_name, error, "claims of an earlier boot may be left");
-                Vec::new()
-            });
-            for image in images {
-                match claim::release_stale(pool, &image, &self.node_id, &self.boot_id) {
-                    Ok(Done::Now) => {
-                        tracing::info!(pool_name, image, "released the claim of an earlier boot");
-                    }
-                    Ok(Done::Already) => {}
-                    Err(error) => {
-                        let error = chain(&error);
-                        tracing::warn!(pool_name, image, error, "a claim may be left");
-                    }
+    /// Gives back what this node held of the pool before it was rebooted: nobody else
+    /// can tell that what it claimed then is attached no more.
+    pub fn release_stale_claims(&self, pool: &Pool) {
+        let pool_name = &pool.name;
+        let images = claim::claimed_by(pool, &self.node_id).unwrap_or_else(|error| {
+            let error = chain(&error);
+            tracing::warn!(pool_name, error, "claims of an earlier boot may be left");
+            Vec::new()
+        });
+        for image in images {
+            match claim::release_stale(pool, &image, &self.node_id, &self.boot_id) {
+                Ok(Done::Now) => {
+                    tracing::info!(pool_name, image, "released the claim of an earlier boot");
+                }
+                Ok(Done::Already) => {}
+                Err(error) => {
+                    let error = chain(&error);
+                    tracing::warn!(pool_name, image, error, "a claim may be left");
                 }
             }
         }

@@ -176,6 +176,11 @@ impl Roots {
         })
     }
 
+    /// Whether the path is below one of them.
+    pub fn has(&self, path: &Path) -> bool {
+        self.longest(path).is_ok()
+    }
+
     /// The path as [`Place::path`] would spell it, and as the mount table does:
     /// one spelling to compare by, where a root is reached through a symlink. A
     /// path below no root stays as it is.

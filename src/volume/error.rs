@@ -77,6 +77,14 @@ pub enum Error {
         /// The call under way.
         under_way: UnderWay,
     },
+    /// The agent has just started, and does not know yet what it holds.
+    #[error(
+        "volume {volume}: this node's agent has just started and still takes up what the one before it left"
+    )]
+    NotTakenUp {
+        /// The volume's handle.
+        volume: String,
+    },
     /// The caller's time is up; the work goes on.
     #[error(
         "volume {volume}: {} goes on beyond this call's deadline, {under_way}; the next equal call joins it",

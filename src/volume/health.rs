@@ -52,7 +52,12 @@ fn condition(severity: Severity, reason: &'static str, message: String) -> Condi
 
 impl Node {
     /// `NodeGetVolumeHealth`.
-    pub async fn health(self: Rc<Self>, volume_id: String) -> Result<Vec<Condition>, Error> {
+    pub async fn health(
+        self: Rc<Self>,
+        volume_id: String,
+        deadline: Duration,
+    ) -> Result<Vec<Condition>, Error> {
+        self.taken_up(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(|| Error::NotFound {
             volume: volume_id.clone(),
             what: "this node does not hold it".to_owned(),

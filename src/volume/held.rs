@@ -1,6 +1,6 @@
 //! What this node holds: changes to it, and the listing for operators.
 
-use std::{collections::BTreeMap, path::PathBuf, rc::Rc};
+use std::{collections::BTreeMap, path::PathBuf, rc::Rc, time::Duration};
 
 use super::{
     Error, Node,
@@ -33,10 +33,11 @@ pub struct Listed {
 
 impl Node {
     /// Every volume that this node holds or works on, by handle.
-    pub fn list(&self) -> Vec<Listed> {
+    pub async fn list(self: Rc<Self>, deadline: Duration) -> Result<Vec<Listed>, Error> {
+        self.taken_up("", deadline).await?;
         let mut volumes: Vec<Rc<Volume>> = self.volumes.borrow().values().cloned().collect();
         volumes.sort_by(|a, b| a.id.cmp(&b.id));
-        volumes.iter().map(|volume| self.listed(volume)).collect()
+        Ok(volumes.iter().map(|volume| self.listed(volume)).collect())
     }
 
     fn listed(&self, volume: &Volume) -> Listed {

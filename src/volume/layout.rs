@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    Error, Node, already,
+    Error, Node, STAGING, already,
     record::Record,
     spec::Stage,
     stage::at_staging,
@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     device::{NOTE, Source},
-    mount::path::Place,
+    mount::path::{Place, Roots},
 };
 
 /// Where a volume of this source is mounted that is staged at the path.
@@ -80,8 +80,9 @@ pub async fn write_note(
 }
 
 /// The note that is at the staging path, whoever left it.
-pub fn read_note(node: &Node, staging_path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    let Some(place) = absent_is_none(node.staging(&staging_path.join(NOTE)))? else {
+pub fn read_note(roots: &Roots, staging_path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    let place = super::place(roots, STAGING, &staging_path.join(NOTE));
+    let Some(place) = absent_is_none(place)? else {
         return Ok(None);
     };
     place.read().map_err(at_staging)

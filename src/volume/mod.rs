@@ -23,7 +23,7 @@ use std::{
     pin::Pin,
     rc::Rc,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use tokio::sync::{mpsc, oneshot};
@@ -65,6 +65,7 @@ pub use held::Listed;
 pub use stats::{Space, Usage};
 pub use task::{Answer, Outcome};
 
+use reconcile::Untaken;
 use record::Records;
 use spec::{Call, Format, Stage};
 use task::{Progress, Volume};
@@ -101,6 +102,7 @@ pub struct Node {
     prober: Prober,
     uevents: Rc<Uevents>,
     volumes: RefCell<HashMap<String, Rc<Volume>>>,
+    untaken: Untaken,
 }
 
 impl fmt::Debug for Node {
@@ -113,8 +115,9 @@ impl fmt::Debug for Node {
 }
 
 impl Node {
-    /// Opens the node's stores and takes up what an earlier agent left.
-    pub async fn open(
+    /// Opens the node's stores. Calls on volumes wait until [`Node::take_up`] has
+    /// taken up what an earlier agent left.
+    pub fn open(
         config: Config,
         backends: Backends,
         roots: Roots,
@@ -130,12 +133,12 @@ impl Node {
             prober: Prober::start()?,
             uevents: Uevents::start()?,
             volumes: RefCell::default(),
+            untaken: Untaken::default(),
         });
         ring::spawn(nbd::keep(
             node.backends.exports.links.clone(),
             node.lanes.clone(),
         ));
-        reconcile::reconcile(&node).await?;
         Ok(node)
     }
 
@@ -147,7 +150,10 @@ impl Node {
         deadline: Duration,
     ) -> Answer {
         let call = call.with_paths(|path| self.roots.spelled(path));
-        task::submit(&self, &volume_id, call, deadline).await
+        let begun = Instant::now();
+        self.taken_up(&volume_id, deadline).await?;
+        let left = deadline.saturating_sub(begun.elapsed());
+        task::submit(&self, &volume_id, call, left).await
     }
 
     fn volume(&self, id: &str) -> Rc<Volume> {

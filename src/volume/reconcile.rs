@@ -6,7 +6,9 @@
 //! is cleared away: inline volumes whose pod is gone.
 
 use std::{
-    collections::BTreeMap,
+    cell::{Cell, RefCell},
+    collections::{BTreeMap, HashMap, HashSet},
+    ffi::OsStr,
     io,
     path::{Path, PathBuf},
     rc::Rc,
@@ -14,9 +16,12 @@ use std::{
     time::Duration,
 };
 
+use futures_util::{StreamExt as _, stream};
+use tokio::sync::Notify;
+
 use super::{
-    Error, Node, layout,
-    record::{Held, Phase, Record, Target},
+    Error, Node, STAGING, TARGET, layout,
+    record::{Held, Phase, Record, Records, Target},
     spec::{Call, Use},
     task::{Progress, Volume},
     unstage::absent_is_none,
@@ -24,80 +29,218 @@ use super::{
 use crate::{
     capability::Mode,
     chain,
-    device::{Device, sysfs},
+    device::{Backends, Device, sysfs},
+    hold_point,
+    kernel::Dev,
     mount::{
         Look, Mounted,
         options::MountOptions,
+        path::Roots,
         table::{self, Entry},
     },
     ring,
 };
 
-/// How long the start waits for the pools: one that does not answer must not
-/// keep the node from serving the others.
-const POOLS_ANSWER_WITHIN: Duration = Duration::from_secs(10);
+/// How many volumes of another driver are looked at at once.
+const AT_ONCE: usize = 8;
 
-/// Takes up every record of an earlier agent.
-pub async fn reconcile(node: &Rc<Node>) -> io::Result<()> {
-    release_stale_claims(node).await;
-    let boot_id = node.backends.boot_id();
-    let records = node.records.load(boot_id).await?;
-    let mounts = table::list()?;
-    for mut record in records {
-        // An agent before this one may have left that open.
-        record.source = node.backends.settled(&record.source);
-        if record.boot_id != boot_id {
-            // An inline volume that has outlived a reboot: its image is all
-            // that is left of it.
-            record.device = None;
-            record.root_dev = None;
-            record.phase = Phase::Unstaging;
-        }
-        let targets = record
-            .device
-            .as_ref()
-            .map(|device| targets(&mounts, &record, device))
-            .unwrap_or_default();
-        tracing::info!(
-            volume_id = record.volume_id,
-            state = record.phase.as_str(),
-            targets = targets.len(),
-            "taken up"
-        );
-        let volume = node.volume(&record.volume_id);
-        if let Some(device) = &record.device {
-            node.backends
-                .take_up(&record.source, device, &record.volume_id);
-        }
-        volume.hold(Some(Held { record, targets }));
-        delete_if_orphaned(node, &volume);
+/// Volumes that an earlier agent had, or another driver, and that are not taken up
+/// yet: no call may act on them.
+#[derive(Debug, Default)]
+pub struct Untaken {
+    /// The records are read.
+    are_read: Cell<bool>,
+    /// What has none, and may be another driver's.
+    volumes: RefCell<HashSet<String>>,
+    changed: Notify,
+}
+
+impl Untaken {
+    fn remove(&self, volume_id: &str) {
+        self.volumes.borrow_mut().remove(volume_id);
+        self.changed.notify_waiters();
     }
-    take_over(node, &mounts).await;
-    Ok(())
+
+    fn has(&self, volume_id: &str) -> bool {
+        !self.are_read.get() || self.volumes.borrow().contains(volume_id)
+    }
+}
+
+impl Node {
+    /// Waits until the volume, if there is one, is taken up.
+    pub async fn taken_up(&self, volume_id: &str, deadline: Duration) -> Result<(), Error> {
+        let taken_up = async {
+            while self.untaken.has(volume_id) {
+                // One thread: nothing changes before this is polled.
+                self.untaken.changed.notified().await;
+            }
+        };
+        let waited = ring::timer::timeout(deadline, taken_up).await;
+        waited.map_err(|_| Error::NotTakenUp {
+            volume: volume_id.to_owned(),
+        })
+    }
+
+    /// Takes up every record of an earlier agent, and what another driver has
+    /// staged. The node serves meanwhile; calls on volumes wait.
+    pub async fn take_up(self: Rc<Self>) -> io::Result<()> {
+        release_stale_claims(&self);
+        let (backends, records) = (Arc::clone(&self.backends), self.records.clone());
+        let roots = self.roots.clone();
+        let read = self.lanes.run("", "take-up", move || {
+            hold_point("take-up", "records");
+            Left::read(&backends, &records, &roots)
+        });
+        let left = read.await?;
+        for (record, targets) in left.volumes {
+            tracing::info!(
+                volume_id = record.volume_id,
+                state = record.phase.as_str(),
+                targets = targets.len(),
+                "taken up"
+            );
+            let volume = self.volume(&record.volume_id);
+            volume.hold(Some(Held { record, targets }));
+            // Others are answered meanwhile.
+            tokio::task::yield_now().await;
+        }
+        let others: HashSet<_> = left.others.iter().map(|(id, _)| id.clone()).collect();
+        self.untaken.volumes.replace(others);
+        self.untaken.are_read.set(true);
+        self.untaken.changed.notify_waiters();
+        for (id, target) in left.orphans {
+            delete_orphan(&self, id, target);
+        }
+        take_over(&self, left.others).await;
+        Ok(())
+    }
+}
+
+/// What was left by whoever was here before.
+struct Left {
+    volumes: Vec<(Record, BTreeMap<PathBuf, Target>)>,
+    /// Inline volumes that nobody unpublishes, and where they were published.
+    orphans: Vec<(String, PathBuf)>,
+    /// Mounts of devices that no record knows: which volumes they would be, and
+    /// where those would be staged.
+    others: Vec<(String, PathBuf)>,
+}
+
+impl Left {
+    /// Reads the records and the mount table.
+    fn read(backends: &Backends, records: &Records, roots: &Roots) -> io::Result<Self> {
+        let boot_id = backends.boot_id();
+        let records = records.load(boot_id)?;
+        let mounts = table::list()?;
+        let index = Index::of(&mounts);
+        let mut left = Self {
+            volumes: Vec::with_capacity(records.len()),
+            orphans: Vec::new(),
+            others: Vec::new(),
+        };
+        for mut record in records {
+            // An agent before this one may have left that open.
+            record.source = backends.settled(&record.source);
+            if record.boot_id != boot_id {
+                // An inline volume that has outlived a reboot: its image is all
+                // that is left of it.
+                record.device = None;
+                record.root_dev = None;
+                record.phase = Phase::Unstaging;
+            }
+            let targets = (record.device.as_ref())
+                .map(|device| targets(index.of_device(device), &record, device))
+                .unwrap_or_default();
+            if let Some(device) = &record.device {
+                backends.take_up(&record.source, device, &record.volume_id);
+            }
+            if let Some(target) = &record.inline
+                && targets.is_empty()
+                && matches!(
+                    absent_is_none(super::place(roots, TARGET, target)),
+                    Ok(None)
+                )
+            {
+                left.orphans
+                    .push((record.volume_id.clone(), target.clone()));
+            }
+            left.volumes.push((record, targets));
+        }
+        let devices = left.volumes.iter().flat_map(|(record, _)| &record.device);
+        let known: HashSet<_> = devices.map(|device| device.dev).collect();
+        let ids: HashSet<_> = left
+            .volumes
+            .iter()
+            .map(|(record, _)| &record.volume_id[..])
+            .collect();
+        left.others = mounts
+            .iter()
+            .filter(|entry| !known.contains(&entry.dev))
+            .filter_map(|entry| unknown(entry, roots))
+            .filter(|(id, _)| !ids.contains(&id[..]))
+            .collect();
+        Ok(left)
+    }
+}
+
+/// Which volume is mounted here and where it is staged, if another driver has staged
+/// it: below the staging path, under its handle.
+fn unknown(entry: &Entry, roots: &Roots) -> Option<(String, PathBuf)> {
+    let is_device = Path::new(&entry.source).starts_with("/dev") || entry.fs_type == "devtmpfs";
+    let id = entry.mount_point.file_name()?.to_str()?;
+    let staging_path = entry.mount_point.parent()?;
+    // The directory may be on a disk that does not answer: it is opened later.
+    let is_allowed = roots.has(staging_path);
+    (is_device && is_allowed).then(|| (id.to_owned(), staging_path.to_owned()))
+}
+
+/// Mounts by what they may be found by.
+struct Index<'a> {
+    by_dev: HashMap<Dev, Vec<&'a Entry>>,
+    /// By the last name of the source, and of what devtmpfs shows.
+    by_name: HashMap<&'a OsStr, Vec<&'a Entry>>,
+}
+
+impl<'a> Index<'a> {
+    fn of(mounts: &'a [Entry]) -> Self {
+        let mut index = Self {
+            by_dev: HashMap::new(),
+            by_name: HashMap::new(),
+        };
+        for entry in mounts {
+            index.by_dev.entry(entry.dev).or_default().push(entry);
+            let source = Path::new(&entry.source).file_name();
+            for name in source.into_iter().chain(entry.root.file_name()) {
+                index.by_name.entry(name).or_default().push(entry);
+            }
+        }
+        index
+    }
+
+    /// Every mount that may be one of the device; some twice.
+    fn of_device(&self, device: &Device) -> impl Iterator<Item = &'a Entry> {
+        let by_dev = self.by_dev.get(&device.dev);
+        let name = device.node.file_name();
+        let by_name = name.and_then(|name| self.by_name.get(name));
+        by_dev.into_iter().chain(by_name).flatten().copied()
+    }
 }
 
 /// Takes up what another driver has staged: its pods go on, and kubelet stages
 /// nothing again that it knows to be staged.
-async fn take_over(node: &Rc<Node>, mounts: &[Entry]) {
-    for entry in mounts {
-        let is_device = Path::new(&entry.source).starts_with("/dev") || entry.fs_type == "devtmpfs";
-        let (Some(id), Some(staging_path)) = (
-            entry.mount_point.file_name().and_then(|name| name.to_str()),
-            entry.mount_point.parent(),
-        ) else {
-            continue;
-        };
-        let is_dir = |path: &Path| {
-            let place = node.staging(path).ok();
-            place.is_some_and(|place| matches!(place.look(), Ok(Look::Dir)))
-        };
-        if !is_device || node.known(id).is_some() || !is_dir(staging_path) {
-            continue;
-        }
-        if let Ok(Some(_)) = layout::read_note(node, staging_path) {
-            let volume = node.volume(id);
-            let progress = Progress::new(id, "take over");
-            if let Err(error) = rebuild(node, &volume, staging_path, &progress).await {
+async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
+    let one = |(id, staging_path): (String, PathBuf)| async move {
+        let roots = node.roots.clone();
+        let at = staging_path.clone();
+        let is_noted = node.lanes.run(&id, "find", move || {
+            let is_dir = super::place(&roots, STAGING, &at)
+                .is_ok_and(|place| matches!(place.look(), Ok(Look::Dir)));
+            is_dir && matches!(layout::read_note(&roots, &at), Ok(Some(_)))
+        });
+        if is_noted.await && node.known(&id).is_none() {
+            let volume = node.volume(&id);
+            let progress = Progress::new(&id, "take over");
+            if let Err(error) = rebuild(node, &volume, &staging_path, &progress).await {
                 let error = chain(&error);
                 tracing::error!(
                     volume_id = id,
@@ -105,55 +248,49 @@ async fn take_over(node: &Rc<Node>, mounts: &[Entry]) {
                     "another driver's volume is not taken up"
                 );
             }
-            node.forget_if_empty(id);
+            node.forget_if_empty(&id);
         }
-    }
+        node.untaken.remove(&id);
+    };
+    stream::iter(others).for_each_concurrent(AT_ONCE, one).await;
 }
 
-/// Before anything can be staged, so that no claim goes that a call just made.
-async fn release_stale_claims(node: &Node) {
-    let backends = Arc::clone(&node.backends);
-    let released = node.lanes.run("", "release", move || {
-        backends.images.release_stale_claims();
-    });
-    match ring::timer::timeout(POOLS_ANSWER_WITHIN, released).await {
-        Ok(()) => {}
-        Err(_) => {
-            tracing::warn!("a pool does not answer; claims of an earlier boot may be left in it");
-        }
+/// One that a call makes meanwhile stays: it is of this boot.
+fn release_stale_claims(node: &Node) {
+    for pool in node.backends.images.pools.iter() {
+        let (backends, pool) = (Arc::clone(&node.backends), pool.clone());
+        drop(node.lanes.run("", "release", move || {
+            backends.images.release_stale_claims(&pool);
+        }));
     }
 }
 
 /// Nobody unpublishes an inline volume whose pod's directory is gone.
-fn delete_if_orphaned(node: &Rc<Node>, volume: &Rc<Volume>) {
-    let Some(target) = volume.record().and_then(|record| record.inline) else {
-        return;
-    };
-    if matches!(absent_is_none(node.target(&target)), Ok(None))
-        && node.live_target(volume).is_none()
-    {
-        tracing::info!(volume_id = volume.id, target = %target.display(), "its pod is gone, the inline volume goes");
-        let (node, id) = (node.clone(), volume.id.clone());
-        ring::spawn(async move {
-            let deleted = node
-                .submit(id.clone(), Call::Unpublish(target), Duration::MAX)
-                .await;
-            if let Err(error) = deleted {
-                tracing::error!(
-                    volume_id = id,
-                    error = chain(&*error),
-                    "an orphaned inline volume stays"
-                );
-            }
-        });
-    }
+fn delete_orphan(node: &Rc<Node>, id: String, target: PathBuf) {
+    tracing::info!(volume_id = id, target = %target.display(), "its pod is gone, the inline volume goes");
+    let node = node.clone();
+    ring::spawn(async move {
+        let deleted = node
+            .submit(id.clone(), Call::Unpublish(target), Duration::MAX)
+            .await;
+        if let Err(error) = deleted {
+            tracing::error!(
+                volume_id = id,
+                error = chain(&*error),
+                "an orphaned inline volume stays"
+            );
+        }
+    });
 }
 
 /// Where a device appears besides its staging path.
-fn targets(mounts: &[Entry], record: &Record, device: &Device) -> BTreeMap<PathBuf, Target> {
+fn targets<'a>(
+    mounts: impl Iterator<Item = &'a Entry>,
+    record: &Record,
+    device: &Device,
+) -> BTreeMap<PathBuf, Target> {
     let staged_at = record.mount_point();
     mounts
-        .iter()
         .filter(|entry| entry.mount_point != staged_at)
         .filter(|entry| match record.usage {
             Use::Mount { .. } => {
@@ -233,7 +370,7 @@ pub async fn rebuild(
     let left = if mounted.is_some() && path == staging_path {
         None
     } else {
-        layout::read_note(node, staging_path)?
+        layout::read_note(&node.roots, staging_path)?
     };
     let found = node
         .lane(volume, progress, "find", move || {
@@ -290,7 +427,7 @@ pub async fn rebuild(
     };
     tracing::warn!(volume_id = volume.id, source = %record.source, "found without a record, taken up");
     let targets = (record.device.as_ref())
-        .map(|device| targets(&mounts, &record, device))
+        .map(|device| targets(mounts.iter(), &record, device))
         .unwrap_or_default();
     volume.hold(Some(Held {
         record: record.clone(),

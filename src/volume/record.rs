@@ -208,8 +208,9 @@ impl Records {
     }
 
     /// Every record of this boot, and of every boot for inline volumes.
-    /// Files that cannot be read are named in the log and left alone.
-    pub async fn load(&self, boot_id: &str) -> io::Result<Vec<Record>> {
+    /// Files that cannot be read are named in the log and left alone. For a lane,
+    /// which it blocks.
+    pub fn load(&self, boot_id: &str) -> io::Result<Vec<Record>> {
         let mut loaded = Vec::new();
         for dir in [&self.inline, &self.volumes] {
             for entry in std::fs::read_dir(dir)? {
@@ -217,7 +218,7 @@ impl Records {
                 if path.extension().is_none_or(|e| e != "json") {
                     continue;
                 }
-                let parsed = file::read(&path).await.and_then(|bytes| {
+                let parsed = std::fs::read(&path).and_then(|bytes| {
                     serde_json::from_slice::<Record>(&bytes).map_err(io::Error::from)
                 });
                 match parsed {
@@ -226,7 +227,7 @@ impl Records {
                     }
                     Ok(_) => {
                         // Its device and mounts went with the other boot.
-                        let _ = file::remove(&path, Durability::Volatile).await?;
+                        std::fs::remove_file(&path)?;
                     }
                     Err(error) => {
                         tracing::error!(path = %path.display(), %error, "a volume's record is unreadable and left alone");

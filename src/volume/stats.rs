@@ -83,6 +83,7 @@ impl Node {
             volume: volume_id.clone(),
             what: format!("it is not at {} on this node", path.display()),
         };
+        self.taken_up(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
         if !may_wait(&record) {

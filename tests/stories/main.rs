@@ -28,6 +28,7 @@ mod rbd_controller;
 mod repeats;
 mod reused;
 mod soak;
+mod starts;
 mod stuck;
 mod telling;
 mod test_bed;

@@ -92,7 +92,7 @@ impl node_server::Node for NodeService {
         request: Request<NodeGetVolumeHealthRequest>,
     ) -> Result<Response<NodeGetVolumeHealthResponse>, Status> {
         Of("NodeGetVolumeHealth", request, |it| &it.volume_id)
-            .answer(|request, _| self.health(request))
+            .answer(|request, patience| self.health(request, patience))
             .await
     }
 

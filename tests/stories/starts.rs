@@ -1,0 +1,99 @@
+//! An agent that starts serves at once, and acts on no volume that it has not taken
+//! up yet.
+
+use std::{fs, time::Duration};
+
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+use tonic::Code;
+use uring_csi::proto::{
+    admin::{ListHeldVolumesRequest, node_admin_client::NodeAdminClient},
+    csi::{GetPluginInfoRequest, NodeGetInfoRequest, identity_client::IdentityClient},
+};
+
+use crate::harness::{Content, Node, Volume, files_below, hex, refused, story};
+
+/// Records of so many volumes that a killed agent had begun to stage, made after the
+/// one that is there.
+fn begun(node: &Node, count: usize) -> Vec<Volume> {
+    let files = files_below(&node.run_dir.join("volumes"));
+    assert_eq!(files.len(), 1, "{files:?}");
+    let file = files.first().expect("a record");
+    let mut record: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+    record["phase"] = json!("staging");
+    record["device"] = Value::Null;
+    (0..count)
+        .map(|n| {
+            let volume = Volume::filesystem(&format!("begun-{n}"), "ext4").over("main", "no.img");
+            record["volume_id"] = json!(volume.handle);
+            record["staging_path"] = json!(node.staging(&volume));
+            let digest = hex(&Sha256::digest(&volume.handle));
+            let file = file.with_file_name(format!("{digest}.json"));
+            fs::write(file, record.to_string()).unwrap();
+            volume
+        })
+        .collect()
+}
+
+#[test]
+fn an_agent_serves_before_it_has_taken_up_its_volumes() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        let content = Content::new("v");
+        content.write(&target.join("file"));
+        node.kill9().await;
+        let begun = begun(&node, 300);
+
+        let held = node.hold("take-up", "records");
+        node.restart().await;
+        let mut identity = IdentityClient::new(node.channel());
+        identity
+            .get_plugin_info(GetPluginInfoRequest {})
+            .await
+            .unwrap();
+        node.client()
+            .node_get_info(NodeGetInfoRequest {})
+            .await
+            .unwrap();
+        // Calls on volumes wait within their deadlines.
+        let patient = node.timeout.replace(Duration::from_millis(200));
+        let words = &["just started"];
+        refused(node.stats(&volume, &target).await, Code::Unavailable, words);
+        refused(node.unstage(&volume).await, Code::Unavailable, words);
+        refused(
+            node.unpublish(&volume, "pod").await,
+            Code::Unavailable,
+            words,
+        );
+        refused(node.stage(&begun[0]).await, Code::Unavailable, words);
+        assert_eq!(node.probe().await, Some(true));
+        node.timeout.set(patient);
+
+        // Those that still wait are right once it is known what is there.
+        let mut admin = NodeAdminClient::new(node.channel());
+        let go_on = async {
+            node.probe().await.expect("it answers");
+            drop(held);
+        };
+        let (stats, unstaged, published, listed, ()) = tokio::join!(
+            node.stats(&volume, &target),
+            node.unstage(&volume),
+            node.publish_read_only(&begun[1], "pod"),
+            admin.list_held_volumes(ListHeldVolumesRequest {}),
+            go_on,
+        );
+        assert!(stats.unwrap()[0].used > 0);
+        refused(unstaged, Code::FailedPrecondition, &["still published"]);
+        refused(published, Code::FailedPrecondition, &["not staged"]);
+        assert_eq!(listed.unwrap().into_inner().volumes.len(), 301);
+        content.is_in(&target.join("file"));
+
+        node.down(&volume, "pod").await;
+        for volume in &begun {
+            node.unstage(volume).await.unwrap();
+        }
+        node.assert_clean().await;
+    });
+}
