@@ -24,6 +24,7 @@ use uring_csi::{
         admin::AdminService,
         identity::{Identity, Segment, once_each},
         node::NodeService,
+        run_dir::RunDir,
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
@@ -191,7 +192,14 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     let begun = Instant::now();
     let readiness = Readiness::default();
     // Taken before anything is touched: two agents must never share a node.
-    let listener = options.endpoint.bind().await?;
+    options.endpoint.refuse_live().await?;
+    let run_dir = RunDir::lock(&options.run_dir).await?;
+    ring::spawn(async {
+        run_dir.keep().await;
+        tracing::error!("another agent has taken the run directory over; ending");
+        std::process::exit(1);
+    });
+    let listener = options.endpoint.take()?;
     let lanes = Lanes::new(IDLE_LANES);
     if let Some(addr) = options.plugin.metrics_listen {
         serve_metrics(addr, lanes.clone(), readiness.clone())?;

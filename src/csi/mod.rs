@@ -1,7 +1,7 @@
 //! The gRPC face: requests in, parsed into types; errors out, as codes.
 //!
-//! Nothing below this module knows gRPC. [`serve`] owns the sockets,
-//! [`validate`] the rules that every request has to keep, [`status`] the one
+//! Nothing below this module knows gRPC. [`serve`] owns the sockets, `run_dir` the
+//! directory that one agent has, [`validate`] the rules that every request has to keep, [`status`] the one
 //! table of which error becomes which code.
 
 #[cfg(feature = "node")]
@@ -12,6 +12,8 @@ pub mod controller;
 pub mod identity;
 #[cfg(feature = "node")]
 pub mod node;
+#[cfg(feature = "node")]
+pub mod run_dir;
 pub mod serve;
 pub mod status;
 pub mod validate;

@@ -130,28 +130,36 @@ impl Endpoint {
         }
     }
 
+    fn failed(&self, what: &'static str) -> impl FnOnce(io::Error) -> ServeError + use<> {
+        let path = self.path.clone();
+        move |source| ServeError::Socket { what, path, source }
+    }
+
     /// Takes the socket over, mode 0600; refuses while a live process serves.
     pub async fn bind(&self) -> Result<Listener, ServeError> {
-        let failed = |what| {
-            let path = self.path.clone();
-            move |source| ServeError::Socket { what, path, source }
-        };
+        self.refuse_live().await?;
+        self.take()
+    }
+
+    /// Refuses while a live process serves, or what is there is no socket.
+    pub async fn refuse_live(&self) -> Result<(), ServeError> {
+        let path = || self.path.clone();
         match std::fs::symlink_metadata(&self.path) {
             Ok(found) if !found.file_type().is_socket() => {
-                let path = self.path.clone();
-                return Err(ServeError::NotASocket { path });
+                Err(ServeError::NotASocket { path: path() })
             }
-            Ok(_) if self.is_alive().await => {
-                let path = self.path.clone();
-                return Err(ServeError::Live { path });
-            }
-            Ok(_) => {}
-            Err(absent) if absent.kind() == ErrorKind::NotFound => {
-                if let Some(parent) = self.path.parent() {
-                    std::fs::create_dir_all(parent).map_err(failed("make the directory of"))?;
-                }
-            }
-            Err(error) => return Err(failed("look at")(error)),
+            Ok(_) if self.is_alive().await => Err(ServeError::Live { path: path() }),
+            Ok(_) => Ok(()),
+            Err(absent) if absent.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(self.failed("look at")(error)),
+        }
+    }
+
+    /// Takes the socket over, mode 0600, from whoever has been found not to serve.
+    pub fn take(&self) -> Result<Listener, ServeError> {
+        let failed = |what| self.failed(what);
+        if let Some(parent) = self.path.parent() {
+            std::fs::create_dir_all(parent).map_err(failed("make the directory of"))?;
         }
         let mut fresh = self.path.clone().into_os_string();
         fresh.push(format!(".{}", std::process::id()));

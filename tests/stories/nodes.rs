@@ -168,3 +168,28 @@ fn a_local_volume_stays_on_its_node() {
         a.assert_clean().await;
     });
 }
+
+#[test]
+fn a_run_directory_has_one_agent() {
+    story(async |sandbox| {
+        let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = a.up(&volume, "pod").await;
+
+        let run_dir = sandbox.dir().join("run-node-b");
+        std::os::unix::fs::symlink(&a.run_dir, run_dir).unwrap();
+        let b = Node::prepare(sandbox, setup(sandbox, "node-b"));
+        b.spawn();
+        assert!(!b.ended().await.success());
+        for words in [format!("pid {}", a.pid()), "--run-dir".to_owned()] {
+            assert!(b.log().contains(&words), "{words}: {}", b.log());
+        }
+        assert!(!b.log().contains("taken up"), "{}", b.log());
+        a.stats(&volume, &target).await.unwrap();
+        a.down(&volume, "pod").await;
+        a.assert_clean().await;
+
+        a.kill9().await;
+        b.restart().await;
+    });
+}
