@@ -209,8 +209,12 @@ impl StatMount {
     /// Whether nothing can be written, by the mount's attributes or the
     /// superblock's flags.
     pub fn read_only(&self) -> bool {
+        self.own_read_only() || u64::from(self.fixed.sb_flags) & libc::MS_RDONLY != 0
+    }
+
+    /// Whether nothing can be written, by the mount's attributes alone.
+    pub fn own_read_only(&self) -> bool {
         self.fixed.mnt_attr & u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()) != 0
-            || u64::from(self.fixed.sb_flags) & libc::MS_RDONLY != 0
     }
 
     /// Whether mounts made below it appear in its peers.

@@ -43,6 +43,9 @@ pub struct Entry {
     pub source: OsString,
     /// Whether nothing can be written, by the mount or by the superblock.
     pub read_only: bool,
+    /// Whether nothing can be written through this mount, by its own attribute. A
+    /// superblock becomes read-only by errors, too.
+    pub own_read_only: bool,
     /// Whether what is mounted below appears in its peers, which may be in other
     /// namespaces.
     pub shared: bool,
@@ -81,7 +84,7 @@ pub fn covering(at: BorrowedFd<'_>) -> io::Result<Entry> {
 
 /// The superblock's options of the mount that `at` is in, as the file system shows
 /// them: most leave their defaults out.
-pub(super) fn super_options(at: BorrowedFd<'_>) -> io::Result<String> {
+pub fn super_options(at: BorrowedFd<'_>) -> io::Result<String> {
     let id = MountId::classic_covering(at)?;
     let lines = mountinfo::parse(&fs::read(OWN_MOUNTINFO)?)?;
     let line = lines.into_iter().find(|line| line.entry.id == id);
@@ -193,6 +196,7 @@ fn stat(unique_id: u64) -> io::Result<Stat> {
         fs_type,
         source: stat.source().unwrap_or(OsStr::new("none")).to_owned(),
         read_only: stat.read_only(),
+        own_read_only: stat.own_read_only(),
         shared: stat.shared(),
     }))
 }

@@ -2,7 +2,7 @@
 //! touching its device: an empty list is a healthy volume. And what is wrong
 //! with the agent itself.
 
-use std::{rc::Rc, time::Duration};
+use std::{os::fd::AsFd as _, rc::Rc, time::Duration};
 
 use super::{
     Error, Node,
@@ -14,7 +14,7 @@ use super::{
 use crate::{
     device::{Ailment, Device, sysfs},
     fs::FsType,
-    mount::Look,
+    mount::{Look, path::Place, table},
 };
 
 /// A step that takes longer than this is a condition of the volume.
@@ -155,19 +155,21 @@ impl Node {
     ) {
         let mount_point = record.mount_point();
         let path = mount_point.display();
-        match self
-            .staging(&mount_point)
-            .ok()
-            .and_then(|place| place.look().ok())
-        {
-            Some(Look::Mount(mounted)) if appears_at(record, device, &mounted) => {
+        let looked = (self.staging(&mount_point).ok()).and_then(|place| {
+            let look = place.look().ok()?;
+            Some((place, look))
+        });
+        match looked {
+            Some((place, Look::Mount(mounted))) if appears_at(record, device, &mounted) => {
                 if mounted.shut_down {
                     found.push(condition(
                         Severity::Inaccessible,
                         "FileSystemShutDown",
                         format!("the file system at {path} has shut down: {RESTAGE}"),
                     ));
-                } else if mounted.read_only && !record.read_only {
+                } else if !record.read_only
+                    && (mounted.read_only || refuses_writes(record, device, &place))
+                {
                     found.push(condition(
                         Severity::Degraded,
                         "ReadOnly",
@@ -197,4 +199,16 @@ impl Node {
             ));
         }
     }
+}
+
+/// Whether ext4 refuses to write after an error and does not look read-only
+/// otherwise (Linux 6.14 and later).
+fn refuses_writes(record: &Record, device: &Device, place: &Place) -> bool {
+    // The mount table is read only where there were errors.
+    record.fs == Some(FsType::Ext4)
+        && sysfs::ext4_errors(device.dev).is_ok_and(|errors| errors > 0)
+        && place
+            .open()
+            .and_then(|root| table::super_options(root.as_fd()))
+            .is_ok_and(|options| options.split(',').any(|option| option == "emergency_ro"))
 }

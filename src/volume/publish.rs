@@ -30,6 +30,7 @@ use crate::{
         Look, Mounted, bind,
         options::MountOptions,
         path::{PathError, Place},
+        table,
     },
 };
 
@@ -62,12 +63,14 @@ pub async fn publish(
         .map_err(volume.io(format!("look at {}", place.path().display())))?
     {
         Look::Mount(mounted) if appears_at(&record, &device, &mounted) => {
-            if mounted.read_only != read_only {
+            let is_read_only = mounted.read_only
+                && (record.read_only || is_bound_read_only(node, volume, &record, &place)?);
+            if is_read_only != read_only {
                 return Err(Error::Incompatible {
                     volume: volume.id.clone(),
                     have: format!(
                         "published {} at {}",
-                        access(mounted.read_only),
+                        access(is_read_only),
                         place.path().display()
                     ),
                     want: access(read_only).to_owned(),
@@ -145,6 +148,27 @@ pub fn at_target(source: PathError) -> Error {
 fn access(read_only: bool) -> &'static str {
     if read_only { "read-only" } else { "writable" }
 }
+/// Whether a target that cannot be written was published so: a file system becomes
+/// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
+fn is_bound_read_only(
+    node: &Node,
+    volume: &Volume,
+    record: &Record,
+    target: &Place,
+) -> Result<bool, Error> {
+    let staged = node
+        .staging(&record.mount_point())
+        .map(|place| place.look());
+    if record.usage == Use::Block || matches!(staged, Ok(Ok(Look::Mount(it))) if !it.read_only) {
+        return Ok(true);
+    }
+    let entry = target
+        .open()
+        .and_then(|target| table::covering(target.as_fd()));
+    let failed = volume.io(format!("look at {}", target.path().display()));
+    Ok(entry.map_err(failed)?.own_read_only)
+}
+
 
 /// What of the capability's options applies to a target. Options of the
 /// superblock took effect at stage; here they must be those of the stage.

@@ -310,7 +310,7 @@ fn targets<'a>(
             (
                 entry.mount_point.clone(),
                 Target {
-                    read_only: entry.read_only,
+                    read_only: entry.own_read_only,
                 },
             )
         })

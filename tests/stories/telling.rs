@@ -7,7 +7,7 @@ use std::{
     thread,
 };
 
-use tonic::Code::{FailedPrecondition, InvalidArgument, Unavailable};
+use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable};
 use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
 
 use crate::harness::{
@@ -275,5 +275,55 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
         assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
         assert!(answer.contains("mountPropagation"), "{answer}");
         node.logged("mountPropagation").await;
+    });
+}
+
+/// Given a volume's staging path and its device.
+type MakeReadOnly<'a> = &'a dyn Fn(&Path, &Path);
+
+/// What `errors=remount-ro` does: kernels before 6.14 make the superblock read-only,
+/// later ones refuse writes and leave it as it is.
+#[test]
+fn a_file_system_that_became_read_only_by_an_error_is_told_of_and_stays_published() {
+    let error = |_: &Path, device: &Path| {
+        let ext4 = Path::new("/sys/fs/ext4").join(device.file_name().unwrap());
+        std::fs::write(ext4.join("trigger_fs_error"), "story").unwrap();
+    };
+    let remount = |staging: &Path, _: &Path| {
+        run(&["mount", "-o", "remount,ro", staging.to_str().unwrap()]);
+    };
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let ways: [(_, MakeReadOnly<'_>); 2] = [("new", &error), ("old", &remount)];
+        for (name, make_read_only) in ways {
+            let volume = sandbox.volume(name, "ext4").flags(&["errors=remount-ro"]);
+            let target = node.up(&volume, "pod").await;
+            node.publish_read_only(&volume, "reader").await.unwrap();
+            let device = loops_over(&sandbox.image(&volume)).pop().unwrap();
+            make_read_only(&node.staging(&volume), &device);
+            eventually("the error is told", async || {
+                let health = node.health(&volume, &target).await.unwrap();
+                let told = health.iter().any(|entry| entry.reason == "ReadOnly");
+                told.then_some(())
+            })
+            .await;
+            std::fs::write(target.join("file"), "").unwrap_err();
+
+            node.stage(&volume).await.unwrap();
+            node.publish(&volume, "pod").await.unwrap();
+            node.publish_read_only(&volume, "reader").await.unwrap();
+            let other = node.publish_read_only(&volume, "pod").await;
+            refused(other, AlreadyExists, &["writable"]);
+            let other = node.publish(&volume, "reader").await;
+            refused(other, AlreadyExists, &["read-only"]);
+            node.unpublish(&volume, "reader").await.unwrap();
+            node.down(&volume, "pod").await;
+
+            // The next stage repairs it.
+            let target = node.up(&volume, "pod").await;
+            std::fs::write(target.join("file"), "").unwrap();
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
     });
 }

@@ -69,6 +69,7 @@ fn parse_line(line: &[u8]) -> Option<Line> {
             mount_point,
             fs_type,
             source,
+            own_read_only: is_read_only(own_options),
             read_only: is_read_only(own_options) || is_read_only(super_options.as_bytes()),
             shared,
         },
@@ -165,7 +166,8 @@ mod tests {
             let [root, mount_point, source] = texts.map(OsString::from_vec);
             let entry = Entry {
                 id, parent, dev: Dev { major, minor }, root: root.into(),
-                mount_point: mount_point.into(), fs_type: "fuse.a".into(), source, read_only, shared,
+                mount_point: mount_point.into(), fs_type: "fuse.a".into(), source, read_only,
+                own_read_only: read_only, shared,
             };
             Line { entry, super_options: "rw,data=ordered".into() }
         }
@@ -177,7 +179,7 @@ mod tests {
         let [line] = &parse(text).expect("parsed")[..] else {
             panic!("not one line");
         };
-        assert!(line.entry.read_only && !line.entry.shared);
+        assert!(line.entry.read_only && !line.entry.own_read_only && !line.entry.shared);
         assert_eq!(line.super_options, "ro,data=ordered");
     }
 
