@@ -65,6 +65,7 @@ pub fn of_volume(error: &volume::Error) -> Code {
             mount::attach::MountError::OtherOptions { .. }
             | mount::attach::MountError::Twin { .. }
             | mount::attach::MountError::WriteProtected { .. }
+            | mount::attach::MountError::BadSuperblock { .. }
             | mount::attach::MountError::Unsupported { .. } => Code::FailedPrecondition,
             _ => Code::Unavailable,
         },
@@ -82,6 +83,8 @@ pub fn of_volume(error: &volume::Error) -> Code {
         | E::Ownership { .. }
         | E::Io { .. }
         | E::Kept(_)
+        // Not OUT_OF_RANGE: kubelet takes that as infeasible and tries no more.
+        | E::NotGrown { .. }
         | E::NotTakenUp { .. }
         | E::NotUndone { .. } => Code::Unavailable,
     }
@@ -137,7 +140,6 @@ fn of_ceph(error: &CephImageError) -> Code {
         CephImageError::Config(ConfigError::Unknown { .. }) => Code::InvalidArgument,
         CephImageError::Rbd(RbdError::UnderWay) | CephImageError::Coming => Code::Aborted,
         CephImageError::Holder(error) if error.code() == Some(Code::Aborted) => Code::Aborted,
-        error if error.is_small() => Code::OutOfRange,
         error if error.is_authentication() => Code::Unauthenticated,
         error if error.is_missing() => Code::NotFound,
         error if error.is_final() => Code::FailedPrecondition,

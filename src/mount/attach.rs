@@ -125,7 +125,8 @@ pub enum MountError {
     /// that it does not take.
     #[error(
         "{device:?} holds no {fs_type} that can be mounted with these options: {kernel_says}; \
-         see the kernel log"
+         the kernel log says what is wrong with it: correct the options, repair the file \
+         system while nothing uses it, or restore the volume"
     )]
     BadSuperblock {
         /// The type that was asked for.

@@ -215,6 +215,18 @@ pub enum Error {
         /// What was asked and what is possible.
         why: String,
     },
+    /// The source is smaller than the volume is to be, and may still grow.
+    #[error(
+        "volume {volume}: its source has {size} bytes, {required} are required; grow the source first"
+    )]
+    NotGrown {
+        /// The volume's handle.
+        volume: String,
+        /// The source's size in bytes.
+        size: u64,
+        /// What was asked for.
+        required: u64,
+    },
     /// The kernel refused something else.
     #[error("volume {volume}: cannot {what}")]
     Io {

@@ -70,12 +70,10 @@ pub async fn expand(
         .await
         .map_err(|error| volume.device(error))?;
     if size < spec.required {
-        return Err(Error::Range {
+        return Err(Error::NotGrown {
             volume: volume.id.clone(),
-            why: format!(
-                "its source has {size} bytes, {} are required; grow the source first",
-                spec.required
-            ),
+            size,
+            required: spec.required,
         });
     }
     if let Use::Mount { .. } = record.usage {

@@ -369,3 +369,35 @@ fn a_note_of_a_format_outweighs_no_file_system() {
         node.assert_clean().await;
     });
 }
+
+/// The probe finds an ext4; its driver finds it damaged.
+#[test]
+fn a_file_system_that_cannot_be_mounted_is_refused_for_good_and_undone() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let content = Content::new("kept");
+        content.write(&node.up(&volume, "pod").await.join("file"));
+        node.down(&volume, "pod").await;
+        let image = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(sandbox.image(&volume))
+            .unwrap();
+        // The descriptors of its groups, with blocks of 1 KiB and of 4.
+        let mut descriptors = vec![0; 6 << 10];
+        image.read_exact_at(&mut descriptors, 2 << 10).unwrap();
+        image.write_all_at(&vec![0xff; 6 << 10], 2 << 10).unwrap();
+
+        for _ in 0..2 {
+            let words = ["ext4", "kernel log", "repair"];
+            refused(node.stage(&volume).await, FailedPrecondition, &words);
+            assert!(loops_over(&sandbox.image(&volume)).is_empty());
+        }
+        node.unstage(&volume).await.unwrap();
+        image.write_all_at(&descriptors, 2 << 10).unwrap();
+        content.is_in(&node.up(&volume, "pod").await.join("file"));
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}

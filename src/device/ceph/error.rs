@@ -249,15 +249,6 @@ impl CephImageError {
         }
     }
 
-    /// Whether the image has not grown as the device should.
-    pub fn is_small(&self) -> bool {
-        match self {
-            Self::Rbd(error) => matches!(error, rbd::RbdError::Small { .. }),
-            Self::Holder(error) => error.code() == Some(Code::OutOfRange),
-            _ => false,
-        }
-    }
-
     /// Whether a repeat meets the same refusal, until somebody changes
     /// something: not a failure that may pass.
     pub fn is_final(&self) -> bool {

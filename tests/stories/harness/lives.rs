@@ -2,7 +2,7 @@
 
 use std::{env, path::Path, time::Duration};
 
-use tonic::{Code::OutOfRange, Status};
+use tonic::{Code::Unavailable, Status};
 
 use super::{Agent, Content, Dice, MIB, Node, Volume, eventually, refused};
 
@@ -21,7 +21,7 @@ pub async fn grown_in_use(
     let large = 2 * small;
     refused(
         node.expand(volume, &target, large).await,
-        OutOfRange,
+        Unavailable,
         &[refusal],
     );
     grow(large);
