@@ -227,6 +227,22 @@ impl Call {
         self
     }
 
+    /// Whether this call may begin while `other`, a different one, is under way on the
+    /// same volume: each is about one target of a mounted or raw volume, or the other
+    /// leaves targets and what is mounted at them alone. What unpublishes keeps the
+    /// volume's superblock in use as long as it takes, and detaches nothing.
+    ///
+    /// Two publishes never: of some volumes only one target may be published.
+    pub fn may_begin_beside(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Unpublish(_), Self::Stage(_) | Self::Expand(_) | Self::Unpublish(_)) => true,
+            (Self::Unpublish(target), Self::Publish(spec)) => *target != spec.target_path,
+            // The device's node must not appear while the device changes.
+            (Self::Publish(spec), Self::Expand(_)) => spec.usage != Use::Block,
+            _ => false,
+        }
+    }
+
     /// Whether an equal call brings other secrets.
     pub fn differs(&self, other: &Self) -> bool {
         match (self, other) {
@@ -301,5 +317,59 @@ impl Parsed {
             mkfs_options,
             group,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_concerns_one_target_waits_for_nothing_that_leaves_it_alone() {
+        let publish = |target: &str, usage: Use| {
+            Call::Publish(Publish {
+                staging_path: "/s".into(),
+                target_path: target.into(),
+                usage,
+                read_only: false,
+                mode: Mode::SingleNodeWriter,
+                group: None,
+            })
+        };
+        let mounted = || Use::Mount {
+            fs: None,
+            options: MountOptions::default(),
+        };
+        let unpublish = |target: &str| Call::Unpublish(target.into());
+        let unstage = || Call::Unstage("/s".into());
+        let expand = || {
+            Call::Expand(Expand {
+                volume_path: "/t".into(),
+                staging_path: "/s".into(),
+                required: 1,
+                limit: 0,
+            })
+        };
+        for (new, other) in [
+            (unpublish("/t"), expand()),
+            (unpublish("/t"), unpublish("/other")),
+            (unpublish("/t"), publish("/other", mounted())),
+            (unpublish("/t"), publish("/other", Use::Block)),
+            (publish("/t", mounted()), expand()),
+        ] {
+            assert!(new.may_begin_beside(&other), "{new:?} beside {other:?}");
+        }
+        for (new, other) in [
+            (unpublish("/t"), unstage()),
+            (unpublish("/t"), publish("/t", mounted())),
+            (publish("/t", Use::Block), expand()),
+            (publish("/t", mounted()), publish("/other", mounted())),
+            (publish("/t", mounted()), unpublish("/t")),
+            (unstage(), unpublish("/t")),
+            (unstage(), expand()),
+            (expand(), unpublish("/t")),
+        ] {
+            assert!(!new.may_begin_beside(&other), "{new:?} beside {other:?}");
+        }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! The first call that changes a volume becomes its task. An equal call that
 //! arrives meanwhile joins it and gets the same answer; a different one is told
-//! what is under way. A caller's deadline ends its waiting, never the work: the
+//! what is under way. Only what concerns a target alone runs beside it, as a task of
+//! its own ([`Call::may_begin_beside`]): a pod that ends waits for no fsck. A caller's deadline ends its waiting, never the work: the
 //! task goes on to its end, takes the late result, and starts nothing else
 //! before. So threads that are stuck in the kernel never outnumber stuck
 //! volumes, and no volume waits for another.
@@ -48,7 +49,9 @@ pub struct Volume {
     pub held: RefCell<Option<Held>>,
     /// What is asked of its file system.
     pub asked: Asked,
-    running: RefCell<Option<Running>>,
+    /// In the order in which they began: the first one is the volume's task, or what
+    /// is left beside it.
+    running: RefCell<Vec<Running>>,
 }
 
 #[derive(Clone)]
@@ -185,12 +188,21 @@ impl Volume {
     /// The call under way, if any.
     pub fn under_way(&self, node: &Node) -> Option<UnderWay> {
         let running = self.running.borrow();
-        running.as_ref().map(|r| r.progress.under_way(node))
+        running.first().map(|r| r.progress.under_way(node))
     }
 
     /// Nothing is held, and nothing runs: the entry can go.
     pub fn is_idle_and_empty(&self) -> bool {
-        self.running.borrow().is_none() && self.held.borrow().is_none()
+        self.running.borrow().is_empty() && self.held.borrow().is_none()
+    }
+
+    /// The equal call under way, or else one that this call must not run beside.
+    fn in_the_way(&self, call: &Call) -> Option<Running> {
+        let running = self.running.borrow();
+        let is_inline = (self.held.borrow().as_ref()).is_some_and(|h| h.record.inline.is_some());
+        let conflicts = |other: &&Running| is_inline || !call.may_begin_beside(&other.call);
+        let equal = running.iter().find(|other| *other.call == *call);
+        equal.or_else(|| running.iter().find(conflicts)).cloned()
     }
 }
 
@@ -202,8 +214,7 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
     let begun = Instant::now();
     loop {
         let volume = node.volume(volume_id);
-        let joined = volume.running.borrow().clone();
-        let running = match joined {
+        let running = match volume.in_the_way(&call) {
             Some(running) if running.call == call => running,
             Some(running) => {
                 return Err(Arc::new(Error::Pending {
@@ -252,13 +263,14 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
         progress: progress.clone(),
         answer: receive.shared(),
     };
-    volume.running.replace(Some(running.clone()));
+    volume.running.borrow_mut().push(running.clone());
     let ended = Ended {
         node: node.clone(),
         volume: volume.clone(),
+        call: call.clone(),
     };
     let mut work: Pin<Box<dyn Future<Output = Answer>>> = Box::pin(async move {
-        let Ended { node, volume } = &ended;
+        let Ended { node, volume, .. } = &ended;
         super::run(node, volume, &call, &progress)
             .await
             .map_err(Arc::new)
@@ -275,15 +287,18 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
     Started::Runs(running)
 }
 
-/// Clears the volume's task when it ends, even by panic.
+/// Clears a task of the volume when it ends, even by panic.
 struct Ended {
     node: Rc<Node>,
     volume: Rc<Volume>,
+    call: Rc<Call>,
 }
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        self.volume.running.replace(None);
+        let mut running = self.volume.running.borrow_mut();
+        running.retain(|one| !Rc::ptr_eq(&one.call, &self.call));
+        drop(running);
         self.node.forget_if_empty(&self.volume.id);
     }
 }

@@ -10,7 +10,8 @@ use crate::harness::{Node, NodeSetup, Volume, refused, story};
 
 const SETGID: u32 = 0o2000;
 
-fn with_group(mut volume: Volume, group: &str) -> Volume {
+/// The volume as kubelet asks for it for a pod with an fsGroup.
+pub fn with_group(mut volume: Volume, group: &str) -> Volume {
     let Some(uring_csi::proto::csi::volume_capability::AccessType::Mount(mount)) =
         &mut volume.capability.access_type
     else {

@@ -5,8 +5,11 @@ use std::time::Duration;
 use sha2::{Digest as _, Sha256};
 use tonic::{Code, Status};
 
-use crate::harness::{
-    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, hex, refused, story,
+use crate::{
+    groups::with_group,
+    harness::{
+        Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, hex, refused, story,
+    },
 };
 
 /// Tells of a node with a volume over a file that can be made to hang, and looks
@@ -229,6 +232,56 @@ fn a_pool_that_hangs_keeps_no_volume_of_another_pool() {
         claim.go_on();
         claim.remove();
         std::fs::remove_dir_all(dead.join(".uring-csi")).unwrap();
+        node.assert_clean().await;
+    });
+}
+
+/// A pod that ends waits for nothing that is done for another: neither while its
+/// volume is staged again nor while a pod's group is applied.
+#[test]
+fn unpublish_waits_for_no_other_work_on_its_volume() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let setup = NodeSetup::new(sandbox).arg("--volume-mount-group");
+        let node = Node::start_with(sandbox, setup).await;
+        let image = sandbox.pool("main").join("stuck.img");
+        let file = StuckFile::new(&image, 64 * MIB);
+        let volume = Volume::filesystem("stuck", "ext4").over("main", "stuck.img");
+        // Nothing of it is in memory when it is staged the next time.
+        let target = node.up(&volume, "one").await;
+        std::fs::create_dir(target.join("directory")).unwrap();
+        node.down(&volume, "one").await;
+
+        let kubelets = node.timeout.replace(Duration::from_secs(3));
+        file.stop_data();
+        assert_explains(node.stage(&volume).await, "in step");
+        node.unpublish(&volume, "one").await.unwrap();
+        file.go_on();
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+
+        node.publish(&volume, "one").await.unwrap();
+        file.stop_data();
+        let grouped = with_group(volume.clone(), "4711");
+        assert_explains(node.publish(&grouped, "two").await, "chgrp");
+        node.unpublish(&volume, "one").await.unwrap();
+        assert!(!node.target(&volume, "one").exists());
+        // Its own target's, and what else changes the volume, waits.
+        for other in [
+            node.unpublish(&volume, "two").await,
+            node.publish(&volume, "three").await,
+            node.unstage(&volume).await,
+        ] {
+            assert_eq!(other.unwrap_err().code(), Code::Aborted);
+        }
+        file.go_on();
+        node.timeout.set(kubelets);
+        node.until_ok("published", async || node.publish(&grouped, "two").await)
+            .await;
+        node.down(&volume, "two").await;
+        file.remove();
         node.assert_clean().await;
     });
 }
