@@ -27,8 +27,8 @@ use std::{
 
 use rustix::{
     fs::{
-        AtFlags, CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, renameat, statat,
-        unlinkat,
+        AtFlags, CWD, Dir, DirEntry, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2,
+        renameat, statat, unlinkat,
     },
     io::Errno,
 };
@@ -264,6 +264,35 @@ impl Place {
         }
     }
 
+    /// Refuses a directory with something in it, and a file that is not empty: what is
+    /// mounted on them would hide somebody's data.
+    pub fn refuse_content(&self) -> Result<(), PathError> {
+        let has_content = match self.looked()? {
+            Look::Dir => {
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let entries = openat(&self.parent, &self.name, flags, Mode::empty())
+                    .and_then(|directory| Dir::new(directory)?.collect::<Result<Vec<_>, _>>());
+                let entries = entries.map_err(|error| self.failed("read", error))?;
+                let mut names = entries.iter().map(DirEntry::file_name);
+                names.any(|name| name != c"." && name != c"..")
+            }
+            Look::File => self.file_size()? != 0,
+            Look::Absent | Look::Mount(_) | Look::Block(_) | Look::Other(_) => false,
+        };
+        if has_content {
+            return Err(PathError::NotEmpty {
+                path: self.path.clone(),
+            });
+        }
+        Ok(())
+    }
+
+    fn file_size(&self) -> Result<i64, PathError> {
+        statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW)
+            .map(|stat| stat.st_size)
+            .map_err(|error| self.failed("look at", error))
+    }
+
     /// Removes the empty directory or the empty file that we made. Anything else
     /// is kept: it is somebody's data.
     pub fn remove(&self) -> Result<Done, PathError> {
@@ -272,9 +301,7 @@ impl Place {
             Look::Absent => return Ok(Done::Already),
             Look::Dir => AtFlags::REMOVEDIR,
             Look::File => {
-                let stat = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW)
-                    .map_err(|error| self.failed("look at", error))?;
-                if stat.st_size != 0 {
+                if self.file_size()? != 0 {
                     return Err(PathError::NotEmpty { path: path() });
                 }
                 AtFlags::empty()

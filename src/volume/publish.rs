@@ -116,6 +116,9 @@ pub async fn publish(
                 ))
             })?;
             let made = place.make_dir(0o750).map_err(at_target)?;
+            if made == Done::Already {
+                place.refuse_content().map_err(at_target)?;
+            }
             progress
                 .step("bind", async {
                     bind_at(volume, &pin, &place, &options, read_only, made)
@@ -145,9 +148,6 @@ pub fn at_target(source: PathError) -> Error {
     }
 }
 
-fn access(read_only: bool) -> &'static str {
-    if read_only { "read-only" } else { "writable" }
-}
 /// Whether a target that cannot be written was published so: a file system becomes
 /// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
 fn is_bound_read_only(
@@ -169,6 +169,9 @@ fn is_bound_read_only(
     Ok(entry.map_err(failed)?.own_read_only)
 }
 
+fn access(read_only: bool) -> &'static str {
+    if read_only { "read-only" } else { "writable" }
+}
 
 /// What of the capability's options applies to a target. Options of the
 /// superblock took effect at stage; here they must be those of the stage.
@@ -298,6 +301,9 @@ pub async fn bind_node(
         ))));
     }
     let made = place.make_file(0o600).map_err(at_target)?;
+    if made == Done::Already {
+        place.refuse_content().map_err(at_target)?;
+    }
     progress
         .step("bind", async {
             bind_at(

@@ -265,6 +265,40 @@ fn growth_keeps_to_the_range() {
 }
 
 #[test]
+fn what_a_publish_would_hide_is_kept() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let raw = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        node.stage(&volume).await.unwrap();
+        node.stage(&raw).await.unwrap();
+        let [target, device] = [&volume, &raw].map(|volume| node.target(volume, "pod"));
+        std::fs::create_dir_all(&target).unwrap();
+        std::fs::create_dir_all(device.parent().unwrap()).unwrap();
+        std::fs::write(target.join("precious"), "").unwrap();
+        std::fs::write(&device, "precious").unwrap();
+        for (volume, path) in [(&volume, &target), (&raw, &device)] {
+            let words = ["not empty", path.to_str().unwrap()];
+            refused(
+                node.publish(volume, "pod").await,
+                FailedPrecondition,
+                &words,
+            );
+        }
+        assert!(target.join("precious").exists());
+        assert_eq!(std::fs::read(&device).unwrap(), b"precious");
+
+        std::fs::remove_file(target.join("precious")).unwrap();
+        std::fs::write(&device, "").unwrap();
+        for volume in [&volume, &raw] {
+            node.publish(volume, "pod").await.unwrap();
+            node.down(volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn a_full_node_says_so() {
     story(async |sandbox| {
         let setup = NodeSetup::new(sandbox).arg("--max-volumes=1");
