@@ -119,9 +119,9 @@ enum State {
 pub enum ClaimError {
     /// Another node has the image in a way that excludes this one.
     #[error(
-        "image {image} in pool {pool:?} is in use by {node:?}; it must be unstaged there first \
-         (where that node is gone for good: uringctl release --pool {pool}={} --node {node} \
-         --confirm {node} {image})", dir.display()
+        "image {image} in pool {pool:?} is in use by {node:?}; unpublish and unstage it there \
+         first: `uringctl volumes` on that node says where it is mounted{}",
+        .past_it
     )]
     HeldBy {
         /// The pool's name.
@@ -130,8 +130,8 @@ pub enum ClaimError {
         image: String,
         /// Who has it.
         node: String,
-        /// The pool's directory.
-        dir: PathBuf,
+        /// How to get at it where that node is off for good; empty where it is alive.
+        past_it: String,
     },
     /// A controller is deleting or copying the image.
     #[error("a controller is copying or deleting image {image} in pool {pool:?}; try again")]
@@ -152,6 +152,21 @@ pub enum ClaimError {
     /// The pool failed.
     #[error(transparent)]
     Pool(#[from] PoolError),
+}
+
+/// How to get at an image whose node is off for good, never so that it can be run
+/// unread. Nothing where this kernel is the one that has it attached.
+fn past(holder: &Claim, pool: &Pool, boot_id: &str) -> String {
+    if holder.boot_id == boot_id {
+        return String::new();
+    }
+    format!(
+        " (where that node is off and stays off, `uringctl release --pool {}={} --node {}` shows \
+         what it claims and how to free it)",
+        pool.name,
+        pool.dir.display(),
+        holder.node_id
+    )
 }
 
 /// The boot id of the running kernel (random(4)).
@@ -221,16 +236,16 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
         }
         Ok(Some((_, holder))) => {
             take_back(pool, image, &mine, before)?;
-            let (dir, pool, image) = (pool.dir.clone(), pool.name.clone(), image.to_owned());
+            let past_it = past(&holder, pool, &claim.boot_id);
+            let (pool, image) = (pool.name.clone(), image.to_owned());
             Err(if holder.token().is_some() {
                 ClaimError::Passing { pool, image }
             } else {
-                let node = holder.node_id;
                 ClaimError::HeldBy {
                     pool,
                     image,
-                    node,
-                    dir,
+                    node: holder.node_id,
+                    past_it,
                 }
             })
         }

@@ -169,3 +169,18 @@ proptest! {
         prop_assert_eq!(fs::read(&path).unwrap(), bytes);
     }
 }
+
+#[test]
+fn the_way_past_a_claim_is_named_for_another_kernels_alone_and_never_ready_to_run() {
+    let (_dir, pool) = pool();
+    let holder = by("a", "1", Access::Exclusive);
+    assert_eq!(claim(&pool, IMAGE, &holder).unwrap(), Done::Now);
+    for (boot_id, is_named) in [("1", false), ("2", true)] {
+        let other = by("b", boot_id, Access::Exclusive);
+        let said = claim(&pool, IMAGE, &other).unwrap_err().to_string();
+        assert!(said.contains("\"a\"") && said.contains("unstage"), "{said}");
+        assert!(said.contains("uringctl volumes"), "{said}");
+        assert_eq!(said.contains("uringctl release"), is_named, "{said}");
+        assert!(!said.contains("--confirm"), "{said}");
+    }
+}
