@@ -86,6 +86,7 @@ impl Node {
         self.taken_up(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
+        let path = self.roots.spelled(&path);
         if !may_wait(&record) {
             return Ok(usage(&self.roots, &record, &path)?);
         }

@@ -22,6 +22,25 @@ fn whole_lives_of_every_kind() {
     });
 }
 
+/// What is staged below its staging path, under whatever name kubelet's directory has.
+#[test]
+fn a_volume_staged_behind_a_symlink_has_stats() {
+    ceph_story(async |sandbox, ceph| {
+        let mut setup = ceph.setup(sandbox);
+        setup.symlinked = true;
+        let node = Node::start_with(sandbox, setup).await;
+        for kind in ["ext4", "block"] {
+            let volume = ceph.volume(kind);
+            let target = node.up(&volume, "pod").await;
+            for path in [&target, &node.staging(&volume)] {
+                assert!(!node.stats(&volume, path).await.unwrap().is_empty());
+            }
+            node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
 #[test]
 fn sixteen_at_once() {
     ceph_story(async |sandbox, ceph| {
