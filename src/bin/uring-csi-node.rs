@@ -3,7 +3,7 @@
 use std::{
     future::pending,
     net::SocketAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     rc::Rc,
     sync::Arc,
@@ -54,8 +54,10 @@ const GRACE: Duration = Duration::from_secs(25);
 const IDLE_LANES: usize = 16;
 /// A lane thread in one step for longer than this counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(30);
-/// How often the agent looks after itself.
+/// How often the agent looks after itself, and at what it was given.
 const WATCH_EVERY: Duration = Duration::from_secs(5);
+/// How often it does so while it is not ready.
+const WATCH_AGAIN: Duration = Duration::from_secs(1);
 
 /// The uring-csi node agent: maps, formats and mounts volumes on this node.
 #[derive(Debug, Parser)]
@@ -192,14 +194,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     let begun = Instant::now();
     let readiness = Readiness::default();
     // Taken before anything is touched: two agents must never share a node.
-    options.endpoint.refuse_live().await?;
-    let run_dir = RunDir::lock(&options.run_dir).await?;
-    ring::spawn(async {
-        run_dir.keep().await;
-        tracing::error!("another agent has taken the run directory over; ending");
-        std::process::exit(1);
-    });
-    let listener = options.endpoint.take()?;
+    let listener = take_node(&options.endpoint, &options.run_dir).await?;
     let lanes = Lanes::new(IDLE_LANES);
     if let Some(addr) = options.plugin.metrics_listen {
         serve_metrics(addr, lanes.clone(), readiness.clone())?;
@@ -261,21 +256,20 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         records,
         lanes,
     )?;
-    readiness.set(why_not_ready(&options.kubelet_dir)?);
-    if let Some(reason) = readiness.reason() {
-        tracing::error!(reason, "not ready");
-    }
+    // What does not pass by itself, and has Kubernetes restart this agent.
+    let able = Readiness::default();
+    able.set(why_not_ready(&options.kubelet_dir)?);
     if !can_grow {
         tracing::warn!(
             "EXPAND_VOLUME is not announced: without CAP_SYS_RESOURCE ext4 cannot be grown while it is mounted; xfs, btrfs and raw block volumes can"
         );
     }
-    ring::spawn(watch(node.clone(), readiness.clone()));
+    ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
     let heart = Heart::start(node.clone());
     let routes = Routes::default()
         .add_service(IdentityServer::new(Identity::new(
             &config.driver_name,
-            readiness.clone(),
+            able,
         )))
         .add_service(NodeServer::new(NodeService::new(
             heart.clone(),
@@ -293,6 +287,18 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         "serving"
     );
     serve_until_told(listener, routes, node).await
+}
+
+/// The socket and the run directory, from whoever has had them and does nothing more.
+async fn take_node(endpoint: &Endpoint, run_dir: &Path) -> Result<Listener, Failure> {
+    endpoint.refuse_live().await?;
+    let run_dir = RunDir::lock(run_dir).await?;
+    ring::spawn(async {
+        run_dir.keep().await;
+        tracing::error!("another agent has taken the run directory over; ending");
+        std::process::exit(1);
+    });
+    Ok(endpoint.take()?)
 }
 
 fn serve_metrics(addr: SocketAddr, lanes: Lanes, readiness: Readiness) -> Result<(), Failure> {
@@ -334,22 +340,40 @@ async fn serve_until_told(
     }
 }
 
-/// Until something ends that every volume needs: then the agent is not ready any
-/// more, and whoever probes it restarts it.
-async fn watch(node: Rc<Node>, readiness: Readiness) {
-    let reason = loop {
+/// Tells whether the agent is ready, and in the log each time that this changes.
+/// Where something has ended that every volume needs, the agent is not `able` any
+/// more, and whoever probes it restarts it. What it was given and is not there, such
+/// as a pool, is `readiness` alone: it may come back.
+async fn watch(node: Rc<Node>, able: Readiness, readiness: Readiness) {
+    let mut given = node.watch();
+    loop {
         if let Some(reason) = node.has_ended() {
-            break reason;
+            able.set(Some(reason.to_owned()));
         }
-        timer::sleep(WATCH_EVERY).await;
-    };
-    tracing::error!(reason, "not ready");
-    readiness.set(Some(reason.to_owned()));
+        let reason = match able.reason() {
+            Some(reason) => Some(reason),
+            None => given.what_is_wrong().await,
+        };
+        if reason != readiness.reason() {
+            if let Some(reason) = &reason {
+                tracing::error!(reason, "not ready");
+            } else {
+                tracing::info!("ready");
+            }
+        }
+        let pause = if reason.is_some() {
+            WATCH_AGAIN
+        } else {
+            WATCH_EVERY
+        };
+        readiness.set(reason);
+        timer::sleep(pause).await;
+    }
 }
 
 /// A volume that is mounted only in this container's own namespace is an empty
 /// directory to every pod.
-fn why_not_ready(kubelet_dir: &std::path::Path) -> std::io::Result<Option<String>> {
+fn why_not_ready(kubelet_dir: &Path) -> std::io::Result<Option<String>> {
     Ok((!table::propagation_reaches_host(kubelet_dir)?).then(|| {
         format!(
             "mounts below {} do not reach the host: mount it into the container with mountPropagation: Bidirectional",

@@ -173,6 +173,13 @@ impl Clusters {
         }
     }
 
+    /// Says what is wrong with the file, if anything is: with one of its clusters, too.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let all = self.all()?;
+        let mut ids = all.iter().map(|known| &known.cluster_id);
+        ids.try_for_each(|id| self.get(id).map(drop))
+    }
+
     /// All clusters, in the order of the file.
     pub fn all(&self) -> Result<Arc<Vec<ClusterConfig>>, ConfigError> {
         self.file.read(|entries: Vec<Entry>| {

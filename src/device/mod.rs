@@ -8,6 +8,7 @@
 mod backend;
 mod blank;
 mod ceph;
+mod checks;
 mod context;
 mod error;
 mod exports;
@@ -34,6 +35,7 @@ pub use backend::{
 };
 pub use blank::blank;
 pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};
+pub use checks::Check;
 pub use context::{SourceError, set_by_kubernetes};
 pub use error::DeviceError;
 pub use exports::{ExportSource, Exports};

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Shared by all that tell of it: `/readyz` and `uringctl info`. Not CSI's
-/// `Probe`. Starts as not ready.
+/// Shared by all that tell of it: `/readyz` and `uringctl info`; CSI's `Probe` has
+/// one of its own, for what does not pass by itself. Starts as not ready.
 #[derive(Clone, Debug)]
 pub struct Readiness(Arc<Mutex<Option<String>>>);
 

@@ -58,12 +58,14 @@ mod task;
 mod unmake;
 mod unpublish;
 mod unstage;
+mod watch;
 
 pub use error::Error;
 pub use health::{Condition, Severity};
 pub use held::Listed;
 pub use stats::{Space, Usage};
 pub use task::{Answer, Outcome};
+pub use watch::Watch;
 
 use reconcile::Untaken;
 use record::Records;

@@ -327,3 +327,54 @@ fn a_file_system_that_became_read_only_by_an_error_is_told_of_and_stays_publishe
         node.assert_clean().await;
     });
 }
+
+#[test]
+fn a_node_without_what_it_was_given_is_not_ready_and_comes_back() {
+    story(async |sandbox| {
+        let port = free_port();
+        let [config, pool] = ["clusters.json", "later"].map(|name| sandbox.dir().join(name));
+        let mut setup = NodeSetup::new(sandbox)
+            .arg(&format!("--metrics-listen=127.0.0.1:{port}"))
+            .arg(&format!("--ceph-config={}", config.display()));
+        setup.pools.push(format!("later={}", pool.display()));
+        // To be probed as not ready would have it restarted, which mounts no pool.
+        let node = Node::start_with(sandbox, setup).await;
+        let until = async |status: &str, words: &[&str]| {
+            eventually(
+                &format!("/readyz says {status} and {words:?}"),
+                async || {
+                    let answer = get(port, "/readyz").ok()?;
+                    let fits = answer.starts_with(&format!("HTTP/1.1 {status}"))
+                        && words.iter().all(|word| answer.contains(word));
+                    fits.then_some(())
+                },
+            )
+            .await;
+        };
+        let missing = [pool.to_str().unwrap(), config.to_str().unwrap()];
+        until("503", &missing).await;
+        for word in missing {
+            assert!(node.log().contains(word), "{word}: {}", node.log());
+        }
+        assert_eq!(node.probe().await, Some(true));
+        // What is there is served.
+        let volume = sandbox.volume("v", "ext4");
+        node.up(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+
+        std::fs::create_dir(&pool).unwrap();
+        std::fs::write(&config, r#"[{"clusterID": "no-monitors"}]"#).unwrap();
+        until("503", &["no-monitors"]).await;
+        std::fs::write(&config, "[").unwrap();
+        until("503", &["clusters.json"]).await;
+        std::fs::write(
+            &config,
+            r#"[{"clusterID": "a", "monitors": ["127.0.0.1:1"]}]"#,
+        )
+        .unwrap();
+        until("200", &[]).await;
+        std::fs::remove_dir(&pool).unwrap();
+        until("503", &["later"]).await;
+        node.assert_clean().await;
+    });
+}

@@ -129,12 +129,15 @@ impl Rbd {
         errors.into_iter().map(Error::from).collect()
     }
 
-    /// Says why no cluster can be found, if so; a cluster that is down leaves the
-    /// others of use.
+    /// Says what is wrong with the files that this controller was given, if anything
+    /// is; a cluster that is down leaves the others of use.
     pub async fn check(&self) -> Result<(), Error> {
-        let read = |store: &Store| store.clusters.all().map(drop);
-        let checked = self.turns.run("check", "check", read).await;
-        Ok(checked.map_err(RbdError::from)?)
+        let read = |store: &Store| {
+            store.clusters.check()?;
+            store.operators.check()
+        };
+        let checked: Result<(), RbdError> = self.turns.run("check", "check", read).await;
+        Ok(checked?)
     }
 }
 

@@ -6,7 +6,10 @@
 //! of a Secret that is mounted. They are read at each use, as a mounted Secret
 //! changes.
 
-use std::{path::PathBuf, str::FromStr};
+use std::{
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use super::error::RbdError;
 use crate::{ceph::Credentials, secret::Secrets};
@@ -66,13 +69,22 @@ impl Operators {
         let Some(dir) = self.dir(cluster_id) else {
             return Err(RbdError::NoSecrets(cluster_id.to_owned()));
         };
-        let unusable = |source| RbdError::OwnSecrets {
-            path: dir.clone(),
-            source,
-        };
-        let secrets = Secrets::read_dir(dir).map_err(|e| unusable(e.into()))?;
-        Credentials::from_secrets(&secrets).map_err(|e| unusable(e.into()))
+        read(dir)
     }
+
+    /// Says which directory has no user, if one has none.
+    pub fn check(&self) -> Result<(), RbdError> {
+        self.0.iter().try_for_each(|it| read(&it.dir).map(drop))
+    }
+}
+
+fn read(dir: &Path) -> Result<Credentials, RbdError> {
+    let unusable = |source| RbdError::OwnSecrets {
+        path: dir.to_owned(),
+        source,
+    };
+    let secrets = Secrets::read_dir(dir).map_err(|e| unusable(e.into()))?;
+    Credentials::from_secrets(&secrets).map_err(|e| unusable(e.into()))
 }
 
 #[cfg(test)]
@@ -100,6 +112,10 @@ mod tests {
         let operators = Operators::new(dirs.map(|dir| dir.parse().unwrap()).into());
         assert_eq!(operators.credentials("a").unwrap().user, "first");
         assert_eq!(operators.credentials("b").unwrap().user, "second");
+        let said = operators.check().unwrap_err().to_string();
+        assert!(said.contains("none"), "{said}");
+        let there = Operators::new(vec![at("any").parse().unwrap()]);
+        there.check().unwrap();
         let missing = Operators::new(vec![at("none").parse().unwrap()]);
         let error = missing.credentials("a").unwrap_err();
         assert!(error.to_string().contains("none"), "{error}");

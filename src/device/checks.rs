@@ -1,0 +1,58 @@
+//! Whether what the operator gave this node is there, as far as that can be told
+//! without any volume.
+
+use std::{fmt, sync::Arc};
+
+use super::Backends;
+use crate::chain;
+
+type Look = dyn Fn() -> Result<(), String> + Send + Sync;
+
+/// One thing that has to be there. To look at it may block: for a lane.
+#[derive(Clone)]
+pub struct Check {
+    /// What it is, for whoever waits.
+    pub what: String,
+    look: Arc<Look>,
+}
+
+impl fmt::Debug for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Check").field(&self.what).finish()
+    }
+}
+
+impl Check {
+    /// A check that is done by `look`.
+    pub fn new(
+        what: String,
+        look: impl Fn() -> Result<(), String> + Send + Sync + 'static,
+    ) -> Self {
+        let look = Arc::new(look);
+        Self { what, look }
+    }
+
+    /// Says what is wrong, if anything is.
+    pub fn run(&self) -> Result<(), String> {
+        (self.look)()
+    }
+}
+
+impl Backends {
+    /// Every pool, and the list of Ceph clusters.
+    pub fn checks(&self) -> Vec<Check> {
+        let pools = self.images.pools.iter().map(|pool| {
+            let what = format!("pool {:?} in {}", pool.name, pool.dir.display());
+            let pool = pool.clone();
+            Check::new(what, move || {
+                pool.open_dir().map(drop).map_err(|error| chain(&error))
+            })
+        });
+        let clusters = self.ceph.clusters.clone().map(|clusters| {
+            Check::new("the list of Ceph clusters".to_owned(), move || {
+                clusters.check().map_err(|error| chain(&error))
+            })
+        });
+        pools.chain(clusters).collect()
+    }
+}

@@ -1,0 +1,122 @@
+//! What this node cannot serve now: pools that are not there, a list of Ceph clusters
+//! that cannot be used. It may pass by itself, so it is looked at again and again.
+
+use std::{future::Future, pin::Pin, time::Duration};
+
+use super::Node;
+use crate::{device::Check, lane::Lanes, ring::timer};
+
+/// Whoever does not answer for so long is told of; the looking goes on.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+/// Looks at all that the operator gave this node.
+pub struct Watch {
+    lanes: Lanes,
+    answer_within: Duration,
+    watched: Vec<Watched>,
+}
+
+/// One thing with the look at it that has not ended: a pool that hangs has one thread.
+struct Watched {
+    check: Check,
+    under_way: Option<Look>,
+}
+
+type Look = Pin<Box<dyn Future<Output = Result<(), String>>>>;
+
+impl Node {
+    /// What is to be looked at.
+    pub fn watch(&self) -> Watch {
+        Watch::new(self.lanes.clone(), self.backends.checks(), ANSWER_WITHIN)
+    }
+}
+
+impl Watch {
+    fn new(lanes: Lanes, checks: Vec<Check>, answer_within: Duration) -> Self {
+        let watched = |check| Watched {
+            check,
+            under_way: None,
+        };
+        Self {
+            lanes,
+            answer_within,
+            watched: checks.into_iter().map(watched).collect(),
+        }
+    }
+
+    /// Looks at everything at once and says what is wrong; `None` when nothing is.
+    pub async fn what_is_wrong(&mut self) -> Option<String> {
+        for watched in &mut self.watched {
+            let check = watched.check.clone();
+            let lanes = &self.lanes;
+            watched
+                .under_way
+                .get_or_insert_with(|| Box::pin(lanes.run("", "check", move || check.run())));
+        }
+        let mut wrong = Vec::new();
+        let mut left = self.answer_within;
+        for watched in &mut self.watched {
+            let begun = std::time::Instant::now();
+            let look = watched.under_way.as_mut().expect("begun above");
+            match timer::timeout(left, look).await {
+                Ok(found) => {
+                    watched.under_way = None;
+                    wrong.extend(found.err());
+                }
+                Err(_) => wrong.push(format!(
+                    "{} has not answered for {} s",
+                    watched.check.what,
+                    self.answer_within.as_secs()
+                )),
+            }
+            left = left.saturating_sub(begun.elapsed());
+        }
+        (!wrong.is_empty()).then(|| wrong.join("; "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex, mpsc::channel};
+
+    use super::*;
+    use crate::ring;
+
+    #[test]
+    fn what_hangs_is_told_of_beside_what_is_missing_until_both_are_back() {
+        let (go_on, wait) = channel::<()>();
+        let wait = Mutex::new(wait);
+        let missing = Arc::new(Mutex::new(true));
+        let there = missing.clone();
+        let checks = vec![
+            Check::new("the hung pool".to_owned(), move || {
+                wait.lock()
+                    .unwrap()
+                    .recv()
+                    .map_err(|error| error.to_string())
+            }),
+            Check::new("another".to_owned(), move || {
+                let is_missing = *there.lock().unwrap();
+                if is_missing {
+                    return Err("it is missing".to_owned());
+                }
+                Ok(())
+            }),
+        ];
+        ring::start(async move {
+            let lanes = Lanes::new(2);
+            let mut watch = Watch::new(lanes.clone(), checks, Duration::from_millis(100));
+            for _ in 0..3 {
+                let said = watch.what_is_wrong().await.unwrap();
+                assert!(said.contains("the hung pool has not answered"), "{said}");
+                assert!(said.contains("it is missing"), "{said}");
+            }
+            assert!(lanes.threads() <= 2, "one thread for what hangs");
+            *missing.lock().unwrap() = false;
+            watch.answer_within = Duration::from_secs(60);
+            go_on.send(()).unwrap();
+            assert_eq!(watch.what_is_wrong().await, None);
+        })
+        .unwrap();
+    }
+}
