@@ -14,6 +14,7 @@
 
 use std::{
     any::Any,
+    cell::RefCell,
     collections::{BTreeMap, VecDeque},
     future::Future,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
@@ -50,6 +51,10 @@ pub struct Busy {
     pub since: Instant,
     /// The thread's kernel id: `/proc/PID/task/TID/stack` says where it sleeps.
     pub tid: i32,
+    /// The step that it is.
+    pub step: &'static str,
+    /// What the job said that it waits for ([`waiting_for`]); may be empty.
+    pub waits_for: String,
 }
 
 struct Job {
@@ -205,8 +210,42 @@ impl Shared {
     }
 }
 
+thread_local! {
+    /// Which lane this thread is.
+    static LANE: RefCell<Option<(Arc<Shared>, u64)>> = const { RefCell::new(None) };
+}
+
+/// Says in [`Lanes::busy`] what the job on this thread waits for, until the answer is
+/// dropped. On a thread that is no lane nobody asks.
+pub fn waiting_for(what: String) -> Waiting {
+    tell(what);
+    Waiting(())
+}
+
+/// A job waits for something.
+#[derive(Debug)]
+#[must_use]
+pub struct Waiting(());
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        tell(String::new());
+    }
+}
+
+fn tell(what: String) {
+    LANE.with_borrow(|lane| {
+        if let Some((shared, id)) = lane
+            && let Some(busy) = shared.lock().busy.get_mut(id)
+        {
+            busy.waits_for = what;
+        }
+    });
+}
+
 /// A lane's life: one job after the other, until there was none for a while.
-fn serve(shared: &Shared, id: u64) {
+fn serve(shared: &Arc<Shared>, id: u64) {
+    LANE.set(Some((Arc::clone(shared), id)));
     let (give, take) = bounded(1);
     let tid = rustix::thread::gettid().as_raw_nonzero().get();
     while let Some(job) = shared.next_job(id, &give, &take) {
@@ -215,6 +254,8 @@ fn serve(shared: &Shared, id: u64) {
             volume: job.volume,
             since: Instant::now(),
             tid,
+            step: job.step,
+            waits_for: String::new(),
         };
         shared.lock().busy.insert(id, busy);
         // The job catches its own panic; this one is of a result's Drop, which

@@ -3,8 +3,11 @@
 //! answer of the first. All others run at once.
 
 use std::{
+    cell::RefCell,
     collections::HashMap,
+    fmt,
     sync::{Arc, Mutex, PoisonError, Weak},
+    time::Duration,
 };
 
 use tokio::sync::OwnedMutexGuard;
@@ -52,6 +55,10 @@ impl<S: Send + Sync + 'static> Turns<S> {
         step: &'static str,
         work: impl FnOnce(&S) -> T + Send + 'static,
     ) -> T {
+        // Nobody waits for work of the controller's own.
+        let _ = TURN.try_with(|turn| {
+            turn.replace(Some((self.lanes.clone(), whose.to_owned())));
+        });
         let turn = self.locks.lock(whose).await;
         let store = Arc::clone(&self.store);
         let work = move || {
@@ -61,6 +68,50 @@ impl<S: Send + Sync + 'static> Turns<S> {
         };
         self.lanes.run(whose, step, work).await
     }
+}
+
+tokio::task_local! {
+    /// Whose turn the call that is being answered has, or waits for, and where.
+    static TURN: RefCell<Option<(Lanes, String)>>;
+}
+
+/// What a call that was not waited for any longer does.
+#[derive(Debug)]
+pub struct UnderWay {
+    /// The step with its age, and what it waits for; none: it has not begun.
+    step: Option<(&'static str, Duration, String)>,
+}
+
+impl fmt::Display for UnderWay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some((step, age, waits_for)) = &self.step else {
+            return f.write_str("waiting for its turn");
+        };
+        write!(f, "in step {step} for {:.1} s", age.as_secs_f64())?;
+        if !waits_for.is_empty() {
+            write!(f, ", waiting for {waits_for}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Waits for a call's work at most so long. What is under way then is finished all the
+/// same ([`Turns::run`]).
+pub async fn within<T>(time: Duration, work: impl Future<Output = T>) -> Result<T, UnderWay> {
+    let in_time = async {
+        let done = tokio::time::timeout(time, work).await;
+        done.map_err(|_| TURN.with(|turn| under_way(turn.borrow().as_ref())))
+    };
+    TURN.scope(RefCell::default(), in_time).await
+}
+
+fn under_way(turn: Option<&(Lanes, String)>) -> UnderWay {
+    let busy = turn.and_then(|(lanes, whose)| {
+        let mut busy = lanes.busy().into_iter();
+        busy.find(|busy| busy.volume == *whose)
+    });
+    let step = busy.map(|busy| (busy.step, busy.since.elapsed(), busy.waits_for));
+    UnderWay { step }
 }
 
 /// The turn of all that makes or deletes the volume of a name.

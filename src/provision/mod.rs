@@ -28,6 +28,7 @@ pub use backends::Backends;
 pub use error::{Error, Kind};
 pub use params::Parameters;
 pub use size::Range;
+pub use keyed::within;
 
 /// A new volume as it is asked for.
 #[derive(Clone, Debug)]

@@ -1,8 +1,14 @@
 //! What the specification lays down for each call of the Controller service.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
-use tonic::Code::{Aborted, AlreadyExists, InvalidArgument, NotFound, OutOfRange};
+use tonic::{
+    Code::{
+        Aborted, AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, OutOfRange,
+        Unavailable,
+    },
+    Request,
+};
 use uring_csi::proto::csi::{
     CapacityRange, ControllerExpandVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
     DeleteSnapshotRequest, DeleteVolumeRequest, GetCapacityRequest, ListSnapshotsRequest,
@@ -10,7 +16,8 @@ use uring_csi::proto::csi::{
 };
 
 use crate::harness::{
-    Controller, MIB, Mode, Sandbox, Volume, claim, from_snapshot, from_volume, refused, story,
+    Controller, ControllerSetup, MIB, Mode, Sandbox, Volume, claim, from_snapshot, from_volume,
+    left_out, refused, story,
 };
 
 /// Makes one thing wrong in a request.
@@ -359,5 +366,50 @@ fn growth_is_once_and_upwards() {
             .expand(&made.volume_id, i64::MAX.unsigned_abs())
             .await;
         refused(answer, OutOfRange, &[]);
+    });
+}
+
+/// The provisioner waits for 10 s by default, the controller for a dead cluster's
+/// monitors as long.
+#[test]
+fn the_reason_reaches_a_caller_before_its_deadline() {
+    if uring_csi::ceph::library::Libraries::load().is_err() {
+        return left_out("librados and librbd are not installed here");
+    }
+    story(async |sandbox| {
+        // It takes connections and greets nobody.
+        let monitor = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = monitor.local_addr().unwrap().to_string();
+        let clusters = sandbox.dir().join("clusters.json");
+        let text = format!(r#"[{{"clusterID": "dead-cluster", "monitors": ["{address}"]}}]"#);
+        std::fs::write(&clusters, text).unwrap();
+        let mut setup = ControllerSetup::new(sandbox);
+        setup
+            .args
+            .push(format!("--ceph-config={}", clusters.display()));
+        let controller = Controller::start_with(sandbox, setup).await;
+        let create = async |timeout| {
+            let mut message = claim("one", "rbd", &Volume::block("any").capability, 64 * MIB);
+            let of_class = ("clusterID".to_owned(), "dead-cluster".to_owned());
+            message.parameters.extend([of_class]);
+            let key = "AQDeFvVfAAAAABAAAAAAAAAAAAAAAAAAAAAAAA==";
+            for (name, value) in [("userID", "user"), ("userKey", key)] {
+                message.secrets.insert(name.to_owned(), value.to_owned());
+            }
+            let mut message = Request::new(message);
+            message.set_timeout(timeout);
+            controller.client().create_volume(message).await
+        };
+        let words = ["dead-cluster", &address];
+        // Its own attempt, and the one that it waits for.
+        for _ in 0..2 {
+            let answer = create(Duration::from_secs(2)).await;
+            refused(answer, DeadlineExceeded, &words);
+        }
+        let at_last = create(Duration::from_secs(120)).await;
+        refused(at_last, Unavailable, &words);
+        // Others go on meanwhile.
+        let made = claim("two", "main", &Volume::block("any").capability, 64 * MIB);
+        controller.create(made).await.unwrap();
     });
 }

@@ -1,5 +1,7 @@
 //! The calls of the Controller service, one after the other.
 
+use std::time::Duration;
+
 use tonic::{Request, Response, Status};
 
 use super::{
@@ -15,8 +17,34 @@ use crate::{
         controller_service_capability as capability,
         controller_service_capability::rpc::Type as Rpc,
     },
-    provision::{NewSnapshot, Provisioner},
+    provision::{self, NewSnapshot, Provisioner},
 };
+
+/// A request, and how long its work may be waited for.
+fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
+    let within = patience(request.metadata());
+    (request.into_inner(), within)
+}
+
+/// Runs one call, and answers it before its caller gives up: what the work waits for
+/// is to reach the claim's events. The work goes on, and the next equal call waits for
+/// it.
+async fn answered<T>(
+    method: &'static str,
+    subject: &str,
+    within: Duration,
+    work: impl Future<Output = Result<T, Status>>,
+) -> Result<Response<T>, Status> {
+    let in_time = async {
+        match provision::within(within, work).await {
+            Ok(answer) => answer,
+            Err(under_way) => Err(Status::deadline_exceeded(format!(
+                "{method} goes on beyond this call's deadline, {under_way}; the next equal call joins it"
+            ))),
+        }
+    };
+    observed(method, subject, in_time).await
+}
 
 #[tonic::async_trait]
 impl<P: Provisioner> controller_server::Controller for Controller<P> {
@@ -24,9 +52,9 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::CreateVolumeRequest>,
     ) -> Result<Response<wire::CreateVolumeResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let name = request.name.clone();
-        observed("CreateVolume", &name, async {
+        answered("CreateVolume", &name, within, async {
             let volume = Some(self.create(request).await?);
             Ok(wire::CreateVolumeResponse { volume })
         })
@@ -37,8 +65,9 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::DeleteVolumeRequest>,
     ) -> Result<Response<wire::DeleteVolumeResponse>, Status> {
-        let wire::DeleteVolumeRequest { volume_id, secrets } = request.into_inner();
-        observed("DeleteVolume", &volume_id, async {
+        let (request, within) = taken(request);
+        let wire::DeleteVolumeRequest { volume_id, secrets } = request;
+        answered("DeleteVolume", &volume_id, within, async {
             required("volume_id", &volume_id)?;
             validate::map("secrets", &secrets)?;
             let asked = &self.provisioner;
@@ -54,29 +83,41 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::ControllerPublishVolumeRequest>,
     ) -> Result<Response<wire::ControllerPublishVolumeResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let id = request.volume_id.clone();
-        observed("ControllerPublishVolume", &id, self.publish(request)).await
+        answered(
+            "ControllerPublishVolume",
+            &id,
+            within,
+            self.publish(request),
+        )
+        .await
     }
 
     async fn controller_unpublish_volume(
         &self,
         request: Request<wire::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<wire::ControllerUnpublishVolumeResponse>, Status> {
-        let within = patience(request.metadata());
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let id = request.volume_id.clone();
-        let work = self.unpublish(request, within);
-        observed("ControllerUnpublishVolume", &id, work).await
+        // It answers by itself where a node keeps the volume.
+        let work = self.unpublish(request, within.saturating_sub(Duration::from_millis(500)));
+        answered("ControllerUnpublishVolume", &id, within, work).await
     }
 
     async fn validate_volume_capabilities(
         &self,
         request: Request<wire::ValidateVolumeCapabilitiesRequest>,
     ) -> Result<Response<wire::ValidateVolumeCapabilitiesResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let id = request.volume_id.clone();
-        observed("ValidateVolumeCapabilities", &id, self.confirm(request)).await
+        answered(
+            "ValidateVolumeCapabilities",
+            &id,
+            within,
+            self.confirm(request),
+        )
+        .await
     }
 
     async fn list_volumes(
@@ -84,8 +125,8 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         request: Request<wire::ListVolumesRequest>,
     ) -> Result<Response<wire::ListVolumesResponse>, Status> {
         use wire::list_volumes_response::Entry;
-        let request = request.into_inner();
-        observed("ListVolumes", "", async {
+        let (request, within) = taken(request);
+        answered("ListVolumes", "", within, async {
             let what = listing(request.max_entries, request.starting_token)?;
             let page = self.provisioner.list_volumes(what).await?;
             let entries = page.entries.into_iter().map(|volume| Entry {
@@ -104,17 +145,23 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::ControllerListVolumeHealthRequest>,
     ) -> Result<Response<wire::ControllerListVolumeHealthResponse>, Status> {
-        let request = request.into_inner();
-        observed("ControllerListVolumeHealth", "", self.all_health(request)).await
+        let (request, within) = taken(request);
+        answered(
+            "ControllerListVolumeHealth",
+            "",
+            within,
+            self.all_health(request),
+        )
+        .await
     }
 
     async fn controller_get_volume_health(
         &self,
         request: Request<wire::ControllerGetVolumeHealthRequest>,
     ) -> Result<Response<wire::ControllerGetVolumeHealthResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let id = request.volume_id;
-        observed("ControllerGetVolumeHealth", &id, async {
+        answered("ControllerGetVolumeHealth", &id, within, async {
             required("volume_id", &id)?;
             let health = self.health(id.clone(), request.secrets.into()).await?;
             let volume_health = Some(health);
@@ -127,7 +174,8 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::GetCapacityRequest>,
     ) -> Result<Response<wire::GetCapacityResponse>, Status> {
-        observed("GetCapacity", "", self.capacity(request.into_inner())).await
+        let (request, within) = taken(request);
+        answered("GetCapacity", "", within, self.capacity(request)).await
     }
 
     async fn controller_get_capabilities(
@@ -161,9 +209,9 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::CreateSnapshotRequest>,
     ) -> Result<Response<wire::CreateSnapshotResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let source = request.source_volume_id;
-        observed("CreateSnapshot", &source, async {
+        answered("CreateSnapshot", &source, within, async {
             required("source_volume_id", &source)?;
             required("name", &request.name)?;
             validate::map("secrets", &request.secrets)?;
@@ -187,9 +235,9 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::DeleteSnapshotRequest>,
     ) -> Result<Response<wire::DeleteSnapshotResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let id = request.snapshot_id;
-        observed("DeleteSnapshot", &id, async {
+        answered("DeleteSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
             validate::map("secrets", &request.secrets)?;
             let asked = &self.provisioner;
@@ -206,8 +254,8 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         request: Request<wire::ListSnapshotsRequest>,
     ) -> Result<Response<wire::ListSnapshotsResponse>, Status> {
         use wire::list_snapshots_response::Entry;
-        let request = request.into_inner();
-        observed("ListSnapshots", "", async {
+        let (request, within) = taken(request);
+        answered("ListSnapshots", "", within, async {
             let page = self.snapshots(request).await?;
             let entries = page.entries.into_iter().map(|snapshot| Entry {
                 snapshot: Some(self.snapshot(snapshot)),
@@ -224,11 +272,12 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::GetSnapshotRequest>,
     ) -> Result<Response<wire::GetSnapshotResponse>, Status> {
+        let (request, within) = taken(request);
         let wire::GetSnapshotRequest {
             snapshot_id: id,
             secrets,
-        } = request.into_inner();
-        observed("GetSnapshot", &id, async {
+        } = request;
+        answered("GetSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
             let asked = &self.provisioner;
             let found = asked.get_snapshot(id.clone(), secrets.into()).await?;
@@ -242,9 +291,9 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::ControllerExpandVolumeRequest>,
     ) -> Result<Response<wire::ControllerExpandVolumeResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let id = request.volume_id.clone();
-        observed("ControllerExpandVolume", &id, self.expand(request)).await
+        answered("ControllerExpandVolume", &id, within, self.expand(request)).await
     }
 
     async fn controller_get_volume(
@@ -252,8 +301,9 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         request: Request<wire::ControllerGetVolumeRequest>,
     ) -> Result<Response<wire::ControllerGetVolumeResponse>, Status> {
         use wire::controller_get_volume_response::VolumeStatus;
-        let id = request.into_inner().volume_id;
-        observed("ControllerGetVolume", &id, async {
+        let (request, within) = taken(request);
+        let id = request.volume_id;
+        answered("ControllerGetVolume", &id, within, async {
             required("volume_id", &id)?;
             let found = self.provisioner.get_volume(id.clone()).await?;
             Ok(wire::ControllerGetVolumeResponse {
@@ -270,9 +320,9 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         request: Request<wire::ControllerModifyVolumeRequest>,
     ) -> Result<Response<wire::ControllerModifyVolumeResponse>, Status> {
-        let request = request.into_inner();
+        let (request, within) = taken(request);
         let id = request.volume_id;
-        observed("ControllerModifyVolume", &id, async {
+        answered("ControllerModifyVolume", &id, within, async {
             required("volume_id", &id)?;
             validate::map("secrets", &request.secrets)?;
             validate::map("mutable_parameters", &request.mutable_parameters)?;

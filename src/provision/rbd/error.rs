@@ -38,6 +38,14 @@ pub enum RbdError {
         /// The pool.
         pool: String,
     },
+    /// There is no connection to the cluster.
+    #[error("cluster {cluster_id:?}")]
+    Cluster {
+        /// The cluster.
+        cluster_id: String,
+        /// Why not.
+        source: CephError,
+    },
     /// The cluster refused.
     #[error(transparent)]
     Ceph(#[from] CephError),
@@ -222,7 +230,9 @@ impl RbdError {
             Self::Snapshots { .. } => Kind::ResourceExhausted,
             Self::Lost { .. } => Kind::NotFound,
             Self::NotMeasured { .. } => Kind::Unavailable,
-            Self::Ceph(error) | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),
+            Self::Cluster { source: error, .. }
+            | Self::Ceph(error)
+            | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),
             Self::Journal(_) => Kind::Internal,
         }
     }
@@ -230,7 +240,9 @@ impl RbdError {
     /// Whether what was asked for may have been done all the same, or may be yet.
     pub fn is_uncertain(&self) -> bool {
         match self {
-            Self::Ceph(error) | Self::Journal(JournalError::Ceph(error)) => {
+            Self::Cluster { source: error, .. }
+            | Self::Ceph(error)
+            | Self::Journal(JournalError::Ceph(error)) => {
                 error.is_timed_out() || error.is_blocklisted()
             }
             _ => false,
@@ -239,12 +251,12 @@ impl RbdError {
 
     /// Whether the object, image or pool does not exist.
     pub fn is_not_found(&self) -> bool {
-        matches!(self, Self::Ceph(error) if error.is_not_found())
+        matches!(self, Self::Cluster { source: error, .. } | Self::Ceph(error) if error.is_not_found())
     }
 
     /// Whether the user may not do it.
     pub fn is_access_denied(&self) -> bool {
-        matches!(self, Self::Ceph(error) if error.is_access_denied())
+        matches!(self, Self::Cluster { source: error, .. } | Self::Ceph(error) if error.is_access_denied())
     }
 }
 

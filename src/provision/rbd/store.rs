@@ -28,6 +28,7 @@ use crate::{
         rados::IoCtx,
         rbd,
     },
+    lane,
     secret::Secrets,
 };
 
@@ -65,7 +66,14 @@ impl Store {
         if cluster_id.len() > MAX_CLUSTER_ID {
             return Err(RbdError::LongId(config.cluster_id));
         }
-        let cluster = self.connections.get(&config.monitors, &credentials)?;
+        let monitors = config.monitors.join(", ");
+        let waiting = lane::waiting_for(format!("cluster {cluster_id:?} (monitors {monitors})"));
+        let cluster = self.connections.get(&config.monitors, &credentials);
+        drop(waiting);
+        let cluster = cluster.map_err(|source| RbdError::Cluster {
+            cluster_id: cluster_id.to_owned(),
+            source,
+        })?;
         Ok(Link {
             cluster,
             config,
