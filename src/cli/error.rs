@@ -10,7 +10,7 @@ use crate::{ceph::CredentialsError, csi::serve::Endpoint, pool::claim::ClaimErro
 pub const EXIT_CODES: &str = "\
 Exit codes:
   0  done, or done already
-  1  any other failure
+  1  any other failure; of a list: it lacks what could not be reached
   2  the command line or the request is wrong
   3  no such volume, snapshot, node or path
   4  something of that name exists and differs
@@ -103,6 +103,9 @@ pub enum CliError {
         /// What to confirm with.
         with: String,
     },
+    /// A list was printed, and lacks something.
+    #[error("the list is not whole: {}", .0.join("; "))]
+    NotWhole(Vec<String>),
     /// A pool's claims could not be read or removed.
     #[error(transparent)]
     Claim(#[from] ClaimError),
@@ -144,7 +147,7 @@ impl CliError {
         match self {
             Self::Refused { status, .. } => exit_code_of(status.code()),
             Self::Unreachable { .. } => 6,
-            Self::Incomplete { .. } | Self::Claim(_) | Self::Io { .. } => 1,
+            Self::NotWhole(_) | Self::Incomplete { .. } | Self::Claim(_) | Self::Io { .. } => 1,
             Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
             Self::Ambiguous { .. } | Self::Unconfirmed { .. } | Self::Credentials(_) => 2,
         }

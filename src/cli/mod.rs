@@ -187,7 +187,11 @@ impl Cli {
             Command::Create(it) => print(&it.run(context).await?, json),
             Command::Clone(it) => print(&it.run(context).await?, json),
             Command::Delete(it) => print(&it.run(context).await?, json),
-            Command::List(it) => print(&it.run(context).await?, json),
+            Command::List(it) => {
+                let listed = it.run(context).await?;
+                print(&listed, json)?;
+                listed.whole()
+            }
             Command::Expand(it) => print(&it.run(context).await?, json),
             Command::Snapshot(it) => print(&it.run(context).await?, json),
             Command::Stage(it) => print(&it.run(context).await?, json),

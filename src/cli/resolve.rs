@@ -6,12 +6,17 @@
 //! mistyped name must not make a volume. What the node holds is found without
 //! the controller, by id or by the path where it is published.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+
+use tonic::metadata::MetadataValue;
 
 use super::{context::Context, error::CliError};
-use crate::proto::{
-    admin::HeldVolume,
-    csi::{ListVolumesRequest, Volume},
+use crate::{
+    csi::call::{OMITTED, TAKES_LESS},
+    proto::{
+        admin::HeldVolume,
+        csi::{ListVolumesRequest, Volume},
+    },
 };
 
 /// The key of the volume context that holds the name given to CreateVolume.
@@ -25,6 +30,17 @@ pub fn name_of(context: &HashMap<String, String>) -> &str {
 impl Context {
     /// Every volume of the controller, all pages.
     pub async fn list_volumes(&self) -> Result<Vec<Volume>, CliError> {
+        let (volumes, _) = self.list_pages(false).await?;
+        Ok(volumes)
+    }
+
+    /// Every volume that the controller can list now, and what it could not.
+    pub async fn list_what_can_be_reached(&self) -> Result<(Vec<Volume>, Vec<String>), CliError> {
+        self.list_pages(true).await
+    }
+
+    async fn list_pages(&self, takes_less: bool) -> Result<(Vec<Volume>, Vec<String>), CliError> {
+        let mut omitted = BTreeSet::new();
         let mut volumes = Vec::new();
         let mut starting_token = String::new();
         loop {
@@ -33,14 +49,22 @@ impl Context {
                 starting_token,
             };
             let page = self
-                .controller("list volumes", request, async |mut client, request| {
-                    client.list_volumes(request).await
+                .controller("list volumes", request, async |mut client, mut request| {
+                    if takes_less {
+                        let yes = MetadataValue::from_static("1");
+                        request.metadata_mut().insert(TAKES_LESS, yes);
+                    }
+                    let page = client.list_volumes(request).await?;
+                    let said = page.metadata().get_all_bin(OMITTED).into_iter();
+                    let said = said.filter_map(|value| value.to_bytes().ok());
+                    omitted.extend(said.map(|text| String::from_utf8_lossy(&text).into_owned()));
+                    Ok(page)
                 })
                 .await?;
             volumes.extend(page.entries.into_iter().filter_map(|entry| entry.volume));
             starting_token = page.next_token;
             if starting_token.is_empty() {
-                return Ok(volumes);
+                return Ok((volumes, omitted.into_iter().collect()));
             }
         }
     }

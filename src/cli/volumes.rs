@@ -222,6 +222,8 @@ impl Context {
 /// Lists the volumes
 #[derive(Args, Debug)]
 #[command(after_help = "\
+A pool or cluster that cannot be reached is left out with a warning (exit code 1).
+
 Example:
   uringctl list --json | jq -r '.volumes[].volume_id'")]
 pub struct List {}
@@ -230,14 +232,27 @@ pub struct List {}
 #[derive(Debug, Serialize)]
 pub struct Listed {
     volumes: Vec<VolumeAnswer>,
+    /// What could not be listed, a sentence each.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    omitted: Vec<String>,
+}
+
+impl Listed {
+    /// An error where the list lacks something.
+    pub fn whole(self) -> Result<(), CliError> {
+        if self.omitted.is_empty() {
+            return Ok(());
+        }
+        Err(CliError::NotWhole(self.omitted))
+    }
 }
 
 impl List {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<Listed, CliError> {
-        let volumes = context.list_volumes().await?;
+        let (volumes, omitted) = context.list_what_can_be_reached().await?;
         let volumes = volumes.into_iter().map(VolumeAnswer::from).collect();
-        Ok(Listed { volumes })
+        Ok(Listed { volumes, omitted })
     }
 }
 

@@ -306,6 +306,7 @@ fn listing(max_entries: i32, token: String) -> Result<Listing, Status> {
     Ok(Listing {
         from: Some(token).filter(|token| !token.is_empty()),
         max: max.map_err(|_| invalid("max_entries", "is negative"))?,
+        omitted: None,
     })
 }
 

@@ -163,7 +163,13 @@ impl Backends {
                 most => most - entries.len(),
             };
             let own = from.take();
-            let page = list(it, Listing { from: own, max }).await?;
+            let omitted = what.omitted.clone();
+            let own = Listing {
+                from: own,
+                max,
+                omitted,
+            };
+            let page = list(it, own).await?;
             entries.extend(page.entries);
             if let Some(token) = page.next {
                 let next = Some(format!("{prefix}{token}"));

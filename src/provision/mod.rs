@@ -8,12 +8,14 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    mem,
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
 
 use serde::{Deserialize, Serialize};
 
-use crate::secret::Secrets;
+use crate::{chain, secret::Secrets};
 
 mod backends;
 mod copy;
@@ -26,9 +28,9 @@ mod size;
 
 pub use backends::Backends;
 pub use error::{Error, Kind};
+pub use keyed::within;
 pub use params::Parameters;
 pub use size::Range;
-pub use keyed::within;
 
 /// A new volume as it is asked for.
 #[derive(Clone, Debug)]
@@ -148,6 +150,35 @@ pub struct Listing {
     pub from: Option<String>,
     /// At most so many entries; 0: as many as fit a page.
     pub max: usize,
+    /// Where to say what cannot be listed now, for a caller who takes a list without
+    /// it. None: then there is no list, since what is missing from one looks deleted.
+    pub omitted: Option<Omitted>,
+}
+
+/// What a list leaves out, in sentences.
+#[derive(Clone, Debug, Default)]
+pub struct Omitted(Arc<Mutex<Vec<String>>>);
+
+impl Omitted {
+    /// All that was left out.
+    pub fn take(&self) -> Vec<String> {
+        mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Listing {
+    /// What could be listed, or nothing where the caller takes less than all.
+    fn or_omit<T: Default, E: std::error::Error + 'static>(
+        &self,
+        listed: Result<T, E>,
+    ) -> Result<T, E> {
+        let (Err(error), Some(omitted)) = (&listed, &self.omitted) else {
+            return listed;
+        };
+        let mut all = omitted.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push(chain(error));
+        Ok(T::default())
+    }
 }
 
 /// What room is asked for.

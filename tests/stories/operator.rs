@@ -3,8 +3,12 @@
 use std::process::Command;
 
 use serde_json::Value;
+use tonic::Code::Unavailable;
+use uring_csi::proto::csi::ListVolumesRequest;
 
-use crate::harness::{Content, Controller, Node, NodeSetup, Sandbox, story};
+use crate::harness::{
+    Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, refused, story,
+};
 
 /// uringctl with the sockets of a story's agents.
 pub struct Operator {
@@ -122,6 +126,45 @@ fn exit_codes_tell_what_to_do() {
         let (code, _, err) = operator.run(&["list"]);
         assert_ne!(code, 0);
         assert!(err.contains("uring-csi-controller"), "{err}");
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_list_without_what_cannot_be_reached_says_so() {
+    story(async |sandbox| {
+        let mut setup = NodeSetup::new(sandbox);
+        setup.pools = vec![format!("main={},shared", sandbox.pool("main").display())];
+        let node = Node::start_with(sandbox, setup).await;
+        let away = sandbox.pool("away");
+        let setup = ControllerSetup::new(sandbox).pool("away", &away);
+        let controller = Controller::start_with(sandbox, setup).await;
+        let operator = Operator::new(&node, &controller);
+        operator.json(&["create", "here", "64Mi", "--pool", "main"]);
+        operator.json(&["create", "there", "64Mi", "--pool", "away"]);
+        let whole = operator.json(&["list"]);
+        assert_eq!(whole["volumes"].as_array().unwrap().len(), 2, "{whole}");
+        assert!(whole.get("omitted").is_none(), "{whole}");
+
+        std::fs::rename(&away, away.with_extension("moved")).unwrap();
+        let (code, out, err) = operator.run(&["list"]);
+        assert_eq!(code, 1, "{err}");
+        assert!(out.contains("here") && !out.contains("there"), "{out}");
+        assert!(err.contains("away") && err.contains("not whole"), "{err}");
+        let (code, out, _) = operator.run(&["list", "--json"]);
+        assert_eq!(code, 1);
+        let part: Value = serde_json::from_str(&out).unwrap();
+        assert_eq!(part["volumes"].as_array().unwrap().len(), 1, "{part}");
+        assert!(part["omitted"].to_string().contains("away"), "{part}");
+        // A sidecar would take what is missing for deleted.
+        let message = ListVolumesRequest::default();
+        let answer = controller.client().list_volumes(message).await;
+        refused(answer, Unavailable, &["away"]);
+        // So would who looks a name up.
+        let (code, _, err) = operator.run(&["delete", "there"]);
+        assert_ne!(code, 3, "{err}");
+        std::fs::rename(away.with_extension("moved"), &away).unwrap();
+        operator.json(&["delete", "here", "there"]);
         node.assert_clean().await;
     });
 }

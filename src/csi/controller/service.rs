@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, metadata::MetadataValue};
 
 use super::{
     super::{
-        call::{observed, patience},
+        call::{OMITTED, TAKES_LESS, observed, patience},
         validate::{self, required},
     },
     Controller, listing,
@@ -17,7 +17,7 @@ use crate::{
         controller_service_capability as capability,
         controller_service_capability::rpc::Type as Rpc,
     },
-    provision::{self, NewSnapshot, Provisioner},
+    provision::{self, NewSnapshot, Omitted, Provisioner},
 };
 
 /// A request, and how long its work may be waited for.
@@ -125,9 +125,12 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         request: Request<wire::ListVolumesRequest>,
     ) -> Result<Response<wire::ListVolumesResponse>, Status> {
         use wire::list_volumes_response::Entry;
+        let takes_less = request.metadata().contains_key(TAKES_LESS);
+        let omitted = takes_less.then(Omitted::default);
         let (request, within) = taken(request);
-        answered("ListVolumes", "", within, async {
-            let what = listing(request.max_entries, request.starting_token)?;
+        let listed = answered("ListVolumes", "", within, async {
+            let mut what = listing(request.max_entries, request.starting_token)?;
+            what.omitted.clone_from(&omitted);
             let page = self.provisioner.list_volumes(what).await?;
             let entries = page.entries.into_iter().map(|volume| Entry {
                 volume: Some(self.volume(volume)),
@@ -137,8 +140,13 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
                 entries: entries.collect(),
                 next_token: page.next.unwrap_or_default(),
             })
-        })
-        .await
+        });
+        let mut listed = listed.await?;
+        for sentence in omitted.iter().flat_map(Omitted::take) {
+            let value = MetadataValue::from_bytes(sentence.as_bytes());
+            listed.metadata_mut().append_bin(OMITTED, value);
+        }
+        Ok(listed)
     }
 
     async fn controller_list_volume_health(

@@ -75,6 +75,7 @@ async fn a_listing_goes_on_in_the_backend_that_its_token_names() {
         let what = Listing {
             from: from.map(str::to_owned),
             max: 2,
+            omitted: None,
         };
         backends
             .page(what, |_, what| {

@@ -50,7 +50,7 @@ impl Store {
         };
         let mut all = Vec::new();
         for pool in self.pools.iter() {
-            let ids = Catalogue::<K>::of(pool).ids()?;
+            let ids = what.or_omit(Catalogue::<K>::of(pool).ids())?;
             all.extend(ids.into_iter().map(|id| (id, pool)));
         }
         all.sort_unstable_by_key(|(id, _)| *id);

@@ -91,7 +91,7 @@ impl FromStr for Token {
 
 impl Store {
     pub fn list_volumes(&self, what: &Listing) -> Result<Page<Volume>, Error> {
-        let links = self.own_links()?;
+        let links = self.listed_links(what)?;
         page(&self.volumes, &links, what, |found| {
             let bytes = match found.open(Access::ReadOnly) {
                 Ok(image) => image.size()?,
@@ -109,7 +109,7 @@ impl Store {
         secrets: &Secrets,
     ) -> Result<Page<Snapshot>, Error> {
         let links = if secrets.is_empty() {
-            self.own_links()?
+            self.listed_links(what)?
         } else {
             self.links_with(secrets)?
         };
@@ -120,6 +120,17 @@ impl Store {
                 Err(error) => Err(error),
             }
         })
+    }
+
+    /// The clusters that have a user of this controller's: all, or those that can be
+    /// reached where that will do.
+    fn listed_links(&self, what: &Listing) -> Result<Vec<Link>, RbdError> {
+        let mut links = Vec::new();
+        for id in self.own_cluster_ids()? {
+            let link = self.link(&id, &Secrets::default()).map(Some);
+            links.extend(what.or_omit(link)?);
+        }
+        Ok(links)
     }
 
     /// The clusters that the secrets of a request open.
@@ -182,7 +193,7 @@ fn page<T>(
     };
     let mut entries = Vec::new();
     let mut last = None;
-    for (link, directory, mut after) in directories(links, from)? {
+    for (link, directory, mut after) in directories(links, from, what)? {
         let mut more = true;
         while more {
             let names;
@@ -233,13 +244,14 @@ fn resume(journal: &Journal, links: &[Link], token: &str) -> Result<(Token, Stri
 }
 
 /// The directories that are still to be listed, each with the name behind which.
-fn directories(
-    links: &[Link],
+fn directories<'a>(
+    links: &'a [Link],
     from: Option<(Token, String)>,
-) -> Result<Vec<(&Link, IoCtx, String)>, RbdError> {
+    what: &Listing,
+) -> Result<Vec<(&'a Link, IoCtx, String)>, RbdError> {
     let mut all = Vec::new();
     for link in links {
-        for pool in pools(link)? {
+        for pool in what.or_omit(pools(link))? {
             all.push((link, pool, String::new()));
         }
     }

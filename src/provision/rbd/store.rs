@@ -149,18 +149,11 @@ impl Store {
     }
 
     /// The ids of the clusters that this controller has users of its own for.
-    fn own_cluster_ids(&self) -> Result<Vec<String>, RbdError> {
+    pub fn own_cluster_ids(&self) -> Result<Vec<String>, RbdError> {
         let all = self.clusters.all()?;
         let ids = all.iter().map(|cluster| &cluster.cluster_id);
         let own = ids.filter(|id| self.operators.has(id));
         Ok(own.cloned().collect())
-    }
-
-    /// Those clusters; none is left out.
-    pub fn own_links(&self) -> Result<Vec<Link>, RbdError> {
-        let ids = self.own_cluster_ids()?;
-        let links = ids.iter().map(|id| self.link(id, &Secrets::default()));
-        links.collect()
     }
 
     /// Takes away images that are told to nobody, and never will be. What a crash has

@@ -272,7 +272,11 @@ async fn listings_go_on_where_they_ended() {
     loop {
         let page = home
             .rbd
-            .list_volumes(Listing { from, max: 2 })
+            .list_volumes(Listing {
+                from,
+                max: 2,
+                omitted: None,
+            })
             .await
             .unwrap();
         seen.extend(page.entries.into_iter().map(|volume| volume.handle));

@@ -16,7 +16,11 @@ async fn pages_go_on_behind_what_was_deleted() {
     let page = async |from: Option<String>| {
         let page = home
             .images
-            .list_volumes(Listing { from, max: 2 })
+            .list_volumes(Listing {
+                from,
+                max: 2,
+                omitted: None,
+            })
             .await
             .unwrap();
         let ids: Vec<_> = page.entries.into_iter().map(|v| v.handle).collect();
@@ -36,6 +40,7 @@ async fn pages_go_on_behind_what_was_deleted() {
     let bad = Listing {
         from: Some("2".to_owned()),
         max: 0,
+        omitted: None,
     };
     assert_eq!(kind(home.images.list_volumes(bad).await), Kind::Aborted);
 }
