@@ -12,6 +12,8 @@
 //!   or name another device (`source=`): refused;
 //! - all else belongs to the superblock and goes to fsconfig(2), which knows
 //!   `sync`, `lazytime` and the like as well as the file system's own options.
+//!   What a caller asks for has to be on a list ([`MountOptions::refuse_unlisted`]);
+//!   what the kernel shows, and what an earlier agent recorded, need not be.
 //!
 //! Two values are equal where they ask for the same, whatever the order and the
 //! spelling; the `Display` and serde forms are sorted. mount(8) and
@@ -24,6 +26,8 @@ use std::{
 
 use rustix::mount::MountAttrFlags as Flags;
 use serde::{Deserialize, Serialize};
+
+mod allowed;
 
 /// The options of one volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -67,6 +71,17 @@ pub enum OptionError {
         option: String,
         /// What is wrong with it.
         why: &'static str,
+    },
+    /// An option that is not on the list.
+    #[error(
+        "mount option {option:?} is not among those that are allowed for {fs} (docs/security.md); \
+         remove it, or correct its value"
+    )]
+    Unlisted {
+        /// The option without its quotes.
+        option: String,
+        /// Which file system's list.
+        fs: String,
     },
     /// An option that would do something other than mount this volume.
     #[error("mount option {option:?} is not allowed for a CSI volume: {why}; remove it")]

@@ -55,10 +55,9 @@ impl Use {
         let of_class = context.get("fsType").map_or("", String::as_str);
         let of_class = parse("volume_context.fsType", of_class)?;
         let fs = parse("volume_capability.mount.fs_type", fs_type)?.or(of_class);
-        Ok(Self::Mount {
-            fs,
-            options: MountOptions::parse(flags)?,
-        })
+        let options = MountOptions::parse(flags)?;
+        options.refuse_unlisted(fs.map(FsType::as_str))?;
+        Ok(Self::Mount { fs, options })
     }
 
     /// Whether a volume in use like `self` serves a call that asks for `other`.

@@ -104,6 +104,69 @@ fn records_hold_a_sorted_list() {
     );
 }
 
+#[test]
+fn what_is_in_use_is_allowed() {
+    for (fs, flags) in [
+        (
+            "ext4",
+            "noatime,discard,data=writeback,commit=30,barrier=0,nobarrier,errors=remount-ro,\
+             journal_checksum,stripe=16,init_itable=10,init_itable,user_xattr,acl,lazytime,sync,\
+             dirsync,mb_optimize_scan=0,usrjquota=aquota.user,jqfmt=vfsv1,max_batch_time=15000",
+        ),
+        (
+            "xfs",
+            "nouuid,norecovery,logbufs=8,logbsize=256k,allocsize=64m,inode64,largeio,swalloc,\
+             sunit=128,swidth=256,uquota,prjquota,discard,wsync,ro,nodiratime",
+        ),
+        (
+            "btrfs",
+            "compress=zstd:3,compress-force,compress=lzo,space_cache=v2,autodefrag,ssd,discard=async,\
+             thread_pool=4,nodatacow,commit=120,strictatime,nosuid,nodev,noexec",
+        ),
+    ] {
+        for fs in [Some(fs), None] {
+            parsed(&[flags]).refuse_unlisted(fs).expect(flags);
+        }
+    }
+    let context = r#"context="system_u:object_r:container_file_t:s0:c1,c2""#;
+    parsed(&[context])
+        .refuse_unlisted(Some("xfs"))
+        .expect("allowed");
+}
+
+#[test]
+fn what_reaches_out_of_the_volume_is_refused_by_name() {
+    for (fs, word) in [
+        ("ext4", "journal_dev=0x801"),
+        ("ext4", "journal_path=/dev/sda"),
+        ("ext4", "errors=panic"),
+        ("ext4", "abort"),
+        ("ext4", "sb=8193"),
+        ("ext4", "usrjquota=../x"),
+        ("ext4", "data=/etc"),
+        ("ext4", "nouuid"),
+        ("ext4", "test_dummy_encryption"),
+        ("xfs", "logdev=/dev/sda"),
+        ("xfs", "rtdev=/dev/sda"),
+        ("xfs", "allocsize=x"),
+        ("xfs", "allocsize"),
+        ("xfs", "discard=1"),
+        ("btrfs", "device=/dev/sda"),
+        ("btrfs", "subvol=/other"),
+        ("btrfs", "subvolid=256"),
+        ("btrfs", "fatal_errors=panic"),
+        ("btrfs", "degraded"),
+        ("btrfs", "compress=zstd:/x"),
+        ("btrfs", "nosuchoption"),
+    ] {
+        let error = parsed(&[word]).refuse_unlisted(Some(fs)).expect_err(word);
+        assert!(error.to_string().contains(&format!("{word:?}")), "{error}");
+        if word != "nouuid" {
+            assert!(parsed(&[word]).refuse_unlisted(None).is_err(), "{word}");
+        }
+    }
+}
+
 proptest! {
     #[test]
     fn any_text_is_taken_or_refused_and_the_canonical_form_means_the_same(
@@ -125,5 +188,37 @@ proptest! {
         let reversed: Vec<&str> = words.iter().rev().copied().collect();
         prop_assert_eq!(parsed(&words), parsed(&reversed));
         prop_assert_eq!(parsed(&words), parsed(&[&words.join(",")]));
+    }
+
+    /// Said in other words than the lists': no path, no device, no halt.
+    #[test]
+    fn what_is_allowed_names_no_file(
+        key in prop::sample::select(vec![
+            "journal_path", "journal_dev", "logdev", "rtdev", "device", "subvol", "subvolid",
+            "errors", "fatal_errors", "context", "usrjquota", "data", "commit", "discard",
+            "compress", "stripe", "quota", "sb", "abort", "barrier", "space_cache",
+        ]),
+        value in prop::option::of(prop::sample::select(vec![
+            "/dev/sda", "panic", "bug", "0x801", "5", "../x", "a/b", "a:b:c:s0", "zstd:/x", "1,2",
+            "ordered", "v2", ".", "=x", "",
+        ])),
+    ) {
+        let word = match value {
+            Some(value) => format!("\"{key}={value}\""),
+            None => key.to_owned(),
+        };
+        let options = parsed(&[&word]);
+        for fs in [None, Some("ext4"), Some("xfs"), Some("btrfs")] {
+            if options.refuse_unlisted(fs).is_err() { continue }
+            let value = value.unwrap_or_default();
+            prop_assert!(!value.contains('/') && !value.starts_with('.'), "{}", word);
+            let halts = key == "errors" && value != "continue" && value != "remount-ro";
+            prop_assert!(!halts, "{}", word);
+            let bad = [
+                "journal_path", "journal_dev", "logdev", "rtdev", "device", "subvol", "subvolid",
+                "fatal_errors", "sb", "abort",
+            ];
+            prop_assert!(!bad.contains(&key), "{}", word);
+        }
     }
 }

@@ -1,0 +1,267 @@
+//! Which options of a superblock a volume may be mounted with.
+//!
+//! They come from a claim's class or a PersistentVolume. An option is allowed
+//! where it concerns nothing but this mount of the volume's own file system: it
+//! names no other device and no file, and no error of the file system becomes
+//! one of the node. To allow one more, look it up in the kernel's source:
+//! `ext4_param_specs`, `xfs_fs_parameters`, `btrfs_fs_parameters`.
+//!
+//! In the lists `#` stands for digits and perhaps a unit, `%` for a word without
+//! a slash, and brackets for a value that may be left out.
+
+use super::{FsOption, MountOptions, OptionError};
+
+/// Any file system's: `vfs_parse_sb_flag` and security modules.
+const ANY: &[&str] = &[
+    "async",
+    "context=%",
+    "defcontext=%",
+    "dirsync",
+    "fscontext=%",
+    "iversion",
+    "lazytime",
+    "mand",
+    "noiversion",
+    "nolazytime",
+    "nomand",
+    "rootcontext=%",
+    "sync",
+];
+
+const EXT4: &[&str] = &[
+    "acl",
+    "auto_da_alloc[=#]",
+    "barrier[=#]",
+    "bh",
+    "block_validity",
+    "bsddf",
+    "bsdgroups",
+    "commit=#",
+    "data=journal|ordered|writeback",
+    "data_err=abort|ignore",
+    "delalloc",
+    "dioread_lock",
+    "dioread_nolock",
+    "discard",
+    "errors=continue|remount-ro",
+    "grpid",
+    "grpjquota=%",
+    "grpquota",
+    "i_version",
+    "init_itable[=#]",
+    "inlinecrypt",
+    "inode_readahead_blks=#",
+    "journal_async_commit",
+    "journal_checksum",
+    "journal_ioprio=#",
+    "jqfmt=vfsold|vfsv0|vfsv1",
+    "max_batch_time=#",
+    "max_dir_size_kb=#",
+    "mb_optimize_scan=#",
+    "mblk_io_submit",
+    "min_batch_time=#",
+    "minixdf",
+    "no_prefetch_block_bitmaps",
+    "noacl",
+    "noauto_da_alloc",
+    "nobarrier",
+    "nobh",
+    "noblock_validity",
+    "nodelalloc",
+    "nodioread_nolock",
+    "nodiscard",
+    "nogrpid",
+    "noinit_itable",
+    "nojournal_checksum",
+    "noload",
+    "nombcache",
+    "nomblk_io_submit",
+    "noquota",
+    "norecovery",
+    "nouid32",
+    "nouser_xattr",
+    "nowarn_on_error",
+    "oldalloc",
+    "orlov",
+    "prefetch_block_bitmaps",
+    "prjquota",
+    "quota",
+    "resgid=#",
+    "resuid=#",
+    "stripe=#",
+    "sysvgroups",
+    "user_xattr",
+    "usrjquota=%",
+    "usrquota",
+    "warn_on_error",
+];
+
+const XFS: &[&str] = &[
+    "allocsize=#",
+    "attr2",
+    "barrier",
+    "bsdgroups",
+    "discard",
+    "filestreams",
+    "gqnoenforce",
+    "gquota",
+    "grpid",
+    "grpquota",
+    "ikeep",
+    "inode32",
+    "inode64",
+    "largeio",
+    "lifetime",
+    "logbsize=#",
+    "logbufs=#",
+    "noalign",
+    "noattr2",
+    "nobarrier",
+    "nodiscard",
+    "nogrpid",
+    "noikeep",
+    "nolargeio",
+    "nolifetime",
+    "noquota",
+    "norecovery",
+    "nouuid",
+    "pqnoenforce",
+    "pquota",
+    "prjquota",
+    "qnoenforce",
+    "quota",
+    "sunit=#",
+    "swalloc",
+    "swidth=#",
+    "sysvgroups",
+    "uqnoenforce",
+    "uquota",
+    "usrquota",
+    "wsync",
+];
+
+const BTRFS: &[&str] = &[
+    "acl",
+    "autodefrag",
+    "barrier",
+    "clear_cache",
+    "commit=#",
+    "compress[=lzo|no|none|zlib|zlib:#|zstd|zstd:#]",
+    "compress-force[=lzo|no|none|zlib|zlib:#|zstd|zstd:#]",
+    "datacow",
+    "datasum",
+    "discard[=async|sync]",
+    "flushoncommit",
+    "max_inline=#",
+    "metadata_ratio=#",
+    "noacl",
+    "noautodefrag",
+    "nobarrier",
+    "nodatacow",
+    "nodatasum",
+    "nodiscard",
+    "noflushoncommit",
+    "nologreplay",
+    "nospace_cache",
+    "nossd",
+    "nossd_spread",
+    "notreelog",
+    "rescan_uuid_tree",
+    "skip_balance",
+    "space_cache[=v1|v2]",
+    "ssd",
+    "ssd_spread",
+    "thread_pool=#",
+    "treelog",
+    "user_subvol_rm_allowed",
+];
+
+const FILE_SYSTEMS: [(&str, &[&str]); 3] = [("ext4", EXT4), ("xfs", XFS), ("btrfs", BTRFS)];
+
+/// Options whose reason to be refused is worth telling, as patterns.
+const REFUSED: &[(&str, &str)] = &[
+    ("abort", "it shuts the file system down"),
+    ("degraded", "a volume is one device"),
+    ("device", ELSEWHERE),
+    (
+        "errors",
+        "it may be continue or remount-ro; an error must not halt the node",
+    ),
+    ("fatal_errors", "an error must not halt the node"),
+    ("journal_dev", ELSEWHERE),
+    ("journal_path", ELSEWHERE),
+    ("logdev", ELSEWHERE),
+    ("rtdev", ELSEWHERE),
+    (
+        "sb",
+        "it reads another superblock than the one that was checked",
+    ),
+    ("subvol", PART),
+    ("subvolid", PART),
+];
+
+const ELSEWHERE: &str = "it names another device of the node";
+const PART: &str = "a volume is mounted at its file system's root";
+
+impl MountOptions {
+    /// Refuses each option of the superblock that is not allowed for this file
+    /// system; for none of the three, where it is not known yet which it is.
+    pub fn refuse_unlisted(&self, fs: Option<&str>) -> Result<(), OptionError> {
+        self.fs_options().try_for_each(|option| {
+            let of_fs = FILE_SYSTEMS
+                .iter()
+                .filter(|(name, _)| fs.is_none_or(|fs| fs == *name))
+                .flat_map(|(_, list)| *list);
+            if ANY
+                .iter()
+                .chain(of_fs)
+                .any(|pattern| admits(pattern, option))
+            {
+                return Ok(());
+            }
+            let named = option.to_string();
+            Err(match REFUSED.iter().find(|(key, _)| *key == option.key) {
+                Some((_, why)) => OptionError::Refused { option: named, why },
+                None => OptionError::Unlisted {
+                    option: named,
+                    fs: fs.unwrap_or("any file system").to_owned(),
+                },
+            })
+        })
+    }
+}
+
+/// Whether an entry of a list allows the option.
+fn admits(pattern: &str, option: &FsOption) -> bool {
+    let (key, values) = match pattern.split_once('=') {
+        Some((key, values)) => (key, Some(values)),
+        None => (pattern, None),
+    };
+    let (key, optional) = match key.strip_suffix('[') {
+        Some(key) => (key, true),
+        None => (key, false),
+    };
+    let values = values.map(|values| values.strip_suffix(']').unwrap_or(values));
+    key == option.key
+        && match (values, option.value.as_deref()) {
+            (None, None) => true,
+            (Some(_), None) => optional,
+            (None, Some(_)) => false,
+            (Some(forms), Some(value)) => forms.split('|').any(|form| is_of(form, value)),
+        }
+}
+
+fn is_of(form: &str, value: &str) -> bool {
+    if form == "%" {
+        let inside = |b: u8| b.is_ascii_alphanumeric() || b"_-.:,".contains(&b);
+        return !value.is_empty() && !value.starts_with('.') && value.bytes().all(inside);
+    }
+    let Some(head) = form.strip_suffix('#') else {
+        return value == form;
+    };
+    value.strip_prefix(head).is_some_and(|number| {
+        let digits = number.strip_suffix(|unit: char| "kKmMgG".contains(unit));
+        let digits = digits.unwrap_or(number);
+        (1..=20).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_digit())
+    })
+}
