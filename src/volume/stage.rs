@@ -256,7 +256,7 @@ impl Staging<'_> {
         let node_path = device.node.clone();
         let fs = prepared.fs;
         let read_only = spec.read_only;
-        let extra = extra_options(prepared, read_only);
+        let extra = extra_options(prepared, read_only, &options);
         let held = guard.give();
         let mounted = node
             .lane(volume, progress, "mount", move || {
@@ -265,7 +265,7 @@ impl Staging<'_> {
                     fs_type: fs.as_str(),
                     source: &node_path,
                     options: &options,
-                    extra,
+                    extra: &extra,
                     read_only,
                 };
                 Ok(attach::mount(&new, &place))
@@ -331,17 +331,23 @@ fn not_undone(cause: Error, undo: Error) -> Error {
 
 /// What each file system needs besides the caller's options. XFS refuses a
 /// second mount of one UUID, so clones need `nouuid`; a read-only device cannot
-/// replay its log.
-fn extra_options(prepared: &Prepared, read_only: bool) -> &'static [&'static str] {
+/// replay its log. What ext4 does after an error is said by its superblock, which
+/// whoever wrote the image may have told to halt the node; so it is always said
+/// by the mount.
+fn extra_options(prepared: &Prepared, read_only: bool, asked: &MountOptions) -> Vec<&'static str> {
     let replay = prepared
         .found
         .as_ref()
         .is_some_and(|info| info.needs_recovery);
-    match (prepared.fs, read_only) {
-        (FsType::Xfs, false) => &["nouuid"],
-        (FsType::Xfs, true) => &["nouuid", "norecovery"],
-        (FsType::Ext4, true) if replay => &["noload"],
-        (FsType::Btrfs, true) if replay => &["rescue=nologreplay"],
-        _ => &[],
+    let mut extra = match (prepared.fs, read_only) {
+        (FsType::Xfs, false) => vec!["nouuid"],
+        (FsType::Xfs, true) => vec!["nouuid", "norecovery"],
+        (FsType::Ext4, true) if replay => vec!["noload"],
+        (FsType::Btrfs, true) if replay => vec!["rescue=nologreplay"],
+        _ => Vec::new(),
+    };
+    if prepared.fs == FsType::Ext4 && !asked.fs_options().any(|option| option.key == "errors") {
+        extra.push("errors=remount-ro");
     }
+    extra
 }

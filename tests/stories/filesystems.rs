@@ -102,9 +102,73 @@ fn mount_flags_mean_what_they_say() {
             ("remount", "remount", "remount"),
             ("loop", "loop", "loop"),
             ("propagation", "rshared", "rshared"),
+            ("journal", "journal_path=/dev/sda", "journal_path"),
+            ("halt", "errors=panic", "errors=panic"),
+            ("other's", "logdev=/dev/sda", "logdev"),
         ] {
             let volume = sandbox.volume(name, "ext4").flags(&[flags]);
             refused(node.stage(&volume).await, InvalidArgument, &[word]);
+            assert!(loops_over(&sandbox.image(&volume)).is_empty());
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// Where SELinux is off the kernel knows no contexts, and its refusal names them.
+#[test]
+fn a_context_is_refused_by_name_where_selinux_is_off() {
+    if Path::new("/sys/fs/selinux/enforce").exists() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let context = r#"context="system_u:object_r:container_file_t:s0:c1,c2""#;
+        let volume = sandbox.volume("v", "ext4").flags(&[context]);
+        refused(node.stage(&volume).await, InvalidArgument, &["context"]);
+        assert!(loops_over(&sandbox.image(&volume)).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+/// Whoever wrote an image, not the node's owner, said what is in its superblock.
+#[test]
+fn an_image_s_own_settings_do_not_reach_the_node() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let image = sandbox.image(&volume);
+        let image = image.to_str().unwrap();
+        run(&["mkfs.ext4", "-q", "-F", image]);
+        run(&["tune2fs", "-e", "panic", image]);
+        let target = node.up(&volume, "pod").await;
+        let shown = options(&target);
+        assert!(shown.iter().any(|o| o == "errors=remount-ro"), "{shown:?}");
+        node.down(&volume, "pod").await;
+
+        let asked = volume.clone().flags(&["errors=continue"]);
+        let shown = options(&node.up(&asked, "pod").await);
+        assert!(!shown.iter().any(|o| o == "errors=remount-ro"), "{shown:?}");
+        node.down(&asked, "pod").await;
+
+        run(&["tune2fs", "-E", "mount_opts=errors=panic", image]);
+        let words = ["mount options", "tune2fs"];
+        refused(node.stage(&volume).await, FailedPrecondition, &words);
+        assert!(loops_over(&sandbox.image(&volume)).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_image_that_is_too_small_says_so() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for (name, fs, bytes) in [("tiny", "ext4", 1000), ("small", "xfs", 8 * MIB)] {
+            let volume = sandbox.volume_in("main", name, fs, bytes);
+            refused(
+                node.stage(&volume).await,
+                FailedPrecondition,
+                &["too few", fs],
+            );
             assert!(loops_over(&sandbox.image(&volume)).is_empty());
         }
         node.assert_clean().await;

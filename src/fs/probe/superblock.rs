@@ -67,6 +67,9 @@ pub(in crate::fs) const EXT_LEN: usize = 1024;
 const EXT_MAGIC: (usize, [u8; 2]) = (0x38, [0x53, 0xEF]);
 const EXT_VALID: u16 = 1;
 const EXT_ERRORS: u16 = 2;
+const EXT_HAS_JOURNAL: u32 = 0x4;
+/// The first byte of `s_mount_opts`, a text.
+const EXT_MOUNT_OPTIONS: usize = 0x200;
 const EXT_RECOVER: u32 = 0x4;
 const EXT_JOURNAL_DEV: u32 = 0x8;
 const EXT_64BIT: u32 = 0x80;
@@ -93,6 +96,19 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     // ext4 stores it without the final complement.
     if checksummed && crc32c(!0, &raw[..0x3FC]) != sb.le32(0x3FC) {
         return Some(Err("an ext4 file system whose superblock is damaged"));
+    }
+    // The kernel and e2fsck would look for that device among the node's own.
+    let has_journal = sb.le32(0x5C) & EXT_HAS_JOURNAL != 0;
+    if has_journal && sb.le32(0xE0) == 0 {
+        return Some(Err(
+            "an ext4 file system whose journal is on another device",
+        ));
+    }
+    // They may name another device, too, or halt the node after an error.
+    if raw[EXT_MOUNT_OPTIONS] != 0 {
+        return Some(Err(
+            "an ext4 file system with mount options in its superblock (tune2fs -E mount_opts= clears them)",
+        ));
     }
     if incompatible & !EXT_MOUNTABLE != 0 {
         return Some(Err(

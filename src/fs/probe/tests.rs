@@ -107,6 +107,30 @@ fn what_mkfs_made_is_recognised() {
     }
 }
 
+/// Both would have the kernel, or e2fsck, open another device of the node.
+#[test]
+fn an_ext4_that_reaches_beyond_its_device_is_foreign() {
+    let (image, _) = made_by("mkfs.ext4 -q", 64 * MIB);
+    let tool = |program: &str, args: &[&str]| {
+        let run = Command::new(program).args(args).arg(image.path()).output();
+        assert!(run.unwrap().status.success(), "{program} {args:?}");
+    };
+    let content = || content_of(image.as_file(), 64 * MIB).unwrap();
+    let foreign = |word: &str| match content() {
+        Content::Foreign { what } => assert!(what.contains(word), "{what}"),
+        other => panic!("{other:?}"),
+    };
+    tool("tune2fs", &["-E", "mount_opts=journal_path=/dev/sda"]);
+    foreign("mount options");
+    tool("tune2fs", &["-E", "mount_opts="]);
+    assert!(matches!(content(), Content::Fs(_)));
+
+    tool("debugfs", &["-w", "-R", "ssv journal_inum 0"]);
+    foreign("journal");
+    tool("tune2fs", &["-f", "-O", "^has_journal"]);
+    assert!(matches!(content(), Content::Fs(_)));
+}
+
 #[test]
 fn ext4_says_when_it_wants_a_check_or_its_journal() {
     let (image, clean) = made_by("mkfs.ext4 -q", 64 * MIB);
