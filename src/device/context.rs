@@ -1,6 +1,6 @@
-//! Reading a volume context: keys that belong to somebody else are left alone.
+//! Reading a volume context: keys of Kubernetes' own are left alone.
 
-use std::{collections::HashMap, ops::RangeInclusive};
+use std::{borrow::Cow, collections::HashMap, ops::RangeInclusive};
 
 use crate::switch;
 
@@ -9,7 +9,7 @@ use crate::switch;
 #[error("volume_context: {key}: {why}")]
 pub struct SourceError {
     /// The key at fault.
-    pub key: &'static str,
+    pub key: Cow<'static, str>,
     /// What is wrong with its value.
     pub why: String,
 }
@@ -23,6 +23,9 @@ pub fn set_by_kubernetes(key: &str) -> bool {
     })
 }
 
+/// What a volume context says about its file system, whichever the backend.
+const FOR_FILE_SYSTEMS: [&str; 2] = ["fsType", "mkfsOptions"];
+
 /// A volume context, read key by key.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a>(pub &'a HashMap<String, String>);
@@ -34,10 +37,37 @@ impl<'a> Context<'a> {
         value.filter(|value| !value.is_empty())
     }
 
+    /// The keys that are none of these, sorted; what Kubernetes sets is left out.
+    pub fn unlisted(self, known: &[&str]) -> Vec<&'a str> {
+        let listed = |key: &str| {
+            known.contains(&key) || FOR_FILE_SYSTEMS.contains(&key) || set_by_kubernetes(key)
+        };
+        let keys = self.0.keys().map(String::as_str);
+        let mut unlisted: Vec<_> = keys.filter(|key| !listed(key)).collect();
+        unlisted.sort_unstable();
+        unlisted
+    }
+
+    /// Refuses every key that is none of these: a misspelled one would be passed
+    /// over in silence.
+    pub fn refuse_unlisted(self, known: &[&str]) -> Result<(), SourceError> {
+        match self.unlisted(known).first() {
+            None => Ok(()),
+            Some(key) => Err(SourceError {
+                key: Cow::Owned((*key).to_owned()),
+                why: format!(
+                    "is unknown; there are {}, {}",
+                    known.join(", "),
+                    FOR_FILE_SYSTEMS.join(", ")
+                ),
+            }),
+        }
+    }
+
     /// The value, which has to be there.
     pub fn need(self, key: &'static str) -> Result<&'a str, SourceError> {
         let missing = || SourceError {
-            key,
+            key: key.into(),
             why: "is required".to_owned(),
         };
         self.get(key).ok_or_else(missing)
@@ -49,7 +79,7 @@ impl<'a> Context<'a> {
             return Ok(default);
         };
         switch::parse(text).ok_or_else(|| SourceError {
-            key,
+            key: key.into(),
             why: format!("{text:?} is neither true nor false"),
         })
     }
@@ -66,7 +96,7 @@ impl<'a> Context<'a> {
         let number = text.parse().ok().filter(|number| range.contains(number));
         let number = number.and_then(|number| N::try_from(number).ok());
         number.map(Some).ok_or_else(|| SourceError {
-            key,
+            key: key.into(),
             why: format!(
                 "{text:?} is no number from {} to {}",
                 range.start(),

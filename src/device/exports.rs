@@ -60,6 +60,18 @@ impl ExportSource {
     /// `connections`, `requestTimeout` and `deadConnectionTimeout` in seconds,
     /// and `minSize`, as `10Gi`.
     pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
+        context.refuse_unlisted(&[
+            "backend",
+            "uri",
+            "host",
+            "port",
+            "socket",
+            "export",
+            "connections",
+            "requestTimeout",
+            "deadConnectionTimeout",
+            "minSize",
+        ])?;
         let seconds = |key, range| context.number(key, range);
         Ok(Self {
             export: address(context)?,
@@ -95,7 +107,7 @@ fn minimum_bytes(context: Context<'_>) -> Result<u64, SourceError> {
     let size: Result<Size, BadSize> = text.parse();
     size.map(|size| size.bytes().unsigned_abs())
         .map_err(|bad| SourceError {
-            key,
+            key: key.into(),
             why: bad.to_string(),
         })
 }
@@ -104,12 +116,12 @@ fn minimum_bytes(context: Context<'_>) -> Result<u64, SourceError> {
 fn address(context: Context<'_>) -> Result<Export, SourceError> {
     let bad = |key: &'static str| {
         move |error: BadExport| SourceError {
-            key,
+            key: key.into(),
             why: error.to_string(),
         }
     };
     let clash = |why: &str| SourceError {
-        key: "uri",
+        key: "uri".into(),
         why: why.to_owned(),
     };
     let name = context.get("export").unwrap_or_default();

@@ -66,6 +66,14 @@ impl ImageSource {
 
     /// Reads `pool`, `image`, `directIO`, `sectorSize` and `preallocate`.
     pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
+        context.refuse_unlisted(&[
+            "backend",
+            "pool",
+            "image",
+            "directIO",
+            "sectorSize",
+            "preallocate",
+        ])?;
         Ok(Self {
             pool: context.need("pool")?.to_owned(),
             image: context.need("image")?.to_owned(),
@@ -77,7 +85,7 @@ impl ImageSource {
                     Ok(size @ (512 | 1024 | 2048 | 4096)) => size,
                     _ => {
                         return Err(SourceError {
-                            key: "sectorSize",
+                            key: "sectorSize".into(),
                             why: format!("{text:?} is none of 512, 1024, 2048, 4096"),
                         });
                     }

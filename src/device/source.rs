@@ -59,11 +59,11 @@ impl Source {
             Some("rbd") => CephSource::parse(context, volume_id).map(Self::Rbd),
             None if is_ceph => CephSource::parse(context, volume_id).map(Self::Rbd),
             None => Err(SourceError {
-                key: "backend",
+                key: "backend".into(),
                 why: "is required, or clusterID".to_owned(),
             }),
             Some(other) => Err(SourceError {
-                key: "backend",
+                key: "backend".into(),
                 why: format!("{other:?} is unknown; this node has: loop, nbd, rbd"),
             }),
         }
@@ -170,6 +170,39 @@ mod tests {
             let message = Source::parse(&bad, "v").unwrap_err().to_string();
             assert!(message.contains(key), "{message}");
         }
+    }
+
+    #[test]
+    fn keys_that_nobody_knows_are_refused_by_name() {
+        let of_loop = [("backend", "loop"), ("pool", "p"), ("image", "i.img")];
+        let of_nbd = [("backend", "nbd"), ("uri", "nbd://h/x")];
+        for base in [&of_loop[..], &of_nbd[..]] {
+            for key in ["directIo", "overcommit", "kubernetes.io", "x-k8s.io/y"] {
+                let mut bad = context(base);
+                bad.insert(key.to_owned(), "x".to_owned());
+                let message = Source::parse(&bad, "v").unwrap_err().to_string();
+                let expected = format!("volume_context: {key}: is unknown; there are backend, ");
+                assert!(message.starts_with(&expected), "{message}");
+            }
+            let mut good = context(base);
+            for key in [
+                "storage.kubernetes.io/csiProvisionerIdentity",
+                "csi.storage.k8s.io/pod.name",
+                "fsType",
+                "mkfsOptions",
+            ] {
+                good.insert(key.to_owned(), "x".to_owned());
+            }
+            Source::parse(&good, "v").unwrap();
+        }
+        // ceph-csi's volumes have keys of every release's.
+        let ceph = [
+            ("clusterID", "c"),
+            ("pool", "p"),
+            ("imageName", "i"),
+            ("x", "y"),
+        ];
+        Source::parse(&context(&ceph), "v").unwrap();
     }
 
     #[test]

@@ -35,7 +35,7 @@ impl Mounter {
         let served = || {
             let given = context.get("mapOptions").unwrap_or_default();
             let options = NbdOptions::parse(given).map_err(|error| SourceError {
-                key: "mapOptions",
+                key: "mapOptions".into(),
                 why: error.to_string(),
             })?;
             Ok(Served {
@@ -49,7 +49,7 @@ impl Mounter {
             None | Some("rbd" | "krbd") => Ok(Self::Krbd),
             Some("rbd-nbd") => served().map(Self::RbdNbd),
             Some(other) => Err(SourceError {
-                key: "mounter",
+                key: "mounter".into(),
                 why: format!("{other:?} is not available; `rbd` and `rbd-nbd` are"),
             }),
         }

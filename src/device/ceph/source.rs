@@ -60,6 +60,36 @@ pub const TUNING: [&str; 3] = [
     "encryptionSectorSize",
 ];
 
+/// The keys that are read here, and those of the controller's that ceph-csi hands on.
+const KNOWN: [&str; 26] = [
+    "backend",
+    "cephLogDir",
+    "cephLogFileEnabled",
+    "cephLogStrategy",
+    "clusterID",
+    "dataPool",
+    "encrypted",
+    "encryptionCipher",
+    "encryptionKMSID",
+    "encryptionKeySize",
+    "encryptionSectorSize",
+    "encryptionType",
+    "imageFeatures",
+    "imageFormat",
+    "imageName",
+    "integrityMode",
+    "journalPool",
+    "mapOptions",
+    "mounter",
+    "pool",
+    "radosNamespace",
+    "staticVolume",
+    "thickProvision",
+    "tryOtherMounters",
+    "unmapOptions",
+    "volumeNamePrefix",
+];
+
 impl fmt::Display for CephSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "image {}", self.image)
@@ -107,6 +137,16 @@ impl CephSource {
     /// ceph-csi 2.x, the image has the name that its journal gives to the handle:
     /// `volumeNamePrefix` and the uuid.
     pub fn parse(context: Context<'_>, volume_id: &str) -> Result<Self, SourceError> {
+        // A class of ceph-csi's has keys for the controller, and later releases have
+        // keys that nobody here knows; all of them reach the node.
+        let unknown = context.unlisted(&KNOWN);
+        if !unknown.is_empty() {
+            tracing::debug!(
+                volume_id,
+                ?unknown,
+                "keys of the volume context are passed over"
+            );
+        }
         let handle: Option<VolumeHandle> = volume_id.parse().ok();
         let (pool, name) = match &handle {
             Some(VolumeHandle::Migrated(migrated)) => {
@@ -117,10 +157,13 @@ impl CephSource {
             }
             _ => (context.need("pool")?, image_name(context, handle.as_ref())?),
         };
-        let bad = |key, why: String| Err(SourceError { key, why });
-        let bad_option = |key| {
+        let bad = |key: &'static str, why: String| {
+            let key = key.into();
+            Err(SourceError { key, why })
+        };
+        let bad_option = |key: &'static str| {
             move |error: OptionError| SourceError {
-                key,
+                key: key.into(),
                 why: error.to_string(),
             }
         };
@@ -191,14 +234,14 @@ fn kms(context: Context<'_>) -> Result<Option<String>, SourceError> {
         None | Some("block") => {}
         Some(other) => {
             return Err(SourceError {
-                key: "encryptionType",
+                key: "encryptionType".into(),
                 why: format!("{other:?} is not available; `block` is"),
             });
         }
     }
     if context.get("integrityMode").is_some() {
         return Err(SourceError {
-            key: "integrityMode",
+            key: "integrityMode".into(),
             why: "is not available: the volume has one more layer, which nobody here knows"
                 .to_owned(),
         });
