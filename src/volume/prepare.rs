@@ -286,6 +286,15 @@ impl Preparing<'_> {
         let program = command.program;
         let exit = run_child(volume, self.progress, "mkfs", &command).await?;
         if !exit.success() {
+            let has = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+            if has < fs.least_bytes() {
+                return Err(volume.precondition(format!(
+                    "{} has {has} bytes, too few for {fs}, which needs {}: {}",
+                    self.record.source,
+                    fs.least_bytes(),
+                    exit.output.trim(),
+                )));
+            }
             return Err(Error::Mkfs {
                 volume: volume.id.clone(),
                 device: device.node.clone(),
