@@ -73,9 +73,12 @@ pub enum MountError {
         /// The file system's own words.
         kernel_says: String,
     },
-    /// Claimed by something else, or mounted elsewhere the other way
-    /// (read-only or read-write).
-    #[error("device {device:?} is in use, or mounted elsewhere with a different read-only setting")]
+    /// Claimed by something else, mounted elsewhere the other way (read-only or
+    /// read-write), or, by its MMP block, mounted by another node.
+    #[error(
+        "device {device:?} is in use, or mounted elsewhere with a different read-only setting, or \
+         its ext4 has the feature mmp and another node has it mounted"
+    )]
     Busy {
         /// The device.
         device: PathBuf,

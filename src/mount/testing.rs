@@ -70,22 +70,26 @@ impl LoopDevice {
     pub fn new(scratch: &Scratch, mkfs: &[&str], losetup: &[&str]) -> Self {
         let image = tempfile::NamedTempFile::new_in(scratch.path()).expect("an image");
         image.as_file().set_len(320 << 20).expect("sparse");
+        // The loop device holds the image; its name can go.
+        Self::attach(image.path(), mkfs, losetup)
+    }
+
+    /// Over this image, which may be under others, too.
+    pub fn over(image: &Path, mkfs: &[&str]) -> Self {
+        Self::attach(image, mkfs, &[])
+    }
+
+    fn attach(image: &Path, mkfs: &[&str], losetup: &[&str]) -> Self {
         if let Some((program, options)) = mkfs.split_first() {
-            output(
-                Command::new(program)
-                    .args(options)
-                    .arg("-q")
-                    .arg(image.path()),
-            );
+            output(Command::new(program).args(options).arg("-q").arg(image));
         }
         let attach = ["--find", "--show"];
         let node = output(
             Command::new("losetup")
                 .args(attach)
                 .args(losetup)
-                .arg(image.path()),
+                .arg(image),
         );
-        // The loop device holds the image; its name can go.
         Self {
             node: node.trim().into(),
         }

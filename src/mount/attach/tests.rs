@@ -106,6 +106,28 @@ fn what_can_not_be_mounted_says_why() {
     unmounted(&place);
 }
 
+/// Two devices over one image stand for two nodes with one export. The kernel
+/// watches the MMP block for eleven seconds before it says so.
+#[test]
+fn an_ext4_with_mmp_is_mounted_by_one_node_at_a_time() {
+    let scratch = Scratch::new();
+    let (first, second) = (scratch.directory("first"), scratch.directory("second"));
+    let image = scratch.path().join("image");
+    fs::File::create(&image)
+        .and_then(|file| file.set_len(64 << 20))
+        .expect("sparse");
+    let device = LoopDevice::over(&image, &["mkfs.ext4", "-O", "mmp"]);
+    let other = LoopDevice::over(&image, &[]);
+    mounted(("ext4", &device), "", &first).expect("mounted");
+    let error = mounted(("ext4", &other), "", &second).expect_err("mounted elsewhere");
+    assert!(matches!(error, MountError::Busy { .. }), "{error}");
+    assert!(error.to_string().contains("mmp"), "{error}");
+    unmounted(&first);
+    // At once, where the other has let go of it in peace.
+    mounted(("ext4", &other), "", &second).expect("mounted");
+    unmounted(&second);
+}
+
 #[test]
 fn a_device_mounted_elsewhere_keeps_its_options() {
     let scratch = Scratch::new();
