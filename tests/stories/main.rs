@@ -2,8 +2,9 @@
 //! the sidecars call them, on real loop devices, file systems and mounts. One
 //! file a story. Needs root. What takes more than that is ignored, and runs in
 //! `make test-kernel`. `STORY_SEED` repeats a random story, `SOAK_OPERATIONS` makes the
-//! long ones longer, `EVERY_STEP` leaves out none at which an agent may be killed, and
-//! `ENDS` says how often one ends that must end well.
+//! long ones longer, `EVERY_STEP` leaves out none at which an agent may be killed,
+//! `EVERY_FS` no file system of those that stories have by turns, and `ENDS` says how
+//! often one ends that must end well.
 
 // The ban on children is the product's, not its tests'.
 #![allow(clippy::disallowed_methods, missing_docs)]
@@ -12,6 +13,7 @@ mod block;
 mod controller_rules;
 mod copies;
 mod crashes;
+mod faults;
 mod filesystems;
 mod groups;
 mod growth;

@@ -13,6 +13,8 @@ mod ceph_csi;
 mod controller;
 mod dice;
 mod disk;
+mod faults;
+mod footprint;
 mod halfway;
 mod holder;
 mod leaks;
@@ -34,6 +36,8 @@ pub use controller::{
 };
 pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
+pub use faults::{DeadOsd, DeadServer, Fault, HungFiles, HungPool, Moment, bytes_for};
+pub use footprint::Footprint;
 pub use halfway::{Halfway, LUKS_FORMAT, MKFS};
 pub use holder::Holder;
 pub use leaks::{files_below, mounts_below};

@@ -3,8 +3,10 @@
 use std::{
     cell::Cell,
     fs,
+    future::poll_fn,
     ops::Deref,
     path::{Path, PathBuf},
+    pin::pin,
     time::Duration,
 };
 
@@ -337,6 +339,18 @@ impl Node {
         let message = request(message, self.timeout.get());
         let answer = self.client().node_expand_volume(message).await?;
         Ok(answer.into_inner().capacity_bytes)
+    }
+
+    /// Makes calls with another deadline, beside others that keep theirs.
+    pub async fn within<T>(&self, timeout: Duration, calls: impl Future<Output = T>) -> T {
+        let mut calls = pin!(calls);
+        poll_fn(|context| {
+            let others = self.timeout.replace(timeout);
+            let polled = calls.as_mut().poll(context);
+            self.timeout.set(others);
+            polled
+        })
+        .await
     }
 
     /// Repeats a call as kubelet does, until it ends well.

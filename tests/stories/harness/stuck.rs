@@ -10,7 +10,10 @@ use std::{
     io::{Read, Write},
     os::{fd::AsRawFd as _, unix::fs::FileExt as _},
     path::{Path, PathBuf},
-    sync::{Arc, Condvar, Mutex},
+    sync::{
+        Arc, Condvar, Mutex,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
     thread,
 };
 
@@ -28,6 +31,7 @@ const WRITE: u32 = 16;
 pub struct StuckFile {
     path: PathBuf,
     gate: Arc<Gate>,
+    server: Arc<Server>,
 }
 
 /// What is answered.
@@ -35,6 +39,8 @@ pub struct StuckFile {
 enum Answers {
     #[default]
     All,
+    /// All but writes: a device is probed, and not mounted.
+    NoWrites,
     /// All but reads and writes.
     NoData,
     Nothing,
@@ -55,6 +61,7 @@ impl Gate {
     fn holds_up(&self, opcode: u32) -> bool {
         match *self.answers.lock().expect("a gate") {
             Answers::All => false,
+            Answers::NoWrites => opcode == WRITE,
             Answers::NoData => [READ, WRITE].contains(&opcode),
             Answers::Nothing => true,
         }
@@ -105,14 +112,26 @@ impl StuckFile {
         let server = Arc::new(Server {
             device,
             store,
-            bytes,
+            bytes: AtomicU64::new(bytes),
         });
-        let doorman = Arc::clone(&gate);
-        thread::spawn(move || server.serve(&doorman));
+        let (doorman, serving) = (Arc::clone(&gate), Arc::clone(&server));
+        thread::spawn(move || serving.serve(&doorman));
         Self {
             path: path.to_owned(),
             gate,
+            server,
         }
+    }
+
+    /// From now on it has `bytes`, and zeros where it had no data.
+    pub fn grow(&self, bytes: u64) {
+        self.server.store.set_len(bytes).expect("a sparse file");
+        self.server.bytes.store(bytes, SeqCst);
+    }
+
+    /// Writes wait from now on.
+    pub fn stop_writes(&self) {
+        self.gate.set(Answers::NoWrites);
     }
 
     /// Reads and writes wait from now on.
@@ -147,7 +166,7 @@ impl Drop for StuckFile {
 struct Server {
     device: File,
     store: File,
-    bytes: u64,
+    bytes: AtomicU64,
 }
 
 impl Server {
@@ -213,7 +232,7 @@ impl Server {
         let offset = u64::from_le_bytes(body[8..16].try_into().expect("eight bytes"));
         let size = u32_at(body, 16);
         let done = if opcode == READ {
-            let size = u64::from(size).min(self.bytes.saturating_sub(offset));
+            let size = u64::from(size).min(self.bytes.load(SeqCst).saturating_sub(offset));
             let mut data = vec![0; usize::try_from(size).expect("a small read")];
             self.store.read_exact_at(&mut data, offset).map(|()| data)
         } else {
@@ -226,7 +245,8 @@ impl Server {
 
     /// struct fuse_attr of a regular file.
     fn attributes(&self) -> Vec<u8> {
-        let mut attributes = [1, self.bytes, self.bytes / 512, 0, 0, 0]
+        let bytes = self.bytes.load(SeqCst);
+        let mut attributes = [1, bytes, bytes / 512, 0, 0, 0]
             .map(u64::to_le_bytes)
             .concat();
         // Three times' nanoseconds, mode, nlink, uid, gid, rdev, blksize, flags.

@@ -1,0 +1,353 @@
+//! What volumes stand on, and how it dies and comes back.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::net::UnixStream,
+    path::PathBuf,
+};
+
+use super::{
+    Ceph, MIB, NbdServer, Sandbox, StuckFile, Volume, eventually, nbds_over,
+    rbd::{Frozen, Stopped, spec_of},
+    run,
+};
+
+/// How many volumes a fault hurts.
+pub const HURT: usize = 8;
+
+/// What a volume is doing when its device dies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// It is attached, and not probed yet.
+    Probe,
+    /// It is probed, and not mounted yet.
+    Mount,
+    /// A pod uses it.
+    Use,
+    /// A pod has used it, and it is about to be unmounted.
+    Unmount,
+    /// Its source has grown, and it has not yet.
+    Growth,
+}
+
+/// Something that dies, with the volumes on it.
+pub trait Fault {
+    /// They hang while it is dead.
+    fn hurt(&self) -> &[Volume];
+
+    /// Gives a volume's source more bytes, while it lives.
+    fn grow(&self, volume: &Volume, bytes: u64);
+
+    /// It dies at this moment of its volumes' lives.
+    async fn stop(&mut self, moment: Moment);
+
+    /// The first calls to its volumes are under way.
+    async fn meanwhile(&mut self, _moment: Moment) {}
+
+    /// It comes back.
+    async fn resume(&mut self);
+}
+
+/// Enough for a file system of the kind.
+pub fn bytes_for(kind: &str) -> u64 {
+    match kind {
+        "xfs" => 320 * MIB,
+        "btrfs" => 160 * MIB,
+        _ => 64 * MIB,
+    }
+}
+
+fn names(prefix: &str) -> impl Iterator<Item = String> {
+    (0..HURT).map(move |number| format!("{prefix}{number}"))
+}
+
+/// Image files on a file system whose server stops answering.
+pub struct HungFiles {
+    files: Vec<StuckFile>,
+    volumes: Vec<Volume>,
+}
+
+impl HungFiles {
+    pub fn new(sandbox: &Sandbox, kind: &str) -> Self {
+        let (files, volumes) = names("hurt")
+            .map(|name| {
+                let image = format!("{name}.img");
+                let file = StuckFile::new(&sandbox.pool("main").join(&image), bytes_for(kind));
+                let volume = Volume::filesystem(&name, kind).over("main", &image);
+                (file, volume)
+            })
+            .unzip();
+        Self { files, volumes }
+    }
+}
+
+impl Fault for HungFiles {
+    fn hurt(&self) -> &[Volume] {
+        &self.volumes
+    }
+
+    fn grow(&self, volume: &Volume, bytes: u64) {
+        let file = self
+            .volumes
+            .iter()
+            .position(|of| of.handle == volume.handle);
+        self.files[file.expect("one of its volumes")].grow(bytes);
+    }
+
+    async fn stop(&mut self, moment: Moment) {
+        for file in &self.files {
+            match moment {
+                Moment::Mount => file.stop_writes(),
+                Moment::Use => file.stop_all(),
+                _ => file.stop_data(),
+            }
+        }
+    }
+
+    async fn resume(&mut self) {
+        self.files.iter().for_each(StuckFile::go_on);
+    }
+}
+
+/// A pool whose disk stops answering.
+pub struct HungPool {
+    disk: Disk,
+    pool: PathBuf,
+    volumes: Vec<Volume>,
+}
+
+enum Disk {
+    /// A loop device over a file.
+    File(StuckFile),
+    /// A device-mapper device of this name.
+    Mapped(String),
+}
+
+impl HungPool {
+    /// The name of the pool.
+    pub const NAME: &str = "hung";
+    const BYTES: u64 = 8 << 30;
+
+    pub fn new(sandbox: &Sandbox, kind: &str) -> Self {
+        let file = sandbox.dir().join("hung.disk");
+        let disk = Disk::File(StuckFile::new(&file, Self::BYTES));
+        let device = run(&["losetup", "--find", "--show", &file.display().to_string()]);
+        Self::on(sandbox, kind, disk, device.trim())
+    }
+
+    /// With device-mapper below it, which is suspended.
+    pub fn mapped(sandbox: &Sandbox, kind: &str) -> Self {
+        let file = sandbox.dir().join("hung.disk");
+        fs::File::create(&file)
+            .and_then(|file| file.set_len(Self::BYTES))
+            .expect("a sparse file");
+        let below = run(&["losetup", "--find", "--show", &file.display().to_string()]);
+        let name = format!(
+            "{}-hung",
+            sandbox.dir().file_name().expect("a name").display()
+        );
+        let table = format!("0 {} linear {} 0", Self::BYTES / 512, below.trim());
+        run(&["dmsetup", "create", &name, "--table", &table]);
+        let device = format!("/dev/mapper/{name}");
+        Self::on(sandbox, kind, Disk::Mapped(name), &device)
+    }
+
+    fn on(sandbox: &Sandbox, kind: &str, disk: Disk, device: &str) -> Self {
+        let pool = sandbox.pool(Self::NAME);
+        run(&[
+            "mkfs.ext4",
+            "-q",
+            "-E",
+            "lazy_itable_init=1,nodiscard",
+            device,
+        ]);
+        run(&["mount", device, &pool.display().to_string()]);
+        let volumes = names("hurt")
+            .map(|name| sandbox.volume_in(Self::NAME, &name, kind, bytes_for(kind)))
+            .collect();
+        Self {
+            disk,
+            pool,
+            volumes,
+        }
+    }
+}
+
+impl Fault for HungPool {
+    fn hurt(&self) -> &[Volume] {
+        &self.volumes
+    }
+
+    fn grow(&self, volume: &Volume, bytes: u64) {
+        fs::File::options()
+            .write(true)
+            .open(self.pool.join(&volume.context["image"]))
+            .and_then(|image| image.set_len(bytes))
+            .expect("a larger image");
+    }
+
+    async fn stop(&mut self, _: Moment) {
+        match &self.disk {
+            Disk::File(file) => file.stop_data(),
+            Disk::Mapped(name) => {
+                run(&["dmsetup", "suspend", "--nolockfs", "--noflush", name]);
+            }
+        }
+    }
+
+    async fn resume(&mut self) {
+        match &self.disk {
+            Disk::File(file) => file.go_on(),
+            Disk::Mapped(name) => {
+                run(&["dmsetup", "resume", name]);
+            }
+        }
+    }
+}
+
+impl Drop for HungPool {
+    fn drop(&mut self) {
+        if let Disk::Mapped(name) = &self.disk {
+            let _ = super::run_err(&["dmsetup", "resume", name]);
+            let _ = super::run_err(&["umount", "-l", &self.pool.display().to_string()]);
+            let _ = super::run_err(&["dmsetup", "remove", "--deferred", name]);
+        }
+    }
+}
+
+/// Exports of an NBD server.
+pub struct DeadServer {
+    // They go on before the server is waited for.
+    files: Vec<StuckFile>,
+    server: NbdServer,
+    volumes: Vec<Volume>,
+    /// Where the server is told to hold every request back.
+    control: PathBuf,
+}
+
+impl DeadServer {
+    pub async fn new(sandbox: &Sandbox, kind: &str, moment: Moment) -> Self {
+        let control = sandbox.dir().join("pause.sock");
+        let pause = format!("pause-control={}", control.display());
+        let server = NbdServer::start_with(sandbox, false, &["--filter=pause", &pause]).await;
+        // No other story's volume has the name.
+        let prefix = format!(
+            "{}.hurt",
+            sandbox.dir().file_name().expect("a name").display()
+        );
+        let mut files = Vec::new();
+        let volumes = names(&prefix)
+            .map(|name| {
+                let image = NbdServer::image(sandbox, &name, bytes_for(kind));
+                if moment == Moment::Mount {
+                    files.push(StuckFile::new(&image, bytes_for(kind)));
+                }
+                server
+                    .over(Volume::filesystem(&name, kind))
+                    .with("deadConnectionTimeout", "300")
+            })
+            .collect();
+        Self {
+            files,
+            server,
+            volumes,
+            control,
+        }
+    }
+}
+
+impl Fault for DeadServer {
+    fn hurt(&self) -> &[Volume] {
+        &self.volumes
+    }
+
+    fn grow(&self, volume: &Volume, bytes: u64) {
+        fs::File::options()
+            .write(true)
+            .open(self.server.image_of(volume))
+            .and_then(|image| image.set_len(bytes))
+            .expect("a larger image");
+    }
+
+    async fn stop(&mut self, moment: Moment) {
+        match moment {
+            Moment::Probe => {
+                let mut control = UnixStream::connect(&self.control).expect("nbdkit's filter");
+                control.write_all(b"p").expect("a command");
+                control.read_exact(&mut [0]).expect("its answer");
+            }
+            Moment::Mount => self.files.iter().for_each(StuckFile::stop_writes),
+            _ => self.server.kill9(),
+        }
+    }
+
+    async fn meanwhile(&mut self, moment: Moment) {
+        if moment == Moment::Probe {
+            eventually("all are attached", async || {
+                let attached = |volume: &Volume| !nbds_over(&volume.handle).is_empty();
+                self.volumes.iter().all(attached).then_some(())
+            })
+            .await;
+            self.server.kill9();
+        }
+    }
+
+    async fn resume(&mut self) {
+        if self.files.is_empty() {
+            // Its predecessor left it.
+            let _ = fs::remove_file(&self.control);
+            self.server.restart().await;
+        }
+        self.files.iter().for_each(StuckFile::go_on);
+    }
+}
+
+/// The only OSD of a Ceph cluster.
+pub struct DeadOsd<'a> {
+    ceph: &'a Ceph,
+    volumes: Vec<Volume>,
+    dead: Option<Dead<'a>>,
+}
+
+#[allow(dead_code, reason = "they work by being dropped")]
+enum Dead<'a> {
+    Frozen(Frozen<'a>),
+    Stopped(Stopped<'a>),
+}
+
+impl<'a> DeadOsd<'a> {
+    pub fn new(ceph: &'a Ceph, kind: &str) -> Self {
+        Self {
+            ceph,
+            volumes: (0..HURT).map(|_| ceph.volume(kind)).collect(),
+            dead: None,
+        }
+    }
+}
+
+impl Fault for DeadOsd<'_> {
+    fn hurt(&self) -> &[Volume] {
+        &self.volumes
+    }
+
+    fn grow(&self, volume: &Volume, bytes: u64) {
+        let size = format!("{}M", bytes / MIB);
+        let spec = spec_of(volume);
+        self.ceph
+            .cluster
+            .rbd(&["resize", "--no-progress", "--size", &size, &spec]);
+    }
+
+    async fn stop(&mut self, moment: Moment) {
+        self.dead = Some(match moment {
+            // Its clients see their connections end.
+            Moment::Use => Dead::Stopped(self.ceph.stop()),
+            _ => Dead::Frozen(self.ceph.freeze()),
+        });
+    }
+
+    async fn resume(&mut self) {
+        self.dead = None;
+    }
+}

@@ -1,0 +1,37 @@
+//! What an agent takes of its machine.
+
+use std::fs;
+
+/// Numbers of a process, as procfs has them.
+#[derive(Clone, Copy, Debug)]
+pub struct Footprint {
+    pub threads: usize,
+    pub descriptors: usize,
+    /// Memory of its own, in KiB (`RssAnon`, proc_pid_status(5)).
+    pub memory_kib: usize,
+}
+
+impl Footprint {
+    pub fn of(pid: u32) -> Self {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("procfs");
+        let number = |key: &str| {
+            let value = status.lines().find_map(|line| line.strip_prefix(key));
+            let digits = value.and_then(|value| value.split_ascii_whitespace().next());
+            digits.and_then(|digits| digits.parse().ok()).expect(key)
+        };
+        Self {
+            threads: number("Threads:"),
+            descriptors: fs::read_dir(format!("/proc/{pid}/fd"))
+                .expect("procfs")
+                .count(),
+            memory_kib: number("RssAnon:"),
+        }
+    }
+
+    /// Whether it is larger than `other` by no more than `room`.
+    pub fn is_within(&self, other: &Self, room: &Self) -> bool {
+        self.threads <= other.threads + room.threads
+            && self.descriptors <= other.descriptors + room.descriptors
+            && self.memory_kib <= other.memory_kib + room.memory_kib
+    }
+}
