@@ -15,7 +15,7 @@ shift
 # Memory that is not touched costs nothing.
 memory=4G
 # For tests and all.
-longest=40m
+longest=${LONGEST:-40m}
 
 # Kernel parameters end at a blank.
 case $here$dir$PWD in *[[:space:]]*)
@@ -43,7 +43,7 @@ rm -rf "$dir/share"
 mkdir -p "$dir/share" "$dir/run"
 {
   printf 'cd %q\nexport PATH=%q\n' "$PWD" "$PATH"
-  for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP PROPTEST_CASES; do
+  for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP EVERY_FS PROPTEST_CASES; do
     [[ ! -v $name ]] || printf 'export %s=%q\n' "$name" "${!name}"
   done
   printf '%q ' "$@"

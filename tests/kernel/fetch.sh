@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# fetch.sh DIR: puts User-Mode Linux into DIR: `linux`, the kernel as a program,
-# and `modules`. Both come from Debian's package user-mode-linux of a newer suite,
-# through the mirror and the keys that apt uses already, and with the C library it
+# fetch.sh DIR [SUITE...]: puts User-Mode Linux into DIR: `linux`, the kernel as a program,
+# and `modules`. Both come from Debian's package user-mode-linux of the first of
+# the suites that has it (forky, sid), through the mirror and the keys that apt uses already, and with the C library it
 # is linked against; nothing is installed and no source of the system changes.
 #
-# Of a newer suite, because Linux 6.16 taught it to run processes under seccomp
-# and to keep vector registers of any size.
+# Of a newer suite than this, because Linux 6.16 taught it to run processes under
+# seccomp and to keep vector registers of any size. That of trixie, 6.12, traces its
+# processes by ptrace, which takes longer.
 set -euo pipefail
 
 dir=$1
+suites=("${@:2}")
+((${#suites[@]})) || suites=(forky sid)
 # Fails where the directory has moved since: the paths in it are absolute.
 "$dir/linux" --version &>/dev/null && exit 0
 
@@ -39,9 +42,9 @@ apt_of() {
     -o Dir::Cache="$work/apt/cache" -o APT::Sandbox::User=root "$@"
 }
 
-for suite in forky sid; do
+for suite in "${suites[@]}"; do
   (cd "$work/debs" && apt_of "$suite" update && apt_of "$suite" download user-mode-linux libc6) && break
-done || fail "no user-mode-linux of forky or sid to be had from $mirror; is it in reach?"
+done || fail "no user-mode-linux of ${suites[*]} to be had from $mirror; is it in reach?"
 
 for package in "$work"/debs/*.deb; do dpkg-deb -x "$package" "$work/root"; done
 

@@ -54,6 +54,8 @@ one() {
 export -f one
 # What takes longer exits with 124, or 137 where it had to be killed.
 export longest=300
+# A test that has every file system.
+[[ -z ${EVERY_FS:-} ]] || longest=1800
 
 # How many tests may share a Ceph cluster. User-Mode Linux has a mapping of the
 # machine's for each page of a process, of which there may be 65530 (vm.max_map_count).
