@@ -1,9 +1,9 @@
 //! Servers that go away, for a while or for good.
 
-use std::fs;
+use std::{cell::Cell, fs, time::Duration};
 
 use super::{blank, health, nbd_story};
-use crate::harness::{Content, NbdServer, Node, eventually, run};
+use crate::harness::{Content, NbdServer, Node, eventually, nbds_over, run};
 
 #[test]
 fn pods_notice_nothing_of_a_server_that_comes_back() {
@@ -105,5 +105,73 @@ fn a_server_that_comes_back_otherwise_is_not_used() {
         Content::new("more").write(&target.join("more"));
         node.down(&volume, "pod").await;
         node.assert_clean().await;
+    });
+}
+
+/// More steps than a stage has until its device is probed.
+const STEPS: usize = 40;
+
+#[test]
+fn a_dead_connection_in_a_probe_holds_up_no_other_first_mount() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let mut server = NbdServer::start(sandbox).await;
+        let stood = Cell::new(0);
+        for steps in 0..STEPS {
+            let name = format!("v{steps}");
+            let volume =
+                blank(sandbox, &server, &name, "ext4").with("deadConnectionTimeout", "120");
+            node.kill9().await;
+            node.start_stalling(steps).await;
+            let ended = Cell::new(false);
+            let stage = async {
+                let _ = node.stage(&volume).await;
+                ended.set(true);
+            };
+            // The server goes when the agent has come that far; whether the volume
+            // is probed then.
+            let meanwhile = async {
+                let paused = async || (ended.get() || node.stands_still()).then_some(());
+                eventually("the agent stands still, or is done", paused).await;
+                stood.set(stood.get() + usize::from(node.stands_still()));
+                // Whoever opens a device first reads its partitions.
+                for device in nbds_over(&format!(" {}", volume.handle)) {
+                    fs::File::open(device).expect("it is attached");
+                }
+                server.kill9();
+                node.go_on();
+                let probed = eventually("the volume is probed, or refused", async || {
+                    if ended.get() {
+                        return Some(false);
+                    }
+                    let told = node.unstage(&volume).await.err()?;
+                    told.message().contains("step probe").then_some(true)
+                })
+                .await;
+                if probed {
+                    let kubelets = node.timeout.replace(Duration::from_secs(30));
+                    for other in ["one", "two"] {
+                        let other = sandbox.volume(other, "ext4");
+                        let target = node.up(&other, "pod").await;
+                        Content::new("other").write(&target.join("file"));
+                        node.down(&other, "pod").await;
+                    }
+                    node.timeout.set(kubelets);
+                    assert!(!ended.get(), "the volume's device was dead all the time");
+                }
+                server.restart().await;
+                probed
+            };
+            let ((), probed) = tokio::join!(stage, meanwhile);
+            node.until_ok("staged", async || node.stage(&volume).await)
+                .await;
+            node.unstage(&volume).await.unwrap();
+            if probed {
+                node.assert_clean().await;
+                return;
+            }
+        }
+        // A build without debug assertions stops nowhere.
+        assert_eq!(stood.get(), 0, "none of these steps was a probe");
     });
 }
