@@ -6,10 +6,11 @@
 //! protocol, `ceph v2\n` in the second. One greeting is enough.
 
 use std::{
+    collections::HashMap,
     fmt,
     io::{self, Read},
     net::{SocketAddr, TcpStream, ToSocketAddrs},
-    sync::mpsc,
+    sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
 };
@@ -141,68 +142,152 @@ pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, Mon
     ask(monitors, deadline)?.answer()
 }
 
+/// For how long one question does for all that ask the same monitors.
+const SHARED_FOR: Duration = Duration::from_secs(1);
+
+/// The questions under way, by the monitors that are asked.
+static UNDER_WAY: LazyLock<Mutex<HashMap<Vec<String>, Weak<Question>>>> =
+    LazyLock::new(Mutex::default);
+
+/// A question to all monitors of a list.
+#[derive(Debug)]
+struct Question {
+    begun: Instant,
+    deadline: Instant,
+    answers: Mutex<Answers>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Answers {
+    /// What each came to, for the error.
+    tried: Vec<(Address, String)>,
+    /// How many have not answered yet.
+    open: usize,
+    greeted: Option<SocketAddr>,
+}
+
 /// Monitors that were asked to greet.
 #[derive(Debug)]
 pub struct Asked {
-    /// What each came to, for the error.
-    tried: Vec<(Address, String)>,
-    answers: mpsc::Receiver<(usize, io::Result<SocketAddr>)>,
+    question: Arc<Question>,
     deadline: Instant,
 }
 
 /// Asks all of the monitors at once, and does not wait for them: names are looked
 /// up and connections made on threads that end by themselves, not much after
 /// `deadline`.
+///
+/// Many that ask the same monitors within a second share the question, and its
+/// threads, unless it was answered badly already.
 pub fn ask(monitors: &[String], deadline: Instant) -> Result<Asked, MonitorError> {
-    let (give, answers) = mpsc::channel();
-    let mut tried = Vec::new();
-    for address in addresses(monitors)? {
-        for port in address.ports() {
-            let (host, give, nr) = (address.host.clone(), give.clone(), tried.len());
-            let port_only = Some(port);
-            let shown = Address {
-                port: port_only,
-                ..address.clone()
-            };
-            tried.push((shown, "no answer in time".to_owned()));
-            let attempt = move || {
-                // Nobody may be waiting any more.
-                let _ = give.send((nr, greeted(&host, port, deadline)));
-            };
-            if let Err(e) = thread::Builder::new()
-                .name("ceph-monitor".into())
-                .spawn(attempt)
-            {
-                tried[nr].1 = e.to_string();
+    ask_within(SHARED_FOR, monitors, deadline)
+}
+
+fn ask_within(
+    shared_for: Duration,
+    monitors: &[String],
+    deadline: Instant,
+) -> Result<Asked, MonitorError> {
+    let mut under_way = lock(&UNDER_WAY);
+    under_way.retain(|_, question| question.strong_count() > 0);
+    let shared = under_way.get(monitors).and_then(Weak::upgrade);
+    let shared = shared.filter(|question| question.does(shared_for, deadline));
+    let question = if let Some(question) = shared {
+        question
+    } else {
+        let question = Question::begin(monitors, deadline)?;
+        under_way.insert(monitors.to_vec(), Arc::downgrade(&question));
+        question
+    };
+    Ok(Asked { question, deadline })
+}
+
+impl Question {
+    fn begin(monitors: &[String], deadline: Instant) -> Result<Arc<Self>, MonitorError> {
+        let mut tried = Vec::new();
+        for address in addresses(monitors)? {
+            for port in address.ports() {
+                let shown = Address {
+                    port: Some(port),
+                    ..address.clone()
+                };
+                tried.push((shown, port, address.host.clone()));
             }
         }
+        if tried.is_empty() {
+            return Err(MonitorError::Empty);
+        }
+        let unanswered = |(shown, ..): &(Address, u16, String)| {
+            let why = "no answer in time".to_owned();
+            (shown.clone(), why)
+        };
+        let question = Arc::new(Self {
+            begun: Instant::now(),
+            deadline,
+            answers: Mutex::new(Answers {
+                tried: tried.iter().map(unanswered).collect(),
+                open: tried.len(),
+                greeted: None,
+            }),
+            changed: Condvar::new(),
+        });
+        for (nr, (_, port, host)) in tried.into_iter().enumerate() {
+            let asking = Arc::clone(&question);
+            let attempt = move || asking.take(nr, greeted(&host, port, deadline));
+            let begun = thread::Builder::new()
+                .name("ceph-monitor".into())
+                .spawn(attempt);
+            if let Err(error) = begun {
+                question.take(nr, Err(error));
+            }
+        }
+        Ok(question)
     }
-    if tried.is_empty() {
-        return Err(MonitorError::Empty);
+
+    /// Whether it is as good as one that is asked now.
+    fn does(&self, shared_for: Duration, deadline: Instant) -> bool {
+        let answers = lock(&self.answers);
+        let refused = answers.greeted.is_none() && answers.open == 0;
+        !refused && self.begun.elapsed() < shared_for && self.deadline + shared_for >= deadline
     }
-    Ok(Asked {
-        tried,
-        answers,
-        deadline,
-    })
+
+    fn take(&self, nr: usize, result: io::Result<SocketAddr>) {
+        let mut answers = lock(&self.answers);
+        answers.open -= 1;
+        match result {
+            Ok(address) => answers.greeted = Some(address),
+            Err(error) => answers.tried[nr].1 = error.to_string(),
+        }
+        drop(answers);
+        self.changed.notify_all();
+    }
 }
 
 impl Asked {
     /// Waits for the first that greets, until the deadline at most, and says where
     /// it is.
-    pub fn answer(mut self) -> Result<SocketAddr, MonitorError> {
-        while let Ok((nr, result)) = self.answers.recv_timeout(remaining(self.deadline)) {
-            match result {
-                Ok(address) => return Ok(address),
-                Err(e) => self.tried[nr].1 = e.to_string(),
-            }
+    pub fn answer(self) -> Result<SocketAddr, MonitorError> {
+        let waits = |answers: &mut Answers| answers.greeted.is_none() && answers.open > 0;
+        let question = &self.question;
+        let (answers, _) = question
+            .changed
+            .wait_timeout_while(lock(&question.answers), remaining(self.deadline), waits)
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(address) = answers.greeted {
+            return Ok(address);
         }
-        let each = self.tried.iter();
+        let each = answers.tried.iter();
         let each = each.map(|(address, why)| format!("{address}: {why}"));
         Err(MonitorError::Unanswered(
             each.collect::<Vec<_>>().join("; "),
         ))
     }
+}
+
+/// No code that could panic runs under these locks.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn remaining(deadline: Instant) -> Duration {
@@ -306,6 +391,37 @@ mod tests {
         let deadline = Instant::now() + Duration::from_millis(50);
         assert!(answers(&list, deadline).is_err());
         assert!(Instant::now() >= deadline);
+    }
+
+    #[test]
+    fn many_that_ask_at_once_share_a_question_and_a_refusal_is_nobody_else_s() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let list = [address.to_string()];
+        let hour = Duration::from_secs(3600);
+        let asked: Vec<_> = (0..100)
+            .map(|_| ask_within(hour, &list, soon()).unwrap())
+            .collect();
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(GREETINGS[0]).unwrap();
+        // One that comes now has the same answer.
+        let late = ask_within(hour, &list, soon()).unwrap();
+        for asked in asked.into_iter().chain([late]) {
+            assert_eq!(asked.answer(), Ok(address));
+        }
+        listener.set_nonblocking(true).unwrap();
+        assert!(listener.accept().is_err(), "it was asked again");
+        drop((stream, listener));
+
+        let refused = ask_within(Duration::ZERO, &list, soon()).unwrap();
+        let kept = Arc::clone(&refused.question);
+        refused.answer().unwrap_err();
+        let listener = TcpListener::bind(address).unwrap();
+        let again = ask_within(hour, &list, soon()).unwrap();
+        assert!(!Arc::ptr_eq(&kept, &again.question));
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(GREETINGS[0]).unwrap();
+        assert_eq!(again.answer(), Ok(address));
     }
 
     #[test]
