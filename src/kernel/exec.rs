@@ -4,7 +4,9 @@
 //! holds its device until then: who opens that exclusively, before every probe
 //! and mkfs, does not race with it.
 //!
-//! A daemon that serves a device begins likewise, and lasts.
+//! Where memory runs out the kernel ends such a child first, not the agent or a pod
+//! (proc_pid_oom_score_adj(5)). A daemon that serves a device begins likewise, and
+//! lasts; it has the score of whoever keeps it.
 
 use std::{
     ffi::OsStr,
@@ -14,7 +16,10 @@ use std::{
 };
 
 use crate::crash_point;
-use rustix::process::Signal;
+use rustix::{
+    fs::{Mode, OFlags, open},
+    process::Signal,
+};
 #[cfg(feature = "holder")]
 use rustix::{
     io::Errno,
@@ -42,8 +47,53 @@ pub fn command<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
         if rustix::process::getppid() != Some(parent) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
+        // Without procfs it runs as well.
+        let _ = ended_first();
         Ok(())
     })
+}
+
+/// As [`command`], for work that may take its time: of the processor and the disks it
+/// has what others leave (ioprio_set(2): the last of the usual class, as the idle one
+/// gets nothing on a busy disk).
+pub fn background<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
+    const IOPRIO_WHO_PROCESS: libc::c_int = 1;
+    const LAST_OF_BEST_EFFORT: libc::c_int = 2 << 13 | 7;
+    const NICE: i32 = 10;
+    let mut command = command(program, args);
+    let yields = || {
+        // Both fail at most where a filter refuses them; then it runs as others do.
+        let _ = rustix::process::setpriority_process(None, NICE);
+        // SAFETY: the call takes numbers only.
+        let _ = unsafe {
+            libc::syscall(
+                libc::SYS_ioprio_set,
+                IOPRIO_WHO_PROCESS,
+                0,
+                LAST_OF_BEST_EFFORT,
+            )
+        };
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes two system calls and allocates
+    // nothing.
+    unsafe { command.pre_exec(yields) };
+    command
+}
+
+/// Makes the calling process the first to go where memory runs out.
+fn ended_first() -> io::Result<()> {
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+    let file = open(c"/proc/self/oom_score_adj", flags, Mode::empty())?;
+    rustix::io::write(&file, b"1000")?;
+    Ok(())
+}
+
+/// What a process has done so far, as the kernel counts it: processor time, and bytes
+/// read and written. Two answers differ where it is not stuck. None where it has ended.
+pub fn activity(pid: i32) -> Option<(String, String)> {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}"));
+    Some((read("stat").ok()?, read("io").unwrap_or_default()))
 }
 
 /// A program that serves a block device from user space, and outlives this
@@ -146,6 +196,35 @@ pub fn run<A: AsRef<OsStr>>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_child_goes_first_where_memory_runs_out_and_may_yield_to_others() {
+        let script = "cat /proc/self/oom_score_adj; nice; ionice";
+        let usual = run("sh", &["-c", script], &[], b"").unwrap();
+        let usual = String::from_utf8(usual.stdout).unwrap();
+        assert!(usual.starts_with("1000\n"), "{usual}");
+        let yields = background("sh", &["-c", script]).output().unwrap();
+        let yields = String::from_utf8(yields.stdout).unwrap();
+        assert!(yields.starts_with("1000\n"), "{yields}");
+        let nice = |said: &str| said.lines().nth(1).unwrap().parse::<i32>().unwrap();
+        assert!(nice(&yields) >= 10.max(nice(&usual)), "{yields}");
+        assert!(yields.contains("best-effort: prio 7"), "{yields}");
+    }
+
+    #[test]
+    fn a_process_that_works_shows_it_and_one_that_sleeps_does_not() {
+        let mut works = command("sh", &["-c", "while :; do :; done"])
+            .spawn()
+            .unwrap();
+        let pid = i32::try_from(works.id()).unwrap();
+        let before = activity(pid).unwrap();
+        while activity(pid).unwrap() == before {
+            std::thread::yield_now();
+        }
+        works.kill().unwrap();
+        works.wait().unwrap();
+        assert_eq!(activity(pid), None);
+    }
 
     #[test]
     fn a_program_reads_its_input_and_says_how_it_ended() {

@@ -113,7 +113,7 @@ impl Child {
 
 /// Forks and execs; the pipe's writing end stays with the child alone.
 fn launch<A: AsRef<std::ffi::OsStr>>(program: &str, args: &[A], sink: OwnedFd) -> io::Result<Pid> {
-    let mut command = exec::command(program, args);
+    let mut command = exec::background(program, args);
     command.stdout(sink.try_clone()?).stderr(sink);
     // std's handle is dropped: it neither kills nor reaps.
     let id = command.spawn()?.id();
