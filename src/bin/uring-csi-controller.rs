@@ -172,6 +172,7 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
         .build()?;
     let _entered = runtime.enter();
 
+    uring_csi::kernel::descriptors::raise()?;
     let lanes = Lanes::new(IDLE_THREADS);
     let counted = lanes.clone();
     metrics.before_scrape(move || metrics::lane_threads(counted.threads()));

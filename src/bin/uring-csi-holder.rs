@@ -95,6 +95,7 @@ fn run(options: Options) -> Result<(), Failure> {
 }
 
 async fn serve(options: Options) -> Result<(), Failure> {
+    uring_csi::kernel::descriptors::raise()?;
     // Taken before anything is looked at: two would each bring daemons back.
     let listener = options.endpoint.bind().await?;
     let records = options.run_dir.join("volumes");

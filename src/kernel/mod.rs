@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "node")]
 pub mod block;
 pub mod busy;
+pub mod descriptors;
 pub mod exec;
 #[cfg(feature = "node")]
 pub mod growth;

@@ -4,8 +4,13 @@
 //! its port for as long as the device hangs. Its successor must serve volumes
 //! all the same, so a taken port is tried again in the background and is never
 //! fatal.
+//!
+//! Volumes are served by the same thread and with the same descriptors, and whoever
+//! reaches the port may connect. So a connection is for one request, lives for some
+//! seconds, whatever its client does, and where there are too many the oldest is
+//! closed for a new one: clients that connect and say nothing keep nobody out.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{collections::VecDeque, net::SocketAddr, time::Duration};
 
 use axum::{
     Router,
@@ -14,9 +19,18 @@ use axum::{
     response::IntoResponse,
     routing::get,
 };
-use tokio::{net::TcpListener, time::sleep};
+use hyper::server::conn::http1;
+use hyper_util::{rt::TokioIo, service::TowerToHyperService};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
 
-use super::{Readiness, metrics::Metrics};
+use super::{
+    Readiness,
+    metrics::{self, Metrics},
+};
 
 /// Serves until dropped.
 ///
@@ -36,11 +50,56 @@ pub async fn serve(addr: SocketAddr, readiness: Readiness, metrics: Metrics) {
 async fn listen(addr: SocketAddr, retry: Duration, app: Router) {
     loop {
         let listener = bind_when_free(addr, retry).await;
-        // axum takes accept errors in its stride; an end can only mean that the
-        // listener broke, and then a new one is the cure.
-        if let Err(error) = axum::serve(listener, app.clone()).await {
-            tracing::warn!(%addr, %error, "the metrics listener stopped; starting it again");
+        let error = accept(&listener, &app).await;
+        tracing::warn!(%addr, %error, "the metrics listener stopped; starting it again");
+        sleep(retry).await;
+    }
+}
+
+/// Serves connections until the listener breaks.
+async fn accept(listener: &TcpListener, app: &Router) -> std::io::Error {
+    let mut connections = Connections::default();
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => connections.serve(stream, app.clone()),
+            // It went before it was taken.
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
+            Err(error) => return error,
         }
+    }
+}
+
+/// The connections that are being served, the oldest first.
+#[derive(Default)]
+struct Connections(VecDeque<JoinHandle<()>>);
+
+impl Connections {
+    /// Serves one more, in place of the oldest where there are too many.
+    fn serve(&mut self, stream: TcpStream, app: Router) {
+        self.0.retain(|connection| !connection.is_finished());
+        if self.0.len() >= MOST
+            && let Some(oldest) = self.0.pop_front()
+        {
+            oldest.abort();
+            metrics::http_dropped("crowded");
+        }
+        self.0.push_back(tokio::spawn(async move {
+            let service = TowerToHyperService::new(app);
+            let connection = http1::Builder::new()
+                .keep_alive(false)
+                .max_buf_size(HEADERS)
+                .serve_connection(TokioIo::new(stream), service);
+            // What went wrong is the client's to see.
+            if timeout(LIFETIME, connection).await.is_err() {
+                metrics::http_dropped("slow");
+            }
+        }));
+    }
+}
+
+impl Drop for Connections {
+    fn drop(&mut self) {
+        self.0.iter().for_each(JoinHandle::abort);
     }
 }
 
@@ -87,6 +146,12 @@ async fn tell_readiness(State(readiness): State<Readiness>) -> (StatusCode, Stri
     }
 }
 
+/// Connections at once.
+const MOST: usize = 64;
+/// From a connection's beginning to its end.
+const LIFETIME: Duration = Duration::from_secs(10);
+/// Bytes of a request's head at most.
+const HEADERS: usize = 16 << 10;
 const RETRY: Duration = Duration::from_secs(5);
 const UPKEEP: Duration = Duration::from_secs(5);
 
@@ -149,6 +214,46 @@ mod tests {
             assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
             let metrics = fetch(addr, "/metrics").await;
             assert!(metrics.contains("uring_csi_build_info{"), "{metrics}");
+            server.abort();
+        });
+    }
+
+    #[test]
+    fn clients_that_say_nothing_are_closed_for_new_ones() {
+        run(async {
+            let addr = free_address().await;
+            let server = tokio::spawn(serve(addr, Readiness::default(), installed()));
+            assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
+            let mut silent = Vec::new();
+            for _ in 0..3 * MOST {
+                silent.push(TcpStream::connect(addr).await.unwrap());
+                assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
+            }
+            // The first has been closed, unasked.
+            let mut said = String::new();
+            silent[0].read_to_string(&mut said).await.unwrap();
+            assert_eq!(said, "");
+            let metrics = fetch(addr, "/metrics").await;
+            let dropped = "uring_csi_http_dropped_total{reason=\"crowded\"}";
+            assert!(metrics.contains(dropped), "{metrics}");
+            server.abort();
+        });
+    }
+
+    #[test]
+    fn heads_without_end_are_not_read_to_their_end() {
+        run(async {
+            let addr = free_address().await;
+            let server = tokio::spawn(serve(addr, Readiness::default(), installed()));
+            assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
+            let mut stream = TcpStream::connect(addr).await.unwrap();
+            let head = format!("GET /healthz HTTP/1.1\r\nX: {}", "x".repeat(4 * HEADERS));
+            // It may be closed before all of it is written.
+            let _ = stream.write_all(head.as_bytes()).await;
+            let mut said = Vec::new();
+            let _ = stream.read_to_end(&mut said).await;
+            let said = String::from_utf8_lossy(&said);
+            assert!(!said.contains("200 OK"), "{said}");
             server.abort();
         });
     }

@@ -60,6 +60,25 @@ pub fn log_lines_dropped(count: u64) {
     counter!(LOG_LINES_DROPPED).increment(count);
 }
 
+/// Sets how many volumes may be in a step at once, how many are, how many hang in it
+/// and are not counted any more, and how many wait for it.
+pub fn admission(step: &'static str, places: usize, held: usize, stuck: usize, waiting: usize) {
+    gauge!(ADMISSION_PLACES, "step" => step).set(as_gauge(places));
+    gauge!(ADMISSION_IN_USE, "step" => step).set(as_gauge(held));
+    gauge!(ADMISSION_STUCK, "step" => step).set(as_gauge(stuck));
+    gauge!(ADMISSION_WAITING, "step" => step).set(as_gauge(waiting));
+}
+
+/// Records that a call was refused, as too many wait for a step.
+pub fn admission_refused(step: &'static str) {
+    counter!(ADMISSION_REFUSED, "step" => step).increment(1);
+}
+
+/// Records that an HTTP connection was closed before its request was answered.
+pub fn http_dropped(reason: &'static str) {
+    counter!(HTTP_DROPPED, "reason" => reason).increment(1);
+}
+
 /// Makes the process's recorder and describes every metric.
 ///
 /// From then on something must call [`Metrics::upkeep`] or [`Metrics::render`]
@@ -145,6 +164,36 @@ fn describe() {
         "Log lines that were dropped because nobody read stderr."
     );
     describe_gauge!(
+        ADMISSION_PLACES,
+        Unit::Count,
+        "Volumes that may be in a step at once, by step."
+    );
+    describe_gauge!(
+        ADMISSION_IN_USE,
+        Unit::Count,
+        "Volumes in a step whose places are bounded, by step."
+    );
+    describe_gauge!(
+        ADMISSION_STUCK,
+        Unit::Count,
+        "Volumes that hang in such a step and hold no place any more, by step."
+    );
+    describe_gauge!(
+        ADMISSION_WAITING,
+        Unit::Count,
+        "Volumes that wait for a place, by step."
+    );
+    describe_counter!(
+        ADMISSION_REFUSED,
+        Unit::Count,
+        "Calls refused because too many waited for a place, by step."
+    );
+    describe_counter!(
+        HTTP_DROPPED,
+        Unit::Count,
+        "HTTP connections closed before they were answered, by reason."
+    );
+    describe_gauge!(
         BUILD_INFO,
         Unit::Count,
         "Always 1; the labels tell the build."
@@ -162,6 +211,12 @@ const VOLUMES: &str = "uring_csi_volumes";
 const LANE_THREADS: &str = "uring_csi_lane_threads";
 const LANE_STUCK: &str = "uring_csi_lane_stuck";
 const LOG_LINES_DROPPED: &str = "uring_csi_log_lines_dropped_total";
+const ADMISSION_PLACES: &str = "uring_csi_admission_places";
+const ADMISSION_IN_USE: &str = "uring_csi_admission_in_use";
+const ADMISSION_STUCK: &str = "uring_csi_admission_stuck";
+const ADMISSION_WAITING: &str = "uring_csi_admission_waiting";
+const ADMISSION_REFUSED: &str = "uring_csi_admission_refused_total";
+const HTTP_DROPPED: &str = "uring_csi_http_dropped_total";
 const BUILD_INFO: &str = "uring_csi_build_info";
 
 /// Upper bounds in seconds, 50 µs to 120 s (kubelet's time for one call).
