@@ -9,6 +9,8 @@ mod chain;
 mod digest;
 mod done;
 
+#[cfg(feature = "node")]
+pub mod admission;
 pub mod ceph;
 pub mod config;
 mod crash;

@@ -13,6 +13,7 @@ use std::{
 use clap::Parser;
 use tonic::service::Routes;
 use uring_csi::{
+    admission::{Gates, Limits},
     ceph::{
         config::{Clusters, Mappings},
         connections::Connections,
@@ -28,9 +29,9 @@ use uring_csi::{
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
-    device::{Backends, CephImages, Exports, Images, Notes, ThisNode, nbd, rbd},
+    device::{Backends, CephImages, Exports, Images, Notes, ThisNode, luks, nbd, rbd},
     holder::{Watch, client::Client},
-    kernel::privileges,
+    kernel::{descriptors, privileges},
     lane::Lanes,
     mount::{path::Roots, table},
     observe::{
@@ -152,6 +153,8 @@ struct Options {
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
     alpha_capabilities: bool,
     #[command(flatten)]
+    limits: Limits,
+    #[command(flatten)]
     plugin: config::Plugin,
 }
 
@@ -196,9 +199,9 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     // Taken before anything is touched: two agents must never share a node.
     let listener = take_node(&options.endpoint, &options.run_dir).await?;
     let lanes = Lanes::new(IDLE_LANES);
-    if let Some(addr) = options.plugin.metrics_listen {
-        serve_metrics(addr, lanes.clone(), readiness.clone())?;
-    }
+    let gates = bounds(&options)?;
+    let listen = options.plugin.metrics_listen;
+    serve_metrics(listen, lanes.clone(), gates.clone(), readiness.clone())?;
     let config = Config {
         node_id: options.node_id.clone(),
         driver_name: options.plugin.driver_name.clone(),
@@ -210,6 +213,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             .inline_max_size
             .map(|size| size.bytes().unsigned_abs()),
         staging_dir: options.run_dir.join("staging"),
+        gates,
     };
     let records = Records::open(&options.run_dir, &options.state_dir)?;
     std::fs::create_dir_all(&config.staging_dir)?;
@@ -301,7 +305,24 @@ async fn take_node(endpoint: &Endpoint, run_dir: &Path) -> Result<Listener, Fail
     Ok(endpoint.take()?)
 }
 
-fn serve_metrics(addr: SocketAddr, lanes: Lanes, readiness: Readiness) -> Result<(), Failure> {
+/// What may be used up is bounded, and enough for the volumes that there may be.
+fn bounds(options: &Options) -> Result<Gates, Failure> {
+    let volumes = options.max_volumes.unsigned_abs();
+    if let Some(why) = descriptors::too_few(descriptors::raise()?, volumes) {
+        tracing::warn!("{why}");
+    }
+    let gates = Gates::new(&options.limits);
+    luks::bound(gates.cryptsetup.clone());
+    Ok(gates)
+}
+
+fn serve_metrics(
+    addr: Option<SocketAddr>,
+    lanes: Lanes,
+    gates: Gates,
+    readiness: Readiness,
+) -> Result<(), Failure> {
+    let Some(addr) = addr else { return Ok(()) };
     let metrics = metrics::install()?;
     metrics.before_scrape(move || {
         let stuck = lanes
@@ -311,6 +332,7 @@ fn serve_metrics(addr: SocketAddr, lanes: Lanes, readiness: Readiness) -> Result
             .count();
         metrics::lane_stuck(stuck);
         metrics::lane_threads(lanes.threads());
+        gates.report();
     });
     ring::spawn(http::serve(addr, readiness, metrics));
     Ok(())

@@ -77,7 +77,7 @@ pub fn of_volume(error: &volume::Error) -> Code {
             crate::fs::grow::GrowError::NeedsCapability { .. } => Code::FailedPrecondition,
             _ => Code::Unavailable,
         },
-        E::Full { .. } => Code::ResourceExhausted,
+        E::Full { .. } | E::Overloaded { .. } => Code::ResourceExhausted,
         E::Range { .. } => Code::OutOfRange,
         E::Bind { .. }
         | E::Ownership { .. }

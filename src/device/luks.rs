@@ -17,6 +17,7 @@ use std::{
     fs::{self, File},
     io,
     path::{Path, PathBuf},
+    sync::OnceLock,
 };
 
 use rustix::{fs::OFlags, io::Errno};
@@ -25,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use super::sysfs;
 use crate::{
     Done,
+    admission::Gate,
     fs::probe::{self, Content},
     kernel::{Dev, block, busy::outwait, exec},
     secret::Secret,
@@ -367,6 +369,15 @@ const NO_PERMISSION: i32 = 2;
 /// cryptsetup(8): the device is busy.
 const IN_USE: i32 = 5;
 
+/// Bounds how many run at once, from [`bound`] on.
+static GATE: OnceLock<Gate> = OnceLock::new();
+
+/// Bounds how many cryptsetup this process runs at once.
+pub fn bound(gate: Gate) {
+    // One process has one bound: the first.
+    let _ = GATE.set(gate);
+}
+
 fn cryptsetup(
     action: &'static str,
     args: &[&str],
@@ -378,8 +389,10 @@ fn cryptsetup(
     // Its library would wait for udevd by a semaphore that the host's udevd does not
     // see from a container, nor raise without its rules.
     let environment = [("DM_DISABLE_UDEV", "1")];
+    let place = GATE.get().map(|gate| gate.enter_on_lane(what));
     let output =
         exec::run("cryptsetup", &args, &environment, input).map_err(failed("run cryptsetup"))?;
+    drop(place);
     if output.status.success() {
         return Ok(output.stdout);
     }

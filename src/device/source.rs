@@ -96,6 +96,16 @@ impl Source {
         self.is_behind(device.dev) && device.is_what_it_was()
     }
 
+    /// What it shares with other volumes, which fail together: a pool, a server, a
+    /// cluster.
+    pub fn domain(&self) -> String {
+        match self {
+            Self::Loop(image) => format!("pool {}", image.pool),
+            Self::Nbd(export) => format!("server {}", export.export.server()),
+            Self::Rbd(image) => format!("cluster {}", image.image.cluster_id),
+        }
+    }
+
     /// Whether both name the same bytes, however attached.
     pub fn is_same(&self, other: &Self) -> bool {
         match (self, other) {

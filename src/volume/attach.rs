@@ -50,6 +50,9 @@ pub async fn attach_source(
             .map_err(|error| volume.device(error))?;
         already(volume, "create", done);
     }
+    let place = node
+        .admit(volume, progress, &node.config.gates.attach, &spec.source)
+        .await?;
     let backends = Arc::clone(&node.backends);
     let source = spec.source.clone();
     let how = How {
@@ -64,6 +67,7 @@ pub async fn attach_source(
     };
     let (attached, done) = node
         .lane(volume, progress, "attach", move || {
+            let _place = place;
             backends.bind(&source).attach(&how)
         })
         .await

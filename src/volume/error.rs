@@ -5,6 +5,7 @@ use std::{io, path::PathBuf};
 use super::task::UnderWay;
 
 use crate::{
+    admission::Full,
     chain,
     device::{
         DeviceError, SourceError,
@@ -206,6 +207,14 @@ pub enum Error {
         volume: String,
         /// The limit.
         limit: i64,
+    },
+    /// Too many volumes wait for a step; nothing was done.
+    #[error("volume {volume}: {full}")]
+    Overloaded {
+        /// The volume's handle.
+        volume: String,
+        /// What is full.
+        full: Full,
     },
     /// A size that cannot be had.
     #[error("volume {volume}: {why}")]

@@ -31,10 +31,11 @@ use tracing::{Instrument as _, Span};
 
 use crate::{
     Done,
+    admission::{Asked, Gate, Gates, Place as Admission},
     device::{Backends, DeviceError, Source, nbd, ready::Uevents},
     lane::Lanes,
     mount::path::{Place, Roots},
-    ring::{self, probe::Prober},
+    ring::{self, probe::Prober, timer},
 };
 
 mod attach;
@@ -91,6 +92,8 @@ pub struct Config {
     pub inline_max_bytes: Option<u64>,
     /// Where `uringctl` stages.
     pub staging_dir: PathBuf,
+    /// How many volumes may be in a step at once.
+    pub gates: Gates,
 }
 
 /// All that the verbs work with. Lives on the runtime thread.
@@ -140,7 +143,9 @@ impl Node {
         ring::spawn(nbd::keep(
             node.backends.exports.links.clone(),
             node.lanes.clone(),
+            node.config.gates.reconnect.clone(),
         ));
+        ring::spawn(expire(node.config.gates.clone()));
         Ok(node)
     }
 
@@ -192,6 +197,32 @@ impl Node {
             .await
     }
 
+    /// Waits for a place in a step; none is waited for where one is free.
+    async fn admit(
+        &self,
+        volume: &Volume,
+        progress: &Progress,
+        gate: &Gate,
+        source: &Source,
+    ) -> Result<Admission, Error> {
+        let turn = match gate.ask(&source.domain()) {
+            Ok(Asked::Admitted(place)) => return Ok(place),
+            Ok(Asked::Waits(turn)) => turn,
+            Err(full) => {
+                return Err(Error::Overloaded {
+                    volume: volume.id.clone(),
+                    full,
+                });
+            }
+        };
+        let waiting = async {
+            progress.waits_for(gate.describe());
+            turn.await
+        };
+        let place = progress.step("queue", waiting).await;
+        Ok(place.unwrap_or_else(|_| unreachable!("a gate forgets nobody")))
+    }
+
     /// Where an inline volume's image is made, and where it is staged.
     pub fn inline_place(
         &self,
@@ -223,6 +254,16 @@ impl Node {
 fn place(roots: &Roots, field: &'static str, path: &Path) -> Result<Place, Error> {
     let place = roots.place(&path.to_string_lossy());
     place.map_err(|source| Error::Path { field, source })
+}
+
+/// How often places are looked at that somebody may be stuck in.
+const EXPIRE_EVERY: Duration = Duration::from_secs(1);
+
+async fn expire(gates: Gates) {
+    loop {
+        timer::sleep(EXPIRE_EVERY).await;
+        gates.expire();
+    }
 }
 
 /// The request's field of a staging path.

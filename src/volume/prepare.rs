@@ -6,7 +6,7 @@
 //! or writes the device opens it exclusively first: what is mounted anywhere,
 //! in whatever mount namespace, is neither probed nor formatted.
 
-use std::{io, path::Path, sync::Arc};
+use std::{io, path::Path, pin::pin, sync::Arc, time::Duration};
 
 use rustix::{fd::AsFd as _, fs::OFlags, io::Errno};
 
@@ -27,8 +27,12 @@ use crate::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
     },
-    kernel::{block, busy::outwait},
-    ring::{child::Child, probe::Prober},
+    kernel::{block, busy::outwait, exec},
+    ring::{
+        child::{Child, Exit},
+        probe::Prober,
+        timer,
+    },
 };
 
 /// A file system that is ready to be mounted.
@@ -119,9 +123,13 @@ pub async fn look(
     device: &Device,
     progress: &Progress,
 ) -> Result<(Content, Guard), Error> {
+    let place = node
+        .admit(volume, progress, &node.config.gates.probe, source)
+        .await?;
     let (reader, of, on) = (node.prober.clone(), source.clone(), device.clone());
     let found = node
         .lane(volume, progress, "probe", move || {
+            let _place = place;
             probe_device(&reader, &of, &on)
         })
         .await;
@@ -259,6 +267,11 @@ impl Preparing<'_> {
         .map_err(|error| volume.device(error))
     }
 
+    async fn run(self, command: &CommandLine, run: Run) -> Result<Exit, Error> {
+        let source = &self.record.source;
+        run_child(self.node, self.volume, source, self.progress, command, run).await
+    }
+
     /// Makes a file system, with a durable note around it that it is ours.
     pub async fn make(self, fs: FsType, options: &[String]) -> Result<(), Error> {
         let Self {
@@ -284,7 +297,7 @@ impl Preparing<'_> {
         let device = &self.attached.device;
         let command = mkfs::command(fs, &device.node, options, zeros);
         let program = command.program;
-        let exit = run_child(volume, self.progress, "mkfs", &command).await?;
+        let exit = self.run(&command, Run::Mkfs).await?;
         if !exit.success() {
             let has = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
             if has < fs.least_bytes() {
@@ -316,7 +329,7 @@ impl Preparing<'_> {
                 device.node.display()
             )));
         };
-        let exit = run_child(volume, self.progress, "fsck", &command).await?;
+        let exit = self.run(&command, Run::Fsck).await?;
         fsck::judge(fs, exit.code, &exit.output)
             .map(|fixed| {
                 tracing::info!(volume_id = volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
@@ -362,17 +375,47 @@ pub fn describe(content: &Content) -> String {
     }
 }
 
+/// Which of the programs is run.
+#[derive(Clone, Copy)]
+enum Run {
+    Mkfs,
+    Fsck,
+}
+
+/// How often a child is asked for a sign of life.
+const LIFE_EVERY: Duration = Duration::from_secs(1);
+
 async fn run_child(
+    node: &Node,
     volume: &Volume,
+    source: &Source,
     progress: &Progress,
-    step: &'static str,
     command: &CommandLine,
-) -> Result<crate::ring::child::Exit, Error> {
+    run: Run,
+) -> Result<Exit, Error> {
+    let gates = &node.config.gates;
+    let (step, gate) = match run {
+        Run::Mkfs => ("mkfs", &gates.mkfs),
+        Run::Fsck => ("fsck", &gates.fsck),
+    };
+    let place = node.admit(volume, progress, gate, source).await?;
     progress
         .step(step, async {
             let child = Child::spawn(command.program, &command.args)?;
-            progress.waits_for(format!("{}, process {}", command.program, child.pid()));
-            child.wait().await
+            let pid = child.pid();
+            progress.waits_for(format!("{}, process {pid}", command.program));
+            let mut exit = pin!(child.wait());
+            let mut seen = exec::activity(pid);
+            loop {
+                if let Ok(exit) = timer::timeout(LIFE_EVERY, exit.as_mut()).await {
+                    return exit;
+                }
+                let now = exec::activity(pid);
+                if now != seen {
+                    place.renew();
+                    seen = now;
+                }
+            }
         })
         .await
         .map_err(volume.io(format!("run {}", Path::new(command.program).display())))

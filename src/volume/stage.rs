@@ -247,10 +247,18 @@ impl Staging<'_> {
             place,
             progress,
         } = *self;
-        if let Err(error) = self.make_room() {
-            guard.close(node, volume, progress).await;
-            return Err(error);
-        }
+        let gate = &node.config.gates.mount;
+        let admitted = match self.make_room() {
+            Ok(()) => node.admit(volume, progress, gate, &spec.source).await,
+            Err(error) => Err(error),
+        };
+        let admission = match admitted {
+            Ok(admission) => admission,
+            Err(error) => {
+                guard.close(node, volume, progress).await;
+                return Err(error);
+            }
+        };
         let place = place.clone();
         let options = options.clone();
         let node_path = device.node.clone();
@@ -260,6 +268,7 @@ impl Staging<'_> {
         let held = guard.give();
         let mounted = node
             .lane(volume, progress, "mount", move || {
+                let _admission = admission;
                 held.check()?;
                 let new = NewMount {
                     fs_type: fs.as_str(),

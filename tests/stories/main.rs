@@ -31,6 +31,7 @@ mod repeats;
 mod reused;
 mod soak;
 mod starts;
+mod storms;
 mod stuck;
 mod telling;
 mod test_bed;

@@ -17,6 +17,7 @@ use super::{
     netlink::Listener,
 };
 use crate::{
+    admission::Gate,
     chain,
     lane::Lanes,
     ring::{self, poll, timer},
@@ -31,22 +32,22 @@ const SECOND_LOOK: Duration = Duration::from_millis(100);
 
 /// Keeps all links, for ever. Runs on the runtime thread; what may block goes
 /// to lanes.
-pub async fn keep(links: Links, lanes: Lanes) {
+pub async fn keep(links: Links, lanes: Lanes, gate: Gate) {
     let Some(mut events) = lock(&links.0.events).take() else {
         return;
     };
     while let Some(event) = events.recv().await {
         match event {
-            Event::Check(link) => check(&links, &link, &lanes),
+            Event::Check(link) => check(&links, &link, &lanes, &gate),
             Event::Listening(listener) => {
-                ring::spawn(hear(links.clone(), lanes.clone(), listener));
+                ring::spawn(hear(links.clone(), lanes.clone(), gate.clone(), listener));
             }
         }
     }
 }
 
 /// Takes the kernel's announcements of dead connections.
-async fn hear(links: Links, lanes: Lanes, listener: Listener) {
+async fn hear(links: Links, lanes: Lanes, gate: Gate, listener: Listener) {
     let listener = Rc::new(listener);
     let mut ready = match poll::watch(Rc::clone(&listener), PollFlags::IN) {
         Ok(ready) => ready,
@@ -61,7 +62,7 @@ async fn hear(links: Links, lanes: Lanes, listener: Listener) {
                 Ok(index) => {
                     let link = lock(&links.0.links).get(&index).cloned();
                     if let Some(link) = link {
-                        check(&links, &link, &lanes);
+                        check(&links, &link, &lanes, &gate);
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -70,7 +71,7 @@ async fn hear(links: Links, lanes: Lanes, listener: Listener) {
                     tracing::warn!(%error, "announcements of dead NBD connections were lost: all are looked at");
                     let all: Vec<_> = lock(&links.0.links).values().cloned().collect();
                     for link in all {
-                        check(&links, &link, &lanes);
+                        check(&links, &link, &lanes, &gate);
                     }
                     break;
                 }
@@ -86,23 +87,33 @@ fn deaf(links: &Links, error: &io::Error) {
 }
 
 /// Begins to mend a link, unless that is under way.
-fn check(links: &Links, link: &Arc<Link>, lanes: &Lanes) {
+fn check(links: &Links, link: &Arc<Link>, lanes: &Lanes, gate: &Gate) {
     link.again.store(true, Relaxed);
     if !link.mending.swap(true, Relaxed) {
-        ring::spawn(mend(links.clone(), Arc::clone(link), lanes.clone()));
+        let (link, lanes) = (Arc::clone(link), lanes.clone());
+        ring::spawn(mend(links.clone(), link, lanes, gate.clone()));
     }
 }
 
-async fn mend(links: Links, link: Arc<Link>, lanes: Lanes) {
+/// Servers are connected to one at a time each: those that are away hold few threads.
+async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     let mut wait = FIRST_WAIT;
     let mut looked_twice = false;
     let node = link.device.node.display();
     loop {
+        let server = link.behind.export.server().to_string();
+        let Ok(place) = gate.enter(&server).await else {
+            timer::sleep(wait).await;
+            continue;
+        };
         link.again.store(false, Relaxed);
         let attempt = {
             let (links, link) = (links.clone(), Arc::clone(&link));
             let export = link.behind.export.to_string();
-            lanes.run(&export, "reconnect", move || link.mend(&links))
+            lanes.run(&export, "reconnect", move || {
+                let _place = place;
+                link.mend(&links)
+            })
         };
         match attempt.await {
             Ok(Mended::Gone) => break,

@@ -1,0 +1,556 @@
+//! Bounds on what many calls at once would take all of.
+//!
+//! A [`Gate`] has a number of places for one kind of work, attaching a device for
+//! instance, and a queue for those that find no place free. Three rules keep one
+//! dead server from using them up:
+//!
+//! - A place that is held for longer than the gate's time without a sign of life is
+//!   given back, though the work goes on: a device that hangs delays others by that
+//!   time at most. What is stuck then is bounded by the number of volumes.
+//! - All that depends on one server, cluster or pool (its *domain*) gets three
+//!   quarters of the places and of the queue at most.
+//! - A queue that is full refuses, so that the caller comes again later.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use tokio::sync::oneshot;
+
+use crate::observe::metrics;
+
+/// What a gate admits.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// The step that it stands before.
+    pub step: &'static str,
+    /// The flag that sets the number of places.
+    pub flag: &'static str,
+    /// How many may be in the step at once.
+    pub places: usize,
+    /// How many of them one domain may have.
+    pub share: usize,
+    /// How many may wait.
+    pub queue: usize,
+    /// How long a place may be held without a sign of life.
+    pub patience: Duration,
+}
+
+impl Bounds {
+    /// Three quarters of the places for a domain, no limit to the queue.
+    pub fn new(step: &'static str, flag: &'static str, places: usize, patience: Duration) -> Self {
+        Self {
+            step,
+            flag,
+            places,
+            share: most_of(places),
+            queue: usize::MAX,
+            patience,
+        }
+    }
+}
+
+/// What one domain may have of `all`.
+fn most_of(all: usize) -> usize {
+    (all - all / 4).max(1)
+}
+
+/// Nobody may wait for a place any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{waiting} volumes wait for step {step} already, as many as --max-waiting allows; the call is not begun and may be repeated ({flag} says how many are in that step at once)"
+)]
+pub struct Full {
+    /// The step.
+    pub step: &'static str,
+    /// How many wait.
+    pub waiting: usize,
+    /// The flag that sets the number of places.
+    pub flag: &'static str,
+}
+
+/// Places for one kind of work. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Gate(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    bounds: Bounds,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    last: u64,
+    held: BTreeMap<u64, Held>,
+    /// Works that go on after their place was given back.
+    stuck: usize,
+    waiting: VecDeque<Waiting>,
+}
+
+#[derive(Debug)]
+struct Held {
+    domain: String,
+    /// When it was given, or renewed.
+    since: Instant,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    domain: String,
+    give: oneshot::Sender<Place>,
+}
+
+/// The right to do the work; given back when dropped.
+#[derive(Debug)]
+#[must_use]
+pub struct Place {
+    gate: Gate,
+    id: u64,
+}
+
+/// What a gate says.
+#[derive(Debug)]
+pub enum Asked {
+    /// There was a place.
+    Admitted(Place),
+    /// It will come here.
+    Waits(oneshot::Receiver<Place>),
+}
+
+/// How a gate is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Places that are held.
+    pub held: usize,
+    /// Works that go on after their place was given back.
+    pub stuck: usize,
+    /// How many wait.
+    pub waiting: usize,
+}
+
+impl Gate {
+    /// A gate that nobody has passed.
+    pub fn new(bounds: Bounds) -> Self {
+        Self(Arc::new(Shared {
+            bounds,
+            state: Mutex::default(),
+        }))
+    }
+
+    /// Asks for a place for work that depends on `domain`.
+    pub fn ask(&self, domain: &str) -> Result<Asked, Full> {
+        let bounds = &self.0.bounds;
+        let mut state = self.lock();
+        let waiting = state.waiting.len();
+        let same = || (state.waiting.iter()).filter(|other| other.domain == domain);
+        // Who waits holds up only those of the same domain, where that has its share.
+        if state.has_room(bounds, domain) && same().next().is_none() {
+            return Ok(Asked::Admitted(self.hold(&mut state, domain)));
+        }
+        if bounds.queue != usize::MAX
+            && (waiting >= bounds.queue || same().count() >= most_of(bounds.queue))
+        {
+            metrics::admission_refused(bounds.step);
+            return Err(Full {
+                step: bounds.step,
+                waiting,
+                flag: bounds.flag,
+            });
+        }
+        let (give, turn) = oneshot::channel();
+        state.waiting.push_back(Waiting {
+            domain: domain.to_owned(),
+            give,
+        });
+        Ok(Asked::Waits(turn))
+    }
+
+    /// Waits for a place.
+    pub async fn enter(&self, domain: &str) -> Result<Place, Full> {
+        Ok(match self.ask(domain)? {
+            Asked::Admitted(place) => place,
+            Asked::Waits(turn) => turn.await.unwrap_or_else(|_| self.never()),
+        })
+    }
+
+    /// Waits for a place on a lane, of a gate whose queue has no limit.
+    pub fn enter_on_lane(&self, domain: &str) -> Result<Place, Full> {
+        Ok(match self.ask(domain)? {
+            Asked::Admitted(place) => place,
+            Asked::Waits(turn) => turn.blocking_recv().unwrap_or_else(|_| self.never()),
+        })
+    }
+
+    /// The queue is the gate's, and nobody is taken off it without a place.
+    fn never(&self) -> ! {
+        unreachable!("the gate before {} forgot somebody", self.0.bounds.step)
+    }
+
+    /// What who waits is waiting for.
+    pub fn describe(&self) -> String {
+        let Bounds {
+            step, flag, places, ..
+        } = self.0.bounds;
+        format!("one of {places} places in step {step} ({flag})")
+    }
+
+    /// Gives the places back of those that show no sign of life.
+    pub fn expire(&self, now: Instant) {
+        let patience = self.0.bounds.patience;
+        let mut state = self.lock();
+        let before = state.held.len();
+        (state.held).retain(|_, held| now.saturating_duration_since(held.since) < patience);
+        let stuck = before - state.held.len();
+        if stuck > 0 {
+            state.stuck += stuck;
+            self.grant(state);
+        }
+    }
+
+    /// How it is used.
+    pub fn usage(&self) -> Usage {
+        let state = self.lock();
+        Usage {
+            held: state.held.len(),
+            stuck: state.stuck,
+            waiting: state.waiting.len(),
+        }
+    }
+
+    fn hold(&self, state: &mut State, domain: &str) -> Place {
+        state.last += 1;
+        let held = Held {
+            domain: domain.to_owned(),
+            since: Instant::now(),
+        };
+        state.held.insert(state.last, held);
+        Place {
+            gate: self.clone(),
+            id: state.last,
+        }
+    }
+
+    /// Gives free places to those that wait, the first that may have one first.
+    fn grant(&self, mut state: MutexGuard<'_, State>) {
+        // Of those that have gone nobody takes a place.
+        state.waiting.retain(|waiting| !waiting.give.is_closed());
+        let mut granted = Vec::new();
+        while let Some(at) = state.next(&self.0.bounds)
+            && let Some(Waiting { domain, give }) = state.waiting.remove(at)
+        {
+            granted.push((give, self.hold(&mut state, &domain)));
+        }
+        drop(state);
+        for (give, place) in granted {
+            // Where its taker went just now, it is dropped, and given back.
+            let _ = give.send(place);
+        }
+    }
+
+    /// No code of others runs under this lock.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn has_room(&self, bounds: &Bounds, domain: &str) -> bool {
+        let same = self.held.values().filter(|held| held.domain == domain);
+        self.held.len() < bounds.places && same.count() < bounds.share
+    }
+
+    fn next(&self, bounds: &Bounds) -> Option<usize> {
+        if self.held.len() >= bounds.places {
+            return None;
+        }
+        // A domain that has its share is looked at once, however many wait of it.
+        let mut full: Vec<&str> = Vec::new();
+        (self.waiting.iter()).position(|waiting| {
+            if full.contains(&waiting.domain.as_str()) {
+                return false;
+            }
+            let room = self.has_room(bounds, &waiting.domain);
+            if !room {
+                full.push(&waiting.domain);
+            }
+            room
+        })
+    }
+}
+
+impl Place {
+    /// A sign of life: the work is not stuck.
+    pub fn renew(&self) {
+        if let Some(held) = self.gate.lock().held.get_mut(&self.id) {
+            held.since = Instant::now();
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut state = self.gate.lock();
+        if state.held.remove(&self.id).is_none() {
+            state.stuck -= 1;
+        } else {
+            self.gate.grant(state);
+        }
+    }
+}
+
+/// How many volumes of a node may be in a step at once.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Limits {
+    /// At most so many volumes are attached at once, devices that hang not counted.
+    #[arg(long, env = "URING_CSI_MAX_ATTACHES", default_value_t = 32, value_parser = positive, value_name = "N")]
+    pub max_attaches: usize,
+    /// At most so many devices are looked into at once.
+    #[arg(long, env = "URING_CSI_MAX_PROBES", default_value_t = 32, value_parser = positive, value_name = "N")]
+    pub max_probes: usize,
+    /// At most so many file systems are mounted at once.
+    #[arg(long, env = "URING_CSI_MAX_MOUNTS", default_value_t = 32, value_parser = positive, value_name = "N")]
+    pub max_mounts: usize,
+    /// At most so many mkfs run at once.
+    #[arg(long, env = "URING_CSI_MAX_MKFS", default_value_t = 8, value_parser = positive, value_name = "N")]
+    pub max_mkfs: usize,
+    /// At most so many fsck run at once: each may take memory as the file system has files.
+    #[arg(long, env = "URING_CSI_MAX_FSCK", default_value_t = 4, value_parser = positive, value_name = "N")]
+    pub max_fsck: usize,
+    /// At most so many cryptsetup run at once.
+    #[arg(long, env = "URING_CSI_MAX_CRYPTSETUP", default_value_t = 8, value_parser = positive, value_name = "N")]
+    pub max_cryptsetup: usize,
+    /// At most so many NBD devices are connected anew at once, one for each server.
+    #[arg(long, env = "URING_CSI_MAX_RECONNECTS", default_value_t = 32, value_parser = positive, value_name = "N")]
+    pub max_reconnects: usize,
+    /// At most so many volumes wait to be attached; further calls are refused with
+    /// RESOURCE_EXHAUSTED and may be repeated.
+    #[arg(long, env = "URING_CSI_MAX_WAITING", default_value_t = 4096, value_parser = positive, value_name = "N")]
+    pub max_waiting: usize,
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("it must be 1 at least".to_owned()),
+        Ok(number) => Ok(number),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// A place in a step that takes milliseconds, or at a server a second.
+const SECONDS: Duration = Duration::from_secs(3);
+/// Of a child, which shows signs of life by its own work.
+const CHILD: Duration = Duration::from_secs(10);
+/// An attempt to connect anew takes no longer.
+const RECONNECT: Duration = Duration::from_secs(15);
+
+/// The gates of a node.
+#[derive(Clone, Debug)]
+pub struct Gates {
+    /// Before a device is attached; the one that refuses. What has come further is
+    /// attached, and waits for what it needs next.
+    pub attach: Gate,
+    /// Before a device is read.
+    pub probe: Gate,
+    /// Before a file system is mounted.
+    pub mount: Gate,
+    /// Before mkfs is run.
+    pub mkfs: Gate,
+    /// Before fsck is run.
+    pub fsck: Gate,
+    /// Before cryptsetup is run.
+    pub cryptsetup: Gate,
+    /// Before a server is connected to anew.
+    pub reconnect: Gate,
+}
+
+impl Gates {
+    /// With these limits.
+    pub fn new(limits: &Limits) -> Self {
+        let gate =
+            |step, flag, places, patience| Gate::new(Bounds::new(step, flag, places, patience));
+        Self {
+            attach: Gate::new(Bounds {
+                queue: limits.max_waiting,
+                ..Bounds::new("attach", "--max-attaches", limits.max_attaches, SECONDS)
+            }),
+            probe: gate("probe", "--max-probes", limits.max_probes, SECONDS),
+            mount: gate("mount", "--max-mounts", limits.max_mounts, SECONDS),
+            mkfs: gate("mkfs", "--max-mkfs", limits.max_mkfs, CHILD),
+            fsck: gate("fsck", "--max-fsck", limits.max_fsck, CHILD),
+            cryptsetup: gate(
+                "cryptsetup",
+                "--max-cryptsetup",
+                limits.max_cryptsetup,
+                CHILD,
+            ),
+            reconnect: Gate::new(Bounds {
+                share: 1,
+                ..Bounds::new(
+                    "reconnect",
+                    "--max-reconnects",
+                    limits.max_reconnects,
+                    RECONNECT,
+                )
+            }),
+        }
+    }
+
+    fn all(&self) -> [&Gate; 7] {
+        let Self {
+            attach,
+            probe,
+            mount,
+            mkfs,
+            fsck,
+            cryptsetup,
+            reconnect,
+        } = self;
+        [attach, probe, mount, mkfs, fsck, cryptsetup, reconnect]
+    }
+
+    /// Gives the places back of those that show no sign of life; to be called every
+    /// second or so.
+    pub fn expire(&self) {
+        let now = Instant::now();
+        self.all().iter().for_each(|gate| gate.expire(now));
+    }
+
+    /// Tells how they are used.
+    pub fn report(&self) {
+        for gate in self.all() {
+            let Usage {
+                held,
+                stuck,
+                waiting,
+            } = gate.usage();
+            let Bounds { step, places, .. } = gate.0.bounds;
+            metrics::admission(step, places, held, stuck, waiting);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(3600);
+
+    fn gate(places: usize, queue: usize) -> Gate {
+        Gate::new(Bounds {
+            queue,
+            ..Bounds::new("attach", "--max-attaches", places, LONG)
+        })
+    }
+
+    fn admitted(asked: Result<Asked, Full>) -> Place {
+        match asked.unwrap() {
+            Asked::Admitted(place) => place,
+            Asked::Waits(_) => panic!("there is no place"),
+        }
+    }
+
+    fn waits(asked: Result<Asked, Full>) -> oneshot::Receiver<Place> {
+        match asked.unwrap() {
+            Asked::Admitted(_) => panic!("there is a place"),
+            Asked::Waits(turn) => turn,
+        }
+    }
+
+    #[test]
+    fn places_are_given_in_turn() {
+        let gate = gate(1, 8);
+        let first = admitted(gate.ask("a"));
+        let mut second = waits(gate.ask("a"));
+        let mut third = waits(gate.ask("b"));
+        assert!(second.try_recv().is_err());
+        drop(first);
+        let second = second.try_recv().unwrap();
+        assert!(third.try_recv().is_err());
+        drop(second);
+        drop(third.try_recv().unwrap());
+        assert_eq!(gate.usage(), Usage::default());
+    }
+
+    #[test]
+    fn a_domain_leaves_places_to_others() {
+        let gate = gate(8, 64);
+        let dead: Vec<_> = (0..6).map(|_| admitted(gate.ask("dead"))).collect();
+        let waiting: Vec<_> = (0..40).map(|_| waits(gate.ask("dead"))).collect();
+        let alive = [admitted(gate.ask("one")), admitted(gate.ask("two"))];
+        let mut third = waits(gate.ask("three"));
+        drop(alive);
+        drop(third.try_recv().unwrap());
+        drop((dead, waiting));
+        assert_eq!(gate.usage(), Usage::default());
+    }
+
+    #[test]
+    fn a_full_queue_refuses_and_says_so() {
+        let gate = gate(1, 4);
+        let _place = admitted(gate.ask("dead"));
+        let _waiting: Vec<_> = (0..3).map(|_| waits(gate.ask("dead"))).collect();
+        let refused = gate.ask("dead").unwrap_err().to_string();
+        for word in ["3 volumes", "attach", "--max-waiting", "--max-attaches"] {
+            assert!(refused.contains(word), "{word}: {refused}");
+        }
+        let _other = waits(gate.ask("other"));
+        assert_eq!(gate.ask("third").unwrap_err().waiting, 4);
+    }
+
+    #[test]
+    fn a_stuck_holder_gives_its_place_back_and_one_that_lives_does_not() {
+        let gate = gate(1, 8);
+        let stuck = admitted(gate.ask("a"));
+        let mut second = waits(gate.ask("a"));
+        let begun = Instant::now();
+        gate.expire(begun);
+        assert!(second.try_recv().is_err());
+        gate.expire(begun + 2 * LONG);
+        let second = second.try_recv().unwrap();
+        let usage = Usage {
+            held: 1,
+            stuck: 1,
+            waiting: 0,
+        };
+        assert_eq!(gate.usage(), usage);
+        // What comes late from it gives no place back that it has not.
+        let mut third = waits(gate.ask("a"));
+        drop(stuck);
+        assert!(third.try_recv().is_err());
+        second.renew();
+        gate.expire(Instant::now());
+        assert!(third.try_recv().is_err());
+        drop(second);
+        drop(third.try_recv().unwrap());
+        assert_eq!(gate.usage(), Usage::default());
+    }
+
+    #[test]
+    fn who_has_gone_holds_up_nobody() {
+        let gate = gate(1, 8);
+        let first = admitted(gate.ask("a"));
+        drop(waits(gate.ask("a")));
+        let mut second = waits(gate.ask("a"));
+        drop(first);
+        drop(second.try_recv().unwrap());
+        assert_eq!(gate.usage(), Usage::default());
+    }
+
+    #[test]
+    fn a_lane_waits_too() {
+        let gate = gate(1, usize::MAX);
+        let first = admitted(gate.ask("a"));
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| drop(gate.enter_on_lane("a").unwrap()));
+            while gate.usage().waiting == 0 {
+                std::thread::yield_now();
+            }
+            drop(first);
+            waiting.join().unwrap();
+        });
+        assert_eq!(gate.usage(), Usage::default());
+    }
+}

@@ -1,0 +1,174 @@
+//! Many at once, and what they may not use up.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    time::Duration,
+};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tonic::{Code, Status};
+
+use crate::harness::{
+    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, story,
+};
+use crate::telling::free_port;
+
+/// Volumes over files that hang when told to, of a pool of their own.
+fn stuck_volumes(sandbox: &Sandbox, count: usize) -> Vec<(StuckFile, Volume)> {
+    (0..count)
+        .map(|number| {
+            let image = format!("stuck{number}.img");
+            let file = StuckFile::new(&sandbox.pool("hung").join(&image), 64 * MIB);
+            let volume = Volume::filesystem(&format!("stuck{number}"), "ext4").over("hung", &image);
+            (file, volume)
+        })
+        .collect()
+}
+
+/// A node that has the pool `hung`, too.
+fn setup(sandbox: &Sandbox) -> NodeSetup {
+    let mut setup = NodeSetup::new(sandbox);
+    let hung = sandbox.pool("hung");
+    setup.pools.push(format!("hung={},shared", hung.display()));
+    setup
+}
+
+/// All calls at once; their answers.
+async fn at_once<F: Future>(calls: impl Iterator<Item = F>) -> Vec<F::Output> {
+    futures_util::future::join_all(calls).await
+}
+
+/// What hung goes on, and all of it goes.
+async fn ends(node: &Node, stuck: Vec<(StuckFile, Volume)>) {
+    for (file, _) in &stuck {
+        file.go_on();
+    }
+    node.timeout.set(Duration::from_secs(60));
+    for (file, volume) in stuck {
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        node.until_ok("unstaged", async || node.unstage(&volume).await)
+            .await;
+        file.remove();
+    }
+    node.assert_clean().await;
+}
+
+#[test]
+fn devices_that_hang_use_no_place_up() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let setup = (setup(sandbox).arg("--max-attaches=2"))
+            .arg("--max-probes=2")
+            .arg("--max-mounts=1");
+        let node = Node::start_with(sandbox, setup).await;
+        let stuck = stuck_volumes(sandbox, 6);
+        for (file, _) in &stuck {
+            file.stop_data();
+        }
+        node.timeout.set(Duration::from_secs(2));
+        let answers = at_once(stuck.iter().map(|(_, volume)| node.stage(volume))).await;
+        for answer in answers {
+            let status = answer.expect_err("the device hangs");
+            assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+        }
+        node.timeout.set(Duration::from_secs(60));
+        // Of the same pool, too.
+        for pool in ["main", "hung"] {
+            let image = format!("{pool}-alive.img");
+            let file = fs::File::create(sandbox.pool(pool).join(&image)).unwrap();
+            file.set_len(64 * MIB).unwrap();
+            let alive = Volume::filesystem(&format!("{pool}-alive"), "ext4").over(pool, &image);
+            let target = node.up(&alive, "pod").await;
+            Content::new(pool).write(&target.join("file"));
+            node.down(&alive, "pod").await;
+        }
+        ends(&node, stuck).await;
+    });
+}
+
+#[test]
+fn a_full_queue_refuses_and_the_call_may_be_repeated() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let setup = (setup(sandbox).arg("--max-attaches=1")).arg("--max-waiting=1");
+        let node = Node::start_with(sandbox, setup).await;
+        let stuck = stuck_volumes(sandbox, 8);
+        for (file, _) in &stuck {
+            file.stop_all();
+        }
+        node.timeout.set(Duration::from_secs(5));
+        let answers = at_once(stuck.iter().map(|(_, volume)| node.stage(volume))).await;
+        let refused: Vec<Status> = answers
+            .into_iter()
+            .filter_map(Result::err)
+            .filter(|status| status.code() == Code::ResourceExhausted)
+            .collect();
+        assert!(!refused.is_empty(), "one place, one that may wait, and 8");
+        for status in refused {
+            for word in ["step attach", "--max-waiting"] {
+                assert!(status.message().contains(word), "{status:?}");
+            }
+        }
+        ends(&node, stuck).await;
+    });
+}
+
+/// Clients that connect and say nothing.
+const IDLE: usize = 2000;
+
+#[test]
+fn idle_clients_of_metrics_take_nothing_from_volumes() {
+    story(async |sandbox| {
+        // This process has the other ends.
+        let limit = getrlimit(Resource::Nofile);
+        let raised = Rlimit {
+            current: limit.maximum,
+            ..limit
+        };
+        setrlimit(Resource::Nofile, raised).unwrap();
+        let port = free_port();
+        let listen = format!("--metrics-listen=127.0.0.1:{port}");
+        let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
+        let address = ("127.0.0.1", port);
+        let mut idle = vec![
+            eventually("metrics are served", async || {
+                TcpStream::connect(address).ok()
+            })
+            .await,
+        ];
+        for _ in 1..IDLE {
+            idle.push(TcpStream::connect(address).unwrap());
+            if idle.len().is_multiple_of(500) {
+                let volume = sandbox.volume(&format!("v{}", idle.len()), "ext4");
+                let target = node.up(&volume, "pod").await;
+                node.stats(&volume, &target).await.unwrap();
+                node.down(&volume, "pod").await;
+            }
+        }
+        let open = || {
+            fs::read_dir(format!("/proc/{}/fd", node.pid()))
+                .unwrap()
+                .count()
+        };
+        assert!(open() < 500, "{} descriptors are open", open());
+        // Who asks is answered.
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream
+            .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            .unwrap();
+        let mut said = String::new();
+        stream.read_to_string(&mut said).unwrap();
+        let dropped = "uring_csi_http_dropped_total{reason=\"crowded\"}";
+        assert!(said.contains(dropped), "{said}");
+        assert!(said.contains("uring_csi_admission_places{step=\"attach\"}"));
+        drop(idle);
+        node.assert_clean().await;
+    });
+}
