@@ -4,6 +4,8 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     net::TcpStream,
+    os::unix::fs::PermissionsExt as _,
+    path::Path,
     time::Duration,
 };
 
@@ -11,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tonic::{Code, Status};
 
 use crate::harness::{
-    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, story,
+    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, run, story,
 };
 use crate::telling::free_port;
 
@@ -169,6 +171,52 @@ fn idle_clients_of_metrics_take_nothing_from_volumes() {
         assert!(said.contains(dropped), "{said}");
         assert!(said.contains("uring_csi_admission_places{step=\"attach\"}"));
         drop(idle);
+        node.assert_clean().await;
+    });
+}
+
+/// Stands in for mkfs.ext4, tells how many of it run, and runs it.
+const COUNTING: &str = "#!/bin/sh -e
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+: > /usr/local/sbin/running.$$
+ls /usr/local/sbin | grep -c '^running' >> /usr/local/sbin/seen
+cat /proc/self/oom_score_adj >> /usr/local/sbin/scores
+sleep 0.3
+rm /usr/local/sbin/running.$$
+exec mkfs.ext4 \"$@\"
+";
+
+#[test]
+fn so_many_mkfs_run_at_once_and_no_more() {
+    story(async |sandbox| {
+        let programs = Path::new("/usr/local/sbin");
+        run(&["mount", "-t", "tmpfs", "none", "/usr/local/sbin"]);
+        let mkfs = programs.join("mkfs.ext4");
+        fs::write(&mkfs, COUNTING).unwrap();
+        fs::set_permissions(&mkfs, fs::Permissions::from_mode(0o755)).unwrap();
+        let setup = NodeSetup::new(sandbox).arg("--max-mkfs=2");
+        let node = Node::start_with(sandbox, setup).await;
+        let volumes: Vec<_> = (0..8)
+            .map(|number| sandbox.volume(&format!("v{number}"), "ext4"))
+            .collect();
+        for staged in at_once(volumes.iter().map(|volume| node.stage(volume))).await {
+            staged.unwrap();
+        }
+        let lines = |name: &str| {
+            let text = fs::read_to_string(programs.join(name)).unwrap();
+            let lines = text.lines().map(|line| line.parse().unwrap());
+            lines.collect::<Vec<u32>>()
+        };
+        let seen = lines("seen");
+        assert!(
+            seen.len() == 8 && seen.iter().all(|&at_once| at_once <= 2),
+            "{seen:?}"
+        );
+        assert_eq!(lines("scores"), [1000; 8]);
+        for volume in &volumes {
+            node.unstage(volume).await.unwrap();
+        }
+        run(&["umount", "/usr/local/sbin"]);
         node.assert_clean().await;
     });
 }
