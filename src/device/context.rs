@@ -23,8 +23,9 @@ pub fn set_by_kubernetes(key: &str) -> bool {
     })
 }
 
-/// What a volume context says about its file system, whichever the backend.
-const FOR_FILE_SYSTEMS: [&str; 2] = ["fsType", "mkfsOptions"];
+/// What a volume context says whichever the backend: about the file system, and, of
+/// the controller's volumes, where and under which name they are in its catalogue.
+const COMMON: [&str; 4] = ["fsType", "mkfsOptions", "name", "pool"];
 
 /// A volume context, read key by key.
 #[derive(Clone, Copy, Debug)]
@@ -39,9 +40,8 @@ impl<'a> Context<'a> {
 
     /// The keys that are none of these, sorted; what Kubernetes sets is left out.
     pub fn unlisted(self, known: &[&str]) -> Vec<&'a str> {
-        let listed = |key: &str| {
-            known.contains(&key) || FOR_FILE_SYSTEMS.contains(&key) || set_by_kubernetes(key)
-        };
+        let listed =
+            |key: &str| known.contains(&key) || COMMON.contains(&key) || set_by_kubernetes(key);
         let keys = self.0.keys().map(String::as_str);
         let mut unlisted: Vec<_> = keys.filter(|key| !listed(key)).collect();
         unlisted.sort_unstable();
@@ -58,7 +58,7 @@ impl<'a> Context<'a> {
                 why: format!(
                     "is unknown; there are {}, {}",
                     known.join(", "),
-                    FOR_FILE_SYSTEMS.join(", ")
+                    COMMON.join(", ")
                 ),
             }),
         }

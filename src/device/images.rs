@@ -66,14 +66,7 @@ impl ImageSource {
 
     /// Reads `pool`, `image`, `directIO`, `sectorSize` and `preallocate`.
     pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
-        context.refuse_unlisted(&[
-            "backend",
-            "pool",
-            "image",
-            "directIO",
-            "sectorSize",
-            "preallocate",
-        ])?;
+        context.refuse_unlisted(&["backend", "image", "directIO", "sectorSize", "preallocate"])?;
         Ok(Self {
             pool: context.need("pool")?.to_owned(),
             image: context.need("image")?.to_owned(),

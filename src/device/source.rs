@@ -196,6 +196,9 @@ mod tests {
             }
             let mut good = context(base);
             for key in [
+                // The controller gives each of its volumes the next two.
+                "name",
+                "pool",
                 "storage.kubernetes.io/csiProvisionerIdentity",
                 "csi.storage.k8s.io/pod.name",
                 "fsType",
