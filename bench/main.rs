@@ -21,6 +21,7 @@ mod backends;
 mod by_exec;
 mod calls;
 mod ceph;
+mod faults;
 #[path = "../tests/stories/harness/mod.rs"]
 #[allow(dead_code, unused_imports)] // The stories use what the benches don't.
 mod harness;
@@ -71,6 +72,9 @@ fn images(criterion: &mut Criterion, rig: &Rig) {
     publish::publish(criterion, rig, &images);
     calls::stats(criterion, rig);
     probe::devices(criterion, rig);
+    if harness::StuckFile::possible() {
+        faults::others(rig);
+    }
 }
 
 fn exports(criterion: &mut Criterion, rig: &Rig) {
