@@ -16,6 +16,7 @@ pub mod grow;
 pub mod mkfs;
 #[cfg(feature = "node")]
 pub mod probe;
+#[cfg(feature = "node")]
 pub mod statfs;
 
 /// A file system that volumes may carry.
