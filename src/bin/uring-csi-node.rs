@@ -29,7 +29,7 @@ use uring_csi::{
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
-    device::{Backends, CephImages, Exports, Images, Notes, ThisNode, luks, nbd, rbd},
+    device::{Backends, CephImages, Exports, Images, Notes, Owed, ThisNode, luks, nbd, rbd},
     holder::{Watch, client::Client},
     kernel::{descriptors, privileges},
     lane::Lanes,
@@ -224,6 +224,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
     let notes = Notes::open(options.run_dir.join("mkfs"))?;
     let backends = Backends {
         images: Images {
+            owed: Owed::of(&pools),
             pools,
             node_id: options.node_id,
             boot_id: claim::boot_id()?,

@@ -14,6 +14,7 @@ use super::{
     image,
     loopdev::{self, Detached, FileId},
     notes::MkfsNote,
+    owed::Owed,
     sysfs,
 };
 use crate::{
@@ -113,6 +114,8 @@ pub struct Images {
     pub node_id: String,
     /// This boot's id: a claim of an earlier boot is stale.
     pub boot_id: String,
+    /// In which pools claims may be left.
+    pub owed: Owed,
 }
 
 impl Images {
@@ -242,6 +245,37 @@ impl Images {
         }
     }
 
+    /// What this node has claimed in a pool, and for which volume; none where the pool is
+    /// not there.
+    pub fn claimed_in(
+        &self,
+        pool: &str,
+    ) -> Result<Option<Vec<(ImageSource, String)>>, DeviceError> {
+        let pool = self.pools.get(pool)?;
+        if !pool.is_settled()? {
+            return Ok(None);
+        }
+        let mut claimed = Vec::new();
+        for image in claim::claimed_by(pool, &self.node_id)? {
+            let claim = claim::own(pool, &image, &self.node_id)?;
+            let source = ImageSource::new(&pool.name, &image);
+            claimed.extend(claim.map(|claim| (source, claim.volume_id)));
+        }
+        claimed.retain(|(_, id)| !id.is_empty());
+        Ok(Some(claimed))
+    }
+
+    /// Gives back the claim of an image for a volume, where it is not attached.
+    pub fn release_left(&self, source: &ImageSource, volume_id: &str) -> Result<Done, DeviceError> {
+        let bound = self.bind(source);
+        if !bound.is_claimed_for(volume_id)? || bound.attached()?.is_some() {
+            return Ok(Done::Already);
+        }
+        let done = claim::release(bound.pool()?, &source.image, &self.node_id)?;
+        tracing::info!(volume_id, %source, "released a claim that was left");
+        Ok(done)
+    }
+
     /// An image with all that is needed to work on it.
     pub fn bind<'a>(&'a self, source: &'a ImageSource) -> BoundImage<'a> {
         BoundImage {
@@ -350,9 +384,26 @@ impl Bound for BoundImage<'_> {
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
-        if self.is_claimed_for(volume_id)? {
-            let _ = claim::release(self.pool()?, &self.source.image, &self.images.node_id)?;
+        let pool = self.pool()?;
+        let released = self.is_claimed_for(volume_id).and_then(|is_claimed| {
+            if is_claimed {
+                let _ = claim::release(pool, &self.source.image, &self.images.node_id)?;
+                return Ok(true);
+            }
+            Ok(pool.is_settled()?)
+        });
+        match released {
+            Ok(true) => return Ok(()),
+            Ok(false) => {
+                tracing::warn!(volume_id, source = %self.source, "the pool is away: the claim is given back when it returns");
+            }
+            Err(DeviceError::Claim(claim::ClaimError::Pool(error)) | DeviceError::Pool(error)) => {
+                let error = chain(&error);
+                tracing::warn!(volume_id, source = %self.source, error, "the claim is given back later");
+            }
+            Err(error) => return Err(error),
         }
+        self.images.owed.add(&pool.name);
         Ok(())
     }
 

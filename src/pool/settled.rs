@@ -45,6 +45,13 @@ impl Pool {
         })
     }
 
+    /// Whether the pool is there and was ever used. Where a mount is missing, its
+    /// directory is empty, and that a file is not in it says nothing.
+    pub fn is_settled(&self) -> Result<bool, PoolError> {
+        let found = self.read_scope(&self.scope_path())?;
+        Ok(found.is_some())
+    }
+
     fn scope_path(&self) -> PathBuf {
         self.meta_path("scope")
     }

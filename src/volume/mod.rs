@@ -39,6 +39,7 @@ use crate::{
 };
 
 mod attach;
+mod claims;
 mod error;
 mod expand;
 mod format;
@@ -287,6 +288,7 @@ async fn run(
             stage::stage(node, volume, &spec, progress).await
         }
         Call::Unstage(path) => unstage::unstage(node, volume, path, progress).await,
+        Call::GiveBack(source) => claims::give_back(node, volume, source, progress).await,
         Call::Publish(spec) => publish::publish(node, volume, spec, progress).await,
         Call::Inline(spec) => inline::publish(node, volume, spec, progress).await,
         Call::Unpublish(path) => unpublish::unpublish(node, volume, path, progress).await,

@@ -20,7 +20,7 @@ use futures_util::{StreamExt as _, stream};
 use tokio::sync::Notify;
 
 use super::{
-    Error, Node, STAGING, TARGET, layout,
+    Error, Node, STAGING, TARGET, claims, layout,
     record::{Held, Phase, Record, Records, Target},
     spec::{Call, Use},
     task::{Progress, Volume},
@@ -111,6 +111,7 @@ impl Node {
         for (id, target) in left.orphans {
             delete_orphan(&self, id, target);
         }
+        claims::keep(&self);
         take_over(&self, left.others).await;
         Ok(())
     }

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::Error;
 use crate::{
     capability::{Access, Capability, Mode},
-    device::{Fencing, Source},
+    device::{Fencing, ImageSource, Source},
     fs::{FsType, UnsupportedFs, mkfs},
     mount::{
         options::MountOptions,
@@ -183,6 +183,8 @@ pub enum Call {
     Stage(Stage),
     /// `NodeUnstageVolume`, with its staging path.
     Unstage(PathBuf),
+    /// The agent's own: the claim that was left on this image goes.
+    GiveBack(ImageSource),
     /// `NodePublishVolume`.
     Publish(Publish),
     /// `NodePublishVolume` of an inline volume.
@@ -221,7 +223,7 @@ impl Call {
                 spec.volume_path = respell(&spec.volume_path);
                 spec.staging_path = respell(&spec.staging_path);
             }
-            Self::Format(_) => {}
+            Self::Format(_) | Self::GiveBack(_) => {}
         }
         self
     }
@@ -256,6 +258,7 @@ impl Call {
         match self {
             Self::Stage(_) => "NodeStageVolume",
             Self::Unstage(_) => "NodeUnstageVolume",
+            Self::GiveBack(_) => "release",
             Self::Publish(_) | Self::Inline(_) => "NodePublishVolume",
             Self::Unpublish(_) => "NodeUnpublishVolume",
             Self::Expand(_) => "NodeExpandVolume",

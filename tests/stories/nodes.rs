@@ -7,7 +7,7 @@ use uring_csi::proto::csi::{
 
 use crate::harness::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim, eventually,
-    loops_over, on_node, provisioned, refused, story,
+    files_below, loops_over, on_node, provisioned, refused, run, story,
 };
 
 /// A node with a local pool of its own and one that all share.
@@ -191,5 +191,38 @@ fn a_run_directory_has_one_agent() {
 
         a.kill9().await;
         b.restart().await;
+    });
+}
+
+#[test]
+fn a_claim_goes_also_where_its_pool_was_away() {
+    story(async |sandbox| {
+        let (real, pool) = (sandbox.pool("real"), sandbox.pool("away"));
+        let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
+        let mut setup = NodeSetup::new(sandbox);
+        setup.pools.push(format!("away={pool},shared"));
+        let node = Node::start_with(sandbox, setup).await;
+        for lives in 1..=2 {
+            run(&["mount", "--bind", real, pool]);
+            let volume = sandbox.volume_in("away", "v", "ext4", 64 * MIB);
+            node.up(&volume, "pod").await;
+            let claims = sandbox.pool("real").join(".uring-csi/claims");
+            assert_eq!(files_below(&claims).len(), 1);
+            // Whatever is attached keeps it alive.
+            run(&["umount", "--lazy", pool]);
+            node.down(&volume, "pod").await;
+            if lives == 2 {
+                node.kill9().await;
+                node.restart().await;
+            }
+            assert_eq!(files_below(&claims).len(), 1);
+            run(&["mount", "--bind", real, pool]);
+            eventually("the claim is given back", async || {
+                files_below(&claims).is_empty().then_some(())
+            })
+            .await;
+            run(&["umount", "--lazy", pool]);
+        }
+        node.assert_clean().await;
     });
 }

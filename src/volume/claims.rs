@@ -1,0 +1,117 @@
+//! Claims that outlived their volumes: given back when their pool is there again.
+
+use std::{rc::Rc, sync::Arc, time::Duration};
+
+use super::{
+    Error, Node, Outcome, already,
+    spec::Call,
+    task::{Progress, Volume},
+};
+use crate::{
+    chain,
+    device::{Bound as _, DeviceError, ImageSource},
+    ring,
+};
+
+/// How often a pool that is away is looked for.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// Begins to look, in each pool: an earlier agent may have left some, too.
+pub fn keep(node: &Rc<Node>) {
+    for pool in node.backends.images.owed.pools() {
+        ring::spawn(keep_in(Rc::clone(node), pool.clone()));
+    }
+}
+
+async fn keep_in(node: Rc<Node>, pool: String) {
+    loop {
+        while !give_back_all(&node, &pool).await {
+            ring::timer::sleep(RETRY).await;
+        }
+        node.backends.images.owed.more(&pool).await;
+    }
+}
+
+/// Answers whether the pool could be asked, and nothing is left in it.
+async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
+    match left_in(node, pool).await {
+        Ok(Some(left)) => {
+            let mut all = true;
+            for (source, id) in left {
+                let call = Call::GiveBack(source);
+                let given = Rc::clone(node)
+                    .submit(id.clone(), call, Duration::MAX)
+                    .await;
+                if let Err(error) = given {
+                    tracing::warn!(
+                        volume_id = id,
+                        pool,
+                        error = chain(&*error),
+                        "a claim is left"
+                    );
+                    all = false;
+                }
+            }
+            all
+        }
+        Ok(None) => false,
+        Err(error) => {
+            tracing::debug!(pool, error = chain(&error), "claims may be left in a pool");
+            false
+        }
+    }
+}
+
+/// The images that are claimed, but neither held nor attached, with their volumes. What
+/// is attached is a volume whose record is lost: it goes when it is unstaged.
+async fn left_in(
+    node: &Rc<Node>,
+    pool: &str,
+) -> Result<Option<Vec<(ImageSource, String)>>, DeviceError> {
+    let (backends, name) = (Arc::clone(&node.backends), pool.to_owned());
+    let list = move || backends.images.claimed_in(&name);
+    let Some(mut claimed) = node.lanes.run("", "claims", list).await? else {
+        return Ok(None);
+    };
+    let is_held = |id: &str| {
+        node.known(id)
+            .is_some_and(|volume| volume.record().is_some())
+    };
+    claimed.retain(|(_, id)| !is_held(id));
+    if claimed.is_empty() {
+        return Ok(Some(claimed));
+    }
+    let backends = Arc::clone(&node.backends);
+    let left = move || {
+        let mut left = Vec::new();
+        for (source, id) in claimed {
+            if backends.images.bind(&source).attached()?.is_none() {
+                left.push((source, id));
+            }
+        }
+        Ok(Some(left))
+    };
+    node.lanes.run("", "claims", left).await
+}
+
+/// Gives back the claim of an image for a volume that this node does not hold.
+pub async fn give_back(
+    node: &Rc<Node>,
+    volume: &Volume,
+    source: &ImageSource,
+    progress: &Progress,
+) -> Result<Outcome, Error> {
+    if volume.record().is_some() {
+        return Ok(Outcome::Done);
+    }
+    let backends = Arc::clone(&node.backends);
+    let (source, id) = (source.clone(), volume.id.clone());
+    let done = node
+        .lane(volume, progress, "release", move || {
+            backends.images.release_left(&source, &id)
+        })
+        .await
+        .map_err(|error| volume.device(error))?;
+    already(volume, "give the claim back", done);
+    Ok(Outcome::Done)
+}
