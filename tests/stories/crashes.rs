@@ -108,7 +108,8 @@ fn a_node_may_be_killed_at_any_instant() {
 fn a_node_may_be_killed_at_each_step() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
-        for kind in ["ext4", "xfs", "block"] {
+        let grow = |volume: &Volume| 2 * fs::metadata(sandbox.image(volume)).unwrap().len();
+        for kind in ["ext4", "xfs", "btrfs", "block"] {
             let mut last = None::<Volume>;
             let volume = || {
                 // There is not room for all of them.
@@ -117,10 +118,8 @@ fn a_node_may_be_killed_at_each_step() {
                 }
                 last.insert(sandbox.volume(kind, kind)).clone()
             };
-            killed_at_each_step(&node, 1, volume, |volume| {
-                loops_over(&sandbox.image(volume)).len()
-            })
-            .await;
+            let attached = |volume: &Volume| loops_over(&sandbox.image(volume)).len();
+            killed_at_each_step(&node, 12, volume, attached, Some(&grow)).await;
         }
         node.assert_clean().await;
     });

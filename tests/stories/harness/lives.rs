@@ -1,10 +1,15 @@
 //! What volumes of every backend go through: growth, and an agent that is killed.
 
-use std::{env, path::Path, time::Duration};
+use std::{
+    cell::Cell,
+    env,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use tonic::{Code::Unavailable, Status};
 
-use super::{Agent, Content, Dice, MIB, Node, Volume, eventually, refused};
+use super::{Agent, Content, Dice, MIB, Node, Volume, can_resize_ext4, eventually, refused};
 
 /// Grows a published volume, which has `small` bytes, to twice of that. `grow` has the
 /// source grown to so many bytes, before which the node says `refusal`.
@@ -75,79 +80,146 @@ pub async fn killed_amid_each(
     assert_eq!(attached(), 0);
 }
 
+/// Makes a volume's source larger where that is not for the node to do; its new size.
+pub type Grow<'a> = Option<&'a dyn Fn(&Volume) -> u64>;
+
+/// What an orchestrator calls for once an agent has died in a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Then {
+    /// The same again.
+    Same,
+    /// What undoes it, then the same again.
+    Opposite,
+}
+
 /// Takes a volume through its life once for each step of the agent, which ends at
-/// that step as if by SIGKILL, is started again, and finishes what it is called for.
-/// `volume` gives a fresh volume for each; `attached`: the devices that it has.
+/// that step as if by SIGKILL and is started again; the call that it died in is made
+/// again until it succeeds, or its opposite, and then the call. `volume` gives a fresh
+/// volume for each; `attached`: the devices that it has.
 /// Of `of` steps that follow each other, one is taken; with `EVERY_STEP` set, each.
 pub async fn killed_at_each_step(
     node: &Node,
     of: usize,
     mut volume: impl FnMut() -> Volume,
     attached: impl Fn(&Volume) -> usize,
+    grow: Grow<'_>,
 ) {
     let of = env::var_os("EVERY_STEP").map_or(of, |_| 1);
-    let mut at = Dice::new().below(of);
-    loop {
-        let volume = volume();
+    for then in [Then::Same, Then::Opposite] {
+        let (begun, mut deaths) = (Instant::now(), 0);
+        let mut at = Dice::new().below(of);
+        loop {
+            let life = Life {
+                node,
+                then,
+                volume: volume(),
+                has_died: Cell::new(false),
+            };
+            life.live(at, &attached, grow).await;
+            if !life.has_died.get() {
+                break;
+            }
+            deaths += 1;
+            at += of;
+        }
+        // None at all in a build without debug assertions.
+        assert!(at > 20, "a life has more than {at} steps");
+        eprintln!(
+            "crash matrix: {deaths} deaths, {then:?}, {} s",
+            begun.elapsed().as_secs()
+        );
+    }
+}
+
+/// One of those lives.
+struct Life<'a> {
+    node: &'a Node,
+    then: Then,
+    volume: Volume,
+    has_died: Cell<bool>,
+}
+
+impl Life<'_> {
+    async fn live(&self, at: usize, attached: impl Fn(&Volume) -> usize, grow: Grow<'_>) {
+        let (node, volume) = (self.node, &self.volume);
         let content = Content::new(&volume.handle);
+        let target = node.target(volume, "pod");
+        let stage = async || node.stage(volume).await;
+        let publish = async || node.publish(volume, "pod").await;
+        let unpublish = async || node.unpublish(volume, "pod").await;
+        let unstage = async || node.unstage(volume).await;
+        let up = async || {
+            node.until_ok("staged", stage).await;
+            node.until_ok("published", publish).await;
+        };
+        let down = async || {
+            node.until_ok("unpublished", unpublish).await;
+            node.until_ok("unstaged", unstage).await;
+            assert_eq!(attached(volume), 0);
+        };
         node.kill9().await;
         node.start_doomed(at).await;
-        let mut lives = 1;
-        finished(node, &mut lives, "staged", async || {
-            node.stage(&volume).await
+        self.finished("staged", stage, down).await;
+        assert_eq!(attached(volume), 1);
+        self.finished("published", publish, async || {
+            node.until_ok("unpublished", unpublish).await;
         })
         .await;
-        assert_eq!(attached(&volume), 1);
-        finished(node, &mut lives, "published", async || {
-            node.publish(&volume, "pod").await
+        content.put(volume, &target);
+        let can_grow = volume.fs_type() != "ext4" || can_resize_ext4();
+        if let Some(grow) = grow.filter(|_| can_grow) {
+            let bytes = grow(volume);
+            let expand = async || node.expand(volume, &target, bytes).await.map(drop);
+            let opposite = async || {
+                down().await;
+                up().await;
+            };
+            self.finished("grown", expand, opposite).await;
+        }
+        self.finished("unpublished", unpublish, async || {
+            node.until_ok("published", publish).await;
+            content.is_kept(volume, &target);
         })
         .await;
-        content.put(&volume, &node.target(&volume, "pod"));
-        finished(node, &mut lives, "unpublished", async || {
-            node.unpublish(&volume, "pod").await
+        self.finished("unstaged", unstage, async || {
+            up().await;
+            content.is_kept(volume, &target);
+            node.until_ok("unpublished", unpublish).await;
         })
         .await;
-        finished(node, &mut lives, "unstaged", async || {
-            node.unstage(&volume).await
-        })
-        .await;
-        assert_eq!(attached(&volume), 0);
-        if lives == 1 {
+        assert_eq!(attached(volume), 0);
+        if !self.has_died.get() {
             // It may have died after its last answer.
             node.kill9().await;
             node.restart().await;
         }
-        let target = node.up(&volume, "pod").await;
-        content.is_kept(&volume, &target);
-        node.down(&volume, "pod").await;
-        if lives == 1 {
-            break;
-        }
-        at += of;
+        up().await;
+        content.is_kept(volume, &target);
+        down().await;
     }
-    // None at all in a build without debug assertions.
-    assert!(at > 20, "a life has more than {at} steps");
-}
 
-/// Makes a call until it succeeds; where it fails, the agent must have died of it.
-async fn finished(
-    node: &Node,
-    lives: &mut u32,
-    what: &str,
-    call: impl AsyncFn() -> Result<(), Status>,
-) {
-    eventually(what, async || {
-        if call().await.is_ok() {
-            return Some(());
-        }
-        if node.has_ended() {
-            *lives += 1;
-            assert_eq!(*lives, 2, "{what}: it ends once");
-            node.restart().await;
-        }
-        None
-    })
-    .await;
+    /// Makes a call until it succeeds; where it fails, the agent must have died of it.
+    async fn finished(
+        &self,
+        what: &str,
+        call: impl AsyncFn() -> Result<(), Status>,
+        opposite: impl AsyncFn(),
+    ) {
+        eventually(what, async || {
+            if call().await.is_ok() {
+                return Some(());
+            }
+            if self.node.has_ended() {
+                assert!(!self.has_died.replace(true), "{what}: it ends once");
+                self.node.restart().await;
+                if self.then == Then::Opposite {
+                    opposite().await;
+                }
+            }
+            None
+        })
+        .await;
+    }
 }
 
 /// As [`kill_amid`], for calls that take so long.

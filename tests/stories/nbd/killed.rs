@@ -141,10 +141,17 @@ fn the_agent_at_each_step_of_its_own() {
             }
             last.insert(blank(sandbox, &server, "v", "ext4")).clone()
         };
-        killed_at_each_step(&node, 1, volume, |volume| {
-            nbds_over(&format!(" {}", volume.handle)).len()
-        })
-        .await;
+        let attached = |volume: &Volume| nbds_over(&format!(" {}", volume.handle)).len();
+        let grow = |volume: &Volume| {
+            let image = fs::File::options()
+                .write(true)
+                .open(server.image_of(volume));
+            let image = image.unwrap();
+            let bytes = 2 * image.metadata().unwrap().len();
+            image.set_len(bytes).unwrap();
+            bytes
+        };
+        killed_at_each_step(&node, 4, volume, attached, Some(&grow)).await;
         node.assert_clean().await;
     });
 }

@@ -75,7 +75,9 @@ fn killed_at_some_steps_of_a_blank_image() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let devices = |volume: &Volume| rbds_over(volume).len();
-        killed_at_each_step(&node, 5, || ceph.volume("ext4"), devices).await;
+        for kind in ["ext4", "block"] {
+            killed_at_each_step(&node, 16, || ceph.volume(kind), devices, None).await;
+        }
         node.assert_clean().await;
     });
 }
@@ -85,7 +87,7 @@ fn killed_at_some_steps_of_an_encrypted_image() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let devices = |volume: &Volume| rbds_over(volume).len();
-        killed_at_each_step(&node, 16, || encrypted::volume(ceph, "ext4"), devices).await;
+        killed_at_each_step(&node, 32, || encrypted::volume(ceph, "ext4"), devices, None).await;
         node.assert_clean().await;
     });
 }
