@@ -138,14 +138,16 @@ fn what_is_wrong_is_told_until_it_is_gone() {
             .join(device.file_name().unwrap())
             .join("trigger_fs_error");
         std::fs::write(trigger, "story").unwrap();
-        // The kernel counts it on a worker of its own (ext4, s_sb_upd_work).
-        let health = eventually("the error is told", async || {
+        // The kernel counts it on a worker of its own (ext4, s_sb_upd_work); that the
+        // file system is read-only from then on is how the agent mounts an ext4.
+        let health = eventually("the error and what follows are told", async || {
             let health = node.health(&volume, &target).await.unwrap();
-            (!health.is_empty()).then_some(health)
+            (health.len() == 2).then_some(health)
         })
         .await;
-        assert_eq!(health.len(), 1, "{health:?}");
-        assert!(!health[0].reason.is_empty() && !health[0].message.is_empty());
+        let reasons: Vec<_> = health.iter().map(|entry| &*entry.reason).collect();
+        assert_eq!(reasons, ["ReadOnly", "FileSystemErrors"], "{health:?}");
+        assert!(health.iter().all(|entry| !entry.message.is_empty()));
         node.down(&volume, "pod").await;
 
         // The next stage repairs it.
