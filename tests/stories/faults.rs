@@ -5,20 +5,26 @@
 //!
 //! Each story has one file system by turns; with `EVERY_FS` set, each has all three.
 
-use std::{cell::Cell, env, time::Duration};
+use std::{cell::Cell, env, net::TcpStream, time::Duration};
 
 use futures_util::future::{join_all, try_join_all};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tonic::{Code, Status};
 use uuid::Uuid;
 
-use crate::harness::{
-    Ceph, Content, DeadOsd, DeadServer, Dice, Fault, Footprint, HungFiles, HungPool, Moment, Node,
-    NodeSetup, Sandbox, StuckFile, Volume, bytes_for, can_resize_ext4, eventually, kernel_has_nbd,
-    lonely_ceph_story, run, story,
+use crate::{
+    harness::{
+        Ceph, Content, DeadOsd, DeadServer, Dice, Fault, Footprint, HungFiles, HungPool, Moment,
+        Node, NodeSetup, Sandbox, StuckFile, Volume, bytes_for, can_resize_ext4, eventually,
+        kernel_has_nbd, lonely_ceph_story, run, story,
+    },
+    telling::free_port,
 };
 
 /// With the eight that are hurt, 64.
 const HEALTHY: usize = 56;
+/// Clients that connect and say nothing.
+const IDLE: usize = 2000;
 /// Of each call to a volume in an hour: kubelet doubles its pauses up to two minutes.
 const HOURLY: usize = 40;
 /// So many of those at a time, which is how the hour passes in seconds.
@@ -250,19 +256,42 @@ fn hung_files_hold_up_their_own_volumes_at_growth() {
 /// Whatever is logged of the volumes that hang.
 #[test]
 fn a_log_that_nobody_reads_holds_up_nobody() {
-    hung_files_and(Moment::Probe, async |node| {
+    hung_files_on(Moment::Probe, async |sandbox| {
+        let node = Node::start(sandbox).await;
         node.kill9().await;
         node.unread();
         node.restart().await;
+        (node, ())
+    });
+}
+
+/// While they hold connections to `/metrics` open and say nothing.
+#[test]
+fn idle_clients_of_metrics_hold_up_nobody() {
+    hung_files_on(Moment::Unmount, async |sandbox| {
+        // This process has the other ends.
+        let limit = getrlimit(Resource::Nofile);
+        let raised = Rlimit {
+            current: limit.maximum,
+            ..limit
+        };
+        setrlimit(Resource::Nofile, raised).expect("a higher limit");
+        let address = ("127.0.0.1", free_port());
+        let listen = format!("--metrics-listen=127.0.0.1:{}", address.1);
+        let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
+        let connect = async || TcpStream::connect(address).ok();
+        let mut idle = vec![eventually("metrics are served", connect).await];
+        idle.resize_with(IDLE, || TcpStream::connect(address).expect("a connection"));
+        (node, idle)
     });
 }
 
 fn hung_files(moment: Moment) {
-    hung_files_and(moment, async |_| ());
+    hung_files_on(moment, async |sandbox| (Node::start(sandbox).await, ()));
 }
 
-/// `and` is what the node suffers besides, before there is a volume.
-fn hung_files_and(moment: Moment, and: impl AsyncFn(&Node) + Sync) {
+/// On a node that suffers something besides, for as long as what comes with it is there.
+fn hung_files_on<T>(moment: Moment, start: impl AsyncFn(&Sandbox) -> (Node, T) + Sync) {
     if !is_told(false) || !StuckFile::possible() {
         return;
     }
@@ -270,8 +299,7 @@ fn hung_files_and(moment: Moment, and: impl AsyncFn(&Node) + Sync) {
         story(async |sandbox| {
             // Their mounts are there before the node.
             let mut fault = HungFiles::new(sandbox, kind);
-            let node = Node::start(sandbox).await;
-            and(&node).await;
+            let (node, _besides) = start(sandbox).await;
             let others = healthy(sandbox, kind);
             hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
         });
@@ -302,18 +330,13 @@ fn a_suspended_device_holds_up_its_own_volumes_at_the_probe() {
 #[test]
 #[ignore = "takes device-mapper: make test-kernel"]
 fn a_suspended_device_holds_up_its_own_volumes_at_the_unmount() {
-    if is_told(true) {
-        of_hung_pool(Moment::Unmount, HungPool::mapped);
-    }
+    hung_pool(Moment::Unmount, HungPool::mapped);
 }
 
 fn hung_pool(moment: Moment, make: fn(&Sandbox, &str) -> HungPool) {
-    if is_told(false) && StuckFile::possible() {
-        of_hung_pool(moment, make);
+    if !is_told(false) || !StuckFile::possible() {
+        return;
     }
-}
-
-fn of_hung_pool(moment: Moment, make: fn(&Sandbox, &str) -> HungPool) {
     for kind in kinds(moment) {
         story(async |sandbox| {
             let mut fault = make(sandbox, kind);
@@ -355,8 +378,7 @@ fn a_dead_server_holds_up_its_own_volumes_at_growth() {
 }
 
 fn dead_server(moment: Moment) {
-    let is_sample = matches!(moment, Moment::Probe | Moment::Unmount);
-    if !is_told(is_sample) || !kernel_has_nbd() {
+    if !is_told(moment == Moment::Probe) || !kernel_has_nbd() {
         return;
     }
     for kind in kinds(moment) {
