@@ -6,15 +6,18 @@
 //! waiter gave up leaves no zombie. It ends with the child, not with the pipe: a
 //! grandchild that inherited the pipe may hold it open for ever.
 //!
-//! How a child begins, and that it dies with the runtime thread, is
-//! [`exec::command`]'s.
+//! How a child begins, and that it dies with the thread that began it, is
+//! [`exec::background`]'s. That thread is the child's own, and ends with the child or
+//! with its keeper.
 
 use std::{
     convert::Infallible,
+    ffi::{OsStr, OsString},
     future::pending,
     io,
     os::fd::{AsFd, OwnedFd},
     rc::Rc,
+    thread,
     time::Duration,
 };
 
@@ -38,6 +41,9 @@ const CHUNK: usize = 4096;
 
 /// What a pipe holds unless told otherwise (pipe(7)), bytes.
 const PIPE: usize = 65_536;
+
+/// Bytes of stack of the thread that begins a child.
+const STACK: usize = 256 << 10;
 
 /// How long to wait where the kernel had no memory or no descriptor to wait with.
 const RETRY: Duration = Duration::from_secs(1);
@@ -81,10 +87,11 @@ impl Child {
     /// Starts `program`, looked up in the system's usual directories.
     ///
     /// The error is that of the exec, such as ENOENT.
-    pub fn spawn<A: AsRef<std::ffi::OsStr>>(program: &str, args: &[A]) -> io::Result<Self> {
+    pub async fn spawn<A: AsRef<OsStr>>(program: &str, args: &[A]) -> io::Result<Self> {
         let (source, sink) = pipe_with(PipeFlags::CLOEXEC)?;
         rustix::fs::fcntl_setfl(&source, OFlags::NONBLOCK)?;
-        let pid = launch(program, args, sink)?;
+        let args = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
+        let (pid, parent) = launch(program.to_owned(), args, sink).await?;
         crash_point();
         // Not reaped yet, so the id is still this child's.
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| give_up(pid))?;
@@ -92,6 +99,7 @@ impl Child {
         tokio::task::spawn_local(async move {
             // Nobody waits any more where this fails.
             let _ = give.send(keep(Rc::new(pidfd), Rc::new(source)).await);
+            drop(parent);
         });
         Ok(Self { pid, exit })
     }
@@ -111,16 +119,35 @@ impl Child {
     }
 }
 
-/// Forks and execs; the pipe's writing end stays with the child alone.
-fn launch<A: AsRef<std::ffi::OsStr>>(program: &str, args: &[A], sink: OwnedFd) -> io::Result<Pid> {
-    let mut command = exec::background(program, args);
-    command.stdout(sink.try_clone()?).stderr(sink);
-    // std's handle is dropped: it neither kills nor reaps.
-    let id = command.spawn()?.id();
-    Ok(i32::try_from(id)
-        .ok()
-        .and_then(Pid::from_raw)
-        .expect("the kernel's process ids are positive"))
+/// Keeps the thread that a child was begun by, and which it dies with.
+type Parent = oneshot::Sender<Infallible>;
+
+/// Forks and execs on a thread of the child's own: to exec is to read the program
+/// from a disk, which may not answer. The thread lasts until its [`Parent`] is
+/// dropped. The pipe's writing end stays with the child alone.
+async fn launch(program: String, args: Vec<OsString>, sink: OwnedFd) -> io::Result<(Pid, Parent)> {
+    let (parent, child_ended) = oneshot::channel::<Infallible>();
+    let (begun, pid) = oneshot::channel::<io::Result<Pid>>();
+    let fork = move || {
+        let mut command = exec::background(&program, &args);
+        command.stdout(sink.try_clone()?).stderr(sink);
+        // std's handle is dropped: it neither kills nor reaps.
+        let id = command.spawn()?.id();
+        Ok(i32::try_from(id)
+            .ok()
+            .and_then(Pid::from_raw)
+            .expect("the kernel's process ids are positive"))
+    };
+    thread::Builder::new()
+        .name("child".to_owned())
+        .stack_size(STACK)
+        .spawn(move || {
+            if begun.send(fork()).is_ok() {
+                let _ = child_ended.blocking_recv();
+            }
+        })?;
+    let pid = pid.await.map_err(io::Error::other)??;
+    Ok((pid, parent))
 }
 
 /// Kills and reaps a child that cannot be kept, as when no descriptor is left.

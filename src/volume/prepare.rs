@@ -401,7 +401,7 @@ async fn run_child(
     let place = node.admit(volume, progress, gate, source).await?;
     progress
         .step(step, async {
-            let child = Child::spawn(command.program, &command.args)?;
+            let child = Child::spawn(command.program, &command.args).await?;
             let pid = child.pid();
             progress.waits_for(format!("{}, process {pid}", command.program));
             let mut exit = pin!(child.wait());

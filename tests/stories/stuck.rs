@@ -1,6 +1,6 @@
 //! A device that stops answering holds up its own volume and nobody else.
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 use sha2::{Digest as _, Sha256};
 use tonic::{Code, Status};
@@ -8,7 +8,8 @@ use tonic::{Code, Status};
 use crate::{
     groups::with_group,
     harness::{
-        Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, hex, refused, story,
+        Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, hex, refused, run,
+        run_err, story,
     },
 };
 
@@ -282,6 +283,40 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
             .await;
         node.down(&volume, "two").await;
         file.remove();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_program_that_cannot_be_read_holds_up_its_own_volume() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        // Searched before the directory that the program is in.
+        let programs = Path::new("/usr/local/sbin");
+        run(&["mount", "-t", "tmpfs", "none", "/usr/local/sbin"]);
+        let node = Node::start(sandbox).await;
+        let program = StuckFile::new(&programs.join("mkfs.ext4"), 4096);
+        program.stop_data();
+        let volume = sandbox.volume("v", "ext4");
+        node.timeout.set(Duration::from_secs(3));
+        assert_explains(node.stage(&volume).await, "mkfs");
+        node.timeout.set(Duration::from_secs(60));
+        let other = sandbox.volume("other", "xfs");
+        let target = node.up(&other, "pod").await;
+        node.stats(&other, &target).await.unwrap();
+        node.down(&other, "pod").await;
+        assert_eq!(node.probe().await, Some(true));
+
+        // What is there is no program; then it is gone.
+        program.go_on();
+        let removed = async || run_err(&["umount", "/usr/local/sbin/mkfs.ext4"]).ok();
+        eventually("nobody begins it", removed).await;
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        node.unstage(&volume).await.unwrap();
+        run(&["umount", "/usr/local/sbin"]);
         node.assert_clean().await;
     });
 }

@@ -1,8 +1,8 @@
 use super::*;
 use crate::ring::{self, timer};
 
-fn shell(script: &str) -> Child {
-    Child::spawn("sh", &["-c", script]).unwrap()
+async fn shell(script: &str) -> Child {
+    Child::spawn("sh", &["-c", script]).await.unwrap()
 }
 
 fn state_of(pid: i32) -> Option<String> {
@@ -15,6 +15,7 @@ fn state_of(pid: i32) -> Option<String> {
 fn the_code_the_signal_and_both_outputs_are_reported() {
     ring::start(async {
         let exit = shell("echo out; echo err >&2; exit 3")
+            .await
             .wait()
             .await
             .unwrap();
@@ -22,10 +23,12 @@ fn the_code_the_signal_and_both_outputs_are_reported() {
         assert_eq!(exit.output, "out\nerr\n");
         assert!(!exit.success());
 
-        let exit = shell("kill -9 $$").wait().await.unwrap();
+        let exit = shell("kill -9 $$").await.wait().await.unwrap();
         assert_eq!((exit.code, exit.signal), (None, Some(9)));
 
-        let missing = Child::spawn::<&str>("no-such-program", &[]).unwrap_err();
+        let missing = Child::spawn::<&str>("no-such-program", &[])
+            .await
+            .unwrap_err();
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
     })
     .unwrap();
@@ -34,7 +37,7 @@ fn the_code_the_signal_and_both_outputs_are_reported() {
 #[test]
 fn a_child_sees_our_environment_no_more_than_our_descriptors() {
     ring::start(async {
-        let exit = shell("exec /usr/bin/env").wait().await.unwrap();
+        let exit = shell("exec /usr/bin/env").await.wait().await.unwrap();
         let mut lines: Vec<_> = exit
             .output
             .lines()
@@ -49,6 +52,7 @@ fn a_child_sees_our_environment_no_more_than_our_descriptors() {
         assert_eq!(lines, ["LC_ALL=C", &format!("PATH={}", exec::PATH)]);
 
         let exit = Child::spawn("ls", &["/proc/self/fd"])
+            .await
             .unwrap()
             .wait()
             .await
@@ -61,7 +65,7 @@ fn a_child_sees_our_environment_no_more_than_our_descriptors() {
 #[test]
 fn of_much_output_the_end_is_kept() {
     ring::start(async {
-        let exit = shell("seq 1 200000; echo last").wait().await.unwrap();
+        let exit = shell("seq 1 200000; echo last").await.wait().await.unwrap();
         assert!(exit.success());
         assert_eq!(exit.output.len(), KEPT);
         assert!(exit.output.ends_with("200000\nlast\n"));
@@ -72,7 +76,7 @@ fn of_much_output_the_end_is_kept() {
 #[test]
 fn a_grandchild_with_the_pipe_open_delays_nobody() {
     ring::start(async {
-        let mut exit = shell("sleep 1000 & echo $!").wait().await.unwrap();
+        let mut exit = shell("sleep 1000 & echo $!").await.wait().await.unwrap();
         let grandchild: i32 = exit.output.split_off(0).trim().parse().unwrap();
         assert!(state_of(grandchild).is_some(), "it outlived the child");
         rustix::process::kill_process(Pid::from_raw(grandchild).unwrap(), Signal::KILL).unwrap();
@@ -83,7 +87,7 @@ fn a_grandchild_with_the_pipe_open_delays_nobody() {
 #[test]
 fn a_child_whose_waiter_gave_up_is_reaped() {
     ring::start(async {
-        let child = shell("exec sleep 1000");
+        let child = shell("exec sleep 1000").await;
         let pid = child.pid();
         let waited = timer::timeout(Duration::ZERO, child.wait()).await;
         assert_eq!(waited.unwrap_err(), timer::Elapsed);
@@ -99,7 +103,9 @@ fn a_child_whose_waiter_gave_up_is_reaped() {
 fn a_child_that_cannot_be_kept_is_killed_and_reaped() {
     ring::start(async {
         let (_, sink) = rustix::pipe::pipe().unwrap();
-        let pid = launch("sleep", &["1000"], sink).unwrap();
+        let (pid, _parent) = launch("sleep".to_owned(), vec!["1000".into()], sink)
+            .await
+            .unwrap();
         give_up(pid);
         while state_of(pid.as_raw_nonzero().get()).is_some() {
             timer::sleep(Duration::from_millis(1)).await;
@@ -111,8 +117,9 @@ fn a_child_that_cannot_be_kept_is_killed_and_reaped() {
 #[test]
 fn many_children_at_once() {
     ring::start(async {
-        let children: Vec<_> = (0..40).map(|n| shell(&format!("exit {n}"))).collect();
-        for (n, child) in (0..).zip(children) {
+        let scripts: Vec<_> = (0..40).map(|n| format!("exit {n}")).collect();
+        let children = futures_util::future::join_all(scripts.iter().map(|script| shell(script)));
+        for (n, child) in (0..).zip(children.await) {
             assert_eq!(child.wait().await.unwrap().code, Some(n));
         }
     })
@@ -121,9 +128,10 @@ fn many_children_at_once() {
 
 #[test]
 fn it_dies_with_the_runtime_thread() {
-    let pid = std::thread::spawn(|| ring::start(async { shell("exec sleep 1000").pid() }).unwrap())
-        .join()
-        .unwrap();
+    let pid =
+        std::thread::spawn(|| ring::start(async { shell("exec sleep 1000").await.pid() }).unwrap())
+            .join()
+            .unwrap();
     ring::start(async {
         while !matches!(state_of(pid).as_deref(), None | Some("Z")) {
             timer::sleep(Duration::from_millis(1)).await;

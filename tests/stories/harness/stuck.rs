@@ -94,7 +94,7 @@ impl StuckFile {
             .open("/dev/fuse")
             .expect("/dev/fuse");
         let options = format!(
-            "fd={},rootmode=100644,user_id=0,group_id=0,allow_other",
+            "fd={},rootmode=100755,user_id=0,group_id=0,allow_other",
             device.as_raw_fd()
         );
         let options = std::ffi::CString::new(options).expect("no zero byte");
@@ -250,7 +250,7 @@ impl Server {
             .map(u64::to_le_bytes)
             .concat();
         // Three times' nanoseconds, mode, nlink, uid, gid, rdev, blksize, flags.
-        let small = [0_u32, 0, 0, 0o100_644, 1, 0, 0, 0, 4096, 0];
+        let small = [0_u32, 0, 0, 0o100_755, 1, 0, 0, 0, 4096, 0];
         attributes.extend(small.map(u32::to_le_bytes).concat());
         attributes
     }
