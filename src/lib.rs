@@ -8,6 +8,9 @@ pub mod capability;
 mod chain;
 mod digest;
 mod done;
+#[cfg(test)]
+#[path = "../tests/left_out.rs"]
+mod left_out;
 
 #[cfg(feature = "node")]
 pub mod admission;

@@ -24,6 +24,8 @@ pub mod rados;
 pub mod rbd;
 
 #[cfg(test)]
+use crate::left_out;
+#[cfg(test)]
 #[path = "../../tests/ceph/cluster.rs"]
 pub(crate) mod test_cluster;
 #[cfg(test)]

@@ -18,6 +18,8 @@ mod footprint;
 mod halfway;
 mod holder;
 mod leaks;
+#[path = "../../left_out.rs"]
+mod left_out;
 mod lives;
 mod nbd;
 mod node;
@@ -26,7 +28,7 @@ mod sandbox;
 mod stuck;
 mod volume;
 
-use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
+use std::{fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::{Agent, Machine};
 pub use ceph::TestCluster;
@@ -41,6 +43,7 @@ pub use footprint::Footprint;
 pub use halfway::{Halfway, LUKS_FORMAT, MKFS};
 pub use holder::Holder;
 pub use leaks::{files_below, mounts_below};
+pub use left_out::left_out;
 pub use lives::{grown_in_use, kill_amid, kill_within, killed_amid_each, killed_at_each_step};
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};
@@ -79,13 +82,6 @@ pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
     if let Err(panic) = outcome {
         resume_unwind(panic);
     }
-}
-
-/// Says that a story is not told because `what` is not here, which fails it where
-/// nothing may be left out: in the test kernel.
-pub fn left_out(what: &str) {
-    eprintln!("**** NOT TESTED: {what}");
-    assert!(env::var_os("TEST_ALL").is_none(), "{what}");
 }
 
 /// Waits until `check` gives something; panics with `what` if that takes absurdly long.

@@ -1,11 +1,12 @@
 //! On a kernel that has the driver.
 
-use std::{env, fs};
+use std::fs;
 
 use super::{
     super::client::tests::{NBDKIT, Running},
     *,
 };
+use crate::left_out::left_out;
 
 const OPTIONS: Options = Options {
     connections: 1,
@@ -27,7 +28,7 @@ impl Attached {
     /// One that is not in the list yet, and its connections.
     fn new() -> Option<(Self, Held)> {
         if !fs::exists("/sys/module/nbd").unwrap() {
-            assert!(env::var_os("TEST_ALL").is_none(), "nbd is not loaded");
+            left_out("the kernel module nbd is not loaded here");
             return None;
         }
         let server = Running::start(NBDKIT, 1 << 20);
