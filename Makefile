@@ -7,7 +7,7 @@ export BIN_DIR
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix lint audit bench clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,10 @@ export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL KERNELS
 # ONLY=faults and so on, as above; KERNELS="sid trixie": those of these Debian suites.
 test-matrix: setup ## Test on several kernels, with every file system: takes hours
 	@tests/kernel/matrix.sh
+
+# SUITE=bookworm or trixie: one of them.
+fresh: ## Run the README's commands where nothing is installed yet
+	@scripts/fresh.sh $(SUITE)
 
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	@scripts/setup.sh lint
