@@ -16,8 +16,8 @@ from pathlib import Path
 
 # Names of programs, but here they are other words.
 WORDS = {"file", "look", "node", "red", "time", "write"}
-# setup.sh installs the one where it needs it, and the other is busybox's.
-SEEN_TO = {"curl", "ip"}
+# setup.sh installs curl where it needs it, the README git, and ip is busybox's.
+SEEN_TO = {"curl", "git", "ip"}
 # Run where they are installed; otherwise it is said that they are not.
 OPTIONAL = {"kubectl", "kustomize", "mmdebstrap"}
 

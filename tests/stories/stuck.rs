@@ -304,7 +304,7 @@ fn a_program_that_cannot_be_read_holds_up_its_own_volume() {
         program.stop_data();
         let volume = sandbox.volume("v", "ext4");
         node.timeout.set(Duration::from_secs(3));
-        assert_explains(node.stage(&volume).await, "mkfs");
+        waits_in("mkfs", async || node.stage(&volume).await).await;
         node.timeout.set(Duration::from_secs(60));
         let other = sandbox.volume("other", "xfs");
         let target = node.up(&other, "pod").await;
