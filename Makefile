@@ -66,6 +66,7 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	else echo "deploy: not checked, neither kubectl nor kustomize is installed"; fi
 	@if command -v dpkg-query >/dev/null; then scripts/check_programs.py; \
 	else echo "programs: not checked, this is no Debian"; fi
+	scripts/check_promises.sh
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "dependencies: not checked, cargo-deny is not installed"; fi
 

@@ -302,7 +302,7 @@ fn another_volume_s_device_is_not_taken_for_one_s_own() {
         refused(
             node.stage(&other).await,
             FailedPrecondition,
-            &["attached", "for volume v"],
+            &["attached", &format!("for volume {}", volume.handle)],
         );
         node.unstage(&other).await.unwrap();
         super::is_there(&content, &volume, &target);

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Every test that the documents name exists: in docs/reliability.md and
+# docs/security.md a promise is followed by the tests that show it, as
+# `module::test_name`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+missing=0 named=0
+while IFS=: read -r document line test; do
+  name=${test##*::}
+  module=${test%::*}
+  named=$((named + 1))
+  # The file of the innermost module, wherever it lies.
+  if ! grep -rlE "fn $name\b" --include='*.rs' src tests | grep -qE "(^|/)${module##*::}(\.rs|/)"; then
+    echo "$document:$line: there is no test $test" >&2
+    missing=1
+  fi
+done < <(grep -noE '`[a-z_0-9]+(::[a-z_0-9]+)+`' docs/reliability.md docs/security.md | tr -d '`' |
+  sed -E 's/^([^:]*):([^:]*):/\1:\2:/')
+((named)) || { echo "no document names a test" >&2; missing=1; }
+exit "$missing"
