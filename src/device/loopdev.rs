@@ -246,6 +246,7 @@ pub fn find(id: FileId, image: &Path) -> io::Result<Vec<Attached>> {
     let found = configured(
         |backing| backing.file_name() == image.file_name(),
         |status| is_over(status, id),
+        |_| false,
     )?;
     Ok(found
         .into_iter()
@@ -318,18 +319,23 @@ fn release(
 }
 
 /// The configured loop devices whose backing path may be meant and whose status
-/// then pleases, in the order of sysfs. The others are not opened.
+/// then pleases, in the order of sysfs. The others are not opened, and one whose
+/// status cannot be read is passed over where `is_foreign` says so of the error.
 fn configured(
     may_be_meant: impl Fn(&Path) -> bool,
     pleases: impl Fn(&loopctl::Status) -> bool,
+    is_foreign: impl Fn(&io::Error) -> bool,
 ) -> io::Result<Vec<(LoopDevice, loopctl::Status)>> {
     let mut found = Vec::new();
     for number in sysfs::numbers("loop")? {
-        if backing_path(number).is_ok_and(|path| may_be_meant(&path))
-            && let Some((device, status)) = status_of(number)?
-            && pleases(&status)
-        {
-            found.push((device, status));
+        if !backing_path(number).is_ok_and(|path| may_be_meant(&path)) {
+            continue;
+        }
+        match status_of(number) {
+            Ok(Some((device, status))) if pleases(&status) => found.push((device, status)),
+            Ok(_) => {}
+            Err(error) if is_foreign(&error) => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(found)

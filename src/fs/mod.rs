@@ -94,6 +94,22 @@ impl fmt::Display for CommandLine {
     }
 }
 
+/// Whether mkfs or fsck refused a device before it wrote anything, for a reason that
+/// may pass: the device is in use, or, of mkfs.btrfs, which looks at all mounted loop
+/// devices, another one was detached meanwhile. Each of the programs says so in words
+/// of its own, in no exit code.
+#[cfg(feature = "node")]
+pub fn says_busy(output: &str) -> bool {
+    // mke2fs and e2fsck; mkfs.xfs and mkfs.btrfs, by strerror(3).
+    let said = [
+        "apparently in use by the system",
+        " is in use.",
+        "Device or resource busy",
+        "cannot check mount status of",
+    ];
+    said.iter().any(|words| output.contains(words))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -26,6 +26,7 @@ use crate::{
     fs::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
+        says_busy,
     },
     kernel::{block, busy::outwait, exec},
     ring::{
@@ -145,9 +146,16 @@ pub async fn look(
     }
 }
 
+/// How often mkfs or fsck may find the device busy that was not busy for us just
+/// before.
+const BUSY_TRIES: u32 = 10;
+
 /// Makes sure that a mountable file system is on the device: the one that is
 /// there, checked if its superblock says so, or a new one where the device is
 /// proven blank. From the look at it on, the device is held open.
+///
+/// Where mkfs or fsck finds the device busy, all of it begins anew: what kept the
+/// device open for a moment (see [`crate::kernel::busy`]) may have written to it.
 pub async fn prepare(
     node: &Node,
     volume: &Volume,
@@ -157,20 +165,25 @@ pub async fn prepare(
     progress: &Progress,
 ) -> Result<(Prepared, Guard), Error> {
     let (source, device) = (&record.source, &attached.device);
-    let (content, guard) = look(node, volume, source, device, progress).await?;
-    let preparing = Preparing {
-        node,
-        volume,
-        record,
-        attached,
-        guard: &guard,
-        progress,
-    };
-    match preparing.from(content, mkfs_options).await {
-        Ok(prepared) => Ok((prepared, guard)),
-        Err(error) => {
-            guard.close(node, volume, progress).await;
-            Err(error)
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let (content, guard) = look(node, volume, source, device, progress).await?;
+        let preparing = Preparing {
+            node,
+            volume,
+            record,
+            attached,
+            guard: &guard,
+            progress,
+        };
+        let error = match preparing.from(content, mkfs_options).await {
+            Ok(prepared) => return Ok((prepared, guard)),
+            Err(error) => error,
+        };
+        guard.close(node, volume, progress).await;
+        if !matches!(error, Error::Busy { .. }) || tries == BUSY_TRIES {
+            return Err(error);
         }
     }
 }
@@ -267,9 +280,18 @@ impl Preparing<'_> {
         .map_err(|error| volume.device(error))
     }
 
+    /// Runs mkfs or fsck, which refuse a device that is in use before they write.
     async fn run(self, command: &CommandLine, run: Run) -> Result<Exit, Error> {
         let source = &self.record.source;
-        run_child(self.node, self.volume, source, self.progress, command, run).await
+        let exit = run_child(self.node, self.volume, source, self.progress, command, run).await?;
+        if !exit.success() && says_busy(&exit.output) {
+            return Err(Error::Busy {
+                volume: self.volume.id.clone(),
+                device: self.attached.device.node.clone(),
+                holders: Vec::new(),
+            });
+        }
+        Ok(exit)
     }
 
     /// Makes a file system, with a durable note around it that it is ours.

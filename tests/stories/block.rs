@@ -10,8 +10,8 @@ use std::{
 use tonic::Code;
 
 use crate::harness::{
-    Content, MIB, Mode, Node, NodeSetup, Volume, all_loops, files_below, loops_over, refused, run,
-    run_err, story,
+    Content, MIB, Mode, Node, NodeSetup, StuckFile, Volume, all_loops, files_below, loops_over,
+    refused, run, run_err, story,
 };
 
 /// The device number behind a published path.
@@ -263,6 +263,30 @@ fn a_device_that_somebody_else_has_mounted_is_not_given_out() {
         node.stage(&volume).await.unwrap();
         drop(used);
         node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_loop_device_over_a_dead_file_server_keeps_no_raw_volume() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "block");
+        node.up(&volume, "pod").await;
+        // Of somebody else, at a path where locks are, too.
+        let map = (node.kubelet).join("plugins/kubernetes.io/csi/volumeDevices/map");
+        fs::create_dir_all(map.parent().unwrap()).unwrap();
+        let file = StuckFile::new(&map, 16 * MIB);
+        let device = run(&["losetup", "-f", "--show", map.to_str().unwrap()]);
+        file.end();
+        let answer = node.unpublish(&volume, "pod").await;
+        run(&["losetup", "-d", device.trim()]);
+        file.remove();
+        answer.expect("unpublished");
+        node.unstage(&volume).await.unwrap();
         node.assert_clean().await;
     });
 }

@@ -6,7 +6,7 @@ use std::{fs, os::unix::fs::FileExt as _, path::Path};
 use tonic::Code::{FailedPrecondition, InvalidArgument};
 
 use crate::harness::{
-    Content, MIB, Mode, Node, NodeSetup, loops_over, refused, run, run_err, sha256, story,
+    Content, MIB, Mode, Node, NodeSetup, StandIn, loops_over, refused, run, run_err, sha256, story,
 };
 
 /// A mount's options: its own and its superblock's.
@@ -374,6 +374,37 @@ fn foreign_content_is_never_formatted() {
             refused(node.stage(&volume).await, FailedPrecondition, &words);
             assert!(loops_over(&image).is_empty(), "{name}");
             assert_eq!(sha256(&image).unwrap(), before, "{name} was written to");
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_device_that_is_busy_for_a_moment_is_formatted_and_checked() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "xfs", "btrfs"] {
+            let mkfs = StandIn::busy_at_first(&format!("mkfs.{kind}"));
+            let volume = sandbox.volume(kind, kind);
+            node.up(&volume, "pod").await;
+            assert!(mkfs.reached.exists());
+            node.down(&volume, "pod").await;
+            drop(mkfs);
+            if kind != "ext4" {
+                continue;
+            }
+            let image = sandbox.image(&volume);
+            run(&[
+                "debugfs",
+                "-w",
+                "-R",
+                "ssv state 2",
+                image.to_str().unwrap(),
+            ]);
+            let fsck = StandIn::busy_at_first("e2fsck");
+            node.up(&volume, "pod").await;
+            assert!(fsck.reached.exists());
+            node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
     });

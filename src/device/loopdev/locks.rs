@@ -11,8 +11,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::io::Errno;
+
 use super::{
-    Detached, LoopDevice, LoopError, LoopOptions, attach, backing_path, configured, release,
+    Detached, LoopDevice, LoopError, LoopOptions, attach, backing_path, configured, is, release,
 };
 use crate::kernel::Dev;
 
@@ -67,6 +69,13 @@ pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<Lock>> {
     let found = configured(
         |backing| usual(backing) || known.iter().any(|path| path == backing),
         |status| status.rdevice == dev.to_raw(),
+        // The kernel asks the backing file's file system, and that of a device's node
+        // does not die.
+        |error| {
+            [Errno::NOTCONN, Errno::STALE, Errno::IO]
+                .iter()
+                .any(|errno| is(error, *errno))
+        },
     )?;
     Ok(found
         .into_iter()

@@ -20,20 +20,21 @@ pub const LUKS_FORMAT: (&str, &str) = (
     "[ \"$1\" = luksFormat ] || exit 0\ncryptsetup -q luksErase \"$device\"",
 );
 
-/// In place of a program, for as long as this is there: once it has run, `undo` takes
-/// back what it does at last, and it does not end.
-pub struct Halfway {
-    reached: PathBuf,
+/// In place of a program, for as long as this is there: a script.
+pub struct StandIn {
+    /// A file that the script makes when it has come to its point.
+    pub reached: PathBuf,
 }
 
-impl Halfway {
-    /// In a story's own mount namespace.
-    pub fn new((program, undo): (&str, &str)) -> Self {
+impl StandIn {
+    /// In a story's own mount namespace. `script` has the program's arguments, the
+    /// last of them as `$device`, and `$reached`.
+    pub fn new(program: &str, script: &str) -> Self {
         run(&["mount", "-t", "tmpfs", "none", FIRST]);
         let reached = PathBuf::from(FIRST).join("reached");
         let script = format!(
             "#!/bin/sh -e\nPATH=/usr/sbin:/usr/bin:/sbin:/bin\nfor device; do :; done\n\
-             {program} \"$@\"\n{undo}\n: > {}\nexec sleep 600\n",
+             reached={}\n{script}\n",
             reached.display()
         );
         let path = PathBuf::from(FIRST).join(program);
@@ -42,18 +43,43 @@ impl Halfway {
         Self { reached }
     }
 
-    /// Makes a call of a node whose agent is killed when the program stops.
-    pub async fn killed<T>(&self, node: &Node, call: impl AsyncFnOnce() -> T) {
-        tokio::join!(call(), async {
-            let reached = async || self.reached.exists().then_some(());
-            eventually("the program stops half-way", reached).await;
-            node.kill9().await;
-        });
+    /// The program as it is, but the first time while another program has the device
+    /// open exclusively.
+    pub fn busy_at_first(program: &str) -> Self {
+        const HOLD: &str = "import os, subprocess, sys\n\
+             held = os.open(sys.argv[1], os.O_RDONLY | os.O_EXCL)\n\
+             sys.exit(subprocess.call(sys.argv[2:]))";
+        let script = format!(
+            "[ -e \"$reached\" ] && exec {program} \"$@\"\n: > \"$reached\"\n\
+             exec python3 -c '{HOLD}' \"$device\" {program} \"$@\""
+        );
+        Self::new(program, &script)
     }
 }
 
-impl Drop for Halfway {
+impl Drop for StandIn {
     fn drop(&mut self) {
         let _ = run_err(&["umount", "-l", FIRST]);
+    }
+}
+
+/// In place of a program, for as long as this is there: once it has run, `undo` takes
+/// back what it does at last, and it does not end.
+pub struct Halfway(StandIn);
+
+impl Halfway {
+    /// In a story's own mount namespace.
+    pub fn new((program, undo): (&str, &str)) -> Self {
+        let script = format!("{program} \"$@\"\n{undo}\n: > \"$reached\"\nexec sleep 600");
+        Self(StandIn::new(program, &script))
+    }
+
+    /// Makes a call of a node whose agent is killed when the program stops.
+    pub async fn killed<T>(&self, node: &Node, call: impl AsyncFnOnce() -> T) {
+        tokio::join!(call(), async {
+            let reached = async || self.0.reached.exists().then_some(());
+            eventually("the program stops half-way", reached).await;
+            node.kill9().await;
+        });
     }
 }

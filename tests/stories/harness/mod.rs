@@ -40,7 +40,7 @@ pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
 pub use faults::{DeadOsd, DeadServer, Fault, HungFiles, HungPool, Moment, bytes_for};
 pub use footprint::Footprint;
-pub use halfway::{Halfway, LUKS_FORMAT, MKFS};
+pub use halfway::{Halfway, LUKS_FORMAT, MKFS, StandIn};
 pub use holder::Holder;
 pub use leaks::{files_below, mounts_below};
 pub use left_out::left_out;

@@ -151,6 +151,12 @@ impl StuckFile {
 }
 
 impl StuckFile {
+    /// Its server is gone for good: whatever is asked fails (umount2(2), MNT_FORCE).
+    pub fn end(&self) {
+        // It is busy, but the connection has ended.
+        let _ = unmount(&self.path, UnmountFlags::FORCE);
+    }
+
     /// Unmounts it.
     pub fn remove(self) {
         unmount(&self.path, UnmountFlags::empty()).expect("nobody uses the file");
