@@ -15,7 +15,7 @@ shift
 # Memory that is not touched costs nothing.
 memory=4G
 # For tests and all.
-longest=${LONGEST:-40m}
+longest=${LONGEST:-50m}
 
 # Kernel parameters end at a blank.
 case $here$dir$PWD in *[[:space:]]*)

@@ -57,12 +57,11 @@ fn kinds(moment: Moment) -> Vec<&'static str> {
     kinds
 }
 
-/// Whether a story is told here. Those that the machine's own kernel can tell are told
-/// there; of the others, for which the test kernel takes a minute each, `is_sample` are
-/// told in `make test`, and all in `make test-matrix`, which sets `EVERY_FS`.
-fn is_told(is_sample: bool) -> bool {
+/// Whether a story is told here. In the test kernel, where each takes minutes beside
+/// others, they are told in `make test-matrix` alone, which sets `EVERY_FS`.
+fn is_told() -> bool {
     let in_test_kernel = env::var_os("TEST_ALL").is_some();
-    let is_told = is_sample || !in_test_kernel || env::var_os("EVERY_FS").is_some();
+    let is_told = !in_test_kernel || env::var_os("EVERY_FS").is_some();
     if !is_told {
         println!("told in make test-matrix");
     }
@@ -312,7 +311,7 @@ fn hung_files(moment: Moment) {
 
 /// On a node that suffers something besides, for as long as what comes with it is there.
 fn hung_files_on<T>(moment: Moment, start: impl AsyncFn(&Sandbox) -> (Node, T) + Sync) {
-    if !is_told(false) || !StuckFile::possible() {
+    if !is_told() || !StuckFile::possible() {
         return;
     }
     for kind in kinds(moment) {
@@ -354,7 +353,7 @@ fn a_suspended_device_holds_up_its_own_volumes_at_the_unmount() {
 }
 
 fn hung_pool(moment: Moment, make: fn(&Sandbox, &str) -> HungPool) {
-    if !is_told(false) || !StuckFile::possible() {
+    if !is_told() || !StuckFile::possible() {
         return;
     }
     for kind in kinds(moment) {
@@ -398,7 +397,7 @@ fn a_dead_server_holds_up_its_own_volumes_at_growth() {
 }
 
 fn dead_server(moment: Moment) {
-    if !is_told(moment == Moment::Probe) || !kernel_has_nbd() {
+    if !is_told() || !kernel_has_nbd() {
         return;
     }
     for kind in kinds(moment) {
@@ -427,7 +426,7 @@ fn a_dead_osd_holds_up_its_own_volumes_at_the_unmount() {
 }
 
 fn dead_osd(moment: Moment) {
-    if !is_told(false) {
+    if !is_told() {
         return;
     }
     for kind in kinds(moment) {
