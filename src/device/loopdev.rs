@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 use super::sysfs;
 use crate::{
     crash_point,
-    kernel::{Dev, block, loopctl},
+    kernel::{Dev, block, busy::outwait, loopctl},
 };
 
 mod locks;
@@ -287,7 +287,12 @@ fn release(
     if !is_configured(device.number) {
         return Ok(Detached::Already);
     }
-    let file = match device.open(OFlags::RDONLY | OFlags::EXCL) {
+    // What was just unmounted may be kept for a moment by a child's copy of a descriptor.
+    let opened = outwait(
+        || device.open(OFlags::RDONLY | OFlags::EXCL),
+        |opened| opened.as_ref().is_err_and(|e| is(e, Errno::BUSY)),
+    );
+    let file = match opened {
         Ok(file) => file,
         Err(e) if is_gone(&e) => return Ok(Detached::Already),
         // It may be another's by now, and busy with that.
