@@ -1,8 +1,8 @@
 //! The gRPC face: requests in, parsed into types; errors out, as codes.
 //!
 //! Nothing below this module knows gRPC. [`serve`] owns the sockets, `run_dir` the
-//! directory that one agent has, [`validate`] the rules that every request has to keep, [`status`] the one
-//! table of which error becomes which code.
+//! directory that one agent has, [`validate`] the rules that every request has to
+//! keep, [`status`] the one table of which error becomes which code.
 
 #[cfg(feature = "node")]
 pub mod admin;

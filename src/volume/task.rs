@@ -3,10 +3,12 @@
 //! The first call that changes a volume becomes its task. An equal call that
 //! arrives meanwhile joins it and gets the same answer; a different one is told
 //! what is under way. Only what concerns a target alone runs beside it, as a task of
-//! its own ([`Call::may_begin_beside`]): a pod that ends waits for no fsck. A caller's deadline ends its waiting, never the work: the
-//! task goes on to its end, takes the late result, and starts nothing else
-//! before. So threads that are stuck in the kernel never outnumber stuck
-//! volumes, and no volume waits for another.
+//! its own ([`Call::may_begin_beside`]): a pod that ends waits for no fsck.
+//!
+//! A caller's deadline ends its waiting, never the work: the task goes on to its
+//! end, takes the late result, and starts nothing else before. So threads that are
+//! stuck in the kernel never outnumber stuck volumes, and no volume waits for
+//! another.
 
 use std::{
     cell::{Cell, RefCell},
