@@ -14,8 +14,10 @@ use crate::{
     rbd::{assert_nothing_staged, encrypted, kept, takeover::unstaged_by_ceph_csi},
 };
 
-/// SIGKILL to whoever serves the volume.
+/// SIGKILL to whoever serves the volume. Not while udevd looks at what was just
+/// written, whom nobody keeps off here: the daemon could not close the device then.
 fn kill_server(volume: &Volume) {
+    run(&["udevadm", "settle"]);
     let device = nbds(volume).pop().unwrap();
     let name = Path::new(&device).file_name().unwrap().to_str().unwrap();
     let pid = fs::read_to_string(format!("/sys/block/{name}/pid")).unwrap();
