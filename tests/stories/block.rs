@@ -284,7 +284,7 @@ fn a_loop_device_over_a_dead_file_server_keeps_no_raw_volume() {
         file.end();
         let answer = node.unpublish(&volume, "pod").await;
         run(&["losetup", "-d", device.trim()]);
-        file.remove();
+        file.remove().await;
         answer.expect("unpublished");
         node.unstage(&volume).await.unwrap();
         node.assert_clean().await;

@@ -53,7 +53,7 @@ async fn ends(node: &Node, stuck: Vec<(StuckFile, Volume)>) {
             .await;
         node.until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
-        file.remove();
+        file.remove().await;
     }
     node.assert_clean().await;
 }

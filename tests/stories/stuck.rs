@@ -25,7 +25,7 @@ fn stuck_story(body: impl AsyncFnOnce(&Sandbox, &Node, &StuckFile, &Volume) + Se
         let file = StuckFile::new(&image, 64 * MIB);
         let volume = Volume::filesystem("stuck", "ext4").over("main", "stuck.img");
         body(sandbox, &node, &file, &volume).await;
-        file.remove();
+        file.remove().await;
         node.assert_clean().await;
     });
 }
@@ -138,7 +138,7 @@ fn a_file_server_that_went_away_is_nobody_elses_trouble() {
             })
             .await;
         }
-        second.remove();
+        second.remove().await;
     });
 }
 
@@ -234,7 +234,7 @@ fn a_pool_that_hangs_keeps_no_volume_of_another_pool() {
         node.timeout.set(Duration::from_secs(20));
         node.unstage(&volume).await.expect("it is of another pool");
         claim.go_on();
-        claim.remove();
+        claim.remove().await;
         std::fs::remove_dir_all(dead.join(".uring-csi")).unwrap();
         node.assert_clean().await;
     });
@@ -285,7 +285,7 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
         node.until_ok("published", async || node.publish(&grouped, "two").await)
             .await;
         node.down(&volume, "two").await;
-        file.remove();
+        file.remove().await;
         node.assert_clean().await;
     });
 }

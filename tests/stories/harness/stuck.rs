@@ -19,7 +19,7 @@ use std::{
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
-use super::left_out;
+use super::{eventually, left_out};
 
 /// Bytes of one write request's data at most.
 const MAX_WRITE: u32 = 128 << 10;
@@ -157,9 +157,10 @@ impl StuckFile {
         let _ = unmount(&self.path, UnmountFlags::FORCE);
     }
 
-    /// Unmounts it.
-    pub fn remove(self) {
-        unmount(&self.path, UnmountFlags::empty()).expect("nobody uses the file");
+    /// Unmounts it, once udevd has closed a loop device over it.
+    pub async fn remove(self) {
+        let unmounted = async || unmount(&self.path, UnmountFlags::empty()).ok();
+        eventually("nobody uses the file", unmounted).await;
     }
 }
 
