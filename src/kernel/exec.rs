@@ -4,6 +4,11 @@
 //! holds its device until then: who opens that exclusively, before every probe
 //! and mkfs, does not race with it.
 //!
+//! Between fork and exec a child has copies of its parent's descriptors, and keeps
+//! open what the parent closes: a device that another volume is about to detach, a
+//! mount that is about to go. So the thread that forks has a table of descriptors of
+//! its own ([`own_descriptors`]), with nothing in it to copy.
+//!
 //! Where memory runs out the kernel ends such a child first, not the agent or a pod
 //! (proc_pid_oom_score_adj(5)). A daemon that serves a device begins likewise, and
 //! lasts; it has the score of whoever keeps it.
@@ -12,7 +17,9 @@ use std::{
     ffi::OsStr,
     io::{self, Write as _},
     os::unix::process::CommandExt as _,
+    panic::resume_unwind,
     process::{Command, Output, Stdio},
+    thread,
 };
 
 use crate::crash_point;
@@ -32,6 +39,9 @@ use std::ffi::CString;
 
 /// Where programs are looked for.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// Bytes of stack of a thread that begins a child.
+pub const STACK: usize = 256 << 10;
 
 /// include/uapi/linux/prctl.h
 #[cfg(feature = "holder")]
@@ -143,21 +153,8 @@ fn prepared<A: AsRef<OsStr>>(
         .process_group(0);
     let detach = move || {
         first()?;
-        // Ours are all CLOEXEC; what the agent inherited may not be.
-        // SAFETY: the call takes numbers only, and closes nothing before exec.
-        let closed = unsafe {
-            libc::syscall(
-                libc::SYS_close_range,
-                3,
-                libc::c_uint::MAX,
-                libc::CLOSE_RANGE_CLOEXEC,
-            )
-        };
-        if closed == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        // Ours are all CLOEXEC; what the process inherited may not be.
+        close_range(libc::CLOSE_RANGE_CLOEXEC)
     };
     // SAFETY: between fork and exec the closure makes a few system calls and
     // allocates nothing.
@@ -165,16 +162,62 @@ fn prepared<A: AsRef<OsStr>>(
     command
 }
 
+/// Gives the calling thread a table of descriptors of its own, in which there are the
+/// standard ones alone; the others are not even copied for a moment. For a new thread,
+/// which owns none yet: numbers of the process's descriptors mean nothing to it, nor
+/// its own to other threads. So it cannot wake the runtime, either.
+///
+/// The error is the kernel's, as where it has no memory.
+pub fn own_descriptors() -> io::Result<()> {
+    close_range(libc::CLOSE_RANGE_UNSHARE)
+}
+
+/// close_range(2) of all but the standard descriptors.
+fn close_range(flags: libc::c_uint) -> io::Result<()> {
+    // SAFETY: the call takes numbers only. With either flag it closes nothing of which
+    // this process has an owner: at exec, or in the caller's new table.
+    let done = unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, flags) };
+    if done == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
 /// Runs a program to its end, with `input` for it to read and `environment` beside
 /// what all have: for a lane, which it blocks. The input is less than a pipe holds
 /// (64 KiB, pipe(7)).
-pub fn run<A: AsRef<OsStr>>(
+pub fn run<A>(
     program: &str,
     args: &[A],
     environment: &[(&str, &str)],
     input: &[u8],
+) -> io::Result<Output>
+where
+    A: AsRef<OsStr> + Sync,
+{
+    let output = thread::scope(|scope| {
+        thread::Builder::new()
+            .name("child".to_owned())
+            .stack_size(STACK)
+            .spawn_scoped(scope, || {
+                own_descriptors()?;
+                run_here(command(program, args), environment, input)
+            })?
+            .join()
+            .unwrap_or_else(|panic| resume_unwind(panic))
+    });
+    crash_point();
+    output
+}
+
+/// As [`run`], on this thread.
+fn run_here(
+    mut command: Command,
+    environment: &[(&str, &str)],
+    input: &[u8],
 ) -> io::Result<Output> {
-    let mut child = command(program, args)
+    let mut child = command
         .envs(environment.iter().copied())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -185,7 +228,6 @@ pub fn run<A: AsRef<OsStr>>(
         .take()
         .map_or(Ok(()), |mut pipe| pipe.write_all(input));
     let output = child.wait_with_output()?;
-    crash_point();
     match written {
         // It ended without reading all; how it ended says why.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
@@ -209,6 +251,42 @@ mod tests {
         let nice = |said: &str| said.lines().nth(1).unwrap().parse::<i32>().unwrap();
         assert!(nice(&yields) >= 10.max(nice(&usual)), "{yields}");
         assert!(yields.contains("best-effort: prio 7"), "{yields}");
+    }
+
+    #[test]
+    fn a_child_that_has_not_begun_yet_keeps_nothing_open() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = |name: &str| {
+            let path = dir.path().join(name);
+            rustix::fs::mkfifoat(rustix::fs::CWD, &path, Mode::RUSR | Mode::WUSR).unwrap();
+            path
+        };
+        let (has_forked, may_begin) = (fifo("has-forked"), fifo("may-begin"));
+        // Waits for the other end.
+        let meet =
+            |path: &std::path::Path, flags| open(path, flags | OFlags::CLOEXEC, Mode::empty());
+        let (source, sink) = rustix::pipe::pipe().unwrap();
+        rustix::fs::fcntl_setfl(&source, OFlags::NONBLOCK).unwrap();
+        let (here, there) = (has_forked.clone(), may_begin.clone());
+        let begins = thread::spawn(move || {
+            own_descriptors().unwrap();
+            let mut child = command("true", &[""; 0]);
+            let waits = move || {
+                meet(&here, OFlags::WRONLY)?;
+                meet(&there, OFlags::RDONLY)?;
+                Ok(())
+            };
+            // SAFETY: between fork and exec the closure makes system calls; rustix
+            // copies paths as short as these to the stack.
+            unsafe { child.pre_exec(waits) };
+            child.status().unwrap()
+        });
+        drop(meet(&has_forked, OFlags::RDONLY).unwrap());
+        drop(sink);
+        let read = rustix::io::read(&source, &mut [0; 1]);
+        drop(meet(&may_begin, OFlags::WRONLY).unwrap());
+        assert!(begins.join().unwrap().success());
+        assert_eq!(read, Ok(0), "the child has the other end");
     }
 
     #[test]

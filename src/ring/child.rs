@@ -15,18 +15,20 @@ use std::{
     ffi::{OsStr, OsString},
     future::pending,
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd as _, OwnedFd},
     rc::Rc,
+    sync::mpsc,
     thread,
     time::Duration,
 };
 
 use rustix::{
     event::PollFlags,
-    fs::OFlags,
+    fs::{Mode, OFlags, open},
     io::Errno,
     pipe::{PipeFlags, pipe_with},
     process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, waitid},
+    thread::gettid,
 };
 use tokio::sync::oneshot;
 
@@ -41,9 +43,6 @@ const CHUNK: usize = 4096;
 
 /// What a pipe holds unless told otherwise (pipe(7)), bytes.
 const PIPE: usize = 65_536;
-
-/// Bytes of stack of the thread that begins a child.
-const STACK: usize = 256 << 10;
 
 /// How long to wait where the kernel had no memory or no descriptor to wait with.
 const RETRY: Duration = Duration::from_secs(1);
@@ -88,13 +87,14 @@ impl Child {
     ///
     /// The error is that of the exec, such as ENOENT.
     pub async fn spawn<A: AsRef<OsStr>>(program: &str, args: &[A]) -> io::Result<Self> {
-        let (source, sink) = pipe_with(PipeFlags::CLOEXEC)?;
-        rustix::fs::fcntl_setfl(&source, OFlags::NONBLOCK)?;
         let args = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
-        let (pid, parent) = launch(program.to_owned(), args, sink).await?;
+        let (Launched { pid, source }, parent) = launch(program.to_owned(), args).await?;
         crash_point();
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         // Not reaped yet, so the id is still this child's.
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| give_up(pid))?;
+        let (source, pidfd) = open(&source, flags, Mode::empty())
+            .and_then(|source| Ok((source, pidfd_open(pid, PidfdFlags::empty())?)))
+            .inspect_err(|_| give_up(pid))?;
         let (give, exit) = oneshot::channel();
         tokio::task::spawn_local(async move {
             // Nobody waits any more where this fails.
@@ -119,35 +119,65 @@ impl Child {
     }
 }
 
+/// A child that has begun.
+struct Launched {
+    pid: Pid,
+    /// The reading end of the pipe that it writes to, in procfs: the descriptor is in
+    /// the table of the thread that began it.
+    source: String,
+}
+
 /// Keeps the thread that a child was begun by, and which it dies with.
 type Parent = oneshot::Sender<Infallible>;
 
 /// Forks and execs on a thread of the child's own: to exec is to read the program
 /// from a disk, which may not answer. The thread lasts until its [`Parent`] is
 /// dropped. The pipe's writing end stays with the child alone.
-async fn launch(program: String, args: Vec<OsString>, sink: OwnedFd) -> io::Result<(Pid, Parent)> {
+async fn launch(program: String, args: Vec<OsString>) -> io::Result<(Launched, Parent)> {
     let (parent, child_ended) = oneshot::channel::<Infallible>();
-    let (begun, pid) = oneshot::channel::<io::Result<Pid>>();
-    let fork = move || {
-        let mut command = exec::background(&program, &args);
-        command.stdout(sink.try_clone()?).stderr(sink);
-        // std's handle is dropped: it neither kills nor reaps.
-        let id = command.spawn()?.id();
-        Ok(i32::try_from(id)
-            .ok()
-            .and_then(Pid::from_raw)
-            .expect("the kernel's process ids are positive"))
-    };
-    thread::Builder::new()
-        .name("child".to_owned())
-        .stack_size(STACK)
-        .spawn(move || {
-            if begun.send(fork()).is_ok() {
-                let _ = child_ended.blocking_recv();
-            }
-        })?;
-    let pid = pid.await.map_err(io::Error::other)??;
-    Ok((pid, parent))
+    let (begun, launched) = mpsc::channel();
+    on_thread(move || {
+        let (launched, _source) = match fork(&program, &args) {
+            Ok((pid, source)) => (Ok(Launched::new(pid, &source)), Some(source)),
+            Err(error) => (Err(error), None),
+        };
+        if begun.send(launched).is_ok() {
+            let _ = child_ended.blocking_recv();
+        }
+    })?;
+    // The runtime is woken through a descriptor, of which that thread knows nothing.
+    let (passed, launched_here) = oneshot::channel();
+    on_thread(move || drop(passed.send(launched.recv())))?;
+    let launched = launched_here.await.map_err(io::Error::other)?;
+    Ok((launched.map_err(io::Error::other)??, parent))
+}
+
+fn on_thread(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let thread = thread::Builder::new().name("child".to_owned());
+    thread.stack_size(exec::STACK).spawn(work).map(drop)
+}
+
+/// The child, and the reading end of its pipe, in the thread's own table.
+fn fork(program: &str, args: &[OsString]) -> io::Result<(Pid, OwnedFd)> {
+    exec::own_descriptors()?;
+    let (source, sink) = pipe_with(PipeFlags::CLOEXEC)?;
+    let mut command = exec::background(program, args);
+    command.stdout(sink.try_clone()?).stderr(sink);
+    // std's handle is dropped: it neither kills nor reaps.
+    let id = command.spawn()?.id();
+    let pid = i32::try_from(id).ok().and_then(Pid::from_raw);
+    Ok((pid.expect("the kernel's process ids are positive"), source))
+}
+
+impl Launched {
+    /// Of this thread.
+    fn new(pid: Pid, source: &OwnedFd) -> Self {
+        let (thread, number) = (gettid().as_raw_nonzero(), source.as_raw_fd());
+        Self {
+            pid,
+            source: format!("/proc/self/task/{thread}/fd/{number}"),
+        }
+    }
 }
 
 /// Kills and reaps a child that cannot be kept, as when no descriptor is left.

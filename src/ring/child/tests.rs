@@ -102,8 +102,7 @@ fn a_child_whose_waiter_gave_up_is_reaped() {
 #[test]
 fn a_child_that_cannot_be_kept_is_killed_and_reaped() {
     ring::start(async {
-        let (_, sink) = rustix::pipe::pipe().unwrap();
-        let (pid, _parent) = launch("sleep".to_owned(), vec!["1000".into()], sink)
+        let (Launched { pid, .. }, _parent) = launch("sleep".to_owned(), vec!["1000".into()])
             .await
             .unwrap();
         give_up(pid);
