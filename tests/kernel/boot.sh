@@ -2,7 +2,8 @@
 # boot.sh DIR COMMAND...: boots the kernel that fetch.sh put into DIR/uml, runs the
 # command in it as root, powers it off, and exits with the command's code; with 1
 # if the kernel ended before the command, and with 125 if it did not come up.
-# Output streams; what the kernel itself says goes to DIR/console.log.
+# Output streams; what the kernel itself says goes to DIR/NTH/console.log. NTH, 1 unless
+# set, tells kernels apart that run side by side.
 #
 # The command sees the machine's files at their own paths, so that what was built
 # outside just runs; whatever it writes is gone afterwards (init.sh). Whatever
@@ -10,6 +11,8 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 dir=$1
+nth=${NTH:-1}
+own=$dir/$nth
 shift
 
 # Memory that is not touched costs nothing.
@@ -24,46 +27,48 @@ case $here$dir$PWD in *[[:space:]]*)
   ;;
 esac
 
-exec {lock}>"$dir/lock"
+mkdir -p "$own/run"
+exec {lock}>"$own/lock"
 flock -n "$lock" || {
-  echo "boot: waiting for another run in $dir" >&2
+  echo "boot: waiting for another run in $own" >&2
   flock "$lock"
 }
 
 # The kernel has one CPU, and is a process with many others, which take turns: from
 # one of the machine's CPUs to another, where that is a virtual machine, a turn takes
 # ten times as long.
-cpu=$(
+mapfile -t cpus < <(
   for range in $(sed -n 's/^Cpus_allowed_list:\s*//p' /proc/self/status | tr , ' '); do
     seq "${range%-*}" "${range#*-}"
-  done | shuf -n 1
+  done
 )
+cpu=${cpus[nth % ${#cpus[@]}]}
 
-rm -rf "$dir/share"
-mkdir -p "$dir/share" "$dir/run"
+rm -rf "$own/share"
+mkdir -p "$own/share"
 {
   printf 'cd %q\nexport PATH=%q\n' "$PWD" "$PATH"
   for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP EVERY_FS PROPTEST_CASES; do
     [[ ! -v $name ]] || printf 'export %s=%q\n' "$name" "${!name}"
   done
   printf '%q ' "$@"
-} >"$dir/share/job"
+} >"$own/share/job"
 
 # Runs in namespaces of its own: the kernel keeps its memory in a file, for which
 # a tmpfs is there that nobody else sees and no limit of /dev/shm applies to.
 # shellcheck disable=SC2317 # called by name
 boot() {
-  mount -t tmpfs -o "size=$memory" memory "$dir/run"
-  TMPDIR=$dir/run exec timeout --foreground -s KILL "$longest" \
-    "$dir/uml/linux" umid=test uml_dir="$dir/run/" mem="$memory" seccomp=on panic=-1 \
+  mount -t tmpfs -o "size=$memory" memory "$own/run"
+  TMPDIR=$own/run exec timeout --foreground -s KILL "$longest" \
+    "$dir/uml/linux" umid=test uml_dir="$own/run/" mem="$memory" seccomp=on panic=-1 \
     root=/dev/root rootfstype=hostfs rootflags=/ ro quiet \
     init="$here/init.sh" checkout="$PWD" target="${dir%/*}" \
-    modules="$dir/uml/modules" share="$dir/share" \
+    modules="$dir/uml/modules" share="$own/share" \
     con=null con0=null,fd:4 ssl=null ssl0=null,fd:3 \
-    3>&1 4>"$dir/console.log" >&4 2>&4
+    3>&1 4>"$own/console.log" >&4 2>&4
 }
 export -f boot
-export here dir memory longest
+export here dir own memory longest
 
 # Killed, it takes along the process namespace and with it the kernel.
 taskset --cpu-list "$cpu" setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
@@ -73,8 +78,8 @@ trap 'kill -KILL "$kernel" 2>/dev/null || true' EXIT
 trap 'exit 130' INT TERM
 
 wait "$kernel" || true
-if [[ -s $dir/share/status ]]; then exit "$(<"$dir/share/status")"; fi
+if [[ -s $own/share/status ]]; then exit "$(<"$own/share/status")"; fi
 echo "boot: the test kernel ended by itself, or ran for $longest; it said at last:" >&2
-tail -n 20 "$dir/console.log" >&2
-if [[ -e $dir/share/began ]]; then exit 1; fi
+tail -n 20 "$own/console.log" >&2
+if [[ -e $own/share/began ]]; then exit 1; fi
 exit 125

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# suite.sh ONLY LIBRARY_TESTS STORIES: runs tests in the test kernel, or on a
-# machine whose own kernel has what they need. ONLY names a backend, a module or a
+# suite.sh ONLY LIBRARY_TESTS STORIES PART PARTS: runs tests in the test kernel, or on
+# a machine whose own kernel has what they need. ONLY names a backend, a module or a
 # story; without it they are those that another kernel may be another matter to:
 # every story, also what is ignored elsewhere, and of the library's tests those
-# that attach, mount or call the kernel.
+# that attach, mount or call the kernel. Of these it takes every PARTS-th, from the
+# PART-th on.
 #
 # Of the ring's tests not those of its runtime: they ask for the thread's own
 # time, for which rustix wants a vDSO with getcpu, and User-Mode Linux has none.
 set -euo pipefail
-only=$1 library=$2 stories=$3
+only=$1 library=$2 stories=$3 part=$4 parts=$5
 
 # A test that lacks something here fails.
 export TEST_ALL=1
@@ -73,7 +74,7 @@ without_cluster() {
 }
 
 # Runs those of a binary's tests that match: `tests BINARY PATTERN [NOT]`.
-ran=0 failed=0
+matched=0 ran=0 failed=0
 tests() {
   local listed names
   listed=$(list "$1")
@@ -83,6 +84,8 @@ tests() {
     echo "$1 has no test to run here" >&2
     exit 1
   fi
+  matched=$((matched + ${#names[@]}))
+  mapfile -t names < <(printf '%s\n' "${names[@]}" | awk "NR % $parts == $part % $parts")
   ran=$((ran + ${#names[@]}))
   while ((${#names[@]})); do
     printf '%s\n' "${names[@]:0:together}" |
@@ -94,7 +97,7 @@ tests() {
 tests "$library" "$of_library" "$(list "$library" --ignored)"
 tests "$stories" "$of_stories"
 
-if ((!ran)); then
+if ((!matched)); then
   echo "no test is called '$only'" >&2
   exit 1
 fi
