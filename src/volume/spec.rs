@@ -244,6 +244,11 @@ impl Call {
         }
     }
 
+    /// Whether it takes less than a millisecond where no disk hangs.
+    pub fn is_brief(&self) -> bool {
+        matches!(self, Self::Publish(_) | Self::Unpublish(_))
+    }
+
     /// Whether an equal call brings other secrets.
     pub fn differs(&self, other: &Self) -> bool {
         match (self, other) {
