@@ -6,9 +6,9 @@
 //! check and the change leads elsewhere. What is there is a [`Look`]; where it is
 //! a mount, [`Mounted`] says of what.
 //!
-//! Everything here blocks. [`attach`], [`unmount`] and [`ownership`] can hang on
-//! a device that stopped answering and belong on a volume's lane; the rest
-//! can't.
+//! Everything here blocks, and belongs on a volume's lane. [`attach`], [`unmount`] and
+//! [`ownership`] can hang on the volume's device; the rest on the disk that the
+//! directories are on, which a path leads through.
 
 pub mod attach;
 pub mod bind;

@@ -51,8 +51,7 @@ pub fn unmount(at: &Place) -> Result<Done, UnmountError> {
     )
 }
 
-/// [`unmount`] in one try, for where nothing may wait.
-pub fn unmount_once(at: &Place) -> Result<Done, UnmountError> {
+fn unmount_once(at: &Place) -> Result<Done, UnmountError> {
     let failed = |source| UnmountError::Io {
         path: at.path().to_owned(),
         source,

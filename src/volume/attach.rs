@@ -48,7 +48,7 @@ pub async fn attach_source(
             })
             .await
             .map_err(|error| volume.device(error))?;
-        already(volume, "create", done);
+        already(&volume.id, "create", done);
     }
     let place = node
         .admit(volume, progress, &node.config.gates.attach, &spec.source)
@@ -72,7 +72,7 @@ pub async fn attach_source(
         })
         .await
         .map_err(|error| volume.device(error))?;
-    already(volume, "attach", done);
+    already(&volume.id, "attach", done);
     Ok(attached)
 }
 
@@ -85,7 +85,7 @@ pub fn purpose_of(spec: &Stage) -> Purpose {
 }
 
 /// The device that the volume had, or that is mounted where it is staged: an
-/// agent may have died before it noted so.
+/// agent may have died before it noted so. On the volume's lane.
 pub fn known_device(place: &Place, noted: Option<&Device>) -> Option<PathBuf> {
     let mounted = || {
         let opened = place.open().ok()?;
@@ -109,5 +109,16 @@ impl Node {
                     .is_some_and(|record| record.source.is_same(source))
         });
         other.map(|other| other.id.clone())
+    }
+
+    /// What each other volume of this node has.
+    pub fn sources_of_others(&self, volume: &Volume) -> Vec<(String, Source)> {
+        let volumes = self.volumes.borrow();
+        let others = volumes.values().filter(|other| other.id != volume.id);
+        let source = |other: &Rc<Volume>| {
+            let held = other.held.borrow();
+            Some((other.id.clone(), held.as_ref()?.record.source.clone()))
+        };
+        others.filter_map(source).collect()
     }
 }

@@ -112,6 +112,6 @@ pub async fn give_back(
         })
         .await
         .map_err(|error| volume.device(error))?;
-    already(volume, "give the claim back", done);
+    already(&volume.id, "give the claim back", done);
     Ok(Outcome::Done)
 }

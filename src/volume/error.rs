@@ -265,6 +265,38 @@ pub enum Error {
 }
 
 impl Error {
+    /// The kernel refused what was tried for the volume.
+    pub fn io<W: Into<String>>(volume: &str, what: W) -> impl FnOnce(io::Error) -> Self + use<W> {
+        let volume = volume.to_owned();
+        let what = what.into();
+        move |source| Self::Io {
+            volume,
+            what,
+            source,
+        }
+    }
+
+    /// The volume is not in the state that the call needs.
+    pub fn precondition(volume: &str, what: impl Into<String>) -> Self {
+        Self::Precondition {
+            volume: volume.to_owned(),
+            what: what.into(),
+        }
+    }
+
+    /// The volume's device failed, or somebody uses it.
+    pub fn device(volume: &str, source: DeviceError) -> Self {
+        let volume = volume.to_owned();
+        match source {
+            DeviceError::Busy { device, holders } => Self::Busy {
+                volume,
+                device,
+                holders,
+            },
+            source => Self::Device { volume, source },
+        }
+    }
+
     /// Whether it was the secrets that were refused: others may do.
     pub fn is_authentication(&self) -> bool {
         matches!(self, Self::Device { source, .. } if source.is_authentication())

@@ -30,8 +30,12 @@ pub async fn expand(
     // Nothing is mounted where a raw block volume is staged.
     let staged_there = record.usage == Use::Block
         && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path);
-    let (roots, of, path) = (node.roots.clone(), record.clone(), spec.volume_path.clone());
-    let looks = move || stats::usage(&roots, &of, &path).is_ok();
+    let (places, of, path) = (
+        node.places.clone(),
+        record.clone(),
+        spec.volume_path.clone(),
+    );
+    let looks = move || stats::usage(&places, &of, &path).is_ok();
     if !staged_there && !node.lane(volume, progress, "look", looks).await {
         return Err(not_there(format!(
             "it is not at {}",
@@ -77,17 +81,17 @@ pub async fn expand(
         });
     }
     if let Use::Mount { .. } = record.usage {
-        let place = node.staging(&record.mount_point())?;
+        let mount_point = record.mount_point();
         // Another driver may have mounted what it knows, and nobody here.
         let fs = record.fs.ok_or_else(|| {
-            let at = place.path().display();
+            let at = mount_point.display();
             volume.precondition(format!(
                 "what is mounted at {at} is no file system that grows"
             ))
         })?;
         // An encryption layer takes some of the source's size.
         let clear = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
-        let grown = mounted::grow(node, volume, &place, fs, clear, progress).await?;
+        let grown = mounted::grow(node, volume, &mount_point, fs, clear, progress).await?;
         tracing::info!(
             volume_id = volume.id,
             before = grown.before,

@@ -1,7 +1,7 @@
 //! Making a file system by an operator's explicit request, on a device that is
 //! not proven blank. The only place that destroys data.
 
-use std::{path::PathBuf, rc::Rc};
+use std::{path::PathBuf, rc::Rc, sync::Arc};
 
 use super::{
     Error, Node, Outcome,
@@ -35,8 +35,11 @@ pub async fn format(
         // Left by a killed agent, in this very call.
         unstage::tear_down(node, volume, &record, progress).await?;
     }
+    let (backends, source) = (Arc::clone(&node.backends), spec.source.clone());
+    // By a file of the operator's, on a disk.
+    let settle = move || backends.settled(&source);
     let attach = Stage {
-        source: spec.source.clone(),
+        source: node.lane(volume, progress, "look", settle).await,
         staging_path: PathBuf::new(),
         usage: Use::Block,
         read_only: false,

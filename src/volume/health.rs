@@ -155,7 +155,7 @@ impl Node {
     ) {
         let mount_point = record.mount_point();
         let path = mount_point.display();
-        let looked = (self.staging(&mount_point).ok()).and_then(|place| {
+        let looked = (self.places.staging(&mount_point).ok()).and_then(|place| {
             let look = place.look().ok()?;
             Some((place, look))
         });

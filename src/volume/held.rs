@@ -1,14 +1,21 @@
 //! What this node holds: changes to it, and the listing for operators.
 
-use std::{collections::BTreeMap, path::PathBuf, rc::Rc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    rc::Rc,
+    time::Duration,
+};
 
 use super::{
     Error, Node,
+    places::{Places, absent_is_none},
+    publish::appears_at,
     record::{Held, Record, Target},
     spec::Use,
-    task::{UnderWay, Volume},
+    task::{Progress, UnderWay, Volume},
 };
-use crate::{device::Device, fs::FsType, observe::metrics};
+use crate::{device::Device, fs::FsType, mount::Look, observe::metrics};
 
 /// One volume, as `uringctl volumes` shows it.
 #[derive(Clone, Debug)]
@@ -109,5 +116,96 @@ impl Node {
             .map_err(volume.io("remove the volume's record"))?;
         volume.hold(None);
         Ok(())
+    }
+}
+
+/// Where a volume was published at a moment, for its lane to look at.
+#[derive(Debug, Default)]
+pub struct Targets {
+    paths: Vec<PathBuf>,
+    /// How often it had been published by then.
+    published: u64,
+    /// What was found not to be there any more.
+    gone: Vec<PathBuf>,
+}
+
+impl Targets {
+    /// The same without this one.
+    #[must_use]
+    pub fn but(mut self, target: &Path) -> Self {
+        self.paths.retain(|path| path != target);
+        self
+    }
+
+    /// One at which the volume still appears. Blocks.
+    pub fn live(&mut self, places: &Places, record: &Record) -> Option<PathBuf> {
+        let device = record.device.as_ref()?;
+        let appears = |path: &PathBuf| match places.target(path) {
+            Ok(place) => match place.look() {
+                Ok(Look::Mount(mounted)) => appears_at(record, device, &mounted),
+                Ok(_) => false,
+                // What cannot be seen is not proven gone.
+                Err(_) => true,
+            },
+            Err(error) => !matches!(absent_is_none(Err(error)), Ok(None)),
+        };
+        let (live, gone) = self.paths.drain(..).partition(appears);
+        self.paths = live;
+        self.gone.extend::<Vec<_>>(gone);
+        self.paths.first().cloned()
+    }
+}
+
+impl Volume {
+    /// Where it is published.
+    pub fn targets(&self) -> Targets {
+        let held = self.held.borrow();
+        Targets {
+            paths: (held.iter())
+                .flat_map(|held| held.targets.keys().cloned())
+                .collect(),
+            published: self.published.get(),
+            gone: Vec::new(),
+        }
+    }
+
+    /// Forgets targets that somebody else has unmounted. Where the volume was published
+    /// while they were looked at, they may be there again: they are looked at another
+    /// time.
+    pub fn forget_gone(&self, targets: &Targets) {
+        if targets.published == self.published.get() {
+            targets.gone.iter().for_each(|path| self.drop_target(path));
+        }
+    }
+
+    /// It is published there.
+    pub fn set_target(&self, path: &Path, target: Target) {
+        self.published.update(|times| times + 1);
+        if let Some(held) = self.held.borrow_mut().as_mut() {
+            held.targets.insert(path.to_owned(), target);
+        }
+    }
+
+    /// It is not published there any more.
+    pub fn drop_target(&self, path: &Path) {
+        if let Some(held) = self.held.borrow_mut().as_mut() {
+            held.targets.remove(path);
+        }
+    }
+}
+
+impl Node {
+    /// A target at which the volume still appears.
+    pub async fn live_target(&self, volume: &Volume, progress: &Progress) -> Option<PathBuf> {
+        let record = volume.record()?;
+        let mut targets = volume.targets();
+        if targets.paths.is_empty() {
+            return None;
+        }
+        let places = self.places.clone();
+        let look = move || (targets.live(&places, &record), targets);
+        let (live, targets) = self.lane(volume, progress, "look", look).await;
+        volume.forget_gone(&targets);
+        live
     }
 }

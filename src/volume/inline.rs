@@ -23,11 +23,13 @@ pub async fn publish(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     // What is wrong with the target is found before anything is made for it.
-    let _ = node.target(&spec.publish.target_path)?;
+    let (places, target) = (node.places.clone(), spec.publish.target_path.clone());
+    let look = move || places.target(&target).map(drop);
+    node.lane(volume, progress, "look", look).await?;
     stage::stage(node, volume, &spec.stage, progress).await?;
     let published = publish::publish(node, volume, &spec.publish, progress).await;
     if let (Err(_), Some(record)) = (&published, volume.record())
-        && node.live_target(volume).is_none()
+        && node.live_target(volume, progress).await.is_none()
     {
         // After a final error nobody asks for an unpublish.
         unstage::tear_down(node, volume, &record, progress).await?;

@@ -11,16 +11,15 @@ use std::{
 };
 
 use super::{
-    Error, Node, STAGING, already,
+    Error, Node, already,
+    places::{Places, absent_is_none, at_staging},
     record::Record,
     spec::Stage,
-    stage::at_staging,
     task::{Progress, Volume},
-    unstage::absent_is_none,
 };
 use crate::{
     device::{NOTE, Source},
-    mount::path::{Place, Roots},
+    mount::path::Place,
 };
 
 /// Where a volume of this source is mounted that is staged at the path.
@@ -38,23 +37,23 @@ pub fn is_one_name(id: &str) -> bool {
 }
 
 /// Where the volume is to be mounted. Kubelet makes the staging directory, other
-/// callers may leave that to us.
-pub fn make_place(node: &Node, volume: &Volume, spec: &Stage) -> Result<Place, Error> {
+/// callers may leave that to us. On the volume's lane.
+pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<Place, Error> {
     if spec.source.is_staged_below() {
-        if !is_one_name(&volume.id) {
+        if !is_one_name(volume_id) {
             return Err(Error::Invalid {
                 field: "volume_id",
                 why: "is no name for a directory, which a volume of this backend needs".to_owned(),
             });
         }
-        let above = node.staging(&spec.staging_path)?;
+        let above = places.staging(&spec.staging_path)?;
         already(
-            volume,
+            volume_id,
             "make the staging directory",
             above.make_dir(0o750).map_err(at_staging)?,
         );
     }
-    node.staging(&mount_point(&spec.source, &spec.staging_path, &volume.id))
+    places.staging(&mount_point(&spec.source, &spec.staging_path, volume_id))
 }
 
 /// Leaves word of the volume for whichever driver unstages it.
@@ -71,18 +70,17 @@ pub async fn write_note(
     else {
         return Ok(());
     };
-    let place = node.staging(&record.staging_path.join(file.name))?;
-    node.lane(volume, progress, "write-note", move || {
-        place.replace(&file.text)
-    })
-    .await
-    .map_err(at_staging)
+    let (places, path) = (node.places.clone(), record.staging_path.join(file.name));
+    let write = move || {
+        let place = places.staging(&path)?;
+        place.replace(&file.text).map_err(at_staging)
+    };
+    node.lane(volume, progress, "write-note", write).await
 }
 
-/// The note that is at the staging path, whoever left it.
-pub fn read_note(roots: &Roots, staging_path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    let place = super::place(roots, STAGING, &staging_path.join(NOTE));
-    let Some(place) = absent_is_none(place)? else {
+/// The note that is at the staging path, whoever left it. On the volume's lane.
+pub fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    let Some(place) = absent_is_none(places.staging(&staging_path.join(NOTE)))? else {
         return Ok(None);
     };
     place.read().map_err(at_staging)
@@ -90,16 +88,26 @@ pub fn read_note(roots: &Roots, staging_path: &Path) -> Result<Option<Vec<u8>>, 
 
 /// Removes what was made below the staging path: what the volume was mounted on,
 /// and the note of it.
-pub fn clear(node: &Node, volume: &Volume, record: &Record) -> Result<(), Error> {
-    if let Some(place) = absent_is_none(node.staging(&record.mount_point()))? {
-        let removed = place.remove().map_err(at_staging)?;
-        already(volume, "remove the mount point", removed);
-    }
-    if let Some(name) = record.source.note_name()
-        && let Some(place) = absent_is_none(node.staging(&record.staging_path.join(name)))?
-    {
-        let removed = place.unlink().map_err(at_staging)?;
-        already(volume, "remove the note", removed);
-    }
-    Ok(())
+pub async fn clear(
+    node: &Node,
+    volume: &Volume,
+    record: &Record,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let (places, record) = (node.places.clone(), record.clone());
+    let clear = move || {
+        let id = &record.volume_id;
+        if let Some(place) = absent_is_none(places.staging(&record.mount_point()))? {
+            let removed = place.remove().map_err(at_staging)?;
+            already(id, "remove the mount point", removed);
+        }
+        if let Some(name) = record.source.note_name()
+            && let Some(place) = absent_is_none(places.staging(&record.staging_path.join(name)))?
+        {
+            let removed = place.unlink().map_err(at_staging)?;
+            already(id, "remove the note", removed);
+        }
+        Ok(())
+    };
+    node.lane(volume, progress, "clear", clear).await
 }

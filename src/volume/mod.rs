@@ -19,7 +19,7 @@ use std::{
     fmt,
     future::Future,
     io,
-    path::{Path, PathBuf},
+    path::PathBuf,
     pin::Pin,
     rc::Rc,
     sync::Arc,
@@ -34,7 +34,7 @@ use crate::{
     admission::{Asked, Gate, Gates, Place as Admission},
     device::{Backends, DeviceError, Source, nbd, ready::Uevents},
     lane::Lanes,
-    mount::path::{Place, Roots},
+    mount::path::Roots,
     ring::{self, probe::Prober, timer},
 };
 
@@ -49,6 +49,7 @@ mod held;
 mod inline;
 mod layout;
 mod mounted;
+mod places;
 mod prepare;
 mod publish;
 mod reconcile;
@@ -69,9 +70,10 @@ pub use stats::{Space, Usage};
 pub use task::{Answer, Outcome};
 pub use watch::Watch;
 
+use places::Places;
 use reconcile::Untaken;
 use record::Records;
-use spec::{Call, Format, Stage};
+use spec::Call;
 use task::{Progress, Volume};
 
 /// What an operator decides about a node.
@@ -102,7 +104,7 @@ pub struct Node {
     /// What the operator decided.
     pub config: Config,
     backends: Arc<Backends>,
-    roots: Roots,
+    places: Places,
     records: Records,
     lanes: Lanes,
     prober: Prober,
@@ -133,7 +135,7 @@ impl Node {
         let node = Rc::new(Self {
             config,
             backends: Arc::new(backends),
-            roots,
+            places: Places::new(roots),
             records,
             lanes,
             prober: Prober::start()?,
@@ -157,7 +159,7 @@ impl Node {
         call: Call,
         deadline: Duration,
     ) -> Answer {
-        let call = call.with_paths(|path| self.roots.spelled(path));
+        let call = call.with_paths(|path| self.places.spelled(path));
         let begun = Instant::now();
         self.taken_up(&volume_id, deadline).await?;
         let left = deadline.saturating_sub(begun.elapsed());
@@ -240,21 +242,6 @@ impl Node {
         let name = format!("inline-{}", crate::digest::hex(volume_id));
         Ok((source, self.config.staging_dir.join(name)))
     }
-
-    /// Where a volume is staged.
-    fn staging(&self, path: &Path) -> Result<Place, Error> {
-        place(&self.roots, STAGING, path)
-    }
-
-    /// Where a volume is published.
-    fn target(&self, path: &Path) -> Result<Place, Error> {
-        place(&self.roots, TARGET, path)
-    }
-}
-
-fn place(roots: &Roots, field: &'static str, path: &Path) -> Result<Place, Error> {
-    let place = roots.place(&path.to_string_lossy());
-    place.map_err(|source| Error::Path { field, source })
 }
 
 /// How often places are looked at that somebody may be stuck in.
@@ -267,11 +254,6 @@ async fn expire(gates: Gates) {
     }
 }
 
-/// The request's field of a staging path.
-const STAGING: &str = "staging_target_path";
-/// The request's field of a target path.
-const TARGET: &str = "target_path";
-
 /// Runs one call to its end; a volume has one at a time.
 async fn run(
     node: &Rc<Node>,
@@ -280,57 +262,29 @@ async fn run(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     match call {
-        Call::Stage(spec) => {
-            let spec = Stage {
-                source: node.backends.settled(&spec.source),
-                ..spec.clone()
-            };
-            stage::stage(node, volume, &spec, progress).await
-        }
+        Call::Stage(spec) => stage::stage(node, volume, spec, progress).await,
         Call::Unstage(path) => unstage::unstage(node, volume, path, progress).await,
         Call::GiveBack(source) => claims::give_back(node, volume, source, progress).await,
         Call::Publish(spec) => publish::publish(node, volume, spec, progress).await,
         Call::Inline(spec) => inline::publish(node, volume, spec, progress).await,
         Call::Unpublish(path) => unpublish::unpublish(node, volume, path, progress).await,
         Call::Expand(spec) => expand::expand(node, volume, spec, progress).await,
-        Call::Format(spec) => {
-            let spec = Format {
-                source: node.backends.settled(&spec.source),
-                ..spec.clone()
-            };
-            format::format(node, volume, &spec, progress).await
-        }
+        Call::Format(spec) => format::format(node, volume, spec, progress).await,
     }
 }
 
+/// The errors of a volume on the runtime thread; on its lane is its handle alone.
 impl Volume {
     fn io<W: Into<String>>(&self, what: W) -> impl FnOnce(io::Error) -> Error + use<W> {
-        let volume = self.id.clone();
-        let what = what.into();
-        move |source| Error::Io {
-            volume,
-            what,
-            source,
-        }
+        Error::io(&self.id, what)
     }
 
     fn device(&self, source: DeviceError) -> Error {
-        let volume = self.id.clone();
-        match source {
-            DeviceError::Busy { device, holders } => Error::Busy {
-                volume,
-                device,
-                holders,
-            },
-            source => Error::Device { volume, source },
-        }
+        Error::device(&self.id, source)
     }
 
     fn precondition(&self, what: impl Into<String>) -> Error {
-        Error::Precondition {
-            volume: self.id.clone(),
-            what: what.into(),
-        }
+        Error::precondition(&self.id, what)
     }
 }
 
@@ -376,8 +330,8 @@ impl Heart {
 }
 
 /// Where nothing was left to do, say so at debug level: repeats are normal.
-fn already(volume: &Volume, what: &str, done: Done) {
+fn already(volume_id: &str, what: &str, done: Done) {
     if done == Done::Already {
-        tracing::debug!(volume_id = volume.id, what, "was done already");
+        tracing::debug!(volume_id, what, "was done already");
     }
 }

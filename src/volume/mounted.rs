@@ -16,13 +16,14 @@ use crate::{
 };
 
 /// The file system of this device, where that is what is mounted at the place,
-/// and the `st_dev` of its files: for a mount that no record tells of.
+/// and the `st_dev` of its files: for a mount that no record tells of. On the volume's
+/// lane.
 pub fn fs_of(
-    volume: &Volume,
+    volume_id: &str,
     place: &Place,
     device: &Device,
 ) -> Result<Option<(FsType, Dev)>, Error> {
-    let failed = || volume.io(format!("look at {}", place.path().display()));
+    let failed = || Error::io(volume_id, format!("look at {}", place.path().display()));
     let Look::Mount(mounted) = place.look().map_err(failed())? else {
         return Ok(None);
     };
@@ -34,58 +35,39 @@ pub fn fs_of(
     Ok(fs.map(|fs| (fs, mounted.dev)))
 }
 
-/// Grows the file system that is mounted at the place to its device's size.
+/// Grows the file system that is mounted at the path to its device's size.
 pub async fn grow(
     node: &Rc<Node>,
     volume: &Volume,
-    place: &Place,
+    mount_point: &Path,
     fs: FsType,
     size: u64,
     progress: &Progress,
 ) -> Result<grow::Grown, Error> {
-    let place = place.clone();
-    let opening = volume.io(format!("open {}", place.path().display()));
-    let grown = node
-        .lane(volume, progress, "grow", move || {
-            let root = place.open().map_err(Err)?;
-            grow::grow(fs, root.as_fd(), size).map_err(Ok)
-        })
-        .await;
-    match grown {
-        Ok(grown) => Ok(grown),
-        Err(Ok(source)) => Err(Error::Grow {
-            volume: volume.id.clone(),
-            source,
-        }),
-        Err(Err(error)) => Err(opening(error)),
-    }
+    let (places, path, id) = (
+        node.places.clone(),
+        mount_point.to_owned(),
+        volume.id.clone(),
+    );
+    let grow = move || {
+        let place = places.staging(&path)?;
+        let failed = Error::io(&id, format!("open {}", place.path().display()));
+        let root = place.open().map_err(failed)?;
+        let grown = grow::grow(fs, root.as_fd(), size);
+        grown.map_err(|source| Error::Grow { volume: id, source })
+    };
+    node.lane(volume, progress, "grow", grow).await
 }
 
-/// Gives the volume to a group, as kubelet would.
-pub async fn own(
-    node: &Rc<Node>,
-    volume: &Volume,
-    place: &Place,
-    group: FsGroup,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let place = place.clone();
-    let opening = volume.io(format!("open {}", place.path().display()));
-    let owned = node
-        .lane(volume, progress, "chgrp", move || match place.open() {
-            Ok(root) => group.apply(root.as_fd()).map_err(Ok),
-            Err(error) => Err(Err(error)),
-        })
-        .await;
-    match owned {
-        Ok(done) => {
-            already(volume, "chgrp", done);
-            Ok(())
-        }
-        Err(Ok(source)) => Err(Error::Ownership {
-            volume: volume.id.clone(),
-            source,
-        }),
-        Err(Err(error)) => Err(opening(error)),
-    }
+/// Gives the volume to a group, as kubelet would. On the volume's lane.
+pub fn own(volume_id: &str, place: &Place, group: FsGroup) -> Result<(), Error> {
+    let failed = Error::io(volume_id, format!("open {}", place.path().display()));
+    let root = place.open().map_err(failed)?;
+    let owned = group.apply(root.as_fd());
+    let done = owned.map_err(|source| Error::Ownership {
+        volume: volume_id.to_owned(),
+        source,
+    })?;
+    already(volume_id, "chgrp", done);
+    Ok(())
 }

@@ -1,13 +1,11 @@
 //! Publish: a staged volume appears at a target path.
 //!
-//! Of a mounted volume this never touches the device, so it runs to its end on
-//! the runtime thread, without a wake-up. No record is written: the mount at
-//! the target is the record.
+//! What the call asks for is compared with the volume's record on the runtime thread;
+//! all else is one job on the volume's lane ([`Publishing`]). Of a mounted volume it
+//! never touches the device, but the directories that it walks are on a disk, too. No
+//! record is written: the mount at the target is the record.
 
-use std::{
-    path::{Path, PathBuf},
-    rc::Rc,
-};
+use std::rc::Rc;
 
 use rustix::{
     fd::{AsFd as _, OwnedFd},
@@ -15,23 +13,20 @@ use rustix::{
 };
 
 use super::{
-    Error, Node, Outcome, TARGET, already, mounted,
+    Error, Node, Outcome, already,
+    held::Targets,
+    mounted,
+    places::{Places, at_target},
     record::{Phase, Record, Target},
     spec::{Publish, Use},
     task::{Progress, Volume},
-    unstage::absent_is_none,
 };
 use crate::{
     Done,
     capability::Mode as AccessMode,
     device::{self, Device, sysfs},
     kernel::Dev,
-    mount::{
-        Look, Mounted, bind,
-        options::MountOptions,
-        path::{PathError, Place},
-        table,
-    },
+    mount::{Look, Mounted, bind, options::MountOptions, path::Place, table},
 };
 
 /// `NodePublishVolume` of a staged volume.
@@ -53,120 +48,229 @@ pub async fn publish(
             spec.staging_path.display()
         )));
     }
-    let device = volume.device_of(&record)?;
-    let options = publish_options(volume, &record, spec)?;
     let read_only = spec.read_only || record.read_only;
-    let target = Target { read_only };
-    let place = node.target(&spec.target_path)?;
-    match place
-        .look()
-        .map_err(volume.io(format!("look at {}", place.path().display())))?
-    {
-        Look::Mount(mounted) if appears_at(&record, &device, &mounted) => {
-            let is_read_only = mounted.read_only
-                && (record.read_only || is_bound_read_only(node, volume, &record, &place)?);
-            if is_read_only != read_only {
+    let job = Publishing {
+        device: volume.device_of(&record)?,
+        options: publish_options(volume, &record, spec)?,
+        record,
+        spec: spec.clone(),
+        read_only,
+        locks: node.config.block_lock,
+        places: node.places.clone(),
+        targets: volume.targets(),
+        progress: progress.clone(),
+    };
+    let published = node.lane(volume, progress, "publish", move || job.run());
+    let Published {
+        appears,
+        targets,
+        result,
+    } = published.await;
+    volume.forget_gone(&targets);
+    if appears {
+        volume.set_target(&spec.target_path, Target { read_only });
+    }
+    result.map(|()| Outcome::Done)
+}
+
+/// What a publish needs on the volume's lane.
+struct Publishing {
+    record: Record,
+    device: Device,
+    spec: Publish,
+    /// What of the capability's options applies to the target.
+    options: MountOptions,
+    read_only: bool,
+    /// Whether device nodes get a descriptor lock.
+    locks: bool,
+    places: Places,
+    /// Where it is published already.
+    targets: Targets,
+    progress: Progress,
+}
+
+/// What became of it.
+struct Published {
+    /// The volume is published at the target.
+    appears: bool,
+    targets: Targets,
+    result: Result<(), Error>,
+}
+
+impl Publishing {
+    fn run(mut self) -> Published {
+        let found = self.find_or_bind();
+        let (appears, result) = match found {
+            Ok(Done::Already) => (true, self.lock()),
+            Ok(Done::Now) => {
+                let locked = self.lock();
+                (locked.is_ok(), locked)
+            }
+            Err(error) => (false, Err(error)),
+        };
+        Published {
+            appears,
+            targets: self.targets,
+            result,
+        }
+    }
+
+    fn find_or_bind(&mut self) -> Result<Done, Error> {
+        let place = self.places.target(&self.spec.target_path)?;
+        let path = place.path().display();
+        match place.look().map_err(self.io(format!("look at {path}")))? {
+            Look::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
+                self.refuse_other_access(&place, &mounted)?;
+                already(&self.record.volume_id, "publish", Done::Already);
+                return Ok(Done::Already);
+            }
+            Look::Mount(_) => {
                 return Err(Error::Incompatible {
-                    volume: volume.id.clone(),
-                    have: format!(
-                        "published {} at {}",
-                        access(is_read_only),
-                        place.path().display()
-                    ),
-                    want: access(read_only).to_owned(),
+                    volume: self.record.volume_id.clone(),
+                    have: format!("staged, but something else is mounted at {path}"),
+                    want: "this volume there".to_owned(),
                 });
             }
-            volume.set_target(&spec.target_path, target);
-            already(volume, "publish", Done::Already);
-            lock(node, volume, &record, &device, &place, progress).await?;
-            return Ok(Outcome::Done);
+            _ => {}
         }
-        Look::Mount(_) => {
-            return Err(Error::Incompatible {
-                volume: volume.id.clone(),
-                have: format!(
-                    "staged, but something else is mounted at {}",
-                    place.path().display()
-                ),
-                want: "this volume there".to_owned(),
-            });
+        let single = |mode| mode == AccessMode::SingleNodeSingleWriter;
+        if (single(self.spec.mode) || single(self.record.mode))
+            && let Some(other) = self.targets.live(&self.places, &self.record)
+        {
+            return Err(self.precondition(format!(
+                "its access mode allows one target, and it is published at {}",
+                other.display()
+            )));
         }
-        _ => {}
-    }
-    let single = |mode| mode == AccessMode::SingleNodeSingleWriter;
-    if (single(spec.mode) || single(record.mode))
-        && let Some(other) = node.live_target(volume)
-    {
-        return Err(volume.precondition(format!(
-            "its access mode allows one target, and it is published at {}",
-            other.display()
-        )));
-    }
-    match record.usage {
-        Use::Mount { .. } => {
-            let staging = node.staging(&record.mount_point())?;
-            refuse_shut_down(volume, &staging)?;
-            if let Some(group) = spec.group.filter(|_| !read_only) {
-                mounted::own(node, volume, &staging, group, progress).await?;
+        match self.record.usage {
+            Use::Mount { .. } => self.bind_mount(&place)?,
+            Use::Block => {
+                if !self.record.source.is_still(&self.device) {
+                    return Err(self.precondition(format!(
+                        "{} is not its device any more; unstage it and stage it again",
+                        self.device.node.display()
+                    )));
+                }
+                self.set_writable()?;
+                let (id, device) = (&self.record.volume_id, &self.device);
+                bind_node(id, device, &place, self.read_only, &self.progress)?;
             }
-            let pin = pin(volume, &record, &device, &staging)?.ok_or_else(|| {
-                volume.precondition(format!(
-                    "its mount at {} is gone; stage it again",
-                    staging.path().display()
-                ))
-            })?;
-            let made = place.make_dir(0o750).map_err(at_target)?;
-            if made == Done::Already {
-                place.refuse_content().map_err(at_target)?;
-            }
-            progress
-                .step("bind", async {
-                    bind_at(volume, &pin, &place, &options, read_only, made)
-                })
-                .await?;
         }
-        Use::Block => {
-            if !record.source.is_still(&device) {
-                return Err(volume.precondition(format!(
-                    "{} is not its device any more; unstage it and stage it again",
-                    device.node.display()
-                )));
-            }
-            set_writable(node, volume, &device, read_only, progress).await?;
-            bind_node(volume, &device, &place, read_only, progress).await?;
-            lock(node, volume, &record, &device, &place, progress).await?;
-        }
+        Ok(Done::Now)
     }
-    volume.set_target(&spec.target_path, target);
-    Ok(Outcome::Done)
-}
 
-pub fn at_target(source: PathError) -> Error {
-    Error::Path {
-        field: TARGET,
-        source,
+    /// A target that is there is as it was asked for, or in the way.
+    fn refuse_other_access(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+        let is_read_only =
+            mounted.read_only && (self.record.read_only || self.is_bound_read_only(place)?);
+        if is_read_only == self.read_only {
+            return Ok(());
+        }
+        Err(Error::Incompatible {
+            volume: self.record.volume_id.clone(),
+            have: format!(
+                "published {} at {}",
+                access(is_read_only),
+                place.path().display()
+            ),
+            want: access(self.read_only).to_owned(),
+        })
     }
-}
 
-/// Whether a target that cannot be written was published so: a file system becomes
-/// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
-fn is_bound_read_only(
-    node: &Node,
-    volume: &Volume,
-    record: &Record,
-    target: &Place,
-) -> Result<bool, Error> {
-    let staged = node
-        .staging(&record.mount_point())
-        .map(|place| place.look());
-    if record.usage == Use::Block || matches!(staged, Ok(Ok(Look::Mount(it))) if !it.read_only) {
-        return Ok(true);
+    /// Whether a target that cannot be written was published so: a file system becomes
+    /// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
+    fn is_bound_read_only(&self, target: &Place) -> Result<bool, Error> {
+        let staged = self.places.staging(&self.record.mount_point());
+        let staged = staged.map(|place| place.look());
+        if self.record.usage == Use::Block
+            || matches!(staged, Ok(Ok(Look::Mount(it))) if !it.read_only)
+        {
+            return Ok(true);
+        }
+        let entry = target
+            .open()
+            .and_then(|target| table::covering(target.as_fd()));
+        let failed = self.io(format!("look at {}", target.path().display()));
+        Ok(entry.map_err(failed)?.own_read_only)
     }
-    let entry = target
-        .open()
-        .and_then(|target| table::covering(target.as_fd()));
-    let failed = volume.io(format!("look at {}", target.path().display()));
-    Ok(entry.map_err(failed)?.own_read_only)
+
+    fn bind_mount(&self, place: &Place) -> Result<(), Error> {
+        let id = &self.record.volume_id;
+        let staging = self.places.staging(&self.record.mount_point())?;
+        refuse_shut_down(id, &staging)?;
+        if let Some(group) = self.spec.group.filter(|_| !self.read_only) {
+            let own = || mounted::own(id, &staging, group);
+            self.progress.step_on_lane("chgrp", own)?;
+        }
+        let mount = self.staged(&staging)?.ok_or_else(|| {
+            self.precondition(format!(
+                "its mount at {} is gone; stage it again",
+                staging.path().display()
+            ))
+        })?;
+        let made = place.make_dir(0o750).map_err(at_target)?;
+        if made == Done::Already {
+            place.refuse_content().map_err(at_target)?;
+        }
+        self.progress.step_on_lane("bind", || {
+            bind_at(id, &mount, place, &self.options, self.read_only, made)
+        })
+    }
+
+    /// The staging mount; `None` when the volume is not what is mounted there.
+    fn staged(&self, staging: &Place) -> Result<Option<OwnedFd>, Error> {
+        let failed = || self.io(format!("open {}", staging.path().display()));
+        let opened = staging.open().map_err(failed())?;
+        let look = Look::at(opened.as_fd()).map_err(failed())?;
+        Ok(match look {
+            Look::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
+                Some(opened)
+            }
+            _ => None,
+        })
+    }
+
+    /// A read-only bind of a device node does not stop a writer who opens it: the
+    /// device itself has to refuse. It does so for all targets or for none.
+    fn set_writable(&mut self) -> Result<(), Error> {
+        let device = &self.device;
+        if device.read_only
+            || sysfs::is_read_only(device.dev).map_err(self.io("read the device's state"))?
+                == self.read_only
+        {
+            return Ok(());
+        }
+        if let Some(other) = self.targets.live(&self.places, &self.record) {
+            return Err(self.precondition(format!(
+                "it is published {} at {}, and a raw block device is read-only for all its targets or for none",
+                access(!self.read_only),
+                other.display()
+            )));
+        }
+        let set = || device::set_read_only(&self.device, self.read_only);
+        let set = self.progress.step_on_lane("set-ro", set);
+        set.map_err(|error| Error::device(&self.record.volume_id, error))
+    }
+
+    /// Takes the descriptor lock over a published device node, where told to.
+    fn lock(&self) -> Result<(), Error> {
+        if !self.locks || self.record.usage != Use::Block {
+            return Ok(());
+        }
+        let lock = || device::lock::lock(self.device.dev, &self.spec.target_path);
+        let done = self.progress.step_on_lane("lock", lock);
+        let id = &self.record.volume_id;
+        already(id, "lock", done.map_err(|error| Error::device(id, error))?);
+        Ok(())
+    }
+
+    fn io<W: Into<String>>(&self, what: W) -> impl FnOnce(std::io::Error) -> Error + use<W> {
+        Error::io(&self.record.volume_id, what)
+    }
+
+    fn precondition(&self, what: String) -> Error {
+        Error::precondition(&self.record.volume_id, what)
+    }
 }
 
 fn access(read_only: bool) -> &'static str {
@@ -218,12 +322,15 @@ pub const RESTAGE: &str = "the kernel log says why; once no pod of this node use
                            unstaged, and the next one finds it mounted anew";
 
 /// A file system that has shut down is of no use to a pod more.
-pub fn refuse_shut_down(volume: &Volume, staging: &Place) -> Result<(), Error> {
+pub fn refuse_shut_down(volume_id: &str, staging: &Place) -> Result<(), Error> {
     match staging.look() {
-        Ok(Look::Mount(mounted)) if mounted.shut_down => Err(volume.precondition(format!(
-            "its file system at {} has shut down: {RESTAGE}",
-            staging.path().display()
-        ))),
+        Ok(Look::Mount(mounted)) if mounted.shut_down => Err(Error::precondition(
+            volume_id,
+            format!(
+                "its file system at {} has shut down: {RESTAGE}",
+                staging.path().display()
+            ),
+        )),
         _ => Ok(()),
     }
 }
@@ -236,26 +343,9 @@ pub fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
     }
 }
 
-/// A descriptor of the staging mount, which keeps its superblock alive; `None`
-/// when the volume is not what is mounted there.
-pub fn pin(
-    volume: &Volume,
-    record: &Record,
-    device: &Device,
-    staging: &Place,
-) -> Result<Option<OwnedFd>, Error> {
-    let failed = || volume.io(format!("open {}", staging.path().display()));
-    let pin = staging.open().map_err(failed())?;
-    let look = Look::at(pin.as_fd()).map_err(failed())?;
-    Ok(match look {
-        Look::Mount(mounted) if appears_at(record, device, &mounted) => Some(pin),
-        _ => None,
-    })
-}
-
 /// Binds; what was made for it goes again where that fails.
 fn bind_at(
-    volume: &Volume,
+    volume_id: &str,
     source: &OwnedFd,
     place: &Place,
     options: &MountOptions,
@@ -265,7 +355,7 @@ fn bind_at(
     let bound = bind::bind(source.as_fd(), place, options, read_only);
     match bound {
         Ok(mounted) => {
-            tracing::debug!(volume_id = volume.id, ?mounted, "published");
+            tracing::debug!(volume_id, ?mounted, "published");
             Ok(())
         }
         Err(source) => {
@@ -273,22 +363,22 @@ fn bind_at(
                 let _ = place.remove().map_err(at_target)?;
             }
             Err(Error::Bind {
-                volume: volume.id.clone(),
+                volume: volume_id.to_owned(),
                 source,
             })
         }
     }
 }
 
-/// Binds the device's node to a file.
-pub async fn bind_node(
-    volume: &Volume,
+/// Binds the device's node to a file. On the volume's lane.
+pub fn bind_node(
+    volume_id: &str,
     device: &Device,
     place: &Place,
     read_only: bool,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let failed = || volume.io(format!("open {}", device.node.display()));
+    let failed = || Error::io(volume_id, format!("open {}", device.node.display()));
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let source = rustix::fs::open(&device.node, flags, Mode::empty())
         .map_err(|errno| failed()(errno.into()))?;
@@ -304,99 +394,8 @@ pub async fn bind_node(
     if made == Done::Already {
         place.refuse_content().map_err(at_target)?;
     }
-    progress
-        .step("bind", async {
-            bind_at(
-                volume,
-                &source,
-                place,
-                &MountOptions::default(),
-                read_only,
-                made,
-            )
-        })
-        .await?;
-    Ok(())
-}
-
-/// Takes the descriptor lock over a published device node, where told to.
-async fn lock(
-    node: &Rc<Node>,
-    volume: &Volume,
-    record: &Record,
-    device: &Device,
-    place: &Place,
-    progress: &Progress,
-) -> Result<(), Error> {
-    if !node.config.block_lock || record.usage != Use::Block {
-        return Ok(());
-    }
-    let (dev, target) = (device.dev, place.path().to_owned());
-    let done = node
-        .lane(volume, progress, "lock", move || {
-            device::lock::lock(dev, &target)
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
-    already(volume, "lock", done);
-    Ok(())
-}
-
-/// A read-only bind of a device node does not stop a writer who opens it: the
-/// device itself has to refuse. It does so for all targets or for none.
-async fn set_writable(
-    node: &Rc<Node>,
-    volume: &Volume,
-    device: &Device,
-    read_only: bool,
-    progress: &Progress,
-) -> Result<(), Error> {
-    if device.read_only
-        || sysfs::is_read_only(device.dev).map_err(volume.io("read the device's state"))?
-            == read_only
-    {
-        return Ok(());
-    }
-    if let Some(other) = node.live_target(volume) {
-        return Err(volume.precondition(format!(
-            "it is published {} at {}, and a raw block device is read-only for all its targets or for none",
-            access(!read_only),
-            other.display()
-        )));
-    }
-    let on = device.clone();
-    node.lane(volume, progress, "set-ro", move || {
-        device::set_read_only(&on, read_only)
+    let options = MountOptions::default();
+    progress.step_on_lane("bind", || {
+        bind_at(volume_id, &source, place, &options, read_only, made)
     })
-    .await
-    .map_err(|error| volume.device(error))
-}
-
-impl Volume {
-    fn set_target(&self, path: &Path, target: Target) {
-        if let Some(held) = self.held.borrow_mut().as_mut() {
-            held.targets.insert(path.to_owned(), target);
-        }
-    }
-}
-
-impl Node {
-    /// A target at which the volume still appears. Targets that somebody else
-    /// has unmounted are forgotten on the way.
-    pub fn live_target(&self, volume: &Volume) -> Option<PathBuf> {
-        let mut held = volume.held.borrow_mut();
-        let held = held.as_mut()?;
-        let record = &held.record;
-        let device = record.device.as_ref()?;
-        held.targets.retain(|path, _| match self.target(path) {
-            Ok(place) => match place.look() {
-                Ok(Look::Mount(mounted)) => appears_at(record, device, &mounted),
-                Ok(_) => false,
-                // What cannot be seen is not proven gone.
-                Err(_) => true,
-            },
-            Err(error) => !matches!(absent_is_none(Err(error)), Ok(None)),
-        });
-        held.targets.keys().next().cloned()
-    }
 }

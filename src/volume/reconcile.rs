@@ -20,22 +20,21 @@ use futures_util::{StreamExt as _, stream};
 use tokio::sync::Notify;
 
 use super::{
-    Error, Node, STAGING, TARGET, claims, layout,
+    Error, Node, claims, layout,
+    places::{Places, absent_is_none},
     record::{Held, Phase, Record, Records, Target},
     spec::{Call, Use},
     task::{Progress, Volume},
-    unstage::absent_is_none,
 };
 use crate::{
     capability::Mode,
     chain,
-    device::{Backends, Device, sysfs},
+    device::{Backends, Device, DeviceError, Source, sysfs},
     hold_point,
     kernel::Dev,
     mount::{
         Look, Mounted,
         options::MountOptions,
-        path::Roots,
         table::{self, Entry},
     },
     ring,
@@ -86,10 +85,10 @@ impl Node {
     pub async fn take_up(self: Rc<Self>) -> io::Result<()> {
         release_stale_claims(&self);
         let (backends, records) = (Arc::clone(&self.backends), self.records.clone());
-        let roots = self.roots.clone();
+        let places = self.places.clone();
         let read = self.lanes.run("", "take-up", move || {
             hold_point("take-up", "records");
-            Left::read(&backends, &records, &roots)
+            Left::read(&backends, &records, &places)
         });
         let left = read.await?;
         for (record, targets) in left.volumes {
@@ -129,7 +128,7 @@ struct Left {
 
 impl Left {
     /// Reads the records and the mount table.
-    fn read(backends: &Backends, records: &Records, roots: &Roots) -> io::Result<Self> {
+    fn read(backends: &Backends, records: &Records, places: &Places) -> io::Result<Self> {
         let boot_id = backends.boot_id();
         let records = records.load(boot_id)?;
         let mounts = table::list()?;
@@ -157,10 +156,7 @@ impl Left {
             }
             if let Some(target) = &record.inline
                 && targets.is_empty()
-                && matches!(
-                    absent_is_none(super::place(roots, TARGET, target)),
-                    Ok(None)
-                )
+                && matches!(absent_is_none(places.target(target)), Ok(None))
             {
                 left.orphans
                     .push((record.volume_id.clone(), target.clone()));
@@ -177,7 +173,7 @@ impl Left {
         left.others = mounts
             .iter()
             .filter(|entry| !known.contains(&entry.dev))
-            .filter_map(|entry| unknown(entry, roots))
+            .filter_map(|entry| unknown(entry, places))
             .filter(|(id, _)| !ids.contains(&id[..]))
             .collect();
         Ok(left)
@@ -186,12 +182,12 @@ impl Left {
 
 /// Which volume is mounted here and where it is staged, if another driver has staged
 /// it: below the staging path, under its handle.
-fn unknown(entry: &Entry, roots: &Roots) -> Option<(String, PathBuf)> {
+fn unknown(entry: &Entry, places: &Places) -> Option<(String, PathBuf)> {
     let is_device = Path::new(&entry.source).starts_with("/dev") || entry.fs_type == "devtmpfs";
     let id = entry.mount_point.file_name()?.to_str()?;
     let staging_path = entry.mount_point.parent()?;
     // The directory may be on a disk that does not answer: it is opened later.
-    let is_allowed = roots.has(staging_path);
+    let is_allowed = places.has(staging_path);
     (is_device && is_allowed).then(|| (id.to_owned(), staging_path.to_owned()))
 }
 
@@ -231,12 +227,11 @@ impl<'a> Index<'a> {
 /// nothing again that it knows to be staged.
 async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
     let one = |(id, staging_path): (String, PathBuf)| async move {
-        let roots = node.roots.clone();
-        let at = staging_path.clone();
+        let (places, at) = (node.places.clone(), staging_path.clone());
         let is_noted = node.lanes.run(&id, "find", move || {
-            let is_dir = super::place(&roots, STAGING, &at)
-                .is_ok_and(|place| matches!(place.look(), Ok(Look::Dir)));
-            is_dir && matches!(layout::read_note(&roots, &at), Ok(Some(_)))
+            let place = places.staging(&at);
+            let is_dir = place.is_ok_and(|place| matches!(place.look(), Ok(Look::Dir)));
+            is_dir && matches!(layout::read_note(&places, &at), Ok(Some(_)))
         });
         if is_noted.await && node.known(&id).is_none() {
             let volume = node.volume(&id);
@@ -326,17 +321,17 @@ fn is_kubelets(path: &Path, directory: &str) -> bool {
 
 /// What is mounted where the volume would be staged, and where that is.
 fn mounted_at(
-    node: &Node,
-    volume: &Volume,
+    places: &Places,
+    volume_id: &str,
     staging_path: &Path,
 ) -> Result<Option<(PathBuf, Mounted)>, Error> {
-    let below = layout::is_one_name(&volume.id).then(|| staging_path.join(&volume.id));
+    let below = layout::is_one_name(volume_id).then(|| staging_path.join(volume_id));
     for path in [Some(staging_path.to_owned()), below].into_iter().flatten() {
-        let Some(place) = absent_is_none(node.staging(&path))? else {
+        let Some(place) = absent_is_none(places.staging(&path))? else {
             continue;
         };
         let look = place.look();
-        let look = look.map_err(volume.io(format!("look at {}", path.display())))?;
+        let look = look.map_err(Error::io(volume_id, format!("look at {}", path.display())))?;
         if let Look::Mount(mounted) = look {
             return Ok(Some((path, mounted)));
         }
@@ -352,62 +347,68 @@ pub async fn rebuild(
     staging_path: &Path,
     progress: &Progress,
 ) -> Result<Option<Record>, Error> {
-    let (path, mounted) = match mounted_at(node, volume, staging_path)? {
+    let (places, backends) = (node.places.clone(), Arc::clone(&node.backends));
+    let (id, path) = (volume.id.clone(), staging_path.to_owned());
+    let find = move || find(&places, &backends, &id, &path);
+    let Some(held) = node.lane(volume, progress, "find", find).await? else {
+        return Ok(None);
+    };
+    let record = held.record.clone();
+    if let Some(other) = node.other_user(volume, &record.source) {
+        return Err(volume.precondition(format!(
+            "what is staged at {} is volume {other}",
+            staging_path.display()
+        )));
+    }
+    tracing::warn!(volume_id = volume.id, source = %record.source, "found without a record, taken up");
+    volume.hold(Some(held));
+    Ok(Some(record))
+}
+
+/// What there is of a volume without a record. On the volume's lane.
+fn find(
+    places: &Places,
+    backends: &Backends,
+    volume_id: &str,
+    staging_path: &Path,
+) -> Result<Option<Held>, Error> {
+    let io = |what| Error::io(volume_id, what);
+    let (path, mounted) = match mounted_at(places, volume_id, staging_path)? {
         Some((path, mounted)) => (path, Some(mounted)),
         None => (staging_path.to_owned(), None),
     };
-    let backends = Arc::clone(&node.backends);
-    let id = volume.id.clone();
-    let mounts = table::list().map_err(volume.io("list the mounts"))?;
+    let mounts = table::list().map_err(io("list the mounts"))?;
     let entry = mounts
         .iter()
         .rev()
         .find(|entry| mounted.is_some() && entry.mount_point == path);
     let behind = match mounted.and_then(|mounted| mounted.rdev) {
-        Some(dev) => Some(sysfs::node_of(dev).map_err(volume.io("name what is mounted"))?),
+        Some(dev) => Some(sysfs::node_of(dev).map_err(io("name what is mounted"))?),
         None => entry.map(|entry| PathBuf::from(&entry.source)),
     };
     // What is mounted at the staging path itself may hang.
     let left = if mounted.is_some() && path == staging_path {
         None
     } else {
-        layout::read_note(&node.roots, staging_path)?
+        layout::read_note(places, staging_path)?
     };
-    let found = node
-        .lane(volume, progress, "find", move || {
-            let found = match &behind {
-                Some(node) => backends.find_behind(node, &id, left.as_deref())?,
-                None => backends.find(&id)?,
-            };
-            match (found, behind, left) {
-                // It may be mapped, or nothing may be left of it but the note.
-                (None, None, Some(left)) => backends.find_noted(&left, &id).map(Some),
-                (found, ..) => Ok(found.map(|found| (found.source, Some(found.device)))),
-            }
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
-    if let Some(other) = found
-        .as_ref()
-        .and_then(|(source, _)| node.other_user(volume, source))
-    {
-        return Err(volume.precondition(format!(
-            "what is staged at {} is volume {other}",
-            staging_path.display()
-        )));
-    }
+    let found = source_of(backends, volume_id, behind.as_deref(), left.as_deref())
+        .map_err(|error| Error::device(volume_id, error))?;
     let Some((source, device)) = found else {
         return match mounted {
             None => Ok(None),
-            Some(_) => Err(volume.precondition(format!(
-                "what is mounted at {} is none of this node's volumes; unmount it by hand",
-                path.display()
-            ))),
+            Some(_) => Err(Error::precondition(
+                volume_id,
+                format!(
+                    "what is mounted at {} is none of this node's volumes; unmount it by hand",
+                    path.display()
+                ),
+            )),
         };
     };
     let record = Record {
-        volume_id: volume.id.clone(),
-        boot_id: node.backends.boot_id().to_owned(),
+        volume_id: volume_id.to_owned(),
+        boot_id: backends.boot_id().to_owned(),
         phase: Phase::Staged,
         source,
         staging_path: staging_path.to_owned(),
@@ -426,13 +427,26 @@ pub async fn rebuild(
         inline: None,
         found: true,
     };
-    tracing::warn!(volume_id = volume.id, source = %record.source, "found without a record, taken up");
     let targets = (record.device.as_ref())
         .map(|device| targets(mounts.iter(), &record, device))
         .unwrap_or_default();
-    volume.hold(Some(Held {
-        record: record.clone(),
-        targets,
-    }));
-    Ok(Some(record))
+    Ok(Some(Held { record, targets }))
+}
+
+/// By the device that is mounted, by the handle, or by the note that was left.
+fn source_of(
+    backends: &Backends,
+    volume_id: &str,
+    behind: Option<&Path>,
+    left: Option<&[u8]>,
+) -> Result<Option<(Source, Option<Device>)>, DeviceError> {
+    let found = match behind {
+        Some(node) => backends.find_behind(node, volume_id, left)?,
+        None => backends.find(volume_id)?,
+    };
+    match (found, behind, left) {
+        // It may be mapped, or nothing may be left of it but the note.
+        (None, None, Some(left)) => backends.find_noted(left, volume_id).map(Some),
+        (found, ..) => Ok(found.map(|found| (found.source, Some(found.device)))),
+    }
 }

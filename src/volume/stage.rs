@@ -1,12 +1,18 @@
 //! Stage: from a source to a device, and for file systems to a mount.
 
-use std::{rc::Rc, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
 
 use super::{
-    Error, Node, Outcome, STAGING, already,
+    Error, Node, Outcome, already,
     attach::{Before, attach_source, known_device, purpose_of},
     guard::Guard,
     layout, mounted,
+    places::{Places, at_staging},
     prepare::{self, Prepared},
     publish::{self, appears_at},
     record::{Phase, Record},
@@ -23,7 +29,8 @@ use crate::{
         Look,
         attach::{self, NewMount},
         options::MountOptions,
-        path::{PathError, Place},
+        ownership::FsGroup,
+        path::Place,
     },
     ring,
 };
@@ -39,7 +46,19 @@ pub async fn stage(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     progress.backend(spec.source.backend());
-    let place = layout::make_place(node, volume, spec)?;
+    let limit = node.config.max_volumes;
+    // Before anything is waited for, or others that are to be refused count, too.
+    if volume.record().is_none()
+        && limit > 0
+        && node.count() > usize::try_from(limit).unwrap_or(usize::MAX)
+    {
+        return Err(Error::Full {
+            volume: volume.id.clone(),
+            limit,
+        });
+    }
+    let (spec, mut found) = look(node, volume, spec, progress).await?;
+    let spec = &spec;
     if let Some(record) = volume.record() {
         match record.phase {
             // How it was asked for, this call says.
@@ -51,8 +70,8 @@ pub async fn stage(
                     want: Record::begin(&volume.id, "", spec).describe(),
                 });
             }
-            Phase::Staged if is_still_there(&record, &place) => {
-                publish::refuse_shut_down(volume, &place).map_err(kept)?;
+            Phase::Staged if found.is_staged => {
+                found.usable.map_err(kept)?;
                 // Published anew, it has to be entered anew: while this node was cut
                 // off, the controller may have taken it out.
                 if let Some(device) = &record.device
@@ -60,50 +79,75 @@ pub async fn stage(
                         || node.backends.bind(&record.source).wants_secrets(device))
                 {
                     let before = Before {
-                        device: known_device(&place, Some(device)),
+                        device: found.device,
                         is_staged: true,
                     };
                     attach_source(node, volume, spec, purpose_of(spec), before, progress)
                         .await
                         .map_err(kept)?;
                 }
-                already(volume, "stage", Done::Already);
+                already(&volume.id, "stage", Done::Already);
                 return Ok(Outcome::Done);
             }
             // Begun by a call with other arguments: that one is over.
             Phase::Staging | Phase::Unstaging if !record.serves(spec) => {
                 unstage::tear_down(node, volume, &record, progress).await?;
+                (_, found) = look(node, volume, spec, progress).await?;
             }
             _ => {}
         }
-    } else if node.config.max_volumes > 0
-        && node.count() > usize::try_from(node.config.max_volumes).unwrap_or(usize::MAX)
-    {
-        return Err(Error::Full {
-            volume: volume.id.clone(),
-            limit: node.config.max_volumes,
-        });
     }
     let staging = Staging {
         node,
         volume,
         spec,
-        place: &place,
         progress,
     };
-    staging.bring_up().await?;
+    let before = Before {
+        device: found.device,
+        is_staged: found.is_staged,
+    };
+    staging.bring_up(before).await?;
     Ok(Outcome::Done)
 }
 
-pub fn at_staging(source: PathError) -> Error {
-    Error::Path {
-        field: STAGING,
-        source,
-    }
+/// What there is of a volume that is to be staged.
+struct Found {
+    /// It is where its record says that it is staged.
+    is_staged: bool,
+    /// Whether its file system can be used.
+    usable: Result<(), Error>,
+    /// Its device, where one is known.
+    device: Option<PathBuf>,
 }
 
-/// Whether a staged volume is where its record says. Asks the kernel, not the
-/// device: nothing here can hang.
+/// Makes sure that there is a place to mount it at, and looks what is there. What the
+/// caller left open about the source is settled on the way, by a file of the operator's.
+async fn look(
+    node: &Node,
+    volume: &Volume,
+    spec: &Stage,
+    progress: &Progress,
+) -> Result<(Stage, Found), Error> {
+    let (places, backends) = (node.places.clone(), Arc::clone(&node.backends));
+    let (id, record) = (volume.id.clone(), volume.record());
+    let mut spec = spec.clone();
+    let look = move || {
+        spec.source = backends.settled(&spec.source);
+        let place = layout::make_place(&places, &id, &spec)?;
+        let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
+        let device = record.as_ref().and_then(|it| it.device.as_ref());
+        let found = Found {
+            is_staged: staged.is_some_and(|record| is_still_there(record, &place)),
+            usable: publish::refuse_shut_down(&id, &place),
+            device: known_device(&place, device),
+        };
+        Ok((spec, found))
+    };
+    node.lane(volume, progress, "look", look).await
+}
+
+/// Whether a staged volume is where its record says. Asks the kernel, not the device.
 fn is_still_there(record: &Record, place: &Place) -> bool {
     let Some(device) = &record.device else {
         return false;
@@ -122,19 +166,16 @@ struct Staging<'a> {
     node: &'a Rc<Node>,
     volume: &'a Volume,
     spec: &'a Stage,
-    /// Where it is to be mounted.
-    place: &'a Place,
     progress: &'a Progress,
 }
 
 impl Staging<'_> {
     /// All of stage that changes something; undone where it fails.
-    async fn bring_up(&self) -> Result<(), Error> {
+    async fn bring_up(&self, known: Before) -> Result<(), Error> {
         let Self {
             node,
             volume,
             spec,
-            place,
             progress,
         } = *self;
         let before = volume.record();
@@ -145,12 +186,6 @@ impl Staging<'_> {
             record.fs = before.fs;
         }
         node.remember(volume, record.clone()).await?;
-        let is_staged =
-            |before: &Record| before.phase == Phase::Staged && is_still_there(before, place);
-        let known = Before {
-            device: known_device(place, record.device.as_ref()),
-            is_staged: before.as_ref().is_some_and(is_staged),
-        };
         let attached = attach_source(node, volume, spec, purpose_of(spec), known, progress).await;
         let cause = match attached {
             Ok(attached) => {
@@ -169,7 +204,7 @@ impl Staging<'_> {
             }
             Err(cause) => cause,
         };
-        if node.live_target(volume).is_some() {
+        if node.live_target(volume, progress).await.is_some() {
             // Pods use it as it is.
             return Err(kept(cause));
         }
@@ -184,7 +219,6 @@ impl Staging<'_> {
             node,
             volume,
             spec,
-            place,
             progress,
         } = *self;
         let device = &attached.device;
@@ -201,8 +235,8 @@ impl Staging<'_> {
             node.remember(volume, record.clone()).await?;
         }
         if let Use::Mount { options, .. } = &spec.usage {
-            if let Some((fs, root_dev)) = mounted::fs_of(volume, place, device)? {
-                already(volume, "mount", Done::Already);
+            if let Some((fs, root_dev)) = self.mounted(device).await? {
+                already(&volume.id, "mount", Done::Already);
                 (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
                 if !spec.read_only {
                     // Who mounted it may have died before it grew to its device.
@@ -223,10 +257,10 @@ impl Staging<'_> {
                 }
             }
             if let Some(group) = spec.group.filter(|_| !spec.read_only) {
-                mounted::own(node, volume, place, group, progress).await?;
+                self.own(group).await?;
             }
-        } else if record.mounts() && !matches!(place.look(), Ok(Look::Mount(_))) {
-            publish::bind_node(volume, device, place, spec.read_only, progress).await?;
+        } else if record.mounts() {
+            self.bind_node(device).await?;
         }
         layout::write_note(node, volume, record, progress).await?;
         record.phase = Phase::Staged;
@@ -244,63 +278,87 @@ impl Staging<'_> {
             node,
             volume,
             spec,
-            place,
             progress,
         } = *self;
         let gate = &node.config.gates.mount;
-        let admitted = match self.make_room() {
-            Ok(()) => node.admit(volume, progress, gate, &spec.source).await,
-            Err(error) => Err(error),
-        };
-        let admission = match admitted {
+        let admission = match node.admit(volume, progress, gate, &spec.source).await {
             Ok(admission) => admission,
             Err(error) => {
                 guard.close(node, volume, progress).await;
                 return Err(error);
             }
         };
-        let place = place.clone();
+        let (places, path, id) = (node.places.clone(), self.mount_point(), volume.id.clone());
         let options = options.clone();
         let node_path = device.node.clone();
         let fs = prepared.fs;
         let read_only = spec.read_only;
         let extra = extra_options(prepared, read_only, &options);
         let held = guard.give();
-        let mounted = node
-            .lane(volume, progress, "mount", move || {
-                let _admission = admission;
-                held.check()?;
-                let new = NewMount {
-                    fs_type: fs.as_str(),
-                    source: &node_path,
-                    options: &options,
-                    extra: &extra,
-                    read_only,
-                };
-                Ok(attach::mount(&new, &place))
-            })
-            .await
-            .map_err(|error| volume.device(error))?
-            .map_err(|source| Error::Mount {
-                volume: volume.id.clone(),
-                source,
-            })?;
+        let mount = move || {
+            let _admission = admission;
+            let place = make_room(&places, &id, &path)?;
+            held.check().map_err(|error| Error::device(&id, error))?;
+            let new = NewMount {
+                fs_type: fs.as_str(),
+                source: &node_path,
+                options: &options,
+                extra: &extra,
+                read_only,
+            };
+            attach::mount(&new, &place).map_err(|source| Error::Mount { volume: id, source })
+        };
+        let mounted = node.lane(volume, progress, "mount", mount).await?;
         tracing::debug!(volume_id = volume.id, ?mounted, "mounted");
         Ok(mounted.dev)
     }
 
-    /// Where it is to be mounted, nothing else may be.
-    fn make_room(&self) -> Result<(), Error> {
-        let Self { volume, place, .. } = *self;
-        if matches!(place.look(), Ok(Look::Mount(_))) {
-            return Err(volume.precondition(format!(
-                "something else is mounted at the staging path {}; unmount it first",
-                place.path().display()
-            )));
-        }
-        let done = place.make_dir(0o750).map_err(at_staging)?;
-        already(volume, "make the staging directory", done);
-        Ok(())
+    /// Where it is to be mounted.
+    fn mount_point(&self) -> PathBuf {
+        let spec = self.spec;
+        layout::mount_point(&spec.source, &spec.staging_path, &self.volume.id)
+    }
+
+    /// Runs a step at the place where it is to be mounted.
+    async fn at_place<T: Send + 'static>(
+        &self,
+        step: &'static str,
+        work: impl FnOnce(&str, &Place) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let Self {
+            node,
+            volume,
+            progress,
+            ..
+        } = *self;
+        let (places, path, id) = (node.places.clone(), self.mount_point(), volume.id.clone());
+        let at_place = move || work(&id, &places.staging(&path)?);
+        node.lane(volume, progress, step, at_place).await
+    }
+
+    /// The device's file system, where it is mounted already.
+    async fn mounted(&self, device: &Device) -> Result<Option<(FsType, Dev)>, Error> {
+        let device = device.clone();
+        self.at_place("look", move |id, place| mounted::fs_of(id, place, &device))
+            .await
+    }
+
+    async fn own(&self, group: FsGroup) -> Result<(), Error> {
+        self.at_place("chgrp", move |id, place| mounted::own(id, place, group))
+            .await
+    }
+
+    /// Shows the device's node, unless something is there.
+    async fn bind_node(&self, device: &Device) -> Result<(), Error> {
+        let (device, read_only) = (device.clone(), self.spec.read_only);
+        let steps = self.progress.clone();
+        let bind = move |id: &str, place: &Place| {
+            if matches!(place.look(), Ok(Look::Mount(_))) {
+                return Ok(());
+            }
+            publish::bind_node(id, &device, place, read_only, &steps)
+        };
+        self.at_place("look", bind).await
     }
 
     /// A clone may be larger than the file system that it was cloned from.
@@ -308,12 +366,11 @@ impl Staging<'_> {
         let Self {
             node,
             volume,
-            place,
             progress,
             ..
         } = *self;
         let size = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
-        match mounted::grow(node, volume, place, fs, size, progress).await {
+        match mounted::grow(node, volume, &self.mount_point(), fs, size, progress).await {
             Err(Error::Grow {
                 source: source @ grow::GrowError::NeedsCapability { .. },
                 ..
@@ -325,6 +382,23 @@ impl Staging<'_> {
             other => other.map(|_| ()),
         }
     }
+}
+
+/// Where it is to be mounted, nothing else may be. On the volume's lane.
+fn make_room(places: &Places, volume_id: &str, mount_point: &Path) -> Result<Place, Error> {
+    let place = places.staging(mount_point)?;
+    if matches!(place.look(), Ok(Look::Mount(_))) {
+        return Err(Error::precondition(
+            volume_id,
+            format!(
+                "something else is mounted at the staging path {}; unmount it first",
+                place.path().display()
+            ),
+        ));
+    }
+    let done = place.make_dir(0o750).map_err(at_staging)?;
+    already(volume_id, "make the staging directory", done);
+    Ok(place)
 }
 
 fn kept(cause: Error) -> Error {

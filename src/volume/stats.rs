@@ -19,14 +19,10 @@ use futures_util::{FutureExt as _, future::Shared};
 use rustix::{fd::AsFd as _, fs::fstatvfs};
 use tokio::sync::oneshot;
 
-use super::{Error, Node, TARGET, publish::appears_at, record::Record, spec::Use, task::Volume};
-use crate::{
-    device::sysfs,
-    fs::statfs,
-    hold_point,
-    mount::{Look, path::Roots},
-    ring,
+use super::{
+    Error, Node, places::Places, publish::appears_at, record::Record, spec::Use, task::Volume,
 };
+use crate::{device::sysfs, fs::statfs, hold_point, mount::Look, ring};
 
 /// How long a file system that may wait for its device is waited for.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
@@ -86,9 +82,9 @@ impl Node {
         self.taken_up(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
-        let path = self.roots.spelled(&path);
+        let path = self.places.spelled(&path);
         if !may_wait(&record) {
-            return Ok(usage(&self.roots, &record, &path)?);
+            return Ok(usage(&self.places, &record, &path)?);
         }
         let until = Instant::now() + deadline.min(ANSWERS_WITHIN);
         loop {
@@ -105,7 +101,7 @@ impl Node {
         last.ok_or_else(|| {
             let what = format!("ask how full it is at {}", path.display());
             let why = "its file system waits for its device";
-            Arc::new(io_error(&volume.id, what)(io::Error::new(
+            Arc::new(Error::io(&volume.id, what)(io::Error::new(
                 io::ErrorKind::TimedOut,
                 why,
             )))
@@ -133,10 +129,10 @@ impl Node {
             answer: receive.shared(),
         };
         volume.asked.under_way.replace(Some(question.clone()));
-        let (roots, record, path) = (self.roots.clone(), record.clone(), path.to_owned());
+        let (places, record, path) = (self.places.clone(), record.clone(), path.to_owned());
         let at = path.clone();
         let looks = self.lanes.run(&volume.id, "statfs", move || {
-            usage(&roots, &record, &at).map_err(Arc::new)
+            usage(&places, &record, &at).map_err(Arc::new)
         });
         let asked = Rc::clone(volume);
         ring::spawn(async move {
@@ -164,23 +160,14 @@ pub fn may_wait(record: &Record) -> bool {
     record.fs.is_some_and(|fs| statfs::may_wait(fs, options))
 }
 
-fn io_error(volume: &str, what: String) -> impl FnOnce(io::Error) -> Error + use<> {
-    let volume = volume.to_owned();
-    move |source| Error::Io {
-        volume,
-        what,
-        source,
-    }
-}
-
 /// How full the volume is that is staged or published at the path, by what the
 /// kernel says.
-pub fn usage(roots: &Roots, record: &Record, path: &Path) -> Result<Usage, Error> {
+pub fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Error> {
     let gone = || Error::NotFound {
         volume: record.volume_id.clone(),
         what: format!("it is not what is mounted at {}", path.display()),
     };
-    let failed = |what| io_error(&record.volume_id, what);
+    let failed = |what| Error::io(&record.volume_id, what);
     let device = record.device.as_ref().ok_or_else(gone)?;
     let below;
     let path = if path == record.staging_path {
@@ -190,7 +177,7 @@ pub fn usage(roots: &Roots, record: &Record, path: &Path) -> Result<Usage, Error
         path
     };
     // Whatever keeps the path from being resolved, our mount is not there.
-    let place = super::place(roots, TARGET, path).map_err(|_| gone())?;
+    let place = places.target(path).map_err(|_| gone())?;
     let opened = place.open().map_err(|_| gone())?;
     hold_point("statfs", &record.volume_id);
     match Look::at(opened.as_fd()) {

@@ -16,7 +16,7 @@ use std::{
     future::Future,
     pin::Pin,
     rc::Rc,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker},
     time::{Duration, Instant},
 };
@@ -49,6 +49,8 @@ pub struct Volume {
     pub id: String,
     /// What we hold of it.
     pub held: RefCell<Option<Held>>,
+    /// How often it was published.
+    pub published: Cell<u64>,
     /// What is asked of its file system.
     pub asked: Asked,
     /// In the order in which they began: the first one is the volume's task, or what
@@ -60,7 +62,7 @@ pub struct Volume {
 struct Running {
     call: Rc<Call>,
     begun: Instant,
-    progress: Rc<Progress>,
+    progress: Progress,
     answer: Shared<oneshot::Receiver<Answer>>,
 }
 
@@ -89,15 +91,21 @@ impl fmt::Debug for Running {
     }
 }
 
-/// Which step a call is in.
-#[derive(Debug)]
+/// Which step a call is in. Clones show the same: the runtime thread and the volume's
+/// lane tell of the steps that each takes.
+#[derive(Clone, Debug)]
 pub struct Progress {
     volume: String,
     call: &'static str,
-    backend: Cell<&'static str>,
-    step: Cell<&'static str>,
-    since: Cell<Instant>,
-    waits_for: RefCell<String>,
+    now: Arc<Mutex<Now>>,
+}
+
+#[derive(Debug)]
+struct Now {
+    backend: &'static str,
+    step: &'static str,
+    since: Instant,
+    waits_for: String,
 }
 
 /// A snapshot of [`Progress`], for errors and listings.
@@ -135,34 +143,68 @@ impl Progress {
         Self {
             volume: volume.to_owned(),
             call,
-            backend: Cell::new("none"),
-            step: Cell::new("begin"),
-            since: Cell::new(Instant::now()),
-            waits_for: RefCell::default(),
+            now: Arc::new(Mutex::new(Now {
+                backend: "none",
+                step: "begin",
+                since: Instant::now(),
+                waits_for: String::new(),
+            })),
         }
+    }
+
+    /// Nothing can panic under this lock.
+    fn now(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Steps from here on are counted for this backend.
     pub fn backend(&self, name: &'static str) {
-        self.backend.set(name);
+        self.now().backend = name;
     }
 
     /// What the step under way waits for, as an operator would look for it.
     pub fn waits_for(&self, what: String) {
-        self.waits_for.replace(what);
+        self.now().waits_for = what;
     }
 
     /// Runs one step: it is named while it runs and counted when it ends.
     pub async fn step<T>(&self, name: &'static str, work: impl Future<Output = T>) -> T {
-        let begun = Instant::now();
-        self.step.set(name);
-        self.since.set(begun);
-        crash_point();
+        let (begun, _) = self.begin(name);
         let out = work.await;
+        self.end(name, begun);
+        out
+    }
+
+    /// As [`Progress::step`], of a step within the one that has the volume's lane,
+    /// which goes on afterwards.
+    pub fn step_on_lane<T>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
+        let (begun, outer) = self.begin(name);
+        let out = work();
+        self.end(name, begun);
+        let mut now = self.now();
+        (now.step, now.since) = outer;
+        out
+    }
+
+    /// Since when the step runs, and which one it follows, since when.
+    fn begin(&self, name: &'static str) -> (Instant, (&'static str, Instant)) {
+        let begun = Instant::now();
+        let mut now = self.now();
+        let before = (now.step, now.since);
+        (now.step, now.since) = (name, begun);
+        drop(now);
+        crash_point();
+        (begun, before)
+    }
+
+    fn end(&self, name: &'static str, begun: Instant) {
         crash_point();
         let took = begun.elapsed();
-        self.waits_for.borrow_mut().clear();
-        metrics::step(name, self.backend.get(), took);
+        let mut now = self.now();
+        now.waits_for.clear();
+        let backend = now.backend;
+        drop(now);
+        metrics::step(name, backend, took);
         tracing::debug!(
             volume_id = self.volume,
             call = self.call,
@@ -170,11 +212,11 @@ impl Progress {
             micros = took.as_micros(),
             "step"
         );
-        out
     }
 
     fn under_way(&self, node: &Node) -> UnderWay {
-        let mut waits_for = self.waits_for.borrow().clone();
+        let now = self.now();
+        let mut waits_for = now.waits_for.clone();
         if waits_for.is_empty()
             && let Some(busy) = node
                 .lanes
@@ -186,8 +228,8 @@ impl Progress {
         }
         UnderWay {
             call: self.call,
-            step: self.step.get(),
-            age: self.since.get().elapsed(),
+            step: now.step,
+            age: now.since.elapsed(),
             waits_for,
         }
     }
@@ -199,6 +241,7 @@ impl Volume {
         Self {
             id: id.to_owned(),
             held: RefCell::default(),
+            published: Cell::default(),
             asked: Asked::default(),
             running: RefCell::default(),
         }
@@ -276,10 +319,10 @@ enum Started {
     Runs(Running),
 }
 
-/// Begins a call. What needs no waiting, such as publish, is finished here and
-/// now; so two such calls never see each other under way.
+/// Begins a call. What needs no lane, such as a refusal by the volume's record, is
+/// finished here and now.
 fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
-    let progress = Rc::new(Progress::new(&volume.id, call.name()));
+    let progress = Progress::new(&volume.id, call.name());
     let (send, receive) = oneshot::channel();
     let running = Running {
         call: call.clone(),

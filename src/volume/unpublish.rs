@@ -1,8 +1,9 @@
 //! Unpublish: a target goes, with what was made for it.
 //!
-//! Of a mounted volume this runs on the runtime thread, though it unmounts: a
-//! descriptor of the staging mount is kept meanwhile, so that what goes is never
-//! the superblock's last mount, which alone would write back and could hang.
+//! All of it is one job on the volume's lane ([`Unpublishing`]): it walks directories
+//! that are on a disk, and where the staging mount is gone the target's may be the
+//! superblock's last, which writes back. A raw volume's descriptor lock goes before, as
+//! the end of that is an event that is waited for.
 
 use std::{
     path::{Path, PathBuf},
@@ -10,33 +11,27 @@ use std::{
     sync::Arc,
 };
 
-use rustix::{
-    fd::AsFd as _,
-    fs::{Mode, OFlags},
-};
+use rustix::fd::AsFd as _;
 
 use super::{
     Error, Node, Outcome, already,
-    publish::{appears_at, at_target, pin},
+    held::Targets,
+    places::{Places, absent_is_none, at_target},
+    publish::appears_at,
     record::Record,
     spec::Use,
     task::{Progress, Volume},
-    unstage::{self, absent_is_none},
+    unstage,
 };
 use crate::{
     device::{
-        Owner,
+        Backends, Owner, Source,
         lock::{self, Unlock},
         sysfs,
     },
     fs::FsType,
-    kernel::block,
-    mount::{
-        Look, Mounted,
-        path::Place,
-        table,
-        unmount::{self, UnmountError},
-    },
+    kernel::{Dev, block},
+    mount::{Look, Mounted, path::Place, table, unmount},
 };
 
 /// `NodeUnpublishVolume`. A target that is not there is success.
@@ -50,45 +45,120 @@ pub async fn unpublish(
     if let Some(record) = &record {
         progress.backend(record.source.backend());
     }
-    if let Some(place) = absent_is_none(node.target(target_path))? {
-        release_lock(node, volume, record.as_ref(), target_path, progress).await?;
-        while let Look::Mount(mounted) = place
-            .look()
-            .map_err(volume.io(format!("look at {}", place.path().display())))?
-        {
-            let known = record.as_ref();
-            if known.is_none_or(|record| record.device.is_none()) {
-                is_the_volume(node, volume, &place, &mounted, progress).await?;
-            }
-            unmount_target(node, volume, known, &place, &mounted, progress).await?;
-        }
-        already(volume, "unpublish", place.remove().map_err(at_target)?);
-    }
+    release_lock(node, volume, record.as_ref(), target_path, progress).await?;
+    let is_known = record.as_ref().is_some_and(|it| it.device.is_some());
+    let others = if is_known {
+        Vec::new()
+    } else {
+        node.sources_of_others(volume)
+    };
+    let job = Unpublishing {
+        volume_id: volume.id.clone(),
+        record: record.clone(),
+        target_path: target_path.to_owned(),
+        places: node.places.clone(),
+        backends: Arc::clone(&node.backends),
+        others,
+        targets: volume.targets().but(target_path),
+        progress: progress.clone(),
+    };
+    let (live, targets) = node
+        .lane(volume, progress, "unpublish", move || job.run())
+        .await?;
     volume.drop_target(target_path);
+    volume.forget_gone(&targets);
     if let Some(record) = record
         && record.inline.is_some()
-        && node.live_target(volume).is_none()
+        && live.is_none()
     {
         unstage::tear_down(node, volume, &record, progress).await?;
     }
     Ok(Outcome::Done)
 }
 
-/// Makes sure that what is mounted at a target is the volume, of which no record says
-/// what it looks like: by what the kernel and the claims tell of its device.
-async fn is_the_volume(
-    node: &Rc<Node>,
-    volume: &Volume,
-    place: &Place,
-    mounted: &Mounted,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let path = place.path().display();
-    let failed = || volume.io(format!("look at {path}"));
-    let (what, dev) = if let Some(dev) = mounted.rdev {
-        let node = block::node_of(dev).map_err(failed())?;
-        (format!("the block device {}", node.display()), Some(dev))
-    } else {
+/// What an unpublish needs on the volume's lane.
+struct Unpublishing {
+    volume_id: String,
+    record: Option<Record>,
+    target_path: PathBuf,
+    places: Places,
+    backends: Arc<Backends>,
+    /// What other volumes have, where no record says what this one looks like.
+    others: Vec<(String, Source)>,
+    /// Where else it is published.
+    targets: Targets,
+    progress: Progress,
+}
+
+impl Unpublishing {
+    /// Answers with a target at which an inline volume still appears.
+    fn run(mut self) -> Result<(Option<PathBuf>, Targets), Error> {
+        if let Some(place) = absent_is_none(self.places.target(&self.target_path))? {
+            while let Look::Mount(mounted) = place.look().map_err(self.looking_at(&place))? {
+                self.is_the_volume(&place, &mounted)?;
+                self.unmount(&place)?;
+            }
+            let removed = place.remove().map_err(at_target)?;
+            already(&self.volume_id, "unpublish", removed);
+        }
+        let inline = self.record.as_ref().filter(|it| it.inline.is_some());
+        let live = inline.and_then(|record| self.targets.live(&self.places, record));
+        Ok((live, self.targets))
+    }
+
+    /// Makes sure that what is mounted at the target is the volume.
+    fn is_the_volume(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+        let record = self.record.as_ref();
+        match record.and_then(|record| record.device.as_ref().map(|device| (record, device))) {
+            Some((record, device)) if appears_at(record, device, mounted) => Ok(()),
+            Some(_) => Err(self.precondition(format!(
+                "something else is mounted at {}; unmount it first",
+                place.path().display()
+            ))),
+            None => self.is_its_device(place, mounted),
+        }
+    }
+
+    /// The same where no record says what the volume looks like: by what the kernel and
+    /// the claims tell of the device.
+    fn is_its_device(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+        let (what, dev) = self.what_is_mounted(place, mounted)?;
+        let refused = |what: String| {
+            Err(self.precondition(format!(
+                "{what} is mounted at {}, which is not this volume; unmount it by hand",
+                place.path().display()
+            )))
+        };
+        let Some(dev) = dev else {
+            return refused(what);
+        };
+        let find = || self.backends.owner_of(dev);
+        let owner = self.progress.step_on_lane("find", find);
+        match owner.map_err(|error| Error::device(&self.volume_id, error))? {
+            Owner::Volume(id) if id == self.volume_id => Ok(()),
+            Owner::Volume(other) => refused(format!("volume {other}, {what},")),
+            Owner::Source(source) => {
+                let mut others = self.others.iter();
+                match others.find(|(_, other)| other.is_same(&source)) {
+                    Some((other, _)) => refused(format!("volume {other}, {what},")),
+                    None => Ok(()),
+                }
+            }
+            Owner::Nobody => refused(what),
+        }
+    }
+
+    /// What it is, in words, and which device it is of, if it may be a volume's.
+    fn what_is_mounted(
+        &self,
+        place: &Place,
+        mounted: &Mounted,
+    ) -> Result<(String, Option<Dev>), Error> {
+        let failed = || self.looking_at(place);
+        if let Some(dev) = mounted.rdev {
+            let node = block::node_of(dev).map_err(failed())?;
+            return Ok((format!("the block device {}", node.display()), Some(dev)));
+        }
         let opened = place.open().map_err(failed())?;
         let entry = table::covering(opened.as_fd()).map_err(failed())?;
         let can_be = entry.fs_type.parse::<FsType>().is_ok();
@@ -98,99 +168,30 @@ async fn is_the_volume(
             .filter(|dev| dev.major != 0)
             .or_else(|| block::dev_behind(source).ok());
         let what = format!("{} of {}", entry.fs_type, source.display());
-        (what, dev.filter(|_| can_be))
-    };
-    let refused = |what: String| {
-        Err(volume.precondition(format!(
-            "{what} is mounted at {path}, which is not this volume; unmount it by hand"
-        )))
-    };
-    let Some(dev) = dev else {
-        return refused(what);
-    };
-    let backends = Arc::clone(&node.backends);
-    let owner = node
-        .lane(volume, progress, "find", move || backends.owner_of(dev))
-        .await
-        .map_err(|error| volume.device(error))?;
-    match owner {
-        Owner::Volume(id) if id == volume.id => Ok(()),
-        Owner::Volume(other) => refused(format!("volume {other}, {what},")),
-        Owner::Source(source) => match node.other_user(volume, &source) {
-            Some(other) => refused(format!("volume {other}, {what},")),
-            None => Ok(()),
-        },
-        Owner::Nobody => refused(what),
+        Ok((what, dev.filter(|_| can_be)))
     }
-}
 
-async fn unmount_target(
-    node: &Rc<Node>,
-    volume: &Volume,
-    record: Option<&Record>,
-    place: &Place,
-    mounted: &Mounted,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let known = record.and_then(|record| record.device.as_ref().map(|device| (record, device)));
-    let pinned = match known {
-        Some((record, device)) if !appears_at(record, device, mounted) => {
-            return Err(volume.precondition(format!(
-                "something else is mounted at {}; unmount it first",
-                place.path().display()
-            )));
-        }
-        Some((record, device)) if matches!(record.usage, Use::Mount { .. }) => {
-            match absent_is_none(node.staging(&record.mount_point()))? {
-                Some(staging) => pin(volume, record, device, &staging)?,
-                None => None,
-            }
-        }
-        // The mount of a device node is one of /dev, and never its last.
-        Some((_, device)) => Some(
-            rustix::fs::open("/dev", OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(
-                |errno| {
-                    volume.io(format!("open the directory of {}", device.node.display()))(
-                        errno.into(),
-                    )
-                },
-            )?,
-        ),
-        None => None,
-    };
-    if pinned.is_some() {
-        let unbound = progress
-            .step("unbind", async { unmount::unmount_once(place) })
-            .await;
-        match unbound {
-            // Somebody looks at it just now, or uses it: found out on the lane.
-            Err(UnmountError::Busy { .. }) => {}
-            Err(source) => {
-                return Err(Error::Unmount {
-                    volume: volume.id.clone(),
-                    source,
-                });
-            }
-            Ok(done) => {
-                already(volume, "unbind", done);
-                return Ok(());
-            }
-        }
-    }
-    drop(pinned);
-    // Busy, or maybe the last mount of its superblock, which can hang.
-    let place = place.clone();
-    let done = node
-        .lane(volume, progress, "unmount", move || {
-            unmount::unmount(&place)
-        })
-        .await
-        .map_err(|source| Error::Unmount {
-            volume: volume.id.clone(),
+    fn unmount(&self, place: &Place) -> Result<(), Error> {
+        let unmount = || unmount::unmount(place);
+        let done = self.progress.step_on_lane("unbind", unmount);
+        let done = done.map_err(|source| Error::Unmount {
+            volume: self.volume_id.clone(),
             source,
         })?;
-    already(volume, "unmount", done);
-    Ok(())
+        already(&self.volume_id, "unbind", done);
+        Ok(())
+    }
+
+    fn looking_at(&self, place: &Place) -> impl FnOnce(std::io::Error) -> Error + use<> {
+        Error::io(
+            &self.volume_id,
+            format!("look at {}", place.path().display()),
+        )
+    }
+
+    fn precondition(&self, what: String) -> Error {
+        Error::precondition(&self.volume_id, what)
+    }
 }
 
 /// Releases the descriptor lock of this target: our own, over the target, or
@@ -211,12 +212,18 @@ async fn release_lock(
     let dev = device.dev;
     let mut paths = vec![target_path.to_owned()];
     paths.extend(kubelet_map_file(target_path));
-    let released = node
-        .lane(volume, progress, "unlock", move || {
-            lock::unlock(dev, &Unlock::Over(paths))
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
+    let (places, target, id) = (
+        node.places.clone(),
+        target_path.to_owned(),
+        volume.id.clone(),
+    );
+    let unlock = move || match absent_is_none(places.target(&target))? {
+        Some(_) => {
+            lock::unlock(dev, &Unlock::Over(paths)).map_err(|error| Error::device(&id, error))
+        }
+        None => Ok(Vec::new()),
+    };
+    let released = node.lane(volume, progress, "unlock", unlock).await?;
     for lock in released {
         // Whoever has it open, udevd for a moment, keeps the target busy with it.
         let gone = || Ok((!lock.is_held()).then_some(()));
@@ -245,14 +252,6 @@ fn kubelet_map_file(publish_path: &Path) -> Option<PathBuf> {
     (publish.file_name()? == "publish" && devices.file_name()? == "volumeDevices")
         .then(|| devices.join(spec.file_name()?).join("dev").join(pod).into())
         .flatten()
-}
-
-impl Volume {
-    fn drop_target(&self, path: &Path) {
-        if let Some(held) = self.held.borrow_mut().as_mut() {
-            held.targets.remove(path);
-        }
-    }
 }
 
 #[cfg(test)]

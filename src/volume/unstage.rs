@@ -3,11 +3,11 @@
 use std::{path::Path, rc::Rc, sync::Arc};
 
 use super::{
-    Error, Node, Outcome, layout, mounted,
+    Error, Node, Outcome, already, layout, mounted,
+    places::{absent_is_none, at_staging},
     publish::appears_at,
     record::{Phase, Record},
     spec::Use,
-    stage,
     task::{Progress, Volume},
     unmake,
 };
@@ -21,7 +21,7 @@ use crate::{
     },
     mount::{
         Look,
-        path::{PathError, Place},
+        path::Place,
         unmount::{self, UnmountError},
     },
 };
@@ -49,7 +49,7 @@ pub async fn unstage(
             staging_path.display()
         )));
     }
-    if let Some(target) = node.live_target(volume) {
+    if let Some(target) = node.live_target(volume, progress).await {
         return Err(volume.precondition(format!(
             "it is still published at {}; unpublish it first",
             target.display()
@@ -75,11 +75,8 @@ pub async fn tear_down(
         if record.usage == Use::Block && record.source.is_still(device) {
             release_locks(node, volume, device, progress).await?;
         }
-        if record.mounts()
-            && let Some(place) = absent_is_none(node.staging(&record.mount_point()))?
-            && is_mounted(volume, &record, &place, device)?
-        {
-            unmount(node, volume, place, device, progress).await?;
+        if record.mounts() {
+            unmount(node, volume, &record, device, progress).await?;
         }
         if record.usage != Use::Block
             && !record.read_only
@@ -93,21 +90,6 @@ pub async fn tear_down(
     forget(node, volume, &record, progress).await
 }
 
-/// Whether the volume is what is mounted where it is staged.
-fn is_mounted(
-    volume: &Volume,
-    record: &Record,
-    place: &Place,
-    device: &Device,
-) -> Result<bool, Error> {
-    if record.usage == Use::Block {
-        let look = place.look();
-        let look = look.map_err(volume.io(format!("look at {}", place.path().display())))?;
-        return Ok(matches!(look, Look::Mount(mounted) if appears_at(record, device, &mounted)));
-    }
-    Ok(mounted::fs_of(volume, place, device)?.is_some())
-}
-
 /// Forgets a volume of which nothing is attached, with an inline volume's image.
 pub async fn forget(
     node: &Rc<Node>,
@@ -116,72 +98,79 @@ pub async fn forget(
     progress: &Progress,
 ) -> Result<(), Error> {
     if record.inline.is_some() {
-        // The staging directory is our own, too.
-        if let Some(place) = absent_is_none(node.staging(&record.staging_path))? {
-            let removed = place.remove().map_err(stage::at_staging)?;
-            super::already(volume, "remove the staging directory", removed);
-        }
-        let backends = Arc::clone(&node.backends);
-        let (source, id) = (record.source.clone(), volume.id.clone());
-        let done = node
-            .lane(volume, progress, "delete", move || {
-                backends.inline_image(&source).delete_inline(&id)
-            })
-            .await
-            .map_err(|error| volume.device(error))?;
-        super::already(volume, "delete", done);
+        let (backends, places) = (Arc::clone(&node.backends), node.places.clone());
+        let record = record.clone();
+        let delete = move || -> Result<(), Error> {
+            let id = &record.volume_id;
+            // The staging directory is our own, too.
+            if let Some(place) = absent_is_none(places.staging(&record.staging_path))? {
+                let removed = place.remove().map_err(at_staging)?;
+                already(id, "remove the staging directory", removed);
+            }
+            let image = backends.inline_image(&record.source);
+            let deleted = image.delete_inline(id);
+            already(
+                id,
+                "delete",
+                deleted.map_err(|error| Error::device(id, error))?,
+            );
+            Ok(())
+        };
+        node.lane(volume, progress, "delete", delete).await?;
     }
     if record.is_staged_below() {
-        layout::clear(node, volume, record)?;
+        layout::clear(node, volume, record, progress).await?;
     }
     node.forget(volume, record.inline.is_some()).await
 }
 
-/// A path whose parent is gone has nothing mounted on it.
-pub fn absent_is_none(place: Result<Place, Error>) -> Result<Option<Place>, Error> {
-    match place {
-        Ok(place) => Ok(Some(place)),
-        Err(Error::Path {
-            source: PathError::MissingParent { .. },
-            ..
-        }) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// Unmounts on the lane: this may be the superblock's last mount, which writes
-/// everything back and can hang with the device.
-pub async fn unmount(
+/// Unmounts the volume where it is staged, if that is what is mounted there. This may
+/// be the superblock's last mount, which writes everything back and can hang with the
+/// device.
+async fn unmount(
     node: &Rc<Node>,
     volume: &Volume,
-    place: Place,
+    record: &Record,
     device: &Device,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let dev = device.dev;
-    let unmounted = node
-        .lane(volume, progress, "unmount", move || {
-            unmount::unmount(&place).map_err(|error| match error {
-                UnmountError::Busy { .. } => Err(holders::holders(dev)),
-                other @ UnmountError::Io { .. } => Ok(other),
-            })
-        })
-        .await;
-    match unmounted {
-        Ok(done) => {
-            super::already(volume, "unmount", done);
-            Ok(())
+    let (places, record, device) = (node.places.clone(), record.clone(), device.clone());
+    let steps = progress.clone();
+    let unmount = move || {
+        let id = &record.volume_id;
+        let Some(place) = absent_is_none(places.staging(&record.mount_point()))? else {
+            return Ok(());
+        };
+        if !is_mounted(&record, &place, &device)? {
+            return Ok(());
         }
-        Err(Err(holders)) => Err(Error::Busy {
-            volume: volume.id.clone(),
-            device: device.node.clone(),
-            holders,
-        }),
-        Err(Ok(source)) => Err(Error::Unmount {
-            volume: volume.id.clone(),
-            source,
-        }),
+        let done = steps.step_on_lane("unmount", || unmount::unmount(&place));
+        let done = done.map_err(|error| match error {
+            UnmountError::Busy { .. } => Error::Busy {
+                volume: id.clone(),
+                device: device.node.clone(),
+                holders: holders::holders(device.dev),
+            },
+            source @ UnmountError::Io { .. } => Error::Unmount {
+                volume: id.clone(),
+                source,
+            },
+        })?;
+        already(id, "unmount", done);
+        Ok(())
+    };
+    node.lane(volume, progress, "look", unmount).await
+}
+
+/// Whether the volume is what is mounted where it is staged.
+fn is_mounted(record: &Record, place: &Place, device: &Device) -> Result<bool, Error> {
+    let id = &record.volume_id;
+    if record.usage == Use::Block {
+        let look = place.look();
+        let look = look.map_err(Error::io(id, format!("look at {}", place.path().display())))?;
+        return Ok(matches!(look, Look::Mount(mounted) if appears_at(record, device, &mounted)));
     }
+    Ok(mounted::fs_of(id, place, device)?.is_some())
 }
 
 /// Releases every descriptor lock that is left over the device. Called when no
