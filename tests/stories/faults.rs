@@ -14,9 +14,9 @@ use uuid::Uuid;
 
 use crate::{
     harness::{
-        Ceph, Content, DeadOsd, DeadServer, Dice, Fault, Footprint, HungFiles, HungPool, Moment,
-        Node, NodeSetup, Sandbox, StuckFile, Volume, bytes_for, can_resize_ext4, eventually,
-        kernel_has_nbd, lonely_ceph_story, run, story,
+        Ceph, Content, DeadOsd, DeadServer, Dice, Fault, Footprint, HungDirectories, HungFiles,
+        HungPool, Moment, Node, NodeSetup, Sandbox, StuckFile, Volume, bytes_for, can_resize_ext4,
+        eventually, kernel_has_nbd, lonely_ceph_story, run, story,
     },
     telling::free_port,
 };
@@ -127,6 +127,11 @@ async fn call(node: &Node, volume: &Volume, moment: Moment) -> Result<(), Status
     let target = node.target(volume, "pod");
     match moment {
         Moment::Probe | Moment::Mount => node.within(DEADLINE, node.stage(volume)).await,
+        Moment::Publish => {
+            let publish = node.publish_again(volume, "pod");
+            node.within(DEADLINE, publish).await
+        }
+        Moment::Unpublish => node.within(DEADLINE, node.unpublish(volume, "pod")).await,
         Moment::Use => {
             let usage = node.stats(volume, &target).await;
             usage.expect("stats wait for no device");
@@ -182,7 +187,6 @@ async fn hurts_its_own_volumes_alone(
     moment: Moment,
 ) {
     let hurt = fault.hurt().to_vec();
-    let in_use = !matches!(moment, Moment::Probe | Moment::Mount);
     // All live, and are formatted where they were blank.
     let kept = Content::new("kept");
     tokio::join!(
@@ -190,8 +194,10 @@ async fn hurts_its_own_volumes_alone(
         join_all(hurt.iter().map(async |volume| {
             let target = node.up(volume, "pod").await;
             kept.write(&target.join("kept"));
-            if !in_use {
-                node.down(volume, "pod").await;
+            match moment {
+                Moment::Probe | Moment::Mount => node.down(volume, "pod").await,
+                Moment::Publish => node.unpublish(volume, "pod").await.expect("unpublished"),
+                _ => {}
             }
         }))
     );
@@ -319,6 +325,31 @@ fn hung_files_on<T>(moment: Moment, start: impl AsyncFn(&Sandbox) -> (Node, T) +
             // Their mounts are there before the node.
             let mut fault = HungFiles::new(sandbox, kind);
             let (node, _besides) = start(sandbox).await;
+            let others = healthy(sandbox, kind);
+            hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
+        });
+    }
+}
+
+#[test]
+fn a_hung_root_disk_holds_up_the_volumes_that_are_published_on_it() {
+    hung_directories(Moment::Publish);
+}
+
+#[test]
+fn a_hung_root_disk_holds_up_the_volumes_that_are_unpublished_on_it() {
+    hung_directories(Moment::Unpublish);
+}
+
+fn hung_directories(moment: Moment) {
+    if !is_told() || !StuckFile::possible() {
+        return;
+    }
+    for kind in kinds(moment) {
+        story(async |sandbox| {
+            let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+            let mut fault = HungDirectories::new(sandbox, &node, &["pod", "last"], kind);
+            let node = node.started().await;
             let others = healthy(sandbox, kind);
             hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
         });

@@ -1,5 +1,6 @@
 //! The same call again, nearly the same call again, and one more target.
 
+use futures_util::future::try_join_all;
 use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument};
 
 use crate::harness::{MIB, Mode, Node, Volume, loops_over, mounts_below, refused, story};
@@ -133,6 +134,31 @@ fn access_modes_say_how_many_may_use_it() {
                 "{refusal:?}"
             );
         }
+        node.assert_clean().await;
+    });
+}
+
+/// Kubelet begins them all at once, and comes back after half a second where one is
+/// told that another is under way.
+#[test]
+fn pods_that_share_a_volume_come_and_go_at_once() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        node.stage(&volume).await.unwrap();
+        let pods: Vec<_> = (0..32).map(|pod| format!("pod{pod}")).collect();
+        let (first, second) = pods.split_at(16);
+        let publish = async |pod: &String| node.publish(&volume, pod).await;
+        let unpublish = async |pod: &String| node.unpublish(&volume, pod).await;
+        try_join_all(first.iter().map(publish)).await.unwrap();
+        let (gone, come) = tokio::join!(
+            try_join_all(first.iter().map(unpublish)),
+            try_join_all(second.iter().map(publish))
+        );
+        gone.unwrap();
+        come.unwrap();
+        try_join_all(second.iter().map(unpublish)).await.unwrap();
+        node.unstage(&volume).await.unwrap();
         node.assert_clean().await;
     });
 }

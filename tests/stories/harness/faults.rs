@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    Ceph, MIB, NbdServer, Sandbox, StuckFile, Volume, eventually, nbds_over,
+    Ceph, MIB, NbdServer, Node, Sandbox, StuckFile, StuckTree, Volume, eventually, nbds_over,
     rbd::{Frozen, Stopped, spec_of},
     run,
 };
@@ -23,8 +23,12 @@ pub enum Moment {
     Probe,
     /// It is probed, and not mounted yet.
     Mount,
+    /// It is staged, and not published yet.
+    Publish,
     /// A pod uses it.
     Use,
+    /// A pod has used it, and it is about to be unpublished.
+    Unpublish,
     /// A pod has used it, and it is about to be unmounted.
     Unmount,
     /// Its source has grown, and it has not yet.
@@ -60,6 +64,56 @@ pub fn bytes_for(kind: &str) -> u64 {
 
 fn names(prefix: &str) -> impl Iterator<Item = String> {
     (0..HURT).map(move |number| format!("{prefix}{number}"))
+}
+
+/// Directories of kubelet's, on a disk that stops answering.
+pub struct HungDirectories {
+    disk: StuckTree,
+    volumes: Vec<Volume>,
+}
+
+impl HungDirectories {
+    /// Of the pods called `pods`, and where the volumes are staged. Call it before the
+    /// node starts, of which `node` answers for the paths.
+    pub fn new(sandbox: &Sandbox, node: &Node, pods: &[&str], kind: &str) -> Self {
+        let root = sandbox.dir().join("hung.root");
+        fs::create_dir(&root).expect("a mount point");
+        let disk = StuckTree::new(&root);
+        let volumes: Vec<_> = names("hurt")
+            .map(|name| sandbox.volume_in("main", &name, kind, bytes_for(kind)))
+            .collect();
+        let on_disk = |volume: &Volume| {
+            let published = pods.iter().map(|pod| node.target(volume, pod));
+            published.chain([node.staging(volume)]).collect::<Vec<_>>()
+        };
+        for (number, place) in volumes.iter().flat_map(on_disk).enumerate() {
+            let there = root.join(number.to_string());
+            fs::create_dir(&there).expect("a directory");
+            let parent = place.parent().expect("a parent");
+            fs::create_dir_all(parent).expect("kubelet's directory");
+            let [there, parent] = [&there, parent].map(|path| path.display().to_string());
+            run(&["mount", "--bind", &there, &parent]);
+        }
+        Self { disk, volumes }
+    }
+}
+
+impl Fault for HungDirectories {
+    fn hurt(&self) -> &[Volume] {
+        &self.volumes
+    }
+
+    fn grow(&self, _: &Volume, _: u64) {
+        unreachable!("no story grows what is in them");
+    }
+
+    async fn stop(&mut self, _: Moment) {
+        self.disk.stop_all();
+    }
+
+    async fn resume(&mut self) {
+        self.disk.go_on();
+    }
 }
 
 /// Image files on a file system whose server stops answering.

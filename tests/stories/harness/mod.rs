@@ -38,7 +38,9 @@ pub use controller::{
 };
 pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
-pub use faults::{DeadOsd, DeadServer, Fault, HungFiles, HungPool, Moment, bytes_for};
+pub use faults::{
+    DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Moment, bytes_for,
+};
 pub use footprint::Footprint;
 pub use halfway::{Halfway, LUKS_FORMAT, MKFS, StandIn};
 pub use holder::Holder;
@@ -52,7 +54,7 @@ pub use rbd::{
     spec_of,
 };
 pub use sandbox::Sandbox;
-pub use stuck::StuckFile;
+pub use stuck::{StuckFile, StuckTree};
 use tonic::{Code, Status};
 pub use volume::{Mode, Volume};
 

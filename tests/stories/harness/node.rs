@@ -90,11 +90,15 @@ impl Node {
 
     /// A ready node.
     pub async fn start_with(sandbox: &Sandbox, setup: NodeSetup) -> Self {
-        let node = Self::prepare(sandbox, setup);
-        node.agent.start().await;
+        Self::prepare(sandbox, setup).started().await
+    }
+
+    /// A ready node, of one that was not started.
+    pub async fn started(self) -> Self {
+        self.agent.start().await;
         Self {
-            before: node.traces(),
-            ..node
+            before: self.traces(),
+            ..self
         }
     }
 
@@ -248,6 +252,12 @@ impl Node {
     /// Kubelet makes the target's parent, not the target.
     pub async fn publish(&self, volume: &Volume, pod: &str) -> Result<(), Status> {
         self.send_publish(self.publish_request(volume, pod)).await
+    }
+
+    /// The target's parent is there.
+    pub async fn publish_again(&self, volume: &Volume, pod: &str) -> Result<(), Status> {
+        let message = request(self.publish_request(volume, pod), self.timeout.get());
+        self.client().node_publish_volume(message).await.map(drop)
     }
 
     pub async fn publish_read_only(&self, volume: &Volume, pod: &str) -> Result<(), Status> {

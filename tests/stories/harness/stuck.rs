@@ -1,11 +1,13 @@
-//! A file that stops answering when told to: a FUSE file system whose root is
-//! one regular file (linux/fuse.h, protocol 7.31 and later).
+//! A file, or a tree of directories, that stops answering when told to: a FUSE file
+//! system (linux/fuse.h, protocol 7.31 and later), whose root is one regular file or an
+//! empty directory.
 //!
 //! What comes while it is stuck waits in the kernel, and with it every thread
 //! that needs it. Reads and writes alone can be stuck, as on a disk that died, or
 //! every request, as on a file server that went away.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io::{Read, Write},
     os::{fd::AsRawFd as _, unix::fs::FileExt as _},
@@ -17,7 +19,10 @@ use std::{
     thread,
 };
 
-use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::{
+    io::Errno,
+    mount::{MountFlags, UnmountFlags, mount, unmount},
+};
 
 use super::{eventually, left_out};
 
@@ -31,8 +36,12 @@ const WRITE: u32 = 16;
 pub struct StuckFile {
     path: PathBuf,
     gate: Arc<Gate>,
-    server: Arc<Server>,
+    server: Arc<Server<OneFile>>,
 }
+
+/// The mounted tree; dropped, everything that waits for it goes on. The kernel
+/// remembers no name in it, and asks for each whenever it is walked.
+pub struct StuckTree(Arc<Gate>);
 
 /// What is answered.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -88,34 +97,13 @@ impl StuckFile {
     /// until told to stop.
     pub fn new(path: &Path, bytes: u64) -> Self {
         File::create(path).expect("a mount point");
-        let device = File::options()
-            .read(true)
-            .write(true)
-            .open("/dev/fuse")
-            .expect("/dev/fuse");
-        let options = format!(
-            "fd={},rootmode=100755,user_id=0,group_id=0,allow_other",
-            device.as_raw_fd()
-        );
-        let options = std::ffi::CString::new(options).expect("no zero byte");
-        mount(
-            "stuck",
-            path,
-            "fuse",
-            MountFlags::empty(),
-            Some(options.as_c_str()),
-        )
-        .expect("a FUSE mount");
         let store = tempfile::tempfile().expect("a file");
         store.set_len(bytes).expect("a sparse file");
-        let gate = Arc::new(Gate::default());
-        let server = Arc::new(Server {
-            device,
+        let file = OneFile {
             store,
             bytes: AtomicU64::new(bytes),
-        });
-        let (doorman, serving) = (Arc::clone(&gate), Arc::clone(&server));
-        thread::spawn(move || serving.serve(&doorman));
+        };
+        let (gate, server) = Server::mount(path, 0o100_755, file);
         Self {
             path: path.to_owned(),
             gate,
@@ -125,8 +113,12 @@ impl StuckFile {
 
     /// From now on it has `bytes`, and zeros where it had no data.
     pub fn grow(&self, bytes: u64) {
-        self.server.store.set_len(bytes).expect("a sparse file");
-        self.server.bytes.store(bytes, SeqCst);
+        self.server
+            .files
+            .store
+            .set_len(bytes)
+            .expect("a sparse file");
+        self.server.files.bytes.store(bytes, SeqCst);
     }
 
     /// Writes wait from now on.
@@ -170,13 +162,67 @@ impl Drop for StuckFile {
     }
 }
 
-struct Server {
-    device: File,
-    store: File,
-    bytes: AtomicU64,
+impl StuckTree {
+    /// Mounts over the directory `path` an empty one. It answers until told to stop.
+    pub fn new(path: &Path) -> Self {
+        Self(Server::mount(path, 0o040_755, Tree::default()).0)
+    }
+
+    /// Everything waits from now on.
+    pub fn stop_all(&self) {
+        self.0.set(Answers::Nothing);
+    }
+
+    /// Everything goes on.
+    pub fn go_on(&self) {
+        self.0.set(Answers::All);
+    }
 }
 
-impl Server {
+impl Drop for StuckTree {
+    fn drop(&mut self) {
+        self.go_on();
+    }
+}
+
+struct Server<F> {
+    device: File,
+    files: F,
+}
+
+/// What a file system has in it.
+trait Files: Send + Sync + 'static {
+    /// Answers a request about a node, the root being 1.
+    fn answer(&self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, Errno>;
+}
+
+impl<F: Files> Server<F> {
+    fn mount(path: &Path, root_mode: u32, files: F) -> (Arc<Gate>, Arc<Self>) {
+        let device = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/fuse")
+            .expect("/dev/fuse");
+        let options = format!(
+            "fd={},rootmode={root_mode:o},user_id=0,group_id=0,allow_other",
+            device.as_raw_fd()
+        );
+        let options = std::ffi::CString::new(options).expect("no zero byte");
+        mount(
+            "stuck",
+            path,
+            "fuse",
+            MountFlags::empty(),
+            Some(options.as_c_str()),
+        )
+        .expect("a FUSE mount");
+        let gate = Arc::new(Gate::default());
+        let server = Arc::new(Self { device, files });
+        let (doorman, serving) = (Arc::clone(&gate), Arc::clone(&server));
+        thread::spawn(move || serving.serve(&doorman));
+        (gate, server)
+    }
+
     /// Until the file system is unmounted and its last user gone.
     fn serve(self: Arc<Self>, gate: &Arc<Gate>) {
         let mut buffer = vec![0; MAX_WRITE as usize + 4096];
@@ -197,7 +243,6 @@ impl Server {
 
     fn answer(&self, request: &[u8]) {
         let opcode = u32_at(request, 4);
-        let body = &request[HEADER..];
         let reply = match opcode {
             // FORGET, INTERRUPT and BATCH_FORGET take no answer.
             2 | 36 | 42 => return,
@@ -211,16 +256,15 @@ impl Server {
                 reply.resize(64, 0);
                 Ok(reply)
             }
-            // GETATTR and SETATTR: how long it is valid, then the attributes.
-            3 | 4 => Ok([vec![0; 16], self.attributes()].concat()),
-            // OPEN: handle and flags.
-            14 => Ok(vec![0; 16]),
-            READ | WRITE => self.transfer(opcode, body),
+            // OPEN and OPENDIR: handle and flags.
+            14 | 27 => Ok(vec![0; 16]),
             // STATFS.
             17 => Ok(vec![0; 80]),
-            // RELEASE, FSYNC, FLUSH and ACCESS.
-            18 | 20 | 25 | 34 => Ok(Vec::new()),
-            _ => Err(rustix::io::Errno::NOSYS),
+            // RELEASE, FSYNC, FLUSH, RELEASEDIR, FSYNCDIR and ACCESS.
+            18 | 20 | 25 | 29 | 30 | 34 => Ok(Vec::new()),
+            _ => self
+                .files
+                .answer(opcode, u64_at(request, 16), &request[HEADER..]),
         };
         let (error, payload) = match reply {
             Ok(payload) => (0, payload),
@@ -234,9 +278,30 @@ impl Server {
         // Fails when the request was given up meanwhile.
         let _ = (&self.device).write_all(&answer);
     }
+}
 
-    fn transfer(&self, opcode: u32, body: &[u8]) -> Result<Vec<u8>, rustix::io::Errno> {
-        let offset = u64::from_le_bytes(body[8..16].try_into().expect("eight bytes"));
+struct OneFile {
+    store: File,
+    bytes: AtomicU64,
+}
+
+impl Files for OneFile {
+    fn answer(&self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, Errno> {
+        match opcode {
+            // GETATTR and SETATTR: how long it is valid, then the attributes.
+            3 | 4 => {
+                let attributes = attributes(node, 0o100_755, self.bytes.load(SeqCst));
+                Ok([vec![0; 16], attributes].concat())
+            }
+            READ | WRITE => self.transfer(opcode, body),
+            _ => Err(Errno::NOSYS),
+        }
+    }
+}
+
+impl OneFile {
+    fn transfer(&self, opcode: u32, body: &[u8]) -> Result<Vec<u8>, Errno> {
+        let offset = u64_at(body, 8);
         let size = u32_at(body, 16);
         let done = if opcode == READ {
             let size = u64::from(size).min(self.bytes.load(SeqCst).saturating_sub(offset));
@@ -247,22 +312,103 @@ impl Server {
             let written = [size, 0].map(u32::to_le_bytes).concat();
             self.store.write_all_at(data, offset).map(|()| written)
         };
-        done.map_err(|_| rustix::io::Errno::IO)
+        done.map_err(|_| Errno::IO)
     }
+}
 
-    /// struct fuse_attr of a regular file.
-    fn attributes(&self) -> Vec<u8> {
-        let bytes = self.bytes.load(SeqCst);
-        let mut attributes = [1, bytes, bytes / 512, 0, 0, 0]
-            .map(u64::to_le_bytes)
-            .concat();
-        // Three times' nanoseconds, mode, nlink, uid, gid, rdev, blksize, flags.
-        let small = [0_u32, 0, 0, 0o100_755, 1, 0, 0, 0, 4096, 0];
-        attributes.extend(small.map(u32::to_le_bytes).concat());
-        attributes
+/// Directories in directories, by their numbers, which are never used again.
+struct Tree(Mutex<Vec<BTreeMap<Vec<u8>, u64>>>);
+
+impl Default for Tree {
+    fn default() -> Self {
+        // There is no node 0; 1 is the root.
+        Self(Mutex::new(vec![BTreeMap::new(); 2]))
     }
+}
+
+impl Files for Tree {
+    fn answer(&self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, Errno> {
+        let mut directories = self.0.lock().expect("a tree");
+        let at = |node: u64| usize::try_from(node).expect("a small number");
+        match opcode {
+            // LOOKUP.
+            1 => {
+                let found = directories[at(node)].get(name(body));
+                found.map(|node| entry(*node)).ok_or(Errno::NOENT)
+            }
+            // GETATTR and SETATTR.
+            3 | 4 => Ok([vec![0; 16], attributes(node, 0o040_755, 0)].concat()),
+            // MKDIR: mode, umask, then the name.
+            9 => {
+                let new = directories.len() as u64;
+                let name = name(&body[8..]).to_vec();
+                if directories[at(node)].contains_key(&name) {
+                    return Err(Errno::EXIST);
+                }
+                directories[at(node)].insert(name, new);
+                directories.push(BTreeMap::new());
+                Ok(entry(new))
+            }
+            // RMDIR.
+            11 => {
+                let gone = *directories[at(node)].get(name(body)).ok_or(Errno::NOENT)?;
+                if !directories[at(gone)].is_empty() {
+                    return Err(Errno::NOTEMPTY);
+                }
+                directories[at(node)].remove(name(body));
+                Ok(Vec::new())
+            }
+            // READDIR: handle, then the offset; all is told at once.
+            28 if u64_at(body, 8) == 0 => Ok((1..)
+                .zip(&directories[at(node)])
+                .flat_map(|(offset, (name, node))| listed(*node, offset, name))
+                .collect()),
+            28 => Ok(Vec::new()),
+            _ => Err(Errno::NOSYS),
+        }
+    }
+}
+
+/// The name that a request ends with.
+fn name(body: &[u8]) -> &[u8] {
+    body.split(|byte| *byte == 0).next().unwrap_or_default()
+}
+
+/// struct fuse_entry_out, which is valid for no time.
+fn entry(node: u64) -> Vec<u8> {
+    let mut entry = node.to_le_bytes().to_vec();
+    // Generation, and for how long name and attributes are valid.
+    entry.resize(40, 0);
+    entry.extend(attributes(node, 0o040_755, 0));
+    entry
+}
+
+/// struct fuse_dirent.
+fn listed(node: u64, offset: u64, name: &[u8]) -> Vec<u8> {
+    const DT_DIR: u32 = 4;
+    let length = u32::try_from(name.len()).expect("a short name");
+    let mut listed = [node, offset].map(u64::to_le_bytes).concat();
+    listed.extend([length, DT_DIR].map(u32::to_le_bytes).concat());
+    listed.extend_from_slice(name);
+    listed.resize(listed.len().next_multiple_of(8), 0);
+    listed
+}
+
+/// struct fuse_attr.
+fn attributes(node: u64, mode: u32, bytes: u64) -> Vec<u8> {
+    let mut attributes = [node, bytes, bytes / 512, 0, 0, 0]
+        .map(u64::to_le_bytes)
+        .concat();
+    // Three times' nanoseconds, mode, nlink, uid, gid, rdev, blksize, flags.
+    let small = [0_u32, 0, 0, mode, 1, 0, 0, 0, 4096, 0];
+    attributes.extend(small.map(u32::to_le_bytes).concat());
+    attributes
 }
 
 fn u32_at(bytes: &[u8], offset: usize) -> u32 {
     u32::from_le_bytes(bytes[offset..offset + 4].try_into().expect("four bytes"))
+}
+
+fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_le_bytes(bytes[offset..offset + 8].try_into().expect("eight bytes"))
 }
