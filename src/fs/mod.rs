@@ -16,8 +16,6 @@ pub mod grow;
 pub mod mkfs;
 #[cfg(feature = "node")]
 pub mod probe;
-#[cfg(feature = "node")]
-pub mod statfs;
 
 /// A file system that volumes may carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -1,7 +1,7 @@
 //! What is at a place: one statx(2) and, for a mount, one statmount(2). Neither
 //! asks the file system's device, so neither hangs with it. Kernels before 6.8 have
 //! no statmount; there fstatfs(2) tells whether a mount is read-only, which of some
-//! file systems may wait ([`crate::fs::statfs`]).
+//! file systems may wait.
 //!
 //! A mount is known by `STATX_ATTR_MOUNT_ROOT` (Linux 5.8), not by comparing
 //! devices: a bind mount within one file system has its parent's.

@@ -6,10 +6,11 @@ use std::{os::fd::AsFd as _, rc::Rc, time::Duration};
 
 use super::{
     Error, Node,
+    places::Places,
     publish::{RESTAGE, appears_at},
     record::{Phase, Record},
     spec::Use,
-    task::Volume,
+    stats,
 };
 use crate::{
     device::{Ailment, Device, sysfs},
@@ -83,17 +84,18 @@ impl Node {
             && let Some(device) = &record.device
         {
             self.check_device(&record, device, &mut found);
-            if !self.answers(&volume, &record).await {
-                found.push(condition(
-                    Severity::Inaccessible,
-                    "FileSystemStuck",
-                    format!(
-                        "the file system at {} waits for its device",
-                        record.mount_point().display()
-                    ),
-                ));
-            } else if let Use::Mount { .. } = record.usage {
-                self.check_mount(&volume, &record, device, &mut found);
+            if let Use::Mount { .. } = record.usage {
+                let health = self.file_system_health(&volume, &record, deadline).await;
+                found.extend(health.unwrap_or_else(|| {
+                    vec![condition(
+                        Severity::Inaccessible,
+                        "FileSystemStuck",
+                        format!(
+                            "the file system at {} waits for its device",
+                            record.mount_point().display()
+                        ),
+                    )]
+                }));
             }
         }
         Ok(found)
@@ -145,60 +147,63 @@ impl Node {
             ),
         }));
     }
+}
 
-    fn check_mount(
-        &self,
-        volume: &Volume,
-        record: &Record,
-        device: &Device,
-        found: &mut Vec<Condition>,
-    ) {
-        let mount_point = record.mount_point();
-        let path = mount_point.display();
-        let looked = (self.places.staging(&mount_point).ok()).and_then(|place| {
-            let look = place.look().ok()?;
-            Some((place, look))
-        });
-        match looked {
-            Some((place, Look::Mount(mounted))) if appears_at(record, device, &mounted) => {
-                if mounted.shut_down {
-                    found.push(condition(
-                        Severity::Inaccessible,
-                        "FileSystemShutDown",
-                        format!("the file system at {path} has shut down: {RESTAGE}"),
-                    ));
-                } else if !record.read_only
-                    && (mounted.read_only || refuses_writes(record, device, &place))
-                {
-                    found.push(condition(
-                        Severity::Degraded,
-                        "ReadOnly",
-                        format!(
-                            "the file system at {path} became read-only; the kernel log says why"
-                        ),
-                    ));
-                }
+/// What is wrong with the file system where the volume is staged. On the volume's lane.
+pub fn of_file_system(places: &Places, record: &Record) -> Vec<Condition> {
+    let Some(device) = &record.device else {
+        return Vec::new();
+    };
+    let mut found = Vec::new();
+    let mount_point = record.mount_point();
+    let path = mount_point.display();
+    // Where it hangs, so does this.
+    let _ = stats::usage(places, record, &mount_point);
+    let looked = (places.staging(&mount_point).ok()).and_then(|place| {
+        let look = place.look().ok()?;
+        Some((place, look))
+    });
+    match looked {
+        Some((place, Look::Mount(mounted))) if appears_at(record, device, &mounted) => {
+            if mounted.shut_down {
+                found.push(condition(
+                    Severity::Inaccessible,
+                    "FileSystemShutDown",
+                    format!("the file system at {path} has shut down: {RESTAGE}"),
+                ));
+            } else if !record.read_only
+                && (mounted.read_only || refuses_writes(record, device, &place))
+            {
+                found.push(condition(
+                    Severity::Degraded,
+                    "ReadOnly",
+                    format!("the file system at {path} became read-only; the kernel log says why"),
+                ));
             }
-            _ => found.push(condition(
-                Severity::Inaccessible,
-                "NotMounted",
-                format!("volume {} is not mounted at {path} any more", volume.id),
-            )),
         }
-        if record.fs == Some(FsType::Ext4)
-            && let Ok(errors) = sysfs::ext4_errors(device.dev)
-            && errors > 0
-        {
-            found.push(condition(
-                Severity::Degraded,
-                "FileSystemErrors",
-                format!(
-                    "ext4 on {} counted {errors} errors; check it while it is not mounted",
-                    device.node.display()
-                ),
-            ));
-        }
+        _ => found.push(condition(
+            Severity::Inaccessible,
+            "NotMounted",
+            format!(
+                "volume {} is not mounted at {path} any more",
+                record.volume_id
+            ),
+        )),
     }
+    if record.fs == Some(FsType::Ext4)
+        && let Ok(errors) = sysfs::ext4_errors(device.dev)
+        && errors > 0
+    {
+        found.push(condition(
+            Severity::Degraded,
+            "FileSystemErrors",
+            format!(
+                "ext4 on {} counted {errors} errors; check it while it is not mounted",
+                device.node.display()
+            ),
+        ));
+    }
+    found
 }
 
 /// Whether ext4 refuses to write after an error and does not look read-only

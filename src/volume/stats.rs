@@ -1,9 +1,12 @@
-//! How full a volume is. No lock, no record, no device: a few system calls on the
-//! runtime thread, none of which can hang with the device.
+//! How full a volume is, and whether its file system answers. No lock, no record, and
+//! none of its device's data: what the kernel has in memory of the file system.
 //!
-//! A file system whose statfs may wait for its device ([`statfs::may_wait`]) is asked
-//! on the volume's lane, by one call at a time. Whoever would wait for it too long
-//! gets its last answer, or where there is none an error that may pass.
+//! But the directories on the way to it are on a disk that may hang, and some file
+//! systems' statfs waits for their device: of XFS in Linux 5.15 to 5.18
+//! (`xfs_inodegc_flush` in `xfs_fs_statfs`), and of ext4 and XFS with project quotas,
+//! which may read a limit (`ext4_statfs_project`, `xfs_qm_statvfs`). So it is looked at
+//! on the volume's lane, by one call at a time. Whoever would wait for it too long gets
+//! its last answer, or where there is none an error that may pass.
 
 use std::{
     cell::RefCell,
@@ -20,11 +23,17 @@ use rustix::{fd::AsFd as _, fs::fstatvfs};
 use tokio::sync::oneshot;
 
 use super::{
-    Error, Node, places::Places, publish::appears_at, record::Record, spec::Use, task::Volume,
+    Error, Node,
+    health::{self, Condition},
+    places::Places,
+    publish::appears_at,
+    record::Record,
+    spec::Use,
+    task::Volume,
 };
-use crate::{device::sysfs, fs::statfs, hold_point, mount::Look, ring};
+use crate::{device::sysfs, hold_point, mount::Look, ring};
 
-/// How long a file system that may wait for its device is waited for.
+/// How long a file system is waited for.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 
 /// What of something there is, in its own unit.
@@ -52,7 +61,7 @@ pub enum Usage {
     Block(u64),
 }
 
-/// What was asked of a file system that may wait for its device.
+/// What was asked about a volume that did not have to be answered by its task.
 #[derive(Debug, Default)]
 pub struct Asked {
     under_way: RefCell<Option<Question>>,
@@ -60,11 +69,27 @@ pub struct Asked {
     last: RefCell<HashMap<PathBuf, Usage>>,
 }
 
-/// One look at a path, which all who ask meanwhile wait for.
+/// What is asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum About {
+    /// How full it is, at a path.
+    Usage(PathBuf),
+    /// What is wrong with the file system where it is staged.
+    Health,
+}
+
+/// What the lane answers.
+#[derive(Clone, Debug)]
+enum Told {
+    Usage(Result<Usage, Arc<Error>>),
+    Health(Vec<Condition>),
+}
+
+/// One look at a volume, which all who ask meanwhile wait for.
 #[derive(Clone, Debug)]
 struct Question {
-    path: PathBuf,
-    answer: Shared<oneshot::Receiver<Result<Usage, Arc<Error>>>>,
+    about: About,
+    answer: Shared<oneshot::Receiver<Told>>,
 }
 
 impl Node {
@@ -83,85 +108,98 @@ impl Node {
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.spelled(&path);
-        if !may_wait(&record) {
-            return Ok(usage(&self.places, &record, &path)?);
-        }
-        let until = Instant::now() + deadline.min(ANSWERS_WITHIN);
-        loop {
-            let question = self.question(&volume, &record, &path);
-            let left = until.saturating_duration_since(Instant::now());
-            match ring::timer::timeout(left, question.answer).await {
-                Ok(Ok(answer)) if question.path == path => return answer,
-                // Another path's, or a lane that panicked.
-                Ok(_) if !left.is_zero() => {}
-                _ => break,
-            }
+        let about = About::Usage(path.clone());
+        if let Some(Told::Usage(answer)) = self.ask(&volume, &record, about, deadline).await {
+            return answer;
         }
         let last = volume.asked.last.borrow().get(&path).copied();
         last.ok_or_else(|| {
             let what = format!("ask how full it is at {}", path.display());
             let why = "its file system waits for its device";
-            Arc::new(Error::io(&volume.id, what)(io::Error::new(
-                io::ErrorKind::TimedOut,
-                why,
-            )))
+            let waits = io::Error::new(io::ErrorKind::TimedOut, why);
+            Arc::new(Error::io(&volume.id, what)(waits))
         })
     }
 
-    /// Whether the volume's file system answers within the time.
-    pub async fn answers(&self, volume: &Rc<Volume>, record: &Record) -> bool {
-        if !may_wait(record) {
-            return true;
+    /// What is wrong with the file system of a mounted volume; `None` where it does not
+    /// answer within the time.
+    pub async fn file_system_health(
+        &self,
+        volume: &Rc<Volume>,
+        record: &Record,
+        deadline: Duration,
+    ) -> Option<Vec<Condition>> {
+        match self.ask(volume, record, About::Health, deadline).await? {
+            Told::Health(found) => Some(found),
+            Told::Usage(_) => None,
         }
-        let question = self.question(volume, record, &record.mount_point());
-        let answer = ring::timer::timeout(ANSWERS_WITHIN, question.answer).await;
-        answer.is_ok()
+    }
+
+    /// Waits for the answer, after those to other questions; `None` where they take too
+    /// long.
+    async fn ask(
+        &self,
+        volume: &Rc<Volume>,
+        record: &Record,
+        about: About,
+        deadline: Duration,
+    ) -> Option<Told> {
+        let until = Instant::now() + deadline.min(ANSWERS_WITHIN);
+        loop {
+            let question = self.question(volume, record, &about);
+            let left = until.saturating_duration_since(Instant::now());
+            match ring::timer::timeout(left, question.answer).await {
+                Ok(Ok(answer)) if question.about == about => return Some(answer),
+                // Another question's.
+                Ok(Ok(_)) if !left.is_zero() => {}
+                Ok(Err(_)) => {
+                    // The lane panicked: the next call asks anew.
+                    volume.asked.under_way.replace(None);
+                    return None;
+                }
+                _ => return None,
+            }
+        }
     }
 
     /// The look under way at the volume, or a new one.
-    fn question(&self, volume: &Rc<Volume>, record: &Record, path: &Path) -> Question {
+    fn question(&self, volume: &Rc<Volume>, record: &Record, about: &About) -> Question {
         if let Some(question) = &*volume.asked.under_way.borrow() {
             return question.clone();
         }
         let (send, receive) = oneshot::channel();
         let question = Question {
-            path: path.to_owned(),
+            about: about.clone(),
             answer: receive.shared(),
         };
         volume.asked.under_way.replace(Some(question.clone()));
-        let (places, record, path) = (self.places.clone(), record.clone(), path.to_owned());
-        let at = path.clone();
+        let (places, record, about) = (self.places.clone(), record.clone(), about.clone());
         let looks = self.lanes.run(&volume.id, "statfs", move || {
-            usage(&places, &record, &at).map_err(Arc::new)
+            let told = match &about {
+                About::Usage(path) => Told::Usage(usage(&places, &record, path).map_err(Arc::new)),
+                About::Health => Told::Health(health::of_file_system(&places, &record)),
+            };
+            (about, told)
         });
         let asked = Rc::clone(volume);
         ring::spawn(async move {
-            let answer = looks.await;
+            let (about, told) = looks.await;
             asked.asked.under_way.replace(None);
             let mut last = asked.asked.last.borrow_mut();
-            match &answer {
-                Ok(usage) => last.insert(path, *usage),
-                Err(_) => last.remove(&path),
+            match (about, &told) {
+                (About::Usage(path), Told::Usage(Ok(usage))) => last.insert(path, *usage),
+                (About::Usage(path), _) => last.remove(&path),
+                (About::Health, _) => None,
             };
             // All callers may have gone.
-            let _ = send.send(answer);
+            let _ = send.send(told);
         });
         question
     }
 }
 
-/// Whether asking the volume's file system may wait for its device.
-pub fn may_wait(record: &Record) -> bool {
-    let Use::Mount { options, .. } = &record.usage else {
-        return false;
-    };
-    // How another driver has mounted it is not known.
-    let options = Some(options).filter(|_| !record.found);
-    record.fs.is_some_and(|fs| statfs::may_wait(fs, options))
-}
-
 /// How full the volume is that is staged or published at the path, by what the
-/// kernel says.
+/// kernel says. On the volume's lane.
 pub fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Error> {
     let gone = || Error::NotFound {
         volume: record.volume_id.clone(),

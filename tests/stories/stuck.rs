@@ -8,8 +8,8 @@ use tonic::{Code, Status};
 use crate::{
     groups::with_group,
     harness::{
-        Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, hex, refused, run,
-        run_err, story,
+        Content, Fault as _, HungDirectories, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile,
+        Volume, eventually, hex, refused, run, run_err, story,
     },
 };
 
@@ -169,11 +169,8 @@ fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
 fn a_statfs_that_waits_holds_up_its_own_volume() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
-        // With such options statfs may read quotas from the device.
-        let [known, unknown] = ["known", "unknown"].map(|name| {
-            let volume = sandbox.volume(name, "ext4").flags(&["usrquota"]);
-            (node.hold("statfs", name), volume)
-        });
+        let [known, unknown] = ["known", "unknown"]
+            .map(|name| (node.hold("statfs", name), sandbox.volume(name, "ext4")));
         let mut targets = Vec::new();
         for (_, volume) in [&known, &unknown] {
             targets.push(node.up(volume, "pod").await);
@@ -206,6 +203,41 @@ fn a_statfs_that_waits_holds_up_its_own_volume() {
                 node.unstage(volume).await
             })
             .await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn statistics_below_a_directory_that_hangs_hold_up_their_own_volume() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+        let mut fault = HungDirectories::new(sandbox, &node, &["pod"], "ext4");
+        let node = node.started().await;
+        let [known, unknown] = [0, 1].map(|number| fault.hurt()[number].clone());
+        let targets = [node.up(&known, "pod").await, node.up(&unknown, "pod").await];
+        let before = node.stats(&known, &targets[0]).await.unwrap();
+        fault.stop(Moment::Use).await;
+        assert_eq!(node.stats(&known, &targets[0]).await.unwrap(), before);
+        let answer = node.stats(&unknown, &targets[1]).await;
+        refused(answer, Code::Unavailable, &["hurt1", "waits"]);
+        for (volume, target) in [&known, &unknown].into_iter().zip(&targets) {
+            let health = node.health(volume, target).await.unwrap();
+            assert_eq!(health[0].reason, "FileSystemStuck", "{health:?}");
+        }
+        another_lives(&node, sandbox, "other").await;
+        assert_eq!(node.probe().await, Some(true));
+
+        fault.resume().await;
+        let asked = async || node.stats(&unknown, &targets[1]).await.map(drop);
+        node.until_ok("stats", asked).await;
+        let health = node.health(&unknown, &targets[1]).await.unwrap();
+        assert_eq!(health, []);
+        for volume in [&known, &unknown] {
+            node.down(volume, "pod").await;
         }
         node.assert_clean().await;
     });
