@@ -347,9 +347,9 @@ fn hung_directories(moment: Moment) {
     }
     for kind in kinds(moment) {
         story(async |sandbox| {
-            let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+            let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
             let mut fault = HungDirectories::new(sandbox, &node, &["pod", "last"], kind);
-            let node = node.started().await;
+            node.begin().await;
             let others = healthy(sandbox, kind);
             hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
         });

@@ -214,9 +214,9 @@ fn statistics_below_a_directory_that_hangs_hold_up_their_own_volume() {
         return;
     }
     story(async |sandbox| {
-        let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+        let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
         let mut fault = HungDirectories::new(sandbox, &node, &["pod"], "ext4");
-        let node = node.started().await;
+        node.begin().await;
         let [known, unknown] = [0, 1].map(|number| fault.hurt()[number].clone());
         let targets = [node.up(&known, "pod").await, node.up(&unknown, "pod").await];
         let before = node.stats(&known, &targets[0]).await.unwrap();

@@ -90,16 +90,15 @@ impl Node {
 
     /// A ready node.
     pub async fn start_with(sandbox: &Sandbox, setup: NodeSetup) -> Self {
-        Self::prepare(sandbox, setup).started().await
+        let mut node = Self::prepare(sandbox, setup);
+        node.begin().await;
+        node
     }
 
-    /// A ready node, of one that was not started.
-    pub async fn started(self) -> Self {
+    /// Its first life, after which there is to be what there is now.
+    pub async fn begin(&mut self) {
         self.agent.start().await;
-        Self {
-            before: self.traces(),
-            ..self
-        }
+        self.before = self.traces();
     }
 
     /// A node whose agent is not started yet.
