@@ -179,10 +179,11 @@ async fn calls(node: &Node, fault: &impl Fault, moment: Moment, many: usize) {
     }
 }
 
-/// The story of a fault, told of a node that is up.
+/// The story of a fault, told of a node that is up. However it ends, the fault does
+/// first: the node's agent is waited for, which hangs with what it has on its devices.
 async fn hurts_its_own_volumes_alone(
     node: &Node,
-    fault: &mut impl Fault,
+    mut fault: impl Fault,
     others: &[Volume],
     moment: Moment,
 ) {
@@ -212,12 +213,12 @@ async fn hurts_its_own_volumes_alone(
     }
     fault.stop(moment).await;
 
-    calls(node, fault, moment, AT_ONCE).await;
+    calls(node, &fault, moment, AT_ONCE).await;
     fault.meanwhile(moment).await;
-    tokio::join!(calls(node, fault, moment, AT_ONCE), all_live(node, others));
+    tokio::join!(calls(node, &fault, moment, AT_ONCE), all_live(node, others));
     let first = Footprint::of(node.pid());
     tokio::join!(
-        calls(node, fault, moment, HOURLY - 2 * AT_ONCE),
+        calls(node, &fault, moment, HOURLY - 2 * AT_ONCE),
         all_live(node, others)
     );
     let last = Cell::new(first);
@@ -323,10 +324,10 @@ fn hung_files_on<T>(moment: Moment, start: impl AsyncFn(&Sandbox) -> (Node, T) +
     for kind in kinds(moment) {
         story(async |sandbox| {
             // Their mounts are there before the node.
-            let mut fault = HungFiles::new(sandbox, kind);
+            let fault = HungFiles::new(sandbox, kind);
             let (node, _besides) = start(sandbox).await;
             let others = healthy(sandbox, kind);
-            hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
+            hurts_its_own_volumes_alone(&node, fault, &others, moment).await;
         });
     }
 }
@@ -348,10 +349,10 @@ fn hung_directories(moment: Moment) {
     for kind in kinds(moment) {
         story(async |sandbox| {
             let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
-            let mut fault = HungDirectories::new(sandbox, &node, &["pod", "last"], kind);
+            let fault = HungDirectories::new(sandbox, &node, &["pod", "last"], kind);
             node.begin().await;
             let others = healthy(sandbox, kind);
-            hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
+            hurts_its_own_volumes_alone(&node, fault, &others, moment).await;
         });
     }
 }
@@ -389,7 +390,7 @@ fn hung_pool(moment: Moment, make: fn(&Sandbox, &str) -> HungPool) {
     }
     for kind in kinds(moment) {
         story(async |sandbox| {
-            let mut fault = make(sandbox, kind);
+            let fault = make(sandbox, kind);
             let mut setup = NodeSetup::new(sandbox);
             let pool = sandbox.pool(HungPool::NAME);
             setup
@@ -397,7 +398,7 @@ fn hung_pool(moment: Moment, make: fn(&Sandbox, &str) -> HungPool) {
                 .push(format!("{}={},shared", HungPool::NAME, pool.display()));
             let node = Node::start_with(sandbox, setup).await;
             let others = healthy(sandbox, kind);
-            hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
+            hurts_its_own_volumes_alone(&node, fault, &others, moment).await;
         });
     }
 }
@@ -434,9 +435,9 @@ fn dead_server(moment: Moment) {
     for kind in kinds(moment) {
         story(async |sandbox| {
             let node = Node::start(sandbox).await;
-            let mut fault = DeadServer::new(sandbox, kind, moment).await;
+            let fault = DeadServer::new(sandbox, kind, moment).await;
             let others = healthy(sandbox, kind);
-            hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
+            hurts_its_own_volumes_alone(&node, fault, &others, moment).await;
         });
     }
 }
@@ -463,13 +464,13 @@ fn dead_osd(moment: Moment) {
     for kind in kinds(moment) {
         lonely_ceph_story(async |sandbox, ceph| {
             let node = ceph.node(sandbox).await;
-            let mut fault = DeadOsd::new(ceph, kind);
+            let fault = DeadOsd::new(ceph, kind);
             let mut others = healthy(sandbox, kind);
             // The kernel's driver has locks that all clusters share.
             let other = Ceph::another(sandbox);
             others.truncate(HEALTHY - 4);
             others.extend((0..4).map(|_| other.volume(kind)));
-            hurts_its_own_volumes_alone(&node, &mut fault, &others, moment).await;
+            hurts_its_own_volumes_alone(&node, fault, &others, moment).await;
         });
     }
 }

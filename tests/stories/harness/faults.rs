@@ -357,6 +357,19 @@ impl Fault for DeadServer {
     }
 }
 
+impl Drop for DeadServer {
+    /// Where the story failed, an agent's thread may wait for a device, and the agent
+    /// with it, until the device's deadline for dead connections.
+    fn drop(&mut self) {
+        self.files.iter().for_each(StuckFile::go_on);
+        self.server.kill9();
+        let attached = self.volumes.iter().flat_map(|of| nbds_over(&of.handle));
+        for device in attached {
+            let _ = super::run_err(&["nbd-client", "-d", &device]);
+        }
+    }
+}
+
 /// The only OSD of a Ceph cluster.
 pub struct DeadOsd<'a> {
     ceph: &'a Ceph,
