@@ -434,8 +434,9 @@ fn dead_server(moment: Moment) {
     }
     for kind in kinds(moment) {
         story(async |sandbox| {
-            let node = Node::start(sandbox).await;
+            // As with hung files, there are mounts of its own.
             let fault = DeadServer::new(sandbox, kind, moment).await;
+            let node = Node::start(sandbox).await;
             let others = healthy(sandbox, kind);
             hurts_its_own_volumes_alone(&node, fault, &others, moment).await;
         });

@@ -20,6 +20,7 @@ use std::{
 };
 
 use rustix::{
+    fs::{FallocateFlags, fallocate},
     io::Errno,
     mount::{MountFlags, UnmountFlags, mount, unmount},
 };
@@ -31,6 +32,7 @@ const MAX_WRITE: u32 = 128 << 10;
 const HEADER: usize = 40;
 const READ: u32 = 15;
 const WRITE: u32 = 16;
+const FALLOCATE: u32 = 43;
 
 /// The mounted file; dropped, everything that waits for it goes on.
 pub struct StuckFile {
@@ -70,8 +72,8 @@ impl Gate {
     fn holds_up(&self, opcode: u32) -> bool {
         match *self.answers.lock().expect("a gate") {
             Answers::All => false,
-            Answers::NoWrites => opcode == WRITE,
-            Answers::NoData => [READ, WRITE].contains(&opcode),
+            Answers::NoWrites => [WRITE, FALLOCATE].contains(&opcode),
+            Answers::NoData => [READ, WRITE, FALLOCATE].contains(&opcode),
             Answers::Nothing => true,
         }
     }
@@ -294,6 +296,7 @@ impl Files for OneFile {
                 Ok([vec![0; 16], attributes].concat())
             }
             READ | WRITE => self.transfer(opcode, body),
+            FALLOCATE => self.fallocate(body),
             _ => Err(Errno::NOSYS),
         }
     }
@@ -313,6 +316,19 @@ impl OneFile {
             self.store.write_all_at(data, offset).map(|()| written)
         };
         done.map_err(|_| Errno::IO)
+    }
+
+    /// A server that has to write the zeros of mkfs takes longer for them than its
+    /// clients wait for one request.
+    fn fallocate(&self, body: &[u8]) -> Result<Vec<u8>, Errno> {
+        let [offset, length] = [8, 16].map(|at| u64_at(body, at));
+        let mode = FallocateFlags::from_bits_retain(u32_at(body, 24));
+        if mode.intersects(FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE) {
+            // Of the two, tmpfs has this one.
+            let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(&self.store, hole, offset, length)?;
+        }
+        Ok(Vec::new())
     }
 }
 
