@@ -58,16 +58,18 @@ fn an_agent_serves_before_it_has_taken_up_its_volumes() {
             .await
             .unwrap();
         // Calls on volumes wait within their deadlines.
-        let patient = node.timeout.replace(Duration::from_millis(200));
-        let words = &["just started"];
-        refused(node.stats(&volume, &target).await, Code::Unavailable, words);
-        refused(node.unstage(&volume).await, Code::Unavailable, words);
-        refused(
-            node.unpublish(&volume, "pod").await,
-            Code::Unavailable,
-            words,
+        let patient = node.timeout.replace(Duration::from_secs(3));
+        let (stats, unstaged, unpublished, staged) = tokio::join!(
+            node.stats(&volume, &target),
+            node.unstage(&volume),
+            node.unpublish(&volume, "pod"),
+            node.stage(&begun[0]),
         );
-        refused(node.stage(&begun[0]).await, Code::Unavailable, words);
+        let words = &["just started"];
+        refused(stats, Code::Unavailable, words);
+        for answer in [unstaged, unpublished, staged] {
+            refused(answer, Code::Unavailable, words);
+        }
         assert_eq!(node.probe().await, Some(true));
         node.timeout.set(patient);
 

@@ -72,7 +72,7 @@ fn devices_that_hang_use_no_place_up() {
         for (file, _) in &stuck {
             file.stop_data();
         }
-        node.timeout.set(Duration::from_secs(2));
+        node.timeout.set(Duration::from_secs(4));
         let answers = at_once(stuck.iter().map(|(_, volume)| node.stage(volume))).await;
         for answer in answers {
             let status = answer.expect_err("the device hangs");

@@ -145,7 +145,7 @@ fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_i
         let volume = ceph.volume("ext4");
         let dying = {
             let _frozen = ceph.freeze();
-            node.timeout.set(Duration::from_secs(2));
+            node.timeout.set(Duration::from_secs(4));
             let late = node.stage(&volume).await.unwrap_err();
             assert_eq!(late.code(), DeadlineExceeded, "{late:?}");
             // A thread of it is in the driver, where no signal reaches it.

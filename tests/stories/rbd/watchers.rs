@@ -14,7 +14,7 @@ fn another_client_is_waited_for() {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
         let other = ceph.open_elsewhere(&volume);
-        node.timeout.set(Duration::from_secs(2));
+        node.timeout.set(Duration::from_secs(4));
         node.stage(&volume).await.unwrap_err();
         assert!(
             rbds_of(sandbox.dir()).is_empty(),
