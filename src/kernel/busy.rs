@@ -1,13 +1,12 @@
 //! `EBUSY` that passes.
 //!
 //! A mount is busy for as long as somebody looks at it: a NodeGetVolumeStats, the
-//! node's monitoring, kubelet. And a child that another thread starts has copies of
-//! all our descriptors between fork(2) and execve(2): of a mount, which keeps it
-//! busy, of a device opened `O_EXCL`, which keeps it claimed. Neither is a use of the
-//! volume. Both last for microseconds, or for as long as a busy machine lets the other
-//! thread wait for its turn, which nobody can be named for; so whoever is told `EBUSY`
-//! tries on for a moment before saying so to anybody. The same goes for a file that is
-//! being closed: it is told of a moment before it counts as closed.
+//! node's monitoring, kubelet; a device for as long as udevd reads its superblocks.
+//! Neither is a use of the volume, and neither lasts longer than a busy machine lets
+//! the other process wait for its turn; so whoever is told `EBUSY` tries on for a
+//! moment before saying so to anybody. The same goes for a file that is being closed:
+//! it is told of a moment before it counts as closed. The agent's own children
+//! are no such cause (`kernel::exec`).
 
 use std::time::{Duration, Instant};
 
