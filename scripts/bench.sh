@@ -3,12 +3,13 @@
 # `ceph`, which is Ceph in the controller, on the machine's own; `nbd`, and `rbd`,
 # which is Ceph on the node, on the test kernel (tests/kernel/in.sh), or on the
 # machine's own, too, with HOST_KERNEL=1. ONLY=nbd runs one of them, QUICK=1 all
-# in short form.
+# in short form. PROFILE=dev takes what the tests have built, which says whether they
+# run and not how fast.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bench=$(
-  cargo bench --bench node --no-run --message-format=json-render-diagnostics |
+  cargo bench --profile "${PROFILE:-bench}" --bench node --no-run --message-format=json-render-diagnostics |
     sed -n 's/.*"executable":"\([^"]*\/node-[^/"]*\)".*/\1/p'
 )
 command=("$bench" --bench)
