@@ -195,9 +195,9 @@ impl Node {
     ) -> T {
         let span = Span::current();
         let work = move || span.in_scope(work);
-        progress
-            .step(step, self.lanes.run(&volume.id, step, work))
-            .await
+        // The job begins at once, and may tell of steps of its own: not before this one.
+        let run = async { self.lanes.run(&volume.id, step, work).await };
+        progress.step(step, run).await
     }
 
     /// Waits for a place in a step; none is waited for where one is free.
