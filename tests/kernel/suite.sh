@@ -27,10 +27,10 @@ list() {
   "$@" --list --format terse | sed -n 's/: test$//p'
 }
 
-# What waits for a device, which may be why a test did.
+# The threads that wait for a device, which may be why a test did.
 waiting() {
   echo "Waiting for devices:"
-  ps -eo pid,stat,wchan:32,args | awk 'NR == 1 || $2 ~ /^D/'
+  ps -eLo pid,tid,stat,wchan:32,args | awk 'NR == 1 || $3 ~ /^D/'
   dmesg | tail -n 20
 }
 export -f waiting

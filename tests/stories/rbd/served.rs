@@ -3,12 +3,18 @@
 mod deaths;
 mod taken;
 
+use std::{fs, path::Path};
+
+use rustix::{
+    fs::{FlockOperation, flock},
+    process::{Pid, Signal, kill_process},
+};
 use tonic::Code::FailedPrecondition;
 
 use super::{encrypted, kept, lives, whole_life};
 use crate::harness::{
     Ceph, Content, Holder, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox, Volume, ceph_story,
-    grown_in_use, nbds_over, rbds_over, refused, run, spec_of,
+    eventually, grown_in_use, nbds_over, rbds_over, refused, run, spec_of,
 };
 
 pub(super) async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
@@ -23,6 +29,23 @@ pub(super) fn served(volume: Volume) -> Volume {
 
 pub(super) fn nbds(volume: &Volume) -> Vec<String> {
     nbds_over(&volume.handle)
+}
+
+/// SIGKILL to the rbd-nbd of a volume whose device no holder has locked, and waits for
+/// its end. The device is locked meanwhile: udevd has the partitions read again when
+/// the daemon's descriptor of the device is closed. It may send that request while
+/// the daemon's socket is still open, and none is ever answered: whoever opens the
+/// device waits for it, whatever its reattach timeout.
+async fn kill_unlocked(volume: &Volume, daemon: Pid) {
+    let device = nbds(volume).pop().expect("a device");
+    let locked = fs::File::open(&device).unwrap();
+    flock(&locked, FlockOperation::LockExclusive).unwrap();
+    kill_process(daemon, Signal::KILL).unwrap();
+    let process = Path::new("/proc").join(daemon.to_string());
+    eventually("its rbd-nbd has ended", async || {
+        (!process.exists()).then_some(())
+    })
+    .await;
 }
 
 #[test]

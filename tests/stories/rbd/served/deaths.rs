@@ -8,14 +8,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Signal, kill_process};
 use tonic::Code::{FailedPrecondition, Unavailable};
 
-use super::{nbds, node_with, served};
+use super::{kill_unlocked, nbds, node_with, served};
 use crate::{
     harness::{
         Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
-        killed_at_each_step, lonely_ceph_story, refused, run,
+        killed_at_each_step, lonely_ceph_story, refused,
     },
     rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, outages},
 };
@@ -55,13 +54,11 @@ fn each_of_three_processes_dies_and_data_stays() {
             holder.kill_daemon(&volume).await;
             write(&volume, &target, "again");
 
-            // All of them. While the holder is away, what udevd reads of what was
-            // just written is a moment in which no daemon may die.
-            run(&["udevadm", "settle"]);
+            // All of them.
             let daemon = holder.daemon(&volume).await;
             node.kill9().await;
             holder.kill9().await;
-            kill_process(daemon, Signal::KILL).unwrap();
+            kill_unlocked(&volume, daemon).await;
             node.restart().await;
             let said = "no rbd-nbd serves it";
             eventually("nobody serves it", async || {

@@ -4,9 +4,9 @@
 
 use std::{fs, path::Path};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Pid;
 
-use super::{nbds, node_with, served};
+use super::{kill_unlocked, nbds, node_with, served};
 use crate::{
     harness::{
         Content, Holder, MIB, NOTE, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi, run,
@@ -14,15 +14,12 @@ use crate::{
     rbd::{assert_nothing_staged, encrypted, kept, takeover::unstaged_by_ceph_csi},
 };
 
-/// SIGKILL to whoever serves the volume. Not while udevd looks at what was just
-/// written, whom nobody keeps off here: the daemon could not close the device then.
-fn kill_server(volume: &Volume) {
-    run(&["udevadm", "settle"]);
+/// The process that connected the device.
+fn connected(volume: &Volume) -> Pid {
     let device = nbds(volume).pop().unwrap();
     let name = Path::new(&device).file_name().unwrap().to_str().unwrap();
     let pid = fs::read_to_string(format!("/sys/block/{name}/pid")).unwrap();
-    let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
-    kill_process(pid, Signal::KILL).unwrap();
+    Pid::from_raw(pid.trim().parse().unwrap()).unwrap()
 }
 
 #[test]
@@ -46,7 +43,7 @@ fn what_ceph_csi_had_served_is_used_and_unstaged() {
                 run(&["sync", "-f", target.to_str().unwrap()]);
             }
             node.kill9().await;
-            kill_server(&volume);
+            kill_unlocked(&volume, connected(&volume)).await;
             node.restart().await;
             if !volume.context.contains_key("mapOptions") {
                 // As kubelet does after its own restart.
