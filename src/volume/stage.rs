@@ -115,7 +115,7 @@ pub async fn stage(
 struct Found {
     /// It is where its record says that it is staged.
     is_staged: bool,
-    /// Whether its file system can be used.
+    /// Whether its file system can be used; of one that is not staged nothing is asked.
     usable: Result<(), Error>,
     /// Its device, where one is known.
     device: Option<PathBuf>,
@@ -137,9 +137,15 @@ async fn look(
         let place = layout::make_place(&places, &id, &spec)?;
         let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
         let device = record.as_ref().and_then(|it| it.device.as_ref());
+        let is_staged = staged.is_some_and(|record| is_still_there(record, &place));
+        let usable = if is_staged {
+            publish::refuse_shut_down(&id, &place)
+        } else {
+            Ok(())
+        };
         let found = Found {
-            is_staged: staged.is_some_and(|record| is_still_there(record, &place)),
-            usable: publish::refuse_shut_down(&id, &place),
+            is_staged,
+            usable,
             device: known_device(&place, device),
         };
         Ok((spec, found))
