@@ -35,6 +35,8 @@ inside() {
   mkdir -p "$root"/{rust,root/.cargo/registry,root/uring-csi}
   git ls-files -z --cached --others --exclude-standard |
     tar -c --null --files-from=- | tar -x -C "$root/root/uring-csi"
+  # A root that is no mount cannot be made private, which tests do.
+  mount --bind "$root" "$root"
   for dir in proc sys dev; do mount --rbind "/$dir" "$root/$dir"; done
   mount -t tmpfs run "$root/run"
   mount --bind "$toolchain" "$root/rust"
