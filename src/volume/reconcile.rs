@@ -29,7 +29,7 @@ use super::{
 use crate::{
     capability::Mode,
     chain,
-    device::{Backends, Device, DeviceError, Source, sysfs},
+    device::{Backends, Device, DeviceError, Owner, Source, sysfs},
     hold_point,
     kernel::Dev,
     mount::{
@@ -355,14 +355,19 @@ pub async fn rebuild(
     };
     let record = held.record.clone();
     if let Some(other) = node.other_user(volume, &record.source) {
-        return Err(volume.precondition(format!(
-            "what is staged at {} is volume {other}",
-            staging_path.display()
-        )));
+        return Err(is_of(&volume.id, &other, staging_path));
     }
     tracing::warn!(volume_id = volume.id, source = %record.source, "found without a record, taken up");
     volume.hold(Some(held));
     Ok(Some(record))
+}
+
+fn is_of(volume_id: &str, other: &str, staging_path: &Path) -> Error {
+    let what = format!(
+        "what is staged at {} is volume {other}",
+        staging_path.display()
+    );
+    Error::precondition(volume_id, what)
 }
 
 /// What there is of a volume without a record. On the volume's lane.
@@ -406,6 +411,15 @@ fn find(
             )),
         };
     };
+    if let Some(device) = &device {
+        let owner = backends.owner_of(device.dev);
+        let owner = owner.map_err(|error| Error::device(volume_id, error))?;
+        if let Owner::Volume(other) = owner
+            && other != volume_id
+        {
+            return Err(is_of(volume_id, &other, staging_path));
+        }
+    }
     let record = Record {
         volume_id: volume_id.to_owned(),
         boot_id: backends.boot_id().to_owned(),

@@ -369,6 +369,19 @@ fn what_is_not_the_volume_is_not_unmounted() {
         );
         run(&["umount", at]);
         node.unpublish(&unknown, "pod").await.unwrap();
+        let staging = node.staging(&unknown);
+        std::fs::create_dir_all(&staging).unwrap();
+        let at = staging.to_str().unwrap();
+        run(&["mount", "--bind", theirs.to_str().unwrap(), at]);
+        let before = mounts_below(sandbox.dir());
+        refused(
+            node.unstage(&unknown).await,
+            FailedPrecondition,
+            &["volume v", at],
+        );
+        assert_eq!(mounts_below(sandbox.dir()), before);
+        run(&["umount", at]);
+        node.unstage(&unknown).await.unwrap();
         for volume in [&volume, &raw] {
             node.down(volume, "pod").await;
         }
