@@ -161,6 +161,6 @@ fn of_pool(error: &pool::PoolError) -> Code {
         P::NoRoom { .. } => Code::ResourceExhausted,
         P::NoImage { .. } => Code::NotFound,
         P::OtherScope { .. } => Code::FailedPrecondition,
-        P::NotReady { .. } | P::Io { .. } => Code::Unavailable,
+        P::NotReady { .. } | P::Away { .. } | P::Io { .. } => Code::Unavailable,
     }
 }

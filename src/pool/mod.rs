@@ -104,6 +104,14 @@ pub enum PoolError {
         /// What the kernel says.
         source: io::Error,
     },
+    /// The pool's directory is there, and nothing that a pool holds once it was used.
+    #[error("pool {pool:?}: its directory {} is that of no pool that was ever used; is it mounted?", dir.display())]
+    Away {
+        /// The pool's name.
+        pool: String,
+        /// Its directory.
+        dir: PathBuf,
+    },
     /// Others use the pool under another scope.
     #[error(
         "pool {pool:?} in {} is used as a {found} pool, but this agent takes it for a {given} \
@@ -262,7 +270,7 @@ impl Pool {
     pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
-        self.open_dir()?;
+        self.check_scope()?;
         let path = self.image_path(&image);
         let file = File::options()
             .write(true)
@@ -297,11 +305,17 @@ impl Pool {
         Ok((image, done))
     }
 
-    /// Deletes the image of an inline ephemeral volume.
+    /// Deletes the image of an inline ephemeral volume; not while the pool is away, in
+    /// which the image would stay for ever.
     pub fn delete_inline(&self, id: &str) -> Result<Done, PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
-        self.open_dir()?;
+        if !self.is_settled()? {
+            return Err(PoolError::Away {
+                pool: self.name.clone(),
+                dir: self.dir.clone(),
+            });
+        }
         let path = self.image_path(&image);
         match std::fs::remove_file(&path) {
             Ok(()) => Ok(Done::Now),

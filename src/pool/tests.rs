@@ -140,5 +140,9 @@ fn inline_images_are_made_mended_and_deleted() {
     );
     assert_eq!(pool.delete_inline("csi-1").unwrap(), Done::Now);
     assert_eq!(pool.delete_inline("csi-1").unwrap(), Done::Already);
+    // As where the pool is not mounted.
+    let (_empty, empty) = self::pool();
+    let away = empty.delete_inline("csi-1");
+    assert!(matches!(away, Err(PoolError::Away { .. })));
     assert!(pool.create_inline("../x", 1).is_err() && pool.delete_inline("a/b").is_err());
 }

@@ -292,7 +292,7 @@ fn of_pool(error: &PoolError) -> Kind {
         PoolError::NoRoom { .. } => Kind::ResourceExhausted,
         PoolError::NoImage { .. } => Kind::NotFound,
         PoolError::OtherScope { .. } => Kind::FailedPrecondition,
-        PoolError::NotReady { .. } => Kind::Unavailable,
+        PoolError::NotReady { .. } | PoolError::Away { .. } => Kind::Unavailable,
         PoolError::Io { source, .. } => of_io(source),
     }
 }

@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted};
+use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable};
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
-use crate::harness::{Content, MIB, Node, NodeSetup, Sandbox, Volume, refused, story};
+use crate::harness::{Content, MIB, Node, NodeSetup, Sandbox, Volume, refused, run, story};
 
 /// As kubelet sends it for a pod's inline volume: no staging, a handle of its
 /// own, and the pod's attributes.
@@ -70,6 +70,29 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
         assert!(!target.exists());
         assert_eq!(images(sandbox), [""; 0]);
         refused(node.stats(&volume, &target).await, NotFound, &[]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_image_of_an_inline_volume_goes_once_its_pool_is_back() {
+    story(async |sandbox| {
+        let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
+        let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", real, pool]);
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("away");
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        // Whatever is attached keeps it alive.
+        run(&["umount", "--lazy", pool]);
+        let answer = node.unpublish(&volume, "pod").await;
+        refused(answer, Unavailable, &["is it mounted?"]);
+        assert!(!node.target(&volume, "pod").exists());
+        node.kill9().await;
+        node.restart().await;
+        run(&["mount", "--bind", real, pool]);
+        node.unpublish(&volume, "pod").await.unwrap();
+        assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
     });
 }
