@@ -35,7 +35,8 @@ inside() {
   mkdir -p "$root"/{rust,root/.cargo/registry,root/uring-csi}
   git ls-files -z --cached --others --exclude-standard |
     tar -c --null --files-from=- | tar -x -C "$root/root/uring-csi"
-  # A root that is no mount cannot be made private, which tests do.
+  # A mount, to be the namespace's root: below it, paths in /proc hold in the
+  # namespaces that tests make of their own, which those of a chroot do not.
   mount --bind "$root" "$root"
   for dir in proc sys dev; do mount --rbind "/$dir" "$root/$dir"; done
   mount -t tmpfs run "$root/run"
@@ -43,9 +44,15 @@ inside() {
   mount -o remount,bind,ro "$root/rust"
   mount --bind "$registry" "$root/root/.cargo/registry"
   cp --remove-destination /etc/resolv.conf "$root/etc/"
+  # How this machine reaches its mirror.
+  apt-config dump | grep -E '^Acquire::(Check-|https?|Retries)' >"$root/etc/apt/apt.conf.d/99mirror"
+  cd "$root"
+  pivot_root . mnt
+  # Nothing essential has umount(8). 166 is umount2(2), 2 is MNT_DETACH.
+  chroot . perl -e 'syscall(166, my $dir = "/mnt", 2) and die "umount: $!\n"'
   # The README's commands, in its order.
   env -i HOME=/root TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \
-    chroot "$root" bash -euc '
+    chroot . bash -euc '
     cd /root/uring-csi
     { apt-get update && apt-get install -y make git; } >/dev/null
     make demo
