@@ -25,7 +25,7 @@ use uring_csi::proto::csi::{
 
 use crate::harness::{
     Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
-    from_snapshot, from_volume, refused, run_err, story,
+    from_snapshot, from_volume, refused, run, run_err, story,
 };
 
 mod classes;
