@@ -273,13 +273,14 @@ impl Backends {
     }
 
     /// The device of a volume that has no record: what this node claimed
-    /// or attached for it, where that is attached.
-    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+    /// or attached for it, where that is attached. Devices in `known` are other
+    /// volumes'.
+    pub fn find(&self, volume_id: &str, known: &[Device]) -> Result<Option<Found>, DeviceError> {
         if let Some(found) = self.exports.find(volume_id)? {
             return Ok(Some(found));
         }
         match self.ceph.find(volume_id)? {
-            None => self.images.find(volume_id),
+            None => self.images.find(volume_id, known),
             found => Ok(found),
         }
     }

@@ -7,8 +7,8 @@ use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ailment, Behind, Device, How, Source,
-    backend::{Attachment, Bound, Found, Owner},
+    Ailment, Behind, Device, How,
+    backend::{Attachment, Bound},
     context::{Context, SourceError},
     error::{DeviceError, io},
     image,
@@ -23,10 +23,11 @@ use crate::{
     pool::{
         self, Pool, PoolError, Pools, Scope,
         claim::{self, Claim},
-        handle::VolumeHandle,
         making,
     },
 };
+
+mod whose;
 
 /// An image file in a pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -119,93 +120,6 @@ pub struct Images {
 }
 
 impl Images {
-    /// What this node claimed for the volume, where that is attached. A handle of
-    /// ours names its pool: no other is asked, which may not answer.
-    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
-        let handle = volume_id.parse::<VolumeHandle>().ok();
-        let may_have_it = |pool: &&Pool| {
-            let of_handle = handle.as_ref().map(VolumeHandle::pool);
-            of_handle.is_none_or(|name| name == pool.name)
-        };
-        for pool in self.pools.iter().filter(may_have_it) {
-            for image in claim::claimed_by(pool, &self.node_id)? {
-                let source = ImageSource::new(&pool.name, &image);
-                let bound = self.bind(&source);
-                if bound.is_claimed_for(volume_id)? {
-                    let device = bound.attached()?;
-                    return Ok(device.map(|device| Found {
-                        device,
-                        source: Source::Loop(source),
-                    }));
-                }
-            }
-        }
-        Ok(None)
-    }
-
-    /// The image behind a device, where it is one of ours.
-    pub fn find_behind(&self, node: &Path, dev: Dev) -> Result<Option<Found>, DeviceError> {
-        let backing = sysfs::backing_file(dev).ok();
-        let Some(source) = backing.and_then(|path| self.source_of(&path)) else {
-            return Ok(None);
-        };
-        let device = self.bind(&source).attached_as(Some(node))?;
-        let device = device.filter(|device| device.node == node);
-        let source = Source::Loop(source);
-        Ok(device.map(|device| Found { device, source }))
-    }
-
-    /// Whose a device is, where an image of a pool is behind it.
-    pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
-        let Ok(backing) = sysfs::backing_file(dev) else {
-            return Ok(Owner::Nobody);
-        };
-        let source = match self.source_of(&backing) {
-            None => self.source_by_inode(&backing, dev)?,
-            found => found,
-        };
-        let Some(source) = source else {
-            return Ok(Owner::Nobody);
-        };
-        let claim = claim::own(self.pools.get(&source.pool)?, &source.image, &self.node_id)?;
-        let volume_id = claim.map(|claim| claim.volume_id);
-        Ok(match volume_id.filter(|id| !id.is_empty()) {
-            Some(volume_id) => Owner::Volume(volume_id),
-            None => Owner::Source(Box::new(Source::Loop(source))),
-        })
-    }
-
-    /// The image behind a loop device whose path says nothing: it was attached in
-    /// another container, which saw the pool elsewhere.
-    fn source_by_inode(
-        &self,
-        backing: &Path,
-        dev: Dev,
-    ) -> Result<Option<ImageSource>, DeviceError> {
-        let Some(image) = backing.file_name().and_then(|name| name.to_str()) else {
-            return Ok(None);
-        };
-        for pool in self.pools.iter() {
-            let Ok(file) = pool.open_image(image, false) else {
-                continue;
-            };
-            let id = FileId::of(&file).map_err(io("look at the image"))?;
-            let over = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
-            if over.iter().any(|over| over.device.dev == dev) {
-                return Ok(Some(ImageSource::new(&pool.name, image)));
-            }
-        }
-        Ok(None)
-    }
-
-    /// The image that a loop device's backing path stands for.
-    fn source_of(&self, backing: &Path) -> Option<ImageSource> {
-        self.pools.iter().find_map(|pool| {
-            let image = backing.strip_prefix(&pool.dir).ok()?;
-            Some(ImageSource::new(&pool.name, image.to_str()?))
-        })
-    }
-
     /// The source of an inline volume whose image is made in this pool, or in
     /// the only one.
     pub fn inline_source(

@@ -384,6 +384,29 @@ fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::Status)>> {
 
 /// The path of what a loop device backs, as far as it can be seen from here;
 /// that of a deleted file, too.
+/// The configured loop devices, each with the file behind it as the kernel names it.
+/// Opens none of them.
+pub fn backing_files() -> io::Result<Vec<(Dev, PathBuf)>> {
+    let mut found = Vec::new();
+    for number in sysfs::numbers("loop")? {
+        // It may go meanwhile.
+        let dev = block::dev_of(&format!("loop{number}"));
+        let file = dev.and_then(|dev| Ok((dev, sysfs::backing_file(dev)?)));
+        found.extend(file.ok());
+    }
+    Ok(found)
+}
+
+/// `st_dev` of the file behind a loop device; none where nothing is behind it. Waits
+/// for that file's file system.
+pub fn file_system_behind(dev: Dev) -> io::Result<Option<Dev>> {
+    let Some(number) = sysfs::number_in(&sysfs::sysname_of(dev)?, "loop") else {
+        return Ok(None);
+    };
+    let found = status_of(number)?;
+    Ok(found.map(|(_, status)| Dev::from_raw(status.device)))
+}
+
 fn backing_path(number: u32) -> io::Result<PathBuf> {
     let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
     let path = path.trim_end_matches('\n');

@@ -310,18 +310,25 @@ impl Pool {
     pub fn delete_inline(&self, id: &str) -> Result<Done, PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
-        if !self.is_settled()? {
-            return Err(PoolError::Away {
-                pool: self.name.clone(),
-                dir: self.dir.clone(),
-            });
-        }
+        self.refuse_away()?;
         let path = self.image_path(&image);
         match std::fs::remove_file(&path) {
             Ok(()) => Ok(Done::Now),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Done::Already),
             Err(e) => Err(self.io("delete", &path, e)),
         }
+    }
+
+    /// [`PoolError::Away`], or [`PoolError::NotReady`], where that a file is not in the
+    /// pool says nothing.
+    pub fn refuse_away(&self) -> Result<(), PoolError> {
+        if self.is_settled()? {
+            return Ok(());
+        }
+        Err(PoolError::Away {
+            pool: self.name.clone(),
+            dir: self.dir.clone(),
+        })
     }
 
     /// The pool's directory itself.

@@ -111,6 +111,17 @@ impl Node {
         other.map(|other| other.id.clone())
     }
 
+    /// The devices that other volumes of this node have.
+    pub fn devices_of_others(&self, volume: &Volume) -> Vec<Device> {
+        let volumes = self.volumes.borrow();
+        let others = volumes.values().filter(|other| other.id != volume.id);
+        let device = |other: &Rc<Volume>| {
+            let held = other.held.borrow();
+            held.as_ref()?.record.device.clone()
+        };
+        others.filter_map(device).collect()
+    }
+
     /// What each other volume of this node has.
     pub fn sources_of_others(&self, volume: &Volume) -> Vec<(String, Source)> {
         let volumes = self.volumes.borrow();

@@ -349,7 +349,8 @@ pub async fn rebuild(
 ) -> Result<Option<Record>, Error> {
     let (places, backends) = (node.places.clone(), Arc::clone(&node.backends));
     let (id, path) = (volume.id.clone(), staging_path.to_owned());
-    let find = move || find(&places, &backends, &id, &path);
+    let known = node.devices_of_others(volume);
+    let find = move || find(&places, &backends, &id, &path, &known);
     let Some(held) = node.lane(volume, progress, "find", find).await? else {
         return Ok(None);
     };
@@ -370,12 +371,14 @@ fn is_of(volume_id: &str, other: &str, staging_path: &Path) -> Error {
     Error::precondition(volume_id, what)
 }
 
-/// What there is of a volume without a record. On the volume's lane.
+/// What there is of a volume without a record; devices in `known` are others'. On the
+/// volume's lane.
 fn find(
     places: &Places,
     backends: &Backends,
     volume_id: &str,
     staging_path: &Path,
+    known: &[Device],
 ) -> Result<Option<Held>, Error> {
     let io = |what| Error::io(volume_id, what);
     let (path, mounted) = match mounted_at(places, volume_id, staging_path)? {
@@ -397,7 +400,8 @@ fn find(
     } else {
         layout::read_note(places, staging_path)?
     };
-    let found = source_of(backends, volume_id, behind.as_deref(), left.as_deref())
+    let (behind, left) = (behind.as_deref(), left.as_deref());
+    let found = source_of(backends, volume_id, behind, left, known)
         .map_err(|error| Error::device(volume_id, error))?;
     let Some((source, device)) = found else {
         return match mounted {
@@ -453,10 +457,11 @@ fn source_of(
     volume_id: &str,
     behind: Option<&Path>,
     left: Option<&[u8]>,
+    known: &[Device],
 ) -> Result<Option<(Source, Option<Device>)>, DeviceError> {
     let found = match behind {
         Some(node) => backends.find_behind(node, volume_id, left)?,
-        None => backends.find(volume_id)?,
+        None => backends.find(volume_id, known)?,
     };
     match (found, behind, left) {
         // It may be mapped, or nothing may be left of it but the note.

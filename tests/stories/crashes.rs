@@ -1,11 +1,14 @@
 //! SIGKILL at any instant: the next call, in the agent's next life, finishes or
 //! undoes what was begun, and pods notice nothing.
 
-use std::fs;
+use std::{fs, path::Path};
+
+use tonic::Code::Unavailable;
+use uuid::Uuid;
 
 use crate::harness::{
-    Content, Controller, Dice, MIB, Node, NodeSetup, Volume, claim, eventually, files_below,
-    kill_amid, killed_amid_each, killed_at_each_step, loops_over, story,
+    Content, Controller, Dice, MIB, Node, NodeSetup, Volume, all_loops, claim, eventually,
+    files_below, kill_amid, killed_amid_each, killed_at_each_step, loops_over, refused, run, story,
 };
 
 #[test]
@@ -76,6 +79,50 @@ fn records_that_are_lost_are_rebuilt() {
             node.down(volume, "pod").await;
             assert!(loops_over(&sandbox.image(volume)).is_empty());
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_unstage_without_a_record_waits_for_its_pool() {
+    story(async |sandbox| {
+        let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
+        let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", real, pool]);
+        let node = Node::start(sandbox).await;
+        let volumes = ["block", "ext4"].map(|kind| {
+            let id = Uuid::now_v7();
+            let mut volume = sandbox.volume_in("main", &id.to_string(), kind, 64 * MIB);
+            volume.handle = format!("vol.shared.main.{id}");
+            volume
+        });
+        // Whatever directory the kernel shows.
+        let attached = |volume: &&Volume| {
+            let image = Path::new(&volume.context["image"]).file_name();
+            (all_loops().iter()).any(|(_, backing)| backing.file_name() == image)
+        };
+        for volume in &volumes {
+            node.stage(volume).await.unwrap();
+        }
+        // Whatever is attached keeps it alive.
+        run(&["umount", "--lazy", pool]);
+        node.restart_without_records().await;
+        for volume in &volumes {
+            let answer = node.unstage(volume).await;
+            refused(answer, Unavailable, &["main", "is it mounted?"]);
+        }
+        assert_eq!(volumes.iter().filter(attached).count(), 2);
+        // What this node never had waits for no pool.
+        for pool in ["main", "none"] {
+            let handle = format!("vol.shared.{pool}.{}", Uuid::now_v7());
+            let volume = Volume::filesystem(&handle, "ext4");
+            node.unstage(&volume).await.unwrap();
+        }
+        run(&["mount", "--bind", real, pool]);
+        for volume in &volumes {
+            node.unstage(volume).await.unwrap();
+        }
+        assert_eq!(volumes.iter().filter(attached).count(), 0);
         node.assert_clean().await;
     });
 }

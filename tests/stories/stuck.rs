@@ -9,7 +9,7 @@ use crate::{
     groups::with_group,
     harness::{
         Content, Fault as _, HungDirectories, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile,
-        Volume, eventually, hex, refused, run, run_err, story,
+        StuckTree, Volume, eventually, hex, loops_over, refused, run, run_err, story,
     },
 };
 
@@ -268,6 +268,57 @@ fn a_pool_that_hangs_keeps_no_volume_of_another_pool() {
         claim.go_on();
         claim.remove().await;
         std::fs::remove_dir_all(dead.join(".uring-csi")).unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_pool_that_hangs_keeps_nothing_that_may_not_be_in_it() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let (real, main) = (sandbox.pool("real"), sandbox.pool("main"));
+        let [real, main] = [&real, &main].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", real, main]);
+        let dead = sandbox.pool("dead");
+        let disk = StuckTree::new(&dead);
+        let mut setup = NodeSetup::new(sandbox);
+        setup.pools.push(format!("dead={},shared", dead.display()));
+        let node = Node::start_with(sandbox, setup).await;
+        let volumes = [("raw", "block"), ("v", "ext4")].map(|(name, kind)| {
+            let image = sandbox.volume_in("main", name, kind, 64 * MIB);
+            Volume {
+                handle: format!("static-{name}"),
+                ..image
+            }
+        });
+        for volume in &volumes {
+            node.up(volume, "pod").await;
+        }
+        node.restart_without_records().await;
+        // What is attached has a path now that says nothing, as has a stranger's.
+        run(&["umount", "--lazy", main]);
+        run(&["mount", "--bind", real, main]);
+        let strange = sandbox.dir().join("strange.img");
+        std::fs::File::create(&strange)
+            .unwrap()
+            .set_len(MIB)
+            .unwrap();
+        run(&["losetup", "--find", strange.to_str().unwrap()]);
+        disk.stop_all();
+        node.timeout.set(Duration::from_secs(20));
+        let ceph_s = "0001-0004-ceph-0000000000000002-01234567-89ab-4cde-8f01-23456789abcd";
+        for handle in [ceph_s, "static-of-another-backend"] {
+            let volume = Volume::filesystem(handle, "ext4");
+            node.unpublish(&volume, "pod").await.unwrap();
+            node.unstage(&volume).await.unwrap();
+        }
+        for volume in &volumes {
+            node.down(volume, "pod").await;
+        }
+        disk.go_on();
+        run(&["losetup", "-d", loops_over(&strange)[0].to_str().unwrap()]);
         node.assert_clean().await;
     });
 }

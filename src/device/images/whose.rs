@@ -1,0 +1,156 @@
+//! Whose a loop device is, where no record says so.
+//!
+//! The kernel is asked before any pool: which files are attached, by which paths, and
+//! on which file systems. So a pool that does not answer holds up only who may have
+//! an image in it attached.
+
+use std::path::Path;
+
+use super::{ImageSource, Images};
+use crate::{
+    ceph,
+    device::{
+        Device, Source,
+        backend::{Found, Owner},
+        error::{DeviceError, io},
+        loopdev::{self, FileId},
+        sysfs,
+    },
+    kernel::Dev,
+    mount::table::{self, Entry},
+    pool::{Pool, claim, handle::VolumeHandle},
+};
+
+impl Images {
+    /// What this node claimed for the volume, where that is attached. A handle of
+    /// ours names its pool: no other is asked. Devices in `known` are other volumes'.
+    ///
+    /// Fails as [`Pool::refuse_away`] where the volume's image may be attached, and its
+    /// pool is not there to tell.
+    pub fn find(&self, volume_id: &str, known: &[Device]) -> Result<Option<Found>, DeviceError> {
+        if ceph::handle::is_ours(volume_id) {
+            return Ok(None);
+        }
+        let handle = volume_id.parse::<VolumeHandle>().ok();
+        let attached = loopdev::backing_files().map_err(io("list the loop devices"))?;
+        let is_known = |dev| (known.iter()).any(|it| it.dev == dev && it.is_what_it_was());
+        for (dev, backing) in attached {
+            let Some(image) = name_of(&backing).filter(|_| !is_known(dev)) else {
+                continue;
+            };
+            let pools: Vec<&Pool> = match &handle {
+                Some(handle) => self.pools.get(handle.pool()).into_iter().collect(),
+                None => self.may_hold(&backing, dev)?,
+            };
+            let is_its = handle.as_ref().is_some_and(|it| it.image() == image);
+            for pool in pools {
+                let claim = claim::own(pool, image, &self.node_id)?;
+                if claim.is_none() && (is_its || backing.starts_with(&pool.dir)) {
+                    pool.refuse_away()?;
+                }
+                if claim.is_some_and(|claim| claim.volume_id == volume_id) {
+                    let source = ImageSource::new(&pool.name, image);
+                    let device = self.bind(&source).attached_as(None)?;
+                    return Ok(device.map(|device| Found {
+                        device,
+                        source: Source::Loop(source),
+                    }));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The image behind a device, where it is one of ours. Fails as [`Pool::refuse_away`]
+    /// where it may be, and its pool is not there to tell.
+    pub fn find_behind(&self, node: &Path, dev: Dev) -> Result<Option<Found>, DeviceError> {
+        let Some(source) = self.source_behind(dev)? else {
+            return Ok(None);
+        };
+        let device = self.bind(&source).attached_as(Some(node))?;
+        if device.is_none() {
+            self.pools.get(&source.pool)?.refuse_away()?;
+        }
+        let device = device.filter(|device| device.node == node);
+        let source = Source::Loop(source);
+        Ok(device.map(|device| Found { device, source }))
+    }
+
+    /// Whose a device is, where an image of a pool is behind it. Fails as
+    /// [`Pool::refuse_away`] where one may be, and its pool is not there to tell.
+    pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
+        let Some(source) = self.source_behind(dev)? else {
+            return Ok(Owner::Nobody);
+        };
+        let claim = claim::own(self.pools.get(&source.pool)?, &source.image, &self.node_id)?;
+        let volume_id = claim.map(|claim| claim.volume_id);
+        Ok(match volume_id.filter(|id| !id.is_empty()) {
+            Some(volume_id) => Owner::Volume(volume_id),
+            None => Owner::Source(Box::new(Source::Loop(source))),
+        })
+    }
+
+    /// The image of a pool that is behind a device: by its path, or, where that says
+    /// nothing, by its inode. It was attached in another container, which saw the pool
+    /// elsewhere, or the pool was unmounted meanwhile.
+    fn source_behind(&self, dev: Dev) -> Result<Option<ImageSource>, DeviceError> {
+        let Ok(backing) = sysfs::backing_file(dev) else {
+            return Ok(None);
+        };
+        let by_path = self.pools.iter().find_map(|pool| {
+            let image = backing.strip_prefix(&pool.dir).ok()?;
+            Some(ImageSource::new(&pool.name, image.to_str()?))
+        });
+        let Some(image) = name_of(&backing).filter(|_| by_path.is_none()) else {
+            return Ok(by_path);
+        };
+        let mut away = Ok(());
+        for pool in self.may_hold(&backing, dev)? {
+            let Ok(file) = pool.open_image(image, false) else {
+                away = away.and(pool.refuse_away());
+                continue;
+            };
+            let id = FileId::of(&file).map_err(io("look at the image"))?;
+            let over = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
+            if over.iter().any(|over| over.device.dev == dev) {
+                return Ok(Some(ImageSource::new(&pool.name, image)));
+            }
+        }
+        away?;
+        Ok(None)
+    }
+
+    /// The pools that may hold the file behind a loop device, as far as the kernel
+    /// tells without asking any of them.
+    fn may_hold(&self, backing: &Path, dev: Dev) -> Result<Vec<&Pool>, DeviceError> {
+        let pools = || self.pools.iter();
+        let by_path: Vec<_> = pools().filter(|it| backing.starts_with(&it.dir)).collect();
+        if !by_path.is_empty() {
+            return Ok(by_path);
+        }
+        let Ok(Some(file_system)) = loopdev::file_system_behind(dev) else {
+            return Ok(pools().collect());
+        };
+        let mounts = table::list().map_err(io("list the mounts"))?;
+        let is_elsewhere = |pool: &&Pool| {
+            let mut mounts = mounts.iter().rev();
+            let mounted = mounts.find(|entry| entry.mount_point == pool.dir);
+            mounted.is_some_and(|entry| tells_device(entry) && entry.dev != file_system)
+        };
+        Ok(pools().filter(|pool| !is_elsewhere(pool)).collect())
+    }
+}
+
+/// The name of the file behind a loop device, which may be deleted.
+fn name_of(backing: &Path) -> Option<&str> {
+    let name = backing.file_name()?.to_str()?;
+    Some(name.strip_suffix(" (deleted)").unwrap_or(name))
+}
+
+/// Whether the mount's device is `st_dev` of its files. It is of whatever is on a
+/// block device, and of these; not of btrfs and overlayfs, which number their files'
+/// devices otherwise.
+fn tells_device(entry: &Entry) -> bool {
+    let kind = entry.fs_type.split('.').next().unwrap_or_default();
+    entry.dev.major != 0 || ["fuse", "nfs", "nfs4", "tmpfs"].contains(&kind)
+}
