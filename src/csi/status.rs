@@ -50,7 +50,7 @@ pub fn of_volume(error: &volume::Error) -> Code {
         E::NotFound { .. } => Code::NotFound,
         E::Incompatible { .. } => Code::AlreadyExists,
         E::Precondition { .. } | E::Foreign { .. } => Code::FailedPrecondition,
-        E::Pending { .. } | E::Busy { .. } => Code::Aborted,
+        E::Pending { .. } | E::Occupied { .. } | E::Busy { .. } => Code::Aborted,
         E::Deadline { .. } => Code::DeadlineExceeded,
         E::Mkfs { may_pass, .. } if *may_pass => Code::Unavailable,
         E::Mkfs { .. } => Code::Internal,

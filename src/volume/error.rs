@@ -78,6 +78,19 @@ pub enum Error {
         /// The call under way.
         under_way: UnderWay,
     },
+    /// Another volume's call is about the same path.
+    #[error(
+        "volume {volume}: volume {other} is being mounted at {}, or unmounted from it; try again",
+        path.display()
+    )]
+    Occupied {
+        /// The volume's handle.
+        volume: String,
+        /// The path.
+        path: PathBuf,
+        /// The other volume's handle.
+        other: String,
+    },
     /// The agent has just started, and does not know yet what it holds.
     #[error(
         "volume {volume}: this node's agent has just started and still takes up what the one before it left"

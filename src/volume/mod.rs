@@ -33,6 +33,7 @@ use crate::{
     Done,
     admission::{Asked, Gate, Gates, Place as Admission},
     device::{Backends, DeviceError, Source, nbd, ready::Uevents},
+    hold_point,
     lane::Lanes,
     mount::path::Roots,
     ring::{self, probe::Prober, timer},
@@ -49,6 +50,7 @@ mod held;
 mod inline;
 mod layout;
 mod mounted;
+mod occupied;
 mod places;
 mod prepare;
 mod publish;
@@ -70,6 +72,7 @@ pub use stats::{Space, Usage};
 pub use task::{Answer, Outcome};
 pub use watch::Watch;
 
+use occupied::Occupied;
 use places::Places;
 use reconcile::Untaken;
 use record::Records;
@@ -110,6 +113,7 @@ pub struct Node {
     prober: Prober,
     uevents: Rc<Uevents>,
     volumes: RefCell<HashMap<String, Rc<Volume>>>,
+    occupied: Occupied,
     untaken: Untaken,
 }
 
@@ -141,6 +145,7 @@ impl Node {
             prober: Prober::start()?,
             uevents: Uevents::start()?,
             volumes: RefCell::default(),
+            occupied: Occupied::default(),
             untaken: Untaken::default(),
         });
         ring::spawn(nbd::keep(
@@ -193,8 +198,11 @@ impl Node {
         step: &'static str,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> T {
-        let span = Span::current();
-        let work = move || span.in_scope(work);
+        let (span, id) = (Span::current(), volume.id.clone());
+        let work = move || {
+            hold_point(step, &id);
+            span.in_scope(work)
+        };
         // The job begins at once, and may tell of steps of its own: not before this one.
         let run = async { self.lanes.run(&volume.id, step, work).await };
         progress.step(step, run).await
@@ -261,6 +269,9 @@ async fn run(
     call: &Call,
     progress: &Progress,
 ) -> Result<Outcome, Error> {
+    let path = call.mount_path();
+    let enter = |path| node.occupied.enter(path, &volume.id);
+    let _path = path.map(enter).transpose()?;
     match call {
         Call::Stage(spec) => stage::stage(node, volume, spec, progress).await,
         Call::Unstage(path) => unstage::unstage(node, volume, path, progress).await,

@@ -5,7 +5,7 @@
 //! never touches the device, but the directories that it walks are on a disk, too. No
 //! record is written: the mount at the target is the record.
 
-use std::rc::Rc;
+use std::{io, path::Path, rc::Rc};
 
 use rustix::{
     fd::{AsFd as _, OwnedFd},
@@ -48,6 +48,7 @@ pub async fn publish(
             spec.staging_path.display()
         )));
     }
+    refuse_staging(&record, &spec.target_path)?;
     let read_only = spec.read_only || record.read_only;
     let job = Publishing {
         device: volume.device_of(&record)?,
@@ -71,6 +72,24 @@ pub async fn publish(
         volume.set_target(&spec.target_path, Target { read_only });
     }
     result.map(|()| Outcome::Done)
+}
+
+/// What is mounted where a volume is staged is all that keeps it usable, and goes with its
+/// unstage.
+pub fn refuse_staging(record: &Record, target_path: &Path) -> Result<(), Error> {
+    // A volume that is only formatted is staged nowhere, and every path is below that.
+    if record.staging_path.as_os_str().is_empty() || !target_path.starts_with(&record.staging_path)
+    {
+        return Ok(());
+    }
+    Err(Error::Invalid {
+        field: "target_path",
+        why: format!(
+            "volume {} is staged at {}, where it cannot be published",
+            record.volume_id,
+            record.staging_path.display()
+        ),
+    })
 }
 
 /// What a publish needs on the volume's lane.
@@ -220,7 +239,10 @@ impl Publishing {
     /// The staging mount; `None` when the volume is not what is mounted there.
     fn staged(&self, staging: &Place) -> Result<Option<OwnedFd>, Error> {
         let failed = || self.io(format!("open {}", staging.path().display()));
-        let opened = staging.open().map_err(failed())?;
+        let opened = match staging.open() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened.map_err(failed())?,
+        };
         let look = Look::at(opened.as_fd()).map_err(failed())?;
         Ok(match look {
             Look::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
@@ -264,7 +286,7 @@ impl Publishing {
         Ok(())
     }
 
-    fn io<W: Into<String>>(&self, what: W) -> impl FnOnce(std::io::Error) -> Error + use<W> {
+    fn io<W: Into<String>>(&self, what: W) -> impl FnOnce(io::Error) -> Error + use<W> {
         Error::io(&self.record.volume_id, what)
     }
 
@@ -384,7 +406,7 @@ pub fn bind_node(
         .map_err(|errno| failed()(errno.into()))?;
     let found = rustix::fs::fstat(&source).map_err(|errno| failed()(errno.into()))?;
     if Dev::from_raw(found.st_rdev) != device.dev {
-        return Err(failed()(std::io::Error::other(format!(
+        return Err(failed()(io::Error::other(format!(
             "its number is {}, not {}",
             Dev::from_raw(found.st_rdev),
             device.dev

@@ -244,6 +244,18 @@ impl Call {
         }
     }
 
+    /// The path that it mounts the volume at, or unmounts it from.
+    pub fn mount_path(&self) -> Option<&Path> {
+        match self {
+            Self::Stage(spec) => Some(&spec.staging_path),
+            Self::Publish(spec) | Self::Inline(Inline { publish: spec, .. }) => {
+                Some(&spec.target_path)
+            }
+            Self::Unstage(path) | Self::Unpublish(path) => Some(path),
+            Self::Expand(_) | Self::Format(_) | Self::GiveBack(_) => None,
+        }
+    }
+
     /// Whether it takes less than a millisecond where no disk hangs.
     pub fn is_brief(&self) -> bool {
         matches!(self, Self::Publish(_) | Self::Unpublish(_))

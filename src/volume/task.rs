@@ -26,7 +26,7 @@ use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
 use super::{Error, Node, record::Held, spec::Call, stats::Asked};
-use crate::{crash_point, observe::metrics, ring};
+use crate::{crash_point, hold_point, observe::metrics, ring};
 
 /// What a successful call reports back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -179,6 +179,7 @@ impl Progress {
     /// which goes on afterwards.
     pub fn step_on_lane<T>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
         let (begun, outer) = self.begin(name);
+        hold_point(name, &self.volume);
         let out = work();
         self.end(name, begun);
         let mut now = self.now();

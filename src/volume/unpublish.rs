@@ -17,7 +17,7 @@ use super::{
     Error, Node, Outcome, already,
     held::Targets,
     places::{Places, absent_is_none, at_target},
-    publish::appears_at,
+    publish::{appears_at, refuse_staging},
     record::Record,
     spec::Use,
     task::{Progress, Volume},
@@ -44,6 +44,7 @@ pub async fn unpublish(
     let record = volume.record();
     if let Some(record) = &record {
         progress.backend(record.source.backend());
+        refuse_staging(record, target_path)?;
     }
     release_lock(node, volume, record.as_ref(), target_path, progress).await?;
     let is_known = record.as_ref().is_some_and(|it| it.device.is_some());

@@ -24,6 +24,7 @@ mod nbd_pool;
 mod node_rules;
 mod nodes;
 mod operator;
+mod paths;
 mod privileges;
 mod rbd;
 mod rbd_controller;

@@ -276,9 +276,13 @@ impl Node {
     }
 
     pub async fn unpublish(&self, volume: &Volume, pod: &str) -> Result<(), Status> {
+        self.unpublish_at(volume, &self.target(volume, pod)).await
+    }
+
+    pub async fn unpublish_at(&self, volume: &Volume, target: &Path) -> Result<(), Status> {
         let message = NodeUnpublishVolumeRequest {
             volume_id: volume.handle.clone(),
-            target_path: text(&self.target(volume, pod)),
+            target_path: text(target),
         };
         let message = request(message, self.timeout.get());
         self.client().node_unpublish_volume(message).await.map(drop)

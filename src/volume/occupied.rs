@@ -1,0 +1,87 @@
+//! Which paths volumes are being mounted at, or unmounted from.
+//!
+//! A call looks what is at its path before it mounts there or unmounts. Two volumes'
+//! calls for one path, each of which looks before the other acts, would mount one over
+//! the other. So a path is one volume's for as long as its call goes on.
+
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
+
+use super::Error;
+
+/// The paths of the calls under way.
+#[derive(Debug, Default)]
+pub struct Occupied(RefCell<HashMap<PathBuf, Occupant>>);
+
+/// Whose path it is.
+#[derive(Debug)]
+struct Occupant {
+    volume: String,
+    /// Calls of that volume, which know of each other.
+    calls: usize,
+}
+
+/// A path that is a volume's until this is dropped.
+#[derive(Debug)]
+pub struct Occupation<'a> {
+    all: &'a Occupied,
+    path: &'a Path,
+}
+
+impl Occupied {
+    /// Makes a path the volume's, unless it is another's.
+    pub fn enter<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Error> {
+        let mut paths = self.0.borrow_mut();
+        let occupant = paths.entry(path.to_owned()).or_insert_with(|| Occupant {
+            volume: volume.to_owned(),
+            calls: 0,
+        });
+        if occupant.volume != volume {
+            return Err(Error::Occupied {
+                volume: volume.to_owned(),
+                path: path.to_owned(),
+                other: occupant.volume.clone(),
+            });
+        }
+        occupant.calls += 1;
+        Ok(Occupation { all: self, path })
+    }
+}
+
+impl Drop for Occupation<'_> {
+    fn drop(&mut self) {
+        let mut paths = self.all.0.borrow_mut();
+        if let Some(occupant) = paths.get_mut(self.path) {
+            occupant.calls -= 1;
+            if occupant.calls == 0 {
+                paths.remove(self.path);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_one_volume_s_until_its_last_call_ends() {
+        let occupied = Occupied::default();
+        let path = Path::new("/p");
+        let first = occupied.enter(path, "a").unwrap();
+        let second = occupied.enter(path, "a").unwrap();
+        let _elsewhere = occupied.enter(Path::new("/q"), "b").unwrap();
+        drop(first);
+        let refused = occupied.enter(path, "b").unwrap_err().to_string();
+        assert!(
+            refused.contains("volume a") && refused.contains("/p"),
+            "{refused}"
+        );
+        drop(second);
+        drop(occupied.enter(path, "b").unwrap());
+        assert_eq!(occupied.0.borrow().len(), 1);
+    }
+}
