@@ -159,7 +159,7 @@ impl Roots {
         };
         let parent = match walk(root, parent) {
             Ok(parent) => parent,
-            Err(Errno::NOENT) => return Err(PathError::MissingParent { path }),
+            Err(Errno::NOENT | Errno::NOTDIR) => return Err(PathError::MissingParent { path }),
             Err(Errno::LOOP | Errno::XDEV) => return Err(PathError::Symlink { path }),
             Err(error) => {
                 return Err(PathError::Io {

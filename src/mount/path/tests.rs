@@ -168,6 +168,19 @@ fn a_parent_that_vanishes_leaves_a_place_where_nothing_is() {
 }
 
 #[test]
+fn below_a_file_there_is_nothing() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let roots = Roots::new(&[directory.path().to_owned()]).expect("a root");
+    let file = directory.path().join("file");
+    fs::write(&file, "").expect("a file");
+    let below = roots.place(file.join("a").to_str().expect("utf-8"));
+    assert!(
+        matches!(below, Err(PathError::MissingParent { .. })),
+        "{below:?}"
+    );
+}
+
+#[test]
 fn a_note_is_replaced_read_and_removed() {
     let scratch = Scratch::new();
     let note = scratch.place("note.json");
