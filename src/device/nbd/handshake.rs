@@ -50,6 +50,11 @@ const MOST_REPLIES: u32 = 64;
 
 /// The server's transmission flags (doc/proto.md), which the kernel is told.
 pub mod flags {
+    /// All that the kernel's driver acts on (include/uapi/linux/nbd.h): that there are
+    /// flags, read-only, flush, FUA, rotational, trim, zeroes, several connections. It
+    /// is told of no other.
+    pub const DRIVERS: u16 =
+        1 | READ_ONLY | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5 | WRITE_ZEROES | CAN_MULTI_CONN;
     /// The export cannot be written.
     pub const READ_ONLY: u16 = 1 << 1;
     /// It takes requests to write zeroes.

@@ -58,13 +58,14 @@ impl Shape {
         if bytes == 0 {
             return Err(unsuited(format!("has {} bytes, not one block", info.bytes)));
         }
+        let flags = info.flags & handshake::flags::DRIVERS;
         Ok(Self {
             bytes,
             block_bytes,
             flags: if read_only {
-                info.flags | handshake::flags::READ_ONLY
+                flags | handshake::flags::READ_ONLY
             } else {
-                info.flags
+                flags
             },
             largest_kibibytes: (info.maximum_block < KERNELS_LARGEST)
                 .then_some(info.maximum_block / 1024),
@@ -96,7 +97,8 @@ mod tests {
             bytes: (10 << 20) + 4095,
             minimum_block: 4096,
             maximum_block: 1 << 20,
-            ..INFO
+            // Resizing, a cache, and what nobody has defined yet.
+            flags: 1 << 9 | 1 << 10 | 1 << 15,
         };
         let expected = Shape {
             bytes: 10 << 20,
