@@ -54,8 +54,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// A `Debug` that shows every field, but of a secret only the length, and
-/// of a map of secrets only their number.
+/// A `Debug` that shows every field, but of a secret only the length, of a map of
+/// secrets only their number, and of a volume context no tokens.
 fn write_debug(
     out: &mut String,
     message: &MessageDescriptor,
@@ -81,6 +81,11 @@ fn write_debug(
             writeln!(
                 out,
                 "            .field({field_name:?}, &super::Redacted(self.{field_name}.len()))"
+            )?;
+        } else if field_name == "volume_context" {
+            writeln!(
+                out,
+                "            .field({field_name:?}, &super::Context(&self.{field_name}))"
             )?;
         } else {
             writeln!(

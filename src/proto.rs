@@ -4,7 +4,7 @@
 //! the descriptor: it shows how many there are, or how long one is, and nothing
 //! else.
 
-use std::fmt;
+use std::{collections::HashMap, fmt};
 
 /// `csi.v1`: the Container Storage Interface.
 pub mod csi {
@@ -40,10 +40,31 @@ impl fmt::Debug for Redacted {
     }
 }
 
+/// The key under which kubelet passes tokens of the pod's service account, where a
+/// CSIDriver asks for them (`tokenRequests`); this driver's does not.
+const TOKENS: &str = "csi.storage.k8s.io/serviceAccount.tokens";
+
+/// Stands for a volume context in `Debug` output.
+struct Context<'a>(&'a HashMap<String, String>);
+
+impl fmt::Debug for Context<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut map = f.debug_map();
+        for (key, value) in self.0 {
+            if key == TOKENS {
+                map.entry(key, &Redacted(value.len()));
+            } else {
+                map.entry(key, value);
+            }
+        }
+        map.finish()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::{
-        csi::{NodeExpandVolumeRequest, NodeStageVolumeRequest},
+        csi::{NodeExpandVolumeRequest, NodePublishVolumeRequest, NodeStageVolumeRequest},
         holder::MapRequest,
     };
 
@@ -66,6 +87,17 @@ mod tests {
             );
             assert!(text.contains("***1 stripped***"), "{text}");
         }
+        let context = [
+            (super::TOKENS.to_owned(), "hunter2".to_owned()),
+            ("pool".to_owned(), "main".to_owned()),
+        ];
+        let publish = NodePublishVolumeRequest {
+            volume_context: context.into(),
+            ..Default::default()
+        };
+        let text = format!("{publish:?}");
+        assert!(!text.contains("hunter2"), "{text}");
+        assert!(text.contains(r#""pool": "main""#), "{text}");
         let map = MapRequest {
             key: "hunter2".to_owned(),
             ..Default::default()
