@@ -1,11 +1,12 @@
 //! udevd opens every device that comes or changes, to see what is on it, whenever
 //! it gets to it: between any two steps of ours.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use futures_util::future::join_all;
+use rustix::mount::{MountFlags, mount};
 
-use crate::harness::{Content, MIB, Node, story};
+use crate::harness::{Content, MIB, Node, left_out, run, story};
 
 const VOLUMES: usize = 16;
 
@@ -41,6 +42,44 @@ fn fresh_devices_are_used_at_once_though_udevd_opens_each() {
             }))
             .await;
         }
+        node.assert_clean().await;
+    });
+}
+
+/// A pod makes a file system with the UUID of one of the node's on its raw volume.
+#[test]
+fn by_the_shipped_rule_udev_leaves_what_pods_write_alone() {
+    if !Path::new("/usr/lib/udev/rules.d/60-persistent-storage.rules").exists() {
+        return left_out("udev is not installed here");
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let raw = sandbox.volume_in("main", "raw", "block", 16 * MIB);
+        let target = node.up(&raw, "pod").await;
+        let uuid = "11111111-2222-4333-8444-555555555555";
+        run(&["mkfs.ext4", "-q", "-U", uuid, target.to_str().unwrap()]);
+        // udev's own records, rules and links, in this story's mount namespace.
+        for dir in ["/run/udev", "/dev/disk"] {
+            fs::create_dir_all(dir).unwrap();
+            mount("tmpfs", dir, "tmpfs", MountFlags::empty(), None).unwrap();
+        }
+        let device = crate::harness::loops_over(&sandbox.image(&raw)).remove(0);
+        let sysfs = Path::new("/sys/block").join(device.file_name().unwrap());
+        let link = Path::new("/dev/disk/by-uuid").join(uuid);
+        let told = || run(&["udevadm", "test", "-a", "change", sysfs.to_str().unwrap()]);
+        assert!(told().contains("ID_FS_TYPE=ext4"), "what udev does unasked");
+        assert!(fs::symlink_metadata(&link).is_ok());
+
+        let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/host");
+        let rule = "59-uring-csi.rules";
+        fs::create_dir("/run/udev/rules.d").unwrap();
+        let rules = Path::new("/run/udev/rules.d");
+        fs::copy(Path::new(shipped).join(rule), rules.join(rule)).unwrap();
+        let told = told();
+        assert!(!told.contains("ID_FS_"), "{told}");
+        assert!(told.contains("SYSTEMD_READY=0"), "{told}");
+        assert!(fs::symlink_metadata(&link).is_err());
+        node.down(&raw, "pod").await;
         node.assert_clean().await;
     });
 }
