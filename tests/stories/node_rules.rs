@@ -389,6 +389,35 @@ fn what_is_not_the_volume_is_not_unmounted() {
     });
 }
 
+/// What is published is what is staged, whatever a publish says of its source.
+#[test]
+fn contexts_of_a_publish_lead_to_no_other_volume() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let [volume, other] = ["v", "other"].map(|name| sandbox.volume(name, "ext4"));
+        let theirs = node.up(&other, "theirs").await;
+        node.stage(&volume).await.unwrap();
+        let devices: std::collections::HashMap<_, _> =
+            [("devicePath", "/dev/null"), ("image", "other.img")]
+                .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                .into();
+        let mut stage = node.stage_request(&volume);
+        stage.publish_context = devices.clone();
+        node.send_stage(stage).await.unwrap();
+        let mut publish = node.publish_request(&volume, "pod");
+        publish.publish_context = devices;
+        publish.volume_context = other.context.clone();
+        node.send_publish(publish).await.unwrap();
+        let dev = |path: &std::path::Path| rustix::fs::stat(path).unwrap().st_dev;
+        let target = node.target(&volume, "pod");
+        assert_eq!(dev(&target), dev(&node.staging(&volume)));
+        assert_ne!(dev(&target), dev(&theirs));
+        node.down(&volume, "pod").await;
+        node.down(&other, "theirs").await;
+        node.assert_clean().await;
+    });
+}
+
 fn capability(capability: &mut Option<VolumeCapability>) -> &mut VolumeCapability {
     capability.as_mut().expect("a capability")
 }
