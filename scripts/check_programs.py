@@ -2,12 +2,14 @@
 """Checks that every program that is run here comes with a package that setup.sh names.
 
 A machine of a developer has many more, and a test that uses one of them fails on a
-fresh machine only. So each word of the scripts and each text of the Rust code that is
-the name of a program must be that of a package that setup.sh installs, or of one that
-such a package depends on, or of one that Debian is never without (`make fresh` runs
-it all on such a machine). A program that is run by its name must be there at all.
+fresh machine only. So each word of the scripts and each text of the Rust and Python
+code that is the name of a program must be that of a package that setup.sh installs, or
+of one that such a package depends on, or of one that Debian is never without (`make
+fresh` runs it all on such a machine). A program that is run by its name must be there
+at all.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -24,6 +26,9 @@ OPTIONAL = {"kubectl", "kustomize", "mmdebstrap"}
 ROOT = Path(__file__).parent.parent
 SHELL = ["Makefile", ".ci/run", *ROOT.glob("scripts/*.sh"), *ROOT.glob("tests/kernel/*.sh")]
 RUST = [path for top in ("src", "tests", "bench") for path in (ROOT / top).rglob("*.rs")]
+PYTHON = [path for top in ("scripts", "tests") for path in (ROOT / top).rglob("*.py")]
+# What runs a program there: its name is the first argument, or the first in a list.
+RUNS = {"run", "Popen", "check_output", "output", "tool"}
 
 
 def output(*command):
@@ -84,6 +89,29 @@ def words():
                 continue
             for run, word in re.findall(r"(Command::new\()?\"([a-z][\w.-]*)(?=[\" ])", line):
                 yield word, f"{path.relative_to(ROOT)}:{number}", bool(run)
+    for path in PYTHON:
+        for word, number, is_run in texts(ast.parse(path.read_text())):
+            yield word, f"{path.relative_to(ROOT)}:{number}", is_run
+
+
+def texts(tree):
+    """The first word of each text of a Python program, its line, and whether it is run."""
+    run, said = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args:
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))
+            first = node.args[0]
+            if isinstance(first, ast.List) and first.elts:
+                first = first.elts[0]
+            if name in RUNS:
+                run.add(first)
+        elif isinstance(node, ast.Expr):
+            # What documents it.
+            said.add(node.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
+            if word := re.match(r"[a-z][\w.-]*(?=\s|$)", node.value):
+                yield word[0], node.lineno, node in run
 
 
 def main():

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what building, testing and the demo need, where it is missing: on
 # Debian and Ubuntu as root, elsewhere it names what to install. Does nothing,
-# and quickly, when everything is there. With `lint`: rustfmt and clippy, too.
+# and quickly, when everything is there. With `lint`: rustfmt, clippy, and what builds
+# the manifests, too.
 #
 # Rust comes from where it is new enough: the distribution's cargo, else the
 # distribution's rustup, else rustup's own installer.
@@ -121,8 +122,26 @@ check_linters() {
   fi
 }
 
+# What builds manifests with components: kubectl since 1.21, or kustomize. Debian 12 has
+# an older kubectl and no kustomize; the one of Debian 13 runs there.
+check_kustomize() {
+  command -v kubectl >/dev/null || command -v kustomize >/dev/null && return
+  if can_install && update_lists && [[ -n $(candidate kustomize) ]]; then
+    install kustomize
+    return
+  fi
+  printf 'setup: unpacking kustomize of Debian trixie into %s\n' "$kustomize"
+  scripts/unpack.sh trixie "$kustomize" kustomize ||
+    echo "setup: without kubectl or kustomize the manifests are not checked" >&2
+}
+
 cd "$(dirname "$0")/.."
+kustomize=${CARGO_TARGET_DIR:-target}/kustomize
+PATH=$PATH:$(realpath -m "$kustomize/usr/bin")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
 check_cargo
-if [[ ${1:-} == lint ]]; then check_linters; fi
+if [[ ${1:-} == lint ]]; then
+  check_linters
+  check_kustomize
+fi

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# unpack.sh SUITE DIR PACKAGE...: unpacks packages of that suite of Debian into DIR, as
+# far as they go alone: their dependencies are not asked for. They come through the
+# mirror and the keys that apt uses already; nothing is installed and no source of the
+# system changes.
+set -euo pipefail
+suite=$1 dir=$2
+shift 2
+
+fail() {
+  printf 'unpack: %s\n' "$*" >&2
+  exit 1
+}
+
+keys=/usr/share/keyrings/debian-archive-keyring.gpg
+if ! command -v apt-get >/dev/null || [[ ! -f $keys ]]; then fail "this is no Debian"; fi
+# shellcheck disable=SC2016 # apt's own variable
+mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' |
+  grep '/debian/\?$' | head -n1) || fail "apt knows no mirror of Debian"
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$work"/{lists,cache/archives}/partial "$work/debs"
+touch "$work/status"
+echo "deb [signed-by=$keys] $mirror $suite main" >"$work/sources"
+
+# Runs apt-get as if on a bare machine of that suite.
+apt_of_suite() {
+  apt-get -qq -o APT::Update::Error-Mode=any -o Dir::Etc::sourcelist="$work/sources" \
+    -o Dir::Etc::sourceparts=- -o Dir::State::lists="$work/lists" \
+    -o Dir::State::status="$work/status" -o Dir::Cache="$work/cache" \
+    -o APT::Sandbox::User=root "$@"
+}
+
+if ! (cd "$work/debs" && apt_of_suite update && apt_of_suite download "$@"); then
+  fail "no $* of $suite to be had from $mirror; is it in reach?"
+fi
+mkdir -p "$dir"
+for package in "$work"/debs/*.deb; do dpkg-deb -x "$package" "$dir"; done
