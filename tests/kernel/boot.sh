@@ -17,7 +17,8 @@ shift
 
 # Memory that is not touched costs nothing.
 memory=4G
-# For tests and all.
+# For tests and all. With every step of the crash matrix, one story takes half an hour.
+[[ -z ${EVERY_STEP:-} ]] || LONGEST=${LONGEST:-6h}
 longest=${LONGEST:-50m}
 
 # Kernel parameters end at a blank.
@@ -48,7 +49,7 @@ rm -rf "$own/share"
 mkdir -p "$own/share"
 {
   printf 'cd %q\nexport PATH=%q\n' "$PWD" "$PATH"
-  for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP EVERY_FS PROPTEST_CASES; do
+  for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP EVERY_FS ENDS PROPTEST_CASES; do
     [[ ! -v $name ]] || printf 'export %s=%q\n' "$name" "${!name}"
   done
   printf '%q ' "$@"

@@ -166,7 +166,7 @@ fn a_node_may_be_killed_at_each_step() {
                 last.insert(sandbox.volume(kind, kind)).clone()
             };
             let attached = |volume: &Volume| loops_over(&sandbox.image(volume)).len();
-            killed_at_each_step(&node, 12, volume, attached, Some(&grow)).await;
+            killed_at_each_step(&node, 12, volume, attached, grow).await;
         }
         node.assert_clean().await;
     });

@@ -5,7 +5,9 @@ use std::fs;
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable};
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
-use crate::harness::{Content, MIB, Node, NodeSetup, Sandbox, Volume, refused, run, story};
+use crate::harness::{
+    Content, MIB, Node, NodeSetup, Sandbox, Volume, at_each_step, refused, run, story,
+};
 
 /// As kubelet sends it for a pod's inline volume: no staging, a handle of its
 /// own, and the pod's attributes.
@@ -232,6 +234,41 @@ fn an_inline_volume_survives_a_kill_at_any_step() {
                 .await;
             assert_eq!(images(sandbox), [""; 0]);
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_agent_of_an_inline_volume_may_be_killed_at_each_step() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let mut pods = 0;
+        at_each_step(&node, 8, async |doomed| {
+            pods += 1;
+            let volume = inline(&pods.to_string());
+            let made = async || node.send_publish(publish(&node, &volume)).await;
+            let gone = async || node.unpublish(&volume, "pod").await;
+            doomed
+                .finished("published", made, async || {
+                    node.until_ok("unpublished", gone).await;
+                    assert_eq!(images(sandbox), [""; 0]);
+                })
+                .await;
+            let file = node.target(&volume, "pod").join("file");
+            Content::new("x").write(&file);
+            doomed
+                .finished("unpublished", gone, async || {
+                    node.until_ok("published", made).await;
+                    // What it had may be gone.
+                    Content::new("y").write(&file);
+                })
+                .await;
+            doomed.outlived().await;
+            // The next agent has nothing left to delete.
+            assert_eq!(images(sandbox), [""; 0]);
+            node.until_ok("unpublished again", gone).await;
+        })
+        .await;
         node.assert_clean().await;
     });
 }

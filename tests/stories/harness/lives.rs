@@ -7,7 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tonic::{Code::Unavailable, Status};
+use tonic::{
+    Code::{FailedPrecondition, Unavailable},
+    Status,
+};
 
 use super::{Agent, Content, Dice, MIB, Node, Volume, can_resize_ext4, eventually, refused};
 
@@ -80,8 +83,22 @@ pub async fn killed_amid_each(
     assert_eq!(attached(), 0);
 }
 
-/// Makes a volume's source larger where that is not for the node to do; its new size.
-pub type Grow<'a> = Option<&'a dyn Fn(&Volume) -> u64>;
+/// How a volume's source becomes larger where that is not for the node to do.
+pub trait Grow {
+    /// Makes it larger; its new size in bytes.
+    fn grow(&self, volume: &Volume) -> u64;
+
+    /// A later agent cannot grow what a dead one attached, and has said what it takes.
+    async fn refused(&self, status: &Status) {
+        panic!("growth was refused: {status:?}");
+    }
+}
+
+impl<F: Fn(&Volume) -> u64> Grow for F {
+    fn grow(&self, volume: &Volume) -> u64 {
+        self(volume)
+    }
+}
 
 /// What an orchestrator calls for once an agent has died in a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,38 +109,31 @@ enum Then {
     Opposite,
 }
 
-/// Takes a volume through its life once for each step of the agent, which ends at
-/// that step as if by SIGKILL and is started again; the call that it died in is made
-/// again until it succeeds, or its opposite, and then the call. `volume` gives a fresh
-/// volume for each; `attached`: the devices that it has.
-/// Of `of` steps that follow each other, one is taken; with `EVERY_STEP` set, each.
-pub async fn killed_at_each_step(
-    node: &Node,
-    of: usize,
-    mut volume: impl FnMut() -> Volume,
-    attached: impl Fn(&Volume) -> usize,
-    grow: Grow<'_>,
-) {
+/// Tells a story once for each step of the agent, which ends at that step as if by
+/// SIGKILL. Of `of` steps that follow each other, one is taken; with `EVERY_STEP` set,
+/// each.
+pub async fn at_each_step(node: &Node, of: usize, mut story: impl AsyncFnMut(&Doomed<'_>)) {
     let of = env::var_os("EVERY_STEP").map_or(of, |_| 1);
     for then in [Then::Same, Then::Opposite] {
         let (begun, mut deaths) = (Instant::now(), 0);
         let mut at = Dice::new().below(of);
         loop {
-            let life = Life {
+            node.kill9().await;
+            node.start_doomed(at).await;
+            let doomed = Doomed {
                 node,
                 then,
-                volume: volume(),
                 has_died: Cell::new(false),
             };
-            life.live(at, &attached, grow).await;
-            if !life.has_died.get() {
+            story(&doomed).await;
+            if !doomed.has_died.get() {
                 break;
             }
             deaths += 1;
             at += of;
         }
         // None at all in a build without debug assertions.
-        assert!(at > 20, "a life has more than {at} steps");
+        assert!(at > 20, "the story has more than {at} steps");
         eprintln!(
             "crash matrix: {deaths} deaths, {then:?}, {} s",
             begun.elapsed().as_secs()
@@ -131,75 +141,17 @@ pub async fn killed_at_each_step(
     }
 }
 
-/// One of those lives.
-struct Life<'a> {
+/// An agent that ends at one of its steps.
+pub struct Doomed<'a> {
     node: &'a Node,
     then: Then,
-    volume: Volume,
     has_died: Cell<bool>,
 }
 
-impl Life<'_> {
-    async fn live(&self, at: usize, attached: impl Fn(&Volume) -> usize, grow: Grow<'_>) {
-        let (node, volume) = (self.node, &self.volume);
-        let content = Content::new(&volume.handle);
-        let target = node.target(volume, "pod");
-        let stage = async || node.stage(volume).await;
-        let publish = async || node.publish(volume, "pod").await;
-        let unpublish = async || node.unpublish(volume, "pod").await;
-        let unstage = async || node.unstage(volume).await;
-        let up = async || {
-            node.until_ok("staged", stage).await;
-            node.until_ok("published", publish).await;
-        };
-        let down = async || {
-            node.until_ok("unpublished", unpublish).await;
-            node.until_ok("unstaged", unstage).await;
-            assert_eq!(attached(volume), 0);
-        };
-        node.kill9().await;
-        node.start_doomed(at).await;
-        self.finished("staged", stage, down).await;
-        assert_eq!(attached(volume), 1);
-        self.finished("published", publish, async || {
-            node.until_ok("unpublished", unpublish).await;
-        })
-        .await;
-        content.put(volume, &target);
-        let can_grow = volume.fs_type() != "ext4" || can_resize_ext4();
-        if let Some(grow) = grow.filter(|_| can_grow) {
-            let bytes = grow(volume);
-            let expand = async || node.expand(volume, &target, bytes).await.map(drop);
-            let opposite = async || {
-                down().await;
-                up().await;
-            };
-            self.finished("grown", expand, opposite).await;
-        }
-        self.finished("unpublished", unpublish, async || {
-            node.until_ok("published", publish).await;
-            content.is_kept(volume, &target);
-        })
-        .await;
-        self.finished("unstaged", unstage, async || {
-            up().await;
-            content.is_kept(volume, &target);
-            node.until_ok("unpublished", unpublish).await;
-        })
-        .await;
-        assert_eq!(attached(volume), 0);
-        if !self.has_died.get() {
-            // It may have died after its last answer.
-            node.kill9().await;
-            node.restart().await;
-        }
-        up().await;
-        content.is_kept(volume, &target);
-        down().await;
-    }
-
-    /// Makes a call until it succeeds; where it fails, the agent must have died of it.
-    async fn finished(
+impl Doomed<'_> {
+    /// Makes a call until it succeeds. Where the agent dies of it, it is started again,
+    /// and `opposite` made first where that is what the orchestrator calls for.
+    pub async fn finished(
         &self,
         what: &str,
         call: impl AsyncFn() -> Result<(), Status>,
@@ -220,6 +172,101 @@ impl Life<'_> {
         })
         .await;
     }
+
+    /// From here on it does not end any more.
+    pub async fn outlived(&self) {
+        if !self.has_died.get() {
+            // It may have died after its last answer.
+            self.node.kill9().await;
+            self.node.restart().await;
+        }
+    }
+}
+
+/// Takes a volume through its life once for each step of the agent ([`at_each_step`]).
+/// `volume` gives a fresh volume for each; `attached`: the devices that it has.
+pub async fn killed_at_each_step(
+    node: &Node,
+    of: usize,
+    mut volume: impl FnMut() -> Volume,
+    attached: impl Fn(&Volume) -> usize,
+    grow: impl Grow,
+) {
+    at_each_step(node, of, async |doomed| {
+        live(node, doomed, &volume(), &attached, &grow).await;
+    })
+    .await;
+}
+
+/// One of those lives.
+async fn live(
+    node: &Node,
+    doomed: &Doomed<'_>,
+    volume: &Volume,
+    attached: impl Fn(&Volume) -> usize,
+    grow: &impl Grow,
+) {
+    let content = Content::new(&volume.handle);
+    let target = node.target(volume, "pod");
+    let stage = async || node.stage(volume).await;
+    let publish = async || node.publish(volume, "pod").await;
+    let unpublish = async || node.unpublish(volume, "pod").await;
+    let unstage = async || node.unstage(volume).await;
+    let up = async || {
+        node.until_ok("staged", stage).await;
+        node.until_ok("published", publish).await;
+    };
+    let down = async || {
+        node.until_ok("unpublished", unpublish).await;
+        node.until_ok("unstaged", unstage).await;
+        assert_eq!(attached(volume), 0);
+    };
+    doomed.finished("staged", stage, down).await;
+    assert_eq!(attached(volume), 1);
+    doomed
+        .finished("published", publish, async || {
+            node.until_ok("unpublished", unpublish).await;
+        })
+        .await;
+    content.put(volume, &target);
+    if volume.fs_type() != "ext4" || can_resize_ext4() {
+        let bytes = grow.grow(volume);
+        let was_refused = Cell::new(false);
+        let expand = async || {
+            let grown = node.expand(volume, &target, bytes).await;
+            if let Err(status) = &grown
+                && status.code() == FailedPrecondition
+                && !was_refused.replace(true)
+            {
+                grow.refused(status).await;
+            }
+            assert_eq!(grown?.unsigned_abs(), bytes);
+            Ok(())
+        };
+        let opposite = async || {
+            down().await;
+            up().await;
+        };
+        doomed.finished("grown", expand, opposite).await;
+    }
+    doomed
+        .finished("unpublished", unpublish, async || {
+            node.until_ok("published", publish).await;
+            content.is_kept(volume, &target);
+        })
+        .await;
+    doomed
+        .finished("unstaged", unstage, async || {
+            up().await;
+            content.is_kept(volume, &target);
+            node.until_ok("unpublished", unpublish).await;
+        })
+        .await;
+    assert_eq!(attached(volume), 0);
+    doomed.outlived().await;
+    up().await;
+    content.is_kept(volume, &target);
+    down().await;
 }
 
 /// As [`kill_amid`], for calls that take so long.

@@ -28,7 +28,7 @@ mod sandbox;
 mod stuck;
 mod volume;
 
-use std::{fmt::Debug, panic::resume_unwind, thread, time::Duration};
+use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::{Agent, Machine};
 pub use ceph::TestCluster;
@@ -46,7 +46,9 @@ pub use halfway::{Halfway, LUKS_FORMAT, MKFS, StandIn};
 pub use holder::Holder;
 pub use leaks::{files_below, mounts_below};
 pub use left_out::left_out;
-pub use lives::{grown_in_use, kill_amid, kill_within, killed_amid_each, killed_at_each_step};
+pub use lives::{
+    Grow, at_each_step, grown_in_use, kill_amid, kill_within, killed_amid_each, killed_at_each_step,
+};
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};
 pub use rbd::{
@@ -61,7 +63,11 @@ pub use volume::{Mode, Volume};
 pub const MIB: u64 = 1 << 20;
 
 /// No story may take longer, whatever hangs.
-const LONGEST: Duration = Duration::from_secs(600);
+fn longest() -> Duration {
+    // One that has every step is as many stories as there are steps.
+    let times = env::var_os("EVERY_STEP").map_or(1, |_| 12);
+    times * Duration::from_secs(600)
+}
 
 /// Runs `body` in a [`Sandbox`], on a thread and a runtime of its own.
 pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
@@ -74,7 +80,7 @@ pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
                 .build()
                 .expect("a runtime")
                 .block_on(async {
-                    tokio::time::timeout(LONGEST, body(&sandbox))
+                    tokio::time::timeout(longest(), body(&sandbox))
                         .await
                         .expect("the story hangs");
                 });

@@ -20,7 +20,9 @@ use uuid::Uuid;
 
 mod left;
 
-use super::{MIB, Node, NodeSetup, Sandbox, TestCluster, Volume, left_out, run_err, story};
+use super::{
+    MIB, Node, NodeSetup, Sandbox, TestCluster, Volume, bytes_for, left_out, run_err, story,
+};
 
 /// Each kind of volume, with bytes enough for it.
 pub const KINDS: [(&str, u64); 4] = [
@@ -211,6 +213,15 @@ impl Ceph {
         let (size, spec) = (mebibytes(bytes), spec_of(volume));
         self.cluster
             .rbd(&["resize", "--no-progress", "-s", &size, &spec]);
+    }
+
+    /// Makes an image twice as large as volumes of its kind are; its new size.
+    pub fn doubling(&self) -> impl Fn(&Volume) -> u64 {
+        |volume| {
+            let bytes = 2 * bytes_for(volume.fs_type());
+            self.resize(volume, bytes);
+            bytes
+        }
     }
 
     /// A snapshot of a volume's image, and a clone of that as a volume.

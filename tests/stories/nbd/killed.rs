@@ -2,10 +2,13 @@
 
 use std::{cell::Cell, fs, time::Duration};
 
+use tokio::sync::Mutex;
+use tonic::Status;
+
 use super::{blank, is_there, nbd_story};
 use crate::harness::{
-    Content, Dice, KINDS, NbdServer, Node, Volume, eventually, kill_amid, killed_amid_each,
-    killed_at_each_step, nbds_over,
+    Content, Dice, Grow, KINDS, NbdServer, Node, Volume, bytes_for, eventually, kill_amid,
+    killed_amid_each, killed_at_each_step, nbds_over,
 };
 
 /// Makes a call during which the server is killed, and started again.
@@ -128,23 +131,44 @@ fn the_agent_at_every_step() {
     });
 }
 
+/// A server that tells a connection its export's size at the handshake alone. An agent
+/// does not replace connections of an earlier one, and grows nothing over those: the
+/// server's clients connect anew once it is started again.
+struct Growing(Mutex<NbdServer>);
+
+impl Grow for Growing {
+    fn grow(&self, volume: &Volume) -> u64 {
+        let bytes = 2 * bytes_for(volume.fs_type());
+        let image = self.0.try_lock().unwrap().image_of(volume);
+        let image = fs::File::options().write(true).open(image).unwrap();
+        image.set_len(bytes).unwrap();
+        bytes
+    }
+
+    async fn refused(&self, status: &Status) {
+        assert!(status.message().contains("an earlier agent"), "{status:?}");
+        let mut server = self.0.lock().await;
+        server.kill9();
+        server.restart().await;
+    }
+}
+
 #[test]
 fn the_agent_at_each_step_of_its_own() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
-        let mut last = None::<Volume>;
-        let volume = || {
+        let volume = blank(sandbox, &server, "v", "ext4");
+        let image = server.image_of(&volume);
+        let fresh = || {
             // There is not room for all of them.
-            if let Some(last) = &last {
-                fs::remove_file(server.image_of(last)).unwrap();
-            }
-            last.insert(blank(sandbox, &server, "v", "ext4")).clone()
+            fs::remove_file(&image).unwrap();
+            NbdServer::image(sandbox, &volume.handle, bytes_for("ext4"));
+            volume.clone()
         };
         let attached = |volume: &Volume| nbds_over(&format!(" {}", volume.handle)).len();
-        // Without growth: the next agent cannot replace the connections of a dead one,
-        // and says so (growth_after_a_restart_is_proven_or_taken_back).
-        killed_at_each_step(&node, 4, volume, attached, None).await;
+        let growing = Growing(Mutex::new(server));
+        killed_at_each_step(&node, 4, fresh, attached, growing).await;
         node.assert_clean().await;
     });
 }

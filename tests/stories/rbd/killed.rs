@@ -9,7 +9,7 @@ use std::{
 use super::{assert_nothing_staged, devices_over, encrypted, kept};
 use crate::harness::{
     Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within,
-    killed_at_each_step, rbds_of, rbds_over,
+    killed_at_each_step, mounts_below, rbds_of, rbds_over,
 };
 
 #[test]
@@ -76,7 +76,8 @@ fn killed_at_some_steps_of_a_blank_image() {
         let node = ceph.node(sandbox).await;
         let devices = |volume: &Volume| rbds_over(volume).len();
         for kind in ["ext4", "block"] {
-            killed_at_each_step(&node, 16, || ceph.volume(kind), devices, None).await;
+            let volume = || ceph.volume(kind);
+            killed_at_each_step(&node, 16, volume, devices, ceph.doubling()).await;
         }
         node.assert_clean().await;
     });
@@ -87,7 +88,42 @@ fn killed_at_some_steps_of_an_encrypted_image() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let devices = |volume: &Volume| rbds_over(volume).len();
-        killed_at_each_step(&node, 32, || encrypted::volume(ceph, "ext4"), devices, None).await;
+        let volume = || encrypted::volume(ceph, "ext4");
+        killed_at_each_step(&node, 32, volume, devices, ceph.doubling()).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn killed_after_the_bind_of_a_raw_image() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("block");
+        let mut deaths = 0;
+        node.kill9().await;
+        // Each begins where the one before died, as long as nothing is bound.
+        for steps in 0.. {
+            node.start_doomed(steps).await;
+            if node.stage(&volume).await.is_ok() {
+                break;
+            }
+            node.ended().await;
+            if mounts_below(&node.staging(&volume)).is_empty() {
+                continue;
+            }
+            deaths += 1;
+            node.restart().await;
+            node.until_ok("unstaged", async || node.unstage(&volume).await)
+                .await;
+            assert_nothing_staged(&node, &volume);
+            assert!(rbds_over(&volume).is_empty());
+            node.kill9().await;
+        }
+        // None at all in a build without debug assertions.
+        assert!(deaths > 0, "it has died between the bind and its answer");
+        node.kill9().await;
+        node.restart().await;
+        node.unstage(&volume).await.unwrap();
         node.assert_clean().await;
     });
 }

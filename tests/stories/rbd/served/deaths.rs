@@ -88,7 +88,7 @@ fn the_agent_is_killed_at_some_steps_of_a_blank_image() {
         let node = node_with(sandbox, ceph, &holder).await;
         let devices = |volume: &Volume| devices_over(volume).len();
         let volume = || served(ceph.volume("ext4"));
-        killed_at_each_step(&node, 18, volume, devices, None).await;
+        killed_at_each_step(&node, 18, volume, devices, ceph.doubling()).await;
         node.assert_clean().await;
     });
 }
