@@ -11,7 +11,7 @@ mod restarts;
 
 use crate::harness::{Content, KINDS, NbdServer, Node, Sandbox, Volume, kernel_has_nbd, story};
 
-fn nbd_story(body: impl AsyncFnOnce(&Sandbox) + Send) {
+pub fn nbd_story(body: impl AsyncFnOnce(&Sandbox) + Send) {
     if kernel_has_nbd() {
         story(body);
     }
@@ -19,7 +19,7 @@ fn nbd_story(body: impl AsyncFnOnce(&Sandbox) + Send) {
 
 /// A name that no other story's volume has: an agent without a record finds a
 /// device by its volume's handle.
-fn own(sandbox: &Sandbox, name: &str) -> String {
+pub fn own(sandbox: &Sandbox, name: &str) -> String {
     let dir = sandbox.dir().file_name().expect("a name").display();
     format!("{dir}.{name}")
 }
@@ -33,7 +33,7 @@ fn over(server: &NbdServer, name: &str, kind: &str) -> Volume {
 }
 
 /// A volume over a blank export of its own.
-fn blank(sandbox: &Sandbox, server: &NbdServer, name: &str, kind: &str) -> Volume {
+pub fn blank(sandbox: &Sandbox, server: &NbdServer, name: &str, kind: &str) -> Volume {
     let (_, bytes) = KINDS
         .iter()
         .find(|(known, _)| *known == kind)

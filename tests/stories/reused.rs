@@ -1,77 +1,239 @@
 //! A device's number that goes to another image while a volume is staged: somebody
 //! detaches the volume's device between two steps, and attaches what is theirs.
 
-use std::{env, fs, path::Path};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+};
 
 use crate::harness::{
-    Content, Dice, MIB, Node, all_loops, eventually, loops_over, run_err, sha256, story,
+    Ceph, Content, Dice, MIB, NbdServer, Node, Sandbox, Volume, all_loops, ceph_story, eventually,
+    loops_over, nbds_over, rbds_over, run_err, sha256, spec_of, story,
 };
+use crate::nbd::{blank, nbd_story, own};
+
+/// Somebody who takes devices over.
+trait Thief {
+    /// A volume over a blank source.
+    fn volume(&self, number: usize) -> Volume;
+
+    /// The devices that it has.
+    fn attached(&self, volume: &Volume) -> Vec<PathBuf>;
+
+    /// Detaches the volume's device, and puts what is theirs behind its number.
+    fn take_over(&mut self, volume: &Volume);
+
+    /// Detaches what is theirs, and says whether it is still blank.
+    fn is_blank(&mut self) -> bool;
+}
+
+/// Stages a volume once for each step of the agent, which stands still there while the
+/// device is taken over. Of `of` steps that follow each other, one is taken; with
+/// `EVERY_STEP` set, each.
+async fn leaves_alone(node: &Node, of: usize, mut thief: impl Thief) {
+    let of = env::var_os("EVERY_STEP").map_or(of, |_| 1);
+    let mut at = Dice::new().below(of);
+    loop {
+        let volume = thief.volume(at);
+        node.kill9().await;
+        node.start_stalling(at).await;
+        if node.stands_still() {
+            // It had not begun to serve.
+            node.go_on();
+        }
+        let mut swapped = false;
+        let swap = eventually("it is staged, or stands still", async || {
+            node.stands_still().then_some(())
+        });
+        tokio::select! {
+            biased;
+            () = swap => {
+                thief.take_over(&volume);
+                swapped = true;
+                node.go_on();
+            }
+            staged = node.stage(&volume) => staged.unwrap(),
+        }
+        if !swapped {
+            // It would stand still at a later step.
+            node.kill9().await;
+            node.restart().await;
+        }
+        node.until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        assert!(thief.is_blank(), "after step {at}");
+        // Mounted before it was detached, it is nobody's to use.
+        node.until_ok("unstaged", async || node.unstage(&volume).await)
+            .await;
+        let target = node.up(&volume, "pod").await;
+        Content::new("ours").put(&volume, &target);
+        assert_eq!(thief.attached(&volume).len(), 1);
+        node.down(&volume, "pod").await;
+        assert!(thief.attached(&volume).is_empty());
+        if !swapped {
+            break;
+        }
+        at += of;
+    }
+    assert!(at > 10, "a stage has more than {at} steps");
+    node.assert_clean().await;
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+/// A blank file, and its sum.
+fn blank_file(file: PathBuf) -> (PathBuf, String) {
+    fs::File::create(&file).unwrap().set_len(64 * MIB).unwrap();
+    let sum = sha256(&file).unwrap();
+    (file, sum)
+}
 
 #[test]
 fn another_image_that_gets_the_device_is_left_alone() {
     story(async |sandbox| {
-        let node = Node::start(sandbox).await;
-        let of = env::var_os("EVERY_STEP").map_or(3, |_| 1);
-        let mut at = Dice::new().below(of);
-        let other = sandbox.dir().join("other.img");
-        fs::File::create(&other).unwrap().set_len(64 * MIB).unwrap();
-        let blank = sha256(&other).unwrap();
-        loop {
-            let volume = sandbox.volume(&format!("v{at}"), "ext4");
-            let image = sandbox.image(&volume);
-            node.kill9().await;
-            node.start_stalling(at).await;
-            if node.stands_still() {
-                // It had not begun to serve.
-                node.go_on();
+        struct Images<'a>(&'a Sandbox, PathBuf, String);
+
+        impl Thief for Images<'_> {
+            fn volume(&self, number: usize) -> Volume {
+                self.0.volume(&format!("v{number}"), "ext4")
             }
-            let mut swapped = false;
-            let swap = eventually("it is staged, or stands still", async || {
-                node.stands_still().then_some(())
-            });
-            tokio::select! {
-                biased;
-                () = swap => {
-                    take_over(&image, &other);
-                    swapped = true;
-                    node.go_on();
+
+            fn attached(&self, volume: &Volume) -> Vec<PathBuf> {
+                loops_over(&self.0.image(volume))
+            }
+
+            fn take_over(&mut self, volume: &Volume) {
+                for device in self.attached(volume) {
+                    let _ = run_err(&["losetup", "-d", text(&device)]);
+                    if !all_loops().iter().any(|(taken, _)| *taken == device) {
+                        let _ = run_err(&["losetup", text(&device), text(&self.1)]);
+                    }
                 }
-                staged = node.stage(&volume) => staged.unwrap(),
             }
-            if !swapped {
-                // It would stand still at a later step.
-                node.kill9().await;
-                node.restart().await;
+
+            fn is_blank(&mut self) -> bool {
+                for device in loops_over(&self.1) {
+                    let _ = run_err(&["losetup", "-d", text(&device)]);
+                }
+                sha256(&self.1).unwrap() == self.2
             }
-            node.until_ok("staged", async || node.stage(&volume).await)
-                .await;
-            assert_eq!(sha256(&other).unwrap(), blank, "after step {at}");
-            for device in loops_over(&other) {
-                let _ = run_err(&["losetup", "-d", device.to_str().unwrap()]);
-            }
-            let target = node.up(&volume, "pod").await;
-            Content::new("ours").put(&volume, &target);
-            assert_eq!(loops_over(&image).len(), 1);
-            node.down(&volume, "pod").await;
-            assert!(loops_over(&image).is_empty());
-            fs::remove_file(&image).unwrap();
-            if !swapped {
-                break;
-            }
-            at += of;
         }
-        assert!(at > 10, "a stage has more than {at} steps");
-        node.assert_clean().await;
+
+        let node = Node::start(sandbox).await;
+        let (other, sum) = blank_file(sandbox.dir().join("other.img"));
+        leaves_alone(&node, 3, Images(sandbox, other, sum)).await;
     });
 }
 
-/// Detaches the image's device, and puts another image behind its number.
-fn take_over(image: &Path, other: &Path) {
-    for device in loops_over(image) {
-        let node = device.to_str().expect("a node");
-        let _ = run_err(&["losetup", "-d", node]);
-        if !all_loops().iter().any(|(taken, _)| *taken == device) {
-            let _ = run_err(&["losetup", node, other.to_str().expect("a path")]);
+#[test]
+fn another_export_that_gets_the_device_is_left_alone() {
+    nbd_story(async |sandbox| {
+        struct Exports<'a> {
+            sandbox: &'a Sandbox,
+            server: &'a NbdServer,
+            other: (PathBuf, String),
+            taken: Vec<PathBuf>,
         }
-    }
+
+        impl Thief for Exports<'_> {
+            fn volume(&self, number: usize) -> Volume {
+                let volume = blank(self.sandbox, self.server, &format!("v{number}"), "ext4");
+                // Nobody waits for what somebody has disconnected.
+                volume.with("deadConnectionTimeout", "1")
+            }
+
+            fn attached(&self, volume: &Volume) -> Vec<PathBuf> {
+                let devices = nbds_over(&format!(" {}", volume.handle));
+                devices.into_iter().map(PathBuf::from).collect()
+            }
+
+            fn take_over(&mut self, volume: &Volume) {
+                let name = text(Path::new(self.other.0.file_name().unwrap())).to_owned();
+                let uri = self.server.uri();
+                let (_, socket) = uri.split_once("socket=").expect("a unix socket");
+                for device in self.attached(volume) {
+                    let node = text(&device);
+                    let _ = run_err(&["nbd-client", "-d", node]);
+                    // Fails for as long as somebody has it open.
+                    let attach = ["nbd-client", "-unix", socket, node, "-N", &name];
+                    if run_err(&attach).is_ok() {
+                        self.taken.push(device);
+                    }
+                }
+            }
+
+            fn is_blank(&mut self) -> bool {
+                for device in self.taken.drain(..) {
+                    let _ = run_err(&["nbd-client", "-d", text(&device)]);
+                }
+                sha256(&self.other.0).unwrap() == self.other.1
+            }
+        }
+
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        let other = NbdServer::image(sandbox, &own(sandbox, "other"), 64 * MIB);
+        let thief = Exports {
+            sandbox,
+            server: &server,
+            other: blank_file(other),
+            taken: Vec::new(),
+        };
+        leaves_alone(&node, 4, thief).await;
+    });
+}
+
+#[test]
+fn another_rbd_image_that_gets_the_device_is_left_alone() {
+    ceph_story(async |sandbox, ceph| {
+        struct Images<'a> {
+            ceph: &'a Ceph,
+            other: Volume,
+            copy: PathBuf,
+            sum: String,
+        }
+
+        impl Thief for Images<'_> {
+            fn volume(&self, _: usize) -> Volume {
+                self.ceph.volume("ext4")
+            }
+
+            fn attached(&self, volume: &Volume) -> Vec<PathBuf> {
+                rbds_over(volume)
+            }
+
+            fn take_over(&mut self, volume: &Volume) {
+                for device in self.attached(volume) {
+                    let _ = run_err(&["rbd", "unmap", "-o", "noudev,force", text(&device)]);
+                    // It gets the lowest number that is free.
+                    let other = spec_of(&self.other);
+                    self.ceph.cluster.rbd(&["map", "-o", "noudev", &other]);
+                }
+            }
+
+            fn is_blank(&mut self) -> bool {
+                for device in rbds_over(&self.other) {
+                    let _ = run_err(&["rbd", "unmap", "-o", "noudev", text(&device)]);
+                }
+                let _ = fs::remove_file(&self.copy);
+                let (other, copy) = (spec_of(&self.other), text(&self.copy));
+                let export = ["export", "--no-progress", &other, copy];
+                self.ceph.cluster.rbd(&export);
+                sha256(&self.copy).unwrap() == self.sum
+            }
+        }
+
+        let node = ceph.node(sandbox).await;
+        let (copy, sum) = blank_file(sandbox.dir().join("other.img"));
+        let other = ceph.volume("ext4");
+        let thief = Images {
+            ceph,
+            other,
+            copy,
+            sum,
+        };
+        leaves_alone(&node, 6, thief).await;
+    });
 }

@@ -175,46 +175,60 @@ fn idle_clients_of_metrics_take_nothing_from_volumes() {
     });
 }
 
-/// Stands in for mkfs.ext4, tells how many of it run, and runs it.
+/// Stands in for a program, tells how many of it run, and runs it.
 const COUNTING: &str = "#!/bin/sh -e
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
-: > /usr/local/sbin/running.$$
-ls /usr/local/sbin | grep -c '^running' >> /usr/local/sbin/seen
-cat /proc/self/oom_score_adj >> /usr/local/sbin/scores
+program=$(basename $0)
+: > /usr/local/sbin/running.$program.$$
+ls /usr/local/sbin | grep -c ^running.$program >> /usr/local/sbin/seen.$program
+cat /proc/self/oom_score_adj >> /usr/local/sbin/scores.$program
 sleep 0.3
-rm /usr/local/sbin/running.$$
-exec mkfs.ext4 \"$@\"
+rm /usr/local/sbin/running.$program.$$
+exec $program \"$@\"
 ";
 
 #[test]
-fn so_many_mkfs_run_at_once_and_no_more() {
+fn so_many_mkfs_and_fsck_run_at_once_and_no_more() {
     story(async |sandbox| {
         let programs = Path::new("/usr/local/sbin");
         run(&["mount", "-t", "tmpfs", "none", "/usr/local/sbin"]);
-        let mkfs = programs.join("mkfs.ext4");
-        fs::write(&mkfs, COUNTING).unwrap();
-        fs::set_permissions(&mkfs, fs::Permissions::from_mode(0o755)).unwrap();
+        for program in ["mkfs.ext4", "e2fsck"] {
+            let program = programs.join(program);
+            fs::write(&program, COUNTING).unwrap();
+            fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        }
         let setup = NodeSetup::new(sandbox).arg("--max-mkfs=2");
-        let node = Node::start_with(sandbox, setup).await;
+        let node = Node::start_with(sandbox, setup.arg("--max-fsck=3")).await;
         let volumes: Vec<_> = (0..8)
             .map(|number| sandbox.volume(&format!("v{number}"), "ext4"))
             .collect();
-        for staged in at_once(volumes.iter().map(|volume| node.stage(volume))).await {
-            staged.unwrap();
-        }
         let lines = |name: &str| {
             let text = fs::read_to_string(programs.join(name)).unwrap();
             let lines = text.lines().map(|line| line.parse().unwrap());
             lines.collect::<Vec<u32>>()
         };
-        let seen = lines("seen");
-        assert!(
-            seen.len() == 8 && seen.iter().all(|&at_once| at_once <= 2),
-            "{seen:?}"
-        );
-        assert_eq!(lines("scores"), [1000; 8]);
-        for volume in &volumes {
-            node.unstage(volume).await.unwrap();
+        // The second time they are to be checked.
+        for (program, most) in [("mkfs.ext4", 2), ("e2fsck", 3)] {
+            for staged in at_once(volumes.iter().map(|volume| node.stage(volume))).await {
+                staged.unwrap();
+            }
+            let seen = lines(&format!("seen.{program}"));
+            assert!(
+                seen.len() == 8 && seen.iter().all(|&at_once| at_once <= most),
+                "{program}: {seen:?}"
+            );
+            assert_eq!(lines(&format!("scores.{program}")), [1000; 8]);
+            for volume in &volumes {
+                node.unstage(volume).await.unwrap();
+                let image = sandbox.image(volume);
+                run(&[
+                    "debugfs",
+                    "-w",
+                    "-R",
+                    "ssv state 2",
+                    image.to_str().unwrap(),
+                ]);
+            }
         }
         run(&["umount", "/usr/local/sbin"]);
         node.assert_clean().await;
