@@ -8,7 +8,8 @@ use std::{
 };
 
 use super::{
-    Ceph, MIB, NbdServer, Node, Sandbox, StuckFile, StuckTree, Volume, eventually, nbds_over,
+    Ceph, MIB, NbdServer, Node, NodeSetup, Sandbox, StuckFile, StuckTree, Volume, eventually,
+    nbds_over,
     rbd::{Frozen, Stopped, spec_of},
     run,
 };
@@ -179,8 +180,7 @@ enum Disk {
 }
 
 impl HungPool {
-    /// The name of the pool.
-    pub const NAME: &str = "hung";
+    const NAME: &str = "hung";
     const BYTES: u64 = 8 << 30;
 
     pub fn new(sandbox: &Sandbox, kind: &str) -> Self {
@@ -205,6 +205,15 @@ impl HungPool {
         run(&["dmsetup", "create", &name, "--table", &table]);
         let device = format!("/dev/mapper/{name}");
         Self::on(sandbox, kind, Disk::Mapped(name), &device)
+    }
+
+    /// A node that has it, besides pool `main`.
+    pub fn setup(sandbox: &Sandbox) -> NodeSetup {
+        let mut setup = NodeSetup::new(sandbox);
+        let pool = sandbox.pool(Self::NAME);
+        let pool = format!("{}={},shared", Self::NAME, pool.display());
+        setup.pools.push(pool);
+        setup
     }
 
     fn on(sandbox: &Sandbox, kind: &str, disk: Disk, device: &str) -> Self {

@@ -45,7 +45,7 @@ pub use footprint::Footprint;
 pub use halfway::{Halfway, LUKS_FORMAT, MKFS, StandIn};
 pub use holder::Holder;
 pub use leaks::{files_below, mounts_below};
-pub use left_out::left_out;
+pub use left_out::{left_out, not_tested};
 pub use lives::{
     Grow, at_each_step, grown_in_use, kill_amid, kill_within, killed_amid_each, killed_at_each_step,
 };
