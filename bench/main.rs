@@ -25,6 +25,9 @@ mod faults;
 #[path = "../tests/stories/harness/mod.rs"]
 #[allow(dead_code, unused_imports)] // The stories use what the benches don't.
 mod harness;
+#[path = "../tests/stories/faults/hurt.rs"]
+#[allow(dead_code)] // The story's own.
+mod hurt;
 mod life;
 mod nbd;
 mod probe;
@@ -33,6 +36,8 @@ mod publish;
 mod rbd;
 mod rig;
 
+use std::process::ExitCode;
+
 use criterion::Criterion;
 
 use backends::{Exports, Images};
@@ -40,7 +45,7 @@ use ceph::{Ceph, CephImages};
 use harness::{NbdServer, NodeSetup};
 use rig::Rig;
 
-fn main() {
+fn main() -> ExitCode {
     let backend = std::env::var("BACKEND").unwrap_or_default();
     let ceph = matches!(backend.as_str(), "ceph" | "rbd").then(Ceph::start);
     let rig = Rig::start(|sandbox| match &ceph {
@@ -53,15 +58,33 @@ fn main() {
         .sample_size(20)
         .warm_up_time(std::time::Duration::from_secs(1))
         .configure_from_args();
-    match (backend.as_str(), &ceph) {
-        ("" | "loop", _) => images(&mut criterion, &rig),
-        ("nbd", _) => exports(&mut criterion, &rig),
-        ("ceph", Some(ceph)) => provisioning(&mut criterion, &rig, ceph),
-        (_, Some(ceph)) => ceph_images(&mut criterion, &rig, ceph),
+    let kept = match (backend.as_str(), &ceph) {
+        ("" | "loop", _) => {
+            images(&mut criterion, &rig);
+            !harness::StuckFile::possible() || faults::of_files()
+        }
+        ("nbd", _) => {
+            exports(&mut criterion, &rig);
+            faults::of_servers()
+        }
+        ("ceph", Some(ceph)) => {
+            provisioning(&mut criterion, &rig, ceph);
+            true
+        }
+        (_, Some(ceph)) => {
+            ceph_images(&mut criterion, &rig, ceph);
+            faults::of_osds()
+        }
         (other, None) => panic!("BACKEND={other}: there are loop, nbd, ceph and rbd"),
-    }
+    };
     criterion.final_summary();
     rig.print_summary();
+    // Of a few rounds p99 says nothing.
+    if kept || faults::is_quick() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 fn images(criterion: &mut Criterion, rig: &Rig) {
@@ -72,9 +95,6 @@ fn images(criterion: &mut Criterion, rig: &Rig) {
     publish::publish(criterion, rig, &images);
     calls::stats(criterion, rig);
     probe::devices(criterion, rig);
-    if harness::StuckFile::possible() {
-        faults::others(rig);
-    }
 }
 
 fn exports(criterion: &mut Criterion, rig: &Rig) {
