@@ -5,7 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Usage};
-use crate::switch;
+use crate::{
+    fs::{FsType, mkfs},
+    switch,
+};
 
 mod served;
 
@@ -128,6 +131,19 @@ impl Parameters {
             })
             .collect()
     }
+}
+
+/// Refuses `mkfsOptions` with which a node would not make these file systems.
+pub(super) fn check_mkfs_options(
+    options: &str,
+    file_systems: &[&'static str],
+) -> Result<(), Error> {
+    let known = FsType::ALL.into_iter();
+    for fs in known.filter(|fs| file_systems.contains(&fs.as_str())) {
+        mkfs::parse_options(fs, options)
+            .map_err(|error| bad("mkfsOptions", options, &error.to_string()))?;
+    }
+    Ok(())
 }
 
 fn file_system(field: &'static str, name: &str) -> Result<&'static str, Error> {

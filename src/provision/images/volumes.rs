@@ -9,6 +9,7 @@ use uuid::Uuid;
 use super::{
     super::{
         Ailment, Error, NewVolume, Parameters, Place, Published, Range, Source, Usage, Volume,
+        params::check_mkfs_options,
         size::{self, least},
     },
     capacity::refuse_without_room,
@@ -357,7 +358,10 @@ pub(super) fn refuse_usages(
     parameters: &Parameters,
     usages: &[Usage],
 ) -> Result<(), Error> {
-    parameters.file_systems(usages)?;
+    let file_systems = parameters.file_systems(usages)?;
+    if let Some(options) = &parameters.mkfs_options {
+        check_mkfs_options(options, &file_systems)?;
+    }
     if let (Scope::Local, Some(served)) = (pool.scope, &parameters.nbd) {
         return Err(Error::BadParameter {
             name: "backend",

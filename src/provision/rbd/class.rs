@@ -6,17 +6,17 @@ use std::{
 };
 
 use super::{
-    super::{Error, Parameters, Place, Places, Usage, params::yes_or_no},
+    super::{
+        Error, Parameters, Place, Places, Usage,
+        params::{check_mkfs_options, yes_or_no},
+    },
     encryption::Encryption,
     qos::Limits,
     topology::{self, Constrained},
 };
-use crate::{
-    ceph::{
-        map_options::{KRBD, MapOptions, NbdOptions, OptionError, part_for},
-        rbd::{Features, ImageOptions},
-    },
-    fs::{FsType, mkfs},
+use crate::ceph::{
+    map_options::{KRBD, MapOptions, NbdOptions, OptionError, part_for},
+    rbd::{Features, ImageOptions},
 };
 
 /// What a storage class says.
@@ -160,13 +160,7 @@ impl Class {
 
     /// Refuses options with which the node would not make these file systems.
     pub fn check_mkfs(&self, file_systems: &[&'static str]) -> Result<(), Error> {
-        let options = self.told("mkfsOptions");
-        let known = FsType::ALL.into_iter();
-        for fs in known.filter(|fs| file_systems.contains(&fs.as_str())) {
-            let parsed = mkfs::parse_options(fs, options);
-            parsed.map_err(|error| bad("mkfsOptions", options, &error.to_string()))?;
-        }
-        Ok(())
+        check_mkfs_options(self.told("mkfsOptions"), file_systems)
     }
 
     /// The pools for a volume that is wanted in some places.

@@ -90,6 +90,31 @@ async fn local_volumes_stay_on_their_node() {
 }
 
 #[tokio::test]
+async fn options_with_which_no_node_would_make_the_file_system_are_refused() {
+    let home = home();
+    let asking = |fs: &str, options: &str| NewVolume {
+        usages: vec![Usage {
+            fs_type: Some(fs.to_owned()),
+            many_nodes_write: false,
+        }],
+        ..with(new("pvc", MIB * 512), &[("mkfsOptions", options)])
+    };
+    for (fs, options) in [
+        ("ext4", "-J device=/dev/sda"),
+        ("", "-s size=4096"),
+        ("xfs", "-l logdev=/dev/sda"),
+        ("ext4", "'"),
+    ] {
+        let refused = home.images.create_volume(asking(fs, options)).await;
+        let error = refused.unwrap_err();
+        assert!(error.to_string().contains("mkfsOptions"), "{error}");
+        assert_eq!(error.kind(), Kind::InvalidArgument);
+    }
+    let accepted = asking("xfs", "-K -s size=4096");
+    home.images.create_volume(accepted).await.unwrap();
+}
+
+#[tokio::test]
 async fn several_nodes_write_only_where_nothing_caches() {
     let home = home();
     let shared = |fs_type: Option<&str>| Usage {
