@@ -68,6 +68,9 @@ const EXT_MAGIC: (usize, [u8; 2]) = (0x38, [0x53, 0xEF]);
 const EXT_VALID: u16 = 1;
 const EXT_ERRORS: u16 = 2;
 const EXT_HAS_JOURNAL: u32 = 0x4;
+const EXT_JOURNAL_UUID: usize = 0xD0;
+const EXT_JOURNAL_INODE: usize = 0xE0;
+const EXT_JOURNAL_DEVICE: usize = 0xE4;
 /// The first byte of `s_mount_opts`, a text.
 const EXT_MOUNT_OPTIONS: usize = 0x200;
 const EXT_RECOVER: u32 = 0x4;
@@ -97,9 +100,12 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     if checksummed && crc32c(!0, &raw[..0x3FC]) != sb.le32(0x3FC) {
         return Some(Err("an ext4 file system whose superblock is damaged"));
     }
-    // The kernel and e2fsck would look for that device among the node's own.
+    // The kernel and e2fsck would look for that device among the node's own: e2fsck by
+    // what names it alone, without has_journal or with an inode, too. Where the journal is
+    // in the file system, or there is none, mke2fs and tune2fs leave zeros there.
+    let names_device = sb.bytes(EXT_JOURNAL_UUID) != [0; 16] || sb.le32(EXT_JOURNAL_DEVICE) != 0;
     let has_journal = sb.le32(0x5C) & EXT_HAS_JOURNAL != 0;
-    if has_journal && sb.le32(0xE0) == 0 {
+    if names_device || has_journal && sb.le32(EXT_JOURNAL_INODE) == 0 {
         return Some(Err(
             "an ext4 file system whose journal is on another device",
         ));

@@ -131,6 +131,56 @@ fn an_ext4_that_reaches_beyond_its_device_is_foreign() {
     assert!(matches!(content(), Content::Fs(_)));
 }
 
+/// e2fsck opens what they name also where there is no journal, or one inside.
+#[test]
+fn an_ext4_that_names_another_device_without_need_is_foreign() {
+    for made in ["mkfs.ext4 -q", "mkfs.ext4 -q -O ^has_journal"] {
+        let (image, _) = made_by(made, 64 * MIB);
+        for set in [
+            "journal_uuid 00112233-4455-6677-8899-aabbccddeeff",
+            "journal_dev 0x700",
+        ] {
+            let copy = NamedTempFile::new_in("/dev/shm").unwrap();
+            std::fs::copy(image.path(), copy.path()).unwrap();
+            let run = Command::new("debugfs")
+                .args(["-w", "-R", &format!("ssv {set}")])
+                .arg(copy.path())
+                .output();
+            assert!(run.unwrap().status.success(), "{set}");
+            let content = probe(copy.as_file());
+            assert!(
+                matches!(content, Content::Foreign { what } if what.contains("journal")),
+                "{made}, {set}: {content:?}"
+            );
+        }
+    }
+}
+
+/// What the programs themselves leave where a journal on another device is named.
+#[test]
+fn an_ext4_with_its_journal_inside_or_none_is_not_taken_for_one_with_it_elsewhere() {
+    for made in [
+        "mkfs.ext4 -q",
+        "mkfs.ext2 -q",
+        "mkfs.ext4 -q -b 1024 -O ^metadata_csum",
+    ] {
+        let (image, _) = made_by(made, 64 * MIB);
+        for command in [
+            "e2fsck -f -p",
+            "tune2fs -U random",
+            "e2fsck -f -p",
+            "resize2fs",
+            "tune2fs -O has_journal",
+            "tune2fs -O ^has_journal",
+            "e2fsck -f -p",
+        ] {
+            image.as_file().set_len(128 * MIB).unwrap();
+            run(command, image.path());
+            info(probe(image.as_file()));
+        }
+    }
+}
+
 #[test]
 fn ext4_says_when_it_wants_a_check_or_its_journal() {
     let (image, clean) = made_by("mkfs.ext4 -q", 64 * MIB);
