@@ -50,6 +50,8 @@ const REFUSED: &[i64] = &[
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
     libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_process_mrelease,
     libc::SYS_pidfd_getfd,
     libc::SYS_kcmp,
     // Any file of a file system, past every mount namespace (CAP_DAC_READ_SEARCH).
@@ -69,6 +71,7 @@ const REFUSED: &[i64] = &[
     libc::SYS_fanotify_init,
     libc::SYS_acct,
     libc::SYS_quotactl,
+    libc::SYS_quotactl_fd,
     libc::SYS_userfaultfd,
 ];
 

@@ -4,18 +4,18 @@
 use std::{
     collections::BTreeSet,
     env, fs,
-    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     ptr,
 };
 
 use crate::{
-    harness::{Holder, Machine, Node, NodeSetup, ceph_story, kernel_has_nbd, run, story},
-    rbd::encrypted,
+    harness::{Holder, Machine, Node, NodeSetup, StandIn, ceph_story, kernel_has_nbd, story},
+    rbd::{
+        encrypted,
+        served::{node_with, served},
+    },
 };
 
-/// Where agents look for programs first.
-const FIRST: &str = "/usr/local/sbin";
 /// Tells [`a_child_of_an_agent_tries`] where to write what came of it.
 const TRIES: &str = "TRIES_WRITTEN_TO";
 
@@ -120,28 +120,49 @@ fn the_node_agent_encrypts_without_writing_to_its_root() {
 fn no_program_of_the_agent_takes_the_host_over() {
     story(async |sandbox| {
         let written = sandbox.dir().join("tries");
-        // In place of mkfs, it tries first.
-        run(&["mount", "-t", "tmpfs", "none", FIRST]);
-        let script = format!(
-            "#!/bin/sh\ncat /proc/self/status > {written}.status\n\
-             {TRIES}={written} {test} --exact privileges::a_child_of_an_agent_tries >&2 || exit\n\
-             exec /usr/sbin/mkfs.ext4 \"$@\"\n",
-            written = written.display(),
-            test = env::current_exe().expect("this program").display(),
-        );
-        let program = Path::new(FIRST).join("mkfs.ext4");
-        fs::write(&program, script).unwrap();
-        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-
+        let _stand_in = trying("mkfs.ext4", &written);
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
         let _ = node.up(&volume, "pod").await;
-        assert_confined(&written.with_extension("status"), &OF_THE_NODE);
-        let allowed = fs::read_to_string(&written).expect("what it wrote");
-        assert_eq!(allowed, "", "these were not refused");
+        assert_refused(&written, &OF_THE_NODE);
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
+}
+
+#[test]
+fn no_program_of_the_holder_takes_the_host_over() {
+    ceph_story(async |sandbox, ceph| {
+        let written = sandbox.dir().join("tries");
+        let _stand_in = trying("rbd-nbd", &written);
+        let holder = Holder::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &holder).await;
+        let volume = served(ceph.volume("ext4"));
+        let _ = node.up(&volume, "pod").await;
+        assert_refused(&written, &OF_THE_HOLDER);
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+/// In place of a program, which is run once all has been tried.
+fn trying(program: &str, written: &Path) -> StandIn {
+    let script = format!(
+        "cat /proc/self/status > {written}.status\n\
+         {TRIES}={written} {test} --exact privileges::a_child_of_an_agent_tries \
+         >&2 < /dev/null || exit\n\
+         exec {program} \"$@\"",
+        written = written.display(),
+        test = env::current_exe().expect("this program").display(),
+    );
+    StandIn::new(program, &script)
+}
+
+/// What came of it.
+fn assert_refused(written: &Path, kept: &[u32]) {
+    assert_confined(&written.with_extension("status"), kept);
+    let allowed = fs::read_to_string(written).expect("what it wrote");
+    assert_eq!(allowed, "", "these were not refused");
 }
 
 /// Each of what must fail, with arguments that would do no harm if it did not.
@@ -169,6 +190,8 @@ fn a_child_of_an_agent_tries() {
             libc::SYS_process_vm_writev,
             [1, null, 0],
         ),
+        ("process_madvise", libc::SYS_process_madvise, [-1, null, 0]),
+        ("process_mrelease", libc::SYS_process_mrelease, [-1, -1, 0]),
         ("pidfd_getfd", libc::SYS_pidfd_getfd, [-1, 0, 0]),
         ("kcmp", libc::SYS_kcmp, [1, 1, -1]),
         (
@@ -191,6 +214,7 @@ fn a_child_of_an_agent_tries() {
         ("fanotify_init", libc::SYS_fanotify_init, [-1, 0, 0]),
         ("acct", libc::SYS_acct, [1, 0, 0]),
         ("quotactl", libc::SYS_quotactl, [-1, null, 0]),
+        ("quotactl_fd", libc::SYS_quotactl_fd, [-1, -1, 0]),
         ("userfaultfd", libc::SYS_userfaultfd, [-1, 0, 0]),
     ];
     let mut allowed = BTreeSet::new();

@@ -13,7 +13,7 @@ mod moved;
 mod outages;
 mod refusals;
 mod secrets;
-mod served;
+pub mod served;
 mod strays;
 mod takeover;
 mod together;

@@ -17,13 +17,13 @@ use crate::harness::{
     eventually, grown_in_use, nbds_over, rbds_over, refused, run, spec_of,
 };
 
-pub(super) async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
+pub async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
     let setup = ceph.setup(sandbox).arg("--alpha-capabilities");
     let socket = holder.socket().display().to_string();
     Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await
 }
 
-pub(super) fn served(volume: Volume) -> Volume {
+pub fn served(volume: Volume) -> Volume {
     volume.with("mounter", "rbd-nbd")
 }
 
