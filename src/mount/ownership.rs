@@ -11,6 +11,7 @@
 //! changed through that descriptor.
 
 use std::{
+    ffi::CStr,
     fs, io,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
     path::PathBuf,
@@ -19,7 +20,7 @@ use std::{
 
 use rustix::{
     fs::{
-        AtFlags, Dir, FileType, Gid, Mode, OFlags, ResolveFlags, chmod, chownat, fstat, openat,
+        AtFlags, Dir, DirEntry, FileType, Gid, Mode, OFlags, ResolveFlags, chmod, chownat, fstat,
         openat2,
     },
     io::Errno,
@@ -43,6 +44,14 @@ pub enum OwnershipError {
     #[error("cannot give {path:?} to the group: it lies deeper than {DEEPEST} directories")]
     TooDeep {
         /// The directory.
+        path: PathBuf,
+    },
+    /// Somebody moved a directory while the walk was below it.
+    #[error(
+        "cannot give the directory above {path:?} to the group: it was moved meanwhile; try again"
+    )]
+    Moved {
+        /// The directory below it.
         path: PathBuf,
     },
     /// The system's own refusal.
@@ -84,13 +93,16 @@ impl FsGroup {
 
     fn walk(self, root: BorrowedFd<'_>, deepest: usize) -> Result<(), OwnershipError> {
         // The directories from the root down to where we are.
-        let mut way = vec![listing(root)?];
-        while let Some(directory) = way.last_mut() {
-            let entry = directory.read();
-            let here = directory.fd().expect("a Dir on Linux has a descriptor");
+        let mut way = vec![Level::new(root)?];
+        while let Some(level) = way.last_mut() {
+            let entry = level.read();
+            let here = level.fd();
             let Some(entry) = entry else {
                 self.give(here)?;
-                way.pop();
+                let done = way.pop();
+                if let (Some(done), Some(above)) = (done, way.last_mut()) {
+                    above.open_from(done.fd())?;
+                }
                 continue;
             };
             let entry = entry.map_err(failed(here, "read"))?;
@@ -112,7 +124,10 @@ impl FsGroup {
                 let path = path_of(found.as_fd());
                 return Err(OwnershipError::TooDeep { path });
             } else {
-                way.push(listing(found.as_fd())?);
+                way.push(Level::new(found.as_fd())?);
+                if let Some(far) = way.len().checked_sub(OPEN + 1) {
+                    way[far].listing = None;
+                }
             }
         }
         Ok(())
@@ -154,16 +169,93 @@ const FILE: Mode = Mode::RUSR
     .union(Mode::WGRP);
 const DIRECTORY: Mode = FILE.union(Mode::XUSR).union(Mode::XGRP).union(Mode::SGID);
 
-/// One descriptor is open for each directory on the way. kubelet walks by paths,
-/// and `PATH_MAX` (4096) does not allow it more of them.
+/// kubelet walks by paths, and `PATH_MAX` (4096) does not allow it more directories on
+/// the way.
 const DEEPEST: usize = 2048;
 
-/// Opens a directory for reading; `directory` may be an `O_PATH` descriptor.
-fn listing(directory: BorrowedFd<'_>) -> Result<Dir, OwnershipError> {
+/// How many of them are open at once, those that are nearest: what a volume may have
+/// open is counted (`crate::kernel::descriptors`), and many may be walked at a time.
+const OPEN: usize = 8;
+
+/// A directory on the way.
+struct Level {
+    /// None while the walk is far below.
+    listing: Option<Dir>,
+    /// Its device and inode.
+    id: (u64, u64),
+    /// Where the entry after the last one is (readdir(3), `d_off`).
+    next: i64,
+    /// What `next` was when it was opened again.
+    reopened_at: Option<i64>,
+}
+
+impl Level {
+    fn new(directory: BorrowedFd<'_>) -> Result<Self, OwnershipError> {
+        let (listing, id) = listing(directory, c".")?;
+        Ok(Self {
+            listing: Some(listing),
+            id,
+            next: 0,
+            reopened_at: None,
+        })
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        let listing = self.listing.as_ref().expect("the last one is open");
+        listing.fd().expect("a Dir on Linux has a descriptor")
+    }
+
+    fn read(&mut self) -> Option<rustix::io::Result<DirEntry>> {
+        loop {
+            let entry = self
+                .listing
+                .as_mut()
+                .expect("the last one is open")
+                .read()?;
+            if let Ok(entry) = &entry {
+                // Entries with equal hashes are at one place: ext4 tells of the first of
+                // them once more, which would never end.
+                if self.reopened_at.is_some_and(|at| entry.offset() <= at) {
+                    continue;
+                }
+                self.next = entry.offset();
+            }
+            return Some(entry);
+        }
+    }
+
+    /// Opens it again where it was closed, from the directory `below`, and goes on
+    /// where it was.
+    fn open_from(&mut self, below: BorrowedFd<'_>) -> Result<(), OwnershipError> {
+        if self.listing.is_some() {
+            return Ok(());
+        }
+        let (mut listing, id) = listing(below, c"..")?;
+        // Somebody who moved `below` chose what is above it now.
+        if id != self.id {
+            let path = path_of(below);
+            return Err(OwnershipError::Moved { path });
+        }
+        listing
+            .seek(self.next)
+            .map_err(failed(below, "read what is above"))?;
+        self.reopened_at = Some(self.next);
+        self.listing = Some(listing);
+        Ok(())
+    }
+}
+
+/// Opens `name` in a directory, itself or the one above it, for reading; `directory`
+/// may be an `O_PATH` descriptor. Returns its device and inode, too.
+fn listing(directory: BorrowedFd<'_>, name: &CStr) -> Result<(Dir, (u64, u64)), OwnershipError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    openat(directory, ".", flags, Mode::empty())
-        .and_then(Dir::new)
-        .map_err(failed(directory, "read"))
+    let open = || {
+        let resolve = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
+        let opened = openat2(directory, name, flags, Mode::empty(), resolve)?;
+        let stat = fstat(&opened)?;
+        Ok((Dir::new(opened)?, (stat.st_dev, stat.st_ino)))
+    };
+    open().map_err(failed(directory, "read"))
 }
 
 fn magic_link(thing: BorrowedFd<'_>) -> String {
@@ -286,6 +378,43 @@ mod tests {
         assert!(error.to_string().contains("1/2/3"), "{error}");
         assert_ne!(of(scratch.path()).0, GROUP);
         assert!(FsGroup(GROUP).walk(root.as_fd(), 4).is_ok());
+    }
+
+    #[test]
+    fn a_directory_far_above_is_taken_up_where_it_was_left() {
+        let scratch = Scratch::new();
+        let mut directory = scratch.path().to_owned();
+        let mut all = vec![directory.clone()];
+        for _ in 0..3 * OPEN {
+            for name in ["a", "b/c", "d", "down", "y/z"] {
+                fs::create_dir_all(directory.join(name)).expect("created");
+                make(&directory.join(name).join("file"), 0o400);
+                all.push(directory.join(name));
+                all.push(directory.join(name).join("file"));
+            }
+            directory.push("down");
+        }
+        assert_eq!(apply(scratch.path()).expect("applied"), Done::Now);
+        for path in all {
+            let (group, mode) = of(&path);
+            assert_eq!((group, mode & 0o660), (GROUP, 0o660), "{}", path.display());
+        }
+    }
+
+    #[test]
+    fn what_is_above_a_moved_directory_is_not_taken_for_what_was() {
+        let scratch = Scratch::new();
+        fs::create_dir_all(scratch.path().join("above/below")).expect("created");
+        let opened = |name| File::open(scratch.path().join(name)).expect("opens");
+        let below = opened("above/below");
+        let mut above = Level::new(opened("above").as_fd()).expect("opens");
+        above.listing = None;
+        above.open_from(below.as_fd()).expect("where it was");
+        above.listing = None;
+        let moved = scratch.path().join("moved");
+        fs::rename(scratch.path().join("above/below"), moved).expect("moved");
+        let error = above.open_from(below.as_fd()).expect_err("another");
+        assert!(matches!(error, OwnershipError::Moved { .. }), "{error}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use crate::harness::{Node, NodeSetup, Volume, refused, story};
+use crate::harness::{Node, NodeSetup, Volume, refused, run, story};
 
 const SETGID: u32 = 0o2000;
 
@@ -63,6 +63,42 @@ fn the_group_owns_all_that_is_there_and_all_that_comes() {
             tonic::Code::InvalidArgument,
             &["volume_mount_group"],
         );
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_tree_that_is_deep_takes_few_descriptors() {
+    story(async |sandbox| {
+        let setup = NodeSetup::new(sandbox).arg("--volume-mount-group");
+        let node = Node::start_with(sandbox, setup).await;
+        for kind in ["ext4", "xfs", "btrfs"] {
+            let plain = sandbox.volume(kind, kind);
+            let target = node.up(&plain, "pod").await;
+            let mut directory = target.clone();
+            for _ in 0..300 {
+                for beside in ["a", "b", "y", "z"] {
+                    fs::create_dir_all(directory.join(beside)).unwrap();
+                    fs::write(directory.join(beside).join("file"), "x").unwrap();
+                }
+                directory.push("down");
+            }
+            node.down(&plain, "pod").await;
+
+            let open = fs::read_dir(format!("/proc/{}/fd", node.pid())).unwrap();
+            let limit = format!("--nofile={}:", open.count() + 64);
+            run(&["prlimit", "--pid", &node.pid().to_string(), &limit]);
+            let volume = with_group(plain, "4711");
+            let target = node.up(&volume, "pod").await;
+            let path = target.to_str().unwrap();
+            let all = run(&["find", path]);
+            assert!(all.lines().count() >= 300 * 9, "{kind}");
+            for is in [["-group", "4711"], ["-perm", "-060"]] {
+                let others = run(&["find", path, "!", is[0], is[1]]);
+                assert!(others.is_empty(), "{kind}, not {is:?}: {others}");
+            }
+            node.down(&volume, "pod").await;
+        }
         node.assert_clean().await;
     });
 }
