@@ -6,7 +6,7 @@ use crate::device::{
 };
 
 /// A mapped image's own device, below an encrypted volume's.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Below {
     pub node: luks::Node,
     pub behind: Behind,

@@ -7,14 +7,14 @@
 //! where an operator asks for it without a note, too.
 
 use super::{
-    BoundCephImage, Known, Making,
+    Below, BoundCephImage, CephSource, Known, Making,
     error::CephImageError,
     library::{Asked, Notes},
 };
 use crate::{
     ceph::encryption::{self, Kms},
     device::{
-        How,
+        HeldOpen, How, Source,
         backend::Purpose,
         error::DeviceError,
         luks::{self, Holds, LuksError, Origin},
@@ -23,14 +23,21 @@ use crate::{
 };
 
 impl BoundCephImage<'_> {
-    /// Opens the mapped image, or finds it open.
+    /// Opens the mapped image, or finds it open. cryptsetup takes a path, so the image's
+    /// device is held open until there is a mapping over it.
     pub(super) fn decrypt(
         &self,
         known: &Known<'_>,
         kms: &str,
-        under: &luks::Node,
+        below: &Below,
         how: &How,
     ) -> Result<luks::Node, DeviceError> {
+        let source = Source::Rbd(CephSource {
+            image: known.image.clone(),
+            ..self.source.clone()
+        });
+        let held = HeldOpen::new(&source, &below.clone().shown(None))?;
+        let under = &below.node;
         let asked = known.asked(&self.images.connections)?;
         let notes = asked.map(Asked::notes).transpose()?;
         let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
@@ -44,9 +51,10 @@ impl BoundCephImage<'_> {
                 Kms::Metadata => Origin::Random,
             };
             let format = || luks::format(under, &passphrase, origin);
-            self.format_once(known, under, is_noted, how, format)?;
+            self.format_once(known, under, &held, is_noted, how, format)?;
         }
         let name = luks::name_of(&how.volume_id);
+        held.check()?;
         let (over, _) = luks::open(under, &name, &passphrase, how.read_only)?;
         if let Some(asked) = asked.filter(|_| !is_noted && !how.read_only) {
             // It holds data from now on.
@@ -60,6 +68,7 @@ impl BoundCephImage<'_> {
         &self,
         known: &Known<'_>,
         under: &luks::Node,
+        held: &HeldOpen,
         is_noted: bool,
         how: &How,
         format: impl FnOnce() -> Result<(), LuksError>,
@@ -89,6 +98,11 @@ impl BoundCephImage<'_> {
             return Err(refusal.into());
         }
         note.begins(&how.volume_id)?;
+        if let Err(error) = held.check() {
+            // It did not begin.
+            note.ended()?;
+            return Err(error);
+        }
         format()?;
         note.ended()
     }

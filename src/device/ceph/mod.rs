@@ -267,7 +267,7 @@ impl BoundCephImage<'_> {
     ) -> Result<(Option<luks::Node>, MkfsNote), DeviceError> {
         self.enter(known, below, how)?;
         let over = match &self.source.kms {
-            Some(kms) => Some(self.decrypt(known, kms, &below.node, how)?),
+            Some(kms) => Some(self.decrypt(known, kms, below, how)?),
             None => None,
         };
         let note = self.note(known, Making::FileSystem, how)?;

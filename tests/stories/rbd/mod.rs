@@ -3,6 +3,7 @@
 //! no RBD driver, nothing is told.
 
 mod bare;
+mod cryptsetup;
 pub mod encrypted;
 mod fenced;
 mod growth;
