@@ -6,7 +6,8 @@
 //!
 //! - A place that is held for longer than the gate's time without a sign of life is
 //!   given back, though the work goes on: a device that hangs delays others by that
-//!   time at most. What is stuck then is bounded by the number of volumes.
+//!   time at most. What is stuck then is bounded by the number of volumes, or, where
+//!   the gate says so, by the share of its domain, against which it goes on counting.
 //! - All that depends on one server, cluster or pool (its *domain*) gets three
 //!   quarters of the places and of the queue at most.
 //! - A queue that is full refuses, so that the caller comes again later.
@@ -36,6 +37,9 @@ pub struct Bounds {
     pub queue: usize,
     /// How long a place may be held without a sign of life.
     pub patience: Duration,
+    /// Whether work whose place was given back counts against its domain's share until
+    /// it ends: it costs more than a thread.
+    pub counts_stuck: bool,
 }
 
 impl Bounds {
@@ -48,6 +52,7 @@ impl Bounds {
             share: most_of(places),
             queue: usize::MAX,
             patience,
+            counts_stuck: false,
         }
     }
 }
@@ -85,8 +90,8 @@ struct Shared {
 struct State {
     last: u64,
     held: BTreeMap<u64, Held>,
-    /// Works that go on after their place was given back.
-    stuck: usize,
+    /// The domains of works that go on after their place was given back.
+    stuck: BTreeMap<u64, String>,
     waiting: VecDeque<Waiting>,
 }
 
@@ -201,11 +206,14 @@ impl Gate {
     pub fn expire(&self, now: Instant) {
         let patience = self.0.bounds.patience;
         let mut state = self.lock();
-        let before = state.held.len();
-        (state.held).retain(|_, held| now.saturating_duration_since(held.since) < patience);
-        let stuck = before - state.held.len();
-        if stuck > 0 {
-            state.stuck += stuck;
+        let lives = |held: &Held| now.saturating_duration_since(held.since) < patience;
+        let all = std::mem::take(&mut state.held).into_iter();
+        let (held, stuck): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            all.partition(|(_, held)| lives(held));
+        state.held = held;
+        if !stuck.is_empty() {
+            let stuck = stuck.into_iter().map(|(id, held)| (id, held.domain));
+            state.stuck.extend(stuck);
             self.grant(state);
         }
     }
@@ -215,7 +223,7 @@ impl Gate {
         let state = self.lock();
         Usage {
             held: state.held.len(),
-            stuck: state.stuck,
+            stuck: state.stuck.len(),
             waiting: state.waiting.len(),
         }
     }
@@ -258,7 +266,9 @@ impl Gate {
 
 impl State {
     fn has_room(&self, bounds: &Bounds, domain: &str) -> bool {
-        let same = self.held.values().filter(|held| held.domain == domain);
+        let held = self.held.values().map(|held| &held.domain);
+        let stuck = self.stuck.values().filter(|_| bounds.counts_stuck);
+        let same = held.chain(stuck).filter(|other| *other == domain);
         self.held.len() < bounds.places && same.count() < bounds.share
     }
 
@@ -293,9 +303,9 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut state = self.gate.lock();
-        if state.held.remove(&self.id).is_none() {
-            state.stuck -= 1;
-        } else {
+        let held = state.held.remove(&self.id).is_some();
+        let stuck = state.stuck.remove(&self.id).is_some();
+        if held || (stuck && self.gate.0.bounds.counts_stuck) {
             self.gate.grant(state);
         }
     }
@@ -319,7 +329,8 @@ pub struct Limits {
     /// At most so many fsck run at once: each may take memory as the file system has files.
     #[arg(long, env = "URING_CSI_MAX_FSCK", default_value_t = 4, value_parser = positive, value_name = "N")]
     pub max_fsck: usize,
-    /// At most so many cryptsetup run at once.
+    /// At most so many cryptsetup run at once; of those that hang, three quarters of that
+    /// for each Ceph cluster.
     #[arg(long, env = "URING_CSI_MAX_CRYPTSETUP", default_value_t = 8, value_parser = positive, value_name = "N")]
     pub max_cryptsetup: usize,
     /// At most so many NBD devices are connected anew at once, one for each server.
@@ -380,12 +391,16 @@ impl Gates {
             mount: gate("mount", "--max-mounts", limits.max_mounts, SECONDS),
             mkfs: gate("mkfs", "--max-mkfs", limits.max_mkfs, CHILD),
             fsck: gate("fsck", "--max-fsck", limits.max_fsck, CHILD),
-            cryptsetup: gate(
-                "cryptsetup",
-                "--max-cryptsetup",
-                limits.max_cryptsetup,
-                CHILD,
-            ),
+            // One that hangs on its cluster keeps its memory, and that is locked.
+            cryptsetup: Gate::new(Bounds {
+                counts_stuck: true,
+                ..Bounds::new(
+                    "cryptsetup",
+                    "--max-cryptsetup",
+                    limits.max_cryptsetup,
+                    CHILD,
+                )
+            }),
             reconnect: Gate::new(Bounds {
                 share: 1,
                 ..Bounds::new(
@@ -433,124 +448,4 @@ impl Gates {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const LONG: Duration = Duration::from_secs(3600);
-
-    fn gate(places: usize, queue: usize) -> Gate {
-        Gate::new(Bounds {
-            queue,
-            ..Bounds::new("attach", "--max-attaches", places, LONG)
-        })
-    }
-
-    fn admitted(asked: Result<Asked, Full>) -> Place {
-        match asked.unwrap() {
-            Asked::Admitted(place) => place,
-            Asked::Waits(_) => panic!("there is no place"),
-        }
-    }
-
-    fn waits(asked: Result<Asked, Full>) -> oneshot::Receiver<Place> {
-        match asked.unwrap() {
-            Asked::Admitted(_) => panic!("there is a place"),
-            Asked::Waits(turn) => turn,
-        }
-    }
-
-    #[test]
-    fn places_are_given_in_turn() {
-        let gate = gate(1, 8);
-        let first = admitted(gate.ask("a"));
-        let mut second = waits(gate.ask("a"));
-        let mut third = waits(gate.ask("b"));
-        assert!(second.try_recv().is_err());
-        drop(first);
-        let second = second.try_recv().unwrap();
-        assert!(third.try_recv().is_err());
-        drop(second);
-        drop(third.try_recv().unwrap());
-        assert_eq!(gate.usage(), Usage::default());
-    }
-
-    #[test]
-    fn a_domain_leaves_places_to_others() {
-        let gate = gate(8, 64);
-        let dead: Vec<_> = (0..6).map(|_| admitted(gate.ask("dead"))).collect();
-        let waiting: Vec<_> = (0..40).map(|_| waits(gate.ask("dead"))).collect();
-        let alive = [admitted(gate.ask("one")), admitted(gate.ask("two"))];
-        let mut third = waits(gate.ask("three"));
-        drop(alive);
-        drop(third.try_recv().unwrap());
-        drop((dead, waiting));
-        assert_eq!(gate.usage(), Usage::default());
-    }
-
-    #[test]
-    fn a_full_queue_refuses_and_says_so() {
-        let gate = gate(1, 4);
-        let _place = admitted(gate.ask("dead"));
-        let _waiting: Vec<_> = (0..3).map(|_| waits(gate.ask("dead"))).collect();
-        let refused = gate.ask("dead").unwrap_err().to_string();
-        for word in ["3 volumes", "attach", "--max-waiting", "--max-attaches"] {
-            assert!(refused.contains(word), "{word}: {refused}");
-        }
-        let _other = waits(gate.ask("other"));
-        assert_eq!(gate.ask("third").unwrap_err().waiting, 4);
-    }
-
-    #[test]
-    fn a_stuck_holder_gives_its_place_back_and_one_that_lives_does_not() {
-        let gate = gate(1, 8);
-        let stuck = admitted(gate.ask("a"));
-        let mut second = waits(gate.ask("a"));
-        let begun = Instant::now();
-        gate.expire(begun);
-        assert!(second.try_recv().is_err());
-        gate.expire(begun + 2 * LONG);
-        let second = second.try_recv().unwrap();
-        let usage = Usage {
-            held: 1,
-            stuck: 1,
-            waiting: 0,
-        };
-        assert_eq!(gate.usage(), usage);
-        // What comes late from it gives no place back that it has not.
-        let mut third = waits(gate.ask("a"));
-        drop(stuck);
-        assert!(third.try_recv().is_err());
-        second.renew();
-        gate.expire(Instant::now());
-        assert!(third.try_recv().is_err());
-        drop(second);
-        drop(third.try_recv().unwrap());
-        assert_eq!(gate.usage(), Usage::default());
-    }
-
-    #[test]
-    fn who_has_gone_holds_up_nobody() {
-        let gate = gate(1, 8);
-        let first = admitted(gate.ask("a"));
-        drop(waits(gate.ask("a")));
-        let mut second = waits(gate.ask("a"));
-        drop(first);
-        drop(second.try_recv().unwrap());
-        assert_eq!(gate.usage(), Usage::default());
-    }
-
-    #[test]
-    fn a_lane_waits_too() {
-        let gate = gate(1, usize::MAX);
-        let first = admitted(gate.ask("a"));
-        std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| drop(gate.enter_on_lane("a").unwrap()));
-            while gate.usage().waiting == 0 {
-                std::thread::yield_now();
-            }
-            drop(first);
-            waiting.join().unwrap();
-        });
-        assert_eq!(gate.usage(), Usage::default());
-    }
-}
+mod tests;

@@ -11,7 +11,9 @@
 //! at before anything is written: only blank ones are formatted, and ones that
 //! the caller knows to hold an interrupted format of its own.
 //!
-//! All of this blocks: call it on a lane.
+//! All of this blocks: call it on a lane. The `domain` of a call is what the device
+//! depends on ([`crate::device::Source::domain`]): of programs that hang with it there are
+//! so many, and no more.
 
 use std::{
     fs::{self, File},
@@ -26,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use super::sysfs;
 use crate::{
     Done,
-    admission::Gate,
+    admission::{Gate, Place},
     fs::probe::{self, Content},
     kernel::{Dev, block, busy::outwait, exec},
     secret::Secret,
@@ -183,11 +185,16 @@ impl Origin {
 /// Writes a LUKS header: all that is on the device is lost. The caller has
 /// looked, or knows that what stands there is a format of its own that was
 /// interrupted.
-pub fn format(under: &Node, passphrase: &Secret, origin: Origin) -> Result<(), LuksError> {
+pub fn format(
+    under: &Node,
+    passphrase: &Secret,
+    origin: Origin,
+    domain: &str,
+) -> Result<(), LuksError> {
     let node = under.path.to_string_lossy();
     let fixed = ["--batch-mode", "--type=luks2", "--hash=sha256"];
     let args = [&fixed, origin.derivation(), &["--key-file=-", &node]].concat();
-    cryptsetup("luksFormat", &args, &node, Some(passphrase)).map(drop)
+    cryptsetup("luksFormat", &args, &node, Some(passphrase), domain).map(drop)
 }
 
 /// Opens the device under that name, or finds it open.
@@ -196,6 +203,7 @@ pub fn open(
     name: &str,
     passphrase: &Secret,
     read_only: bool,
+    domain: &str,
 ) -> Result<(Node, Done), LuksError> {
     let found = || find(name).map_err(failed("list the device mapper's devices"));
     let node = under.path.to_string_lossy();
@@ -203,7 +211,7 @@ pub fn open(
         Some(mapping) if mapping.under == under.dev => {
             // What is below it may have grown since a killed agent opened it.
             if !read_only {
-                resize(name)?;
+                resize(name, domain)?;
             }
             Done::Already
         }
@@ -218,9 +226,9 @@ pub fn open(
             if read_only {
                 args.insert(0, "--readonly");
             }
-            let opened = cryptsetup("luksOpen", &args, &node, Some(passphrase));
+            let opened = cryptsetup("luksOpen", &args, &node, Some(passphrase), domain);
             if let Err(error) = opened {
-                return Err(why_not_opened(under, error));
+                return Err(why_not_opened(under, error, domain));
             }
             Done::Now
         }
@@ -231,10 +239,10 @@ pub fn open(
     Ok((over, done))
 }
 
-fn why_not_opened(under: &Node, error: LuksError) -> LuksError {
+fn why_not_opened(under: &Node, error: LuksError, domain: &str) -> LuksError {
     let node = under.path.clone();
     match error {
-        LuksError::Failed { .. } if is_whole(under).is_ok_and(|is| !is) => {
+        LuksError::Failed { .. } if is_whole(under, domain).is_ok_and(|is| !is) => {
             LuksError::Unfinished { node }
         }
         LuksError::Failed { status, .. } if status.code() == Some(NO_PERMISSION) => {
@@ -245,12 +253,12 @@ fn why_not_opened(under: &Node, error: LuksError) -> LuksError {
 }
 
 /// Closes the mapping. One that is not there is closed.
-pub fn close(name: &str) -> Result<Done, LuksError> {
+pub fn close(name: &str, domain: &str) -> Result<Done, LuksError> {
     let found = find(name).map_err(failed("list the device mapper's devices"))?;
     if found.is_none() {
         return Ok(Done::Already);
     }
-    match cryptsetup("luksClose", &[name], name, None) {
+    match cryptsetup("luksClose", &[name], name, None, domain) {
         Ok(_) => Ok(Done::Now),
         Err(LuksError::Failed { status, .. }) if status.code() == Some(IN_USE) => {
             Err(LuksError::Busy {
@@ -262,8 +270,8 @@ pub fn close(name: &str) -> Result<Done, LuksError> {
 }
 
 /// Makes the mapping as large as what is below it. Returns its size in bytes.
-pub fn resize(name: &str) -> Result<u64, LuksError> {
-    cryptsetup("resize", &[name], name, None)?;
+pub fn resize(name: &str, domain: &str) -> Result<u64, LuksError> {
+    cryptsetup("resize", &[name], name, None, domain)?;
     let size = find(name).and_then(|found| match found {
         Some(mapping) => sysfs::size_bytes(mapping.over),
         None => Err(io::ErrorKind::NotFound.into()),
@@ -274,9 +282,10 @@ pub fn resize(name: &str) -> Result<u64, LuksError> {
 /// Whether what begins as a LUKS header is one, and has a key. A format that was
 /// interrupted leaves neither: it writes the header's beginning, then its checksum,
 /// and its key at last.
-pub fn is_whole(under: &Node) -> Result<bool, LuksError> {
+pub fn is_whole(under: &Node, domain: &str) -> Result<bool, LuksError> {
     let node = under.path.to_string_lossy();
-    let dump = match cryptsetup("luksDump", &["--dump-json-metadata", &node], &node, None) {
+    let args = ["--dump-json-metadata", &node];
+    let dump = match cryptsetup("luksDump", &args, &node, None, domain) {
         Err(LuksError::Failed { status, .. }) if status.code() == Some(NOT_LUKS) => {
             return Ok(false);
         }
@@ -383,15 +392,18 @@ fn cryptsetup(
     args: &[&str],
     what: &str,
     passphrase: Option<&Secret>,
+    domain: &str,
 ) -> Result<Vec<u8>, LuksError> {
     let args: Vec<_> = std::iter::once(&action).chain(args).collect();
     let input = passphrase.map_or(&b""[..], |passphrase| passphrase.reveal().as_bytes());
     // Its library would wait for udevd by a semaphore that the host's udevd does not
     // see from a container, nor raise without its rules.
     let environment = [("DM_DISABLE_UDEV", "1")];
-    let place = GATE.get().map(|gate| gate.enter_on_lane(what));
-    let output =
-        exec::run("cryptsetup", &args, &environment, input).map_err(failed("run cryptsetup"))?;
+    // Its queue has no limit.
+    let place = GATE.get().and_then(|gate| gate.enter_on_lane(domain).ok());
+    let lives = || place.iter().for_each(Place::renew);
+    let output = exec::run_in_background("cryptsetup", &args, &environment, input, lives)
+        .map_err(failed("run cryptsetup"))?;
     drop(place);
     if output.status.success() {
         return Ok(output.stdout);

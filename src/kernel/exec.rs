@@ -19,7 +19,9 @@ use std::{
     os::unix::process::CommandExt as _,
     panic::resume_unwind,
     process::{Command, Output, Stdio},
+    sync::mpsc::{self, RecvTimeoutError},
     thread,
+    time::Duration,
 };
 
 use crate::crash_point;
@@ -98,6 +100,9 @@ fn ended_first() -> io::Result<()> {
     rustix::io::write(&file, b"1000")?;
     Ok(())
 }
+
+/// How often a child is asked for a sign of life.
+pub const LIFE_EVERY: Duration = Duration::from_secs(1);
 
 /// What a process has done so far, as the kernel counts it: processor time, and bytes
 /// read and written. Two answers differ where it is not stuck. None where it has ended.
@@ -194,28 +199,64 @@ pub fn run<A>(
     input: &[u8],
 ) -> io::Result<Output>
 where
-    A: AsRef<OsStr> + Sync,
+    A: AsRef<OsStr>,
 {
+    run_command(command(program, args), environment, input, || {})
+}
+
+/// As [`run`], for work that may take its time ([`background`]). `lives` is called
+/// every second in which the program has done something.
+pub fn run_in_background<A>(
+    program: &str,
+    args: &[A],
+    environment: &[(&str, &str)],
+    input: &[u8],
+    lives: impl Fn(),
+) -> io::Result<Output>
+where
+    A: AsRef<OsStr>,
+{
+    run_command(background(program, args), environment, input, lives)
+}
+
+fn run_command(
+    command: Command,
+    environment: &[(&str, &str)],
+    input: &[u8],
+    lives: impl Fn(),
+) -> io::Result<Output> {
+    let (begun, pid) = mpsc::channel();
     let output = thread::scope(|scope| {
-        thread::Builder::new()
+        let child = thread::Builder::new()
             .name("child".to_owned())
             .stack_size(STACK)
-            .spawn_scoped(scope, || {
+            .spawn_scoped(scope, move || {
                 own_descriptors()?;
-                run_here(command(program, args), environment, input)
-            })?
-            .join()
-            .unwrap_or_else(|panic| resume_unwind(panic))
+                run_here(command, environment, input, &begun)
+            })?;
+        if let Ok(child) = pid.recv() {
+            let mut seen = activity(child);
+            // Until that thread has ended.
+            while pid.recv_timeout(LIFE_EVERY) == Err(RecvTimeoutError::Timeout) {
+                let now = activity(child);
+                if now != seen {
+                    lives();
+                    seen = now;
+                }
+            }
+        }
+        child.join().unwrap_or_else(|panic| resume_unwind(panic))
     });
     crash_point();
     output
 }
 
-/// As [`run`], on this thread.
+/// As [`run_command`], on this thread. Tells the child's process id.
 fn run_here(
     mut command: Command,
     environment: &[(&str, &str)],
     input: &[u8],
+    begun: &mpsc::Sender<i32>,
 ) -> io::Result<Output> {
     let mut child = command
         .envs(environment.iter().copied())
@@ -223,6 +264,8 @@ fn run_here(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()?;
+    // Who has gone does not listen.
+    let _ = begun.send(child.id().cast_signed());
     let written = child
         .stdin
         .take()
@@ -251,6 +294,16 @@ mod tests {
         let nice = |said: &str| said.lines().nth(1).unwrap().parse::<i32>().unwrap();
         assert!(nice(&yields) >= 10.max(nice(&usual)), "{yields}");
         assert!(yields.contains("best-effort: prio 7"), "{yields}");
+    }
+
+    #[test]
+    fn a_child_that_does_something_shows_that_it_lives() {
+        let dir = tempfile::tempdir().unwrap();
+        let seen = dir.path().join("seen");
+        let script = format!("until [ -e {} ]; do :; done", seen.display());
+        let lives = || std::fs::write(&seen, "").unwrap();
+        let ended = run_in_background("sh", &["-c", &script], &[], b"", lives).unwrap();
+        assert!(ended.status.success(), "{ended:?}");
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! or writes the device opens it exclusively first: what is mounted anywhere,
 //! in whatever mount namespace, is neither probed nor formatted.
 
-use std::{io, path::Path, pin::pin, sync::Arc, time::Duration};
+use std::{io, path::Path, pin::pin, sync::Arc};
 
 use rustix::{fd::AsFd as _, fs::OFlags, io::Errno};
 
@@ -404,9 +404,6 @@ enum Run {
     Fsck,
 }
 
-/// How often a child is asked for a sign of life.
-const LIFE_EVERY: Duration = Duration::from_secs(1);
-
 async fn run_child(
     node: &Node,
     volume: &Volume,
@@ -429,7 +426,7 @@ async fn run_child(
             let mut exit = pin!(child.wait());
             let mut seen = exec::activity(pid);
             loop {
-                if let Ok(exit) = timer::timeout(LIFE_EVERY, exit.as_mut()).await {
+                if let Ok(exit) = timer::timeout(exec::LIFE_EVERY, exit.as_mut()).await {
                     return exit;
                 }
                 let now = exec::activity(pid);

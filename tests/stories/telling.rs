@@ -15,7 +15,7 @@ use crate::harness::{
 };
 
 /// GET from the HTTP listener: the head and the body in one.
-fn get(port: u16, path: &str) -> std::io::Result<String> {
+pub fn get(port: u16, path: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
     write!(
         stream,

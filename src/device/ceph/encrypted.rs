@@ -37,7 +37,7 @@ impl BoundCephImage<'_> {
             ..self.source.clone()
         });
         let held = HeldOpen::new(&source, &below.clone().shown(None))?;
-        let under = &below.node;
+        let (under, domain) = (&below.node, source.domain());
         let asked = known.asked(&self.images.connections)?;
         let notes = asked.map(Asked::notes).transpose()?;
         let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
@@ -50,12 +50,12 @@ impl BoundCephImage<'_> {
                 Kms::Secret => Origin::People,
                 Kms::Metadata => Origin::Random,
             };
-            let format = || luks::format(under, &passphrase, origin);
+            let format = || luks::format(under, &passphrase, origin, &domain);
             self.format_once(known, under, &held, is_noted, how, format)?;
         }
         let name = luks::name_of(&how.volume_id);
         held.check()?;
-        let (over, _) = luks::open(under, &name, &passphrase, how.read_only)?;
+        let (over, _) = luks::open(under, &name, &passphrase, how.read_only, &domain)?;
         if let Some(asked) = asked.filter(|_| !is_noted && !how.read_only) {
             // It holds data from now on.
             asked.note_encrypted()?;
@@ -80,7 +80,7 @@ impl BoundCephImage<'_> {
         let refusal = match luks::look(under)? {
             Holds::Luks if !may_be_scrap => return Ok(()),
             // Whoever finished it died before it said so.
-            Holds::Luks if luks::is_whole(under)? => return note.ended(),
+            Holds::Luks if luks::is_whole(under, &self.source.domain())? => return note.ended(),
             Holds::Unknown(offset) if !may_be_scrap => Some(
                 LuksError::Foreign {
                     node: under.path.clone(),

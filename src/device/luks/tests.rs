@@ -4,6 +4,7 @@ use super::*;
 use crate::{device::scratch::Scratch, left_out::left_out};
 
 const MIB: u64 = 1 << 20;
+const DOMAIN: &str = "cluster c";
 
 /// Closed when dropped.
 struct Name(String);
@@ -22,7 +23,7 @@ impl Name {
 impl Drop for Name {
     fn drop(&mut self) {
         // A test that failed half-way says so itself.
-        let _ = close(&self.0);
+        let _ = close(&self.0, DOMAIN);
     }
 }
 
@@ -42,18 +43,18 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     let scratch = Scratch::new(64 * MIB);
     let (under, passphrase) = (node(&scratch), secret("a passphrase"));
     assert_eq!(look(&under).unwrap(), Holds::Nothing);
-    format(&under, &passphrase, Origin::People).unwrap();
+    format(&under, &passphrase, Origin::People, DOMAIN).unwrap();
     assert_eq!(look(&under).unwrap(), Holds::Luks);
 
-    let refused = open(&under, &name.0, &secret("another"), false);
+    let refused = open(&under, &name.0, &secret("another"), false, DOMAIN);
     assert!(
         matches!(refused, Err(LuksError::Passphrase { .. })),
         "{refused:?}"
     );
-    let (over, done) = open(&under, &name.0, &passphrase, false).unwrap();
+    let (over, done) = open(&under, &name.0, &passphrase, false, DOMAIN).unwrap();
     assert_eq!(done, Done::Now);
     assert_eq!(
-        open(&under, &name.0, &passphrase, false).unwrap(),
+        open(&under, &name.0, &passphrase, false, DOMAIN).unwrap(),
         (over.clone(), Done::Already)
     );
     let mapping = find(&name.0).unwrap().unwrap();
@@ -66,7 +67,7 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
         .open(&over.path)
         .unwrap();
     file.write_all_at(b"some text", 4096).unwrap();
-    let refused = close(&name.0);
+    let refused = close(&name.0, DOMAIN);
     assert!(
         matches!(refused, Err(LuksError::Busy { .. })),
         "{refused:?}"
@@ -74,11 +75,11 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     drop(file);
     scratch.image.as_file().set_len(96 * MIB).unwrap();
     crate::device::loopdev::resize(&scratch.device).unwrap();
-    assert_eq!(resize(&name.0).unwrap(), size + 32 * MIB);
+    assert_eq!(resize(&name.0, DOMAIN).unwrap(), size + 32 * MIB);
 
-    assert_eq!(close(&name.0).unwrap(), Done::Now);
-    assert_eq!(close(&name.0).unwrap(), Done::Already);
-    let (over, _) = open(&under, &name.0, &passphrase, true).unwrap();
+    assert_eq!(close(&name.0, DOMAIN).unwrap(), Done::Now);
+    assert_eq!(close(&name.0, DOMAIN).unwrap(), Done::Already);
+    let (over, _) = open(&under, &name.0, &passphrase, true, DOMAIN).unwrap();
     let mut text = [0; 9];
     let file = File::open(&over.path).unwrap();
     file.read_exact_at(&mut text, 4096).unwrap();
@@ -94,10 +95,10 @@ fn a_mapping_over_another_device_is_not_taken_for_this() {
     let (one, other) = (Scratch::new(32 * MIB), Scratch::new(32 * MIB));
     let passphrase = secret("a passphrase");
     for scratch in [&one, &other] {
-        format(&node(scratch), &passphrase, Origin::Random).unwrap();
+        format(&node(scratch), &passphrase, Origin::Random, DOMAIN).unwrap();
     }
-    let _ = open(&node(&one), &name.0, &passphrase, false).unwrap();
-    let refused = open(&node(&other), &name.0, &passphrase, false);
+    let _ = open(&node(&one), &name.0, &passphrase, false, DOMAIN).unwrap();
+    let refused = open(&node(&other), &name.0, &passphrase, false, DOMAIN);
     assert!(
         matches!(refused, Err(LuksError::Other { .. })),
         "{refused:?}"
@@ -124,14 +125,14 @@ fn a_header_that_is_not_whole_is_known() {
     };
     let scratch = Scratch::new(32 * MIB);
     let under = node(&scratch);
-    format(&under, &secret("one"), Origin::Random).unwrap();
-    assert!(is_whole(&under).unwrap());
+    format(&under, &secret("one"), Origin::Random, DOMAIN).unwrap();
+    assert!(is_whole(&under, DOMAIN).unwrap());
     let path = under.path.to_string_lossy();
-    cryptsetup("luksErase", &["--batch-mode", &path], &path, None).unwrap();
+    cryptsetup("luksErase", &["--batch-mode", &path], &path, None, DOMAIN).unwrap();
     let is_refused = |under: &Node| {
         assert_eq!(look(under).unwrap(), Holds::Luks);
-        assert!(!is_whole(under).unwrap());
-        let refused = open(under, &name.0, &secret("one"), false);
+        assert!(!is_whole(under, DOMAIN).unwrap());
+        let refused = open(under, &name.0, &secret("one"), false, DOMAIN);
         assert!(
             matches!(refused, Err(LuksError::Unfinished { .. })),
             "{refused:?}"

@@ -1,9 +1,15 @@
-//! The program that encrypts: whose device it gets.
+//! The program that encrypts: whose device it gets, and how many of it run.
 
-use std::fs;
+use std::{fs, io::Write as _};
+
+use futures_util::future::join_all;
+use rustix::fs::{CWD, Mode, mkfifoat};
 
 use super::{encrypted, whole_life};
-use crate::harness::{StandIn, ceph_story, rbds_over, spec_of};
+use crate::{
+    harness::{Ceph, Node, StandIn, ceph_story, eventually, rbds_over, spec_of},
+    telling::{free_port, get},
+};
 
 /// Before the program has the device: detaches that, and attaches what is somebody
 /// else's in its place.
@@ -41,6 +47,70 @@ fn another_image_that_gets_the_device_is_left_alone() {
         let tried = fs::read_to_string(&stand_in.reached).unwrap();
         for what in ["luksFormat", "luksOpen"] {
             assert!(tried.contains(what), "{tried}");
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// Tells that it runs; hangs for as long as nobody writes to a FIFO, unless told to pass.
+const HANGS: &str = r#"
+fifo=${reached%/*}/fifo
+: > "$reached.$$"
+[ -e "$reached.pass" ] || read line < "$fifo"
+exec cryptsetup "$@""#;
+
+#[test]
+fn so_many_cryptsetup_of_a_cluster_run_at_once_also_where_they_hang() {
+    ceph_story(async |sandbox, ceph| {
+        let stand_in = StandIn::new("cryptsetup", HANGS);
+        let programs = stand_in.reached.parent().unwrap();
+        let fifo = programs.join("fifo");
+        mkfifoat(CWD, &fifo, Mode::RUSR | Mode::WUSR).unwrap();
+        let begun = || {
+            let names = fs::read_dir(programs).unwrap().flatten();
+            let names = names.map(|entry| entry.file_name().into_string().unwrap());
+            names.filter(|name| name.starts_with("reached.")).count()
+        };
+        let another = Ceph::shared(sandbox).unwrap();
+        let port = free_port();
+        let setup = ceph.setup(sandbox).arg("--max-cryptsetup=4");
+        let setup = setup.arg(&format!("--metrics-listen=127.0.0.1:{port}"));
+        let node = Node::start_with(sandbox, setup).await;
+        let volumes: Vec<_> = (0..5).map(|_| encrypted::volume(ceph, "ext4")).collect();
+        let calls = join_all(volumes.iter().map(|volume| node.stage(volume)));
+        let story = async {
+            eventually("three are stuck, and two wait", async || {
+                let metrics = get(port, "/metrics").ok()?;
+                let says = |what, count| {
+                    let line =
+                        format!("uring_csi_admission_{what}{{step=\"cryptsetup\"}} {count}\n");
+                    metrics.contains(&line)
+                };
+                (says("stuck", 3) && says("waiting", 2)).then_some(())
+            })
+            .await;
+            assert_eq!(begun(), 3);
+            // What is of another cluster has the places.
+            fs::write(stand_in.reached.with_extension("pass"), "").unwrap();
+            whole_life(&node, &encrypted::volume(&another, "ext4")).await;
+            let metrics = get(port, "/metrics").unwrap();
+            assert!(metrics.contains("uring_csi_admission_waiting{step=\"cryptsetup\"} 2\n"));
+            let mut end = fs::File::options()
+                .read(true)
+                .write(true)
+                .open(&fifo)
+                .unwrap();
+            end.write_all(&[b'\n'; 64]).unwrap();
+            end
+        };
+        let (staged, _end) = tokio::join!(calls, story);
+        for (volume, staged) in volumes.iter().zip(staged) {
+            if staged.is_err() {
+                // Its caller's deadline came first.
+                node.until_ok("staged", async || node.stage(volume).await)
+                    .await;
+            }
+            node.unstage(volume).await.unwrap();
         }
         node.assert_clean().await;
     });

@@ -1,0 +1,143 @@
+use super::*;
+
+const LONG: Duration = Duration::from_secs(3600);
+
+fn gate(places: usize, queue: usize) -> Gate {
+    Gate::new(Bounds {
+        queue,
+        ..Bounds::new("attach", "--max-attaches", places, LONG)
+    })
+}
+
+fn admitted(asked: Result<Asked, Full>) -> Place {
+    match asked.unwrap() {
+        Asked::Admitted(place) => place,
+        Asked::Waits(_) => panic!("there is no place"),
+    }
+}
+
+fn waits(asked: Result<Asked, Full>) -> oneshot::Receiver<Place> {
+    match asked.unwrap() {
+        Asked::Admitted(_) => panic!("there is a place"),
+        Asked::Waits(turn) => turn,
+    }
+}
+
+#[test]
+fn places_are_given_in_turn() {
+    let gate = gate(1, 8);
+    let first = admitted(gate.ask("a"));
+    let mut second = waits(gate.ask("a"));
+    let mut third = waits(gate.ask("b"));
+    assert!(second.try_recv().is_err());
+    drop(first);
+    let second = second.try_recv().unwrap();
+    assert!(third.try_recv().is_err());
+    drop(second);
+    drop(third.try_recv().unwrap());
+    assert_eq!(gate.usage(), Usage::default());
+}
+
+#[test]
+fn a_domain_leaves_places_to_others() {
+    let gate = gate(8, 64);
+    let dead: Vec<_> = (0..6).map(|_| admitted(gate.ask("dead"))).collect();
+    let waiting: Vec<_> = (0..40).map(|_| waits(gate.ask("dead"))).collect();
+    let alive = [admitted(gate.ask("one")), admitted(gate.ask("two"))];
+    let mut third = waits(gate.ask("three"));
+    drop(alive);
+    drop(third.try_recv().unwrap());
+    drop((dead, waiting));
+    assert_eq!(gate.usage(), Usage::default());
+}
+
+#[test]
+fn a_full_queue_refuses_and_says_so() {
+    let gate = gate(1, 4);
+    let _place = admitted(gate.ask("dead"));
+    let _waiting: Vec<_> = (0..3).map(|_| waits(gate.ask("dead"))).collect();
+    let refused = gate.ask("dead").unwrap_err().to_string();
+    for word in ["3 volumes", "attach", "--max-waiting", "--max-attaches"] {
+        assert!(refused.contains(word), "{word}: {refused}");
+    }
+    let _other = waits(gate.ask("other"));
+    assert_eq!(gate.ask("third").unwrap_err().waiting, 4);
+}
+
+#[test]
+fn a_stuck_holder_gives_its_place_back_and_one_that_lives_does_not() {
+    let gate = gate(1, 8);
+    let stuck = admitted(gate.ask("a"));
+    let mut second = waits(gate.ask("a"));
+    let begun = Instant::now();
+    gate.expire(begun);
+    assert!(second.try_recv().is_err());
+    gate.expire(begun + 2 * LONG);
+    let second = second.try_recv().unwrap();
+    let usage = Usage {
+        held: 1,
+        stuck: 1,
+        waiting: 0,
+    };
+    assert_eq!(gate.usage(), usage);
+    // What comes late from it gives no place back that it has not.
+    let mut third = waits(gate.ask("a"));
+    drop(stuck);
+    assert!(third.try_recv().is_err());
+    second.renew();
+    gate.expire(Instant::now());
+    assert!(third.try_recv().is_err());
+    drop(second);
+    drop(third.try_recv().unwrap());
+    assert_eq!(gate.usage(), Usage::default());
+}
+
+#[test]
+fn what_is_stuck_may_count_against_its_domain_until_it_ends() {
+    let gate = Gate::new(Bounds {
+        counts_stuck: true,
+        ..gate(4, 64).0.bounds
+    });
+    let mut stuck: Vec<_> = (0..3).map(|_| admitted(gate.ask("dead"))).collect();
+    let mut next = waits(gate.ask("dead"));
+    gate.expire(Instant::now() + 2 * LONG);
+    assert_eq!(gate.usage().stuck, 3);
+    assert!(next.try_recv().is_err());
+    // All places are free for others.
+    let others = ["one", "two", "three", "four"].map(|other| admitted(gate.ask(other)));
+    drop(stuck.pop());
+    assert!(next.try_recv().is_err(), "the others have them");
+    drop(others);
+    let next = next.try_recv().unwrap();
+    let mut last = waits(gate.ask("dead"));
+    drop(stuck.pop());
+    drop(last.try_recv().unwrap());
+    drop((stuck, next));
+    assert_eq!(gate.usage(), Usage::default());
+}
+
+#[test]
+fn who_has_gone_holds_up_nobody() {
+    let gate = gate(1, 8);
+    let first = admitted(gate.ask("a"));
+    drop(waits(gate.ask("a")));
+    let mut second = waits(gate.ask("a"));
+    drop(first);
+    drop(second.try_recv().unwrap());
+    assert_eq!(gate.usage(), Usage::default());
+}
+
+#[test]
+fn a_lane_waits_too() {
+    let gate = gate(1, usize::MAX);
+    let first = admitted(gate.ask("a"));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| drop(gate.enter_on_lane("a").unwrap()));
+        while gate.usage().waiting == 0 {
+            std::thread::yield_now();
+        }
+        drop(first);
+        waiting.join().unwrap();
+    });
+    assert_eq!(gate.usage(), Usage::default());
+}
