@@ -158,7 +158,7 @@ fn of_pool(error: &pool::PoolError) -> Code {
         | P::Unnamed { .. }
         | P::NotLocal { .. }
         | P::BadName { .. } => Code::InvalidArgument,
-        P::NoRoom { .. } => Code::ResourceExhausted,
+        P::NoRoom { .. } | P::NoRoomToGrow { .. } => Code::ResourceExhausted,
         P::NoImage { .. } => Code::NotFound,
         P::OtherScope { .. } => Code::FailedPrecondition,
         P::NotReady { .. } | P::Away { .. } | P::Io { .. } => Code::Unavailable,

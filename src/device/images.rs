@@ -336,6 +336,8 @@ impl Bound for BoundImage<'_> {
         };
         let has = file.metadata().map_err(failed)?.len();
         if has < bytes {
+            // Of a local pool no controller but this node's own could say so.
+            pool.refuse_growth_without_room(image, bytes - has)?;
             let more = if self.source.preallocate {
                 fallocate(&file, FallocateFlags::empty(), has, bytes - has)
             } else {

@@ -160,6 +160,21 @@ pub enum PoolError {
         /// What there is.
         available: u64,
     },
+    /// An image would grow by more than what is left.
+    #[error(
+        "pool {pool:?} has {available} bytes left beside what its volumes were promised, and \
+         image {image:?} would grow by {more}; make room, or ask for less"
+    )]
+    NoRoomToGrow {
+        /// The pool's name.
+        pool: String,
+        /// The image's file name.
+        image: String,
+        /// What it would grow by, in bytes.
+        more: u64,
+        /// What there is, in bytes.
+        available: u64,
+    },
     /// Pods may not make volumes in it.
     #[error(
         "inline volumes are made in local pools, and pool {pool:?} is shared; \

@@ -1,6 +1,9 @@
-//! How much room a pool has, for the controller's volumes and for inline ones.
+//! How much room a pool has, for the controller's volumes, for inline ones, and for
+//! what a node lets grow.
 
 use std::{io, os::unix::fs::MetadataExt as _};
+
+use serde::Deserialize;
 
 use super::{Pool, PoolError};
 
@@ -45,4 +48,53 @@ impl Pool {
             promised,
         })
     }
+
+    /// Refuses to let an image grow by `more` bytes where the pool has no room for
+    /// them ([`PoolError::NoRoomToGrow`]), by the controller's rule: a volume whose
+    /// class says `overcommit` may be promised more than there is.
+    pub fn refuse_growth_without_room(&self, image: &str, more: u64) -> Result<(), PoolError> {
+        let available = self.room()?.available();
+        if more <= available || self.is_overcommitted(image)? {
+            return Ok(());
+        }
+        Err(PoolError::NoRoomToGrow {
+            pool: self.name.clone(),
+            image: image.to_owned(),
+            more,
+            available,
+        })
+    }
+
+    /// Whether the class of an image's volume said `overcommit`. The controller's
+    /// record of the volume tells; without one nothing was said.
+    fn is_overcommitted(&self, image: &str) -> Result<bool, PoolError> {
+        let id = image.strip_suffix(".img").unwrap_or(image);
+        let path = self.meta_path("volumes").join(format!("{id}.json"));
+        let text = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(self.io("read", &path, error)),
+        };
+        let record: Record =
+            serde_json::from_slice(&text).map_err(|error| self.io("read", &path, error))?;
+        Ok(record.detail.parameters.overcommit)
+    }
+}
+
+/// What a node needs of the controller's record of a volume, which is
+/// `provision::images::catalogue`'s.
+#[derive(Deserialize)]
+struct Record {
+    detail: Detail,
+}
+
+#[derive(Deserialize)]
+struct Detail {
+    parameters: Parameters,
+}
+
+#[derive(Deserialize)]
+struct Parameters {
+    #[serde(default)]
+    overcommit: bool,
 }

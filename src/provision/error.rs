@@ -289,7 +289,7 @@ fn of_pool(error: &PoolError) -> Kind {
         | PoolError::Unnamed { .. }
         | PoolError::NotLocal { .. }
         | PoolError::BadName { .. } => Kind::InvalidArgument,
-        PoolError::NoRoom { .. } => Kind::ResourceExhausted,
+        PoolError::NoRoom { .. } | PoolError::NoRoomToGrow { .. } => Kind::ResourceExhausted,
         PoolError::NoImage { .. } => Kind::NotFound,
         PoolError::OtherScope { .. } => Kind::FailedPrecondition,
         PoolError::NotReady { .. } | PoolError::Away { .. } => Kind::Unavailable,

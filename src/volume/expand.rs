@@ -42,6 +42,12 @@ pub async fn expand(
             spec.volume_path.display()
         )));
     }
+    if record.inline.is_some() {
+        return Err(volume.precondition(
+            "it is an inline volume, which keeps the size that its pod was made with \
+             (volumeAttributes.size)",
+        ));
+    }
     if record.read_only {
         return Err(volume.precondition("it is staged read-only and cannot grow"));
     }

@@ -3,10 +3,11 @@
 use std::{fs, path::Path};
 
 use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
-use tonic::Code::FailedPrecondition;
+use tonic::Code::{FailedPrecondition, ResourceExhausted};
 
 use crate::harness::{
-    Content, MIB, Node, Sandbox, Volume, can_resize_ext4, loops_over, refused, run, story,
+    Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, can_resize_ext4,
+    claim, loops_over, provisioned, refused, run, story,
 };
 
 /// As the controller does it where the pool is shared.
@@ -127,6 +128,62 @@ fn a_file_system_smaller_than_its_device_grows_when_staged() {
             assert!(after > u64::midpoint(small, large), "{kind}: {after}");
             content.is_in(&target.join("file"));
             node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// Of a local pool the node makes images larger itself, where no controller that is
+/// asked reaches it.
+#[test]
+fn a_node_lets_no_volume_grow_beyond_its_pool() {
+    story(async |sandbox| {
+        let pools = vec![format!(
+            "main={},local",
+            sandbox.reflink_pool("main").display()
+        )];
+        let setup = NodeSetup::new(sandbox);
+        let beside = ControllerSetup {
+            pools: pools.clone(),
+            args: vec!["--node-id".to_owned(), setup.node_id.to_owned()],
+            ..ControllerSetup::new(sandbox)
+        };
+        let controller = Controller::start_with(sandbox, beside).await;
+        let node = Node::start_with(sandbox, NodeSetup { pools, ..setup }).await;
+        let capability = Volume::block("any").capability;
+        let made = async |name, overcommit: &str| {
+            let mut request = claim(name, "main", &capability, 64 * MIB);
+            let parameters = &mut request.parameters;
+            parameters.insert("overcommit".to_owned(), overcommit.to_owned());
+            let made = controller.create(request).await.unwrap();
+            provisioned(&made, &capability)
+        };
+        let too_much = 15 << 40;
+
+        let thin = made("thin", "false").await;
+        let target = node.up(&thin, "pod").await;
+        let size_of_device = || {
+            let device = loops_over(&sandbox.image(&thin)).pop().unwrap();
+            let bytes = run(&["blockdev", "--getsize64", device.to_str().unwrap()]);
+            bytes.trim().parse::<u64>().unwrap()
+        };
+        let answer = node.expand(&thin, &target, too_much).await;
+        refused(answer, ResourceExhausted, &["bytes left", "make room"]);
+        assert_eq!(size_of_device(), 64 * MIB);
+        let image = fs::metadata(sandbox.image(&thin)).unwrap();
+        assert_eq!(image.len(), 64 * MIB);
+        node.expand(&thin, &target, 128 * MIB).await.unwrap();
+        assert_eq!(size_of_device(), 128 * MIB);
+
+        let over = made("over", "true").await;
+        let other = node.up(&over, "pod").await;
+        let bytes = node.expand(&over, &other, too_much).await.unwrap();
+        assert_eq!(u64::try_from(bytes).unwrap(), too_much);
+        // What is promised beyond the pool leaves nothing to others.
+        let answer = node.expand(&thin, &target, 129 * MIB).await;
+        refused(answer, ResourceExhausted, &["has 0 bytes left"]);
+        for volume in [&thin, &over] {
+            node.down(volume, "pod").await;
         }
         node.assert_clean().await;
     });

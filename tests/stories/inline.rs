@@ -77,6 +77,25 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
 }
 
 #[test]
+fn an_inline_volume_keeps_its_size() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("a");
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        let size = || fs::metadata(&images(sandbox)[0]).unwrap().len();
+        let before = size();
+        let target = node.target(&volume, "pod");
+        for bytes in [128 * MIB, 1024 * MIB] {
+            let answer = node.expand(&volume, &target, bytes).await;
+            refused(answer, FailedPrecondition, &["inline volume"]);
+        }
+        assert_eq!(size(), before);
+        node.unpublish(&volume, "pod").await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn the_image_of_an_inline_volume_goes_once_its_pool_is_back() {
     story(async |sandbox| {
         let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
