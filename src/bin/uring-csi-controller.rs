@@ -48,8 +48,8 @@ struct Options {
     /// The node that this controller runs on; local pools need it.
     #[arg(long, env = "URING_CSI_NODE_ID", value_name = "NAME")]
     node_id: Option<String>,
-    /// A directory of image files, NAME=DIR[,local|,shared]; repeatable. Without
-    /// a scope it is local where --node-id is given, else shared.
+    /// A directory of image files, NAME=DIR[,local|,shared][,mounted]; repeatable.
+    /// Without a scope it is local where --node-id is given, else shared.
     #[arg(
         long,
         env = "URING_CSI_POOL",

@@ -109,7 +109,7 @@ struct Options {
         value_name = "DIR"
     )]
     allow_path: Vec<PathBuf>,
-    /// A directory of image files, NAME=DIR[,local|,shared]; repeatable.
+    /// A directory of image files, NAME=DIR[,local|,shared][,mounted]; repeatable.
     #[arg(
         long,
         env = "URING_CSI_POOL",

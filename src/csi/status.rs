@@ -161,6 +161,8 @@ fn of_pool(error: &pool::PoolError) -> Code {
         P::NoRoom { .. } | P::NoRoomToGrow { .. } => Code::ResourceExhausted,
         P::NoImage { .. } => Code::NotFound,
         P::OtherScope { .. } => Code::FailedPrecondition,
-        P::NotReady { .. } | P::Away { .. } | P::Io { .. } => Code::Unavailable,
+        P::NotReady { .. } | P::NotMounted { .. } | P::Away { .. } | P::Io { .. } => {
+            Code::Unavailable
+        }
     }
 }

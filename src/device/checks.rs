@@ -45,7 +45,7 @@ impl Backends {
             let what = format!("pool {:?} in {}", pool.name, pool.dir.display());
             let pool = pool.clone();
             Check::new(what, move || {
-                pool.open_dir().map(drop).map_err(|error| chain(&error))
+                pool.check_scope().map_err(|error| chain(&error))
             })
         });
         let clusters = self.ceph.clusters.clone().map(|clusters| {

@@ -258,7 +258,11 @@ impl BoundImage<'_> {
 impl Bound for BoundImage<'_> {
     fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
         let (pool, image) = (self.pool()?, &self.source.image);
-        let file = pool.open_image(image, !how.read_only)?;
+        let file = pool.open_image(image, !how.read_only).or_else(|error| {
+            // What is not in it while it is away is not gone.
+            pool.check_scope()?;
+            Err(error)
+        })?;
         let claimed = claim::claim(pool, image, &self.claim(how))?;
         let note = Arc::new(MkfsNote::Pool(pool.clone(), image.clone()));
         if how.gives_out_raw() {

@@ -211,7 +211,7 @@ fn turn(pool: &Pool) -> Arc<Mutex<()>> {
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
     let turn = turn(pool);
     let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
-    pool.check_scope()?;
+    pool.settle()?;
     let mine = marker_path(pool, image, &claim.node_id);
     // A marker of our own that cannot be read was cut short by a power loss.
     let before = match read(pool, &mine) {

@@ -165,6 +165,7 @@ mod tests {
             name: name.to_owned(),
             dir: "/pool".into(),
             scope,
+            mounted: false,
         }
     }
 

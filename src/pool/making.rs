@@ -54,6 +54,7 @@ mod tests {
             name: "p".to_owned(),
             dir: dir.path().to_owned(),
             scope: Scope::Shared,
+            mounted: false,
         };
         assert!(!was_interrupted(&pool, "i.img", "v").unwrap());
         begins(&pool, "i.img", "v").unwrap();

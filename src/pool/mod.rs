@@ -11,7 +11,8 @@
 //!     names/ volumes/        the controller's catalogue: `provision::catalogue`
 //!     snapnames/ snapshots/  the same for snapshots, with their images
 //!     mkfs/IMAGE             a file system is being made on it: [`making`]
-//!     scope                  `local` or `shared`, by the first to use the pool
+//!     scope                  `local` or `shared`, by the first to use the pool:
+//!                            [`Pool::settle`]
 //!     tmp/                   work in progress, locked by its maker: [`draft`]
 //! ```
 //!
@@ -33,7 +34,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fcntl_getfl, fcntl_setfl, fstat, openat2};
+use rustix::fs::{
+    AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxAttributes, StatxFlags, fcntl_getfl,
+    fcntl_setfl, fstat, openat2, statx,
+};
 
 use crate::Done;
 
@@ -70,7 +74,7 @@ impl fmt::Display for Scope {
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     /// The text of an option or a config line is no pool.
-    #[error("pool {text:?}: {why}; write NAME=DIR, NAME=DIR,local or NAME=DIR,shared")]
+    #[error("pool {text:?}: {why}; write NAME=DIR[,local|,shared][,mounted]")]
     BadSpec {
         /// What was given.
         text: String,
@@ -103,6 +107,14 @@ pub enum PoolError {
         dir: PathBuf,
         /// What the kernel says.
         source: io::Error,
+    },
+    /// The pool has the option `mounted`, and nothing is mounted at its directory.
+    #[error("pool {pool:?}: nothing is mounted at its directory {}, as its option `mounted` demands", dir.display())]
+    NotMounted {
+        /// The pool's name.
+        pool: String,
+        /// Its directory.
+        dir: PathBuf,
     },
     /// The pool's directory is there, and nothing that a pool holds once it was used.
     #[error("pool {pool:?}: its directory {} is that of no pool that was ever used; is it mounted?", dir.display())]
@@ -207,6 +219,8 @@ pub struct Pool {
     pub dir: PathBuf,
     /// Who can reach it.
     pub scope: Scope,
+    /// Whether something has to be mounted at its directory for it to be there.
+    pub mounted: bool,
 }
 
 impl Pool {
@@ -285,7 +299,7 @@ impl Pool {
     pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
-        self.check_scope()?;
+        self.settle()?;
         let path = self.image_path(&image);
         let file = File::options()
             .write(true)
@@ -340,24 +354,32 @@ impl Pool {
         if self.is_settled()? {
             return Ok(());
         }
-        Err(PoolError::Away {
-            pool: self.name.clone(),
-            dir: self.dir.clone(),
-        })
+        Err(self.away())
     }
 
     /// The pool's directory itself.
     pub fn open_dir(&self) -> Result<OwnedFd, PoolError> {
-        rustix::fs::open(
+        let opened = rustix::fs::open(
             &self.dir,
             OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
             Mode::empty(),
-        )
-        .map_err(|errno| PoolError::NotReady {
+        );
+        let dir = opened.map_err(|errno| PoolError::NotReady {
             pool: self.name.clone(),
             dir: self.dir.clone(),
             source: errno.into(),
-        })
+        })?;
+        if self.mounted {
+            let looked = statx(&dir, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
+            let looked = looked.map_err(|errno| self.io("look at", &self.dir, errno))?;
+            if !looked.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+                return Err(PoolError::NotMounted {
+                    pool: self.name.clone(),
+                    dir: self.dir.clone(),
+                });
+            }
+        }
+        Ok(dir)
     }
 
     /// Bytes and inodes of the pool's file system.

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::PathBuf, str::FromStr};
 
 use super::{Pool, PoolError, Scope};
 
-/// `NAME=DIR[,local|,shared]`.
+/// `NAME=DIR[,local|,shared][,mounted]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolSpec {
     /// The pool's name.
@@ -13,6 +13,8 @@ pub struct PoolSpec {
     pub dir: PathBuf,
     /// Its scope where one was written.
     pub scope: Option<Scope>,
+    /// Whether the directory has to be a mount point.
+    pub mounted: bool,
 }
 
 impl PoolSpec {
@@ -22,6 +24,7 @@ impl PoolSpec {
             name: self.name,
             dir: self.dir,
             scope: self.scope.unwrap_or(default),
+            mounted: self.mounted,
         }
     }
 }
@@ -42,12 +45,21 @@ impl FromStr for PoolSpec {
                 "a name has 1 to 63 letters, digits, `-` and `_` and begins with a letter or digit",
             ));
         }
-        let (dir, scope) = match rest.split_once(',') {
-            None => (rest, None),
-            Some((dir, "local")) => (dir, Some(Scope::Local)),
-            Some((dir, "shared")) => (dir, Some(Scope::Shared)),
-            Some(_) => return Err(bad("after the comma comes `local` or `shared`")),
-        };
+        let (dir, options) = rest.split_once(',').unzip();
+        let dir = dir.unwrap_or(rest);
+        let (mut scope, mut mounted) = (None, false);
+        for option in options.into_iter().flat_map(|options| options.split(',')) {
+            match option {
+                "local" if scope.is_none() => scope = Some(Scope::Local),
+                "shared" if scope.is_none() => scope = Some(Scope::Shared),
+                "mounted" if !mounted => mounted = true,
+                _ => {
+                    return Err(bad(
+                        "after the directory come `,local` or `,shared`, and `,mounted`",
+                    ));
+                }
+            }
+        }
         if !dir.starts_with('/') {
             return Err(bad("the directory must be an absolute path"));
         }
@@ -55,6 +67,7 @@ impl FromStr for PoolSpec {
             name: name.to_owned(),
             dir: dir.into(),
             scope,
+            mounted,
         })
     }
 }

@@ -11,6 +11,7 @@ fn pool() -> (tempfile::TempDir, Pool) {
         name: "fast".to_owned(),
         dir: dir.path().to_owned(),
         scope: Scope::Local,
+        mounted: false,
     };
     (dir, pool)
 }
@@ -21,8 +22,16 @@ fn specs_say_what_is_wrong_with_them() {
     assert_eq!(spec.scope, None);
     assert_eq!(spec.or(Scope::Shared).scope, Scope::Shared);
     let spec: PoolSpec = "fast=/srv/a,local".parse().unwrap();
+    assert!(!spec.mounted);
     assert_eq!(spec.or(Scope::Shared).scope, Scope::Local);
+    let spec: PoolSpec = "fast=/srv/a,mounted".parse().unwrap();
+    assert!(spec.mounted && spec.scope.is_none());
+    let spec: PoolSpec = "fast=/srv/a,shared,mounted".parse().unwrap();
+    assert!(spec.mounted && spec.or(Scope::Local).scope == Scope::Shared);
     for bad in [
+        "fast=/a,local,shared",
+        "fast=/a,mounted,mounted",
+        "fast=/a,",
         "fast",
         "=/srv",
         "a.b=/srv",

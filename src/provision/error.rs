@@ -292,7 +292,9 @@ fn of_pool(error: &PoolError) -> Kind {
         PoolError::NoRoom { .. } | PoolError::NoRoomToGrow { .. } => Kind::ResourceExhausted,
         PoolError::NoImage { .. } => Kind::NotFound,
         PoolError::OtherScope { .. } => Kind::FailedPrecondition,
-        PoolError::NotReady { .. } | PoolError::Away { .. } => Kind::Unavailable,
+        PoolError::NotReady { .. } | PoolError::NotMounted { .. } | PoolError::Away { .. } => {
+            Kind::Unavailable
+        }
         PoolError::Io { source, .. } => of_io(source),
     }
 }

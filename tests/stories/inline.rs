@@ -11,7 +11,7 @@ use crate::harness::{
 
 /// As kubelet sends it for a pod's inline volume: no staging, a handle of its
 /// own, and the pod's attributes.
-fn inline(name: &str) -> Volume {
+pub fn inline(name: &str) -> Volume {
     Volume::filesystem(&format!("csi-{name:0>64}"), "ext4")
         .with("csi.storage.k8s.io/ephemeral", "true")
         .with("csi.storage.k8s.io/pod.name", "pod")
@@ -21,7 +21,7 @@ fn inline(name: &str) -> Volume {
 }
 
 /// A node that makes inline volumes, in a pool of its own.
-fn with_inline(sandbox: &Sandbox) -> NodeSetup {
+pub fn with_inline(sandbox: &Sandbox) -> NodeSetup {
     let setup = NodeSetup {
         pools: vec![format!("main={},local", sandbox.pool("main").display())],
         ..NodeSetup::new(sandbox)
@@ -29,7 +29,7 @@ fn with_inline(sandbox: &Sandbox) -> NodeSetup {
     setup.arg("--inline-max-size=400Mi")
 }
 
-fn publish(node: &Node, volume: &Volume) -> NodePublishVolumeRequest {
+pub fn publish(node: &Node, volume: &Volume) -> NodePublishVolumeRequest {
     NodePublishVolumeRequest {
         staging_target_path: String::new(),
         ..node.publish_request(volume, "pod")

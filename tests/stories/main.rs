@@ -25,6 +25,7 @@ mod node_rules;
 mod nodes;
 mod operator;
 mod paths;
+mod pools;
 mod privileges;
 mod rbd;
 mod rbd_controller;

@@ -21,6 +21,7 @@ fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller<Images>) {
         name: "disk".to_owned(),
         dir: dir.path().to_owned(),
         scope: Scope::Local,
+        mounted: false,
     };
     let pools = Pools::new([pool]).unwrap();
     let node_id = Some("node-a".to_owned());

@@ -11,6 +11,7 @@ fn pool() -> (tempfile::TempDir, Pool) {
         name: "p".to_owned(),
         dir: dir.path().to_owned(),
         scope: Scope::Shared,
+        mounted: false,
     };
     (dir, pool)
 }

@@ -15,6 +15,7 @@ fn over(dir: &std::path::Path) -> Images {
         name: "main".to_owned(),
         dir: dir.to_owned(),
         scope: Scope::Shared,
+        mounted: false,
     };
     let pools = Pools::new([pool]).unwrap();
     Images::new(pools, None, "boot".to_owned(), Lanes::new(1))

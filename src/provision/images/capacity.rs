@@ -39,6 +39,8 @@ impl Store {
             if out_of_reach || refuse_usages(pool, &parameters, usages).is_err() {
                 continue;
             }
+            // The room of the file system that it is mounted on is not the pool's.
+            pool.check_scope()?;
             let available = pool.room()?.available();
             let largest = largest_file(pool)?.unwrap_or(MAXIMUM);
             sum.available = sum.available.saturating_add(available);

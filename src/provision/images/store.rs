@@ -43,7 +43,8 @@ impl Store {
             handle: handle.to_owned(),
             source,
         })?;
-        pool.check_scope()?;
+        // What is not in it while it is away is not gone.
+        pool.check_settled()?;
         Ok(pool)
     }
 

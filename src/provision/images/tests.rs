@@ -32,6 +32,7 @@ fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Images 
         name: (*name).to_owned(),
         dir: (*dir).to_owned(),
         scope: *scope,
+        mounted: false,
     });
     let pools = Pools::new(pools).unwrap();
     Images::new(

@@ -69,6 +69,7 @@ impl Store {
                 wanted: wanted.clone(),
             });
         }
+        pool.settle()?;
         let smallest = least(&parameters.file_systems(&new.usages)?);
         let detail = VolumeDetail {
             parameters,

@@ -131,6 +131,7 @@ mod tests {
             name: "p".to_owned(),
             dir: dir.to_owned(),
             scope: Scope::Shared,
+            mounted: false,
         }
     }
 

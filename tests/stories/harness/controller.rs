@@ -20,7 +20,7 @@ use super::{
 /// How a controller is started.
 pub struct ControllerSetup {
     pub name: &'static str,
-    /// `NAME=DIR[,local|,shared]`.
+    /// `NAME=DIR[,local|,shared][,mounted]`.
     pub pools: Vec<String>,
     /// More arguments.
     pub args: Vec<String>,
