@@ -136,8 +136,9 @@ pub struct How {
     pub purpose: Purpose,
     /// The volume's handle.
     pub volume_id: String,
-    /// The device that it had, if it is known: that one, and no other, if it
-    /// still has the source behind it.
+    /// The volume's own device, where one is known: only what was seen to have the
+    /// source behind it still. Of several devices over the source it is taken, and a
+    /// raw volume is given out by it whoever has it open.
     pub known: Option<PathBuf>,
     /// It is staged, so it was seen that nobody else has it.
     pub staged: bool,

@@ -6,6 +6,7 @@ use rustix::fd::AsFd as _;
 
 use super::{
     Error, Node, already,
+    record::Record,
     spec::{Stage, Use},
     task::{Progress, Volume},
 };
@@ -17,7 +18,7 @@ use crate::{
 /// What is known of a volume that is to be attached.
 #[derive(Debug, Default)]
 pub struct Before {
-    /// The device that it had.
+    /// The device that it has, as [`known_device`] has found it.
     pub device: Option<PathBuf>,
     /// It is staged.
     pub is_staged: bool,
@@ -84,17 +85,27 @@ pub fn purpose_of(spec: &Stage) -> Purpose {
     }
 }
 
-/// The device that the volume had, or that is mounted where it is staged: an
-/// agent may have died before it noted so. On the volume's lane.
-pub fn known_device(place: &Place, noted: Option<&Device>) -> Option<PathBuf> {
+/// The device that the volume had, where its source is still behind it: the number may
+/// have gone to somebody else's device meanwhile, and a raw device that is known is
+/// given out while it is mounted. Else, of a volume that is to be mounted, the device
+/// that is mounted where it is staged: an agent may have died before it noted so. On the
+/// volume's lane.
+pub fn known_device(place: &Place, record: Option<&Record>, usage: &Use) -> Option<PathBuf> {
+    let noted = record.and_then(|record| {
+        let device = record.device.as_ref()?;
+        (record.source.is_still(device)).then(|| device.node.clone())
+    });
     let mounted = || {
+        if *usage == Use::Block {
+            return None;
+        }
         let opened = place.open().ok()?;
         matches!(Look::at(opened.as_fd()), Ok(Look::Mount(_)))
             .then(|| table::covering(opened.as_fd()).ok())
             .flatten()
             .map(|entry| PathBuf::from(entry.source))
     };
-    noted.map(|device| device.node.clone()).or_else(mounted)
+    noted.or_else(mounted)
 }
 
 impl Node {

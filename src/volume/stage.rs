@@ -117,7 +117,7 @@ struct Found {
     is_staged: bool,
     /// Whether its file system can be used; of one that is not staged nothing is asked.
     usable: Result<(), Error>,
-    /// Its device, where one is known.
+    /// Its device, where one is known to be its still.
     device: Option<PathBuf>,
 }
 
@@ -136,7 +136,6 @@ async fn look(
         spec.source = backends.settled(&spec.source);
         let place = layout::make_place(&places, &id, &spec)?;
         let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
-        let device = record.as_ref().and_then(|it| it.device.as_ref());
         let is_staged = staged.is_some_and(|record| is_still_there(record, &place));
         let usable = if is_staged {
             publish::refuse_shut_down(&id, &place)
@@ -146,7 +145,7 @@ async fn look(
         let found = Found {
             is_staged,
             usable,
-            device: known_device(&place, device),
+            device: known_device(&place, record.as_ref(), &spec.usage),
         };
         Ok((spec, found))
     };

@@ -10,8 +10,8 @@ use std::{
 use tonic::Code;
 
 use crate::harness::{
-    Content, MIB, Mode, Node, NodeSetup, StuckFile, Volume, all_loops, files_below, loops_over,
-    refused, run, run_err, story,
+    Content, MIB, Mode, Node, NodeSetup, StuckFile, Volume, all_loops, eventually, files_below,
+    loops_over, refused, run, run_err, story,
 };
 
 /// The device number behind a published path.
@@ -262,6 +262,94 @@ fn a_device_that_somebody_else_has_mounted_is_not_given_out() {
         node.restart_without_records().await;
         node.stage(&volume).await.unwrap();
         drop(used);
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+/// Detaches a volume's device behind the agent's back, and has its number taken by a
+/// device over `file`. Where somebody else was faster, the volume is staged anew.
+async fn number_taken(node: &Node, volume: &Volume, image: &Path, file: &Path) -> PathBuf {
+    eventually("its number is taken", async || {
+        node.stage(volume).await.unwrap();
+        let device = loops_over(image).pop().expect("attached");
+        let name = device.to_str().unwrap();
+        run(&["losetup", "-d", name]);
+        run_err(&["losetup", name, file.to_str().unwrap()])
+            .is_ok()
+            .then_some(device)
+    })
+    .await
+}
+
+#[test]
+fn a_device_that_took_the_number_of_a_raw_volumes_is_not_given_out() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let image = sandbox.image(&volume);
+        let other = sandbox.volume_in("main", "other", "block", 64 * MIB);
+        let (other, content) = (sandbox.image(&other), Content::new("another's"));
+        content.write_at(&other, 0).unwrap();
+        let theirs = number_taken(&node, &volume, &image, &other).await;
+        let target = node.up(&volume, "pod").await;
+        Content::new("ours").write_at(&target, 0).unwrap();
+        Content::new("ours").is_at(&image, 0);
+        content.is_at(&other, 0);
+        assert_eq!(loops_over(&other), std::slice::from_ref(&theirs));
+        node.down(&volume, "pod").await;
+        run(&["losetup", "-d", theirs.to_str().unwrap()]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_number_on_record_gives_out_no_device_that_somebody_else_has_mounted() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let image = sandbox.image(&volume);
+        run(&["mkfs.ext4", "-q", image.to_str().unwrap()]);
+        let theirs = sandbox.dir().join("theirs");
+        fs::create_dir(&theirs).unwrap();
+        // Of the same image, so that the backend finds it.
+        let device = number_taken(&node, &volume, &image, &image).await;
+        let [from, to] = [&device, &theirs].map(|path| path.to_str().unwrap());
+        run(&["mount", from, to]);
+        // Nor can what is on record be undone: it would detach the image.
+        refused(
+            node.stage(&volume).await,
+            Code::Unavailable,
+            &[from, "ext4 is mounted at", to],
+        );
+        assert_eq!(loops_over(&image), std::slice::from_ref(&device));
+        run(&["umount", to]);
+        run(&["losetup", "-d", from]);
+        node.up(&volume, "pod").await;
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_is_mounted_at_its_staging_path_is_not_given_out_raw() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let (image, staging) = (sandbox.image(&volume), node.staging(&volume));
+        run(&["mkfs.ext4", "-q", image.to_str().unwrap()]);
+        fs::create_dir_all(&staging).unwrap();
+        let device = run(&["losetup", "-f", "--show", image.to_str().unwrap()]);
+        let [from, to] = [device.trim(), staging.to_str().unwrap()];
+        run(&["mount", from, to]);
+        refused(
+            node.stage(&volume).await,
+            Code::Aborted,
+            &["ext4 is mounted at", to],
+        );
+        run(&["umount", to]);
+        run(&["losetup", "-d", from]);
+        node.up(&volume, "pod").await;
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
