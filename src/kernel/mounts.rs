@@ -214,7 +214,15 @@ impl StatMount {
 
     /// Whether nothing can be written, by the mount's attributes alone.
     pub fn own_read_only(&self) -> bool {
-        self.fixed.mnt_attr & u64::from(MountAttrFlags::MOUNT_ATTR_RDONLY.bits()) != 0
+        self.attributes()
+            .contains(MountAttrFlags::MOUNT_ATTR_RDONLY)
+    }
+
+    /// The mount's own attributes.
+    pub fn attributes(&self) -> MountAttrFlags {
+        // All that there are have their bits in the lower half.
+        let bits = self.fixed.mnt_attr & u64::from(u32::MAX);
+        MountAttrFlags::from_bits_retain(u32::try_from(bits).expect("32 bits"))
     }
 
     /// Whether mounts made below it appear in its peers.

@@ -10,6 +10,8 @@
 //! was claimed before we came, the new mount is kept only if the options that
 //! were asked for are shown to be in force.
 //!
+//! Every such mount is `nosuid` and `nodev`.
+//!
 //! No descriptor outlives the call: an open one of the mount would make it busy.
 
 use std::{
@@ -248,7 +250,11 @@ fn create(new: &NewMount<'_>) -> Result<OwnedFd, MountError> {
             None => set(&context, new, option, None)?,
         }
     }
-    let mut attributes = new.options.attributes().set;
+    // No pod sees this mount, only binds of it: nothing on it is to be run or opened as
+    // a device here, whatever the options say of targets.
+    let mut attributes = new.options.attributes().set
+        | MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV;
     if new.read_only {
         attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
     }

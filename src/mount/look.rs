@@ -21,6 +21,7 @@ use rustix::{
         StatxFlags, fstatvfs, openat, statx,
     },
     io::Errno,
+    mount::MountAttrFlags,
 };
 
 use super::table;
@@ -156,6 +157,26 @@ impl Look {
             Self::Other(what) => what,
             Self::Mount(_) => "a mount point",
         }
+    }
+}
+
+impl Mounted {
+    /// Which of `nosuid`, `nodev` and `noexec` the mount has, whose root `at` is.
+    pub fn protection(&self, at: BorrowedFd<'_>) -> io::Result<MountAttrFlags> {
+        const ALL: [(MountAttrFlags, StatVfsMountFlags); 3] = [
+            (MountAttrFlags::MOUNT_ATTR_NOSUID, StatVfsMountFlags::NOSUID),
+            (MountAttrFlags::MOUNT_ATTR_NODEV, StatVfsMountFlags::NODEV),
+            (MountAttrFlags::MOUNT_ATTR_NOEXEC, StatVfsMountFlags::NOEXEC),
+        ];
+        if let MountId::Unique(id) = self.id
+            && let Ok(told) = StatMount::read(id, wants::MNT_BASIC)
+        {
+            let protection = ALL.iter().map(|(attribute, _)| *attribute).collect();
+            return Ok(told.attributes().intersection(protection));
+        }
+        let flags = fstatvfs(at)?.f_flag;
+        let has = ALL.iter().filter(|(_, flag)| flags.contains(*flag));
+        Ok(has.map(|(attribute, _)| *attribute).collect())
     }
 }
 

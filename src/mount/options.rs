@@ -134,6 +134,42 @@ impl MountOptions {
         change
     }
 
+    /// With the attributes of `others` that these options leave open.
+    #[must_use]
+    pub fn or_attributes_of(mut self, others: &Self) -> Self {
+        for (decides, attribute) in &others.attributes {
+            self.attributes.entry(*decides).or_insert(*attribute);
+        }
+        self
+    }
+
+    /// What a target has whose options say nothing of it. Nobody needs device nodes on a
+    /// volume. Programs that set the user id may be what a volume is for, but not one
+    /// that a pod's author asks for in the pod itself (`inline`).
+    pub fn target_defaults(inline: bool) -> Self {
+        let suid = if inline { "nosuid" } else { "suid" };
+        Self::parse(&["nodev", suid]).expect("words of the list")
+    }
+
+    /// Whether they say anything of `nosuid`, `nodev` or `noexec`.
+    pub fn name_protection(&self) -> bool {
+        self.protection().next().is_some()
+    }
+
+    /// Which word on `nosuid`, `nodev` or `noexec` is not so on a mount that `has` these.
+    pub fn not_so(&self, has: Flags) -> Option<&'static str> {
+        let is_so = |it: &Attribute| has.contains(it.set) && !has.intersects(it.clear);
+        let mut words = self.protection();
+        words.find(|it| !is_so(it)).map(|it| it.word)
+    }
+
+    fn protection(&self) -> impl Iterator<Item = &'static Attribute> {
+        let kinds = [Decides::Setuid, Decides::Devices, Decides::Executing];
+        kinds
+            .into_iter()
+            .filter_map(|decides| self.attributes.get(&decides).copied())
+    }
+
     /// Without the SELinux contexts: those belong to the superblock, which is
     /// staged; a bind mount can't have its own.
     #[must_use]

@@ -180,6 +180,7 @@ impl Publishing {
 
     /// A target that is there is as it was asked for, or in the way.
     fn refuse_other_access(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+        self.refuse_other_protection(place, mounted)?;
         let is_read_only =
             mounted.read_only && (self.record.read_only || self.is_bound_read_only(place)?);
         if is_read_only == self.read_only {
@@ -194,6 +195,29 @@ impl Publishing {
             ),
             want: access(self.read_only).to_owned(),
         })
+    }
+
+    /// What was asked for by name has to be so; what is so by default may have been
+    /// otherwise where an earlier version of the agent has mounted it.
+    fn refuse_other_protection(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+        let Use::Mount { options: asked, .. } = &self.spec.usage else {
+            return Ok(());
+        };
+        if mounted.shut_down || !asked.name_protection() {
+            return Ok(());
+        }
+        let path = place.path().display();
+        let has = place
+            .open()
+            .and_then(|target| mounted.protection(target.as_fd()));
+        match asked.not_so(has.map_err(self.io(format!("look at {path}")))?) {
+            None => Ok(()),
+            Some(word) => Err(Error::Incompatible {
+                volume: self.record.volume_id.clone(),
+                have: format!("published without {word} at {path}"),
+                want: word.to_owned(),
+            }),
+        }
     }
 
     /// Whether a target that cannot be written was published so: a file system becomes
@@ -299,8 +323,9 @@ fn access(read_only: bool) -> &'static str {
     if read_only { "read-only" } else { "writable" }
 }
 
-/// What of the capability's options applies to a target. Options of the
-/// superblock took effect at stage; here they must be those of the stage.
+/// What of the capability's options applies to a target, with what the stage and the
+/// agent say where they say nothing: the staging mount itself is as no pod sees it.
+/// Options of the superblock took effect at stage; here they must be those of the stage.
 fn publish_options(
     volume: &Volume,
     record: &Record,
@@ -324,7 +349,8 @@ fn publish_options(
                 .map(ToString::to_string)
                 .collect();
             if unknown.is_empty() {
-                Ok(options)
+                let defaults = MountOptions::target_defaults(record.inline.is_some());
+                Ok(options.or_attributes_of(staged).or_attributes_of(&defaults))
             } else {
                 Err(Error::Invalid {
                     field: "volume_capability.mount.mount_flags",

@@ -5,8 +5,11 @@ use std::fs;
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable};
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
-use crate::harness::{
-    Content, MIB, Node, NodeSetup, Sandbox, Volume, at_each_step, refused, run, story,
+use crate::{
+    harness::{
+        Content, MIB, Node, NodeSetup, Sandbox, Volume, at_each_step, refused, run, story,
+    },
+    protection::protection_at,
 };
 
 /// As kubelet sends it for a pod's inline volume: no staging, a handle of its
@@ -56,6 +59,7 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
         }
         assert_eq!(images(sandbox).len(), 1);
         let target = node.target(&volume, "pod");
+        assert_eq!(protection_at(&target), ["nosuid", "nodev"]);
         let content = Content::new("inline");
         content.write(&target.join("file"));
         assert_eq!(node.stats(&volume, &target).await.unwrap().len(), 2);

@@ -27,6 +27,7 @@ mod operator;
 mod paths;
 mod pools;
 mod privileges;
+mod protection;
 mod rbd;
 mod rbd_controller;
 mod repeats;
