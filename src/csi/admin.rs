@@ -49,7 +49,7 @@ impl AdminService {
     ) -> Result<FormatVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::map("volume_context", &request.volume_context)?;
-        validate::map("secrets", &request.secrets)?;
+        validate::secrets(&request.secrets)?;
         if request.confirm != request.volume_id {
             return Err(validate::invalid(
                 "confirm",

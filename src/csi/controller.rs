@@ -60,7 +60,7 @@ impl<P: Provisioner> Controller<P> {
             &request.volume_capabilities,
         )?);
         validate::map("parameters", &request.parameters)?;
-        validate::map("secrets", &request.secrets)?;
+        validate::secrets(&request.secrets)?;
         validate::map("mutable_parameters", &request.mutable_parameters)?;
         let requirement = request.accessibility_requirements;
         let new = NewVolume {
@@ -200,7 +200,7 @@ impl<P: Provisioner> Controller<P> {
         request: wire::ControllerExpandVolumeRequest,
     ) -> Result<wire::ControllerExpandVolumeResponse, Status> {
         required("volume_id", &request.volume_id)?;
-        validate::map("secrets", &request.secrets)?;
+        validate::secrets(&request.secrets)?;
         let range = range(request.capacity_range)?;
         if range == Range::default() {
             return Err(invalid("capacity_range", "is required"));

@@ -26,6 +26,8 @@ use crate::{
 
 mod inline;
 mod service;
+#[cfg(test)]
+mod tests;
 
 /// Answers for one node.
 #[derive(Clone, Debug)]
@@ -90,7 +92,7 @@ impl NodeService {
         validate::path("staging_target_path", &request.staging_target_path)?;
         validate::map("volume_context", &request.volume_context)?;
         validate::map("publish_context", &request.publish_context)?;
-        validate::map("secrets", &request.secrets)?;
+        validate::secrets(&request.secrets)?;
         let capability =
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         refuse_unsafe(&capability)?;
@@ -138,7 +140,7 @@ impl NodeService {
         validate::path("target_path", &request.target_path)?;
         validate::map("volume_context", &request.volume_context)?;
         validate::map("publish_context", &request.publish_context)?;
-        validate::map("secrets", &request.secrets)?;
+        validate::secrets(&request.secrets)?;
         let capability =
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         refuse_unsafe(&capability)?;
@@ -191,6 +193,7 @@ impl NodeService {
     ) -> Result<NodeExpandVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
+        validate::optional_path("staging_target_path", &request.staging_target_path)?;
         if let Some(capability) = &request.volume_capability {
             validate::capability("volume_capability", Some(capability))?;
         }

@@ -16,7 +16,7 @@ use crate::provision;
 #[cfg(feature = "node")]
 use crate::{
     device::{CephImageError, DeviceError, loopdev::LoopError},
-    fs::fsck::FsckError,
+    fs::{fsck::FsckError, grow::GrowError},
     mount, pool, volume,
 };
 
@@ -73,9 +73,13 @@ pub fn of_volume(error: &volume::Error) -> Code {
             mount::unmount::UnmountError::Busy { .. } => Code::Aborted,
             mount::unmount::UnmountError::Io { .. } => Code::Unavailable,
         },
+        // Kubelet tries no more before the volume is mounted anew: somebody has to do
+        // something first.
         E::Grow { source, .. } => match source {
-            crate::fs::grow::GrowError::NeedsCapability { .. } => Code::FailedPrecondition,
-            _ => Code::Unavailable,
+            GrowError::NeedsCapability { .. }
+            | GrowError::HasErrors
+            | GrowError::SeveralDevices { .. } => Code::FailedPrecondition,
+            GrowError::Busy { .. } | GrowError::Io { .. } => Code::Unavailable,
         },
         E::Full { .. } | E::Overloaded { .. } => Code::ResourceExhausted,
         E::Range { .. } => Code::OutOfRange,
@@ -94,9 +98,11 @@ pub fn of_volume(error: &volume::Error) -> Code {
 fn of_path(error: &mount::path::PathError) -> Code {
     use mount::path::PathError as P;
     match error {
-        P::NotAbsolute(_) | P::DotDot(_) | P::Outside { .. } | P::Symlink { .. } => {
-            Code::InvalidArgument
-        }
+        P::NotAbsolute(_)
+        | P::DotDot(_)
+        | P::Outside { .. }
+        | P::TooLong { .. }
+        | P::Symlink { .. } => Code::InvalidArgument,
         P::MissingParent { .. } | P::WrongKind { .. } | P::NotEmpty { .. } | P::Mounted { .. } => {
             Code::FailedPrecondition
         }
@@ -164,5 +170,26 @@ fn of_pool(error: &pool::PoolError) -> Code {
         P::NotReady { .. } | P::NotMounted { .. } | P::Away { .. } | P::Io { .. } => {
             Code::Unavailable
         }
+    }
+}
+
+#[cfg(all(test, feature = "node"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_growth_that_somebody_has_to_make_possible_is_not_tried_again() {
+        let code = |source| {
+            let volume = "v".to_owned();
+            of_volume(&volume::Error::Grow { volume, source })
+        };
+        for source in [
+            GrowError::HasErrors,
+            GrowError::SeveralDevices { devices: 2 },
+        ] {
+            assert_eq!(code(source), Code::FailedPrecondition);
+        }
+        let fs = crate::fs::FsType::Btrfs;
+        assert_eq!(code(GrowError::Busy { fs }), Code::Unavailable);
     }
 }

@@ -40,7 +40,7 @@ fn text<'a>(field: &str, value: &'a str, max: usize) -> Result<&'a str, Status> 
         let why = format!("is {} bytes long, {max} are allowed", value.len());
         return Err(invalid(field, why));
     }
-    if value.contains(|c: char| c.is_control()) {
+    if is_control(value) {
         return Err(invalid(field, "holds a control character"));
     }
     Ok(value)
@@ -61,8 +61,53 @@ pub fn path<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     text(field, value, MAX_PATH)
 }
 
-/// A map within its size limit.
+/// A path that may be left out, and is else absolute.
+pub fn optional_path(field: &str, value: &str) -> Result<(), Status> {
+    if value.is_empty() {
+        return Ok(());
+    }
+    if !path(field, value)?.starts_with('/') {
+        return Err(invalid(field, format!("{value:?} is not an absolute path")));
+    }
+    Ok(())
+}
+
+/// A map within its size limit, without control characters.
 pub fn map(field: &str, map: &HashMap<String, String>) -> Result<(), Status> {
+    size(field, map)?;
+    refuse_control(field, map, |key, value| {
+        is_control(key) || is_control(value)
+    })
+}
+
+/// Secrets within their size limit. Their values may be files, with lines.
+pub fn secrets(map: &HashMap<String, String>) -> Result<(), Status> {
+    let field = "secrets";
+    size(field, map)?;
+    refuse_control(field, map, |key, _| is_control(key))
+}
+
+fn is_control(text: &str) -> bool {
+    text.contains(|c: char| c.is_control())
+}
+
+fn refuse_control(
+    field: &str,
+    map: &HashMap<String, String>,
+    has: impl Fn(&str, &str) -> bool,
+) -> Result<(), Status> {
+    let bad = map.iter().filter(|(key, value)| has(key, value));
+    // Sorted, so that of two mistakes always the same one is named.
+    match bad.map(|(key, _)| key).min() {
+        None => Ok(()),
+        Some(key) => Err(invalid(
+            &format!("{field}.{}", key.escape_debug()),
+            "holds a control character, such as the end of a line",
+        )),
+    }
+}
+
+fn size(field: &str, map: &HashMap<String, String>) -> Result<(), Status> {
     let bytes: usize = map.iter().map(|(key, value)| key.len() + value.len()).sum();
     if bytes > MAX_COLLECTION {
         let why = format!("holds {bytes} bytes, {MAX_COLLECTION} are allowed");
@@ -166,7 +211,38 @@ mod tests {
             assert!(status.message().starts_with("volume_id: "));
         }
         let big = HashMap::from([("k".to_owned(), "v".repeat(4096))]);
-        assert!(map("secrets", &big).is_err());
+        assert!(map("parameters", &big).is_err() && secrets(&big).is_err());
+    }
+
+    #[test]
+    fn control_characters_are_refused_but_in_the_values_of_secrets() {
+        let of = |key: &str, value: &str| HashMap::from([(key.to_owned(), value.to_owned())]);
+        for bad in [
+            of("fsType", "ext4\n"),
+            of("fsType\0", "ext4"),
+            of("a\u{85}", ""),
+        ] {
+            let status = map("volume_context", &bad).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument);
+            let key = bad.keys().next().unwrap().escape_debug();
+            let named = format!("volume_context.{key}: ");
+            assert!(status.message().starts_with(&named), "{status:?}");
+        }
+        assert!(map("volume_context", &of("fsType", "ext4")).is_ok());
+        assert!(secrets(&of("cert", "one\ntwo\n")).is_ok());
+        assert!(secrets(&of("a\nb", "x")).is_err());
+    }
+
+    #[test]
+    fn a_path_that_may_be_left_out_is_absolute() {
+        for good in ["", "/a"] {
+            assert!(optional_path("staging_target_path", good).is_ok());
+        }
+        for bad in ["a", "/a\0", &format!("/{}", "x".repeat(4095))] {
+            let status = optional_path("staging_target_path", bad).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument);
+            assert!(status.message().starts_with("staging_target_path: "));
+        }
     }
 
     #[test]

@@ -36,8 +36,15 @@ use rustix::{
 use super::Look;
 use crate::{Done, crash_point};
 
+mod error;
+
+pub use error::PathError;
+
 /// Bytes of a note that are read at most.
 const LARGEST_FILE: u64 = 64 << 10;
+
+/// Bytes of a name in a directory (`NAME_MAX`).
+const LONGEST_NAME: usize = 255;
 
 /// The directories below which we mount.
 #[derive(Clone, Debug)]
@@ -57,70 +64,6 @@ pub struct Place {
     path: PathBuf,
     name: OsString,
     parent: Arc<OwnedFd>,
-}
-
-/// Why a path is no place, or a place could not be made or removed.
-#[derive(Debug, thiserror::Error)]
-pub enum PathError {
-    /// Not from the root directory, or with a NUL byte.
-    #[error("path {0:?} is not an absolute path")]
-    NotAbsolute(String),
-    /// With a `..`.
-    #[error("path {0:?} contains \"..\"; pass it resolved")]
-    DotDot(String),
-    /// Not strictly below a root.
-    #[error("path {path:?} is not below {}; allow its directory with --allow-path", list(.roots))]
-    Outside {
-        /// The path as it was given.
-        path: PathBuf,
-        /// The roots as they were configured.
-        roots: Vec<PathBuf>,
-    },
-    /// A directory above the place is not there; kubelet makes them.
-    #[error("the parent directory of {path:?} does not exist")]
-    MissingParent {
-        /// The place.
-        path: PathBuf,
-    },
-    /// A symlink where a directory of kubelet's is expected.
-    #[error("path {path:?} leads through a symlink below an allowed root, which is never followed")]
-    Symlink {
-        /// The place.
-        path: PathBuf,
-    },
-    /// Something else is in the way.
-    #[error("{path:?} is {found}, expected {wanted}; remove it")]
-    WrongKind {
-        /// The place.
-        path: PathBuf,
-        /// What is there.
-        found: &'static str,
-        /// What should be.
-        wanted: &'static str,
-    },
-    /// What is there holds data, and is kept.
-    #[error("{path:?} is not empty and is kept; look at what is in it, then remove it by hand")]
-    NotEmpty {
-        /// The place.
-        path: PathBuf,
-    },
-    /// Something is mounted there.
-    #[error("{path:?} is a mount point and is kept; unmount it first")]
-    Mounted {
-        /// The place.
-        path: PathBuf,
-    },
-    /// The system's own refusal.
-    #[error("cannot {doing} {path:?}")]
-    Io {
-        /// The place or root.
-        path: PathBuf,
-        /// What was tried.
-        doing: &'static str,
-        /// Why not.
-        #[source]
-        source: io::Error,
-    },
 }
 
 impl Roots {
@@ -162,11 +105,8 @@ impl Roots {
             Err(Errno::NOENT | Errno::NOTDIR) => return Err(PathError::MissingParent { path }),
             Err(Errno::LOOP | Errno::XDEV) => return Err(PathError::Symlink { path }),
             Err(error) => {
-                return Err(PathError::Io {
-                    path,
-                    doing: "open the parent directory of",
-                    source: error.into(),
-                });
+                let doing = "open the parent directory of";
+                return Err(PathError::of(path, doing, error.into()));
             }
         };
         Ok(Place {
@@ -383,12 +323,7 @@ impl Place {
     }
 
     fn io(&self, doing: &'static str, source: io::Error) -> PathError {
-        let path = self.path.clone();
-        PathError::Io {
-            path,
-            doing,
-            source,
-        }
+        PathError::of(self.path.clone(), doing, source)
     }
 
     fn wrong_kind(&self, found: Look, wanted: &'static str) -> PathError {
@@ -409,7 +344,11 @@ fn plain(path: &str) -> Result<PathBuf, PathError> {
     if given.components().any(|part| part == Component::ParentDir) {
         return Err(PathError::DotDot(path.to_owned()));
     }
-    Ok(given.components().collect())
+    let given: PathBuf = given.components().collect();
+    if given.iter().any(|name| name.len() > LONGEST_NAME) {
+        return Err(PathError::TooLong { path: given });
+    }
+    Ok(given)
 }
 
 /// Opens `below` in `root`. The root was resolved at start: should one of its
@@ -423,14 +362,6 @@ fn walk(root: &Path, below: &Path) -> Result<OwnedFd, Errno> {
     }
     let beneath = no_links | ResolveFlags::BENEATH;
     openat2(root, below, directory, Mode::empty(), beneath)
-}
-
-fn list(roots: &[PathBuf]) -> String {
-    let roots: Vec<String> = roots
-        .iter()
-        .map(|root| root.display().to_string())
-        .collect();
-    roots.join(" or ")
 }
 
 #[cfg(test)]

@@ -301,14 +301,22 @@ impl Pool {
         self.check_name(&image)?;
         self.settle()?;
         let path = self.image_path(&image);
+        let no_regular_file = || self.bad_name(&image, "it is not a regular file");
         let file = File::options()
             .write(true)
             .create(true)
             .truncate(false)
             .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
             .open(&path)
-            .map_err(|e| self.io("make", &path, e))?;
+            .map_err(|error| match error.raw_os_error() {
+                Some(libc::ELOOP | libc::ENXIO | libc::EISDIR) => no_regular_file(),
+                _ => self.io("make", &path, error),
+            })?;
         let found = file.metadata().map_err(|e| self.io("look at", &path, e))?;
+        if !found.is_file() {
+            return Err(no_regular_file());
+        }
         let is_written = found.blocks() > 0;
         let done = if found.len() >= bytes {
             Done::Already

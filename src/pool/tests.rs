@@ -3,6 +3,8 @@ use std::{
     os::unix::fs::{FileExt as _, symlink},
 };
 
+use proptest::prelude::*;
+
 use super::*;
 
 fn pool() -> (tempfile::TempDir, Pool) {
@@ -154,4 +156,50 @@ fn inline_images_are_made_mended_and_deleted() {
     let away = empty.delete_inline("csi-1");
     assert!(matches!(away, Err(PoolError::Away { .. })));
     assert!(pool.create_inline("../x", 1).is_err() && pool.delete_inline("a/b").is_err());
+}
+
+#[test]
+fn an_inline_image_is_made_through_no_link_and_into_no_pipe() {
+    let (dir, pool) = pool();
+    let (outside, at) = (
+        tempfile::tempdir().unwrap(),
+        dir.path().join(inline_image("a")),
+    );
+    let victim = outside.path().join("victim");
+    std::fs::write(&victim, "").unwrap();
+    symlink(&victim, &at).unwrap();
+    assert!(pool.create_inline("a", 1 << 20).is_err());
+    assert_eq!(std::fs::metadata(&victim).unwrap().len(), 0);
+    std::fs::remove_file(&at).unwrap();
+
+    rustix::fs::mkfifoat(rustix::fs::CWD, &at, rustix::fs::Mode::RUSR).unwrap();
+    let error = pool.create_inline("a", 1 << 20).unwrap_err();
+    assert!(matches!(error, PoolError::BadName { .. }), "{error}");
+}
+
+proptest! {
+    #[test]
+    fn any_name_is_refused_or_that_of_an_image_directly_in_the_pool(
+        parts in prop::collection::vec(prop::sample::select(vec![
+            "v.img", "..", ".", "", "/", "link.img", "dir", "victim", ".uring-csi", "\0", "\n",
+            "/etc/passwd", "v.img/", "x",
+        ]), 0..4),
+        slashes: bool,
+    ) {
+        let (dir, pool) = pool();
+        let outside = tempfile::tempdir().unwrap();
+        let victim = outside.path().join("victim");
+        std::fs::write(&victim, "").unwrap();
+        for file in ["v.img", "dir/v.img", ".uring-csi/v.img"] {
+            let path = dir.path().join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "").unwrap();
+        }
+        symlink(&victim, dir.path().join("link.img")).unwrap();
+        symlink(outside.path(), dir.path().join("x")).unwrap();
+        let name = parts.join(if slashes { "/" } else { "" });
+        if pool.open_image(&name, true).is_ok() {
+            prop_assert_eq!(name, "v.img");
+        }
+    }
 }

@@ -25,7 +25,7 @@ impl<P: Provisioner> Controller<P> {
         let capability =
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         validate::map("volume_context", &request.volume_context)?;
-        validate::map("secrets", &request.secrets)?;
+        validate::secrets(&request.secrets)?;
         let mode = capability.mode;
         let new = Publication {
             handle: request.volume_id,
@@ -47,7 +47,7 @@ impl<P: Provisioner> Controller<P> {
     ) -> Result<wire::ControllerUnpublishVolumeResponse, Status> {
         self.publishes()?;
         required("volume_id", &request.volume_id)?;
-        validate::map("secrets", &request.secrets)?;
+        validate::secrets(&request.secrets)?;
         let (handle, node) = (request.volume_id, request.node_id);
         let secrets = request.secrets.into();
         let asked = &self.provisioner;

@@ -69,7 +69,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         let wire::DeleteVolumeRequest { volume_id, secrets } = request;
         answered("DeleteVolume", &volume_id, within, async {
             required("volume_id", &volume_id)?;
-            validate::map("secrets", &secrets)?;
+            validate::secrets(&secrets)?;
             let asked = &self.provisioner;
             asked
                 .delete_volume(volume_id.clone(), secrets.into())
@@ -222,7 +222,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         answered("CreateSnapshot", &source, within, async {
             required("source_volume_id", &source)?;
             required("name", &request.name)?;
-            validate::map("secrets", &request.secrets)?;
+            validate::secrets(&request.secrets)?;
             validate::map("parameters", &request.parameters)?;
             let mut parameters = request.parameters;
             parameters.retain(|name, _| !name.starts_with("csi.storage.k8s.io/"));
@@ -247,7 +247,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         let id = request.snapshot_id;
         answered("DeleteSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
-            validate::map("secrets", &request.secrets)?;
+            validate::secrets(&request.secrets)?;
             let asked = &self.provisioner;
             asked
                 .delete_snapshot(id.clone(), request.secrets.into())
@@ -332,7 +332,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         let id = request.volume_id;
         answered("ControllerModifyVolume", &id, within, async {
             required("volume_id", &id)?;
-            validate::map("secrets", &request.secrets)?;
+            validate::secrets(&request.secrets)?;
             validate::map("mutable_parameters", &request.mutable_parameters)?;
             let asked = &self.provisioner;
             let parameters = request.mutable_parameters;

@@ -1,8 +1,12 @@
 use std::{
     fs,
-    os::unix::fs::{PermissionsExt, symlink},
+    os::{
+        fd::AsRawFd as _,
+        unix::fs::{PermissionsExt, symlink},
+    },
 };
 
+use proptest::prelude::*;
 use rustix::mount::{MountFlags, mount};
 
 use super::*;
@@ -36,6 +40,15 @@ fn only_absolute_paths_strictly_below_a_root_are_places() {
     assert!(matches!(
         refused(&format!("{root}/a/b")),
         PathError::MissingParent { .. }
+    ));
+    let long = "x".repeat(256);
+    for path in [format!("{root}/{long}"), format!("{root}/{long}/a")] {
+        assert!(matches!(refused(&path), PathError::TooLong { .. }));
+    }
+    let deep = "a/".repeat(2100);
+    assert!(matches!(
+        refused(&format!("{root}/{deep}")),
+        PathError::TooLong { .. }
     ));
     let place = roots.place(&format!("{root}//./a/")).expect("a place");
     assert_eq!(
@@ -193,4 +206,69 @@ fn a_note_is_replaced_read_and_removed() {
     assert_eq!(names.count(), 1);
     assert_eq!(note.unlink().expect("removed"), Done::Now);
     assert_eq!(note.unlink().expect("removed"), Done::Already);
+}
+
+fn hostile_path(root: &str) -> impl Strategy<Value = String> + use<> {
+    let name = prop_oneof![
+        8 => prop::sample::select(vec![
+            "..", ".", "", "dir", "file", "link", "loop", "pipe", "a\0b", "a\nb", "\u{85}", "\u{fffd}", " ",
+        ])
+        .prop_map(str::to_owned),
+        1 => (250usize..300).prop_map(|length| "x".repeat(length)),
+        1 => "[^/]{0,8}",
+    ];
+    let beginning = prop::sample::select(vec![
+        root.to_owned(),
+        root.to_owned(),
+        root.to_owned(),
+        format!("{root}x"),
+        String::new(),
+        "relative".to_owned(),
+        "/proc/self/root".to_owned(),
+        format!("/proc/self/root{root}"),
+    ]);
+    let names = prop_oneof![
+        20 => prop::collection::vec(name, 0..5),
+        1 => Just(vec!["dir".to_owned(); 1100]),
+    ];
+    (beginning, names).prop_map(|(beginning, names)| {
+        let names = names.into_iter().map(|name| format!("/{name}"));
+        names.fold(beginning, |path, name| path + &name)
+    })
+}
+
+#[test]
+fn any_path_is_refused_or_a_name_in_a_directory_below_a_root() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let elsewhere = tempfile::tempdir().expect("a directory");
+    let real = directory.path().canonicalize().expect("real");
+    fs::create_dir_all(real.join("dir/dir")).expect("created");
+    fs::write(real.join("file"), "").expect("written");
+    fs::write(real.join("dir/file"), "").expect("written");
+    for link in ["link", "dir/link"] {
+        symlink(elsewhere.path(), real.join(link)).expect("linked");
+    }
+    symlink("loop", real.join("loop")).expect("linked");
+    let owner = rustix::fs::Mode::RUSR;
+    rustix::fs::mkfifoat(CWD, real.join("pipe"), owner).expect("made");
+    let roots = Roots::new(std::slice::from_ref(&real)).expect("roots");
+    let root = real.to_str().expect("utf-8");
+    proptest!(|(path in hostile_path(root))| {
+        match roots.place(&path) {
+            Ok(place) => {
+                let parent = format!("/proc/self/fd/{}", place.parent.as_raw_fd());
+                let parent = fs::read_link(parent).expect("open");
+                prop_assert!(parent.starts_with(&real), "{}", parent.display());
+                prop_assert_eq!(parent.join(&place.name), place.path());
+                let is_name = place.name != "." && place.name != ".." && place.name.len() <= 255;
+                prop_assert!(is_name && !path.contains('\0'), "{:?}", place.name);
+                prop_assert!(place.look().is_ok(), "{:?}", place.look());
+            }
+            // Which would be said to pass by itself.
+            Err(PathError::Io { path, source, .. }) => {
+                prop_assert!(false, "{}: {}", path.display(), source);
+            }
+            Err(_) => {}
+        }
+    });
 }
