@@ -50,6 +50,7 @@ mod held;
 mod inline;
 mod layout;
 mod mounted;
+mod nested;
 mod occupied;
 mod places;
 mod prepare;

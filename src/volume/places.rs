@@ -11,9 +11,9 @@ use super::Error;
 use crate::mount::path::{PathError, Place, Roots};
 
 /// The request's field of a staging path.
-const STAGING: &str = "staging_target_path";
+pub const STAGING: &str = "staging_target_path";
 /// The request's field of a target path.
-const TARGET: &str = "target_path";
+pub const TARGET: &str = "target_path";
 
 /// The directories below which volumes are staged and published.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@
 //! never touches the device, but the directories that it walks are on a disk, too. No
 //! record is written: the mount at the target is the record.
 
-use std::{io, path::Path, rc::Rc};
+use std::{io, rc::Rc};
 
 use rustix::{
     fd::{AsFd as _, OwnedFd},
@@ -16,6 +16,7 @@ use super::{
     Error, Node, Outcome, already,
     held::Targets,
     mounted,
+    nested::PathOf,
     places::{Places, at_target},
     record::{Phase, Record, Target},
     spec::{Publish, Use},
@@ -48,7 +49,7 @@ pub async fn publish(
             spec.staging_path.display()
         )));
     }
-    refuse_staging(&record, &spec.target_path)?;
+    node.refuse_nested(volume, &spec.target_path, PathOf::Target)?;
     let read_only = spec.read_only || record.read_only;
     let job = Publishing {
         device: volume.device_of(&record)?,
@@ -72,24 +73,6 @@ pub async fn publish(
         volume.set_target(&spec.target_path, Target { read_only });
     }
     result.map(|()| Outcome::Done)
-}
-
-/// What is mounted where a volume is staged is all that keeps it usable, and goes with its
-/// unstage.
-pub fn refuse_staging(record: &Record, target_path: &Path) -> Result<(), Error> {
-    // A volume that is only formatted is staged nowhere, and every path is below that.
-    if record.staging_path.as_os_str().is_empty() || !target_path.starts_with(&record.staging_path)
-    {
-        return Ok(());
-    }
-    Err(Error::Invalid {
-        field: "target_path",
-        why: format!(
-            "volume {} is staged at {}, where it cannot be published",
-            record.volume_id,
-            record.staging_path.display()
-        ),
-    })
 }
 
 /// What a publish needs on the volume's lane.

@@ -12,6 +12,7 @@ use super::{
     attach::{Before, attach_source, known_device, purpose_of},
     guard::Guard,
     layout, mounted,
+    nested::PathOf,
     places::{Places, at_staging},
     prepare::{self, Prepared},
     publish::{self, appears_at},
@@ -57,6 +58,7 @@ pub async fn stage(
             limit,
         });
     }
+    node.refuse_nested(volume, &spec.staging_path, PathOf::Staging)?;
     let (spec, mut found) = look(node, volume, spec, progress).await?;
     let spec = &spec;
     if let Some(record) = volume.record() {

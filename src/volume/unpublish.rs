@@ -16,8 +16,9 @@ use rustix::fd::AsFd as _;
 use super::{
     Error, Node, Outcome, already,
     held::Targets,
+    nested::PathOf,
     places::{Places, absent_is_none, at_target},
-    publish::{appears_at, refuse_staging},
+    publish::appears_at,
     record::Record,
     spec::Use,
     task::{Progress, Volume},
@@ -44,8 +45,8 @@ pub async fn unpublish(
     let record = volume.record();
     if let Some(record) = &record {
         progress.backend(record.source.backend());
-        refuse_staging(record, target_path)?;
     }
+    node.refuse_nested(volume, target_path, PathOf::Target)?;
     release_lock(node, volume, record.as_ref(), target_path, progress).await?;
     let is_known = record.as_ref().is_some_and(|it| it.device.is_some());
     let others = if is_known {

@@ -6,9 +6,7 @@ use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, ResourceExhaust
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
 use crate::{
-    harness::{
-        Content, MIB, Node, NodeSetup, Sandbox, Volume, at_each_step, refused, run, story,
-    },
+    harness::{Content, MIB, Node, NodeSetup, Sandbox, Volume, at_each_step, refused, run, story},
     protection::protection_at,
 };
 

@@ -41,6 +41,15 @@ fn stage_refuses_what_is_missing_or_oversized() {
             ("rel", |r| {
                 r.staging_target_path = "rel".to_owned();
             }),
+            ("staging_target_path", |r| {
+                let name = r.staging_target_path.rfind('/').expect("absolute") + 1;
+                r.staging_target_path
+                    .replace_range(name.., &"x".repeat(256));
+            }),
+            ("volume_context.image", |r| {
+                r.volume_context
+                    .insert("image".to_owned(), "v.img\n".to_owned());
+            }),
             ("volume_capability", |r| r.volume_capability = None),
             ("access_mode", |r| {
                 capability(&mut r.volume_capability).access_mode = None;
@@ -234,6 +243,60 @@ fn paths_outside_of_kubelets_directory_are_refused() {
 }
 
 #[test]
+fn no_path_of_a_volume_is_above_or_below_another() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for fs in ["ext4", "block"] {
+            let volume = sandbox.volume_in("main", &format!("{fs}-v"), fs, 64 * MIB);
+            let other = sandbox.volume_in("main", &format!("{fs}-other"), fs, 64 * MIB);
+            let target = node.up(&volume, "pod").await;
+            node.stage(&other).await.unwrap();
+            let staging = node.staging(&volume);
+            let mounts = mounts_below(sandbox.dir());
+            let above = |path: &PathBuf| path.parent().unwrap().to_owned();
+            for (volume, path) in [
+                (&volume, staging.clone()),
+                (&volume, staging.join("below")),
+                (&volume, above(&staging)),
+                (&volume, node.staging(&other).join("below")),
+                (&other, staging.join("below")),
+                (&other, target.join("below")),
+                (&other, above(&target)),
+            ] {
+                let target_path = path.display().to_string();
+                let words = ["target_path", &target_path];
+                let request = NodePublishVolumeRequest {
+                    target_path: target_path.clone(),
+                    ..node.publish_request(volume, "pod")
+                };
+                // Its parent is there, or is a file.
+                let sent = node.client().node_publish_volume(request).await;
+                refused(sent, InvalidArgument, &words);
+                let request = NodeUnpublishVolumeRequest {
+                    volume_id: volume.handle.clone(),
+                    target_path: target_path.clone(),
+                };
+                let sent = node.client().node_unpublish_volume(request).await;
+                refused(sent, InvalidArgument, &words);
+            }
+            for path in [&target, &target.join("below"), &above(&target)] {
+                let staging_target_path = path.display().to_string();
+                let words = ["staging_target_path", &staging_target_path];
+                let request = NodeStageVolumeRequest {
+                    staging_target_path: staging_target_path.clone(),
+                    ..node.stage_request(&volume)
+                };
+                refused(node.send_stage(request).await, InvalidArgument, &words);
+            }
+            assert_eq!(mounts_below(sandbox.dir()), mounts);
+            node.down(&volume, "pod").await;
+            node.unstage(&other).await.unwrap();
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn growth_keeps_to_the_range() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
@@ -242,6 +305,14 @@ fn growth_keeps_to_the_range() {
         // As large already.
         let bytes = node.expand(&volume, &target, 64 * MIB).await.unwrap();
         assert_eq!(u64::try_from(bytes).unwrap(), 64 * MIB);
+        let message = NodeExpandVolumeRequest {
+            volume_id: volume.handle.clone(),
+            volume_path: target.display().to_string(),
+            staging_target_path: "staging".to_owned(),
+            ..Default::default()
+        };
+        let answer = node.client().node_expand_volume(message).await;
+        refused(answer, InvalidArgument, &["staging_target_path"]);
         for (required_bytes, limit_bytes, code) in [
             (2 << 20, 1 << 20, InvalidArgument),
             (-1, 0, InvalidArgument),

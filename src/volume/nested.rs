@@ -1,0 +1,101 @@
+//! Paths of volumes that must not meet.
+//!
+//! Where a target is the staging path itself, its unpublish would unmount what all
+//! targets are bound to. Where one path is below another, directories would be made
+//! and removed in the volume that is mounted there, or the one mount would hide the
+//! other. Paths are compared as they are spelled; no disk is asked.
+
+use std::{iter, os::unix::ffi::OsStrExt as _, path::Path};
+
+use super::{
+    Error, Node,
+    places::{STAGING, TARGET},
+    task::Volume,
+};
+
+/// What a volume has a path for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PathOf {
+    /// Its stage.
+    Staging,
+    /// A publish.
+    Target,
+}
+
+impl PathOf {
+    fn field(self) -> &'static str {
+        match self {
+            Self::Staging => STAGING,
+            Self::Target => TARGET,
+        }
+    }
+
+    fn done(self) -> &'static str {
+        match self {
+            Self::Staging => "staged",
+            Self::Target => "published",
+        }
+    }
+}
+
+impl Node {
+    /// Refuses a path of the volume that is above or below another one of any volume of
+    /// this node, or that this volume has for something else. Whether another volume has
+    /// the very same path, what is mounted there tells.
+    pub fn refuse_nested(&self, volume: &Volume, path: &Path, of: PathOf) -> Result<(), Error> {
+        for other in self.volumes.borrow().values() {
+            let held = other.held.borrow();
+            let Some(held) = held.as_ref() else {
+                continue;
+            };
+            let staging = (PathOf::Staging, &held.record.staging_path);
+            let targets = held.targets.keys().map(|target| (PathOf::Target, target));
+            for (taken_for, taken) in iter::once(staging).chain(targets) {
+                let is_both = other.id == volume.id && taken_for != of && path == taken;
+                if is_both || is_below(path, taken) || is_below(taken, path) {
+                    return Err(Error::Invalid {
+                        field: of.field(),
+                        why: format!(
+                            "{} is, or is above or below, {}, where volume {} is {}; pass another",
+                            path.display(),
+                            taken.display(),
+                            other.id,
+                            taken_for.done()
+                        ),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A volume that is only formatted has an empty path, which nothing is below.
+fn is_below(path: &Path, above: &Path) -> bool {
+    let [path, above] = [path, above].map(|path| path.as_os_str().as_bytes());
+    let rest = path.strip_prefix(above).filter(|_| !above.is_empty());
+    rest.is_some_and(|rest| rest.starts_with(b"/"))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn below_is_what_a_slash_parts() {
+        let below = |path, above| is_below(Path::new(path), Path::new(above));
+        assert!(below("/a/b", "/a") && below("/a/b/c", "/a"));
+        assert!(!below("/a", "/a") && !below("/ab", "/a") && !below("/a", "/a/b"));
+        assert!(!below("/a", ""));
+    }
+
+    proptest! {
+        #[test]
+        fn below_is_by_whole_names(path in "(/[ab]{1,2}){1,4}", above in "(/[ab]{1,2}){1,3}") {
+            let [path, above] = [&path, &above].map(Path::new);
+            prop_assert_eq!(is_below(path, above), path != above && path.starts_with(above));
+        }
+    }
+}
