@@ -17,7 +17,8 @@ shift
 
 # Memory that is not touched costs nothing.
 memory=4G
-# For tests and all. With every step of the crash matrix, one story takes half an hour.
+# For tests and all. With every step of the crash matrix, one story of krbd takes a
+# quarter of an hour alone.
 [[ -z ${EVERY_STEP:-} ]] || LONGEST=${LONGEST:-6h}
 longest=${LONGEST:-50m}
 
