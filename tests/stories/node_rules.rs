@@ -48,7 +48,7 @@ fn stage_refuses_what_is_missing_or_oversized() {
             }),
             ("volume_context.image", |r| {
                 r.volume_context
-                    .insert("image".to_owned(), "v.img\n".to_owned());
+                    .insert("image".to_owned(), "v.img\0".to_owned());
             }),
             ("volume_capability", |r| r.volume_capability = None),
             ("access_mode", |r| {
