@@ -40,6 +40,9 @@ pub async fn attach_source(
             spec.source
         )));
     }
+    let place = node
+        .admit(volume, progress, &node.config.gates.attach, &spec.source)
+        .await?;
     if let Some(inline) = &spec.inline {
         let backends = Arc::clone(&node.backends);
         let (source, id, bytes) = (spec.source.clone(), volume.id.clone(), inline.bytes);
@@ -51,9 +54,6 @@ pub async fn attach_source(
             .map_err(|error| volume.device(error))?;
         already(&volume.id, "create", done);
     }
-    let place = node
-        .admit(volume, progress, &node.config.gates.attach, &spec.source)
-        .await?;
     let backends = Arc::clone(&node.backends);
     let source = spec.source.clone();
     let how = How {

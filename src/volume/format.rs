@@ -37,7 +37,12 @@ pub async fn format(
     }
     let (backends, source) = (Arc::clone(&node.backends), spec.source.clone());
     // By a file of the operator's, on a disk.
-    let settle = move || backends.settled(&source);
+    let gate = &node.config.gates.attach;
+    let admission = node.admit(volume, progress, gate, &source).await?;
+    let settle = move || {
+        let _admission = admission;
+        backends.settled(&source)
+    };
     let attach = Stage {
         source: node.lane(volume, progress, "look", settle).await,
         staging_path: PathBuf::new(),

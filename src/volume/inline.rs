@@ -24,7 +24,12 @@ pub async fn publish(
 ) -> Result<Outcome, Error> {
     // What is wrong with the target is found before anything is made for it.
     let (places, target) = (node.places.clone(), spec.publish.target_path.clone());
-    let look = move || places.target(&target).map(drop);
+    let (gate, source) = (&node.config.gates.attach, &spec.stage.source);
+    let admission = node.admit(volume, progress, gate, source).await?;
+    let look = move || {
+        let _admission = admission;
+        places.target(&target).map(drop)
+    };
     node.lane(volume, progress, "look", look).await?;
     stage::stage(node, volume, &spec.stage, progress).await?;
     let published = publish::publish(node, volume, &spec.publish, progress).await;

@@ -134,7 +134,11 @@ async fn look(
     let (places, backends) = (node.places.clone(), Arc::clone(&node.backends));
     let (id, record) = (volume.id.clone(), volume.record());
     let mut spec = spec.clone();
+    // Not in its own time: of many calls at once, each would take a thread.
+    let gate = &node.config.gates.attach;
+    let admission = node.admit(volume, progress, gate, &spec.source).await?;
     let look = move || {
+        let _admission = admission;
         spec.source = backends.settled(&spec.source);
         let place = layout::make_place(&places, &id, &spec)?;
         let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);

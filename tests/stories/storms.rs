@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tonic::{Code, Status};
 
 use crate::harness::{
-    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, Volume, eventually, run, story,
+    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, StuckTree, Volume, eventually, run, story,
 };
 use crate::telling::free_port;
 
@@ -119,6 +119,52 @@ fn a_full_queue_refuses_and_the_call_may_be_repeated() {
             }
         }
         ends(&node, stuck).await;
+    });
+}
+
+/// Calls that come while kubelet's directories hang.
+const STORM: usize = 48;
+
+#[test]
+fn calls_that_look_for_their_volumes_take_no_thread_each() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let setup = NodeSetup::new(sandbox).arg("--max-attaches=2");
+        let mut node = Node::prepare(sandbox, setup);
+        let plugins = node.kubelet.join("plugins");
+        fs::create_dir_all(&plugins).unwrap();
+        let disk = StuckTree::new(&plugins);
+        node.begin().await;
+        let volumes: Vec<_> = (0..STORM)
+            .map(|number| sandbox.volume_in("main", &format!("v{number}"), "block", MIB))
+            .collect();
+        for volume in &volumes {
+            fs::create_dir_all(node.staging(volume)).unwrap();
+        }
+        let requests: Vec<_> = (volumes.iter().map(|it| node.stage_request(it))).collect();
+        disk.stop_all();
+        let kubelets = node.timeout.replace(Duration::from_secs(3));
+        let answers = at_once(requests.into_iter().map(|it| node.send_stage(it))).await;
+        let tasks = fs::read_dir(format!("/proc/{}/task", node.pid())).unwrap();
+        let names = tasks.flatten().map(|task| task.path().join("comm"));
+        let names = names.filter_map(|name| fs::read_to_string(name).ok());
+        let looking = names.filter(|name| name.trim() == "lane-look").count();
+        // A place is given back after seconds.
+        assert!((1..=STORM / 4).contains(&looking), "{looking} threads look");
+        for answer in answers {
+            let status = answer.expect_err("the directory hangs");
+            assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+        }
+        disk.go_on();
+        node.timeout.set(kubelets);
+        for volume in &volumes {
+            node.until_ok("staged", async || node.stage(volume).await)
+                .await;
+            node.unstage(volume).await.unwrap();
+        }
+        node.assert_clean().await;
     });
 }
 
