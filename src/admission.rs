@@ -314,7 +314,8 @@ impl Drop for Place {
 /// How many volumes of a node may be in a step at once.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Limits {
-    /// At most so many volumes are attached at once, devices that hang not counted.
+    /// At most so many volumes are attached at once, devices that hang not counted; as
+    /// many are looked for, and as many inline volumes' records written.
     #[arg(long, env = "URING_CSI_MAX_ATTACHES", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_attaches: usize,
     /// At most so many devices are looked into at once.
@@ -360,9 +361,12 @@ const RECONNECT: Duration = Duration::from_secs(15);
 /// The gates of a node.
 #[derive(Clone, Debug)]
 pub struct Gates {
-    /// Before a device is attached; the one that refuses. What has come further is
-    /// attached, and waits for what it needs next.
+    /// Before a device is attached, and before it is looked what there is of the volume;
+    /// the one that refuses. What has come further is attached, and waits for what it
+    /// needs next.
     pub attach: Gate,
+    /// Before an inline volume's record is changed.
+    pub record: Gate,
     /// Before a device is read.
     pub probe: Gate,
     /// Before a file system is mounted.
@@ -386,6 +390,11 @@ impl Gates {
             attach: Gate::new(Bounds {
                 queue: limits.max_waiting,
                 ..Bounds::new("attach", "--max-attaches", limits.max_attaches, SECONDS)
+            }),
+            // All of them are on one disk.
+            record: Gate::new(Bounds {
+                share: limits.max_attaches,
+                ..Bounds::new("record", "--max-attaches", limits.max_attaches, SECONDS)
             }),
             probe: gate("probe", "--max-probes", limits.max_probes, SECONDS),
             mount: gate("mount", "--max-mounts", limits.max_mounts, SECONDS),
@@ -413,9 +422,10 @@ impl Gates {
         }
     }
 
-    fn all(&self) -> [&Gate; 7] {
+    fn all(&self) -> [&Gate; 8] {
         let Self {
             attach,
+            record,
             probe,
             mount,
             mkfs,
@@ -423,7 +433,9 @@ impl Gates {
             cryptsetup,
             reconnect,
         } = self;
-        [attach, probe, mount, mkfs, fsck, cryptsetup, reconnect]
+        [
+            attach, record, probe, mount, mkfs, fsck, cryptsetup, reconnect,
+        ]
     }
 
     /// Gives the places back of those that show no sign of life; to be called every

@@ -1,4 +1,4 @@
-//! Files of our own: records on tmpfs, and the few under the state directory.
+//! Files of our own on a tmpfs: records.
 //!
 //! Only such files: their operations run on the runtime's ring and, where they
 //! may sleep, on its few kernel workers, which a dead device must never hold.
@@ -20,15 +20,6 @@ use crate::{Done, crash_point};
 
 /// How much a read asks for at least; records are smaller.
 const CHUNK: usize = 4096;
-
-/// What a change is to outlive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Durability {
-    /// A crash of the process.
-    Volatile,
-    /// A crash of the machine, too: the file and its directory are synced.
-    Durable,
-}
 
 /// The whole of a file.
 pub async fn read(path: &Path) -> io::Result<Vec<u8>> {
@@ -52,11 +43,11 @@ pub async fn read(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// Makes `bytes` the content of `path`, at once or not at all. The file is
-/// readable by its owner alone.
+/// readable by its owner alone, and outlives a crash of the process.
 ///
 /// When the future is dropped meanwhile, either has happened.
-pub async fn replace(path: &Path, bytes: Vec<u8>, durability: Durability) -> io::Result<()> {
-    let (directory, new) = beside(path)?;
+pub async fn replace(path: &Path, bytes: Vec<u8>) -> io::Result<()> {
+    let (_, new) = beside(path)?;
     let file = OpenOptions::new()
         .write(true)
         .create(true)
@@ -65,48 +56,27 @@ pub async fn replace(path: &Path, bytes: Vec<u8>, durability: Durability) -> io:
         .open(&new)
         .await?;
     let (written, _) = file.write_all_at(bytes, 0).await;
-    let synced = match (&written, durability) {
-        (Ok(()), Durability::Durable) => file.sync_all().await,
-        _ => Ok(()),
-    };
     file.close().await?;
     written?;
-    synced?;
     crash_point();
     rename(&new, path).await?;
     crash_point();
-    sync_directory(directory, durability).await
+    Ok(())
 }
 
-/// Removes `path`. Its directory is synced even where the file was gone: the
-/// call that removed it may have died before it synced.
-pub async fn remove(path: &Path, durability: Durability) -> io::Result<Done> {
+/// Removes `path`.
+pub async fn remove(path: &Path) -> io::Result<Done> {
     let removed = remove_file(path).await;
     crash_point();
-    let done = match removed {
-        Ok(()) => Done::Now,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Done::Already,
-        Err(error) => return Err(error),
-    };
-    let (directory, _) = beside(path)?;
-    match sync_directory(directory, durability).await {
+    match removed {
+        Ok(()) => Ok(Done::Now),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Done::Already),
-        synced => synced.map(|()| done),
+        Err(error) => Err(error),
     }
-}
-
-async fn sync_directory(directory: &Path, durability: Durability) -> io::Result<()> {
-    if durability == Durability::Volatile {
-        return Ok(());
-    }
-    let directory = File::open(directory).await?;
-    let synced = directory.sync_all().await;
-    directory.close().await?;
-    synced
 }
 
 /// The directory of `path`, and the name under which its next content is made.
-fn beside(path: &Path) -> io::Result<(&Path, PathBuf)> {
+pub fn beside(path: &Path) -> io::Result<(&Path, PathBuf)> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
@@ -136,12 +106,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pvc-1.json");
         ring::start(async {
-            for durability in [Durability::Volatile, Durability::Durable] {
-                for length in [0, 1, CHUNK - 1, CHUNK, 3 * CHUNK + 7] {
-                    let bytes = vec![b'x'; length];
-                    replace(&path, bytes.clone(), durability).await.unwrap();
-                    assert!(read(&path).await.unwrap() == bytes, "{length} bytes");
-                }
+            for length in [0, 1, CHUNK - 1, CHUNK, 3 * CHUNK + 7] {
+                let bytes = vec![b'x'; length];
+                replace(&path, bytes.clone()).await.unwrap();
+                assert!(read(&path).await.unwrap() == bytes, "{length} bytes");
             }
         })
         .unwrap();
@@ -155,7 +123,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("record");
         std::fs::write(dir.path().join(".record.new"), "half a rec, and longer").unwrap();
-        ring::start(replace(&path, b"whole".to_vec(), Durability::Volatile))
+        ring::start(replace(&path, b"whole".to_vec()))
             .unwrap()
             .unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"whole");
@@ -169,12 +137,9 @@ mod tests {
         std::fs::write(&path, "x").unwrap();
         let nowhere = dir.path().join("no/such/record");
         ring::start(async {
-            for durability in [Durability::Durable, Durability::Volatile] {
-                std::fs::write(&path, "x").unwrap();
-                assert_eq!(remove(&path, durability).await.unwrap(), Done::Now);
-                assert_eq!(remove(&path, durability).await.unwrap(), Done::Already);
-                assert_eq!(remove(&nowhere, durability).await.unwrap(), Done::Already);
-            }
+            assert_eq!(remove(&path).await.unwrap(), Done::Now);
+            assert_eq!(remove(&path).await.unwrap(), Done::Already);
+            assert_eq!(remove(&nowhere).await.unwrap(), Done::Already);
             let missing = read(&path).await.unwrap_err();
             assert_eq!(missing.kind(), io::ErrorKind::NotFound);
         })

@@ -115,9 +115,7 @@ mod tests {
                 let (mut peer, _) = listener.accept().await.unwrap();
                 let mut text = vec![0; 5];
                 peer.read_exact(&mut text).await.unwrap();
-                file::replace(&record, text, file::Durability::Volatile)
-                    .await
-                    .unwrap();
+                file::replace(&record, text).await.unwrap();
                 timer::sleep(std::time::Duration::from_millis(1)).await;
                 peer.write_all(&file::read(&record).await.unwrap())
                     .await

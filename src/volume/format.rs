@@ -56,7 +56,7 @@ pub async fn format(
         secrets: spec.secrets.clone(),
     };
     let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);
-    node.remember(volume, record.clone()).await?;
+    node.remember(volume, record.clone(), progress).await?;
     let (purpose, before) = (Purpose::Format, Before::default());
     let attaching = attach_source(node, volume, &attach, purpose, before, progress);
     let attached = match attaching.await {
@@ -91,7 +91,7 @@ async fn steps(
     record: &Record,
     progress: &Progress,
 ) -> Result<String, Error> {
-    node.remember(volume, record.clone()).await?;
+    node.remember(volume, record.clone(), progress).await?;
     // Refuses where anybody has the device mounted or open exclusively.
     let (source, device) = (&record.source, &attached.device);
     let (content, guard) = prepare::look(node, volume, source, device, progress).await?;

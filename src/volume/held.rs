@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    io,
     path::{Path, PathBuf},
     rc::Rc,
     time::Duration,
@@ -11,7 +12,7 @@ use super::{
     Error, Node,
     places::{Places, absent_is_none},
     publish::appears_at,
-    record::{Held, Record, Target},
+    record::{Held, Record, Records, Target},
     spec::Use,
     task::{Progress, UnderWay, Volume},
 };
@@ -95,11 +96,20 @@ impl Volume {
 
 impl Node {
     /// Writes the volume's record down, then remembers it.
-    pub async fn remember(&self, volume: &Volume, record: Record) -> Result<(), Error> {
-        self.records
-            .save(&record)
-            .await
-            .map_err(volume.io("write the volume's record"))?;
+    pub async fn remember(
+        &self,
+        volume: &Volume,
+        record: Record,
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        let saved = if record.inline.is_some() {
+            let record = record.clone();
+            let save = move |records: &Records| records.save_inline(&record);
+            self.in_state_dir(volume, progress, save).await
+        } else {
+            self.records.save(&record).await
+        };
+        saved.map_err(volume.io("write the volume's record"))?;
         let targets = volume.held.borrow().as_ref().map(|h| h.targets.clone());
         volume.hold(Some(Held {
             record,
@@ -109,13 +119,41 @@ impl Node {
     }
 
     /// Forgets the volume, on disk and here.
-    pub async fn forget(&self, volume: &Volume, inline: bool) -> Result<(), Error> {
-        self.records
-            .forget(&volume.id, inline)
-            .await
-            .map_err(volume.io("remove the volume's record"))?;
+    pub async fn forget(
+        &self,
+        volume: &Volume,
+        inline: bool,
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        let forgotten = if inline {
+            let id = volume.id.clone();
+            let forget = move |records: &Records| records.forget_inline(&id);
+            self.in_state_dir(volume, progress, forget).await
+        } else {
+            self.records.forget(&volume.id).await
+        };
+        forgotten.map_err(volume.io("remove the volume's record"))?;
         volume.hold(None);
         Ok(())
+    }
+
+    /// Changes an inline volume's record. The directory's disk may hang, and with it
+    /// the volume's lane.
+    async fn in_state_dir(
+        &self,
+        volume: &Volume,
+        progress: &Progress,
+        change: impl FnOnce(&Records) -> io::Result<()> + Send + 'static,
+    ) -> io::Result<()> {
+        let gate = &self.config.gates.record;
+        let admission = progress.step("record", gate.enter("")).await;
+        let admission = admission.map_err(io::Error::other)?;
+        let records = self.records.clone();
+        let change = move || {
+            let _admission = admission;
+            change(&records)
+        };
+        self.lane(volume, progress, "record", change).await
     }
 }
 

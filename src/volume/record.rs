@@ -3,8 +3,8 @@
 //! Two stores, by what outlives what. All that dies with the kernel (device,
 //! mounts) is recorded below the run directory, a tmpfs: one file a volume,
 //! written and renamed, never synced. What outlives a reboot (an inline volume's
-//! image) is synced below the state directory. A record
-//! says what we set out to do; what became of it the kernel says.
+//! image) is synced below the state directory, on the volume's lane: where that
+//! directory's disk hangs, the records of all others are written. A record says what we set out to do; what became of it the kernel says.
 
 use std::{
     collections::BTreeMap,
@@ -24,8 +24,10 @@ use crate::{
     digest,
     fs::FsType,
     kernel::Dev,
-    ring::file::{self, Durability},
+    ring::file,
 };
+
+mod durable;
 
 /// A volume that this node holds, or has begun to take or to give up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -238,25 +240,26 @@ impl Records {
         Ok(loaded)
     }
 
-    /// Writes a volume down.
+    /// Writes a volume down that is not inline.
     pub async fn save(&self, record: &Record) -> io::Result<()> {
-        let (dir, durability) = self.store(record.inline.is_some());
         let bytes = serde_json::to_vec(record)?;
-        file::replace(&dir.join(file_name(&record.volume_id)), bytes, durability).await
+        file::replace(&self.volumes.join(file_name(&record.volume_id)), bytes).await
     }
 
-    /// Forgets a volume.
-    pub async fn forget(&self, volume_id: &str, inline: bool) -> io::Result<()> {
-        let (dir, durability) = self.store(inline);
-        let _ = file::remove(&dir.join(file_name(volume_id)), durability).await?;
+    /// Forgets a volume that is not inline.
+    pub async fn forget(&self, volume_id: &str) -> io::Result<()> {
+        let _ = file::remove(&self.volumes.join(file_name(volume_id))).await?;
         Ok(())
     }
 
-    fn store(&self, inline: bool) -> (&Path, Durability) {
-        if inline {
-            (&self.inline, Durability::Durable)
-        } else {
-            (&self.volumes, Durability::Volatile)
-        }
+    /// Writes an inline volume down. For a lane, which it blocks.
+    pub fn save_inline(&self, record: &Record) -> io::Result<()> {
+        let bytes = serde_json::to_vec(record)?;
+        durable::replace(&self.inline.join(file_name(&record.volume_id)), &bytes)
+    }
+
+    /// Forgets an inline volume. For a lane, which it blocks.
+    pub fn forget_inline(&self, volume_id: &str) -> io::Result<()> {
+        durable::remove(&self.inline.join(file_name(volume_id)))
     }
 }

@@ -196,7 +196,7 @@ impl Staging<'_> {
             record.root_dev = before.root_dev;
             record.fs = before.fs;
         }
-        node.remember(volume, record.clone()).await?;
+        node.remember(volume, record.clone(), progress).await?;
         let attached = attach_source(node, volume, spec, purpose_of(spec), known, progress).await;
         let cause = match attached {
             Ok(attached) => {
@@ -243,7 +243,7 @@ impl Staging<'_> {
         if record.mounts() {
             // Known before anything is mounted: whoever takes this up after a
             // crash must know which device to look for.
-            node.remember(volume, record.clone()).await?;
+            node.remember(volume, record.clone(), progress).await?;
         }
         if let Use::Mount { options, .. } = &spec.usage {
             if let Some((fs, root_dev)) = self.mounted(device).await? {
@@ -275,7 +275,7 @@ impl Staging<'_> {
         }
         layout::write_note(node, volume, record, progress).await?;
         record.phase = Phase::Staged;
-        node.remember(volume, record.clone()).await
+        node.remember(volume, record.clone(), progress).await
     }
 
     async fn mount(

@@ -69,7 +69,7 @@ pub async fn tear_down(
 ) -> Result<(), Error> {
     let mut record = record.clone();
     record.phase = Phase::Unstaging;
-    node.remember(volume, record.clone()).await?;
+    node.remember(volume, record.clone(), progress).await?;
     if let Some(device) = &record.device {
         // A lock over another image's device is not ours to take.
         if record.usage == Use::Block && record.source.is_still(device) {
@@ -121,7 +121,7 @@ pub async fn forget(
     if record.is_staged_below() {
         layout::clear(node, volume, record, progress).await?;
     }
-    node.forget(volume, record.inline.is_some()).await
+    node.forget(volume, record.inline.is_some(), progress).await
 }
 
 /// Unmounts the volume where it is staged, if that is what is mounted there. This may

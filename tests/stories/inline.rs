@@ -1,12 +1,17 @@
 //! Inline ephemeral volumes: made by their pod's publish, gone with its unpublish.
 
-use std::fs;
+use std::{fs, time::Duration};
 
-use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable};
+use tonic::Code::{
+    DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
+};
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
 use crate::{
-    harness::{Content, MIB, Node, NodeSetup, Sandbox, Volume, at_each_step, refused, run, story},
+    harness::{
+        Content, Fault as _, HungPool, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile, Volume,
+        at_each_step, refused, run, story,
+    },
     protection::protection_at,
 };
 
@@ -115,6 +120,48 @@ fn the_image_of_an_inline_volume_goes_once_its_pool_is_back() {
         node.restart().await;
         run(&["mount", "--bind", real, pool]);
         node.unpublish(&volume, "pod").await.unwrap();
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_hung_state_directory_holds_up_inline_volumes_alone() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let mut node = Node::prepare(sandbox, with_inline(sandbox));
+        let mut disk = HungPool::new(sandbox, "ext4");
+        let hung = sandbox.pool(HungPool::NAME);
+        fs::create_dir_all(&node.state_dir).unwrap();
+        let [hung, state_dir] = [&hung, &node.state_dir].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", hung, state_dir]);
+        node.begin().await;
+        disk.stop(Moment::Use).await;
+        let kubelets = node.timeout.replace(Duration::from_secs(5));
+        // More than the kernel has workers for a ring: four for each processor.
+        let volumes: Vec<_> = (0..12).map(|number| inline(&number.to_string())).collect();
+        let publishes = volumes
+            .iter()
+            .map(|it| node.send_publish(publish(&node, it)));
+        for answer in futures_util::future::join_all(publishes).await {
+            let status = answer.expect_err("the directory hangs");
+            assert_eq!(status.code(), DeadlineExceeded, "{status:?}");
+        }
+        node.timeout.set(Duration::from_secs(60));
+        let other = sandbox.volume("other", "ext4");
+        let target = node.up(&other, "pod").await;
+        Content::new("other").write(&target.join("file"));
+        node.down(&other, "pod").await;
+        fs::remove_file(sandbox.image(&other)).unwrap();
+
+        disk.resume().await;
+        node.timeout.set(kubelets);
+        for volume in &volumes {
+            let gone = async || node.unpublish(volume, "pod").await;
+            node.until_ok("unpublished", gone).await;
+        }
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
     });

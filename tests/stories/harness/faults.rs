@@ -180,7 +180,8 @@ enum Disk {
 }
 
 impl HungPool {
-    const NAME: &str = "hung";
+    /// The name of the pool.
+    pub const NAME: &str = "hung";
     const BYTES: u64 = 8 << 30;
 
     pub fn new(sandbox: &Sandbox, kind: &str) -> Self {
