@@ -193,7 +193,11 @@ impl Cli {
                 listed.whole()
             }
             Command::Expand(it) => print(&it.run(context).await?, json),
-            Command::Snapshot(it) => print(&it.run(context).await?, json),
+            Command::Snapshot(it) => {
+                let answer = it.run(context).await?;
+                print(&answer, json)?;
+                answer.whole()
+            }
             Command::Stage(it) => print(&it.run(context).await?, json),
             Command::Publish(it) => print(&it.run(context).await?, json),
             Command::Unpublish(it) => print(&it.run(context).await?, json),

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use tonic::metadata::MetadataValue;
+use tonic::{Request, Response, metadata::MetadataValue};
 
 use super::{context::Context, error::CliError};
 use crate::{
@@ -25,6 +25,20 @@ pub const NAME_KEY: &str = "name";
 /// The name that a volume was created by; empty where its context has none.
 pub fn name_of(context: &HashMap<String, String>) -> &str {
     context.get(NAME_KEY).map_or("", String::as_str)
+}
+
+/// Takes a list without what cannot be reached.
+pub fn take_less<T>(request: &mut Request<T>) {
+    let yes = MetadataValue::from_static("1");
+    request.metadata_mut().insert(TAKES_LESS, yes);
+}
+
+/// What such a list leaves out, in sentences.
+pub fn omitted_from<T>(page: &Response<T>) -> Vec<String> {
+    let said = page.metadata().get_all_bin(OMITTED).into_iter();
+    let said = said.filter_map(|value| value.to_bytes().ok());
+    said.map(|text| String::from_utf8_lossy(&text).into_owned())
+        .collect()
 }
 
 impl Context {
@@ -51,13 +65,10 @@ impl Context {
             let page = self
                 .controller("list volumes", request, async |mut client, mut request| {
                     if takes_less {
-                        let yes = MetadataValue::from_static("1");
-                        request.metadata_mut().insert(TAKES_LESS, yes);
+                        take_less(&mut request);
                     }
                     let page = client.list_volumes(request).await?;
-                    let said = page.metadata().get_all_bin(OMITTED).into_iter();
-                    let said = said.filter_map(|value| value.to_bytes().ok());
-                    omitted.extend(said.map(|text| String::from_utf8_lossy(&text).into_owned()));
+                    omitted.extend(omitted_from(&page));
                     Ok(page)
                 })
                 .await?;

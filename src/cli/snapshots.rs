@@ -1,5 +1,7 @@
 //! `snapshot create|list|delete`.
 
+use std::collections::BTreeSet;
+
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
@@ -7,7 +9,7 @@ use super::{
     answer::{Answer, table},
     context::Context,
     error::CliError,
-    resolve::name_of,
+    resolve::{name_of, omitted_from, take_less},
 };
 use crate::{
     proto::csi::{CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot},
@@ -55,6 +57,8 @@ struct Create {
 /// Lists snapshots
 #[derive(Args, Debug)]
 #[command(after_help = "\
+A pool or cluster that cannot be reached is left out with a warning (exit code 1).
+
 Examples:
   uringctl snapshot list
   uringctl snapshot list --volume data-1")]
@@ -83,12 +87,27 @@ pub enum SnapshotsAnswer {
     Are {
         /// Each of them.
         snapshots: Vec<SnapshotAnswer>,
+        /// What could not be listed, a sentence each.
+        #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+        omitted: BTreeSet<String>,
     },
     /// Deleted.
     Deleted {
         /// Their ids.
         deleted: Vec<String>,
     },
+}
+
+impl SnapshotsAnswer {
+    /// An error where a list lacks something.
+    pub fn whole(self) -> Result<(), CliError> {
+        match self {
+            Self::Are { omitted, .. } if !omitted.is_empty() => {
+                Err(CliError::NotWhole(omitted.into_iter().collect()))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// A snapshot as printed.
@@ -142,13 +161,15 @@ impl Create {
         let snapshot = SnapshotAnswer::new(snapshot, name_of(&source.volume_context));
         Ok(SnapshotsAnswer::Are {
             snapshots: vec![snapshot],
+            omitted: BTreeSet::new(),
         })
     }
 }
 
 impl List {
     async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
-        let volumes = context.list_volumes().await?;
+        let (volumes, omitted) = context.list_what_can_be_reached().await?;
+        let mut omitted: BTreeSet<_> = omitted.into_iter().collect();
         let name = |id: &str| {
             volumes
                 .iter()
@@ -169,9 +190,16 @@ impl List {
                 ..Default::default()
             };
             let page = context
-                .controller("list snapshots", request, async |mut client, request| {
-                    client.list_snapshots(request).await
-                })
+                .controller(
+                    "list snapshots",
+                    request,
+                    async |mut client, mut request| {
+                        take_less(&mut request);
+                        let page = client.list_snapshots(request).await?;
+                        omitted.extend(omitted_from(&page));
+                        Ok(page)
+                    },
+                )
                 .await?;
             let page_snapshots = page.entries.into_iter().filter_map(|entry| entry.snapshot);
             snapshots.extend(page_snapshots.map(|snapshot| {
@@ -180,7 +208,7 @@ impl List {
             }));
             starting_token = page.next_token;
             if starting_token.is_empty() {
-                return Ok(SnapshotsAnswer::Are { snapshots });
+                return Ok(SnapshotsAnswer::Are { snapshots, omitted });
             }
         }
     }
@@ -210,7 +238,7 @@ impl Delete {
 impl Answer for SnapshotsAnswer {
     fn text(&self) -> String {
         match self {
-            Self::Are { snapshots } => {
+            Self::Are { snapshots, .. } => {
                 let rows = snapshots.iter().map(|snapshot| {
                     let source = match snapshot.source_name.as_str() {
                         "" => &snapshot.source_volume_id,

@@ -11,8 +11,8 @@ use crate::observe::{logs, metrics};
 /// How long a caller that says nothing is taken to wait: kubelet's two minutes.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The key of a request's metadata by which a caller of ListVolumes takes a list
-/// without what cannot be reached now. CSI has no such thing, and a sidecar must not
+/// The key of a request's metadata by which a caller of ListVolumes or ListSnapshots
+/// takes a list without what cannot be reached now. CSI has no such thing, and a sidecar must not
 /// get one: what is missing looks deleted.
 pub const TAKES_LESS: &str = "uring-csi-takes-less";
 /// The key under which the answer then says what is missing, a sentence each.

@@ -19,8 +19,8 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        Ailment, Error, Kind, Listing, NewVolume, Page, Place, Places, Provisioner, Range, RoomFor,
-        Snapshot, Source, Usage, Volume,
+        Ailment, Error, Kind, Listing, NewVolume, Omitted, Page, Place, Places, Provisioner, Range,
+        RoomFor, Snapshot, Source, Usage, Volume,
     },
     secret::Secrets,
 };
@@ -222,8 +222,10 @@ impl<P: Provisioner> Controller<P> {
     async fn snapshots(
         &self,
         request: wire::ListSnapshotsRequest,
+        omitted: Option<&Omitted>,
     ) -> Result<Page<Snapshot>, Status> {
-        let what = listing(request.max_entries, request.starting_token)?;
+        let mut what = listing(request.max_entries, request.starting_token)?;
+        what.omitted = omitted.cloned();
         let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());
         let secrets = request.secrets.into();
         let asked = &self.provisioner;

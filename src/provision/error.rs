@@ -1,6 +1,6 @@
 //! What can go wrong with a provisioner, and of which kind it is.
 
-use std::{io, path::PathBuf};
+use std::{io, path::PathBuf, time::Duration};
 
 use super::rbd::RbdError;
 use crate::pool::{PoolError, claim::ClaimError};
@@ -217,6 +217,14 @@ pub enum Error {
         /// What still belongs to it.
         reservation: PathBuf,
     },
+    /// A pool takes longer than it is waited for.
+    #[error("pool {pool:?} has not answered for {} s", after.as_secs())]
+    Silent {
+        /// The pool's name.
+        pool: String,
+        /// How long it was waited for.
+        after: Duration,
+    },
     /// Another node holds the image.
     #[error(transparent)]
     Claim(#[from] ClaimError),
@@ -264,6 +272,7 @@ impl Error {
             | Self::NoPointInTime { .. } => Kind::FailedPrecondition,
             Self::Busy(_) | Self::BadToken(_) => Kind::Aborted,
             Self::Corrupt { .. } | Self::Lost { .. } | Self::Unrecorded { .. } => Kind::Internal,
+            Self::Silent { .. } => Kind::Unavailable,
             Self::Io { source, .. } => of_io(source),
             Self::Pool(error) => of_pool(error),
             Self::Rbd(error) => error.kind(),

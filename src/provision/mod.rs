@@ -156,15 +156,34 @@ pub struct Listing {
 }
 
 /// What a list leaves out, in sentences.
-#[derive(Clone, Debug, Default)]
-pub struct Omitted(Arc<Mutex<Vec<String>>>);
+#[derive(Clone, Debug)]
+pub struct Omitted {
+    sentences: Arc<Mutex<Vec<String>>>,
+    patience: Duration,
+}
 
 impl Omitted {
+    /// Nothing yet, of a list that its caller waits for so long.
+    pub fn within(caller: Duration) -> Self {
+        Self {
+            sentences: Arc::default(),
+            // There is more to ask than one kind of storage.
+            patience: (caller / 3).min(LIST_PATIENCE),
+        }
+    }
+
     /// All that was left out.
     pub fn take(&self) -> Vec<String> {
-        mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        let mut all = self
+            .sentences
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        mem::take(&mut all)
     }
 }
+
+/// How long storage may take to list what it has, before it is left out.
+const LIST_PATIENCE: Duration = Duration::from_secs(10);
 
 impl Listing {
     /// What could be listed, or nothing where the caller takes less than all.
@@ -175,7 +194,10 @@ impl Listing {
         let (Err(error), Some(omitted)) = (&listed, &self.omitted) else {
             return listed;
         };
-        let mut all = omitted.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = omitted
+            .sentences
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         all.push(chain(error));
         Ok(T::default())
     }

@@ -1,13 +1,14 @@
 //! An operator with uringctl on one machine: no Kubernetes, the same sockets.
 
-use std::process::Command;
+use std::{process::Command, time::Duration};
 
 use serde_json::Value;
-use tonic::Code::Unavailable;
+use tonic::Code::{DeadlineExceeded, Unavailable};
 use uring_csi::proto::csi::ListVolumesRequest;
 
 use crate::harness::{
-    Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, refused, story,
+    Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree, refused,
+    request, story,
 };
 
 /// uringctl with the sockets of a story's agents.
@@ -126,6 +127,46 @@ fn exit_codes_tell_what_to_do() {
         let (code, _, err) = operator.run(&["list"]);
         assert_ne!(code, 0);
         assert!(err.contains("uring-csi-controller"), "{err}");
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_list_without_a_pool_that_hangs_says_so() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let hung = sandbox.pool("hung");
+        let disk = StuckTree::new(&hung);
+        let node = Node::start(sandbox).await;
+        let setup = ControllerSetup::new(sandbox).pool("hung", &hung);
+        let controller = Controller::start_with(sandbox, setup).await;
+        let operator = Operator::new(&node, &controller);
+        operator.json(&["create", "here", "64Mi", "--pool", "main"]);
+        operator.json(&["snapshot", "create", "here", "as-it-was"]);
+        disk.stop_all();
+        // What the first one left hanging keeps no other.
+        for (args, shown) in [
+            (&["list"][..], "here"),
+            (&["snapshot", "list"], "here"),
+            (&["list"], "here"),
+        ] {
+            let (code, out, err) = operator.run(args);
+            assert_eq!(code, 1, "{args:?}: {err}");
+            assert!(out.contains(shown), "{args:?}: {out}");
+            let told = "pool \"hung\" has not answered";
+            assert!(err.contains(told) && err.contains("not whole"), "{err}");
+        }
+        // Who takes no less is told for what it waits.
+        let whole = request(ListVolumesRequest::default(), Duration::from_secs(4));
+        let answer = controller.client().list_volumes(whole).await;
+        refused(answer, DeadlineExceeded, &["pool \"hung\""]);
+        disk.go_on();
+        let snapshots = operator.json(&["snapshot", "list"]);
+        let snapshot = snapshots["snapshots"][0]["snapshot_id"].as_str().unwrap();
+        operator.json(&["snapshot", "delete", snapshot]);
+        operator.json(&["delete", "here"]);
         node.assert_clean().await;
     });
 }

@@ -12,9 +12,12 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use tonic::Code::{
-    AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, Unauthenticated,
-    Unavailable,
+use tonic::{
+    Code::{
+        AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, Unauthenticated,
+        Unavailable,
+    },
+    metadata::MetadataValue,
 };
 use uring_csi::proto::csi::{
     ControllerGetCapabilitiesRequest, ControllerGetVolumeRequest, ControllerModifyVolumeRequest,
@@ -25,7 +28,7 @@ use uring_csi::proto::csi::{
 
 use crate::harness::{
     Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
-    from_snapshot, from_volume, refused, run, run_err, story,
+    from_snapshot, from_volume, refused, request, run, run_err, story,
 };
 
 mod classes;
@@ -483,6 +486,42 @@ fn a_dead_cluster_has_a_deadline_and_holds_up_no_other() {
         );
         // It is no reason to be restarted.
         assert_eq!(controller.probe().await, Some(true));
+    });
+}
+
+#[test]
+fn a_list_without_a_dead_cluster_says_so() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = silent.local_addr().unwrap().to_string();
+        let monitors = &ceph.cluster.monitors;
+        ceph.configure(&[(CEPH, monitors), ("dead", std::slice::from_ref(&address))]);
+        let mut setup = ceph.setup(sandbox);
+        setup.args.extend(ceph.own_secret(sandbox));
+        let controller = Controller::start_with(sandbox, setup).await;
+        let made = controller.create(ceph.claim("live", MIB)).await.unwrap();
+        let mut what = request(ListVolumesRequest::default(), Duration::from_secs(60));
+        let yes = MetadataValue::from_static("1");
+        what.metadata_mut().insert("uring-csi-takes-less", yes);
+        let page = controller.client().list_volumes(what).await.unwrap();
+        let omitted = page.metadata().get_bin("uring-csi-omitted-bin").unwrap();
+        let omitted = omitted.to_bytes().unwrap();
+        let omitted = String::from_utf8_lossy(&omitted);
+        assert!(omitted.contains("\"dead\""), "{omitted}");
+        let entries = page.into_inner().entries;
+        let mut ids = entries
+            .iter()
+            .flat_map(|it| &it.volume)
+            .map(|it| &it.volume_id);
+        assert!(ids.any(|id| *id == made.volume_id), "{entries:?}");
+        // A sidecar would take what is missing for deleted.
+        let what = request(ListVolumesRequest::default(), Duration::from_secs(60));
+        let answer = controller.client().list_volumes(what).await;
+        refused(answer, Unavailable, &[&address]);
+        controller.delete(&made.volume_id).await.unwrap();
     });
 }
 

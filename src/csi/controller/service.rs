@@ -46,6 +46,15 @@ async fn answered<T>(
     observed(method, subject, in_time).await
 }
 
+/// The answer, with what it leaves out.
+fn telling<T>(mut answer: Response<T>, omitted: Option<&Omitted>) -> Response<T> {
+    for sentence in omitted.map(Omitted::take).into_iter().flatten() {
+        let value = MetadataValue::from_bytes(sentence.as_bytes());
+        answer.metadata_mut().append_bin(OMITTED, value);
+    }
+    answer
+}
+
 #[tonic::async_trait]
 impl<P: Provisioner> controller_server::Controller for Controller<P> {
     async fn create_volume(
@@ -126,8 +135,8 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
     ) -> Result<Response<wire::ListVolumesResponse>, Status> {
         use wire::list_volumes_response::Entry;
         let takes_less = request.metadata().contains_key(TAKES_LESS);
-        let omitted = takes_less.then(Omitted::default);
         let (request, within) = taken(request);
+        let omitted = takes_less.then(|| Omitted::within(within));
         let listed = answered("ListVolumes", "", within, async {
             let mut what = listing(request.max_entries, request.starting_token)?;
             what.omitted.clone_from(&omitted);
@@ -141,12 +150,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
                 next_token: page.next.unwrap_or_default(),
             })
         });
-        let mut listed = listed.await?;
-        for sentence in omitted.iter().flat_map(Omitted::take) {
-            let value = MetadataValue::from_bytes(sentence.as_bytes());
-            listed.metadata_mut().append_bin(OMITTED, value);
-        }
-        Ok(listed)
+        Ok(telling(listed.await?, omitted.as_ref()))
     }
 
     async fn controller_list_volume_health(
@@ -262,9 +266,11 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         request: Request<wire::ListSnapshotsRequest>,
     ) -> Result<Response<wire::ListSnapshotsResponse>, Status> {
         use wire::list_snapshots_response::Entry;
+        let takes_less = request.metadata().contains_key(TAKES_LESS);
         let (request, within) = taken(request);
-        answered("ListSnapshots", "", within, async {
-            let page = self.snapshots(request).await?;
+        let omitted = takes_less.then(|| Omitted::within(within));
+        let listed = answered("ListSnapshots", "", within, async {
+            let page = self.snapshots(request, omitted.as_ref()).await?;
             let entries = page.entries.into_iter().map(|snapshot| Entry {
                 snapshot: Some(self.snapshot(snapshot)),
             });
@@ -272,8 +278,8 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
                 entries: entries.collect(),
                 next_token: page.next.unwrap_or_default(),
             })
-        })
-        .await
+        });
+        Ok(telling(listed.await?, omitted.as_ref()))
     }
 
     async fn get_snapshot(

@@ -159,11 +159,7 @@ impl Provisioner for Images {
     }
 
     async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
-        self.turns
-            .run("list volumes", "list", move |store| {
-                store.list_volumes(&what)
-            })
-            .await
+        self.page_of_volumes(&what).await
     }
 
     async fn check_usages(
@@ -229,11 +225,7 @@ impl Provisioner for Images {
         volume: Option<String>,
         _: Secrets,
     ) -> Result<Page<Snapshot>, Error> {
-        self.turns
-            .run("list snapshots", "list", move |store| {
-                store.list_snapshots(&what, volume.as_deref())
-            })
-            .await
+        self.page_of_snapshots(&what, volume).await
     }
 }
 
