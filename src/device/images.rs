@@ -287,6 +287,9 @@ impl Bound for BoundImage<'_> {
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
         let claim = claim::own(self.pool()?, &self.source.image, &self.images.node_id)?;
+        if claim.is_none() {
+            self.images.refuse_away_where_attached(self.source)?;
+        }
         Ok(claim.is_some_and(|claim| claim.volume_id == volume_id))
     }
 

@@ -382,8 +382,6 @@ fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::Status)>> {
     }
 }
 
-/// The path of what a loop device backs, as far as it can be seen from here;
-/// that of a deleted file, too.
 /// The configured loop devices, each with the file behind it as the kernel names it.
 /// Opens none of them.
 pub fn backing_files() -> io::Result<Vec<(Dev, PathBuf)>> {
@@ -407,6 +405,8 @@ pub fn file_system_behind(dev: Dev) -> io::Result<Option<Dev>> {
     Ok(found.map(|(_, status)| Dev::from_raw(status.device)))
 }
 
+/// The path of what a loop device backs, as far as it can be seen from here;
+/// that of a deleted file, too.
 fn backing_path(number: u32) -> io::Result<PathBuf> {
     let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
     let path = path.trim_end_matches('\n');

@@ -1,7 +1,7 @@
 //! An agent that starts serves at once, and acts on no volume that it has not taken
 //! up yet.
 
-use std::{fs, time::Duration};
+use std::{fs, path::Path, time::Duration};
 
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -11,7 +11,9 @@ use uring_csi::proto::{
     csi::{GetPluginInfoRequest, NodeGetInfoRequest, identity_client::IdentityClient},
 };
 
-use crate::harness::{Content, Node, Volume, files_below, hex, refused, story};
+use crate::harness::{
+    Content, MIB, Node, Volume, all_loops, files_below, hex, refused, run, story,
+};
 
 /// Records of so many volumes that a killed agent had begun to stage, made after the
 /// one that is there.
@@ -33,6 +35,41 @@ fn begun(node: &Node, count: usize) -> Vec<Volume> {
             volume
         })
         .collect()
+}
+
+#[test]
+fn what_a_killed_agent_had_attached_and_not_noted_waits_for_its_pool() {
+    story(async |sandbox| {
+        let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
+        let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", real, pool]);
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "raw-left", "block", 64 * MIB);
+        node.stage(&volume).await.unwrap();
+        node.kill9().await;
+        let files = files_below(&node.run_dir.join("volumes"));
+        let file = files.first().expect("a record");
+        let mut record: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        record["phase"] = json!("staging");
+        record["device"] = Value::Null;
+        fs::write(file, record.to_string()).unwrap();
+        // What is attached keeps it alive.
+        run(&["umount", "--lazy", pool]);
+        node.restart().await;
+
+        let image = Path::new(&volume.context["image"]).file_name();
+        let attached = || {
+            let backing = all_loops().into_iter().map(|(_, backing)| backing);
+            backing.filter(|it| it.file_name() == image).count()
+        };
+        let answer = node.unstage(&volume).await;
+        refused(answer, Code::Unavailable, &["main", "is it mounted?"]);
+        assert_eq!(attached(), 1);
+        run(&["mount", "--bind", real, pool]);
+        node.unstage(&volume).await.unwrap();
+        assert_eq!(attached(), 0);
+        node.assert_clean().await;
+    });
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! on which file systems. So a pool that does not answer holds up only who may have
 //! an image in it attached.
 
-use std::path::Path;
+use std::{os::unix::ffi::OsStrExt as _, path::Path};
 
 use super::{ImageSource, Images};
 use crate::{
@@ -45,7 +45,9 @@ impl Images {
             let is_its = handle.as_ref().is_some_and(|it| it.image() == image);
             for pool in pools {
                 let claim = claim::own(pool, image, &self.node_id)?;
-                if claim.is_none() && (is_its || backing.starts_with(&pool.dir)) {
+                // An image that was deleted with its pool is nobody's whose name is not told.
+                let may_be_its = backing.starts_with(&pool.dir) && !is_deleted(&backing);
+                if claim.is_none() && (is_its || may_be_its) {
                     pool.refuse_away()?;
                 }
                 if claim.is_some_and(|claim| claim.volume_id == volume_id) {
@@ -88,6 +90,23 @@ impl Images {
             Some(volume_id) => Owner::Volume(volume_id),
             None => Owner::Source(Box::new(Source::Loop(source))),
         })
+    }
+
+    /// Fails as [`Pool::refuse_away`] where a loop device may be over the image: what is
+    /// not in the pool then says nothing.
+    pub fn refuse_away_where_attached(&self, source: &ImageSource) -> Result<(), DeviceError> {
+        let image = name_of(Path::new(&source.image));
+        let attached = loopdev::backing_files().map_err(io("list the loop devices"))?;
+        for (dev, backing) in attached {
+            if name_of(&backing) != image {
+                continue;
+            }
+            let mut pools = self.may_hold(&backing, dev)?.into_iter();
+            if let Some(pool) = pools.find(|pool| pool.name == source.pool) {
+                pool.refuse_away()?;
+            }
+        }
+        Ok(())
     }
 
     /// The image of a pool that is behind a device: by its path, or, where that says
@@ -144,8 +163,15 @@ impl Images {
 /// The name of the file behind a loop device, which may be deleted.
 fn name_of(backing: &Path) -> Option<&str> {
     let name = backing.file_name()?.to_str()?;
-    Some(name.strip_suffix(" (deleted)").unwrap_or(name))
+    Some(name.strip_suffix(DELETED).unwrap_or(name))
 }
+
+fn is_deleted(backing: &Path) -> bool {
+    backing.as_os_str().as_bytes().ends_with(DELETED.as_bytes())
+}
+
+/// What d_path in the kernel puts behind the path of a file that has none any more.
+const DELETED: &str = " (deleted)";
 
 /// Whether the mount's device is `st_dev` of its files. It is of whatever is on a
 /// block device, and of these; not of btrfs and overlayfs, which number their files'
