@@ -194,7 +194,7 @@ pub fn format(
     let node = under.path.to_string_lossy();
     let fixed = ["--batch-mode", "--type=luks2", "--hash=sha256"];
     let args = [&fixed, origin.derivation(), &["--key-file=-", &node]].concat();
-    cryptsetup("luksFormat", &args, &node, Some(passphrase), domain).map(drop)
+    derive_key("luksFormat", &args, &node, passphrase, domain).map(drop)
 }
 
 /// Opens the device under that name, or finds it open.
@@ -211,7 +211,7 @@ pub fn open(
         Some(mapping) if mapping.under == under.dev => {
             // What is below it may have grown since a killed agent opened it.
             if !read_only {
-                resize(name, domain)?;
+                resize(name)?;
             }
             Done::Already
         }
@@ -226,9 +226,9 @@ pub fn open(
             if read_only {
                 args.insert(0, "--readonly");
             }
-            let opened = cryptsetup("luksOpen", &args, &node, Some(passphrase), domain);
+            let opened = derive_key("luksOpen", &args, &node, passphrase, domain);
             if let Err(error) = opened {
-                return Err(why_not_opened(under, error, domain));
+                return Err(why_not_opened(under, error));
             }
             Done::Now
         }
@@ -239,10 +239,10 @@ pub fn open(
     Ok((over, done))
 }
 
-fn why_not_opened(under: &Node, error: LuksError, domain: &str) -> LuksError {
+fn why_not_opened(under: &Node, error: LuksError) -> LuksError {
     let node = under.path.clone();
     match error {
-        LuksError::Failed { .. } if is_whole(under, domain).is_ok_and(|is| !is) => {
+        LuksError::Failed { .. } if is_whole(under).is_ok_and(|is| !is) => {
             LuksError::Unfinished { node }
         }
         LuksError::Failed { status, .. } if status.code() == Some(NO_PERMISSION) => {
@@ -253,12 +253,12 @@ fn why_not_opened(under: &Node, error: LuksError, domain: &str) -> LuksError {
 }
 
 /// Closes the mapping. One that is not there is closed.
-pub fn close(name: &str, domain: &str) -> Result<Done, LuksError> {
+pub fn close(name: &str) -> Result<Done, LuksError> {
     let found = find(name).map_err(failed("list the device mapper's devices"))?;
     if found.is_none() {
         return Ok(Done::Already);
     }
-    match cryptsetup("luksClose", &[name], name, None, domain) {
+    match cryptsetup("luksClose", &[name], name) {
         Ok(_) => Ok(Done::Now),
         Err(LuksError::Failed { status, .. }) if status.code() == Some(IN_USE) => {
             Err(LuksError::Busy {
@@ -270,8 +270,8 @@ pub fn close(name: &str, domain: &str) -> Result<Done, LuksError> {
 }
 
 /// Makes the mapping as large as what is below it. Returns its size in bytes.
-pub fn resize(name: &str, domain: &str) -> Result<u64, LuksError> {
-    cryptsetup("resize", &[name], name, None, domain)?;
+pub fn resize(name: &str) -> Result<u64, LuksError> {
+    cryptsetup("resize", &[name], name)?;
     let size = find(name).and_then(|found| match found {
         Some(mapping) => sysfs::size_bytes(mapping.over),
         None => Err(io::ErrorKind::NotFound.into()),
@@ -282,10 +282,10 @@ pub fn resize(name: &str, domain: &str) -> Result<u64, LuksError> {
 /// Whether what begins as a LUKS header is one, and has a key. A format that was
 /// interrupted leaves neither: it writes the header's beginning, then its checksum,
 /// and its key at last.
-pub fn is_whole(under: &Node, domain: &str) -> Result<bool, LuksError> {
+pub fn is_whole(under: &Node) -> Result<bool, LuksError> {
     let node = under.path.to_string_lossy();
     let args = ["--dump-json-metadata", &node];
-    let dump = match cryptsetup("luksDump", &args, &node, None, domain) {
+    let dump = match cryptsetup("luksDump", &args, &node) {
         Err(LuksError::Failed { status, .. }) if status.code() == Some(NOT_LUKS) => {
             return Ok(false);
         }
@@ -378,33 +378,48 @@ const NO_PERMISSION: i32 = 2;
 /// cryptsetup(8): the device is busy.
 const IN_USE: i32 = 5;
 
-/// Bounds how many run at once, from [`bound`] on.
+/// Bounds how many derive a key at once, from [`bound`] on.
 static GATE: OnceLock<Gate> = OnceLock::new();
 
-/// Bounds how many cryptsetup this process runs at once.
+/// Bounds how many cryptsetup of this process derive a key at once.
 pub fn bound(gate: Gate) {
     // One process has one bound: the first.
     let _ = GATE.set(gate);
 }
 
-fn cryptsetup(
+/// Runs an action that derives a key from the passphrase: one that takes memory, and
+/// locks it, and a processor for seconds. So it waits for its turn, as no other does: a
+/// mapping is closed however many hang on their cluster.
+fn derive_key(
     action: &'static str,
     args: &[&str],
     what: &str,
-    passphrase: Option<&Secret>,
+    passphrase: &Secret,
     domain: &str,
 ) -> Result<Vec<u8>, LuksError> {
-    let args: Vec<_> = std::iter::once(&action).chain(args).collect();
-    let input = passphrase.map_or(&b""[..], |passphrase| passphrase.reveal().as_bytes());
-    // Its library would wait for udevd by a semaphore that the host's udevd does not
-    // see from a container, nor raise without its rules.
-    let environment = [("DM_DISABLE_UDEV", "1")];
     // Its queue has no limit.
     let place = GATE.get().and_then(|gate| gate.enter_on_lane(domain).ok());
     let lives = || place.iter().for_each(Place::renew);
-    let output = exec::run_in_background("cryptsetup", &args, &environment, input, lives)
+    run(action, args, what, passphrase.reveal().as_bytes(), lives)
+}
+
+fn cryptsetup(action: &'static str, args: &[&str], what: &str) -> Result<Vec<u8>, LuksError> {
+    run(action, args, what, b"", || {})
+}
+
+fn run(
+    action: &'static str,
+    args: &[&str],
+    what: &str,
+    input: &[u8],
+    lives: impl Fn(),
+) -> Result<Vec<u8>, LuksError> {
+    let args: Vec<_> = std::iter::once(&action).chain(args).collect();
+    // Its library would wait for udevd by a semaphore that the host's udevd does not
+    // see from a container, nor raise without its rules.
+    let environment = [("DM_DISABLE_UDEV", "1")];
+    let output = exec::run("cryptsetup", &args, &environment, input, lives)
         .map_err(failed("run cryptsetup"))?;
-    drop(place);
     if output.status.success() {
         return Ok(output.stdout);
     }

@@ -144,7 +144,7 @@ pub(super) fn enter(
     input.push(b'\n');
     input.extend_from_slice(key.reveal().as_bytes());
     // What runs here, though its file may have been replaced.
-    let output = exec::run("/proc/self/exe", &[VERB], &[], &input);
+    let output = exec::run("/proc/self/exe", &[VERB], &[], &input, || {});
     let output = output.map_err(failed("enter the client of", &spec.volume_id))?;
     let image = || spec.image.to_string();
     match serde_json::from_slice(&output.stdout) {

@@ -191,40 +191,16 @@ fn close_range(flags: libc::c_uint) -> io::Result<()> {
 
 /// Runs a program to its end, with `input` for it to read and `environment` beside
 /// what all have: for a lane, which it blocks. The input is less than a pipe holds
-/// (64 KiB, pipe(7)).
-pub fn run<A>(
+/// (64 KiB, pipe(7)). `lives` is called every second in which the program has done
+/// something.
+pub fn run<A: AsRef<OsStr>>(
     program: &str,
     args: &[A],
-    environment: &[(&str, &str)],
-    input: &[u8],
-) -> io::Result<Output>
-where
-    A: AsRef<OsStr>,
-{
-    run_command(command(program, args), environment, input, || {})
-}
-
-/// As [`run`], for work that may take its time ([`background`]). `lives` is called
-/// every second in which the program has done something.
-pub fn run_in_background<A>(
-    program: &str,
-    args: &[A],
-    environment: &[(&str, &str)],
-    input: &[u8],
-    lives: impl Fn(),
-) -> io::Result<Output>
-where
-    A: AsRef<OsStr>,
-{
-    run_command(background(program, args), environment, input, lives)
-}
-
-fn run_command(
-    command: Command,
     environment: &[(&str, &str)],
     input: &[u8],
     lives: impl Fn(),
 ) -> io::Result<Output> {
+    let command = command(program, args);
     let (begun, pid) = mpsc::channel();
     let output = thread::scope(|scope| {
         let child = thread::Builder::new()
@@ -251,7 +227,7 @@ fn run_command(
     output
 }
 
-/// As [`run_command`], on this thread. Tells the child's process id.
+/// As [`run`], on this thread. Tells the child's process id.
 fn run_here(
     mut command: Command,
     environment: &[(&str, &str)],
@@ -285,7 +261,7 @@ mod tests {
     #[test]
     fn a_child_goes_first_where_memory_runs_out_and_may_yield_to_others() {
         let script = "cat /proc/self/oom_score_adj; nice; ionice";
-        let usual = run("sh", &["-c", script], &[], b"").unwrap();
+        let usual = run("sh", &["-c", script], &[], b"", || {}).unwrap();
         let usual = String::from_utf8(usual.stdout).unwrap();
         assert!(usual.starts_with("1000\n"), "{usual}");
         let yields = background("sh", &["-c", script]).output().unwrap();
@@ -302,7 +278,7 @@ mod tests {
         let seen = dir.path().join("seen");
         let script = format!("until [ -e {} ]; do :; done", seen.display());
         let lives = || std::fs::write(&seen, "").unwrap();
-        let ended = run_in_background("sh", &["-c", &script], &[], b"", lives).unwrap();
+        let ended = run("sh", &["-c", &script], &[], b"", lives).unwrap();
         assert!(ended.status.success(), "{ended:?}");
     }
 
@@ -359,20 +335,27 @@ mod tests {
 
     #[test]
     fn a_program_reads_its_input_and_says_how_it_ended() {
-        let output = run("sh", &["-c", "cat; echo no >&2; exit 3"], &[], b"some text").unwrap();
+        let output = run(
+            "sh",
+            &["-c", "cat; echo no >&2; exit 3"],
+            &[],
+            b"some text",
+            || {},
+        )
+        .unwrap();
         assert_eq!(output.status.code(), Some(3));
         assert_eq!(
             (&*output.stdout, &*output.stderr),
             (&b"some text"[..], &b"no\n"[..])
         );
         assert!(
-            run("true", &[""; 0], &[], &vec![0; 60_000])
+            run("true", &[""; 0], &[], &vec![0; 60_000], || {})
                 .unwrap()
                 .status
                 .success()
         );
         assert_eq!(
-            run("no-such-program", &[""; 0], &[], b"")
+            run("no-such-program", &[""; 0], &[], b"", || {})
                 .unwrap_err()
                 .kind(),
             io::ErrorKind::NotFound

@@ -80,7 +80,7 @@ impl BoundCephImage<'_> {
         let refusal = match luks::look(under)? {
             Holds::Luks if !may_be_scrap => return Ok(()),
             // Whoever finished it died before it said so.
-            Holds::Luks if luks::is_whole(under, &self.source.domain())? => return note.ended(),
+            Holds::Luks if luks::is_whole(under)? => return note.ended(),
             Holds::Unknown(offset) if !may_be_scrap => Some(
                 LuksError::Foreign {
                     node: under.path.clone(),

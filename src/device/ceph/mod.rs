@@ -353,8 +353,7 @@ impl Bound for BoundCephImage<'_> {
         if self.source.is_behind(device.dev)
             && let Some(mapping) = luks::mapping_of(device.dev)
         {
-            let domain = self.source.domain();
-            let _ = luks::close(&mapping.name, &domain).map_err(CephImageError::from)?;
+            let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
         }
         Ok(self.unmap(&Below::of(device))?)
     }
@@ -390,8 +389,7 @@ impl Bound for BoundCephImage<'_> {
             _ => self.grow_served(&below, bytes)?,
         };
         if let Some(mapping) = luks::mapping_of(device.dev) {
-            let domain = self.source.domain();
-            luks::resize(&mapping.name, &domain).map_err(CephImageError::from)?;
+            luks::resize(&mapping.name).map_err(CephImageError::from)?;
         }
         Ok(bytes)
     }

@@ -23,7 +23,7 @@ impl Name {
 impl Drop for Name {
     fn drop(&mut self) {
         // A test that failed half-way says so itself.
-        let _ = close(&self.0, DOMAIN);
+        let _ = close(&self.0);
     }
 }
 
@@ -67,7 +67,7 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
         .open(&over.path)
         .unwrap();
     file.write_all_at(b"some text", 4096).unwrap();
-    let refused = close(&name.0, DOMAIN);
+    let refused = close(&name.0);
     assert!(
         matches!(refused, Err(LuksError::Busy { .. })),
         "{refused:?}"
@@ -75,10 +75,10 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     drop(file);
     scratch.image.as_file().set_len(96 * MIB).unwrap();
     crate::device::loopdev::resize(&scratch.device).unwrap();
-    assert_eq!(resize(&name.0, DOMAIN).unwrap(), size + 32 * MIB);
+    assert_eq!(resize(&name.0).unwrap(), size + 32 * MIB);
 
-    assert_eq!(close(&name.0, DOMAIN).unwrap(), Done::Now);
-    assert_eq!(close(&name.0, DOMAIN).unwrap(), Done::Already);
+    assert_eq!(close(&name.0).unwrap(), Done::Now);
+    assert_eq!(close(&name.0).unwrap(), Done::Already);
     let (over, _) = open(&under, &name.0, &passphrase, true, DOMAIN).unwrap();
     let mut text = [0; 9];
     let file = File::open(&over.path).unwrap();
@@ -112,7 +112,7 @@ fn what_is_on_a_device_is_not_taken_for_nothing() {
     assert_eq!(look(&node(&scratch)).unwrap(), Holds::Unknown(MIB));
     let under = node(&scratch);
     let path = under.path.to_string_lossy();
-    let made = exec::run("mke2fs", &["-q", "-F", &path], &[], b"").unwrap();
+    let made = exec::run("mke2fs", &["-q", "-F", &path], &[], b"", || {}).unwrap();
     assert!(made.status.success());
     let refused = look(&node(&scratch)).unwrap_err();
     assert!(matches!(refused, LuksError::Foreign { .. }), "{refused}");
@@ -126,12 +126,12 @@ fn a_header_that_is_not_whole_is_known() {
     let scratch = Scratch::new(32 * MIB);
     let under = node(&scratch);
     format(&under, &secret("one"), Origin::Random, DOMAIN).unwrap();
-    assert!(is_whole(&under, DOMAIN).unwrap());
+    assert!(is_whole(&under).unwrap());
     let path = under.path.to_string_lossy();
-    cryptsetup("luksErase", &["--batch-mode", &path], &path, None, DOMAIN).unwrap();
+    cryptsetup("luksErase", &["--batch-mode", &path], &path).unwrap();
     let is_refused = |under: &Node| {
         assert_eq!(look(under).unwrap(), Holds::Luks);
-        assert!(!is_whole(under, DOMAIN).unwrap());
+        assert!(!is_whole(under).unwrap());
         let refused = open(under, &name.0, &secret("one"), false, DOMAIN);
         assert!(
             matches!(refused, Err(LuksError::Unfinished { .. })),
