@@ -361,9 +361,10 @@ const RECONNECT: Duration = Duration::from_secs(15);
 /// The gates of a node.
 #[derive(Clone, Debug)]
 pub struct Gates {
-    /// Before a device is attached, and before it is looked what there is of the volume;
-    /// the one that refuses. What has come further is attached, and waits for what it
-    /// needs next.
+    /// Before it is looked what there is of a volume, which asks no device and no pool.
+    pub look: Gate,
+    /// Before a device is attached; the one that refuses. What has come further is
+    /// attached, and waits for what it needs next.
     pub attach: Gate,
     /// Before an inline volume's record is changed.
     pub record: Gate,
@@ -386,16 +387,20 @@ impl Gates {
     pub fn new(limits: &Limits) -> Self {
         let gate =
             |step, flag, places, patience| Gate::new(Bounds::new(step, flag, places, patience));
+        let whole = |step| {
+            Gate::new(Bounds {
+                share: limits.max_attaches,
+                ..Bounds::new(step, "--max-attaches", limits.max_attaches, SECONDS)
+            })
+        };
         Self {
             attach: Gate::new(Bounds {
                 queue: limits.max_waiting,
                 ..Bounds::new("attach", "--max-attaches", limits.max_attaches, SECONDS)
             }),
             // All of them are on one disk.
-            record: Gate::new(Bounds {
-                share: limits.max_attaches,
-                ..Bounds::new("record", "--max-attaches", limits.max_attaches, SECONDS)
-            }),
+            look: whole("look"),
+            record: whole("record"),
             probe: gate("probe", "--max-probes", limits.max_probes, SECONDS),
             mount: gate("mount", "--max-mounts", limits.max_mounts, SECONDS),
             mkfs: gate("mkfs", "--max-mkfs", limits.max_mkfs, CHILD),
@@ -422,8 +427,9 @@ impl Gates {
         }
     }
 
-    fn all(&self) -> [&Gate; 8] {
+    fn all(&self) -> [&Gate; 9] {
         let Self {
+            look,
             attach,
             record,
             probe,
@@ -434,7 +440,7 @@ impl Gates {
             reconnect,
         } = self;
         [
-            attach, record, probe, mount, mkfs, fsck, cryptsetup, reconnect,
+            look, attach, record, probe, mount, mkfs, fsck, cryptsetup, reconnect,
         ]
     }
 

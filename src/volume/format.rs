@@ -37,7 +37,7 @@ pub async fn format(
     }
     let (backends, source) = (Arc::clone(&node.backends), spec.source.clone());
     // By a file of the operator's, on a disk.
-    let gate = &node.config.gates.attach;
+    let gate = &node.config.gates.look;
     let admission = node.admit(volume, progress, gate, &source).await?;
     let settle = move || {
         let _admission = admission;

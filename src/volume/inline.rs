@@ -8,7 +8,9 @@
 use std::rc::Rc;
 
 use super::{
-    Error, Node, Outcome, publish,
+    Error, Node, Outcome,
+    nested::PathOf,
+    publish,
     spec::Inline,
     stage,
     task::{Progress, Volume},
@@ -23,8 +25,9 @@ pub async fn publish(
     progress: &Progress,
 ) -> Result<Outcome, Error> {
     // What is wrong with the target is found before anything is made for it.
+    node.refuse_nested(volume, &spec.publish.target_path, PathOf::Target)?;
     let (places, target) = (node.places.clone(), spec.publish.target_path.clone());
-    let (gate, source) = (&node.config.gates.attach, &spec.stage.source);
+    let (gate, source) = (&node.config.gates.look, &spec.stage.source);
     let admission = node.admit(volume, progress, gate, source).await?;
     let look = move || {
         let _admission = admission;

@@ -42,7 +42,17 @@ impl Node {
     /// Refuses a path of the volume that is above or below another one of any volume of
     /// this node, or that this volume has for something else. Whether another volume has
     /// the very same path, what is mounted there tells.
+    ///
+    /// A path that the volume has already stays its own, however it came by it: what is
+    /// mounted below it goes by its own call, or with the pod that mounted it.
     pub fn refuse_nested(&self, volume: &Volume, path: &Path, of: PathOf) -> Result<(), Error> {
+        let is_had = volume.held.borrow().as_ref().is_some_and(|held| match of {
+            PathOf::Staging => held.record.staging_path == path,
+            PathOf::Target => held.targets.contains_key(path),
+        });
+        if is_had {
+            return Ok(());
+        }
         for other in self.volumes.borrow().values() {
             let held = other.held.borrow();
             let Some(held) = held.as_ref() else {
@@ -71,7 +81,7 @@ impl Node {
 }
 
 /// A volume that is only formatted has an empty path, which nothing is below.
-fn is_below(path: &Path, above: &Path) -> bool {
+pub(super) fn is_below(path: &Path, above: &Path) -> bool {
     let [path, above] = [path, above].map(|path| path.as_os_str().as_bytes());
     let rest = path.strip_prefix(above).filter(|_| !above.is_empty());
     rest.is_some_and(|rest| rest.starts_with(b"/"))

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::Error;
+use super::{Error, nested::is_below};
 
 /// The paths of the calls under way.
 #[derive(Debug, Default)]
@@ -32,9 +32,19 @@ pub struct Occupation<'a> {
 }
 
 impl Occupied {
-    /// Makes a path the volume's, unless it is another's.
+    /// Makes a path the volume's, unless it is another's, or above or below one.
     pub fn enter<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Error> {
         let mut paths = self.0.borrow_mut();
+        let mut others = paths.iter().filter(|(_, it)| it.volume != volume);
+        if let Some((other, occupant)) =
+            others.find(|(other, _)| is_below(other, path) || is_below(path, other))
+        {
+            return Err(Error::Occupied {
+                volume: volume.to_owned(),
+                path: other.clone(),
+                other: occupant.volume.clone(),
+            });
+        }
         let occupant = paths.entry(path.to_owned()).or_insert_with(|| Occupant {
             volume: volume.to_owned(),
             calls: 0,
@@ -80,6 +90,8 @@ mod tests {
             refused.contains("volume a") && refused.contains("/p"),
             "{refused}"
         );
+        let below = occupied.enter(Path::new("/p/c"), "b").unwrap_err();
+        assert!(below.to_string().contains("volume a"), "{below}");
         drop(second);
         drop(occupied.enter(path, "b").unwrap());
         assert_eq!(occupied.0.borrow().len(), 1);

@@ -66,12 +66,12 @@ pub fn at_target(source: PathError) -> Error {
     }
 }
 
-/// A path whose parent is gone has nothing mounted on it.
+/// A path whose parent is gone, or that no file system can have, has nothing mounted on it.
 pub fn absent_is_none(place: Result<Place, Error>) -> Result<Option<Place>, Error> {
     match place {
         Ok(place) => Ok(Some(place)),
         Err(Error::Path {
-            source: PathError::MissingParent { .. },
+            source: PathError::MissingParent { .. } | PathError::TooLong { .. },
             ..
         }) => Ok(None),
         Err(error) => Err(error),

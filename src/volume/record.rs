@@ -4,7 +4,8 @@
 //! mounts) is recorded below the run directory, a tmpfs: one file a volume,
 //! written and renamed, never synced. What outlives a reboot (an inline volume's
 //! image) is synced below the state directory, on the volume's lane: where that
-//! directory's disk hangs, the records of all others are written. A record says what we set out to do; what became of it the kernel says.
+//! directory's disk hangs, the records of all others are written. A record says what
+//! we set out to do; what became of it the kernel says.
 
 use std::{
     collections::BTreeMap,

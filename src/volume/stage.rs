@@ -105,6 +105,8 @@ pub async fn stage(
         spec,
         progress,
     };
+    // Others were published while this one looked.
+    node.refuse_nested(volume, &spec.staging_path, PathOf::Staging)?;
     let before = Before {
         device: found.device,
         is_staged: found.is_staged,
@@ -135,7 +137,7 @@ async fn look(
     let (id, record) = (volume.id.clone(), volume.record());
     let mut spec = spec.clone();
     // Not in its own time: of many calls at once, each would take a thread.
-    let gate = &node.config.gates.attach;
+    let gate = &node.config.gates.look;
     let admission = node.admit(volume, progress, gate, &spec.source).await?;
     let look = move || {
         let _admission = admission;
