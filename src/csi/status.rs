@@ -164,9 +164,10 @@ fn of_pool(error: &pool::PoolError) -> Code {
         | P::Unnamed { .. }
         | P::NotLocal { .. }
         | P::BadName { .. } => Code::InvalidArgument,
-        P::NoRoom { .. } | P::NoRoomToGrow { .. } => Code::ResourceExhausted,
+        P::NoRoom { .. } => Code::ResourceExhausted,
         P::NoImage { .. } => Code::NotFound,
-        P::OtherScope { .. } => Code::FailedPrecondition,
+        // Somebody has to make room first; kubelet mounts the volume as large as it is.
+        P::OtherScope { .. } | P::NoRoomToGrow { .. } => Code::FailedPrecondition,
         P::NotReady { .. } | P::NotMounted { .. } | P::Away { .. } | P::Io { .. } => {
             Code::Unavailable
         }

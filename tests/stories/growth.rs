@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
-use tonic::Code::{FailedPrecondition, ResourceExhausted};
+use tonic::Code::FailedPrecondition;
 
 use crate::harness::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, can_resize_ext4,
@@ -168,7 +168,7 @@ fn a_node_lets_no_volume_grow_beyond_its_pool() {
             bytes.trim().parse::<u64>().unwrap()
         };
         let answer = node.expand(&thin, &target, too_much).await;
-        refused(answer, ResourceExhausted, &["bytes left", "make room"]);
+        refused(answer, FailedPrecondition, &["bytes left", "make room"]);
         assert_eq!(size_of_device(), 64 * MIB);
         let image = fs::metadata(sandbox.image(&thin)).unwrap();
         assert_eq!(image.len(), 64 * MIB);
@@ -181,7 +181,7 @@ fn a_node_lets_no_volume_grow_beyond_its_pool() {
         assert_eq!(u64::try_from(bytes).unwrap(), too_much);
         // What is promised beyond the pool leaves nothing to others.
         let answer = node.expand(&thin, &target, 129 * MIB).await;
-        refused(answer, ResourceExhausted, &["has 0 bytes left"]);
+        refused(answer, FailedPrecondition, &["has 0 bytes left"]);
         for volume in [&thin, &over] {
             node.down(volume, "pod").await;
         }
