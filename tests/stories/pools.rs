@@ -3,6 +3,7 @@
 use std::{fs, path::Path};
 
 use tonic::Code::Unavailable;
+use uring_csi::proto::csi::ListVolumesRequest;
 
 use crate::{
     harness::{
@@ -117,6 +118,9 @@ fn an_unmounted_pool_is_away_for_a_controller() {
         let answer = controller.delete(&made.volume_id).await;
         refused(answer, Unavailable, &["is it mounted?"]);
         listener.says("503", "is it mounted?").await;
+        let mut client = controller.client();
+        let listed = client.list_volumes(ListVolumesRequest::default());
+        refused(listed.await, Unavailable, &["is it mounted?"]);
         disk.assert_empty();
 
         disk.mount();

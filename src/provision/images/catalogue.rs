@@ -137,7 +137,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
 
     /// The complete entry of a name, without locking it.
     pub fn by_name(&self, name: &str) -> Result<Option<Entry<K>>, Error> {
-        self.pool.open_dir()?;
+        self.pool.check_scope()?;
         match read::<Reservation>(&self.reservation(name))? {
             Some(reservation) => self.ready(reservation.id),
             None => Ok(None),
@@ -146,7 +146,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
 
     /// The ids of all records, in the order of their making.
     pub fn ids(&self) -> Result<Vec<Uuid>, Error> {
-        self.pool.open_dir()?;
+        self.pool.check_scope()?;
         let files = list(&self.pool.meta_path(K::RECORDS))?;
         let mut ids: Vec<_> = files.iter().filter_map(|path| id_of(path)).collect();
         ids.sort_unstable();
@@ -155,7 +155,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
 
     /// Every name's reservation.
     pub fn reservations(&self) -> Result<Vec<PathBuf>, Error> {
-        self.pool.open_dir()?;
+        self.pool.check_scope()?;
         list(&self.pool.meta_path(K::NAMES))
     }
 
