@@ -107,7 +107,7 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     let has_journal = sb.le32(0x5C) & EXT_HAS_JOURNAL != 0;
     if names_device || has_journal && sb.le32(EXT_JOURNAL_INODE) == 0 {
         return Some(Err(
-            "an ext4 file system whose journal is on another device",
+            "an ext4 file system whose journal is on another device, or that names one without need (debugfs -w -R 'ssv journal_uuid clear' clears that)",
         ));
     }
     // They may name another device, too, or halt the node after an error.
