@@ -45,7 +45,7 @@ inside() {
   mount --bind "$registry" "$root/root/.cargo/registry"
   cp --remove-destination /etc/resolv.conf "$root/etc/"
   # How this machine reaches its mirror.
-  apt-config dump | grep -E '^Acquire::(Check-|https?|Retries)' >"$root/etc/apt/apt.conf.d/99mirror"
+  apt-config dump | grep -E '^Acquire::(Check-|https?|Retries)' >"$root/etc/apt/apt.conf.d/99mirror" || true
   cd "$root"
   pivot_root . mnt
   # Nothing essential has umount(8). 166 is umount2(2), 2 is MNT_DETACH.
