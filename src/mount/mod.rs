@@ -21,6 +21,6 @@ pub mod unmount;
 mod look;
 
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 pub use look::{Look, MountId, Mounted};

@@ -185,8 +185,11 @@ struct Level {
     id: (u64, u64),
     /// Where the entry after the last one is (readdir(3), `d_off`).
     next: i64,
-    /// What `next` was when it was opened again.
-    reopened_at: Option<i64>,
+    /// How many of the entries that are at `next` were read. On ext4 an entry is where
+    /// the hash of its name says, and several may be at one place.
+    read_at_next: usize,
+    /// How many of them are told of once more, since it was opened again.
+    to_skip: usize,
 }
 
 impl Level {
@@ -196,7 +199,8 @@ impl Level {
             listing: Some(listing),
             id,
             next: 0,
-            reopened_at: None,
+            read_at_next: 0,
+            to_skip: 0,
         })
     }
 
@@ -212,15 +216,25 @@ impl Level {
                 .as_mut()
                 .expect("the last one is open")
                 .read()?;
-            if let Ok(entry) = &entry {
-                // Entries with equal hashes are at one place: ext4 tells of the first of
-                // them once more, which would never end.
-                if self.reopened_at.is_some_and(|at| entry.offset() <= at) {
-                    continue;
+            let Ok(offset) = entry.as_ref().map(DirEntry::offset) else {
+                return Some(entry);
+            };
+            let skip = self.to_skip > 0;
+            if offset == self.next {
+                // The next one is where this one is.
+                if skip {
+                    self.to_skip -= 1;
+                } else {
+                    self.read_at_next += 1;
                 }
-                self.next = entry.offset();
+            } else {
+                self.next = offset;
+                self.read_at_next = 0;
+                self.to_skip = 0;
             }
-            return Some(entry);
+            if !skip {
+                return Some(entry);
+            }
         }
     }
 
@@ -239,7 +253,7 @@ impl Level {
         listing
             .seek(self.next)
             .map_err(failed(below, "read what is above"))?;
-        self.reopened_at = Some(self.next);
+        self.to_skip = self.read_at_next;
         self.listing = Some(listing);
         Ok(())
     }
@@ -275,153 +289,4 @@ fn failed(thing: BorrowedFd<'_>, doing: &'static str) -> impl FnOnce(Errno) -> O
 }
 
 #[cfg(test)]
-mod tests {
-    use std::{
-        fs::{File, Permissions},
-        os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink},
-        path::Path,
-    };
-
-    use rustix::{
-        fs::{CWD, mknodat},
-        mount::{MountFlags, mount},
-    };
-
-    use super::*;
-    use crate::mount::testing::Scratch;
-
-    const GROUP: u32 = 4711;
-
-    fn make(path: &Path, mode: u32) {
-        File::create(path).expect("created");
-        fs::set_permissions(path, Permissions::from_mode(mode)).expect("changed");
-    }
-
-    /// The group and the mode.
-    fn of(path: &Path) -> (u32, u32) {
-        let data = fs::symlink_metadata(path).expect("there");
-        (data.gid(), data.mode() & 0o7777)
-    }
-
-    fn apply(root: &Path) -> Result<Done, OwnershipError> {
-        FsGroup(GROUP).apply(File::open(root).expect("opens").as_fd())
-    }
-
-    #[test]
-    fn a_tree_gets_kubelets_group_and_modes() {
-        let scratch = Scratch::new();
-        let root = scratch.path();
-        fs::create_dir_all(root.join("a/b")).expect("created");
-        for (directory, mode) in [("", 0o700), ("a", 0o700), ("a/b", 0o755)] {
-            let mode = Permissions::from_mode(mode);
-            fs::set_permissions(root.join(directory), mode).expect("changed");
-        }
-        make(&root.join("a/b/file"), 0o400);
-        make(&root.join("suid"), 0o4755);
-        mknodat(CWD, root.join("fifo"), FileType::Fifo, Mode::RUSR, 0).expect("made");
-
-        assert_eq!(apply(root).expect("applied"), Done::Now);
-        assert_eq!(of(root), (GROUP, 0o2770));
-        assert_eq!(of(&root.join("a")), (GROUP, 0o2770));
-        assert_eq!(of(&root.join("a/b")), (GROUP, 0o2775));
-        assert_eq!(of(&root.join("a/b/file")), (GROUP, 0o660));
-        assert_eq!(of(&root.join("suid")), (GROUP, 0o4775));
-        assert_eq!(of(&root.join("fifo")), (GROUP, 0o660));
-        assert_eq!(apply(root).expect("applied"), Done::Already);
-    }
-
-    #[test]
-    fn nothing_outside_the_mount_is_changed() {
-        let scratch = Scratch::new();
-        let volume = scratch.directory("volume");
-        let outside = scratch.path().join("outside");
-        make(&outside, 0o600);
-        symlink(&outside, volume.path().join("link")).expect("linked");
-        symlink(scratch.path(), volume.path().join("up")).expect("linked");
-        let other = scratch.directory("volume/other");
-        mount(
-            "none",
-            other.path(),
-            "tmpfs",
-            MountFlags::empty(),
-            Some(c"mode=700"),
-        )
-        .expect("tmpfs");
-
-        assert_eq!(apply(volume.path()).expect("applied"), Done::Now);
-        assert_eq!(of(&volume.path().join("link")).0, GROUP);
-        assert_eq!(of(&outside), (0, 0o600));
-        assert_eq!(of(other.path()), (0, 0o700));
-        assert_ne!(of(scratch.path()).0, GROUP);
-    }
-
-    #[test]
-    fn a_root_that_matches_is_believed_and_one_that_does_not_is_not() {
-        let scratch = Scratch::new();
-        let root = scratch.path();
-        let _ = apply(root).expect("applied");
-        make(&root.join("new"), 0o600);
-        assert_eq!(apply(root).expect("applied"), Done::Already);
-        assert_eq!(of(&root.join("new")).1, 0o600);
-
-        chown(root, None, Some(0)).expect("changed");
-        assert_eq!(apply(root).expect("applied"), Done::Now);
-        assert_eq!(of(&root.join("new")), (GROUP, 0o660));
-    }
-
-    #[test]
-    fn a_tree_too_deep_is_named_and_its_root_does_not_match() {
-        let scratch = Scratch::new();
-        fs::create_dir_all(scratch.path().join("1/2/3")).expect("created");
-        let root = File::open(scratch.path()).expect("opens");
-        let error = FsGroup(GROUP).walk(root.as_fd(), 3).expect_err("too deep");
-        assert!(error.to_string().contains("1/2/3"), "{error}");
-        assert_ne!(of(scratch.path()).0, GROUP);
-        assert!(FsGroup(GROUP).walk(root.as_fd(), 4).is_ok());
-    }
-
-    #[test]
-    fn a_directory_far_above_is_taken_up_where_it_was_left() {
-        let scratch = Scratch::new();
-        let mut directory = scratch.path().to_owned();
-        let mut all = vec![directory.clone()];
-        for _ in 0..3 * OPEN {
-            for name in ["a", "b/c", "d", "down", "y/z"] {
-                fs::create_dir_all(directory.join(name)).expect("created");
-                make(&directory.join(name).join("file"), 0o400);
-                all.push(directory.join(name));
-                all.push(directory.join(name).join("file"));
-            }
-            directory.push("down");
-        }
-        assert_eq!(apply(scratch.path()).expect("applied"), Done::Now);
-        for path in all {
-            let (group, mode) = of(&path);
-            assert_eq!((group, mode & 0o660), (GROUP, 0o660), "{}", path.display());
-        }
-    }
-
-    #[test]
-    fn what_is_above_a_moved_directory_is_not_taken_for_what_was() {
-        let scratch = Scratch::new();
-        fs::create_dir_all(scratch.path().join("above/below")).expect("created");
-        let opened = |name| File::open(scratch.path().join(name)).expect("opens");
-        let below = opened("above/below");
-        let mut above = Level::new(opened("above").as_fd()).expect("opens");
-        above.listing = None;
-        above.open_from(below.as_fd()).expect("where it was");
-        above.listing = None;
-        let moved = scratch.path().join("moved");
-        fs::rename(scratch.path().join("above/below"), moved).expect("moved");
-        let error = above.open_from(below.as_fd()).expect_err("another");
-        assert!(matches!(error, OwnershipError::Moved { .. }), "{error}");
-    }
-
-    #[test]
-    fn a_group_is_a_number_that_chown_takes() {
-        assert_eq!("4711".parse::<FsGroup>().expect("a group"), FsGroup(GROUP));
-        for text in ["", "-1", "wheel", "4294967295", "4294967296"] {
-            assert!(text.parse::<FsGroup>().is_err(), "{text}");
-        }
-    }
-}
+mod tests;
