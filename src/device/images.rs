@@ -242,6 +242,32 @@ impl BoundImage<'_> {
         }))
     }
 
+    /// Makes the image `bytes` large, if it is smaller.
+    fn enlarge(&self, bytes: u64) -> Result<(), DeviceError> {
+        let (pool, image) = (self.pool()?, &self.source.image);
+        let file = pool.open_image(image, true)?;
+        let failed = |source| DeviceError::Extend {
+            image: pool.image_path(image),
+            bytes,
+            source,
+        };
+        let room = pool.lock_room();
+        let has = file.metadata().map_err(failed)?.len();
+        if has >= bytes {
+            return Ok(());
+        }
+        // Of a local pool no controller but this node's own could say so.
+        pool.refuse_growth_without_room(image, bytes - has)?;
+        let more = if self.source.preallocate {
+            fallocate(&file, FallocateFlags::empty(), has, bytes - has)
+        } else {
+            ftruncate(&file, bytes)
+        };
+        more.map_err(|errno| failed(errno.into()))?;
+        drop(room);
+        file.sync_all().map_err(failed)
+    }
+
     /// Makes the image of an inline volume.
     pub fn create_inline(&self, volume_id: &str, bytes: u64) -> Result<Done, DeviceError> {
         let (_, done) = self.pool()?.create_inline(&digest::hex(volume_id), bytes)?;
@@ -334,27 +360,11 @@ impl Bound for BoundImage<'_> {
     }
 
     fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
-        let (pool, image) = (self.pool()?, &self.source.image);
-        let file = pool.open_image(image, true)?;
-        let failed = |source| DeviceError::Extend {
-            image: pool.image_path(image),
-            bytes,
-            source,
-        };
-        let has = file.metadata().map_err(failed)?.len();
-        if has < bytes {
-            // Of a local pool no controller but this node's own could say so.
-            pool.refuse_growth_without_room(image, bytes - has)?;
-            let more = if self.source.preallocate {
-                fallocate(&file, FallocateFlags::empty(), has, bytes - has)
-            } else {
-                ftruncate(&file, bytes)
-            };
-            more.map_err(std::io::Error::from)
-                .and_then(|()| file.sync_all())
-                .map_err(failed)?;
-        }
+        self.enlarge(bytes)?;
         loopdev::resize(&image::loop_device(device)?)?;
         sysfs::size_bytes(device.dev).map_err(io("read the device's size"))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -294,14 +294,16 @@ impl Pool {
     /// which mends one that a crash left without its size.
     ///
     /// Refuses what the pool has no room for, by the controller's rule. The image
-    /// is made first and counted then: of two that are made at once, each sees
-    /// the other, so together they never promise more than there is.
+    /// is made first and counted then: of two that are made at once, by whichever
+    /// process, each sees the other, so together they never promise more than there
+    /// is. A growth looks first, so none of this process runs meanwhile.
     pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
         self.settle()?;
         let path = self.image_path(&image);
         let no_regular_file = || self.bad_name(&image, "it is not a regular file");
+        let _room = self.lock_room();
         let file = File::options()
             .write(true)
             .create(true)

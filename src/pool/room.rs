@@ -1,7 +1,13 @@
 //! How much room a pool has, for the controller's volumes, for inline ones, and for
 //! what a node lets grow.
 
-use std::{io, os::unix::fs::MetadataExt as _};
+use std::{
+    collections::BTreeMap,
+    io,
+    os::unix::fs::MetadataExt as _,
+    path::PathBuf,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use serde::Deserialize;
 
@@ -49,9 +55,25 @@ impl Pool {
         })
     }
 
+    /// Waits until nobody else in this process promises room of this pool. To be held
+    /// from the look at the room until the image has its size: of two at once each
+    /// would find the room that the other is about to take. A pool that hangs holds
+    /// up itself only.
+    pub fn lock_room(&self) -> MutexGuard<'static, ()> {
+        static LOCKS: Mutex<BTreeMap<PathBuf, &Mutex<()>>> = Mutex::new(BTreeMap::new());
+        let mut locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = *locks
+            .entry(self.dir.clone())
+            // One for each pool that is given at the start, for as long as we run.
+            .or_insert_with(|| Box::leak(Box::default()));
+        drop(locks);
+        lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Refuses to let an image grow by `more` bytes where the pool has no room for
     /// them ([`PoolError::NoRoomToGrow`]), by the controller's rule: a volume whose
-    /// class says `overcommit` may be promised more than there is.
+    /// class says `overcommit` may be promised more than there is. For those who hold
+    /// [`Pool::lock_room`].
     pub fn refuse_growth_without_room(&self, image: &str, more: u64) -> Result<(), PoolError> {
         let available = self.room()?.available();
         if more <= available || self.is_overcommitted(image)? {

@@ -144,6 +144,7 @@ impl Store {
         let there = there.map_err(|e| failed("look at a draft in", &tmp, e))?;
         // What was copied is taken already, or shared.
         let more = bytes.saturating_sub(there.blocks() * 512);
+        let room = pool.lock_room();
         refuse_without_room(pool, &detail.parameters, more)?;
         crash_point();
         let image = VolumeDetail::image(pool, held.id);
@@ -161,6 +162,8 @@ impl Store {
             Ok(Done::Already) => return Err(Error::Busy(new.name.clone())),
             Err(e) => return Err(failed("put in place", &image, e)),
         }
+        // From here on the image is counted.
+        drop(room);
         entry.state = State::Ready;
         Volumes::of(pool).record_as(&entry)?;
         crash_point();
@@ -219,6 +222,7 @@ impl Store {
             });
         }
         let bytes = range.choose(before, before)?;
+        let room = pool.lock_room();
         refuse_without_room(pool, &entry.detail.parameters, bytes - before)?;
         let path = VolumeDetail::image(pool, entry.id);
         let grown = pool
@@ -227,7 +231,10 @@ impl Store {
             .and_then(|file| {
                 let preallocate = entry.detail.parameters.preallocate;
                 set_size(&file, bytes, preallocate)
-                    .and_then(|()| file.sync_all())
+                    .and_then(|()| {
+                        drop(room);
+                        file.sync_all()
+                    })
                     .map_err(|e| failed("make room for", &path, e))
             });
         grown.map(|()| bytes)

@@ -42,6 +42,31 @@ async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
 }
 
 #[tokio::test]
+async fn of_two_volumes_made_at_once_each_counts_the_other() {
+    let home = home();
+    let there = home
+        .images
+        .capacity(room(HashMap::new(), true))
+        .await
+        .unwrap();
+    let most = there.available / 5 * 3;
+    for round in 0..10 {
+        let names = [format!("a{round}"), format!("b{round}")];
+        let creates = names.map(|name| home.images.create_volume(new(&name, most)));
+        let (made, refused): (Vec<_>, Vec<_>) =
+            join_all(creates).await.into_iter().partition(Result::is_ok);
+        assert_eq!((made.len(), refused.len()), (1, 1), "in round {round}");
+        for volume in made {
+            let handle = volume.unwrap().handle;
+            home.images.delete_volume(handle, none()).await.unwrap();
+        }
+        for answer in refused {
+            assert_eq!(kind(answer), Kind::ResourceExhausted);
+        }
+    }
+}
+
+#[tokio::test]
 async fn local_volumes_stay_on_their_node() {
     let dir = tempfile::tempdir().unwrap();
     let here = images_over(&[("disk", dir.path(), Scope::Local)], Some("node-a"));
