@@ -1,12 +1,15 @@
 //! udevd opens every device that comes or changes, to see what is on it, whenever
 //! it gets to it: between any two steps of ours.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use futures_util::future::join_all;
 use rustix::mount::{MountFlags, mount};
 
-use crate::harness::{Content, MIB, Node, left_out, run, story};
+use crate::harness::{Content, MIB, Node, Sandbox, left_out, loops_over, run, run_err, story};
 
 const VOLUMES: usize = 16;
 
@@ -46,46 +49,165 @@ fn fresh_devices_are_used_at_once_though_udevd_opens_each() {
     });
 }
 
+/// udev's own records, rules and links, in the story's mount namespace.
+struct Udev {
+    sysfs: PathBuf,
+}
+
+const SYSTEMS: &str = "/usr/lib/udev/rules.d";
+const RULES: &str = "/run/udev/rules.d";
+const UUID: &str = "11111111-2222-4333-8444-555555555555";
+
+impl Udev {
+    /// For the device that the kernel calls so.
+    fn of(device: &str) -> Self {
+        for dir in ["/run/udev", "/dev/disk"] {
+            fs::create_dir_all(dir).unwrap();
+            mount("tmpfs", dir, "tmpfs", MountFlags::empty(), None).unwrap();
+        }
+        fs::create_dir(RULES).unwrap();
+        let sysfs = Path::new("/sys/block").join(device);
+        Self { sysfs }
+    }
+
+    fn is_installed() -> bool {
+        Path::new(SYSTEMS)
+            .join("60-persistent-storage.rules")
+            .exists()
+    }
+
+    fn assert_looks(&self) {
+        let told = self.told();
+        assert_eq!(property(&told, "ID_FS_TYPE"), "ext4", "{told}");
+        assert!(property(&told, "DEVLINKS").contains(&link()), "{told}");
+    }
+
+    /// By the rules that we ship.
+    fn assert_leaves_alone(&self) {
+        let ours = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/host");
+        let ours = fs::read_dir(ours).unwrap().map(|file| file.unwrap().path());
+        for rule in ours {
+            fs::copy(&rule, Path::new(RULES).join(rule.file_name().unwrap())).unwrap();
+        }
+        let told = self.told();
+        assert_eq!(property(&told, "ID_FS_TYPE"), "", "{told}");
+        assert_eq!(property(&told, "SYSTEMD_READY"), "0", "{told}");
+        let lvm = property(&told, "DM_UDEV_DISABLE_OTHER_RULES_FLAG");
+        assert_eq!(lvm, "1", "{told}");
+        assert!(!property(&told, "DEVLINKS").contains(&link()), "{told}");
+    }
+
+    /// What udev does when the device has changed.
+    fn told(&self) -> String {
+        let sysfs = self.sysfs.to_str().unwrap();
+        run(&["udevadm", "test", "-a", "change", sysfs])
+    }
+}
+
+fn link() -> String {
+    format!("/dev/disk/by-uuid/{UUID}")
+}
+
+fn property(told: &str, name: &str) -> String {
+    let mut lines = told.lines().map(str::trim);
+    let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+    value.unwrap_or_default().to_owned()
+}
+
 /// A pod makes a file system with the UUID of one of the node's on its raw volume.
 #[test]
 fn by_the_shipped_rule_udev_leaves_what_pods_write_alone() {
-    if !Path::new("/usr/lib/udev/rules.d/60-persistent-storage.rules").exists() {
+    if !Udev::is_installed() {
         return left_out("udev is not installed here");
     }
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let raw = sandbox.volume_in("main", "raw", "block", 16 * MIB);
         let target = node.up(&raw, "pod").await;
-        let uuid = "11111111-2222-4333-8444-555555555555";
-        run(&["mkfs.ext4", "-q", "-U", uuid, target.to_str().unwrap()]);
-        // udev's own records, rules and links, in this story's mount namespace.
-        for dir in ["/run/udev", "/dev/disk"] {
-            fs::create_dir_all(dir).unwrap();
-            mount("tmpfs", dir, "tmpfs", MountFlags::empty(), None).unwrap();
-        }
-        let device = crate::harness::loops_over(&sandbox.image(&raw)).remove(0);
-        let sysfs = Path::new("/sys/block").join(device.file_name().unwrap());
-        let link = format!("/dev/disk/by-uuid/{uuid}");
-        let told = || run(&["udevadm", "test", "-a", "change", sysfs.to_str().unwrap()]);
-        let property = |told: &str, name: &str| {
-            let mut lines = told.lines().map(str::trim);
-            let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
-            value.unwrap_or_default().to_owned()
-        };
-        let unasked = told();
-        assert_eq!(property(&unasked, "ID_FS_TYPE"), "ext4", "{unasked}");
-        assert!(property(&unasked, "DEVLINKS").contains(&link), "{unasked}");
-
-        let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/host");
-        let rule = "59-uring-csi.rules";
-        fs::create_dir("/run/udev/rules.d").unwrap();
-        let rules = Path::new("/run/udev/rules.d");
-        fs::copy(Path::new(shipped).join(rule), rules.join(rule)).unwrap();
-        let told = told();
-        assert_eq!(property(&told, "ID_FS_TYPE"), "", "{told}");
-        assert_eq!(property(&told, "SYSTEMD_READY"), "0", "{told}");
-        assert!(!property(&told, "DEVLINKS").contains(&link), "{told}");
+        run(&["mkfs.ext4", "-q", "-U", UUID, target.to_str().unwrap()]);
+        let device = loops_over(&sandbox.image(&raw)).remove(0);
+        let udev = Udev::of(device.file_name().unwrap().to_str().unwrap());
+        udev.assert_looks();
+        udev.assert_leaves_alone();
         node.down(&raw, "pod").await;
         node.assert_clean().await;
     });
+}
+
+#[test]
+#[ignore = "takes device-mapper: make test-kernel"]
+fn by_the_shipped_rules_udev_leaves_encrypted_volumes_alone() {
+    encrypted_volumes_are_left_alone(&[]);
+}
+
+/// Debian's rules of device-mapper under the names that they have elsewhere.
+#[test]
+#[ignore = "takes device-mapper: make test-kernel"]
+fn by_the_shipped_rules_udev_leaves_encrypted_volumes_alone_where_dm_rules_come_early() {
+    encrypted_volumes_are_left_alone(&[
+        ("55-dm.rules", "10-dm.rules"),
+        ("60-persistent-storage-dm.rules", "13-dm-disk.rules"),
+    ]);
+}
+
+fn encrypted_volumes_are_left_alone(renamed: &[(&str, &str)]) {
+    story(async |sandbox| {
+        let mapped = Mapped::new(sandbox);
+        let udev = Udev::of(&mapped.kernel_name());
+        for (from, to) in renamed {
+            fs::copy(Path::new(SYSTEMS).join(from), Path::new(RULES).join(to)).unwrap();
+            // Hides the system's.
+            fs::write(Path::new(RULES).join(from), "").unwrap();
+        }
+        udev.assert_looks();
+        udev.assert_leaves_alone();
+    });
+}
+
+/// What is named as an encrypted volume is that is open, with an ext4.
+struct Mapped {
+    name: String,
+}
+
+impl Mapped {
+    fn new(sandbox: &Sandbox) -> Self {
+        let file = sandbox.dir().join("mapped.disk");
+        let file = file.to_str().unwrap();
+        run(&["truncate", "--size=16M", file]);
+        run(&["mkfs.ext4", "-q", "-U", UUID, file]);
+        let below = run(&["losetup", "--find", "--show", file]);
+        let unique = sandbox.dir().file_name().unwrap().display();
+        let name = format!("luks-rbd-{unique}");
+        let table = format!("0 {} linear {} 0", 16 * MIB / 512, below.trim());
+        // As the agent's cryptsetup, it does not wait for udev.
+        run(&[
+            "dmsetup",
+            "create",
+            "--noudevsync",
+            &name,
+            "--table",
+            &table,
+        ]);
+        Self { name }
+    }
+
+    /// `dm-0`, for instance.
+    fn kernel_name(&self) -> String {
+        let told = run(&[
+            "dmsetup",
+            "info",
+            "-c",
+            "--noheadings",
+            "-o",
+            "blkdevname",
+            &self.name,
+        ]);
+        told.trim().to_owned()
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        let _ = run_err(&["dmsetup", "remove", "--noudevsync", "--retry", &self.name]);
+    }
 }
