@@ -286,6 +286,8 @@ fn a_pool_that_hangs_keeps_nothing_that_may_not_be_in_it() {
         let mut setup = NodeSetup::new(sandbox);
         setup.pools.push(format!("dead={},shared", dead.display()));
         let node = Node::start_with(sandbox, setup).await;
+        // Goes on before the agent is waited for, should this fail.
+        let disk = disk;
         let volumes = [("raw", "block"), ("v", "ext4")].map(|(name, kind)| {
             let image = sandbox.volume_in("main", name, kind, 64 * MIB);
             Volume {
@@ -309,13 +311,18 @@ fn a_pool_that_hangs_keeps_nothing_that_may_not_be_in_it() {
         disk.stop_all();
         node.timeout.set(Duration::from_secs(20));
         let ceph_s = "0001-0004-ceph-0000000000000002-01234567-89ab-4cde-8f01-23456789abcd";
+        let gone = async |volume: &Volume| {
+            // Files of other stories, which are strangers' here, may hang for a while.
+            node.until_ok("unpublished", async || node.unpublish(volume, "pod").await)
+                .await;
+            node.until_ok("unstaged", async || node.unstage(volume).await)
+                .await;
+        };
         for handle in [ceph_s, "static-of-another-backend"] {
-            let volume = Volume::filesystem(handle, "ext4");
-            node.unpublish(&volume, "pod").await.unwrap();
-            node.unstage(&volume).await.unwrap();
+            gone(&Volume::filesystem(handle, "ext4")).await;
         }
         for volume in &volumes {
-            node.down(volume, "pod").await;
+            gone(volume).await;
         }
         disk.go_on();
         run(&["losetup", "-d", loops_over(&strange)[0].to_str().unwrap()]);
