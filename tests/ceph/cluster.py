@@ -86,6 +86,8 @@ mgr stats period = 1
 osd data = {dir}/osd
 osd objectstore = memstore
 memstore device bytes = 8589934592
+# Debian's 18.2 has it without the leading slash.
+osd class dir = {classes}
 # Ended by SIGTERM, it writes its objects down, and another has them again.
 osd fast shutdown = false
 crush location = root=default host=test
@@ -132,7 +134,11 @@ class Cluster:
         }
         for name in ("mon", "osd", "mgr", "crash"):
             (self.dir / name).mkdir()
-        self.conf.write_text(CONF.format(dir=self.dir, fsid=self.fsid, address=self.address))
+        classes = next(Path("/usr").glob("lib*/rados-classes"), None)
+        classes = classes or next(Path("/usr/lib").glob("*/rados-classes"))
+        self.conf.write_text(
+            CONF.format(dir=self.dir, fsid=self.fsid, address=self.address, classes=classes)
+        )
         ring = self.dir / "keyring"
         ring.touch(mode=0o600)
         ring.write_text(keyring({name: (keys[name], caps[name]) for name in keys}))
