@@ -27,7 +27,12 @@ fn run(command: &str, path: &Path) {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    assert!(output.status.success(), "{command}: {output:?}");
+    // e2fsck(8): errors were corrected. Where the journal goes, an orphan file is left.
+    let corrected = command.starts_with("e2fsck") && output.status.code() == Some(1);
+    assert!(
+        output.status.success() || corrected,
+        "{command}: {output:?}"
+    );
 }
 
 fn probe(file: &File) -> Content {
