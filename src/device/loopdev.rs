@@ -143,6 +143,9 @@ pub enum LoopError {
     /// No loop driver.
     #[error("cannot open /dev/loop-control; load the kernel module \"loop\" on this node")]
     Control(#[source] io::Error),
+    /// The kernel named or made none.
+    #[error("cannot get a free loop device")]
+    Free(#[source] io::Error),
     /// Others were quicker every time.
     #[error("{TRIES} free loop devices in turn were taken by others before {image} got one")]
     NoneFree {
@@ -212,9 +215,9 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
     let control = loopctl::open_control().map_err(LoopError::Control)?;
     let mut least = 0;
     for _ in 0..TRIES {
-        let number = reserved::Reserved::take(&control, least).map_err(LoopError::Control)?;
-        let device = LoopDevice::of_number(number.get()).map_err(LoopError::Control)?;
-        let configured = device.open(open).and_then(|file| {
+        let number = reserved::Reserved::take(&control, least).map_err(LoopError::Free)?;
+        let device = once_made(|| LoopDevice::of_number(number.get())).map_err(LoopError::Free)?;
+        let configured = once_made(|| device.open(open)).and_then(|file| {
             loopctl::configure(&file, image.as_fd(), &config)?;
             // While it is open, nobody else gets its number.
             block::diskseq(&file)
@@ -235,6 +238,15 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
         }
     }
     Err(LoopError::NoneFree { image: name() })
+}
+
+/// Waits for what the kernel may be making for another process: a device has its
+/// number for a moment before sysfs and `/dev` have the device.
+fn once_made<T>(attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    outwait(
+        attempt,
+        |found| matches!(found, Err(e) if e.kind() == io::ErrorKind::NotFound),
+    )
 }
 
 /// The loop devices that back a file, which has the name that `image` ends in.
@@ -410,7 +422,7 @@ pub fn file_system_behind(dev: Dev) -> io::Result<Option<Dev>> {
 fn backing_path(number: u32) -> io::Result<PathBuf> {
     let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
     let path = path.trim_end_matches('\n');
-    Ok(path.strip_suffix(" (deleted)").unwrap_or(path).into())
+    Ok(path.strip_suffix(sysfs::DELETED).unwrap_or(path).into())
 }
 
 fn node_of(number: u32) -> PathBuf {

@@ -138,6 +138,15 @@ pub fn add(control: impl AsFd, number: u32) -> io::Result<()> {
     Ok(())
 }
 
+/// Removes the loop device of that number, which nobody has open.
+#[cfg(test)]
+pub fn remove(control: impl AsFd, number: u32) -> io::Result<()> {
+    const LOOP_CTL_REMOVE: Opcode = 0x4C81;
+    // SAFETY: LOOP_CTL_REMOVE takes a number.
+    unsafe { ioctl(control, Returning::<LOOP_CTL_REMOVE>(number as usize)) }?;
+    Ok(())
+}
+
 /// Puts `backing` behind a loop device in one step (`LOOP_CONFIGURE`, Linux
 /// 5.8). `EBUSY`: it backs a file already, or another process has claimed it.
 pub fn configure(

@@ -31,6 +31,22 @@ fn let_go(device: &LoopDevice, id: FileId) {
 }
 
 #[test]
+fn a_device_that_another_process_is_making_is_waited_for() {
+    let control = loopctl::open_control().unwrap();
+    // No other test's, and the kernel has a million.
+    let number = 500_000 + std::process::id() % 500_000;
+    let device = once_made(|| {
+        let found = LoopDevice::of_number(number);
+        if found.is_err() {
+            loopctl::add(&control, number).unwrap();
+        }
+        found
+    });
+    loopctl::remove(&control, number).unwrap();
+    assert_eq!(device.unwrap().number, number);
+}
+
+#[test]
 fn what_is_attached_is_found_resized_and_detached() {
     let image = Scratch::image(MIB);
     let id = FileId::of(image.as_file()).unwrap();
