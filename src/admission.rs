@@ -387,6 +387,7 @@ impl Gates {
     pub fn new(limits: &Limits) -> Self {
         let gate =
             |step, flag, places, patience| Gate::new(Bounds::new(step, flag, places, patience));
+        // Of one disk, the node's own, whatever the volumes are on.
         let whole = |step| {
             Gate::new(Bounds {
                 share: limits.max_attaches,
@@ -398,7 +399,6 @@ impl Gates {
                 queue: limits.max_waiting,
                 ..Bounds::new("attach", "--max-attaches", limits.max_attaches, SECONDS)
             }),
-            // All of them are on one disk.
             look: whole("look"),
             record: whole("record"),
             probe: gate("probe", "--max-probes", limits.max_probes, SECONDS),

@@ -94,10 +94,7 @@ impl ImageSource {
     /// sees another path. Which file it is, [`Device::is_what_it_was`] tells.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let shown = sysfs::backing_file(dev).ok();
-        shown.is_some_and(|path| {
-            let name = path.file_name().map(|name| name.to_string_lossy());
-            name.is_some_and(|name| name.strip_suffix(" (deleted)").unwrap_or(&name) == self.image)
-        })
+        shown.is_some_and(|path| whose::name_of(&path) == Some(&*self.image))
     }
 
     /// Whether both are the same image, however attached.
@@ -307,8 +304,7 @@ impl Bound for BoundImage<'_> {
 
     fn ailment(&self, device: &Device) -> Option<Ailment> {
         let path = sysfs::backing_file(device.dev).ok()?;
-        let deleted = path.to_string_lossy().ends_with(" (deleted)");
-        deleted.then_some(Ailment::Deleted)
+        whose::is_deleted(&path).then_some(Ailment::Deleted)
     }
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {

@@ -102,7 +102,7 @@ impl Source {
         match self {
             Self::Loop(image) => format!("pool {}", image.pool),
             Self::Nbd(export) => format!("server {}", export.export.server()),
-            Self::Rbd(image) => image.domain(),
+            Self::Rbd(image) => format!("cluster {}", image.image.cluster_id),
         }
     }
 

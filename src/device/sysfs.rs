@@ -84,8 +84,11 @@ pub fn diskseq(dev: Dev) -> io::Result<Option<u64>> {
     }
 }
 
-/// The file behind a loop device, as the kernel names it: " (deleted)" is
-/// appended when it is. `NotFound` where nothing is attached.
+/// What the kernel appends to the path of a file that was deleted.
+pub const DELETED: &str = " (deleted)";
+
+/// The file behind a loop device, as the kernel names it, with [`DELETED`] behind it
+/// where it was. `NotFound` where nothing is attached.
 pub fn backing_file(dev: Dev) -> io::Result<PathBuf> {
     let text = fs::read_to_string(directory(dev).join("loop/backing_file"))?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).into())

@@ -37,14 +37,9 @@ pub async fn format(
     }
     let (backends, source) = (Arc::clone(&node.backends), spec.source.clone());
     // By a file of the operator's, on a disk.
-    let gate = &node.config.gates.look;
-    let admission = node.admit(volume, progress, gate, &source).await?;
-    let settle = move || {
-        let _admission = admission;
-        backends.settled(&source)
-    };
+    let settle = move || backends.settled(&source);
     let attach = Stage {
-        source: node.lane(volume, progress, "look", settle).await,
+        source: node.look(volume, progress, &spec.source, settle).await?,
         staging_path: PathBuf::new(),
         usage: Use::Block,
         read_only: false,

@@ -27,13 +27,9 @@ pub async fn publish(
     // What is wrong with the target is found before anything is made for it.
     node.refuse_nested(volume, &spec.publish.target_path, PathOf::Target)?;
     let (places, target) = (node.places.clone(), spec.publish.target_path.clone());
-    let (gate, source) = (&node.config.gates.look, &spec.stage.source);
-    let admission = node.admit(volume, progress, gate, source).await?;
-    let look = move || {
-        let _admission = admission;
-        places.target(&target).map(drop)
-    };
-    node.lane(volume, progress, "look", look).await?;
+    let look = move || places.target(&target).map(drop);
+    node.look(volume, progress, &spec.stage.source, look)
+        .await??;
     stage::stage(node, volume, &spec.stage, progress).await?;
     let published = publish::publish(node, volume, &spec.publish, progress).await;
     if let (Err(_), Some(record)) = (&published, volume.record())

@@ -209,6 +209,24 @@ impl Node {
         progress.step(step, run).await
     }
 
+    /// As [`Node::lane`], for what is looked up of a volume, once the gate has a place
+    /// for that: of many calls at once, each would take a thread.
+    async fn look<T: Send + 'static>(
+        &self,
+        volume: &Volume,
+        progress: &Progress,
+        source: &Source,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, Error> {
+        let gate = &self.config.gates.look;
+        let place = self.admit(volume, progress, gate, source).await?;
+        let work = move || {
+            let _place = place;
+            work()
+        };
+        Ok(self.lane(volume, progress, "look", work).await)
+    }
+
     /// Waits for a place in a step; none is waited for where one is free.
     async fn admit(
         &self,

@@ -105,8 +105,6 @@ pub async fn stage(
         spec,
         progress,
     };
-    // Others were published while this one looked.
-    node.refuse_nested(volume, &spec.staging_path, PathOf::Staging)?;
     let before = Before {
         device: found.device,
         is_staged: found.is_staged,
@@ -136,11 +134,8 @@ async fn look(
     let (places, backends) = (node.places.clone(), Arc::clone(&node.backends));
     let (id, record) = (volume.id.clone(), volume.record());
     let mut spec = spec.clone();
-    // Not in its own time: of many calls at once, each would take a thread.
-    let gate = &node.config.gates.look;
-    let admission = node.admit(volume, progress, gate, &spec.source).await?;
+    let source = spec.source.clone();
     let look = move || {
-        let _admission = admission;
         spec.source = backends.settled(&spec.source);
         let place = layout::make_place(&places, &id, &spec)?;
         let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
@@ -157,7 +152,7 @@ async fn look(
         };
         Ok((spec, found))
     };
-    node.lane(volume, progress, "look", look).await
+    node.look(volume, progress, &source, look).await?
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.

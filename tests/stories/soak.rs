@@ -96,12 +96,8 @@ async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
         } else {
             content.is_in(&target.join("file"));
         }
-        for pod in PODS.into_iter().chain(["last"]) {
-            node.until_ok("unpublished", async || node.unpublish(volume, pod).await)
-                .await;
-        }
-        node.until_ok("unstaged", async || node.unstage(volume).await)
-            .await;
+        let [one, two] = PODS;
+        node.until_down(volume, &[one, two, "last"]).await;
     }))
     .await;
     node.assert_clean().await;

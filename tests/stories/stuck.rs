@@ -311,13 +311,8 @@ fn a_pool_that_hangs_keeps_nothing_that_may_not_be_in_it() {
         disk.stop_all();
         node.timeout.set(Duration::from_secs(20));
         let ceph_s = "0001-0004-ceph-0000000000000002-01234567-89ab-4cde-8f01-23456789abcd";
-        let gone = async |volume: &Volume| {
-            // Files of other stories, which are strangers' here, may hang for a while.
-            node.until_ok("unpublished", async || node.unpublish(volume, "pod").await)
-                .await;
-            node.until_ok("unstaged", async || node.unstage(volume).await)
-                .await;
-        };
+        // Files of other stories, which are strangers' here, may hang for a while.
+        let gone = async |volume: &Volume| node.until_down(volume, &["pod"]).await;
         for handle in [ceph_s, "static-of-another-backend"] {
             gone(&Volume::filesystem(handle, "ext4")).await;
         }

@@ -201,11 +201,6 @@ impl CephSource {
         }
     }
 
-    /// What it shares with other volumes, which fail together.
-    pub fn domain(&self) -> String {
-        format!("cluster {}", self.image.cluster_id)
-    }
-
     /// Whether both are the same image, however mapped.
     pub fn is_same(&self, other: &Self) -> bool {
         let (one, two) = (&self.image.cluster_id, &other.image.cluster_id);

@@ -14,7 +14,7 @@ use crate::{
         backend::{Found, Owner},
         error::{DeviceError, io},
         loopdev::{self, FileId},
-        sysfs,
+        sysfs::{self, DELETED},
     },
     kernel::Dev,
     mount::table::{self, Entry},
@@ -161,17 +161,14 @@ impl Images {
 }
 
 /// The name of the file behind a loop device, which may be deleted.
-fn name_of(backing: &Path) -> Option<&str> {
+pub(super) fn name_of(backing: &Path) -> Option<&str> {
     let name = backing.file_name()?.to_str()?;
     Some(name.strip_suffix(DELETED).unwrap_or(name))
 }
 
-fn is_deleted(backing: &Path) -> bool {
+pub(super) fn is_deleted(backing: &Path) -> bool {
     backing.as_os_str().as_bytes().ends_with(DELETED.as_bytes())
 }
-
-/// What d_path in the kernel puts behind the path of a file that has none any more.
-const DELETED: &str = " (deleted)";
 
 /// Whether the mount's device is `st_dev` of its files. It is of whatever is on a
 /// block device, and of these; not of btrfs and overlayfs, which number their files'

@@ -204,12 +204,7 @@ pub async fn hurts_its_own_volumes_alone(
         node.until_ok("published", async || node.publish(volume, "last").await)
             .await;
         kept.is_in(&node.target(volume, "last").join("kept"));
-        for pod in ["pod", "last"] {
-            node.until_ok("unpublished", async || node.unpublish(volume, pod).await)
-                .await;
-        }
-        node.until_ok("unstaged", async || node.unstage(volume).await)
-            .await;
+        node.until_down(volume, &["pod", "last"]).await;
     }))
     .await;
     node.assert_clean().await;

@@ -366,6 +366,16 @@ impl Node {
         .await
     }
 
+    /// Takes a volume down, however often that has to be called for.
+    pub async fn until_down(&self, volume: &Volume, pods: &[&str]) {
+        for pod in pods {
+            self.until_ok("unpublished", async || self.unpublish(volume, pod).await)
+                .await;
+        }
+        self.until_ok("unstaged", async || self.unstage(volume).await)
+            .await;
+    }
+
     /// Repeats a call as kubelet does, until it ends well.
     pub async fn until_ok(&self, what: &str, mut call: impl AsyncFnMut() -> Result<(), Status>) {
         let last = Cell::new(None);
