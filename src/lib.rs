@@ -40,7 +40,6 @@ pub mod device;
 pub mod fs;
 #[cfg(feature = "node")]
 pub mod holder;
-#[cfg(any(feature = "node", feature = "controller"))]
 pub mod kernel;
 #[cfg(feature = "node")]
 pub mod mount;

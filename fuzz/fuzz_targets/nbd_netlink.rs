@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use uring_csi::device::nbd::netlink;
+use uring_csi::kernel::nbd::netlink;
 
 fuzz_target!(|data: &[u8]| {
     let _ = netlink::announced(data);

@@ -15,9 +15,10 @@ use uring_csi::{
         serve::{Endpoint, told_to_stop},
         validate,
     },
+    kernel::boot_id,
     lane::Lanes,
     observe::{Readiness, http, logs, metrics},
-    pool::{Pool, PoolSpec, Pools, Scope, claim::boot_id},
+    pool::{Pool, PoolSpec, Pools, Scope},
     proto::csi::{
         controller_server::ControllerServer, identity_server::IdentityServer,
         node_server::NodeServer,

@@ -9,9 +9,8 @@ use uring_csi::{
     chain, config,
     csi::serve::{Endpoint, told_to_stop},
     holder::{entering, keeper::Keeper, privacy, service::HolderService},
-    kernel::privileges,
+    kernel::{boot_id, privileges},
     observe::logs::{self, Logs},
-    pool::claim,
     proto::holder::holder_server::HolderServer,
 };
 
@@ -99,7 +98,7 @@ async fn serve(options: Options) -> Result<(), Failure> {
     // Taken before anything is looked at: two would each bring daemons back.
     let listener = options.endpoint.bind().await?;
     let records = options.run_dir.join("volumes");
-    let keeper = Keeper::open(&options.rbd_nbd, records, claim::boot_id()?)?;
+    let keeper = Keeper::open(&options.rbd_nbd, records, boot_id()?)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         endpoint = %options.endpoint,

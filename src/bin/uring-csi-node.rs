@@ -31,7 +31,7 @@ use uring_csi::{
     },
     device::{Backends, CephImages, Exports, Images, Notes, Owed, ThisNode, luks, nbd, rbd},
     holder::{Watch, client::Client},
-    kernel::{descriptors, privileges},
+    kernel::{boot_id, descriptors, privileges},
     lane::Lanes,
     mount::{path::Roots, table},
     observe::{
@@ -39,7 +39,7 @@ use uring_csi::{
         logs::{self, Logs},
         metrics,
     },
-    pool::{PoolSpec, Pools, Scope, claim},
+    pool::{PoolSpec, Pools, Scope},
     proto::{
         admin::node_admin_server::NodeAdminServer,
         csi::{identity_server::IdentityServer, node_server::NodeServer},
@@ -227,7 +227,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             owed: Owed::of(&pools),
             pools,
             node_id: options.node_id,
-            boot_id: claim::boot_id()?,
+            boot_id: boot_id()?,
         },
         exports: Exports {
             links: nbd::Links::new(&options.plugin.driver_name),
@@ -250,7 +250,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             notes,
             this_node: ThisNode {
                 id: config.node_id.clone(),
-                boot_id: claim::boot_id()?,
+                boot_id: boot_id()?,
             },
         },
     };

@@ -21,12 +21,11 @@ use super::{
     luks, nbd,
     notes::MkfsNote,
     rbd::{self, Identity},
-    sysfs,
 };
 use crate::{
     Done,
     holder::devices as served,
-    kernel::{Dev, block},
+    kernel::{Dev, block, sysfs},
     nbd::Export,
     pool::PoolError,
     secret::Secrets,
@@ -296,7 +295,7 @@ impl Backends {
         left: Option<&[u8]>,
     ) -> Result<Option<Found>, DeviceError> {
         let name = node.file_name().map(|name| name.to_string_lossy());
-        let by_name = name.and_then(|name| block::dev_of(&name).ok());
+        let by_name = name.and_then(|name| sysfs::dev_of(&name).ok());
         // A mapping has a name of the device mapper's.
         let Some(dev) = by_name.or_else(|| block::dev_behind(node).ok()) else {
             return Ok(None);

@@ -4,8 +4,11 @@ use std::{fs::File, io};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fsync};
 
-use super::{luks, sysfs};
-use crate::{fs::probe, kernel::block};
+use super::luks;
+use crate::{
+    fs::probe,
+    kernel::{block, sysfs},
+};
 
 /// Writes zeros where a probe looks, where it finds what a killed mkfs may have left.
 /// Answers whether it did. `is_it` says, of the opened device, which no other

@@ -14,8 +14,8 @@ use std::{fs::File, io};
 
 use rustix::fs::OFlags;
 
-use super::{Behind, Device, DeviceError, Source, error, loopdev, sysfs};
-use crate::kernel::{block, loopctl};
+use super::{Behind, Device, DeviceError, Source, error, loopdev};
+use crate::kernel::{block, loopctl, sysfs};
 
 /// A device that no other source gets the number of.
 #[derive(Debug)]

@@ -24,7 +24,7 @@ use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 use super::loopdev;
 use crate::{
-    kernel::{Dev, block},
+    kernel::{Dev, sysfs},
     mount::table,
 };
 
@@ -109,7 +109,7 @@ impl fmt::Display for Holder {
 /// Whoever can be found to keep the device busy, the most likely first.
 pub fn holders(dev: Dev) -> Vec<Holder> {
     let processes = processes();
-    let name = block::name_of(dev).unwrap_or_default();
+    let name = sysfs::name_of(dev).unwrap_or_default();
     let mut holders = mounts(dev, &processes);
     if holders.is_empty() {
         holders.extend(file_system(&name).map(|fs_type| Holder::FileSystem { fs_type }));
@@ -163,7 +163,7 @@ fn processes() -> Vec<Process> {
 
 fn mounts(dev: Dev, processes: &[Process]) -> Vec<Holder> {
     // btrfs shows an anonymous device; there the source's path has to do.
-    let node = block::node_of(dev).map(OsString::from).unwrap_or_default();
+    let node = sysfs::node_of(dev).map(OsString::from).unwrap_or_default();
     let mut namespaces = HashSet::new();
     let mut mounts = HashSet::new();
     let mut found = Vec::new();

@@ -13,9 +13,13 @@ use super::{
     error::{DeviceError, io},
     holders,
     loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
-    sysfs, used,
+    used,
 };
-use crate::{Done, kernel::block, pool::Pool};
+use crate::{
+    Done,
+    kernel::{block, sysfs},
+    pool::Pool,
+};
 
 /// Puts the image behind a loop device, or finds it behind one as it should be.
 pub fn attach_loop(
@@ -114,7 +118,7 @@ pub fn is_all_hole(file: &File) -> std::io::Result<bool> {
 
 /// The loop device of a record.
 pub fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
-    let number = sysfs::sysname_of(device.dev)
+    let number = sysfs::name_of(device.dev)
         .map_err(io("find the device"))?
         .strip_prefix("loop")
         .and_then(|number| number.parse().ok())

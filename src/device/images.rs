@@ -15,11 +15,10 @@ use super::{
     loopdev::{self, Detached, FileId},
     notes::MkfsNote,
     owed::Owed,
-    sysfs,
 };
 use crate::{
     Done, chain, digest,
-    kernel::Dev,
+    kernel::{Dev, sysfs},
     pool::{
         self, Pool, PoolError, Pools, Scope,
         claim::{self, Claim},

@@ -28,10 +28,9 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::sysfs;
 use crate::{
     crash_point,
-    kernel::{Dev, block, busy::outwait, loopctl},
+    kernel::{Dev, block, busy::outwait, loopctl, sysfs},
 };
 
 mod locks;
@@ -81,7 +80,7 @@ impl LoopDevice {
     fn of_number(number: u32) -> io::Result<Self> {
         Ok(Self {
             number,
-            dev: block::dev_of(&format!("loop{number}"))?,
+            dev: sysfs::dev_of(&format!("loop{number}"))?,
             node: node_of(number),
             diskseq: None,
         })
@@ -400,7 +399,7 @@ pub fn backing_files() -> io::Result<Vec<(Dev, PathBuf)>> {
     let mut found = Vec::new();
     for number in sysfs::numbers("loop")? {
         // It may go meanwhile.
-        let dev = block::dev_of(&format!("loop{number}"));
+        let dev = sysfs::dev_of(&format!("loop{number}"));
         let file = dev.and_then(|dev| Ok((dev, sysfs::backing_file(dev)?)));
         found.extend(file.ok());
     }
@@ -410,7 +409,7 @@ pub fn backing_files() -> io::Result<Vec<(Dev, PathBuf)>> {
 /// `st_dev` of the file behind a loop device; none where nothing is behind it. Waits
 /// for that file's file system.
 pub fn file_system_behind(dev: Dev) -> io::Result<Option<Dev>> {
-    let Some(number) = sysfs::number_in(&sysfs::sysname_of(dev)?, "loop") else {
+    let Some(number) = sysfs::number_in(&sysfs::name_of(dev)?, "loop") else {
         return Ok(None);
     };
     let found = status_of(number)?;

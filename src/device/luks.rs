@@ -25,12 +25,11 @@ use std::{
 use rustix::{fs::OFlags, io::Errno};
 use serde::{Deserialize, Serialize};
 
-use super::sysfs;
 use crate::{
     Done,
     admission::{Gate, Place},
     fs::probe::{self, Content},
-    kernel::{Dev, block, busy::outwait, exec},
+    kernel::{Dev, block, busy::outwait, exec, sysfs},
     secret::Secret,
 };
 
@@ -45,7 +44,7 @@ pub struct Node {
 
 impl Node {
     fn of(dev: Dev) -> io::Result<Self> {
-        let path = sysfs::node_of(dev)?;
+        let path = sysfs::present_node_of(dev)?;
         Ok(Self { dev, path })
     }
 }

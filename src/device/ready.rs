@@ -17,11 +17,8 @@ use std::{cell::RefCell, io, path::PathBuf, rc::Rc};
 use rustix::{event::PollFlags, io::Errno, net::sockopt};
 use tokio::{sync::Notify, task::AbortHandle};
 
-use super::{
-    Device, Source,
-    sysfs::{node_of, size_bytes, sysname_of},
-};
-use crate::ring::poll;
+use super::{Device, Source};
+use crate::{kernel::sysfs, ring::poll};
 
 /// Bytes of events the socket holds; a thousand devices that come at once
 /// make some two megabytes of them.
@@ -203,20 +200,20 @@ pub async fn ready(uevents: &Uevents, source: &Source, device: &Device) -> io::R
                 _ => Ok(None),
             };
         }
-        let found = size_bytes(dev).and_then(|bytes| {
-            let node = node_of(dev)?;
+        let found = sysfs::size_bytes(dev).and_then(|bytes| {
+            let node = sysfs::present_node_of(dev)?;
             Ok((bytes > 0).then_some(Ready { node, bytes }))
         });
         none_if_missing(found)
     };
-    uevents.wait(&sysname_of(dev)?, check).await
+    uevents.wait(&sysfs::name_of(dev)?, check).await
 }
 
 /// Waits until the device has let go of its source, as it does when its
 /// last opener closes it. Its number may go to another source at once.
 pub async fn gone(uevents: &Uevents, source: &Source, device: &Device) -> io::Result<()> {
     let check = || Ok((!source.is_still(device)).then_some(()));
-    uevents.wait(&sysname_of(device.dev)?, check).await
+    uevents.wait(&sysfs::name_of(device.dev)?, check).await
 }
 
 /// What is missing may come. ENODEV is of a file in sysfs whose device went

@@ -11,10 +11,10 @@ use rustix::{fs::OFlags, io::Errno};
 use super::{
     How, Purpose,
     error::{DeviceError, io},
-    holders, sysfs,
+    holders,
 };
 use crate::{
-    kernel::{Dev, block, busy::outwait},
+    kernel::{Dev, block, busy::outwait, sysfs},
     mount::table,
 };
 
@@ -44,7 +44,7 @@ pub fn refuse(node: &Path, dev: Dev, how: &How) -> Result<(), DeviceError> {
 /// Whether its node is bound to some path: an agent whose records are lost has
 /// published it, and a pod may do with it what it likes.
 fn is_published(dev: Dev) -> Result<bool, DeviceError> {
-    let name = sysfs::sysname_of(dev).map_err(io("find the device"))?;
+    let name = sysfs::name_of(dev).map_err(io("find the device"))?;
     let mounts = table::list().map_err(io("list the mounts"))?;
     // devtmpfs' root is /dev.
     let is_its = |root: &Path| root.file_name() == Some(OsStr::new(&name));

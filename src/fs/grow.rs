@@ -21,7 +21,7 @@ use rustix::{
 };
 
 use super::{FsType, probe};
-use crate::kernel::{Dev, block, growth};
+use crate::kernel::{Dev, block, growth, sysfs};
 
 /// What no file system can use at a device's end: no block is larger.
 const LEAST_GAIN: u64 = 64 << 10;
@@ -136,7 +136,7 @@ fn ext4(root: &OwnedFd, device_bytes: u64) -> Result<Grown, GrowError> {
 /// cache while it is mounted. (statfs(2) leaves ext4's own tables out.)
 fn ext4_size(root: &OwnedFd) -> io::Result<probe::ExtSize> {
     let dev = Dev::from_raw(rustix::fs::fstat(root)?.st_dev);
-    let device = block::open(&block::node_of(dev)?, dev, OFlags::RDONLY)?;
+    let device = block::open(&sysfs::node_of(dev)?, dev, OFlags::RDONLY)?;
     let mut superblock = [0; probe::EXT_LEN];
     std::fs::File::from(device).read_exact_at(&mut superblock, probe::EXT_OFFSET)?;
     probe::ext_size(&superblock).ok_or_else(|| io::ErrorKind::InvalidData.into())

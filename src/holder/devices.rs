@@ -13,13 +13,12 @@ use rustix::{
 
 #[cfg(feature = "holder")]
 use super::{HolderError, error::failed};
+#[cfg(feature = "holder")]
+use crate::kernel::{block, busy, nbd::netlink::Driver};
 use crate::{
     ceph::fencing::Process,
-    device::sysfs,
-    kernel::{Dev, block},
+    kernel::{Dev, sysfs},
 };
-#[cfg(feature = "holder")]
-use crate::{device::nbd::netlink::Driver, kernel::busy};
 
 /// A device that somebody attached under a cookie.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,11 +41,11 @@ impl Device {
         let Some((name, _)) = its.next() else {
             return Ok(None);
         };
-        let dev = block::dev_of(&name)?;
+        let dev = sysfs::dev_of(&name)?;
         let bytes = sysfs::size_bytes(dev)?;
         let device = Self {
             dev,
-            node: block::node_of(dev)?,
+            node: sysfs::node_of(dev)?,
             bytes,
             read_only: sysfs::is_read_only(dev)?,
         };

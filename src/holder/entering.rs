@@ -36,8 +36,7 @@ use crate::{
     },
     chain,
     device::rbd::Image,
-    kernel::exec,
-    pool::claim,
+    kernel::{self, exec},
     secret::Secret,
 };
 
@@ -220,7 +219,7 @@ fn why(error: &CephError) -> Answer {
 }
 
 fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
-    let boot_id = match claim::boot_id() {
+    let boot_id = match kernel::boot_id() {
         Ok(boot_id) => boot_id,
         Err(error) => return Ok(Answer::Failed(chain(&error))),
     };

@@ -68,7 +68,7 @@ impl Test {
             .build()
             .unwrap();
         let guard = runtime.enter();
-        let boot = crate::pool::claim::boot_id().unwrap();
+        let boot = crate::kernel::boot_id().unwrap();
         let keeper = Keeper::open("rbd-nbd", self.dir.path().to_owned(), boot).unwrap();
         drop(guard);
         let holder = Holder { runtime, keeper };

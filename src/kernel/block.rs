@@ -1,5 +1,4 @@
-//! The ioctls of any block device, from `linux/fs.h`, and the way from a
-//! device number to its node.
+//! Opening block devices, and their ioctls (`linux/fs.h`).
 
 use std::{
     fs, io,
@@ -7,7 +6,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::fs::{FileTypeExt as _, MetadataExt as _},
     },
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 use rustix::{
@@ -50,27 +49,6 @@ pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
     // SAFETY: BLKROSET reads one int.
     unsafe { ioctl(device, Setter::<BLKROSET, _>::new(value)) }?;
     Ok(())
-}
-
-/// The kernel's name of a block device (`loop7`), from sysfs.
-pub fn name_of(dev: Dev) -> io::Result<String> {
-    let link = fs::read_link(format!("/sys/dev/block/{dev}"))?;
-    let name = link.file_name().unwrap_or_default();
-    Ok(name.to_string_lossy().into_owned())
-}
-
-/// The device number that sysfs has for a kernel's name.
-pub fn dev_of(name: &str) -> io::Result<Dev> {
-    fs::read_to_string(format!("/sys/class/block/{name}/dev"))?
-        .parse()
-        .map_err(io::Error::other)
-}
-
-/// The device's node under `/dev`. Whoever opens it goes through [`open`],
-/// which makes sure that the node is that device's.
-pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
-    // sysfs writes a slash within a name as an exclamation mark (cciss!c0d0).
-    Ok(Path::new("/dev").join(name_of(dev)?.replace('!', "/")))
 }
 
 /// The device behind a node, or behind a name that leads to one. The node is not

@@ -35,7 +35,10 @@ use super::{
     draft::{self, Draft, Durability::Volatile},
     handle::NodeHash,
 };
-use crate::{Done, crash_point};
+use crate::{
+    Done, crash_point,
+    kernel::{BOOT_ID, boot_id},
+};
 
 /// Who else may have the image at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,7 +68,7 @@ pub struct Claim {
     /// The node's id; for a controller, a name that [`Claim::by_controller`]
     /// makes.
     pub node_id: String,
-    /// The boot id of its kernel: [`boot_id`].
+    /// The boot id of its kernel: [`crate::kernel::boot_id`].
     pub boot_id: String,
     /// The handle of the volume that the node has of it; empty for a
     /// controller. Finds the image of a volume whose record is lost.
@@ -167,11 +170,6 @@ fn past(holder: &Claim, pool: &Pool, boot_id: &str) -> String {
         pool.dir.display(),
         holder.node_id
     )
-}
-
-/// The boot id of the running kernel (random(4)).
-pub fn boot_id() -> io::Result<String> {
-    Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
 
 /// What a node has claimed of an image, in whatever boot.
@@ -430,7 +428,6 @@ fn remove(pool: &Pool, image: &str, path: &Path) -> Result<Done, ClaimError> {
 const CLAIMS: &str = "claims";
 /// No node's id begins so: node names of Kubernetes have no slash.
 const CONTROLLER: &str = "controller/";
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 #[cfg(test)]
 mod tests;

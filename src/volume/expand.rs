@@ -9,7 +9,7 @@ use super::{
     stats,
     task::{Progress, Volume},
 };
-use crate::device::sysfs;
+use crate::kernel::sysfs;
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
 pub async fn expand(

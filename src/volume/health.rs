@@ -13,8 +13,9 @@ use super::{
     stats,
 };
 use crate::{
-    device::{Ailment, Device, sysfs},
+    device::{Ailment, Device},
     fs::FsType,
+    kernel::sysfs,
     mount::{Look, path::Place, table},
 };
 

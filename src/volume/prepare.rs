@@ -21,14 +21,14 @@ use crate::{
     device::{
         Attachment, Device, DeviceError, HeldOpen, MkfsNote, Source,
         holders::{self, Holder},
-        luks, sysfs,
+        luks,
     },
     fs::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
         says_busy,
     },
-    kernel::{block, busy::outwait, exec},
+    kernel::{block, busy::outwait, exec, sysfs},
     ring::{
         child::{Child, Exit},
         probe::Prober,

@@ -25,8 +25,8 @@ use super::{
 use crate::{
     Done,
     capability::Mode as AccessMode,
-    device::{self, Device, sysfs},
-    kernel::Dev,
+    device::{self, Device},
+    kernel::{Dev, sysfs},
     mount::{Look, Mounted, bind, options::MountOptions, path::Place, table},
 };
 

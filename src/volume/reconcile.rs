@@ -29,9 +29,9 @@ use super::{
 use crate::{
     capability::Mode,
     chain,
-    device::{Backends, Device, DeviceError, Owner, Source, sysfs},
+    device::{Backends, Device, DeviceError, Owner, Source},
     hold_point,
-    kernel::Dev,
+    kernel::{Dev, sysfs},
     mount::{
         Look, Mounted,
         options::MountOptions,
@@ -391,7 +391,7 @@ fn find(
         .rev()
         .find(|entry| mounted.is_some() && entry.mount_point == path);
     let behind = match mounted.and_then(|mounted| mounted.rdev) {
-        Some(dev) => Some(sysfs::node_of(dev).map_err(io("name what is mounted"))?),
+        Some(dev) => Some(sysfs::present_node_of(dev).map_err(io("name what is mounted"))?),
         None => entry.map(|entry| PathBuf::from(&entry.source)),
     };
     // What is mounted at the staging path itself may hang.

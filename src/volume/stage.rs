@@ -23,9 +23,9 @@ use super::{
 };
 use crate::{
     Done,
-    device::{Attachment, Device, Fencing, ready, sysfs},
+    device::{Attachment, Device, Fencing, ready},
     fs::{FsType, grow, probe::FsInfo},
-    kernel::Dev,
+    kernel::{Dev, sysfs},
     mount::{
         Look,
         attach::{self, NewMount},

@@ -31,7 +31,7 @@ use super::{
     spec::Use,
     task::Volume,
 };
-use crate::{device::sysfs, hold_point, mount::Look, ring};
+use crate::{hold_point, kernel::sysfs, mount::Look, ring};
 
 /// How long a file system is waited for.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);

@@ -28,10 +28,9 @@ use crate::{
     device::{
         Backends, Owner, Source,
         lock::{self, Unlock},
-        sysfs,
     },
     fs::FsType,
-    kernel::{Dev, block},
+    kernel::{Dev, block, sysfs},
     mount::{Look, Mounted, path::Place, table, unmount},
 };
 
@@ -158,7 +157,7 @@ impl Unpublishing {
     ) -> Result<(String, Option<Dev>), Error> {
         let failed = || self.looking_at(place);
         if let Some(dev) = mounted.rdev {
-            let node = block::node_of(dev).map_err(failed())?;
+            let node = sysfs::node_of(dev).map_err(failed())?;
             return Ok((format!("the block device {}", node.display()), Some(dev)));
         }
         let opened = place.open().map_err(failed())?;
@@ -231,7 +230,7 @@ async fn release_lock(
         let gone = || Ok((!lock.is_held()).then_some(()));
         let gone = async {
             node.uevents
-                .wait(&sysfs::sysname_of(lock.device.dev)?, gone)
+                .wait(&sysfs::name_of(lock.device.dev)?, gone)
                 .await
         };
         progress

@@ -21,7 +21,7 @@ use super::{
     luks,
     notes::{MkfsNote, Notes},
     rbd::{self, Image, Mapped, Mapper, Monitors},
-    sysfs, used,
+    used,
 };
 use crate::{
     Done,
@@ -32,7 +32,7 @@ use crate::{
     },
     chain,
     holder::{Watch, devices as nbd},
-    kernel::Dev,
+    kernel::{Dev, sysfs},
 };
 
 mod below;

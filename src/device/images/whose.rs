@@ -14,9 +14,11 @@ use crate::{
         backend::{Found, Owner},
         error::{DeviceError, io},
         loopdev::{self, FileId},
+    },
+    kernel::{
+        Dev,
         sysfs::{self, DELETED},
     },
-    kernel::Dev,
     mount::table::{self, Entry},
     pool::{Pool, claim, handle::VolumeHandle},
 };

@@ -8,10 +8,7 @@ use std::{
 use tempfile::NamedTempFile;
 
 use super::*;
-use crate::device::{
-    scratch::{Scratch, options},
-    sysfs,
-};
+use crate::device::scratch::{Scratch, options};
 
 const MIB: u64 = 1 << 20;
 
@@ -54,7 +51,7 @@ fn what_is_attached_is_found_resized_and_detached() {
 
     let scratch = Scratch::over(image);
     let device = scratch.device.clone();
-    assert_eq!(block::node_of(device.dev).unwrap(), device.node);
+    assert_eq!(sysfs::node_of(device.dev).unwrap(), device.node);
     assert_eq!(
         scratch.found(),
         [Attached {

@@ -41,12 +41,15 @@ use rustix::{
     thread::nanosleep,
 };
 
-use super::{
-    Link, Links, NbdError, failed,
-    links::lock,
-    netlink::{Change, Driver},
+use super::{Link, Links, NbdError, failed, links::lock};
+use crate::{
+    kernel::{
+        block,
+        nbd::netlink::{Change, Driver},
+        sysfs,
+    },
+    nbd::Export,
 };
-use crate::{device::sysfs, kernel::block, nbd::Export};
 
 /// How long the driver may take to notice that its connections were shut down.
 const NOTICED_WITHIN: Duration = Duration::from_secs(10);

@@ -14,11 +14,11 @@ use super::{
     Away, Link, Links, NbdError,
     link::Mended,
     links::{Event, lock},
-    netlink::Listener,
 };
 use crate::{
     admission::Gate,
     chain,
+    kernel::nbd::netlink::Listener,
     lane::Lanes,
     ring::{self, poll, timer},
 };

@@ -11,11 +11,12 @@ use std::{
 
 use super::{
     Behind, Connection, Links, NbdDevice, NbdError, Options, Shape, at, client, failed, is_behind,
-    links::lock,
-    netlink::{Change, Driver},
-    open,
+    links::lock, open,
 };
-use crate::device::sysfs;
+use crate::kernel::{
+    nbd::netlink::{Change, Driver},
+    sysfs,
+};
 
 /// A device and its server.
 #[derive(Debug)]

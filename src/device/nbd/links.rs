@@ -21,15 +21,16 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
     Away, Behind, Link, NbdDevice, NbdError, Options, attach, claim, failed, find, index_of,
-    is_behind, large_enough,
-    link::Held,
-    netlink::{Driver, Listener},
-    quiet,
+    is_behind, large_enough, link::Held, quiet,
 };
 use crate::{
     Done,
-    device::{loopdev::Detached, sysfs},
-    kernel::busy::outwait,
+    device::loopdev::Detached,
+    kernel::{
+        busy::outwait,
+        nbd::netlink::{Driver, Listener},
+        sysfs,
+    },
     nbd::Export,
 };
 

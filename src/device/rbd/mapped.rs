@@ -18,8 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::{Image, RbdDevice};
 use crate::{
     ceph::map_options::NOSHARE,
-    device::sysfs,
-    kernel::{Dev, block},
+    kernel::{Dev, sysfs},
 };
 
 /// Below it is a directory for each mapped image.
@@ -174,7 +173,7 @@ impl Mapped {
 
     /// The block device; `NotFound` while it is being made.
     pub fn device(&self) -> io::Result<RbdDevice> {
-        let dev = block::dev_of(&format!("rbd{}", self.id))?;
+        let dev = sysfs::dev_of(&format!("rbd{}", self.id))?;
         Ok(RbdDevice {
             dev,
             node: PathBuf::from(format!("/dev/rbd{}", self.id)),
@@ -186,7 +185,7 @@ impl Mapped {
 
 /// The `7` of the device `rbd7`.
 fn id_of(dev: Dev) -> Option<u32> {
-    let name = block::name_of(dev).ok()?;
+    let name = sysfs::name_of(dev).ok()?;
     name.strip_prefix("rbd")?.parse().ok()
 }
 

@@ -40,12 +40,12 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{loopdev::Detached, sysfs};
+use super::loopdev::Detached;
 use crate::{
     Done,
     ceph::Credentials,
     crash_point, digest,
-    kernel::{Dev, busy, keys::ThreadKey},
+    kernel::{Dev, busy, keys::ThreadKey, sysfs},
 };
 
 mod error;

@@ -28,10 +28,10 @@ fn a_loop_device_is_seen_coming_and_growing() {
             }
         );
 
-        let sysname = sysname_of(dev).unwrap();
+        let sysname = sysfs::name_of(dev).unwrap();
         assert_eq!(Path::new("/dev").join(&sysname), *node);
         let grown = uevents.wait(&sysname, || {
-            Ok(Some(size_bytes(dev)?).filter(|size| *size == 2 << 20))
+            Ok(Some(sysfs::size_bytes(dev)?).filter(|size| *size == 2 << 20))
         });
         let grow = async {
             tokio::task::yield_now().await;

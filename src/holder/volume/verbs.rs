@@ -7,8 +7,8 @@ use tokio::time::{sleep, timeout};
 use super::{LOOK_EVERY, Volume, access::Access};
 use crate::{
     Done,
-    device::nbd::Choice,
     holder::{HolderError, Spec, devices::Device, error::failed, spec::Verb},
+    kernel::nbd::ReservedIndex,
     secret::Secret,
 };
 
@@ -49,11 +49,11 @@ impl Volume {
             let choice = self
                 .shared
                 .lanes
-                .run(&self.id, "choose", Choice::without_zeroes);
+                .run(&self.id, "choose", ReservedIndex::without_zeroes);
             let choice = timeout(CHOOSE_WITHIN, choice).await;
             let choice = choice.unwrap_or_else(|late| Err(late.into()));
             let choice = choice.map_err(failed("choose a device for", &self.id))?;
-            let node = format!("/dev/nbd{}", choice.index());
+            let node = format!("/dev/nbd{}", choice.get());
             chosen.push(choice);
             match self.start(&Verb::Map(&node)).await {
                 Err(HolderError::Taken { .. }) if Instant::now() < deadline => {}

@@ -35,7 +35,7 @@ impl Ceph {
     }
 
     /// Has it served by rbd-nbd, which goes on by itself. Its device is one of its
-    /// own, for ceph-csi would take one that an export had (`device::nbd::Choice`), of
+    /// own, for ceph-csi would take one that an export had (`kernel::nbd::ReservedIndex`), of
     /// another story.
     fn serve_by_rbd(&self, volume: &Volume) -> PathBuf {
         let given = volume.context.get("mapOptions");

@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::kernel::Dev;
+use super::Dev;
 
 /// sysfs counts in sectors of 512 bytes, whatever the device's own.
 const SECTOR: u64 = 512;
@@ -32,8 +32,14 @@ pub fn number_in(name: &str, driver: &str) -> Option<u32> {
     name.strip_prefix(driver)?.parse().ok()
 }
 
-/// The name under which the kernel speaks of `dev`, e.g. `loop7`.
-pub fn sysname_of(dev: Dev) -> io::Result<String> {
+/// The number of the device that the kernel calls `name`.
+pub fn dev_of(name: &str) -> io::Result<Dev> {
+    let text = fs::read_to_string(format!("/sys/class/block/{name}/dev"))?;
+    text.parse().map_err(io::Error::other)
+}
+
+/// The kernel's name of `dev`, e.g. `loop7`.
+pub fn name_of(dev: Dev) -> io::Result<String> {
     let target = fs::read_link(directory(dev))?;
     let name = target.file_name().and_then(|name| name.to_str());
     Ok(name
@@ -41,13 +47,19 @@ pub fn sysname_of(dev: Dev) -> io::Result<String> {
         .to_owned())
 }
 
-/// The node of `dev` under /dev, once it is there and has that number.
+/// The node of `dev` below `/dev`. It may be missing, or another device's:
+/// [`crate::kernel::block::open`] makes sure.
 pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
     let uevent = fs::read_to_string(directory(dev).join("uevent"))?;
     let name = uevent
         .lines()
         .find_map(|line| line.strip_prefix("DEVNAME="));
-    let node = Path::new("/dev").join(name.ok_or_else(|| broken(dev, &uevent))?);
+    Ok(Path::new("/dev").join(name.ok_or_else(|| broken(dev, &uevent))?))
+}
+
+/// The node of `dev`, once it is there and has that number.
+pub fn present_node_of(dev: Dev) -> io::Result<PathBuf> {
+    let node = node_of(dev)?;
     let metadata = fs::metadata(&node)?;
     if metadata.file_type().is_block_device() && Dev::from_raw(metadata.rdev()) == dev {
         return Ok(node);
@@ -157,7 +169,7 @@ pub fn limit_requests(dev: Dev, kibibytes: u32) -> io::Result<()> {
 
 /// How many errors the mounted ext4 on this device has counted.
 pub fn ext4_errors(dev: Dev) -> io::Result<u64> {
-    let path = Path::new("/sys/fs/ext4").join(sysname_of(dev)?);
+    let path = Path::new("/sys/fs/ext4").join(name_of(dev)?);
     let text = fs::read_to_string(path.join("errors_count"))?;
     text.trim().parse().map_err(|_| broken(dev, text))
 }

@@ -25,7 +25,6 @@ mod owed;
 pub mod rbd;
 pub mod ready;
 mod source;
-pub mod sysfs;
 mod used;
 
 #[cfg(test)]

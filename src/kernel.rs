@@ -2,7 +2,7 @@
 //!
 //! The only unsafe code outside the ring. Of the controller's, only leases.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, fs, io, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
@@ -21,10 +21,22 @@ pub mod lease;
 pub mod loopctl;
 #[cfg(feature = "node")]
 pub mod mounts;
+#[cfg(feature = "node")]
+pub mod nbd;
 #[cfg(feature = "holder")]
 pub mod pidfd;
 #[cfg(feature = "node")]
 pub mod privileges;
+#[cfg(feature = "node")]
+pub mod sysfs;
+
+/// Where the kernel shows its boot id.
+pub(crate) const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The running kernel's boot id (random(4)).
+pub fn boot_id() -> io::Result<String> {
+    Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
+}
 
 /// A block device's number, as `st_rdev`, `st_dev` and sysfs' `dev` have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -32,17 +32,20 @@ use rustix::{
     io::Errno,
 };
 
-use super::sysfs;
 use crate::{
     crash_point,
     kernel::{
         Dev, block,
         busy::{outwait, outwait_for},
+        nbd::{
+            ReservedIndex,
+            netlink::{Connect, Driver},
+        },
+        sysfs,
     },
     nbd::Export,
 };
 
-mod choice;
 mod client;
 mod error;
 mod grow;
@@ -50,10 +53,8 @@ pub mod handshake;
 mod keep;
 mod link;
 mod links;
-pub mod netlink;
 mod shape;
 
-pub use choice::Choice;
 pub use client::ConnectError;
 pub use error::NbdError;
 pub use keep::keep;
@@ -63,7 +64,6 @@ pub use links::Links;
 use client::Connection;
 use error::{at, failed};
 use handshake::Info;
-use netlink::{Connect, Driver};
 use shape::Shape;
 
 /// Stands before the export's address in a backend identifier, so that what
@@ -145,14 +145,14 @@ pub fn is_behind(dev: Dev, export: &Export) -> bool {
 /// opened.
 pub fn find(pleases: impl Fn(&Behind) -> bool) -> io::Result<Option<(NbdDevice, Behind)>> {
     for index in sysfs::numbers("nbd")? {
-        let dev = block::dev_of(&format!("nbd{index}"))?;
+        let dev = sysfs::dev_of(&format!("nbd{index}"))?;
         // Where nothing is attached there is no such file.
         let behind = sysfs::nbd_backend(dev).ok();
         let behind = behind.and_then(|identifier| Behind::parse(&identifier));
         if let Some(behind) = behind.filter(&pleases) {
             let device = NbdDevice {
                 dev,
-                node: block::node_of(dev)?,
+                node: sysfs::node_of(dev)?,
                 read_only: sysfs::is_read_only(dev)?,
             };
             return Ok(Some((device, behind)));
@@ -163,7 +163,7 @@ pub fn find(pleases: impl Fn(&Behind) -> bool) -> io::Result<Option<(NbdDevice, 
 
 /// The number by which the driver knows the device, the 7 of `nbd7`.
 fn index_of(dev: Dev) -> io::Result<u32> {
-    let name = sysfs::sysname_of(dev)?;
+    let name = sysfs::name_of(dev)?;
     let index = sysfs::number_in(&name, "nbd");
     index.ok_or_else(|| io::Error::other(format!("{name} is no NBD device")))
 }
@@ -206,18 +206,18 @@ fn attach(
     let index = outwait(
         || {
             if !shape.writes_zeroes() {
-                chosen.push(Choice::without_zeroes()?);
+                chosen.push(ReservedIndex::without_zeroes()?);
             }
-            driver.connect(&connect(chosen.last().map(Choice::index)))
+            driver.connect(&connect(chosen.last().map(ReservedIndex::get)))
         },
         |made| made.as_ref().is_err_and(is_busy),
     )
     .map_err(made())?;
     crash_point();
-    let dev = block::dev_of(&format!("nbd{index}")).map_err(made())?;
+    let dev = sysfs::dev_of(&format!("nbd{index}")).map_err(made())?;
     let device = NbdDevice {
         dev,
-        node: block::node_of(dev).map_err(made())?,
+        node: sysfs::node_of(dev).map_err(made())?,
         read_only,
     };
     if let Err(source) = complete(dev, &shape) {
