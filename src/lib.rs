@@ -18,6 +18,7 @@ pub mod ceph;
 pub mod config;
 mod crash;
 pub mod csi;
+mod kind;
 pub mod lane;
 pub mod nbd;
 pub mod observe;
@@ -53,3 +54,4 @@ pub(crate) use crash::crash_point;
 #[cfg(feature = "node")]
 pub(crate) use crash::hold_point;
 pub use done::Done;
+pub use kind::Kind;

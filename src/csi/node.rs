@@ -8,7 +8,6 @@ use super::{identity::Segment, validate};
 use crate::{
     capability::{Access, Capability, Mode},
     ceph::fencing::ASKED,
-    chain,
     device::{Fencing, Source},
     proto::csi::{
         NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeHealthRequest,
@@ -312,12 +311,5 @@ fn volume_usage(space: Space, unit: Unit) -> VolumeUsage {
         total: clamp(space.total),
         used: clamp(space.used),
         unit: unit.into(),
-    }
-}
-
-/// The error and its causes, under the code that [`super::status`] has for it.
-impl From<&Error> for Status {
-    fn from(error: &Error) -> Self {
-        Status::new(super::status::of_volume(error), chain(error))
     }
 }

@@ -7,6 +7,7 @@ use super::{
     notes::NoteError, rbd::RbdError,
 };
 use crate::{
+    Kind,
     ceph::CephError,
     pool::{PoolError, claim::ClaimError},
 };
@@ -89,9 +90,22 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
-    /// Whether a server refused the secrets that it was given.
-    pub fn is_authentication(&self) -> bool {
-        matches!(self, Self::Ceph(error) if error.is_authentication())
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Pool(error) => error.kind(),
+            Self::Claim(error) => error.kind(),
+            Self::Loop(error) => error.kind(),
+            Self::Nbd(error) => error.kind(),
+            Self::Ceph(error) => error.kind(),
+            Self::AttachedOtherwise { .. } | Self::TooSmall { .. } => Kind::Precondition,
+            Self::Busy { .. } => Kind::InUse,
+            Self::Extend { source, .. } => match source.kind() {
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Kind::Exhausted,
+                _ => Kind::Transient,
+            },
+            Self::Note(_) | Self::Changed { .. } | Self::Io { .. } => Kind::Transient,
+        }
     }
 
     /// Whether somebody uses the device.

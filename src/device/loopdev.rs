@@ -29,7 +29,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    crash_point,
+    Kind, crash_point,
     kernel::{Dev, block, busy::outwait, loopctl, sysfs},
 };
 
@@ -183,6 +183,16 @@ pub enum LoopError {
         /// The kernel's answer.
         source: io::Error,
     },
+}
+
+impl LoopError {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::NoneFree { .. } => Kind::Exhausted,
+            _ => Kind::Transient,
+        }
+    }
 }
 
 fn device_error(device: &LoopDevice, what: &'static str) -> impl FnOnce(io::Error) -> LoopError {

@@ -26,7 +26,7 @@ use rustix::{fs::OFlags, io::Errno};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Done,
+    Done, Kind,
     admission::{Gate, Place},
     fs::probe::{self, Content},
     kernel::{Dev, block, busy::outwait, exec, sysfs},
@@ -110,6 +110,19 @@ pub enum LuksError {
         /// The kernel's answer.
         source: io::Error,
     },
+}
+
+impl LuksError {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Passphrase { .. } => Kind::Unauthenticated,
+            Self::Foreign { .. } | Self::Unfinished { .. } | Self::Other { .. } => {
+                Kind::Precondition
+            }
+            Self::Busy { .. } | Self::Failed { .. } | Self::Io { .. } => Kind::Transient,
+        }
+    }
 }
 
 /// Turns the kernel's answer into an error that says what was tried.

@@ -8,6 +8,7 @@
 use std::path::Path;
 
 use super::{CommandLine, FsType};
+use crate::Kind;
 
 /// What a check found, all being well now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +43,16 @@ pub enum FsckError {
         /// What the program said.
         output: String,
     },
+}
+
+impl FsckError {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Uncorrected { .. } => Kind::Precondition,
+            Self::Failed { .. } => Kind::Transient,
+        }
+    }
 }
 
 /// The command line that checks and mends; none where mounting does it.

@@ -21,7 +21,10 @@ use rustix::{
 };
 
 use super::{FsType, probe};
-use crate::kernel::{Dev, block, growth, sysfs};
+use crate::{
+    Kind,
+    kernel::{Dev, block, growth, sysfs},
+};
 
 /// What no file system can use at a device's end: no block is larger.
 const LEAST_GAIN: u64 = 64 << 10;
@@ -72,6 +75,19 @@ pub enum GrowError {
         /// The kernel's answer.
         source: io::Error,
     },
+}
+
+impl GrowError {
+    /// What the caller may do about it. Kubelet repeats no precondition before the volume
+    /// is mounted anew.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::NeedsCapability { .. } | Self::HasErrors | Self::SeveralDevices { .. } => {
+                Kind::Precondition
+            }
+            Self::Busy { .. } | Self::Io { .. } => Kind::Transient,
+        }
+    }
 }
 
 /// Whether a file system may gain something on a device of that size. XFS may

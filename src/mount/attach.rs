@@ -36,7 +36,7 @@ use super::{
     table,
     unmount::{UnmountError, unmount},
 };
-use crate::kernel::busy::outwait;
+use crate::{Kind, kernel::busy::outwait};
 
 /// What to mount.
 #[derive(Clone, Copy, Debug)]
@@ -164,6 +164,22 @@ pub enum MountError {
         #[source]
         source: io::Error,
     },
+}
+
+impl MountError {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::BadOption { .. } => Kind::Invalid,
+            Self::Busy { .. } => Kind::InUse,
+            Self::OtherOptions { .. }
+            | Self::Twin { .. }
+            | Self::WriteProtected { .. }
+            | Self::BadSuperblock { .. }
+            | Self::Unsupported { .. } => Kind::Precondition,
+            Self::Undo { .. } | Self::WrongTarget { .. } | Self::Io { .. } => Kind::Transient,
+        }
+    }
 }
 
 /// Mounts `new` on top of what is at the place. Reads and writes the device: this

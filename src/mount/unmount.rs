@@ -19,7 +19,7 @@ use rustix::{
 };
 
 use super::{Look, path::Place};
-use crate::{Done, kernel::busy::outwait};
+use crate::{Done, Kind, kernel::busy::outwait};
 
 /// Why something stays mounted.
 #[derive(Debug, thiserror::Error)]
@@ -39,6 +39,16 @@ pub enum UnmountError {
         #[source]
         source: io::Error,
     },
+}
+
+impl UnmountError {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Busy { .. } => Kind::InUse,
+            Self::Io { .. } => Kind::Transient,
+        }
+    }
 }
 
 /// Unmounts what is mounted at the place, the topmost where several are stacked.

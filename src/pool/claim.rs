@@ -36,7 +36,7 @@ use super::{
     handle::NodeHash,
 };
 use crate::{
-    Done, crash_point,
+    Done, Kind, crash_point,
     kernel::{BOOT_ID, boot_id},
 };
 
@@ -155,6 +155,17 @@ pub enum ClaimError {
     /// The pool failed.
     #[error(transparent)]
     Pool(#[from] PoolError),
+}
+
+impl ClaimError {
+    /// What the caller on a node may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::HeldBy { .. } => Kind::Precondition,
+            Self::Passing { .. } | Self::Corrupt { .. } => Kind::Transient,
+            Self::Pool(error) => error.kind(),
+        }
+    }
 }
 
 /// How to get at an image whose node is off for good, never so that it can be run

@@ -39,7 +39,7 @@ use rustix::fs::{
     fcntl_setfl, fstat, openat2, statx,
 };
 
-use crate::Done;
+use crate::{Done, Kind};
 
 pub mod claim;
 pub mod draft;
@@ -208,6 +208,29 @@ pub enum PoolError {
         /// What the kernel says.
         source: io::Error,
     },
+}
+
+impl PoolError {
+    /// What the caller on a node may do about it: a pool that is missing may come back, a
+    /// name that is wrong stays wrong.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::BadSpec { .. }
+            | Self::Twice(_)
+            | Self::Unknown { .. }
+            | Self::Unnamed { .. }
+            | Self::NotLocal { .. }
+            | Self::BadName { .. } => Kind::Invalid,
+            Self::NoRoom { .. } => Kind::Exhausted,
+            Self::NoImage { .. } => Kind::NotFound,
+            // Kubelet mounts a volume that cannot grow as large as it is.
+            Self::OtherScope { .. } | Self::NoRoomToGrow { .. } => Kind::Precondition,
+            Self::NotReady { .. }
+            | Self::NotMounted { .. }
+            | Self::Away { .. }
+            | Self::Io { .. } => Kind::Transient,
+        }
+    }
 }
 
 /// A directory of image files.

@@ -5,6 +5,7 @@ use std::{io, path::PathBuf};
 use super::task::UnderWay;
 
 use crate::{
+    Kind,
     admission::Full,
     chain,
     device::{
@@ -310,8 +311,35 @@ impl Error {
         }
     }
 
-    /// Whether it was the secrets that were refused: others may do.
-    pub fn is_authentication(&self) -> bool {
-        matches!(self, Self::Device { source, .. } if source.is_authentication())
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Invalid { .. } | Self::Source(_) | Self::Option(_) => Kind::Invalid,
+            Self::Path { source, .. } => source.kind(),
+            Self::NotFound { .. } => Kind::NotFound,
+            Self::Incompatible { .. } => Kind::Conflict,
+            Self::Precondition { .. } | Self::Foreign { .. } => Kind::Precondition,
+            Self::Pending { .. } | Self::Occupied { .. } | Self::Busy { .. } => Kind::InUse,
+            Self::Deadline { .. } => Kind::Deadline,
+            Self::Mkfs {
+                may_pass: false, ..
+            } => Kind::Internal,
+            Self::Fsck { source, .. } => source.kind(),
+            Self::Device { source, .. } => source.kind(),
+            Self::Mount { source, .. } => source.kind(),
+            Self::Unmount { source, .. } => source.kind(),
+            Self::Grow { source, .. } => source.kind(),
+            Self::Full { .. } | Self::Overloaded { .. } => Kind::Exhausted,
+            Self::Range { .. } => Kind::OutOfRange,
+            Self::Mkfs { .. }
+            | Self::Bind { .. }
+            | Self::Ownership { .. }
+            | Self::Io { .. }
+            | Self::Kept(_)
+            // Not OUT_OF_RANGE: kubelet takes that as infeasible and tries no more.
+            | Self::NotGrown { .. }
+            | Self::NotTakenUp { .. }
+            | Self::NotUndone { .. } => Kind::Transient,
+        }
     }
 }

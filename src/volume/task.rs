@@ -26,7 +26,7 @@ use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
 use super::{Error, Node, record::Held, spec::Call, stats::Asked};
-use crate::{crash_point, hold_point, observe::metrics, ring};
+use crate::{Kind, crash_point, hold_point, observe::metrics, ring};
 
 /// What a successful call reports back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -296,7 +296,9 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
         };
         let left = deadline.saturating_sub(begun.elapsed());
         return match ring::timer::timeout(left, running.answer).await {
-            Ok(Ok(Err(error))) if error.is_authentication() && running.call.differs(&call) => {
+            Ok(Ok(Err(error)))
+                if error.kind() == Kind::Unauthenticated && running.call.differs(&call) =>
+            {
                 continue;
             }
             Ok(Ok(answer)) => answer,

@@ -9,6 +9,7 @@ use super::{
     source::TUNING,
 };
 use crate::{
+    Kind,
     ceph::{
         CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
     },
@@ -201,31 +202,38 @@ impl CephImageError {
         }
     }
 
-    /// Whether it was the secrets that were refused: others may do.
-    pub fn is_authentication(&self) -> bool {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
         match self {
-            Self::Credentials(_) => true,
-            Self::Encryption(error) => {
-                matches!(error, EncryptionError::Missing | EncryptionError::Wrong)
-            }
-            Self::Cluster(error) => error.is_access_denied(),
-            Self::Rbd(error) => matches!(error, rbd::RbdError::Denied { .. }),
-            Self::Holder(error) => matches!(
-                error.code(),
-                Some(Code::PermissionDenied | Code::Unauthenticated)
-            ),
-            Self::Luks(error) => matches!(error, LuksError::Passphrase { .. }),
-            _ => false,
-        }
-    }
-
-    /// Whether the image, or what it is in, does not exist.
-    pub fn is_missing(&self) -> bool {
-        match self {
-            Self::Cluster(error) => error.is_not_found(),
-            Self::Rbd(error) => error.is_missing(),
-            Self::Holder(error) => error.code() == Some(Code::NotFound),
-            _ => false,
+            Self::Config(error) => match error {
+                ConfigError::Unknown { .. } => Kind::Invalid,
+                ConfigError::Unreadable { .. } => Kind::Transient,
+                _ => Kind::Precondition,
+            },
+            Self::Encryption(error) => match error {
+                EncryptionError::Missing | EncryptionError::Wrong => Kind::Unauthenticated,
+                EncryptionError::Config { .. } => Kind::Transient,
+                _ => Kind::Precondition,
+            },
+            Self::Cluster(error) if error.is_access_denied() => Kind::Unauthenticated,
+            Self::Cluster(error) if error.is_not_found() => Kind::NotFound,
+            Self::Rbd(error) => error.kind(),
+            Self::Holder(error) => match error.code() {
+                Some(Code::PermissionDenied | Code::Unauthenticated) => Kind::Unauthenticated,
+                Some(Code::NotFound) => Kind::NotFound,
+                Some(Code::Aborted) => Kind::InUse,
+                Some(Code::InvalidArgument | Code::AlreadyExists) => Kind::Precondition,
+                _ => Kind::Transient,
+            },
+            Self::Luks(error) => error.kind(),
+            Self::Credentials(_) => Kind::Unauthenticated,
+            Self::Coming => Kind::InUse,
+            Self::Cluster(_)
+            | Self::Note(_)
+            | Self::NotUndone { .. }
+            | Self::UnknownClient { .. }
+            | Self::Unserved { .. } => Kind::Transient,
+            _ => Kind::Precondition,
         }
     }
 
@@ -236,7 +244,7 @@ impl CephImageError {
             self,
             Self::Config(ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. })
         );
-        is_unknown || self.is_missing() || self.is_authentication()
+        is_unknown || matches!(self.kind(), Kind::NotFound | Kind::Unauthenticated)
     }
 
     /// Whether somebody uses the device.
@@ -246,34 +254,6 @@ impl CephImageError {
             Self::Holder(error) => error.code() == Some(Code::FailedPrecondition),
             Self::Luks(error) => matches!(error, LuksError::Busy { .. }),
             _ => false,
-        }
-    }
-
-    /// Whether a repeat meets the same refusal, until somebody changes
-    /// something: not a failure that may pass.
-    pub fn is_final(&self) -> bool {
-        match self {
-            Self::Cluster(_)
-            | Self::Note(_)
-            | Self::NotUndone { .. }
-            | Self::UnknownClient { .. }
-            | Self::Coming
-            | Self::Unserved { .. } => false,
-            Self::Config(error) => !matches!(error, ConfigError::Unreadable { .. }),
-            Self::Encryption(error) => !matches!(error, EncryptionError::Config { .. }),
-            Self::Rbd(error) => error.is_final(),
-            Self::Holder(error) => matches!(
-                error.code(),
-                Some(Code::InvalidArgument | Code::AlreadyExists | Code::PermissionDenied)
-            ),
-            Self::Luks(error) => matches!(
-                error,
-                LuksError::Foreign { .. }
-                    | LuksError::Passphrase { .. }
-                    | LuksError::Unfinished { .. }
-                    | LuksError::Other { .. }
-            ),
-            _ => true,
         }
     }
 }

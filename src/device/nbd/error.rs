@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{ConnectError, handshake::HandshakeError};
-use crate::nbd::Export;
+use crate::{Kind, nbd::Export};
 
 /// Why an export could not be attached, kept, grown or detached.
 #[derive(Debug, thiserror::Error)]
@@ -89,34 +89,24 @@ pub enum NbdError {
 }
 
 impl NbdError {
-    /// Whether a repeat meets the same refusal: the server's or the export's
-    /// word, not a failure that may pass.
-    pub fn is_final(&self) -> bool {
+    /// What the caller may do about it: what the server or the export says stays so
+    /// until somebody changes it.
+    pub fn kind(&self) -> Kind {
         match self {
             Self::Unsuited { .. }
             | Self::Shrunk { .. }
             | Self::AttachedOtherwise { .. }
-            | Self::OldConnections { .. } => true,
+            | Self::OldConnections { .. } => Kind::Precondition,
             Self::Server {
                 source: ConnectError::Handshake(error),
                 ..
-            } => !matches!(
-                error,
-                HandshakeError::Io(_) | HandshakeError::ShuttingDown { .. }
-            ),
-            _ => false,
+            } => match error {
+                HandshakeError::NoExport { .. } => Kind::NotFound,
+                HandshakeError::Io(_) | HandshakeError::ShuttingDown { .. } => Kind::Transient,
+                _ => Kind::Precondition,
+            },
+            _ => Kind::Transient,
         }
-    }
-
-    /// Whether the server has no such export.
-    pub fn is_no_export(&self) -> bool {
-        matches!(
-            self,
-            Self::Server {
-                source: ConnectError::Handshake(HandshakeError::NoExport { .. }),
-                ..
-            }
-        )
     }
 }
 

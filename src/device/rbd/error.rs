@@ -5,7 +5,10 @@ use std::{io, path::PathBuf};
 use rustix::io::Errno;
 
 use super::Image;
-use crate::ceph::{monitor::MonitorError, rbd::Features};
+use crate::{
+    Kind,
+    ceph::{monitor::MonitorError, rbd::Features},
+};
 
 /// Why an image could not be mapped, grown or unmapped.
 #[derive(Debug, thiserror::Error)]
@@ -188,29 +191,25 @@ impl RbdError {
         }
     }
 
-    /// Whether a repeat meets the same refusal, until somebody changes
-    /// something: not a failure that may pass.
-    pub fn is_final(&self) -> bool {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
         match self {
+            Self::Missing { .. } => Kind::NotFound,
+            Self::Denied { .. } => Kind::Unauthenticated,
+            Self::UnderWay => Kind::InUse,
             Self::Monitor(_)
             | Self::WrongVersion { .. }
             | Self::Features { .. }
             | Self::Unsuited { .. }
             | Self::MappedOtherwise { .. }
             | Self::Doubtful { .. }
-            | Self::Twice { .. }
-            | Self::Denied { .. } => true,
-            Self::Map { source, .. } => matches!(
-                source.raw_os_error().map(Errno::from_raw_os_error),
-                Some(Errno::NXIO | Errno::INVAL)
-            ),
-            _ => false,
+            | Self::Twice { .. } => Kind::Precondition,
+            Self::Map { source, .. } => match source.raw_os_error().map(Errno::from_raw_os_error) {
+                Some(Errno::NXIO | Errno::INVAL) => Kind::Precondition,
+                _ => Kind::Transient,
+            },
+            _ => Kind::Transient,
         }
-    }
-
-    /// Whether the image, or what it is in, does not exist.
-    pub fn is_missing(&self) -> bool {
-        matches!(self, Self::Missing { .. })
     }
 
     /// Whether another mounter may map the image where this driver can't.

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, os::unix::fs::FileExt as _, thread};
 
 use super::*;
-use crate::{ceph::test_cluster::TestCluster, secret::Secrets};
+use crate::{Kind, ceph::test_cluster::TestCluster, secret::Secrets};
 
 fn credentials(cluster: &TestCluster, key: &str) -> Credentials {
     let given = [("userID", cluster.user.as_str()), ("userKey", key)];
@@ -135,7 +135,7 @@ fn an_image_is_mapped_once_recognised_and_unmapped() {
     };
     let error = test.map(&alias).unwrap_err();
     assert!(error.to_string().contains("for another volume"), "{error}");
-    assert!(error.is_final());
+    assert_eq!(error.kind(), Kind::Precondition);
 
     let open = File::open(&device.node).unwrap();
     let error = unmap(&device).unwrap_err();
@@ -207,7 +207,7 @@ fn what_the_cluster_refuses_is_told_apart() {
     };
     let error = test.map(&denied).unwrap_err();
     assert!(
-        matches!(error, RbdError::Denied { .. }) && error.is_final(),
+        matches!(error, RbdError::Denied { .. }) && error.kind() == Kind::Unauthenticated,
         "{error:?}"
     );
 
@@ -220,7 +220,7 @@ fn what_the_cluster_refuses_is_told_apart() {
         ..wanted
     };
     let error = test.map(&missing).unwrap_err();
-    assert!(error.is_missing() && !error.is_final(), "{error:?}");
+    assert_eq!(error.kind(), Kind::NotFound, "{error:?}");
     let nowhere = Image {
         pool: "no-such-pool".to_owned(),
         ..test.image.clone()
@@ -229,7 +229,7 @@ fn what_the_cluster_refuses_is_told_apart() {
         image: &nowhere,
         ..wanted
     });
-    assert!(error.unwrap_err().is_missing());
+    assert_eq!(error.unwrap_err().kind(), Kind::NotFound);
 
     let journaled = Wanted {
         features: Features::JOURNALING | Features::LAYERING,
@@ -284,7 +284,7 @@ fn an_image_that_others_mapped_is_known_by_its_monitors_or_refused() {
     let error = test.map(&away).unwrap_err();
     let named = device.node.display().to_string();
     assert!(
-        error.to_string().contains(&named) && error.is_final(),
+        error.to_string().contains(&named) && error.kind() == Kind::Precondition,
         "{error}"
     );
 
@@ -315,7 +315,7 @@ fn monitors_that_do_not_greet_keep_the_driver_out_of_it() {
     });
     let error = error.unwrap_err();
     assert!(
-        matches!(error, RbdError::Silent { .. }) && !error.is_final(),
+        matches!(error, RbdError::Silent { .. }) && error.kind() == Kind::Transient,
         "{error}"
     );
 }

@@ -4,6 +4,8 @@ use std::{io, path::PathBuf};
 
 use rustix::io::Errno;
 
+use crate::Kind;
+
 /// Why a path is no place, or a place could not be made or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum PathError {
@@ -75,6 +77,22 @@ pub enum PathError {
 }
 
 impl PathError {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::NotAbsolute(_)
+            | Self::DotDot(_)
+            | Self::Outside { .. }
+            | Self::TooLong { .. }
+            | Self::Symlink { .. } => Kind::Invalid,
+            Self::MissingParent { .. }
+            | Self::WrongKind { .. }
+            | Self::NotEmpty { .. }
+            | Self::Mounted { .. } => Kind::Precondition,
+            Self::Io { .. } => Kind::Transient,
+        }
+    }
+
     /// What it means that something at `path` is refused with this error.
     pub(super) fn of(path: PathBuf, doing: &'static str, source: io::Error) -> Self {
         match Errno::from_io_error(&source) {
