@@ -1,9 +1,10 @@
-# As root on Debian or Ubuntu, each target installs what it lacks (scripts/setup.sh).
+# As root on Debian or Ubuntu, each target installs its missing packages
+# (scripts/setup.sh).
 
 PROFILE ?= dev
 BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 export BIN_DIR
-# Where rustup puts cargo, which setup.sh may just have installed, and setup.sh kustomize.
+# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize.
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DIR)/../kustomize/usr/bin)
 
 .DEFAULT_GOAL := help
@@ -12,14 +13,14 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DI
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: ## Install what building and testing need
+setup: ## Install what the build and the tests need
 	@scripts/setup.sh
 
 build: setup ## Build both agents and uringctl
 	cargo build --profile $(PROFILE) --bins
 
-# BACKEND=nbd or rbd; where this kernel lacks the driver, on the test kernel.
-demo: build ## Take volumes through their whole life on this machine
+# BACKEND=nbd or rbd; on the test kernel if this kernel lacks the driver.
+demo: build ## Show the whole life of volumes on this machine
 	@scripts/demo.sh
 
 run: build ## Run both agents with a fresh pool until ^C
@@ -27,7 +28,7 @@ run: build ## Run both agents with a fresh pool until ^C
 
 test: lint unit test-kernel ## Check and test everything, on this kernel and another
 
-# Tests mount and attach loop devices: root. One failure hides no other.
+# Root, because tests mount and attach loop devices. A failure does not stop the rest.
 unit: setup
 	@failed=0; export NOT_TESTED=$$(mktemp); \
 	if cargo nextest --version >/dev/null 2>&1; then \
@@ -40,18 +41,19 @@ unit: setup
 	sort -u $$NOT_TESTED | sed 's/^/**** NOT TESTED on this kernel: /' >&2; \
 	rm -f $$NOT_TESTED; exit $$failed
 
-# ONLY=nbd or another backend, module or story; HOST_KERNEL=1: this machine's own
-# kernel, with nbd and rbd; TEST_KERNEL=required: fail where it cannot run.
+# ONLY=nbd or another backend, module or story; HOST_KERNEL=1: this machine's kernel,
+# with nbd and rbd; TEST_KERNEL=required: fail if the test kernel cannot run.
 test-kernel: setup ## Test on a kernel with nbd, rbd, udevd (tests/kernel/run.sh)
 	@tests/kernel/run.sh
 export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL KERNELS
 
-# ONLY=faults and so on, as above; KERNELS="sid trixie": those of these Debian suites.
+# ONLY=faults and so on, as above; KERNELS="sid trixie": the kernels of these Debian
+# suites.
 test-matrix: setup ## Test on several kernels, with every file system: takes hours
 	@tests/kernel/matrix.sh
 
-# SUITE=bookworm or trixie: one of them.
-fresh: ## Run the README's commands where nothing is installed yet
+# SUITE=bookworm or trixie: only this one.
+fresh: ## Run the README's commands on a minimal Debian
 	@scripts/fresh.sh $(SUITE)
 
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies
@@ -63,10 +65,10 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	cargo clippy --no-default-features --features cli -- -D warnings
 	cargo clippy --no-default-features --features holder -- -D warnings
 	@if command -v kubectl || command -v kustomize; then scripts/check_deploy.py; \
-	else echo "**** NOT TESTED: deploy, neither kubectl nor kustomize is to be had"; \
+	else echo "**** NOT TESTED: deploy, neither kubectl nor kustomize is installed"; \
 	[ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; fi
 	@if command -v dpkg-query >/dev/null; then scripts/check_programs.py; \
-	else echo "programs: not checked, this is no Debian"; fi
+	else echo "programs: not checked, this is not Debian"; fi
 	scripts/check_promises.sh
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "dependencies: not checked, cargo-deny is not installed"; fi
@@ -74,9 +76,9 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories
 
-# ONLY=nbd: one backend; QUICK=1: only to see that it runs.
-bench: setup ## Measure (PERFORMANCE.md says what)
+# ONLY=nbd: one backend; QUICK=1: a short run, without usable numbers.
+bench: setup ## Measure the cases of PERFORMANCE.md
 	@scripts/bench.sh
 
-clean: ## Remove what was built
+clean: ## Remove build results
 	cargo clean

@@ -1,5 +1,5 @@
-# Sourced by demo.sh and run.sh: a node agent and a controller of their own, in a
-# directory of their own, and tidying that leaves nothing behind.
+# Sourced by demo.sh and run.sh: starts a node agent and a controller in a temporary
+# directory, and removes everything at exit.
 # shellcheck shell=bash
 
 ((EUID == 0)) || {
@@ -10,25 +10,25 @@ BIN_DIR=${BIN_DIR:-target/debug}
 BIN_DIR=$(cd "$BIN_DIR" && pwd)
 export PATH=$BIN_DIR:$PATH
 
-# Of what volumes are made: `loop`, `nbd` or `rbd`. Each needs the driver of that
-# name in this kernel.
+# The volumes' backend: `loop`, `nbd` or `rbd`. It needs the driver of that name in this
+# kernel.
 backend=${BACKEND:-loop}
 
-# Short, because the path of a unix socket has at most 107 bytes.
+# Short, because a unix socket's path has at most 107 bytes.
 work=$(mktemp -d "${TMPDIR:-/tmp}/uring-csi.XXXXXX")
 pids=()
-# Further flags of the node agent, and of those of uringctl that make a volume.
+# Further flags of the node agent, and of the uringctl commands that create a volume.
 node_flags=()
 class=()
 export URING_CSI_NODE_ENDPOINT=unix://$work/run/node.sock
 export URING_CSI_CONTROLLER_ENDPOINT=unix://$work/run/controller.sock
 
 mounts_below() {
-  # Deepest first; spaces are \040 in mountinfo, and there are none here.
+  # Deepest first. mountinfo writes a space as \040, but these paths have none.
   awk -v dir="$1/" 'index($5, dir) == 1 { print $5 }' /proc/self/mountinfo | sort -r
 }
 
-# The devices that are attached to what this made, but for the pool's own.
+# The attached devices of this directory's images, except the pool's own.
 devices() {
   local device
   losetup --list --noheadings --output NAME,BACK-FILE |
@@ -53,8 +53,8 @@ tidy() {
   local status=$? mount device
   trap - EXIT INT TERM
   set +e
-  # What a failed run left, while its server is there; the pool last, because
-  # images in it were attached.
+  # A failed run's mounts and devices, while the server still runs; the pool last,
+  # because the devices' images are in it.
   for mount in $(mounts_below "$work" | grep -vx "$work/pool"); do umount "$mount"; done
   for device in $(devices); do detach "$device"; done
   if ((${#pids[@]})); then
@@ -74,8 +74,8 @@ tidy() {
 trap tidy EXIT
 trap 'exit 130' INT TERM
 
-# A pool on an XFS of its own: there a snapshot is a copy by reference, so that
-# it can be taken of a volume in use.
+# A pool on its own XFS, which copies by reference, so that a snapshot can be taken of a
+# volume in use.
 make_pool() {
   mkdir "$work/pool"
   truncate -s 8G "$work/pool.img"
@@ -83,7 +83,8 @@ make_pool() {
   mount -o loop "$work/pool.img" "$work/pool"
 }
 
-# What volumes are made of, and how both agents and uringctl are told of it.
+# serve_BACKEND prepares the source of volumes, and the flags for both agents and
+# uringctl.
 serve_loop() {
   make_pool
   node_flags+=(--pool "demo=$work/pool,local")
@@ -102,7 +103,8 @@ serve_rbd() {
   local name value
   declare -A its
   mkdir "$work/ceph" "$work/secret"
-  # It runs for as long as somebody has this locked, and must not itself.
+  # The cluster runs while another process has this locked, so it must not inherit the
+  # lock.
   exec {users}>"$work/ceph/users"
   flock --shared "$users"
   tests/ceph/cluster.py "$work/ceph" {users}>&- >>"$work/agents.log" 2>&1 &
@@ -140,7 +142,7 @@ start_agents() {
   until_there "${pids[-2]}" "$work/run/node.sock"
 }
 
-# Until the file is there, or the process that makes it is not.
+# Waits for the file, and fails if the process that makes it has ended.
 until_there() {
   local pid=$1 file=$2
   for _ in {1..300}; do

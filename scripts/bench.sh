@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Runs the benches (bench/), each on a kernel that has what it needs: `loop`, and
-# `ceph`, which is Ceph in the controller, on the machine's own; `nbd`, and `rbd`,
-# which is Ceph on the node, on the test kernel (tests/kernel/in.sh), or on the
-# machine's own, too, with HOST_KERNEL=1. ONLY=nbd runs one of them, QUICK=1 all
-# in short form. PROFILE=dev takes what the tests have built, which says whether they
-# run and not how fast.
+# Runs the benches (bench/), each on a kernel with its drivers: `loop`, and `ceph` (Ceph
+# in the controller), on this machine's kernel; `nbd`, and `rbd` (Ceph on the node), on
+# the test kernel (tests/kernel/in.sh), or with HOST_KERNEL=1 on this machine's.
+# ONLY=nbd runs one of them, QUICK=1 a short form. PROFILE=dev uses the tests' build,
+# which shows that the benches run, but gives no usable numbers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,6 +31,6 @@ for backend in loop ceph nbd rbd; do
   fi
 done
 [[ -n $known ]] || {
-  echo "no backend that is measured is called '$ONLY'" >&2
+  echo "there is no bench for the backend '$ONLY'" >&2
   exit 1
 }

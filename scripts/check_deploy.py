@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Checks that the manifests in deploy/ hang together.
+"""Checks that the manifests in deploy/ are consistent.
 
-Builds each kustomization (by kubectl or kustomize) and checks what the API
-server would not notice before a pod fails: mounts of volumes that are not
-there, mounts that would keep a volume busy, what a program needs of its host and
-what it may not have (docs/security.md), secrets that nobody may read, roles and accounts that nothing defines, images
-without a tag, classes of another driver, and flags and variables that our binaries
-don't have (where they are built: BIN_DIR, by default target/debug).
+Builds each kustomization (by kubectl or kustomize) and checks for errors that the API
+server accepts and that only a failing pod would show: mounts of undefined volumes, mounts
+that would keep a volume busy, missing access to the host, privileges beyond
+docs/security.md, secrets that no role may read, undefined roles and accounts, images
+without a tag, classes of another driver, and unknown flags and variables of our programs
+(if they are built: BIN_DIR, by default target/debug).
 """
 
 import os
@@ -21,7 +21,7 @@ import yaml
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 BIN_DIR = Path(os.environ.get("BIN_DIR", DEPLOY.parent / "target" / "debug"))
-# Each with the components that it is used with.
+# Each with its components.
 OVERLAYS = [
     ("base", []),
     ("base", ["snapshots"]),
@@ -39,20 +39,20 @@ OVERLAYS = [
     ("examples/ceph-overlay", ["rbd-nbd"]),
     ("examples/takeover-overlay", []),
 ]
-# What programs need of their host, which only a volume would tell: fields of the pod,
-# and directories, which are to have the host's own paths. Neither agent needs hostIPC:
-# cryptsetup does without udevd, and so without semaphores.
+# The programs' requirements on the host, which otherwise only a volume would show:
+# fields of the pod, and directories at the host's own paths. Neither agent needs
+# hostIPC: cryptsetup runs without udevd, and so without semaphores.
 NEEDS = {
     "uring-csi-node": (
-        # Sockets to NBD servers, and krbd's, are of the namespace they were made in.
+        # Sockets to NBD servers, and krbd's, belong to the namespace of their creation.
         ["hostNetwork", "hostPID"],
         ["/dev", "/sys", "/run/udev", "/run/uring-csi", "/var/lib/uring-csi", "/var/lib/kubelet"],
     ),
     "uring-csi-holder": (["hostNetwork", "hostPID"], ["/dev", "/sys"]),
     "modprobe": ([], ["/lib/modules"]),
 }
-# Who needs devices and capabilities (src/kernel/privileges.rs). All others drop what a
-# container has, but for these.
+# The programs that need devices and capabilities (src/kernel/privileges.rs). All others
+# drop the container's capabilities, except these.
 PRIVILEGED = ["uring-csi-node", "uring-csi-holder"]
 CAPABILITIES = {"modprobe": ["SYS_MODULE"]}
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -82,7 +82,7 @@ def build(overlay, components):
 
 
 def flags_of(program):
-    """The long flags, and variables, in a binary's --help; None where it is not built."""
+    """The long flags, and variables, in a binary's --help; None if it is not built."""
     path = BIN_DIR / program
     if not path.exists():
         return None
@@ -91,8 +91,8 @@ def flags_of(program):
 
 
 def check_propagation(where, spec):
-    """A container without propagation keeps the mounts that it found at its start
-    below a directory where another one mounts, and their devices busy."""
+    """A container without propagation keeps the mounts of its start below a directory
+    where another container mounts, and so keeps their devices busy."""
     mounts = [
         (container["name"], mount)
         for container in spec["containers"]
@@ -110,7 +110,7 @@ def check_needs(name, program, spec, container):
     for arg in container.get("args", []):
         for path in re.findall(r"(?:=|unix://)(/[^,/][^,]*)", arg):
             if not any(Path(path).is_relative_to(mount) for mount in mounts):
-                problem(name, f"{arg} is on no volume")
+                problem(name, f"{arg} is not on a volume")
     fields, needed = NEEDS.get(program, ([], []))
     for field in fields:
         if not spec.get(field):
@@ -125,7 +125,7 @@ def check_needs(name, program, spec, container):
 def check_privileges(name, program, spec, container):
     context = container.get("securityContext", {})
     if not context.get("readOnlyRootFilesystem"):
-        problem(name, "has a root file system that can be written to")
+        problem(name, "has a writable root file system")
     if context.get("privileged"):
         if program not in PRIVILEGED:
             problem(name, f"{program} must not be privileged")
@@ -150,7 +150,7 @@ def check_privileges(name, program, spec, container):
     if context.get("allowPrivilegeEscalation") is not False:
         problem(name, "may escalate its privileges")
     if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
-        problem(name, "has not the runtime's seccomp profile")
+        problem(name, "lacks the runtime's seccomp profile")
 
 
 def check_pod(where, template):
@@ -163,7 +163,7 @@ def check_pod(where, template):
             problem(name, f"image {container['image']} has no tag")
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         for missing in sorted(mounts - volumes):
-            problem(name, f"mounts {missing}, which is no volume of the pod")
+            problem(name, f"mounts {missing}, which the pod does not define")
         program = container["image"].rsplit("/", 1)[-1].split(":")[0]
         program = container.get("command", [program])[0]
         check_needs(name, program, spec, container)
@@ -179,8 +179,8 @@ def check_pod(where, template):
 
 
 def check_secrets(where, parameters, docs):
-    """Each sidecar reads the secret that a class names for its calls; kubelet reads
-    those of nodes."""
+    """Each sidecar reads the class's secret for its calls; kubelet reads the nodes'
+    secrets."""
     readers = {
         doc["metadata"].get("namespace")
         for doc in docs
@@ -197,7 +197,7 @@ def inline_allowed(driver):
 
 
 def inline_made(docs):
-    """Whether the node agents make inline volumes."""
+    """Whether the node agents allow inline volumes."""
     return any(
         variable["name"] == "URING_CSI_INLINE_MAX_SIZE"
         for doc in docs
@@ -214,14 +214,14 @@ def check(overlay, docs):
         names.setdefault(doc["kind"], set()).add(meta["name"])
         if doc["kind"] == "ServiceAccount":
             accounts.add((meta.get("namespace"), meta["name"]))
-    # Where there is none, another driver's is taken over.
+    # Without one, the overlay takes over another driver's.
     drivers = names.get("CSIDriver")
     for doc in docs:
         meta = doc["metadata"]
         where = f"{overlay}: {doc['kind']} {meta['name']}"
         if doc["kind"] in ("DaemonSet", "Deployment"):
             if not meta.get("namespace"):
-                problem(where, "is in no namespace")
+                problem(where, "has no namespace")
             check_pod(where, doc["spec"]["template"])
             account = doc["spec"]["template"]["spec"]["serviceAccountName"]
             if (meta.get("namespace"), account) not in accounts:
@@ -245,7 +245,7 @@ def check(overlay, docs):
 def check_examples(classes):
     for path in sorted((DEPLOY / "examples").glob("*.yaml")):
         for doc in yaml.safe_load_all(path.read_text()):
-            # An empty one is no class: the claim names its volume.
+            # Empty means no class: the claim names its volume.
             wanted = doc["spec"].get("storageClassName")
             if wanted and wanted not in classes:
                 problem(path.name, f"storage class {wanted} is not defined")
@@ -263,7 +263,7 @@ def main():
         print(line, file=sys.stderr)
     if problems:
         sys.exit(1)
-    print(f"deploy: {', '.join(names)} and the examples hang together")
+    print(f"deploy: {', '.join(names)} and the examples are consistent")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Checks that every program that is run here comes with a package that setup.sh names.
+"""Checks that setup.sh installs the package of every program that the code runs.
 
-A machine of a developer has many more, and a test that uses one of them fails on a
-fresh machine only. So each word of the scripts and each text of the Rust and Python
-code that is the name of a program must be that of a package that setup.sh installs, or
-of one that such a package depends on, or of one that Debian is never without (`make
-fresh` runs it all on such a machine). A program that is run by its name must be there
-at all.
+A developer's machine has many more packages, and a test that uses one of them fails only
+on a fresh machine. So each word of the scripts, and each string of the Rust and Python
+code, that is the name of a program must belong to a package that setup.sh installs, to one
+of its dependencies, or to an essential package of Debian (`make fresh` runs everything on
+such a machine). A program that the code runs by name must be installed.
 """
 
 import ast
@@ -16,18 +15,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Names of programs, but here they are other words.
+# Words that are also names of programs.
 WORDS = {"file", "look", "node", "red", "time", "write"}
-# setup.sh installs curl where it needs it, the README git, and ip is busybox's.
+# setup.sh installs curl if needed, the README git, and ip is busybox's.
 SEEN_TO = {"curl", "git", "ip"}
-# Run where they are installed; otherwise it is said that they are not.
+# Run if they are installed; otherwise the code prints that they are missing.
 OPTIONAL = {"kubectl", "kustomize", "mmdebstrap"}
 
 ROOT = Path(__file__).parent.parent
 SHELL = ["Makefile", ".ci/run", *ROOT.glob("scripts/*.sh"), *ROOT.glob("tests/kernel/*.sh")]
 RUST = [path for top in ("src", "tests", "bench") for path in (ROOT / top).rglob("*.rs")]
 PYTHON = [path for top in ("scripts", "tests") for path in (ROOT / top).rglob("*.py")]
-# What runs a program there: its name is the first argument, or the first in a list.
+# Functions that run a program: its name is the first argument, or the first of a list.
 RUNS = {"run", "Popen", "check_output", "output", "tool"}
 
 
@@ -36,12 +35,12 @@ def output(*command):
 
 
 def names(relations):
-    """The packages of a field like `a (>= 1), b:any | c`."""
+    """The package names in a field like `a (>= 1), b:any | c`."""
     return re.findall(r"(?:^|[,|])\s*([a-z0-9][a-z0-9+.-]+)", relations)
 
 
 def allowed():
-    """The packages that a machine has that is set up."""
+    """The packages of a machine after setup.sh."""
     fields = "${Package}\\t${Essential}\\t${Pre-Depends}, ${Depends}\\t${Provides}\\n"
     depends, provides, wanted = {}, {}, {"apt"}
     for line in output("dpkg-query", "-W", "-f", fields).splitlines():
@@ -63,7 +62,7 @@ def allowed():
 
 
 def programs():
-    """Each program that a package of this machine brings, with its packages."""
+    """Each program of an installed package, with its packages."""
     found = {}
     dirs = ("/bin/", "/sbin/", "/usr/bin/", "/usr/sbin/")
     for line in output("dpkg-query", "-S", *(d + "*" for d in dirs)).splitlines():
@@ -77,8 +76,8 @@ def programs():
 
 
 def words():
-    """Each word that may be a program's name, with where it stands, and whether it is
-    one for sure."""
+    """Each word that may be a program's name, its location, and whether the code
+    certainly runs it."""
     for path in map(ROOT.joinpath, SHELL):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for word in re.findall(r"(?<![\w./$-])[a-z][\w.-]*(?![\w/=-])", re.sub(r"(^|\s)#.*", "", line)):
@@ -95,7 +94,7 @@ def words():
 
 
 def texts(tree):
-    """The first word of each text of a Python program, its line, and whether it is run."""
+    """The first word of each string of a Python program, its line, and whether it is run."""
     run, said = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args:
@@ -106,7 +105,7 @@ def texts(tree):
             if name in RUNS:
                 run.add(first)
         elif isinstance(node, ast.Expr):
-            # What documents it.
+            # Docstrings.
             said.add(node.value)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
@@ -131,7 +130,7 @@ def main():
     for line in wrong.values():
         print(line, file=sys.stderr)
     if wrong:
-        sys.exit(f"{Path(__file__).name}: name its package there; if it is no program, in WORDS here")
+        sys.exit(f"{Path(__file__).name}: add its package to setup.sh; if it is not a program, add it to WORDS here")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Every test that the documents name exists: in docs/reliability.md and
-# docs/security.md a promise is followed by the tests that show it, as
-# `module::test_name`.
+# Checks that every test in docs/reliability.md and docs/security.md exists. The
+# documents name a test as `module::test_name`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,7 +9,7 @@ while IFS=: read -r document line test; do
   name=${test##*::}
   module=${test%::*}
   named=$((named + 1))
-  # The file of the innermost module, wherever it lies.
+  # The innermost module's file, in any directory.
   if ! grep -rlE "fn $name\b" --include='*.rs' src tests | grep -qE "(^|/)${module##*::}(\.rs|/)"; then
     echo "$document:$line: there is no test $test" >&2
     missing=1

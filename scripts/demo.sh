@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# A volume's whole life, by uringctl, on this machine: made, mounted, filled,
-# snapshotted, cloned, grown, published raw, deleted. Needs root; leaves nothing.
-# BACKEND=nbd and BACKEND=rbd take exports of an nbdkit, and images of a small Ceph
-# cluster, in place of files; where this kernel lacks the driver, on the test kernel.
+# Shows a volume's whole life by uringctl on this machine: create, mount, write,
+# snapshot, clone, grow, publish raw, delete. Needs root; removes everything at exit.
+# With BACKEND=nbd volumes are exports of an nbdkit, with BACKEND=rbd images of a small
+# Ceph cluster; if this kernel lacks the driver, on the test kernel.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${BACKEND:=loop} in
   loop) ;;
   nbd | rbd)
     if ! modprobe -q "$BACKEND"; then
-      echo "this kernel has no module $BACKEND: on the test kernel, then"
+      echo "this kernel has no module $BACKEND: running on the test kernel"
       exec tests/kernel/in.sh env BACKEND="$BACKEND" BIN_DIR="${BIN_DIR:-}" scripts/demo.sh
     fi
     ;;
   *)
-    echo "BACKEND=$BACKEND: there are loop, nbd and rbd" >&2
+    echo "BACKEND=$BACKEND: must be loop, nbd or rbd" >&2
     exit 1
     ;;
 esac
@@ -23,7 +23,7 @@ source scripts/agents.sh
 
 title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 
-# Shows a command, runs it, says how long it took.
+# Prints a command, runs it, prints the time that it took.
 show() {
   local start=${EPOCHREALTIME/./}
   printf '\033[36m$ %s\033[0m\n' "$*"
@@ -32,44 +32,44 @@ show() {
     $(((${EPOCHREALTIME/./} - start) / 1000)) $(((${EPOCHREALTIME/./} - start) % 1000))
 }
 
-title "A node agent, a controller, and where volumes are kept"
+title "Start a node agent and a controller"
 start_agents
 show uringctl info
 
-title "Made, formatted, mounted: one command"
+title "Create, format and mount a volume by one command"
 show uringctl up data 1Gi "$work/mnt/data" --fs xfs "${class[@]}"
 show findmnt --noheadings --output TARGET,SOURCE,FSTYPE,SIZE "$work/mnt/data"
 echo "written before the snapshot" >"$work/mnt/data/story"
 sync -f "$work/mnt/data"
 show uringctl stats data
 
-title "A snapshot of the mounted volume, and a volume made from it"
+title "Snapshot the mounted volume, and restore it"
 snapshot=$(uringctl snapshot create data before --json | sed -n 's/.*"snapshot_id": "\(.*\)".*/\1/p')
 show uringctl snapshot list
 echo "written after the snapshot" >>"$work/mnt/data/story"
 show uringctl up restored 1Gi "$work/mnt/restored" --from-snapshot "$snapshot" "${class[@]}"
 show cat "$work/mnt/restored/story"
 
-title "A clone"
+title "Clone a volume"
 sync -f "$work/mnt/data"
 show uringctl clone data copy
 show uringctl stage copy
 show uringctl publish copy "$work/mnt/copy"
 show cat "$work/mnt/copy/story"
 
-title "Grown while it is mounted"
+title "Grow a mounted volume"
 show uringctl expand data 3Gi
 show df -h --output=target,size,used "$work/mnt/data"
 
-title "A raw block device"
+title "Publish a raw block device"
 show uringctl up disk 256Mi "$work/mnt/disk" --block "${class[@]}"
 show blockdev --getsize64 "$work/mnt/disk"
 
-title "What the node holds"
+title "List the volumes on the node"
 show uringctl volumes
 show uringctl health
 
-title "Down, and everything away"
+title "Unpublish, unstage and delete"
 show uringctl down data --delete
 for volume in restored copy disk; do uringctl down "$volume" --delete >/dev/null; done
 show uringctl snapshot delete "$snapshot"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# fresh.sh [SUITE...]: runs the README's commands, `make demo` and `make test`, as if
-# on a fresh machine: in a root of that suite of Debian (bookworm and trixie) where
-# nothing is installed but what is essential, and apt. What is not committed runs, too.
+# fresh.sh [SUITE...]: runs the README's commands, `make demo` and `make test`, as on a
+# fresh machine: in a root file system of that Debian suite (bookworm and trixie) with
+# only the essential packages and apt. Uncommitted changes are included.
 #
-# Not fresh are the kernel, which is this machine's, and the Rust toolchain and the
-# sources of crates: both suites' own Rust is too old, so the running one is mounted
-# into the root, read-only, and so is cargo's registry, in which it may write.
-# As root, with mmdebstrap; takes some 15 GB below target/ for each suite, and an hour.
+# The kernel is this machine's. So are the Rust toolchain and the sources of crates,
+# because both suites' Rust is too old: the toolchain is mounted read-only into the
+# root, cargo's registry writable. Run as root, with mmdebstrap; it takes some 15 GB
+# below target/ for each suite, and an hour.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 (($#)) || set -- bookworm trixie
@@ -23,8 +23,8 @@ registry=${CARGO_HOME:-$HOME/.cargo}/registry
 root=$(realpath -m "${CARGO_TARGET_DIR:-target}")/fresh
 export mirror toolchain registry root
 
-# In a mount and a process namespace of its own: whatever ends it, nothing is left
-# mounted or running.
+# In its own mount and process namespaces, so that no mount and no process remains,
+# however it ends.
 # shellcheck disable=SC2317 # called by name
 inside() {
   set -euo pipefail
@@ -35,8 +35,8 @@ inside() {
   mkdir -p "$root"/{rust,root/.cargo/registry,root/uring-csi}
   git ls-files -z --cached --others --exclude-standard |
     tar -c --null --files-from=- | tar -x -C "$root/root/uring-csi"
-  # A mount, to be the namespace's root: below it, paths in /proc hold in the
-  # namespaces that tests make of their own, which those of a chroot do not.
+  # A mount point, so that it can become the namespace's root: paths in /proc then also
+  # hold in the namespaces that tests create, unlike those in a chroot.
   mount --bind "$root" "$root"
   for dir in proc sys dev; do mount --rbind "/$dir" "$root/$dir"; done
   mount -t tmpfs run "$root/run"
@@ -44,11 +44,11 @@ inside() {
   mount -o remount,bind,ro "$root/rust"
   mount --bind "$registry" "$root/root/.cargo/registry"
   cp --remove-destination /etc/resolv.conf "$root/etc/"
-  # How this machine reaches its mirror.
+  # apt's access to this machine's mirror.
   apt-config dump | grep -E '^Acquire::(Check-|https?|Retries)' >"$root/etc/apt/apt.conf.d/99mirror" || true
   cd "$root"
   pivot_root . mnt
-  # Nothing essential has umount(8). 166 is umount2(2), 2 is MNT_DETACH.
+  # No essential package has umount(8). 166 is umount2(2), 2 is MNT_DETACH.
   chroot . perl -e 'syscall(166, my $dir = "/mnt", 2) and die "umount: $!\n"'
   # The README's commands, in its order.
   env -i HOME=/root TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Both agents with a fresh pool, until ^C. Needs root; leaves nothing. BACKEND=nbd
-# and BACKEND=rbd: with an nbdkit, or a small Ceph cluster.
+# Runs both agents with a new pool until ^C. Needs root; removes everything at exit.
+# With BACKEND=nbd it starts an nbdkit, with BACKEND=rbd a small Ceph cluster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/agents.sh
@@ -21,7 +21,7 @@ ${URING_CSI_SECRETS:+  export URING_CSI_SECRETS=$URING_CSI_SECRETS
   uringctl down data --delete
   curl http://127.0.0.1:9809/metrics
 
-Their log follows; ^C ends them and takes everything away.
+Their log follows; ^C ends them and removes everything.
 
 TEXT
 trap 'exit 0' INT TERM

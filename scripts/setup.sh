@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Installs what building, testing and the demo need, where it is missing: on
-# Debian and Ubuntu as root, elsewhere it names what to install. Does nothing,
-# and quickly, when everything is there. With `lint`: rustfmt, clippy, and what builds
-# the manifests, too.
+# Installs the missing packages for the build, the tests and the demo: on Debian and
+# Ubuntu as root; elsewhere it lists them. Returns at once when none is missing. With
+# `lint` also rustfmt, clippy, and a tool that builds the manifests.
 #
-# Rust comes from where it is new enough: the distribution's cargo, else the
-# distribution's rustup, else rustup's own installer.
+# Rust comes from the first of these that is new enough: the distribution's cargo, the
+# distribution's rustup, rustup's own installer.
 set -euo pipefail
 
 packages=(
@@ -13,9 +12,9 @@ packages=(
   e2fsprogs xfsprogs btrfs-progs          # to make and check file systems
   util-linux mount fdisk procps kmod      # for tests and the demo
   nbdkit qemu-utils                       # servers of NBD exports, for tests
-  nbd-client                              # what the benches compare with
+  nbd-client                              # for comparison in the benches
   ceph-mon ceph-mgr ceph-osd ceph-common  # a Ceph cluster, for tests
-  rbd-nbd librbd1 librados2               # and what maps its images
+  rbd-nbd librbd1 librados2               # and to map its images
   python3 python3-yaml                    # to check the manifests
   busybox-static patchelf udev            # for the test kernel
 )
@@ -45,7 +44,7 @@ install() {
 install_packages() {
   command -v dpkg-query >/dev/null || {
     command -v cc >/dev/null && command -v mkfs.xfs >/dev/null && return
-    fail "this is no Debian or Ubuntu; install what these packages hold: ${packages[*]}"
+    fail "this is neither Debian nor Ubuntu; install the contents of these packages: ${packages[*]}"
   }
   local missing=() package
   for package in "${packages[@]}"; do
@@ -57,18 +56,18 @@ install_packages() {
   install "${missing[@]}"
 }
 
-# The smaller of two versions is $1.
+# True if version $1 is not newer than $2.
 at_most() {
   [[ $(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n1) == "$1" ]]
 }
 
-# The version of a package that apt would install; nothing where there is none.
+# The version of a package that apt would install; empty if there is none.
 candidate() {
   apt-cache policy "$1" | sed -n 's/^ *Candidate: \([0-9][0-9.]*\).*/\1/p'
 }
 
-# The version of the cargo that runs; nothing where none does (rustup's stand-in
-# fails as long as no toolchain is installed).
+# The version of the installed cargo; empty if none works (rustup's proxy fails without
+# a toolchain).
 cargo_version() {
   cargo --version 2>/dev/null | cut -d' ' -f2
 }
@@ -87,8 +86,8 @@ install_rust() {
     rustup default stable
   else
     install curl ca-certificates
-    # As https://rustup.rs says. An old cargo of the distribution may stay: the
-    # Makefile looks into ~/.cargo/bin first.
+    # As https://rustup.rs says. The distribution's old cargo may stay: the Makefile
+    # searches ~/.cargo/bin first.
     curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs |
       RUSTUP_INIT_SKIP_PATH_CHECK=yes sh -s -- -y --no-modify-path \
         --profile minimal --component clippy --component rustfmt
@@ -101,7 +100,7 @@ check_cargo() {
   wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
   found=$(cargo_version) || found=
   [[ -n $found ]] && at_most "$wanted" "$found" && return
-  # A toolchain that somebody keeps by rustup is theirs to update.
+  # The user updates an existing rustup toolchain.
   [[ -n $found ]] && command -v rustup >/dev/null &&
     fail "cargo is $found, Rust $wanted or newer is needed: rustup update stable"
   install_rust "$wanted"
@@ -122,8 +121,8 @@ check_linters() {
   fi
 }
 
-# What builds manifests with components: kubectl since 1.21, or kustomize. Debian 12 has
-# an older kubectl and no kustomize; the one of Debian 13 runs there.
+# kubectl since 1.21, or kustomize, builds manifests with components. Debian 12 has an
+# older kubectl and no kustomize; Debian 13's runs there.
 check_kustomize() {
   command -v kubectl >/dev/null || command -v kustomize >/dev/null && return
   if can_install && update_lists && [[ -n $(candidate kustomize) ]]; then

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# unpack.sh SUITE DIR PACKAGE...: unpacks packages of that suite of Debian into DIR, as
-# far as they go alone: their dependencies are not asked for. They come through the
-# mirror and the keys that apt uses already; nothing is installed and no source of the
-# system changes.
+# unpack.sh SUITE DIR PACKAGE...: unpacks packages of that Debian suite into DIR,
+# without their dependencies. It uses apt's configured mirror and keys, installs
+# nothing, and changes no package source of the system.
 set -euo pipefail
 suite=$1 dir=$2
 shift 2
@@ -13,10 +12,10 @@ fail() {
 }
 
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
-if ! command -v apt-get >/dev/null || [[ ! -f $keys ]]; then fail "this is no Debian"; fi
+if ! command -v apt-get >/dev/null || [[ ! -f $keys ]]; then fail "this is not Debian"; fi
 # shellcheck disable=SC2016 # apt's own variable
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' |
-  grep '/debian/\?$' | head -n1) || fail "apt knows no mirror of Debian"
+  grep '/debian/\?$' | head -n1) || fail "apt has no Debian mirror"
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -24,7 +23,7 @@ mkdir -p "$work"/{lists,cache/archives}/partial "$work/debs"
 touch "$work/status"
 echo "deb [signed-by=$keys] $mirror $suite main" >"$work/sources"
 
-# Runs apt-get as if on a bare machine of that suite.
+# Runs apt-get as on an empty machine of that suite.
 apt_of_suite() {
   apt-get -qq -o APT::Update::Error-Mode=any -o Dir::Etc::sourcelist="$work/sources" \
     -o Dir::Etc::sourceparts=- -o Dir::State::lists="$work/lists" \
@@ -33,7 +32,7 @@ apt_of_suite() {
 }
 
 if ! (cd "$work/debs" && apt_of_suite update && apt_of_suite download "$@"); then
-  fail "no $* of $suite to be had from $mirror; is it in reach?"
+  fail "cannot get $* of $suite from $mirror; is it reachable?"
 fi
 mkdir -p "$dir"
 for package in "$work"/debs/*.deb; do dpkg-deb -x "$package" "$dir"; done

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # boot.sh DIR COMMAND...: boots the kernel that fetch.sh put into DIR/uml, runs the
-# command in it as root, powers it off, and exits with the command's code; with 1
-# if the kernel ended before the command, and with 125 if it did not come up.
-# Output streams; what the kernel itself says goes to DIR/NTH/console.log. NTH, 1 unless
-# set, tells kernels apart that run side by side.
+# command in it as root, powers it off, and exits with the command's code; with 1 if the
+# kernel ended before the command, and with 125 if it did not boot. Output streams; the
+# kernel's own messages go to DIR/NTH/console.log. NTH, by default 1, distinguishes
+# kernels that run at the same time.
 #
-# The command sees the machine's files at their own paths, so that what was built
-# outside just runs; whatever it writes is gone afterwards (init.sh). Whatever
-# ends this script ends the kernel and all its processes.
+# The command sees the machine's files at their own paths, so it can run programs built
+# outside; its writes are lost at the end (init.sh). When this script ends, for any
+# reason, the kernel and all its processes end.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 dir=$1
@@ -15,16 +15,16 @@ nth=${NTH:-1}
 own=$dir/$nth
 shift
 
-# Memory that is not touched costs nothing.
+# Untouched memory costs nothing.
 memory=4G
-# For tests and all. With every step of the crash matrix, one story of krbd takes a
-# quarter of an hour alone.
+# For the whole run. With every step of the crash matrix, one krbd story alone takes a
+# quarter of an hour.
 [[ -z ${EVERY_STEP:-} ]] || LONGEST=${LONGEST:-6h}
 longest=${LONGEST:-50m}
 
-# Kernel parameters end at a blank.
+# A blank would end a kernel parameter.
 case $here$dir$PWD in *[[:space:]]*)
-  echo "boot: the test kernel takes no blank in paths: $PWD, $dir" >&2
+  echo "boot: the test kernel does not support blanks in paths: $PWD, $dir" >&2
   exit 125
   ;;
 esac
@@ -36,9 +36,9 @@ flock -n "$lock" || {
   flock "$lock"
 }
 
-# The kernel has one CPU, and is a process with many others, which take turns: from
-# one of the machine's CPUs to another, where that is a virtual machine, a turn takes
-# ten times as long.
+# User-Mode Linux has one CPU, and consists of many processes that take turns. In a
+# virtual machine a switch between processes on different CPUs takes ten times as long,
+# so all run on one.
 mapfile -t cpus < <(
   for range in $(sed -n 's/^Cpus_allowed_list:\s*//p' /proc/self/status | tr , ' '); do
     seq "${range%-*}" "${range#*-}"
@@ -56,8 +56,8 @@ mkdir -p "$own/share"
   printf '%q ' "$@"
 } >"$own/share/job"
 
-# Runs in namespaces of its own: the kernel keeps its memory in a file, for which
-# a tmpfs is there that nobody else sees and no limit of /dev/shm applies to.
+# Runs in its own namespaces. The kernel keeps its memory in a file, on a private tmpfs
+# to which no limit of /dev/shm applies.
 # shellcheck disable=SC2317 # called by name
 boot() {
   mount -t tmpfs -o "size=$memory" memory "$own/run"
@@ -72,7 +72,7 @@ boot() {
 export -f boot
 export here dir own memory longest
 
-# Killed, it takes along the process namespace and with it the kernel.
+# Killing it ends the process namespace, and with that the kernel.
 taskset --cpu-list "$cpu" setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
   bash -c boot </dev/null &
 kernel=$!
@@ -81,7 +81,7 @@ trap 'exit 130' INT TERM
 
 wait "$kernel" || true
 if [[ -s $own/share/status ]]; then exit "$(<"$own/share/status")"; fi
-echo "boot: the test kernel ended by itself, or ran for $longest; it said at last:" >&2
+echo "boot: the test kernel ended by itself, or ran for $longest; its last messages:" >&2
 tail -n 20 "$own/console.log" >&2
 if [[ -e $own/share/began ]]; then exit 1; fi
 exit 125

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# equip.sh [COMMAND...]: loads the drivers that the running kernel has as modules,
-# and then runs the command. Where one is missing, it says which, and ends.
+# equip.sh [COMMAND...]: loads the drivers that the running kernel has as modules, and
+# then runs the command. If one is missing, it names it and fails.
 set -euo pipefail
 
 missing=()

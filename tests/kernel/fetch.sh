@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# fetch.sh DIR [SUITE...]: puts User-Mode Linux into DIR: `linux`, the kernel as a program,
-# and `modules`. Both come from Debian's package user-mode-linux of the first of
-# the suites that has it (forky, sid), with the C library that it is linked against
+# fetch.sh DIR [SUITE...]: puts User-Mode Linux into DIR: `linux`, the kernel as a
+# program, and `modules`. Both come from Debian's package user-mode-linux, of the first
+# suite that has it (forky, sid), with the C library that it is linked to
 # (scripts/unpack.sh).
 #
-# Of a newer suite than this, because Linux 6.16 taught it to run processes under
-# seccomp and to keep vector registers of any size. That of trixie, 6.12, traces its
-# processes by ptrace, which takes longer.
+# A newer suite than this one, because since Linux 6.16 it can run processes under
+# seccomp and with vector registers of any size. trixie's, 6.12, traces its processes by
+# ptrace, which takes longer.
 set -euo pipefail
 
 dir=$1
 suites=("${@:2}")
 ((${#suites[@]})) || suites=(forky sid)
-# Fails where the directory has moved since: the paths in it are absolute.
+# Fails if the directory has moved since: its paths are absolute.
 "$dir/linux" --version &>/dev/null && exit 0
 
 fail() {

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# in.sh [COMMAND...]: runs a command on a kernel that has nbd, rbd, dm_crypt, udevd
-# and CAP_SYS_RESOURCE, which the machine's own may lack: User-Mode Linux, a kernel
-# that is a program (fetch.sh, boot.sh); with HOST_KERNEL=1 on the machine's own,
-# which must then have them all. Without a command it only sees to it that there is
-# such a kernel.
+# in.sh [COMMAND...]: runs a command on a kernel with nbd, rbd, dm_crypt, udevd and
+# CAP_SYS_RESOURCE, which this machine's kernel may lack: User-Mode Linux, a kernel that
+# is a program (fetch.sh, boot.sh); with HOST_KERNEL=1 on this machine's kernel, which
+# must then have them all. Without a command it only fetches the kernel.
 #
-# KERNEL_SUITE=trixie takes the kernel of that suite of Debian.
+# KERNEL_SUITE=trixie selects the kernel of that Debian suite.
 #
-# Exits with the command's code, or with 125 and the reason where there is no such
-# kernel and none can be had.
+# Exits with the command's code, or with 125 and the reason if no such kernel is
+# available.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 suite=${KERNEL_SUITE:-}
@@ -19,11 +18,11 @@ none() {
   exit 125
 }
 
-((EUID == 0)) || none "it takes root"
+((EUID == 0)) || none "it needs root"
 if [[ ${HOST_KERNEL:-} == 1 ]]; then exec tests/kernel/equip.sh "$@"; fi
 
 [[ $(uname -m) == x86_64 ]] || none "it is for x86_64, this is $(uname -m)"
-unshare --mount --pid --fork true || none "this machine allows no namespaces"
+unshare --mount --pid --fork true || none "this machine does not allow namespaces"
 mkdir -p "$dir"
-tests/kernel/fetch.sh "$dir/uml" ${suite:+"$suite"} || none "Debian's User-Mode Linux could not be fetched"
+tests/kernel/fetch.sh "$dir/uml" ${suite:+"$suite"} || none "cannot fetch Debian's User-Mode Linux"
 if (($#)); then exec tests/kernel/boot.sh "$dir" tests/kernel/equip.sh "$@"; fi

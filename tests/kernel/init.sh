@@ -1,12 +1,12 @@
 #!/bin/busybox sh
 # shellcheck shell=dash
-# The first process of the test kernel, twice. Its root is the machine's, by
-# hostfs and read-only; the first time it lays a tmpfs over it and starts over
-# there, the second time it makes a small Linux, runs the job that boot.sh left
-# in $share, leaves its exit code beside it, and powers off.
+# The test kernel's init. Its root is the machine's, by hostfs and read-only. The first
+# time it mounts an overlay on a tmpfs over the root and executes itself there. The
+# second time it sets up a small Linux, runs the job that boot.sh left in $share, writes
+# its exit code beside it, and powers off.
 #
-# $checkout, $target, $modules and $share are kernel parameters, which the kernel
-# passes on as the environment. An early failure ends this, and with it the kernel.
+# $checkout, $target, $modules and $share are kernel parameters, which the kernel passes
+# in the environment. An early failure ends init, and with it the kernel.
 set -eu
 : "${checkout:?}" "${target:?}" "${modules:?}" "${share:?}"
 box=/bin/busybox
@@ -27,7 +27,7 @@ if [ "${1:-}" != again ]; then
 fi
 
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
-# The root alone, without what is mounted on it next.
+# The root alone, without the mounts that follow.
 $box mount -o bind / /mnt
 mount -t tmpfs -o mode=755 run /run
 mount -t tmpfs -o mode=1777 tmp /tmp
@@ -37,7 +37,7 @@ mount -t devpts pts /dev/pts
 ln -s /proc/self/fd /dev/fd
 $box ip link set lo up
 $box hostname test-kernel
-# These may lie below /tmp, and be hidden now.
+# These may be below /tmp, which is now hidden.
 for needed in "$checkout" "$target"; do
   if [ ! -d "$needed" ]; then
     mkdir -p "$needed"
@@ -45,7 +45,7 @@ for needed in "$checkout" "$target"; do
   fi
 done
 $box umount -l /mnt
-# The way back to the machine.
+# The directory shared with boot.sh.
 mount -t hostfs -o "$share" share "$share"
 
 mkdir -p /lib/modules
@@ -54,14 +54,14 @@ ln -sfn "$modules" "/lib/modules/$(uname -r)"
 udevadm trigger --action=add --type=all
 udevadm settle
 
-# The terminal is a descriptor of boot.sh; raw, it passes bytes on as they are.
+# The terminal is a descriptor of boot.sh; in raw mode it passes bytes unchanged.
 tty=/dev/ttyS0
 stty -F $tty raw -echo
 code=0
 touch "$share/began"
 bash "$share/job" <>$tty >&0 2>&1 || code=$?
 echo $code >"$share/status"
-# Waits until all of the output has gone out.
+# Waits until all output is written.
 stty -F $tty sane
 $box sync
 exec $box halt -f

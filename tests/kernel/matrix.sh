@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the test kernel's suite (run.sh) with every file system on several kernels, and
-# leaves in target/kernel/matrix.md, for docs/compatibility.md, what came of it.
+# writes the results to target/kernel/matrix.md, for docs/compatibility.md.
 #
-#   KERNELS="forky trixie"  the suites of Debian whose User-Mode Linux is taken
+#   KERNELS="forky trixie"  the Debian suites whose User-Mode Linux is used
 #   ONLY=NAME               as in run.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."

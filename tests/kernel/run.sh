@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Runs tests on a kernel that has what the machine's own may lack (in.sh). It has one
-# processor, so there are two of it, each with every other test. They are built here.
+# Builds the tests and runs them on a kernel with drivers that this machine's may lack
+# (in.sh). Such a kernel has one processor, so two run, each with every other test.
 #
 #   ONLY=NAME              only tests of one backend (ONLY=rbd), module or story
-#   HOST_KERNEL=1          on this machine's own kernel, which must have it all
-#   TEST_KERNEL=required   fail where the kernel cannot run; otherwise that is
-#                          said and passed over
+#   HOST_KERNEL=1          on this machine's kernel, which must have all drivers
+#   TEST_KERNEL=required   fail if the kernel cannot run; otherwise print that and
+#                          succeed
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-# Passes the exit code of in.sh on, unless it says that there is no kernel.
+# Exits with in.sh's code; for 125, no kernel, prints that and succeeds unless required.
 passed_over() {
   local code=$1
   ((code == 125)) || exit "$code"
   {
     echo "****"
-    echo "**** NOT TESTED, for the reason above: what needs nbd, rbd, dm_crypt, udevd"
-    echo "**** or CAP_SYS_RESOURCE was left out."
+    echo "**** NOT TESTED, for the reason above: all that needs nbd, rbd, dm_crypt, udevd"
+    echo "**** or CAP_SYS_RESOURCE."
     echo "****"
   } >&2
   [[ ${TEST_KERNEL:-} != required ]] || exit 1
@@ -28,14 +28,14 @@ binaries=$(
   cargo test --no-run --lib --test stories --message-format=json-render-diagnostics |
     sed -n '/"profile":{[^}]*"test":true/ s/.*"executable":"\([^"]*\)".*/\1/p'
 )
-# In the order in which they were built.
+# In the order of the build.
 stories=$(grep '/stories-[^/]*$' <<<"$binaries")
 library=$(grep -vxF "$stories" <<<"$binaries")
 
 parts=2
 if [[ ${HOST_KERNEL:-} == 1 ]] || (($(nproc) < parts)); then parts=1; fi
 kernels=()
-# Each ends with its script.
+# Killing its script ends a kernel.
 trap '((!${#kernels[@]})) || kill "${kernels[@]}" 2>/dev/null || true' EXIT
 for ((part = 1; part <= parts; part++)); do
   NTH=$part tests/kernel/in.sh tests/kernel/suite.sh "${ONLY:-}" "$library" "$stories" \
@@ -44,7 +44,7 @@ for ((part = 1; part <= parts; part++)); do
 done
 code=0
 for kernel in "${kernels[@]}"; do
-  # A failure counts for more than a kernel that is missing.
+  # A failure takes precedence over a missing kernel.
   wait "$kernel" || { ended=$?; ((code && ended == 125)) || code=$ended; }
 done
 ((code == 0)) || passed_over "$code"

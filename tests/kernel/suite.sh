@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
-# suite.sh ONLY LIBRARY_TESTS STORIES PART PARTS: runs tests in the test kernel, or on
-# a machine whose own kernel has what they need. ONLY names a backend, a module or a
-# story; without it they are those that another kernel may be another matter to:
-# every story, also what is ignored elsewhere, and of the library's tests those
-# that attach, mount or call the kernel. Of these it takes every PARTS-th, from the
-# PART-th on.
+# suite.sh ONLY LIBRARY_TESTS STORIES PART PARTS: runs tests in the test kernel, or on a
+# machine whose kernel has the drivers. ONLY names a backend, a module or a story;
+# without it, the suite runs the tests that depend on the kernel: every story, also
+# those ignored elsewhere, and the library's tests that attach, mount or call the
+# kernel. Of these it runs every PARTS-th, starting with the PART-th.
 #
-# Of the ring's tests not those of its runtime: they ask for the thread's own
-# time, for which rustix wants a vDSO with getcpu, and User-Mode Linux has none.
+# It omits the tests of the ring's runtime: they measure thread time, for which rustix
+# needs a vDSO with getcpu, and User-Mode Linux has none.
 set -euo pipefail
 only=$1 library=$2 stories=$3 part=$4 parts=$5
 
-# A test that lacks something here fails.
+# A test whose prerequisites are missing here fails.
 export TEST_ALL=1
-# Every operation is some ten system calls of 10 µs there.
+# Each operation takes some ten system calls of 10 µs here.
 export SOAK_OPERATIONS=${SOAK_OPERATIONS:-300}
 
 case $only in
@@ -22,12 +21,12 @@ case $only in
   *) of_library="(^|::)$only" of_stories=$of_library ;;
 esac
 
-# `list BINARY [--ignored]`: its tests' names.
+# `list BINARY [--ignored]`: prints the names of its tests.
 list() {
   "$@" --list --format terse | sed -n 's/: test$//p'
 }
 
-# The threads that wait for a device, which may be why a test did.
+# Prints the threads that wait for a device, a likely cause of a test's timeout.
 waiting() {
   echo "Waiting for devices:"
   ps -eLo pid,tid,stat,wchan:32,args | awk 'NR == 1 || $3 ~ /^D/'
@@ -35,14 +34,14 @@ waiting() {
 }
 export -f waiting
 
-# What did nothing here, and why (tests/left_out.rs).
+# Tests that did nothing here, and the reasons (tests/left_out.rs).
 not_tested=$(mktemp -d)
 trap 'rm -rf "$not_tested"' EXIT
 export not_tested
 
-# Runs one test, in a process of its own: where many share one, a child that a
-# test starts has every other's descriptors until its exec, and keeps what they
-# have just closed busy. Says what it said only if it fails.
+# Runs one test, in its own process: in a shared one, a child of one test inherits the
+# descriptors of all others until its exec, and keeps closed devices busy. Prints the
+# test's output only if it fails.
 one() {
   local binary=$1 name=$2 start=${EPOCHREALTIME/./} said code=0 time
   local why=$not_tested/$name
@@ -56,25 +55,25 @@ one() {
   fi
   printf 'FAILED %6d ms  %s (exit code %d)\n%s\n' "$time" "$name" "$code" "$said"
   case $code in 124 | 137) waiting ;; esac
-  # Who shows only the end of it shows why.
+  # Repeats the panic at the end, for readers of only the last lines.
   grep -A 3 '^thread .* panicked at' <<<"$said" || true
   return 1
 }
 export -f one
-# What takes longer exits with 124, or 137 where it had to be killed.
+# A test that takes longer exits with 124, or with 137 if it had to be killed.
 export longest=300
-# A test that has every file system, or every step at which an agent may be killed.
+# A test with every file system, or with every step at which an agent may be killed.
 [[ -z ${EVERY_FS:-} ]] || longest=1800
 [[ -z ${EVERY_STEP:-} ]] || longest=7200
 
-# How many tests may share a Ceph cluster. User-Mode Linux has a mapping of the
-# machine's for each page of a process, of which there may be 65530 (vm.max_map_count).
-# An OSD, with its data in memory, has 20000 after four minutes; after twelve, one
-# process was refused more, and the cluster stood still.
+# How many tests may share a Ceph cluster. User-Mode Linux needs a host mapping for each
+# page of a process, and the host limits these to 65530 (vm.max_map_count). An OSD, with
+# its data in memory, uses 20000 after four minutes; after twelve, the host refused a
+# process more, and the cluster hung.
 together=60
 
-# Lets the cluster that tests share go, which nobody uses. On the machine's own kernel
-# there may be others.
+# Waits for the end of the tests' shared cluster, which no test uses any more. On the
+# machine's own kernel others may run.
 without_cluster() {
   for ((i = 0; i < 50; i++)); do
     pgrep -f tests/ceph/cluster.py >/dev/null || break
@@ -82,7 +81,7 @@ without_cluster() {
   done
 }
 
-# Runs those of a binary's tests that match: `tests BINARY PATTERN [NOT]`.
+# Runs the matching tests of a binary: `tests BINARY PATTERN [NOT]`.
 matched=0 ran=0 failed=0
 tests() {
   local listed names
@@ -107,7 +106,7 @@ tests "$library" "$of_library" "$(list "$library" --ignored)"
 tests "$stories" "$of_stories"
 
 if ((!matched)); then
-  echo "no test is called '$only'" >&2
+  echo "no test matches '$only'" >&2
   exit 1
 fi
 for name in $(find "$not_tested" -size +0 -printf '%P\n' | sort); do
