@@ -189,7 +189,7 @@ def check_secrets(where, parameters, docs):
     for name, namespace in parameters.items():
         of = re.fullmatch(r"csi.storage.k8s.io/(.*)-secret-namespace", name)
         if of and not of[1].startswith("node-") and namespace not in readers:
-            problem(where, f"nobody may read the secrets in {namespace} for {of[1]}")
+            problem(where, f"no role may read the secrets in {namespace} for {of[1]}")
 
 
 def inline_allowed(driver):
