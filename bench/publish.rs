@@ -29,7 +29,11 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let staging = rig.node.staging(&volume);
     let target = rig.node.target(&volume, "in-process");
     fs::create_dir_all(target.parent().expect("a parent")).expect("a directory");
-    let place = |path: &Path| roots.place(path.to_str().expect("UTF-8")).expect("a place");
+    let place = |path: &Path| {
+        roots
+            .resolve(path.to_str().expect("UTF-8"))
+            .expect("a place")
+    };
     let options = MountOptions::default();
     rig.measure(&mut group, CASE, "in process", || {
         let source = place(&staging).open().expect("a mount");

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Who may use a volume, and how (`VolumeCapability.AccessMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Mode {
+pub enum AccessMode {
     /// One node writes, by any number of its pods (kubelet's ReadWriteOnce).
     /// `SINGLE_NODE_WRITER` and `SINGLE_NODE_MULTI_WRITER` mean the same here.
     SingleNodeWriter,
@@ -21,7 +21,7 @@ pub enum Mode {
     MultiNodeWriter,
 }
 
-impl Mode {
+impl AccessMode {
     /// Nobody writes.
     pub fn reader_only(self) -> bool {
         matches!(self, Self::SingleNodeReader | Self::MultiNodeReader)
@@ -43,7 +43,7 @@ impl Mode {
 
 /// How a volume is handed to its users.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum AccessType {
     /// As a raw block device.
     Block,
     /// As a mounted file system.
@@ -61,7 +61,7 @@ pub enum Access {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
     /// Raw block or file system.
-    pub access: Access,
+    pub access: AccessType,
     /// Who may use it.
-    pub mode: Mode,
+    pub mode: AccessMode,
 }

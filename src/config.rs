@@ -17,7 +17,7 @@ use crate::{
 
 /// Options of every program that runs as a service.
 #[derive(Clone, Debug, Args)]
-pub struct Service {
+pub struct ServiceOptions {
     /// How log lines look.
     #[arg(long, env = "URING_CSI_LOG_FORMAT", default_value = "text")]
     pub log_format: logs::Format,
@@ -36,7 +36,7 @@ pub struct Service {
 
 /// Options of every half of the plugin.
 #[derive(Clone, Debug, Args)]
-pub struct Plugin {
+pub struct PluginOptions {
     /// The plugin's name.
     #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
     pub driver_name: String,
@@ -45,12 +45,12 @@ pub struct Plugin {
     pub metrics_listen: Option<SocketAddr>,
     /// What it has as a service.
     #[command(flatten)]
-    pub service: Service,
+    pub service: ServiceOptions,
 }
 
 /// Files of ceph-csi's, which both halves of the plugin read.
 #[derive(Clone, Debug, Args)]
-pub struct Ceph {
+pub struct CephOptions {
     /// Which Ceph clusters there are: ceph-csi's config.json. The controller needs
     /// librados and librbd for them.
     #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]

@@ -7,7 +7,7 @@ use sha2::{Digest as _, Sha256};
 /// SHA-256 in lowercase hexadecimal, 64 characters: stands for a volume's name
 /// or handle where a file name is needed. Those may hold any character but
 /// control characters, and be longer than a file name.
-pub fn hex(text: &str) -> String {
+pub fn sha256_hex(text: &str) -> String {
     Sha256::digest(text.as_bytes())
         .iter()
         .fold(String::with_capacity(64), |mut hex, byte| {

@@ -65,14 +65,14 @@ struct Options {
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
     alpha_capabilities: bool,
     #[command(flatten)]
-    plugin: config::Plugin,
+    plugin: config::PluginOptions,
 }
 
 /// For volumes in Ceph clusters.
 #[derive(Debug, Args)]
 struct Clusters {
     #[command(flatten)]
-    files: config::Ceph,
+    files: config::CephOptions,
     /// A directory with files userID and userKey, for the calls that CSI gives no
     /// secrets: listings, capacity, single volumes, and emptying the trash;
     /// repeatable. Without CLUSTERID it is for every cluster.

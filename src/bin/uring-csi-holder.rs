@@ -48,7 +48,7 @@ struct Options {
     )]
     rbd_nbd: String,
     #[command(flatten)]
-    service: config::Service,
+    service: config::ServiceOptions,
 }
 
 fn main() -> ExitCode {
@@ -78,7 +78,7 @@ fn main() -> ExitCode {
 type Failure = Box<dyn std::error::Error>;
 
 /// Gives up privileges, and then starts the second thread, which writes the log.
-fn begin(service: &config::Service) -> Result<Logs, Failure> {
+fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
     privacy::enter().map_err(|error| {
         format!("its memory, where keys are, cannot be locked (it needs CAP_IPC_LOCK): {error}")
     })?;

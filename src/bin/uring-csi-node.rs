@@ -118,7 +118,7 @@ struct Options {
     )]
     pool: Vec<PoolSpec>,
     #[command(flatten)]
-    ceph: config::Ceph,
+    ceph: config::CephOptions,
     /// The socket of uring-csi-holder, for volumes that rbd-nbd serves.
     #[arg(long, env = "URING_CSI_HOLDER", value_name = "ENDPOINT")]
     holder: Option<Endpoint>,
@@ -155,7 +155,7 @@ struct Options {
     #[command(flatten)]
     limits: Limits,
     #[command(flatten)]
-    plugin: config::Plugin,
+    plugin: config::PluginOptions,
 }
 
 fn main() -> ExitCode {
@@ -179,7 +179,7 @@ fn main() -> ExitCode {
 type Failure = Box<dyn std::error::Error>;
 
 /// Gives up privileges, and then starts the second thread, which writes the log.
-fn begin(service: &config::Service) -> Result<(bool, Logs), Failure> {
+fn begin(service: &config::ServiceOptions) -> Result<(bool, Logs), Failure> {
     let can_grow = privileges::drop_what_is_not_needed()
         .map_err(|error| format!("cannot give up privileges that it does not need: {error}"))?;
     let logs = logs::init(service.log_format, &service.log_level)?;

@@ -102,7 +102,7 @@ impl Connections {
         let key = Key {
             monitors: monitors.to_vec(),
             user: credentials.user.clone(),
-            secret_digest: digest::hex(credentials.key.reveal()),
+            secret_digest: digest::sha256_hex(credentials.key.reveal()),
         };
         let slot = lock(&self.slots).entry(key).or_default().clone();
         slot.get(|| Cluster::connect(monitors, credentials, self.timeouts))

@@ -300,7 +300,7 @@ impl Context {
     /// directory by the SHA-256 of the handle, which may hold any character.
     pub async fn staging_path(&self, volume_id: &str) -> Result<PathBuf, CliError> {
         let staging_dir = self.agent_info().await?.staging_dir;
-        Ok(PathBuf::from(staging_dir).join(digest::hex(volume_id)))
+        Ok(PathBuf::from(staging_dir).join(digest::sha256_hex(volume_id)))
     }
 
     /// NodeUnpublishVolume.

@@ -168,7 +168,7 @@ mod tests {
     use std::slice;
 
     use super::*;
-    use crate::pool::{Pool, claim::Access};
+    use crate::pool::{Pool, claim::Sharing};
 
     #[test]
     fn a_dead_nodes_claims_go_when_confirmed_and_nobody_elses() {
@@ -194,7 +194,7 @@ mod tests {
         let rest = release(None, Some("dead")).run().unwrap();
         assert_eq!(rest.released, ["b"]);
         assert!(release(None, None).run().unwrap().released.is_empty());
-        let left = claim::holders(&pool, "c").unwrap();
+        let left = claim::owners(&pool, "c").unwrap();
         assert_eq!(left[0].node_id, "alive");
     }
 
@@ -203,10 +203,10 @@ mod tests {
             node_id: node.to_owned(),
             boot_id: "boot".to_owned(),
             volume_id: String::new(),
-            access: Access::Exclusive,
+            access: Sharing::Exclusive,
             read_only: false,
         };
         assert_eq!(claim::claim(pool, image, &mine).unwrap(), Done::Now);
-        assert_eq!(claim::holders(pool, image).unwrap(), slice::from_ref(&mine));
+        assert_eq!(claim::owners(pool, image).unwrap(), slice::from_ref(&mine));
     }
 }

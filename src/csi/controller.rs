@@ -12,7 +12,7 @@ use super::{
     validate::{self, invalid, required},
 };
 use crate::{
-    capability::{Access, Capability},
+    capability::{AccessType, Capability},
     proto::csi::{
         self as wire, CapacityRange, Topology, TopologyRequirement,
         volume_content_source::{self, SnapshotSource, VolumeSource},
@@ -278,8 +278,8 @@ impl<P: Provisioner> Controller<P> {
 fn usages(capabilities: &[Capability]) -> Vec<Usage> {
     let usage = |capability: &Capability| Usage {
         fs_type: match &capability.access {
-            Access::Block => None,
-            Access::Mount { fs_type, .. } => Some(fs_type.clone()),
+            AccessType::Block => None,
+            AccessType::Mount { fs_type, .. } => Some(fs_type.clone()),
         },
         many_nodes_write: capability.mode.multi_node_writer(),
     };

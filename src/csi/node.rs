@@ -6,7 +6,7 @@ use tonic::Status;
 
 use super::{identity::Segment, validate};
 use crate::{
-    capability::{Access, Capability, Mode},
+    capability::{AccessMode, AccessType, Capability},
     ceph::fencing::ASKED,
     device::{Fencing, Source},
     proto::csi::{
@@ -277,9 +277,9 @@ fn going_down() -> Status {
 
 /// Several nodes that write into one ext4, xfs or btrfs destroy it.
 fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
-    if capability.mode.multi_node_writer() && capability.access != Access::Block {
+    if capability.mode.multi_node_writer() && capability.access != AccessType::Block {
         let mode = match capability.mode {
-            Mode::MultiNodeSingleWriter => "MULTI_NODE_SINGLE_WRITER",
+            AccessMode::MultiNodeSingleWriter => "MULTI_NODE_SINGLE_WRITER",
             _ => "MULTI_NODE_MULTI_WRITER",
         };
         return Err(validate::invalid(

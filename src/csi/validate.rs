@@ -9,10 +9,10 @@ use std::collections::HashMap;
 use tonic::Status;
 
 use crate::{
-    capability::{Access, Capability, Mode},
+    capability::{AccessMode, AccessType, Capability},
     proto::csi::{
         VolumeCapability,
-        volume_capability::{AccessType, access_mode::Mode as WireMode},
+        volume_capability::{AccessType as WireType, access_mode::Mode as WireMode},
     },
 };
 
@@ -146,12 +146,14 @@ pub fn capability(
         .ok_or_else(|| invalid(field, "access_mode is required"))?
         .mode;
     let mode = match WireMode::try_from(mode) {
-        Ok(WireMode::SingleNodeWriter | WireMode::SingleNodeMultiWriter) => Mode::SingleNodeWriter,
-        Ok(WireMode::SingleNodeSingleWriter) => Mode::SingleNodeSingleWriter,
-        Ok(WireMode::SingleNodeReaderOnly) => Mode::SingleNodeReader,
-        Ok(WireMode::MultiNodeReaderOnly) => Mode::MultiNodeReader,
-        Ok(WireMode::MultiNodeSingleWriter) => Mode::MultiNodeSingleWriter,
-        Ok(WireMode::MultiNodeMultiWriter) => Mode::MultiNodeWriter,
+        Ok(WireMode::SingleNodeWriter | WireMode::SingleNodeMultiWriter) => {
+            AccessMode::SingleNodeWriter
+        }
+        Ok(WireMode::SingleNodeSingleWriter) => AccessMode::SingleNodeSingleWriter,
+        Ok(WireMode::SingleNodeReaderOnly) => AccessMode::SingleNodeReader,
+        Ok(WireMode::MultiNodeReaderOnly) => AccessMode::MultiNodeReader,
+        Ok(WireMode::MultiNodeSingleWriter) => AccessMode::MultiNodeSingleWriter,
+        Ok(WireMode::MultiNodeMultiWriter) => AccessMode::MultiNodeWriter,
         Ok(WireMode::Unknown) | Err(_) => {
             return Err(invalid(field, format!("access mode {mode} is unknown")));
         }
@@ -160,8 +162,8 @@ pub fn capability(
         None => {
             return Err(invalid(field, "access_type is required: block or mount"));
         }
-        Some(AccessType::Block(_)) => Access::Block,
-        Some(AccessType::Mount(mount)) => {
+        Some(WireType::Block(_)) => AccessType::Block,
+        Some(WireType::Mount(mount)) => {
             let bytes: usize = mount.mount_flags.iter().map(String::len).sum();
             if bytes > MAX_COLLECTION {
                 let why = format!("mount_flags hold {bytes} bytes, {MAX_COLLECTION} are allowed");
@@ -175,7 +177,7 @@ pub fn capability(
                     text(&format!("{field}.mount.{name}"), value, MAX_STRING)?;
                 }
             }
-            Access::Mount {
+            AccessType::Mount {
                 fs_type: mount.fs_type.clone(),
                 flags: mount.mount_flags.clone(),
                 group: mount.volume_mount_group.clone(),
@@ -201,7 +203,7 @@ pub fn capabilities(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proto::csi::volume_capability::{AccessMode, BlockVolume};
+    use crate::proto::csi::volume_capability::{AccessMode as WireAccessMode, BlockVolume};
 
     #[test]
     fn limits_name_the_field() {
@@ -257,8 +259,8 @@ mod tests {
     #[test]
     fn incomplete_capabilities_are_refused() {
         let field = "volume_capability";
-        let block = || Some(AccessType::Block(BlockVolume {}));
-        let mode = |mode| Some(AccessMode { mode });
+        let block = || Some(WireType::Block(BlockVolume {}));
+        let mode = |mode| Some(WireAccessMode { mode });
         for (bad, word) in [
             (None, "required"),
             (
@@ -291,6 +293,6 @@ mod tests {
             access_mode: mode(7),
         };
         let parsed = capability(field, Some(&good)).unwrap();
-        assert_eq!(parsed.mode, Mode::SingleNodeWriter);
+        assert_eq!(parsed.mode, AccessMode::SingleNodeWriter);
     }
 }

@@ -22,7 +22,7 @@ pub fn blank(node: &luks::Node, is_it: impl FnOnce() -> bool) -> io::Result<bool
         return Err(io::Error::new(io::ErrorKind::NotFound, why));
     }
     let size = sysfs::size_bytes(node.dev)?;
-    if !probe::content_of(&file, size)?.is_scrap() {
+    if !probe::content_of(&file, size)?.is_partial_format() {
         return Ok(false);
     }
     let zeros = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;

@@ -6,14 +6,14 @@ use std::{fmt, sync::Arc};
 use super::Backends;
 use crate::chain;
 
-type Look = dyn Fn() -> Result<(), String> + Send + Sync;
+type PathKind = dyn Fn() -> Result<(), String> + Send + Sync;
 
 /// One thing that has to be there. To look at it may block: for a lane.
 #[derive(Clone)]
 pub struct Check {
     /// What it is, for whoever waits.
     pub what: String,
-    look: Arc<Look>,
+    look: Arc<PathKind>,
 }
 
 impl fmt::Debug for Check {

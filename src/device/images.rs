@@ -22,7 +22,7 @@ use crate::{
     pool::{
         self, Pool, PoolError, Pools, Scope,
         claim::{self, Claim},
-        making,
+        format_marker,
     },
 };
 
@@ -128,7 +128,7 @@ impl Images {
             let pool = pool.name.clone();
             return Err(PoolError::NotLocal { pool });
         }
-        let image = pool::inline_image(&digest::hex(volume_id));
+        let image = pool::inline_image(&digest::sha256_hex(volume_id));
         Ok(ImageSource::new(&pool.name, &image))
     }
 
@@ -213,9 +213,9 @@ impl BoundImage<'_> {
             boot_id: self.images.boot_id.clone(),
             volume_id: how.volume_id.clone(),
             access: match (how.shared, how.read_only) {
-                (false, _) => claim::Access::Exclusive,
-                (true, false) => claim::Access::Shared,
-                (true, true) => claim::Access::Readers,
+                (false, _) => claim::Sharing::Exclusive,
+                (true, false) => claim::Sharing::Shared,
+                (true, true) => claim::Sharing::Readers,
             },
             read_only: how.read_only,
         }
@@ -266,14 +266,16 @@ impl BoundImage<'_> {
 
     /// Makes the image of an inline volume.
     pub fn create_inline(&self, volume_id: &str, bytes: u64) -> Result<Done, DeviceError> {
-        let (_, done) = self.pool()?.create_inline(&digest::hex(volume_id), bytes)?;
+        let (_, done) = self
+            .pool()?
+            .create_inline(&digest::sha256_hex(volume_id), bytes)?;
         Ok(done)
     }
 
     /// Deletes the image of an inline volume.
     pub fn delete_inline(&self, volume_id: &str) -> Result<Done, DeviceError> {
-        making::ended(self.pool()?, &self.source.image)?;
-        Ok(self.pool()?.delete_inline(&digest::hex(volume_id))?)
+        format_marker::clear(self.pool()?, &self.source.image)?;
+        Ok(self.pool()?.delete_inline(&digest::sha256_hex(volume_id))?)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which sources have a file system under way.
 //!
-//! An image of a pool has its note beside it ([`making`]), a Ceph image in its
+//! An image of a pool has its note beside it ([`format_marker`]), a Ceph image in its
 //! metadata ([`ImageNote`]), for whichever node has it next. An export, and a Ceph
 //! image where librados is missing, is out of reach: the note is this node's, and holds
 //! only while the volume is this node's. It is on a tmpfs, and goes when the volume is
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     crash_point, digest,
-    pool::{Pool, making},
+    pool::{Pool, format_marker},
 };
 
 /// Where it is noted that something is being made on one source.
@@ -35,7 +35,7 @@ impl MkfsNote {
     /// Notes durably that it is about to begin, for this volume.
     pub fn begins(&self, volume_id: &str) -> Result<(), DeviceError> {
         match self {
-            Self::Pool(pool, image) => Ok(making::begins(pool, image, volume_id)?),
+            Self::Pool(pool, image) => Ok(format_marker::set(pool, image, volume_id)?),
             Self::Image(note, what) => Ok(note.begins(*what, volume_id)?),
             Self::Node(notes, source) => Ok(notes.begins(source, volume_id)?),
         }
@@ -44,7 +44,9 @@ impl MkfsNote {
     /// Whether it has begun for this volume and not ended.
     pub fn was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
         match self {
-            Self::Pool(pool, image) => Ok(making::was_interrupted(pool, image, volume_id)?),
+            Self::Pool(pool, image) => {
+                Ok(format_marker::format_in_progress(pool, image, volume_id)?)
+            }
             Self::Image(note, what) => Ok(note.was_interrupted(*what, volume_id)?),
             Self::Node(notes, source) => Ok(notes.was_interrupted(source, volume_id)?),
         }
@@ -53,7 +55,7 @@ impl MkfsNote {
     /// From now on the source may hold data.
     pub fn ended(&self) -> Result<(), DeviceError> {
         match self {
-            Self::Pool(pool, image) => Ok(making::ended(pool, image)?),
+            Self::Pool(pool, image) => Ok(format_marker::clear(pool, image)?),
             Self::Image(note, _) => Ok(note.ended()?),
             Self::Node(notes, source) => Ok(notes.ended(source)?),
         }
@@ -103,7 +105,7 @@ impl Notes {
     }
 
     fn path(&self, source: &dyn Display) -> PathBuf {
-        self.dir.join(digest::hex(&source.to_string()))
+        self.dir.join(digest::sha256_hex(&source.to_string()))
     }
 
     /// A mkfs of the source is about to begin, for this volume.

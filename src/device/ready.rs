@@ -133,7 +133,7 @@ impl Waiters {
     }
 }
 
-async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Readiness, waiters: Rc<Waiters>) {
+async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Events, waiters: Rc<Waiters>) {
     loop {
         match ready.next().await {
             Ok(events) => {

@@ -1,46 +1,39 @@
 //! Checking file systems before they are mounted.
 //!
 //! Only ext4 has a check for this moment: `e2fsck -p` replays the journal and
-//! mends what it can without losing anything. XFS and btrfs replay theirs when
-//! they are mounted; what their repair tools do beyond that loses data and is
-//! an operator's to decide.
+//! repairs what it can without losing data. XFS and btrfs replay their journals when
+//! they are mounted; their repair tools can lose data, so running them is an
+//! operator's decision.
 
 use std::path::Path;
 
 use super::{CommandLine, FsType};
 use crate::Kind;
 
-/// What a check found, all being well now.
+/// The result of a check that left the file system clean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fixed {
-    /// Nothing.
+pub enum FsckOutcome {
+    /// It had no errors.
     Clean,
-    /// Something that it mended.
+    /// The check repaired its errors.
     Repaired,
 }
 
-/// Why a file system may not be mounted after its check.
+/// Why a file system must not be mounted after its check.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FsckError {
-    /// Errors that only an operator may mend.
+    /// Errors that `e2fsck -p` does not repair by itself.
     #[error(
-        "{fs} has errors that cannot be mended without a decision; check it by hand. \
-         The check said: {output}"
+        "{fs} has errors that e2fsck -p cannot repair; run e2fsck on it by hand. Its output: \
+         {output}"
     )]
-    Uncorrected {
-        /// The file system.
-        fs: FsType,
-        /// What the program said.
-        output: String,
-    },
-    /// The check itself did not work.
-    #[error("{fs}'s check failed ({how}); it said: {output}")]
+    Uncorrected { fs: FsType, output: String },
+    /// The check itself failed.
+    #[error("the check of {fs} failed ({how}); its output: {output}")]
     Failed {
-        /// The file system.
         fs: FsType,
         /// The exit code, or that there was none.
         how: String,
-        /// What the program said.
         output: String,
     },
 }
@@ -55,7 +48,7 @@ impl FsckError {
     }
 }
 
-/// The command line that checks and mends; none where mounting does it.
+/// The command line that checks and repairs; `None` where mounting does that.
 pub fn command(fs: FsType, device: &Path) -> Option<CommandLine> {
     match fs {
         FsType::Ext4 => Some(CommandLine {
@@ -66,11 +59,14 @@ pub fn command(fs: FsType, device: &Path) -> Option<CommandLine> {
     }
 }
 
-/// What the check's exit code means, by the table in e2fsck(8). A program that
-/// was killed has none.
-pub fn judge(fs: FsType, exit_code: Option<i32>, output: &str) -> Result<Fixed, FsckError> {
+/// Interprets the exit code by the table in e2fsck(8); `None` for a killed program.
+pub fn interpret(
+    fs: FsType,
+    exit_code: Option<i32>,
+    output: &str,
+) -> Result<FsckOutcome, FsckError> {
     const CORRECTED: i32 = 1;
-    /// Corrected while it was mounted, of which the caller has made sure not.
+    /// Corrected while mounted, which the caller has ruled out.
     const REBOOT: i32 = 2;
     const UNCORRECTED: i32 = 4;
     let output = || output.trim().to_owned();
@@ -80,8 +76,8 @@ pub fn judge(fs: FsType, exit_code: Option<i32>, output: &str) -> Result<Fixed, 
         output: output(),
     };
     match exit_code {
-        Some(0) => Ok(Fixed::Clean),
-        Some(code) if code & !(CORRECTED | REBOOT) == 0 => Ok(Fixed::Repaired),
+        Some(0) => Ok(FsckOutcome::Clean),
+        Some(code) if code & !(CORRECTED | REBOOT) == 0 => Ok(FsckOutcome::Repaired),
         Some(code) if code & !(CORRECTED | REBOOT | UNCORRECTED) == 0 => {
             Err(FsckError::Uncorrected {
                 fs,
@@ -101,14 +97,14 @@ mod tests {
 
     use super::*;
 
-    fn check(image: &Path) -> Result<Fixed, FsckError> {
+    fn check(image: &Path) -> Result<FsckOutcome, FsckError> {
         let line = command(FsType::Ext4, image).unwrap();
         let done = Command::new(line.program)
             .args(&line.args)
             .output()
             .unwrap();
         let output = String::from_utf8_lossy(&done.stdout);
-        judge(FsType::Ext4, done.status.code(), &output)
+        interpret(FsType::Ext4, done.status.code(), &output)
     }
 
     fn debugfs(image: &Path, request: &str) {
@@ -121,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn the_real_program_is_understood() {
+    fn exit_codes_of_e2fsck_are_interpreted() {
         let image = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
         assert!(matches!(
             check(image.path()),
@@ -134,13 +130,13 @@ mod tests {
             .status()
             .unwrap();
         assert!(made.success());
-        assert_eq!(check(image.path()).unwrap(), Fixed::Clean);
+        assert_eq!(check(image.path()).unwrap(), FsckOutcome::Clean);
 
         debugfs(image.path(), "ssv state 2");
-        assert_eq!(check(image.path()).unwrap(), Fixed::Repaired);
-        assert_eq!(check(image.path()).unwrap(), Fixed::Clean);
+        assert_eq!(check(image.path()).unwrap(), FsckOutcome::Repaired);
+        assert_eq!(check(image.path()).unwrap(), FsckOutcome::Clean);
 
-        // A root directory that is a file takes a decision.
+        // e2fsck -p does not repair a root directory that is a file.
         debugfs(image.path(), "sif <2> mode 0100644");
         debugfs(image.path(), "ssv state 2");
         assert!(matches!(
@@ -150,14 +146,14 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_check_proves_nothing() {
-        let error = judge(FsType::Ext4, None, "").unwrap_err();
+    fn a_killed_check_is_a_failure() {
+        let error = interpret(FsType::Ext4, None, "").unwrap_err();
         assert!(error.to_string().contains("killed"));
-        assert!(judge(FsType::Ext4, Some(32), "").is_err());
+        assert!(interpret(FsType::Ext4, Some(32), "").is_err());
     }
 
     #[test]
-    fn xfs_and_btrfs_are_left_to_their_mount() {
+    fn xfs_and_btrfs_have_no_check_before_the_mount() {
         assert_eq!(command(FsType::Xfs, Path::new("/dev/loop0")), None);
         assert_eq!(command(FsType::Btrfs, Path::new("/dev/loop0")), None);
     }

@@ -1,10 +1,10 @@
 //! Growing mounted file systems to the size of their device.
 //!
-//! All three do it by an ioctl on the mounted file system, and none of them
-//! says "already as large" in a way of its own: ext4 asks for a capability
-//! before it looks at the size, XFS takes a smaller number for a wish to shrink,
-//! btrfs starts an operation. So the size is read first, and where nothing is to
-//! be gained nothing is called. That makes growing safe to repeat.
+//! All three grow by an ioctl on the mounted file system, and none reports "already
+//! this large": ext4 demands a capability before it compares sizes, XFS takes a
+//! smaller number for a request to shrink, btrfs starts an operation. So [`grow`]
+//! reads the size first and makes no call where there is nothing to gain, which
+//! makes it idempotent.
 
 use std::{
     io,
@@ -26,53 +26,44 @@ use crate::{
     kernel::{Dev, block, growth, sysfs},
 };
 
-/// What no file system can use at a device's end: no block is larger.
-const LEAST_GAIN: u64 = 64 << 10;
+/// A file system cannot use fewer bytes at the end of a device: its largest block size.
+const MIN_GAIN: u64 = 64 << 10;
 
-/// What growing did; the same twice where there was nothing to do.
+/// The size before and after growing; equal where there was nothing to gain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Grown {
-    /// Bytes of the file system before.
+    /// Bytes before.
     pub before: u64,
-    /// Bytes of the file system now.
+    /// Bytes after.
     pub after: u64,
 }
 
 /// Why a file system did not grow.
 #[derive(Debug, thiserror::Error)]
 pub enum GrowError {
-    /// The agent may not.
+    /// The agent lacks a capability.
     #[error("growing a mounted {fs} takes {capability}; add it to the node agent's container")]
     NeedsCapability {
-        /// The file system.
         fs: FsType,
-        /// The capability's name.
         capability: &'static str,
     },
-    /// ext4 noticed errors.
-    #[error("ext4 has noted errors and does not grow; unmount the volume and check it with e2fsck")]
+    /// ext4 has recorded errors.
+    #[error(
+        "ext4 has recorded errors and does not grow; unmount the volume and check it with e2fsck"
+    )]
     HasErrors,
-    /// Several devices: which one should grow is not ours to say.
+    /// The driver cannot choose which of several devices should grow.
     #[error("btrfs spans {devices} devices; grow it by hand with btrfs filesystem resize")]
-    SeveralDevices {
-        /// How many.
-        devices: usize,
-    },
-    /// Another operation on the whole file system goes on.
-    #[error("{fs} is at another resize or balance; try again after it")]
-    Busy {
-        /// The file system.
-        fs: FsType,
-    },
-    /// Anything else.
+    SeveralDevices { devices: usize },
+    /// Another operation on the whole file system is in progress.
+    #[error("{fs} is busy with another resize or balance; retry after it")]
+    Busy { fs: FsType },
+    /// Any other failure of a system call.
     #[error("cannot {what} of the mounted {fs}")]
     Io {
-        /// The file system.
         fs: FsType,
-        /// What was tried.
         what: &'static str,
-        /// The kernel's answer.
         source: io::Error,
     },
 }
@@ -90,10 +81,10 @@ impl GrowError {
     }
 }
 
-/// Whether a file system may gain something on a device of that size. XFS may
-/// find the rest too small for another allocation group; then [`grow`] says so.
+/// Whether the file system can grow on a device of this size. XFS may find the
+/// remainder too small for another allocation group; [`grow`] then gains nothing.
 pub fn needed(info: &probe::FsInfo, device_bytes: u64) -> bool {
-    device_bytes.saturating_sub(info.bytes) >= LEAST_GAIN
+    device_bytes.saturating_sub(info.bytes) >= MIN_GAIN
 }
 
 /// Grows the file system that is mounted at `mount_root` (a descriptor of its
@@ -149,7 +140,7 @@ fn ext4(root: &OwnedFd, device_bytes: u64) -> Result<Grown, GrowError> {
 }
 
 /// The size in ext4's superblock, as the kernel keeps it in the device's page
-/// cache while it is mounted. (statfs(2) leaves ext4's own tables out.)
+/// cache while it is mounted. (statfs(2) does not count ext4's own tables.)
 fn ext4_size(root: &OwnedFd) -> io::Result<probe::ExtSize> {
     let dev = Dev::from_raw(rustix::fs::fstat(root)?.st_dev);
     let device = block::open(&sysfs::node_of(dev)?, dev, OFlags::RDONLY)?;
@@ -159,8 +150,8 @@ fn ext4_size(root: &OwnedFd) -> io::Result<probe::ExtSize> {
 }
 
 fn xfs(root: &OwnedFd, device_bytes: u64) -> Result<Grown, GrowError> {
-    /// `XFS_MIN_AG_BLOCKS`: the kernel leaves a smaller rest unused.
-    const LEAST_GROUP: u64 = 64;
+    /// `XFS_MIN_AG_BLOCKS`: the kernel leaves a smaller remainder unused.
+    const MIN_GROUP: u64 = 64;
     let failed = |what| failed(FsType::Xfs, what);
     let read = || growth::xfs_geometry(root).map_err(failed("read the geometry"));
     let bytes =
@@ -169,7 +160,7 @@ fn xfs(root: &OwnedFd, device_bytes: u64) -> Result<Grown, GrowError> {
     let before = bytes(&geometry);
     let mut blocks = device_bytes / u64::from(geometry.block_size);
     let rest = blocks % u64::from(geometry.ag_blocks);
-    if rest < LEAST_GROUP {
+    if rest < MIN_GROUP {
         blocks -= rest;
     }
     if blocks <= geometry.data_blocks {
@@ -207,8 +198,7 @@ fn btrfs(root: &OwnedFd, device_bytes: u64) -> Result<Grown, GrowError> {
     }
     growth::btrfs_resize(root, device.id, wanted).map_err(failed("change the size"))?;
     let after = read()?.bytes;
-    // An operation that excludes this one is told by a positive result, which
-    // no error number carries.
+    // btrfs reports a conflicting operation by a positive result, which is no errno.
     if after < wanted {
         return Err(GrowError::Busy { fs: FsType::Btrfs });
     }

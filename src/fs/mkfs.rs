@@ -1,20 +1,19 @@
 //! Making file systems: the command lines, and which options a storage class
 //! may add to them.
 //!
-//! Our own options leave out what costs time in proportion to the device: the
-//! discard of all of it, and on ext4 the zeroing of inode tables, which the
-//! kernel does in the background. On a device that reads as zeros ext4 needs no
-//! zeroing at all. mke2fs(8), mkfs.xfs(8) and mkfs.btrfs(8) have the options.
+//! The default options avoid work proportional to the size of the device: discarding
+//! all of it, and on ext4 zeroing the inode tables, which the kernel does in the
+//! background. On a device that reads as zeros ext4 needs no zeroing at all. See
+//! mke2fs(8), mkfs.xfs(8) and mkfs.btrfs(8).
 //!
-//! `mkfsOptions` of a class takes the place of all of these but the force flag:
-//! the caller has seen that the device is blank, and a mkfs that was killed may
-//! have left some of its work. mkfs runs as root in the agent's mount namespace,
-//! and each of these programs has options that name another device or read and
-//! write files. So the text is split as a shell does, read as the program's own
-//! getopt would read it, and compared with a list of the options, the suboptions
-//! and the forms of values that are allowed (`allowed`). An option that the
-//! list does not have is an error, whatever it does. No allowed value can name a
-//! file: none holds a slash, and no allowed option takes a file's name.
+//! `mkfsOptions` of a class replaces all of these but the force flag: the caller has
+//! verified that the device is blank, or that only a killed mkfs wrote to it. mkfs
+//! runs as root in the agent's mount namespace, and each of these programs has
+//! options that name another device or read and write files. So the text is split as
+//! a shell does, parsed as the program's own getopt would, and compared with an
+//! allow-list of options, suboptions and forms of values (`allowed`). Any other
+//! option is an error. No allowed value can name a file: none holds a slash, and no
+//! allowed option takes a file name.
 
 mod allowed;
 
@@ -23,62 +22,48 @@ use std::path::Path;
 use super::{CommandLine, FsType};
 use allowed::Grammar;
 
-/// Why `mkfsOptions` is refused.
+/// Why `mkfsOptions` is rejected.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OptionError {
-    /// A quote without its end.
-    #[error("mkfsOptions {text:?}: a quote or a backslash at the end is left open")]
-    Unterminated {
-        /// The whole text.
-        text: String,
-    },
+pub enum MkfsOptionError {
+    /// A quote that is not closed.
+    #[error("mkfsOptions {text:?}: a quote is not closed, or a backslash ends the text")]
+    Unterminated { text: String },
     /// A word that is no option: mkfs would take it for a device or a size.
-    #[error("mkfsOptions: {word:?} is no option; device and size are the driver's to give")]
-    Operand {
-        /// The word.
-        word: String,
-    },
-    /// An option that is not on the list.
-    #[error("mkfsOptions: {option} is not among the options that are allowed for {fs}: {allowed}")]
+    #[error("mkfsOptions: {word:?} is no option; the driver sets device and size itself")]
+    Operand { word: String },
+    /// An option that is not on the allow-list.
+    #[error("mkfsOptions: {option} is not allowed for {fs}; allowed are: {allowed}")]
     Unlisted {
-        /// Whose mkfs.
         fs: FsType,
         /// The option, with its suboption where it has some.
         option: String,
-        /// Those that are, in its place.
         allowed: String,
     },
-    /// An option whose reason to be refused is worth telling.
+    /// An option that is rejected for a reason worth stating.
     #[error("mkfsOptions: {option} is not allowed: it {why}")]
     Refused {
         /// The option, with its suboption where it has some.
         option: String,
-        /// What it does.
         why: &'static str,
     },
     /// The option's value is missing.
-    #[error("mkfsOptions: the option {option} lacks its value")]
-    NoValue {
-        /// The option.
-        option: String,
-    },
-    /// The option's value has a form that is not allowed.
+    #[error("mkfsOptions: option {option} lacks its value")]
+    NoValue { option: String },
+    /// The option's value is malformed.
     #[error("mkfsOptions: {option} {value:?}: {expected} is expected")]
     BadValue {
         /// The option, with its suboption where it has some.
         option: String,
-        /// Its value.
         value: String,
-        /// The form that is.
         expected: String,
     },
 }
 
-/// The command line that makes a file system. `options` are those of
-/// [`parse_options`]; none: our own. `reads_as_zero` says that every block of
-/// the device that nobody wrote reads as zeros, and that nobody wrote any.
+/// The command line that makes a file system. `options` come from [`parse_options`];
+/// where empty, the defaults apply. `reads_as_zero`: every block of the device reads
+/// as zeros.
 pub fn command(fs: FsType, device: &Path, options: &[String], reads_as_zero: bool) -> CommandLine {
-    let (program, ours): (_, &[&str]) = match (fs, reads_as_zero) {
+    let (program, defaults): (_, &[&str]) = match (fs, reads_as_zero) {
         (FsType::Ext4, true) => (
             "mkfs.ext4",
             &[
@@ -97,7 +82,7 @@ pub fn command(fs: FsType, device: &Path, options: &[String], reads_as_zero: boo
     };
     let mut args = vec![Grammar::of(fs).force_flag(), "-q".to_owned()];
     if options.is_empty() {
-        args.extend(ours.iter().map(|&option| option.to_owned()));
+        args.extend(defaults.iter().map(|&option| option.to_owned()));
     } else {
         args.extend_from_slice(options);
     }
@@ -105,9 +90,9 @@ pub fn command(fs: FsType, device: &Path, options: &[String], reads_as_zero: boo
     CommandLine { program, args }
 }
 
-/// `mkfsOptions` as arguments for [`command`]: split, every option a word of its
-/// own with its value behind it, the force flag left out.
-pub fn parse_options(fs: FsType, text: &str) -> Result<Vec<String>, OptionError> {
+/// Parses `mkfsOptions` into arguments for [`command`]: each option a word of its own,
+/// followed by its value; without the force flag.
+pub fn parse_options(fs: FsType, text: &str) -> Result<Vec<String>, MkfsOptionError> {
     let grammar = Grammar::of(fs);
     let mut args = Vec::new();
     let mut words = split_options(text)?.into_iter();
@@ -122,7 +107,7 @@ pub fn parse_options(fs: FsType, text: &str) -> Result<Vec<String>, OptionError>
             continue;
         }
         let Some(letters) = word.strip_prefix('-').filter(|rest| !rest.is_empty()) else {
-            return Err(OptionError::Operand { word });
+            return Err(MkfsOptionError::Operand { word });
         };
         let mut rest = letters.chars();
         while let Some(letter) = rest.next() {
@@ -141,7 +126,7 @@ pub fn parse_options(fs: FsType, text: &str) -> Result<Vec<String>, OptionError>
 
 /// Splits at blanks outside quotes, as a shell does: `'…'` is literal, within
 /// `"…"` and outside quotes a backslash makes the next character literal.
-fn split_options(text: &str) -> Result<Vec<String>, OptionError> {
+fn split_options(text: &str) -> Result<Vec<String>, MkfsOptionError> {
     let mut words = Vec::new();
     // None between words; an empty pair of quotes is a word.
     let mut word: Option<String> = None;
@@ -157,7 +142,7 @@ fn split_options(text: &str) -> Result<Vec<String>, OptionError> {
             (Some(open), c) if c == open => quote = None,
             (None | Some('"'), '\\') => {
                 let Some(literal) = chars.next() else {
-                    return Err(OptionError::Unterminated { text: text.into() });
+                    return Err(MkfsOptionError::Unterminated { text: text.into() });
                 };
                 word.get_or_insert_default().push(literal);
             }
@@ -165,7 +150,7 @@ fn split_options(text: &str) -> Result<Vec<String>, OptionError> {
         }
     }
     if quote.is_some() {
-        return Err(OptionError::Unterminated { text: text.into() });
+        return Err(MkfsOptionError::Unterminated { text: text.into() });
     }
     words.extend(word);
     Ok(words)

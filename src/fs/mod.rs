@@ -1,4 +1,4 @@
-//! File systems on devices: what is there, making, checking and growing them.
+//! File systems on devices: probing, making, checking and growing them.
 //!
 //! Reading superblocks and growing are done here; making and repairing are left
 //! to each file system's own tools, of which this module knows the command
@@ -9,15 +9,15 @@ use std::{fmt, str::FromStr};
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "node")]
-pub mod fsck;
+pub(crate) mod fsck;
 #[cfg(feature = "node")]
-pub mod grow;
-// The controller refuses options that the node would.
-pub mod mkfs;
+pub(crate) mod grow;
+// The controller refuses the mkfs options that the node would refuse.
+pub(crate) mod mkfs;
 #[cfg(feature = "node")]
 pub mod probe;
 
-/// A file system that volumes may carry.
+/// The file systems that the driver makes and mounts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FsType {
@@ -30,7 +30,7 @@ pub enum FsType {
 }
 
 impl FsType {
-    /// All of them.
+    /// All supported file systems.
     pub const ALL: [Self; 3] = [Self::Ext4, Self::Xfs, Self::Btrfs];
 
     /// As `mount -t` and `/proc/filesystems` have it.
@@ -60,7 +60,7 @@ impl fmt::Display for FsType {
     }
 }
 
-/// The name is of no file system that volumes may carry.
+/// The name of a file system that the driver does not support.
 #[derive(Debug, thiserror::Error)]
 #[error("file system {0:?} is not supported; choose ext4, xfs or btrfs")]
 pub struct UnsupportedFs(String);
@@ -76,7 +76,7 @@ impl FromStr for FsType {
     }
 }
 
-/// A program and its arguments, to be run by whoever may run programs.
+/// A program and its arguments, for [`crate::ring::child`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommandLine {
     /// Looked up in `PATH`.
@@ -92,20 +92,19 @@ impl fmt::Display for CommandLine {
     }
 }
 
-/// Whether mkfs or fsck refused a device before it wrote anything, for a reason that
-/// may pass: the device is in use, or, of mkfs.btrfs, which looks at all mounted loop
-/// devices, another one was detached meanwhile. Each of the programs says so in words
-/// of its own, in no exit code.
+/// Whether mkfs or fsck refused a device before writing, for a transient reason: the
+/// device is in use, or mkfs.btrfs, which examines all mounted loop devices, found one
+/// that was being detached. No exit code says so, only each program's own message.
 #[cfg(feature = "node")]
-pub fn says_busy(output: &str) -> bool {
+pub fn reports_busy(output: &str) -> bool {
     // mke2fs and e2fsck; mkfs.xfs and mkfs.btrfs, by strerror(3).
-    let said = [
+    let messages = [
         "apparently in use by the system",
         " is in use.",
         "Device or resource busy",
         "cannot check mount status of",
     ];
-    said.iter().any(|words| output.contains(words))
+    messages.iter().any(|message| output.contains(message))
 }
 
 #[cfg(test)]
@@ -113,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_go_there_and_back() {
+    fn names_round_trip() {
         for fs in FsType::ALL {
             assert_eq!(fs.as_str().parse::<FsType>().unwrap(), fs);
             assert_eq!(serde_json::to_value(fs).unwrap(), fs.as_str());

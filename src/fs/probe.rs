@@ -1,15 +1,15 @@
-//! What a device holds, told from its superblocks.
+//! Classifies the content of a device by its superblocks and signatures.
 //!
-//! The question behind all of this is whether a device may be formatted. So
-//! [`regions`] names not only the places of the superblocks that are looked for
-//! but every place where one of somebody else's would be, their backups
-//! included, and [`classify`] calls a device blank only when all of these were
-//! read and hold nothing but zeros. It reads nothing itself and cannot fail:
-//! what it can't make sense of is [`Content::Unknown`], and nobody formats that.
+//! The result decides whether a device may be formatted. So [`regions`] names not
+//! only where the supported superblocks are, but every place where any other format
+//! keeps a signature, backups included, and [`classify`] calls a device blank only
+//! if all of these were read and hold nothing but zeros. It does no I/O and cannot
+//! fail: content that it does not recognise is [`Content::Unknown`], which is never
+//! formatted.
 //!
-//! A signature within the area that a file system claims may be data of its
-//! files (the image of a disk, say). One at the device's start cannot, and wins
-//! over a file system's superblock that an array or an encryption left behind.
+//! A signature within the area of a file system may be file data (a disk image,
+//! say). One at the start of the device cannot, and takes precedence over a stale
+//! superblock that an array or an encryption layer left in place.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -29,13 +29,12 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 /// Offsets and lengths are multiples of it, as `O_DIRECT` demands.
 const ALIGN: u64 = 4 * KIB;
-/// Up to here: partition tables, LUKS, LVM, md, bcache, ext, XFS, btrfs, ZFS.
+/// The head of the device holds: partition tables, LUKS, LVM, md, bcache, ext, XFS, btrfs, ZFS.
 const HEAD: u64 = 256 * KIB;
-/// From here to the end: GPT's second table, md, DRBD, ZFS.
+/// The tail of the device holds: GPT's second table, md, DRBD, ZFS.
 const TAIL: u64 = 512 * KIB;
-/// One block each: where the first partition starts and VMFS has its mark;
-/// ext's second superblock with blocks of 1, 2 and 4 KiB; btrfs' second to
-/// fourth.
+/// One block each: the start of the first partition and VMFS' signature; ext's
+/// second superblock with blocks of 1, 2 and 4 KiB; btrfs' second to fourth.
 const BETWEEN: [u64; 7] = [
     MIB,
     8 * MIB,
@@ -49,29 +48,29 @@ const BETWEEN: [u64; 7] = [
 /// What a device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// Zeros wherever anything could be told from: it may be formatted.
+    /// Zeros in every region: it may be formatted.
     Blank,
-    /// A file system that volumes may carry.
+    /// A supported file system.
     Fs(FsInfo),
-    /// Something that is not ours to touch.
+    /// Another format, which is never overwritten.
     Foreign {
         /// A noun phrase.
         what: &'static str,
     },
-    /// Data of no known kind, or a place that could not be read.
+    /// Data of an unknown format, or a region that was not read.
     Unknown {
-        /// The first such byte, from the device's start.
+        /// Offset of the first such byte.
         offset: u64,
     },
 }
 
 impl Content {
-    /// Whether a mkfs of a blank device, if it is killed, may leave this: each writes
-    /// what makes a file system whole at last, after its copies, or a mark that says so.
-    pub fn is_scrap(&self) -> bool {
+    /// Whether a killed mkfs of a blank device may have left this: each mkfs writes the
+    /// primary superblock last, after its copies, or marks it incomplete until then.
+    pub fn is_partial_format(&self) -> bool {
         match self {
             Self::Unknown { .. } => true,
-            Self::Foreign { what } => superblock::SCRAPS.contains(what),
+            Self::Foreign { what } => superblock::PARTIAL_FORMATS.contains(what),
             Self::Blank | Self::Fs(_) => false,
         }
     }
@@ -80,22 +79,21 @@ impl Content {
 /// What a superblock says of its file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FsInfo {
-    /// Its kind.
+    /// The type.
     pub fs: FsType,
-    /// Its identity.
+    /// The UUID in the superblock.
     pub uuid: [u8; 16],
-    /// Bytes that it claims of the device.
+    /// Its size in bytes.
     pub bytes: u64,
-    /// Errors were seen, or it was not unmounted and has no journal: to be
-    /// checked before it is mounted.
+    /// It recorded errors, or was not unmounted cleanly and has no journal: it needs a
+    /// check before it is mounted.
     pub dirty: bool,
-    /// The next mount replays a journal. XFS' superblock does not tell, its
-    /// mount finds out by itself.
+    /// The next mount replays a journal. Always false for XFS, whose superblock does
+    /// not say.
     pub needs_recovery: bool,
 }
 
-/// The pieces of a device of `size` bytes that tell what it holds, in the order
-/// of their offsets and without overlap.
+/// The regions that classify a device of `size` bytes, by offset and without overlap.
 pub fn regions(size: u64) -> Vec<Region> {
     let mut regions: Vec<Region> = Vec::with_capacity(BETWEEN.len() + 2);
     let mut done = 0;
@@ -120,8 +118,8 @@ fn region(start: u64, end: u64) -> Region {
     }
 }
 
-/// Reads what an open device of `size` bytes holds. It blocks for as long as the
-/// device does: for a lane.
+/// Reads and classifies an open device of `size` bytes. Blocks as long as the device
+/// does: call it on a lane.
 pub fn content_of(file: &File, size: u64) -> io::Result<Content> {
     let read = |region: Region| {
         let mut data = vec![0; region.len];
@@ -133,7 +131,7 @@ pub fn content_of(file: &File, size: u64) -> io::Result<Content> {
     Ok(classify(size, &blocks?))
 }
 
-/// Tells what a device of `size` bytes holds from its [`regions`].
+/// Classifies a device of `size` bytes by its [`regions`].
 pub fn classify(size: u64, blocks: &[Block]) -> Content {
     let disk = Disk { size, blocks };
     if let Some(what) = foreign::at_start(&disk) {
@@ -170,14 +168,14 @@ pub fn classify(size: u64, blocks: &[Block]) -> Content {
     }
 }
 
-/// What was read of a device.
+/// The regions of a device that were read.
 struct Disk<'a> {
     size: u64,
     blocks: &'a [Block],
 }
 
 impl Disk<'_> {
-    /// Bytes as they are on the device, where they were read.
+    /// The bytes at an offset; `None` where they were not read.
     fn slice(&self, offset: u64, len: usize) -> Option<&[u8]> {
         self.blocks.iter().find_map(|block| {
             let start = usize::try_from(offset.checked_sub(block.offset)?).ok()?;

@@ -85,7 +85,9 @@ impl Records {
     }
 
     fn path(&self, volume_id: &str) -> PathBuf {
-        self.dir.join(digest::hex(volume_id)).with_extension("json")
+        self.dir
+            .join(digest::sha256_hex(volume_id))
+            .with_extension("json")
     }
 }
 

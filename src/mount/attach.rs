@@ -30,9 +30,9 @@ use rustix::{
 };
 
 use super::{
-    Look, Mounted,
+    Mounted, PathKind,
     options::MountOptions,
-    path::Place,
+    path::SafePath,
     table,
     unmount::{UnmountError, unmount},
 };
@@ -98,7 +98,7 @@ pub enum MountError {
     },
     /// [`MountError::OtherOptions`], and the new mount could not be removed.
     #[error("{path:?} was mounted with other options than asked for, and stays so")]
-    Undo {
+    UndoFailed {
         /// The place.
         path: PathBuf,
         /// Why it stays.
@@ -112,7 +112,7 @@ pub enum MountError {
         "device {device:?} is a copy of a Btrfs that is mounted here, and Linux mounts both at \
          once from version 6.7 on; unmount the other, or use the copy on another node"
     )]
-    Twin {
+    DuplicateUuid {
         /// The device.
         device: PathBuf,
     },
@@ -173,24 +173,24 @@ impl MountError {
             Self::BadOption { .. } => Kind::Invalid,
             Self::Busy { .. } => Kind::InUse,
             Self::OtherOptions { .. }
-            | Self::Twin { .. }
+            | Self::DuplicateUuid { .. }
             | Self::WriteProtected { .. }
             | Self::BadSuperblock { .. }
             | Self::Unsupported { .. } => Kind::Precondition,
-            Self::Undo { .. } | Self::WrongTarget { .. } | Self::Io { .. } => Kind::Transient,
+            Self::UndoFailed { .. } | Self::WrongTarget { .. } | Self::Io { .. } => Kind::Transient,
         }
     }
 }
 
 /// Mounts `new` on top of what is at the place. Reads and writes the device: this
 /// can hang with it.
-pub fn mount(new: &NewMount<'_>, at: &Place) -> Result<Mounted, MountError> {
+pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
     let shared = is_claimed(new.source);
     let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
     let mounted = put(&outwait(|| create(new), is_busy)?, at)?;
     if shared && let Some(missing) = not_in_force(new.options, at)? {
         let path = at.path().to_owned();
-        let _ = unmount(at).map_err(|source| MountError::Undo { path, source })?;
+        let _ = unmount(at).map_err(|source| MountError::UndoFailed { path, source })?;
         let device = new.source.to_owned();
         return Err(MountError::OtherOptions { device, missing });
     }
@@ -198,7 +198,7 @@ pub fn mount(new: &NewMount<'_>, at: &Place) -> Result<Mounted, MountError> {
 }
 
 /// Puts a detached mount on top of what is at the place.
-pub(super) fn put(mount: &OwnedFd, at: &Place) -> Result<Mounted, MountError> {
+pub(super) fn put(mount: &OwnedFd, at: &SafePath) -> Result<Mounted, MountError> {
     let failed = |doing| {
         move |source: io::Error| MountError::Io {
             doing,
@@ -207,22 +207,25 @@ pub(super) fn put(mount: &OwnedFd, at: &Place) -> Result<Mounted, MountError> {
             source,
         }
     };
-    let mounted = match Look::at(mount.as_fd()).map_err(failed("look at the new mount for"))? {
-        Look::Mount(mounted) => mounted,
-        found => unreachable!("a detached mount is the root of one, not {}", found.kind()),
+    let mounted = match PathKind::of(mount.as_fd()).map_err(failed("look at the new mount for"))? {
+        PathKind::Mount(mounted) => mounted,
+        found => unreachable!(
+            "a detached mount is the root of one, not {}",
+            found.describe()
+        ),
     };
     let target = at.open().map_err(failed("open"))?;
-    let found = Look::at(target.as_fd()).map_err(failed("look at"))?;
+    let found = PathKind::of(target.as_fd()).map_err(failed("look at"))?;
     let fits = match found {
-        Look::Dir => mounted.directory,
-        Look::File => !mounted.directory,
-        Look::Mount(below) => below.directory == mounted.directory,
-        Look::Absent | Look::Block(_) | Look::Other(_) => false,
+        PathKind::Dir => mounted.directory,
+        PathKind::File => !mounted.directory,
+        PathKind::Mount(below) => below.directory == mounted.directory,
+        PathKind::Absent | PathKind::Block(_) | PathKind::Other(_) => false,
     };
     if !fits {
         return Err(MountError::WrongTarget {
             path: at.path().to_owned(),
-            found: found.kind(),
+            found: found.describe(),
             what: if mounted.directory {
                 "a directory"
             } else {
@@ -305,7 +308,7 @@ fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
     let device = new.source.to_owned();
     match error {
         Errno::BUSY => MountError::Busy { device },
-        Errno::EXIST if new.fs_type == "btrfs" => MountError::Twin { device },
+        Errno::EXIST if new.fs_type == "btrfs" => MountError::DuplicateUuid { device },
         Errno::ROFS | Errno::ACCESS => MountError::WriteProtected { device },
         // UCLEAN is what ext4 and XFS call corrupted, BADMSG a wrong checksum.
         Errno::INVAL | Errno::UCLEAN | Errno::BADMSG => MountError::BadSuperblock {
@@ -333,7 +336,7 @@ fn is_claimed(device: &Path) -> bool {
 }
 
 /// The first superblock option that is not in force at the place.
-fn not_in_force(asked: &MountOptions, at: &Place) -> Result<Option<String>, MountError> {
+fn not_in_force(asked: &MountOptions, at: &SafePath) -> Result<Option<String>, MountError> {
     let failed = |source| MountError::Io {
         doing: "read the mount options of",
         path: at.path().to_owned(),

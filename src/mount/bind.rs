@@ -13,7 +13,7 @@ use super::{
     Mounted,
     attach::{MountError, put},
     options::MountOptions,
-    path::Place,
+    path::SafePath,
 };
 use crate::kernel::mounts::mount_setattr;
 
@@ -25,7 +25,7 @@ use crate::kernel::mounts::mount_setattr;
 /// the device to refuse (BLKROSET).
 pub fn bind(
     source: BorrowedFd<'_>,
-    at: &Place,
+    at: &SafePath,
     options: &MountOptions,
     read_only: bool,
 ) -> Result<Mounted, MountError> {
@@ -59,17 +59,17 @@ mod tests {
     };
 
     use super::*;
-    use crate::mount::{Look, testing::Scratch, unmount::unmount};
+    use crate::mount::{PathKind, testing::Scratch, unmount::unmount};
 
     fn options(words: &str) -> MountOptions {
         MountOptions::parse(&[words]).expect("options")
     }
 
-    fn tmpfs(at: &Place) {
+    fn tmpfs(at: &SafePath) {
         mount("none", at.path(), "tmpfs", MountFlags::NODEV, None).expect("tmpfs");
     }
 
-    fn writable(at: &Place) -> bool {
+    fn writable(at: &SafePath) -> bool {
         fs::write(at.path().join("file"), "text").is_ok()
     }
 
@@ -87,7 +87,7 @@ mod tests {
         ] {
             let mounted = bind(source.as_fd(), &target, &options(words), read_only).expect("bound");
             assert_eq!(mounted.read_only, is_read_only);
-            assert_eq!(target.look().expect("looks"), Look::Mount(mounted));
+            assert_eq!(target.kind().expect("looks"), PathKind::Mount(mounted));
             assert_eq!(writable(&target), !is_read_only);
             let _ = unmount(&target).expect("no descriptor is left");
         }
@@ -116,13 +116,13 @@ mod tests {
         let _ = target.make_file(0o640).expect("made");
         let node = Path::new("/dev/loop0");
         let source = openat(CWD, node, OFlags::PATH, Mode::empty()).expect("opens");
-        let Look::Block(dev) = Look::at(source.as_fd()).expect("looks") else {
+        let PathKind::Block(dev) = PathKind::of(source.as_fd()).expect("looks") else {
             panic!("no block device");
         };
         let mounted = bind(source.as_fd(), &target, &options(""), true).expect("bound");
         assert_eq!(mounted.rdev, Some(dev));
         assert!(!mounted.directory);
-        assert_eq!(target.look().expect("looks"), Look::Mount(mounted));
+        assert_eq!(target.kind().expect("looks"), PathKind::Mount(mounted));
 
         let directory = scratch.directory("directory");
         let error = bind(source.as_fd(), &directory, &options(""), false).expect_err("no file");
@@ -139,6 +139,6 @@ mod tests {
         let error =
             bind(source.as_fd(), &scratch.place("link"), &options(""), false).expect_err("refused");
         assert!(error.to_string().contains("a symlink"), "{error}");
-        assert_eq!(elsewhere.look().expect("looks"), Look::Dir);
+        assert_eq!(elsewhere.kind().expect("looks"), PathKind::Dir);
     }
 }

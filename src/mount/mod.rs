@@ -1,9 +1,9 @@
 //! Mounts, by the mount API of descriptors.
 //!
-//! A [`path::Place`] is where something may be mounted: a name in a directory
+//! A [`path::SafePath`] is where something may be mounted: a name in a directory
 //! that was reached below an allowed root without a symlink. All changes go
 //! through that directory's descriptor, so that no rename or symlink between the
-//! check and the change leads elsewhere. What is there is a [`Look`]; where it is
+//! check and the change leads elsewhere. What is there is a [`PathKind`]; where it is
 //! a mount, [`Mounted`] says of what.
 //!
 //! Everything here blocks, and belongs on a volume's lane. [`attach`], [`unmount`] and
@@ -18,9 +18,9 @@ pub mod path;
 pub mod table;
 pub mod unmount;
 
-mod look;
+mod path_kind;
 
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub use look::{Look, MountId, Mounted};
+pub use path_kind::{MountId, Mounted, PathKind};

@@ -57,7 +57,7 @@ pub struct AttributeChange {
 
 /// Why an option was not taken.
 #[derive(Debug, thiserror::Error)]
-pub enum OptionError {
+pub enum MountOptionError {
     /// A quote that nothing closes.
     #[error("mount option {flag:?} opens a quote that it does not close")]
     OpenQuote {
@@ -95,7 +95,7 @@ pub enum OptionError {
 
 impl MountOptions {
     /// Takes `flags` apart.
-    pub fn parse<S: AsRef<str>>(flags: &[S]) -> Result<Self, OptionError> {
+    pub fn parse<S: AsRef<str>>(flags: &[S]) -> Result<Self, MountOptionError> {
         let mut options = Self::default();
         for flag in flags {
             for word in split(flag.as_ref())? {
@@ -136,7 +136,7 @@ impl MountOptions {
 
     /// With the attributes of `others` that these options leave open.
     #[must_use]
-    pub fn or_attributes_of(mut self, others: &Self) -> Self {
+    pub fn with_default_attributes(mut self, others: &Self) -> Self {
         for (decides, attribute) in &others.attributes {
             self.attributes.entry(*decides).or_insert(*attribute);
         }
@@ -152,12 +152,12 @@ impl MountOptions {
     }
 
     /// Whether they say anything of `nosuid`, `nodev` or `noexec`.
-    pub fn name_protection(&self) -> bool {
+    pub fn sets_protection(&self) -> bool {
         self.protection().next().is_some()
     }
 
     /// Which word on `nosuid`, `nodev` or `noexec` is not so on a mount that `has` these.
-    pub fn not_so(&self, has: Flags) -> Option<&'static str> {
+    pub fn first_not_in_force(&self, has: Flags) -> Option<&'static str> {
         let is_so = |it: &Attribute| has.contains(it.set) && !has.intersects(it.clear);
         let mut words = self.protection();
         words.find(|it| !is_so(it)).map(|it| it.word)
@@ -182,7 +182,7 @@ impl MountOptions {
     }
 
     /// Takes one option in, without quotes.
-    fn add(&mut self, word: String) -> Result<(), OptionError> {
+    fn add(&mut self, word: String) -> Result<(), MountOptionError> {
         let (key, value) = match word.split_once('=') {
             Some((key, value)) => (key, Some(value)),
             None => (word.as_str(), None),
@@ -192,7 +192,7 @@ impl MountOptions {
             return Ok(());
         }
         if let Some(why) = refusal(key) {
-            return Err(OptionError::Refused { option: word, why });
+            return Err(MountOptionError::Refused { option: word, why });
         }
         if let Some(attribute) = Attribute::named(key) {
             if value.is_some() {
@@ -250,9 +250,9 @@ impl fmt::Display for FsOption {
 }
 
 impl TryFrom<Vec<String>> for MountOptions {
-    type Error = OptionError;
+    type Error = MountOptionError;
 
-    fn try_from(words: Vec<String>) -> Result<Self, OptionError> {
+    fn try_from(words: Vec<String>) -> Result<Self, MountOptionError> {
         Self::parse(&words)
     }
 }
@@ -264,7 +264,7 @@ impl From<MountOptions> for Vec<String> {
 }
 
 /// Parts a flag at the commas outside quotes, and drops the quotes.
-fn split(flag: &str) -> Result<Vec<String>, OptionError> {
+fn split(flag: &str) -> Result<Vec<String>, MountOptionError> {
     let mut words = vec![String::new()];
     let mut quoted = false;
     for letter in flag.chars() {
@@ -276,14 +276,14 @@ fn split(flag: &str) -> Result<Vec<String>, OptionError> {
     }
     if quoted {
         let flag = flag.to_owned();
-        return Err(OptionError::OpenQuote { flag });
+        return Err(MountOptionError::OpenQuote { flag });
     }
     Ok(words)
 }
 
-fn malformed(option: &str, why: &'static str) -> OptionError {
+fn malformed(option: &str, why: &'static str) -> MountOptionError {
     let option = option.to_owned();
-    OptionError::Malformed { option, why }
+    MountOptionError::Malformed { option, why }
 }
 
 /// Words for mount(8) and fstab(5). Not every `user…` is one: `user_xattr` is

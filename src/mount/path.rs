@@ -14,7 +14,7 @@
 //! ```
 //!
 //! No descriptor of a root is kept, as it would pin the mount it is on; a
-//! [`Place`] is made for one call and dropped with it.
+//! [`SafePath`] is made for one call and dropped with it.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -33,7 +33,7 @@ use rustix::{
     io::Errno,
 };
 
-use super::Look;
+use super::PathKind;
 use crate::{Done, crash_point};
 
 mod error;
@@ -60,7 +60,7 @@ struct Root {
 
 /// A name in a directory that is held open.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct SafePath {
     path: PathBuf,
     name: OsString,
     parent: Arc<OwnedFd>,
@@ -93,7 +93,7 @@ impl Roots {
     }
 
     /// The place `path`. Its parent must exist, it need not.
-    pub fn place(&self, path: &str) -> Result<Place, PathError> {
+    pub fn resolve(&self, path: &str) -> Result<SafePath, PathError> {
         let asked = plain(path)?;
         let (root, below) = self.longest(&asked)?;
         let path = root.join(below);
@@ -109,7 +109,7 @@ impl Roots {
                 return Err(PathError::of(path, doing, error.into()));
             }
         };
-        Ok(Place {
+        Ok(SafePath {
             path,
             name: name.to_owned(),
             parent: Arc::new(parent),
@@ -121,7 +121,7 @@ impl Roots {
         self.longest(path).is_ok()
     }
 
-    /// The path as [`Place::path`] would spell it, and as the mount table does:
+    /// The path as [`SafePath::path`] would spell it, and as the mount table does:
     /// one spelling to compare by, where a root is reached through a symlink. A
     /// path below no root stays as it is.
     pub fn spelled(&self, path: &Path) -> PathBuf {
@@ -149,17 +149,17 @@ impl Roots {
     }
 }
 
-impl Place {
+impl SafePath {
     /// The path without symlinks, as the mount table has it.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// What is there now. Never blocks on a device.
-    pub fn look(&self) -> io::Result<Look> {
+    pub fn kind(&self) -> io::Result<PathKind> {
         match self.open() {
-            Ok(here) => Look::at(here.as_fd()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Look::Absent),
+            Ok(here) => PathKind::of(here.as_fd()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(PathKind::Absent),
             Err(error) => Err(error),
         }
     }
@@ -178,9 +178,9 @@ impl Place {
         crash_point();
         match new {
             Ok(()) => Ok(Done::Now),
-            Err(Errno::EXIST) => match self.looked()? {
-                Look::Dir => Ok(Done::Already),
-                Look::Mount(mounted) if mounted.directory => Ok(Done::Already),
+            Err(Errno::EXIST) => match self.checked_kind()? {
+                PathKind::Dir => Ok(Done::Already),
+                PathKind::Mount(mounted) if mounted.directory => Ok(Done::Already),
                 found => Err(self.wrong_kind(found, "a directory")),
             },
             Err(error) => Err(self.failed("make the directory", error)),
@@ -195,9 +195,9 @@ impl Place {
         crash_point();
         match new {
             Ok(_) => Ok(Done::Now),
-            Err(Errno::EXIST) => match self.looked()? {
-                Look::File => Ok(Done::Already),
-                Look::Mount(mounted) if !mounted.directory => Ok(Done::Already),
+            Err(Errno::EXIST) => match self.checked_kind()? {
+                PathKind::File => Ok(Done::Already),
+                PathKind::Mount(mounted) if !mounted.directory => Ok(Done::Already),
                 found => Err(self.wrong_kind(found, "a file")),
             },
             Err(error) => Err(self.failed("make the file", error)),
@@ -207,8 +207,8 @@ impl Place {
     /// Refuses a directory with something in it, and a file that is not empty: what is
     /// mounted on them would hide somebody's data.
     pub fn refuse_content(&self) -> Result<(), PathError> {
-        let has_content = match self.looked()? {
-            Look::Dir => {
+        let has_content = match self.checked_kind()? {
+            PathKind::Dir => {
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let entries = openat(&self.parent, &self.name, flags, Mode::empty())
                     .and_then(|directory| Dir::new(directory)?.collect::<Result<Vec<_>, _>>());
@@ -216,8 +216,10 @@ impl Place {
                 let mut names = entries.iter().map(DirEntry::file_name);
                 names.any(|name| name != c"." && name != c"..")
             }
-            Look::File => self.file_size()? != 0,
-            Look::Absent | Look::Mount(_) | Look::Block(_) | Look::Other(_) => false,
+            PathKind::File => self.file_size()? != 0,
+            PathKind::Absent | PathKind::Mount(_) | PathKind::Block(_) | PathKind::Other(_) => {
+                false
+            }
         };
         if has_content {
             return Err(PathError::NotEmpty {
@@ -237,17 +239,17 @@ impl Place {
     /// is kept: it is somebody's data.
     pub fn remove(&self) -> Result<Done, PathError> {
         let path = || self.path.clone();
-        let flags = match self.looked()? {
-            Look::Absent => return Ok(Done::Already),
-            Look::Dir => AtFlags::REMOVEDIR,
-            Look::File => {
+        let flags = match self.checked_kind()? {
+            PathKind::Absent => return Ok(Done::Already),
+            PathKind::Dir => AtFlags::REMOVEDIR,
+            PathKind::File => {
                 if self.file_size()? != 0 {
                     return Err(PathError::NotEmpty { path: path() });
                 }
                 AtFlags::empty()
             }
-            Look::Mount(_) => return Err(PathError::Mounted { path: path() }),
-            found @ (Look::Block(_) | Look::Other(_)) => {
+            PathKind::Mount(_) => return Err(PathError::Mounted { path: path() }),
+            found @ (PathKind::Block(_) | PathKind::Other(_)) => {
                 return Err(self.wrong_kind(found, "an empty directory or file"));
             }
         };
@@ -314,8 +316,8 @@ impl Place {
         &self.name
     }
 
-    fn looked(&self) -> Result<Look, PathError> {
-        self.look().map_err(|error| self.io("look at", error))
+    fn checked_kind(&self) -> Result<PathKind, PathError> {
+        self.kind().map_err(|error| self.io("look at", error))
     }
 
     fn failed(&self, doing: &'static str, error: Errno) -> PathError {
@@ -326,10 +328,10 @@ impl Place {
         PathError::of(self.path.clone(), doing, source)
     }
 
-    fn wrong_kind(&self, found: Look, wanted: &'static str) -> PathError {
+    fn wrong_kind(&self, found: PathKind, wanted: &'static str) -> PathError {
         PathError::WrongKind {
             path: self.path.clone(),
-            found: found.kind(),
+            found: found.describe(),
             wanted,
         }
     }

@@ -4,7 +4,7 @@
 //!
 //! Reading it takes a time that grows with the number of mounts. It is for the
 //! start, for listings and for finding who is in the way; what is mounted at one
-//! place is [`Place::look`](super::path::Place::look)'s to say.
+//! place is [`SafePath::kind`](super::path::SafePath::kind)'s to say.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -25,7 +25,7 @@ pub(super) mod mountinfo;
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct MountEntry {
     /// The id in mountinfo; another mount may get it after this one is gone.
     pub id: u32,
     /// The id of the mount that this one is on.
@@ -53,7 +53,7 @@ pub struct Entry {
 
 /// Every mount of the calling thread's namespace that is below its root
 /// directory.
-pub fn list() -> io::Result<Vec<Entry>> {
+pub fn list() -> io::Result<Vec<MountEntry>> {
     match by_statmount()? {
         Some(entries) => Ok(entries),
         None => by_mountinfo(OWN_MOUNTINFO),
@@ -62,14 +62,14 @@ pub fn list() -> io::Result<Vec<Entry>> {
 
 /// Every mount that the process sees. An error of kind `NotFound` where it is
 /// gone.
-pub fn of_process(pid: u32) -> io::Result<Vec<Entry>> {
+pub fn of_process(pid: u32) -> io::Result<Vec<MountEntry>> {
     by_mountinfo(&format!("/proc/{pid}/mountinfo"))
 }
 
 /// The mount that `at` is in, root of it or not; `at` may be an `O_PATH`
 /// descriptor. An error of kind `NotFound` where our root directory does not lead
 /// to that mount.
-pub fn covering(at: BorrowedFd<'_>) -> io::Result<Entry> {
+pub fn covering(at: BorrowedFd<'_>) -> io::Result<MountEntry> {
     // A file system that has shut down does not say which it is; fdinfo does.
     if let Ok(MountId::Unique(id)) = MountId::covering(at)
         && let Stat::Whole(entry) = stat(id)?
@@ -116,7 +116,7 @@ pub fn propagation_reaches_host(path: &Path) -> io::Result<bool> {
 /// The calling thread's: a thread may have a mount namespace of its own.
 const OWN_MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
-/// What [`Entry`] is made of.
+/// What [`MountEntry`] is made of.
 const WHOLE: u64 = wants::SB_BASIC
     | wants::MNT_BASIC
     | wants::MNT_ROOT
@@ -127,7 +127,7 @@ const WHOLE: u64 = wants::SB_BASIC
     | wants::SUPPORTED_MASK;
 
 enum Stat {
-    Whole(Entry),
+    Whole(MountEntry),
     /// Unmounted meanwhile, or not below our root directory.
     OutOfSight,
     /// The kernel does not tell all of it, or a seccomp filter does not let us
@@ -135,13 +135,13 @@ enum Stat {
     Untold,
 }
 
-fn by_mountinfo(path: &str) -> io::Result<Vec<Entry>> {
+fn by_mountinfo(path: &str) -> io::Result<Vec<MountEntry>> {
     let lines = mountinfo::parse(&fs::read(path)?)?;
     Ok(lines.into_iter().map(|line| line.entry).collect())
 }
 
 /// None where the kernel does not tell.
-fn by_statmount() -> io::Result<Option<Vec<Entry>>> {
+fn by_statmount() -> io::Result<Option<Vec<MountEntry>>> {
     let ids = match listmount() {
         Ok(ids) => ids,
         Err(error) if is_missing(&error) => return Ok(None),
@@ -187,7 +187,7 @@ fn stat(unique_id: u64) -> io::Result<Stat> {
         fs_type.push('.');
         fs_type.push_str(&subtype.to_string_lossy());
     }
-    Ok(Stat::Whole(Entry {
+    Ok(Stat::Whole(MountEntry {
         id: stat.id(),
         parent: stat.parent(),
         dev: stat.dev(),

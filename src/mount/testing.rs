@@ -10,7 +10,7 @@ use std::{
 use rustix::mount::UnmountFlags;
 
 use super::{
-    path::{Place, Roots},
+    path::{Roots, SafePath},
     table,
 };
 use crate::kernel::mounts::private_namespace;
@@ -34,14 +34,14 @@ impl Scratch {
         self.directory.path()
     }
 
-    pub fn place(&self, below: &str) -> Place {
+    pub fn place(&self, below: &str) -> SafePath {
         let path = self.path().join(below);
         let path = path.to_str().expect("utf-8");
-        self.roots.place(path).expect("a place")
+        self.roots.resolve(path).expect("a place")
     }
 
     /// A place with a new directory.
-    pub fn directory(&self, below: &str) -> Place {
+    pub fn directory(&self, below: &str) -> SafePath {
         std::fs::create_dir_all(self.path().join(below)).expect("created");
         self.place(below)
     }

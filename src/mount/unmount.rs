@@ -18,7 +18,7 @@ use rustix::{
     mount::{UnmountFlags, unmount as umount2},
 };
 
-use super::{Look, path::Place};
+use super::{PathKind, path::SafePath};
 use crate::{Done, Kind, kernel::busy::outwait};
 
 /// Why something stays mounted.
@@ -54,14 +54,14 @@ impl UnmountError {
 /// Unmounts what is mounted at the place, the topmost where several are stacked.
 /// The last mount of a superblock writes it out: this can hang with the device.
 /// `EBUSY` that passes is waited out.
-pub fn unmount(at: &Place) -> Result<Done, UnmountError> {
+pub fn unmount(at: &SafePath) -> Result<Done, UnmountError> {
     outwait(
         || unmount_once(at),
         |result| matches!(result, Err(UnmountError::Busy { .. })),
     )
 }
 
-fn unmount_once(at: &Place) -> Result<Done, UnmountError> {
+fn unmount_once(at: &SafePath) -> Result<Done, UnmountError> {
     let failed = |source| UnmountError::Io {
         path: at.path().to_owned(),
         source,
@@ -82,8 +82,8 @@ fn unmount_once(at: &Place) -> Result<Done, UnmountError> {
     }
 }
 
-fn is_mount(at: &Place) -> io::Result<bool> {
-    Ok(matches!(at.look()?, Look::Mount(_)))
+fn is_mount(at: &SafePath) -> io::Result<bool> {
+    Ok(matches!(at.kind()?, PathKind::Mount(_)))
 }
 
 #[cfg(test)]
@@ -111,7 +111,7 @@ mod tests {
         assert_eq!(unmount(&place).expect("unmounted"), Done::Now);
         assert!(place.path().join("two").exists());
         while unmount(&place).expect("unmounted") == Done::Now {}
-        assert_eq!(place.look().expect("looks"), Look::Dir);
+        assert_eq!(place.kind().expect("looks"), PathKind::Dir);
     }
 
     #[test]
@@ -136,7 +136,7 @@ mod tests {
             unmount(&scratch.place("link")).expect("no mount"),
             Done::Already
         );
-        assert!(matches!(mounted.look().expect("looks"), Look::Mount(_)));
+        assert!(matches!(mounted.kind().expect("looks"), PathKind::Mount(_)));
     }
 
     #[test]

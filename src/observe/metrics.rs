@@ -32,7 +32,7 @@ pub fn step(step: &'static str, backend: &'static str, elapsed: Duration) {
 
 /// Records that a volume went from one state (`staging`, `staged` …) to another;
 /// none: this node does not hold it.
-pub fn volume_moved(from: Option<&'static str>, to: Option<&'static str>) {
+pub fn volume_state_changed(from: Option<&'static str>, to: Option<&'static str>) {
     if from == to {
         return;
     }
@@ -248,7 +248,7 @@ pub(super) mod tests {
             (Some("staging"), Some("staged")),
             (Some("staged"), Some("staged")),
         ] {
-            volume_moved(from, to);
+            volume_state_changed(from, to);
         }
         metrics.before_scrape(|| {
             lane_threads(3);

@@ -43,7 +43,7 @@ use crate::{
 /// Who else may have the image at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Access {
+pub enum Sharing {
     /// Nobody.
     Exclusive,
     /// Whoever asks for shared access, too.
@@ -52,7 +52,7 @@ pub enum Access {
     Readers,
 }
 
-impl Access {
+impl Sharing {
     fn excludes(self, other: &Claim) -> bool {
         match self {
             Self::Exclusive => true,
@@ -75,20 +75,20 @@ pub struct Claim {
     #[serde(default)]
     pub volume_id: String,
     /// Who else may have the image.
-    pub access: Access,
+    pub access: Sharing,
     /// The node never writes to it.
     pub read_only: bool,
 }
 
 impl Claim {
     /// A controller's, good for as long as `token` lives.
-    pub fn by_controller(token: &Draft, boot_id: &str, access: Access) -> Self {
+    pub fn by_controller(token: &Draft, boot_id: &str, access: Sharing) -> Self {
         Self {
             node_id: format!("{CONTROLLER}{}", token.id()),
             boot_id: boot_id.to_owned(),
             volume_id: String::new(),
             access,
-            read_only: access == Access::Readers,
+            read_only: access == Sharing::Readers,
         }
     }
 
@@ -107,12 +107,12 @@ impl Claim {
 struct Marker {
     #[serde(flatten)]
     claim: Claim,
-    state: State,
+    state: ClaimState,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum State {
+enum ClaimState {
     Asking,
     Held,
 }
@@ -126,7 +126,7 @@ pub enum ClaimError {
          first: `uringctl volumes` on that node says where it is mounted{}",
         .past_it
     )]
-    HeldBy {
+    OwnedBy {
         /// The pool's name.
         pool: String,
         /// The image's file name.
@@ -138,7 +138,7 @@ pub enum ClaimError {
     },
     /// A controller is deleting or copying the image.
     #[error("a controller is copying or deleting image {image} in pool {pool:?}; try again")]
-    Passing {
+    UsedByController {
         /// The pool's name.
         pool: String,
         /// The image's file name.
@@ -161,8 +161,8 @@ impl ClaimError {
     /// What the caller on a node may do about it.
     pub fn kind(&self) -> Kind {
         match self {
-            Self::HeldBy { .. } => Kind::Precondition,
-            Self::Passing { .. } | Self::Corrupt { .. } => Kind::Transient,
+            Self::OwnedBy { .. } => Kind::Precondition,
+            Self::UsedByController { .. } | Self::Corrupt { .. } => Kind::Transient,
             Self::Pool(error) => error.kind(),
         }
     }
@@ -225,12 +225,14 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
     // A marker of our own that cannot be read was cut short by a power loss.
     let before = match read(pool, &mine) {
         Err(ClaimError::Corrupt { .. }) => None,
-        before => before?.filter(|m| m.claim.boot_id == claim.boot_id && m.state == State::Held),
+        before => {
+            before?.filter(|m| m.claim.boot_id == claim.boot_id && m.state == ClaimState::Held)
+        }
     };
     if before.as_ref().is_some_and(|m| m.claim == *claim) {
         return Ok(Done::Already);
     }
-    write(pool, &mine, claim, State::Asking)?;
+    write(pool, &mine, claim, ClaimState::Asking)?;
     crash_point();
     let conflict = others(pool, image, &mine, &claim.boot_id).map(|others| {
         others
@@ -239,7 +241,7 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
     });
     match conflict {
         Ok(None) => {
-            write(pool, &mine, claim, State::Held)?;
+            write(pool, &mine, claim, ClaimState::Held)?;
             crash_point();
             Ok(Done::Now)
         }
@@ -248,9 +250,9 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
             let past_it = past(&holder, pool, &claim.boot_id);
             let (pool, image) = (pool.name.clone(), image.to_owned());
             Err(if holder.token().is_some() {
-                ClaimError::Passing { pool, image }
+                ClaimError::UsedByController { pool, image }
             } else {
-                ClaimError::HeldBy {
+                ClaimError::OwnedBy {
                     pool,
                     image,
                     node: holder.node_id,
@@ -272,7 +274,7 @@ pub fn release(pool: &Pool, image: &str, node_id: &str) -> Result<Done, ClaimErr
 
 /// Every node that has the image or is asking for it, as far as can be told from
 /// here: that a node of a shared pool has restarted, only it knows.
-pub fn holders(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
+pub fn owners(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
     let boot_id = boot_id().map_err(|e| pool.io("read", Path::new(BOOT_ID), e))?;
     let found = others(pool, image, Path::new(""), &boot_id)?;
     let claims = found.into_iter().map(|(_, claim)| claim);
@@ -410,7 +412,7 @@ fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
     Ok(Some(marker))
 }
 
-fn write(pool: &Pool, path: &Path, claim: &Claim, state: State) -> Result<(), ClaimError> {
+fn write(pool: &Pool, path: &Path, claim: &Claim, state: ClaimState) -> Result<(), ClaimError> {
     let bytes = serde_json::to_vec(&Marker {
         claim: claim.clone(),
         state,

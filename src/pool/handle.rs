@@ -28,7 +28,7 @@ pub struct NodeHash(String);
 impl NodeHash {
     /// The first 12 hex digits of the SHA-256 of a node's id.
     pub fn of(node_id: &str) -> Self {
-        let mut digits = digest::hex(node_id);
+        let mut digits = digest::sha256_hex(node_id);
         digits.truncate(12);
         Self(digits)
     }
@@ -87,7 +87,7 @@ impl Parts {
 /// The text is no handle of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a handle made by this driver")]
-pub struct NotOurs;
+pub struct ForeignHandle;
 
 macro_rules! handle {
     ($(#[$doc:meta])* $name:ident, $kind:literal) => {
@@ -136,10 +136,10 @@ macro_rules! handle {
         }
 
         impl FromStr for $name {
-            type Err = NotOurs;
+            type Err = ForeignHandle;
 
-            fn from_str(text: &str) -> Result<Self, NotOurs> {
-                Parts::parse($kind, text).map(Self).ok_or(NotOurs)
+            fn from_str(text: &str) -> Result<Self, ForeignHandle> {
+                Parts::parse($kind, text).map(Self).ok_or(ForeignHandle)
             }
         }
     };
@@ -199,7 +199,7 @@ mod tests {
             "vol.local-12.fast.00000000-0000-0000-0000-000000006f1c",
             "vol.local-0123456789AB.fast.00000000-0000-0000-0000-000000006f1c",
         ] {
-            assert_eq!(text.parse::<VolumeHandle>(), Err(NotOurs), "{text}");
+            assert_eq!(text.parse::<VolumeHandle>(), Err(ForeignHandle), "{text}");
         }
     }
 

@@ -10,7 +10,7 @@
 //!     claims/IMAGE/*.json    which node has the image attached: [`claim`]
 //!     names/ volumes/        the controller's catalogue: `provision::catalogue`
 //!     snapnames/ snapshots/  the same for snapshots, with their images
-//!     mkfs/IMAGE             a file system is being made on it: [`making`]
+//!     mkfs/IMAGE             a file system is being made on it: [`format_marker`]
 //!     scope                  `local` or `shared`, by the first to use the pool:
 //!                            [`Pool::settle`]
 //!     tmp/                   work in progress, locked by its maker: [`draft`]
@@ -43,8 +43,8 @@ use crate::{Done, Kind};
 
 pub mod claim;
 pub mod draft;
+pub mod format_marker;
 pub mod handle;
-pub mod making;
 mod room;
 mod settled;
 mod spec;

@@ -140,7 +140,7 @@ const SCOPE: &str = "scope";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::claim::{self, Access, Claim};
+    use crate::pool::claim::{self, Claim, Sharing};
 
     #[test]
     fn the_first_use_settles_the_scope() {
@@ -155,14 +155,14 @@ mod tests {
             node_id: node.to_owned(),
             boot_id: format!("boot of {node}"),
             volume_id: String::new(),
-            access: Access::Exclusive,
+            access: Sharing::Exclusive,
             read_only: false,
         };
         let _ = claim::claim(&shared, "i.img", &by("a")).unwrap();
         let error = claim::claim(&local, "i.img", &by("b")).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("local") && text.contains(",shared"), "{text}");
-        assert_eq!(claim::holders(&shared, "i.img").unwrap(), [by("a")]);
+        assert_eq!(claim::owners(&shared, "i.img").unwrap(), [by("a")]);
         shared.check_scope().unwrap();
 
         std::fs::write(local.scope_path(), "loc").unwrap();

@@ -283,8 +283,8 @@ impl Error {
 
 fn of_claim(error: &ClaimError) -> Kind {
     match error {
-        ClaimError::HeldBy { .. } => Kind::FailedPrecondition,
-        ClaimError::Passing { .. } => Kind::Aborted,
+        ClaimError::OwnedBy { .. } => Kind::FailedPrecondition,
+        ClaimError::UsedByController { .. } => Kind::Aborted,
         ClaimError::Corrupt { .. } => Kind::Internal,
         ClaimError::Pool(error) => of_pool(error),
     }

@@ -47,7 +47,7 @@ pub async fn read(path: &Path) -> io::Result<Vec<u8>> {
 ///
 /// When the future is dropped meanwhile, either has happened.
 pub async fn replace(path: &Path, bytes: Vec<u8>) -> io::Result<()> {
-    let (_, new) = beside(path)?;
+    let (_, new) = directory_and_draft(path)?;
     let file = OpenOptions::new()
         .write(true)
         .create(true)
@@ -76,7 +76,7 @@ pub async fn remove(path: &Path) -> io::Result<Done> {
 }
 
 /// The directory of `path`, and the name under which its next content is made.
-pub fn beside(path: &Path) -> io::Result<(&Path, PathBuf)> {
+pub fn directory_and_draft(path: &Path) -> io::Result<(&Path, PathBuf)> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,

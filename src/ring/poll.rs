@@ -10,10 +10,10 @@
 //! cancel and leaves the entry behind, so the kernel never looks at a descriptor
 //! number that meanwhile means another file.
 //!
-//! [`Readiness`] is a multishot poll (io_uring_enter(2), IORING_POLL_ADD_MULTI):
+//! [`Events`] is a multishot poll (io_uring_enter(2), IORING_POLL_ADD_MULTI):
 //! it reports edges, so its owner takes all there is after each. The kernel may
 //! end a multishot at any time, as it does when completions overflow; the next
-//! call of [`Readiness::next`] then arms it again, and arming looks at the state
+//! call of [`Events::next`] then arms it again, and arming looks at the state
 //! as it is, so no edge is lost.
 
 use std::{
@@ -309,22 +309,22 @@ impl Drop for Waiting {
 
 /// The edges of a descriptor's readiness, without end.
 #[must_use]
-pub struct Readiness(Waiting);
+pub struct Events(Waiting);
 
 /// Watches `fd` for `events` and, always, for `ERR` and `HUP`.
 ///
 /// `fd` is kept open until the kernel has forgotten it, a moment after the
-/// [`Readiness`] is dropped.
-pub fn watch(fd: impl AsFd + 'static, events: PollFlags) -> io::Result<Readiness> {
+/// [`Events`] is dropped.
+pub fn watch(fd: impl AsFd + 'static, events: PollFlags) -> io::Result<Events> {
     Waiting::new(What::Readiness {
         fd: Box::new(fd),
         events,
         multishot: true,
     })
-    .map(Readiness)
+    .map(Events)
 }
 
-impl Readiness {
+impl Events {
     /// The events since the last call, once there are any.
     ///
     /// These are edges: read until EAGAIN before the next call. Nothing is lost

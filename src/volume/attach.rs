@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     device::{Attachment, Device, How, Purpose, Source},
-    mount::{Look, path::Place, table},
+    mount::{PathKind, path::SafePath, table},
 };
 
 /// What is known of a volume that is to be attached.
@@ -90,7 +90,7 @@ pub fn purpose_of(spec: &Stage) -> Purpose {
 /// given out while it is mounted. Else, of a volume that is to be mounted, the device
 /// that is mounted where it is staged: an agent may have died before it noted so. On the
 /// volume's lane.
-pub fn known_device(place: &Place, record: Option<&Record>, usage: &Use) -> Option<PathBuf> {
+pub fn known_device(place: &SafePath, record: Option<&Record>, usage: &Use) -> Option<PathBuf> {
     let noted = record.and_then(|record| {
         let device = record.device.as_ref()?;
         (record.source.is_still(device)).then(|| device.node.clone())
@@ -100,7 +100,7 @@ pub fn known_device(place: &Place, record: Option<&Record>, usage: &Use) -> Opti
             return None;
         }
         let opened = place.open().ok()?;
-        matches!(Look::at(opened.as_fd()), Ok(Look::Mount(_)))
+        matches!(PathKind::of(opened.as_fd()), Ok(PathKind::Mount(_)))
             .then(|| table::covering(opened.as_fd()).ok())
             .flatten()
             .map(|entry| PathBuf::from(entry.source))

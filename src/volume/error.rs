@@ -14,7 +14,7 @@ use crate::{
     },
     fs::{fsck::FsckError, grow::GrowError},
     mount::{
-        attach::MountError, options::OptionError, ownership::OwnershipError, path::PathError,
+        attach::MountError, options::MountOptionError, ownership::OwnershipError, path::PathError,
         unmount::UnmountError,
     },
 };
@@ -36,7 +36,7 @@ pub enum Error {
     Source(#[from] SourceError),
     /// A mount option cannot be used.
     #[error(transparent)]
-    Option(#[from] OptionError),
+    Option(#[from] MountOptionError),
     /// A path of the request is not where it may be, or not what it must be.
     #[error("{field}")]
     Path {

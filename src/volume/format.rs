@@ -13,7 +13,7 @@ use super::{
     unstage,
 };
 use crate::{
-    capability::Mode,
+    capability::AccessMode,
     device::{Attachment, Fencing, Purpose},
 };
 
@@ -43,7 +43,7 @@ pub async fn format(
         staging_path: PathBuf::new(),
         usage: Use::Block,
         read_only: false,
-        mode: Mode::SingleNodeSingleWriter,
+        mode: AccessMode::SingleNodeSingleWriter,
         mkfs_options: Vec::new(),
         group: None,
         inline: None,

@@ -16,7 +16,7 @@ use crate::{
     device::{Ailment, Device},
     fs::FsType,
     kernel::sysfs,
-    mount::{Look, path::Place, table},
+    mount::{PathKind, path::SafePath, table},
 };
 
 /// A step that takes longer than this is a condition of the volume.
@@ -161,11 +161,11 @@ pub fn of_file_system(places: &Places, record: &Record) -> Vec<Condition> {
     // Where it hangs, so does this.
     let _ = stats::usage(places, record, &mount_point);
     let looked = (places.staging(&mount_point).ok()).and_then(|place| {
-        let look = place.look().ok()?;
+        let look = place.kind().ok()?;
         Some((place, look))
     });
     match looked {
-        Some((place, Look::Mount(mounted))) if appears_at(record, device, &mounted) => {
+        Some((place, PathKind::Mount(mounted))) if appears_at(record, device, &mounted) => {
             if mounted.shut_down {
                 found.push(condition(
                     Severity::Inaccessible,
@@ -209,7 +209,7 @@ pub fn of_file_system(places: &Places, record: &Record) -> Vec<Condition> {
 
 /// Whether ext4 refuses to write after an error and does not look read-only
 /// otherwise (Linux 6.14 and later).
-fn refuses_writes(record: &Record, device: &Device, place: &Place) -> bool {
+fn refuses_writes(record: &Record, device: &Device, place: &SafePath) -> bool {
     // The mount table is read only where there were errors.
     record.fs == Some(FsType::Ext4)
         && sysfs::ext4_errors(device.dev).is_ok_and(|errors| errors > 0)

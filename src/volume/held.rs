@@ -16,7 +16,7 @@ use super::{
     spec::Use,
     task::{Progress, UnderWay, Volume},
 };
-use crate::{device::Device, fs::FsType, mount::Look, observe::metrics};
+use crate::{device::Device, fs::FsType, mount::PathKind, observe::metrics};
 
 /// One volume, as `uringctl volumes` shows it.
 #[derive(Clone, Debug)]
@@ -78,7 +78,7 @@ impl Volume {
         let state = |held: &Option<Held>| held.as_ref().map(|h| h.record.state());
         let now = state(&held);
         let before = state(&self.held.replace(held));
-        metrics::volume_moved(before, now);
+        metrics::volume_state_changed(before, now);
     }
 
     /// A copy of the record, if there is one.
@@ -179,8 +179,8 @@ impl Targets {
     pub fn live(&mut self, places: &Places, record: &Record) -> Option<PathBuf> {
         let device = record.device.as_ref()?;
         let appears = |path: &PathBuf| match places.target(path) {
-            Ok(place) => match place.look() {
-                Ok(Look::Mount(mounted)) => appears_at(record, device, &mounted),
+            Ok(place) => match place.kind() {
+                Ok(PathKind::Mount(mounted)) => appears_at(record, device, &mounted),
                 Ok(_) => false,
                 // What cannot be seen is not proven gone.
                 Err(_) => true,

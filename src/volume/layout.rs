@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     device::{NOTE, Source},
-    mount::path::Place,
+    mount::path::SafePath,
 };
 
 /// Where a volume of this source is mounted that is staged at the path.
@@ -38,7 +38,7 @@ pub fn is_one_name(id: &str) -> bool {
 
 /// Where the volume is to be mounted. Kubelet makes the staging directory, other
 /// callers may leave that to us. On the volume's lane.
-pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<Place, Error> {
+pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<SafePath, Error> {
     if spec.source.is_staged_below() {
         if !is_one_name(volume_id) {
             return Err(Error::Invalid {

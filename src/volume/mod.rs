@@ -266,7 +266,7 @@ impl Node {
                 field: "volume_context.pool",
                 why: error.to_string(),
             })?;
-        let name = format!("inline-{}", crate::digest::hex(volume_id));
+        let name = format!("inline-{}", crate::digest::sha256_hex(volume_id));
         Ok((source, self.config.staging_dir.join(name)))
     }
 }

@@ -12,7 +12,7 @@ use crate::{
     device::Device,
     fs::{FsType, grow},
     kernel::Dev,
-    mount::{Look, ownership::FsGroup, path::Place, table},
+    mount::{PathKind, ownership::FsGroup, path::SafePath, table},
 };
 
 /// The file system of this device, where that is what is mounted at the place,
@@ -20,11 +20,11 @@ use crate::{
 /// lane.
 pub fn fs_of(
     volume_id: &str,
-    place: &Place,
+    place: &SafePath,
     device: &Device,
 ) -> Result<Option<(FsType, Dev)>, Error> {
     let failed = || Error::io(volume_id, format!("look at {}", place.path().display()));
-    let Look::Mount(mounted) = place.look().map_err(failed())? else {
+    let PathKind::Mount(mounted) = place.kind().map_err(failed())? else {
         return Ok(None);
     };
     let opened = place.open().map_err(failed())?;
@@ -60,7 +60,7 @@ pub async fn grow(
 }
 
 /// Gives the volume to a group, as kubelet would. On the volume's lane.
-pub fn own(volume_id: &str, place: &Place, group: FsGroup) -> Result<(), Error> {
+pub fn own(volume_id: &str, place: &SafePath, group: FsGroup) -> Result<(), Error> {
     let failed = Error::io(volume_id, format!("open {}", place.path().display()));
     let root = place.open().map_err(failed)?;
     let owned = group.apply(root.as_fd());

@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 
 use super::Error;
-use crate::mount::path::{PathError, Place, Roots};
+use crate::mount::path::{PathError, Roots, SafePath};
 
 /// The request's field of a staging path.
 pub const STAGING: &str = "staging_target_path";
@@ -26,17 +26,17 @@ impl Places {
     }
 
     /// Where a volume is staged.
-    pub fn staging(&self, path: &Path) -> Result<Place, Error> {
+    pub fn staging(&self, path: &Path) -> Result<SafePath, Error> {
         self.place(path).map_err(at_staging)
     }
 
     /// Where a volume is published.
-    pub fn target(&self, path: &Path) -> Result<Place, Error> {
+    pub fn target(&self, path: &Path) -> Result<SafePath, Error> {
         self.place(path).map_err(at_target)
     }
 
-    fn place(&self, path: &Path) -> Result<Place, PathError> {
-        self.0.place(&path.to_string_lossy())
+    fn place(&self, path: &Path) -> Result<SafePath, PathError> {
+        self.0.resolve(&path.to_string_lossy())
     }
 
     /// The path in one spelling to compare by ([`Roots::spelled`]). Never blocks.
@@ -67,7 +67,7 @@ pub fn at_target(source: PathError) -> Error {
 }
 
 /// A path whose parent is gone, or that no file system can have, has nothing mounted on it.
-pub fn absent_is_none(place: Result<Place, Error>) -> Result<Option<Place>, Error> {
+pub fn absent_is_none(place: Result<SafePath, Error>) -> Result<Option<SafePath>, Error> {
     match place {
         Ok(place) => Ok(Some(place)),
         Err(Error::Path {

@@ -26,7 +26,7 @@ use crate::{
     fs::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
-        says_busy,
+        reports_busy,
     },
     kernel::{block, busy::outwait, exec, sysfs},
     ring::{
@@ -223,8 +223,8 @@ impl Preparing<'_> {
             other => {
                 let blank = matches!(other, Content::Blank);
                 // A note outweighs nothing that a mkfs does not leave.
-                let scrap =
-                    other.is_scrap() && self.noted(|note, id, _| note.was_interrupted(id)).await?;
+                let scrap = other.is_partial_format()
+                    && self.noted(|note, id, _| note.was_interrupted(id)).await?;
                 if !blank && !scrap {
                     return Err(Error::Foreign {
                         volume: volume.id.clone(),
@@ -284,7 +284,7 @@ impl Preparing<'_> {
     async fn run(self, command: &CommandLine, run: Run) -> Result<Exit, Error> {
         let source = &self.record.source;
         let exit = run_child(self.node, self.volume, source, self.progress, command, run).await?;
-        if !exit.success() && says_busy(&exit.output) {
+        if !exit.success() && reports_busy(&exit.output) {
             return Err(Error::Busy {
                 volume: self.volume.id.clone(),
                 device: self.attached.device.node.clone(),
@@ -352,7 +352,7 @@ impl Preparing<'_> {
             )));
         };
         let exit = self.run(&command, Run::Fsck).await?;
-        fsck::judge(fs, exit.code, &exit.output)
+        fsck::interpret(fs, exit.code, &exit.output)
             .map(|fixed| {
                 tracing::info!(volume_id = volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
             })

@@ -24,10 +24,10 @@ use super::{
 };
 use crate::{
     Done,
-    capability::Mode as AccessMode,
+    capability::AccessMode,
     device::{self, Device},
     kernel::{Dev, sysfs},
-    mount::{Look, Mounted, bind, options::MountOptions, path::Place, table},
+    mount::{Mounted, PathKind, bind, options::MountOptions, path::SafePath, table},
 };
 
 /// `NodePublishVolume` of a staged volume.
@@ -120,13 +120,13 @@ impl Publishing {
     fn find_or_bind(&mut self) -> Result<Done, Error> {
         let place = self.places.target(&self.spec.target_path)?;
         let path = place.path().display();
-        match place.look().map_err(self.io(format!("look at {path}")))? {
-            Look::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
+        match place.kind().map_err(self.io(format!("look at {path}")))? {
+            PathKind::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
                 self.refuse_other_access(&place, &mounted)?;
                 already(&self.record.volume_id, "publish", Done::Already);
                 return Ok(Done::Already);
             }
-            Look::Mount(_) => {
+            PathKind::Mount(_) => {
                 return Err(Error::Incompatible {
                     volume: self.record.volume_id.clone(),
                     have: format!("staged, but something else is mounted at {path}"),
@@ -162,7 +162,7 @@ impl Publishing {
     }
 
     /// A target that is there is as it was asked for, or in the way.
-    fn refuse_other_access(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+    fn refuse_other_access(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
         self.refuse_other_protection(place, mounted)?;
         let is_read_only =
             mounted.read_only && (self.record.read_only || self.is_bound_read_only(place)?);
@@ -182,18 +182,18 @@ impl Publishing {
 
     /// What was asked for by name has to be so; what is so by default may have been
     /// otherwise where an earlier version of the agent has mounted it.
-    fn refuse_other_protection(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+    fn refuse_other_protection(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
         let Use::Mount { options: asked, .. } = &self.spec.usage else {
             return Ok(());
         };
-        if mounted.shut_down || !asked.name_protection() {
+        if mounted.shut_down || !asked.sets_protection() {
             return Ok(());
         }
         let path = place.path().display();
         let has = place
             .open()
             .and_then(|target| mounted.protection(target.as_fd()));
-        match asked.not_so(has.map_err(self.io(format!("look at {path}")))?) {
+        match asked.first_not_in_force(has.map_err(self.io(format!("look at {path}")))?) {
             None => Ok(()),
             Some(word) => Err(Error::Incompatible {
                 volume: self.record.volume_id.clone(),
@@ -205,11 +205,11 @@ impl Publishing {
 
     /// Whether a target that cannot be written was published so: a file system becomes
     /// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
-    fn is_bound_read_only(&self, target: &Place) -> Result<bool, Error> {
+    fn is_bound_read_only(&self, target: &SafePath) -> Result<bool, Error> {
         let staged = self.places.staging(&self.record.mount_point());
-        let staged = staged.map(|place| place.look());
+        let staged = staged.map(|place| place.kind());
         if self.record.usage == Use::Block
-            || matches!(staged, Ok(Ok(Look::Mount(it))) if !it.read_only)
+            || matches!(staged, Ok(Ok(PathKind::Mount(it))) if !it.read_only)
         {
             return Ok(true);
         }
@@ -220,7 +220,7 @@ impl Publishing {
         Ok(entry.map_err(failed)?.own_read_only)
     }
 
-    fn bind_mount(&self, place: &Place) -> Result<(), Error> {
+    fn bind_mount(&self, place: &SafePath) -> Result<(), Error> {
         let id = &self.record.volume_id;
         let staging = self.places.staging(&self.record.mount_point())?;
         refuse_shut_down(id, &staging)?;
@@ -244,15 +244,15 @@ impl Publishing {
     }
 
     /// The staging mount; `None` when the volume is not what is mounted there.
-    fn staged(&self, staging: &Place) -> Result<Option<OwnedFd>, Error> {
+    fn staged(&self, staging: &SafePath) -> Result<Option<OwnedFd>, Error> {
         let failed = || self.io(format!("open {}", staging.path().display()));
         let opened = match staging.open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.map_err(failed())?,
         };
-        let look = Look::at(opened.as_fd()).map_err(failed())?;
+        let look = PathKind::of(opened.as_fd()).map_err(failed())?;
         Ok(match look {
-            Look::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
+            PathKind::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
                 Some(opened)
             }
             _ => None,
@@ -333,7 +333,9 @@ fn publish_options(
                 .collect();
             if unknown.is_empty() {
                 let defaults = MountOptions::target_defaults(record.inline.is_some());
-                Ok(options.or_attributes_of(staged).or_attributes_of(&defaults))
+                Ok(options
+                    .with_default_attributes(staged)
+                    .with_default_attributes(&defaults))
             } else {
                 Err(Error::Invalid {
                     field: "volume_capability.mount.mount_flags",
@@ -353,9 +355,9 @@ pub const RESTAGE: &str = "the kernel log says why; once no pod of this node use
                            unstaged, and the next one finds it mounted anew";
 
 /// A file system that has shut down is of no use to a pod more.
-pub fn refuse_shut_down(volume_id: &str, staging: &Place) -> Result<(), Error> {
-    match staging.look() {
-        Ok(Look::Mount(mounted)) if mounted.shut_down => Err(Error::precondition(
+pub fn refuse_shut_down(volume_id: &str, staging: &SafePath) -> Result<(), Error> {
+    match staging.kind() {
+        Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(Error::precondition(
             volume_id,
             format!(
                 "its file system at {} has shut down: {RESTAGE}",
@@ -378,7 +380,7 @@ pub fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
 fn bind_at(
     volume_id: &str,
     source: &OwnedFd,
-    place: &Place,
+    place: &SafePath,
     options: &MountOptions,
     read_only: bool,
     made: Done,
@@ -405,7 +407,7 @@ fn bind_at(
 pub fn bind_node(
     volume_id: &str,
     device: &Device,
-    place: &Place,
+    place: &SafePath,
     read_only: bool,
     progress: &Progress,
 ) -> Result<(), Error> {

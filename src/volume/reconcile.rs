@@ -27,15 +27,15 @@ use super::{
     task::{Progress, Volume},
 };
 use crate::{
-    capability::Mode,
+    capability::AccessMode,
     chain,
     device::{Backends, Device, DeviceError, Owner, Source},
     hold_point,
     kernel::{Dev, sysfs},
     mount::{
-        Look, Mounted,
+        Mounted, PathKind,
         options::MountOptions,
-        table::{self, Entry},
+        table::{self, MountEntry},
     },
     ring,
 };
@@ -182,7 +182,7 @@ impl Left {
 
 /// Which volume is mounted here and where it is staged, if another driver has staged
 /// it: below the staging path, under its handle.
-fn unknown(entry: &Entry, places: &Places) -> Option<(String, PathBuf)> {
+fn unknown(entry: &MountEntry, places: &Places) -> Option<(String, PathBuf)> {
     let is_device = Path::new(&entry.source).starts_with("/dev") || entry.fs_type == "devtmpfs";
     let id = entry.mount_point.file_name()?.to_str()?;
     let staging_path = entry.mount_point.parent()?;
@@ -193,13 +193,13 @@ fn unknown(entry: &Entry, places: &Places) -> Option<(String, PathBuf)> {
 
 /// Mounts by what they may be found by.
 struct Index<'a> {
-    by_dev: HashMap<Dev, Vec<&'a Entry>>,
+    by_dev: HashMap<Dev, Vec<&'a MountEntry>>,
     /// By the last name of the source, and of what devtmpfs shows.
-    by_name: HashMap<&'a OsStr, Vec<&'a Entry>>,
+    by_name: HashMap<&'a OsStr, Vec<&'a MountEntry>>,
 }
 
 impl<'a> Index<'a> {
-    fn of(mounts: &'a [Entry]) -> Self {
+    fn of(mounts: &'a [MountEntry]) -> Self {
         let mut index = Self {
             by_dev: HashMap::new(),
             by_name: HashMap::new(),
@@ -215,7 +215,7 @@ impl<'a> Index<'a> {
     }
 
     /// Every mount that may be one of the device; some twice.
-    fn of_device(&self, device: &Device) -> impl Iterator<Item = &'a Entry> {
+    fn of_device(&self, device: &Device) -> impl Iterator<Item = &'a MountEntry> {
         let by_dev = self.by_dev.get(&device.dev);
         let name = device.node.file_name();
         let by_name = name.and_then(|name| self.by_name.get(name));
@@ -230,7 +230,7 @@ async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
         let (places, at) = (node.places.clone(), staging_path.clone());
         let is_noted = node.lanes.run(&id, "find", move || {
             let place = places.staging(&at);
-            let is_dir = place.is_ok_and(|place| matches!(place.look(), Ok(Look::Dir)));
+            let is_dir = place.is_ok_and(|place| matches!(place.kind(), Ok(PathKind::Dir)));
             is_dir && matches!(layout::read_note(&places, &at), Ok(Some(_)))
         });
         if is_noted.await && node.known(&id).is_none() {
@@ -281,7 +281,7 @@ fn delete_orphan(node: &Rc<Node>, id: String, target: PathBuf) {
 
 /// Where a device appears besides its staging path.
 fn targets<'a>(
-    mounts: impl Iterator<Item = &'a Entry>,
+    mounts: impl Iterator<Item = &'a MountEntry>,
     record: &Record,
     device: &Device,
 ) -> BTreeMap<PathBuf, Target> {
@@ -330,9 +330,9 @@ fn mounted_at(
         let Some(place) = absent_is_none(places.staging(&path))? else {
             continue;
         };
-        let look = place.look();
+        let look = place.kind();
         let look = look.map_err(Error::io(volume_id, format!("look at {}", path.display())))?;
-        if let Look::Mount(mounted) = look {
+        if let PathKind::Mount(mounted) = look {
             return Ok(Some((path, mounted)));
         }
     }
@@ -439,7 +439,7 @@ fn find(
         },
         fs: entry.and_then(|entry| entry.fs_type.parse().ok()),
         read_only: device.as_ref().is_some_and(|device| device.read_only),
-        mode: Mode::SingleNodeWriter,
+        mode: AccessMode::SingleNodeWriter,
         root_dev: mounted.map(|mounted| mounted.dev),
         device,
         inline: None,

@@ -20,7 +20,7 @@ use super::{
     spec::{Stage, Use},
 };
 use crate::{
-    capability::Mode,
+    capability::AccessMode,
     device::{Device, Source},
     digest,
     fs::FsType,
@@ -50,7 +50,7 @@ pub struct Record {
     /// Nobody writes through this node.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: Mode,
+    pub mode: AccessMode,
     /// The device, once there is one.
     pub device: Option<Device>,
     /// `st_dev` of the files on the mounted file system: the device's number,
@@ -194,7 +194,7 @@ pub struct Records {
 }
 
 fn file_name(volume_id: &str) -> String {
-    digest::hex(volume_id) + ".json"
+    digest::sha256_hex(volume_id) + ".json"
 }
 
 impl Records {

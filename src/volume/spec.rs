@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Error;
 use crate::{
-    capability::{Access, Capability, Mode},
+    capability::{AccessMode, AccessType, Capability},
     device::{Fencing, ImageSource, Source},
     fs::{FsType, UnsupportedFs, mkfs},
     mount::{
@@ -41,8 +41,8 @@ pub enum Use {
 }
 
 impl Use {
-    fn parse(access: &Access, context: &HashMap<String, String>) -> Result<Self, Error> {
-        let Access::Mount { fs_type, flags, .. } = access else {
+    fn parse(access: &AccessType, context: &HashMap<String, String>) -> Result<Self, Error> {
+        let AccessType::Mount { fs_type, flags, .. } = access else {
             return Ok(Self::Block);
         };
         let parse = |field, name: &str| {
@@ -102,7 +102,7 @@ pub struct Stage {
     /// Nobody writes through this node.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: Mode,
+    pub mode: AccessMode,
     /// What mkfs is told instead of our defaults.
     pub mkfs_options: Vec<String>,
     /// The group that shall own the volume, where the driver applies it.
@@ -136,7 +136,7 @@ pub struct Publish {
     /// This target cannot write.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: Mode,
+    pub mode: AccessMode,
     /// The group that shall own the volume, where the driver applies it.
     pub group: Option<FsGroup>,
 }
@@ -291,7 +291,7 @@ pub struct Parsed {
     /// By access mode, by the `ro` option, or because the call says so.
     pub read_only: bool,
     /// Who may use it.
-    pub mode: Mode,
+    pub mode: AccessMode,
     /// The class's `mkfsOptions`.
     pub mkfs_options: Vec<String>,
     /// The group, where the driver was told to apply it.
@@ -321,7 +321,7 @@ impl Parsed {
             })
         })?;
         let group = match &capability.access {
-            Access::Mount { group, .. } if apply_group && !group.is_empty() => {
+            AccessType::Mount { group, .. } if apply_group && !group.is_empty() => {
                 Some(group.parse().map_err(|error: BadGroup| Error::Invalid {
                     field: "volume_capability.mount.volume_mount_group",
                     why: error.to_string(),
@@ -351,7 +351,7 @@ mod tests {
                 target_path: target.into(),
                 usage,
                 read_only: false,
-                mode: Mode::SingleNodeWriter,
+                mode: AccessMode::SingleNodeWriter,
                 group: None,
             })
         };

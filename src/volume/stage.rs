@@ -27,11 +27,11 @@ use crate::{
     fs::{FsType, grow, probe::FsInfo},
     kernel::{Dev, sysfs},
     mount::{
-        Look,
+        PathKind,
         attach::{self, NewMount},
         options::MountOptions,
         ownership::FsGroup,
-        path::Place,
+        path::SafePath,
     },
     ring,
 };
@@ -156,14 +156,14 @@ async fn look(
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.
-fn is_still_there(record: &Record, place: &Place) -> bool {
+fn is_still_there(record: &Record, place: &SafePath) -> bool {
     let Some(device) = &record.device else {
         return false;
     };
     match record.usage {
         Use::Block if !record.mounts() => record.source.is_still(device),
         _ => {
-            matches!(place.look(), Ok(Look::Mount(mounted)) if appears_at(record, device, &mounted))
+            matches!(place.kind(), Ok(PathKind::Mount(mounted)) if appears_at(record, device, &mounted))
         }
     }
 }
@@ -331,7 +331,7 @@ impl Staging<'_> {
     async fn at_place<T: Send + 'static>(
         &self,
         step: &'static str,
-        work: impl FnOnce(&str, &Place) -> Result<T, Error> + Send + 'static,
+        work: impl FnOnce(&str, &SafePath) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         let Self {
             node,
@@ -360,8 +360,8 @@ impl Staging<'_> {
     async fn bind_node(&self, device: &Device) -> Result<(), Error> {
         let (device, read_only) = (device.clone(), self.spec.read_only);
         let steps = self.progress.clone();
-        let bind = move |id: &str, place: &Place| {
-            if matches!(place.look(), Ok(Look::Mount(_))) {
+        let bind = move |id: &str, place: &SafePath| {
+            if matches!(place.kind(), Ok(PathKind::Mount(_))) {
                 return Ok(());
             }
             publish::bind_node(id, &device, place, read_only, &steps)
@@ -393,9 +393,9 @@ impl Staging<'_> {
 }
 
 /// Where it is to be mounted, nothing else may be. On the volume's lane.
-fn make_room(places: &Places, volume_id: &str, mount_point: &Path) -> Result<Place, Error> {
+fn make_room(places: &Places, volume_id: &str, mount_point: &Path) -> Result<SafePath, Error> {
     let place = places.staging(mount_point)?;
-    if matches!(place.look(), Ok(Look::Mount(_))) {
+    if matches!(place.kind(), Ok(PathKind::Mount(_))) {
         return Err(Error::precondition(
             volume_id,
             format!(

@@ -31,7 +31,7 @@ use super::{
     spec::Use,
     task::Volume,
 };
-use crate::{hold_point, kernel::sysfs, mount::Look, ring};
+use crate::{hold_point, kernel::sysfs, mount::PathKind, ring};
 
 /// How long a file system is waited for.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
@@ -218,8 +218,8 @@ pub fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Err
     let place = places.target(path).map_err(|_| gone())?;
     let opened = place.open().map_err(|_| gone())?;
     hold_point("statfs", &record.volume_id);
-    match Look::at(opened.as_fd()) {
-        Ok(Look::Mount(mounted)) if appears_at(record, device, &mounted) => {}
+    match PathKind::of(opened.as_fd()) {
+        Ok(PathKind::Mount(mounted)) if appears_at(record, device, &mounted) => {}
         _ => return Err(gone()),
     }
     if record.usage == Use::Block {

@@ -31,7 +31,7 @@ use crate::{
     },
     fs::FsType,
     kernel::{Dev, block, sysfs},
-    mount::{Look, Mounted, path::Place, table, unmount},
+    mount::{Mounted, PathKind, path::SafePath, table, unmount},
 };
 
 /// `NodeUnpublishVolume`. A target that is not there is success.
@@ -95,7 +95,7 @@ impl Unpublishing {
     /// Answers with a target at which an inline volume still appears.
     fn run(mut self) -> Result<(Option<PathBuf>, Targets), Error> {
         if let Some(place) = absent_is_none(self.places.target(&self.target_path))? {
-            while let Look::Mount(mounted) = place.look().map_err(self.looking_at(&place))? {
+            while let PathKind::Mount(mounted) = place.kind().map_err(self.looking_at(&place))? {
                 self.is_the_volume(&place, &mounted)?;
                 self.unmount(&place)?;
             }
@@ -108,7 +108,7 @@ impl Unpublishing {
     }
 
     /// Makes sure that what is mounted at the target is the volume.
-    fn is_the_volume(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+    fn is_the_volume(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
         let record = self.record.as_ref();
         match record.and_then(|record| record.device.as_ref().map(|device| (record, device))) {
             Some((record, device)) if appears_at(record, device, mounted) => Ok(()),
@@ -122,7 +122,7 @@ impl Unpublishing {
 
     /// The same where no record says what the volume looks like: by what the kernel and
     /// the claims tell of the device.
-    fn is_its_device(&self, place: &Place, mounted: &Mounted) -> Result<(), Error> {
+    fn is_its_device(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
         let (what, dev) = self.what_is_mounted(place, mounted)?;
         let refused = |what: String| {
             Err(self.precondition(format!(
@@ -152,7 +152,7 @@ impl Unpublishing {
     /// What it is, in words, and which device it is of, if it may be a volume's.
     fn what_is_mounted(
         &self,
-        place: &Place,
+        place: &SafePath,
         mounted: &Mounted,
     ) -> Result<(String, Option<Dev>), Error> {
         let failed = || self.looking_at(place);
@@ -172,7 +172,7 @@ impl Unpublishing {
         Ok((what, dev.filter(|_| can_be)))
     }
 
-    fn unmount(&self, place: &Place) -> Result<(), Error> {
+    fn unmount(&self, place: &SafePath) -> Result<(), Error> {
         let unmount = || unmount::unmount(place);
         let done = self.progress.step_on_lane("unbind", unmount);
         let done = done.map_err(|source| Error::Unmount {
@@ -183,7 +183,7 @@ impl Unpublishing {
         Ok(())
     }
 
-    fn looking_at(&self, place: &Place) -> impl FnOnce(std::io::Error) -> Error + use<> {
+    fn looking_at(&self, place: &SafePath) -> impl FnOnce(std::io::Error) -> Error + use<> {
         Error::io(
             &self.volume_id,
             format!("look at {}", place.path().display()),

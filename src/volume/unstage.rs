@@ -20,8 +20,8 @@ use crate::{
         ready,
     },
     mount::{
-        Look,
-        path::Place,
+        PathKind,
+        path::SafePath,
         unmount::{self, UnmountError},
     },
 };
@@ -163,12 +163,14 @@ async fn unmount(
 }
 
 /// Whether the volume is what is mounted where it is staged.
-fn is_mounted(record: &Record, place: &Place, device: &Device) -> Result<bool, Error> {
+fn is_mounted(record: &Record, place: &SafePath, device: &Device) -> Result<bool, Error> {
     let id = &record.volume_id;
     if record.usage == Use::Block {
-        let look = place.look();
+        let look = place.kind();
         let look = look.map_err(Error::io(id, format!("look at {}", place.path().display())))?;
-        return Ok(matches!(look, Look::Mount(mounted) if appears_at(record, device, &mounted)));
+        return Ok(
+            matches!(look, PathKind::Mount(mounted) if appears_at(record, device, &mounted)),
+        );
     }
     Ok(mounted::fs_of(id, place, device)?.is_some())
 }

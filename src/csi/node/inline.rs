@@ -6,7 +6,7 @@ use tonic::Status;
 
 use super::{NodeService, clean, validate};
 use crate::{
-    capability::{Access, Capability},
+    capability::{AccessType, Capability},
     device::{Fencing, set_by_kubernetes},
     fs::FsType,
     proto::csi::NodePublishVolumeRequest,
@@ -47,7 +47,7 @@ impl NodeService {
         parsed: Parsed,
     ) -> Result<Inline, Status> {
         let context = &request.volume_context;
-        if capability.access == Access::Block {
+        if capability.access == AccessType::Block {
             return Err(validate::invalid(
                 "volume_capability",
                 "an inline ephemeral volume is a file system, not a block device",

@@ -112,13 +112,13 @@ fn hostile_volume() -> impl Strategy<Value = Pairs> {
     })
 }
 
-fn capability(access: Access) -> Capability {
-    let mode = Mode::SingleNodeWriter;
+fn capability(access: AccessType) -> Capability {
+    let mode = AccessMode::SingleNodeWriter;
     Capability { access, mode }
 }
 
 fn mounted(flags: Vec<String>) -> Capability {
-    capability(Access::Mount {
+    capability(AccessType::Mount {
         fs_type: String::new(),
         flags,
         group: String::new(),

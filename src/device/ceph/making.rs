@@ -11,7 +11,7 @@
 //! - Others, such as ceph-csi, neither know the note nor remove it. What they make is
 //!   whole, and outweighs it; whoever finds something whole removes it. A device that
 //!   is recognisably something else than a mkfs leaves is not touched either
-//!   ([`Content::is_scrap`](crate::fs::probe::Content::is_scrap)). A volume is a raw
+//!   ([`Content::is_partial_format`](crate::fs::probe::Content::is_partial_format)). A volume is a raw
 //!   device for all its life or never, so nobody has put bytes there that look like
 //!   nothing. What remains is a file system of others whose beginning was destroyed
 //!   before any node that knows of the note has seen it whole.

@@ -66,7 +66,9 @@ fn at_once(other: impl Fn(&Images) -> Result<(), DeviceError> + Sync) {
         let pool = images.pools.get("main").expect("there");
         let room = pool.room().expect("looked at");
         assert!(room.promised <= room.free, "in round {round}: {room:?}");
-        let _ = pool.delete_inline(&digest::hex("pod")).expect("deleted");
+        let _ = pool
+            .delete_inline(&digest::sha256_hex("pod"))
+            .expect("deleted");
     }
 }
 

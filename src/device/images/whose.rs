@@ -19,7 +19,7 @@ use crate::{
         Dev,
         sysfs::{self, DELETED},
     },
-    mount::table::{self, Entry},
+    mount::table::{self, MountEntry},
     pool::{Pool, claim, handle::VolumeHandle},
 };
 
@@ -175,7 +175,7 @@ pub(super) fn is_deleted(backing: &Path) -> bool {
 /// Whether the mount's device is `st_dev` of its files. It is of whatever is on a
 /// block device, and of these; not of btrfs and overlayfs, which number their files'
 /// devices otherwise.
-fn tells_device(entry: &Entry) -> bool {
+fn tells_device(entry: &MountEntry) -> bool {
     let kind = entry.fs_type.split('.').next().unwrap_or_default();
     entry.dev.major != 0 || ["fuse", "nfs", "nfs4", "tmpfs"].contains(&kind)
 }

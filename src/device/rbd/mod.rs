@@ -211,7 +211,7 @@ impl Mapper {
 
     /// Locks out other agents for as long as the file is open.
     fn lock(&self, volume_id: &str) -> Result<Lock, RbdError> {
-        let path = self.dir.join(digest::hex(volume_id));
+        let path = self.dir.join(digest::sha256_hex(volume_id));
         let locked = || failed("lock", path.display().to_string());
         loop {
             let file = File::create(&path).map_err(locked())?;

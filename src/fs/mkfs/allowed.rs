@@ -4,7 +4,7 @@
 //! may name no file and no device, make nothing but the file system of this
 //! device in its full size, and do so in bounded time.
 
-use super::{FsType, OptionError};
+use super::{FsType, MkfsOptionError};
 
 /// The options of one mkfs program.
 pub struct Grammar {
@@ -13,9 +13,9 @@ pub struct Grammar {
     force: char,
     /// The allowed options by their letters.
     letters: &'static [(char, Form)],
-    /// Long options, and the letter that each one is as good as.
+    /// Long options, each with its equivalent letter.
     long: &'static [(&'static str, char)],
-    /// Options and suboptions whose reason to be refused is worth telling.
+    /// Options and suboptions that are rejected for a reason worth stating.
     refused: &'static [(&'static str, &'static str)],
 }
 
@@ -34,10 +34,10 @@ enum Form {
     Label(usize),
     /// A UUID, or one of these words.
     Uuid(&'static [&'static str]),
-    /// Some of these words, parted by commas, colons or blanks; `^` before a
+    /// Some of these words, separated by commas, colons or blanks; `^` before a
     /// word negates it.
     Words(&'static [&'static str]),
-    /// Some of these suboptions, parted by commas.
+    /// Some of these suboptions, separated by commas.
     Parts(&'static [(&'static str, Form)]),
 }
 
@@ -363,14 +363,14 @@ impl Grammar {
     }
 
     /// The option of this letter.
-    pub fn short(&'static self, letter: char) -> Result<Spelled, OptionError> {
+    pub fn short(&'static self, letter: char) -> Result<AllowedOption, MkfsOptionError> {
         let spelling = format!("-{letter}");
         self.spelled(letter, &spelling)
             .ok_or_else(|| self.refuse(spelling, || self.spellings()))
     }
 
     /// The option of this long name, which is not shortened.
-    pub fn long(&'static self, name: &str) -> Result<Spelled, OptionError> {
+    pub fn long(&'static self, name: &str) -> Result<AllowedOption, MkfsOptionError> {
         let spelling = format!("--{name}");
         let known = self.long.iter().find(|(known, _)| *known == name);
         known
@@ -378,9 +378,9 @@ impl Grammar {
             .ok_or_else(|| self.refuse(spelling, || self.spellings()))
     }
 
-    fn spelled(&'static self, letter: char, spelling: &str) -> Option<Spelled> {
+    fn spelled(&'static self, letter: char, spelling: &str) -> Option<AllowedOption> {
         let (_, form) = self.letters.iter().find(|(known, _)| *known == letter)?;
-        Some(Spelled {
+        Some(AllowedOption {
             grammar: self,
             letter,
             form: *form,
@@ -395,10 +395,10 @@ impl Grammar {
     }
 
     /// Why this option, or a letter's suboption as `-l name`, is refused.
-    fn refuse(&self, option: String, allowed: impl FnOnce() -> String) -> OptionError {
+    fn refuse(&self, option: String, allowed: impl FnOnce() -> String) -> MkfsOptionError {
         match self.refused.iter().find(|(refused, _)| *refused == option) {
-            Some((_, why)) => OptionError::Refused { option, why },
-            None => OptionError::Unlisted {
+            Some((_, why)) => MkfsOptionError::Refused { option, why },
+            None => MkfsOptionError::Unlisted {
                 fs: self.fs,
                 option,
                 allowed: allowed(),
@@ -407,15 +407,15 @@ impl Grammar {
     }
 }
 
-/// An allowed option, as it was spelled.
-pub struct Spelled {
+/// An allowed option, as the class spelled it.
+pub struct AllowedOption {
     grammar: &'static Grammar,
     letter: char,
     form: Form,
     spelling: String,
 }
 
-impl Spelled {
+impl AllowedOption {
     /// Whether it takes no value.
     pub fn is_flag(&self) -> bool {
         matches!(self.form, Flag)
@@ -427,7 +427,7 @@ impl Spelled {
         attached: Option<String>,
         words: &mut impl Iterator<Item = String>,
         args: &mut Vec<String>,
-    ) -> Result<(), OptionError> {
+    ) -> Result<(), MkfsOptionError> {
         if self.is_flag() {
             if let Some(value) = attached {
                 return Err(bad(&self.spelling, &value, Flag));
@@ -439,14 +439,14 @@ impl Spelled {
         }
         let Some(value) = attached.or_else(|| words.next()) else {
             let option = self.spelling;
-            return Err(OptionError::NoValue { option });
+            return Err(MkfsOptionError::NoValue { option });
         };
         self.check(&value)?;
         args.extend([self.spelling, value]);
         Ok(())
     }
 
-    fn check(&self, value: &str) -> Result<(), OptionError> {
+    fn check(&self, value: &str) -> Result<(), MkfsOptionError> {
         match self.form {
             Parts(parts) => value.split(',').try_for_each(|part| {
                 let (name, value) = match part.split_once('=') {
@@ -460,7 +460,9 @@ impl Spelled {
                 };
                 match (form, value) {
                     (Flag | Switch, None) => Ok(()),
-                    (form, None) if !form.admits("") => Err(OptionError::NoValue { option: full }),
+                    (form, None) if !form.admits("") => {
+                        Err(MkfsOptionError::NoValue { option: full })
+                    }
                     (form, value) if form.admits(value.unwrap_or_default()) => Ok(()),
                     (form, value) => Err(bad(&full, value.unwrap_or_default(), *form)),
                 }
@@ -481,21 +483,21 @@ impl Spelled {
         &self,
         full: String,
         allowed: impl Iterator<Item = &'static str>,
-    ) -> OptionError {
+    ) -> MkfsOptionError {
         let allowed = || allowed.collect::<Vec<_>>().join(", ");
         self.grammar.refuse(full, allowed)
     }
 }
 
-fn bad(option: &str, value: &str, form: Form) -> OptionError {
-    OptionError::BadValue {
+fn bad(option: &str, value: &str, form: Form) -> MkfsOptionError {
+    MkfsOptionError::BadValue {
         option: option.to_owned(),
         value: value.to_owned(),
         expected: form.describe(),
     }
 }
 
-/// The words of a list, without what negates them.
+/// The words of a list, without the negating `^`.
 fn words(value: &str) -> impl Iterator<Item = &str> {
     let parts = value.split([',', ':', ' ']);
     parts.map(|word| word.strip_prefix('^').unwrap_or(word))

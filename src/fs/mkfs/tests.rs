@@ -29,7 +29,7 @@ fn words_are_split_as_a_shell_does() {
     for open in ["'a", "\"a", "a\\", "\"a\\"] {
         assert!(matches!(
             split_options(open),
-            Err(OptionError::Unterminated { .. })
+            Err(MkfsOptionError::Unterminated { .. })
         ));
     }
 }
@@ -159,12 +159,12 @@ fn what_is_refused_is_named_with_its_reason() {
         (
             FsType::Xfs,
             "-b block=4k",
-            "mkfsOptions: -b block is not among the options that are allowed for xfs: size",
+            "mkfsOptions: -b block is not allowed for xfs; allowed are: size",
         ),
         (
             FsType::Ext4,
             "-e stop",
-            "mkfsOptions: -e stop is not among the options that are allowed for ext4: continue, remount-ro",
+            "mkfsOptions: -e stop is not allowed for ext4; allowed are: continue, remount-ro",
         ),
         (
             FsType::Btrfs,

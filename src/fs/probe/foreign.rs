@@ -1,14 +1,14 @@
-//! The marks of everything that is not ours.
+//! Signatures of formats other than the supported file systems.
 //!
-//! Offsets and magic numbers are those of the formats' own descriptions and of
-//! util-linux' libblkid, which gathers them.
+//! Offsets and magic numbers are from the specification of each format and from
+//! util-linux' libblkid.
 
 use super::{ALIGN, Disk, KIB, MIB, TAIL};
 
-/// Magic bytes at an offset, and what they stand for.
-type Mark = (u64, &'static [u8], &'static str);
+/// An offset, the magic bytes there, and the name of the format.
+type Signature = (u64, &'static [u8], &'static str);
 
-/// What a device with a LUKS header is called.
+/// The name of a device with a LUKS header.
 pub const LUKS: &str = "a LUKS volume";
 const LVM: &str = "an LVM physical volume";
 const MD: &str = "a member of an md array";
@@ -16,9 +16,9 @@ const ZFS: &str = "a member of a ZFS pool";
 const GPT: &str = "a GPT partition table";
 const DRBD: &str = "a DRBD device";
 
-/// Marks that no file system of ours leaves room for: found with one, they are
-/// newer than it.
-const AT_START: &[Mark] = &[
+/// Signatures where a supported file system writes data of its own: found beside its
+/// superblock, they are the newer.
+const AT_START: &[Signature] = &[
     (0, b"LUKS\xBA\xBE", LUKS),
     (0x4000, b"SKUL\xBA\xBE", LUKS),
     (0, b"LABELONE", LVM),
@@ -42,8 +42,8 @@ const AT_START: &[Mark] = &[
 const BCACHE: &[u8] = b"\xC6\x85\x73\xF6\x4E\x1A\x45\xCA\x82\x65\xF5\x7F\x48\xBA\x6D\x81";
 const BCACHEFS: &[u8] = b"\xC6\x85\x73\xF6\x66\xCE\x90\xA9\xD9\x6A\x60\xCF\x80\x3D\xF7\xEF";
 
-/// Marks that may be leftovers or data where one of our file systems is.
-const ANYWHERE: &[Mark] = &[
+/// Signatures that may be stale, or file data, on a supported file system.
+const ANYWHERE: &[Signature] = &[
     (4096 - 10, b"SWAPSPACE2", SWAP),
     (4096 - 10, b"SWAP-SPACE", SWAP),
     (4096 - 10, b"S1SUSPEND\0", HIBERNATION),
@@ -88,26 +88,25 @@ const HIBERNATION: &str = "a hibernation image";
 const FAT: &str = "a FAT file system";
 const OCFS2: &str = "an OCFS2 file system";
 
-fn find(disk: &Disk<'_>, marks: &[Mark]) -> Option<&'static str> {
-    marks
+fn find(disk: &Disk<'_>, signatures: &[Signature]) -> Option<&'static str> {
+    signatures
         .iter()
         .find(|(offset, magic, _)| disk.has(*offset, magic))
         .map(|(_, _, what)| *what)
 }
 
-/// What the device's start tells for certain.
+/// A format that the start of the device identifies for certain.
 pub(super) fn at_start(disk: &Disk<'_>) -> Option<&'static str> {
     find(disk, AT_START)
         .or_else(|| zfs_label(disk, 0).then_some(ZFS))
         .or_else(|| partition_table(disk).then_some("a partition table"))
 }
 
-/// What the device's end tells, as far as it is outside the first `claimed`
-/// bytes.
+/// A format that the end of the device identifies, beyond its first `claimed` bytes.
 pub(super) fn at_end(disk: &Disk<'_>, claimed: u64) -> Option<&'static str> {
     let from_end = |bytes: u64| disk.size.checked_sub(bytes);
     let aligned = |bytes: u64, align: u64| (disk.size / align * align).checked_sub(bytes);
-    let marks: [(Option<u64>, &[u8], &str); 9] = [
+    let signatures: [(Option<u64>, &[u8], &str); 9] = [
         (from_end(512), b"EFI PART", GPT),
         (from_end(4096), b"EFI PART", GPT),
         // md's format 1.0, then 0.90 of either byte order.
@@ -120,7 +119,7 @@ pub(super) fn at_end(disk: &Disk<'_>, claimed: u64) -> Option<&'static str> {
         (from_end(4096 - 60), b"\x83\x74\x02\x6D", DRBD),
         (from_end(512), b"conectix", "an image in VHD format"),
     ];
-    let found = marks.iter().find(|(offset, magic, _)| {
+    let found = signatures.iter().find(|(offset, magic, _)| {
         offset.is_some_and(|offset| offset >= claimed && disk.has(offset, magic))
     });
     if let Some((_, _, what)) = found {
@@ -133,7 +132,7 @@ pub(super) fn at_end(disk: &Disk<'_>, claimed: u64) -> Option<&'static str> {
         .then_some(ZFS)
 }
 
-/// What else may be there, to be asked where no file system of ours was found.
+/// Any other format; for devices without a supported file system.
 pub(super) fn anywhere(disk: &Disk<'_>) -> Option<&'static str> {
     find(disk, ANYWHERE)
 }
@@ -151,8 +150,8 @@ fn zfs_label(disk: &Disk<'_>, label: u64) -> bool {
     disk.has(label + 16 * KIB, &[1]) && (0..128).any(uberblock)
 }
 
-/// A PC's partition table. Boot sectors of file systems end with the same two
-/// bytes; so every entry has to make sense and one has to be in use.
+/// An MBR partition table. Boot sectors of file systems end with the same two bytes, so
+/// every entry has to be valid and one in use.
 fn partition_table(disk: &Disk<'_>) -> bool {
     let Some(sector) = disk.array::<512>(0) else {
         return false;

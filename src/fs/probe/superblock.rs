@@ -1,7 +1,7 @@
 //! The superblocks of ext, XFS and btrfs.
 //!
-//! A reader answers nothing where its magic number is missing, what the
-//! superblock says where it is whole, and what is wrong with it otherwise.
+//! A reader returns `None` without its magic number, the content of a valid
+//! superblock, and otherwise a description of what is wrong with it.
 //! Layouts: `Documentation/filesystems/ext4/super.rst`, XFS Algorithms & Data
 //! Structures ("Superblocks"), `linux/btrfs_tree.h`.
 
@@ -11,8 +11,8 @@ type Reader = fn(&Disk<'_>) -> Option<Result<FsInfo, &'static str>>;
 
 pub(super) const READERS: [Reader; 3] = [ext, xfs, btrfs];
 
-/// What a killed mkfs may leave.
-pub(super) const SCRAPS: [&str; 4] = [
+/// The states in which a killed mkfs may leave a device.
+pub(super) const PARTIAL_FORMATS: [&str; 4] = [
     EXT_HEADLESS,
     XFS_UNFINISHED,
     BTRFS_UNFINISHED,
@@ -90,27 +90,27 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     let sb = Fields(raw);
     let incompatible = sb.le32(0x60);
     if incompatible & EXT_JOURNAL_DEV != 0 {
-        return Some(Err("the journal of an ext4 that is on another device"));
+        return Some(Err("an external journal of an ext4 file system"));
     }
     let checksummed = sb.le32(0x64) & EXT_METADATA_CSUM != 0;
     let Some(size) = ext_size(raw) else {
-        return Some(Err("an ext file system whose superblock makes no sense"));
+        return Some(Err("an ext file system whose superblock is invalid"));
     };
     // ext4 stores it without the final complement.
     if checksummed && crc32c(!0, &raw[..0x3FC]) != sb.le32(0x3FC) {
         return Some(Err("an ext4 file system whose superblock is damaged"));
     }
-    // The kernel and e2fsck would look for that device among the node's own: e2fsck by
-    // what names it alone, without has_journal or with an inode, too. Where the journal is
-    // in the file system, or there is none, mke2fs and tune2fs leave zeros there.
+    // The kernel and e2fsck would search the node's devices for the journal: e2fsck even
+    // without has_journal, or with a journal inode. For an internal journal, or none,
+    // mke2fs and tune2fs leave zeros in these fields.
     let names_device = sb.bytes(EXT_JOURNAL_UUID) != [0; 16] || sb.le32(EXT_JOURNAL_DEVICE) != 0;
     let has_journal = sb.le32(0x5C) & EXT_HAS_JOURNAL != 0;
     if names_device || has_journal && sb.le32(EXT_JOURNAL_INODE) == 0 {
         return Some(Err(
-            "an ext4 file system whose journal is on another device, or that names one without need (debugfs -w -R 'ssv journal_uuid clear' clears that)",
+            "an ext4 file system whose superblock names a journal device (where it has none, debugfs -w -R 'ssv journal_uuid clear' clears that)",
         ));
     }
-    // They may name another device, too, or halt the node after an error.
+    // These may also name another device, or make the node panic after an error.
     if raw[EXT_MOUNT_OPTIONS] != 0 {
         return Some(Err(
             "an ext4 file system with mount options in its superblock (tune2fs -E mount_opts= clears them)",
@@ -131,7 +131,7 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     }))
 }
 
-/// How large an ext file system is.
+/// The size of an ext file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::fs) struct ExtSize {
     /// Bytes of a block.
@@ -146,8 +146,7 @@ impl ExtSize {
     }
 }
 
-/// The size in a superblock, which may be one in use, whose checksum lags
-/// behind.
+/// The size in a superblock, which may be mounted, with a stale checksum.
 pub(in crate::fs) fn ext_size(superblock: &[u8]) -> Option<ExtSize> {
     let sb = Fields(superblock);
     let high = if sb.le32(0x60) & EXT_64BIT == 0 {
@@ -184,7 +183,7 @@ fn xfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
         && (4..=5).contains(&version);
     let bytes = sb.be64(8).checked_mul(block_size.into());
     let (true, Some(bytes @ 1..)) = (sane, bytes) else {
-        return Some(Err("an XFS file system whose superblock makes no sense"));
+        return Some(Err("an XFS file system whose superblock is invalid"));
     };
     if head[126] != 0 {
         return Some(Err(XFS_UNFINISHED));
@@ -232,7 +231,7 @@ fn btrfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     }
     let (devices, bytes) = (sb.le64(136), sb.le64(209));
     if sb.le64(48) != BTRFS_OFFSET || devices == 0 || bytes == 0 {
-        return Some(Err("a btrfs file system whose superblock makes no sense"));
+        return Some(Err("a btrfs file system whose superblock is invalid"));
     }
     if devices > 1 {
         return Some(Err("one device of a btrfs file system that has several"));
@@ -246,7 +245,7 @@ fn btrfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     }))
 }
 
-/// A file system whose first superblock is gone, by one of its others.
+/// A file system whose primary superblock is gone, by a backup superblock.
 pub(super) fn backup(disk: &Disk<'_>) -> Option<&'static str> {
     // ext: at the start of block group 1, one KiB further with blocks of 1 KiB.
     let ext = [8 * MIB + KIB, 32 * MIB, 128 * MIB];
@@ -298,7 +297,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_checksum_is_castagnolis() {
+    fn crc32c_has_its_check_value() {
         // The check value of CRC-32/ISCSI in the catalogue of CRC algorithms.
         assert_eq!(!crc32c(!0, b"123456789"), 0xE306_9283);
     }

@@ -242,7 +242,7 @@ fn backups_tell_of_a_lost_superblock() {
 }
 
 #[test]
-fn what_a_killed_mkfs_leaves_is_scrap() {
+fn what_a_killed_mkfs_leaves_is_partial_format() {
     // Each without what it writes at last.
     for (command, at, bytes) in [
         ("mkfs.ext4 -q", 1024, &[0; 1024][..]),
@@ -251,16 +251,16 @@ fn what_a_killed_mkfs_leaves_is_scrap() {
         ("mkfs.btrfs -q", 64 * KIB, &[0; 4096]),
     ] {
         let (image, whole) = made_by(command, 320 * MIB);
-        assert!(!whole.is_scrap(), "{command}");
+        assert!(!whole.is_partial_format(), "{command}");
         image.as_file().write_all_at(bytes, at).unwrap();
         let content = probe(image.as_file());
-        assert!(content.is_scrap(), "{command}: {content:?}");
+        assert!(content.is_partial_format(), "{command}: {content:?}");
     }
     // What is damaged was whole once.
     let (image, _) = made_by("mkfs.ext4 -q", 320 * MIB);
     image.as_file().write_all_at(&[0xA5], 1024 + 0x80).unwrap();
-    assert!(!probe(image.as_file()).is_scrap());
-    assert!(!Content::Blank.is_scrap());
+    assert!(!probe(image.as_file()).is_partial_format());
+    assert!(!Content::Blank.is_partial_format());
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn foreign_marks_are_named() {
             matches!(content, Content::Foreign { what: is } if is.contains(what)),
             "{what}: {content:?}"
         );
-        assert!(!content.is_scrap(), "{what}");
+        assert!(!content.is_partial_format(), "{what}");
     }
 }
 

@@ -14,7 +14,7 @@ fn parsed(words: &str) -> MountOptions {
 fn mounted(
     (fs_type, device): (&str, &LoopDevice),
     words: &str,
-    at: &Place,
+    at: &SafePath,
 ) -> Result<Mounted, MountError> {
     let new = NewMount {
         fs_type,
@@ -26,7 +26,7 @@ fn mounted(
     mount(&new, at)
 }
 
-fn unmounted(at: &Place) {
+fn unmounted(at: &SafePath) {
     assert_eq!(unmount(at).expect("no descriptor is left"), Done::Now);
 }
 
@@ -44,7 +44,7 @@ fn each_file_system_is_mounted_and_can_be_unmounted_at_once() {
 
         let made = mounted((fs_type, &device), "noatime", &place).expect(fs_type);
         assert!(made.directory && !made.read_only && made.rdev.is_none());
-        assert_eq!(place.look().expect("looks"), Look::Mount(made));
+        assert_eq!(place.kind().expect("looks"), PathKind::Mount(made));
         let entry = table::covering(place.open().expect("opens").as_fd()).expect("there");
         assert_eq!(Path::new(&entry.source), device.node);
         assert_eq!(entry.fs_type, fs_type);
@@ -81,7 +81,7 @@ fn a_refused_option_is_named_with_the_kernels_reason() {
             error => panic!("{error}"),
         }
     }
-    assert_eq!(place.look().expect("looks"), Look::Dir);
+    assert_eq!(place.kind().expect("looks"), PathKind::Dir);
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn a_device_mounted_elsewhere_keeps_its_options() {
         MountError::OtherOptions { missing, .. } => assert_eq!(missing, "errors=panic"),
         error => panic!("{error}"),
     }
-    assert_eq!(second.look().expect("looks"), Look::Dir);
+    assert_eq!(second.kind().expect("looks"), PathKind::Dir);
 
     let error = mounted(("ext4", &device), "ro", &second).expect_err("writable elsewhere");
     assert!(matches!(error, MountError::Busy { .. }), "{error}");
@@ -193,7 +193,7 @@ fn only_a_directory_is_mounted_on() {
     }
     let error = mounted(("ext4", &device), "", &scratch.place("absent")).expect_err("refused");
     assert!(matches!(error, MountError::Io { .. }), "{error}");
-    assert_eq!(elsewhere.look().expect("looks"), Look::Dir);
+    assert_eq!(elsewhere.kind().expect("looks"), PathKind::Dir);
 }
 
 #[test]

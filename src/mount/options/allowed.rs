@@ -9,7 +9,7 @@
 //! In the lists `#` stands for digits and perhaps a unit, `%` for a word without
 //! a slash, and brackets for a value that may be left out.
 
-use super::{FsOption, MountOptions, OptionError};
+use super::{FsOption, MountOptionError, MountOptions};
 
 /// Any file system's: `vfs_parse_sb_flag` and security modules.
 const ANY: &[&str] = &[
@@ -206,7 +206,7 @@ const PART: &str = "a volume is mounted at its file system's root";
 impl MountOptions {
     /// Refuses each option of the superblock that is not allowed for this file
     /// system; for none of the three, where it is not known yet which it is.
-    pub fn refuse_unlisted(&self, fs: Option<&str>) -> Result<(), OptionError> {
+    pub fn refuse_unlisted(&self, fs: Option<&str>) -> Result<(), MountOptionError> {
         self.fs_options().try_for_each(|option| {
             let of_fs = FILE_SYSTEMS
                 .iter()
@@ -221,8 +221,8 @@ impl MountOptions {
             }
             let named = option.to_string();
             Err(match REFUSED.iter().find(|(key, _)| *key == option.key) {
-                Some((_, why)) => OptionError::Refused { option: named, why },
-                None => OptionError::Unlisted {
+                Some((_, why)) => MountOptionError::Refused { option: named, why },
+                None => MountOptionError::Unlisted {
                     option: named,
                     fs: fs.unwrap_or("any file system").to_owned(),
                 },

@@ -72,7 +72,7 @@ fn what_is_no_mount_of_this_volume_is_refused_by_name() {
         "X-mount.owner=1000",
     ] {
         let error = MountOptions::parse(&[word]).expect_err(word);
-        assert!(matches!(&error, OptionError::Refused { option, .. } if option == word));
+        assert!(matches!(&error, MountOptionError::Refused { option, .. } if option == word));
         assert!(error.to_string().contains(word), "{error}");
     }
 }
@@ -87,10 +87,13 @@ fn malformed_options_are_refused() {
         &format!("k={}", "v".repeat(256)),
     ] {
         let error = MountOptions::parse(&[word]).expect_err(word);
-        assert!(matches!(error, OptionError::Malformed { .. }), "{error}");
+        assert!(
+            matches!(error, MountOptionError::Malformed { .. }),
+            "{error}"
+        );
     }
     let error = MountOptions::parse(&["context=\"a"]).expect_err("open");
-    assert!(matches!(error, OptionError::OpenQuote { .. }));
+    assert!(matches!(error, MountOptionError::OpenQuote { .. }));
 }
 
 #[test]

@@ -12,7 +12,7 @@ use rustix::mount::{MountFlags, mount};
 use super::*;
 use crate::mount::testing::Scratch;
 
-fn tmpfs(at: &Place) {
+fn tmpfs(at: &SafePath) {
     mount("none", at.path(), "tmpfs", MountFlags::empty(), None).expect("tmpfs");
 }
 
@@ -21,7 +21,7 @@ fn only_absolute_paths_strictly_below_a_root_are_places() {
     let directory = tempfile::tempdir().expect("a directory");
     let roots = Roots::new(&[directory.path().to_owned()]).expect("roots");
     let root = directory.path().to_str().expect("utf-8");
-    let refused = |path: &str| roots.place(path).expect_err(path);
+    let refused = |path: &str| roots.resolve(path).expect_err(path);
 
     assert!(matches!(refused("pods/x"), PathError::NotAbsolute(_)));
     assert!(matches!(
@@ -50,7 +50,7 @@ fn only_absolute_paths_strictly_below_a_root_are_places() {
         refused(&format!("{root}/{deep}")),
         PathError::TooLong { .. }
     ));
-    let place = roots.place(&format!("{root}//./a/")).expect("a place");
+    let place = roots.resolve(&format!("{root}//./a/")).expect("a place");
     assert_eq!(
         place.path(),
         directory.path().canonicalize().expect("real").join("a")
@@ -68,7 +68,9 @@ fn a_root_may_be_a_symlink_and_is_taken_in_both_spellings() {
     let roots = Roots::new(std::slice::from_ref(&link)).expect("roots");
     for spelling in [&real, &link] {
         let path = spelling.join("a");
-        let place = roots.place(path.to_str().expect("utf-8")).expect("a place");
+        let place = roots
+            .resolve(path.to_str().expect("utf-8"))
+            .expect("a place");
         assert_eq!(place.path(), real.canonicalize().expect("real").join("a"));
     }
 }
@@ -82,7 +84,7 @@ fn the_innermost_root_is_taken() {
 
     let roots = Roots::new(&[directory.path().to_owned(), link.clone()]).expect("roots");
     let path = link.join("a");
-    assert!(roots.place(path.to_str().expect("utf-8")).is_ok());
+    assert!(roots.resolve(path.to_str().expect("utf-8")).is_ok());
 }
 
 #[test]
@@ -95,12 +97,14 @@ fn symlinks_below_a_root_are_never_followed() {
 
     let path = link.join("target");
     let error = roots
-        .place(path.to_str().expect("utf-8"))
+        .resolve(path.to_str().expect("utf-8"))
         .expect_err("refused");
     assert!(matches!(error, PathError::Symlink { .. }), "{error}");
 
-    let place = roots.place(link.to_str().expect("utf-8")).expect("a place");
-    assert_eq!(place.look().expect("looks"), Look::Other("a symlink"));
+    let place = roots
+        .resolve(link.to_str().expect("utf-8"))
+        .expect("a place");
+    assert_eq!(place.kind().expect("looks"), PathKind::Other("a symlink"));
     for result in [
         place.make_dir(0o750),
         place.make_file(0o640),
@@ -117,10 +121,10 @@ fn symlinks_below_a_root_are_never_followed() {
 fn directories_and_files_are_made_once_and_removed_once() {
     let scratch = Scratch::new();
     let directory = scratch.place("dir");
-    assert_eq!(directory.look().expect("looks"), Look::Absent);
+    assert_eq!(directory.kind().expect("looks"), PathKind::Absent);
     assert_eq!(directory.make_dir(0o750).expect("made"), Done::Now);
     assert_eq!(directory.make_dir(0o750).expect("made"), Done::Already);
-    assert_eq!(directory.look().expect("looks"), Look::Dir);
+    assert_eq!(directory.kind().expect("looks"), PathKind::Dir);
     let mode = fs::metadata(directory.path())
         .expect("there")
         .permissions()
@@ -134,7 +138,7 @@ fn directories_and_files_are_made_once_and_removed_once() {
     let file = scratch.place("dir/file");
     assert_eq!(file.make_file(0o640).expect("made"), Done::Now);
     assert_eq!(file.make_file(0o640).expect("made"), Done::Already);
-    assert_eq!(file.look().expect("looks"), Look::File);
+    assert_eq!(file.kind().expect("looks"), PathKind::File);
     assert!(matches!(
         file.make_dir(0o750),
         Err(PathError::WrongKind { .. })
@@ -159,7 +163,7 @@ fn data_and_mounts_are_kept() {
 
     let mounted = scratch.directory("mounted");
     tmpfs(&mounted);
-    assert!(matches!(mounted.look().expect("looks"), Look::Mount(_)));
+    assert!(matches!(mounted.kind().expect("looks"), PathKind::Mount(_)));
     assert_eq!(mounted.make_dir(0o750).expect("there"), Done::Already);
     assert!(matches!(
         mounted.make_file(0o640),
@@ -175,7 +179,7 @@ fn a_parent_that_vanishes_leaves_a_place_where_nothing_is() {
     let place = scratch.place("parent/target");
     assert_eq!(parent.remove().expect("removed"), Done::Now);
 
-    assert_eq!(place.look().expect("looks"), Look::Absent);
+    assert_eq!(place.kind().expect("looks"), PathKind::Absent);
     assert_eq!(place.remove().expect("nothing"), Done::Already);
     assert!(matches!(place.make_dir(0o750), Err(PathError::Io { .. })));
 }
@@ -186,7 +190,7 @@ fn below_a_file_there_is_nothing() {
     let roots = Roots::new(&[directory.path().to_owned()]).expect("a root");
     let file = directory.path().join("file");
     fs::write(&file, "").expect("a file");
-    let below = roots.place(file.join("a").to_str().expect("utf-8"));
+    let below = roots.resolve(file.join("a").to_str().expect("utf-8"));
     assert!(
         matches!(below, Err(PathError::MissingParent { .. })),
         "{below:?}"
@@ -254,7 +258,7 @@ fn any_path_is_refused_or_a_name_in_a_directory_below_a_root() {
     let roots = Roots::new(std::slice::from_ref(&real)).expect("roots");
     let root = real.to_str().expect("utf-8");
     proptest!(|(path in hostile_path(root))| {
-        match roots.place(&path) {
+        match roots.resolve(&path) {
             Ok(place) => {
                 let parent = format!("/proc/self/fd/{}", place.parent.as_raw_fd());
                 let parent = fs::read_link(parent).expect("open");
@@ -262,7 +266,7 @@ fn any_path_is_refused_or_a_name_in_a_directory_below_a_root() {
                 prop_assert_eq!(parent.join(&place.name), place.path());
                 let is_name = place.name != "." && place.name != ".." && place.name.len() <= 255;
                 prop_assert!(is_name && !path.contains('\0'), "{:?}", place.name);
-                prop_assert!(place.look().is_ok(), "{:?}", place.look());
+                prop_assert!(place.kind().is_ok(), "{:?}", place.kind());
             }
             // Which would be said to pass by itself.
             Err(PathError::Io { path, source, .. }) => {

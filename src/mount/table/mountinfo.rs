@@ -11,13 +11,13 @@
 
 use std::{ffi::OsString, io, os::unix::ffi::OsStringExt, path::PathBuf};
 
-use super::Entry;
+use super::MountEntry;
 
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     /// The mount.
-    pub entry: Entry,
+    pub entry: MountEntry,
     /// The superblock's options as the file system shows them; most file systems
     /// leave their defaults out.
     pub super_options: String,
@@ -61,7 +61,7 @@ fn parse_line(line: &[u8]) -> Option<Line> {
         return None;
     }
     Some(Line {
-        entry: Entry {
+        entry: MountEntry {
             id,
             parent,
             dev,
@@ -164,7 +164,7 @@ mod tests {
             texts in [text(), text(), text()],
         ) -> Line {
             let [root, mount_point, source] = texts.map(OsString::from_vec);
-            let entry = Entry {
+            let entry = MountEntry {
                 id, parent, dev: Dev { major, minor }, root: root.into(),
                 mount_point: mount_point.into(), fs_type: "fuse.a".into(), source, read_only,
                 own_read_only: read_only, shared,

@@ -16,7 +16,7 @@ fn pool() -> (tempfile::TempDir, Pool) {
     (dir, pool)
 }
 
-fn by(node: &str, boot: &str, access: Access) -> Claim {
+fn by(node: &str, boot: &str, access: Sharing) -> Claim {
     Claim {
         node_id: node.to_owned(),
         boot_id: boot.to_owned(),
@@ -30,17 +30,17 @@ fn by(node: &str, boot: &str, access: Access) -> Claim {
 fn an_exclusive_claim_keeps_others_out_until_it_is_given_back() {
     let (_dir, pool) = pool();
     let (a, b) = (
-        by("a", "1", Access::Exclusive),
-        by("b", "1", Access::Shared),
+        by("a", "1", Sharing::Exclusive),
+        by("b", "1", Sharing::Shared),
     );
     assert_eq!(claim(&pool, IMAGE, &a).unwrap(), Done::Now);
     assert_eq!(claim(&pool, IMAGE, &a).unwrap(), Done::Already);
     let held = claim(&pool, IMAGE, &b).unwrap_err();
     assert!(
-        matches!(&held, ClaimError::HeldBy { node, .. } if node == "a"),
+        matches!(&held, ClaimError::OwnedBy { node, .. } if node == "a"),
         "{held}"
     );
-    assert_eq!(holders(&pool, IMAGE).unwrap(), [a]);
+    assert_eq!(owners(&pool, IMAGE).unwrap(), [a]);
     assert_eq!(claimed_by(&pool, "a").unwrap(), [IMAGE]);
     assert_eq!(release(&pool, IMAGE, "a").unwrap(), Done::Now);
     assert_eq!(release(&pool, IMAGE, "a").unwrap(), Done::Already);
@@ -53,15 +53,15 @@ fn shared_claims_stand_side_by_side_and_keep_an_exclusive_one_out() {
     let (_dir, pool) = pool();
     for node in ["a", "b", "c"] {
         assert_eq!(
-            claim(&pool, IMAGE, &by(node, "1", Access::Shared)).unwrap(),
+            claim(&pool, IMAGE, &by(node, "1", Sharing::Shared)).unwrap(),
             Done::Now
         );
     }
     // `a` would have it alone: refused, and its old claim is still there.
-    claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap_err();
-    assert_eq!(holders(&pool, IMAGE).unwrap().len(), 3);
+    claim(&pool, IMAGE, &by("a", "1", Sharing::Exclusive)).unwrap_err();
+    assert_eq!(owners(&pool, IMAGE).unwrap().len(), 3);
     assert_eq!(
-        claim(&pool, IMAGE, &by("a", "1", Access::Shared)).unwrap(),
+        claim(&pool, IMAGE, &by("a", "1", Sharing::Shared)).unwrap(),
         Done::Already
     );
 }
@@ -70,21 +70,21 @@ fn shared_claims_stand_side_by_side_and_keep_an_exclusive_one_out() {
 fn a_claim_of_an_earlier_boot_or_of_nothing_readable_is_replaced() {
     let (_dir, pool) = pool();
     assert_eq!(
-        claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap(),
+        claim(&pool, IMAGE, &by("a", "1", Sharing::Exclusive)).unwrap(),
         Done::Now
     );
     assert_eq!(
-        claim(&pool, IMAGE, &by("a", "2", Access::Exclusive)).unwrap(),
+        claim(&pool, IMAGE, &by("a", "2", Sharing::Exclusive)).unwrap(),
         Done::Now
     );
     fs::write(marker_path(&pool, IMAGE, "a"), "").unwrap();
     assert_eq!(
-        claim(&pool, IMAGE, &by("a", "2", Access::Exclusive)).unwrap(),
+        claim(&pool, IMAGE, &by("a", "2", Sharing::Exclusive)).unwrap(),
         Done::Now
     );
     // Somebody else's is an error that names the file, which stays.
     fs::write(marker_path(&pool, IMAGE, "b"), "{").unwrap();
-    let error = claim(&pool, IMAGE, &by("c", "1", Access::Exclusive)).unwrap_err();
+    let error = claim(&pool, IMAGE, &by("c", "1", Sharing::Exclusive)).unwrap_err();
     assert!(
         matches!(&error, ClaimError::Corrupt { path, .. } if path.exists()),
         "{error}"
@@ -103,11 +103,11 @@ fn of_many_that_ask_at_once_one_at_most_holds() {
                     let claimed = claim(
                         pool,
                         IMAGE,
-                        &by(&format!("node{n}"), "1", Access::Exclusive),
+                        &by(&format!("node{n}"), "1", Sharing::Exclusive),
                     );
                     match claimed {
                         Ok(_) => 1,
-                        Err(ClaimError::HeldBy { .. }) => 0,
+                        Err(ClaimError::OwnedBy { .. }) => 0,
                         Err(other) => panic!("{other}"),
                     }
                 })
@@ -116,7 +116,7 @@ fn of_many_that_ask_at_once_one_at_most_holds() {
         asking.into_iter().map(|t| t.join().unwrap()).sum()
     });
     assert!(holding <= 1);
-    assert_eq!(holders(&pool, IMAGE).unwrap().len(), holding);
+    assert_eq!(owners(&pool, IMAGE).unwrap().len(), holding);
 }
 
 #[test]
@@ -125,18 +125,21 @@ fn a_controller_s_claim_ends_with_its_draft() {
     let boot = boot_id().unwrap();
     let tmp = pool.meta_dir("tmp").unwrap();
     let token = Draft::new(&tmp).unwrap();
-    let copying = Claim::by_controller(&token, &boot, Access::Readers);
+    let copying = Claim::by_controller(&token, &boot, Sharing::Readers);
     assert_eq!(claim(&pool, IMAGE, &copying).unwrap(), Done::Now);
 
-    let writer = by("a", "1", Access::Shared);
+    let writer = by("a", "1", Sharing::Shared);
     let error = claim(&pool, IMAGE, &writer).unwrap_err();
-    assert!(matches!(error, ClaimError::Passing { .. }), "{error}");
+    assert!(
+        matches!(error, ClaimError::UsedByController { .. }),
+        "{error}"
+    );
     let reader = Claim {
         read_only: true,
         ..writer.clone()
     };
     assert_eq!(claim(&pool, IMAGE, &reader).unwrap(), Done::Now);
-    assert_eq!(holders(&pool, IMAGE).unwrap(), [reader]);
+    assert_eq!(owners(&pool, IMAGE).unwrap(), [reader]);
     drop(token);
     assert_eq!(claim(&pool, IMAGE, &writer).unwrap(), Done::Now);
     forget(&pool, IMAGE).unwrap();
@@ -148,12 +151,12 @@ fn in_a_local_pool_other_boots_count_for_nothing() {
     let (_dir, mut pool) = pool();
     pool.scope = Scope::Local;
     assert_eq!(
-        claim(&pool, IMAGE, &by("a", "1", Access::Exclusive)).unwrap(),
+        claim(&pool, IMAGE, &by("a", "1", Sharing::Exclusive)).unwrap(),
         Done::Now
     );
     fs::write(marker_path(&pool, IMAGE, "cut short"), "").unwrap();
     assert_eq!(
-        claim(&pool, IMAGE, &by("b", "2", Access::Exclusive)).unwrap(),
+        claim(&pool, IMAGE, &by("b", "2", Sharing::Exclusive)).unwrap(),
         Done::Now
     );
 }
@@ -165,7 +168,7 @@ proptest! {
         let path = marker_path(&pool, IMAGE, "x");
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(&path, &bytes).unwrap();
-        let corrupt = matches!(holders(&pool, IMAGE), Err(ClaimError::Corrupt { .. }));
+        let corrupt = matches!(owners(&pool, IMAGE), Err(ClaimError::Corrupt { .. }));
         prop_assert!(corrupt);
         prop_assert_eq!(fs::read(&path).unwrap(), bytes);
     }
@@ -174,10 +177,10 @@ proptest! {
 #[test]
 fn the_way_past_a_claim_is_named_for_another_kernels_alone_and_never_ready_to_run() {
     let (_dir, pool) = pool();
-    let holder = by("a", "1", Access::Exclusive);
+    let holder = by("a", "1", Sharing::Exclusive);
     assert_eq!(claim(&pool, IMAGE, &holder).unwrap(), Done::Now);
     for (boot_id, is_named) in [("1", false), ("2", true)] {
-        let other = by("b", boot_id, Access::Exclusive);
+        let other = by("b", boot_id, Sharing::Exclusive);
         let said = claim(&pool, IMAGE, &other).unwrap_err().to_string();
         assert!(said.contains("\"a\"") && said.contains("unstage"), "{said}");
         assert!(said.contains("uringctl volumes"), "{said}");

@@ -256,7 +256,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
     }
 
     fn reservation(&self, name: &str) -> PathBuf {
-        let digest = digest::hex(name);
+        let digest = digest::sha256_hex(name);
         self.pool.meta_path(K::NAMES).join(format!("{digest}.json"))
     }
 }

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::pool::{
     Pool, PoolError,
-    claim::{self, Access, ClaimError},
+    claim::{self, ClaimError, Sharing},
     draft::Draft,
 };
 
@@ -83,11 +83,11 @@ impl Store {
         // In the pool of the image: that is where others look for its lock.
         let tmp = origin.pool.meta_dir("tmp")?;
         let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
-        let claim = self.claim_for(&token, Access::Readers);
+        let claim = self.claim_for(&token, Sharing::Readers);
         let at_no_point_in_time = |holder| at_no_point_in_time(origin.pool, holder);
         match claim::claim(origin.pool, image, &claim) {
             Ok(_) => {}
-            Err(held @ ClaimError::HeldBy { .. }) => return Err(at_no_point_in_time(held.into())),
+            Err(held @ ClaimError::OwnedBy { .. }) => return Err(at_no_point_in_time(held.into())),
             Err(error) => return Err(error.into()),
         }
         let copied = match loop_device(image, true) {

@@ -14,9 +14,9 @@ use crate::{
     crash_point,
     pool::{
         Pool, PoolError, Pools,
-        claim::{self, Access, Claim},
+        claim::{self, Claim, Sharing},
         draft::Draft,
-        making,
+        format_marker,
     },
 };
 
@@ -75,7 +75,7 @@ impl Store {
     }
 
     /// The claim of a copy or delete, good while `token` lives.
-    pub fn claim_for(&self, token: &Draft, access: Access) -> Claim {
+    pub fn claim_for(&self, token: &Draft, access: Sharing) -> Claim {
         Claim::by_controller(token, &self.boot_id, access)
     }
 
@@ -100,7 +100,7 @@ impl Store {
         let catalogue = Catalogue::of(pool);
         let tmp = pool.meta_dir("tmp")?;
         let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
-        let claim = self.claim_for(&token, Access::Exclusive);
+        let claim = self.claim_for(&token, Sharing::Exclusive);
         let image = format!("{}.img", entry.id);
         if K::IS_CLAIMED {
             let _: crate::Done = claim::claim(pool, &image, &claim)?;
@@ -125,7 +125,7 @@ impl Store {
             entry.state = State::Deleting;
             catalogue.record_as(&entry)?;
             if K::IS_CLAIMED {
-                making::ended(pool, &image)?;
+                format_marker::clear(pool, &image)?;
             }
             catalogue.erase(&entry, held, why)
         };

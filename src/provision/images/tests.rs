@@ -12,7 +12,7 @@ use super::*;
 use crate::{
     pool::{
         Pool, Scope,
-        claim::{self, Access, Claim},
+        claim::{self, Claim, Sharing},
     },
     provision::{Kind, Places, Source},
 };
@@ -130,7 +130,7 @@ impl Home {
             node_id: node.to_owned(),
             boot_id: BOOT.to_owned(),
             volume_id: String::new(),
-            access: Access::Exclusive,
+            access: Sharing::Exclusive,
             read_only: false,
         };
         let _ = claim::claim(self.pool(), &volume.context["image"], &claim).unwrap();
@@ -350,7 +350,7 @@ async fn a_deleted_volume_s_note_of_a_mkfs_goes_with_it() {
     let home = home();
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     let image = &made.context["image"];
-    crate::pool::making::begins(home.pool(), image, &made.handle).unwrap();
+    crate::pool::format_marker::set(home.pool(), image, &made.handle).unwrap();
     home.images
         .delete_volume(made.handle, none())
         .await

@@ -243,7 +243,7 @@ impl Store {
     pub fn get_volume(&self, handle: &str) -> Result<Published, Error> {
         let (pool, entry) = self.find_volume(handle)?;
         let bytes = self.size(pool, &entry)?;
-        let holders = claim::holders(pool, &format!("{}.img", entry.id))?;
+        let holders = claim::owners(pool, &format!("{}.img", entry.id))?;
         Ok(Published {
             volume: self.volume(pool, &entry, bytes),
             nodes: holders.into_iter().map(|claim| claim.node_id).collect(),

@@ -56,7 +56,7 @@ impl Token {
 }
 
 fn short(link: &Link) -> String {
-    let mut digits = digest::hex(&link.config.cluster_id);
+    let mut digits = digest::sha256_hex(&link.config.cluster_id);
     digits.truncate(12);
     digits
 }

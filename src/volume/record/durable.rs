@@ -11,12 +11,12 @@ use std::{
     path::Path,
 };
 
-use crate::{crash_point, ring::file::beside};
+use crate::{crash_point, ring::file::directory_and_draft};
 
 /// Makes `bytes` the content of `path`, at once or not at all. The file is readable by
 /// its owner alone.
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let (directory, new) = beside(path)?;
+    let (directory, new) = directory_and_draft(path)?;
     let mut file = File::options()
         .write(true)
         .create(true)
@@ -40,7 +40,7 @@ pub fn remove(path: &Path) -> io::Result<()> {
         _ => {}
     }
     crash_point();
-    let (directory, _) = beside(path)?;
+    let (directory, _) = directory_and_draft(path)?;
     match File::open(directory).and_then(|directory| directory.sync_all()) {
         Err(error) if is_missing(&error) => Ok(()),
         synced => synced,

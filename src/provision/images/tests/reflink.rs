@@ -48,7 +48,7 @@ async fn inside() {
         node_id: "node-a".to_owned(),
         boot_id: BOOT.to_owned(),
         volume_id: String::new(),
-        access: Access::Exclusive,
+        access: Sharing::Exclusive,
         read_only: false,
     };
     let _ = claim::claim(pool, &source.context["image"], &claim).unwrap();

@@ -32,7 +32,7 @@ use crate::kernel::{
 
 /// What is at a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
+pub enum PathKind {
     /// Nothing.
     Absent,
     /// A directory that nothing is mounted on.
@@ -53,7 +53,7 @@ pub struct Mounted {
     /// Which mount it is.
     pub id: MountId,
     /// The superblock's device, st_dev. btrfs has an anonymous one here and
-    /// names its device in [`super::table::Entry::source`] only.
+    /// names its device in [`super::table::MountEntry::source`] only.
     pub dev: Dev,
     /// The device itself, where a block device node is what is mounted.
     pub rdev: Option<Dev>,
@@ -78,9 +78,9 @@ pub enum MountId {
 /// `STATX_MNT_ID_UNIQUE`.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
-impl Look {
+impl PathKind {
     /// Looks at what `at` refers to; it may be an `O_PATH` descriptor.
-    pub fn at(at: BorrowedFd<'_>) -> io::Result<Self> {
+    pub fn of(at: BorrowedFd<'_>) -> io::Result<Self> {
         // Kernels before 6.8 pass over the flag that they don't know.
         match Self::with_id(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE) {
             Err(error) if Errno::from_io_error(&error) == Some(Errno::IO) => {
@@ -148,7 +148,7 @@ impl Look {
     }
 
     /// In words, for messages.
-    pub(super) fn kind(self) -> &'static str {
+    pub(super) fn describe(self) -> &'static str {
         match self {
             Self::Absent => "absent",
             Self::Dir => "a directory",
@@ -246,11 +246,11 @@ mod tests {
         mount("none", scratch.path(), "tmpfs", MountFlags::RDONLY, None).expect("tmpfs");
         let root = File::open(scratch.path()).expect("opens");
 
-        let look = |id| Look::with_id(root.as_fd(), id).expect("looks");
-        let Look::Mount(new) = look(StatxFlags::MNT_ID | MNT_ID_UNIQUE) else {
+        let look = |id| PathKind::with_id(root.as_fd(), id).expect("looks");
+        let PathKind::Mount(new) = look(StatxFlags::MNT_ID | MNT_ID_UNIQUE) else {
             panic!("not seen as a mount");
         };
-        let Look::Mount(old) = look(StatxFlags::MNT_ID) else {
+        let PathKind::Mount(old) = look(StatxFlags::MNT_ID) else {
             panic!("not seen as a mount");
         };
         assert_eq!(matches!(new.id, MountId::Unique(_)), listmount().is_ok());
@@ -267,23 +267,23 @@ mod tests {
         let place = scratch.directory("m");
         mount(&device.node, place.path(), "xfs", MountFlags::empty(), None).expect("mounted");
         let below = scratch.directory("m/below").open().expect("opens");
-        let Look::Mount(before) = place.look().expect("looks") else {
+        let PathKind::Mount(before) = place.kind().expect("looks") else {
             panic!("not seen as a mount");
         };
         let mut command = Command::new("xfs_io");
         let said = command.args(["-x", "-c", "shutdown"]).arg(place.path());
         assert!(said.status().expect("installed").success());
 
-        let Look::Mount(after) = place.look().expect("looks") else {
+        let PathKind::Mount(after) = place.kind().expect("looks") else {
             panic!("not seen as a mount");
         };
         assert!(after.shut_down && !before.shut_down);
         assert_eq!((after.dev, after.directory), (before.dev, true));
-        let error = Look::at(below.as_fd()).expect_err("no mount");
+        let error = PathKind::of(below.as_fd()).expect_err("no mount");
         assert_eq!(Errno::from_io_error(&error), Some(Errno::IO));
         drop(below);
         assert_eq!(unmount(&place).expect("unmounted"), Done::Now);
-        assert_eq!(place.look().expect("looks"), Look::Dir);
+        assert_eq!(place.kind().expect("looks"), PathKind::Dir);
     }
 
     #[test]
@@ -291,10 +291,10 @@ mod tests {
         let scratch = Scratch::new();
         let at = |path: &str| {
             let node = File::open(path).expect("opens");
-            Look::at(node.as_fd()).expect("looks")
+            PathKind::of(node.as_fd()).expect("looks")
         };
-        assert_eq!(at("/dev/null"), Look::Other("a character device"));
-        assert_eq!(at(scratch.path().to_str().expect("utf-8")), Look::Dir);
-        assert_eq!(at("/proc/version"), Look::File);
+        assert_eq!(at("/dev/null"), PathKind::Other("a character device"));
+        assert_eq!(at(scratch.path().to_str().expect("utf-8")), PathKind::Dir);
+        assert_eq!(at("/proc/version"), PathKind::File);
     }
 }

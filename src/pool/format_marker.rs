@@ -17,7 +17,7 @@ fn note(pool: &Pool, image: &str) -> PathBuf {
 }
 
 /// A mkfs of the image is about to begin, for this volume.
-pub fn begins(pool: &Pool, image: &str, volume_id: &str) -> Result<(), PoolError> {
+pub fn set(pool: &Pool, image: &str, volume_id: &str) -> Result<(), PoolError> {
     pool.meta_dir("mkfs")?;
     let (tmp, path) = (pool.meta_dir("tmp")?, note(pool, image));
     draft::replace(&tmp, &path, volume_id.as_bytes(), Durable)
@@ -25,7 +25,7 @@ pub fn begins(pool: &Pool, image: &str, volume_id: &str) -> Result<(), PoolError
 }
 
 /// Whether a mkfs of the image, for this volume, has begun and not ended.
-pub fn was_interrupted(pool: &Pool, image: &str, volume_id: &str) -> Result<bool, PoolError> {
+pub fn format_in_progress(pool: &Pool, image: &str, volume_id: &str) -> Result<bool, PoolError> {
     let path = note(pool, image);
     match std::fs::read(&path) {
         Ok(noted) => Ok(noted == volume_id.as_bytes()),
@@ -35,7 +35,7 @@ pub fn was_interrupted(pool: &Pool, image: &str, volume_id: &str) -> Result<bool
 }
 
 /// The image holds, or may hold from now on, somebody's data.
-pub fn ended(pool: &Pool, image: &str) -> Result<(), PoolError> {
+pub fn clear(pool: &Pool, image: &str) -> Result<(), PoolError> {
     let path = note(pool, image);
     draft::remove(&path, Durable)
         .map(drop)
@@ -56,13 +56,13 @@ mod tests {
             scope: Scope::Shared,
             mounted: false,
         };
-        assert!(!was_interrupted(&pool, "i.img", "v").unwrap());
-        begins(&pool, "i.img", "v").unwrap();
-        assert!(was_interrupted(&pool, "i.img", "v").unwrap());
-        assert!(!was_interrupted(&pool, "i.img", "w").unwrap());
-        assert!(!was_interrupted(&pool, "j.img", "v").unwrap());
-        ended(&pool, "i.img").unwrap();
-        ended(&pool, "i.img").unwrap();
-        assert!(!was_interrupted(&pool, "i.img", "v").unwrap());
+        assert!(!format_in_progress(&pool, "i.img", "v").unwrap());
+        set(&pool, "i.img", "v").unwrap();
+        assert!(format_in_progress(&pool, "i.img", "v").unwrap());
+        assert!(!format_in_progress(&pool, "i.img", "w").unwrap());
+        assert!(!format_in_progress(&pool, "j.img", "v").unwrap());
+        clear(&pool, "i.img").unwrap();
+        clear(&pool, "i.img").unwrap();
+        assert!(!format_in_progress(&pool, "i.img", "v").unwrap());
     }
 }
