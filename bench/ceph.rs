@@ -10,7 +10,7 @@ use std::{
 };
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use uring_csi::ceph::{
+use uring_csi::ceph::client::{
     Credentials,
     rados::{Cluster, Timeouts},
 };

@@ -7,9 +7,11 @@ use criterion::Criterion;
 use futures_util::future::join_all;
 use uring_csi::{
     ceph::{
-        journal::{Entry, Journal, Kind, Reserved},
-        rados::IoCtx,
-        rbd::{self, Header, ImageOptions, trash},
+        client::{
+            rados::IoCtx,
+            rbd::{self, Header, ImageOptions, trash},
+        },
+        csi_format::journal::{Entry, Journal, Kind, Reserved},
     },
     proto::csi::CreateVolumeRequest,
 };

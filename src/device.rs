@@ -22,7 +22,6 @@ pub mod luks;
 pub mod nbd;
 mod notes;
 mod owed;
-pub mod rbd;
 pub mod ready;
 mod source;
 mod used;

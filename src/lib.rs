@@ -53,5 +53,7 @@ pub use chain::chain;
 pub(crate) use crash::crash_point;
 #[cfg(feature = "node")]
 pub(crate) use crash::hold_point;
+#[cfg(feature = "node")]
+pub use done::Detached;
 pub use done::Done;
 pub use kind::Kind;

@@ -7,7 +7,7 @@ use std::{error::Error, process::ExitCode, time::Duration};
 use clap::{Args, Parser};
 use tonic::service::Routes;
 use uring_csi::{
-    ceph::library::Libraries,
+    ceph::client::library::Libraries,
     chain, config,
     csi::{
         controller::{Controller, WhichNode},

@@ -15,10 +15,12 @@ use tonic::service::Routes;
 use uring_csi::{
     admission::{Gates, Limits},
     ceph::{
-        config::{Clusters, Mappings},
-        connections::Connections,
-        encryption::KmsConfig,
-        rados::Timeouts,
+        client::{connections::Connections, rados::Timeouts},
+        csi_format::{
+            config::{Clusters, Mappings},
+            encryption::KmsConfig,
+        },
+        krbd,
     },
     chain, config,
     csi::{
@@ -29,7 +31,7 @@ use uring_csi::{
         serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
-    device::{Backends, CephImages, Exports, Images, Notes, Owed, ThisNode, luks, nbd, rbd},
+    device::{Backends, CephImages, Exports, Images, Notes, Owed, ThisNode, luks, nbd},
     holder::{Watch, client::Client},
     kernel::{boot_id, descriptors, privileges},
     lane::Lanes,
@@ -241,7 +243,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             mappings: Arc::new(Mappings::new(&options.ceph.cluster_mapping)),
             kms: KmsConfig::new(&options.ceph.kms_config),
             connections: Connections::new(Timeouts::default())?,
-            mapper: rbd::Mapper::open(options.run_dir.join("map"))?,
+            mapper: krbd::Mapper::open(options.run_dir.join("map"))?,
             holder: options
                 .holder
                 .map(|endpoint| Watch::start(Client::new(endpoint)))

@@ -37,9 +37,11 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{
-    CephError,
-    journal::entry_of,
-    rados::{IoCtx, WriteOp},
+    client::{
+        CephError,
+        rados::{IoCtx, WriteOp},
+    },
+    csi_format::journal::entry_of,
 };
 
 /// The key of a publish context by which a node is asked to enter its client.

@@ -5,9 +5,11 @@ use std::{process::Command, sync::Arc, time::Duration};
 use uuid::Uuid;
 
 use super::{
-    Credentials,
-    rados::{Cluster, IoCtx, Timeouts},
-    rbd,
+    client::{
+        Credentials,
+        rados::{Cluster, IoCtx, Timeouts},
+        rbd,
+    },
     test_cluster::{TestCluster, answer_of},
 };
 use crate::secret::Secret;

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::{answer::Answer, context::Context, error::CliError};
 use crate::{
-    ceph::Credentials,
+    ceph::client::Credentials,
     proto::holder::{Held, ListRequest, ReattachRequest},
 };
 

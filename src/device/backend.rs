@@ -17,13 +17,13 @@ use super::{
     exports::Exports,
     holders, image,
     images::{BoundImage, Images},
-    loopdev::{Detached, FileId},
+    loopdev::FileId,
     luks, nbd,
     notes::MkfsNote,
-    rbd::{self, Identity},
 };
 use crate::{
-    Done,
+    Detached, Done,
+    ceph::krbd::{self, Identity},
     holder::devices as served,
     kernel::{Dev, block, sysfs},
     nbd::Export,
@@ -59,7 +59,7 @@ impl Device {
     pub fn is_what_it_was(&self) -> bool {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
         match &self.behind {
-            Behind::Rbd(identity) => rbd::is_behind(dev, identity),
+            Behind::Rbd(identity) => krbd::is_behind(dev, identity),
             Behind::Served(cookie) => served::Device::is_behind(dev, cookie),
             Behind::Export(export) => nbd::is_behind(dev, export),
             // Its file's inode was compared when it was attached or found; since then it

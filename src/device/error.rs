@@ -4,11 +4,11 @@ use std::{io, path::PathBuf};
 
 use super::{
     ceph::CephImageError, holders::Holder, loopdev::LoopError, luks::LuksError, nbd::NbdError,
-    notes::NoteError, rbd::RbdError,
+    notes::NoteError,
 };
 use crate::{
     Kind,
-    ceph::CephError,
+    ceph::{client::CephError, krbd::KrbdError},
     pool::{PoolError, claim::ClaimError},
 };
 
@@ -137,8 +137,8 @@ impl From<LuksError> for DeviceError {
     }
 }
 
-impl From<RbdError> for DeviceError {
-    fn from(error: RbdError) -> Self {
+impl From<KrbdError> for DeviceError {
+    fn from(error: KrbdError) -> Self {
         CephImageError::from(error).into()
     }
 }

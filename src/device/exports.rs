@@ -9,13 +9,12 @@ use super::{
     backend::{Attachment, Bound, Found, Owner},
     context::{Context, SourceError},
     error::{DeviceError, io},
-    loopdev::Detached,
     nbd::{self, Links, NbdDevice},
     notes::{MkfsNote, Notes},
     used,
 };
 use crate::{
-    Done, chain,
+    Detached, Done, chain,
     kernel::Dev,
     nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server},
     size::{BadSize, Size},

@@ -12,12 +12,12 @@ use super::{
     context::{Context, SourceError},
     error::{DeviceError, io},
     image,
-    loopdev::{self, Detached, FileId},
+    loopdev::{self, FileId},
     notes::MkfsNote,
     owed::Owed,
 };
 use crate::{
-    Done, chain, digest,
+    Detached, Done, chain, digest,
     kernel::{Dev, sysfs},
     pool::{
         self, Pool, PoolError, Pools, Scope,

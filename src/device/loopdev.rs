@@ -29,7 +29,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Kind, crash_point,
+    Detached, Kind, crash_point,
     kernel::{Dev, block, busy::outwait, loopctl, sysfs},
 };
 
@@ -121,19 +121,6 @@ pub struct Attached {
     pub offset: u64,
     /// Bytes of the file that it shows; 0 is all of them.
     pub size_limit: u64,
-}
-
-/// What became of a detach.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use]
-pub enum Detached {
-    /// The device let go of the file.
-    Now,
-    /// It did not back the file any more.
-    Already,
-    /// It lets go when another opener closes it: wait for its uevent, then ask
-    /// [`backs`].
-    Deferred,
 }
 
 /// Why a loop device could not be had, changed or let go.

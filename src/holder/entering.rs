@@ -29,13 +29,15 @@ use zeroize::Zeroizing;
 use super::{HolderError, Spec, error::failed, privacy, spec::Fencing};
 use crate::{
     ceph::{
-        CephError, Credentials,
+        client::{
+            CephError, Credentials,
+            rados::{Cluster, Timeouts},
+            rbd::{self, Access},
+        },
         fencing::{Attachments, Client, Entry, Process, Published, Starting, Through, host_of},
-        rados::{Cluster, Timeouts},
-        rbd::{self, Access},
+        krbd::ImageSpec,
     },
     chain,
-    device::rbd::Image,
     kernel::{self, exec},
     secret::Secret,
 };
@@ -98,7 +100,7 @@ impl Lineage {
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Order {
-    image: Image,
+    image: ImageSpec,
     monitors: Vec<String>,
     user: String,
     fencing: Fencing,

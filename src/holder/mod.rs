@@ -55,7 +55,7 @@ mod tests;
 /// on, and a repeated call waits for it.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 
-pub use crate::ceph::map_options::NbdOptions;
+pub use crate::ceph::csi_format::map_options::NbdOptions;
 pub use error::HolderError;
 pub use spec::{Fencing, Spec, SpecError};
 pub use watch::{Trouble, Watch};

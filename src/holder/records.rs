@@ -96,12 +96,12 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{device::rbd::Image, holder::NbdOptions};
+    use crate::{ceph::krbd::ImageSpec, holder::NbdOptions};
 
     fn spec(volume_id: &str) -> Spec {
         Spec {
             volume_id: volume_id.to_owned(),
-            image: Image {
+            image: ImageSpec {
                 cluster_id: "c".to_owned(),
                 pool: "p".to_owned(),
                 namespace: String::new(),

@@ -6,7 +6,7 @@ use uuid::Uuid;
 use super::{HolderError, NbdOptions, Spec, SpecError, keeper::Keeper, spec::Fencing};
 use crate::{
     Done,
-    device::rbd::Image,
+    ceph::krbd::ImageSpec,
     proto::holder::{
         self as proto, GrowRequest, GrowResponse, Held, ListRequest, ListResponse, MapRequest,
         MapResponse, ReattachRequest, ReattachResponse, UnmapRequest, UnmapResponse,
@@ -101,7 +101,7 @@ impl Holder for HolderService {
 fn spec_of(request: MapRequest) -> Result<Spec, SpecError> {
     Ok(Spec {
         volume_id: request.volume_id,
-        image: Image {
+        image: ImageSpec {
             cluster_id: String::new(),
             pool: request.pool,
             namespace: request.namespace,

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::NbdOptions;
-use crate::{
-    ceph::map_options::is_text,
-    device::rbd::{Image, OptionError},
+use crate::ceph::{
+    csi_format::map_options::{OptionError, is_text},
+    krbd::ImageSpec,
 };
 
 /// How long a daemon that starts may look for a monitor, seconds.
@@ -23,7 +23,7 @@ pub struct Spec {
     /// The volume's handle, and the device's cookie.
     pub volume_id: String,
     /// The image.
-    pub image: Image,
+    pub image: ImageSpec,
     /// The addresses of the cluster's monitors, as `mon_host` takes them.
     pub monitors: Vec<String>,
     /// The user's id, without `client.`.
@@ -74,7 +74,7 @@ pub enum Verb<'a> {
 impl Spec {
     /// Whether all of it can be said to the program.
     pub fn check(&self) -> Result<(), SpecError> {
-        let Image {
+        let ImageSpec {
             pool,
             namespace,
             name,
@@ -117,7 +117,7 @@ impl Spec {
 
     /// The image as Ceph's programs name it.
     pub fn name(&self) -> String {
-        let anywhere = Image {
+        let anywhere = ImageSpec {
             cluster_id: String::new(),
             ..self.image.clone()
         };
@@ -167,7 +167,7 @@ mod tests {
     fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
         Spec {
             volume_id: volume_id.to_owned(),
-            image: Image {
+            image: ImageSpec {
                 cluster_id: "lab".to_owned(),
                 pool: pool.to_owned(),
                 namespace: String::new(),

@@ -12,14 +12,18 @@ use std::{
 use tokio::time::sleep;
 
 use super::{keeper::Keeper, *};
-use crate::{Done, ceph::test_cluster::TestCluster, device::rbd::Image, secret::Secret};
+use crate::{
+    Done,
+    ceph::{krbd::ImageSpec, test_cluster::TestCluster},
+    secret::Secret,
+};
 
 mod deaths;
 
 pub(super) fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
     Spec {
         volume_id: volume_id.to_owned(),
-        image: Image {
+        image: ImageSpec {
             cluster_id: String::new(),
             pool: pool.to_owned(),
             namespace: String::new(),

@@ -19,7 +19,7 @@ use super::{
     Publication, Published, Range, RoomFor, Snapshot, Usage, Volume, images::Images, rbd::Rbd,
 };
 use crate::{
-    ceph::handle::is_ours as is_ceph_s,
+    ceph::csi_format::handle::is_ours as is_ceph_s,
     pool::handle::{SnapshotHandle, VolumeHandle},
     secret::Secrets,
 };

@@ -12,11 +12,10 @@ use super::{
     unmake,
 };
 use crate::{
-    chain,
+    Detached, chain,
     device::{
         Device, holders,
         lock::{self, Unlock},
-        loopdev::Detached,
         ready,
     },
     mount::{

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::Client;
-use crate::ceph::{
+use crate::ceph::client::{
     CephError,
     rados::{Cluster, IoCtx},
 };

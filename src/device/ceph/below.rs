@@ -1,8 +1,8 @@
 //! A mapped image's own device, and what shows it.
 
-use crate::device::{
-    Behind, Device, luks,
-    rbd::{Identity, RbdDevice},
+use crate::{
+    ceph::krbd::{Identity, RbdDevice},
+    device::{Behind, Device, luks},
 };
 
 /// A mapped image's own device, below an encrypted volume's.

@@ -12,7 +12,7 @@ use super::{
     library::{Asked, Notes},
 };
 use crate::{
-    ceph::encryption::{self, Kms},
+    ceph::csi_format::encryption::{self, Kms},
     device::{
         HeldOpen, How, Source,
         backend::Purpose,

@@ -10,14 +10,12 @@
 use super::{BoundCephImage, CephImageError, Known, below::Below};
 use crate::{
     ceph::{
+        csi_format::handle::VolumeHandle,
         fencing::{Attachments, Client, Fence, Fences, Published, Through},
-        handle::VolumeHandle,
+        krbd::{Mapped, mapped},
     },
     chain,
-    device::{
-        Behind, Fencing, How,
-        rbd::{Mapped, mapped},
-    },
+    device::{Behind, Fencing, How},
     holder::{
         self,
         devices::{Server, process},

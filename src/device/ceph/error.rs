@@ -5,13 +5,15 @@ use std::path::PathBuf;
 use tonic::Code;
 
 use super::{
-    super::{error::DeviceError, luks::LuksError, notes::NoteError, rbd},
+    super::{error::DeviceError, luks::LuksError, notes::NoteError},
     source::TUNING,
 };
 use crate::{
     Kind,
     ceph::{
-        CephError, CredentialsError, config::ConfigError, encryption::EncryptionError, rbd::Watcher,
+        client::{CephError, CredentialsError, rbd::Watcher},
+        csi_format::{config::ConfigError, encryption::EncryptionError},
+        krbd,
     },
     chain,
     holder::client::ClientError,
@@ -173,7 +175,7 @@ pub enum CephImageError {
     Holder(#[from] ClientError),
     /// krbd.
     #[error(transparent)]
-    Rbd(#[from] rbd::RbdError),
+    Rbd(#[from] krbd::KrbdError),
     /// The encryption layer.
     #[error(transparent)]
     Luks(#[from] LuksError),

@@ -13,14 +13,18 @@ use super::{
 };
 use crate::{
     ceph::{
-        CephError, Credentials,
-        config::ClusterConfig,
-        connections::Connections,
-        encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, noted},
-        rados::IoCtx,
-        rbd::{self, Access, Features, Header, Watcher},
+        client::{
+            CephError, Credentials,
+            connections::Connections,
+            rados::IoCtx,
+            rbd::{self, Access, Features, Header, Watcher},
+        },
+        csi_format::{
+            config::ClusterConfig,
+            encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, noted},
+        },
+        krbd::ImageSpec,
     },
-    device::rbd::Image,
     kernel::busy,
 };
 
@@ -61,7 +65,7 @@ impl Asked {
         connections: &Connections,
         cluster: &ClusterConfig,
         credentials: &Credentials,
-        image: &Image,
+        image: &ImageSpec,
     ) -> Result<Option<Self>, CephImageError> {
         let connected = match connections.get(&cluster.monitors, credentials) {
             Err(CephError::Library(missing)) => {

@@ -32,7 +32,7 @@ use std::sync::{
 
 use super::{BoundCephImage, CephImageError, Known};
 use crate::{
-    ceph::{CephError, rbd::Header},
+    ceph::client::{CephError, rbd::Header},
     crash_point,
     device::{How, MkfsNote},
 };
@@ -152,8 +152,10 @@ impl BoundCephImage<'_> {
 mod tests {
     use super::*;
     use crate::ceph::{
-        rados::IoCtx,
-        rbd::{self, Access, Features, Image, ImageOptions},
+        client::{
+            rados::IoCtx,
+            rbd::{self, Access, Features, Image, ImageOptions},
+        },
         testing::Place,
     };
 

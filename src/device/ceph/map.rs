@@ -17,11 +17,12 @@ use super::{
 };
 use crate::{
     Done,
-    ceph::{Credentials, config::ClusterConfig, connections::Connections},
-    device::{
-        How,
-        rbd::{self, Greeting, Image, Monitors, RbdDevice, Wanted},
+    ceph::{
+        client::{Credentials, connections::Connections},
+        csi_format::config::ClusterConfig,
+        krbd::{self, Greeting, ImageSpec, Monitors, RbdDevice, Wanted},
     },
+    device::How,
 };
 
 /// What is known of an image and its cluster, once somebody is to use it.
@@ -29,7 +30,7 @@ pub struct Known<'a> {
     pub source: &'a CephSource,
     pub cluster: ClusterConfig,
     pub credentials: Credentials,
-    pub image: Image,
+    pub image: ImageSpec,
     /// The pool's id, where it is known.
     pool_id: Option<i64>,
     /// Looked for once, and asked by all who want to know something.
@@ -127,7 +128,7 @@ impl BoundCephImage<'_> {
         served::is_not_served(&known.image, &how.volume_id, &monitors)?;
         let mut wanted = self.wanted(known, how, &monitors);
         let one_writer = !how.read_only && !how.shared;
-        if let Some(device) = rbd::find(&wanted)? {
+        if let Some(device) = krbd::find(&wanted)? {
             // A killed agent had not looked yet, or was let in late.
             if one_writer
                 && !how.staged
@@ -152,7 +153,7 @@ impl BoundCephImage<'_> {
         // neither goes on; nothing has been written yet.
         match asked.is_alone(own_client(&mapped.0)) {
             Ok(()) => Ok(mapped),
-            Err(cause) => Err(match rbd::unmap(&mapped.0) {
+            Err(cause) => Err(match krbd::unmap(&mapped.0) {
                 Ok(_) => cause,
                 Err(undo) => cause.not_undone(&undo.into()),
             }),
@@ -225,5 +226,5 @@ impl BoundCephImage<'_> {
 
 /// By which client of the cluster the image is mapped.
 fn own_client(device: &RbdDevice) -> Own {
-    rbd::mapped::client_of(device.dev).map_or(Own::None, Own::Client)
+    krbd::mapped::client_of(device.dev).map_or(Own::None, Own::Client)
 }

@@ -4,7 +4,7 @@
 //! ```text
 //!  clusterID ─▶ config.json ─▶ monitors, namespace      secrets ─▶ user and key
 //!      librados, where it is there: features, who else has the image open, metadata
-//!      krbd (super::rbd): /dev/rbd0        LUKS, where encrypted: /dev/dm-0
+//!      krbd: /dev/rbd0                    LUKS, where encrypted: /dev/dm-0
 //! ```
 //!
 //! Volumes pass between this driver and ceph-csi, so all of it is as ceph-csi has
@@ -17,18 +17,19 @@ use super::{
     Ailment, Behind, Device, How, Source,
     backend::{Attachment, Bound, Found, Owner},
     error::{DeviceError, io},
-    loopdev::Detached,
     luks,
     notes::{MkfsNote, Notes},
-    rbd::{self, Image, Mapped, Mapper, Monitors},
     used,
 };
 use crate::{
-    Done,
+    Detached, Done,
     ceph::{
-        config::{ClusterConfig, Clusters, Mappings},
-        connections::Connections,
-        encryption::KmsConfig,
+        client::connections::Connections,
+        csi_format::{
+            config::{ClusterConfig, Clusters, Mappings},
+            encryption::KmsConfig,
+        },
+        krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
     chain,
     holder::{Watch, devices as nbd},
@@ -84,7 +85,7 @@ impl CephImages {
     /// What an earlier agent mapped for the volume.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
         self.mapper.is_under_way(volume_id)?;
-        let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
+        let found = krbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
         match found {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
             None => served::find(self.holder.as_ref(), volume_id, None),
@@ -137,7 +138,7 @@ impl CephImages {
             let device = served::device(volume_id)?;
             return Ok((Source::Rbd(source), device));
         }
-        let listed = rbd::mapped::list(Some(&source.image.name));
+        let listed = krbd::mapped::list(Some(&source.image.name));
         let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
         mapped.retain(|mapped| {
             source.image.is_named_as(&mapped.image)
@@ -228,7 +229,7 @@ impl CephImages {
 
 fn found_as(mapped: &Mapped, volume_id: &str) -> Result<Found, DeviceError> {
     let mark = mapped.config.mark.as_ref();
-    let image = Image {
+    let image = ImageSpec {
         cluster_id: mark.map_or_else(String::new, |mark| mark.cluster_id.clone()),
         ..mapped.image.clone()
     };
@@ -324,7 +325,7 @@ impl Bound for BoundCephImage<'_> {
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
         self.images.mapper.is_under_way(volume_id)?;
-        let found = rbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
+        let found = krbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
         if found.is_some_and(|mapped| self.source.image.is_named_as(&mapped.image)) {
             return Ok(true);
         }
@@ -334,7 +335,7 @@ impl Bound for BoundCephImage<'_> {
     }
 
     fn attached(&self) -> Result<Option<Device>, DeviceError> {
-        let listed = rbd::mapped::list(Some(&self.source.image.name));
+        let listed = krbd::mapped::list(Some(&self.source.image.name));
         let mut listed = listed.map_err(io("list the mapped images"))?.into_iter();
         let its = listed.find(|mapped| {
             let mark = mapped.config.mark.as_ref();
@@ -383,7 +384,7 @@ impl Bound for BoundCephImage<'_> {
         let below = Below::of(device);
         let bytes = match &below.behind {
             Behind::Rbd(identity) => {
-                let grown = rbd::refresh(&self.source.image, &below.krbd(identity), bytes);
+                let grown = krbd::refresh(&self.source.image, &below.krbd(identity), bytes);
                 grown.map_err(CephImageError::from)?
             }
             _ => self.grow_served(&below, bytes)?,

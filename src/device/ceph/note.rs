@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 use super::CephSource;
 use crate::{
     ceph::{
-        encryption::DEFAULT_KMS,
-        map_options::{KRBD, NBD, part_for},
+        csi_format::{
+            encryption::DEFAULT_KMS,
+            map_options::{KRBD, NBD, part_for},
+        },
+        krbd::{ImageSpec, Mapped},
     },
-    device::{
-        Behind, Device, Note,
-        rbd::{Image, Mapped},
-    },
+    device::{Behind, Device, Note},
 };
 
 /// The file beside the mount.
@@ -52,7 +52,7 @@ impl CephSource {
     /// The image that a note is of.
     pub fn noted(note: &[u8], volume_id: &str) -> serde_json::Result<Self> {
         let stash: Stash = serde_json::from_slice(note)?;
-        let image = Image {
+        let image = ImageSpec {
             cluster_id: String::new(),
             pool: stash.pool,
             namespace: stash.rados_namespace,

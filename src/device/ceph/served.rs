@@ -11,14 +11,14 @@ use super::{
     mounter::Served,
 };
 use crate::{
-    Done, chain, crash_point,
+    Detached, Done,
+    ceph::krbd::{self, ImageSpec, Monitors},
+    chain, crash_point,
     device::{
         Ailment, Behind, Device, How, Source,
         backend::Found,
         error::{DeviceError, io},
-        loopdev::Detached,
         luks,
-        rbd::{self, Image, Monitors},
     },
     holder::{Spec, Trouble, Watch, client::ClientError, devices as nbd},
 };
@@ -43,7 +43,7 @@ pub fn is_served(volume_id: &str) -> Result<bool, CephImageError> {
 pub fn find(
     holder: Option<&Watch>,
     volume_id: &str,
-    noted: Option<Image>,
+    noted: Option<ImageSpec>,
 ) -> Result<Option<Found>, DeviceError> {
     let Some(device) = device(volume_id)? else {
         if is_coming(holder, volume_id)? {
@@ -83,7 +83,7 @@ fn server_of(volume_id: &str) -> std::io::Result<Option<nbd::Server>> {
 
 /// Refuses an image that rbd-nbd serves here, for this volume or another.
 pub fn is_not_served(
-    image: &Image,
+    image: &ImageSpec,
     volume_id: &str,
     monitors: &Monitors,
 ) -> Result<(), CephImageError> {
@@ -116,7 +116,7 @@ fn is_served_alone(spec: &Spec) -> Result<bool, CephImageError> {
 }
 
 /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
-fn named(text: &str) -> Option<Image> {
+fn named(text: &str) -> Option<ImageSpec> {
     let (path, snapshot) = match text.split_once('@') {
         Some((path, snapshot)) => (path, Some(snapshot.to_owned())),
         None => (text, None),
@@ -131,7 +131,7 @@ fn named(text: &str) -> Option<Image> {
     if !is_part(pool) || !is_part(name) || !snapshot.iter().all(|name| is_part(name)) {
         return None;
     }
-    Some(Image {
+    Some(ImageSpec {
         cluster_id: String::new(),
         pool: pool.to_owned(),
         namespace: namespace.to_owned(),
@@ -247,7 +247,7 @@ impl BoundCephImage<'_> {
     /// Refuses an image that krbd has mapped here.
     fn is_not_mapped(&self, known: &Known<'_>, how: &How) -> Result<(), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        match rbd::find(&self.wanted(known, how, &monitors))? {
+        match krbd::find(&self.wanted(known, how, &monitors))? {
             None => Ok(()),
             Some(device) => Err(CephImageError::Taken {
                 image: known.image.to_string(),
@@ -258,7 +258,7 @@ impl BoundCephImage<'_> {
 
     pub(super) fn unmap(&self, below: &Below) -> Result<Detached, CephImageError> {
         match &below.behind {
-            Behind::Rbd(identity) => Ok(crate::device::rbd::unmap(&below.krbd(identity))?),
+            Behind::Rbd(identity) => Ok(crate::ceph::krbd::unmap(&below.krbd(identity))?),
             Behind::Served(cookie) => match self.holder()?.unmap(cookie)? {
                 Done::Now => Ok(Detached::Now),
                 Done::Already => Ok(Detached::Already),

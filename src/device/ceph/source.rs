@@ -8,18 +8,16 @@ use serde::{Deserialize, Serialize};
 use super::mounter::{Mounter, Served};
 use crate::{
     ceph::{
-        encryption::DEFAULT_KMS,
-        handle::VolumeHandle,
-        journal::Kind,
-        map_options::{KRBD, part_for},
-        rbd::Features,
+        client::rbd::Features,
+        csi_format::{
+            encryption::DEFAULT_KMS,
+            handle::VolumeHandle,
+            journal::Kind,
+            map_options::{KRBD, MapOptions, OptionError, part_for},
+        },
+        krbd::{ImageSpec, Mapped},
     },
-    device::{
-        SourceError,
-        context::Context,
-        luks,
-        rbd::{Image, MapOptions, Mapped, OptionError},
-    },
+    device::{SourceError, context::Context, luks},
     holder::{NbdOptions, devices as nbd},
     kernel::Dev,
 };
@@ -31,7 +29,7 @@ pub struct CephSource {
     /// cluster's configuration says ([`CephImages::settled`]).
     ///
     /// [`CephImages::settled`]: super::CephImages::settled
-    pub image: Image,
+    pub image: ImageSpec,
     /// The pool's id, where the handle says it: names may change.
     pub pool_id: Option<i64>,
     /// What the class says of its features; none where it says nothing.
@@ -98,7 +96,7 @@ impl fmt::Display for CephSource {
 
 impl CephSource {
     /// An image that was found served by rbd-nbd, as [`CephSource::found`].
-    pub fn found_served(image: Image, volume_id: &str) -> Self {
+    pub fn found_served(image: ImageSpec, volume_id: &str) -> Self {
         Self {
             mounter: Mounter::RbdNbd(Served {
                 cookie: volume_id.to_owned(),
@@ -109,7 +107,7 @@ impl CephSource {
     }
 
     /// An image that was found mapped: nobody has said how it should be.
-    pub fn found(image: Image, volume_id: &str) -> Self {
+    pub fn found(image: ImageSpec, volume_id: &str) -> Self {
         let handle = volume_id.parse().ok();
         let known = handle.as_ref().map(VolumeHandle::cluster_id);
         let cluster_id = match &*image.cluster_id {
@@ -117,7 +115,7 @@ impl CephSource {
             marked => marked.to_owned(),
         };
         Self {
-            image: Image {
+            image: ImageSpec {
                 cluster_id,
                 ..image
             },
@@ -175,7 +173,7 @@ impl CephSource {
             Err(error) => return bad("imageFeatures", format!("{error}")),
         };
         Ok(Self {
-            image: Image {
+            image: ImageSpec {
                 cluster_id: context.need("clusterID")?.to_owned(),
                 pool: pool.to_owned(),
                 namespace: context.get("radosNamespace").unwrap_or_default().to_owned(),

@@ -5,7 +5,7 @@ use std::fs;
 use serde_json::json;
 
 use super::*;
-use crate::ceph::rados::Timeouts;
+use crate::ceph::client::rados::Timeouts;
 
 const KNOWN: [&str; 3] = ["ours", "theirs", "mirror"];
 const HANDLE: &str = "0001-0004-ours-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
@@ -55,22 +55,22 @@ fn monitor_of(cluster: &str) -> String {
 fn mapped(cluster: &str, pool_id: i64) -> Mapped {
     Mapped {
         id: 0,
-        image: Image {
+        image: ImageSpec {
             cluster_id: String::new(),
             pool: "pool".to_owned(),
             namespace: String::new(),
             name: "image".to_owned(),
             snapshot: None,
         },
-        identity: rbd::Identity {
+        identity: krbd::Identity {
             fsid: cluster.to_owned(),
             pool_id,
             image_id: "1".to_owned(),
             snapshot: None,
         },
-        config: rbd::mapped::Config {
+        config: krbd::mapped::Config {
             monitors: vec![monitor_of(cluster).parse().unwrap()],
-            ..rbd::mapped::Config::default()
+            ..krbd::mapped::Config::default()
         },
     }
 }
@@ -114,7 +114,7 @@ fn who_marked_an_image_knows_whose_it_is() {
     let home = Home::new();
     for (volume_id, is_its) in [(HANDLE, true), ("another", false)] {
         let mut mapped = mapped("theirs", 7);
-        mapped.config.mark = Some(rbd::mapped::Mark::new("theirs", volume_id));
+        mapped.config.mark = Some(krbd::mapped::Mark::new("theirs", volume_id));
         assert_eq!(home.is_another_s(&mapped), !is_its);
     }
 }

@@ -8,7 +8,7 @@ use std::{os::unix::ffi::OsStrExt as _, path::Path};
 
 use super::{ImageSource, Images};
 use crate::{
-    ceph,
+    ceph::csi_format::handle,
     device::{
         Device, Source,
         backend::{Found, Owner},
@@ -30,7 +30,7 @@ impl Images {
     /// Fails as [`Pool::refuse_away`] where the volume's image may be attached, and its
     /// pool is not there to tell.
     pub fn find(&self, volume_id: &str, known: &[Device]) -> Result<Option<Found>, DeviceError> {
-        if ceph::handle::is_ours(volume_id) {
+        if handle::is_ours(volume_id) {
             return Ok(None);
         }
         let handle = volume_id.parse::<VolumeHandle>().ok();

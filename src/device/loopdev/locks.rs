@@ -13,10 +13,8 @@ use std::{
 
 use rustix::io::Errno;
 
-use super::{
-    Detached, LoopDevice, LoopError, LoopOptions, attach, backing_path, configured, is, release,
-};
-use crate::kernel::Dev;
+use super::{LoopDevice, LoopError, LoopOptions, attach, backing_path, configured, is, release};
+use crate::{Detached, kernel::Dev};
 
 /// A loop device over a block device's node.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -24,8 +24,7 @@ use super::{
     is_behind, large_enough, link::Held, quiet,
 };
 use crate::{
-    Done,
-    device::loopdev::Detached,
+    Detached, Done,
     kernel::{
         busy::outwait,
         nbd::netlink::{Driver, Listener},

@@ -16,9 +16,8 @@ use super::{
 };
 use crate::{
     ceph::{
-        journal::{Entry, Journal, Kind, Making, Reserved},
-        rados::IoCtx,
-        rbd,
+        client::{rados::IoCtx, rbd},
+        csi_format::journal::{Entry, Journal, Kind, Making, Reserved},
     },
     chain,
     secret::Secrets,

@@ -15,8 +15,8 @@ use super::{
     topology::{self, Constrained},
 };
 use crate::ceph::{
-    map_options::{KRBD, MapOptions, NbdOptions, OptionError, part_for},
-    rbd::{Features, ImageOptions},
+    client::rbd::{Features, ImageOptions},
+    csi_format::map_options::{KRBD, MapOptions, NbdOptions, OptionError, part_for},
 };
 
 /// What a storage class says.

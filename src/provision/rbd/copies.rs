@@ -21,11 +21,12 @@ use super::{
     trash::Discarded,
 };
 use crate::ceph::{
-    CephError,
-    handle::Handle,
-    or_exists, or_missing,
-    rados::IoCtx,
-    rbd::{self, Access, Features, Image, ImageOptions, LinkedImage},
+    client::{
+        CephError, or_exists, or_missing,
+        rados::IoCtx,
+        rbd::{self, Access, Features, Image, ImageOptions, LinkedImage},
+    },
+    csi_format::handle::Handle,
 };
 
 /// The image between a volume and its copy.

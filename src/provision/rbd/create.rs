@@ -28,9 +28,11 @@ use super::{
     store::Store,
 };
 use crate::ceph::{
-    journal::{self, Entry, Reserved},
-    rados::IoCtx,
-    rbd::{Access, Image},
+    client::{
+        rados::IoCtx,
+        rbd::{Access, Image},
+    },
+    csi_format::journal::{self, Entry, Reserved},
 };
 
 mod build;

@@ -15,12 +15,14 @@ use super::{
 };
 use crate::{
     ceph::{
-        encryption::{
-            DEFAULT_KMS, EncryptionError, Kms, KmsConfig, PREPARED, SEALED_KEY, STATE_KEY,
-            generate, noted, open, passphrase, seal,
+        client::rbd::Image,
+        csi_format::{
+            encryption::{
+                DEFAULT_KMS, EncryptionError, Kms, KmsConfig, PREPARED, SEALED_KEY, STATE_KEY,
+                generate, noted, open, passphrase, seal,
+            },
+            journal::Entry,
         },
-        journal::Entry,
-        rbd::Image,
     },
     secret::{Secret, Secrets},
 };

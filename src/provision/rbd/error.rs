@@ -2,8 +2,8 @@
 
 use super::super::Kind;
 use crate::ceph::{
-    CephError, CredentialsError, config::ConfigError, encryption::EncryptionError,
-    journal::JournalError,
+    client::{CephError, CredentialsError},
+    csi_format::{config::ConfigError, encryption::EncryptionError, journal::JournalError},
 };
 
 /// Why an RBD volume could not be worked on.

@@ -35,11 +35,13 @@ use super::{
 };
 use crate::{
     ceph::{
+        client::{
+            rados::IoCtx,
+            rbd::{Access, Image, Watcher},
+        },
         fencing::{
             ASKED, Attachment, Attachments, Client, Fence, Fences, STARTS_WITHIN, Through, host_of,
         },
-        rados::IoCtx,
-        rbd::{Access, Image, Watcher},
     },
     chain,
     secret::Secrets,

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::{error::RbdError, trash::has_manager};
 use crate::{
-    ceph::{
+    ceph::client::{
         CephError,
         rados::IoCtx,
         rbd::{Access, Image},
@@ -232,7 +232,7 @@ fn depth(image: &Image) -> Result<usize, CephError> {
 mod tests {
     use super::*;
     use crate::ceph::{
-        rbd::{self, Features, ImageOptions},
+        client::rbd::{self, Features, ImageOptions},
         testing::Place,
     };
 

@@ -10,12 +10,16 @@ use super::{
     error::RbdError,
 };
 use crate::ceph::{
-    Credentials,
-    config::ClusterConfig,
-    handle::Handle,
-    journal::{Entry, Reserved},
-    rados::{Cluster, IoCtx, Pool},
-    rbd::{self, Access, Image},
+    client::{
+        Credentials,
+        rados::{Cluster, IoCtx, Pool},
+        rbd::{self, Access, Image},
+    },
+    csi_format::{
+        config::ClusterConfig,
+        handle::Handle,
+        journal::{Entry, Reserved},
+    },
 };
 
 /// A cluster that can be talked to.

@@ -21,9 +21,8 @@ use super::{
 };
 use crate::{
     ceph::{
-        journal::{Journal, JournalError},
-        rados::IoCtx,
-        rbd::Access,
+        client::{rados::IoCtx, rbd::Access},
+        csi_format::journal::{Journal, JournalError},
     },
     chain, digest,
     secret::Secrets,

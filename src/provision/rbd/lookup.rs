@@ -7,7 +7,7 @@
 //! the handle that it was asked for by: that is what its callers know, and what
 //! its passphrase is sealed with.
 //!
-//! [`Mappings`]: crate::ceph::config::Mappings
+//! [`Mappings`]: crate::ceph::csi_format::config::Mappings
 
 use super::{
     super::Error,
@@ -17,11 +17,15 @@ use super::{
 };
 use crate::{
     ceph::{
-        config::ConfigError,
-        handle::{Handle, VolumeHandle},
-        journal::{Entry, Journal},
-        rados::IoCtx,
-        rbd::{self, Access, Mirroring},
+        client::{
+            rados::IoCtx,
+            rbd::{self, Access, Mirroring},
+        },
+        csi_format::{
+            config::ConfigError,
+            handle::{Handle, VolumeHandle},
+            journal::{Entry, Journal},
+        },
     },
     secret::Secrets,
 };

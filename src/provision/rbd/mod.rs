@@ -14,7 +14,7 @@
 //! ```
 //!
 //! A request carries the user and key of its cluster in its secrets; connections
-//! are shared and kept ([`crate::ceph::connections`]). Calls that CSI gives no
+//! are shared and kept ([`crate::ceph::client::connections`]). Calls that CSI gives no
 //! secrets use those that the controller was given ([`SecretDir`]), and are not
 //! announced without.
 //!
@@ -36,11 +36,12 @@ use super::{
 };
 use crate::{
     ceph::{
-        config::{Clusters, Mappings},
-        connections::Connections,
-        encryption::KmsConfig,
-        journal::{Journal, Kind},
-        rados::Timeouts,
+        client::{connections::Connections, rados::Timeouts},
+        csi_format::{
+            config::{Clusters, Mappings},
+            encryption::KmsConfig,
+            journal::{Journal, Kind},
+        },
     },
     lane::Lanes,
     secret::Secrets,

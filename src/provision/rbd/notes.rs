@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use super::qos;
-use crate::ceph::{CephError, rbd::Image};
+use crate::ceph::client::{CephError, rbd::Image};
 
 /// What begins the names of Kubernetes' objects.
 const KUBERNETES: &str = "csi.storage.k8s.io/";

@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::error::RbdError;
-use crate::{ceph::Credentials, secret::Secrets};
+use crate::{ceph::client::Credentials, secret::Secrets};
 
 /// `DIR`, for every cluster, or `CLUSTERID=DIR`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -14,9 +14,11 @@ use super::{
 };
 use crate::{
     ceph::{
-        journal::{Entry, Making, Reserved},
-        or_missing,
-        rbd::{Access, Features, Image},
+        client::{
+            or_missing,
+            rbd::{Access, Features, Image},
+        },
+        csi_format::journal::{Entry, Making, Reserved},
     },
     secret::Secrets,
 };

@@ -18,15 +18,13 @@ use super::{
 };
 use crate::{
     ceph::{
-        Credentials,
-        config::{Clusters, Mappings},
-        connections::Connections,
-        encryption::KmsConfig,
-        handle::MAX_CLUSTER_ID,
-        journal::Journal,
-        or_missing,
-        rados::IoCtx,
-        rbd,
+        client::{Credentials, connections::Connections, or_missing, rados::IoCtx, rbd},
+        csi_format::{
+            config::{Clusters, Mappings},
+            encryption::KmsConfig,
+            handle::MAX_CLUSTER_ID,
+            journal::Journal,
+        },
     },
     lane,
     secret::Secrets,

@@ -15,8 +15,10 @@ mod trash;
 use super::*;
 use crate::{
     ceph::{
-        Credentials,
-        rados::{Cluster, IoCtx},
+        client::{
+            Credentials,
+            rados::{Cluster, IoCtx},
+        },
         test_cluster::TestCluster,
     },
     provision::{Kind as ErrorKind, Places, Source},
@@ -230,8 +232,8 @@ async fn what_is_in_use_is_not_deleted() {
     let other = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
     let pool = other.ioctx(&home.pool, "").unwrap();
     let image = &made.context["imageName"];
-    let access = crate::ceph::rbd::Access::ReadWrite;
-    let user = crate::ceph::rbd::Image::open(&pool, image, access).unwrap();
+    let access = crate::ceph::client::rbd::Access::ReadWrite;
+    let user = crate::ceph::client::rbd::Image::open(&pool, image, access).unwrap();
     let refused = home.delete(&made.handle).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::FailedPrecondition);
     assert!(refused.to_string().contains("127."), "{refused}");

@@ -23,7 +23,7 @@ use serde_json::json;
 
 use super::deletes::Deletes;
 use crate::{
-    ceph::{
+    ceph::client::{
         CephError, or_missing,
         rados::IoCtx,
         rbd::{self, Access, Image, LinkedImage, SnapshotKind, trash},

@@ -16,8 +16,8 @@ use super::{
 };
 use crate::{
     ceph::{
-        journal::Journal,
-        rbd::{Access, Header, Image, Mirroring},
+        client::rbd::{Access, Header, Image, Mirroring},
+        csi_format::journal::Journal,
     },
     secret::Secrets,
 };

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use tonic::Code::{FailedPrecondition, InvalidArgument, Unauthenticated};
 use uring_csi::{
-    ceph::encryption,
+    ceph::csi_format::encryption,
     secret::{Secret, Secrets},
 };
 

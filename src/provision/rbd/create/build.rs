@@ -14,7 +14,7 @@ use super::{
     },
     Creation, Making,
 };
-use crate::ceph::rbd::{self, Access, Image};
+use crate::ceph::client::rbd::{self, Access, Image};
 
 /// What a copy is made of.
 pub struct Origin {

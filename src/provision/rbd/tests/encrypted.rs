@@ -3,8 +3,8 @@
 use super::*;
 use crate::{
     ceph::{
-        encryption::{PREPARED, SEALED_KEY, STATE_KEY, open},
-        rbd::{Access, Image},
+        client::rbd::{Access, Image},
+        csi_format::encryption::{PREPARED, SEALED_KEY, STATE_KEY, open},
     },
     secret::Secret,
 };

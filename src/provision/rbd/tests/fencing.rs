@@ -3,11 +3,11 @@
 
 use super::*;
 use crate::ceph::{
+    client::rbd::{Access, Image},
     fencing::{
         Attachments, Client, Entry, Fence, Fences, Published, STARTS_WITHIN, Starting, Through,
         host_of,
     },
-    rbd::{Access, Image},
 };
 
 /// Longer than anything here takes.

@@ -1,7 +1,7 @@
 //! Limits, and what else is noted on images, as they grow and are copied.
 
 use super::*;
-use crate::ceph::rbd::{Access, Image};
+use crate::ceph::client::rbd::{Access, Image};
 
 impl Home {
     /// What is noted on a volume's image.

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::ceph::rbd::{self as images, Access, Image, Mirroring};
+use crate::ceph::client::rbd::{self as images, Access, Image, Mirroring};
 
 /// A volume that was made at one site and is at another by now.
 struct Moved {
@@ -190,7 +190,7 @@ async fn a_mirror_in_its_own_place_is_left_and_not_its_primary_deleted() {
     moved.demote();
     let (pool, own) = (moved.sites[1].pool_id(), &moved.volume.handle);
     let uuid = own[own.len() - 36..].parse().unwrap();
-    let handle = crate::ceph::handle::Handle::new("other", pool, uuid).unwrap();
+    let handle = crate::ceph::csi_format::handle::Handle::new("other", pool, uuid).unwrap();
     for _ in 0..2 {
         moved.home.delete(&handle.to_string()).await.unwrap();
         assert_eq!(moved.is_there(), [true; 2]);

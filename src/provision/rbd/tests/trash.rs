@@ -51,7 +51,9 @@ async fn what_a_delete_could_not_move_is_not_removed_later() {
     mirror(&["image", "enable", &image, "journal"]);
     mirror(&["image", "demote", &image]);
     let pool = home.io();
-    let id = crate::ceph::rbd::image_id(&pool, &name).unwrap().unwrap();
+    let id = crate::ceph::client::rbd::image_id(&pool, &name)
+        .unwrap()
+        .unwrap();
     let bin = home.rbd.turns.store().bin.clone();
     let discarded = [Discarded { id, name }];
     bin.discard(&pool, &discarded).unwrap_err();

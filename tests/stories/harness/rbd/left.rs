@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use uring_csi::{
-    ceph::{
+    ceph::client::{
         CephError, Credentials,
         rados::{Cluster, IoCtx, Timeouts},
         rbd::{self, Access, ImageName},

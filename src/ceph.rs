@@ -1,0 +1,24 @@
+//! Ceph, for node and controller.
+//!
+//! ```text
+//!  csi_format   ceph-csi's configuration, handles, journal, sealed passphrases
+//!  client       connections to clusters; objects and images, by librados, librbd
+//!  krbd         images as block devices of the kernel's own driver
+//!  fencing      which of a node's clients has a volume, and blocklisting it
+//! ```
+//!
+//! All of it blocks while a cluster is slow, so it runs on lanes.
+
+pub mod client;
+pub mod csi_format;
+pub mod fencing;
+#[cfg(feature = "node")]
+pub mod krbd;
+
+#[cfg(test)]
+use crate::left_out;
+#[cfg(test)]
+#[path = "../tests/ceph/cluster.rs"]
+pub(crate) mod test_cluster;
+#[cfg(test)]
+pub(crate) mod testing;

@@ -1,0 +1,120 @@
+use std::{
+    iter,
+    net::{Ipv4Addr, TcpListener},
+};
+
+use serde_json::json;
+
+use super::*;
+use crate::{
+    ceph::{
+        client::{
+            rados::IoCtx,
+            rbd::{self, Access, Image, ImageOptions},
+        },
+        test_cluster::TestCluster,
+        testing::{connect, credentials, timeouts},
+    },
+    secret::Secret,
+};
+
+#[test]
+fn a_connection_is_shared_until_it_is_lost() {
+    let Some(test) = TestCluster::shared() else {
+        return;
+    };
+    let short = Duration::from_millis(40);
+    let connections = Connections::with_idle_time(timeouts(30), short).unwrap();
+    let get = || {
+        connections
+            .get(&test.monitors, &credentials(&test))
+            .unwrap()
+    };
+    let all = thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(get)).collect();
+        let all = threads.into_iter().map(|thread| thread.join().unwrap());
+        all.collect::<Vec<_>>()
+    });
+    let first = all[0].clone();
+    assert!(all.iter().all(|other| Arc::ptr_eq(&first, other)));
+    let io = first.ioctx(&test.pool, "").unwrap();
+    let address = address_of(&io);
+    let other = connect(&test);
+    let fence = |op: &str| {
+        let command = json!({"prefix": "osd blocklist", "blocklistop": op, "addr": address});
+        other.mon_command(&command).unwrap();
+    };
+    fence("add");
+    // The OSD learns of it a moment later.
+    let fenced = iter::repeat_with(|| io.exists("x")).find_map(Result::err);
+    assert!(fenced.unwrap().is_blocklisted());
+    drop(io);
+    let second = get();
+    assert!(!Arc::ptr_eq(&first, &second));
+    let io = second.ioctx(&test.pool, "").unwrap();
+    assert!(!io.exists("x").unwrap());
+    fence("rm");
+    // The lost one ends when nobody uses it.
+    let weak = Arc::downgrade(&first);
+    drop((all, first));
+    while weak.strong_count() > 0 {
+        thread::park_timeout(short);
+    }
+}
+
+/// The address of a connection, as an image that it has open shows it.
+fn address_of(io: &IoCtx) -> String {
+    let name = uuid::Uuid::new_v4().to_string();
+    rbd::create(io, &name, 1 << 20, &ImageOptions::default()).unwrap();
+    let image = Image::open(io, &name, Access::ReadWrite).unwrap();
+    let watchers = image.watchers().unwrap();
+    assert_eq!(watchers.len(), 1);
+    assert!(watchers[0].own);
+    watchers[0].address.clone()
+}
+
+#[test]
+fn a_connection_that_nobody_uses_ends() {
+    let Some(test) = TestCluster::shared() else {
+        return;
+    };
+    let short = Duration::from_millis(40);
+    let connections = Connections::with_idle_time(timeouts(30), short).unwrap();
+    let used = connections.get(&test.monitors, &credentials(&test));
+    let used = used.unwrap();
+    let weak = Arc::downgrade(&used);
+    thread::park_timeout(short * 3);
+    assert!(weak.upgrade().is_some());
+    drop(used);
+    while weak.strong_count() > 0 {
+        thread::park_timeout(short);
+    }
+}
+
+#[test]
+fn a_dead_cluster_costs_its_callers_one_timeout_and_others_none() {
+    let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let dead = [silent.local_addr().unwrap().to_string()];
+    let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let closed = [gone.local_addr().unwrap().to_string()];
+    drop(gone);
+    let nobody = Credentials {
+        user: "csi".into(),
+        key: Secret::new(String::new()),
+    };
+    let connections = Connections::new(timeouts(2)).unwrap();
+    thread::scope(|scope| {
+        let get = || connections.get(&dead, &nobody).unwrap_err();
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(get)).collect();
+        // Those of another cluster do not wait for them.
+        let error = connections.get(&closed, &nobody).unwrap_err();
+        assert!(error.to_string().contains("refused"), "{error}");
+        for thread in threads {
+            assert!(thread.join().unwrap().is_timed_out());
+        }
+    });
+    // Each attempt was one connection, as the listener has seen.
+    silent.set_nonblocking(true).unwrap();
+    let seen = iter::from_fn(|| silent.accept().ok()).count();
+    assert!(seen < 8, "{seen}");
+}

@@ -1,0 +1,183 @@
+//! librados and librbd, loaded when they are first needed.
+//!
+//! Nothing of Ceph is needed to build, and a node or a controller without RBD
+//! volumes needs none of it to run. So the functions are named by hand, in the
+//! tables of [`rados`](self::rados) and [`rbd`](self::rbd), and looked up by
+//! `dlsym`. All of them are in Ceph 16.2 (Pacific), the oldest release that is
+//! supported; both libraries keep their SONAME and the layout of their structures
+//! since then.
+//!
+//! A library that has been loaded stays: it has threads, and its functions are
+//! copied into tables that live for ever.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::OnceLock,
+};
+
+use libloading::Library;
+
+pub(super) mod rados;
+pub(super) mod rbd;
+
+/// The functions of both libraries.
+#[derive(Debug)]
+pub struct Libraries {
+    pub(super) rados: rados::Functions,
+    pub(super) rbd: rbd::Functions,
+}
+
+/// A library, or a function in it, is not there.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum MissingLibrary {
+    /// The dynamic linker does not find or take it.
+    #[error("{library} cannot be loaded ({reason}): install the package {package}")]
+    Library {
+        /// Its SONAME.
+        library: &'static str,
+        /// Debian's name of the package; others call it much the same.
+        package: &'static str,
+        /// What the dynamic linker says.
+        reason: String,
+    },
+    /// It is older than Ceph 16.2.
+    #[error("{library} has no {function}: install {package} of Ceph 16.2 or newer")]
+    TooOld {
+        /// Its SONAME.
+        library: &'static str,
+        /// Debian's name of the package.
+        package: &'static str,
+        /// The first function that is missing.
+        function: &'static str,
+    },
+}
+
+impl Libraries {
+    /// Loads both libraries, once for the process; a failure is tried again by
+    /// the next call.
+    pub fn load() -> Result<&'static Self, MissingLibrary> {
+        static LOADED: OnceLock<Libraries> = OnceLock::new();
+        if let Some(loaded) = LOADED.get() {
+            return Ok(loaded);
+        }
+        let rados = rados::Functions::load()?;
+        let rbd = rbd::Functions::load()?;
+        Ok(LOADED.get_or_init(|| {
+            end_at_once();
+            Self { rados, rbd }
+        }))
+    }
+}
+
+/// Has the process, when it ends, end at once. Else the libraries' destructors
+/// would take away what their threads, and calls on lanes, still use, and it would
+/// end by SIGSEGV or SIGABRT. Nothing here needs a destructor: what is under way
+/// is finished by a repeat, as after a crash.
+///
+/// `on_exit(3)` of glibc: handlers run in the reverse order of their registration,
+/// so this one before those that the libraries have registered by now. They do so
+/// when they are loaded, and some more when they first connect.
+pub(super) fn end_at_once() {
+    unsafe extern "C" {
+        fn on_exit(
+            handler: unsafe extern "C" fn(c_int, *mut c_void),
+            argument: *mut c_void,
+        ) -> c_int;
+    }
+    unsafe extern "C" fn end(status: c_int, _: *mut c_void) {
+        // SAFETY: it only ends the process.
+        unsafe { libc::_exit(status) }
+    }
+    // SAFETY: the handler uses no argument, and code is never unloaded.
+    unsafe { on_exit(end, std::ptr::null_mut()) };
+}
+
+/// Opens a library for ever.
+fn open(library: &'static str, package: &'static str) -> Result<&'static Library, MissingLibrary> {
+    // SAFETY: the libraries' initialisers set up their own state alone, and
+    // nothing is ever unloaded.
+    let opened = unsafe { Library::new(library) };
+    match opened {
+        Ok(opened) => {
+            keep_openssl(&opened);
+            Ok(Box::leak(Box::new(opened)))
+        }
+        Err(reason) => Err(MissingLibrary::Library {
+            library,
+            package,
+            reason: reason.to_string(),
+        }),
+    }
+}
+
+/// Has OpenSSL, if the library is linked with it, register no handler that takes it
+/// down at exit. It would do so when a thread of librados first encrypts, later than
+/// [`end_at_once`], and a thread that encrypts afterwards throws, which aborts the
+/// process.
+fn keep_openssl(library: &Library) {
+    /// `OPENSSL_INIT_NO_ATEXIT`, since OpenSSL 1.1.1.
+    const NO_ATEXIT: u64 = 0x0008_0000;
+    type Init = unsafe extern "C" fn(options: u64, settings: *const c_void) -> c_int;
+
+    // SAFETY: the type is that of `<openssl/crypto.h>`. The symbol is also looked for
+    // in the libraries that this one is linked with.
+    if let Ok(init) = unsafe { library.get::<Init>(b"OPENSSL_init_crypto\0") } {
+        // SAFETY: there may be no settings. A failure shows when OpenSSL is used.
+        unsafe { init(NO_ATEXIT, std::ptr::null()) };
+    }
+}
+
+/// Makes a table: a structure of function pointers, and how it is filled.
+macro_rules! table {
+    (
+        $library:literal, $package:literal;
+        $( fn $function:ident( $( $arg:ident: $type:ty ),* $(,)? ) $( -> $result:ty )?; )*
+    ) => {
+        /// The functions, by their names in the header.
+        #[derive(Debug)]
+        #[allow(clippy::struct_field_names, reason = "the names are the library's")]
+        pub(in crate::ceph::client) struct Functions {
+            $( pub $function: unsafe extern "C" fn( $( $arg: $type ),* ) $( -> $result )?, )*
+        }
+
+        impl Functions {
+            pub(super) fn load() -> Result<Self, super::MissingLibrary> {
+                let library = super::open($library, $package)?;
+                Ok(Self {
+                    $( $function: {
+                        let name = concat!(stringify!($function), "\0");
+                        // SAFETY: the type is that of the header of Ceph 16.2,
+                        // which newer releases of the same SONAME keep.
+                        let found = unsafe { library.get(name.as_bytes()) };
+                        *found.map_err(|_| super::MissingLibrary::TooOld {
+                            library: $library,
+                            package: $package,
+                            function: stringify!($function),
+                        })?
+                    }, )*
+                })
+            }
+        }
+    };
+}
+
+use table;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_libraries_are_found() {
+        let first = Libraries::load().unwrap();
+        assert!(std::ptr::eq(first, Libraries::load().unwrap()));
+    }
+
+    #[test]
+    fn a_missing_library_names_its_package() {
+        let error = open("libmissing.so.9", "libmissing9").unwrap_err();
+        let said = error.to_string();
+        assert!(said.contains("libmissing.so.9"), "{said}");
+        assert!(said.ends_with("install the package libmissing9"), "{said}");
+    }
+}

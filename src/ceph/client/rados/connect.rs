@@ -1,0 +1,144 @@
+//! How a connection is made, and within what time.
+
+use std::{
+    ffi::CStr,
+    ptr,
+    sync::{Arc, Once, atomic::AtomicBool},
+    time::{Duration, Instant},
+};
+
+use rustix::io::Errno;
+use zeroize::Zeroizing;
+
+use super::Cluster;
+use crate::ceph::client::{
+    CephError, Credentials,
+    library::{Libraries, end_at_once},
+    monitor,
+};
+
+/// How long a cluster may take. The library counts whole seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    /// To connect, from the first packet to the cluster's map.
+    pub connect: Duration,
+    /// To answer one request, of a monitor or an OSD.
+    pub operation: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_secs(10),
+            operation: Duration::from_secs(30),
+        }
+    }
+}
+
+impl Cluster {
+    /// Connects to the cluster of these monitors, each as `mon_host` takes it.
+    ///
+    /// No `ceph.conf`, keyring or environment is read. The key is handed over in
+    /// memory; the library keeps it for as long as the connection lasts.
+    pub fn connect(
+        monitors: &[String],
+        credentials: &Credentials,
+        timeouts: Timeouts,
+    ) -> Result<Arc<Self>, CephError> {
+        // Since then the process has all that the libraries register at first use.
+        static FIRST: Once = Once::new();
+        let libraries = Libraries::load()?;
+        // The library would only say that the time is over, not what each monitor did.
+        let deadline = Instant::now() + timeouts.connect;
+        monitor::answers(monitors, deadline)?;
+        let timeouts = Timeouts {
+            connect: deadline.saturating_duration_since(Instant::now()),
+            ..timeouts
+        };
+        let mut cluster = Self::create(libraries, &credentials.user)?;
+        cluster.configure(monitors, credentials, timeouts)?;
+        let joined = || format!("the cluster at {}", monitors.join(","));
+        let call = cluster.call("connect to", joined);
+        // SAFETY: the handle is configured and not yet connected.
+        let connected = call.check(unsafe { (libraries.rados.rados_connect)(cluster.raw) });
+        connected.map_err(|error| match error.errno() {
+            // There is no such user.
+            Some(Errno::NOENT) => call.error(Errno::ACCESS),
+            _ => error,
+        })?;
+        FIRST.call_once(end_at_once);
+        cluster.fsid = cluster.read_fsid()?;
+        Ok(Arc::new(cluster))
+    }
+
+    fn create(libraries: &'static Libraries, user: &str) -> Result<Self, CephError> {
+        let mut cluster = Self {
+            raw: ptr::null_mut(),
+            libraries,
+            user: user.to_owned(),
+            fsid: String::new(),
+            lost: AtomicBool::new(false),
+        };
+        let call = cluster.call("be", || format!("client.{user}"));
+        let name = call.text(&format!("client.{user}"))?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: both names end in NUL, and `raw` outlives the call.
+        let created = unsafe {
+            (libraries.rados.rados_create2)(&raw mut raw, c"ceph".as_ptr(), name.as_ptr(), 0)
+        };
+        call.check(created)?;
+        cluster.raw = raw;
+        Ok(cluster)
+    }
+
+    fn configure(
+        &self,
+        monitors: &[String],
+        credentials: &Credentials,
+        timeouts: Timeouts,
+    ) -> Result<(), CephError> {
+        let seconds = |time: Duration| time.as_millis().div_ceil(1000).max(1).to_string();
+        let operation = seconds(timeouts.operation);
+        let monitors = monitors.join(",");
+        let settings = [
+            ("mon_host", monitors.as_str()),
+            ("keyring", ""),
+            ("client_mount_timeout", &seconds(timeouts.connect)),
+            ("rados_mon_op_timeout", &operation),
+            ("rados_osd_op_timeout", &operation),
+            // What happens is told by the error; no file or socket of its own.
+            ("log_to_stderr", "false"),
+            ("err_to_stderr", "false"),
+            ("log_file", ""),
+            ("admin_socket", ""),
+            // No image's data goes through here.
+            ("rbd_cache", "false"),
+        ];
+        for (option, value) in settings {
+            let call = self.call("set", || option.to_owned());
+            self.set(&call.text(option)?, &call.text(value)?)?;
+        }
+        // A `CString` would leave a copy behind.
+        let mut key = Zeroizing::new(credentials.key.reveal().as_bytes().to_vec());
+        key.push(0);
+        let call = self.call("set", || "key".to_owned());
+        let key = CStr::from_bytes_with_nul(&key).map_err(|_| call.error(Errno::INVAL))?;
+        self.set(c"key", key)
+    }
+
+    fn set(&self, option: &CStr, value: &CStr) -> Result<(), CephError> {
+        let call = self.call("set", || option.to_string_lossy().into_owned());
+        // SAFETY: both end in NUL and are copied by the library.
+        call.check(unsafe {
+            (self.libraries.rados.rados_conf_set)(self.raw, option.as_ptr(), value.as_ptr())
+        })
+    }
+
+    fn read_fsid(&self) -> Result<String, CephError> {
+        let call = self.call("read", || "the cluster's fsid".to_owned());
+        call.string(|text, len| {
+            // SAFETY: the library writes at most `len` bytes at `text`.
+            unsafe { (self.libraries.rados.rados_cluster_fsid)(self.raw, text, len) }
+        })
+    }
+}

@@ -1,0 +1,139 @@
+//! A pool, and a namespace in it.
+
+use std::{fmt, ptr, sync::Arc};
+
+use super::{Cluster, abi};
+use crate::ceph::client::{CephError, call::Call};
+
+/// Which pool.
+#[derive(Clone, Copy, Debug)]
+pub enum Pool<'a> {
+    /// By its name.
+    Name(&'a str),
+    /// By its id, which stays when it is renamed.
+    Id(i64),
+}
+
+impl<'a> From<&'a str> for Pool<'a> {
+    fn from(name: &'a str) -> Self {
+        Self::Name(name)
+    }
+}
+
+impl<'a> From<&'a String> for Pool<'a> {
+    fn from(name: &'a String) -> Self {
+        Self::Name(name)
+    }
+}
+
+impl From<i64> for Pool<'_> {
+    fn from(id: i64) -> Self {
+        Self::Id(id)
+    }
+}
+
+/// A pool and a namespace in it. Clones share one handle; shown as
+/// `pool[/namespace]`.
+#[derive(Clone)]
+pub struct IoCtx(Arc<Inner>);
+
+struct Inner {
+    raw: abi::IoCtx,
+    pool_id: i64,
+    pool: String,
+    namespace: String,
+    /// The connection must outlive the handle.
+    cluster: Arc<Cluster>,
+}
+
+// SAFETY: a `rados_ioctx_t` may be used from any thread.
+unsafe impl Send for Inner {}
+// SAFETY: it is safe from several at once as long as none changes its namespace,
+// snapshot or locator; the namespace is set before it is shared, the others never.
+unsafe impl Sync for Inner {}
+
+impl IoCtx {
+    pub(super) fn new(
+        cluster: &Arc<Cluster>,
+        pool: Pool<'_>,
+        namespace: &str,
+    ) -> Result<Self, CephError> {
+        let (pool_id, pool) = match pool {
+            Pool::Name(name) => (cluster.pool_id(name)?, name.to_owned()),
+            Pool::Id(id) => (id, cluster.pool_name(id)?),
+        };
+        let call = cluster.call("use", || format!("pool {pool}"));
+        let name = call.text(namespace)?;
+        let mut raw = ptr::null_mut();
+        let functions = &cluster.libraries.rados;
+        // SAFETY: the cluster is connected, and `raw` outlives the call.
+        call.check(unsafe { (functions.rados_ioctx_create2)(cluster.raw, pool_id, &raw mut raw) })?;
+        // SAFETY: nobody else has the handle yet; the name is copied.
+        unsafe { (functions.rados_ioctx_set_namespace)(raw, name.as_ptr()) };
+        Ok(Self(Arc::new(Inner {
+            raw,
+            pool_id,
+            pool,
+            namespace: namespace.to_owned(),
+            cluster: cluster.clone(),
+        })))
+    }
+
+    /// The pool's id.
+    pub fn pool_id(&self) -> i64 {
+        self.0.pool_id
+    }
+
+    /// The pool's name, as it was when this was made.
+    pub fn pool(&self) -> &str {
+        &self.0.pool
+    }
+
+    /// The namespace; empty is the pool's own.
+    pub fn namespace(&self) -> &str {
+        &self.0.namespace
+    }
+
+    /// The connection.
+    pub fn cluster(&self) -> &Arc<Cluster> {
+        &self.0.cluster
+    }
+
+    pub(in crate::ceph::client) fn raw(&self) -> abi::IoCtx {
+        self.0.raw
+    }
+
+    /// A call about the thing of that kind and name in here.
+    pub(in crate::ceph::client) fn call(
+        &self,
+        operation: &'static str,
+        kind: &'static str,
+        name: &str,
+    ) -> Call<'_, impl Fn() -> String> {
+        let said = move || format!("{kind} {self}/{name}");
+        self.0.cluster.call(operation, said)
+    }
+}
+
+impl fmt::Display for IoCtx {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.pool)?;
+        match self.0.namespace.as_str() {
+            "" => Ok(()),
+            namespace => write!(f, "/{namespace}"),
+        }
+    }
+}
+
+impl fmt::Debug for IoCtx {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "IoCtx({self})")
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: the last user of the handle is gone.
+        unsafe { (self.cluster.libraries.rados.rados_ioctx_destroy)(self.raw) };
+    }
+}

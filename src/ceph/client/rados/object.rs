@@ -1,0 +1,176 @@
+//! An object: its bytes, and who watches it.
+
+use std::{ffi::c_int, ptr, time::Duration};
+
+use rustix::io::Errno;
+
+use super::IoCtx;
+use crate::ceph::client::CephError;
+
+/// How long those who watch an object may take to acknowledge a notification: the
+/// OSDs count whole seconds.
+const NOTICED_WITHIN: Duration = Duration::from_secs(1);
+
+impl IoCtx {
+    /// Whether the object exists.
+    pub fn exists(&self, object: &str) -> Result<bool, CephError> {
+        let call = self.call("look for", "object", object);
+        let name = call.text(object)?;
+        let stat = self.cluster().libraries.rados.rados_stat;
+        let (size, time) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the name ends in NUL; size and time are optional.
+        match call.check(unsafe { stat(self.raw(), name.as_ptr(), size, time) }) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_not_found() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The first bytes of an object, at most `max` ([`CephError::is_not_found`]).
+    pub fn read(&self, object: &str, max: usize) -> Result<Vec<u8>, CephError> {
+        let call = self.call("read", "object", object);
+        let name = call.text(object)?;
+        let mut bytes = vec![0_u8; max];
+        let read = self.cluster().libraries().rados.rados_read;
+        // SAFETY: the name ends in NUL, and there is room for `max` bytes.
+        let count = unsafe { read(self.raw(), name.as_ptr(), bytes.as_mut_ptr().cast(), max, 0) };
+        let count = call.check64(count.into())?;
+        bytes.truncate(usize::try_from(count).unwrap_or_default());
+        Ok(bytes)
+    }
+
+    /// Has a class of the OSDs' change an object; what it answers is passed over
+    /// ([`CephError::is_not_found`]).
+    pub(in crate::ceph::client) fn execute(
+        &self,
+        object: &str,
+        (class, method): (&str, &str),
+        input: &[u8],
+    ) -> Result<(), CephError> {
+        let call = self.call("change", "object", object);
+        let (name, class, method) = (call.text(object)?, call.text(class)?, call.text(method)?);
+        let execute = self.cluster().libraries.rados.rados_exec;
+        // SAFETY: the three names end in NUL, the input has the length that is told,
+        // and there is no room for output.
+        call.changed(unsafe {
+            execute(
+                self.raw(),
+                name.as_ptr(),
+                class.as_ptr(),
+                method.as_ptr(),
+                input.as_ptr().cast(),
+                input.len(),
+                std::ptr::null_mut(),
+                0,
+            )
+        })
+    }
+
+    /// Sends a notification to all who watch an object, and says who they are: the
+    /// numbers of their connections ([`Cluster::instance_id`]). It takes one round
+    /// trip where nobody does, else until all have acknowledged it, a second at
+    /// most: one that is dead is among them until the cluster ends its watch.
+    ///
+    /// Blocks while the OSD does not answer: the timeout for operations does not
+    /// apply to notifications.
+    ///
+    /// [`Cluster::instance_id`]: super::Cluster::instance_id
+    pub(in crate::ceph::client) fn notify(
+        &self,
+        object: &str,
+        message: &[u8],
+    ) -> Result<Vec<i64>, CephError> {
+        let call = self.call("notify who watches", "object", object);
+        let name = call.text(object)?;
+        let cluster = self.cluster();
+        let (mut reply, mut len) = (ptr::null_mut(), 0);
+        let within = u64::try_from(NOTICED_WITHIN.as_millis()).unwrap_or(u64::MAX);
+        let message_len = c_int::try_from(message.len()).map_err(|_| call.error(Errno::TOOBIG))?;
+        // SAFETY: the name ends in NUL, the message has the length that is told;
+        // the reply is the library's, and `take` frees it.
+        let (answer, reply) = unsafe {
+            let answer = (cluster.libraries.rados.rados_notify2)(
+                self.raw(),
+                name.as_ptr(),
+                message.as_ptr().cast(),
+                message_len,
+                within,
+                &raw mut reply,
+                &raw mut len,
+            );
+            (answer, cluster.take(reply, len))
+        };
+        // Some have not acknowledged it: they are in the reply.
+        if answer != -Errno::TIMEDOUT.raw_os_error() || reply.is_empty() {
+            call.check(answer)?;
+        }
+        notified(&reply).ok_or_else(|| call.error(Errno::BADMSG))
+    }
+}
+
+/// Who was notified, of a reply as `<rados/librados.h>` has it at `rados_notify2`,
+/// all little endian: a 32-bit number of acknowledgements, each 64 bits of who, 64
+/// of which watch, and a text with its 32-bit length; then a number of those who
+/// did not, each who and which.
+fn notified(reply: &[u8]) -> Option<Vec<i64>> {
+    let mut rest = reply;
+    let mut who = Vec::new();
+    for _ in 0..number(&mut rest)? {
+        who.push(watch(&mut rest)?);
+        let len = usize::try_from(number(&mut rest)?).ok()?;
+        rest = rest.get(len..)?;
+    }
+    for _ in 0..number(&mut rest)? {
+        who.push(watch(&mut rest)?);
+    }
+    Some(who)
+}
+
+fn number(rest: &mut &[u8]) -> Option<u32> {
+    let (number, after) = rest.split_first_chunk()?;
+    *rest = after;
+    Some(u32::from_le_bytes(*number))
+}
+
+fn watch(rest: &mut &[u8]) -> Option<i64> {
+    let (who, after) = rest.split_first_chunk()?;
+    let (_which, after) = after.split_first_chunk::<8>()?;
+    *rest = after;
+    Some(i64::from_le_bytes(*who))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn all_are_known_who_were_notified(
+            took in proptest::collection::vec((any::<i64>(), "[a-z]{0,9}"), 0..4),
+            silent in proptest::collection::vec(any::<i64>(), 0..4),
+            cut: proptest::sample::Index,
+        ) {
+            let len = |len: usize| u32::try_from(len).unwrap().to_le_bytes();
+            let mut reply = len(took.len()).to_vec();
+            for (who, text) in &took {
+                reply.extend([who.to_le_bytes(), [7; 8]].concat());
+                reply.extend(len(text.len()));
+                reply.extend(text.bytes());
+            }
+            reply.extend(len(silent.len()));
+            for who in &silent {
+                reply.extend([who.to_le_bytes(), [7; 8]].concat());
+            }
+            let all = took.iter().map(|(who, _)| *who).chain(silent.iter().copied());
+            prop_assert_eq!(notified(&reply), Some(all.collect()));
+            prop_assert_eq!(notified(&reply[..cut.index(reply.len())]), None);
+        }
+
+        #[test]
+        fn any_reply_is_read_or_refused(reply: Vec<u8>) {
+            let _ = notified(&reply);
+        }
+    }
+}

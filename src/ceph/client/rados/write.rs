@@ -1,0 +1,167 @@
+//! Changes to an object, all or none of them.
+
+use std::ptr;
+
+use super::{IoCtx, abi};
+use crate::ceph::client::CephError;
+
+/// Changes to one object, made together or not at all, in this order.
+#[derive(Clone, Debug, Default)]
+pub struct WriteOp<'a> {
+    steps: Vec<Step<'a>>,
+}
+
+#[derive(Clone, Debug)]
+enum Step<'a> {
+    Create,
+    AssertExists,
+    Compare(&'a str, &'a str),
+    Set(Vec<(&'a str, &'a str)>),
+    Unset(Vec<&'a str>),
+    Remove,
+}
+
+impl<'a> WriteOp<'a> {
+    /// No change yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn then(mut self, step: Step<'a>) -> Self {
+        self.steps.push(step);
+        self
+    }
+
+    /// Makes the object; where it exists, the whole fails
+    /// ([`CephError::is_exists`]).
+    #[must_use]
+    pub fn create(self) -> Self {
+        self.then(Step::Create)
+    }
+
+    /// Fails where the object does not exist ([`CephError::is_not_found`]).
+    #[must_use]
+    pub fn assert_exists(self) -> Self {
+        self.then(Step::AssertExists)
+    }
+
+    /// Fails where the key has another value ([`CephError::is_mismatch`]), the
+    /// empty one where it is absent; and where the object does not exist
+    /// ([`CephError::is_not_found`]).
+    #[must_use]
+    pub fn compare(self, key: &'a str, value: &'a str) -> Self {
+        self.then(Step::Compare(key, value))
+    }
+
+    /// Sets keys to values; makes the object where it does not exist.
+    #[must_use]
+    pub fn set(self, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
+        self.then(Step::Set(entries.into_iter().collect()))
+    }
+
+    /// Removes keys, as far as they exist.
+    #[must_use]
+    pub fn unset(self, keys: impl IntoIterator<Item = &'a str>) -> Self {
+        self.then(Step::Unset(keys.into_iter().collect()))
+    }
+
+    /// Removes the object.
+    #[must_use]
+    pub fn remove(self) -> Self {
+        self.then(Step::Remove)
+    }
+}
+
+impl IoCtx {
+    /// Makes an object that must not exist ([`CephError::is_exists`]).
+    pub fn create_exclusive(&self, object: &str) -> Result<(), CephError> {
+        self.run("create", object, &WriteOp::new().create())
+    }
+
+    /// Removes an object ([`CephError::is_not_found`]).
+    pub fn remove(&self, object: &str) -> Result<(), CephError> {
+        self.run("remove", object, &WriteOp::new().remove())
+    }
+
+    /// Makes changes to one object, all or none.
+    pub fn operate(&self, object: &str, op: &WriteOp<'_>) -> Result<(), CephError> {
+        self.run("change", object, op)
+    }
+
+    pub(super) fn run(
+        &self,
+        operation: &'static str,
+        object: &str,
+        op: &WriteOp<'_>,
+    ) -> Result<(), CephError> {
+        let call = self.call(operation, "object", object);
+        let name = call.text(object)?;
+        let functions = &self.cluster().libraries.rados;
+        // SAFETY: the operation is released below, and only there.
+        let raw = unsafe { (functions.rados_create_write_op)() };
+        for step in &op.steps {
+            add(functions, raw, step);
+        }
+        // SAFETY: the operation is whole, the name ends in NUL.
+        let answer = unsafe {
+            let answer = (functions.rados_write_op_operate)(
+                raw,
+                self.raw(),
+                name.as_ptr(),
+                ptr::null_mut(),
+                0,
+            );
+            (functions.rados_release_write_op)(raw);
+            answer
+        };
+        call.changed(answer)
+    }
+}
+
+/// Adds one step to an operation of the library's, which copies what it is given.
+fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
+    let pointers = |texts: &[&str]| -> (Vec<_>, Vec<_>) {
+        let each = texts.iter().map(|text| (text.as_ptr().cast(), text.len()));
+        each.unzip()
+    };
+    // SAFETY: `op` is open, and every text is given with its length.
+    unsafe {
+        match step {
+            Step::Create => {
+                (functions.rados_write_op_create)(op, abi::CREATE_EXCLUSIVE, ptr::null());
+            }
+            Step::AssertExists => (functions.rados_write_op_assert_exists)(op),
+            Step::Compare(key, value) => (functions.rados_write_op_omap_cmp2)(
+                op,
+                key.as_ptr().cast(),
+                abi::COMPARE_EQUAL,
+                value.as_ptr().cast(),
+                key.len(),
+                value.len(),
+                ptr::null_mut(),
+            ),
+            Step::Set(entries) => {
+                let (keys, values): (Vec<_>, Vec<_>) = entries.iter().copied().unzip();
+                let ((keys, key_lens), (values, value_lens)) = (pointers(&keys), pointers(&values));
+                (functions.rados_write_op_omap_set2)(
+                    op,
+                    keys.as_ptr(),
+                    values.as_ptr(),
+                    key_lens.as_ptr(),
+                    value_lens.as_ptr(),
+                    entries.len(),
+                );
+            }
+            Step::Unset(keys) => {
+                let (keys, lens) = pointers(keys);
+                (functions.rados_write_op_omap_rm_keys2)(
+                    op,
+                    keys.as_ptr(),
+                    lens.as_ptr(),
+                    lens.len(),
+                );
+            }
+            Step::Remove => (functions.rados_write_op_remove)(op),
+        }
+    }
+}

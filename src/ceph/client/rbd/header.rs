@@ -1,0 +1,144 @@
+//! An image's header, asked without opening the image: what librbd's open reads in
+//! eleven round trips, as far as it is wanted, in one each.
+//!
+//! ```text
+//! rbd_id.<name>      the id                rbd_header.<id>   of format 2
+//! rbd_mirroring      who is mirrored       <name>.rbd        of format 1
+//! ```
+//!
+//! Whoever has an image mapped or open for writing watches its header to hear of
+//! changes and requests by others; readers do not. So a notification is acknowledged by all of
+//! them, one of a kind that they do not know, too, and nothing else comes of that.
+//!
+//! Sources: Ceph's `cls_rbd.cc` for what is kept where (in a header's omap `features`,
+//! 64 bits, little endian, and `metadata_<key>`; `mirror::image_key`); librbd's
+//! `WatchNotifyTypes.cc` and the kernel's drivers/block/rbd.c, `rbd_watch_cb`, for
+//! what a notification is.
+
+use std::collections::BTreeMap;
+
+use rustix::io::Errno;
+
+use super::{Features, image_id};
+use crate::ceph::client::{
+    CephError,
+    rados::{IoCtx, WriteOp},
+};
+
+/// A notification of a kind that there is not: version and compatible version of its
+/// encoding, the length of what follows, and the number of its kind.
+const UNKNOWN: [u8; 10] = [1, 1, 4, 0, 0, 0, 0xff, 0xff, 0xff, 0xff];
+
+/// What stands before the keys of an image's metadata.
+const METADATA: &str = "metadata_";
+
+/// Where an image's features are.
+const FEATURES: &str = "features";
+
+/// The key of the group that an image is a member of (`RBD_GROUP_REF`).
+const GROUP: &str = "rbd_group_ref";
+
+/// The object that lists the images of a pool that are mirrored, as `image_<id>`.
+const MIRRORED: &str = "rbd_mirroring";
+
+/// An image's header.
+#[derive(Clone, Debug)]
+pub struct Header {
+    io: IoCtx,
+    object: String,
+    /// The image's id; none of format 1, which has no features either.
+    id: Option<String>,
+}
+
+impl Header {
+    /// That of the image of this name ([`CephError::is_not_found`]).
+    pub fn of(io: &IoCtx, name: &str) -> Result<Self, CephError> {
+        let id = image_id(io, name)?;
+        let object = match &id {
+            Some(id) => format!("rbd_header.{id}"),
+            None => format!("{name}.rbd"),
+        };
+        if id.is_some() || io.exists(&object)? {
+            let io = io.clone();
+            return Ok(Self { io, object, id });
+        }
+        Err(io.call("find", "image", name).error(Errno::NOENT))
+    }
+
+    /// The image's id, which no copy of it has; none of format 1.
+    pub fn id(&self) -> Option<&str> {
+        self.id.as_deref()
+    }
+
+    /// The image's features, and, in the same round trip, what is noted under a key of
+    /// its metadata.
+    pub fn features_and(&self, key: &str) -> Result<(Features, Option<String>), CephError> {
+        let key = format!("{METADATA}{key}");
+        let mut found = self.io.omap_get_bytes(&self.object, &[FEATURES, &key])?;
+        let noted = found.remove(&key);
+        let noted = noted.map(|value| String::from_utf8_lossy(&value).into_owned());
+        if self.id.is_none() {
+            return Ok((Features::default(), noted));
+        }
+        let features = found
+            .remove(FEATURES)
+            .and_then(|value| value.try_into().ok());
+        let call = self.io.call("read", "header", &self.object);
+        let features = features.ok_or_else(|| call.error(Errno::BADMSG))?;
+        Ok((Features(u64::from_le_bytes(features)), noted))
+    }
+
+    /// The connections that have the image mapped or open for writing; one more
+    /// than once that has done so several times. Takes a second where one of them
+    /// does not answer, and blocks while the OSD does not.
+    pub fn watching(&self) -> Result<Vec<i64>, CephError> {
+        self.io.notify(&self.object, &UNKNOWN)
+    }
+
+    /// Whether it is mirrored, to another cluster or from there, or is about to be.
+    pub fn is_mirrored(&self) -> Result<bool, CephError> {
+        let Some(id) = &self.id else {
+            return Ok(false);
+        };
+        let key = format!("image_{id}");
+        match self.io.omap_get(MIRRORED, &[&key]) {
+            // None of the pool is.
+            Err(error) if error.is_not_found() => Ok(false),
+            found => Ok(found?.contains_key(&key)),
+        }
+    }
+
+    /// Whether it is a member of a group, which keeps it from being removed. Older
+    /// releases of Ceph move it to the trash all the same, and there it stays.
+    pub fn is_grouped(&self) -> Result<bool, CephError> {
+        let found = self.io.omap_get_bytes(&self.object, &[GROUP])?;
+        Ok(found.contains_key(GROUP))
+    }
+
+    /// What is noted on the image: all keys with their values.
+    pub fn metadata(&self) -> Result<BTreeMap<String, String>, CephError> {
+        let keys = self.io.omap_list(&self.object, METADATA)?;
+        let bare = |(key, value): (String, String)| (key[METADATA.len()..].to_owned(), value);
+        Ok(keys.into_iter().map(bare).collect())
+    }
+
+    /// What is noted under one key; nothing where it is not set.
+    pub fn metadata_get(&self, key: &str) -> Result<Option<String>, CephError> {
+        let key = format!("{METADATA}{key}");
+        Ok(self.io.omap_get(&self.object, &[&key])?.remove(&key))
+    }
+
+    /// Notes something. Nobody is told: librbd reads it when it opens the image.
+    pub fn metadata_set(&self, key: &str, value: &str) -> Result<(), CephError> {
+        let key = format!("{METADATA}{key}");
+        // Else the header of an image that was just removed would be made.
+        let op = WriteOp::new().assert_exists().set([(&*key, value)]);
+        self.io.operate(&self.object, &op)
+    }
+
+    /// Takes a note away, where it is set.
+    pub fn metadata_remove(&self, key: &str) -> Result<(), CephError> {
+        let key = format!("{METADATA}{key}");
+        self.io.omap_remove(&self.object, &[&key])
+    }
+}

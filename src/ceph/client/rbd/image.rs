@@ -1,0 +1,279 @@
+//! An open image.
+
+use std::{
+    ffi::c_int,
+    fmt, mem, ptr,
+    time::{Duration, SystemTime},
+};
+
+use super::{Features, abi};
+use crate::ceph::client::{
+    CephError,
+    call::{Call, owned},
+    rados::IoCtx,
+};
+
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// To look at it. No watch is set: this client is not among the watchers.
+    ReadOnly,
+    /// To change it. This client watches it, until it is closed.
+    ReadWrite,
+}
+
+/// An open image. It is closed when dropped, which may block.
+pub struct Image {
+    raw: abi::Image,
+    /// By what it was opened, name or id.
+    name: String,
+    io: IoCtx,
+}
+
+// SAFETY: an `rbd_image_t` may be used from any thread.
+unsafe impl Send for Image {}
+// SAFETY: librbd takes its own locks; what would change the handle itself, such
+// as another snapshot to read, is never called.
+unsafe impl Sync for Image {}
+
+/// An image's size and how it is cut up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Info {
+    /// Bytes of the image.
+    pub size: u64,
+    /// Bytes of each of its objects.
+    pub object_size: u64,
+}
+
+/// A client that has an image open for writing, or mapped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Watcher {
+    /// Its address as Ceph shows it, `10.0.0.5:0/1234567`: what is blocklisted.
+    pub address: String,
+    /// Its number in the cluster.
+    pub client: i64,
+    /// Which of its watches.
+    pub cookie: u64,
+    /// Whether it is this connection.
+    pub own: bool,
+}
+
+/// `rbd_open` and those like it.
+type OpenFn = unsafe extern "C" fn(
+    crate::ceph::client::library::rados::IoCtx,
+    *const std::ffi::c_char,
+    *mut abi::Image,
+    *const std::ffi::c_char,
+) -> c_int;
+
+impl Image {
+    /// Opens the image of that name.
+    pub fn open(io: &IoCtx, name: &str, access: Access) -> Result<Self, CephError> {
+        let functions = &io.cluster().libraries().rbd;
+        let open = match access {
+            Access::ReadOnly => functions.rbd_open_read_only,
+            Access::ReadWrite => functions.rbd_open,
+        };
+        Self::open_by(open, io, name)
+    }
+
+    /// Opens the image with that id, whatever it is called and though it be in
+    /// the trash.
+    pub fn open_by_id(io: &IoCtx, id: &str, access: Access) -> Result<Self, CephError> {
+        let functions = &io.cluster().libraries().rbd;
+        let open = match access {
+            Access::ReadOnly => functions.rbd_open_by_id_read_only,
+            Access::ReadWrite => functions.rbd_open_by_id,
+        };
+        Self::open_by(open, io, id)
+    }
+
+    fn open_by(open: OpenFn, io: &IoCtx, name: &str) -> Result<Self, CephError> {
+        let call = io.call("open", "image", name);
+        let text = call.text(name)?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the name ends in NUL, `raw` outlives the call; no snapshot.
+        call.check(unsafe { open(io.raw(), text.as_ptr(), &raw mut raw, ptr::null()) })?;
+        Ok(Self {
+            raw,
+            name: name.to_owned(),
+            io: io.clone(),
+        })
+    }
+
+    /// Where it is.
+    pub fn io(&self) -> &IoCtx {
+        &self.io
+    }
+
+    pub(super) fn raw(&self) -> abi::Image {
+        self.raw
+    }
+
+    pub(super) fn functions(&self) -> &'static abi::Functions {
+        &self.io.cluster().libraries().rbd
+    }
+
+    /// A call about this image.
+    pub(super) fn call(&self, operation: &'static str) -> Call<'_, impl Fn() -> String> {
+        self.io.call(operation, "image", &self.name)
+    }
+
+    /// A call about something of this image.
+    pub(super) fn call_on(
+        &self,
+        operation: &'static str,
+        kind: &'static str,
+        name: &str,
+    ) -> Call<'_, impl Fn() -> String> {
+        let said = move || format!("{kind} {name} of image {self}");
+        self.io.cluster().call(operation, said)
+    }
+
+    /// The id, which it keeps when it is renamed.
+    pub fn id(&self) -> Result<String, CephError> {
+        self.call("read the id of").string(|id, len| {
+            // SAFETY: the library writes at most `len` bytes at `id`.
+            unsafe { (self.functions().rbd_get_id)(self.raw, id, len) }
+        })
+    }
+
+    /// Has the library write a number.
+    fn number(
+        &self,
+        operation: &'static str,
+        read: unsafe extern "C" fn(abi::Image, *mut u64) -> c_int,
+    ) -> Result<u64, CephError> {
+        let mut number = 0;
+        // SAFETY: the image is open, `number` outlives the call.
+        let answer = unsafe { read(self.raw, &raw mut number) };
+        self.call(operation).check(answer).map(|()| number)
+    }
+
+    /// Bytes of the image.
+    pub fn size(&self) -> Result<u64, CephError> {
+        self.number("read the size of", self.functions().rbd_get_size)
+    }
+
+    /// Its features.
+    pub fn features(&self) -> Result<Features, CephError> {
+        let read = self.functions().rbd_get_features;
+        self.number("read the features of", read).map(Features)
+    }
+
+    /// `RBD_FLAG_…`: bit 0, the object map is invalid; bit 1, the fast-diff is.
+    pub fn flags(&self) -> Result<u64, CephError> {
+        self.number("read the flags of", self.functions().rbd_get_flags)
+    }
+
+    /// Bytes of a stripe's part in one object, and over how many objects it goes.
+    pub fn striping(&self) -> Result<(u64, u64), CephError> {
+        let functions = self.functions();
+        let unit = self.number("read the stripes of", functions.rbd_get_stripe_unit)?;
+        let count = self.number("read the stripes of", functions.rbd_get_stripe_count)?;
+        Ok((unit, count))
+    }
+
+    /// The pool of its data: its own, where it has no other.
+    pub fn data_pool_id(&self) -> Result<i64, CephError> {
+        // SAFETY: the image is open.
+        let id = unsafe { (self.functions().rbd_get_data_pool_id)(self.raw) };
+        self.call("read the data pool of").check64(id)
+    }
+
+    /// Its size and that of its objects.
+    pub fn info(&self) -> Result<Info, CephError> {
+        // SAFETY: integers and arrays of them may be all zero.
+        let mut info: abi::ImageInfo = unsafe { mem::zeroed() };
+        let read = self.functions().rbd_stat;
+        // SAFETY: the image is open, `info` has the size that is told.
+        let answer = unsafe { read(self.raw, &raw mut info, size_of_val(&info)) };
+        self.call("read").check(answer)?;
+        Ok(Info {
+            size: info.size,
+            object_size: info.object_size,
+        })
+    }
+
+    /// When it was made.
+    pub fn created(&self) -> Result<SystemTime, CephError> {
+        let mut time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the image is open, `time` outlives the call.
+        let answer =
+            unsafe { (self.functions().rbd_get_create_timestamp)(self.raw, &raw mut time) };
+        self.call("read the age of").check(answer)?;
+        Ok(system_time(time))
+    }
+
+    /// Makes it larger; as large already, nothing happens. A smaller size is
+    /// invalid ([`CephError::is_invalid`]).
+    pub fn grow(&self, size: u64) -> Result<(), CephError> {
+        let resize = self.functions().rbd_resize2;
+        // SAFETY: the image is open; nobody wants to hear of progress.
+        let answer = unsafe { resize(self.raw, size, false, None, ptr::null_mut()) };
+        self.call("grow").changed(answer)
+    }
+
+    /// Copies all that is still read from the parent, and forgets the parent:
+    /// takes as long as the parent is large. Without a parent it is invalid
+    /// ([`CephError::is_invalid`]).
+    pub fn flatten(&self) -> Result<(), CephError> {
+        // SAFETY: the image is open.
+        let answer = unsafe { (self.functions().rbd_flatten)(self.raw) };
+        self.call("flatten").changed(answer)
+    }
+
+    /// Who has it open for writing, or mapped so: the kernel's driver sets no watch
+    /// for what it maps read-only.
+    pub fn watchers(&self) -> Result<Vec<Watcher>, CephError> {
+        let functions = self.functions();
+        let mut rows: Vec<abi::Watcher> =
+            self.call("list the watchers of").rows(|watchers, count| {
+                // SAFETY: there is room for `count` rows at `watchers`.
+                unsafe { (functions.rbd_watchers_list)(self.raw, watchers, count) }
+            })?;
+        let own = self.io.cluster().instance_id();
+        let watcher = |row: &abi::Watcher| Watcher {
+            // SAFETY: the library filled the row; its text ends in NUL.
+            address: unsafe { owned(row.address) },
+            client: row.id,
+            cookie: row.cookie,
+            own: u64::try_from(row.id) == Ok(own),
+        };
+        let watchers = rows.iter().map(watcher).collect();
+        // SAFETY: the rows are the library's own, and not used any more.
+        unsafe { (functions.rbd_watchers_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
+        Ok(watchers)
+    }
+}
+
+/// A time of the library's; one before 1970 is none.
+pub(super) fn system_time(time: libc::timespec) -> SystemTime {
+    let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
+    let nanos = u32::try_from(time.tv_nsec).unwrap_or_default();
+    SystemTime::UNIX_EPOCH + Duration::new(seconds, nanos)
+}
+
+impl fmt::Display for Image {
+    /// `pool[/namespace]/image`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.io, self.name)
+    }
+}
+
+impl fmt::Debug for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Image({self})")
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // SAFETY: the last user of the image is gone. It is closed even where the
+        // library answers an error.
+        unsafe { (self.functions().rbd_close)(self.raw) };
+    }
+}

@@ -1,0 +1,129 @@
+//! Which images are made of which, and which belong together.
+
+use std::{mem, ptr};
+
+use super::{Image, SnapshotKind, abi};
+use crate::ceph::client::{CephError, call::owned};
+
+/// A parent, or a child.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LinkedImage {
+    /// Its pool.
+    pub pool_id: i64,
+    /// The pool's name.
+    pub pool: String,
+    /// Its namespace there; empty is the pool's own.
+    pub namespace: String,
+    /// Its id.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// Whether it is in the trash.
+    pub in_trash: bool,
+}
+
+/// The snapshot that an image was cloned from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parent {
+    /// The image.
+    pub image: LinkedImage,
+    /// The snapshot's name, and what it is.
+    pub snapshot: String,
+    /// Removed while it has clones, it lives on in the trash of its image.
+    pub kind: SnapshotKind,
+}
+
+/// # Safety
+///
+/// The library has filled `raw`.
+unsafe fn linked(raw: &abi::LinkedImage) -> LinkedImage {
+    // SAFETY: each text is null or ends in NUL.
+    unsafe {
+        LinkedImage {
+            pool_id: raw.pool_id,
+            pool: owned(raw.pool_name),
+            namespace: owned(raw.pool_namespace),
+            id: owned(raw.image_id),
+            name: owned(raw.image_name),
+            in_trash: raw.trash,
+        }
+    }
+}
+
+/// `rbd_list_children3` and those like it.
+type ListFn =
+    unsafe extern "C" fn(abi::Image, *mut abi::LinkedImage, *mut usize) -> std::ffi::c_int;
+
+impl Image {
+    /// What it was cloned from; nothing where it was not, or was flattened.
+    pub fn parent(&self) -> Result<Option<Parent>, CephError> {
+        let functions = self.functions();
+        // SAFETY: integers, null pointers and false are all zero.
+        let (mut image, mut snapshot): (abi::LinkedImage, abi::SnapSpec) =
+            unsafe { (mem::zeroed(), mem::zeroed()) };
+        // SAFETY: the image is open, both structures have the library's layout.
+        let answer =
+            unsafe { (functions.rbd_get_parent)(self.raw(), &raw mut image, &raw mut snapshot) };
+        match self.call("read the parent of").check(answer) {
+            Ok(()) => (),
+            Err(error) if error.is_not_found() => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        // SAFETY: the library has filled both, and they are not used any more
+        // once they are cleaned up.
+        unsafe {
+            let parent = Parent {
+                image: linked(&image),
+                snapshot: owned(snapshot.name),
+                kind: SnapshotKind::from(snapshot.namespace_type),
+            };
+            (functions.rbd_linked_image_spec_cleanup)(&raw mut image);
+            (functions.rbd_snap_spec_cleanup)(&raw mut snapshot);
+            Ok(Some(parent))
+        }
+    }
+
+    /// The group that it is a member of: its name; none has the empty one.
+    pub fn group(&self) -> Result<String, CephError> {
+        let functions = self.functions();
+        let mut group = abi::GroupInfo {
+            name: ptr::null_mut(),
+            pool: 0,
+        };
+        let size = mem::size_of_val(&group);
+        // SAFETY: the image is open, the library fills what it is given, of that size.
+        let answer = unsafe { (functions.rbd_get_group)(self.raw(), &raw mut group, size) };
+        self.call("read the group of").check(answer)?;
+        // SAFETY: the library has filled it, and it is not used any more once it is
+        // cleaned up.
+        unsafe {
+            let name = owned(group.name);
+            (functions.rbd_group_info_cleanup)(&raw mut group, size);
+            Ok(name)
+        }
+    }
+
+    /// The images that were cloned from any of its snapshots.
+    pub fn children(&self) -> Result<Vec<LinkedImage>, CephError> {
+        self.list("list the children of", self.functions().rbd_list_children3)
+    }
+
+    /// Its children, and theirs, and so on.
+    pub fn descendants(&self) -> Result<Vec<LinkedImage>, CephError> {
+        let list = self.functions().rbd_list_descendants;
+        self.list("list the descendants of", list)
+    }
+
+    fn list(&self, operation: &'static str, list: ListFn) -> Result<Vec<LinkedImage>, CephError> {
+        let mut rows: Vec<abi::LinkedImage> = self.call(operation).rows(|images, count| {
+            // SAFETY: there is room for `count` rows at `images`.
+            unsafe { list(self.raw(), images, count) }
+        })?;
+        // SAFETY: the library filled the rows.
+        let images = rows.iter().map(|row| unsafe { linked(row) }).collect();
+        let clean = self.functions().rbd_linked_image_spec_list_cleanup;
+        // SAFETY: the rows are the library's own, and not used any more.
+        unsafe { clean(rows.as_mut_ptr(), rows.len()) };
+        Ok(images)
+    }
+}

@@ -1,0 +1,177 @@
+//! The trash of a pool: images that are gone by name, and still there by id.
+//!
+//! To move an image there takes milliseconds; to remove it takes as long as it
+//! has objects, and waits until its last watcher, snapshot and clone is gone.
+
+use std::{
+    mem,
+    time::{Duration, SystemTime},
+};
+
+use super::{abi, image::system_time};
+use crate::ceph::client::{CephError, call::owned, or_missing, rados::IoCtx};
+
+/// The objects that list a pool's trash, and the names of its images.
+const TRASH: &str = "rbd_trash";
+const NAMES: &str = "rbd_directory";
+
+/// What the trash says of an image (`cls::rbd::TrashImageState`).
+const NORMAL: u8 = 0;
+const MOVING: u8 = 1;
+
+/// An image in the trash.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trashed {
+    /// Its id.
+    pub id: String,
+    /// The name that it had.
+    pub name: String,
+    /// When it was moved there.
+    pub deleted: SystemTime,
+    /// Until when it may not be removed unless forced.
+    pub deferred_until: SystemTime,
+}
+
+/// Moves an image to the trash; `delay`, in whole seconds, keeps it from being
+/// removed so long. One that is open for writing is busy ([`CephError::is_busy`]).
+pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephError> {
+    let call = io.call("move to the trash", "image", name);
+    let text = call.text(name)?;
+    let functions = &io.cluster().libraries().rbd;
+    // SAFETY: the name ends in NUL.
+    call.changed(unsafe { (functions.rbd_trash_move)(io.raw(), text.as_ptr(), delay.as_secs()) })
+}
+
+/// Completes what a move to the trash has left that was interrupted when the image had
+/// lost its id by name: it is still listed by name, and the trash says that it is being
+/// moved, with which nothing can be done (EUCLEAN). librbd does so itself since Ceph
+/// 17.2.6, asked to move it again. An image that is there as it should be stays as it is.
+///
+/// Source: Ceph's `cls_rbd.cc`, `dir_remove_image` and `trash_state_set`.
+pub fn complete_move(io: &IoCtx, image: &Trashed) -> Result<(), CephError> {
+    let (id, name) = (encoded(&image.id), encoded(&image.name));
+    let unlisted = io.execute(
+        NAMES,
+        ("rbd", "dir_remove_image"),
+        &[&name[..], &id].concat(),
+    );
+    or_missing(unlisted)?;
+    set_state(io, &image.id, MOVING, NORMAL)
+}
+
+/// Where the state is neither of them, it stays.
+fn set_state(io: &IoCtx, id: &str, from: u8, to: u8) -> Result<(), CephError> {
+    let input = [&encoded(id)[..], &[to, from]].concat();
+    match io.execute(TRASH, ("rbd", "trash_state_set"), &input) {
+        Err(error) if error.is_stale() => Ok(()),
+        done => done,
+    }
+}
+
+/// A text as Ceph encodes it.
+fn encoded(text: &str) -> Vec<u8> {
+    let len = u32::try_from(text.len()).expect("names are short");
+    [&len.to_le_bytes(), text.as_bytes()].concat()
+}
+
+/// The image with that id in the trash ([`CephError::is_not_found`]).
+pub fn get(io: &IoCtx, id: &str) -> Result<Trashed, CephError> {
+    let call = io.call("look in the trash for", "image", id);
+    let text = call.text(id)?;
+    let functions = &io.cluster().libraries().rbd;
+    // SAFETY: integers and null pointers are all zero.
+    let mut info: abi::TrashInfo = unsafe { mem::zeroed() };
+    // SAFETY: the id ends in NUL, `info` has the library's layout.
+    call.check(unsafe { (functions.rbd_trash_get)(io.raw(), text.as_ptr(), &raw mut info) })?;
+    // SAFETY: the library has filled it; after the clean-up it is not used.
+    unsafe {
+        let found = trashed(&info);
+        (functions.rbd_trash_get_cleanup)(&raw mut info);
+        Ok(found)
+    }
+}
+
+/// All that is in the trash.
+pub fn list(io: &IoCtx) -> Result<Vec<Trashed>, CephError> {
+    let call = io.cluster().call("list", || format!("the trash of {io}"));
+    let functions = &io.cluster().libraries().rbd;
+    let mut rows: Vec<abi::TrashInfo> = call.rows(|entries, count| {
+        // SAFETY: there is room for `count` rows at `entries`.
+        unsafe { (functions.rbd_trash_list)(io.raw(), entries, count) }
+    })?;
+    // SAFETY: the library filled the rows.
+    let found = rows.iter().map(|row| unsafe { trashed(row) }).collect();
+    // SAFETY: the rows are the library's own, and not used any more.
+    unsafe { (functions.rbd_trash_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
+    Ok(found)
+}
+
+/// Removes an image from the trash, and with it its data: takes as long as it has
+/// objects. `force` removes it before its delay is over.
+pub fn remove(io: &IoCtx, id: &str, force: bool) -> Result<(), CephError> {
+    let call = io.call("remove from the trash", "image", id);
+    let text = call.text(id)?;
+    let functions = &io.cluster().libraries().rbd;
+    // SAFETY: the id ends in NUL.
+    call.changed(unsafe { (functions.rbd_trash_remove)(io.raw(), text.as_ptr(), force) })
+}
+
+/// Gives an image in the trash a name again ([`CephError::is_exists`]).
+pub fn restore(io: &IoCtx, id: &str, name: &str) -> Result<(), CephError> {
+    let call = io.call("restore from the trash", "image", id);
+    let (id, name) = (call.text(id)?, call.text(name)?);
+    let functions = &io.cluster().libraries().rbd;
+    // SAFETY: both texts end in NUL.
+    call.changed(unsafe { (functions.rbd_trash_restore)(io.raw(), id.as_ptr(), name.as_ptr()) })
+}
+
+/// # Safety
+///
+/// The library has filled `raw`.
+unsafe fn trashed(raw: &abi::TrashInfo) -> Trashed {
+    let time = |seconds| {
+        system_time(libc::timespec {
+            tv_sec: seconds,
+            tv_nsec: 0,
+        })
+    };
+    // SAFETY: both texts end in NUL.
+    let (id, name) = unsafe { (owned(raw.id), owned(raw.name)) };
+    Trashed {
+        id,
+        name,
+        deleted: time(raw.deleted),
+        deferred_until: time(raw.deferred_until),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ceph::{
+        client::rbd::{ImageOptions, create, image_id, list as images},
+        testing::Place,
+    };
+
+    #[test]
+    fn a_move_that_was_interrupted_is_completed() {
+        let Some(place) = Place::new() else { return };
+        let io = &place.io;
+        create(io, "image", 1 << 20, &ImageOptions::default()).unwrap();
+        let id = image_id(io, "image").unwrap().unwrap();
+        move_image(io, "image", Duration::ZERO).unwrap();
+        // As it is when the last two steps are missing.
+        set_state(io, &id, NORMAL, MOVING).unwrap();
+        let names = [encoded("image"), encoded(&id)].concat();
+        io.execute(NAMES, ("rbd", "dir_add_image"), &names).unwrap();
+        assert_eq!(images(io).unwrap().len(), 1);
+        remove(io, &id, true).unwrap_err();
+
+        for _ in 0..2 {
+            complete_move(io, &get(io, &id).unwrap()).unwrap();
+            assert!(images(io).unwrap().is_empty());
+        }
+        remove(io, &id, true).unwrap();
+        assert!(list(io).unwrap().is_empty());
+    }
+}

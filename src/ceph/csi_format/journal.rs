@@ -1,0 +1,360 @@
+//! ceph-csi's journal: which names have which images, kept in the pool itself.
+//!
+//! ```text
+//! csi.volumes.<instance>    csi.volume.<name>  →  <uuid>, or <pool id>/<uuid>
+//! csi.volume.<uuid>         csi.volname        →  <name>
+//!                           csi.imagename      →  <image>
+//!                           csi.imageid, …     →  see Entry
+//! ```
+//!
+//! and `csi.snaps.<instance>` and `csi.snap.<uuid>` in the same way. Each line is
+//! a key of an omap. The directory, the upper one, tells repeated creates apart;
+//! the entry, the lower one, leads from a handle to its image. The directory is
+//! in the journal's pool, the entry in the image's, mostly the same.
+//!
+//! What a crash leaves, a repeat finishes, because each call begins and ends with
+//! what its repeats look for: a create reserves the name in the directory first
+//! and takes it back last, a delete removes the entry last. Two controllers may
+//! do the same thing at a time: a name is reserved, and taken back, by comparing
+//! what is there in the same step.
+
+use std::collections::BTreeMap;
+
+use uuid::Uuid;
+
+use super::handle::Handle;
+use crate::ceph::client::{
+    CephError, or_missing,
+    rados::{IoCtx, WriteOp},
+};
+
+mod entry;
+
+pub use entry::{Entry, Kind, Making, Reserved};
+
+/// A journal that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// The cluster refused.
+    #[error(transparent)]
+    Ceph(#[from] CephError),
+    /// A value has no form that ceph-csi or this driver writes.
+    #[error("key {key:?} of object {object} holds {value:?}, which means nothing; mend it by hand")]
+    Corrupt {
+        /// The object, with its pool.
+        object: String,
+        /// The key.
+        key: String,
+        /// Its value.
+        value: String,
+    },
+    /// Directory and entry contradict each other.
+    #[error(
+        "object {object} belongs to {there:?}, though {name:?} leads to it; mend the journal by hand"
+    )]
+    Contradiction {
+        /// The entry's object, with its pool.
+        object: String,
+        /// The name in the directory.
+        name: String,
+        /// The name in the entry.
+        there: String,
+    },
+}
+
+/// One kind's journal. All of its calls block.
+#[derive(Clone, Debug)]
+pub struct Journal {
+    kind: Kind,
+    directory: String,
+}
+
+impl Journal {
+    /// That of an instance: ceph-csi's `--instanceid`, mostly `default`.
+    pub fn new(kind: Kind, instance: &str) -> Self {
+        let directory = match kind {
+            Kind::Volume => format!("csi.volumes.{instance}"),
+            Kind::Snapshot => format!("csi.snaps.{instance}"),
+        };
+        Self { kind, directory }
+    }
+
+    /// What it keeps.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    fn key(&self, name: &str) -> String {
+        format!("{}{name}", self.kind.prefix())
+    }
+
+    fn object(&self, uuid: Uuid) -> String {
+        format!("{}{uuid}", self.kind.prefix())
+    }
+
+    /// Reserves a name, unless it is reserved; says for what it then was.
+    pub fn reserve(
+        &self,
+        journal: &IoCtx,
+        name: &str,
+        wanted: Reserved,
+    ) -> Result<Option<Reserved>, JournalError> {
+        let (key, value) = (self.key(name), wanted.to_string());
+        let set = [(key.as_str(), value.as_str())];
+        loop {
+            // An absent key compares as an empty one.
+            let op = WriteOp::new().compare(&key, "").set(set);
+            match journal.operate(&self.directory, &op) {
+                Ok(()) => return Ok(None),
+                Err(error) if error.is_mismatch() => {
+                    let found = self.find(journal, name)?;
+                    // None: taken back meanwhile.
+                    if found.is_some() {
+                        return Ok(found);
+                    }
+                }
+                Err(error) if error.is_not_found() => {
+                    // The first of its pool.
+                    match journal.operate(&self.directory, &WriteOp::new().create().set(set)) {
+                        Ok(()) => return Ok(None),
+                        Err(error) if error.is_exists() => {}
+                        Err(error) => return Err(error.into()),
+                    }
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// What a name is reserved for.
+    pub fn find(&self, journal: &IoCtx, name: &str) -> Result<Option<Reserved>, JournalError> {
+        let key = self.key(name);
+        let found = or_empty(journal.omap_get(&self.directory, &[&key]))?;
+        let value = found.get(&key);
+        value
+            .map(|value| self.parse(journal, &key, value))
+            .transpose()
+    }
+
+    fn parse(&self, journal: &IoCtx, key: &str, value: &str) -> Result<Reserved, JournalError> {
+        let corrupt = |()| JournalError::Corrupt {
+            object: format!("{journal}/{}", self.directory),
+            key: key.to_owned(),
+            value: value.to_owned(),
+        };
+        value.parse().map_err(corrupt)
+    }
+
+    /// The names behind `after`, in order, at most `max`, and whether there are
+    /// more. Values that mean nothing are left out, with a warning, and so are those
+    /// that lead from a handle to another, without.
+    pub fn page(
+        &self,
+        journal: &IoCtx,
+        after: &str,
+        max: u64,
+    ) -> Result<(Vec<(String, Reserved)>, bool), JournalError> {
+        let prefix = self.kind.prefix();
+        let after = match after {
+            "" => String::new(),
+            name => self.key(name),
+        };
+        let page = match journal.omap_page(&self.directory, &after, prefix, max) {
+            Ok(page) => page,
+            Err(error) if error.is_not_found() => return Ok((Vec::new(), false)),
+            Err(error) => return Err(error.into()),
+        };
+        let entry = |(key, value): (&String, &String)| match self.parse(journal, key, value) {
+            Ok(reserved) => Some((key[prefix.len()..].to_owned(), reserved)),
+            // After a fail-over ceph-csi notes, beside the volume's name, which handle
+            // has taken the place of which. Both have the volume's uuid.
+            Err(_) if value.parse::<Handle>().is_ok() => None,
+            Err(error) => {
+                tracing::warn!(%error, "not listed");
+                None
+            }
+        };
+        Ok((page.entries.iter().filter_map(entry).collect(), page.more))
+    }
+
+    /// Enters what a name is newly reserved for; false where somebody has given that
+    /// up already.
+    pub fn enter(
+        &self,
+        journal: &IoCtx,
+        pool: &IoCtx,
+        reserved: Reserved,
+        entry: &Entry,
+    ) -> Result<bool, JournalError> {
+        let object = self.object(reserved.uuid);
+        let keys = entry.to_keys(self.kind);
+        let set = keys.iter().map(|(key, value)| (*key, value.as_str()));
+        match pool.operate(&object, &WriteOp::new().create().set(set)) {
+            // Whoever gives a create up takes its name away before its entry.
+            Ok(()) => Ok(self.find(journal, &entry.name)? == Some(reserved)),
+            Err(error) if error.is_exists() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Completes the entry that ceph-csi has begun; what it says already is what
+    /// counts.
+    pub fn go_on(&self, pool: &IoCtx, uuid: Uuid, entry: &Entry) -> Result<Entry, JournalError> {
+        let object = self.object(uuid);
+        let there = self.read(pool, uuid)?.unwrap_or_default();
+        if there.name.is_empty() {
+            let keys = entry.to_keys(self.kind);
+            let set = keys.iter().map(|(key, value)| (*key, value.as_str()));
+            pool.operate(&object, &WriteOp::new().set(set))?;
+            return Ok(entry.clone());
+        }
+        if there.name != entry.name {
+            return Err(JournalError::Contradiction {
+                object: format!("{pool}/{object}"),
+                name: entry.name.clone(),
+                there: there.name,
+            });
+        }
+        Ok(there)
+    }
+
+    /// What is known of an image; none: nothing at all.
+    pub fn read(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<Entry>, JournalError> {
+        let object = self.object(uuid);
+        let keys = match pool.omap_list(&object, "") {
+            Ok(keys) => keys,
+            Err(error) if error.is_not_found() => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let mut entry = Entry::from_keys(self.kind, keys).map_err(|(key, value)| {
+            let object = format!("{pool}/{object}");
+            let key = key.to_owned();
+            JournalError::Corrupt { object, key, value }
+        })?;
+        if entry.image.is_empty() {
+            entry.image = self.kind.image(None, uuid);
+        }
+        Ok(Some(entry))
+    }
+
+    /// Adds the image's id to its entry: then it is complete. False where somebody
+    /// has given it up meanwhile.
+    pub fn complete(
+        &self,
+        pool: &IoCtx,
+        uuid: Uuid,
+        making: Making,
+        id: &str,
+    ) -> Result<bool, JournalError> {
+        let op = WriteOp::new()
+            .assert_exists()
+            .compare(entry::MAKING, making.value())
+            .set([(entry::IMAGE_ID, id)])
+            .unset([entry::MAKING]);
+        match pool.operate(&self.object(uuid), &op) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_mismatch() || error.is_not_found() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Gives up what this driver has begun under a name, so that it can never be
+    /// completed, by whomever; false where it is complete, or not this driver's.
+    pub fn give_up(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
+        let object = self.object(uuid);
+        let given_up = (entry::MAKING, Making::GivenUp.value());
+        // It may be reserved, and not entered yet.
+        let first = WriteOp::new()
+            .create()
+            .set([(self.kind.name_key(), name), given_up]);
+        let begun = WriteOp::new()
+            .compare(entry::IMAGE_ID, "")
+            .compare(entry::MAKING, Making::UnderWay.value())
+            .set([given_up]);
+        loop {
+            match pool.operate(&object, &first) {
+                Err(error) if error.is_exists() => {}
+                result => return Ok(result.map(|()| true)?),
+            }
+            match pool.operate(&object, &begun) {
+                Err(error) if error.is_mismatch() => {
+                    let there = self.read(pool, uuid)?;
+                    return Ok(there.is_none_or(|there| there.making == Making::GivenUp));
+                }
+                // Gone in between.
+                Err(error) if error.is_not_found() => {}
+                result => return Ok(result.map(|()| true)?),
+            }
+        }
+    }
+
+    /// Forgets what is deleted: the name, if it leads there, and then the entry.
+    pub fn forget(
+        &self,
+        journal: &IoCtx,
+        pool: &IoCtx,
+        name: &str,
+        reserved: Reserved,
+    ) -> Result<(), JournalError> {
+        self.remove_name(journal, name, reserved)?;
+        self.remove_entry(pool, reserved.uuid)
+    }
+
+    /// Takes a name back, if it leads there.
+    pub fn remove_name(
+        &self,
+        journal: &IoCtx,
+        name: &str,
+        reserved: Reserved,
+    ) -> Result<(), JournalError> {
+        let (key, value) = (self.key(name), reserved.to_string());
+        let op = WriteOp::new().compare(&key, &value).unset([key.as_str()]);
+        match journal.operate(&self.directory, &op) {
+            // It has gone, or belongs to a newer one.
+            Err(error) if !(error.is_mismatch() || error.is_not_found()) => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn remove_entry(&self, pool: &IoCtx, uuid: Uuid) -> Result<(), JournalError> {
+        Ok(or_missing(pool.remove(&self.object(uuid)))?)
+    }
+}
+
+/// The object of a volume's entry.
+pub(in crate::ceph) fn entry_of(uuid: Uuid) -> String {
+    format!("{}{uuid}", Kind::Volume.prefix())
+}
+
+/// An object that is not there has no keys.
+fn or_empty(
+    keys: Result<BTreeMap<String, String>, CephError>,
+) -> Result<BTreeMap<String, String>, CephError> {
+    match keys {
+        Err(error) if error.is_not_found() => Ok(BTreeMap::new()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UUID: &str = "36eaa70e-eb63-11ea-8e79-246e96907f74";
+
+    #[test]
+    fn names_are_those_of_ceph_csi() {
+        let uuid = Uuid::parse_str(UUID).unwrap();
+        let volumes = Journal::new(Kind::Volume, "default");
+        assert_eq!(volumes.directory, "csi.volumes.default");
+        assert_eq!(volumes.key("pvc-1"), "csi.volume.pvc-1");
+        assert_eq!(volumes.object(uuid), format!("csi.volume.{UUID}"));
+        let snapshots = Journal::new(Kind::Snapshot, "b");
+        assert_eq!(snapshots.directory, "csi.snaps.b");
+        assert_eq!(snapshots.key("s"), "csi.snap.s");
+        assert_eq!(snapshots.object(uuid), format!("csi.snap.{UUID}"));
+        assert_eq!(Kind::Volume.image(None, uuid), format!("csi-vol-{UUID}"));
+        assert_eq!(Kind::Snapshot.image(None, uuid), format!("csi-snap-{UUID}"));
+        assert_eq!(Kind::Volume.image(Some("a-"), uuid), format!("a-{UUID}"));
+    }
+}

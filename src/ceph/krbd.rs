@@ -1,0 +1,328 @@
+//! Ceph images as block devices, by the kernel's own RBD driver (krbd).
+//!
+//! ```text
+//!  map    monitors answer? ─ already mapped? ─ add_key ─ one line to sysfs ─▶ /dev/rbd7
+//!  unmap  still this image? ─ one line to sysfs, refused while it is in use
+//! ```
+//!
+//! **One lock.** The driver makes its connections to a cluster under one lock
+//! for the whole node: a cluster that does not answer holds up the maps of all
+//! others for as long as `mount_timeout`, and the thread that asked cannot be
+//! interrupted. So a monitor must have answered us before the driver is asked.
+//!
+//! **The key** is handed over in the keyring of the thread that writes, under a
+//! name of its own, and taken away when the write returns. What the driver was
+//! told stays readable in sysfs, so the key is never in it.
+//!
+//! **Recognised** is what an earlier agent mapped by that name ([`Mark`]), else
+//! by the ids and monitors of what is mapped ([`mapped`]). Where neither tells,
+//! nothing is mapped: two clients that write to one image destroy it.
+//!
+//! **Killed meanwhile.** A write to sysfs outlives the agent that made it and
+//! may map the image at any later time. A lock file that the writing process
+//! holds says that it is under way; the kernel keeps it held for as long as the
+//! thread is in the driver.
+//!
+//! All of this may block for as long as the cluster does: call it on a lane.
+
+use std::{
+    fmt, fs,
+    fs::File,
+    io,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Detached, Done,
+    ceph::{
+        client::{Credentials, rbd::Features},
+        csi_format::map_options::MapOptions,
+    },
+    crash_point, digest,
+    kernel::{Dev, busy, keys::ThreadKey, sysfs},
+};
+
+mod error;
+mod features;
+mod greeting;
+mod line;
+pub mod mapped;
+mod monitors;
+mod recognise;
+
+pub use error::KrbdError;
+pub use greeting::Greeting;
+pub use mapped::{Identity, Mapped, Mark};
+pub use monitors::Monitors;
+pub use recognise::{find, find_marked};
+
+use error::failed;
+use recognise::marked;
+
+/// How long an image that somebody looks at may stay busy before its holder is
+/// named: udevd looks into whatever was just mapped, or just written.
+const BUSY_FOR: Duration = Duration::from_secs(10);
+
+/// The driver's files, with one major number for all devices and without.
+const ADD: [&str; 2] = ["/sys/bus/rbd/add_single_major", "/sys/bus/rbd/add"];
+const REMOVE: [&str; 2] = ["/sys/bus/rbd/remove_single_major", "/sys/bus/rbd/remove"];
+
+/// An image of a cluster, or a snapshot of one, by its names: an *image-spec*.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageSpec {
+    /// The `clusterID` of the configuration; empty where it is not known.
+    pub cluster_id: String,
+    /// The pool's name.
+    pub pool: String,
+    /// The RADOS namespace; empty for the default one.
+    #[serde(default)]
+    pub namespace: String,
+    /// The image's name.
+    pub name: String,
+    /// The snapshot's name.
+    #[serde(default)]
+    pub snapshot: Option<String>,
+}
+
+impl ImageSpec {
+    /// Whether both are the same names within their cluster.
+    pub fn is_named_as(&self, other: &Self) -> bool {
+        let names = |image: &Self| [&image.pool, &image.namespace, &image.name].map(String::clone);
+        names(self) == names(other) && self.snapshot == other.snapshot
+    }
+}
+
+impl fmt::Display for ImageSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/", self.pool)?;
+        if !self.namespace.is_empty() {
+            write!(f, "{}/", self.namespace)?;
+        }
+        f.write_str(&self.name)?;
+        if let Some(snapshot) = &self.snapshot {
+            write!(f, "@{snapshot}")?;
+        }
+        if self.cluster_id.is_empty() {
+            return Ok(());
+        }
+        write!(f, " of cluster {}", self.cluster_id)
+    }
+}
+
+/// A mapped image's block device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RbdDevice {
+    /// Its device number.
+    pub dev: Dev,
+    /// `/dev/rbd7`.
+    pub node: PathBuf,
+    /// What is mapped.
+    pub identity: Identity,
+    /// It refuses writes.
+    pub read_only: bool,
+}
+
+/// What is to be mapped, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// The image.
+    pub image: &'a ImageSpec,
+    /// The volume's handle.
+    pub volume_id: &'a str,
+    /// The pool's id, where the handle says it.
+    pub pool_id: Option<i64>,
+    /// The image's features, as far as they are known.
+    pub features: Features,
+    /// The cluster's monitors.
+    pub monitors: &'a Monitors,
+    /// Who asks.
+    pub credentials: &'a Credentials,
+    /// The driver's options.
+    pub options: &'a MapOptions,
+    /// Where this node is, for reads from the nearest copy: the driver's
+    /// `crush_location`, such as `zone:a|rack:b`.
+    pub location: Option<&'a str>,
+    /// The device refuses writes.
+    pub read_only: bool,
+}
+
+/// What is mapped as `dev`, without waiting for anything, is this image.
+pub fn is_behind(dev: Dev, identity: &Identity) -> bool {
+    Mapped::of(dev).is_some_and(|mapped| mapped.identity == *identity)
+}
+
+/// Maps images, one directory for the locks of all agents of this node.
+#[derive(Clone, Debug)]
+pub struct Mapper {
+    dir: PathBuf,
+}
+
+impl Mapper {
+    /// With lock files in a directory on a tmpfs, made if missing.
+    pub fn open(dir: PathBuf) -> io::Result<Self> {
+        fs::create_dir_all(&dir)?;
+        Ok(Self { dir })
+    }
+
+    /// Maps the image after its monitors' greeting, or finds it mapped as it should
+    /// be.
+    pub fn map(
+        &self,
+        wanted: &Wanted<'_>,
+        greeting: Greeting,
+    ) -> Result<(RbdDevice, Done), KrbdError> {
+        let Wanted { image, .. } = *wanted;
+        let supported = features::supported().map_err(KrbdError::NoDriver)?;
+        let lacking = wanted.features.without(supported);
+        if lacking != Features::default() {
+            return Err(KrbdError::Features {
+                image: image.to_string(),
+                lacking,
+                supported,
+            });
+        }
+        let _lock = self.lock(wanted.volume_id)?;
+        if let Some(device) = find(wanted)? {
+            return Ok((device, Done::Already));
+        }
+        let mark = Mark::new(&image.cluster_id, wanted.volume_id);
+        let line = line::of(wanted, &mark)?;
+        greeting.wait()?;
+        write_with_key(&line, &mark, wanted.credentials)
+            .map_err(|error| KrbdError::of_map(image, &wanted.credentials.user, error))?;
+        let device = marked(image, &mark)?;
+        Ok((device, Done::Now))
+    }
+
+    /// Whether an agent that was killed is still mapping an image for the volume.
+    pub fn is_under_way(&self, volume_id: &str) -> Result<(), KrbdError> {
+        self.lock(volume_id).map(drop)
+    }
+
+    /// Locks out other agents for as long as the file is open.
+    fn lock(&self, volume_id: &str) -> Result<Lock, KrbdError> {
+        let path = self.dir.join(digest::sha256_hex(volume_id));
+        let locked = || failed("lock", path.display().to_string());
+        loop {
+            let file = File::create(&path).map_err(locked())?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => {
+                    return Err(KrbdError::UnderWay);
+                }
+                Err(errno) => return Err(locked()(errno.into())),
+            }
+            // Its last owner may have removed it meanwhile.
+            if file.metadata().map_err(locked())?.nlink() > 0 {
+                return Ok(Lock { path, _file: file });
+            }
+        }
+    }
+}
+
+/// Removed while it is held: whoever opened it before looks again.
+#[derive(Debug)]
+struct Lock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // One that stays says nothing.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Writes the line by which the driver maps an image, on this very thread with
+/// the key in its keyring.
+fn write_with_key(line: &str, mark: &Mark, credentials: &Credentials) -> io::Result<()> {
+    let key = ThreadKey::add("ceph", &mark.to_string(), &credentials.key_bytes())?;
+    let written = write(ADD, line);
+    crash_point();
+    drop(key);
+    written
+}
+
+/// Writes to the first of the driver's files that is there.
+fn write(files: [&str; 2], line: &str) -> io::Result<()> {
+    let [single_major, old] = files;
+    let open = |path: &str| File::options().write(true).open(path);
+    let mut file = match open(single_major) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => open(old)?,
+        file => file?,
+    };
+    // In one piece: each write is a request.
+    io::Write::write_all(&mut file, line.as_bytes())
+}
+
+/// Unmaps the image, unless anybody has the device open: the driver refuses.
+pub fn unmap(device: &RbdDevice) -> Result<Detached, KrbdError> {
+    let node = &device.node;
+    let mapped = Mapped::of(device.dev);
+    let Some(mapped) = mapped.filter(|mapped| mapped.identity == device.identity) else {
+        return Ok(Detached::Already);
+    };
+    let id = mapped.id.to_string();
+    let is = |removed: &io::Result<()>, errno: Errno| {
+        removed
+            .as_ref()
+            .is_err_and(|error| error.raw_os_error() == Some(errno.raw_os_error()))
+    };
+    let removed = busy::outwait_for(
+        BUSY_FOR,
+        || write(REMOVE, &id),
+        |removed| is(removed, Errno::BUSY) && is_behind(device.dev, &device.identity),
+    );
+    crash_point();
+    match removed {
+        Ok(()) => Ok(Detached::Now),
+        removed if is(&removed, Errno::NOENT) => Ok(Detached::Already),
+        // Somebody else's removal is under way.
+        removed if is(&removed, Errno::INPROGRESS) => Ok(Detached::Deferred),
+        removed if is(&removed, Errno::BUSY) => Err(KrbdError::Busy { node: node.clone() }),
+        Err(error) => Err(failed("unmap", node.display().to_string())(error)),
+    }
+}
+
+/// Makes the driver look how large the image is, which it is told of anyhow,
+/// and answers the device's size in bytes.
+pub fn refresh(image: &ImageSpec, device: &RbdDevice, wanted: u64) -> Result<u64, KrbdError> {
+    let node = &device.node;
+    let looked = || failed("look how large the image is of", node.display().to_string());
+    let size = || sysfs::size_bytes(device.dev).map_err(looked());
+    let bytes = size()?;
+    if bytes >= wanted && wanted > 0 {
+        return Ok(bytes);
+    }
+    let mapped = Mapped::of(device.dev).filter(|mapped| mapped.identity == device.identity);
+    let mapped = mapped.ok_or_else(|| looked()(io::ErrorKind::NotFound.into()))?;
+    fs::write(refresh_file(mapped.id), "1").map_err(looked())?;
+    let bytes = size()?;
+    if bytes < wanted {
+        return Err(KrbdError::Small {
+            image: image.to_string(),
+            node: node.clone(),
+            bytes,
+            wanted,
+        });
+    }
+    Ok(bytes)
+}
+
+fn refresh_file(id: u32) -> PathBuf {
+    Path::new("/sys/bus/rbd/devices")
+        .join(id.to_string())
+        .join("refresh")
+}
+
+#[cfg(test)]
+mod tests;

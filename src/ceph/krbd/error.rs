@@ -1,0 +1,247 @@
+//! Why an image could not be mapped, grown or unmapped.
+
+use std::{io, path::PathBuf};
+
+use rustix::io::Errno;
+
+use super::ImageSpec;
+use crate::{
+    Kind,
+    ceph::client::{monitor::MonitorError, rbd::Features},
+};
+
+/// Why an image could not be mapped, grown or unmapped.
+#[derive(Debug, thiserror::Error)]
+pub enum KrbdError {
+    /// No RBD driver.
+    #[error("the kernel's RBD driver is not there; load the kernel module \"rbd\" on this node")]
+    NoDriver(#[source] io::Error),
+    /// The configuration has no address of a monitor.
+    #[error(transparent)]
+    Monitor(#[from] MonitorError),
+    /// No monitor's name is known.
+    #[error("cannot look up the monitor {monitor}")]
+    Lookup {
+        /// As it is configured.
+        monitor: String,
+        /// The resolver's answer.
+        source: io::Error,
+    },
+    /// There is no address for the protocol that is to be spoken.
+    #[error(
+        "ms_mode={mode} needs monitors on the ports of that protocol (3300; 6789 with legacy), but the configuration has {monitors}"
+    )]
+    WrongVersion {
+        /// The mode.
+        mode: String,
+        /// What is configured.
+        monitors: String,
+    },
+    /// No monitor answers; the driver was not asked.
+    #[error("image {image} is not mapped, and the driver was not asked to")]
+    Silent {
+        /// The image.
+        image: String,
+        /// Which monitors, and for how long.
+        source: MonitorError,
+    },
+    /// The driver has not all of the image's features.
+    #[error(
+        "image {image} has features that this kernel's RBD driver lacks: {lacking}; it has {supported}"
+    )]
+    Features {
+        /// The image.
+        image: String,
+        /// The features.
+        lacking: Features,
+        /// What the driver has.
+        supported: Features,
+    },
+    /// The names do not fit into the driver's line.
+    #[error("image {image}: {what}")]
+    Unsuited {
+        /// The image.
+        image: String,
+        /// Why, and what to do.
+        what: &'static str,
+    },
+    /// The image is mapped already, but not as it is needed.
+    #[error(
+        "image {image} is mapped as {node} {how}, which this volume did not do; unmap it first (rbd unmap {node})"
+    )]
+    MappedOtherwise {
+        /// The image.
+        image: String,
+        /// The device's node.
+        node: PathBuf,
+        /// What is different about it.
+        how: &'static str,
+    },
+    /// An image of that name is mapped, and it can't be told whether it is this.
+    #[error(
+        "image {image}: {node} has an image of that name, mapped by others with {monitors}; whether it is this one cannot be told, so nothing is mapped: unmap it (rbd unmap {node}), or configure a monitor that it was mapped with"
+    )]
+    Doubtful {
+        /// The image.
+        image: String,
+        /// The device's node.
+        node: PathBuf,
+        /// With which monitors.
+        monitors: String,
+    },
+    /// The image is mapped several times.
+    #[error("image {image} is mapped as {} and {}; unmap one of them (rbd unmap)", nodes.0, nodes.1)]
+    Twice {
+        /// The image.
+        image: String,
+        /// The devices' nodes.
+        nodes: (String, String),
+    },
+    /// An agent that was killed meanwhile is still mapping it.
+    #[error(
+        "an agent that was ended is still mapping its image, which nothing can stop; what it maps is taken up by a later call"
+    )]
+    UnderWay,
+    /// The cluster refused the user.
+    #[error(
+        "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"
+    )]
+    Denied {
+        /// The image.
+        image: String,
+        /// The user's id.
+        user: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Pool, namespace, image or snapshot is missing.
+    #[error("the cluster has no image {image}, or no such pool, namespace or snapshot")]
+    Missing {
+        /// The image.
+        image: String,
+    },
+    /// The driver failed.
+    #[error(
+        "cannot map image {image}{}; the kernel's log says more",
+        reason(source)
+    )]
+    Map {
+        /// The image.
+        image: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A file system, device mapper, md or a process holds the device.
+    #[error("{node} is in use; it stays mapped until its user lets go")]
+    Busy {
+        /// The device's node.
+        node: PathBuf,
+    },
+    /// The image did not get as large as it should.
+    #[error(
+        "{node} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown, or the cluster does not tell this node"
+    )]
+    Small {
+        /// The image.
+        image: String,
+        /// The device's node.
+        node: PathBuf,
+        /// What it has.
+        bytes: u64,
+        /// What it should have.
+        wanted: u64,
+    },
+    /// The kernel refused something else.
+    #[error("cannot {what} {subject}")]
+    Device {
+        /// What was tried.
+        what: &'static str,
+        /// With what.
+        subject: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+/// What the bare answer does not say.
+fn reason(source: &io::Error) -> &'static str {
+    match source.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::NXIO) => {
+            ": it has features that this kernel's RBD driver lacks (rbd info; rbd feature disable)"
+        }
+        Some(Errno::INVAL) => ": the driver does not know one of its map options",
+        Some(Errno::TIMEDOUT | Errno::IO) => ": the cluster did not answer in time",
+        Some(Errno::SHUTDOWN) => ": the cluster has blocklisted this node",
+        _ => "",
+    }
+}
+
+impl KrbdError {
+    /// Turns the driver's answer to a map into an error.
+    pub(super) fn of_map(image: &ImageSpec, user: &str, source: io::Error) -> Self {
+        let image = image.to_string();
+        match source.raw_os_error().map(Errno::from_raw_os_error) {
+            Some(Errno::ACCESS | Errno::PERM) => Self::Denied {
+                image,
+                user: user.to_owned(),
+                source,
+            },
+            Some(Errno::NOENT) => Self::Missing { image },
+            _ => Self::Map { image, source },
+        }
+    }
+
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Missing { .. } => Kind::NotFound,
+            Self::Denied { .. } => Kind::Unauthenticated,
+            Self::UnderWay => Kind::InUse,
+            Self::Monitor(_)
+            | Self::WrongVersion { .. }
+            | Self::Features { .. }
+            | Self::Unsuited { .. }
+            | Self::MappedOtherwise { .. }
+            | Self::Doubtful { .. }
+            | Self::Twice { .. } => Kind::Precondition,
+            Self::Map { source, .. } => match source.raw_os_error().map(Errno::from_raw_os_error) {
+                Some(Errno::NXIO | Errno::INVAL) => Kind::Precondition,
+                _ => Kind::Transient,
+            },
+            _ => Kind::Transient,
+        }
+    }
+
+    /// Whether another mounter may map the image where this driver can't.
+    pub fn is_for_another_mounter(&self) -> bool {
+        match self {
+            Self::NoDriver(_) | Self::Features { .. } => true,
+            Self::Map { source, .. } => source.raw_os_error() == Some(Errno::NXIO.raw_os_error()),
+            _ => false,
+        }
+    }
+
+    /// Whether the client that it was to share is off the cluster.
+    pub fn is_fenced(&self) -> bool {
+        match self {
+            Self::Map { source, .. } => {
+                source.raw_os_error() == Some(Errno::SHUTDOWN.raw_os_error())
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether somebody uses the device.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Self::Busy { .. })
+    }
+}
+
+/// Turns the kernel's answer into an error that says what was tried.
+pub(super) fn failed(what: &'static str, subject: String) -> impl FnOnce(io::Error) -> KrbdError {
+    move |source| KrbdError::Device {
+        what,
+        subject,
+        source,
+    }
+}

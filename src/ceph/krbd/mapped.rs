@@ -1,0 +1,288 @@
+//! What is mapped on this node, as sysfs shows it. Reading it never waits for
+//! a device.
+//!
+//! What the driver was told stays readable in `config_info`, and the name of
+//! the key in it is ours to choose: it says for which volume the image was
+//! mapped, so that what a killed agent mapped is found. What others mapped is
+//! known by the ids of pool and image, and by the monitors it was mapped with:
+//! a name alone says nothing, for another cluster may have the same.
+//!
+//! Source: Documentation/ABI/testing/sysfs-bus-rbd.
+
+use std::{fs, io, net::SocketAddr, path::PathBuf};
+
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::{ImageSpec, RbdDevice};
+use crate::{
+    ceph::csi_format::map_options::NOSHARE,
+    kernel::{Dev, sysfs},
+};
+
+/// Below it is a directory for each mapped image.
+const DEVICES: &str = "/sys/bus/rbd/devices";
+
+/// How sysfs writes that an image is mapped and not a snapshot of it.
+const NO_SNAPSHOT: &str = "-";
+
+/// The address of the client that has an image open.
+const CLIENT_ADDRESS: &str = "client_addr";
+
+/// Stands before our marks.
+const OURS: &str = "uring-csi";
+
+/// What stands for itself within a part of a mark.
+const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
+
+/// For which volume an image was mapped: the name of the key it was mapped with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The `clusterID` of the configuration that it was mapped by.
+    pub cluster_id: String,
+    /// The volume's handle.
+    pub volume_id: String,
+    /// What no other mark has.
+    pub nonce: String,
+}
+
+impl Mark {
+    /// A mark that no device has yet.
+    pub fn new(cluster_id: &str, volume_id: &str) -> Self {
+        Self {
+            cluster_id: cluster_id.to_owned(),
+            volume_id: volume_id.to_owned(),
+            nonce: uuid::Uuid::new_v4().simple().to_string(),
+        }
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.split(':');
+        if parts.next()? != OURS {
+            return None;
+        }
+        let mut part = || {
+            Some(
+                percent_decode_str(parts.next()?)
+                    .decode_utf8()
+                    .ok()?
+                    .into_owned(),
+            )
+        };
+        let mark = Self {
+            cluster_id: part()?,
+            volume_id: part()?,
+            nonce: part()?,
+        };
+        parts.next().is_none().then_some(mark)
+    }
+}
+
+impl std::fmt::Display for Mark {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [cluster_id, volume_id, nonce] = [&self.cluster_id, &self.volume_id, &self.nonce]
+            .map(|part| utf8_percent_encode(part, PLAIN));
+        write!(f, "{OURS}:{cluster_id}:{volume_id}:{nonce}")
+    }
+}
+
+/// What makes a mapped image that one and no other, in the cluster's own ids.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// The cluster.
+    pub fsid: String,
+    /// The pool; it may be renamed.
+    pub pool_id: i64,
+    /// The image; it may be renamed, or its name used again.
+    pub image_id: String,
+    /// The snapshot, by its name; none where the image itself is mapped.
+    pub snapshot: Option<String>,
+}
+
+/// A mapped image.
+#[derive(Clone, Debug)]
+pub struct Mapped {
+    /// The `7` of `rbd7`.
+    pub id: u32,
+    /// Its names; the cluster's is empty.
+    pub image: ImageSpec,
+    /// Its ids.
+    pub identity: Identity,
+    /// What it was mapped by.
+    pub config: Config,
+}
+
+/// What the driver was told, as far as it is of use and no secret.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Config {
+    /// The monitors.
+    pub monitors: Vec<SocketAddr>,
+    /// For whom it was mapped, where this or an earlier agent did it.
+    pub mark: Option<Mark>,
+    /// No other mapped image has its client.
+    pub noshare: bool,
+}
+
+impl Config {
+    /// Reads `config_info`: `<monitors> <options> <pool> <image> <snapshot>`.
+    fn parse(text: &str) -> Self {
+        let mut words = text.split_ascii_whitespace();
+        let monitors = words.next().unwrap_or_default().split(',');
+        let mut options = words.next().unwrap_or_default().split(',');
+        let noshare = options.clone().any(|option| option == NOSHARE);
+        Self {
+            monitors: monitors
+                .filter_map(|monitor| monitor.parse().ok())
+                .collect(),
+            mark: options.find_map(|option| Mark::parse(option.strip_prefix("key=")?)),
+            noshare,
+        }
+    }
+}
+
+impl Mapped {
+    /// What is mapped as the device of that number; none where the device is
+    /// another driver's, or gone.
+    pub fn of(dev: Dev) -> Option<Self> {
+        Self::of_id(id_of(dev)?).ok()
+    }
+
+    fn of_id(id: u32) -> io::Result<Self> {
+        let snapshot = Some(attribute(id, "current_snap")?);
+        let snapshot = snapshot.filter(|name| name != NO_SNAPSHOT);
+        let pool_id = attribute(id, "pool_id")?;
+        Ok(Self {
+            id,
+            image: ImageSpec {
+                cluster_id: String::new(),
+                pool: attribute(id, "pool")?,
+                namespace: attribute(id, "pool_ns")?,
+                name: attribute(id, "name")?,
+                snapshot: snapshot.clone(),
+            },
+            identity: Identity {
+                fsid: attribute(id, "cluster_fsid")?,
+                pool_id: pool_id.parse().map_err(io::Error::other)?,
+                image_id: attribute(id, "image_id")?,
+                snapshot,
+            },
+            config: Config::parse(&attribute(id, "config_info")?),
+        })
+    }
+
+    /// The block device; `NotFound` while it is being made.
+    pub fn device(&self) -> io::Result<RbdDevice> {
+        let dev = sysfs::dev_of(&format!("rbd{}", self.id))?;
+        Ok(RbdDevice {
+            dev,
+            node: PathBuf::from(format!("/dev/rbd{}", self.id)),
+            identity: self.identity.clone(),
+            read_only: sysfs::is_read_only(dev)?,
+        })
+    }
+}
+
+/// The `7` of the device `rbd7`.
+fn id_of(dev: Dev) -> Option<u32> {
+    let name = sysfs::name_of(dev).ok()?;
+    name.strip_prefix("rbd")?.parse().ok()
+}
+
+/// The mapped images of that name, whatever their pools; or all.
+pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
+    let entries = match fs::read_dir(DEVICES) {
+        // The driver is not there, so neither is what it would have mapped.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let Some(id) = entry?.file_name().to_str().and_then(|id| id.parse().ok()) else {
+            continue;
+        };
+        let look = || match name {
+            Some(name) if attribute(id, "name")? != name => Ok(None),
+            _ => Mapped::of_id(id).map(Some),
+        };
+        match look() {
+            Ok(mapped) => found.extend(mapped),
+            // It went meanwhile.
+            Err(error) if is_gone(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(found)
+}
+
+/// The number of the driver's client that has the image open for the device: what
+/// it is called among the image's watchers.
+pub fn client_of(dev: Dev) -> Option<i64> {
+    let text = attribute(id_of(dev)?, "client_id").ok()?;
+    text.strip_prefix("client")?.parse().ok()
+}
+
+/// That client's address as its cluster sees it.
+pub fn address_of(dev: Dev) -> Option<String> {
+    attribute(id_of(dev)?, CLIENT_ADDRESS).ok()
+}
+
+/// The addresses of all of the driver's clients.
+pub fn addresses() -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for mapped in list(None)? {
+        match attribute(mapped.id, CLIENT_ADDRESS) {
+            Err(error) if is_gone(&error) => {}
+            address => found.push(address?),
+        }
+    }
+    Ok(found)
+}
+
+/// Missing, or of a device that went while the file was open.
+pub fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+        || error.raw_os_error() == Some(Errno::NODEV.raw_os_error())
+}
+
+fn attribute(id: u32, name: &str) -> io::Result<String> {
+    let text = fs::read_to_string(format!("{DEVICES}/{id}/{name}"))?;
+    Ok(text.trim_end_matches('\n').to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_the_driver_was_told_is_read_back() {
+        let mark = Mark::new("c", "0001-0001-c-0000000000000001-u");
+        let line =
+            format!("10.0.0.1:6789,[fd00::1]:3300 name=csi,key={mark},ms_mode=secure rbd a -");
+        let config = Config::parse(&line);
+        assert_eq!(config.monitors.len(), 2);
+        assert_eq!(config.mark.as_ref(), Some(&mark));
+        let theirs = Config::parse("10.0.0.1:6789 name=csi,key=client.csi rbd a -");
+        assert_eq!((theirs.monitors.len(), theirs.mark), (1, None));
+        let alone = Config::parse("10.0.0.1:6789 name=csi,noshare,ro rbd a -");
+        assert!(alone.noshare && !config.noshare);
+        assert_eq!(Config::parse(""), Config::default());
+    }
+
+    proptest! {
+        #[test]
+        fn a_mark_is_one_word_and_comes_back(cluster_id in "\\PC{0,40}", volume_id in "\\PC{0,128}") {
+            let mark = Mark::new(&cluster_id, &volume_id);
+            let text = mark.to_string();
+            prop_assert!(crate::ceph::csi_format::map_options::is_word(&text) && !text.contains(','));
+            prop_assert_eq!(Mark::parse(&text), Some(mark));
+        }
+
+        #[test]
+        fn any_line_is_read(line in "\\PC{0,80}") {
+            let _ = Config::parse(&line);
+        }
+    }
+}
