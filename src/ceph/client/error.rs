@@ -97,11 +97,6 @@ impl CephError {
         matches!(self, Self::Monitors(MonitorError::Unanswered(_))) || self.is(Errno::TIMEDOUT)
     }
 
-    /// The image was opened for reading, or is not the primary of a mirror.
-    pub fn is_read_only(&self) -> bool {
-        self.is(Errno::ROFS)
-    }
-
     /// The cluster has fenced this client; a new connection is a new client.
     pub fn is_blocklisted(&self) -> bool {
         self.is(Errno::SHUTDOWN)

@@ -60,17 +60,6 @@ unsafe impl Send for Cluster {}
 // handle as const or changes what those locks guard.
 unsafe impl Sync for Cluster {}
 
-/// What a cluster holds, in bytes, of all pools and copies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Usage {
-    /// All of its devices.
-    pub total: u64,
-    /// What is in use of them.
-    pub used: u64,
-    /// What is not.
-    pub available: u64,
-}
-
 impl Cluster {
     /// The cluster's id, a UUID.
     pub fn fsid(&self) -> &str {
@@ -110,19 +99,6 @@ impl Cluster {
     /// A call has shown it.
     pub(super) fn lose(&self) {
         self.lost.store(true, Ordering::Relaxed);
-    }
-
-    /// How full the cluster is.
-    pub fn usage(&self) -> Result<Usage, CephError> {
-        let call = self.call("read", || "the cluster's usage".to_owned());
-        let mut stat = abi::ClusterStat::default();
-        // SAFETY: `stat` has the library's layout.
-        call.check(unsafe { (self.libraries.rados.rados_cluster_stat)(self.raw, &raw mut stat) })?;
-        Ok(Usage {
-            total: stat.kb * 1024,
-            used: stat.kb_used * 1024,
-            available: stat.kb_avail * 1024,
-        })
     }
 
     /// The id of the pool of that name. A name that is not known is looked up

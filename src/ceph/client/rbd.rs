@@ -1,7 +1,7 @@
 //! Images: block devices, striped over the objects of a pool, by librbd.
 //!
 //! ```text
-//! in a pool and namespace   create, clone_snapshot, rename, list, trash
+//! in a pool and namespace   create, clone_snapshot, list, trash
 //! on an open image          Image: size, features, watchers, snapshots,
 //!                           parent and children, flatten, metadata
 //! on one that is not open   Header: features, watchers, metadata
@@ -29,7 +29,7 @@ pub mod trash;
 
 pub use features::{Features, UnknownFeature};
 pub use header::Header;
-pub use image::{Access, Image, Info, Watcher};
+pub use image::{Access, Image, Watcher};
 pub use lineage::{LinkedImage, Parent};
 pub use mirror::Mirroring;
 pub use options::ImageOptions;
@@ -108,15 +108,6 @@ pub fn remove(io: &IoCtx, name: &str) -> Result<(), CephError> {
     call.changed(unsafe { remove(io.raw(), text.as_ptr()) })
 }
 
-/// Gives an image another name.
-pub fn rename(io: &IoCtx, from: &str, to: &str) -> Result<(), CephError> {
-    let call = io.call("rename", "image", from);
-    let (from, to) = (call.text(from)?, call.text(to)?);
-    let rename = io.cluster().libraries().rbd.rbd_rename;
-    // SAFETY: both names end in NUL.
-    call.changed(unsafe { rename(io.raw(), from.as_ptr(), to.as_ptr()) })
-}
-
 /// The images of the pool and namespace, but for those in the trash.
 pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
     let call = io.cluster().call("list", || format!("the images of {io}"));
@@ -136,20 +127,6 @@ pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
     // SAFETY: the rows are the library's own, and not used any more.
     unsafe { (functions.rbd_image_spec_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
     Ok(names)
-}
-
-/// Whether the pool has this namespace for images; the empty one is always there.
-pub fn namespace_exists(io: &IoCtx, namespace: &str) -> Result<bool, CephError> {
-    if namespace.is_empty() {
-        return Ok(true);
-    }
-    let call = io.call("look for", "namespace", namespace);
-    let name = call.text(namespace)?;
-    let mut exists = false;
-    let ask = io.cluster().libraries().rbd.rbd_namespace_exists;
-    // SAFETY: the name ends in NUL, `exists` outlives the call.
-    call.check(unsafe { ask(io.raw(), name.as_ptr(), &raw mut exists) })?;
-    Ok(exists)
 }
 
 /// Makes a namespace for images in the pool.

@@ -18,16 +18,6 @@ pub type ReadOp = *mut c_void;
 /// `rados_omap_iter_t`, what a read of an omap found.
 pub type OmapIter = *mut c_void;
 
-/// `struct rados_cluster_stat_t`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ClusterStat {
-    pub kb: u64,
-    pub kb_used: u64,
-    pub kb_avail: u64,
-    pub num_objects: u64,
-}
-
 /// `LIBRADOS_CREATE_EXCLUSIVE`: the object must not exist.
 pub const CREATE_EXCLUSIVE: c_int = 1;
 /// `LIBRADOS_CMPXATTR_OP_EQ`, of omap values too.
@@ -41,7 +31,6 @@ table! {
     fn rados_connect(cluster: Cluster) -> c_int;
     fn rados_shutdown(cluster: Cluster);
     fn rados_cluster_fsid(cluster: Cluster, text: *mut c_char, len: usize) -> c_int;
-    fn rados_cluster_stat(cluster: Cluster, stat: *mut ClusterStat) -> c_int;
     fn rados_get_instance_id(cluster: Cluster) -> u64;
     fn rados_getaddrs(cluster: Cluster, addresses: *mut *mut c_char) -> c_int;
     fn rados_wait_for_latest_osdmap(cluster: Cluster) -> c_int;

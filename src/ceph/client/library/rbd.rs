@@ -12,18 +12,6 @@ pub type Image = *mut c_void;
 /// `rbd_image_options_t`.
 pub type Options = *mut c_void;
 
-/// `rbd_image_info_t`. The last three fields are not filled any more.
-#[repr(C)]
-pub struct ImageInfo {
-    pub size: u64,
-    pub object_size: u64,
-    pub objects: u64,
-    pub order: c_int,
-    pub block_name_prefix: [c_char; 24],
-    pub parent_pool: i64,
-    pub parent_name: [c_char; 96],
-}
-
 /// `rbd_image_spec_t`.
 #[repr(C)]
 pub struct ImageSpec {
@@ -98,7 +86,6 @@ pub const MIRRORED: c_int = 1;
 const _: () = {
     assert!(size_of::<MirrorInfo>() == 16);
     assert!(size_of::<GroupInfo>() == 16);
-    assert!(size_of::<ImageInfo>() == 160);
     assert!(size_of::<ImageSpec>() == 16);
     assert!(size_of::<LinkedImage>() == 48);
     assert!(size_of::<SnapSpec>() == 24);
@@ -132,11 +119,9 @@ table! {
         io: IoCtx, name: *const c_char, options: Options,
     ) -> c_int;
     fn rbd_remove(io: IoCtx, name: *const c_char) -> c_int;
-    fn rbd_rename(io: IoCtx, from: *const c_char, to: *const c_char) -> c_int;
     fn rbd_list2(io: IoCtx, images: *mut ImageSpec, count: *mut usize) -> c_int;
     fn rbd_image_spec_list_cleanup(images: *mut ImageSpec, count: usize);
     fn rbd_namespace_create(io: IoCtx, name: *const c_char) -> c_int;
-    fn rbd_namespace_exists(io: IoCtx, name: *const c_char, exists: *mut bool) -> c_int;
 
     fn rbd_trash_move(io: IoCtx, name: *const c_char, delay: u64) -> c_int;
     fn rbd_trash_get(io: IoCtx, id: *const c_char, info: *mut TrashInfo) -> c_int;
@@ -144,7 +129,6 @@ table! {
     fn rbd_trash_list(io: IoCtx, entries: *mut TrashInfo, count: *mut usize) -> c_int;
     fn rbd_trash_list_cleanup(entries: *mut TrashInfo, count: usize);
     fn rbd_trash_remove(io: IoCtx, id: *const c_char, force: bool) -> c_int;
-    fn rbd_trash_restore(io: IoCtx, id: *const c_char, name: *const c_char) -> c_int;
 
     fn rbd_open(io: IoCtx, name: *const c_char, image: *mut Image, snapshot: *const c_char) -> c_int;
     fn rbd_open_read_only(io: IoCtx, name: *const c_char, image: *mut Image, snapshot: *const c_char) -> c_int;
@@ -152,15 +136,10 @@ table! {
     fn rbd_open_by_id_read_only(io: IoCtx, id: *const c_char, image: *mut Image, snapshot: *const c_char) -> c_int;
     fn rbd_close(image: Image) -> c_int;
 
-    fn rbd_stat(image: Image, info: *mut ImageInfo, info_size: usize) -> c_int;
     fn rbd_get_size(image: Image, size: *mut u64) -> c_int;
     fn rbd_get_features(image: Image, features: *mut u64) -> c_int;
-    fn rbd_get_flags(image: Image, flags: *mut u64) -> c_int;
     fn rbd_get_id(image: Image, id: *mut c_char, len: usize) -> c_int;
     fn rbd_get_create_timestamp(image: Image, time: *mut libc::timespec) -> c_int;
-    fn rbd_get_data_pool_id(image: Image) -> i64;
-    fn rbd_get_stripe_unit(image: Image, unit: *mut u64) -> c_int;
-    fn rbd_get_stripe_count(image: Image, count: *mut u64) -> c_int;
     fn rbd_resize2(
         image: Image, size: u64, allow_shrink: bool,
         progress: Option<unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int>, data: *mut c_void,
@@ -177,7 +156,6 @@ table! {
     fn rbd_linked_image_spec_cleanup(image: *mut LinkedImage);
     fn rbd_snap_spec_cleanup(snapshot: *mut SnapSpec);
     fn rbd_list_children3(image: Image, children: *mut LinkedImage, count: *mut usize) -> c_int;
-    fn rbd_list_descendants(image: Image, images: *mut LinkedImage, count: *mut usize) -> c_int;
     fn rbd_linked_image_spec_list_cleanup(images: *mut LinkedImage, count: usize);
 
     fn rbd_snap_create(image: Image, name: *const c_char) -> c_int;
@@ -185,11 +163,7 @@ table! {
     fn rbd_snap_list(image: Image, snapshots: *mut SnapInfo, count: *mut c_int) -> c_int;
     fn rbd_snap_list_end(snapshots: *mut SnapInfo);
     fn rbd_snap_get_namespace_type(image: Image, id: u64, kind: *mut c_int) -> c_int;
-    fn rbd_snap_get_timestamp(image: Image, id: u64, time: *mut libc::timespec) -> c_int;
-    fn rbd_snap_is_protected(image: Image, name: *const c_char, protected: *mut c_int) -> c_int;
-    fn rbd_snap_unprotect(image: Image, name: *const c_char) -> c_int;
 
-    fn rbd_metadata_get(image: Image, key: *const c_char, value: *mut c_char, len: *mut usize) -> c_int;
     fn rbd_metadata_set(image: Image, key: *const c_char, value: *const c_char) -> c_int;
     fn rbd_metadata_remove(image: Image, key: *const c_char) -> c_int;
     fn rbd_metadata_list(

@@ -73,11 +73,6 @@ impl<'a> WriteOp<'a> {
 }
 
 impl IoCtx {
-    /// Makes an object that must not exist ([`CephError::is_exists`]).
-    pub fn create_exclusive(&self, object: &str) -> Result<(), CephError> {
-        self.run("create", object, &WriteOp::new().create())
-    }
-
     /// Removes an object ([`CephError::is_not_found`]).
     pub fn remove(&self, object: &str) -> Result<(), CephError> {
         self.run("remove", object, &WriteOp::new().remove())

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::c_int,
-    fmt, mem, ptr,
+    fmt, ptr,
     time::{Duration, SystemTime},
 };
 
@@ -35,15 +35,6 @@ unsafe impl Send for Image {}
 // SAFETY: librbd takes its own locks; what would change the handle itself, such
 // as another snapshot to read, is never called.
 unsafe impl Sync for Image {}
-
-/// An image's size and how it is cut up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Info {
-    /// Bytes of the image.
-    pub size: u64,
-    /// Bytes of each of its objects.
-    pub object_size: u64,
-}
 
 /// A client that has an image open for writing, or mapped.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -159,40 +150,6 @@ impl Image {
     pub fn features(&self) -> Result<Features, CephError> {
         let read = self.functions().rbd_get_features;
         self.number("read the features of", read).map(Features)
-    }
-
-    /// `RBD_FLAG_…`: bit 0, the object map is invalid; bit 1, the fast-diff is.
-    pub fn flags(&self) -> Result<u64, CephError> {
-        self.number("read the flags of", self.functions().rbd_get_flags)
-    }
-
-    /// Bytes of a stripe's part in one object, and over how many objects it goes.
-    pub fn striping(&self) -> Result<(u64, u64), CephError> {
-        let functions = self.functions();
-        let unit = self.number("read the stripes of", functions.rbd_get_stripe_unit)?;
-        let count = self.number("read the stripes of", functions.rbd_get_stripe_count)?;
-        Ok((unit, count))
-    }
-
-    /// The pool of its data: its own, where it has no other.
-    pub fn data_pool_id(&self) -> Result<i64, CephError> {
-        // SAFETY: the image is open.
-        let id = unsafe { (self.functions().rbd_get_data_pool_id)(self.raw) };
-        self.call("read the data pool of").check64(id)
-    }
-
-    /// Its size and that of its objects.
-    pub fn info(&self) -> Result<Info, CephError> {
-        // SAFETY: integers and arrays of them may be all zero.
-        let mut info: abi::ImageInfo = unsafe { mem::zeroed() };
-        let read = self.functions().rbd_stat;
-        // SAFETY: the image is open, `info` has the size that is told.
-        let answer = unsafe { read(self.raw, &raw mut info, size_of_val(&info)) };
-        self.call("read").check(answer)?;
-        Ok(Info {
-            size: info.size,
-            object_size: info.object_size,
-        })
     }
 
     /// When it was made.

@@ -50,10 +50,6 @@ unsafe fn linked(raw: &abi::LinkedImage) -> LinkedImage {
     }
 }
 
-/// `rbd_list_children3` and those like it.
-type ListFn =
-    unsafe extern "C" fn(abi::Image, *mut abi::LinkedImage, *mut usize) -> std::ffi::c_int;
-
 impl Image {
     /// What it was cloned from; nothing where it was not, or was flattened.
     pub fn parent(&self) -> Result<Option<Parent>, CephError> {
@@ -105,23 +101,15 @@ impl Image {
 
     /// The images that were cloned from any of its snapshots.
     pub fn children(&self) -> Result<Vec<LinkedImage>, CephError> {
-        self.list("list the children of", self.functions().rbd_list_children3)
-    }
-
-    /// Its children, and theirs, and so on.
-    pub fn descendants(&self) -> Result<Vec<LinkedImage>, CephError> {
-        let list = self.functions().rbd_list_descendants;
-        self.list("list the descendants of", list)
-    }
-
-    fn list(&self, operation: &'static str, list: ListFn) -> Result<Vec<LinkedImage>, CephError> {
-        let mut rows: Vec<abi::LinkedImage> = self.call(operation).rows(|images, count| {
+        let functions = self.functions();
+        let list = |images, count: *mut usize| {
             // SAFETY: there is room for `count` rows at `images`.
-            unsafe { list(self.raw(), images, count) }
-        })?;
+            unsafe { (functions.rbd_list_children3)(self.raw(), images, count) }
+        };
+        let mut rows: Vec<abi::LinkedImage> = self.call("list the children of").rows(list)?;
         // SAFETY: the library filled the rows.
         let images = rows.iter().map(|row| unsafe { linked(row) }).collect();
-        let clean = self.functions().rbd_linked_image_spec_list_cleanup;
+        let clean = functions.rbd_linked_image_spec_list_cleanup;
         // SAFETY: the rows are the library's own, and not used any more.
         unsafe { clean(rows.as_mut_ptr(), rows.len()) };
         Ok(images)

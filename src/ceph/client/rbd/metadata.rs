@@ -9,23 +9,6 @@ use crate::ceph::client::{CephError, call::texts};
 const PAGE: u64 = 64;
 
 impl Image {
-    /// The value of a key; nothing where it is not set.
-    pub fn metadata_get(&self, key: &str) -> Result<Option<String>, CephError> {
-        let call = self.call_on("read", "metadata", key);
-        let name = call.text(key)?;
-        let found = call.string(|value, mut len| {
-            // SAFETY: the key ends in NUL; the library writes at most `len` bytes.
-            unsafe {
-                (self.functions().rbd_metadata_get)(self.raw(), name.as_ptr(), value, &raw mut len)
-            }
-        });
-        match found {
-            Ok(value) => Ok(Some(value)),
-            Err(error) if error.is_not_found() => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Sets a key to a value.
     pub fn metadata_set(&self, key: &str, value: &str) -> Result<(), CephError> {
         let call = self.call_on("write", "metadata", key);

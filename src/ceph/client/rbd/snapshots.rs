@@ -1,8 +1,8 @@
 //! The snapshots of an image.
 
-use std::{ffi::c_int, time::SystemTime};
+use std::ffi::c_int;
 
-use super::{Image, abi, image::system_time};
+use super::{Image, abi};
 use crate::ceph::client::{CephError, call::owned};
 
 /// What made a snapshot (`rbd_snap_namespace_type_t`).
@@ -61,40 +61,6 @@ impl Image {
         let text = call.text(name)?;
         // SAFETY: the name ends in NUL.
         call.changed(unsafe { (self.functions().rbd_snap_remove)(self.raw(), text.as_ptr()) })
-    }
-
-    /// Whether a snapshot is protected, as clones of the first version need it.
-    pub fn snapshot_is_protected(&self, name: &str) -> Result<bool, CephError> {
-        let call = self.call_on("read", "snapshot", name);
-        let text = call.text(name)?;
-        let mut protected = 0;
-        let read = self.functions().rbd_snap_is_protected;
-        // SAFETY: the name ends in NUL, `protected` outlives the call.
-        call.check(unsafe { read(self.raw(), text.as_ptr(), &raw mut protected) })?;
-        Ok(protected != 0)
-    }
-
-    /// Takes the protection off; a snapshot with clones of the first version is
-    /// busy ([`CephError::is_busy`]).
-    pub fn snapshot_unprotect(&self, name: &str) -> Result<(), CephError> {
-        let call = self.call_on("unprotect", "snapshot", name);
-        let text = call.text(name)?;
-        // SAFETY: the name ends in NUL.
-        call.check(unsafe { (self.functions().rbd_snap_unprotect)(self.raw(), text.as_ptr()) })
-    }
-
-    /// When a snapshot was made.
-    pub fn snapshot_created(&self, snapshot: &Snapshot) -> Result<SystemTime, CephError> {
-        let mut time = libc::timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        let read = self.functions().rbd_snap_get_timestamp;
-        // SAFETY: the image is open, `time` outlives the call.
-        let answer = unsafe { read(self.raw(), snapshot.id, &raw mut time) };
-        self.call_on("read the age of", "snapshot", &snapshot.name)
-            .check(answer)?;
-        Ok(system_time(time))
     }
 
     /// All snapshots, also those in the trash.

@@ -1,5 +1,7 @@
 use std::time::{Duration, SystemTime};
 
+use rustix::io::Errno;
+
 use super::*;
 use crate::ceph::{
     test_cluster::TestCluster,
@@ -37,15 +39,13 @@ fn an_image_is_made_as_it_is_asked_for() {
     let image = Image::open(io, "csi-vol-Ω", Access::ReadOnly).unwrap();
     let more = Features::STRIPING | Features::DATA_POOL;
     assert_eq!(image.features().unwrap(), asked.features.unwrap() | more);
-    let info = Info {
-        size: 64 * MIB,
-        object_size: 8 * MIB,
-    };
-    assert_eq!(image.info().unwrap(), info);
-    assert_eq!(image.striping().unwrap(), (64 * 1024, 4));
-    let data_pool = io.cluster().pool_id(&data_pool).unwrap();
-    assert_eq!(image.data_pool_id().unwrap(), data_pool);
-    assert_eq!(image.flags().unwrap(), 0);
+    let spec = format!("{io}/csi-vol-Ω");
+    let said = place.cluster.rbd(&["info", "--format=json", &spec]);
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let laid_out = ["size", "object_size", "stripe_unit", "stripe_count"];
+    let laid_out = laid_out.map(|key| said[key].as_u64().unwrap());
+    assert_eq!(laid_out, [64 * MIB, 8 * MIB, 64 * 1024, 4]);
+    assert_eq!(said["data_pool"], *data_pool);
     assert!(image.created().unwrap() > SystemTime::UNIX_EPOCH);
     let named = ImageName {
         id: image.id().unwrap(),
@@ -72,7 +72,7 @@ fn an_image_grows_and_never_shrinks() {
     }
     assert!(image.grow(MIB).unwrap_err().is_invalid());
     let looks = Image::open(&io, "grows", Access::ReadOnly).unwrap();
-    assert!(looks.grow(4 * MIB).unwrap_err().is_read_only());
+    assert_eq!(looks.grow(4 * MIB).unwrap_err().errno(), Some(Errno::ROFS));
     let missing = Image::open(&io, "missing", Access::ReadOnly).unwrap_err();
     assert!(missing.is_not_found());
 }
@@ -140,12 +140,10 @@ fn clones_live_without_their_snapshot_and_parent() {
     let parent = Image::open(&io, "parent", Access::ReadWrite).unwrap();
     parent.snapshot_create("snap").unwrap();
     assert!(parent.snapshot_create("snap").unwrap_err().is_exists());
-    assert!(!parent.snapshot_is_protected("snap").unwrap());
     let made = parent.snapshots().unwrap();
     assert_eq!(made.len(), 1);
     assert_eq!((made[0].name.as_str(), made[0].size), ("snap", 8 * MIB));
     assert_eq!(made[0].kind, SnapshotKind::User);
-    assert!(parent.snapshot_created(&made[0]).unwrap() > SystemTime::UNIX_EPOCH);
     clone_snapshot(&io, "parent", "snap", &io, "child", &plain()).unwrap();
     let again = clone_snapshot(&io, "parent", "snap", &io, "child", &plain());
     assert!(again.unwrap_err().is_exists());
@@ -155,7 +153,6 @@ fn clones_live_without_their_snapshot_and_parent() {
     assert_eq!(children.len(), 1);
     assert_eq!(children[0].id, child.id().unwrap());
     assert_eq!(children[0].namespace, io.namespace());
-    assert_eq!(parent.descendants().unwrap(), children);
     // The snapshot and the parent go, and are there still.
     parent.snapshot_remove("snap").unwrap();
     assert_eq!(parent.snapshots().unwrap()[0].kind, SnapshotKind::Trash);
@@ -177,7 +174,7 @@ fn clones_live_without_their_snapshot_and_parent() {
 }
 
 #[test]
-fn the_trash_gives_back_what_it_took() {
+fn the_trash_keeps_what_it_took() {
     let Some(Place { io, cluster: _test }) = Place::new() else {
         return;
     };
@@ -198,16 +195,12 @@ fn the_trash_gives_back_what_it_took() {
     assert!(found.deferred_until > found.deleted);
     assert_eq!(trash::list(&io).unwrap(), [found]);
     assert!(trash::remove(&io, &id, false).is_err());
-    trash::restore(&io, &id, "b").unwrap();
-    assert!(trash::get(&io, &id).unwrap_err().is_not_found());
-    rename(&io, "b", "c").unwrap();
-    assert!(rename(&io, "b", "c").unwrap_err().is_not_found());
     let open = Image::open_by_id(&io, &id, Access::ReadOnly).unwrap();
     assert_eq!(open.size().unwrap(), MIB);
     drop(open);
-    trash::move_image(&io, "c", Duration::ZERO).unwrap();
-    trash::remove(&io, &id, false).unwrap();
+    trash::remove(&io, &id, true).unwrap();
     assert!(trash::remove(&io, &id, false).unwrap_err().is_not_found());
+    assert!(trash::get(&io, &id).unwrap_err().is_not_found());
 }
 
 #[test]
@@ -217,10 +210,9 @@ fn metadata_is_kept_with_the_image() {
     };
     create(&io, "noted", MIB, &plain()).unwrap();
     let image = Image::open(&io, "noted", Access::ReadWrite).unwrap();
-    assert_eq!(image.metadata_get("k").unwrap(), None);
+    assert!(image.metadata_list().unwrap().is_empty());
     let long = "x".repeat(9000);
     image.metadata_set("k", &long).unwrap();
-    assert_eq!(image.metadata_get("k").unwrap(), Some(long));
     image.metadata_set("empty", "").unwrap();
     for nr in 0..70 {
         image.metadata_set(&format!("n{nr}"), "v").unwrap();
@@ -228,9 +220,10 @@ fn metadata_is_kept_with_the_image() {
     let all = image.metadata_list().unwrap();
     assert_eq!(all.len(), 72);
     assert_eq!((all["empty"].as_str(), all["n69"].as_str()), ("", "v"));
+    assert_eq!(all["k"], long);
     image.metadata_remove("k").unwrap();
     image.metadata_remove("k").unwrap();
-    assert_eq!(image.metadata_get("k").unwrap(), None);
+    assert_eq!(image.metadata_list().unwrap().len(), 71);
 }
 
 #[test]
@@ -255,9 +248,6 @@ fn namespaces_are_made_once() {
         return;
     };
     let pool = io.cluster().ioctx(io.pool_id(), "").unwrap();
-    assert!(namespace_exists(&pool, io.namespace()).unwrap());
-    assert!(namespace_exists(&pool, "").unwrap());
-    assert!(!namespace_exists(&pool, "missing").unwrap());
     assert!(
         create_namespace(&pool, io.namespace())
             .unwrap_err()
@@ -294,14 +284,14 @@ fn a_header_says_what_the_open_image_does() {
     assert_eq!(header.metadata().unwrap()["rbd.csi.ceph.com/a"], "Ω");
     header.metadata_set("k", "Ω").unwrap();
     let noted = Some("Ω".to_owned());
-    assert_eq!(reader.metadata_get("k").unwrap(), noted);
+    assert_eq!(reader.metadata_list().unwrap().get("k"), noted.as_ref());
     assert_eq!(header.metadata_get("k").unwrap(), noted);
     assert_eq!(header.features_and("k").unwrap(), (features, noted));
     for _ in 0..2 {
         header.metadata_remove("k").unwrap();
         assert_eq!(header.metadata_get("k").unwrap(), None);
     }
-    assert_eq!(reader.metadata_get("k").unwrap(), None);
+    assert!(!reader.metadata_list().unwrap().contains_key("k"));
     let mut own = [io, &there].map(|io| io.cluster().instance_id().cast_signed());
     own.sort_unstable();
     let mut watching = header.watching().unwrap();
@@ -319,7 +309,8 @@ fn a_header_says_what_the_open_image_does() {
 fn an_image_of_the_first_format_has_a_header_too() {
     let Some(place) = Place::new() else { return };
     // Nobody makes one any more; this much of it is looked at.
-    place.io.create_exclusive("old.rbd").unwrap();
+    let create = crate::ceph::client::rados::WriteOp::new().create();
+    place.io.operate("old.rbd", &create).unwrap();
     let header = Header::of(&place.io, "old").unwrap();
     let features = Features::default();
     assert_eq!(header.features_and("k").unwrap(), (features, None));

@@ -116,15 +116,6 @@ pub fn remove(io: &IoCtx, id: &str, force: bool) -> Result<(), CephError> {
     call.changed(unsafe { (functions.rbd_trash_remove)(io.raw(), text.as_ptr(), force) })
 }
 
-/// Gives an image in the trash a name again ([`CephError::is_exists`]).
-pub fn restore(io: &IoCtx, id: &str, name: &str) -> Result<(), CephError> {
-    let call = io.call("restore from the trash", "image", id);
-    let (id, name) = (call.text(id)?, call.text(name)?);
-    let functions = &io.cluster().libraries().rbd;
-    // SAFETY: both texts end in NUL.
-    call.changed(unsafe { (functions.rbd_trash_restore)(io.raw(), id.as_ptr(), name.as_ptr()) })
-}
-
 /// # Safety
 ///
 /// The library has filled `raw`.

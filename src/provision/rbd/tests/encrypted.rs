@@ -29,7 +29,7 @@ impl Home {
     fn note(&self, volume: &Volume, key: &str) -> Option<String> {
         let name = &volume.context["imageName"];
         let image = Image::open(&self.io(), name, Access::ReadOnly).unwrap();
-        image.metadata_get(key).unwrap()
+        image.metadata_list().unwrap().remove(key)
     }
 
     /// The object of a volume's entry.
