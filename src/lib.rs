@@ -8,6 +8,7 @@ pub mod capability;
 mod chain;
 mod digest;
 mod done;
+pub mod endpoint;
 #[cfg(test)]
 #[path = "../tests/left_out.rs"]
 mod left_out;

@@ -12,9 +12,9 @@ use uring_csi::{
     csi::{
         controller::{Controller, WhichNode},
         identity::Identity,
-        serve::{Endpoint, told_to_stop},
         validate,
     },
+    endpoint::{Endpoint, shutdown_signal},
     kernel::boot_id,
     lane::Lanes,
     observe::{Readiness, http, logs, metrics},
@@ -209,7 +209,7 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
         }
         tokio::spawn(watch(backends, readiness));
         let stop = async {
-            if let Err(error) = told_to_stop().await {
+            if let Err(error) = shutdown_signal().await {
                 tracing::error!(%error, "cannot wait for signals; stopping");
             }
         };

@@ -7,7 +7,7 @@ use clap::Parser;
 use tonic::service::Routes;
 use uring_csi::{
     chain, config,
-    csi::serve::{Endpoint, told_to_stop},
+    endpoint::{Endpoint, shutdown_signal},
     holder::{entering, keeper::Keeper, privacy, service::HolderService},
     kernel::{boot_id, privileges},
     observe::logs::{self, Logs},
@@ -107,7 +107,7 @@ async fn serve(options: Options) -> Result<(), Failure> {
     );
     let routes = Routes::default().add_service(HolderServer::new(HolderService::new(keeper)));
     let stop = async {
-        if let Err(error) = told_to_stop().await {
+        if let Err(error) = shutdown_signal().await {
             tracing::error!(%error, "cannot listen for signals; stopping");
         }
     };

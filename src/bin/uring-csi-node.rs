@@ -28,10 +28,10 @@ use uring_csi::{
         identity::{Identity, Segment, once_each},
         node::NodeService,
         run_dir::RunDir,
-        serve::{Endpoint, Listener, told_to_stop},
         validate,
     },
     device::{Backends, CephImages, Exports, Images, Notes, Owed, ThisNode, luks, nbd},
+    endpoint::{Endpoint, Listener, shutdown_signal},
     holder::{Watch, client::Client},
     kernel::{boot_id, descriptors, privileges},
     lane::Lanes,
@@ -355,7 +355,7 @@ async fn serve_until_told(
         }
     };
     let stop = async {
-        if let Err(error) = told_to_stop().await {
+        if let Err(error) = shutdown_signal().await {
             tracing::error!(%error, "cannot listen for signals; stopping");
         }
     };

@@ -9,7 +9,7 @@ use super::{
     progress::Progress,
 };
 use crate::{
-    csi::serve::Endpoint,
+    endpoint::Endpoint,
     proto::{
         admin::{
             GetAgentInfoRequest, GetAgentInfoResponse, HeldVolume, ListHeldVolumesRequest,

@@ -4,7 +4,7 @@ use std::{io, path::PathBuf};
 
 use tonic::{Code, Status};
 
-use crate::{ceph::client::CredentialsError, csi::serve::Endpoint, pool::claim::ClaimError};
+use crate::{ceph::client::CredentialsError, endpoint::Endpoint, pool::claim::ClaimError};
 
 /// The last part of `uringctl --help`.
 pub const EXIT_CODES: &str = "\

@@ -36,7 +36,7 @@ use self::{
     error::{Agent, CliError},
     progress::Progress,
 };
-use crate::{chain, csi::serve::Endpoint, secret::Secrets};
+use crate::{chain, endpoint::Endpoint, secret::Secrets};
 
 /// Makes, attaches, grows, copies and inspects block volumes
 #[derive(Debug, Parser)]

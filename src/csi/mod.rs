@@ -1,8 +1,8 @@
 //! The gRPC face: requests in, parsed into types; errors out, as codes.
 //!
-//! Nothing below this module knows gRPC. [`serve`] owns the sockets, `run_dir` the
-//! directory that one agent has, [`validate`] the rules that every request has to
-//! keep, [`status`] the one table of which error becomes which code.
+//! Nothing below this module knows gRPC. `run_dir` owns the directory that one
+//! agent has, [`validate`] the rules that every request has to keep, [`status`] the
+//! one table of which error becomes which code. [`crate::endpoint`] has the sockets.
 
 #[cfg(feature = "node")]
 pub mod admin;
@@ -14,6 +14,5 @@ pub mod identity;
 pub mod node;
 #[cfg(feature = "node")]
 pub mod run_dir;
-pub mod serve;
 pub mod status;
 pub mod validate;

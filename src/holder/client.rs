@@ -9,8 +9,8 @@ use tonic::{Code, Status, transport::Channel};
 
 use super::{ANSWERS_WITHIN, Spec};
 use crate::{
-    Done,
-    csi::serve::Endpoint,
+    Done, Kind,
+    endpoint::Endpoint,
     proto::holder::{
         Fencing, GrowRequest, Held, ListRequest, MapRequest, UnmapRequest,
         holder_client::HolderClient,
@@ -36,21 +36,58 @@ pub enum ClientError {
         source: Box<Status>,
     },
     /// It refused, or failed; in its own words.
-    #[error("{}", .0.message())]
-    Refused(Box<Status>),
+    #[error("{1}")]
+    Refused(Refusal, String),
     /// There is no way to ask.
     #[error("cannot ask uring-csi-holder")]
     Io(#[from] std::io::Error),
 }
 
-impl ClientError {
-    /// What kind of refusal it is: [`HolderError::code`].
+/// What a refusal means to the agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The request is invalid, or the volume is mapped otherwise.
+    Precondition,
+    /// The cluster denies the user access, or the key is needed again.
+    Unauthenticated,
+    /// The image or the volume is missing.
+    NotFound,
+    /// Work on the volume is under way.
+    UnderWay,
+    /// The device is in use.
+    Busy,
+    /// The volume is not published to this node.
+    Unpublished,
+    /// Something else failed.
+    Other,
+}
+
+impl Refusal {
+    /// By the code of [`HolderError::code`].
     ///
     /// [`HolderError::code`]: super::HolderError::code
-    pub fn code(&self) -> Option<Code> {
+    fn of(code: Code) -> Self {
+        match code {
+            Code::InvalidArgument | Code::AlreadyExists => Self::Precondition,
+            Code::PermissionDenied | Code::Unauthenticated => Self::Unauthenticated,
+            Code::NotFound => Self::NotFound,
+            Code::Aborted => Self::UnderWay,
+            Code::FailedPrecondition => Self::Busy,
+            Code::Cancelled => Self::Unpublished,
+            _ => Self::Other,
+        }
+    }
+}
+
+impl ClientError {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
         match self {
-            Self::Refused(status) => Some(status.code()),
-            _ => None,
+            Self::Refused(Refusal::Precondition, _) => Kind::Precondition,
+            Self::Refused(Refusal::Unauthenticated, _) => Kind::Unauthenticated,
+            Self::Refused(Refusal::NotFound, _) => Kind::NotFound,
+            Self::Refused(Refusal::UnderWay, _) => Kind::InUse,
+            _ => Kind::Transient,
         }
     }
 }
@@ -138,7 +175,7 @@ impl Client {
                     source: Box::new(status),
                 };
             }
-            ClientError::Refused(Box::new(status))
+            ClientError::Refused(Refusal::of(status.code()), status.message().to_owned())
         })
     }
 }

@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use tonic::Code;
-
 use super::{
     super::{error::DeviceError, luks::LuksError, notes::NoteError},
     source::TUNING,
@@ -16,7 +14,7 @@ use crate::{
         krbd,
     },
     chain,
-    holder::client::ClientError,
+    holder::client::{ClientError, Refusal},
 };
 
 /// Why a Ceph image is no device, or a device does not go.
@@ -220,13 +218,7 @@ impl CephImageError {
             Self::Cluster(error) if error.is_access_denied() => Kind::Unauthenticated,
             Self::Cluster(error) if error.is_not_found() => Kind::NotFound,
             Self::Rbd(error) => error.kind(),
-            Self::Holder(error) => match error.code() {
-                Some(Code::PermissionDenied | Code::Unauthenticated) => Kind::Unauthenticated,
-                Some(Code::NotFound) => Kind::NotFound,
-                Some(Code::Aborted) => Kind::InUse,
-                Some(Code::InvalidArgument | Code::AlreadyExists) => Kind::Precondition,
-                _ => Kind::Transient,
-            },
+            Self::Holder(error) => error.kind(),
             Self::Luks(error) => error.kind(),
             Self::Credentials(_) => Kind::Unauthenticated,
             Self::Coming => Kind::InUse,
@@ -253,7 +245,7 @@ impl CephImageError {
     pub fn is_busy(&self) -> bool {
         match self {
             Self::Rbd(error) => error.is_busy(),
-            Self::Holder(error) => error.code() == Some(Code::FailedPrecondition),
+            Self::Holder(error) => matches!(error, ClientError::Refused(Refusal::Busy, _)),
             Self::Luks(error) => matches!(error, LuksError::Busy { .. }),
             _ => false,
         }

@@ -4,8 +4,6 @@
 //! asks of it, and how it knows such a device without asking anybody: by the
 //! device's cookie, which is the volume's handle.
 
-use tonic::Code;
-
 use super::{
     Below, BoundCephImage, CephImageError, CephSource, Known, as_it_is_shown, library::Own,
     mounter::Served,
@@ -20,7 +18,11 @@ use crate::{
         error::{DeviceError, io},
         luks,
     },
-    holder::{Spec, Trouble, Watch, client::ClientError, devices as nbd},
+    holder::{
+        Spec, Trouble, Watch,
+        client::{ClientError, Refusal},
+        devices as nbd,
+    },
 };
 
 /// The device of a volume that rbd-nbd serves.
@@ -212,7 +214,7 @@ impl BoundCephImage<'_> {
                     source: error,
                 });
             }
-            (Err(error), _) if error.code() == Some(Code::Cancelled) => {
+            (Err(ClientError::Refused(Refusal::Unpublished, _)), _) => {
                 return Err(self.unpublished(known));
             }
             (mapped, _) => mapped?,

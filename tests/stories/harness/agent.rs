@@ -14,7 +14,7 @@ use rustix::{
 };
 use tonic::transport::Channel;
 use uring_csi::{
-    csi::serve::Endpoint,
+    endpoint::Endpoint,
     proto::csi::{ProbeRequest, identity_client::IdentityClient},
 };
 

@@ -239,7 +239,7 @@ impl Listener {
 }
 
 /// Resolves at SIGTERM or SIGINT.
-pub async fn told_to_stop() -> io::Result<()> {
+pub async fn shutdown_signal() -> io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut term = signal(SignalKind::terminate())?;
     let mut int = signal(SignalKind::interrupt())?;
