@@ -1,5 +1,5 @@
-//! Compiles the interface definitions without protoc, and writes the `Debug`
-//! of every message that holds a secret, so that no log line can ever show one.
+//! Compiles the protobuf definitions without protoc, and generates a `Debug` that redacts
+//! secrets for every message that has some.
 
 use std::{collections::BTreeMap, env, error::Error, fmt::Write as _, fs, path::PathBuf};
 
@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     config.skip_debug(with_secrets.iter().map(|m| format!(".{}", m.full_name())));
     tonic_prost_build::configure().compile_fds_with_config(descriptors, config)?;
 
-    // One file a package, as the messages are.
+    // One file for each package, as for the messages.
     let mut debugs = BTreeMap::<_, String>::new();
     for message in &with_secrets {
         let file = debugs.entry(message.package_name()).or_default();
@@ -54,8 +54,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// A `Debug` that shows every field, but of a secret only the length, of a map of
-/// secrets only their number, and of a volume context no tokens.
+/// Writes a `Debug` that shows the length of a secret, the size of a map of secrets, a
+/// volume context without its tokens, and every other field.
 fn write_debug(
     out: &mut String,
     message: &MessageDescriptor,

@@ -1,16 +1,16 @@
-//! Bounds on what many calls at once would take all of.
+//! Limits on how many volumes are in a step at once.
 //!
-//! A [`Gate`] has a number of places for one kind of work, attaching a device for
-//! instance, and a queue for those that find no place free. Three rules keep one
-//! dead server from using them up:
+//! A [`Gate`] has a number of places for one step, attaching a device for instance, and
+//! a queue for volumes without a place. Three rules keep one dead server from taking
+//! all of them:
 //!
-//! - A place that is held for longer than the gate's time without a sign of life is
-//!   given back, though the work goes on: a device that hangs delays others by that
-//!   time at most. What is stuck then is bounded by the number of volumes, or, where
-//!   the gate says so, by the share of its domain, against which it goes on counting.
-//! - All that depends on one server, cluster or pool (its *domain*) gets three
-//!   quarters of the places and of the queue at most.
-//! - A queue that is full refuses, so that the caller comes again later.
+//! - A place that is held longer than the gate's timeout without progress is freed,
+//!   though the work continues: a device that hangs delays others by that time at most.
+//!   The stuck work is bounded by the number of volumes, or, where the gate says so, by
+//!   the share of its domain, against which it still counts.
+//! - All volumes of one server, cluster or pool (their *domain*) get three quarters of
+//!   the places and of the queue at most.
+//! - A full queue refuses, so that the caller retries later.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -22,93 +22,93 @@ use tokio::sync::oneshot;
 
 use crate::observe::metrics;
 
-/// What a gate admits.
+/// The limits of a gate.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// The step that it stands before.
+    /// The name of the step.
     pub step: &'static str,
-    /// The flag that sets the number of places.
+    /// The command-line flag of `places`.
     pub flag: &'static str,
-    /// How many may be in the step at once.
+    /// How many volumes may be in the step at once.
     pub places: usize,
-    /// How many of them one domain may have.
+    /// How many of them may be of one domain.
     pub share: usize,
     /// How many may wait.
     pub queue: usize,
-    /// How long a place may be held without a sign of life.
-    pub patience: Duration,
-    /// Whether work whose place was given back counts against its domain's share until
-    /// it ends: it costs more than a thread.
+    /// How long a place may be held without progress.
+    pub timeout: Duration,
+    /// Whether stuck work counts against its domain's share until it ends, because it
+    /// costs more than a thread.
     pub counts_stuck: bool,
 }
 
 impl Bounds {
     /// Three quarters of the places for a domain, no limit to the queue.
-    pub fn new(step: &'static str, flag: &'static str, places: usize, patience: Duration) -> Self {
+    pub fn new(step: &'static str, flag: &'static str, places: usize, timeout: Duration) -> Self {
         Self {
             step,
             flag,
             places,
-            share: most_of(places),
+            share: share_of(places),
             queue: usize::MAX,
-            patience,
+            timeout,
             counts_stuck: false,
         }
     }
 }
 
-/// What one domain may have of `all`.
-fn most_of(all: usize) -> usize {
+/// The share of one domain.
+fn share_of(all: usize) -> usize {
     (all - all / 4).max(1)
 }
 
-/// Nobody may wait for a place any more.
+/// The queue of a gate is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{waiting} volumes wait for step {step} already, as many as --max-waiting allows; the call is not begun and may be repeated ({flag} says how many are in that step at once)"
+    "{waiting} volumes already wait for step {step}, as many as --max-waiting allows; nothing was started, retry later ({flag} sets how many are in that step at once)"
 )]
 pub struct Full {
-    /// The step.
+    /// The name of the step.
     pub step: &'static str,
-    /// How many wait.
+    /// How many volumes wait.
     pub waiting: usize,
-    /// The flag that sets the number of places.
+    /// The command-line flag of `places`.
     pub flag: &'static str,
 }
 
 /// Places for one kind of work. Clones share them.
 #[derive(Clone, Debug)]
-pub struct Gate(Arc<Shared>);
+pub struct Gate(Arc<GateInner>);
 
 #[derive(Debug)]
-struct Shared {
+struct GateInner {
     bounds: Bounds,
-    state: Mutex<State>,
+    state: Mutex<GateState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct GateState {
     last: u64,
-    held: BTreeMap<u64, Held>,
-    /// The domains of works that go on after their place was given back.
+    held: BTreeMap<u64, HeldPlace>,
+    /// The domains of stuck work, which lost its place.
     stuck: BTreeMap<u64, String>,
     waiting: VecDeque<Waiting>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct HeldPlace {
     domain: String,
-    /// When it was given, or renewed.
+    /// When it was granted, or last renewed.
     since: Instant,
 }
 
 #[derive(Debug)]
 struct Waiting {
     domain: String,
-    give: oneshot::Sender<Place>,
+    grant: oneshot::Sender<Place>,
 }
 
-/// The right to do the work; given back when dropped.
+/// A place in a step; freed when dropped.
 #[derive(Debug)]
 #[must_use]
 pub struct Place {
@@ -116,47 +116,47 @@ pub struct Place {
     id: u64,
 }
 
-/// What a gate says.
+/// The answer of a gate.
 #[derive(Debug)]
 pub enum Asked {
-    /// There was a place.
+    /// A place was free.
     Admitted(Place),
-    /// It will come here.
+    /// The place will arrive on this channel.
     Waits(oneshot::Receiver<Place>),
 }
 
-/// How a gate is used.
+/// The load of a gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct Load {
     /// Places that are held.
     pub held: usize,
-    /// Works that go on after their place was given back.
+    /// Volumes that are stuck in the step and lost their place.
     pub stuck: usize,
-    /// How many wait.
+    /// Volumes that wait for a place.
     pub waiting: usize,
 }
 
 impl Gate {
-    /// A gate that nobody has passed.
+    /// A gate with all places free.
     pub fn new(bounds: Bounds) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(GateInner {
             bounds,
             state: Mutex::default(),
         }))
     }
 
-    /// Asks for a place for work that depends on `domain`.
+    /// Requests a place for a volume of `domain`.
     pub fn ask(&self, domain: &str) -> Result<Asked, Full> {
         let bounds = &self.0.bounds;
         let mut state = self.lock();
         let waiting = state.waiting.len();
         let same = || (state.waiting.iter()).filter(|other| other.domain == domain);
-        // Who waits holds up only those of the same domain, where that has its share.
+        // A waiting volume delays only later ones of its own domain.
         if state.has_room(bounds, domain) && same().next().is_none() {
             return Ok(Asked::Admitted(self.hold(&mut state, domain)));
         }
         if bounds.queue != usize::MAX
-            && (waiting >= bounds.queue || same().count() >= most_of(bounds.queue))
+            && (waiting >= bounds.queue || same().count() >= share_of(bounds.queue))
         {
             metrics::admission_refused(bounds.step);
             return Err(Full {
@@ -165,36 +165,39 @@ impl Gate {
                 flag: bounds.flag,
             });
         }
-        let (give, turn) = oneshot::channel();
+        let (grant, granted) = oneshot::channel();
         state.waiting.push_back(Waiting {
             domain: domain.to_owned(),
-            give,
+            grant,
         });
-        Ok(Asked::Waits(turn))
+        Ok(Asked::Waits(granted))
     }
 
     /// Waits for a place.
     pub async fn enter(&self, domain: &str) -> Result<Place, Full> {
         Ok(match self.ask(domain)? {
             Asked::Admitted(place) => place,
-            Asked::Waits(turn) => turn.await.unwrap_or_else(|_| self.never()),
+            Asked::Waits(granted) => granted.await.unwrap_or_else(|_| self.never()),
         })
     }
 
-    /// Waits for a place on a lane, of a gate whose queue has no limit.
+    /// As [`Gate::enter`], for a lane.
     pub fn enter_on_lane(&self, domain: &str) -> Result<Place, Full> {
         Ok(match self.ask(domain)? {
             Asked::Admitted(place) => place,
-            Asked::Waits(turn) => turn.blocking_recv().unwrap_or_else(|_| self.never()),
+            Asked::Waits(granted) => granted.blocking_recv().unwrap_or_else(|_| self.never()),
         })
     }
 
-    /// The queue is the gate's, and nobody is taken off it without a place.
+    /// Only [`Gate::grant`] takes a waiting volume off the queue.
     fn never(&self) -> ! {
-        unreachable!("the gate before {} forgot somebody", self.0.bounds.step)
+        unreachable!(
+            "the gate of step {} dropped a waiting volume",
+            self.0.bounds.step
+        )
     }
 
-    /// What who waits is waiting for.
+    /// What a queued volume waits for, for messages.
     pub fn describe(&self) -> String {
         let Bounds {
             step, flag, places, ..
@@ -202,14 +205,14 @@ impl Gate {
         format!("one of {places} places in step {step} ({flag})")
     }
 
-    /// Gives the places back of those that show no sign of life.
+    /// Frees the places that are held without progress.
     pub fn expire(&self, now: Instant) {
-        let patience = self.0.bounds.patience;
+        let timeout = self.0.bounds.timeout;
         let mut state = self.lock();
-        let lives = |held: &Held| now.saturating_duration_since(held.since) < patience;
+        let in_time = |held: &HeldPlace| now.saturating_duration_since(held.since) < timeout;
         let all = std::mem::take(&mut state.held).into_iter();
         let (held, stuck): (BTreeMap<_, _>, BTreeMap<_, _>) =
-            all.partition(|(_, held)| lives(held));
+            all.partition(|(_, held)| in_time(held));
         state.held = held;
         if !stuck.is_empty() {
             let stuck = stuck.into_iter().map(|(id, held)| (id, held.domain));
@@ -218,19 +221,19 @@ impl Gate {
         }
     }
 
-    /// How it is used.
-    pub fn usage(&self) -> Usage {
+    /// Its current load.
+    pub fn load(&self) -> Load {
         let state = self.lock();
-        Usage {
+        Load {
             held: state.held.len(),
             stuck: state.stuck.len(),
             waiting: state.waiting.len(),
         }
     }
 
-    fn hold(&self, state: &mut State, domain: &str) -> Place {
+    fn hold(&self, state: &mut GateState, domain: &str) -> Place {
         state.last += 1;
-        let held = Held {
+        let held = HeldPlace {
             domain: domain.to_owned(),
             since: Instant::now(),
         };
@@ -241,30 +244,30 @@ impl Gate {
         }
     }
 
-    /// Gives free places to those that wait, the first that may have one first.
-    fn grant(&self, mut state: MutexGuard<'_, State>) {
-        // Of those that have gone nobody takes a place.
-        state.waiting.retain(|waiting| !waiting.give.is_closed());
+    /// Grants free places to the queue, first to the first volume whose domain has room.
+    fn grant(&self, mut state: MutexGuard<'_, GateState>) {
+        // Calls that ended meanwhile take no place.
+        state.waiting.retain(|waiting| !waiting.grant.is_closed());
         let mut granted = Vec::new();
         while let Some(at) = state.next(&self.0.bounds)
-            && let Some(Waiting { domain, give }) = state.waiting.remove(at)
+            && let Some(Waiting { domain, grant }) = state.waiting.remove(at)
         {
-            granted.push((give, self.hold(&mut state, &domain)));
+            granted.push((grant, self.hold(&mut state, &domain)));
         }
         drop(state);
-        for (give, place) in granted {
-            // Where its taker went just now, it is dropped, and given back.
-            let _ = give.send(place);
+        for (grant, place) in granted {
+            // Where the call has just ended, the place is dropped, and freed.
+            let _ = grant.send(place);
         }
     }
 
-    /// No code of others runs under this lock.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    /// No foreign code runs under this lock.
+    fn lock(&self) -> MutexGuard<'_, GateState> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl GateState {
     fn has_room(&self, bounds: &Bounds, domain: &str) -> bool {
         let held = self.held.values().map(|held| &held.domain);
         let stuck = self.stuck.values().filter(|_| bounds.counts_stuck);
@@ -276,7 +279,7 @@ impl State {
         if self.held.len() >= bounds.places {
             return None;
         }
-        // A domain that has its share is looked at once, however many wait of it.
+        // A domain that has its share is checked once, however many of its volumes wait.
         let mut full: Vec<&str> = Vec::new();
         (self.waiting.iter()).position(|waiting| {
             if full.contains(&waiting.domain.as_str()) {
@@ -292,7 +295,7 @@ impl State {
 }
 
 impl Place {
-    /// A sign of life: the work is not stuck.
+    /// Signals progress: the work is not stuck.
     pub fn renew(&self) {
         if let Some(held) = self.gate.lock().held.get_mut(&self.id) {
             held.since = Instant::now();
@@ -311,34 +314,34 @@ impl Drop for Place {
     }
 }
 
-/// How many volumes of a node may be in a step at once.
+/// How many volumes of a node may be in each step at once.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Limits {
-    /// At most so many volumes are attached at once, devices that hang not counted; as
-    /// many are looked for, and as many inline volumes' records written.
+    /// Volumes that are attached at once, not counting devices that hang; also lookups of
+    /// volumes, and writes of inline volumes' records.
     #[arg(long, env = "URING_CSI_MAX_ATTACHES", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_attaches: usize,
-    /// At most so many devices are looked into at once.
+    /// Devices that are probed at once.
     #[arg(long, env = "URING_CSI_MAX_PROBES", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_probes: usize,
-    /// At most so many file systems are mounted at once.
+    /// File systems that are mounted at once.
     #[arg(long, env = "URING_CSI_MAX_MOUNTS", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_mounts: usize,
-    /// At most so many mkfs run at once.
+    /// mkfs that run at once.
     #[arg(long, env = "URING_CSI_MAX_MKFS", default_value_t = 8, value_parser = positive, value_name = "N")]
     pub max_mkfs: usize,
-    /// At most so many fsck run at once: each may take memory as the file system has files.
+    /// fsck that run at once: each may take memory in proportion to the number of files.
     #[arg(long, env = "URING_CSI_MAX_FSCK", default_value_t = 4, value_parser = positive, value_name = "N")]
     pub max_fsck: usize,
-    /// At most so many cryptsetup run at once; of those that hang, three quarters of that
-    /// for each Ceph cluster.
+    /// cryptsetup that run at once; those that hang count against their Ceph cluster,
+    /// which may have three quarters.
     #[arg(long, env = "URING_CSI_MAX_CRYPTSETUP", default_value_t = 8, value_parser = positive, value_name = "N")]
     pub max_cryptsetup: usize,
-    /// At most so many NBD devices are connected anew at once, one for each server.
+    /// NBD devices that are reconnected at once, one for each server.
     #[arg(long, env = "URING_CSI_MAX_RECONNECTS", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_reconnects: usize,
-    /// At most so many volumes wait to be attached; further calls are refused with
-    /// RESOURCE_EXHAUSTED and may be repeated.
+    /// Volumes that wait to be attached; further calls get RESOURCE_EXHAUSTED and may be
+    /// retried.
     #[arg(long, env = "URING_CSI_MAX_WAITING", default_value_t = 4096, value_parser = positive, value_name = "N")]
     pub max_waiting: usize,
 }
@@ -351,61 +354,61 @@ fn positive(text: &str) -> Result<usize, String> {
     }
 }
 
-/// A place in a step that takes milliseconds, or at a server a second.
-const SECONDS: Duration = Duration::from_secs(3);
-/// Of a child, which shows signs of life by its own work.
+/// For a step that takes milliseconds, or a second at a server.
+const SHORT: Duration = Duration::from_secs(3);
+/// For a step that runs a child, whose work signals progress.
 const CHILD: Duration = Duration::from_secs(10);
-/// An attempt to connect anew takes no longer.
+/// For an attempt to reconnect.
 const RECONNECT: Duration = Duration::from_secs(15);
 
 /// The gates of a node.
 #[derive(Clone, Debug)]
 pub struct Gates {
-    /// Before it is looked what there is of a volume, which asks no device and no pool.
+    /// Looking up a volume, without its device or pool.
     pub look: Gate,
-    /// Before a device is attached; the one that refuses. What has come further is
-    /// attached, and waits for what it needs next.
+    /// Attaching a device. The only gate with a limited queue: an attached volume waits for
+    /// its next step without limit.
     pub attach: Gate,
-    /// Before an inline volume's record is changed.
+    /// Changing the record of an inline volume.
     pub record: Gate,
-    /// Before a device is read.
+    /// Probing a device.
     pub probe: Gate,
-    /// Before a file system is mounted.
+    /// Mounting a file system.
     pub mount: Gate,
-    /// Before mkfs is run.
+    /// Running mkfs.
     pub mkfs: Gate,
-    /// Before fsck is run.
+    /// Running fsck.
     pub fsck: Gate,
-    /// Before cryptsetup is run.
+    /// Running cryptsetup.
     pub cryptsetup: Gate,
-    /// Before a server is connected to anew.
+    /// Reconnecting to an NBD server.
     pub reconnect: Gate,
 }
 
 impl Gates {
-    /// With these limits.
+    /// Gates with these limits.
     pub fn new(limits: &Limits) -> Self {
         let gate =
-            |step, flag, places, patience| Gate::new(Bounds::new(step, flag, places, patience));
-        // Of one disk, the node's own, whatever the volumes are on.
-        let whole = |step| {
+            |step, flag, places, timeout| Gate::new(Bounds::new(step, flag, places, timeout));
+        // These steps use the node's own disk, so the domain does not matter.
+        let undivided = |step| {
             Gate::new(Bounds {
                 share: limits.max_attaches,
-                ..Bounds::new(step, "--max-attaches", limits.max_attaches, SECONDS)
+                ..Bounds::new(step, "--max-attaches", limits.max_attaches, SHORT)
             })
         };
         Self {
             attach: Gate::new(Bounds {
                 queue: limits.max_waiting,
-                ..Bounds::new("attach", "--max-attaches", limits.max_attaches, SECONDS)
+                ..Bounds::new("attach", "--max-attaches", limits.max_attaches, SHORT)
             }),
-            look: whole("look"),
-            record: whole("record"),
-            probe: gate("probe", "--max-probes", limits.max_probes, SECONDS),
-            mount: gate("mount", "--max-mounts", limits.max_mounts, SECONDS),
+            look: undivided("look"),
+            record: undivided("record"),
+            probe: gate("probe", "--max-probes", limits.max_probes, SHORT),
+            mount: gate("mount", "--max-mounts", limits.max_mounts, SHORT),
             mkfs: gate("mkfs", "--max-mkfs", limits.max_mkfs, CHILD),
             fsck: gate("fsck", "--max-fsck", limits.max_fsck, CHILD),
-            // One that hangs on its cluster keeps its memory, and that is locked.
+            // One that hangs keeps its memory, which is locked.
             cryptsetup: Gate::new(Bounds {
                 counts_stuck: true,
                 ..Bounds::new(
@@ -444,21 +447,20 @@ impl Gates {
         ]
     }
 
-    /// Gives the places back of those that show no sign of life; to be called every
-    /// second or so.
+    /// Frees the places that are held without progress; to be called every second or so.
     pub fn expire(&self) {
         let now = Instant::now();
         self.all().iter().for_each(|gate| gate.expire(now));
     }
 
-    /// Tells how they are used.
+    /// Updates the metrics.
     pub fn report(&self) {
         for gate in self.all() {
-            let Usage {
+            let Load {
                 held,
                 stuck,
                 waiting,
-            } = gate.usage();
+            } = gate.load();
             let Bounds { step, places, .. } = gate.0.bounds;
             metrics::admission(step, places, held, stuck, waiting);
         }

@@ -1,8 +1,8 @@
-//! What a volume is asked for: raw or mounted, and by how many.
+//! Volume capabilities: access type and access mode.
 
 use serde::{Deserialize, Serialize};
 
-/// Who may use a volume, and how (`VolumeCapability.AccessMode`).
+/// How many nodes may read and write a volume (`VolumeCapability.AccessMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AccessMode {
@@ -22,12 +22,12 @@ pub enum AccessMode {
 }
 
 impl AccessMode {
-    /// Nobody writes.
+    /// Whether no node writes.
     pub fn reader_only(self) -> bool {
         matches!(self, Self::SingleNodeReader | Self::MultiNodeReader)
     }
 
-    /// More than one node may use it at a time.
+    /// Whether several nodes may use it at once.
     pub fn multi_node(self) -> bool {
         matches!(
             self,
@@ -35,33 +35,33 @@ impl AccessMode {
         )
     }
 
-    /// More than one node may use it at a time, and one at least writes.
+    /// Whether several nodes may use it at once, and at least one writes.
     pub fn multi_node_writer(self) -> bool {
         self.multi_node() && !self.reader_only()
     }
 }
 
-/// How a volume is handed to its users.
+/// How pods see a volume (`VolumeCapability.access_type`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AccessType {
     /// As a raw block device.
     Block,
     /// As a mounted file system.
     Mount {
-        /// Empty: the driver's choice.
+        /// Empty: the default.
         fs_type: String,
-        /// As kubelet passes them, one or more options a string.
+        /// `mount_flags`: each may hold several options.
         flags: Vec<String>,
-        /// The group that shall own the volume's root; empty: unchanged.
+        /// `volume_mount_group`; empty: unchanged.
         group: String,
     },
 }
 
-/// A `VolumeCapability` that makes sense.
+/// A valid `VolumeCapability`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
     /// Raw block or file system.
     pub access: AccessType,
-    /// Who may use it.
+    /// How many nodes may use it.
     pub mode: AccessMode,
 }

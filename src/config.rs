@@ -1,10 +1,10 @@
-//! Options: by flag, else by environment variable, else by a file, else the
+//! Options: from a flag, else an environment variable, else the config file, else the
 //! default.
 //!
 //! The file is TOML; its keys are the flags' names without the dashes, its
 //! values strings, numbers, booleans, or lists of them for flags that may be
-//! repeated. Each value becomes the default of its flag, so there is one
-//! definition and one parser of every option, and clap's own precedence holds.
+//! repeated. Each value becomes the default of its flag, so every option has one
+//! definition and one parser, and clap's own precedence applies.
 
 use std::{ffi::OsString, net::SocketAddr, path::PathBuf};
 
@@ -15,13 +15,13 @@ use crate::{
     observe::logs,
 };
 
-/// Options of every program that runs as a service.
+/// Options of every service.
 #[derive(Clone, Debug, Args)]
 pub struct ServiceOptions {
-    /// How log lines look.
+    /// The format of log lines.
     #[arg(long, env = "URING_CSI_LOG_FORMAT", default_value = "text")]
     pub log_format: logs::Format,
-    /// What is logged: a level, or target=level directives.
+    /// The log level, or target=level directives.
     #[arg(
         long,
         env = "URING_CSI_LOG_LEVEL",
@@ -34,29 +34,29 @@ pub struct ServiceOptions {
     config: Option<PathBuf>,
 }
 
-/// Options of every half of the plugin.
+/// Options of the node agent and of the controller.
 #[derive(Clone, Debug, Args)]
 pub struct PluginOptions {
-    /// The plugin's name.
+    /// The name of the CSI driver.
     #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
     pub driver_name: String,
     /// Serve /metrics, /healthz and /readyz on this address.
     #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
     pub metrics_listen: Option<SocketAddr>,
-    /// What it has as a service.
+    /// Its options as a service.
     #[command(flatten)]
     pub service: ServiceOptions,
 }
 
-/// Files of ceph-csi's, which both halves of the plugin read.
+/// ceph-csi's files, which the node agent and the controller read.
 #[derive(Clone, Debug, Args)]
 pub struct CephOptions {
-    /// Which Ceph clusters there are: ceph-csi's config.json. The controller needs
-    /// librados and librbd for them.
+    /// The Ceph clusters: ceph-csi's config.json. The controller needs librados and librbd
+    /// for them.
     #[arg(long, env = "URING_CSI_CEPH_CONFIG", value_name = "FILE")]
     pub ceph_config: Option<PathBuf>,
-    /// Which Ceph clusters stand in for which after a fail-over: ceph-csi's file, which
-    /// need not exist.
+    /// The mapping between Ceph clusters after a failover: ceph-csi's
+    /// cluster-mapping.json, which need not exist.
     #[arg(
         long,
         env = "URING_CSI_CLUSTER_MAPPING",
@@ -64,7 +64,8 @@ pub struct CephOptions {
         value_name = "FILE"
     )]
     pub cluster_mapping: PathBuf,
-    /// Who keeps the passphrases of encrypted Ceph volumes: ceph-csi's file.
+    /// The key management systems of encrypted Ceph volumes: ceph-csi's config.json for
+    /// its encryptionKMSID.
     #[arg(
         long,
         env = "URING_CSI_KMS_CONFIG",
@@ -74,14 +75,14 @@ pub struct CephOptions {
     pub kms_config: PathBuf,
 }
 
-/// Parses this process's options; on `--help` or a mistake, says so and exits.
+/// Parses this process's options; on `--help` or an error prints it and exits.
 pub fn parse<T: Parser>() -> T {
     parse_from(std::env::args_os().collect()).unwrap_or_else(|error| error.exit())
 }
 
 fn parse_from<T: Parser>(args: Vec<OsString>) -> Result<T, clap::Error> {
     let mut command = T::command();
-    // Whatever else is wrong with the arguments is reported by the real parse.
+    // The second parse reports any other error in the arguments.
     let first = T::command()
         .ignore_errors(true)
         .try_get_matches_from(args.clone());
@@ -116,7 +117,7 @@ fn with_defaults(mut command: Command, text: &str) -> Result<Command, String> {
         let arg = command
             .get_arguments()
             .find(|arg| arg.get_long() == Some(&key) && key != "config")
-            .ok_or_else(|| format!("{key:?} is no option"))?;
+            .ok_or_else(|| format!("there is no option {key:?}"))?;
         let id = arg.get_id().clone();
         let repeatable = matches!(arg.get_action(), ArgAction::Append);
         let values = match value {
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Parser)]
-    struct Options {
+    struct TestOptions {
         #[arg(long)]
         config: Option<PathBuf>,
         #[arg(long)]
@@ -161,7 +162,7 @@ mod tests {
         max_volumes: i64,
     }
 
-    fn parse(file: &str, flags: &[&str]) -> Result<Options, clap::Error> {
+    fn parse(file: &str, flags: &[&str]) -> Result<TestOptions, clap::Error> {
         let mut written = tempfile::NamedTempFile::new().unwrap();
         written.write_all(file.as_bytes()).unwrap();
         let mut args: Vec<OsString> =
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_go_before_the_file_and_the_file_before_defaults() {
+    fn flags_override_the_file_and_the_file_overrides_defaults() {
         let file = "node-id = 'a'\npool = ['x=/x', 'y=/y']\nblock-lock = true\nmax-volumes = 3";
         let from_file = parse(file, &[]).unwrap();
         assert_eq!(from_file.node_id, "a");
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_in_the_file_are_named() {
+    fn errors_in_the_file_name_the_key() {
         for (file, word) in [
             ("nod-id = 'a'", "nod-id"),
             ("node-id = ['a']", "node-id"),
@@ -200,7 +201,8 @@ mod tests {
             assert!(error.contains(word), "{file}: {error}");
         }
         assert!(
-            parse_from::<Options>(vec!["agent".into(), "--config=/nonexistent".into()]).is_err()
+            parse_from::<TestOptions>(vec!["agent".into(), "--config=/nonexistent".into()])
+                .is_err()
         );
     }
 }

@@ -1,13 +1,13 @@
-//! Where tests end a process, to see whether the next one puts everything right, or
-//! hold up a thread, to see whom it keeps waiting.
+//! Points at which tests crash a process, to check the recovery of the next one, or block
+//! a thread, to check what else it delays.
 
-/// Between any two steps that a crash must not tear apart.
+/// Between two steps after which a crash must be recoverable.
 #[cfg(not(debug_assertions))]
 pub(crate) fn crash_point() {}
 
-/// Ends the process without any cleaning up, as kill -9 would, at the n-th call
-/// after the environment variable `CRASH_AT` was found to hold n; or stops it there,
-/// as if it had stalled, with `STALL_AT`. Only in builds for tests.
+/// Aborts the process, without any cleanup as by kill -9, at the n-th call, n being the
+/// environment variable `CRASH_AT`; stops it instead with `STALL_AT`. Only in debug
+/// builds.
 #[cfg(debug_assertions)]
 pub(crate) fn crash_point() {
     use std::sync::{
@@ -17,12 +17,12 @@ pub(crate) fn crash_point() {
 
     use rustix::process::{Signal, getpid, kill_process};
 
-    fn left(name: &str) -> AtomicI64 {
+    fn countdown(name: &str) -> AtomicI64 {
         let at = std::env::var(name).ok();
         AtomicI64::new(at.and_then(|n| n.parse().ok()).unwrap_or(i64::MAX))
     }
-    static CRASH: LazyLock<AtomicI64> = LazyLock::new(|| left("CRASH_AT"));
-    static STALL: LazyLock<AtomicI64> = LazyLock::new(|| left("STALL_AT"));
+    static CRASH: LazyLock<AtomicI64> = LazyLock::new(|| countdown("CRASH_AT"));
+    static STALL: LazyLock<AtomicI64> = LazyLock::new(|| countdown("STALL_AT"));
     if CRASH.fetch_sub(1, Relaxed) == 0 {
         std::process::abort();
     }
@@ -32,13 +32,12 @@ pub(crate) fn crash_point() {
     }
 }
 
-/// Before a call that some kernels or devices hold up, of the volume `of`.
+/// Before a call of volume `of` that may block.
 #[cfg(all(feature = "node", not(debug_assertions)))]
 pub(crate) fn hold_point(_step: &str, _of: &str) {}
 
-/// Holds up the calling thread for as long as a test wants it: while there is a FIFO
-/// named `STEP-OF` in the directory that the environment variable `HOLD_AT` names and
-/// nobody has closed it after writing. Only in builds for tests.
+/// Blocks the calling thread while there is a FIFO named `STEP-OF` in the directory of the
+/// environment variable `HOLD_AT`, until its writer closes it. Only in debug builds.
 #[cfg(all(feature = "node", debug_assertions))]
 pub(crate) fn hold_point(step: &str, of: &str) {
     use std::{fs::File, io, path::PathBuf, sync::LazyLock};

@@ -1,12 +1,12 @@
-//! Names for files that stand for names of any kind.
+//! File names derived from arbitrary names.
 
 use std::fmt::Write as _;
 
 use sha2::{Digest as _, Sha256};
 
-/// SHA-256 in lowercase hexadecimal, 64 characters: stands for a volume's name
-/// or handle where a file name is needed. Those may hold any character but
-/// control characters, and be longer than a file name.
+/// SHA-256 in lowercase hexadecimal, 64 characters: a file name for a volume's name or
+/// handle, which may hold any character but control characters, and be longer than a
+/// file name.
 pub fn sha256_hex(text: &str) -> String {
     Sha256::digest(text.as_bytes())
         .iter()

@@ -2,9 +2,9 @@
 //!
 //! Arrows run one way, `bin → csi → volume → {device, fs, mount} → {ring, lane,
 //! kernel}`; nothing below [`csi`] knows gRPC, nothing above [`device`] knows a
-//! backend's name. The picture of the house is `docs/architecture.md`.
+//! backend's name. See `docs/architecture.md`.
 
-pub mod capability;
+mod capability;
 mod chain;
 mod digest;
 mod done;

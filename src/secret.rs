@@ -1,5 +1,5 @@
-//! Values that nobody may read but who needs them: wiped when dropped, and
-//! never shown, logged, compared or written down.
+//! Secrets: values that are wiped when dropped, and never shown, logged, compared or
+//! written to disk.
 
 use std::{collections::HashMap, fmt, fs, io, path::Path};
 
@@ -10,12 +10,12 @@ use zeroize::Zeroizing;
 pub struct Secret(Zeroizing<String>);
 
 impl Secret {
-    /// Takes the value; no copy of it stays with the caller.
+    /// Takes the value, without leaving a copy.
     pub fn new(value: String) -> Self {
         Self(Zeroizing::new(value))
     }
 
-    /// The value, for the one place that hands it on.
+    /// The value, for the code that passes it on.
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -32,13 +32,13 @@ impl fmt::Debug for Secret {
 pub struct Secrets(HashMap<String, Secret>);
 
 impl Secrets {
-    /// The secrets in a directory as Kubernetes mounts a Secret: a file for each,
-    /// of its name. A line's end after the value is none of it.
+    /// Reads a directory in which Kubernetes mounts a Secret: one file for each key. A
+    /// trailing newline is not part of the value.
     pub fn read_dir(dir: &Path) -> io::Result<Self> {
         let mut found = HashMap::new();
         for entry in fs::read_dir(dir)? {
             let entry = entry?;
-            // Besides the files there are directories, for replacing all at once.
+            // Kubernetes adds directories, to replace all files atomically.
             if let Ok(name) = entry.file_name().into_string()
                 && fs::metadata(entry.path())?.is_file()
             {
@@ -49,7 +49,7 @@ impl Secrets {
         Ok(Self(found))
     }
 
-    /// As a request carries them.
+    /// The map of a request.
     pub fn to_wire(&self) -> HashMap<String, String> {
         let pair = |(name, secret): (&String, &Secret)| (name.clone(), secret.reveal().to_owned());
         self.0.iter().map(pair).collect()
@@ -67,7 +67,7 @@ impl Secrets {
         self.0.is_empty()
     }
 
-    /// Whether these are other secrets, which may do where those did not.
+    /// Whether these secrets differ, so that an authentication that failed may succeed.
     pub fn differ(&self, other: &Self) -> bool {
         let same = |(name, secret): (&String, &Secret)| {
             let other = other.0.get(name);

@@ -17,7 +17,7 @@ pub enum BadSize {
     #[error("{0:?} is not a size; write for example 10Gi, 500M or 4096")]
     Form(String),
     /// More than 2^63 - 1 bytes.
-    #[error("{0} is more than a volume can have")]
+    #[error("{0} is larger than any volume")]
     TooLarge(String),
 }
 
@@ -45,8 +45,7 @@ impl FromStr for Size {
             return Err(form());
         }
         let whole: u128 = whole.parse().map_err(|_| too_large())?;
-        // Nine digits tell 1 Ei to within a few bytes of what was meant; more
-        // are a slip of the hand.
+        // Nine digits express 1 Ei to within a few bytes; more are a mistake.
         if fraction.len() > 9 {
             return Err(form());
         }
@@ -90,7 +89,7 @@ pub fn human(bytes: i64) -> String {
     let Ok(bytes) = u64::try_from(bytes) else {
         return bytes.to_string();
     };
-    // The unit's power of 1024 is the count of whole tens of bits.
+    // The exponent of 1024.
     let power = (bytes | 1).ilog2() / 10;
     let Some(unit) = power.checked_sub(1).map(|at| UNITS[at as usize]) else {
         return bytes.to_string();
@@ -136,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused() {
+    fn other_texts_are_rejected() {
         for text in [
             "", "Gi", "-1", "1.", ".5G", "1.2.3", "1 Gi", "10gi", "1i", "1e3", "B", "１",
         ] {
@@ -177,7 +176,7 @@ mod tests {
         }
 
         #[test]
-        fn what_a_table_shows_reads_back_nearly(bytes in 0..i64::MAX / 2) {
+        fn a_size_in_a_table_reads_back_nearly(bytes in 0..i64::MAX / 2) {
             let back = human(bytes).parse::<Size>().unwrap().bytes();
             prop_assert!((back - bytes).abs() <= bytes / 20 + 1, "{} {}", bytes, back);
         }

@@ -35,7 +35,7 @@ fn places_are_given_in_turn() {
     assert!(third.try_recv().is_err());
     drop(second);
     drop(third.try_recv().unwrap());
-    assert_eq!(gate.usage(), Usage::default());
+    assert_eq!(gate.load(), Load::default());
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn a_domain_leaves_places_to_others() {
     drop(alive);
     drop(third.try_recv().unwrap());
     drop((dead, waiting));
-    assert_eq!(gate.usage(), Usage::default());
+    assert_eq!(gate.load(), Load::default());
 }
 
 #[test]
@@ -74,12 +74,12 @@ fn a_stuck_holder_gives_its_place_back_and_one_that_lives_does_not() {
     assert!(second.try_recv().is_err());
     gate.expire(begun + 2 * LONG);
     let second = second.try_recv().unwrap();
-    let usage = Usage {
+    let load = Load {
         held: 1,
         stuck: 1,
         waiting: 0,
     };
-    assert_eq!(gate.usage(), usage);
+    assert_eq!(gate.load(), load);
     // What comes late from it gives no place back that it has not.
     let mut third = waits(gate.ask("a"));
     drop(stuck);
@@ -89,7 +89,7 @@ fn a_stuck_holder_gives_its_place_back_and_one_that_lives_does_not() {
     assert!(third.try_recv().is_err());
     drop(second);
     drop(third.try_recv().unwrap());
-    assert_eq!(gate.usage(), Usage::default());
+    assert_eq!(gate.load(), Load::default());
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn what_is_stuck_may_count_against_its_domain_until_it_ends() {
     let mut stuck: Vec<_> = (0..3).map(|_| admitted(gate.ask("dead"))).collect();
     let mut next = waits(gate.ask("dead"));
     gate.expire(Instant::now() + 2 * LONG);
-    assert_eq!(gate.usage().stuck, 3);
+    assert_eq!(gate.load().stuck, 3);
     assert!(next.try_recv().is_err());
     // All places are free for others.
     let others = ["one", "two", "three", "four"].map(|other| admitted(gate.ask(other)));
@@ -113,7 +113,7 @@ fn what_is_stuck_may_count_against_its_domain_until_it_ends() {
     drop(stuck.pop());
     drop(last.try_recv().unwrap());
     drop((stuck, next));
-    assert_eq!(gate.usage(), Usage::default());
+    assert_eq!(gate.load(), Load::default());
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn who_has_gone_holds_up_nobody() {
     let mut second = waits(gate.ask("a"));
     drop(first);
     drop(second.try_recv().unwrap());
-    assert_eq!(gate.usage(), Usage::default());
+    assert_eq!(gate.load(), Load::default());
 }
 
 #[test]
@@ -133,11 +133,11 @@ fn a_lane_waits_too() {
     let first = admitted(gate.ask("a"));
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| drop(gate.enter_on_lane("a").unwrap()));
-        while gate.usage().waiting == 0 {
+        while gate.load().waiting == 0 {
             std::thread::yield_now();
         }
         drop(first);
         waiting.join().unwrap();
     });
-    assert_eq!(gate.usage(), Usage::default());
+    assert_eq!(gate.load(), Load::default());
 }

@@ -1,18 +1,18 @@
 //! A new mount of a device: fsopen(2), fsconfig(2), fsmount(2), move_mount(2).
 //!
-//! The mount exists, with all its attributes, before it appears at its place, and
-//! each refused option is known by name: the file system writes its reason to the
-//! context's own log. A bad superblock or an I/O error is told by errno alone,
-//! with the words in the kernel's log.
+//! The mount exists, with all its attributes, before it appears at its path, and
+//! each rejected option is known by name: the file system writes its reason to the
+//! context's own log. A bad superblock or an I/O error has an errno only; its message
+//! is in the kernel's log.
 //!
 //! **A device that is mounted already** shares its superblock with the new mount,
-//! and the kernel then passes over the new options in silence. Where the device
-//! was claimed before we came, the new mount is kept only if the options that
-//! were asked for are shown to be in force.
+//! and the kernel then silently ignores the new options. Where the device was in
+//! exclusive use before, the new mount is kept only if the requested options are
+//! in force.
 //!
 //! Every such mount is `nosuid` and `nodev`.
 //!
-//! No descriptor outlives the call: an open one of the mount would make it busy.
+//! No descriptor outlives the call: an open one would keep the mount busy.
 
 use std::{
     io,
@@ -38,129 +38,91 @@ use super::{
 };
 use crate::{Kind, kernel::busy::outwait};
 
-/// What to mount.
+/// The parameters of a mount.
 #[derive(Clone, Copy, Debug)]
 pub struct NewMount<'a> {
     /// The file system's type, as in `/proc/filesystems`.
     pub fs_type: &'a str,
     /// The block device's node.
     pub source: &'a Path,
-    /// What the user asked for.
+    /// The options of the request.
     pub options: &'a MountOptions,
-    /// Superblock options that we add, `key` or `key=value`.
+    /// Superblock options that the driver adds, `key` or `key=value`.
     pub extra: &'a [&'a str],
-    /// Whether both the superblock and the mount are to be read-only, whatever
-    /// the options say.
+    /// Makes both the superblock and the mount read-only, whatever the options say.
     pub read_only: bool,
 }
 
 /// Why nothing was mounted.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
-    /// No such file system in this kernel.
+    /// The kernel lacks the file system.
     #[error("the kernel has no file system {fs_type:?} (needed for {device:?}); load its module")]
-    Unsupported {
-        /// The type that was asked for.
-        fs_type: String,
-        /// The device.
-        device: PathBuf,
-    },
-    /// The file system does not know an option, or not this value of it.
-    #[error("mount option {option:?} was refused for {device:?}: {kernel_says}; correct it")]
+    Unsupported { fs_type: String, device: PathBuf },
+    /// The file system rejects an option or its value.
+    #[error("{device:?} rejects mount option {option:?}: {kernel_says}; correct it")]
     BadOption {
-        /// The option.
         option: String,
-        /// The device.
         device: PathBuf,
-        /// The file system's own words.
         kernel_says: String,
     },
-    /// Claimed by something else, mounted elsewhere the other way (read-only or
-    /// read-write), or, by its MMP block, mounted by another node.
+    /// In exclusive use, mounted elsewhere with the other read-only setting, or, by its
+    /// MMP block, mounted by another node.
     #[error(
         "device {device:?} is in use, or mounted elsewhere with a different read-only setting, or \
          its ext4 has the feature mmp and another node has it mounted"
     )]
-    Busy {
-        /// The device.
-        device: PathBuf,
-    },
-    /// Mounted elsewhere, and its superblock keeps the options that it has.
+    Busy { device: PathBuf },
+    /// Mounted elsewhere; the superblock keeps its options.
     #[error(
         "device {device:?} is mounted elsewhere without the option {missing:?}; unmount it there, \
-         or ask for the same options"
+         or request the same options"
     )]
-    OtherOptions {
-        /// The device.
-        device: PathBuf,
-        /// The first option that is not in force.
-        missing: String,
-    },
+    OtherOptions { device: PathBuf, missing: String },
     /// [`MountError::OtherOptions`], and the new mount could not be removed.
-    #[error("{path:?} was mounted with other options than asked for, and stays so")]
+    #[error("{path:?} is mounted with other options than requested, and cannot be unmounted")]
     UndoFailed {
-        /// The place.
         path: PathBuf,
-        /// Why it stays.
         #[source]
         source: UnmountError,
     },
-    /// A copy of a Btrfs that is mounted, on a kernel that takes each UUID once. From
-    /// Linux 6.7 on it gives the second another, for as long as that is mounted
-    /// (`temp_fsid`).
+    /// A copy of a mounted btrfs, on a kernel that mounts each UUID once. Linux 6.7 and
+    /// later give the second a temporary UUID while it is mounted (`temp_fsid`).
     #[error(
-        "device {device:?} is a copy of a Btrfs that is mounted here, and Linux mounts both at \
-         once from version 6.7 on; unmount the other, or use the copy on another node"
+        "device {device:?} is a copy of a btrfs that is mounted here, and Linux before 6.7 mounts \
+         only one of them; unmount the other, or use the copy on another node"
     )]
-    DuplicateUuid {
-        /// The device.
-        device: PathBuf,
-    },
-    /// A device that can't be written was to be mounted writable, or has a journal
-    /// to replay.
+    DuplicateUuid { device: PathBuf },
+    /// A read-only device, to be mounted writable or with a journal to replay.
     #[error(
         "device {device:?} is write-protected; mount it read-only, and writable once before \
          that if its journal is to be replayed"
     )]
-    WriteProtected {
-        /// The device.
-        device: PathBuf,
-    },
-    /// Not this file system, or a damaged one, or (kernels before 6.8) an option
-    /// that it does not take.
+    WriteProtected { device: PathBuf },
+    /// Another file system, a damaged one, or (kernels before 6.8) an unknown option.
     #[error(
         "{device:?} holds no {fs_type} that can be mounted with these options: {kernel_says}; \
          the kernel log says what is wrong with it: correct the options, repair the file \
          system while nothing uses it, or restore the volume"
     )]
     BadSuperblock {
-        /// The type that was asked for.
         fs_type: String,
-        /// The device.
         device: PathBuf,
-        /// The file system's own words, or the errno's.
         kernel_says: String,
     },
-    /// Nothing can be mounted on what is at the place.
+    /// A directory cannot be mounted on a file, nor a file on a directory.
     #[error("cannot mount {what} on {path:?}, which is {found}")]
     WrongTarget {
-        /// The place.
         path: PathBuf,
-        /// What is there.
         found: &'static str,
-        /// What was to be mounted.
         what: &'static str,
     },
-    /// The system's own refusal.
-    #[error("cannot {doing} {path:?}{}", says(.kernel_says))]
+    /// Any other failure of a system call.
+    #[error("cannot {doing} {path:?}{}", in_parentheses(.kernel_says))]
     Io {
-        /// What was tried.
         doing: &'static str,
-        /// The device or place.
         path: PathBuf,
-        /// The file system's own words, or empty.
         kernel_says: String,
-        /// Why not.
         #[source]
         source: io::Error,
     },
@@ -182,12 +144,12 @@ impl MountError {
     }
 }
 
-/// Mounts `new` on top of what is at the place. Reads and writes the device: this
+/// Mounts `new` at `at`, on top of any mount there. Reads and writes the device, and
 /// can hang with it.
 pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
-    let shared = is_claimed(new.source);
+    let shared = is_in_exclusive_use(new.source);
     let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
-    let mounted = put(&outwait(|| create(new), is_busy)?, at)?;
+    let mounted = move_to(&outwait(|| create(new), is_busy)?, at)?;
     if shared && let Some(missing) = not_in_force(new.options, at)? {
         let path = at.path().to_owned();
         let _ = unmount(at).map_err(|source| MountError::UndoFailed { path, source })?;
@@ -197,8 +159,8 @@ pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
     Ok(mounted)
 }
 
-/// Puts a detached mount on top of what is at the place.
-pub(super) fn put(mount: &OwnedFd, at: &SafePath) -> Result<Mounted, MountError> {
+/// Moves a detached mount to `at`, on top of any mount there.
+pub(super) fn move_to(mount: &OwnedFd, at: &SafePath) -> Result<Mounted, MountError> {
     let failed = |doing| {
         move |source: io::Error| MountError::Io {
             doing,
@@ -238,7 +200,7 @@ pub(super) fn put(mount: &OwnedFd, at: &SafePath) -> Result<Mounted, MountError>
     Ok(mounted)
 }
 
-/// Makes the mount, not yet at any place.
+/// Makes a detached mount.
 fn create(new: &NewMount<'_>) -> Result<OwnedFd, MountError> {
     let device = || new.source.to_owned();
     let failed = |doing| {
@@ -269,8 +231,8 @@ fn create(new: &NewMount<'_>) -> Result<OwnedFd, MountError> {
             None => set(&context, new, option, None)?,
         }
     }
-    // No pod sees this mount, only binds of it: nothing on it is to be run or opened as
-    // a device here, whatever the options say of targets.
+    // Pods see only bind mounts of this one: nothing on it needs setuid or devices here,
+    // whatever the options allow on targets.
     let mut attributes = new.options.attributes().set
         | MountAttrFlags::MOUNT_ATTR_NOSUID
         | MountAttrFlags::MOUNT_ATTR_NODEV;
@@ -299,11 +261,11 @@ fn set(
     result.map_err(|error| MountError::BadOption {
         option: value.map_or_else(|| key.to_owned(), |value| format!("{key}={value}")),
         device: new.source.to_owned(),
-        kernel_says: words(error, &log(context.as_fd())),
+        kernel_says: log_or_errno(error, &log(context.as_fd())),
     })
 }
 
-/// What the failure to make a superblock means.
+/// Classifies a failure of `FSCONFIG_CMD_CREATE`.
 fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
     let device = new.source.to_owned();
     match error {
@@ -314,7 +276,7 @@ fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
         Errno::INVAL | Errno::UCLEAN | Errno::BADMSG => MountError::BadSuperblock {
             fs_type: new.fs_type.to_owned(),
             device,
-            kernel_says: words(error, log),
+            kernel_says: log_or_errno(error, log),
         },
         error => MountError::Io {
             doing: "mount",
@@ -325,36 +287,36 @@ fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
     }
 }
 
-/// Whether something holds the block device exclusively, as a superblock does.
-/// Should we not be able to tell, the mount itself will fail and say why.
-fn is_claimed(device: &Path) -> bool {
+/// Whether something has the block device open exclusively, as a superblock does.
+/// `false` also where the check fails: then the mount fails, too, and says why.
+fn is_in_exclusive_use(device: &Path) -> bool {
     let is_block = stat(device)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
     let exclusive = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
-    let claim = || open(device, exclusive, Mode::empty()).err();
-    is_block && outwait(claim, |error| *error == Some(Errno::BUSY)) == Some(Errno::BUSY)
+    let open_exclusive = || open(device, exclusive, Mode::empty()).err();
+    is_block && outwait(open_exclusive, |error| *error == Some(Errno::BUSY)) == Some(Errno::BUSY)
 }
 
-/// The first superblock option that is not in force at the place.
-fn not_in_force(asked: &MountOptions, at: &SafePath) -> Result<Option<String>, MountError> {
+/// The first requested superblock option that is not in force.
+fn not_in_force(requested: &MountOptions, at: &SafePath) -> Result<Option<String>, MountError> {
     let failed = |source| MountError::Io {
         doing: "read the mount options of",
         path: at.path().to_owned(),
         kernel_says: String::new(),
         source,
     };
-    if asked.fs_options().len() == 0 {
+    if requested.fs_options().len() == 0 {
         return Ok(None);
     }
     let shown = table::super_options(at.open().map_err(failed)?.as_fd()).map_err(failed)?;
-    // What can't be parsed is no option that was asked for.
+    // An option that cannot be parsed is none of the requested ones.
     let shown = MountOptions::parse(&[shown]).unwrap_or_default();
-    let mut missing = asked.fs_options().filter(|option| !shown.has(option));
+    let mut missing = requested.fs_options().filter(|option| !shown.has(option));
     Ok(missing.next().map(ToString::to_string))
 }
 
-/// The messages that the file system left in the context, fsopen(2): each begins
-/// with its severity and a space.
+/// The messages in the context's log, fsopen(2): each begins with its severity and a
+/// space.
 fn log(context: BorrowedFd<'_>) -> String {
     let mut messages = Vec::new();
     let mut buffer = [0u8; 4096];
@@ -371,7 +333,7 @@ fn log(context: BorrowedFd<'_>) -> String {
     messages.join("; ")
 }
 
-fn words(error: Errno, log: &str) -> String {
+fn log_or_errno(error: Errno, log: &str) -> String {
     if log.is_empty() {
         io::Error::from(error).to_string()
     } else {
@@ -379,7 +341,7 @@ fn words(error: Errno, log: &str) -> String {
     }
 }
 
-fn says(kernel: &str) -> String {
+fn in_parentheses(kernel: &str) -> String {
     if kernel.is_empty() {
         String::new()
     } else {

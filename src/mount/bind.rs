@@ -1,6 +1,6 @@
-//! Bind mounts: open_tree(2) clones the mount, mount_setattr(2) changes the clone,
-//! and move_mount(2) shows it. So a read-only one is never seen writable, and
-//! what was looked at is what is mounted: both ends are descriptors.
+//! Bind mounts: open_tree(2) clones the mount, mount_setattr(2) sets the clone's
+//! attributes, and move_mount(2) makes it visible. So a read-only one is never visible
+//! writable, and as both ends are descriptors, the checked source is the mounted one.
 
 use std::{
     io,
@@ -11,18 +11,18 @@ use rustix::mount::{MountAttrFlags, OpenTreeFlags, open_tree};
 
 use super::{
     Mounted,
-    attach::{MountError, put},
+    attach::{MountError, move_to},
     options::MountOptions,
     path::SafePath,
 };
 use crate::kernel::mounts::mount_setattr;
 
-/// Mounts `source`, a directory or a block device's node, on top of what is at the
-/// place, without the mounts below it. Of the options only the attributes are
-/// applied; what they don't name is as at the source. Never blocks on a device.
+/// Bind-mounts `source`, a directory or a block device node, at `at`, without the
+/// mounts below it. Applies only the attributes of the options; the others stay as at
+/// the source. Never blocks on a device.
 ///
-/// A block device mounted read-only can still be opened for writing: that is for
-/// the device to refuse (BLKROSET).
+/// A read-only bind mount of a block device node does not prevent opening it for
+/// writing: the device itself has to (BLKROSET).
 pub fn bind(
     source: BorrowedFd<'_>,
     at: &SafePath,
@@ -46,7 +46,7 @@ pub fn bind(
     }
     mount_setattr(clone.as_fd(), change.set, change.clear)
         .map_err(|error| failed("set the attributes for", error))?;
-    put(&clone, at)
+    move_to(&clone, at)
 }
 
 #[cfg(test)]

@@ -1,19 +1,19 @@
-//! Mounts, by the mount API of descriptors.
+//! Mounts, by the descriptor-based mount API.
 //!
-//! A [`path::SafePath`] is where something may be mounted: a name in a directory
-//! that was reached below an allowed root without a symlink. All changes go
-//! through that directory's descriptor, so that no rename or symlink between the
-//! check and the change leads elsewhere. What is there is a [`PathKind`]; where it is
-//! a mount, [`Mounted`] says of what.
+//! A [`path::SafePath`] is a path at which something may be mounted: a name in a
+//! directory that was reached below an allowed root without following a symlink. All
+//! changes go through that directory's descriptor, so no rename or symlink between
+//! the check and the change leads elsewhere. [`PathKind`] is what stands there, and
+//! [`Mounted`] describes a mount.
 //!
 //! Everything here blocks, and belongs on a volume's lane. [`attach`], [`unmount`] and
-//! [`ownership`] can hang on the volume's device; the rest on the disk that the
-//! directories are on, which a path leads through.
+//! [`ownership`] can hang on the volume's device; the rest on the disk that holds the
+//! directories of the path.
 
-pub mod attach;
+pub(crate) mod attach;
 pub mod bind;
 pub mod options;
-pub mod ownership;
+pub(crate) mod ownership;
 pub mod path;
 pub mod table;
 pub mod unmount;
@@ -23,4 +23,4 @@ mod path_kind;
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub use path_kind::{MountId, Mounted, PathKind};
+pub(crate) use path_kind::{MountId, Mounted, PathKind};

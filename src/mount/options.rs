@@ -1,23 +1,22 @@
-//! Mount options: what kubelet passes as `mount_flags`, told apart once.
+//! Mount options: the parser of `mount_flags`.
 //!
-//! A flag may hold several options, parted by commas; quotes keep a comma inside
+//! A flag may hold several options, separated by commas; quotes keep a comma inside
 //! a value (`context="a:b:c:s0:c1,c2"`) and are not part of it. An option is one
 //! of four things:
 //!
-//! - mount(8)'s own (`nofail`, `_netdev`, `x-…`): it says nothing to the kernel
-//!   and is dropped;
+//! - one for mount(8) only (`nofail`, `_netdev`, `x-…`): dropped;
 //! - an attribute of the one mount (`ro`, `nosuid`, `noatime`), for fsmount(2)
-//!   and mount_setattr(2). Contradictory ones: the last wins, as in mount(8);
-//! - something that would make another kind of mount (`bind`, `remount`, `loop`)
-//!   or name another device (`source=`): refused;
-//! - all else belongs to the superblock and goes to fsconfig(2), which knows
-//!   `sync`, `lazytime` and the like as well as the file system's own options.
-//!   What a caller asks for has to be on a list ([`MountOptions::refuse_unlisted`]);
-//!   what the kernel shows, and what an earlier agent recorded, need not be.
+//!   and mount_setattr(2). Of contradictory ones the last wins, as in mount(8);
+//! - an option of another kind of mount (`bind`, `remount`, `loop`), or one that names
+//!   another device (`source=`): rejected;
+//! - any other: an option of the superblock, for fsconfig(2), which knows `sync`,
+//!   `lazytime` and the like as well as the file system's own options. An option of a
+//!   request has to be on the allow-list ([`MountOptions::refuse_unlisted`]); those in
+//!   the mount table or in the record of an earlier agent need not be.
 //!
-//! Two values are equal where they ask for the same, whatever the order and the
-//! spelling; the `Display` and serde forms are sorted. mount(8) and
-//! mount_setattr(2) are the words' source.
+//! Two values are equal where they mean the same, whatever the order and the
+//! spelling; the `Display` and serde forms are sorted. The names are those of mount(8)
+//! and mount_setattr(2).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,7 +32,7 @@ mod allowed;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Vec<String>", into = "Vec<String>")]
 pub struct MountOptions {
-    attributes: BTreeMap<Decides, &'static Attribute>,
+    attributes: BTreeMap<AttributeGroup, &'static Attribute>,
     superblock: BTreeSet<FsOption>,
 }
 
@@ -42,7 +41,7 @@ pub struct MountOptions {
 pub struct FsOption {
     /// The name, before `=`.
     pub key: String,
-    /// What stands behind `=`, without quotes; none where there is no `=`.
+    /// The text after `=`, without quotes; `None` without a `=`.
     pub value: Option<String>,
 }
 
@@ -55,16 +54,16 @@ pub struct AttributeChange {
     pub clear: Flags,
 }
 
-/// Why an option was not taken.
+/// Why an option is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum MountOptionError {
-    /// A quote that nothing closes.
+    /// A quote that is not closed.
     #[error("mount option {flag:?} opens a quote that it does not close")]
     OpenQuote {
-        /// The flag as it came.
+        /// The flag of the request.
         flag: String,
     },
-    /// Not an option at all.
+    /// Not a valid option.
     #[error("mount option {option:?} {why}")]
     Malformed {
         /// The option without its quotes.
@@ -72,18 +71,18 @@ pub enum MountOptionError {
         /// What is wrong with it.
         why: &'static str,
     },
-    /// An option that is not on the list.
+    /// An option that is not on the allow-list.
     #[error(
-        "mount option {option:?} is not among those that are allowed for {fs} (docs/security.md); \
-         remove it, or correct its value"
+        "mount option {option:?} is not allowed for {fs} (docs/security.md); remove it, or correct \
+         its value"
     )]
     Unlisted {
         /// The option without its quotes.
         option: String,
-        /// Which file system's list.
+        /// The file system.
         fs: String,
     },
-    /// An option that would do something other than mount this volume.
+    /// An option that does more than mount this volume.
     #[error("mount option {option:?} is not allowed for a CSI volume: {why}; remove it")]
     Refused {
         /// The option without its quotes.
@@ -94,7 +93,7 @@ pub enum MountOptionError {
 }
 
 impl MountOptions {
-    /// Takes `flags` apart.
+    /// Parses `flags`.
     pub fn parse<S: AsRef<str>>(flags: &[S]) -> Result<Self, MountOptionError> {
         let mut options = Self::default();
         for flag in flags {
@@ -105,9 +104,9 @@ impl MountOptions {
         Ok(options)
     }
 
-    /// Whether `ro` was asked for.
+    /// Whether `ro` is set.
     pub fn read_only(&self) -> bool {
-        let writing = self.attributes.get(&Decides::Writing);
+        let writing = self.attributes.get(&AttributeGroup::Writing);
         writing.is_some_and(|attribute| attribute.word == "ro")
     }
 
@@ -121,7 +120,7 @@ impl MountOptions {
         self.superblock.contains(option)
     }
 
-    /// What the attributes change. On a new mount only `set` matters.
+    /// The attributes as a change. On a new mount only `set` matters.
     pub fn attributes(&self) -> AttributeChange {
         let mut change = AttributeChange {
             set: Flags::empty(),
@@ -134,44 +133,49 @@ impl MountOptions {
         change
     }
 
-    /// With the attributes of `others` that these options leave open.
+    /// Adds those attributes of `defaults` that these options do not set.
     #[must_use]
-    pub fn with_default_attributes(mut self, others: &Self) -> Self {
-        for (decides, attribute) in &others.attributes {
-            self.attributes.entry(*decides).or_insert(*attribute);
+    pub fn with_default_attributes(mut self, defaults: &Self) -> Self {
+        for (group, attribute) in &defaults.attributes {
+            self.attributes.entry(*group).or_insert(*attribute);
         }
         self
     }
 
-    /// What a target has whose options say nothing of it. Nobody needs device nodes on a
-    /// volume. Programs that set the user id may be what a volume is for, but not one
-    /// that a pod's author asks for in the pod itself (`inline`).
+    /// The default options of a target. No volume needs device nodes. Setuid programs
+    /// may be a volume's purpose, but not that of an inline volume, which any author of a
+    /// pod can create.
     pub fn target_defaults(inline: bool) -> Self {
         let suid = if inline { "nosuid" } else { "suid" };
         Self::parse(&["nodev", suid]).expect("words of the list")
     }
 
-    /// Whether they say anything of `nosuid`, `nodev` or `noexec`.
+    /// Whether they set any of `nosuid`, `nodev` and `noexec`, or their opposites.
     pub fn sets_protection(&self) -> bool {
         self.protection().next().is_some()
     }
 
-    /// Which word on `nosuid`, `nodev` or `noexec` is not so on a mount that `has` these.
+    /// The first of `nosuid`, `nodev`, `noexec` and their opposites that is set here and not
+    /// in force on a mount with the attributes `has`.
     pub fn first_not_in_force(&self, has: Flags) -> Option<&'static str> {
-        let is_so = |it: &Attribute| has.contains(it.set) && !has.intersects(it.clear);
+        let in_force = |it: &Attribute| has.contains(it.set) && !has.intersects(it.clear);
         let mut words = self.protection();
-        words.find(|it| !is_so(it)).map(|it| it.word)
+        words.find(|it| !in_force(it)).map(|it| it.word)
     }
 
     fn protection(&self) -> impl Iterator<Item = &'static Attribute> {
-        let kinds = [Decides::Setuid, Decides::Devices, Decides::Executing];
+        let kinds = [
+            AttributeGroup::Setuid,
+            AttributeGroup::Devices,
+            AttributeGroup::Executing,
+        ];
         kinds
             .into_iter()
-            .filter_map(|decides| self.attributes.get(&decides).copied())
+            .filter_map(|group| self.attributes.get(&group).copied())
     }
 
-    /// Without the SELinux contexts: those belong to the superblock, which is
-    /// staged; a bind mount can't have its own.
+    /// Without the SELinux contexts: those belong to the staged superblock; a bind mount
+    /// cannot have its own.
     #[must_use]
     pub fn for_publish(&self) -> Self {
         let mut options = self.clone();
@@ -181,14 +185,14 @@ impl MountOptions {
         options
     }
 
-    /// Takes one option in, without quotes.
+    /// Adds one option, without quotes.
     fn add(&mut self, word: String) -> Result<(), MountOptionError> {
         let (key, value) = match word.split_once('=') {
             Some((key, value)) => (key, Some(value)),
             None => (word.as_str(), None),
         };
         let malformed = |why| Err(malformed(&word, why));
-        if word.is_empty() || is_mount8s_own(key) {
+        if word.is_empty() || is_for_mount8(key) {
             return Ok(());
         }
         if let Some(why) = refusal(key) {
@@ -198,7 +202,7 @@ impl MountOptions {
             if value.is_some() {
                 return malformed("takes no value");
             }
-            self.attributes.insert(attribute.decides, attribute);
+            self.attributes.insert(attribute.group, attribute);
             return Ok(());
         }
         if key.is_empty() {
@@ -263,7 +267,7 @@ impl From<MountOptions> for Vec<String> {
     }
 }
 
-/// Parts a flag at the commas outside quotes, and drops the quotes.
+/// Splits a flag at the commas outside quotes, and drops the quotes.
 fn split(flag: &str) -> Result<Vec<String>, MountOptionError> {
     let mut words = vec![String::new()];
     let mut quoted = false;
@@ -286,9 +290,9 @@ fn malformed(option: &str, why: &'static str) -> MountOptionError {
     MountOptionError::Malformed { option, why }
 }
 
-/// Words for mount(8) and fstab(5). Not every `user…` is one: `user_xattr` is
-/// ext4's.
-fn is_mount8s_own(key: &str) -> bool {
+/// Options that only mount(8) and fstab(5) interpret. Not every `user…` is one:
+/// `user_xattr` is ext4's.
+fn is_for_mount8(key: &str) -> bool {
     const OWN: &[&str] = &[
         "_netdev", "auto", "comment", "defaults", "group", "loud", "noauto", "nofail", "nogroup",
         "noowner", "nouser", "nousers", "owner", "silent", "user", "users",
@@ -316,18 +320,18 @@ fn refusal(key: &str) -> Option<&'static str> {
 /// fsconfig(2) copies keys and values of up to 256 bytes with their NUL.
 const FSCONFIG_MAX: usize = 255;
 
-/// A word for mount_setattr(2).
+/// An attribute of mount_setattr(2), by its option.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Attribute {
     word: &'static str,
-    decides: Decides,
+    group: AttributeGroup,
     set: Flags,
     clear: Flags,
 }
 
-/// What a word decides; the last word on it wins.
+/// Options of one group exclude each other; the last one wins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-enum Decides {
+enum AttributeGroup {
     Writing,
     Setuid,
     Devices,
@@ -347,21 +351,21 @@ impl Attribute {
         ATTRIBUTES.iter().find(|attribute| attribute.word == word)
     }
 
-    const fn on(word: &'static str, decides: Decides, flag: Flags) -> Self {
+    const fn on(word: &'static str, group: AttributeGroup, flag: Flags) -> Self {
         let clear = Flags::empty();
         Self {
             word,
-            decides,
+            group,
             set: flag,
             clear,
         }
     }
 
-    const fn off(word: &'static str, decides: Decides, flag: Flags) -> Self {
+    const fn off(word: &'static str, group: AttributeGroup, flag: Flags) -> Self {
         let set = Flags::empty();
         Self {
             word,
-            decides,
+            group,
             set,
             clear: flag,
         }
@@ -371,7 +375,7 @@ impl Attribute {
     const fn atime(word: &'static str, policy: Flags) -> Self {
         Self {
             word,
-            decides: Decides::AccessTime,
+            group: AttributeGroup::AccessTime,
             set: policy,
             clear: Flags::MOUNT_ATTR__ATIME,
         }
@@ -379,32 +383,36 @@ impl Attribute {
 }
 
 static ATTRIBUTES: [Attribute; 15] = [
-    Attribute::on("ro", Decides::Writing, Flags::MOUNT_ATTR_RDONLY),
-    Attribute::off("rw", Decides::Writing, Flags::MOUNT_ATTR_RDONLY),
-    Attribute::on("nosuid", Decides::Setuid, Flags::MOUNT_ATTR_NOSUID),
-    Attribute::off("suid", Decides::Setuid, Flags::MOUNT_ATTR_NOSUID),
-    Attribute::on("nodev", Decides::Devices, Flags::MOUNT_ATTR_NODEV),
-    Attribute::off("dev", Decides::Devices, Flags::MOUNT_ATTR_NODEV),
-    Attribute::on("noexec", Decides::Executing, Flags::MOUNT_ATTR_NOEXEC),
-    Attribute::off("exec", Decides::Executing, Flags::MOUNT_ATTR_NOEXEC),
+    Attribute::on("ro", AttributeGroup::Writing, Flags::MOUNT_ATTR_RDONLY),
+    Attribute::off("rw", AttributeGroup::Writing, Flags::MOUNT_ATTR_RDONLY),
+    Attribute::on("nosuid", AttributeGroup::Setuid, Flags::MOUNT_ATTR_NOSUID),
+    Attribute::off("suid", AttributeGroup::Setuid, Flags::MOUNT_ATTR_NOSUID),
+    Attribute::on("nodev", AttributeGroup::Devices, Flags::MOUNT_ATTR_NODEV),
+    Attribute::off("dev", AttributeGroup::Devices, Flags::MOUNT_ATTR_NODEV),
+    Attribute::on(
+        "noexec",
+        AttributeGroup::Executing,
+        Flags::MOUNT_ATTR_NOEXEC,
+    ),
+    Attribute::off("exec", AttributeGroup::Executing, Flags::MOUNT_ATTR_NOEXEC),
     Attribute::on(
         "nosymfollow",
-        Decides::Symlinks,
+        AttributeGroup::Symlinks,
         Flags::MOUNT_ATTR_NOSYMFOLLOW,
     ),
     Attribute::off(
         "symfollow",
-        Decides::Symlinks,
+        AttributeGroup::Symlinks,
         Flags::MOUNT_ATTR_NOSYMFOLLOW,
     ),
     Attribute::on(
         "nodiratime",
-        Decides::DirectoryAccessTime,
+        AttributeGroup::DirectoryAccessTime,
         Flags::MOUNT_ATTR_NODIRATIME,
     ),
     Attribute::off(
         "diratime",
-        Decides::DirectoryAccessTime,
+        AttributeGroup::DirectoryAccessTime,
         Flags::MOUNT_ATTR_NODIRATIME,
     ),
     Attribute::atime("relatime", Flags::MOUNT_ATTR_RELATIME),

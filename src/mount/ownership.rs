@@ -3,12 +3,12 @@
 //! The result is that of kubelet's `SetVolumeOwnership` (pkg/volume,
 //! `volume_linux.go`) with `fsGroupChangePolicy: OnRootMismatch`: everything gets
 //! the group, `u+rw,g+rw`, directories also `ug+x` and the setgid bit; symlinks
-//! get the group alone. The root comes last, so that a root that matches proves
-//! that an earlier walk came to its end, and the tree is left alone.
+//! get the group alone. The root is changed last, so that a matching root proves
+//! that an earlier walk completed, and the tree needs no other.
 //!
-//! Pods that have the volume already may change the tree meanwhile. So each thing
-//! is opened once, without following a symlink or leaving the mount, and is
-//! changed through that descriptor.
+//! Pods that use the volume already may change the tree meanwhile. So each file is
+//! opened once, without following a symlink or leaving the mount, and is changed
+//! through that descriptor.
 
 use std::{
     ffi::CStr,
@@ -28,40 +28,32 @@ use rustix::{
 
 use crate::Done;
 
-/// A group id to give to a volume.
+/// The group id of a volume (`volume_mount_group`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FsGroup(u32);
 
-/// The text was not a group id.
+/// The text is not a group id.
 #[derive(Debug, thiserror::Error)]
 #[error("volume_mount_group {0:?} is not a group id; pass a number from 0 to 4294967294")]
 pub struct BadGroup(String);
 
-/// Why the volume does not wholly belong to the group.
+/// Why the group could not be applied to the whole volume.
 #[derive(Debug, thiserror::Error)]
 pub enum OwnershipError {
     /// Deeper than a path can be long.
-    #[error("cannot give {path:?} to the group: it lies deeper than {DEEPEST} directories")]
-    TooDeep {
-        /// The directory.
-        path: PathBuf,
-    },
-    /// Somebody moved a directory while the walk was below it.
-    #[error(
-        "cannot give the directory above {path:?} to the group: it was moved meanwhile; try again"
-    )]
+    #[error("cannot change the group of {path:?}: it is more than {MAX_DEPTH} directories deep")]
+    TooDeep { path: PathBuf },
+    /// A directory was moved while the walk was below it.
+    #[error("cannot change the group of the parent of {path:?}: it was moved meanwhile; retry")]
     Moved {
         /// The directory below it.
         path: PathBuf,
     },
-    /// The system's own refusal.
-    #[error("cannot give {path:?} to the group: cannot {doing} it")]
+    /// Any other failure of a system call.
+    #[error("cannot change the group of {path:?}: cannot {doing} it")]
     Io {
-        /// The directory or file, or the directory that it is in.
         path: PathBuf,
-        /// What was tried.
         doing: &'static str,
-        /// Why not.
         #[source]
         source: io::Error,
     },
@@ -78,30 +70,30 @@ impl FromStr for FsGroup {
 }
 
 impl FsGroup {
-    /// Gives all that is in the mount from the directory `root` down to the group,
-    /// unless `root` shows that it was done before. Takes as long as the tree is
-    /// large, and can hang with the device.
+    /// Applies the group to everything in the mount below and including the directory
+    /// `root`, unless `root` matches already. Takes time in proportion to the tree, and
+    /// can hang with the device.
     pub fn apply(self, root: BorrowedFd<'_>) -> Result<Done, OwnershipError> {
         let stat = fstat(root).map_err(failed(root, "look at"))?;
         let mode = Mode::from_raw_mode(stat.st_mode);
         if stat.st_gid == self.0 && mode.contains(DIRECTORY) {
             return Ok(Done::Already);
         }
-        self.walk(root, DEEPEST)?;
+        self.walk(root, MAX_DEPTH)?;
         Ok(Done::Now)
     }
 
-    fn walk(self, root: BorrowedFd<'_>, deepest: usize) -> Result<(), OwnershipError> {
-        // The directories from the root down to where we are.
-        let mut way = vec![Level::new(root)?];
-        while let Some(level) = way.last_mut() {
+    fn walk(self, root: BorrowedFd<'_>, max_depth: usize) -> Result<(), OwnershipError> {
+        // The directories from the root down to the current one.
+        let mut stack = vec![Level::new(root)?];
+        while let Some(level) = stack.last_mut() {
             let entry = level.read();
             let here = level.fd();
             let Some(entry) = entry else {
-                self.give(here)?;
-                let done = way.pop();
-                if let (Some(done), Some(above)) = (done, way.last_mut()) {
-                    above.open_from(done.fd())?;
+                self.change(here)?;
+                let done = stack.pop();
+                if let (Some(done), Some(above)) = (done, stack.last_mut()) {
+                    above.reopen_from(done.fd())?;
                 }
                 continue;
             };
@@ -119,33 +111,33 @@ impl FsGroup {
             };
             let stat = fstat(&found).map_err(failed(found.as_fd(), "look at"))?;
             if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
-                self.give(found.as_fd())?;
-            } else if way.len() == deepest {
+                self.change(found.as_fd())?;
+            } else if stack.len() == max_depth {
                 let path = path_of(found.as_fd());
                 return Err(OwnershipError::TooDeep { path });
             } else {
-                way.push(Level::new(found.as_fd())?);
-                if let Some(far) = way.len().checked_sub(OPEN + 1) {
-                    way[far].listing = None;
+                stack.push(Level::new(found.as_fd())?);
+                if let Some(far) = stack.len().checked_sub(MAX_OPEN + 1) {
+                    stack[far].listing = None;
                 }
             }
         }
         Ok(())
     }
 
-    /// Changes one thing.
-    fn give(self, thing: BorrowedFd<'_>) -> Result<(), OwnershipError> {
-        let stat = fstat(thing).map_err(failed(thing, "look at"))?;
+    /// Changes one file or directory.
+    fn change(self, file: BorrowedFd<'_>) -> Result<(), OwnershipError> {
+        let stat = fstat(file).map_err(failed(file, "look at"))?;
         let new_group = stat.st_gid != self.0;
         if new_group {
             chownat(
-                thing,
+                file,
                 "",
                 None,
                 Some(Gid::from_raw(self.0)),
                 AtFlags::EMPTY_PATH,
             )
-            .map_err(failed(thing, "change the group of"))?;
+            .map_err(failed(file, "change the group of"))?;
         }
         let wanted = match FileType::from_raw_mode(stat.st_mode) {
             FileType::Symlink => return Ok(()),
@@ -153,11 +145,11 @@ impl FsGroup {
             _ => FILE,
         };
         let mode = Mode::from_raw_mode(stat.st_mode);
-        // A change of the group took the set-id bits away.
+        // Changing the group clears the set-id bits.
         if new_group || !mode.contains(wanted) {
-            // fchmod(2) takes no O_PATH descriptor; this link leads to the thing
-            // itself, which is no symlink.
-            chmod(magic_link(thing), mode | wanted).map_err(failed(thing, "change the mode of"))?;
+            // fchmod(2) takes no O_PATH descriptor; this link leads to the file itself,
+            // which is no symlink.
+            chmod(magic_link(file), mode | wanted).map_err(failed(file, "change the mode of"))?;
         }
         Ok(())
     }
@@ -169,26 +161,25 @@ const FILE: Mode = Mode::RUSR
     .union(Mode::WGRP);
 const DIRECTORY: Mode = FILE.union(Mode::XUSR).union(Mode::XGRP).union(Mode::SGID);
 
-/// kubelet walks by paths, and `PATH_MAX` (4096) does not allow it more directories on
-/// the way.
-const DEEPEST: usize = 2048;
+/// kubelet walks by paths, and `PATH_MAX` (4096) allows no deeper ones.
+const MAX_DEPTH: usize = 2048;
 
-/// How many of them are open at once, those that are nearest: what a volume may have
-/// open is counted (`crate::kernel::descriptors`), and many may be walked at a time.
-const OPEN: usize = 8;
+/// How many directories of the stack, the max_depth, are open at once: descriptors are
+/// budgeted for each volume (`crate::kernel::descriptors`).
+const MAX_OPEN: usize = 8;
 
-/// A directory on the way.
+/// A directory on the stack.
 struct Level {
-    /// None while the walk is far below.
+    /// `None` while the walk is more than [`MAX_OPEN`] levels below.
     listing: Option<Dir>,
     /// Its device and inode.
     id: (u64, u64),
-    /// Where the entry after the last one is (readdir(3), `d_off`).
+    /// The offset of the next entry (readdir(3), `d_off`).
     next: i64,
-    /// How many of the entries that are at `next` were read. On ext4 an entry is where
-    /// the hash of its name says, and several may be at one place.
+    /// How many entries at offset `next` were read. On ext4 the offset is the hash of the
+    /// name, and several entries may share one.
     read_at_next: usize,
-    /// How many of them are told of once more, since it was opened again.
+    /// How many of those to skip after reopening.
     to_skip: usize,
 }
 
@@ -221,7 +212,7 @@ impl Level {
             };
             let skip = self.to_skip > 0;
             if offset == self.next {
-                // The next one is where this one is.
+                // The next entry has the same offset.
                 if skip {
                     self.to_skip -= 1;
                 } else {
@@ -238,14 +229,13 @@ impl Level {
         }
     }
 
-    /// Opens it again where it was closed, from the directory `below`, and goes on
-    /// where it was.
-    fn open_from(&mut self, below: BorrowedFd<'_>) -> Result<(), OwnershipError> {
+    /// Reopens a closed directory from its child `below`, at the entry that is next.
+    fn reopen_from(&mut self, below: BorrowedFd<'_>) -> Result<(), OwnershipError> {
         if self.listing.is_some() {
             return Ok(());
         }
         let (mut listing, id) = listing(below, c"..")?;
-        // Somebody who moved `below` chose what is above it now.
+        // `below` was moved: its parent is another directory now.
         if id != self.id {
             let path = path_of(below);
             return Err(OwnershipError::Moved { path });
@@ -259,8 +249,8 @@ impl Level {
     }
 }
 
-/// Opens `name` in a directory, itself or the one above it, for reading; `directory`
-/// may be an `O_PATH` descriptor. Returns its device and inode, too.
+/// Opens `name`, `.` or `..`, in `directory`, possibly an `O_PATH` descriptor, for
+/// reading. Also returns its device and inode.
 fn listing(directory: BorrowedFd<'_>, name: &CStr) -> Result<(Dir, (u64, u64)), OwnershipError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let open = || {
@@ -272,17 +262,17 @@ fn listing(directory: BorrowedFd<'_>, name: &CStr) -> Result<(Dir, (u64, u64)), 
     open().map_err(failed(directory, "read"))
 }
 
-fn magic_link(thing: BorrowedFd<'_>) -> String {
-    format!("/proc/self/fd/{}", thing.as_raw_fd())
+fn magic_link(file: BorrowedFd<'_>) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
-fn path_of(thing: BorrowedFd<'_>) -> PathBuf {
-    fs::read_link(magic_link(thing)).unwrap_or_default()
+fn path_of(file: BorrowedFd<'_>) -> PathBuf {
+    fs::read_link(magic_link(file)).unwrap_or_default()
 }
 
-fn failed(thing: BorrowedFd<'_>, doing: &'static str) -> impl FnOnce(Errno) -> OwnershipError {
+fn failed(file: BorrowedFd<'_>, doing: &'static str) -> impl FnOnce(Errno) -> OwnershipError {
     move |error| OwnershipError::Io {
-        path: path_of(thing),
+        path: path_of(file),
         doing,
         source: error.into(),
     }

@@ -1,12 +1,11 @@
-//! Places: where kubelet wants something mounted, reached without being led
-//! astray.
+//! Paths from requests, resolved without following a symlink.
 //!
 //! A pod may own directories below kubelet's and put symlinks there. So only the
 //! allowed roots (kubelet's directory and each `--allow-path`) may be symlinks;
 //! they are resolved once, at start. The rest of a path is walked by openat2(2)
 //! with `RESOLVE_BENEATH`, `RESOLVE_NO_SYMLINKS` and `RESOLVE_NO_MAGICLINKS` to
-//! the PARENT of its last name, and from then on that name is used with the
-//! parent's descriptor alone.
+//! the PARENT of its last name; from then on the name is used only with the
+//! parent's descriptor.
 //!
 //! ```text
 //!   /var/lib/kubelet / pods/UID/volumes/kubernetes.io~csi/pvc-1 / mount
@@ -38,23 +37,23 @@ use crate::{Done, crash_point};
 
 mod error;
 
-pub use error::PathError;
+pub(crate) use error::PathError;
 
-/// Bytes of a note that are read at most.
-const LARGEST_FILE: u64 = 64 << 10;
+/// Bytes that [`SafePath::read`] reads at most.
+const MAX_FILE: u64 = 64 << 10;
 
 /// Bytes of a name in a directory (`NAME_MAX`).
 const LONGEST_NAME: usize = 255;
 
-/// The directories below which we mount.
+/// The directories below which volumes may be mounted.
 #[derive(Clone, Debug)]
 pub struct Roots(Arc<[Root]>);
 
 #[derive(Clone, Debug)]
 struct Root {
-    /// As it was configured, and as kubelet spells it.
+    /// As configured, and as kubelet passes it.
     given: PathBuf,
-    /// Without symlinks.
+    /// With symlinks resolved.
     real: PathBuf,
 }
 
@@ -92,13 +91,13 @@ impl Roots {
             .map(Self)
     }
 
-    /// The place `path`. Its parent must exist, it need not.
+    /// Resolves `path`. Its parent must exist; it need not.
     pub fn resolve(&self, path: &str) -> Result<SafePath, PathError> {
-        let asked = plain(path)?;
-        let (root, below) = self.longest(&asked)?;
+        let asked = normalized(path)?;
+        let (root, below) = self.innermost_root(&asked)?;
         let path = root.join(below);
         let (Some(parent), Some(name)) = (below.parent(), below.file_name()) else {
-            unreachable!("longest() gives at least one name below the root");
+            unreachable!("innermost_root() leaves at least one name below the root");
         };
         let parent = match walk(root, parent) {
             Ok(parent) => parent,
@@ -106,7 +105,7 @@ impl Roots {
             Err(Errno::LOOP | Errno::XDEV) => return Err(PathError::Symlink { path }),
             Err(error) => {
                 let doing = "open the parent directory of";
-                return Err(PathError::of(path, doing, error.into()));
+                return Err(PathError::new(path, doing, error.into()));
             }
         };
         Ok(SafePath {
@@ -118,21 +117,20 @@ impl Roots {
 
     /// Whether the path is below one of them.
     pub fn has(&self, path: &Path) -> bool {
-        self.longest(path).is_ok()
+        self.innermost_root(path).is_ok()
     }
 
-    /// The path as [`SafePath::path`] would spell it, and as the mount table does:
-    /// one spelling to compare by, where a root is reached through a symlink. A
-    /// path below no root stays as it is.
+    /// The path with its root's symlinks resolved, as [`SafePath::path`] and the mount
+    /// table have it. A path below no root stays as it is.
     pub fn spelled(&self, path: &Path) -> PathBuf {
-        match self.longest(path) {
+        match self.innermost_root(path) {
             Ok((root, below)) => root.join(below),
             Err(_) => path.to_owned(),
         }
     }
 
-    /// The innermost root that `path` is below, and the rest.
-    fn longest<'a>(&'a self, path: &'a Path) -> Result<(&'a Path, &'a Path), PathError> {
+    /// The innermost root that contains `path`, and the path relative to it.
+    fn innermost_root<'a>(&'a self, path: &'a Path) -> Result<(&'a Path, &'a Path), PathError> {
         let below = |root: &'a Root| {
             let rest = path.strip_prefix(&root.given);
             let rest = rest.or_else(|_| path.strip_prefix(&root.real)).ok()?;
@@ -150,12 +148,12 @@ impl Roots {
 }
 
 impl SafePath {
-    /// The path without symlinks, as the mount table has it.
+    /// The path with its root's symlinks resolved, as in the mount table.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What is there now. Never blocks on a device.
+    /// What stands there now. Never blocks on a device.
     pub fn kind(&self) -> io::Result<PathKind> {
         match self.open() {
             Ok(here) => PathKind::of(here.as_fd()),
@@ -164,15 +162,15 @@ impl SafePath {
         }
     }
 
-    /// What is there, as an `O_PATH` descriptor; of a symlink, the symlink. While
-    /// it is open, what is mounted there can't be unmounted.
+    /// An `O_PATH` descriptor; of a symlink, the symlink itself. While it is open, a mount
+    /// there cannot be unmounted.
     pub fn open(&self) -> io::Result<OwnedFd> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         Ok(openat(&self.parent, &self.name, flags, Mode::empty())?)
     }
 
-    /// Makes a directory with `mode` (less the umask). A directory that is there,
-    /// mounted on or not, stays as it is.
+    /// Makes a directory with `mode` (less the umask). An existing one, mounted on or
+    /// not, stays as it is.
     pub fn make_dir(&self, mode: u32) -> Result<Done, PathError> {
         let new = mkdirat(&self.parent, &self.name, Mode::from_raw_mode(mode));
         crash_point();
@@ -187,8 +185,8 @@ impl SafePath {
         }
     }
 
-    /// Makes an empty file with `mode` (less the umask), for a device node to be
-    /// mounted on. A file that is there, mounted on or not, stays as it is.
+    /// Makes an empty file with `mode` (less the umask), the target of a device node. An
+    /// existing one, mounted on or not, stays as it is.
     pub fn make_file(&self, mode: u32) -> Result<Done, PathError> {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
         let new = openat(&self.parent, &self.name, flags, Mode::from_raw_mode(mode));
@@ -204,8 +202,7 @@ impl SafePath {
         }
     }
 
-    /// Refuses a directory with something in it, and a file that is not empty: what is
-    /// mounted on them would hide somebody's data.
+    /// Refuses a directory or file that is not empty: a mount on it would hide its data.
     pub fn refuse_content(&self) -> Result<(), PathError> {
         let has_content = match self.checked_kind()? {
             PathKind::Dir => {
@@ -235,8 +232,8 @@ impl SafePath {
             .map_err(|error| self.failed("look at", error))
     }
 
-    /// Removes the empty directory or the empty file that we made. Anything else
-    /// is kept: it is somebody's data.
+    /// Removes an empty directory or an empty file. Anything else is kept: it is user
+    /// data.
     pub fn remove(&self) -> Result<Done, PathError> {
         let path = || self.path.clone();
         let flags = match self.checked_kind()? {
@@ -262,7 +259,7 @@ impl SafePath {
         }
     }
 
-    /// The file that is there; `None` where there is none.
+    /// Reads the file; `None` where it does not exist.
     pub fn read(&self) -> Result<Option<Vec<u8>>, PathError> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match openat(&self.parent, &self.name, flags, Mode::empty()) {
@@ -271,13 +268,12 @@ impl SafePath {
             Err(error) => return Err(self.failed("open", error)),
         };
         let mut bytes = Vec::new();
-        let read = file.take(LARGEST_FILE).read_to_end(&mut bytes);
+        let read = file.take(MAX_FILE).read_to_end(&mut bytes);
         read.map_err(|error| self.io("read", error))?;
         Ok(Some(bytes))
     }
 
-    /// Puts a file there that holds just these bytes, which only root can read:
-    /// after a crash there is the one before or this one. Blocks for as long as
+    /// Replaces the file, readable by root only, atomically and durably. Blocks as long as
     /// the disk does.
     pub fn replace(&self, bytes: &[u8]) -> Result<(), PathError> {
         let mut draft = OsString::from(".");
@@ -297,7 +293,7 @@ impl SafePath {
             .map_err(|error| self.failed("write", error))
     }
 
-    /// Removes a file of ours, whatever is in it.
+    /// Removes a file, whatever its content.
     pub fn unlink(&self) -> Result<Done, PathError> {
         match unlinkat(&self.parent, &self.name, AtFlags::empty()) {
             Ok(()) => Ok(Done::Now),
@@ -306,12 +302,12 @@ impl SafePath {
         }
     }
 
-    /// The directory that the place is in.
+    /// The parent directory.
     pub(super) fn parent(&self) -> BorrowedFd<'_> {
         self.parent.as_fd()
     }
 
-    /// The place's name in its parent.
+    /// The name in the parent directory.
     pub(super) fn name(&self) -> &OsStr {
         &self.name
     }
@@ -325,7 +321,7 @@ impl SafePath {
     }
 
     fn io(&self, doing: &'static str, source: io::Error) -> PathError {
-        PathError::of(self.path.clone(), doing, source)
+        PathError::new(self.path.clone(), doing, source)
     }
 
     fn wrong_kind(&self, found: PathKind, wanted: &'static str) -> PathError {
@@ -338,7 +334,7 @@ impl SafePath {
 }
 
 /// The path without `.` and repeated slashes.
-fn plain(path: &str) -> Result<PathBuf, PathError> {
+fn normalized(path: &str) -> Result<PathBuf, PathError> {
     let given = Path::new(path);
     if !given.is_absolute() || path.contains('\0') {
         return Err(PathError::NotAbsolute(path.to_owned()));
@@ -353,8 +349,8 @@ fn plain(path: &str) -> Result<PathBuf, PathError> {
     Ok(given)
 }
 
-/// Opens `below` in `root`. The root was resolved at start: should one of its
-/// directories be a symlink by now, it is not followed either.
+/// Opens `below` in `root`. The root was resolved at start: a component of it that is a
+/// symlink by now is not followed either.
 fn walk(root: &Path, below: &Path) -> Result<OwnedFd, Errno> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let no_links = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;

@@ -1,14 +1,14 @@
-//! What is at a place: one statx(2) and, for a mount, one statmount(2). Neither
-//! asks the file system's device, so neither hangs with it. Kernels before 6.8 have
-//! no statmount; there fstatfs(2) tells whether a mount is read-only, which of some
-//! file systems may wait.
+//! What stands at a path: one statx(2) and, for a mount, one statmount(2). Neither
+//! accesses the device, so neither hangs with it. Kernels before 6.8 have no
+//! statmount; there fstatfs(2) reports whether a mount is read-only, which can block
+//! on some file systems.
 //!
-//! A mount is known by `STATX_ATTR_MOUNT_ROOT` (Linux 5.8), not by comparing
+//! A mount is recognised by `STATX_ATTR_MOUNT_ROOT` (Linux 5.8), not by comparing
 //! devices: a bind mount within one file system has its parent's.
 //!
-//! An XFS that has shut itself down, after an error that it cannot undo, answers
-//! `EIO` to statx(2), and has to be found all the same by whoever unmounts it.
-//! Then the mount table tells, which asks no file system.
+//! An XFS that has shut down after an error answers `EIO` to statx(2), and has to be
+//! found nevertheless to be unmounted. Then the mount table is read, which accesses no
+//! file system.
 
 use std::{
     fs, io,
@@ -30,7 +30,7 @@ use crate::kernel::{
     mounts::{StatMount, wants},
 };
 
-/// What is at a place.
+/// What stands at a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PathKind {
     /// Nothing.
@@ -41,28 +41,28 @@ pub enum PathKind {
     File,
     /// A block device node of the file system itself.
     Block(Dev),
-    /// Something that we never make, by its kind: a symlink, a socket.
+    /// Anything else, described: a symlink, a socket.
     Other(&'static str),
     /// The root of a mount, the topmost where several are stacked.
     Mount(Mounted),
 }
 
-/// A mount, and what of it is mounted.
+/// A mount, and what it mounts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mounted {
-    /// Which mount it is.
+    /// Its id.
     pub id: MountId,
     /// The superblock's device, st_dev. btrfs has an anonymous one here and
     /// names its device in [`super::table::MountEntry::source`] only.
     pub dev: Dev,
-    /// The device itself, where a block device node is what is mounted.
+    /// The device of a bind-mounted block device node.
     pub rdev: Option<Dev>,
-    /// Whether a directory is what is mounted.
+    /// Whether it mounts a directory.
     pub directory: bool,
-    /// Whether nothing can be written, by the mount or by the superblock.
+    /// Whether the mount or the superblock is read-only.
     pub read_only: bool,
-    /// Whether the file system has shut down: nothing can be read or written
-    /// before it is unmounted by everybody and mounted anew.
+    /// Whether the file system has shut down: every access fails until its last mount
+    /// is unmounted and it is mounted again.
     pub shut_down: bool,
 }
 
@@ -79,19 +79,19 @@ pub enum MountId {
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
 impl PathKind {
-    /// Looks at what `at` refers to; it may be an `O_PATH` descriptor.
+    /// The kind of what `at`, possibly an `O_PATH` descriptor, refers to.
     pub fn of(at: BorrowedFd<'_>) -> io::Result<Self> {
-        // Kernels before 6.8 pass over the flag that they don't know.
+        // Kernels before 6.8 ignore the unknown flag.
         match Self::with_id(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE) {
             Err(error) if Errno::from_io_error(&error) == Some(Errno::IO) => {
                 Self::shut_down(at)?.ok_or(error)
             }
-            look => look,
+            kind => kind,
         }
     }
 
-    /// The root of a mount, whose file system says no more; `None` for what else
-    /// is in it.
+    /// The root of a mount whose file system has shut down; `None` for any other file in
+    /// it.
     fn shut_down(at: BorrowedFd<'_>) -> io::Result<Option<Self>> {
         let entry = table::covering(at)?;
         let link = format!("/proc/self/fd/{}", at.as_raw_fd());
@@ -143,7 +143,7 @@ impl PathKind {
             (FileType::Fifo, _) => Self::Other("a FIFO"),
             (FileType::Socket, _) => Self::Other("a socket"),
             (FileType::CharacterDevice, _) => Self::Other("a character device"),
-            _ => Self::Other("of an unknown kind"),
+            _ => Self::Other("a file of unknown type"),
         })
     }
 
@@ -161,7 +161,7 @@ impl PathKind {
 }
 
 impl Mounted {
-    /// Which of `nosuid`, `nodev` and `noexec` the mount has, whose root `at` is.
+    /// Which of `nosuid`, `nodev` and `noexec` the mount has. `at` is its root.
     pub fn protection(&self, at: BorrowedFd<'_>) -> io::Result<MountAttrFlags> {
         const ALL: [(MountAttrFlags, StatVfsMountFlags); 3] = [
             (MountAttrFlags::MOUNT_ATTR_NOSUID, StatVfsMountFlags::NOSUID),
@@ -192,8 +192,7 @@ impl MountId {
             .map_err(|_| io::Error::other("statx gave a mount id of more than 32 bits"))
     }
 
-    /// Whether nothing can be written, by this mount, in which `at` is, or by its
-    /// superblock.
+    /// Whether this mount, which contains `at`, or its superblock is read-only.
     fn is_read_only(self, at: BorrowedFd<'_>) -> io::Result<bool> {
         if let Self::Unique(id) = self
             && let Ok(told) = StatMount::read(id, wants::SB_BASIC | wants::MNT_BASIC)
@@ -204,14 +203,14 @@ impl MountId {
         Ok(flags.contains(StatVfsMountFlags::RDONLY))
     }
 
-    /// The mount that `at` is in, root of it or not.
+    /// The mount that contains `at`.
     pub(super) fn covering(at: BorrowedFd<'_>) -> io::Result<Self> {
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
         Self::of(&statx(at, "", flags, StatxFlags::MNT_ID | MNT_ID_UNIQUE)?)
     }
 
-    /// The same mount's id in mountinfo, on any kernel and of any file system: of
-    /// what is open, proc(5) tells in `fdinfo`.
+    /// The id of that mount in mountinfo, from `fdinfo` (proc(5)): on any kernel and file
+    /// system.
     pub(super) fn classic_covering(at: BorrowedFd<'_>) -> io::Result<u32> {
         let path = format!("/proc/self/fdinfo/{}", at.as_raw_fd());
         let info = fs::read_to_string(path)?;
@@ -239,7 +238,7 @@ mod tests {
         },
     };
 
-    /// Both kinds of id, as kernels from 6.8 on and before it give them.
+    /// Both kinds of id: of Linux 6.8 and later, and of earlier kernels.
     #[test]
     fn a_mount_has_a_unique_id_or_a_classic_one() {
         let scratch = Scratch::new();
@@ -259,7 +258,7 @@ mod tests {
         assert_eq!(Mounted { id: old.id, ..new }, old);
     }
 
-    /// XFS, that is; the others go on answering.
+    /// Only XFS: the others keep answering statx.
     #[test]
     fn a_file_system_that_has_shut_down_is_found() {
         let scratch = Scratch::new();
@@ -287,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_told_apart() {
+    fn kinds_are_distinguished() {
         let scratch = Scratch::new();
         let at = |path: &str| {
             let node = File::open(path).expect("opens");

@@ -1,10 +1,9 @@
-//! The mount table: of our own namespace by listmount(2) and statmount(2) where
-//! the kernel has them with the source of each mount (Linux 6.16 says so for
-//! sure), else by mountinfo; of other processes by mountinfo.
+//! The mount table: of this process by listmount(2) and statmount(2), where the kernel
+//! has them and reports the source of each mount (Linux 6.16 and later), else by
+//! mountinfo; of other processes by mountinfo.
 //!
-//! Reading it takes a time that grows with the number of mounts. It is for the
-//! start, for listings and for finding who is in the way; what is mounted at one
-//! place is [`SafePath::kind`](super::path::SafePath::kind)'s to say.
+//! Reading it takes time in proportion to the number of mounts. It is for the
+//! start, for listings and for finding openers; what is mounted at one path is [`SafePath::kind`](super::path::SafePath::kind)'s to tell.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -32,27 +31,24 @@ pub struct MountEntry {
     pub parent: u32,
     /// The superblock's device, st_dev; btrfs has an anonymous one.
     pub dev: Dev,
-    /// What of the file system is mounted: `/`, or the directory or file of a bind
-    /// mount.
+    /// The mounted part of the file system: `/`, or the source of a bind mount.
     pub root: PathBuf,
-    /// Where it is mounted, seen from the root directory of the one who looks.
+    /// Its mount point, relative to the reader's root directory.
     pub mount_point: PathBuf,
-    /// The type, with its second part where it has one: `ext4`, `fuse.sshfs`.
+    /// The type, with its subtype: `ext4`, `fuse.sshfs`.
     pub fs_type: String,
-    /// The device's path, or what else was named; `none` where nothing was.
+    /// The device's path, or any other source; `none` without one.
     pub source: OsString,
-    /// Whether nothing can be written, by the mount or by the superblock.
+    /// Whether the mount or the superblock is read-only.
     pub read_only: bool,
-    /// Whether nothing can be written through this mount, by its own attribute. A
-    /// superblock becomes read-only by errors, too.
+    /// Whether the mount itself is read-only. A superblock also becomes read-only by
+    /// errors.
     pub own_read_only: bool,
-    /// Whether what is mounted below appears in its peers, which may be in other
-    /// namespaces.
+    /// Whether mounts below it propagate to its peers, possibly in other namespaces.
     pub shared: bool,
 }
 
-/// Every mount of the calling thread's namespace that is below its root
-/// directory.
+/// Every mount of the calling thread's namespace below its root directory.
 pub fn list() -> io::Result<Vec<MountEntry>> {
     match by_statmount()? {
         Some(entries) => Ok(entries),
@@ -60,19 +56,17 @@ pub fn list() -> io::Result<Vec<MountEntry>> {
     }
 }
 
-/// Every mount that the process sees. An error of kind `NotFound` where it is
-/// gone.
+/// Every mount that the process sees. `NotFound` where the process has ended.
 pub fn of_process(pid: u32) -> io::Result<Vec<MountEntry>> {
     by_mountinfo(&format!("/proc/{pid}/mountinfo"))
 }
 
-/// The mount that `at` is in, root of it or not; `at` may be an `O_PATH`
-/// descriptor. An error of kind `NotFound` where our root directory does not lead
-/// to that mount.
+/// The mount that contains `at`, possibly an `O_PATH` descriptor. `NotFound` where the
+/// mount is not reachable from our root directory.
 pub fn covering(at: BorrowedFd<'_>) -> io::Result<MountEntry> {
-    // A file system that has shut down does not say which it is; fdinfo does.
+    // A file system that has shut down has no unique id; fdinfo has the classic one.
     if let Ok(MountId::Unique(id)) = MountId::covering(at)
-        && let Stat::Whole(entry) = stat(id)?
+        && let Stat::Complete(entry) = stat(id)?
     {
         return Ok(entry);
     }
@@ -82,8 +76,8 @@ pub fn covering(at: BorrowedFd<'_>) -> io::Result<MountEntry> {
     found.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// The superblock's options of the mount that `at` is in, as the file system shows
-/// them: most leave their defaults out.
+/// The superblock options of the mount that contains `at`, as the file system shows
+/// them: most leave out their defaults.
 pub fn super_options(at: BorrowedFd<'_>) -> io::Result<String> {
     let id = MountId::classic_covering(at)?;
     let lines = mountinfo::parse(&fs::read(OWN_MOUNTINFO)?)?;
@@ -92,19 +86,18 @@ pub fn super_options(at: BorrowedFd<'_>) -> io::Result<String> {
         .ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Whether the mount that `path` is in passes on what is mounted below it.
+/// Whether the mount that contains `path` propagates mounts below it.
 fn is_shared(path: &Path) -> io::Result<bool> {
     let here = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     Ok(covering(here.as_fd())?.shared)
 }
 
-/// Whether pods can see what we mount below `path`: our mount namespace is that
-/// of process 1, or the mount that covers `path` is shared
-/// (`mountPropagation: Bidirectional`). Process 1 is the host's with hostPID
-/// only.
+/// Whether pods can see our mounts below `path`: our mount namespace is that of
+/// process 1, or the mount that contains `path` is shared
+/// (`mountPropagation: Bidirectional`). Process 1 is the host's only with hostPID.
 pub fn propagation_reaches_host(path: &Path) -> io::Result<bool> {
-    // To compare /proc/PID/ns/mnt takes the right to trace process 1. A mount is
-    // in one namespace only, and mountinfo's ids are those of the whole system.
+    // Comparing /proc/PID/ns/mnt requires permission to trace process 1. A mount is in
+    // one namespace only, and the ids in mountinfo are unique in the whole system.
     let theirs = of_process(1)?;
     let ours = by_mountinfo(OWN_MOUNTINFO)?;
     let same = ours
@@ -116,8 +109,8 @@ pub fn propagation_reaches_host(path: &Path) -> io::Result<bool> {
 /// The calling thread's: a thread may have a mount namespace of its own.
 const OWN_MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
-/// What [`MountEntry`] is made of.
-const WHOLE: u64 = wants::SB_BASIC
+/// The fields of a [`MountEntry`].
+const ALL_FIELDS: u64 = wants::SB_BASIC
     | wants::MNT_BASIC
     | wants::MNT_ROOT
     | wants::MNT_POINT
@@ -127,12 +120,11 @@ const WHOLE: u64 = wants::SB_BASIC
     | wants::SUPPORTED_MASK;
 
 enum Stat {
-    Whole(MountEntry),
+    Complete(MountEntry),
     /// Unmounted meanwhile, or not below our root directory.
-    OutOfSight,
-    /// The kernel does not tell all of it, or a seccomp filter does not let us
-    /// ask.
-    Untold,
+    NotVisible,
+    /// The kernel lacks a field, or a seccomp filter forbids the call.
+    Unsupported,
 }
 
 fn by_mountinfo(path: &str) -> io::Result<Vec<MountEntry>> {
@@ -140,7 +132,7 @@ fn by_mountinfo(path: &str) -> io::Result<Vec<MountEntry>> {
     Ok(lines.into_iter().map(|line| line.entry).collect())
 }
 
-/// None where the kernel does not tell.
+/// `None` where the kernel does not report every field.
 fn by_statmount() -> io::Result<Option<Vec<MountEntry>>> {
     let ids = match listmount() {
         Ok(ids) => ids,
@@ -150,9 +142,9 @@ fn by_statmount() -> io::Result<Option<Vec<MountEntry>>> {
     let mut entries = Vec::with_capacity(ids.len());
     for id in ids {
         match stat(id)? {
-            Stat::Whole(entry) => entries.push(entry),
-            Stat::OutOfSight => {}
-            Stat::Untold => return Ok(None),
+            Stat::Complete(entry) => entries.push(entry),
+            Stat::NotVisible => {}
+            Stat::Unsupported => return Ok(None),
         }
     }
     Ok(Some(entries))
@@ -163,20 +155,20 @@ fn is_missing(error: &io::Error) -> bool {
 }
 
 fn stat(unique_id: u64) -> io::Result<Stat> {
-    let stat = match StatMount::read(unique_id, WHOLE) {
+    let stat = match StatMount::read(unique_id, ALL_FIELDS) {
         Ok(stat) => stat,
-        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(Stat::OutOfSight),
-        Err(error) if is_missing(&error) => return Ok(Stat::Untold),
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(Stat::NotVisible),
+        Err(error) if is_missing(&error) => return Ok(Stat::Unsupported),
         Err(error) => return Err(error),
     };
-    // Where a mount has no source no text is given, whether the kernel knows the
-    // field or not.
+    // A mount without a source has no text here, whether the kernel knows the field or
+    // not.
     if stat.supported() & wants::SB_SOURCE == 0 {
-        return Ok(Stat::Untold);
+        return Ok(Stat::Unsupported);
     }
     let path = |text: Option<&OsStr>| text.filter(|path| !path.is_empty()).map(PathBuf::from);
     let (Some(root), Some(mount_point)) = (path(stat.root()), path(stat.mount_point())) else {
-        return Ok(Stat::OutOfSight);
+        return Ok(Stat::NotVisible);
     };
     let mut fs_type = stat
         .fs_type()
@@ -187,7 +179,7 @@ fn stat(unique_id: u64) -> io::Result<Stat> {
         fs_type.push('.');
         fs_type.push_str(&subtype.to_string_lossy());
     }
-    Ok(Stat::Whole(MountEntry {
+    Ok(Stat::Complete(MountEntry {
         id: stat.id(),
         parent: stat.parent(),
         dev: stat.dev(),
@@ -219,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn both_sources_tell_the_same() {
+    fn both_sources_agree() {
         let scratch = Scratch::new();
         // Longer than what statmount is offered at first.
         let long = "x".repeat(3000);
@@ -279,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn another_process_has_its_own() {
+    fn another_process_has_its_own_table() {
         let mine = of_process(std::process::id()).expect("read");
         assert!(mine.iter().any(|entry| entry.mount_point == Path::new("/")));
         let error = of_process(u32::MAX).expect_err("no such process");

@@ -1,5 +1,5 @@
-//! What tests of mounts stand on: a mount namespace, a directory and loop devices
-//! of one's own.
+//! Fixtures of the mount tests: a mount namespace, a directory and loop devices of their
+//! own.
 #![allow(clippy::disallowed_methods)] // mkfs and losetup, waited for on the spot
 
 use std::{
@@ -74,7 +74,7 @@ impl LoopDevice {
         Self::attach(image.path(), mkfs, losetup)
     }
 
-    /// Over this image, which may be under others, too.
+    /// Over this image, which may back other loop devices, too.
     pub fn over(image: &Path, mkfs: &[&str]) -> Self {
         Self::attach(image, mkfs, &[])
     }

@@ -1,8 +1,8 @@
 //! Unmounting: never lazily, never by force, never through a symlink.
 //!
-//! umount2(2) takes paths only. The place's parent is held open, so
-//! `/proc/self/fd/N/name` with `UMOUNT_NOFOLLOW` names the same thing that was
-//! looked at, whatever happens to the directories above.
+//! umount2(2) takes paths only. The parent directory is held open, so
+//! `/proc/self/fd/N/name` with `UMOUNT_NOFOLLOW` names the same mount that was
+//! checked, whatever happens to the directories above.
 //!
 //! Success does not mean that the superblock is gone: another mount of it, here or
 //! in another namespace, keeps it and its device.
@@ -21,16 +21,16 @@ use rustix::{
 use super::{PathKind, path::SafePath};
 use crate::{Done, Kind, kernel::busy::outwait};
 
-/// Why something stays mounted.
+/// Why the unmount failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UnmountError {
-    /// Something uses it: an open file, a working directory, a mount below.
+    /// It is in use: an open file, a working directory, a mount below.
     #[error("{path:?} is in use (an open file, a working directory or a mount below it)")]
     Busy {
         /// The mount point.
         path: PathBuf,
     },
-    /// The system's own refusal.
+    /// Any other failure of umount2(2).
     #[error("cannot unmount {path:?}")]
     Io {
         /// The mount point.
@@ -51,9 +51,8 @@ impl UnmountError {
     }
 }
 
-/// Unmounts what is mounted at the place, the topmost where several are stacked.
-/// The last mount of a superblock writes it out: this can hang with the device.
-/// `EBUSY` that passes is waited out.
+/// Unmounts the mount at `at`, the topmost of several. Unmounting the last mount of a
+/// superblock writes it out: this can hang with the device. Retries a transient `EBUSY`.
 pub fn unmount(at: &SafePath) -> Result<Done, UnmountError> {
     outwait(
         || unmount_once(at),
@@ -73,7 +72,7 @@ fn unmount_once(at: &SafePath) -> Result<Done, UnmountError> {
     let path = Path::new(&parent).join(at.name());
     match umount2(&path, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(Done::Now),
-        // Somebody else's unmount came between.
+        // Another process unmounted it meanwhile.
         Err(Errno::INVAL | Errno::NOENT) if !is_mount(at).map_err(failed)? => Ok(Done::Already),
         Err(Errno::BUSY) => Err(UnmountError::Busy {
             path: at.path().to_owned(),

@@ -2,13 +2,13 @@
 //!
 //! A killed agent whose thread hangs in the kernel stays as a zombie and keeps
 //! its port for as long as the device hangs. Its successor must serve volumes
-//! all the same, so a taken port is tried again in the background and is never
+//! nevertheless, so the bind of a port in use is retried in the background and is never
 //! fatal.
 //!
-//! Volumes are served by the same thread and with the same descriptors, and whoever
-//! reaches the port may connect. So a connection is for one request, lives for some
-//! seconds, whatever its client does, and where there are too many the oldest is
-//! closed for a new one: clients that connect and say nothing keep nobody out.
+//! Volumes are served by the same thread and with the same descriptors, and any client
+//! in reach of the port may connect. So a connection serves one request and ends after
+//! some seconds, and above a limit a new one closes the oldest: idle clients keep no
+//! other client out.
 
 use std::{collections::VecDeque, net::SocketAddr, time::Duration};
 
@@ -32,7 +32,7 @@ use super::{
     metrics::{self, Metrics},
 };
 
-/// Serves until dropped.
+/// Serves until the future is dropped.
 ///
 /// - `/metrics`: every series, in Prometheus' text format.
 /// - `/healthz`: 200; the runtime thread answers.
@@ -41,43 +41,43 @@ use super::{
 /// Must run within a tokio runtime (of one thread, too).
 pub async fn serve(addr: SocketAddr, readiness: Readiness, metrics: Metrics) {
     let app = Router::new()
-        .route("/metrics", get(render_metrics).with_state(metrics.clone()))
+        .route("/metrics", get(scrape).with_state(metrics.clone()))
         .route("/healthz", get(async || "ok\n"))
-        .route("/readyz", get(tell_readiness).with_state(readiness));
-    tokio::join!(listen(addr, RETRY, app), keep_up(&metrics));
+        .route("/readyz", get(readyz).with_state(readiness));
+    tokio::join!(listen(addr, RETRY, app), run_upkeep(&metrics));
 }
 
 async fn listen(addr: SocketAddr, retry: Duration, app: Router) {
     loop {
         let listener = bind_when_free(addr, retry).await;
         let error = accept(&listener, &app).await;
-        tracing::warn!(%addr, %error, "the metrics listener stopped; starting it again");
+        tracing::warn!(%addr, %error, "the metrics listener failed; restarting it");
         sleep(retry).await;
     }
 }
 
-/// Serves connections until the listener breaks.
+/// Serves connections until accept(2) fails.
 async fn accept(listener: &TcpListener, app: &Router) -> std::io::Error {
     let mut connections = Connections::default();
     loop {
         match listener.accept().await {
             Ok((stream, _)) => connections.serve(stream, app.clone()),
-            // It went before it was taken.
+            // The client closed it before it was accepted.
             Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
             Err(error) => return error,
         }
     }
 }
 
-/// The connections that are being served, the oldest first.
+/// The open connections, oldest first.
 #[derive(Default)]
 struct Connections(VecDeque<JoinHandle<()>>);
 
 impl Connections {
-    /// Serves one more, in place of the oldest where there are too many.
+    /// Serves another one; above the limit it closes the oldest.
     fn serve(&mut self, stream: TcpStream, app: Router) {
         self.0.retain(|connection| !connection.is_finished());
-        if self.0.len() >= MOST
+        if self.0.len() >= MAX_CONNECTIONS
             && let Some(oldest) = self.0.pop_front()
         {
             oldest.abort();
@@ -87,9 +87,9 @@ impl Connections {
             let service = TowerToHyperService::new(app);
             let connection = http1::Builder::new()
                 .keep_alive(false)
-                .max_buf_size(HEADERS)
+                .max_buf_size(MAX_HEADER_BYTES)
                 .serve_connection(TokioIo::new(stream), service);
-            // What went wrong is the client's to see.
+            // The client sees any other error.
             if timeout(LIFETIME, connection).await.is_err() {
                 metrics::http_dropped("slow");
             }
@@ -104,7 +104,7 @@ impl Drop for Connections {
 }
 
 async fn bind_when_free(addr: SocketAddr, retry: Duration) -> TcpListener {
-    let mut told = false;
+    let mut warned = false;
     loop {
         match TcpListener::bind(addr).await {
             Ok(listener) => {
@@ -112,12 +112,12 @@ async fn bind_when_free(addr: SocketAddr, retry: Duration) -> TcpListener {
                 return listener;
             }
             Err(error) => {
-                if !told {
+                if !warned {
                     tracing::warn!(
                         %addr, %error,
-                        "can't serve metrics yet; trying again every {retry:?}, volumes are served meanwhile"
+                        "cannot serve metrics yet; retrying every {retry:?}"
                     );
-                    told = true;
+                    warned = true;
                 }
                 sleep(retry).await;
             }
@@ -125,33 +125,33 @@ async fn bind_when_free(addr: SocketAddr, retry: Duration) -> TcpListener {
     }
 }
 
-async fn keep_up(metrics: &Metrics) {
+async fn run_upkeep(metrics: &Metrics) {
     loop {
         sleep(UPKEEP).await;
         metrics.upkeep();
     }
 }
 
-async fn render_metrics(State(metrics): State<Metrics>) -> impl IntoResponse {
+async fn scrape(State(metrics): State<Metrics>) -> impl IntoResponse {
     (
         [(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
         metrics.render(),
     )
 }
 
-async fn tell_readiness(State(readiness): State<Readiness>) -> (StatusCode, String) {
+async fn readyz(State(readiness): State<Readiness>) -> (StatusCode, String) {
     match readiness.reason() {
         None => (StatusCode::OK, "ok\n".to_owned()),
         Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
     }
 }
 
-/// Connections at once.
-const MOST: usize = 64;
-/// From a connection's beginning to its end.
+/// Open connections.
+const MAX_CONNECTIONS: usize = 64;
+/// From accept to close of a connection.
 const LIFETIME: Duration = Duration::from_secs(10);
-/// Bytes of a request's head at most.
-const HEADERS: usize = 16 << 10;
+/// Bytes of a request's headers.
+const MAX_HEADER_BYTES: usize = 16 << 10;
 const RETRY: Duration = Duration::from_secs(5);
 const UPKEEP: Duration = Duration::from_secs(5);
 
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn readiness_is_told_with_its_reason() {
+    fn readyz_states_the_reason() {
         run(async {
             let addr = free_address().await;
             let readiness = Readiness::default();
@@ -219,13 +219,13 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_say_nothing_are_closed_for_new_ones() {
+    fn new_clients_replace_idle_ones() {
         run(async {
             let addr = free_address().await;
             let server = tokio::spawn(serve(addr, Readiness::default(), installed()));
             assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
             let mut silent = Vec::new();
-            for _ in 0..3 * MOST {
+            for _ in 0..3 * MAX_CONNECTIONS {
                 silent.push(TcpStream::connect(addr).await.unwrap());
                 assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
             }
@@ -247,7 +247,10 @@ mod tests {
             let server = tokio::spawn(serve(addr, Readiness::default(), installed()));
             assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
             let mut stream = TcpStream::connect(addr).await.unwrap();
-            let head = format!("GET /healthz HTTP/1.1\r\nX: {}", "x".repeat(4 * HEADERS));
+            let head = format!(
+                "GET /healthz HTTP/1.1\r\nX: {}",
+                "x".repeat(4 * MAX_HEADER_BYTES)
+            );
             // It may be closed before all of it is written.
             let _ = stream.write_all(head.as_bytes()).await;
             let mut said = Vec::new();

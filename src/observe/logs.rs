@@ -1,4 +1,4 @@
-//! Log lines on stderr, and the span that ties the lines of one call together.
+//! Log lines on stderr, and the span that all lines of one call share.
 //!
 //! A node serves dozens of calls at once, and kubelet repeats each that fails.
 //! So every call gets a span with a short request id; a line written anywhere
@@ -8,9 +8,9 @@
 //! 2025-05-07T10:21:09.218Z  WARN call{request_id=5be1a02c method="NodeStageVolume" volume_id="…"}: …
 //! ```
 //!
-//! In JSON the same fields stand in the objects of `spans`.
+//! In JSON the same fields are in the objects of `spans`.
 //!
-//! Whoever logs never waits for stderr: [`writer`] does.
+//! Logging never waits for stderr: the thread of [`writer`] does.
 
 use std::{
     backtrace::{Backtrace, BacktraceStatus},
@@ -31,10 +31,10 @@ mod writer;
 
 use writer::LineWriter;
 
-/// How long the process's end waits for its last lines to be written.
-const LAST_LINES: Duration = Duration::from_secs(1);
+/// How long the process waits for its last lines to be written before it exits.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How a log line looks.
+/// The format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
@@ -50,52 +50,52 @@ pub enum Format {
 pub enum LogError {
     /// The level is neither a level nor a list of directives.
     #[error(
-        "the log level {level:?} is not understood; \
+        "invalid log level {level:?}; \
          give error, warn, info, debug, trace, or directives such as info,uring_csi::mount=debug"
     )]
     Level {
-        /// What was given.
+        /// The given text.
         level: String,
-        /// What the filter says of it.
+        /// The filter's error.
         source: tracing_subscriber::filter::ParseError,
     },
     /// A directive is one word and no level: it would silence everything else.
     #[error(
-        "the log level {level:?} is not understood: {word:?} is no level; \
+        "invalid log level {level:?}: {word:?} is no level; \
          give error, warn, info, debug, trace, or directives such as info,uring_csi::mount=debug"
     )]
     Word {
-        /// What was given.
+        /// The given text.
         level: String,
         /// The word.
         word: String,
     },
-    /// The thread that writes could not be started.
+    /// The writer thread could not be started.
     #[error("cannot start the thread that writes log lines")]
     Thread(#[source] io::Error),
     /// [`init`] was called before, or a test's subscriber is in place.
-    #[error("logging is set up already")]
+    #[error("logging is already set up")]
     Already,
 }
 
-/// Keeps the process's log lines; dropped, it waits for the last of them to be
-/// written, within a second.
+/// The process's logging; dropped, it waits up to a second for the last lines to be
+/// written.
 #[derive(Debug)]
 #[must_use = "lines are lost at the end of a process that does not keep it"]
 pub struct Logs(LineWriter);
 
 impl Drop for Logs {
     fn drop(&mut self) {
-        self.0.flush(LAST_LINES);
+        self.0.flush(FLUSH_TIMEOUT);
     }
 }
 
-/// Sends the process's log lines and panics to stderr, from a thread that starts
-/// here: what the process has to give up while it has one thread goes before.
+/// Sends the process's log lines and panics to stderr, from a thread that it starts: drop
+/// privileges that need a single-threaded process before.
 ///
-/// `level` is a level (`info`) for this project's lines, or a comma-separated list of `target=level`
-/// directives, as `tracing_subscriber::EnvFilter` takes them. The environment
-/// is not read. Call it once, before the first line that matters.
+/// `level` is a level (`info`) for this project's lines, or a comma-separated list of
+/// `target=level` directives, as `tracing_subscriber::EnvFilter` takes them. The
+/// environment is not read. Call it once, before the first line.
 pub fn init(format: Format, level: &str) -> Result<Logs, LogError> {
     let filter = filter(level)?;
     let stderr = io::stderr().as_fd().try_clone_to_owned();
@@ -108,7 +108,7 @@ pub fn init(format: Format, level: &str) -> Result<Logs, LogError> {
     Ok(Logs(writer))
 }
 
-/// What the standard library's hook prints, without waiting for stderr.
+/// Like the standard library's hook, without waiting for stderr.
 fn log_panic(panic: &PanicHookInfo<'_>) {
     let trace = Backtrace::capture();
     if trace.status() == BacktraceStatus::Captured {
@@ -118,12 +118,9 @@ fn log_panic(panic: &PanicHookInfo<'_>) {
     }
 }
 
-/// The span of one call; `.instrument(span)` its future with it.
-///
-/// `method` is the RPC's name. `volume_id` may be empty for calls that concern
-/// no volume.
+/// The span of one call, to `.instrument` its future with. `volume_id` may be empty.
 pub fn call_span(method: &'static str, volume_id: &str) -> Span {
-    // Error level: the fields must be there whatever level lets the line through.
+    // Error level: the fields must be present at every configured level.
     tracing::span!(
         Level::ERROR,
         "call",
@@ -133,10 +130,10 @@ pub fn call_span(method: &'static str, volume_id: &str) -> Span {
     )
 }
 
-/// Eight hexadecimal digits that no other call of the last four billion had.
+/// Eight hexadecimal digits, unique among four billion calls.
 ///
-/// The start is random, so that the ids of two runs of an agent don't mix in
-/// one log; the odd step walks through every value before one comes again.
+/// The start is random, so that the ids of two runs of an agent differ in one log; the
+/// odd step visits every value before it repeats one.
 fn request_id() -> String {
     const STEP: u32 = 0x9e37_79b9;
     static NEXT: LazyLock<AtomicU32> =
@@ -144,8 +141,8 @@ fn request_id() -> String {
     format!("{:08x}", NEXT.fetch_add(STEP, Ordering::Relaxed))
 }
 
-/// A bare level is meant for this project's own lines: the libraries beneath
-/// log each frame of each connection.
+/// A bare level applies to this project's own lines only: the libraries log each frame of
+/// each connection.
 fn directives(level: &str) -> String {
     if level.parse::<Level>().is_ok() {
         let own = [
@@ -163,10 +160,10 @@ fn directives(level: &str) -> String {
 }
 
 fn filter(level: &str) -> Result<EnvFilter, LogError> {
-    // A word alone is a target to the filter, which then passes nothing else.
+    // The filter takes a single word for a target, and then passes no other lines.
     let is_level = |word: &str| !word.is_empty() && word.parse::<LevelFilter>().is_ok();
-    let is_clear = |word: &&str| word.contains(['=', '[']) || is_level(word);
-    if let Some(word) = level.split(',').find(|word| !is_clear(word)) {
+    let is_valid = |word: &&str| word.contains(['=', '[']) || is_level(word);
+    if let Some(word) = level.split(',').find(|word| !is_valid(word)) {
         return Err(LogError::Word {
             level: level.to_owned(),
             word: word.to_owned(),

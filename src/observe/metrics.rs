@@ -1,7 +1,7 @@
-//! What is measured, under which name, in which unit.
+//! The metrics, their names and units.
 //!
-//! Every label is a `&'static str`: a series can't be made from a volume id, a
-//! path or an error text, so the number of series is bounded by the code.
+//! Every label is a `&'static str`: no volume id, path or error text can become a label,
+//! so the number of series is bounded by the code.
 //! kubelet's own histogram of CSI calls starts at 100 ms; most of our calls take
 //! less than one, hence buckets from 50 µs.
 //!
@@ -18,20 +18,19 @@ use metrics::{
 };
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
 
-/// Records that `method` (an RPC's name) was answered with `code` (a gRPC code's
-/// name, as `OK` or `DEADLINE_EXCEEDED`) after `elapsed`.
+/// Records the duration of a call of `method`, by its gRPC `code` (`DEADLINE_EXCEEDED`).
 pub fn call(method: &'static str, code: &'static str, elapsed: Duration) {
     histogram!(CALL_DURATION, "method" => method, "code" => code).record(elapsed);
 }
 
-/// Records that one step of the work on a volume (`attach`, `probe`, `mount` …)
-/// on a volume of `backend` ended, well or badly, after `elapsed`.
+/// Records the duration of one step (`attach`, `probe`, `mount` …) on a volume of
+/// `backend`, whether it succeeded or not.
 pub fn step(step: &'static str, backend: &'static str, elapsed: Duration) {
     histogram!(STEP_DURATION, "step" => step, "backend" => backend).record(elapsed);
 }
 
-/// Records that a volume went from one state (`staging`, `staged` …) to another;
-/// none: this node does not hold it.
+/// Records that a volume changed its state (`staging`, `staged` …); `None`: not on this
+/// node.
 pub fn volume_state_changed(from: Option<&'static str>, to: Option<&'static str>) {
     if from == to {
         return;
@@ -49,19 +48,19 @@ pub fn lane_threads(count: usize) {
     gauge!(LANE_THREADS).set(as_gauge(count));
 }
 
-/// Sets how many lane threads have been in one step for longer than any healthy
-/// device takes.
+/// Sets how many lane threads are stuck: in one step for longer than any healthy device
+/// takes.
 pub fn lane_stuck(count: usize) {
     gauge!(LANE_STUCK).set(as_gauge(count));
 }
 
-/// Counts log lines that were dropped because nobody read stderr.
+/// Counts log lines that were dropped because stderr was not read.
 pub fn log_lines_dropped(count: u64) {
     counter!(LOG_LINES_DROPPED).increment(count);
 }
 
-/// Sets how many volumes may be in a step at once, how many are, how many hang in it
-/// and are not counted any more, and how many wait for it.
+/// Sets the places of a step, how many are held, how many stuck volumes lost theirs, and
+/// how many volumes wait for one.
 pub fn admission(step: &'static str, places: usize, held: usize, stuck: usize, waiting: usize) {
     gauge!(ADMISSION_PLACES, "step" => step).set(as_gauge(places));
     gauge!(ADMISSION_IN_USE, "step" => step).set(as_gauge(held));
@@ -69,21 +68,21 @@ pub fn admission(step: &'static str, places: usize, held: usize, stuck: usize, w
     gauge!(ADMISSION_WAITING, "step" => step).set(as_gauge(waiting));
 }
 
-/// Records that a call was refused, as too many wait for a step.
+/// Counts a call that was refused because too many volumes wait for a step.
 pub fn admission_refused(step: &'static str) {
     counter!(ADMISSION_REFUSED, "step" => step).increment(1);
 }
 
-/// Records that an HTTP connection was closed before its request was answered.
+/// Counts an HTTP connection that was closed before its request was answered.
 pub fn http_dropped(reason: &'static str) {
     counter!(HTTP_DROPPED, "reason" => reason).increment(1);
 }
 
-/// Makes the process's recorder and describes every metric.
+/// Installs the process's recorder and describes every metric.
 ///
-/// From then on something must call [`Metrics::upkeep`] or [`Metrics::render`]
-/// now and then, or the recorded values pile up; [`super::http::serve`] does.
-/// Fails when a recorder is installed already.
+/// From then on [`Metrics::upkeep`] or [`Metrics::render`] must be called regularly, or the
+/// recorded values accumulate; [`super::http::serve`] does.
+/// Fails where a recorder is installed already.
 pub fn install() -> Result<Metrics, BuildError> {
     let handle = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &BUCKETS)?
@@ -107,8 +106,8 @@ pub struct Metrics {
 type Refreshers = Vec<Box<dyn Fn() + Send>>;
 
 impl Metrics {
-    /// Calls `refresh` before every answer to a scrape: the place to set gauges
-    /// that are read from the live state, like [`lane_stuck`].
+    /// Calls `refresh` before every scrape, to set gauges from live state like
+    /// [`lane_stuck`].
     pub fn before_scrape(&self, refresh: impl Fn() + Send + 'static) {
         self.refreshers().push(Box::new(refresh));
     }
@@ -121,8 +120,7 @@ impl Metrics {
         self.handle.render()
     }
 
-    /// Folds recorded values into their histograms, which keeps the memory used
-    /// constant while nobody scrapes.
+    /// Folds recorded values into their histograms, which bounds memory between scrapes.
     pub fn upkeep(&self) {
         self.handle.run_upkeep();
     }

@@ -1,7 +1,6 @@
-//! What the processes tell about themselves: log lines, metrics, readiness, and
-//! the HTTP listener that shows the latter two.
+//! Logs, metrics, readiness, and the HTTP listener that serves the latter two.
 //!
-//! Called from anywhere, calls nobody in the house.
+//! Any module may use this one; it uses no other.
 
 pub mod http;
 pub mod logs;

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Shared by all that tell of it: `/readyz` and `uringctl info`; CSI's `Probe` has
-/// one of its own, for what does not pass by itself. Starts as not ready.
+/// The readiness for `/readyz` and `uringctl info`; CSI's `Probe` has one of its own, for
+/// permanent conditions. Starts as not ready.
 #[derive(Clone, Debug)]
 pub struct Readiness(Arc<Mutex<Option<String>>>);
 
@@ -14,7 +14,7 @@ impl Default for Readiness {
 }
 
 impl Readiness {
-    /// From now on ready (`None`), or not, for a reason.
+    /// Sets it to ready (`None`), or to not ready for a reason.
     pub fn set(&self, not_ready_because: Option<String>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = not_ready_because;
     }

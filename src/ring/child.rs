@@ -1,14 +1,12 @@
-//! Child processes: mkfs, fsck, and nothing that a system call can do.
+//! Child processes: mkfs, fsck, and other programs without a system call to replace them.
 //!
-//! Each child has a keeper, a task on the runtime thread, which reads what the
-//! child writes so that it never blocks on a full pipe, waits on its pidfd, and
-//! reaps it. The keeper goes on when nobody waits any more, so a child whose
-//! waiter gave up leaves no zombie. It ends with the child, not with the pipe: a
-//! grandchild that inherited the pipe may hold it open for ever.
+//! Each child has a reaper, a task on the runtime thread, which reads the child's
+//! output so that it never blocks on a full pipe, waits on its pidfd, and reaps it.
+//! The reaper continues when its waiter is dropped, so the child leaves no zombie. It
+//! ends with the child, not with the pipe, which a grandchild may hold open for ever.
 //!
-//! How a child begins, and that it dies with the thread that began it, is
-//! [`exec::background`]'s. That thread is the child's own, and ends with the child or
-//! with its keeper.
+//! [`exec::background`] starts the child, bound to the life of the thread that calls
+//! it. That thread is the child's own, and ends with the child or with its reaper.
 
 use std::{
     convert::Infallible,
@@ -35,19 +33,19 @@ use tokio::sync::oneshot;
 use super::poll;
 use crate::{crash_point, kernel::exec};
 
-/// How much of the output is kept, bytes; the end, for there is the error.
-const KEPT: usize = 4096;
+/// Bytes of the output that are kept: its end, where errors are.
+const OUTPUT_KEPT: usize = 4096;
 
 /// Bytes of one read.
 const CHUNK: usize = 4096;
 
-/// What a pipe holds unless told otherwise (pipe(7)), bytes.
+/// The default capacity of a pipe (pipe(7)), bytes.
 const PIPE: usize = 65_536;
 
-/// How long to wait where the kernel had no memory or no descriptor to wait with.
+/// Between attempts where the kernel has no memory or no descriptor left.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A running child. Dropping it lets it run on; it is reaped all the same.
+/// A running child. Dropped, it keeps running, and is reaped at its end.
 #[derive(Debug)]
 #[must_use]
 pub struct Child {
@@ -55,24 +53,24 @@ pub struct Child {
     exit: oneshot::Receiver<io::Result<Exit>>,
 }
 
-/// How a child ended: by `code` or by `signal`.
+/// How a child ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
-    /// What it gave to exit(3).
+    /// Its exit code.
     pub code: Option<i32>,
-    /// The signal that ended it.
+    /// The signal that killed it.
     pub signal: Option<i32>,
-    /// The last 4 KiB of what it wrote to either output, in the order written.
+    /// The last 4 KiB of its stdout and stderr, in the order written.
     pub output: String,
 }
 
 impl Exit {
-    /// It exited with 0.
+    /// Whether it exited with 0.
     pub fn success(&self) -> bool {
         self.code == Some(0)
     }
 
-    /// How it ended, in words.
+    /// The exit code or signal, for messages.
     pub fn describe(&self) -> String {
         match (self.code, self.signal) {
             (Some(code), _) => format!("exit code {code}"),
@@ -83,22 +81,21 @@ impl Exit {
 }
 
 impl Child {
-    /// Starts `program`, looked up in the system's usual directories.
-    ///
-    /// The error is that of the exec, such as ENOENT.
+    /// Starts `program`, looked up in the system's usual directories. The error is that of
+    /// the exec, such as ENOENT.
     pub async fn spawn<A: AsRef<OsStr>>(program: &str, args: &[A]) -> io::Result<Self> {
         let args = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
         let (Launched { pid, source }, parent) = launch(program.to_owned(), args).await?;
         crash_point();
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        // Not reaped yet, so the id is still this child's.
+        // Not reaped yet, so the pid is still this child's.
         let (source, pidfd) = open(&source, flags, Mode::empty())
             .and_then(|source| Ok((source, pidfd_open(pid, PidfdFlags::empty())?)))
-            .inspect_err(|_| give_up(pid))?;
+            .inspect_err(|_| kill_and_reap(pid))?;
         let (give, exit) = oneshot::channel();
         tokio::task::spawn_local(async move {
-            // Nobody waits any more where this fails.
-            let _ = give.send(keep(Rc::new(pidfd), Rc::new(source)).await);
+            // Fails where the waiter was dropped.
+            let _ = give.send(wait_and_reap(Rc::new(pidfd), Rc::new(source)).await);
             drop(parent);
         });
         Ok(Self { pid, exit })
@@ -109,7 +106,7 @@ impl Child {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// Waits for its end.
+    /// Waits for it to end.
     pub async fn wait(self) -> io::Result<Exit> {
         self.exit.await.unwrap_or_else(|_| {
             Err(io::Error::other(
@@ -119,33 +116,33 @@ impl Child {
     }
 }
 
-/// A child that has begun.
+/// A child that was started.
 struct Launched {
     pid: Pid,
-    /// The reading end of the pipe that it writes to, in procfs: the descriptor is in
-    /// the table of the thread that began it.
+    /// The reading end of its output pipe, in procfs: the descriptor is in the table of the
+    /// thread that started it.
     source: String,
 }
 
-/// Keeps the thread that a child was begun by, and which it dies with.
+/// Keeps the thread alive that started a child: its parent for `PR_SET_PDEATHSIG`.
 type Parent = oneshot::Sender<Infallible>;
 
-/// Forks and execs on a thread of the child's own: to exec is to read the program
-/// from a disk, which may not answer. The thread lasts until its [`Parent`] is
-/// dropped. The pipe's writing end stays with the child alone.
+/// Forks and execs on a thread of the child's own: exec reads the program from a disk,
+/// which may hang. The thread lives until its [`Parent`] is dropped. Only the child keeps
+/// the pipe's writing end.
 async fn launch(program: String, args: Vec<OsString>) -> io::Result<(Launched, Parent)> {
     let (parent, child_ended) = oneshot::channel::<Infallible>();
-    let (begun, launched) = mpsc::channel();
+    let (started, launched) = mpsc::channel();
     on_thread(move || {
         let (launched, _source) = match fork(&program, &args) {
             Ok((pid, source)) => (Ok(Launched::new(pid, &source)), Some(source)),
             Err(error) => (Err(error), None),
         };
-        if begun.send(launched).is_ok() {
+        if started.send(launched).is_ok() {
             let _ = child_ended.blocking_recv();
         }
     })?;
-    // The runtime is woken through a descriptor, of which that thread knows nothing.
+    // Waking the runtime needs a descriptor that is not in that thread's table.
     let (passed, launched_here) = oneshot::channel();
     on_thread(move || drop(passed.send(launched.recv())))?;
     let launched = launched_here.await.map_err(io::Error::other)?;
@@ -157,20 +154,21 @@ fn on_thread(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread.stack_size(exec::STACK).spawn(work).map(drop)
 }
 
-/// The child, and the reading end of its pipe, in the thread's own table.
+/// Starts the child. Returns its pid and the pipe's reading end, which is in this thread's
+/// own descriptor table.
 fn fork(program: &str, args: &[OsString]) -> io::Result<(Pid, OwnedFd)> {
     exec::own_descriptors()?;
     let (source, sink) = pipe_with(PipeFlags::CLOEXEC)?;
     let mut command = exec::background(program, args);
     command.stdout(sink.try_clone()?).stderr(sink);
-    // std's handle is dropped: it neither kills nor reaps.
+    // Dropping std's handle neither kills nor reaps the child.
     let id = command.spawn()?.id();
     let pid = i32::try_from(id).ok().and_then(Pid::from_raw);
     Ok((pid.expect("the kernel's process ids are positive"), source))
 }
 
 impl Launched {
-    /// Of this thread.
+    /// For a child of the calling thread.
     fn new(pid: Pid, source: &OwnedFd) -> Self {
         let (thread, number) = (gettid().as_raw_nonzero(), source.as_raw_fd());
         Self {
@@ -180,9 +178,9 @@ impl Launched {
     }
 }
 
-/// Kills and reaps a child that cannot be kept, as when no descriptor is left.
-fn give_up(pid: Pid) {
-    // It is ours and not reaped, so it is there to be killed.
+/// Kills and reaps a child without its pidfd, as when no descriptor is left.
+fn kill_and_reap(pid: Pid) {
+    // Not reaped yet, so the pid is still this child's.
     let _ = rustix::process::kill_process(pid, Signal::KILL);
     tokio::task::spawn_local(async move {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
@@ -192,20 +190,20 @@ fn give_up(pid: Pid) {
     });
 }
 
-/// Reads and waits until the child has ended, and reaps it.
-async fn keep(pidfd: Rc<OwnedFd>, source: Rc<OwnedFd>) -> io::Result<Exit> {
-    let mut tail = Tail::default();
+/// Reads the output until the child ends, and reaps it.
+async fn wait_and_reap(pidfd: Rc<OwnedFd>, source: Rc<OwnedFd>) -> io::Result<Exit> {
+    let mut tail = OutputTail::default();
     tokio::select! {
-        () = ended(&pidfd) => {}
+        () = exited(&pidfd) => {}
         never = read_all(&source, &mut tail) => match never {},
     }
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
     let status = waitid(WaitId::PidFd(pidfd.as_fd()), options)?
-        .ok_or_else(|| io::Error::other("the pidfd is readable and its process has not ended"))?;
-    // What the child itself wrote is in the pipe by now. A grandchild may go on
-    // writing, so this takes what a pipe holds, and no more.
+        .ok_or_else(|| io::Error::other("the pidfd is readable, but its process has not ended"))?;
+    // The pipe holds the rest of the child's output by now. A grandchild may keep
+    // writing, so this reads at most the capacity of a pipe.
     for _ in 0..PIPE / CHUNK {
-        if !matches!(tail.take_from(&source), Ok(1..)) {
+        if !matches!(tail.read_from(&source), Ok(1..)) {
             break;
         }
     }
@@ -216,23 +214,23 @@ async fn keep(pidfd: Rc<OwnedFd>, source: Rc<OwnedFd>) -> io::Result<Exit> {
     })
 }
 
-/// Waits for the end of the process. It does not fail, for the child is to be
-/// reaped: where the kernel has no memory for a poll, it is asked again.
-async fn ended(pidfd: &Rc<OwnedFd>) {
+/// Waits for the process to end. Never fails, as the child has to be reaped: where the
+/// kernel has no memory for a poll, it retries.
+async fn exited(pidfd: &Rc<OwnedFd>) {
     while let Err(error) = poll::readable(Rc::clone(pidfd)).await {
-        tracing::warn!(%error, "a child process cannot be polled; trying again");
+        tracing::warn!(%error, "cannot poll a child process; retrying");
         tokio::time::sleep(RETRY).await;
     }
 }
 
-/// Reads until the pipe's end, and then waits to be dropped.
-async fn read_all(source: &Rc<OwnedFd>, tail: &mut Tail) -> Infallible {
+/// Reads until the end of the pipe, and then stays pending.
+async fn read_all(source: &Rc<OwnedFd>, tail: &mut OutputTail) -> Infallible {
     let read = async {
         let mut ready = poll::watch(Rc::clone(source), PollFlags::IN)?;
         loop {
-            match tail.take_from(source) {
+            match tail.read_from(source) {
                 Ok(0) => return Ok(()),
-                // A child that writes without end leaves turns to others.
+                // A child that writes without end must not starve other tasks.
                 Ok(_) => tokio::task::yield_now().await,
                 Err(Errno::AGAIN) => drop(ready.next().await?),
                 Err(error) => return Err(io::Error::from(error)),
@@ -240,22 +238,22 @@ async fn read_all(source: &Rc<OwnedFd>, tail: &mut Tail) -> Infallible {
         }
     };
     if let Err(error) = read.await {
-        tracing::warn!(%error, "a child process's output is lost");
+        tracing::warn!(%error, "cannot read the output of a child process");
     }
     pending().await
 }
 
-/// The end of what a child wrote.
+/// The end of a child's output.
 #[derive(Default)]
-struct Tail(Vec<u8>);
+struct OutputTail(Vec<u8>);
 
-impl Tail {
-    /// One read of at most [`CHUNK`]; how many bytes, 0 being the pipe's end.
-    fn take_from(&mut self, source: &OwnedFd) -> Result<usize, Errno> {
+impl OutputTail {
+    /// Reads at most [`CHUNK`] bytes. Returns how many; 0 at the end of the pipe.
+    fn read_from(&mut self, source: &OwnedFd) -> Result<usize, Errno> {
         let mut chunk = [0; CHUNK];
         let count = rustix::io::retry_on_intr(|| rustix::io::read(source, &mut chunk))?;
         self.0.extend_from_slice(&chunk[..count]);
-        self.0.drain(..self.0.len().saturating_sub(KEPT));
+        self.0.drain(..self.0.len().saturating_sub(OUTPUT_KEPT));
         Ok(count)
     }
 

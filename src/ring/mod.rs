@@ -1,74 +1,77 @@
-//! The one place that names tokio-uring and io-uring.
+//! io_uring. No other module names tokio-uring or io-uring.
 //!
 //! Three rings serve the agent, because a ring's kernel workers belong to the
 //! thread that submits and are few:
 //!
-//! - tokio-uring's own, for files of ours ([`file`]). [`start`] runs it inside a
+//! - tokio-uring's own, for the agent's files ([`file`]). [`start`] runs it inside a
 //!   current-thread tokio runtime, so that tonic's epoll'd sockets live on the
 //!   same thread.
-//! - A small one for what tokio-uring has no operation for: readiness of
-//!   descriptors, timers, the end of processes ([`poll`], [`timer`], [`child`]).
+//! - A small one for operations that tokio-uring lacks: readiness of descriptors,
+//!   timers, exits of processes ([`poll`], [`timer`], [`child`]).
 //!   No operation on it ever needs a kernel worker.
 //! - One on a thread of its own for reads of devices, which may never complete
 //!   ([`probe`]).
 //!
-//! Each stays out of children (madvise(2), MADV_DONTFORK): between fork and exec
-//! they have no business in it, and User-Mode Linux 7.2, which tests run on,
-//! miscounts such pages and panics.
+//! No child inherits a ring's memory (madvise(2), MADV_DONTFORK): between fork and exec
+//! it needs none, and User-Mode Linux 7.2, which the tests run on, miscounts such
+//! pages and panics.
 //!
 //! All but [`probe::Prober`] is `!Send`, belongs to the runtime thread, and must
 //! be used within [`start`].
 
 use std::{future::Future, io};
 
-pub mod child;
-pub mod file;
-pub mod poll;
+pub(crate) mod child;
+pub(crate) mod file;
+pub(crate) mod poll;
 pub mod probe;
 pub mod timer;
 
-/// The switch of Linux 6.6; 0 allows io_uring to all, 1 to the privileged and
+/// A sysctl of Linux 6.6: 0 allows io_uring to all, 1 to the privileged and
 /// `kernel.io_uring_group`, 2 to none (kernel document admin-guide/sysctl/kernel).
-const SWITCH: &str = "/proc/sys/kernel/io_uring_disabled";
+const DISABLED_SYSCTL: &str = "/proc/sys/kernel/io_uring_disabled";
 
-/// The runtime could not be made.
+/// Why the runtime could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
-    /// The administrator switched io_uring off.
+    /// The sysctl disables io_uring.
     #[error(
-        "io_uring is switched off on this node (sysctl kernel.io_uring_disabled is {value}): \
+        "io_uring is disabled on this node (sysctl kernel.io_uring_disabled is {value}): \
          set it to 0, or to 1 and give this process CAP_SYS_ADMIN"
     )]
-    SwitchedOff {
+    Disabled {
         /// The sysctl's value.
         value: String,
-        /// What io_uring_setup(2) said.
+        /// The error of io_uring_setup(2).
         source: io::Error,
     },
-    /// The kernel has it, and something refuses the system call.
+    /// A seccomp filter or missing privileges.
     #[error(
         "io_uring_setup is refused: allow io_uring in the container's seccomp profile, \
          or run the container privileged"
     )]
     Refused(#[source] io::Error),
-    /// The kernel was built without it.
+    /// The kernel lacks io_uring.
     #[error("this kernel has no io_uring: it needs Linux 5.14 or later with CONFIG_IO_URING")]
     Missing(#[source] io::Error),
-    /// Anything else, such as no memory or no descriptors.
-    #[error("the io_uring runtime cannot be made")]
+    /// Any other failure, such as no memory or no descriptors.
+    #[error("cannot create the io_uring runtime")]
     Setup(#[source] io::Error),
 }
 
 impl RingError {
     fn new(error: io::Error) -> Self {
-        Self::classify(error, std::fs::read_to_string(SWITCH).ok().as_deref())
+        Self::classify(
+            error,
+            std::fs::read_to_string(DISABLED_SYSCTL).ok().as_deref(),
+        )
     }
 
-    fn classify(error: io::Error, switch: Option<&str>) -> Self {
-        let switch = switch.map_or("0", str::trim);
+    fn classify(error: io::Error, sysctl: Option<&str>) -> Self {
+        let sysctl = sysctl.map_or("0", str::trim);
         match error.raw_os_error() {
-            Some(libc::EPERM | libc::EACCES) if switch != "0" => Self::SwitchedOff {
-                value: switch.to_owned(),
+            Some(libc::EPERM | libc::EACCES) if sysctl != "0" => Self::Disabled {
+                value: sysctl.to_owned(),
                 source: error,
             },
             Some(libc::EPERM | libc::EACCES) => Self::Refused(error),
@@ -78,8 +81,8 @@ impl RingError {
     }
 }
 
-/// Runs `future` on this thread, with everything of this module at hand, and
-/// with tokio's epoll, timers and `spawn_local`.
+/// Runs `future` on this thread, with this module's rings and with tokio's epoll, timers
+/// and `spawn_local`.
 ///
 /// Tasks that are still running when the future is ready are dropped.
 pub fn start<F: Future>(future: F) -> Result<F::Output, RingError> {
@@ -92,7 +95,7 @@ pub fn start<F: Future>(future: F) -> Result<F::Output, RingError> {
     })
 }
 
-/// Runs a task on the runtime thread, beside everything else there.
+/// Spawns a task on the runtime thread.
 pub fn spawn(task: impl Future<Output = ()> + 'static) {
     tokio::task::spawn_local(task);
 }
@@ -117,7 +120,7 @@ mod tests {
                 peer.read_exact(&mut text).await.unwrap();
                 file::replace(&record, text).await.unwrap();
                 timer::sleep(std::time::Duration::from_millis(1)).await;
-                peer.write_all(&file::read(&record).await.unwrap())
+                peer.write_all(&std::fs::read(&record).unwrap())
                     .await
                     .unwrap();
             });
@@ -157,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_what_to_change() {
+    fn a_refusal_names_the_setting_to_change() {
         let eperm = || io::Error::from_raw_os_error(libc::EPERM);
         let off = RingError::classify(eperm(), Some("2\n")).to_string();
         assert!(off.contains("kernel.io_uring_disabled is 2"), "{off}");

@@ -1,4 +1,4 @@
-//! Readiness of descriptors and timers, by a small ring of its own.
+//! Readiness of descriptors, and timers, on a small ring of its own.
 //!
 //! tokio-uring has no operation for either, so a second ring, the *poller*,
 //! serves the runtime thread. Its own descriptor is watched by tokio's epoll,
@@ -34,12 +34,11 @@ use tokio::io::{Interest, unix::AsyncFd};
 /// Entries of the submission ring; each is submitted as it is made.
 const ENTRIES: u32 = 64;
 
-/// Whose completion is of no interest: a request to cancel. Operations count
-/// from 1.
+/// The id of cancellations, whose completions are ignored. Operations count from 1.
 const CANCEL: u64 = 0;
 
-/// A timer's longest time, 136 years; beyond the kernel's own range it errs.
-const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
+/// The longest timer, 136 years; beyond its own range the kernel fails.
+const MAX_TIMER: Duration = Duration::from_secs(u32::MAX as u64);
 
 thread_local! {
     static POLLER: RefCell<Option<Rc<Poller>>> = const { RefCell::new(None) };
@@ -61,11 +60,11 @@ struct Inner {
 
 struct Op {
     what: What,
-    /// What the kernel said and nobody has taken: events, or why it failed.
+    /// The unread result: events, or an error.
     seen: Option<io::Result<u32>>,
     /// More completions will come.
     in_kernel: bool,
-    /// Nobody waits any more; the entry goes with the last completion.
+    /// Its future was dropped; the last completion removes the entry.
     abandoned: bool,
     waker: Option<Waker>,
 }
@@ -80,7 +79,7 @@ enum What {
     Timer(Box<types::Timespec>),
 }
 
-/// Keeps the poller at hand on this thread; dropped at the runtime's end.
+/// Keeps this thread's poller; dropped at the runtime's end.
 pub(super) struct Installed(());
 
 /// Makes this thread's poller and the task that serves it.
@@ -198,7 +197,7 @@ impl Inner {
     }
 }
 
-/// Gives `completion` to the operation it is of.
+/// Delivers `completion` to its operation.
 fn settle(ops: &mut HashMap<u64, Op>, spent: &mut Vec<Op>, completion: &cqueue::Entry) {
     let id = completion.user_data();
     let Some(op) = ops.get_mut(&id) else {
@@ -307,7 +306,7 @@ impl Drop for Waiting {
     }
 }
 
-/// The edges of a descriptor's readiness, without end.
+/// A stream of a descriptor's readiness events, edge-triggered, without end.
 #[must_use]
 pub struct Events(Waiting);
 
@@ -346,7 +345,7 @@ pub async fn readable(fd: impl AsFd + 'static) -> io::Result<PollFlags> {
 
 /// Waits for `time`.
 pub(super) async fn after(time: Duration) -> io::Result<()> {
-    let time = types::Timespec::from(time.min(LONGEST));
+    let time = types::Timespec::from(time.min(MAX_TIMER));
     let timer = Waiting::new(What::Timer(Box::new(time)))?;
     match timer.next().await {
         // A timer that ran out "fails" with ETIME (io_uring_enter(2)).

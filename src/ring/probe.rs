@@ -1,19 +1,19 @@
-//! Reads of devices, many at once, none waiting for another.
+//! Concurrent reads of devices, none of which waits for another.
 //!
 //! A read of a dead device may never complete, and cannot be cancelled. So
 //! probes have a thread and a ring of their own, apart from the runtime's, and no
-//! read is ever tried on that thread: each is a kernel worker's, which hands it to
-//! the driver and is free again, or waits where the driver makes it wait. Reads
-//! that hang occupy a place in the ring, and some of them a worker. Of 4096 places
-//! dead devices get one each once 128 are taken; more than that wait their turn.
+//! read is ever tried on that thread: a kernel worker hands each to the driver, and
+//! is free again unless the driver makes it wait. Reads that hang occupy a slot of the
+//! ring, and some of them a worker. Of the 4096 slots a dead device gets one at a time
+//! once 128 are taken; its further reads are queued.
 //!
-//! The ring thread owns all buffers until the kernel has done with them. A
-//! caller, a lane thread, blocks until every read that was begun for it has
-//! ended, so its descriptor stays open as long as the kernel may look at it, and
-//! no read of ours keeps the device busy once [`Prober::read`] returns.
+//! The ring thread owns all buffers until the kernel has finished with them. A
+//! caller, a lane thread, blocks until all its reads have ended, so its descriptor
+//! stays open as long as the kernel may use it, and no read keeps the device busy once
+//! [`Prober::read`] returns.
 //!
-//! Reads are O_DIRECT (open(2)): the page cache of a device that was just mapped
-//! may tell of its predecessor, and filling it costs memory for nothing.
+//! Reads are O_DIRECT (open(2)): the page cache of a device that was just attached may
+//! still hold pages of its predecessor, and filling it wastes memory.
 
 use std::{
     io,
@@ -31,7 +31,7 @@ mod engine;
 use buffer::Buffer;
 use engine::Engine;
 
-/// A piece of a device to be read.
+/// A range of a device to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     /// Bytes from the device's start, a multiple of 4096.
@@ -40,32 +40,32 @@ pub struct Region {
     pub len: usize,
 }
 
-/// A piece of a device as it was read.
+/// The content of a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
     /// Bytes from the device's start.
     pub offset: u64,
-    /// What is there.
+    /// The bytes.
     pub data: Vec<u8>,
 }
 
-/// A device could not be read.
+/// Why a device could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
-    /// The device, or the way to it, failed.
+    /// An I/O error of the device or its connection.
     #[error("the read of {len} bytes at byte {offset} failed")]
     Read {
-        /// Where, bytes from the device's start.
+        /// Bytes from the device's start.
         offset: u64,
-        /// How many bytes were still asked for.
+        /// Bytes that were still to be read.
         len: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The device has no such bytes.
-    #[error("the device ends at byte {end}, before what is to be read: has it shrunk?")]
+    /// The device is shorter than the regions.
+    #[error("the device ends at byte {end}, before the bytes to read: has it shrunk?")]
     Short {
-        /// Where it ends, bytes.
+        /// Its end, in bytes.
         end: u64,
     },
     /// The ring thread panicked.
@@ -76,15 +76,16 @@ pub enum ProbeError {
 /// A handle on the ring thread; clones share it, and it ends with the last.
 #[derive(Clone, Debug)]
 pub struct Prober {
-    shared: Arc<Shared>,
+    thread: Arc<RingThread>,
 }
 
 #[derive(Debug)]
-struct Shared {
-    /// Some until the last handle is dropped.
+struct RingThread {
+    /// `Some` until the last handle is dropped.
     requests: Option<Sender<Request>>,
-    bell: Arc<OwnedFd>,
-    thread: JoinHandle<()>,
+    /// An eventfd that the ring thread reads.
+    wakeup: Arc<OwnedFd>,
+    handle: JoinHandle<()>,
 }
 
 #[derive(Debug)]
@@ -98,12 +99,12 @@ impl Prober {
     /// Starts the thread.
     pub fn start() -> io::Result<Self> {
         let (give, requests) = unbounded();
-        let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let wakeup = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
         let (ready, started) = bounded(1);
-        let heard = Arc::clone(&bell);
-        let thread = thread::Builder::new()
+        let awaited = Arc::clone(&wakeup);
+        let handle = thread::Builder::new()
             .name("probe".to_owned())
-            .spawn(move || match Engine::new(requests, heard) {
+            .spawn(move || match Engine::new(requests, awaited) {
                 Ok(engine) => {
                     let _ = ready.send(Ok(()));
                     engine.run();
@@ -113,24 +114,24 @@ impl Prober {
         started
             .recv()
             .unwrap_or_else(|_| Err(io::Error::other("the probe thread did not start")))?;
-        let shared = Arc::new(Shared {
+        let thread = Arc::new(RingThread {
             requests: Some(give),
-            bell,
-            thread,
+            wakeup,
+            handle,
         });
-        Ok(Self { shared })
+        Ok(Self { thread })
     }
 
     /// Whether the thread still runs. Once it has ended, only a restart of the
     /// agent helps.
     pub fn is_alive(&self) -> bool {
-        !self.shared.thread.is_finished()
+        !self.thread.handle.is_finished()
     }
 
-    /// Reads `regions` of the device that `fd` is, opened with O_DIRECT, all at
-    /// once; blocks until they are there. The blocks come in the regions' order.
+    /// Reads `regions` of the device `fd`, opened with O_DIRECT, concurrently. Returns the
+    /// blocks in the order of the regions.
     ///
-    /// On a lane only: for a device that does not answer this never returns.
+    /// Call it on a lane: for a device that hangs it never returns.
     pub fn read(&self, fd: BorrowedFd<'_>, regions: &[Region]) -> Result<Vec<Block>, ProbeError> {
         let (reply, answer) = bounded(1);
         let request = Request {
@@ -138,9 +139,9 @@ impl Prober {
             regions: regions.to_vec(),
             reply,
         };
-        let requests = self.shared.requests.as_ref().ok_or(ProbeError::Ended)?;
+        let requests = self.thread.requests.as_ref().ok_or(ProbeError::Ended)?;
         requests.send(request).map_err(|_| ProbeError::Ended)?;
-        self.shared.ring();
+        self.thread.wake();
         let buffers = answer.recv().map_err(|_| ProbeError::Ended)??;
         Ok(regions
             .iter()
@@ -153,18 +154,18 @@ impl Prober {
     }
 }
 
-impl Shared {
-    /// Wakes the ring thread. The write fails only where the bell has rung
-    /// 2^64 - 2 times unheard (eventfd(2)).
-    fn ring(&self) {
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+impl RingThread {
+    /// Wakes the ring thread. The write fails only after 2^64 - 2 unread ones
+    /// (eventfd(2)).
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
     }
 }
 
-impl Drop for Shared {
+impl Drop for RingThread {
     fn drop(&mut self) {
         self.requests = None;
-        self.ring();
+        self.wake();
     }
 }
 

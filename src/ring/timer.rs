@@ -13,22 +13,21 @@ use std::{
 
 use super::poll;
 
-/// The time ran out first.
+/// The timeout expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the time ran out")]
+#[error("timed out")]
 pub struct Elapsed;
 
 /// Ready after `time`, by the monotonic clock. The time begins at the first poll.
 pub async fn sleep(time: Duration) {
     if let Err(error) = poll::after(time).await {
-        // The kernel had no memory for a timer: late by up to a millisecond is
-        // better than not at all.
-        tracing::warn!(%error, "a timer falls back from the ring to the runtime's own");
+        // The kernel had no memory for a timer. This one is late by up to a millisecond.
+        tracing::warn!(%error, "no timer on the ring; using the runtime's");
         tokio::time::sleep(time).await;
     }
 }
 
-/// The output of `future`, or [`Elapsed`] when `time` is over first.
+/// The output of `future`, or [`Elapsed`] after `time`.
 ///
 /// A future that is ready at its first poll sets no timer.
 pub async fn timeout<F: Future>(time: Duration, future: F) -> Result<F::Output, Elapsed> {

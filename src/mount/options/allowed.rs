@@ -1,9 +1,9 @@
-//! Which options of a superblock a volume may be mounted with.
+//! The allow-list of superblock options.
 //!
-//! They come from a claim's class or a PersistentVolume. An option is allowed
-//! where it concerns nothing but this mount of the volume's own file system: it
-//! names no other device and no file, and no error of the file system becomes
-//! one of the node. To allow one more, look it up in the kernel's source:
+//! They come from a StorageClass or a PersistentVolume. An option is allowed
+//! where it affects only this mount of the volume's own file system: it
+//! names no other device and no file, and does not turn an error of the file system
+//! into one of the node. To allow one more, look it up in the kernel's source:
 //! `ext4_param_specs`, `xfs_fs_parameters`, `btrfs_fs_parameters`.
 //!
 //! In the lists `#` stands for digits and perhaps a unit, `%` for a word without

@@ -107,7 +107,7 @@ fn a_directory_far_above_is_taken_up_where_it_was_left() {
     let scratch = Scratch::new();
     let mut directory = scratch.path().to_owned();
     let mut all = vec![directory.clone()];
-    for _ in 0..3 * OPEN {
+    for _ in 0..3 * MAX_OPEN {
         for name in ["a", "b/c", "d", "down", "y/z"] {
             fs::create_dir_all(directory.join(name)).expect("created");
             make(&directory.join(name).join("file"), 0o400);
@@ -148,7 +148,7 @@ fn of_names_with_one_hash_none_is_passed_over() {
     let mut all = Vec::new();
     for name in names.as_flattened() {
         // So deep that what is above is closed meanwhile.
-        let deep = volume.path().join(name).join("d/".repeat(OPEN));
+        let deep = volume.path().join(name).join("d/".repeat(MAX_OPEN));
         fs::create_dir_all(&deep).expect("created");
         make(&deep.join("file"), 0o400);
         all.push(deep.join("file"));
@@ -176,11 +176,11 @@ fn what_is_above_a_moved_directory_is_not_taken_for_what_was() {
     let below = opened("above/below");
     let mut above = Level::new(opened("above").as_fd()).expect("opens");
     above.listing = None;
-    above.open_from(below.as_fd()).expect("where it was");
+    above.reopen_from(below.as_fd()).expect("where it was");
     above.listing = None;
     let moved = scratch.path().join("moved");
     fs::rename(scratch.path().join("above/below"), moved).expect("moved");
-    let error = above.open_from(below.as_fd()).expect_err("another");
+    let error = above.reopen_from(below.as_fd()).expect_err("another");
     assert!(matches!(error, OwnershipError::Moved { .. }), "{error}");
 }
 

@@ -1,4 +1,4 @@
-//! What can be wrong with a path.
+//! Errors of paths.
 
 use std::{io, path::PathBuf};
 
@@ -6,10 +6,10 @@ use rustix::io::Errno;
 
 use crate::Kind;
 
-/// Why a path is no place, or a place could not be made or removed.
+/// Why a path cannot be resolved, made or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum PathError {
-    /// Not from the root directory, or with a NUL byte.
+    /// Relative, or with a NUL byte.
     #[error("path {0:?} is not an absolute path")]
     NotAbsolute(String),
     /// With a `..`.
@@ -17,60 +17,34 @@ pub enum PathError {
     DotDot(String),
     /// Not strictly below a root.
     #[error("path {path:?} is not below {}; allow its directory with --allow-path", list(.roots))]
-    Outside {
-        /// The path as it was given.
-        path: PathBuf,
-        /// The roots as they were configured.
-        roots: Vec<PathBuf>,
-    },
+    Outside { path: PathBuf, roots: Vec<PathBuf> },
     /// Longer than paths, or names of files, can be.
     #[error("path {path:?} is longer than paths and the names in them can be")]
-    TooLong {
-        /// The path, or the place.
-        path: PathBuf,
-    },
-    /// A directory above the place is not there; kubelet makes them.
+    TooLong { path: PathBuf },
+    /// Its parent directory is missing; kubelet makes it.
     #[error("the parent directory of {path:?} does not exist")]
-    MissingParent {
-        /// The place.
-        path: PathBuf,
-    },
-    /// A symlink where a directory of kubelet's is expected.
+    MissingParent { path: PathBuf },
+    /// A symlink among its directories.
     #[error("path {path:?} leads through a symlink below an allowed root, which is never followed")]
-    Symlink {
-        /// The place.
-        path: PathBuf,
-    },
-    /// Something else is in the way.
+    Symlink { path: PathBuf },
+    /// Another kind of file is there.
     #[error("{path:?} is {found}, expected {wanted}; remove it")]
     WrongKind {
-        /// The place.
         path: PathBuf,
-        /// What is there.
         found: &'static str,
-        /// What should be.
         wanted: &'static str,
     },
-    /// What is there holds data, and is kept.
-    #[error("{path:?} is not empty and is kept; look at what is in it, then remove it by hand")]
-    NotEmpty {
-        /// The place.
-        path: PathBuf,
-    },
-    /// Something is mounted there.
+    /// It holds data, and is kept.
+    #[error("{path:?} is not empty and is kept; inspect it, then remove it by hand")]
+    NotEmpty { path: PathBuf },
+    /// It is a mount point.
     #[error("{path:?} is a mount point and is kept; unmount it first")]
-    Mounted {
-        /// The place.
-        path: PathBuf,
-    },
-    /// The system's own refusal.
+    Mounted { path: PathBuf },
+    /// Any other failure of a system call.
     #[error("cannot {doing} {path:?}")]
     Io {
-        /// The place or root.
         path: PathBuf,
-        /// What was tried.
         doing: &'static str,
-        /// Why not.
         #[source]
         source: io::Error,
     },
@@ -93,8 +67,8 @@ impl PathError {
         }
     }
 
-    /// What it means that something at `path` is refused with this error.
-    pub(super) fn of(path: PathBuf, doing: &'static str, source: io::Error) -> Self {
+    /// Classifies a failure of a system call on `path`.
+    pub(super) fn new(path: PathBuf, doing: &'static str, source: io::Error) -> Self {
         match Errno::from_io_error(&source) {
             Some(Errno::NAMETOOLONG) => Self::TooLong { path },
             _ => Self::Io {

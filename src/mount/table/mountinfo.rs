@@ -18,12 +18,11 @@ use super::MountEntry;
 pub struct Line {
     /// The mount.
     pub entry: MountEntry,
-    /// The superblock's options as the file system shows them; most file systems
-    /// leave their defaults out.
+    /// See [`super::super_options`].
     pub super_options: String,
 }
 
-/// Takes a whole mountinfo apart.
+/// Parses a whole mountinfo.
 pub fn parse(text: &[u8]) -> io::Result<Vec<Line>> {
     let lines = text.split(|byte| *byte == b'\n');
     lines
@@ -39,7 +38,7 @@ pub fn parse(text: &[u8]) -> io::Result<Vec<Line>> {
 }
 
 fn parse_line(line: &[u8]) -> Option<Line> {
-    // A source may be empty: two spaces part three fields.
+    // A source may be empty: then two spaces follow each other.
     let mut fields = line.split(|byte| *byte == b' ');
     let id = number(fields.next()?)?;
     let parent = number(fields.next()?)?;

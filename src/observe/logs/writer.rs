@@ -1,10 +1,9 @@
 //! Writes log lines to stderr from a thread of its own.
 //!
-//! stderr is a pipe to the container runtime. When nobody reads it, a write
-//! blocks until somebody does, and a thread that logs would block with it. So a
-//! line goes into a buffer in memory, and one thread writes the buffer out. A
-//! line that does not fit is dropped and counted; once the pipe takes lines
-//! again, one line at the same place in the log says how many are missing.
+//! stderr is a pipe to the container runtime. While it is not read, a write to a full
+//! pipe blocks the writing thread. So a line goes into a buffer in memory, and one
+//! thread writes the buffer out. A line that does not fit is dropped and counted; once
+//! the pipe takes lines again, one line in their place says how many are missing.
 
 use std::{
     cell::Cell,
@@ -23,29 +22,29 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use crate::observe::metrics;
 
-/// Bytes of lines that wait to be written: some 4,000 lines.
+/// Bytes of the buffer: some 4,000 lines.
 const LIMIT: usize = 1 << 20;
 
-/// Bytes of a buffer that is kept for the next lines.
-const KEPT: usize = 64 << 10;
+/// Bytes of capacity that an empty buffer keeps.
+const KEPT_CAPACITY: usize = 64 << 10;
 
 /// Bytes of the writing thread's stack; the supervisor locks its memory.
 const STACK: usize = 256 << 10;
 
 thread_local! {
-    /// Whether this is a thread that writes lines out. What it logs is how many were
-    /// dropped, which may not be.
-    static WRITES_OUT: Cell<bool> = const { Cell::new(false) };
+    /// Whether this is a writer thread. Its own lines, the counts of dropped ones, are never
+    /// dropped.
+    static IS_WRITER: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Takes log lines without blocking. Clones share the buffer.
 #[derive(Clone, Debug)]
 pub struct LineWriter {
-    shared: Arc<Shared>,
+    buffer: Arc<Buffer>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct Buffer {
     limit: usize,
     queue: Mutex<Queue>,
     changed: Condvar,
@@ -55,9 +54,9 @@ struct Shared {
 struct Queue {
     /// Whole lines.
     lines: Vec<u8>,
-    /// Lines that did not fit since `lines` was last taken.
+    /// Lines dropped since `lines` was last taken.
     dropped: u64,
-    /// The thread is writing what it took.
+    /// Whether the thread is writing a batch.
     writing: bool,
 }
 
@@ -68,39 +67,37 @@ impl LineWriter {
     }
 
     pub(super) fn with_limit(sink: OwnedFd, limit: usize) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let buffer = Arc::new(Buffer {
             limit,
             queue: Mutex::default(),
             changed: Condvar::new(),
         });
-        let queue = Arc::clone(&shared);
+        let written = Arc::clone(&buffer);
         thread::Builder::new()
             .name("log-writer".to_owned())
             .stack_size(STACK)
-            .spawn(move || queue.write_out(&sink))?;
-        Ok(Self { shared })
+            .spawn(move || written.write_out(&sink))?;
+        Ok(Self { buffer })
     }
 
-    /// Waits until everything is written, but no longer than `timeout`: nobody
-    /// may ever read it.
+    /// Waits until everything is written, at most `timeout`: stderr may never be read.
     pub fn flush(&self, timeout: Duration) {
         let busy = |queue: &mut Queue| queue.writing || !queue.lines.is_empty();
-        let queue = self.shared.lock();
-        let waited = self.shared.changed.wait_timeout_while(queue, timeout, busy);
+        let queue = self.buffer.lock();
+        let waited = self.buffer.changed.wait_timeout_while(queue, timeout, busy);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-impl Shared {
-    /// Only bytes are copied under this lock, so what it guards is sound even
-    /// if a thread panicked with it.
+impl Buffer {
+    /// Only bytes are copied under this lock, so the queue is sound even after a panic.
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The writing thread's life.
+    /// The body of the writer thread.
     fn write_out(&self, sink: &OwnedFd) {
-        WRITES_OUT.set(true);
+        IS_WRITER.set(true);
         let mut batch = Vec::new();
         loop {
             let nothing = |queue: &mut Queue| queue.lines.is_empty();
@@ -111,26 +108,25 @@ impl Shared {
             queue.writing = true;
             drop(queue);
             if dropped > 0 {
-                // Behind this batch and before all that is logged from now on:
-                // where the missing lines would be.
+                // After this batch and before later lines: in place of the dropped ones.
                 tracing::error!("{dropped} log lines dropped: stderr was not read");
             }
             metrics::log_lines_dropped(write_all(sink.as_fd(), &batch));
             batch.clear();
-            batch.shrink_to(KEPT);
+            batch.shrink_to(KEPT_CAPACITY);
             self.lock().writing = false;
             self.changed.notify_all();
         }
     }
 }
 
-/// Returns how many lines were lost, as when nobody can ever read them.
+/// Returns how many lines were lost, as when the pipe has no reader.
 fn write_all(sink: BorrowedFd<'_>, mut bytes: &[u8]) -> u64 {
     while !bytes.is_empty() {
         match rustix::io::write(sink, bytes) {
             Ok(written) => bytes = &bytes[written..],
             Err(Errno::INTR) => {}
-            // Somebody else made it non-blocking.
+            // Another process made it non-blocking.
             Err(Errno::AGAIN) => {
                 let mut ready = [PollFd::new(&sink, PollFlags::OUT)];
                 if poll(&mut ready, None).is_err_and(|error| error != Errno::INTR) {
@@ -151,11 +147,11 @@ impl<'a> MakeWriter<'a> for LineWriter {
     }
 }
 
-/// Takes a whole line at a time, as the formatter passes it.
+/// The formatter passes whole lines.
 impl Write for &LineWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let mut queue = self.shared.lock();
-        if queue.lines.len() + line.len() > self.shared.limit && !WRITES_OUT.get() {
+        let mut queue = self.buffer.lock();
+        if queue.lines.len() + line.len() > self.buffer.limit && !IS_WRITER.get() {
             queue.dropped += 1;
             drop(queue);
             metrics::log_lines_dropped(1);
@@ -163,7 +159,7 @@ impl Write for &LineWriter {
         }
         queue.lines.extend_from_slice(line);
         drop(queue);
-        self.shared.changed.notify_all();
+        self.buffer.changed.notify_all();
         Ok(line.len())
     }
 

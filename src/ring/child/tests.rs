@@ -67,7 +67,7 @@ fn of_much_output_the_end_is_kept() {
     ring::start(async {
         let exit = shell("seq 1 200000; echo last").await.wait().await.unwrap();
         assert!(exit.success());
-        assert_eq!(exit.output.len(), KEPT);
+        assert_eq!(exit.output.len(), OUTPUT_KEPT);
         assert!(exit.output.ends_with("200000\nlast\n"));
     })
     .unwrap();
@@ -105,7 +105,7 @@ fn a_child_that_cannot_be_kept_is_killed_and_reaped() {
         let (Launched { pid, .. }, _parent) = launch("sleep".to_owned(), vec!["1000".into()])
             .await
             .unwrap();
-        give_up(pid);
+        kill_and_reap(pid);
         while state_of(pid.as_raw_nonzero().get()).is_some() {
             timer::sleep(Duration::from_millis(1)).await;
         }

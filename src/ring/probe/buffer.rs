@@ -1,6 +1,6 @@
-//! Memory that the kernel fills by O_DIRECT.
+//! Buffers for O_DIRECT reads.
 
-/// What O_DIRECT may ask of an address, an offset and a length, bytes.
+/// The strictest alignment of O_DIRECT for addresses, offsets and lengths, bytes.
 const ALIGN: usize = 4096;
 
 /// Memory for one region, aligned within a vector that is somewhat larger.
@@ -8,8 +8,8 @@ const ALIGN: usize = 4096;
 pub(super) struct Buffer {
     /// Zeros up to the aligned start, and capacity from there on.
     memory: Vec<u8>,
-    /// Bytes to ask for: the region's, rounded up to what O_DIRECT takes. Where
-    /// the device ends within them, the kernel gives what there is.
+    /// Bytes to read: the region's, aligned up. Where the device ends within them, the
+    /// read is short.
     wanted: usize,
     /// Bytes filled so far.
     pub(super) filled: usize,
@@ -28,8 +28,7 @@ impl Buffer {
         }
     }
 
-    /// What is to be filled yet. A read longer than the kernel takes at once
-    /// goes in parts.
+    /// The part still to fill. A read longer than the kernel's limit is split.
     pub(super) fn rest(&mut self) -> (*mut u8, u32) {
         let rest = &mut self.memory.spare_capacity_mut()[self.filled..self.wanted];
         let len = u32::try_from(rest.len()).unwrap_or(1 << 30);

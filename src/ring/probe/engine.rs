@@ -1,4 +1,5 @@
-//! The ring thread: requests in, reads out, answers when the last has ended.
+//! The ring thread: takes requests, submits reads, and answers a request when its last
+//! read has ended.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -22,49 +23,48 @@ const BATCH: u32 = 256;
 pub(super) const READS: u32 = 4096;
 
 /// Reads in the kernel at once for one request.
-const ABREAST: usize = 16;
+const PER_REQUEST: usize = 16;
 
-/// With so many reads in the kernel, a request has one there at a time: devices
-/// that do not answer hold one place each, and leave the rest to the others.
+/// From this many reads in the kernel on, each request gets one at a time: devices that
+/// hang hold one slot each, and leave the rest to the others.
 const CROWDED: usize = 128;
 
-/// Kernel workers at once. Each read takes one, for as long as the driver does
-/// not take the request: a dead NBD connection keeps it until the driver gives
-/// up. The kernel makes workers as reads need them and ends those that are idle.
-/// Its own limit, four for each processor, would let as few dead devices hold up
-/// the others (io_uring_register(2), IORING_REGISTER_IOWQ_MAX_WORKERS; Linux 5.15).
+/// Kernel workers at once. Each read occupies one until the driver accepts the request:
+/// a dead NBD connection keeps it until the driver gives up. The kernel starts workers
+/// as reads need them and ends idle ones. Its own limit, four for each processor, would
+/// let that few dead devices block the others (io_uring_register(2), IORING_REGISTER_IOWQ_MAX_WORKERS; Linux 5.15).
 const WORKERS: u32 = READS;
 
-/// The completion of the bell's read; reads of devices count from 1.
-const BELL: u64 = 0;
+/// The id of the wakeup's read; reads of devices count from 1.
+const WAKEUP: u64 = 0;
 
 /// All that the ring thread owns.
 pub(super) struct Engine {
     ring: IoUring,
     requests: Receiver<Request>,
-    bell: Arc<OwnedFd>,
-    /// Where the kernel puts the bell's count.
-    rung: Box<[u8; 8]>,
+    wakeup: Arc<OwnedFd>,
+    /// The buffer of the wakeup's read.
+    wakeups: Box<[u8; 8]>,
     listening: bool,
-    /// Requests under way.
+    /// Requests in progress.
     active: HashMap<u64, Active>,
-    /// Those that may begin a read, in turn.
+    /// Those that may submit a read, round-robin.
     ready: VecDeque<u64>,
-    /// Reads that are in the kernel, or in the submission ring.
-    flying: HashMap<u64, Read>,
+    /// Reads in the kernel, or in the submission ring.
+    in_flight: HashMap<u64, Read>,
     last: u64,
 }
 
 struct Active {
     fd: RawFd,
     reply: Sender<Result<Vec<Buffer>, ProbeError>>,
-    /// One for each region, in order; none before its read has ended.
+    /// One for each region, in order; `None` until its read has ended.
     buffers: Vec<Option<Buffer>>,
-    /// Reads that have not begun, or are to be continued.
+    /// Reads to submit, or to continue.
     pending: VecDeque<Read>,
     /// Reads in the kernel.
-    flying: usize,
-    /// It is in [`Engine::ready`].
+    in_flight: usize,
+    /// Whether it is in [`Engine::ready`].
     queued: bool,
     failed: Option<ProbeError>,
 }
@@ -73,12 +73,12 @@ struct Read {
     request: u64,
     index: usize,
     region: Region,
-    /// Made when the read begins.
+    /// Allocated when the read is submitted.
     buffer: Option<Buffer>,
 }
 
 impl Engine {
-    pub(super) fn new(requests: Receiver<Request>, bell: Arc<OwnedFd>) -> io::Result<Self> {
+    pub(super) fn new(requests: Receiver<Request>, wakeup: Arc<OwnedFd>) -> io::Result<Self> {
         let ring = IoUring::builder()
             .dontfork()
             .setup_cqsize(READS)
@@ -87,18 +87,18 @@ impl Engine {
             .submitter()
             .register_iowq_max_workers(&mut [WORKERS, 0])
         {
-            tracing::debug!(%error, "the probe ring keeps the kernel's number of workers");
+            tracing::debug!(%error, "cannot raise the probe ring's number of workers");
         }
         Ok(Self {
             ring,
             requests,
-            bell,
-            rung: Box::default(),
+            wakeup,
+            wakeups: Box::default(),
             listening: false,
             active: HashMap::new(),
             ready: VecDeque::new(),
-            flying: HashMap::new(),
-            last: BELL,
+            in_flight: HashMap::new(),
+            last: WAKEUP,
         })
     }
 
@@ -110,37 +110,41 @@ impl Engine {
                 match self.requests.try_recv() {
                     Ok(request) => self.accept(request),
                     Err(TryRecvError::Empty) => break,
-                    // Every caller holds a handle, so nothing is under way.
+                    // Every caller holds a handle, so no request is in progress.
                     Err(TryRecvError::Disconnected) => return,
                 }
             }
-            self.begin();
-            // It sleeps only where a new request wakes it.
+            self.submit_reads();
+            // Sleeps only where a new request wakes it.
             let enough = usize::from(self.listening);
             if let Err(error) = self.ring.submit_and_wait(enough)
                 && error.kind() != io::ErrorKind::Interrupted
             {
-                tracing::warn!(%error, "the probe ring takes nothing; trying again");
+                tracing::warn!(%error, "cannot submit to the probe ring; retrying");
                 thread::park_timeout(Duration::from_millis(10));
             }
             let ended: Vec<_> = (self.ring.completion())
                 .map(|entry| (entry.user_data(), entry.result()))
                 .collect();
             for (id, result) in ended {
-                self.end(id, result);
+                self.complete(id, result);
             }
         }
     }
 
-    /// Listens for the bell, so that a new request wakes the thread.
+    /// Reads the wakeup, so that a new request wakes the thread.
     fn listen(&mut self) {
         if self.listening {
             return;
         }
-        let entry = opcode::Read::new(types::Fd(self.bell.as_raw_fd()), self.rung.as_mut_ptr(), 8)
-            .build()
-            .user_data(BELL);
-        // SAFETY: bell and buffer are the engine's, which leaks the buffer.
+        let entry = opcode::Read::new(
+            types::Fd(self.wakeup.as_raw_fd()),
+            self.wakeups.as_mut_ptr(),
+            8,
+        )
+        .build()
+        .user_data(WAKEUP);
+        // SAFETY: the engine owns the eventfd and the buffer, which it leaks.
         self.listening = unsafe { self.ring.submission().push(&entry) }.is_ok();
     }
 
@@ -159,39 +163,38 @@ impl Engine {
             reply: request.reply,
             buffers: request.regions.iter().map(|_| None).collect(),
             pending: pending.collect(),
-            flying: 0,
+            in_flight: 0,
             queued: false,
             failed: None,
         };
         self.active.insert(id, active);
-        self.go_on(id);
+        self.advance(id);
     }
 
-    /// Begins reads as long as there is room, of each request one in turn.
-    fn begin(&mut self) {
-        // One completion is the bell's.
-        while self.flying.len() + 1 < READS as usize {
+    /// Submits reads while there are slots, one of each request in turn.
+    fn submit_reads(&mut self) {
+        // One slot is for the wakeup.
+        while self.in_flight.len() + 1 < READS as usize {
             if self.ring.submission().is_full() && self.ring.submit().is_err() {
                 return;
             }
             let Some(id) = self.ready.pop_front() else {
                 return;
             };
-            self.begin_one(id);
+            self.submit_one(id);
         }
     }
 
-    /// Puts one read of a request, or what is left of it, into the submission
-    /// ring, if it may have one more there.
-    fn begin_one(&mut self, id: u64) {
-        let crowded = self.flying.len() >= CROWDED;
-        let most = if crowded { 1 } else { ABREAST };
+    /// Submits one read of a request, or the rest of it, unless the request has its share.
+    fn submit_one(&mut self, id: u64) {
+        let crowded = self.in_flight.len() >= CROWDED;
+        let most = if crowded { 1 } else { PER_REQUEST };
         let Some(active) = self.active.get_mut(&id) else {
             return;
         };
         active.queued = false;
-        // One that has reads in the kernel has its turn again when one ends.
-        if active.flying >= most {
+        // Its next read is submitted when one of these ends.
+        if active.in_flight >= most {
             return;
         }
         let Some(mut read) = active.pending.pop_front() else {
@@ -201,41 +204,39 @@ impl Engine {
         let (at, len) = buffer.rest();
         let offset = read.region.offset + buffer.filled as u64;
         self.last += 1;
-        // Never tried on this thread: what the driver sleeps for, this thread and
-        // with it all other devices would sleep for, too. Since Linux 6.6 a batch
-        // of reads is handed to a dead NBD connection so, and a read to a FUSE file
-        // was seen to be.
+        // Never tried on this thread: if the driver slept, this thread, and with it all
+        // other devices, would wait. Seen on Linux 6.6 and later with a batch of reads of
+        // a dead NBD connection, and with a read of a FUSE file.
         let entry = opcode::Read::new(types::Fd(active.fd), at, len)
             .offset(offset)
             .build()
             .flags(squeue::Flags::ASYNC)
             .user_data(self.last);
-        // SAFETY: the buffer is in `flying` until the read has ended, and is
-        // leaked where the engine ends before; the caller that lent the
-        // descriptor waits for the answer.
+        // SAFETY: `in_flight` keeps the buffer until the read has ended, and leaks it
+        // where the engine ends before; the owner of the descriptor waits for the answer.
         if unsafe { self.ring.submission().push(&entry) }.is_ok() {
-            active.flying += 1;
-            self.flying.insert(self.last, read);
+            active.in_flight += 1;
+            self.in_flight.insert(self.last, read);
         } else {
             active.pending.push_front(read);
         }
-        self.go_on(id);
+        self.advance(id);
     }
 
-    /// Takes a completion: the bytes read, or an error number below zero.
-    fn end(&mut self, id: u64, result: i32) {
-        if id == BELL {
+    /// Handles a completion: the bytes read, or a negative errno.
+    fn complete(&mut self, id: u64, result: i32) {
+        if id == WAKEUP {
             self.listening = false;
             return;
         }
-        let Some(mut read) = self.flying.remove(&id) else {
+        let Some(mut read) = self.in_flight.remove(&id) else {
             return;
         };
         let id = read.request;
         let (Some(active), Some(buffer)) = (self.active.get_mut(&id), read.buffer.as_mut()) else {
             return;
         };
-        active.flying -= 1;
+        active.in_flight -= 1;
         let before = buffer.filled;
         buffer.filled += usize::try_from(result).unwrap_or(0);
         let offset = read.region.offset + buffer.filled as u64;
@@ -256,17 +257,17 @@ impl Engine {
         } else if result > 0 && buffer.filled.is_multiple_of(512) {
             active.pending.push_front(read);
         } else {
-            // Nothing, or an end within a sector.
+            // The end of the device.
             active
                 .failed
                 .get_or_insert(ProbeError::Short { end: offset });
         }
-        self.go_on(id);
+        self.advance(id);
     }
 
-    /// Lets request `id` begin its next reads, or answers it once it has none left
-    /// and none in the kernel. One that has failed begins no more.
-    fn go_on(&mut self, id: u64) {
+    /// Queues request `id` for its next reads, or answers it once all have ended. A failed
+    /// one submits no more.
+    fn advance(&mut self, id: u64) {
         let Some(active) = self.active.get_mut(&id) else {
             return;
         };
@@ -277,14 +278,14 @@ impl Engine {
             if !mem::replace(&mut active.queued, true) {
                 self.ready.push_back(id);
             }
-        } else if active.flying == 0
+        } else if active.in_flight == 0
             && let Some(active) = self.active.remove(&id)
         {
             let answer = match active.failed {
                 Some(error) => Err(error),
                 None => Ok(active.buffers.into_iter().flatten().collect()),
             };
-            // The caller waits for it, unless its thread was killed.
+            // Fails only where the caller's thread was killed.
             let _ = active.reply.send(answer);
         }
     }
@@ -292,8 +293,8 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // After a panic the kernel may still write into these.
-        mem::forget(mem::take(&mut self.flying));
-        mem::forget(mem::take(&mut self.rung));
+        // After a panic the kernel may still write to these.
+        mem::forget(mem::take(&mut self.in_flight));
+        mem::forget(mem::take(&mut self.wakeups));
     }
 }

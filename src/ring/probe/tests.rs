@@ -197,11 +197,11 @@ fn more_reads_than_the_ring_holds_wait_their_turn() {
 #[test]
 fn the_thread_ends_with_the_last_handle() {
     let prober = Prober::start().unwrap();
-    let bell = Arc::downgrade(&prober.shared.bell);
+    let wakeup = Arc::downgrade(&prober.thread.wakeup);
     drop(prober.clone());
-    assert!(bell.upgrade().is_some());
+    assert!(wakeup.upgrade().is_some());
     drop(prober);
-    while bell.upgrade().is_some() {
+    while wakeup.upgrade().is_some() {
         thread::yield_now();
     }
 }
@@ -210,12 +210,12 @@ fn the_thread_ends_with_the_last_handle() {
 fn once_the_thread_has_ended_it_is_not_alive_and_reads_nothing() {
     assert!(Prober::start().unwrap().is_alive());
     let (give, requests) = unbounded();
-    let shared = Arc::new(Shared {
+    let thread = Arc::new(RingThread {
         requests: Some(give),
-        bell: Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap()),
-        thread: thread::spawn(|| drop(requests)),
+        wakeup: Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap()),
+        handle: thread::spawn(|| drop(requests)),
     });
-    let prober = Prober { shared };
+    let prober = Prober { thread };
     while prober.is_alive() {
         thread::yield_now();
     }
