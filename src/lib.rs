@@ -40,13 +40,13 @@ pub mod cli;
 pub mod device;
 #[cfg(any(feature = "node", feature = "controller"))]
 pub mod fs;
-#[cfg(feature = "node")]
-pub mod holder;
 pub mod kernel;
 #[cfg(feature = "node")]
 pub mod mount;
 #[cfg(feature = "node")]
 pub mod ring;
+#[cfg(feature = "node")]
+pub mod supervisor;
 #[cfg(feature = "node")]
 pub mod volume;
 

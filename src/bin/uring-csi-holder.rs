@@ -1,5 +1,5 @@
 //! The process that keeps rbd-nbd's daemons, in a DaemonSet that is updated only
-//! by hand. `uring_csi::holder` says why.
+//! by hand. `uring_csi::supervisor` says why.
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
@@ -8,10 +8,10 @@ use tonic::service::Routes;
 use uring_csi::{
     chain, config,
     endpoint::{Endpoint, shutdown_signal},
-    holder::{entering, keeper::Keeper, privacy, service::HolderService},
     kernel::{boot_id, privileges},
     observe::logs::{self, Logs},
     proto::holder::holder_server::HolderServer,
+    supervisor::{keeper::Keeper, memory_lock, registration, service::SupervisorService},
 };
 
 /// Calls that are under way at SIGTERM may take so long.
@@ -54,9 +54,9 @@ struct Options {
 fn main() -> ExitCode {
     if std::env::args_os()
         .nth(1)
-        .is_some_and(|verb| verb == entering::VERB)
+        .is_some_and(|verb| verb == registration::VERB)
     {
-        return entering::child();
+        return registration::child();
     }
     let options: Options = config::parse();
     let _logs = match begin(&options.service) {
@@ -79,7 +79,7 @@ type Failure = Box<dyn std::error::Error>;
 
 /// Gives up privileges, and then starts the second thread, which writes the log.
 fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
-    privacy::enter().map_err(|error| {
+    memory_lock::lock().map_err(|error| {
         format!("its memory, where keys are, cannot be locked (it needs CAP_IPC_LOCK): {error}")
     })?;
     privileges::drop_what_no_holder_needs()?;
@@ -105,7 +105,7 @@ async fn serve(options: Options) -> Result<(), Failure> {
         volumes = keeper.list().len(),
         "serving"
     );
-    let routes = Routes::default().add_service(HolderServer::new(HolderService::new(keeper)));
+    let routes = Routes::default().add_service(HolderServer::new(SupervisorService::new(keeper)));
     let stop = async {
         if let Err(error) = shutdown_signal().await {
             tracing::error!(%error, "cannot listen for signals; stopping");

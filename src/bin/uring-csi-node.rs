@@ -32,7 +32,6 @@ use uring_csi::{
     },
     device::{Backends, CephImages, Exports, Images, Notes, Owed, ThisNode, luks, nbd},
     endpoint::{Endpoint, Listener, shutdown_signal},
-    holder::{Watch, client::Client},
     kernel::{boot_id, descriptors, privileges},
     lane::Lanes,
     mount::{path::Roots, table},
@@ -48,6 +47,7 @@ use uring_csi::{
     },
     ring::{self, timer},
     size::Size,
+    supervisor::{Watch, client::Client},
     volume::{Config, Heart, Node, record::Records},
 };
 
@@ -244,7 +244,7 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
             kms: KmsConfig::new(&options.ceph.kms_config),
             connections: Connections::new(Timeouts::default())?,
             mapper: krbd::Mapper::open(options.run_dir.join("map"))?,
-            holder: options
+            supervisor: options
                 .holder
                 .map(|endpoint| Watch::start(Client::new(endpoint)))
                 .transpose()?,

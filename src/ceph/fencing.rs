@@ -44,7 +44,7 @@ use super::{
     csi_format::journal::entry_of,
 };
 
-/// The key of a publish context by which a node is asked to enter its client.
+/// The key of a publish context by which a node is asked to register its client.
 pub const ASKED: &str = "fencing";
 
 /// How long after a client was entered as one that is starting it may be there

@@ -24,11 +24,11 @@ use super::{
 use crate::{
     Detached, Done,
     ceph::krbd::{self, Identity},
-    holder::devices as served,
     kernel::{Dev, block, sysfs},
     nbd::Export,
     pool::PoolError,
     secret::Secrets,
+    supervisor::devices as served,
 };
 
 /// A volume's block device: what the record keeps and what proves, after a
@@ -56,7 +56,7 @@ pub struct Device {
 impl Device {
     /// Whether what has its number is still the device that was attached. Asks sysfs,
     /// never the device.
-    pub fn is_what_it_was(&self) -> bool {
+    pub fn still_matches(&self) -> bool {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
         match &self.behind {
             Behind::Rbd(identity) => krbd::is_behind(dev, identity),
@@ -206,7 +206,7 @@ pub trait Bound {
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
     /// Whether a mkfs for this volume was interrupted, the note of it goes with the
     /// source, and no other node can have written to that yet.
-    fn leaves_scraps(&self, _volume_id: &str) -> Result<bool, DeviceError> {
+    fn leaves_partial_format(&self, _volume_id: &str) -> Result<bool, DeviceError> {
         Ok(false)
     }
     /// Whether everything behind the device is known to read as zeros, because

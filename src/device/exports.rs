@@ -294,7 +294,7 @@ impl Bound for BoundExport<'_> {
         Ok(self.exports.notes.ended(self.source)?)
     }
 
-    fn leaves_scraps(&self, volume_id: &str) -> Result<bool, DeviceError> {
+    fn leaves_partial_format(&self, volume_id: &str) -> Result<bool, DeviceError> {
         Ok(self.exports.notes.is_fresh(self.source, volume_id)?)
     }
 

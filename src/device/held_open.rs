@@ -113,7 +113,7 @@ mod tests {
     fn an_image_of_the_same_name_is_another() {
         let scratch = Scratch::new(1 << 20);
         let (source, device) = (scratch.source(), scratch.as_volume_s());
-        assert!(source.is_still(&device) && device.is_what_it_was());
+        assert!(source.is_still(&device) && device.still_matches());
         let node = device.node.to_str().unwrap();
         losetup(&["--detach", node]);
         let elsewhere = tempfile::tempdir_in("/dev/shm").unwrap();

@@ -90,7 +90,7 @@ impl ImageSource {
 
     /// Whether a file of the image's name is behind the device. Its directory is not
     /// compared: an agent that runs in another container than the one that attached it
-    /// sees another path. Which file it is, [`Device::is_what_it_was`] tells.
+    /// sees another path. Which file it is, [`Device::still_matches`] tells.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let shown = sysfs::backing_file(dev).ok();
         shown.is_some_and(|path| whose::name_of(&path) == Some(&*self.image))

@@ -1,7 +1,7 @@
 //! Which sources have a file system under way.
 //!
 //! An image of a pool has its note beside it ([`format_marker`]), a Ceph image in its
-//! metadata ([`ImageNote`]), for whichever node has it next. An export, and a Ceph
+//! metadata ([`ImageFormatMarker`]), for whichever node has it next. An export, and a Ceph
 //! image where librados is missing, is out of reach: the note is this node's, and holds
 //! only while the volume is this node's. It is on a tmpfs, and goes when the volume is
 //! unstaged. What an interrupted mkfs left is blanked out then, as long as the note is
@@ -12,7 +12,7 @@
 use std::{fmt::Display, fs, io, path::PathBuf, sync::Arc, time::Duration};
 
 use super::{
-    ceph::{ImageNote, Making},
+    ceph::{Format, ImageFormatMarker},
     error::DeviceError,
 };
 use crate::{
@@ -26,7 +26,7 @@ pub enum MkfsNote {
     /// Beside an image of a pool.
     Pool(Pool, String),
     /// In the metadata of a Ceph image.
-    Image(Arc<ImageNote>, Making),
+    Image(Arc<ImageFormatMarker>, Format),
     /// On this node, under what it is made on.
     Node(Notes, String),
 }
@@ -42,13 +42,13 @@ impl MkfsNote {
     }
 
     /// Whether it has begun for this volume and not ended.
-    pub fn was_interrupted(&self, volume_id: &str) -> Result<bool, DeviceError> {
+    pub fn format_in_progress(&self, volume_id: &str) -> Result<bool, DeviceError> {
         match self {
             Self::Pool(pool, image) => {
                 Ok(format_marker::format_in_progress(pool, image, volume_id)?)
             }
-            Self::Image(note, what) => Ok(note.was_interrupted(*what, volume_id)?),
-            Self::Node(notes, source) => Ok(notes.was_interrupted(source, volume_id)?),
+            Self::Image(note, what) => Ok(note.format_in_progress(*what, volume_id)?),
+            Self::Node(notes, source) => Ok(notes.format_in_progress(source, volume_id)?),
         }
     }
 
@@ -122,7 +122,7 @@ impl Notes {
     }
 
     /// Whether a mkfs of the source, for this volume, has begun and not ended.
-    pub fn was_interrupted(
+    pub fn format_in_progress(
         &self,
         source: &dyn Display,
         volume_id: &str,
@@ -172,15 +172,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let notes = Notes::open(dir.path().join("mkfs")).unwrap();
         let source = "nbd://host/x";
-        assert!(!notes.was_interrupted(&source, "v").unwrap());
+        assert!(!notes.format_in_progress(&source, "v").unwrap());
         notes.begins(&source, "v").unwrap();
-        assert!(notes.was_interrupted(&source, "v").unwrap());
-        assert!(!notes.was_interrupted(&source, "w").unwrap());
+        assert!(notes.format_in_progress(&source, "v").unwrap());
+        assert!(!notes.format_in_progress(&source, "w").unwrap());
         assert!(notes.is_fresh(&source, "v").unwrap());
         assert!(!notes.is_fresh(&source, "w").unwrap());
         notes.ended(&source).unwrap();
         notes.ended(&source).unwrap();
-        assert!(!notes.was_interrupted(&source, "v").unwrap());
+        assert!(!notes.format_in_progress(&source, "v").unwrap());
     }
 
     #[test]
@@ -194,7 +194,7 @@ mod tests {
         fs::hard_link(notes.path(&source), &before).unwrap();
         notes.begins(&source, "w").unwrap();
         assert!(fs::read_to_string(before).unwrap().ends_with(" v"));
-        assert!(notes.was_interrupted(&source, "w").unwrap());
+        assert!(notes.format_in_progress(&source, "w").unwrap());
         notes.ended(&source).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }

@@ -196,7 +196,7 @@ pub async fn ready(uevents: &Uevents, source: &Source, device: &Device) -> io::R
         if !source.is_still(device) {
             // Its file is behind it from the first: another one has come.
             return match device.diskseq {
-                Some(_) if !device.is_what_it_was() => Err(io::Error::other(ANOTHER)),
+                Some(_) if !device.still_matches() => Err(io::Error::other(ANOTHER)),
                 _ => Ok(None),
             };
         }

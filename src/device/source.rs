@@ -93,7 +93,7 @@ impl Source {
     /// attached: neither has another source got its number, nor another image of the
     /// same name. Never waits for the device.
     pub fn is_still(&self, device: &Device) -> bool {
-        self.is_behind(device.dev) && device.is_what_it_was()
+        self.is_behind(device.dev) && device.still_matches()
     }
 
     /// What it shares with other volumes, which fail together: a pool, a server, a

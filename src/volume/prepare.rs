@@ -224,7 +224,9 @@ impl Preparing<'_> {
                 let blank = matches!(other, Content::Blank);
                 // A note outweighs nothing that a mkfs does not leave.
                 let scrap = other.is_partial_format()
-                    && self.noted(|note, id, _| note.was_interrupted(id)).await?;
+                    && self
+                        .noted(|note, id, _| note.format_in_progress(id))
+                        .await?;
                 if !blank && !scrap {
                     return Err(Error::Foreign {
                         volume: volume.id.clone(),

@@ -21,7 +21,7 @@ pub async fn unmake(
 ) -> Result<(), Error> {
     // Most volumes have no such note: it is looked for on a tmpfs, without a lane.
     let bound = node.backends.bind(&record.source);
-    let leaves = bound.leaves_scraps(&volume.id);
+    let leaves = bound.leaves_partial_format(&volume.id);
     if !leaves.map_err(|error| volume.device(error))? {
         return Ok(());
     }

@@ -2,12 +2,12 @@
 //!
 //! Formatted is only what is proven blank. A format takes seconds, and an agent
 //! may be killed meanwhile: then there is a note that one was under way
-//! ([`super::making`]), and on the device either scraps, or a header that is not
+//! ([`super::format_marker`]), and on the device either scraps, or a header that is not
 //! whole, which nobody can have written anything through. Both are formatted again, and
 //! where an operator asks for it without a note, too.
 
 use super::{
-    Below, BoundCephImage, CephSource, Known, Making,
+    Below, BoundCephImage, CephSource, Format, Known,
     error::CephImageError,
     library::{Asked, Notes},
 };
@@ -73,15 +73,15 @@ impl BoundCephImage<'_> {
         how: &How,
         format: impl FnOnce() -> Result<(), LuksError>,
     ) -> Result<(), DeviceError> {
-        let note = self.note(known, Making::Luks, how)?;
-        let interrupted = note.was_interrupted(&how.volume_id)?;
-        let may_be_scrap = interrupted || how.purpose == Purpose::Format;
+        let note = self.note(known, Format::Luks, how)?;
+        let interrupted = note.format_in_progress(&how.volume_id)?;
+        let may_be_partial = interrupted || how.purpose == Purpose::Format;
         let image = || known.image.to_string();
         let refusal = match luks::look(under)? {
-            Holds::Luks if !may_be_scrap => return Ok(()),
+            Holds::Luks if !may_be_partial => return Ok(()),
             // Whoever finished it died before it said so.
             Holds::Luks if luks::is_whole(under)? => return note.ended(),
-            Holds::Unknown(offset) if !may_be_scrap => Some(
+            Holds::Unknown(offset) if !may_be_partial => Some(
                 LuksError::Foreign {
                     node: under.path.clone(),
                     what: format!("unknown data at byte {offset}"),

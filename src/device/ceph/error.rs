@@ -14,7 +14,7 @@ use crate::{
         krbd,
     },
     chain,
-    holder::client::{ClientError, Refusal},
+    supervisor::client::{ClientError, Refusal},
 };
 
 /// Why a Ceph image is no device, or a device does not go.
@@ -63,9 +63,9 @@ pub enum CephImageError {
         /// This node's id.
         node: String,
     },
-    /// Nobody knows whom to fence.
+    /// The client to fence is unknown.
     #[error(
-        "which client of its cluster has image {image} for {}, cannot be told, so it could not be fenced: try again",
+        "cannot determine which Ceph client maps image {image} on {}, so it could not be fenced: try again",
         node.display()
     )]
     UnknownClient {
@@ -139,7 +139,7 @@ pub enum CephImageError {
     #[error(
         "image {image} is to be served by rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
     )]
-    NoHolder {
+    NoSupervisor {
         /// The image.
         image: String,
     },
@@ -170,7 +170,7 @@ pub enum CephImageError {
     },
     /// rbd-nbd, or who keeps its daemons.
     #[error(transparent)]
-    Holder(#[from] ClientError),
+    Supervisor(#[from] ClientError),
     /// krbd.
     #[error(transparent)]
     Rbd(#[from] krbd::KrbdError),
@@ -218,7 +218,7 @@ impl CephImageError {
             Self::Cluster(error) if error.is_access_denied() => Kind::Unauthenticated,
             Self::Cluster(error) if error.is_not_found() => Kind::NotFound,
             Self::Rbd(error) => error.kind(),
-            Self::Holder(error) => error.kind(),
+            Self::Supervisor(error) => error.kind(),
             Self::Luks(error) => error.kind(),
             Self::Credentials(_) => Kind::Unauthenticated,
             Self::Coming => Kind::InUse,
@@ -245,7 +245,7 @@ impl CephImageError {
     pub fn is_busy(&self) -> bool {
         match self {
             Self::Rbd(error) => error.is_busy(),
-            Self::Holder(error) => matches!(error, ClientError::Refused(Refusal::Busy, _)),
+            Self::Supervisor(error) => matches!(error, ClientError::Refused(Refusal::Busy, _)),
             Self::Luks(error) => matches!(error, LuksError::Busy { .. }),
             _ => false,
         }

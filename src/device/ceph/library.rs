@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Duration};
 
 use super::{
     error::CephImageError,
-    making::{self, ImageNote},
+    format_marker::{self, ImageFormatMarker},
 };
 use crate::{
     ceph::{
@@ -55,7 +55,7 @@ pub struct Asked {
     /// Its features.
     pub features: Features,
     /// What is noted of a mkfs; none of format 1, whose copies it would count for.
-    pub making: Option<Arc<ImageNote>>,
+    pub format_marker: Option<Arc<ImageFormatMarker>>,
     mirror_daemons: u32,
 }
 
@@ -77,10 +77,10 @@ impl Asked {
         let pool = connected.ioctx(&image.pool, &image.namespace)?;
         let header = Header::of(&pool, &image.name)?;
         // Before who watches is asked, which has no deadline.
-        let (features, noted) = header.features_and(making::KEY)?;
+        let (features, noted) = header.features_and(format_marker::KEY)?;
         Ok(Some(Self {
             features,
-            making: ImageNote::of(&header, noted.is_some()),
+            format_marker: ImageFormatMarker::of(&header, noted.is_some()),
             header,
             pool,
             name: image.name.clone(),
@@ -104,7 +104,7 @@ impl Asked {
         if watching.iter().all(is_own) || own == Own::Some && watching.len() == 1 {
             return Ok(());
         }
-        if let Some(note) = &self.making {
+        if let Some(note) = &self.format_marker {
             note.may_have_come();
         }
         let image = self.open(Access::ReadOnly)?;

@@ -13,7 +13,7 @@ use super::{
     BoundCephImage, CephImageError, CephSource, Mounter,
     below::Below,
     library::{Asked, Own},
-    served,
+    nbd_backed,
 };
 use crate::{
     Done,
@@ -106,7 +106,7 @@ impl BoundCephImage<'_> {
         match &self.source.mounter {
             Mounter::Krbd => krbd(),
             Mounter::RbdNbd(served) => self.serve(known, served, how),
-            Mounter::Either(served) if served::is_served(&served.cookie)? => {
+            Mounter::Either(served) if nbd_backed::is_nbd_backed(&served.cookie)? => {
                 self.serve(known, served, how)
             }
             Mounter::Either(served) => match krbd() {
@@ -125,7 +125,7 @@ impl BoundCephImage<'_> {
         how: &How,
     ) -> Result<(RbdDevice, Done), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        served::is_not_served(&known.image, &how.volume_id, &monitors)?;
+        nbd_backed::refuse_nbd_backed(&known.image, &how.volume_id, &monitors)?;
         let mut wanted = self.wanted(known, how, &monitors);
         let one_writer = !how.read_only && !how.shared;
         if let Some(device) = krbd::find(&wanted)? {

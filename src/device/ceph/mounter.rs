@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     device::{SourceError, context::Context},
-    holder::NbdOptions,
+    supervisor::NbdOptions,
 };
 
 /// Who maps an image.

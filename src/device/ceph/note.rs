@@ -23,8 +23,8 @@ impl CephSource {
     pub fn note(&self, device: &Device) -> Note {
         let under = device.encrypted.as_ref();
         let below = under.map_or(device.dev, |under| under.dev);
-        let is_served = matches!(device.behind, Behind::Served(_));
-        let mounter = if is_served { NBD } else { KRBD };
+        let is_nbd_backed = matches!(device.behind, Behind::Served(_));
+        let mounter = if is_nbd_backed { NBD } else { KRBD };
         let node = under.map_or(&device.node, |under| &under.path).to_str();
         let node = node.map(str::to_owned);
         let mapped = Mapped::of(below).map(|mapped| mapped.image);
@@ -39,9 +39,9 @@ impl CephSource {
                 .unwrap_or_default()
                 .to_owned(),
             // ceph-csi unmaps by it what rbd-nbd serves.
-            access_type: is_served,
+            access_type: is_nbd_backed,
             encrypted: self.kms.is_some(),
-            device: node.filter(|_| is_served).unwrap_or_default(),
+            device: node.filter(|_| is_nbd_backed).unwrap_or_default(),
             log_dir: String::new(),
             log_file_strategy: String::new(),
         };
@@ -60,7 +60,7 @@ impl CephSource {
             snapshot: None,
         };
         let found = if stash.access_type {
-            Self::found_served(image, volume_id)
+            Self::found_nbd_backed(image, volume_id)
         } else {
             Self::found(image, volume_id)
         };

@@ -18,8 +18,8 @@ use crate::{
         krbd::{ImageSpec, Mapped},
     },
     device::{SourceError, context::Context, luks},
-    holder::{NbdOptions, devices as nbd},
     kernel::Dev,
+    supervisor::{NbdOptions, devices as nbd},
 };
 
 /// An image of a Ceph cluster.
@@ -96,7 +96,7 @@ impl fmt::Display for CephSource {
 
 impl CephSource {
     /// An image that was found served by rbd-nbd, as [`CephSource::found`].
-    pub fn found_served(image: ImageSpec, volume_id: &str) -> Self {
+    pub fn found_nbd_backed(image: ImageSpec, volume_id: &str) -> Self {
         Self {
             mounter: Mounter::RbdNbd(Served {
                 cookie: volume_id.to_owned(),

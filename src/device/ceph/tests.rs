@@ -28,7 +28,7 @@ impl Home {
             kms: KmsConfig::new(&at("kms.json")),
             connections: Connections::new(Timeouts::default()).unwrap(),
             mapper: Mapper::open(at("map")).unwrap(),
-            holder: None,
+            supervisor: None,
             location: None,
             notes: Notes::open(at("mkfs")).unwrap(),
             this_node: ThisNode {
@@ -39,10 +39,10 @@ impl Home {
         Self { dir, images }
     }
 
-    fn is_another_s(&self, mapped: &Mapped) -> bool {
+    fn belongs_to_other_volume(&self, mapped: &Mapped) -> bool {
         let note = br#"{"Version": 3, "pool": "pool", "image": "image"}"#;
         let source = CephSource::noted(note, HANDLE).unwrap();
-        self.images.is_another_s(mapped, HANDLE, &source)
+        self.images.belongs_to_other_volume(mapped, HANDLE, &source)
     }
 }
 
@@ -78,18 +78,18 @@ fn mapped(cluster: &str, pool_id: i64) -> Mapped {
 #[test]
 fn a_note_is_of_no_image_of_another_pool_or_cluster() {
     let home = Home::new();
-    assert!(!home.is_another_s(&mapped("ours", 4)));
-    assert!(home.is_another_s(&mapped("ours", 7)));
-    assert!(home.is_another_s(&mapped("theirs", 4)));
+    assert!(!home.belongs_to_other_volume(&mapped("ours", 4)));
+    assert!(home.belongs_to_other_volume(&mapped("ours", 7)));
+    assert!(home.belongs_to_other_volume(&mapped("theirs", 4)));
     // Monitors of which the configuration says nothing may have been its.
-    assert!(!home.is_another_s(&mapped("unknown", 4)));
-    assert!(home.is_another_s(&mapped("unknown", 7)));
+    assert!(!home.belongs_to_other_volume(&mapped("unknown", 4)));
+    assert!(home.belongs_to_other_volume(&mapped("unknown", 7)));
 }
 
 #[test]
 fn after_a_fail_over_a_note_is_of_the_image_that_stands_in() {
     let home = Home::new();
-    assert!(home.is_another_s(&mapped("mirror", 7)));
+    assert!(home.belongs_to_other_volume(&mapped("mirror", 7)));
     let mapping = json!([{
         "clusterIDMapping": {"ours": "mirror"},
         "RBDPoolIDMapping": [{"4": "7"}],
@@ -104,8 +104,8 @@ fn after_a_fail_over_a_note_is_of_the_image_that_stands_in() {
         ("theirs", 4, false),
         ("theirs", 7, false),
     ] {
-        let is_another_s = home.is_another_s(&mapped(cluster, pool_id));
-        assert_eq!(is_another_s, !is_its, "{cluster} {pool_id}");
+        let belongs_to_other_volume = home.belongs_to_other_volume(&mapped(cluster, pool_id));
+        assert_eq!(belongs_to_other_volume, !is_its, "{cluster} {pool_id}");
     }
 }
 
@@ -115,6 +115,6 @@ fn who_marked_an_image_knows_whose_it_is() {
     for (volume_id, is_its) in [(HANDLE, true), ("another", false)] {
         let mut mapped = mapped("theirs", 7);
         mapped.config.mark = Some(krbd::mapped::Mark::new("theirs", volume_id));
-        assert_eq!(home.is_another_s(&mapped), !is_its);
+        assert_eq!(home.belongs_to_other_volume(&mapped), !is_its);
     }
 }

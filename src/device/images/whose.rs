@@ -35,7 +35,7 @@ impl Images {
         }
         let handle = volume_id.parse::<VolumeHandle>().ok();
         let attached = loopdev::backing_files().map_err(io("list the loop devices"))?;
-        let is_known = |dev| (known.iter()).any(|it| it.dev == dev && it.is_what_it_was());
+        let is_known = |dev| (known.iter()).any(|it| it.dev == dev && it.still_matches());
         for (dev, backing) in attached {
             let Some(image) = name_of(&backing).filter(|_| !is_known(dev)) else {
                 continue;

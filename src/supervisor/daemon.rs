@@ -27,7 +27,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{HolderError, Spec, devices::Server, error::failed, spec::Verb};
+use super::{Spec, SupervisorError, devices::Server, error::failed, spec::Verb};
 use crate::{
     kernel::{
         exec,
@@ -37,9 +37,9 @@ use crate::{
     secret::Secret,
 };
 
-mod words;
+mod log_parser;
 
-use words::{Said, why};
+use log_parser::{DaemonLog, explain};
 
 /// The longest line that is taken as one.
 const LINE: u64 = 4096;
@@ -55,8 +55,8 @@ const END_WITHIN: Duration = Duration::from_secs(10);
 pub struct Daemon {
     pid: Pid,
     pidfd: Arc<AsyncFd<OwnedFd>>,
-    /// None where another holder began it, with whom its output went.
-    said: Option<watch::Receiver<Said>>,
+    /// None where another supervisor began it, with whom its output went.
+    said: Option<watch::Receiver<DaemonLog>>,
 }
 
 /// How a start went.
@@ -65,7 +65,7 @@ pub enum Started {
     /// It serves a device.
     Ready,
     /// It has ended; why, as far as it said.
-    Ended(HolderError),
+    Ended(SupervisorError),
     /// Neither, within the time.
     Late,
 }
@@ -78,7 +78,7 @@ impl Daemon {
         verb: &Verb<'_>,
         key: &Secret,
         unseen: Option<Pid>,
-    ) -> Result<Self, HolderError> {
+    ) -> Result<Self, SupervisorError> {
         let (stdin, key) = hand_over(key).map_err(failed("hand a key to", program))?;
         let (source, sink) = pipe_with(PipeFlags::CLOEXEC)
             .and_then(|(source, sink)| {
@@ -93,7 +93,7 @@ impl Daemon {
                 .stderr(other)
                 .spawn()
         });
-        let child = spawned.map_err(|source| HolderError::NoProgram {
+        let child = spawned.map_err(|source| SupervisorError::NoProgram {
             program: program.to_owned(),
             source,
         })?;
@@ -103,7 +103,7 @@ impl Daemon {
         let pidfd = watched(pid).map_err(failed("watch the process", pid))?;
         let source = pipe::Receiver::from_owned_fd(source);
         let source = source.map_err(failed("read the output of process", pid))?;
-        let (say, said) = watch::channel(Said::default());
+        let (say, said) = watch::channel(DaemonLog::default());
         tokio::spawn(listen(source, say, pid, key));
         Ok(Self {
             pid,
@@ -143,7 +143,7 @@ impl Daemon {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// Another holder began it: what it says is not heard.
+    /// Another supervisor began it: what it says is not heard.
     pub fn is_unheard(&self) -> bool {
         self.said.is_none()
     }
@@ -176,15 +176,15 @@ impl Daemon {
         } else if timeout(READ_WITHIN, self.ended()).await.is_err() {
             Started::Late
         } else {
-            Started::Ended(self.why_it_ended(spec))
+            Started::Ended(self.exit_error(spec))
         }
     }
 
     /// What its words mean. Its exit code is 1 whatever the reason.
-    fn why_it_ended(&self, spec: &Spec) -> HolderError {
+    fn exit_error(&self, spec: &Spec) -> SupervisorError {
         let said = self.said.as_ref();
         let tail = said.map(|said| said.borrow().tail.clone());
-        why(&tail.unwrap_or_default(), spec)
+        explain(&tail.unwrap_or_default(), spec)
     }
 
     /// Waits for its end, or for the first part of it that leaves nobody to serve:
@@ -264,7 +264,7 @@ async fn gone(pidfd: &AsyncFd<OwnedFd>) {
             }
         }
     }
-    // Another holder's child is reaped by others.
+    // Another supervisor's child is reaped by others.
     let id = WaitId::PidFd(pidfd.get_ref().as_fd());
     let _ = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
 }
@@ -288,7 +288,7 @@ fn hand_over(key: &Secret) -> io::Result<(Stdio, OwnedFd)> {
 }
 
 /// Reads what a process says until its end. Once it serves a device it has its key.
-async fn listen(source: pipe::Receiver, say: watch::Sender<Said>, pid: Pid, key: OwnedFd) {
+async fn listen(source: pipe::Receiver, say: watch::Sender<DaemonLog>, pid: Pid, key: OwnedFd) {
     let mut key = Some(key);
     let mut source = BufReader::new(source);
     let mut line = Vec::new();

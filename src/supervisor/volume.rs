@@ -9,7 +9,7 @@
 //! ```
 //!
 //! **One way back.** Whatever leaves a device without a daemon that serves it, a
-//! death, a call, or a holder that went, [`Volume::mend`] is what brings one, and
+//! death, a call, or a supervisor that went, [`Volume::mend`] is what brings one, and
 //! what tells of it and tries again where that fails. Meanwhile udevd is kept off
 //! the device: it would wait for it, and all that waits for udevd with it.
 //!
@@ -32,14 +32,14 @@ use tokio::{
 };
 
 use super::{
-    HolderError, Spec, daemon::Daemon, devices::Device, entering::Lineage, error::failed,
-    keeper::Shared,
+    Spec, SupervisorError, daemon::Daemon, devices::Device, error::failed, keeper::Shared,
+    registration::Lineage,
 };
 use crate::{Done, secret::Secret};
 
 mod access;
-mod entered;
 mod open;
+mod registration;
 mod serving;
 mod verbs;
 
@@ -66,7 +66,7 @@ pub enum Command {
 }
 
 /// Who waits for the answer, if anybody does.
-pub type Reply<T> = oneshot::Sender<Result<T, HolderError>>;
+pub type Reply<T> = oneshot::Sender<Result<T, SupervisorError>>;
 
 /// What is told of a volume at any time.
 #[derive(Clone, Debug, Default)]
@@ -108,9 +108,9 @@ pub struct Volume {
     /// While a daemon serves the device, which is open for the daemon as well. Were
     /// that the last to close it when it dies, it would wait for what is being read,
     /// and that for the daemon's socket, which it closes next.
-    grip: Option<Open>,
+    open_guard: Option<Open>,
     /// While no daemon serves the device: udevd does not look into it.
-    quiet: Option<Open>,
+    udev_lock: Option<Open>,
 }
 
 impl Volume {
@@ -134,15 +134,15 @@ impl Volume {
             retry: None,
             pause: PAUSE,
             trouble: None,
-            grip: None,
-            quiet: None,
+            open_guard: None,
+            udev_lock: None,
         }
     }
 
-    /// Serves commands, and sees to the daemon between them, until there is
+    /// Handles commands, and restarts the daemon between them, until there is
     /// nothing left of the volume.
     pub async fn live(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
-        self.see_to_it().await;
+        self.ensure_daemon().await;
         loop {
             let device = self.device().ok().flatten();
             self.tell(device.as_ref());
@@ -156,15 +156,15 @@ impl Volume {
             }
             tokio::select! {
                 command = commands.recv() => match command {
-                    Some(command) => self.obey(command).await,
+                    Some(command) => self.handle_command(command).await,
                     None => return,
                 },
-                () = ended(self.daemon.as_ref()) => self.lost().await,
+                () = ended(self.daemon.as_ref()) => self.daemon_ended().await,
                 known = resized(self.daemon.as_ref(), self.resized) => {
                     (self.resized, self.is_behind) = (known, true);
-                    self.see_to_it().await;
+                    self.ensure_daemon().await;
                 }
-                () = due(self.retry) => self.see_to_it().await,
+                () = due(self.retry) => self.ensure_daemon().await,
             }
         }
     }
@@ -175,15 +175,15 @@ impl Volume {
         match (device.cloned(), &self.daemon) {
             (Some(device), Some(_)) => {
                 let open = || Open::begin(&self.shared.lanes, &self.id, move || device.open());
-                self.grip.get_or_insert_with(open);
+                self.open_guard.get_or_insert_with(open);
             }
             (Some(_), None) => {}
-            (None, _) => self.grip = None,
+            (None, _) => self.open_guard = None,
         }
     }
 
     /// What was begun stays done, whoever has gone meanwhile; what was not is not.
-    async fn obey(&mut self, command: Command) {
+    async fn handle_command(&mut self, command: Command) {
         match command {
             Command::Map(spec, key, reply) if !reply.is_closed() => {
                 let mapped = self.anew(async |volume| volume.map(*spec, key).await);
@@ -202,7 +202,7 @@ impl Volume {
     }
 
     /// The daemon has ended by itself.
-    async fn lost(&mut self) {
+    async fn daemon_ended(&mut self) {
         if let Some(daemon) = self.daemon.take() {
             tracing::warn!(volume = self.id, pid = daemon.pid(), "rbd-nbd has ended");
         }
@@ -213,11 +213,11 @@ impl Volume {
             self.trouble = Some(why.to_owned());
         }
         self.tell(device.as_ref());
-        self.see_to_it().await;
+        self.ensure_daemon().await;
     }
 
-    /// Sees to it that the device has a daemon, if there is a device.
-    async fn see_to_it(&mut self) {
+    /// Ensures that the device has a daemon, if there is a device.
+    async fn ensure_daemon(&mut self) {
         self.retry = None;
         let looked = match self.look().await {
             Ok(()) => self.device(),
@@ -227,13 +227,13 @@ impl Volume {
             // It has been told.
             Ok(Some(device)) => drop(self.mend(&device).await),
             // Somebody took it down, which ended the daemon.
-            Ok(None) => self.well(),
-            Err(error) => self.ill(&error),
+            Ok(None) => self.mark_healthy(),
+            Err(error) => self.mark_unhealthy(&error),
         }
     }
 
     /// Looks for a daemon that others began.
-    async fn look(&mut self) -> Result<(), HolderError> {
+    async fn look(&mut self) -> Result<(), SupervisorError> {
         if self.daemon.is_some() {
             return Ok(());
         }
@@ -253,7 +253,7 @@ impl Volume {
         Ok(())
     }
 
-    fn device(&self) -> Result<Option<Device>, HolderError> {
+    fn device(&self) -> Result<Option<Device>, SupervisorError> {
         Device::of(&self.id).map_err(failed("find the device of", &self.id))
     }
 
@@ -265,7 +265,7 @@ impl Volume {
     fn tell(&self, device: Option<&Device>) {
         let has_key = self.accesses.newest().is_some();
         let doubt = (!has_key && self.daemon.is_some()).then_some(
-            "the holder was started anew and has no key: if rbd-nbd ends it cannot be brought back before the next stage or uringctl reattach brings the key",
+            "uring-csi-holder has restarted and has no key: if rbd-nbd ends, it cannot be started again before the next stage or uringctl reattach brings the key",
         );
         let image = self.accesses.spec().map(Spec::name);
         let status = Status {

@@ -4,8 +4,8 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
 use proptest::prelude::*;
 
-use super::{words::KEPT, *};
-use crate::holder::tests::spec;
+use super::{log_parser::KEPT, *};
+use crate::supervisor::tests::spec;
 
 /// A program of a few lines of shell.
 fn program(dir: &Path, lines: &str) -> String {
@@ -53,20 +53,20 @@ async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
 #[tokio::test]
 async fn a_daemon_that_ends_says_why() {
     let (_, ended) = started("echo 'rbd-nbd: no way' >&2; exit 1", LONG).await;
-    let Started::Ended(HolderError::Failed { said, .. }) = ended else {
+    let Started::Ended(SupervisorError::Failed { said, .. }) = ended else {
         panic!("{ended:?}");
     };
     assert_eq!(said, "rbd-nbd: no way");
     // Killed, with a line cut short.
     let (_, ended) = started("printf 'half a li'; kill -9 $$", LONG).await;
     assert!(
-        matches!(&ended, Started::Ended(HolderError::Failed { said, .. }) if said == "half a li"),
+        matches!(&ended, Started::Ended(SupervisorError::Failed { said, .. }) if said == "half a li"),
         "{ended:?}"
     );
     // Not that node, and then nothing.
     let (_, ended) = started("echo ' /dev/nbd7'", LONG).await;
     assert!(
-        matches!(ended, Started::Ended(HolderError::Failed { .. })),
+        matches!(ended, Started::Ended(SupervisorError::Failed { .. })),
         "{ended:?}"
     );
     let missing = Daemon::start(
@@ -78,7 +78,7 @@ async fn a_daemon_that_ends_says_why() {
     )
     .unwrap_err();
     assert!(
-        matches!(missing, HolderError::NoProgram { .. }),
+        matches!(missing, SupervisorError::NoProgram { .. }),
         "{missing}"
     );
 }
@@ -144,36 +144,45 @@ fn what_it_says_at_its_end_is_understood() {
          2026-11-21T22:09:12.722+0000 7f3b  5 monclient: authenticate success, global_id 4106"
     );
     for usual in [usual, &joins] {
-        assert!(matches!(why(usual, &spec), HolderError::Missing { .. }));
+        assert!(matches!(
+            explain(usual, &spec),
+            SupervisorError::Missing { .. }
+        ));
     }
-    let mut said = Said::default();
+    let mut said = DaemonLog::default();
     joins.lines().for_each(|line| said.take(line));
     assert_eq!(said.clients, [4106]);
     let denied = "failed to fetch mon config (--no-mon-config to skip)";
-    assert!(matches!(why(denied, &spec), HolderError::Denied { .. }));
+    assert!(matches!(
+        explain(denied, &spec),
+        SupervisorError::Denied { .. }
+    ));
     let silent = format!(
         "2026-11-21T12:35:30.076+0000 4a684a40  0 monclient(hunting): authenticate timed out after 5\n{denied}"
     );
     assert!(
-        matches!(why(&silent, &spec), HolderError::Silent { said, .. } if said.starts_with("monclient"))
+        matches!(explain(&silent, &spec), SupervisorError::Silent { said, .. } if said.starts_with("monclient"))
     );
     let busy =
         "rbd-nbd: netlink connect failed: Object busy\nrbd-nbd: reader_entry: terminate received";
-    assert!(matches!(why(busy, &spec), HolderError::Taken { .. }));
+    assert!(matches!(
+        explain(busy, &spec),
+        SupervisorError::Taken { .. }
+    ));
     let other = format!("{usual}2026-11-21T12:35:31.076+0000 4a684a40 -1 rbd-nbd: cookie mismatch");
     assert!(
-        matches!(why(&other, &spec), HolderError::Failed { said, .. } if said == "rbd-nbd: cookie mismatch")
+        matches!(explain(&other, &spec), SupervisorError::Failed { said, .. } if said == "rbd-nbd: cookie mismatch")
     );
 }
 
 proptest! {
     #[test]
     fn any_words_are_understood_somehow(lines in proptest::collection::vec("(20[0-9T:.+-]{0,30} )?[\\PC]{0,80}", 0..6)) {
-        let mut said = Said::default();
+        let mut said = DaemonLog::default();
         for line in &lines {
             said.take(line);
         }
         prop_assert!(said.tail.len() <= KEPT);
-        let _ = why(&said.tail, &spec("v", "p", "i"));
+        let _ = explain(&said.tail, &spec("v", "p", "i"));
     }
 }

@@ -8,7 +8,7 @@
 //! keys:
 //!
 //! ```text
-//!  node agent ── unix socket ──▶ holder ── starts, hears, starts again ──▶ rbd-nbd ──▶ /dev/nbd7
+//!  node agent ── unix socket ──▶ supervisor ── starts, reads, restarts ──▶ rbd-nbd ──▶ /dev/nbd7
 //!  uringctl reattach ──▶           └── a record on a tmpfs, without the key
 //! ```
 //!
@@ -17,8 +17,8 @@
 //! command line. ceph-csi calls them the same, so what it mapped is found, too.
 //!
 //! **Each of the three dies alone.** The agent: nobody notices. A daemon: the
-//! holder starts another, and I/O goes on. The holder: its daemons run on; the
-//! next holder finds them by its records, and says of each that it could not be
+//! supervisor starts another, and I/O goes on. The supervisor: its daemons run on; the
+//! next supervisor finds them by its records, and says of each that it could not be
 //! brought back until the next stage or `uringctl reattach` brings the key.
 //!
 //! **One daemon a volume.** Two that serve one device, or have one image mapped,
@@ -35,13 +35,13 @@ mod spec;
 #[cfg(feature = "holder")]
 mod daemon;
 #[cfg(feature = "holder")]
-pub mod entering;
-#[cfg(feature = "holder")]
 pub mod keeper;
 #[cfg(feature = "holder")]
-pub mod privacy;
+pub mod memory_lock;
 #[cfg(feature = "holder")]
 mod records;
+#[cfg(feature = "holder")]
+pub mod registration;
 #[cfg(feature = "holder")]
 pub mod service;
 #[cfg(feature = "holder")]
@@ -51,11 +51,11 @@ mod watch;
 #[cfg(all(test, feature = "holder"))]
 mod tests;
 
-/// How long the holder takes for an answer at most. What is not done by then goes
+/// How long the supervisor takes for an answer at most. What is not done by then goes
 /// on, and a repeated call waits for it.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 
 pub use crate::ceph::csi_format::map_options::NbdOptions;
-pub use error::HolderError;
+pub use error::SupervisorError;
 pub use spec::{Fencing, Spec, SpecError};
 pub use watch::{Trouble, Watch};

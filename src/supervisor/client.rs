@@ -1,6 +1,6 @@
-//! The holder, as the node agent sees it: blocking code for a lane.
+//! The supervisor, as the node agent sees it: blocking code for a lane.
 //!
-//! Each call has a connection of its own, so that a holder that was started anew
+//! Each call has a connection of its own, so that a supervisor that was started anew
 //! is no matter; it takes a fraction of a millisecond beside what rbd-nbd takes.
 
 use std::{path::PathBuf, time::Duration};
@@ -18,13 +18,13 @@ use crate::{
     secret::Secret,
 };
 
-/// How long a call may take: longer than a holder that is there takes for any
+/// How long a call may take: longer than a supervisor that is there takes for any
 /// answer ([`ANSWERS_WITHIN`]), so one that gives none is taken for away.
 const WITHIN: Duration = ANSWERS_WITHIN.saturating_add(Duration::from_secs(10));
 /// The same of what waits for nothing.
 const LIST_WITHIN: Duration = Duration::from_secs(2);
 
-/// Why the holder did not do it.
+/// Why the supervisor did not do it.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// Nobody answers.
@@ -63,9 +63,9 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// By the code of [`HolderError::code`].
+    /// By the code of [`SupervisorError::code`].
     ///
-    /// [`HolderError::code`]: super::HolderError::code
+    /// [`SupervisorError::code`]: super::SupervisorError::code
     fn of(code: Code) -> Self {
         match code {
             Code::InvalidArgument | Code::AlreadyExists => Self::Precondition,
@@ -92,14 +92,14 @@ impl ClientError {
     }
 }
 
-/// A way to the holder of this node.
+/// A way to the supervisor of this node.
 #[derive(Clone, Debug)]
 pub struct Client {
     endpoint: Endpoint,
 }
 
 impl Client {
-    /// The holder that serves there.
+    /// The supervisor that serves there.
     pub fn new(endpoint: Endpoint) -> Self {
         Self { endpoint }
     }
@@ -123,7 +123,7 @@ impl Client {
                 volume_uuid: fencing.volume.to_string(),
             }),
         };
-        let answer = self.call(WITHIN, async |mut holder| holder.map(request).await)?;
+        let answer = self.call(WITHIN, async |mut supervisor| supervisor.map(request).await)?;
         Ok((answer.node.into(), done(answer.already)))
     }
 
@@ -132,7 +132,9 @@ impl Client {
         let request = UnmapRequest {
             volume_id: volume_id.to_owned(),
         };
-        let answer = self.call(WITHIN, async |mut holder| holder.unmap(request).await)?;
+        let answer = self.call(WITHIN, async |mut supervisor| {
+            supervisor.unmap(request).await
+        })?;
         Ok(done(answer.already))
     }
 
@@ -143,13 +145,16 @@ impl Client {
             volume_id: volume_id.to_owned(),
             bytes,
         };
-        let answer = self.call(WITHIN, async |mut holder| holder.grow(request).await)?;
+        let answer = self.call(WITHIN, async |mut supervisor| {
+            supervisor.grow(request).await
+        })?;
         Ok(answer.bytes)
     }
 
     /// What it keeps.
     pub fn list(&self) -> Result<Vec<Held>, ClientError> {
-        let list = async |mut holder: HolderClient<Channel>| holder.list(ListRequest {}).await;
+        let list =
+            async |mut supervisor: HolderClient<Channel>| supervisor.list(ListRequest {}).await;
         Ok(self.call(LIST_WITHIN, list)?.volumes)
     }
 

@@ -7,8 +7,8 @@ use rustix::fs::{FlockOperation, flock};
 use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
-    holder::{HolderError, devices::Device, error::failed},
     lane::Lanes,
+    supervisor::{SupervisorError, devices::Device, error::failed},
 };
 
 /// How long that may take where a daemon serves the device.
@@ -18,7 +18,7 @@ const WITHIN: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub struct Open {
     /// Once it is open; then the file is in `file`.
-    opened: oneshot::Receiver<Result<Closing, HolderError>>,
+    opened: oneshot::Receiver<Result<Closing, SupervisorError>>,
     file: Option<Closing>,
 }
 
@@ -50,7 +50,7 @@ impl Open {
     pub fn begin(
         lanes: &Lanes,
         volume: &str,
-        open: impl FnOnce() -> Result<Arc<File>, HolderError> + Send + 'static,
+        open: impl FnOnce() -> Result<Arc<File>, SupervisorError> + Send + 'static,
     ) -> Self {
         let (tell, opened) = oneshot::channel();
         let (own, of) = (lanes.clone(), volume.to_owned());
@@ -75,7 +75,7 @@ impl Open {
     }
 
     /// Waits until it is open, while a daemon serves it.
-    pub async fn is_open(&mut self, device: &Device) -> Result<(), HolderError> {
+    pub async fn is_open(&mut self, device: &Device) -> Result<(), SupervisorError> {
         if self.file.is_none() {
             let late = || failed("open", device.node.display());
             let opened = timeout(WITHIN, &mut self.opened).await;

@@ -1,8 +1,9 @@
-//! Images that rbd-nbd serves: what krbd cannot map, or what is not to be its.
+//! Images that rbd-nbd serves: those that krbd cannot map, and those of the mounter
+//! `rbd-nbd`.
 //!
-//! The holder has rbd-nbd's daemons ([`crate::holder`]); here is what the agent
-//! asks of it, and how it knows such a device without asking anybody: by the
-//! device's cookie, which is the volume's handle.
+//! The supervisor runs rbd-nbd's daemons ([`crate::supervisor`]); here the agent asks
+//! it to map, grow and unmap. Such a device the agent recognises by itself, by its
+//! cookie, which is the volume's handle.
 
 use super::{
     Below, BoundCephImage, CephImageError, CephSource, Known, as_it_is_shown, library::Own,
@@ -18,7 +19,7 @@ use crate::{
         error::{DeviceError, io},
         luks,
     },
-    holder::{
+    supervisor::{
         Spec, Trouble, Watch,
         client::{ClientError, Refusal},
         devices as nbd,
@@ -34,41 +35,41 @@ pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
 }
 
 /// Whether rbd-nbd has the volume's device.
-pub fn is_served(volume_id: &str) -> Result<bool, CephImageError> {
+pub fn is_nbd_backed(volume_id: &str) -> Result<bool, CephImageError> {
     let found = nbd::Device::of(volume_id).map_err(ClientError::Io)?;
     Ok(found.is_some())
 }
 
-/// The same with its source: the holder knows the image, or the command line of
+/// The same with its source: the supervisor knows the image, or the command line of
 /// whoever serves it, or else what was noted of it. ceph-csi's daemons end with its
 /// pod, and nothing but its note tells then.
 pub fn find(
-    holder: Option<&Watch>,
+    supervisor: Option<&Watch>,
     volume_id: &str,
     noted: Option<ImageSpec>,
 ) -> Result<Option<Found>, DeviceError> {
     let Some(device) = device(volume_id)? else {
-        if is_coming(holder, volume_id)? {
+        if is_coming(supervisor, volume_id)? {
             return Err(CephImageError::Coming.into());
         }
         return Ok(None);
     };
-    let mut name = holder.and_then(|holder| holder.image(volume_id));
+    let mut name = supervisor.and_then(|supervisor| supervisor.image(volume_id));
     if name.is_none() {
         let server = server_of(volume_id).map_err(io("look at the processes"))?;
         name = server.map(|server| server.image);
     }
     let Some(image) = name.as_deref().and_then(named).or(noted) else {
-        tracing::warn!(volume_id, node = %device.node.display(), "nobody knows what rbd-nbd served as this");
+        tracing::warn!(volume_id, node = %device.node.display(), "no record of the image behind this NBD device");
         return Ok(None);
     };
-    let source = Source::Rbd(CephSource::found_served(image, volume_id));
+    let source = Source::Rbd(CephSource::found_nbd_backed(image, volume_id));
     Ok(Some(Found { device, source }))
 }
 
-/// Whether somebody is about to serve it, whom an agent that was killed had asked.
-fn is_coming(holder: Option<&Watch>, volume_id: &str) -> Result<bool, CephImageError> {
-    let mapping = holder.map(|holder| holder.is_mapping(volume_id));
+/// Whether rbd-nbd is being started for it, on behalf of an agent that was killed.
+fn is_coming(supervisor: Option<&Watch>, volume_id: &str) -> Result<bool, CephImageError> {
+    let mapping = supervisor.map(|supervisor| supervisor.is_mapping(volume_id));
     if mapping.transpose()? == Some(true) {
         return Ok(true);
     }
@@ -84,7 +85,7 @@ fn server_of(volume_id: &str) -> std::io::Result<Option<nbd::Server>> {
 }
 
 /// Refuses an image that rbd-nbd serves here, for this volume or another.
-pub fn is_not_served(
+pub fn refuse_nbd_backed(
     image: &ImageSpec,
     volume_id: &str,
     monitors: &Monitors,
@@ -111,8 +112,8 @@ pub fn is_not_served(
     Ok(())
 }
 
-/// Whether a process serves the image for the volume, with or without a holder.
-fn is_served_alone(spec: &Spec) -> Result<bool, CephImageError> {
+/// Whether a process serves the image for the volume, with or without a supervisor.
+fn is_backed_without_supervisor(spec: &Spec) -> Result<bool, CephImageError> {
     let server = server_of(&spec.volume_id).map_err(ClientError::Io)?;
     Ok(server.is_some_and(|server| server.image == spec.name()))
 }
@@ -154,10 +155,10 @@ fn below(device: nbd::Device, cookie: &str) -> Below {
 }
 
 impl BoundCephImage<'_> {
-    fn holder(&self) -> Result<&Watch, CephImageError> {
+    fn supervisor(&self) -> Result<&Watch, CephImageError> {
         let image = || self.source.image.to_string();
-        let holder = self.images.holder.as_ref();
-        holder.ok_or_else(|| CephImageError::NoHolder { image: image() })
+        let supervisor = self.images.supervisor.as_ref();
+        supervisor.ok_or_else(|| CephImageError::NoSupervisor { image: image() })
     }
 
     /// Has the image served, or finds that it is; brings the key at any rate.
@@ -167,17 +168,17 @@ impl BoundCephImage<'_> {
         served: &Served,
         how: &How,
     ) -> Result<(Below, Done), CephImageError> {
-        let holder = self.holder()?;
+        let supervisor = self.supervisor()?;
         let look = || nbd::Device::of(&served.cookie).map_err(ClientError::Io);
         // What was begun for a killed agent is ours, and has the image open.
-        let is_coming = is_coming(Some(holder), &served.cookie)?;
+        let is_coming = is_coming(Some(supervisor), &served.cookie)?;
         let before = look()?;
         // As with krbd, a second writer destroys the image.
-        let is_one_s = !how.staged && !how.read_only && !how.shared;
+        let single_writer = !how.staged && !how.read_only && !how.shared;
         let is_first = before.is_none() && !is_coming;
         if is_first {
             self.is_not_mapped(known, how)?;
-            if is_one_s {
+            if single_writer {
                 let _ = self.alone(known)?;
             }
         }
@@ -190,20 +191,24 @@ impl BoundCephImage<'_> {
             read_only: how.read_only,
             fencing: self.fencing(how),
         };
-        let (node, done) = match (holder.map(&spec, &known.credentials.key), before) {
-            // Nobody takes the key, and nobody needs it now.
+        let (node, done) = match (supervisor.map(&spec, &known.credentials.key), before) {
+            // The supervisor is away, and the key is not needed now.
             (Err(ClientError::Away { source, .. }), Some(device))
                 if device.read_only == how.read_only
                     && spec.fencing.is_none()
-                    && is_served_alone(&spec)? =>
+                    && is_backed_without_supervisor(&spec)? =>
             {
                 let why = chain(&source);
-                tracing::warn!(volume_id = how.volume_id, why, "rbd-nbd serves it, unkept");
+                tracing::warn!(
+                    volume_id = how.volume_id,
+                    why,
+                    "rbd-nbd serves the volume without a supervisor"
+                );
                 (device.node, Done::Already)
             }
-            // Or nobody enters who serves it.
+            // Or no client would be registered.
             (Err(error @ ClientError::Away { .. }), Some(_))
-                if spec.fencing.is_some() && is_served_alone(&spec)? =>
+                if spec.fencing.is_some() && is_backed_without_supervisor(&spec)? =>
             {
                 return Err(error.into());
             }
@@ -226,7 +231,7 @@ impl BoundCephImage<'_> {
             ClientError::Io(std::io::Error::other(why))
         })?;
         let below = below(device, &served.cookie);
-        if !is_one_s {
+        if !single_writer {
             return Ok((below, done));
         }
         // Somebody else may have looked at the same time, as with krbd. A daemon that
@@ -261,7 +266,7 @@ impl BoundCephImage<'_> {
     pub(super) fn unmap(&self, below: &Below) -> Result<Detached, CephImageError> {
         match &below.behind {
             Behind::Rbd(identity) => Ok(crate::ceph::krbd::unmap(&below.krbd(identity))?),
-            Behind::Served(cookie) => match self.holder()?.unmap(cookie)? {
+            Behind::Served(cookie) => match self.supervisor()?.unmap(cookie)? {
                 Done::Now => Ok(Detached::Now),
                 Done::Already => Ok(Detached::Already),
             },
@@ -269,23 +274,23 @@ impl BoundCephImage<'_> {
         }
     }
 
-    pub(super) fn grow_served(&self, below: &Below, bytes: u64) -> Result<u64, CephImageError> {
+    pub(super) fn grow_nbd_backed(&self, below: &Below, bytes: u64) -> Result<u64, CephImageError> {
         let Behind::Served(cookie) = &below.behind else {
             unreachable!("rbd-nbd serves it");
         };
-        Ok(self.holder()?.grow(cookie, bytes)?)
+        Ok(self.supervisor()?.grow(cookie, bytes)?)
     }
 
-    /// What the holder says is wrong with an image that is served.
+    /// What the supervisor says is wrong with an image that is served.
     pub(super) fn trouble(&self, below: &Below) -> Option<Ailment> {
         let Behind::Served(cookie) = &below.behind else {
             return None;
         };
-        let Some(holder) = &self.images.holder else {
+        let Some(supervisor) = &self.images.supervisor else {
             let why = "this agent was started without --holder";
             return Some(Ailment::Unkept(why.to_owned()));
         };
-        Some(match holder.trouble(cookie)? {
+        Some(match supervisor.trouble(cookie)? {
             Trouble::Unkept(why) => Ailment::Unkept(why),
             Trouble::Unserved(why) => Ailment::Away {
                 failing: false,

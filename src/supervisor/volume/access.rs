@@ -4,8 +4,8 @@
 //! newer has.
 
 use crate::{
-    holder::{HolderError, Spec},
     secret::Secret,
+    supervisor::{Spec, SupervisorError},
 };
 
 /// All that a daemon is begun by.
@@ -18,7 +18,7 @@ pub struct Access {
 /// What there is of it.
 #[derive(Debug, Default)]
 pub struct Accesses {
-    /// What a next holder would know.
+    /// What a next supervisor would know.
     pub recorded: Option<Spec>,
     /// A daemon was begun by it.
     proven: Option<Access>,
@@ -60,12 +60,12 @@ impl Accesses {
     }
 
     /// What was brought did not work. What else may.
-    pub fn failed(&mut self, error: &HolderError) -> Option<Access> {
+    pub fn failed(&mut self, error: &SupervisorError) -> Option<Access> {
         let other = self.proven.clone()?;
         let brought = self.brought.as_ref()?;
         match error {
-            HolderError::Denied { .. } => self.brought = None,
-            HolderError::Silent { .. } if brought.spec.monitors != other.spec.monitors => {}
+            SupervisorError::Denied { .. } => self.brought = None,
+            SupervisorError::Silent { .. } if brought.spec.monitors != other.spec.monitors => {}
             _ => return None,
         }
         Some(other)

@@ -12,7 +12,7 @@ use rustix::{
 };
 
 #[cfg(feature = "holder")]
-use super::{HolderError, error::failed};
+use super::{SupervisorError, error::failed};
 #[cfg(feature = "holder")]
 use crate::kernel::{block, busy, nbd::netlink::Driver};
 use crate::{
@@ -63,14 +63,14 @@ impl Device {
     /// whenever somebody has written, and a daemon that dies right then could not
     /// close the device, nor therefore end. It may block: for a lane.
     #[cfg(feature = "holder")]
-    pub fn open(&self) -> Result<Arc<fs::File>, HolderError> {
+    pub fn open(&self) -> Result<Arc<fs::File>, SupervisorError> {
         let file = self.open_unlocked()?;
         self.lock(&file, FlockOperation::LockShared)?;
         Ok(file)
     }
 
     #[cfg(feature = "holder")]
-    fn open_unlocked(&self) -> Result<Arc<fs::File>, HolderError> {
+    fn open_unlocked(&self) -> Result<Arc<fs::File>, SupervisorError> {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK;
         let opened = block::open(&self.node, self.dev, flags);
         let opened = opened.map_err(failed("open", self.node.display()))?;
@@ -83,7 +83,10 @@ impl Device {
     /// has the device open already, if there is one: its lock would be in the way. It
     /// blocks for as long as the device does: for a lane.
     #[cfg(feature = "holder")]
-    pub fn without_udevd(&self, open: Option<Arc<fs::File>>) -> Result<Arc<fs::File>, HolderError> {
+    pub fn without_udevd(
+        &self,
+        open: Option<Arc<fs::File>>,
+    ) -> Result<Arc<fs::File>, SupervisorError> {
         // Not shared first: udevd could share it then, and wait for the device.
         let file = open.map_or_else(|| self.open_unlocked(), Ok)?;
         self.lock(&file, FlockOperation::LockExclusive)?;
@@ -91,7 +94,7 @@ impl Device {
     }
 
     #[cfg(feature = "holder")]
-    fn lock(&self, file: &fs::File, how: FlockOperation) -> Result<(), HolderError> {
+    fn lock(&self, file: &fs::File, how: FlockOperation) -> Result<(), SupervisorError> {
         let locked = flock(file, how);
         locked.map_err(|errno| failed("lock", self.node.display())(errno.into()))
     }
@@ -99,7 +102,7 @@ impl Device {
     /// Takes the device down, unless somebody uses it: the driver itself does not
     /// look. It blocks for as long as the device does: for a lane.
     #[cfg(feature = "holder")]
-    pub fn disconnect(&self, cookie: &str) -> Result<(), HolderError> {
+    pub fn disconnect(&self, cookie: &str) -> Result<(), SupervisorError> {
         let node = || self.node.display();
         let opened = busy::outwait(
             || block::open(&self.node, self.dev, OFlags::RDONLY | OFlags::EXCL),
@@ -110,7 +113,7 @@ impl Device {
             _ if !sysfs::nbd_backend(self.dev).is_ok_and(|has| has == cookie) => return Ok(()),
             Ok(file) => file,
             Err(error) if is_busy(&error) => {
-                return Err(HolderError::Busy {
+                return Err(SupervisorError::Busy {
                     node: self.node.clone(),
                 });
             }

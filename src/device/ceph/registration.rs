@@ -1,11 +1,11 @@
-//! Entering this node's client with a volume, for a controller that fences nodes
-//! that do not let go of one, and telling it which fences have served their turn.
+//! Registering this node's client with a volume, for a controller that fences nodes
+//! that keep one, and telling the controller which fences it may lift.
 //!
-//! A client is entered before anything is written through it, and only while the
+//! A client is registered before anything is written through it, and only while the
 //! volume is published to this node ([`crate::ceph::fencing`]): the kernel's here,
-//! and those of rbd-nbd by the holder, which begins them. It is left entered when the
-//! volume is unstaged, which no secrets come with: once nothing watches the image,
-//! nobody is fenced.
+//! those of rbd-nbd by the supervisor, which starts them. It stays registered when the
+//! volume is unstaged, for which there are no secrets: once nothing watches the image,
+//! no client is fenced.
 
 use super::{BoundCephImage, CephImageError, Known, below::Below};
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
     },
     chain,
     device::{Behind, Fencing, How},
-    holder::{
+    supervisor::{
         self,
         devices::{Server, process},
     },
@@ -32,16 +32,16 @@ pub struct ThisNode {
 }
 
 impl BoundCephImage<'_> {
-    /// What the holder enters rbd-nbd's clients as, where the controller asks for it
+    /// What the supervisor registers rbd-nbd's clients as, where the controller asks for it
     /// and there is one writer.
-    pub(super) fn fencing(&self, how: &How) -> Option<holder::Fencing> {
+    pub(super) fn fencing(&self, how: &How) -> Option<supervisor::Fencing> {
         if how.fencing == Fencing::Off || how.read_only || how.shared {
             return None;
         }
         let Ok(VolumeHandle::Journaled(handle)) = how.volume_id.parse() else {
             return None;
         };
-        Some(holder::Fencing {
+        Some(supervisor::Fencing {
             node_id: self.images.this_node.id.clone(),
             volume: handle.uuid(),
         })
@@ -54,14 +54,14 @@ impl BoundCephImage<'_> {
         }
     }
 
-    /// Enters who has the image, unless the holder has.
-    pub(super) fn enter(
+    /// Registers the kernel's client; the supervisor registers its own.
+    pub(super) fn register(
         &self,
         known: &Known<'_>,
         below: &Below,
         how: &How,
     ) -> Result<(), CephImageError> {
-        let Some(holder::Fencing { node_id, volume }) = self.fencing(how) else {
+        let Some(supervisor::Fencing { node_id, volume }) = self.fencing(how) else {
             return Ok(());
         };
         let (monitors, credentials) = (&known.cluster.monitors, &known.credentials);
@@ -76,7 +76,10 @@ impl BoundCephImage<'_> {
         }
         if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool), &nodes) {
             let error = chain(&error);
-            tracing::warn!(error, "fences of this node stay, though it is back");
+            tracing::warn!(
+                error,
+                "cannot report which fenced clients of this node are gone"
+            );
         }
         Ok(())
     }
@@ -116,7 +119,7 @@ impl BoundCephImage<'_> {
             }
             fences.is_gone(&fence)?;
             let address = &fence.client.address;
-            tracing::info!(address, "nothing is left of a client that was fenced");
+            tracing::info!(address, "fenced client is gone");
         }
         Ok(())
     }
@@ -124,7 +127,7 @@ impl BoundCephImage<'_> {
 
 /// Whether something of a client of this boot may still hold data.
 fn is_left(fence: &Fence, nodes: &Attachments) -> Result<bool, CephImageError> {
-    let io = |error| crate::holder::client::ClientError::Io(error);
+    let io = |error| crate::supervisor::client::ClientError::Io(error);
     let client = &fence.client;
     Ok(match (client.through, client.process) {
         (Through::SharedKrbd | Through::OwnKrbd, _) => {
@@ -132,13 +135,13 @@ fn is_left(fence: &Fence, nodes: &Attachments) -> Result<bool, CephImageError> {
             addresses.contains(&client.address)
         }
         (Through::RbdNbd, Some(its)) => process(its.pid) == Some(its),
-        // It was fenced before it was entered: any process of that volume's may be its,
-        // except the one entered since.
+        // It was fenced before it was registered: any process of that volume may be its,
+        // except the one registered since.
         (Through::RbdNbd, None) => {
             let mut nodes = nodes.list()?.into_iter();
-            let entered = nodes.find(|one| one.node == fence.node);
-            let entered = entered.and_then(|one| one.entry.client?.process);
-            let may_be = |pid| process(pid).is_some_and(|its| entered != Some(its));
+            let registered = nodes.find(|one| one.node == fence.node);
+            let registered = registered.and_then(|one| one.entry.client?.process);
+            let may_be = |pid| process(pid).is_some_and(|its| registered != Some(its));
             let mut servers = Server::all().map_err(io)?.into_iter();
             servers.any(|(pid, one)| one.cookie == fence.volume && may_be(pid))
         }

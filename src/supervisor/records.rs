@@ -1,4 +1,4 @@
-//! What a holder that starts knows of the volumes of the last one: a file each
+//! What a supervisor that starts knows of the volumes of the last one: a file each
 //! on a tmpfs, and never a key.
 //!
 //! A file is replaced as a whole. One of an earlier boot, should the directory
@@ -96,7 +96,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{ceph::krbd::ImageSpec, holder::NbdOptions};
+    use crate::{ceph::krbd::ImageSpec, supervisor::NbdOptions};
 
     fn spec(volume_id: &str) -> Spec {
         Spec {

@@ -13,7 +13,7 @@ use rustix::{
 /// Locks the memory of this process, as far as it is used, now and later
 /// (CAP_IPC_LOCK, which must be kept), and lets nobody look into it. The limit on
 /// core dumps goes on to children, the rest does not.
-pub fn enter() -> io::Result<()> {
+pub fn lock() -> io::Result<()> {
     let none = Rlimit {
         current: Some(0),
         maximum: Some(0),

@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    HolderError, Spec,
+    Spec, SupervisorError,
     devices::{self, Device},
     records::Records,
     volume::{Command, Reply, Status, Volume},
@@ -69,7 +69,7 @@ impl Keeper {
 
     /// Maps an image, or finds it mapped; where its daemon has died, brings it
     /// back.
-    pub async fn map(&self, spec: Spec, key: Secret) -> Result<(Device, Done), HolderError> {
+    pub async fn map(&self, spec: Spec, key: Secret) -> Result<(Device, Done), SupervisorError> {
         let volume_id = spec.volume_id.clone();
         self.ask(&volume_id, |reply| Command::Map(Box::new(spec), key, reply))
             .await
@@ -81,20 +81,20 @@ impl Keeper {
         volume_id: &str,
         user: Option<String>,
         key: Secret,
-    ) -> Result<Device, HolderError> {
+    ) -> Result<Device, SupervisorError> {
         self.ask(volume_id, |reply| Command::Reattach(user, key, reply))
             .await
     }
 
     /// Makes the device as large as its image, unless it has `bytes` already;
     /// says how many it has then.
-    pub async fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, HolderError> {
+    pub async fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, SupervisorError> {
         self.ask(volume_id, |reply| Command::Grow(bytes, reply))
             .await
     }
 
     /// Unmaps it, unless somebody has the device open.
-    pub async fn unmap(&self, volume_id: &str) -> Result<Done, HolderError> {
+    pub async fn unmap(&self, volume_id: &str) -> Result<Done, SupervisorError> {
         self.ask(volume_id, Command::Unmap).await
     }
 
@@ -115,7 +115,7 @@ impl Keeper {
         &self,
         volume_id: &str,
         command: impl FnOnce(Reply<T>) -> Command,
-    ) -> Result<T, HolderError> {
+    ) -> Result<T, SupervisorError> {
         let (reply, answer) = oneshot::channel();
         {
             let mut volumes = self.0.lock();
@@ -127,9 +127,9 @@ impl Keeper {
             debug_assert!(sent.is_ok(), "a listed volume has a task");
         }
         let answer = timeout(super::ANSWERS_WITHIN, answer).await;
-        let answer = answer.map_err(|_| HolderError::UnderWay(volume_id.to_owned()))?;
+        let answer = answer.map_err(|_| SupervisorError::UnderWay(volume_id.to_owned()))?;
         answer.unwrap_or_else(|_| {
-            Err(HolderError::Io {
+            Err(SupervisorError::Io {
                 what: "do what was asked of",
                 subject: volume_id.to_owned(),
                 source: io::Error::other("its task has ended"),
@@ -159,7 +159,7 @@ impl Shared {
         let idle = asked.is_empty();
         if idle {
             volumes.remove(volume_id);
-            // A record too many is seen to be of nothing by the next holder.
+            // A record too many is seen to be of nothing by the next supervisor.
             if let Err(error) = self.records.forget(volume_id) {
                 tracing::error!(volume = volume_id, %error, "a record is left");
             }

@@ -1,5 +1,5 @@
 //! The backend `rbd`: images of Ceph clusters, mapped by the kernel's driver, or
-//! served by rbd-nbd where that is asked for ([`served`]).
+//! served by rbd-nbd where that is asked for ([`nbd_backed`]).
 //!
 //! ```text
 //!  clusterID ─▶ config.json ─▶ monitors, namespace      secrets ─▶ user and key
@@ -32,26 +32,26 @@ use crate::{
         krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
     chain,
-    holder::{Watch, devices as nbd},
     kernel::{Dev, sysfs},
+    supervisor::{Watch, devices as nbd},
 };
 
 mod below;
 mod encrypted;
-mod entered;
 mod error;
+mod format_marker;
 mod library;
-mod making;
 mod map;
 mod mounter;
+mod nbd_backed;
 mod note;
-mod served;
+mod registration;
 mod source;
 
-pub use entered::ThisNode;
 pub use error::CephImageError;
-pub use making::{ImageNote, Making};
+pub use format_marker::{Format, ImageFormatMarker};
 pub use note::NOTE;
+pub use registration::ThisNode;
 pub use source::CephSource;
 
 use below::Below;
@@ -72,7 +72,7 @@ pub struct CephImages {
     /// The kernel's driver.
     pub mapper: Mapper,
     /// Who keeps rbd-nbd's daemons on this node, if anybody does.
-    pub holder: Option<Watch>,
+    pub supervisor: Option<Watch>,
     /// Where this node is in the CRUSH map, for reads from the nearest copy.
     pub location: Option<String>,
     /// Which images have a format under way, where their metadata cannot say it.
@@ -88,7 +88,7 @@ impl CephImages {
         let found = krbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
         match found {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
-            None => served::find(self.holder.as_ref(), volume_id, None),
+            None => nbd_backed::find(self.supervisor.as_ref(), volume_id, None),
         }
     }
 
@@ -107,7 +107,7 @@ impl CephImages {
                 let noted = note.and_then(|note| CephSource::noted(note, volume_id).ok());
                 let noted = noted.filter(|noted| noted.mounter.served().is_some());
                 let image = noted.map(|noted| noted.image);
-                served::find(self.holder.as_ref(), volume_id, image)
+                nbd_backed::find(self.supervisor.as_ref(), volume_id, image)
             }
             None => Ok(None),
         }
@@ -135,14 +135,14 @@ impl CephImages {
         let read = CephSource::noted(note, volume_id);
         let source = read.map_err(|error| io("read the note beside the mount")(error.into()))?;
         if source.mounter.served().is_some() {
-            let device = served::device(volume_id)?;
+            let device = nbd_backed::device(volume_id)?;
             return Ok((Source::Rbd(source), device));
         }
         let listed = krbd::mapped::list(Some(&source.image.name));
         let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
         mapped.retain(|mapped| {
             source.image.is_named_as(&mapped.image)
-                && !self.is_another_s(mapped, volume_id, &source)
+                && !self.belongs_to_other_volume(mapped, volume_id, &source)
         });
         let devices: Result<Vec<_>, _> = mapped.iter().map(device_of).collect();
         let mut devices = devices?;
@@ -156,7 +156,12 @@ impl CephImages {
 
     /// Whether a mapped image is another volume's, or another pool's or cluster's: it
     /// was mapped with monitors that the configuration has, and not for this one.
-    fn is_another_s(&self, mapped: &Mapped, volume_id: &str, source: &CephSource) -> bool {
+    fn belongs_to_other_volume(
+        &self,
+        mapped: &Mapped,
+        volume_id: &str,
+        source: &CephSource,
+    ) -> bool {
         if let Some(mark) = &mapped.config.mark {
             return mark.volume_id != volume_id;
         }
@@ -266,12 +271,12 @@ impl BoundCephImage<'_> {
         below: &Below,
         how: &How,
     ) -> Result<(Option<luks::Node>, MkfsNote), DeviceError> {
-        self.enter(known, below, how)?;
+        self.register(known, below, how)?;
         let over = match &self.source.kms {
             Some(kms) => Some(self.decrypt(known, kms, below, how)?),
             None => None,
         };
-        let note = self.note(known, Making::FileSystem, how)?;
+        let note = self.note(known, Format::FileSystem, how)?;
         if how.gives_out_raw() {
             note.ended()?;
         }
@@ -312,7 +317,7 @@ impl Bound for BoundCephImage<'_> {
     }
 
     fn ailment(&self, device: &Device) -> Option<Ailment> {
-        if device.is_what_it_was() {
+        if device.still_matches() {
             self.trouble(&Below::of(device))
         } else {
             Some(Ailment::Detached)
@@ -331,7 +336,7 @@ impl Bound for BoundCephImage<'_> {
         }
         let served = self.source.mounter.served();
         Ok(served.is_some_and(|served| served.cookie == volume_id)
-            && served::device(volume_id)?.is_some())
+            && nbd_backed::device(volume_id)?.is_some())
     }
 
     fn attached(&self) -> Result<Option<Device>, DeviceError> {
@@ -344,7 +349,7 @@ impl Bound for BoundCephImage<'_> {
         });
         match (its, self.source.mounter.served()) {
             (Some(mapped), _) => device_of(&mapped).map(Some),
-            (None, Some(served)) => served::device(&served.cookie),
+            (None, Some(served)) => nbd_backed::device(&served.cookie),
             (None, None) => Ok(None),
         }
     }
@@ -362,20 +367,22 @@ impl Bound for BoundCephImage<'_> {
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
         // Takes along the lock file of an agent that was killed.
         self.images.mapper.is_under_way(volume_id)?;
-        if let (Some(served), Some(holder)) = (self.source.mounter.served(), &self.images.holder) {
+        if let (Some(served), Some(supervisor)) =
+            (self.source.mounter.served(), &self.images.supervisor)
+        {
             // A daemon that was being started for a killed agent may come up yet.
-            holder
+            supervisor
                 .forget(&served.cookie)
                 .map_err(CephImageError::from)?;
         }
         // Whoever has it next may fill it.
-        for making in [Making::Luks, Making::FileSystem] {
+        for making in [Format::Luks, Format::FileSystem] {
             self.node_note(making).ended()?;
         }
         Ok(())
     }
 
-    fn leaves_scraps(&self, volume_id: &str) -> Result<bool, DeviceError> {
+    fn leaves_partial_format(&self, volume_id: &str) -> Result<bool, DeviceError> {
         Ok(self.images.notes.is_fresh(self.source, volume_id)?)
     }
 
@@ -387,7 +394,7 @@ impl Bound for BoundCephImage<'_> {
                 let grown = krbd::refresh(&self.source.image, &below.krbd(identity), bytes);
                 grown.map_err(CephImageError::from)?
             }
-            _ => self.grow_served(&below, bytes)?,
+            _ => self.grow_nbd_backed(&below, bytes)?,
         };
         if let Some(mapping) = luks::mapping_of(device.dev) {
             luks::resize(&mapping.name).map_err(CephImageError::from)?;

@@ -1,13 +1,13 @@
-//! What rbd-nbd says, and what that means.
+//! Parses the log of rbd-nbd.
 
-use crate::holder::{HolderError, Spec};
+use crate::supervisor::{Spec, SupervisorError};
 
 /// How much of the output is kept, bytes; the end, for there is the error.
 pub const KEPT: usize = 2048;
 
-/// What a daemon has said so far.
+/// What a daemon has logged so far.
 #[derive(Debug, Default)]
-pub struct Said {
+pub struct DaemonLog {
     /// It serves a device.
     pub serves: bool,
     /// Its last words.
@@ -20,7 +20,7 @@ pub struct Said {
     pub ended: bool,
 }
 
-impl Said {
+impl DaemonLog {
     /// Takes a line in.
     pub fn take(&mut self, line: &str) {
         if !self.serves && line.starts_with("/dev/nbd") {
@@ -53,8 +53,8 @@ fn joined_as(line: &str) -> Option<i64> {
 /// Two lines that it says at every start, and no more where the image is missing.
 const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred set uid:gid"];
 
-/// What the last words of a daemon mean.
-pub fn why(tail: &str, spec: &Spec) -> HolderError {
+/// The error by which a daemon ended, by its last lines.
+pub fn explain(tail: &str, spec: &Spec) -> SupervisorError {
     let image = spec.image.to_string();
     let words = || {
         tail.lines()
@@ -66,17 +66,17 @@ pub fn why(tail: &str, spec: &Spec) -> HolderError {
     let has = |what: &str| said.iter().any(|line| line.contains(what));
     if has("authenticate timed out") {
         let said = said.join("; ");
-        HolderError::Silent { image, said }
+        SupervisorError::Silent { image, said }
     } else if has("failed to fetch mon config") {
         let user = spec.user.clone();
-        HolderError::Denied { image, user }
+        SupervisorError::Denied { image, user }
     } else if has("netlink connect failed: Object busy") {
-        HolderError::Taken { image }
+        SupervisorError::Taken { image }
     } else if said.is_empty() {
-        HolderError::Missing { image }
+        SupervisorError::Missing { image }
     } else {
         let said = said.join("; ");
-        HolderError::Failed { image, said }
+        SupervisorError::Failed { image, said }
     }
 }
 

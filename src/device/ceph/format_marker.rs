@@ -1,28 +1,28 @@
-//! The note that a mkfs or luksFormat of an image is under way, in the image's
-//! metadata: whichever node has the image next may finish what a killed one began.
+//! The format marker of an image: its metadata record that a mkfs or luksFormat is
+//! under way. The next node that has the image may repeat what a killed one began.
 //!
 //! ```text
-//! note ─ durable ─▶ mkfs ─▶ note removed ─▶ mounted, or given out raw
+//! marker ─ durable ─▶ mkfs ─▶ marker removed ─▶ mounted, or given out raw
 //! ```
 //!
-//! While it stands, no node that knows of it has let anybody write. So what looks half
-//! made, and nothing else, may be made again, by a node that has the image alone:
+//! While it stands, no node that reads markers has let a pod write. So a partial format,
+//! and nothing else, may be formatted again, by a node that has the image alone:
 //!
-//! - Others, such as ceph-csi, neither know the note nor remove it. What they make is
-//!   whole, and outweighs it; whoever finds something whole removes it. A device that
-//!   is recognisably something else than a mkfs leaves is not touched either
+//! - Others, such as ceph-csi, neither read the marker nor remove it. What they make is
+//!   whole, and outweighs it; a node that finds something whole removes it. A device that
+//!   recognisably holds something else than a partial format is not touched either
 //!   ([`Content::is_partial_format`](crate::fs::probe::Content::is_partial_format)). A volume is a raw
 //!   device for all its life or never, so nobody has put bytes there that look like
 //!   nothing. What remains is a file system of others whose beginning was destroyed
-//!   before any node that knows of the note has seen it whole.
-//! - An image that is noted to be encrypted is formatted no more, whatever else is
-//!   noted.
-//! - Clones and copies have their source's metadata. They do not count there: the note
+//!   before any node that reads markers has seen it whole.
+//! - An image whose metadata say that it is encrypted is never formatted again,
+//!   whatever its marker says.
+//! - Clones and copies have their source's metadata. They do not count there: the marker
 //!   names the image by its id. Nor do they in another cluster, where a mirrored copy
 //!   has an id of its own.
-//! - To roll an image back changes no metadata: back to a half-made file system, there
-//!   is no note of it any more.
-//! - The note says what was under way, so that one of a mkfs inside a LUKS volume says
+//! - To roll an image back changes no metadata: back to a partial format, its
+//!   marker is gone.
+//! - The marker says what was under way, so that one of a mkfs inside a LUKS volume says
 //!   nothing of its header; and for which volume.
 
 use std::sync::{
@@ -40,16 +40,16 @@ use crate::{
 /// Under which key of the image's metadata.
 pub const KEY: &str = "uring-csi/making";
 
-/// What is under way.
+/// The format that is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Making {
+pub enum Format {
     /// A file system, maybe on an encrypted device.
     FileSystem,
     /// A LUKS header.
     Luks,
 }
 
-impl Making {
+impl Format {
     fn as_str(self) -> &'static str {
         match self {
             Self::FileSystem => "mkfs",
@@ -58,18 +58,18 @@ impl Making {
     }
 }
 
-/// An image's note.
+/// An image's format marker.
 #[derive(Debug)]
-pub struct ImageNote {
+pub struct ImageFormatMarker {
     header: Header,
     image_id: String,
     /// One was there when the image was asked for it, or may have come since.
     may_stand: AtomicBool,
 }
 
-impl ImageNote {
-    /// Of an image of which it is known whether it has one. None where nothing tells
-    /// the image from its copies.
+impl ImageFormatMarker {
+    /// That of an image, which has one now or not. None where nothing tells the image
+    /// from its copies.
     pub fn of(header: &Header, stands: bool) -> Option<Arc<Self>> {
         let image_id = header.id()?.to_owned();
         Some(Arc::new(Self {
@@ -79,13 +79,13 @@ impl ImageNote {
         }))
     }
 
-    /// Somebody else had the image since it was asked for its note.
+    /// Another client had the image since its marker was read.
     pub fn may_have_come(&self) {
         self.may_stand.store(true, Relaxed);
     }
 
-    /// Notes that it is about to begin, for this volume. Durable when it returns.
-    pub fn begins(&self, making: Making, volume_id: &str) -> Result<(), CephError> {
+    /// Sets the marker, for this volume. Durable when it returns.
+    pub fn begins(&self, making: Format, volume_id: &str) -> Result<(), CephError> {
         self.may_stand.store(true, Relaxed);
         self.header
             .metadata_set(KEY, &self.text(making, volume_id))?;
@@ -93,9 +93,9 @@ impl ImageNote {
         Ok(())
     }
 
-    /// Whether it has begun for this volume, and not ended. Only where there may be
-    /// such a note is the cluster asked.
-    pub fn was_interrupted(&self, making: Making, volume_id: &str) -> Result<bool, CephError> {
+    /// Whether the marker says that this format began for this volume and did not end.
+    /// Asks the cluster only where there may be a marker.
+    pub fn format_in_progress(&self, making: Format, volume_id: &str) -> Result<bool, CephError> {
         if !self.may_stand.load(Relaxed) {
             return Ok(false);
         }
@@ -103,7 +103,7 @@ impl ImageNote {
         Ok(noted.is_some_and(|noted| noted == self.text(making, volume_id)))
     }
 
-    /// The image holds, or may hold from now on, somebody's data.
+    /// Removes the marker: the image holds data, or may from now on.
     pub fn ended(&self) -> Result<(), CephError> {
         if self.may_stand.load(Relaxed) {
             self.header.metadata_remove(KEY)?;
@@ -113,36 +113,36 @@ impl ImageNote {
         Ok(())
     }
 
-    fn text(&self, making: Making, volume_id: &str) -> String {
+    fn text(&self, making: Format, volume_id: &str) -> String {
         format!("{} {} {volume_id}", making.as_str(), self.image_id)
     }
 }
 
 impl BoundCephImage<'_> {
-    /// Where it is noted that something is being made on the image: with the image, for
-    /// who may write it, where that can be. Nothing is being made on one that is staged,
-    /// and the cluster is not asked.
+    /// The format marker of the image: in its metadata, for a node that may write it,
+    /// where librados is there. A staged image is not being formatted, and the cluster is
+    /// not asked.
     pub(super) fn note(
         &self,
         known: &Known<'_>,
-        making: Making,
+        making: Format,
         how: &How,
     ) -> Result<MkfsNote, CephImageError> {
         if !how.read_only
             && !how.staged
             && let Some(asked) = known.asked(&self.images.connections)?
-            && let Some(note) = &asked.making
+            && let Some(note) = &asked.format_marker
         {
             return Ok(MkfsNote::Image(Arc::clone(note), making));
         }
         Ok(self.node_note(making))
     }
 
-    /// The same on this node.
-    pub(super) fn node_note(&self, making: Making) -> MkfsNote {
+    /// The marker on this node.
+    pub(super) fn node_note(&self, making: Format) -> MkfsNote {
         let what = match making {
-            Making::FileSystem => self.source.to_string(),
-            Making::Luks => format!("LUKS of {}", self.source),
+            Format::FileSystem => self.source.to_string(),
+            Format::Luks => format!("LUKS of {}", self.source),
         };
         MkfsNote::Node(self.images.notes.clone(), what)
     }
@@ -162,10 +162,10 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// As a node finds it that has the image now.
-    fn note(io: &IoCtx, image: &str) -> Arc<ImageNote> {
+    fn note(io: &IoCtx, image: &str) -> Arc<ImageFormatMarker> {
         let header = Header::of(io, image).unwrap();
         let (_, noted) = header.features_and(KEY).unwrap();
-        ImageNote::of(&header, noted.is_some()).unwrap()
+        ImageFormatMarker::of(&header, noted.is_some()).unwrap()
     }
 
     fn plain() -> ImageOptions {
@@ -177,31 +177,31 @@ mod tests {
 
     #[test]
     fn every_node_knows_what_another_has_begun() {
-        use Making::{FileSystem, Luks};
+        use Format::{FileSystem, Luks};
         let Some(Place { io, cluster: _test }) = Place::new() else {
             return;
         };
         rbd::create(&io, "image", MIB, &plain()).unwrap();
         let one = note(&io, "image");
-        assert!(!one.was_interrupted(FileSystem, "v").unwrap());
+        assert!(!one.format_in_progress(FileSystem, "v").unwrap());
         one.begins(FileSystem, "v").unwrap();
         let early = note(&io, "image");
         for node in [&one, &early] {
-            assert!(node.was_interrupted(FileSystem, "v").unwrap());
-            assert!(!node.was_interrupted(FileSystem, "w").unwrap());
-            assert!(!node.was_interrupted(Luks, "v").unwrap());
+            assert!(node.format_in_progress(FileSystem, "v").unwrap());
+            assert!(!node.format_in_progress(FileSystem, "w").unwrap());
+            assert!(!node.format_in_progress(Luks, "v").unwrap());
         }
         one.ended().unwrap();
         // It looked before that was over.
-        assert!(!early.was_interrupted(FileSystem, "v").unwrap());
+        assert!(!early.format_in_progress(FileSystem, "v").unwrap());
         early.ended().unwrap();
         let late = note(&io, "image");
-        assert!(!late.was_interrupted(FileSystem, "v").unwrap());
+        assert!(!late.format_in_progress(FileSystem, "v").unwrap());
         // As one that waits for whoever has the image.
         one.begins(Luks, "v").unwrap();
-        assert!(!late.was_interrupted(Luks, "v").unwrap());
+        assert!(!late.format_in_progress(Luks, "v").unwrap());
         late.may_have_come();
-        assert!(late.was_interrupted(Luks, "v").unwrap());
+        assert!(late.format_in_progress(Luks, "v").unwrap());
         late.ended().unwrap();
         assert_eq!(late.header.metadata_get(KEY).unwrap(), None);
         // In the words of Ceph's own program.
@@ -221,18 +221,18 @@ mod tests {
             return;
         };
         rbd::create(&io, "image", MIB, &plain()).unwrap();
-        note(&io, "image").begins(Making::FileSystem, "v").unwrap();
+        note(&io, "image").begins(Format::FileSystem, "v").unwrap();
         let image = Image::open(&io, "image", Access::ReadWrite).unwrap();
         image.snapshot_create("half").unwrap();
         rbd::clone_snapshot(&io, "image", "half", &io, "clone", &plain()).unwrap();
         let clone = note(&io, "clone");
         assert!(clone.may_stand.load(Relaxed), "a clone has its parent's");
-        assert!(!clone.was_interrupted(Making::FileSystem, "v").unwrap());
+        assert!(!clone.format_in_progress(Format::FileSystem, "v").unwrap());
         // One of its own takes its place, and the parent keeps its.
-        clone.begins(Making::FileSystem, "v").unwrap();
-        assert!(clone.was_interrupted(Making::FileSystem, "v").unwrap());
+        clone.begins(Format::FileSystem, "v").unwrap();
+        assert!(clone.format_in_progress(Format::FileSystem, "v").unwrap());
         clone.ended().unwrap();
         let parent = note(&io, "image");
-        assert!(parent.was_interrupted(Making::FileSystem, "v").unwrap());
+        assert!(parent.format_in_progress(Format::FileSystem, "v").unwrap());
     }
 }

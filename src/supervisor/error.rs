@@ -1,4 +1,4 @@
-//! Why the holder does not do what it is asked, and how that is told over its
+//! Why the supervisor does not do what it is asked, and how that is told over its
 //! socket: each kind has a gRPC code of its own, and the sentence is the message.
 
 use std::{io, path::PathBuf};
@@ -7,9 +7,9 @@ use tonic::{Code, Status};
 
 use super::SpecError;
 
-/// Why the holder does not do what it is asked.
+/// Why the supervisor does not do what it is asked.
 #[derive(Debug, thiserror::Error)]
-pub enum HolderError {
+pub enum SupervisorError {
     /// The request cannot be passed on.
     #[error(transparent)]
     Spec(#[from] SpecError),
@@ -74,8 +74,8 @@ pub enum HolderError {
         node: String,
     },
     /// A daemon is not begun, or was ended, as nobody could fence it.
-    #[error("the client of rbd-nbd for image {image} cannot be entered for fencing: {said}")]
-    NotEntered {
+    #[error("the client of rbd-nbd for image {image} cannot be registered for fencing: {said}")]
+    NotRegistered {
         /// The image.
         image: String,
         /// Why.
@@ -106,7 +106,7 @@ pub enum HolderError {
     },
     /// Nothing is known of the volume.
     #[error(
-        "volume {0} is not mapped by rbd-nbd on this node, or the holder has no record of it: then a stage brings it back, which kubelet calls for when it is restarted"
+        "volume {0} is not mapped by rbd-nbd on this node, or the supervisor has no record of it: then a stage brings it back, which kubelet calls for when it is restarted"
     )]
     Unknown(String),
     /// The key is needed and has gone.
@@ -146,7 +146,7 @@ pub enum HolderError {
     },
 }
 
-impl HolderError {
+impl SupervisorError {
     /// How it is told.
     pub fn code(&self) -> Code {
         match self {
@@ -158,7 +158,7 @@ impl HolderError {
             Self::NoKey(_) => Code::Unauthenticated,
             Self::Busy { .. } => Code::FailedPrecondition,
             Self::Unpublished { .. } => Code::Cancelled,
-            Self::NotEntered { .. } => Code::DataLoss,
+            Self::NotRegistered { .. } => Code::DataLoss,
             Self::Stuck { .. } | Self::Taken { .. } | Self::UnderWay(_) => Code::Aborted,
             Self::NoProgram { .. } => Code::Unimplemented,
             Self::Small { .. } => Code::OutOfRange,
@@ -167,8 +167,8 @@ impl HolderError {
     }
 }
 
-impl From<HolderError> for Status {
-    fn from(error: HolderError) -> Self {
+impl From<SupervisorError> for Status {
+    fn from(error: SupervisorError) -> Self {
         Self::new(error.code(), crate::chain(&error))
     }
 }
@@ -178,8 +178,8 @@ impl From<HolderError> for Status {
 pub(super) fn failed(
     what: &'static str,
     subject: impl ToString,
-) -> impl FnOnce(io::Error) -> HolderError {
-    move |source| HolderError::Io {
+) -> impl FnOnce(io::Error) -> SupervisorError {
+    move |source| SupervisorError::Io {
         what,
         subject: subject.to_string(),
         source,

@@ -1,16 +1,16 @@
 //! Which client of the cluster serves the volume, told to a controller that fences
-//! ([`crate::holder::entering`]). Where none does, nothing here is run.
+//! ([`crate::supervisor::registration`]). Where none does, nothing here is run.
 
 use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
 use super::{Volume, access::Access};
-use crate::holder::{
-    HolderError,
+use crate::supervisor::{
+    SupervisorError,
     daemon::Daemon,
     devices::process,
-    entering::{self, Lineage, Step},
+    registration::{self, Lineage, Step},
 };
 
 /// Between two looks for a daemon among the image's watchers.
@@ -25,12 +25,12 @@ impl Volume {
     /// node now, and whatever was before does not matter.
     pub(super) async fn anew<T>(
         &mut self,
-        what: impl AsyncFnOnce(&mut Self) -> Result<T, HolderError>,
-    ) -> Result<T, HolderError> {
+        what: impl AsyncFnOnce(&mut Self) -> Result<T, SupervisorError>,
+    ) -> Result<T, SupervisorError> {
         let before = std::mem::replace(&mut self.lineage, Lineage::new());
         let done = what(self).await;
         if self.lineage.is_new {
-            // It may be entered all the same.
+            // It may be registered all the same.
             let or = Some(self.lineage.since);
             self.lineage = Lineage { or, ..before };
         }
@@ -38,21 +38,25 @@ impl Volume {
     }
 
     /// A daemon is about to begin, if the volume is published to this node.
-    pub(super) async fn begins(&mut self, access: &Access) -> Result<(), HolderError> {
-        self.enter(access, Step::Begins).await.map(drop)
+    pub(super) async fn begins(&mut self, access: &Access) -> Result<(), SupervisorError> {
+        self.register(access, Step::Begins).await.map(drop)
     }
 
     /// The volume is published to this node.
-    pub(super) async fn is_published(&mut self, access: &Access) -> Result<(), HolderError> {
-        self.enter(access, Step::Looks).await.map(drop)
+    pub(super) async fn is_published(&mut self, access: &Access) -> Result<(), SupervisorError> {
+        self.register(access, Step::Looks).await.map(drop)
     }
 
-    /// It has ended. Where that is not entered, an unpublish waits for
+    /// It has ended. Where that is not registered, an unpublish waits for
     /// it longer than it need.
     pub(super) async fn has_ended(&mut self, access: &Access) {
-        if let Err(error) = self.enter(access, Step::Ended).await {
+        if let Err(error) = self.register(access, Step::Ended).await {
             let error = crate::chain(&error);
-            tracing::debug!(volume = self.id, error, "it stays entered as starting");
+            tracing::debug!(
+                volume = self.id,
+                error,
+                "the daemon that ended stays registered as starting"
+            );
         }
     }
 
@@ -61,20 +65,20 @@ impl Volume {
         &mut self,
         access: &Access,
         daemon: &Daemon,
-    ) -> Result<(), HolderError> {
+    ) -> Result<(), SupervisorError> {
         if access.spec.fencing.is_none() {
             return Ok(());
         }
         let since = Instant::now();
         let process = process(daemon.pid());
-        // A look is never given up half-way: it would enter a daemon that was killed
+        // A look is never given up half-way: it would register a daemon that was killed
         // meanwhile, when the next one is starting.
         while !self
-            .enter(access, Step::Serves(daemon.clients(), process))
+            .register(access, Step::Serves(daemon.clients(), process))
             .await?
         {
             if since.elapsed() > THERE_WITHIN {
-                return Err(HolderError::NotEntered {
+                return Err(SupervisorError::NotRegistered {
                     image: access.spec.image.to_string(),
                     said: format!(
                         "process {} is not among those who have it open; if it was fenced, the volume is to be unstaged first",
@@ -87,12 +91,12 @@ impl Volume {
         Ok(())
     }
 
-    /// Enters the daemon that serves, where none was begun for what is done anew;
+    /// Registers the daemon that serves, where none was started for this call;
     /// `mended` is how it got there.
-    pub(super) async fn is_entered(
+    pub(super) async fn ensure_registered(
         &mut self,
-        mended: Result<(), HolderError>,
-    ) -> Result<(), HolderError> {
+        mended: Result<(), SupervisorError>,
+    ) -> Result<(), SupervisorError> {
         let newest = self.accesses.newest().cloned();
         let fenced = newest.filter(|access| access.spec.fencing.is_some());
         let Some(access) = fenced.filter(|_| self.lineage.is_new) else {
@@ -102,23 +106,28 @@ impl Volume {
         let Some(daemon) = self.daemon.take() else {
             return Ok(());
         };
-        let entered = self.serves(&access, &daemon).await;
+        let registered = self.serves(&access, &daemon).await;
         self.daemon = Some(daemon);
-        entered
+        registered
     }
 
-    async fn enter(&mut self, access: &Access, step: Step) -> Result<bool, HolderError> {
+    async fn register(&mut self, access: &Access, step: Step) -> Result<bool, SupervisorError> {
         let Some(fencing) = access.spec.fencing.clone() else {
             return Ok(true);
         };
         let (access, lineage) = (access.clone(), self.lineage);
-        let enters = !matches!(step, Step::Looks);
-        let enter = move || entering::enter(&access.spec, &fencing, &access.key, lineage, step);
-        let entered = self.shared.lanes.run(&self.id, "enter", enter).await?;
-        if entered && enters {
+        let registers = !matches!(step, Step::Looks);
+        let register =
+            move || registration::register(&access.spec, &fencing, &access.key, lineage, step);
+        let registered = self
+            .shared
+            .lanes
+            .run(&self.id, "register", register)
+            .await?;
+        if registered && registers {
             // The next one follows it.
             self.lineage.is_new = false;
         }
-        Ok(entered)
+        Ok(registered)
     }
 }

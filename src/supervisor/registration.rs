@@ -1,18 +1,18 @@
-//! Entering rbd-nbd's clients with a volume, for a controller that fences nodes that
-//! do not let go of one ([`crate::ceph::fencing`]).
+//! Registering rbd-nbd's clients with a volume, for a controller that fences nodes that
+//! keep one ([`crate::ceph::fencing`]).
 //!
 //! A daemon may be replaced at any time, and the next one is another client of the
-//! cluster. So it is who begins them that enters them:
+//! cluster. So the supervisor, which starts them, registers them:
 //!
 //! ```text
 //!  is the volume published to this node, as it was?  no ─▶ no daemon
-//!  entered as starting ─▶ rbd-nbd ─▶ entered by its address, else killed
+//!  registered as starting ─▶ rbd-nbd ─▶ registered by its address, else killed
 //! ```
 //!
 //! **Which client is its own** rbd-nbd says itself: it logs each number under which
 //! it joins the cluster, and under one of them it watches the image.
 //!
-//! The holder has nothing of Ceph loaded. It runs itself once more for this, and
+//! The supervisor has nothing of Ceph loaded. It runs itself once more for this, and
 //! that child has librados and the key for a moment.
 
 use std::{
@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use zeroize::Zeroizing;
 
-use super::{HolderError, Spec, error::failed, privacy, spec::Fencing};
+use super::{Spec, SupervisorError, error::failed, memory_lock, spec::Fencing};
 use crate::{
     ceph::{
         client::{
@@ -42,7 +42,7 @@ use crate::{
     secret::Secret,
 };
 
-/// The holder's argument for a child that enters a client.
+/// The supervisor's argument for a child that registers a client.
 pub const VERB: &str = "enter";
 
 /// How long the child may take in all.
@@ -53,7 +53,7 @@ const TIMEOUTS: Timeouts = Timeouts {
     operation: Duration::from_secs(10),
 };
 
-/// What is to be entered.
+/// What the child registers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Step {
     /// Nothing: a process begins that writes nothing, if the volume is published.
@@ -71,9 +71,9 @@ pub(super) enum Step {
 pub(super) struct Lineage {
     /// Its number.
     pub since: Uuid,
-    /// Another that may have been entered: the answer was lost.
+    /// Another that may be registered: the answer was lost.
     pub or: Option<Uuid>,
-    /// Nothing is entered under it yet: a stage asks for that, and what was before
+    /// Nothing is registered under it yet: a stage asks for that, and what was before
     /// does not matter.
     pub is_new: bool,
 }
@@ -123,13 +123,13 @@ enum Answer {
 
 /// Has a child do it; blocks, no longer than [`WITHIN`]. False where the daemon is
 /// not among the image's watchers, or not yet.
-pub(super) fn enter(
+pub(super) fn register(
     spec: &Spec,
     fencing: &Fencing,
     key: &Secret,
     lineage: Lineage,
     step: Step,
-) -> Result<bool, HolderError> {
+) -> Result<bool, SupervisorError> {
     let order = Order {
         image: spec.image.clone(),
         monitors: spec.monitors.clone(),
@@ -146,32 +146,32 @@ pub(super) fn enter(
     input.extend_from_slice(key.reveal().as_bytes());
     // What runs here, though its file may have been replaced.
     let output = exec::run("/proc/self/exe", &[VERB], &[], &input, || {});
-    let output = output.map_err(failed("enter the client of", &spec.volume_id))?;
+    let output = output.map_err(failed("register the client of", &spec.volume_id))?;
     let image = || spec.image.to_string();
     match serde_json::from_slice(&output.stdout) {
         Ok(Answer::Done) => Ok(true),
         Ok(Answer::NotThere) => Ok(false),
-        Ok(Answer::Unpublished) => Err(HolderError::Unpublished {
+        Ok(Answer::Unpublished) => Err(SupervisorError::Unpublished {
             image: image(),
             node: fencing.node_id.clone(),
         }),
-        Ok(Answer::Denied) => Err(HolderError::Denied {
+        Ok(Answer::Denied) => Err(SupervisorError::Denied {
             image: image(),
             user: spec.user.clone(),
         }),
-        Ok(Answer::Missing) => Err(HolderError::Missing { image: image() }),
-        Ok(Answer::Silent(said)) => Err(HolderError::Silent {
+        Ok(Answer::Missing) => Err(SupervisorError::Missing { image: image() }),
+        Ok(Answer::Silent(said)) => Err(SupervisorError::Silent {
             image: image(),
             said,
         }),
-        Ok(Answer::Failed(said)) => Err(HolderError::NotEntered {
+        Ok(Answer::Failed(said)) => Err(SupervisorError::NotRegistered {
             image: image(),
             said,
         }),
         Err(_) => {
             let said = String::from_utf8_lossy(&output.stderr);
             let said = format!("its helper ended by {}, and said {said:?}", output.status);
-            Err(HolderError::NotEntered {
+            Err(SupervisorError::NotRegistered {
                 image: image(),
                 said,
             })
@@ -186,7 +186,7 @@ pub fn child() -> ExitCode {
         let _ = crossbeam::channel::after(WITHIN).recv();
         answer(&Answer::Silent("it takes too long".to_owned()));
     });
-    let carried_out = match privacy::enter().and_then(|()| read()) {
+    let carried_out = match memory_lock::lock().and_then(|()| read()) {
         Ok((order, key)) => carry_out(order, key).unwrap_or_else(|error| why(&error)),
         Err(error) => Answer::Failed(chain(&error)),
     };

@@ -1,5 +1,5 @@
 //! On a cluster, with rbd-nbd and a kernel that has its driver; elsewhere nothing
-//! is tested. A holder that is killed is one that is dropped: it never ends a
+//! is tested. A supervisor that is killed is one that is dropped: it never ends a
 //! daemon at its end.
 
 use std::{
@@ -64,9 +64,9 @@ impl Test {
         Some(Self { cluster, spec, dir })
     }
 
-    /// The next holder; the last one must have been dropped, with its runtime. It has
+    /// The next supervisor; the last one must have been dropped, with its runtime. It has
     /// looked at what there is.
-    fn holder(&self) -> Holder {
+    fn supervisor(&self) -> Supervisor {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
@@ -75,22 +75,22 @@ impl Test {
         let boot = crate::kernel::boot_id().unwrap();
         let keeper = Keeper::open("rbd-nbd", self.dir.path().to_owned(), boot).unwrap();
         drop(guard);
-        let holder = Holder { runtime, keeper };
+        let supervisor = Supervisor { runtime, keeper };
         let is_new =
             |status: &super::volume::Status| status.pid.is_none() && status.trouble.is_none();
-        holder.until("a look at what there is", || {
-            let listed = holder.keeper.list();
+        supervisor.until("a look at what there is", || {
+            let listed = supervisor.keeper.list();
             !listed.iter().any(|(_, status)| is_new(status))
         });
-        holder
+        supervisor
     }
 
     fn key(&self) -> Secret {
         Secret::new(self.cluster.key.clone())
     }
 
-    fn map(&self, holder: &Holder) -> Result<(PathBuf, Done), HolderError> {
-        holder.map(&self.spec, self.key())
+    fn map(&self, supervisor: &Supervisor) -> Result<(PathBuf, Done), SupervisorError> {
+        supervisor.map(&self.spec, self.key())
     }
 
     fn resize(&self, size: &str) {
@@ -104,32 +104,32 @@ impl Test {
         device.unwrap().expect("a device").bytes
     }
 
-    fn unmap(&self, holder: &Holder) -> Result<Done, HolderError> {
-        holder
+    fn unmap(&self, supervisor: &Supervisor) -> Result<Done, SupervisorError> {
+        supervisor
             .runtime
-            .block_on(holder.keeper.unmap(&self.spec.volume_id))
+            .block_on(supervisor.keeper.unmap(&self.spec.volume_id))
     }
 }
 
 impl Drop for Test {
     fn drop(&mut self) {
-        let holder = self.holder();
-        let _ = self.unmap(&holder).unwrap();
+        let supervisor = self.supervisor();
+        let _ = self.unmap(&supervisor).unwrap();
         // Daemons that were killed have the image open until they are given up.
         let status = || self.cluster.rbd(&["status", &self.spec.name()]);
-        holder.until("no client", || status().contains("Watchers: none"));
+        supervisor.until("no client", || status().contains("Watchers: none"));
         self.cluster
             .rbd(&["rm", "--no-progress", &self.spec.name()]);
     }
 }
 
-struct Holder {
+struct Supervisor {
     runtime: tokio::runtime::Runtime,
     keeper: Keeper,
 }
 
-impl Holder {
-    fn map(&self, spec: &Spec, key: Secret) -> Result<(PathBuf, Done), HolderError> {
+impl Supervisor {
+    fn map(&self, spec: &Spec, key: Secret) -> Result<(PathBuf, Done), SupervisorError> {
         let mapped = self.runtime.block_on(self.keeper.map(spec.clone(), key));
         mapped.map(|(device, done)| (device.node, done))
     }
@@ -140,7 +140,7 @@ impl Holder {
         of.expect("a volume that is kept").1
     }
 
-    /// Lets the holder work until that is so.
+    /// Lets the supervisor work until that is so.
     #[track_caller]
     fn until(&self, what: &str, so: impl Fn() -> bool) -> Duration {
         let begun = Instant::now();
@@ -186,13 +186,16 @@ fn an_image_is_mapped_once_served_and_unmapped() {
     let Some(test) = Test::new("life") else {
         return;
     };
-    let holder = test.holder();
+    let supervisor = test.supervisor();
     let begun = Instant::now();
-    let (node, done) = test.map(&holder).unwrap();
+    let (node, done) = test.map(&supervisor).unwrap();
     eprintln!("mapped in {:?}", begun.elapsed());
     assert_eq!(done, Done::Now);
-    assert_eq!(test.map(&holder).unwrap(), (node.clone(), Done::Already));
-    let status = holder.status(&test);
+    assert_eq!(
+        test.map(&supervisor).unwrap(),
+        (node.clone(), Done::Already)
+    );
+    let status = supervisor.status(&test);
     assert!(status.has_key && status.trouble.is_none(), "{status:?}");
     assert_eq!(status.node.as_deref(), node.to_str());
 
@@ -215,9 +218,9 @@ fn an_image_is_mapped_once_served_and_unmapped() {
 
     let mut reading = test.spec.clone();
     reading.read_only = true;
-    let error = holder
+    let error = supervisor
         .runtime
-        .block_on(holder.keeper.map(reading, test.key()))
+        .block_on(supervisor.keeper.map(reading, test.key()))
         .unwrap_err();
     assert!(error.to_string().contains("writable"), "{error}");
 
@@ -227,14 +230,14 @@ fn an_image_is_mapped_once_served_and_unmapped() {
         rustix::fs::Mode::empty(),
     )
     .unwrap();
-    let error = test.unmap(&holder).unwrap_err();
-    assert!(matches!(error, HolderError::Busy { .. }), "{error}");
+    let error = test.unmap(&supervisor).unwrap_err();
+    assert!(matches!(error, SupervisorError::Busy { .. }), "{error}");
     drop(open);
     let begun = Instant::now();
-    assert_eq!(test.unmap(&holder).unwrap(), Done::Now);
+    assert_eq!(test.unmap(&supervisor).unwrap(), Done::Now);
     eprintln!("unmapped in {:?}", begun.elapsed());
-    assert_eq!(test.unmap(&holder).unwrap(), Done::Already);
-    assert!(holder.keeper.list().is_empty());
+    assert_eq!(test.unmap(&supervisor).unwrap(), Done::Already);
+    assert!(supervisor.keeper.list().is_empty());
     assert_eq!(fs::read_dir(test.dir.path()).unwrap().count(), 0);
 }
 
@@ -243,27 +246,27 @@ fn what_cannot_be_mapped_says_why_and_leaves_nothing() {
     let Some(test) = Test::new("refused") else {
         return;
     };
-    let holder = test.holder();
+    let supervisor = test.supervisor();
     let map = |change: fn(&mut Spec), key: Secret| {
         let mut spec = test.spec.clone();
         change(&mut spec);
-        holder
+        supervisor
             .runtime
-            .block_on(holder.keeper.map(spec, key))
+            .block_on(supervisor.keeper.map(spec, key))
             .unwrap_err()
     };
     let error = map(|_| {}, wrong_key());
-    assert!(matches!(error, HolderError::Denied { .. }), "{error}");
+    assert!(matches!(error, SupervisorError::Denied { .. }), "{error}");
     let error = map(|spec| spec.image.name = "none".to_owned(), test.key());
-    assert!(matches!(error, HolderError::Missing { .. }), "{error}");
+    assert!(matches!(error, SupervisorError::Missing { .. }), "{error}");
     let error = map(|spec| spec.image.pool = "none".to_owned(), test.key());
-    assert!(matches!(error, HolderError::Missing { .. }), "{error}");
+    assert!(matches!(error, SupervisorError::Missing { .. }), "{error}");
     let error = map(
         |spec| spec.monitors = vec!["127.0.0.1:1".to_owned()],
         test.key(),
     );
-    assert!(matches!(error, HolderError::Silent { .. }), "{error}");
-    assert!(holder.keeper.list().is_empty());
+    assert!(matches!(error, SupervisorError::Silent { .. }), "{error}");
+    assert!(supervisor.keeper.list().is_empty());
     assert_eq!(fs::read_dir(test.dir.path()).unwrap().count(), 0);
 }
 
@@ -272,13 +275,17 @@ fn a_device_grows_with_its_image_and_what_is_beyond_the_old_end_is_kept() {
     let Some(test) = Test::new("grow") else {
         return;
     };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
     let id = &test.spec.volume_id;
-    let grow = |bytes| holder.runtime.block_on(holder.keeper.grow(id, bytes));
+    let grow = |bytes| {
+        supervisor
+            .runtime
+            .block_on(supervisor.keeper.grow(id, bytes))
+    };
     assert_eq!(grow(1).unwrap(), 64 << 20);
     let error = grow(1 << 40).unwrap_err();
-    assert!(matches!(error, HolderError::Small { .. }), "{error}");
+    assert!(matches!(error, SupervisorError::Small { .. }), "{error}");
 
     // While it is in use.
     let writing = write(&node, 0, 5, 32 * MIB);
@@ -286,12 +293,12 @@ fn a_device_grows_with_its_image_and_what_is_beyond_the_old_end_is_kept() {
     let begun = Instant::now();
     assert_eq!(grow(128 << 20).unwrap(), 128 << 20);
     eprintln!("grown in {:?}", begun.elapsed());
-    holder.until("the write", || writing.is_finished());
+    supervisor.until("the write", || writing.is_finished());
     writing.join().unwrap();
     write(&node, 100 << 20, 6, MIB).join().unwrap();
     assert_holds(&node, 0, 5, 32 * MIB);
     assert_holds(&node, 100 << 20, 6, MIB);
-    assert_eq!(holder.status(&test).trouble, None);
+    assert_eq!(supervisor.status(&test).trouble, None);
     // As another client sees it.
     let copy = test.dir.path().join("copy");
     test.cluster.rbd(&[
@@ -309,15 +316,15 @@ fn a_device_follows_an_image_that_others_grow() {
     let Some(test) = Test::new("follow") else {
         return;
     };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
-    let pid = holder.status(&test).pid;
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let pid = supervisor.status(&test).pid;
     test.resize("96M");
-    let grown = holder.until("the size", || test.bytes() == 96 << 20);
+    let grown = supervisor.until("the size", || test.bytes() == 96 << 20);
     eprintln!("followed within {grown:?}");
     write(&node, 80 << 20, 7, MIB).join().unwrap();
     assert_holds(&node, 80 << 20, 7, MIB);
-    assert_eq!(holder.status(&test).pid, pid);
+    assert_eq!(supervisor.status(&test).pid, pid);
     let copy = test.dir.path().join("copy");
     test.cluster.rbd(&[
         "export",

@@ -13,8 +13,8 @@ use rustix::{
 use super::{MIB, Test, assert_holds, write, wrong_key};
 use crate::{
     Done,
-    holder::{HolderError, Spec, devices::Device},
     secret::Secret,
+    supervisor::{Spec, SupervisorError, devices::Device},
 };
 
 fn kill(pid: Option<i32>) {
@@ -31,17 +31,17 @@ fn a_daemon_that_is_killed_under_io_comes_back_and_io_goes_on() {
     let Some(test) = Test::new("killed") else {
         return;
     };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
     write(&node, 0, 1, MIB).join().unwrap();
     let writing = write(&node, 0, 2, 32 * MIB);
-    let first = holder.status(&test).pid;
+    let first = supervisor.status(&test).pid;
     kill(first);
-    let back = holder.until("another daemon", || {
-        let status = holder.status(&test);
+    let back = supervisor.until("another daemon", || {
+        let status = supervisor.status(&test);
         status.pid.is_some() && status.pid != first && status.trouble.is_none()
     });
-    let done = holder.until("the write", || writing.is_finished());
+    let done = supervisor.until("the write", || writing.is_finished());
     eprintln!(
         "another daemon after {back:?}; the write was done {done:?} later, in {:?}",
         writing.join().unwrap()
@@ -54,41 +54,47 @@ fn daemons_outlive_their_holder_and_the_next_one_says_what_it_lacks() {
     let Some(test) = Test::new("outlive") else {
         return;
     };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
-    let pid = holder.status(&test).pid;
-    drop(holder);
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let pid = supervisor.status(&test).pid;
+    drop(supervisor);
     // I/O goes on without any.
     write(&node, 0, 3, 4 * MIB).join().unwrap();
     test.resize("96M");
 
-    let holder = test.holder();
-    let status = holder.status(&test);
+    let supervisor = test.supervisor();
+    let status = supervisor.status(&test);
     assert_eq!((status.pid, status.has_key), (pid, false));
     assert!(status.trouble.unwrap().contains("uringctl reattach"));
     // A wrong key is told, and the daemon goes on.
-    let wrong = holder.map(&test.spec, wrong_key());
+    let wrong = supervisor.map(&test.spec, wrong_key());
     assert_eq!(wrong.unwrap().1, Done::Already);
-    let status = holder.status(&test);
+    let status = supervisor.status(&test);
     assert_eq!(status.pid, pid);
     assert!(status.trouble.unwrap().contains("client.csi"));
-    // With the key there is a daemon that this holder hears, and what the last one
+    // With the key there is a daemon that this supervisor hears, and what the last one
     // was not there to hear is caught up with.
-    assert_eq!(test.map(&holder).unwrap(), (node.clone(), Done::Already));
-    let status = holder.status(&test);
+    assert_eq!(
+        test.map(&supervisor).unwrap(),
+        (node.clone(), Done::Already)
+    );
+    let status = supervisor.status(&test);
     assert!(status.has_key && status.trouble.is_none(), "{status:?}");
     assert_ne!(status.pid, pid);
     assert_eq!(test.bytes(), 96 << 20);
     test.resize("128M");
-    holder.until("the size", || test.bytes() == 128 << 20);
+    supervisor.until("the size", || test.bytes() == 128 << 20);
     // Whoever opens a device of a new size reads nothing from it that the next daemon
     // would have to serve, and wait for (see `partitions_are_read`).
-    let pid = holder.status(&test).pid;
+    let pid = supervisor.status(&test).pid;
     signal(pid, Signal::STOP);
     drop(File::open(&node).unwrap());
     kill(pid);
-    holder.until("another daemon", || {
-        holder.status(&test).pid.is_some_and(|now| Some(now) != pid)
+    supervisor.until("another daemon", || {
+        supervisor
+            .status(&test)
+            .pid
+            .is_some_and(|now| Some(now) != pid)
     });
     assert_holds(&node, 0, 3, 4 * MIB);
 }
@@ -110,18 +116,18 @@ fn a_key_that_worked_is_kept_until_another_has() {
     let Some(test) = Test::new("keys") else {
         return;
     };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
     assert!(may_be_looked_at(&node));
     // Nobody has tried it yet.
     assert_eq!(
-        holder.map(&test.spec, wrong_key()).unwrap().1,
+        supervisor.map(&test.spec, wrong_key()).unwrap().1,
         Done::Already
     );
-    let first = holder.status(&test).pid;
+    let first = supervisor.status(&test).pid;
     kill(first);
-    holder.until("another daemon", || {
-        let status = holder.status(&test);
+    supervisor.until("another daemon", || {
+        let status = supervisor.status(&test);
         status.pid.is_some() && status.pid != first && status.trouble.is_none()
     });
     assert!(may_be_looked_at(&node));
@@ -132,17 +138,17 @@ fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
     let Some(test) = Test::new("again") else {
         return;
     };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
-    let pid = holder.status(&test).pid;
-    drop(holder);
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let pid = supervisor.status(&test).pid;
+    drop(supervisor);
     // It would wait for the device, were it about to look just now.
     let device = Device::of(&test.spec.volume_id).unwrap().unwrap();
     let lock = device.without_udevd(None).unwrap();
     kill(pid);
-    let holder = test.holder();
+    let supervisor = test.supervisor();
     drop(lock);
-    holder.until("udevd is kept off", || !may_be_looked_at(&node));
+    supervisor.until("udevd is kept off", || !may_be_looked_at(&node));
 
     // A stage by a user who does not exist yet.
     let user = format!("late-{}", uuid::Uuid::new_v4().simple());
@@ -156,15 +162,15 @@ fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
         user,
         ..test.spec.clone()
     };
-    let error = holder.map(&late, Secret::new(key)).unwrap_err();
-    assert!(matches!(error, HolderError::Denied { .. }), "{error}");
-    let said = holder.status(&test).trouble.unwrap();
+    let error = supervisor.map(&late, Secret::new(key)).unwrap_err();
+    assert!(matches!(error, SupervisorError::Denied { .. }), "{error}");
+    let said = supervisor.status(&test).trouble.unwrap();
     assert!(said.contains(&entity), "{said}");
-    let grown = holder
+    let grown = supervisor
         .runtime
-        .block_on(holder.keeper.grow(&test.spec.volume_id, 128 << 20));
+        .block_on(supervisor.keeper.grow(&test.spec.volume_id, 128 << 20));
     grown.unwrap_err();
-    assert!(holder.status(&test).trouble.is_some());
+    assert!(supervisor.status(&test).trouble.is_some());
 
     let file = test.dir.path().join("keyring");
     fs::write(&file, keyring).unwrap();
@@ -176,13 +182,13 @@ fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
         .concat(),
     );
     fs::remove_file(file).unwrap();
-    holder.until("it is tried again", || {
-        let status = holder.status(&test);
+    supervisor.until("it is tried again", || {
+        let status = supervisor.status(&test);
         status.pid.is_some() && status.trouble.is_none()
     });
-    assert_eq!(test.map(&holder).unwrap().0, node);
-    holder.until("udevd may look again", || may_be_looked_at(&node));
-    holder.until("but not at partitions", || !may_be_scanned(&node));
+    assert_eq!(test.map(&supervisor).unwrap().0, node);
+    supervisor.until("udevd may look again", || may_be_looked_at(&node));
+    supervisor.until("but not at partitions", || !may_be_scanned(&node));
 }
 
 #[test]
@@ -190,34 +196,34 @@ fn holder_and_daemon_die_and_a_key_brings_both_back() {
     let Some(test) = Test::new("both") else {
         return;
     };
-    let holder = test.holder();
-    let (node, _) = test.map(&holder).unwrap();
-    let pid = holder.status(&test).pid;
-    drop(holder);
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let pid = supervisor.status(&test).pid;
+    drop(supervisor);
     let writing = write(&node, 0, 4, 8 * MIB);
     kill(pid);
 
-    let holder = test.holder();
-    holder.until("trouble", || holder.status(&test).pid.is_none());
-    let status = holder.status(&test);
+    let supervisor = test.supervisor();
+    supervisor.until("trouble", || supervisor.status(&test).pid.is_none());
+    let status = supervisor.status(&test);
     assert!(status.trouble.unwrap().contains("I/O waits") && !status.has_key);
-    let grown = holder
+    let grown = supervisor
         .runtime
-        .block_on(holder.keeper.grow(&test.spec.volume_id, 1 << 40));
-    assert!(matches!(grown, Err(HolderError::NoKey(_))), "{grown:?}");
+        .block_on(supervisor.keeper.grow(&test.spec.volume_id, 1 << 40));
+    assert!(matches!(grown, Err(SupervisorError::NoKey(_))), "{grown:?}");
 
     // A wrong key is told, and another try is not prevented by it.
     let reattach = |key| {
-        holder
+        supervisor
             .runtime
-            .block_on(holder.keeper.reattach(&test.spec.volume_id, None, key))
+            .block_on(supervisor.keeper.reattach(&test.spec.volume_id, None, key))
     };
     let error = reattach(wrong_key()).unwrap_err();
-    assert!(matches!(error, HolderError::Denied { .. }), "{error}");
+    assert!(matches!(error, SupervisorError::Denied { .. }), "{error}");
     assert_eq!(reattach(test.key()).unwrap().node, node);
-    let done = holder.until("the write", || writing.is_finished());
+    let done = supervisor.until("the write", || writing.is_finished());
     eprintln!("the write was done {done:?} after the key had come");
     writing.join().unwrap();
     assert_holds(&node, 0, 4, 8 * MIB);
-    assert_eq!(holder.status(&test).trouble, None);
+    assert_eq!(supervisor.status(&test).trouble, None);
 }

@@ -1,9 +1,9 @@
-//! The holder's socket: requests in, what the [`Keeper`] says out.
+//! The supervisor's socket: requests in, what the [`Keeper`] says out.
 
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{HolderError, NbdOptions, Spec, SpecError, keeper::Keeper, spec::Fencing};
+use super::{NbdOptions, Spec, SpecError, SupervisorError, keeper::Keeper, spec::Fencing};
 use crate::{
     Done,
     ceph::krbd::ImageSpec,
@@ -17,11 +17,11 @@ use crate::{
 
 /// The service over a keeper.
 #[derive(Debug)]
-pub struct HolderService {
+pub struct SupervisorService {
     keeper: Keeper,
 }
 
-impl HolderService {
+impl SupervisorService {
     /// Serves this keeper's volumes.
     pub fn new(keeper: Keeper) -> Self {
         Self { keeper }
@@ -29,11 +29,11 @@ impl HolderService {
 }
 
 #[tonic::async_trait]
-impl Holder for HolderService {
+impl Holder for SupervisorService {
     async fn map(&self, request: Request<MapRequest>) -> Result<Response<MapResponse>, Status> {
         let mut request = request.into_inner();
         let key = Secret::new(std::mem::take(&mut request.key));
-        let spec = spec_of(request).map_err(HolderError::from)?;
+        let spec = spec_of(request).map_err(SupervisorError::from)?;
         tracing::info!(volume = spec.volume_id, image = %spec.image, "map");
         let (device, done) = self.keeper.map(spec, key).await?;
         Ok(Response::new(MapResponse {

@@ -8,8 +8,8 @@ use tokio::time::sleep;
 use super::{LONGEST_PAUSE, LOOK_EVERY, Open, PAUSE, Volume, access::Access};
 use crate::{
     crash_point,
-    holder::{
-        HolderError, Spec,
+    supervisor::{
+        Spec, SupervisorError,
         daemon::{Daemon, Started},
         devices::Device,
         error::failed,
@@ -23,9 +23,9 @@ const START_WITHIN: Duration = Duration::from_secs(60);
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 
 impl Volume {
-    /// Sees to it that the device has a daemon, one of which this holder hears as
-    /// far as it has a key, and its image's size.
-    pub(super) async fn mend(&mut self, device: &Device) -> Result<(), HolderError> {
+    /// Ensures that the device has a daemon, whose output this supervisor reads as far as
+    /// it has a key, and its image's size.
+    pub(super) async fn mend(&mut self, device: &Device) -> Result<(), SupervisorError> {
         let mended = match &self.daemon {
             None => self.attach(device).await,
             Some(daemon) if daemon.is_unheard() => match self.accesses.newest() {
@@ -38,80 +38,84 @@ impl Volume {
             Some(_) if self.is_behind => self.take_size(device).await,
             Some(_) => Ok(()),
         };
-        self.told(mended)
+        self.report(mended)
     }
 
     /// Ends the daemon and starts another in its place.
-    pub(super) async fn replace(&mut self, device: &Device) -> Result<(), HolderError> {
-        let replaced = match self.end_quietly(device).await {
+    pub(super) async fn replace(&mut self, device: &Device) -> Result<(), SupervisorError> {
+        let replaced = match self.end_under_udev_lock(device).await {
             Ok(()) => self.attach(device).await,
             Err(error) => Err(error),
         };
-        self.told(replaced)
+        self.report(replaced)
     }
 
-    fn told(&mut self, outcome: Result<(), HolderError>) -> Result<(), HolderError> {
+    fn report(&mut self, outcome: Result<(), SupervisorError>) -> Result<(), SupervisorError> {
         match &outcome {
-            Ok(()) => self.well(),
-            Err(error) => self.ill(error),
+            Ok(()) => self.mark_healthy(),
+            Err(error) => self.mark_unhealthy(error),
         }
         outcome
     }
 
     /// The device is served, or there is none.
-    pub(super) fn well(&mut self) {
+    pub(super) fn mark_healthy(&mut self) {
         if self.trouble.take().is_some() {
-            tracing::info!(volume = self.id, "all is well again");
+            tracing::info!(volume = self.id, "volume recovered");
         }
-        (self.retry, self.pause, self.quiet) = (None, PAUSE, None);
+        (self.retry, self.pause, self.udev_lock) = (None, PAUSE, None);
     }
 
-    pub(super) fn ill(&mut self, error: &HolderError) {
+    pub(super) fn mark_unhealthy(&mut self, error: &SupervisorError) {
         let what = if self.daemon.is_none() {
             "nothing serves the device, so its I/O waits"
         } else {
-            "rbd-nbd runs, but not all is well"
+            "rbd-nbd runs, but the volume is unhealthy"
         };
         let text = crate::chain(error);
         tracing::error!(volume = self.id, error = text, what);
         self.trouble = Some(format!("{what}: {text}"));
-        if matches!(error, HolderError::NoKey(_)) {
+        if matches!(error, SupervisorError::NoKey(_)) {
             // Nothing changes before somebody brings one.
             return;
         }
-        self.quiet = None;
+        self.udev_lock = None;
         if self.daemon.is_none() {
             // It may have been taken down by others, and goes now.
-            self.grip = None;
+            self.open_guard = None;
         }
         self.retry = Some(Instant::now() + self.pause);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
     }
 
     /// Serves a device that nobody serves.
-    async fn attach(&mut self, device: &Device) -> Result<(), HolderError> {
-        self.keep_quiet(device);
+    async fn attach(&mut self, device: &Device) -> Result<(), SupervisorError> {
+        self.take_udev_lock(device);
         let node = device.node.to_string_lossy();
         self.start(&Verb::Attach(&node)).await
     }
 
-    /// Replaces a daemon that an earlier holder began, of whose words this one hears
+    /// Replaces a daemon that an earlier supervisor began, of whose words this one hears
     /// none: that its image was resized is one. The first step proves the key while
     /// the old daemon serves.
-    async fn adopt(&mut self, device: &Device) -> Result<(), HolderError> {
+    async fn adopt(&mut self, device: &Device) -> Result<(), SupervisorError> {
         self.take_size(device).await?;
-        self.end_quietly(device).await?;
+        self.end_under_udev_lock(device).await?;
         self.attach(device).await
     }
 
-    /// udevd looks at the device no more, from a moment on.
-    fn keep_quiet(&mut self, device: &Device) -> &mut Open {
-        let Self { grip, quiet, .. } = self;
-        quiet.get_or_insert_with(|| {
-            let open = grip.as_mut().and_then(Open::file);
+    /// Locks the device against udevd, from a moment on.
+    fn take_udev_lock(&mut self, device: &Device) -> &mut Open {
+        let Self {
+            open_guard,
+            udev_lock,
+            ..
+        } = self;
+        udev_lock.get_or_insert_with(|| {
+            let open = open_guard.as_mut().and_then(Open::file);
             if open.is_none() {
                 // It may be opened yet, and would be in the way.
-                *grip = None;
+                *open_guard = None;
             }
             let device = device.clone();
             Open::begin(&self.shared.lanes, &self.id, move || {
@@ -121,7 +125,7 @@ impl Volume {
     }
 
     /// Starts the volume's daemon: by what was brought last, else by what has worked.
-    pub(super) async fn start(&mut self, verb: &Verb<'_>) -> Result<(), HolderError> {
+    pub(super) async fn start(&mut self, verb: &Verb<'_>) -> Result<(), SupervisorError> {
         let access = self.access()?;
         let Err(error) = self.start_by(access, verb).await else {
             return Ok(());
@@ -136,23 +140,27 @@ impl Volume {
         }
     }
 
-    async fn start_by(&mut self, access: Access, verb: &Verb<'_>) -> Result<(), HolderError> {
+    async fn start_by(&mut self, access: Access, verb: &Verb<'_>) -> Result<(), SupervisorError> {
         self.begins(&access).await?;
-        let started = self.start_entered(&access, verb).await;
+        let started = self.start_registered(&access, verb).await;
         if started.is_err() && self.daemon.is_none() {
             self.has_ended(&access).await;
         }
         started
     }
 
-    async fn start_entered(&mut self, access: &Access, verb: &Verb<'_>) -> Result<(), HolderError> {
+    async fn start_registered(
+        &mut self,
+        access: &Access,
+        verb: &Verb<'_>,
+    ) -> Result<(), SupervisorError> {
         let mut daemon = self.begin(access, verb, None)?;
         match daemon.ready(&access.spec, START_WITHIN).await {
             Started::Ready => {
                 crash_point();
-                let entered = self.serves(access, &daemon).await;
+                let registered = self.serves(access, &daemon).await;
                 self.daemon = Some(daemon);
-                if let Err(error) = entered {
+                if let Err(error) = registered {
                     return Err(self.kill(verb, error).await);
                 }
                 // It was told the image's size with the socket.
@@ -175,7 +183,7 @@ impl Volume {
     /// Ends a daemon that may not serve, for that reason, before it writes anything
     /// more. A device that it has just made goes first, which nobody has written to.
     /// Where anything stays, that is what is told.
-    async fn kill(&mut self, verb: &Verb<'_>, why: HolderError) -> HolderError {
+    async fn kill(&mut self, verb: &Verb<'_>, why: SupervisorError) -> SupervisorError {
         let undone = match verb {
             Verb::Map(_) => self.unmap().await.map(drop),
             Verb::Attach(_) => Ok(()),
@@ -189,21 +197,25 @@ impl Volume {
         undone.err().unwrap_or(why)
     }
 
-    fn access(&self) -> Result<Access, HolderError> {
+    fn access(&self) -> Result<Access, SupervisorError> {
         let access = self.accesses.newest().cloned();
-        access.ok_or_else(|| HolderError::NoKey(self.id.clone()))
+        access.ok_or_else(|| SupervisorError::NoKey(self.id.clone()))
     }
 
     fn worked(&mut self, access: Access) {
         if let Err(error) = self.record(&access.spec) {
             let error = crate::chain(&error);
-            tracing::error!(volume = self.id, error, "a next holder will not know it");
+            tracing::error!(
+                volume = self.id,
+                error,
+                "cannot record the volume for the next supervisor"
+            );
         }
         self.accesses.worked(access);
     }
 
-    /// Leaves it on record for a next holder.
-    pub(super) fn record(&mut self, spec: &Spec) -> Result<(), HolderError> {
+    /// Leaves it on record for a next supervisor.
+    pub(super) fn record(&mut self, spec: &Spec) -> Result<(), SupervisorError> {
         if self.accesses.recorded.as_ref() != Some(spec) {
             let kept = self.shared.records.keep(spec);
             kept.map_err(failed("keep a record of", &self.id))?;
@@ -217,13 +229,13 @@ impl Volume {
         access: &Access,
         verb: &Verb<'_>,
         unseen: Option<Pid>,
-    ) -> Result<Daemon, HolderError> {
+    ) -> Result<Daemon, SupervisorError> {
         let program = &self.shared.program;
         Daemon::start(program, &access.spec, verb, &access.key, unseen)
     }
 
-    fn stuck(&self, daemon: &Daemon, how: &'static str) -> HolderError {
-        HolderError::Stuck {
+    fn stuck(&self, daemon: &Daemon, how: &'static str) -> SupervisorError {
+        SupervisorError::Stuck {
             image: self.image(),
             pid: daemon.pid(),
             how,
@@ -234,7 +246,7 @@ impl Volume {
     ///
     /// rbd-nbd refuses to attach while it sees another that serves the device, which
     /// is right anywhere else: so it is not shown that.
-    pub(super) async fn take_size(&mut self, device: &Device) -> Result<(), HolderError> {
+    pub(super) async fn take_size(&mut self, device: &Device) -> Result<(), SupervisorError> {
         let access = self.access()?;
         let Err(error) = self.take_size_by(access, device).await else {
             return Ok(());
@@ -245,7 +257,11 @@ impl Volume {
         }
     }
 
-    async fn take_size_by(&mut self, access: Access, device: &Device) -> Result<(), HolderError> {
+    async fn take_size_by(
+        &mut self,
+        access: Access,
+        device: &Device,
+    ) -> Result<(), SupervisorError> {
         let node = device.node.to_string_lossy();
         let unseen = self
             .daemon
@@ -269,12 +285,12 @@ impl Volume {
 
     /// Ends the daemon, for another to take its place. One that ends while udevd
     /// reads the device cannot close it, and without its end there is no other.
-    async fn end_quietly(&mut self, device: &Device) -> Result<(), HolderError> {
-        self.keep_quiet(device).is_open(device).await?;
+    async fn end_under_udev_lock(&mut self, device: &Device) -> Result<(), SupervisorError> {
+        self.take_udev_lock(device).is_open(device).await?;
         self.end().await
     }
 
-    pub(super) async fn end(&mut self) -> Result<(), HolderError> {
+    pub(super) async fn end(&mut self) -> Result<(), SupervisorError> {
         if let Some(daemon) = &self.daemon {
             if !daemon.end().await {
                 return Err(self.stuck(daemon, "does not end, not even when it is killed"));
@@ -285,7 +301,7 @@ impl Volume {
     }
 
     /// Waits for the end of a daemon that has no device, or for its device.
-    pub(super) async fn settle(&mut self) -> Result<(), HolderError> {
+    pub(super) async fn settle(&mut self) -> Result<(), SupervisorError> {
         let Some(daemon) = &self.daemon else {
             return Ok(());
         };

@@ -1,4 +1,4 @@
-//! What the holder says of its volumes, asked again and again, for those who must
+//! What the supervisor says of its volumes, asked again and again, for those who must
 //! not wait for an answer.
 
 use std::{
@@ -18,7 +18,7 @@ use crate::{Done, chain, proto::holder::Held, secret::Secret};
 /// How often it is asked; it answers from its memory.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// The holder, and what it said last. Clones share that.
+/// The supervisor, and what it said last. Clones share that.
 #[derive(Clone, Debug)]
 pub struct Watch {
     client: Client,
@@ -107,7 +107,7 @@ impl Watch {
     }
 
     /// The image of a volume, `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, as far as the
-    /// holder knew a moment ago.
+    /// supervisor knew a moment ago.
     pub fn image(&self, volume_id: &str) -> Option<String> {
         let told = self.last();
         let Last::Said(volumes) = &told.last else {
@@ -141,7 +141,7 @@ impl Watch {
     }
 
     /// Sees to it that nothing is mapped for the volume, nor will be by what is
-    /// under way. Where the holder is not there, nothing is. It blocks: for a lane.
+    /// under way. Where the supervisor is not there, nothing is. It blocks: for a lane.
     pub fn forget(&self, volume_id: &str) -> Result<(), ClientError> {
         match self.unmap(volume_id) {
             Ok(_) | Err(ClientError::Away { .. }) => Ok(()),

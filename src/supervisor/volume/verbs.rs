@@ -7,9 +7,9 @@ use tokio::time::{sleep, timeout};
 use super::{LOOK_EVERY, Volume, access::Access};
 use crate::{
     Done,
-    holder::{HolderError, Spec, devices::Device, error::failed, spec::Verb},
     kernel::nbd::ReservedIndex,
     secret::Secret,
+    supervisor::{Spec, SupervisorError, devices::Device, error::failed, spec::Verb},
 };
 
 /// How long to choose a device, and to choose again where others take it meanwhile.
@@ -23,12 +23,12 @@ impl Volume {
         &mut self,
         spec: Spec,
         key: Secret,
-    ) -> Result<(Device, Done), HolderError> {
+    ) -> Result<(Device, Done), SupervisorError> {
         spec.check()?;
         self.look().await?;
         let mut device = self.device()?;
         if device.is_none() {
-            // It is on its way down, or up, begun by a holder that was killed.
+            // It is on its way down, or up, begun by a supervisor that was killed.
             self.settle().await?;
             device = self.device()?;
         }
@@ -38,7 +38,7 @@ impl Volume {
         }
     }
 
-    async fn make(&mut self, spec: Spec, key: Secret) -> Result<Device, HolderError> {
+    async fn make(&mut self, spec: Spec, key: Secret) -> Result<Device, SupervisorError> {
         // First, so that a daemon is never without a record.
         self.record(&spec)?;
         self.accesses.forget_keys();
@@ -56,14 +56,14 @@ impl Volume {
             let node = format!("/dev/nbd{}", choice.get());
             chosen.push(choice);
             match self.start(&Verb::Map(&node)).await {
-                Err(HolderError::Taken { .. }) if Instant::now() < deadline => {}
+                Err(SupervisorError::Taken { .. }) if Instant::now() < deadline => {}
                 started => break started?,
             }
             sleep(LOOK_EVERY).await;
         }
-        self.well();
+        self.mark_healthy();
         let device = self.device()?;
-        device.ok_or_else(|| HolderError::Failed {
+        device.ok_or_else(|| SupervisorError::Failed {
             image: self.image(),
             said: "it says that it serves a device, and the kernel has none of this volume"
                 .to_owned(),
@@ -77,8 +77,8 @@ impl Volume {
         device: Device,
         spec: Spec,
         key: Secret,
-    ) -> Result<Device, HolderError> {
-        let otherwise = |how: String| HolderError::Otherwise {
+    ) -> Result<Device, SupervisorError> {
+        let otherwise = |how: String| SupervisorError::Otherwise {
             volume_id: self.id.clone(),
             node: device.node.display().to_string(),
             how,
@@ -105,7 +105,7 @@ impl Volume {
         self.accesses.bring(Access { spec, key });
         match self.mend(&device).await {
             Err(error) if self.daemon.is_none() => Err(error),
-            mended => self.is_entered(mended).await.map(|()| device),
+            mended => self.ensure_registered(mended).await.map(|()| device),
         }
     }
 
@@ -114,10 +114,10 @@ impl Volume {
         &mut self,
         user: Option<String>,
         key: Secret,
-    ) -> Result<Device, HolderError> {
+    ) -> Result<Device, SupervisorError> {
         self.look().await?;
         let (Some(device), Some(mut spec)) = (self.device()?, self.accesses.spec().cloned()) else {
-            return Err(HolderError::Unknown(self.id.clone()));
+            return Err(SupervisorError::Unknown(self.id.clone()));
         };
         if let Some(user) = user {
             spec.user = user;
@@ -127,16 +127,16 @@ impl Volume {
     }
 
     /// Makes the device as large as its image, if it has fewer bytes than that.
-    pub(super) async fn grow(&mut self, bytes: u64) -> Result<u64, HolderError> {
+    pub(super) async fn grow(&mut self, bytes: u64) -> Result<u64, SupervisorError> {
         let device = self.device()?;
-        let device = device.ok_or_else(|| HolderError::Unknown(self.id.clone()))?;
+        let device = device.ok_or_else(|| SupervisorError::Unknown(self.id.clone()))?;
         if device.bytes >= bytes {
             return Ok(device.bytes);
         }
         self.mend(&device).await?;
         let size = |volume: &Self| {
             let device = volume.device()?;
-            Ok::<_, HolderError>(device.map_or(0, |device| device.bytes))
+            Ok::<_, SupervisorError>(device.map_or(0, |device| device.bytes))
         };
         if size(self)? < bytes {
             self.take_size(&device).await?;
@@ -144,7 +144,7 @@ impl Volume {
         }
         let now = size(self)?;
         if now < bytes {
-            return Err(HolderError::Small {
+            return Err(SupervisorError::Small {
                 image: self.image(),
                 node: device.node,
                 bytes: now,
@@ -155,12 +155,12 @@ impl Volume {
     }
 
     /// Unmaps it.
-    pub(super) async fn unmap(&mut self) -> Result<Done, HolderError> {
+    pub(super) async fn unmap(&mut self) -> Result<Done, SupervisorError> {
         self.look().await?;
         let done = match self.device()? {
             None => Done::Already,
             Some(device) => {
-                let stuck = || HolderError::Io {
+                let stuck = || SupervisorError::Io {
                     what: "take down in time",
                     subject: device.node.display().to_string(),
                     source: std::io::ErrorKind::TimedOut.into(),
@@ -175,14 +175,14 @@ impl Volume {
             }
         };
         // It would not go for as long as it is open here.
-        self.grip = None;
-        self.well();
+        self.open_guard = None;
+        self.mark_healthy();
         if let Some(daemon) = &self.daemon
             && daemon.is_ending().await
         {
             self.daemon = None;
         }
-        // And one that a holder had begun beside it, and was killed.
+        // And one that a supervisor had begun beside it, and was killed.
         loop {
             self.end().await?;
             self.look().await?;
@@ -194,7 +194,7 @@ impl Volume {
             while self.device()?.is_some() {
                 sleep(LOOK_EVERY).await;
             }
-            Ok::<_, HolderError>(())
+            Ok::<_, SupervisorError>(())
         };
         if let Ok(gone) = timeout(GONE_WITHIN, gone).await {
             gone?;
