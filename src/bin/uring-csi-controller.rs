@@ -1,6 +1,6 @@
-//! The controller: makes, deletes, grows, snapshots and clones volumes, as image
-//! files in pools and as images in Ceph clusters, for Kubernetes' provisioner,
-//! resizer and snapshotter.
+//! The controller: creates, deletes, expands, snapshots and clones volumes, as image files
+//! in pools and as images in Ceph clusters, for Kubernetes' provisioner, resizer and
+//! snapshotter.
 
 use std::{error::Error, process::ExitCode, time::Duration};
 
@@ -30,15 +30,14 @@ use uring_csi::{
     },
 };
 
-/// The uring-csi controller: makes, deletes, grows, snapshots and clones volumes
-/// in pools of image files and in Ceph clusters. Needs --pool or --ceph-config,
-/// and takes both.
+/// The uring-csi controller: creates, deletes, expands, snapshots and clones volumes in
+/// pools of image files and in Ceph clusters. Needs --pool, --ceph-config, or both.
 #[derive(Debug, Parser)]
 #[command(
     version,
     after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
 )]
-struct Options {
+struct ControllerOptions {
     /// The socket to serve CSI on.
     #[arg(
         long,
@@ -60,22 +59,22 @@ struct Options {
     pool: Vec<PoolSpec>,
     #[command(flatten)]
     clusters: Clusters,
-    /// Announce capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT,
-    /// GET_VOLUME_HEALTH, LIST_VOLUME_HEALTH); older sidecars do not know them.
+    /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
+    /// LIST_VOLUME_HEALTH); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
     alpha_capabilities: bool,
     #[command(flatten)]
     plugin: config::PluginOptions,
 }
 
-/// For volumes in Ceph clusters.
+/// Options of volumes in Ceph clusters.
 #[derive(Debug, Args)]
 struct Clusters {
     #[command(flatten)]
     files: config::CephOptions,
-    /// A directory with files userID and userKey, for the calls that CSI gives no
-    /// secrets: listings, capacity, single volumes, and emptying the trash;
-    /// repeatable. Without CLUSTERID it is for every cluster.
+    /// A directory with files userID and userKey, for calls without secrets in CSI:
+    /// listings, capacity, single volumes, and purging the trash; repeatable. Without
+    /// CLUSTERID it is for every cluster.
     #[arg(
         long,
         env = "URING_CSI_CEPH_SECRET",
@@ -83,7 +82,7 @@ struct Clusters {
         value_name = "[CLUSTERID=]DIR"
     )]
     ceph_secret: Vec<SecretDir>,
-    /// Tells this driver's volumes from those of other drivers in the same Ceph
+    /// Distinguishes this driver's volumes from those of other drivers in the same Ceph
     /// pools: ceph-csi's --instanceid.
     #[arg(
         long,
@@ -92,9 +91,9 @@ struct Clusters {
         value_name = "ID"
     )]
     instance_id: String,
-    /// Fence a node that still has a Ceph volume with one writer so many seconds
-    /// after the volume was unpublished from it (announces
-    /// PUBLISH_UNPUBLISH_VOLUME); the user must be allowed to edit the blocklist.
+    /// Fence a node that still has a single-writer Ceph volume this many seconds after the
+    /// volume was unpublished from it (reports PUBLISH_UNPUBLISH_VOLUME); the Ceph user
+    /// needs permission to edit the blocklist.
     #[arg(
         long,
         env = "URING_CSI_FENCE_AFTER",
@@ -105,7 +104,7 @@ struct Clusters {
 }
 
 impl Clusters {
-    /// The backend, if it is asked for.
+    /// The backend, if configured.
     fn backend(self, lanes: Lanes) -> Result<Option<Rbd>, Box<dyn Error>> {
         let Some(config) = &self.files.ceph_config else {
             return Ok(None);
@@ -123,7 +122,7 @@ impl Clusters {
     }
 }
 
-/// The pools with their scopes; a local one needs to know its node.
+/// The pools with their scopes; a local one needs a node id.
 fn pools(specs: Vec<PoolSpec>, node_id: Option<&str>) -> Result<Pools, Box<dyn Error>> {
     let default = match node_id {
         Some(_) => Scope::Local,
@@ -133,13 +132,13 @@ fn pools(specs: Vec<PoolSpec>, node_id: Option<&str>) -> Result<Pools, Box<dyn E
     let local = pools.iter().find(|pool| pool.scope == Scope::Local);
     if let (Some(pool), None) = (local, node_id) {
         let name = &pool.name;
-        return Err(format!("pool {name:?} is local; say of which node: --node-id").into());
+        return Err(format!("pool {name:?} is local and needs --node-id").into());
     }
     Ok(Pools::new(pools)?)
 }
 
 fn main() -> ExitCode {
-    let options: Options = config::parse();
+    let options: ControllerOptions = config::parse();
     let service = &options.plugin.service;
     let _logs = match logs::init(service.log_format, &service.log_level) {
         Ok(logs) => logs,
@@ -157,14 +156,14 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(options: Options) -> Result<(), Box<dyn Error>> {
+fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let name = options.plugin.driver_name;
     let node_id = options.node_id.as_deref();
     if let Some(id) = node_id {
         validate::node_id("--node-id", id).map_err(|status| status.message().to_owned())?;
     }
     if options.pool.is_empty() && options.clusters.files.ceph_config.is_none() {
-        return Err("nothing to make volumes in: give --pool or --ceph-config, or both".into());
+        return Err("no storage is configured: give --pool or --ceph-config, or both".into());
     }
     let pools = pools(options.pool, node_id)?;
     let metrics = metrics::install()?;
@@ -184,7 +183,7 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
         rbd: options.clusters.backend(lanes)?,
     };
     let readiness = Readiness::default();
-    // A pool that is missing may come; kubelet would restart us for it.
+    // CSI's Probe: a missing pool may be mounted later, and needs no restart.
     let started = Readiness::default();
     started.set(None);
     let identity = Identity::new(&name, started);
@@ -205,7 +204,7 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
             tokio::spawn(sweep(images));
         }
         if let Some(rbd) = backends.rbd.clone() {
-            tokio::spawn(empty_trash(rbd));
+            tokio::spawn(purge_trash(rbd));
         }
         tokio::spawn(watch(backends, readiness));
         let stop = async {
@@ -218,33 +217,29 @@ fn run(options: Options) -> Result<(), Box<dyn Error>> {
     })
 }
 
-/// Finishes what dead controllers left, again while a pool is not there.
+/// Cleans up after dead controllers; repeats while a pool is not mounted.
 async fn sweep(images: Images) {
     loop {
         let errors = images.sweep().await;
-        tell(
-            &errors,
-            "what earlier controllers left could not all be put right",
-        );
+        log_errors(&errors, "cannot clean up after earlier controllers");
         if !errors.iter().any(|error| error.kind() == Kind::Unavailable) {
             return;
         }
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(CHECK_EVERY).await;
     }
 }
 
-/// Has the trash of Ceph's pools emptied where a delete, of this controller or
-/// of a dead one, could not.
-async fn empty_trash(rbd: Rbd) {
+/// Purges the trash of Ceph pools after deletes, also of dead controllers, that could not.
+async fn purge_trash(rbd: Rbd) {
     loop {
         let errors = rbd.sweep().await;
-        tell(&errors, "the trash of a Ceph cluster could not be emptied");
-        tokio::time::sleep(TRASH_EVERY).await;
+        log_errors(&errors, "cannot purge the trash of a Ceph cluster");
+        tokio::time::sleep(PURGE_EVERY).await;
     }
 }
 
-/// Logs what may pass as a warning, all else as an error.
-fn tell(errors: &[Failure], what: &str) {
+/// Logs transient errors as warnings, all others as errors.
+fn log_errors(errors: &[Failure], what: &str) {
     for error in errors {
         let (error, kind) = (chain(error), error.kind());
         if kind == Kind::Unavailable {
@@ -255,30 +250,29 @@ fn tell(errors: &[Failure], what: &str) {
     }
 }
 
-/// Ready while every pool can be reached, within a time, and it is known which
-/// Ceph clusters there are.
+/// Keeps the readiness: ready while every pool is reachable and the list of Ceph clusters
+/// is readable.
 async fn watch(backends: Backends, readiness: Readiness) {
     loop {
-        let reason = match tokio::time::timeout(REACHED_WITHIN, backends.check()).await {
+        let reason = match tokio::time::timeout(CHECK_TIMEOUT, backends.check()).await {
             Ok(Ok(())) => None,
             Ok(Err(error)) => Some(chain(&error)),
-            Err(_) => Some(format!("a pool did not answer within {REACHED_WITHIN:?}")),
+            Err(_) => Some(format!("a pool did not answer within {CHECK_TIMEOUT:?}")),
         };
         if let Some(reason) = &reason {
             tracing::warn!(reason, "not ready");
         }
         readiness.set(reason);
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(CHECK_EVERY).await;
     }
 }
 
-/// Lane threads kept for the next calls.
+/// Idle lane threads that are kept.
 const IDLE_THREADS: usize = 8;
-/// How long calls under way may take after SIGTERM: less than the 30 s that
-/// Kubernetes gives a pod.
+/// How long running calls may take after SIGTERM: less than the 30 s of Kubernetes.
 const GRACE: Duration = Duration::from_secs(20);
-/// Between two looks at the pools.
-const AGAIN: Duration = Duration::from_secs(15);
-/// Between two looks at what is left in Ceph's trash.
-const TRASH_EVERY: Duration = Duration::from_secs(300);
-const REACHED_WITHIN: Duration = Duration::from_secs(5);
+/// Between two checks of the pools.
+const CHECK_EVERY: Duration = Duration::from_secs(15);
+/// Between two purges of Ceph's trash.
+const PURGE_EVERY: Duration = Duration::from_secs(300);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! The node agent: a DaemonSet's container on every node that mounts volumes.
+//! The node agent: runs in a DaemonSet on every node that mounts volumes.
 
 use std::{
     future::pending,
@@ -51,24 +51,24 @@ use uring_csi::{
     volume::{Config, Heart, Node, record::Records},
 };
 
-/// Calls that are under way at SIGTERM may take so long.
+/// How long running calls may take after SIGTERM.
 const GRACE: Duration = Duration::from_secs(25);
-/// Idle threads that wait for the next call.
+/// Idle lane threads that are kept.
 const IDLE_LANES: usize = 16;
 /// A lane thread in one step for longer than this counts as stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(30);
-/// How often the agent looks after itself, and at what it was given.
-const WATCH_EVERY: Duration = Duration::from_secs(5);
-/// How often it does so while it is not ready.
-const WATCH_AGAIN: Duration = Duration::from_secs(1);
+/// Between two checks of readiness.
+const CHECK_EVERY: Duration = Duration::from_secs(5);
+/// Between two checks while not ready.
+const CHECK_UNREADY_EVERY: Duration = Duration::from_secs(1);
 
-/// The uring-csi node agent: maps, formats and mounts volumes on this node.
+/// The uring-csi node agent: attaches, formats and mounts volumes on this node.
 #[derive(Debug, Parser)]
 #[command(
     version,
     after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
 )]
-struct Options {
+struct NodeOptions {
     /// The socket to serve CSI on.
     #[arg(
         long,
@@ -79,7 +79,7 @@ struct Options {
     /// This node's name, as Kubernetes knows it.
     #[arg(long, env = "URING_CSI_NODE_ID", value_name = "NAME")]
     node_id: String,
-    /// For what outlives a reboot: the records of inline volumes.
+    /// A directory for state that outlives a reboot: the records of inline volumes.
     #[arg(
         long,
         env = "URING_CSI_STATE_DIR",
@@ -87,7 +87,7 @@ struct Options {
         value_name = "DIR"
     )]
     state_dir: PathBuf,
-    /// For what does not: a directory on a tmpfs.
+    /// A directory for state until the next reboot, on a tmpfs.
     #[arg(
         long,
         env = "URING_CSI_RUN_DIR",
@@ -124,12 +124,12 @@ struct Options {
     /// The socket of uring-csi-holder, for volumes that rbd-nbd serves.
     #[arg(long, env = "URING_CSI_HOLDER", value_name = "ENDPOINT")]
     holder: Option<Endpoint>,
-    /// Where this node is in the CRUSH map, e.g. zone:a|rack:b; reads go to the
-    /// nearest copy where the cluster's configuration has readAffinity.
+    /// This node's location in the CRUSH map, e.g. zone:a|rack:b, for clusters with
+    /// readAffinity: reads go to the nearest replica.
     #[arg(long, env = "URING_CSI_CRUSH_LOCATION", value_name = "TYPE:NAME|…")]
     crush_location: Option<String>,
-    /// A part of the cluster that this node is in, e.g. zone=a, told as
-    /// topology.DRIVER/zone; repeatable.
+    /// A topology segment of this node, e.g. zone=a, reported as topology.DRIVER/zone;
+    /// repeatable.
     #[arg(
         long,
         env = "URING_CSI_TOPOLOGY",
@@ -137,20 +137,20 @@ struct Options {
         value_name = "KEY=VALUE"
     )]
     topology: Vec<Segment>,
-    /// At most so many volumes at a time on this node; 0 leaves it to the orchestrator.
+    /// The maximum number of volumes on this node; 0 leaves it to the orchestrator.
     #[arg(long, env = "URING_CSI_MAX_VOLUMES", default_value_t = 0, value_parser = clap::value_parser!(i64).range(0..), value_name = "N")]
     max_volumes: i64,
-    /// Make inline volumes for pods, each at most this large. Any author of a pod
-    /// can have them; without this there are none.
+    /// Allow inline volumes, each at most this large. Any author of a pod can create them;
+    /// without this option there are none.
     #[arg(long, env = "URING_CSI_INLINE_MAX_SIZE", value_name = "SIZE")]
     inline_max_size: Option<Size>,
-    /// Apply a pod's fsGroup in the driver (announces VOLUME_MOUNT_GROUP).
+    /// Apply a pod's fsGroup in the driver (reports VOLUME_MOUNT_GROUP).
     #[arg(long, env = "URING_CSI_VOLUME_MOUNT_GROUP")]
     volume_mount_group: bool,
     /// Take kubelet's descriptor lock over published raw block volumes; for use without kubelet.
     #[arg(long, env = "URING_CSI_BLOCK_LOCK")]
     block_lock: bool,
-    /// Announce capabilities that are alpha in CSI 1.13 (GET_VOLUME_HEALTH);
+    /// Report capabilities that are alpha in CSI 1.13 (GET_VOLUME_HEALTH);
     /// older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
     alpha_capabilities: bool,
@@ -161,7 +161,7 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    let options: Options = config::parse();
+    let options: NodeOptions = config::parse();
     let (can_grow, _logs) = match begin(&options.plugin.service) {
         Ok(begun) => begun,
         Err(error) => {
@@ -180,28 +180,28 @@ fn main() -> ExitCode {
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Gives up privileges, and then starts the second thread, which writes the log.
+/// Drops privileges, and then starts the second thread, which writes the log.
 fn begin(service: &config::ServiceOptions) -> Result<(bool, Logs), Failure> {
     let can_grow = privileges::drop_what_is_not_needed()
-        .map_err(|error| format!("cannot give up privileges that it does not need: {error}"))?;
+        .map_err(|error| format!("cannot drop privileges: {error}"))?;
     let logs = logs::init(service.log_format, &service.log_level)?;
     Ok((can_grow, logs))
 }
 
-fn run(options: Options, can_grow: bool) -> Result<(), Failure> {
+fn run(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     validate::node_id("--node-id", &options.node_id)
         .map_err(|status| status.message().to_owned())?;
     once_each(&options.topology)?;
     ring::start(serve(options, can_grow))?
 }
 
-async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
+async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     let begun = Instant::now();
     let readiness = Readiness::default();
-    // Taken before anything is touched: two agents must never share a node.
+    // First of all: two agents must never share a node.
     let listener = take_node(&options.endpoint, &options.run_dir).await?;
     let lanes = Lanes::new(IDLE_LANES);
-    let gates = bounds(&options)?;
+    let gates = gates(&options)?;
     let listen = options.plugin.metrics_listen;
     serve_metrics(listen, lanes.clone(), gates.clone(), readiness.clone())?;
     let config = Config {
@@ -263,12 +263,12 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         records,
         lanes,
     )?;
-    // What does not pass by itself, and has Kubernetes restart this agent.
+    // CSI's Probe: permanent conditions, for which Kubernetes restarts the agent.
     let able = Readiness::default();
     able.set(why_not_ready(&options.kubelet_dir)?);
     if !can_grow {
         tracing::warn!(
-            "EXPAND_VOLUME is not announced: without CAP_SYS_RESOURCE ext4 cannot be grown while it is mounted; xfs, btrfs and raw block volumes can"
+            "EXPAND_VOLUME is not reported: growing a mounted ext4 needs CAP_SYS_RESOURCE; xfs, btrfs and raw block volumes do not"
         );
     }
     ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
@@ -293,23 +293,23 @@ async fn serve(options: Options, can_grow: bool) -> Result<(), Failure> {
         micros = begun.elapsed().as_micros(),
         "serving"
     );
-    serve_until_told(listener, routes, node).await
+    serve_until_shutdown(listener, routes, node).await
 }
 
-/// The socket and the run directory, from whoever has had them and does nothing more.
+/// Takes the socket and the run directory over from a dead or stalled agent.
 async fn take_node(endpoint: &Endpoint, run_dir: &Path) -> Result<Listener, Failure> {
     endpoint.refuse_live().await?;
     let run_dir = RunDir::lock(run_dir).await?;
     ring::spawn(async {
         run_dir.keep().await;
-        tracing::error!("another agent has taken the run directory over; ending");
+        tracing::error!("another agent took over the run directory; exiting");
         std::process::exit(1);
     });
     Ok(endpoint.take()?)
 }
 
-/// What may be used up is bounded, and enough for the volumes that there may be.
-fn bounds(options: &Options) -> Result<Gates, Failure> {
+/// Sets up the gates, and checks the limit of descriptors.
+fn gates(options: &NodeOptions) -> Result<Gates, Failure> {
     let volumes = options.max_volumes.unsigned_abs();
     if let Some(why) = descriptors::too_few(descriptors::raise()?, volumes) {
         tracing::warn!("{why}");
@@ -341,17 +341,16 @@ fn serve_metrics(
     Ok(())
 }
 
-/// Probes and capabilities are answered at once, calls on volumes when those are
-/// taken up.
-async fn serve_until_told(
+/// Serves until SIGTERM. Calls on volumes wait until the node has restored its volumes.
+async fn serve_until_shutdown(
     listener: Listener,
     routes: Routes,
     node: Rc<Node>,
 ) -> Result<(), Failure> {
-    let not_taken_up = async {
+    let restore_failed = async {
         match node.take_up().await {
             Ok(()) => pending().await,
-            Err(error) => format!("cannot take up what an earlier agent left: {error}"),
+            Err(error) => format!("cannot restore the volumes of an earlier agent: {error}"),
         }
     };
     let stop = async {
@@ -361,14 +360,13 @@ async fn serve_until_told(
     };
     tokio::select! {
         served = listener.serve(routes, stop, GRACE) => Ok(served?),
-        error = not_taken_up => Err(error.into()),
+        error = restore_failed => Err(error.into()),
     }
 }
 
-/// Tells whether the agent is ready, and in the log each time that this changes.
-/// Where something has ended that every volume needs, the agent is not `able` any
-/// more, and whoever probes it restarts it. What it was given and is not there, such
-/// as a pool, is `readiness` alone: it may come back.
+/// Keeps the readiness of the agent, and logs its changes. A failure of a thread that
+/// every volume needs clears `able`, so that Kubernetes restarts the agent. A missing
+/// pool or the like affects only `readiness`: it may come back.
 async fn watch(node: Rc<Node>, able: Readiness, readiness: Readiness) {
     let mut given = node.watch();
     loop {
@@ -387,17 +385,17 @@ async fn watch(node: Rc<Node>, able: Readiness, readiness: Readiness) {
             }
         }
         let pause = if reason.is_some() {
-            WATCH_AGAIN
+            CHECK_UNREADY_EVERY
         } else {
-            WATCH_EVERY
+            CHECK_EVERY
         };
         readiness.set(reason);
         timer::sleep(pause).await;
     }
 }
 
-/// A volume that is mounted only in this container's own namespace is an empty
-/// directory to every pod.
+/// Checks that mounts propagate to the host: pods do not see a mount in this container's
+/// own namespace.
 fn why_not_ready(kubelet_dir: &Path) -> std::io::Result<Option<String>> {
     Ok((!table::propagation_reaches_host(kubelet_dir)?).then(|| {
         format!(

@@ -1,4 +1,4 @@
-//! Claims: markers beside an image that say which node has it attached.
+//! Claims: files beside an image that record which node has it attached.
 //!
 //! A file lock would not do: it ends with the process, while a loop device and
 //! its mount outlive the agent. So each node writes a small file of its own,
@@ -6,20 +6,20 @@
 //!
 //! ```text
 //! 1. write mine as `asking`     (atomically: temporary file, link or rename)
-//! 2. look at all the others     a conflict: take mine back, name the holder
+//! 2. read all others            a conflict: undo mine, name the owner
 //! 3. write mine as `held`       before the image is opened for a device
 //! ```
 //!
-//! Of two nodes that ask at once, each sees the other, as both wrote before they
-//! looked; so at most one goes on to hold, perhaps neither, and a retry decides.
-//! A node that holds already need not look again. A claim dies with the kernel
+//! Of two nodes that ask at once, each sees the other, as both write before they
+//! read; so at most one goes on to hold, perhaps neither, and a retry decides.
+//! A node that holds already need not read again. A claim is valid only for the boot
 //! that made it: one of the same node with another boot id is stale, and is
 //! replaced; in a local pool, which has one node only, any of another boot is
-//! passed over. That is also why nothing here is fsynced.
+//! ignored. Hence nothing here is fsynced.
 //!
 //! A controller claims an image in the same way while it copies or deletes it,
-//! under the name of a [`Draft`] that it keeps meanwhile: with the draft's lock
-//! gone, that claim is stale, too.
+//! in the name of a [`Draft`] that it keeps meanwhile: without the draft's lock
+//! that claim is stale, too.
 
 use std::{
     collections::BTreeMap,
@@ -40,15 +40,15 @@ use crate::{
     kernel::{BOOT_ID, boot_id},
 };
 
-/// Who else may have the image at the same time.
+/// Which other claims a claim allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sharing {
-    /// Nobody.
+    /// None.
     Exclusive,
-    /// Whoever asks for shared access, too.
+    /// Shared ones.
     Shared,
-    /// Whoever only reads.
+    /// Read-only ones.
     Readers,
 }
 
@@ -62,7 +62,7 @@ impl Sharing {
     }
 }
 
-/// What a holder says of itself.
+/// A node's claim of an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
     /// The node's id; for a controller, a name that [`Claim::by_controller`]
@@ -70,18 +70,18 @@ pub struct Claim {
     pub node_id: String,
     /// The boot id of its kernel: [`crate::kernel::boot_id`].
     pub boot_id: String,
-    /// The handle of the volume that the node has of it; empty for a
-    /// controller. Finds the image of a volume whose record is lost.
+    /// The volume's handle, to find the image of a volume whose record is lost; empty for a
+    /// controller.
     #[serde(default)]
     pub volume_id: String,
-    /// Who else may have the image.
+    /// Which other claims it allows.
     pub access: Sharing,
     /// The node never writes to it.
     pub read_only: bool,
 }
 
 impl Claim {
-    /// A controller's, good for as long as `token` lives.
+    /// A controller's claim, valid as long as `token` is locked.
     pub fn by_controller(token: &Draft, boot_id: &str, access: Sharing) -> Self {
         Self {
             node_id: format!("{CONTROLLER}{}", token.id()),
@@ -92,7 +92,7 @@ impl Claim {
         }
     }
 
-    /// The draft that a controller's claim hangs on.
+    /// The id of the draft that a controller's claim depends on.
     fn token(&self) -> Option<&str> {
         self.node_id.strip_prefix(CONTROLLER)
     }
@@ -102,7 +102,7 @@ impl Claim {
     }
 }
 
-/// A claim as it is on disk.
+/// The file of a claim.
 #[derive(Debug, Serialize, Deserialize)]
 struct Marker {
     #[serde(flatten)]
@@ -117,42 +117,43 @@ enum ClaimState {
     Held,
 }
 
-/// Why a claim was not made.
+/// Why an image could not be claimed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
-    /// Another node has the image in a way that excludes this one.
+    /// Another node has a conflicting claim.
     #[error(
         "image {image} in pool {pool:?} is in use by {node:?}; unpublish and unstage it there \
          first: `uringctl volumes` on that node says where it is mounted{}",
-        .past_it
+        .how_to_release
     )]
     OwnedBy {
         /// The pool's name.
         pool: String,
         /// The image's file name.
         image: String,
-        /// Who has it.
+        /// The owner of the claim.
         node: String,
-        /// How to get at it where that node is off for good; empty where it is alive.
-        past_it: String,
+        /// How to release the claim of a node that is down for good; empty where the owner
+        /// is this boot.
+        how_to_release: String,
     },
     /// A controller is deleting or copying the image.
-    #[error("a controller is copying or deleting image {image} in pool {pool:?}; try again")]
+    #[error("a controller is copying or deleting image {image} in pool {pool:?}; retry")]
     UsedByController {
         /// The pool's name.
         pool: String,
         /// The image's file name.
         image: String,
     },
-    /// A marker holds something else than a claim.
-    #[error("the claim {} cannot be read; nobody can tell who holds the image", path.display())]
+    /// The file of a claim is malformed.
+    #[error("cannot parse claim {}; the owner of the image is unknown", path.display())]
     Corrupt {
-        /// The marker.
+        /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error.
         source: serde_json::Error,
     },
-    /// The pool failed.
+    /// A failure of the pool.
     #[error(transparent)]
     Pool(#[from] PoolError),
 }
@@ -168,10 +169,10 @@ impl ClaimError {
     }
 }
 
-/// How to get at an image whose node is off for good, never so that it can be run
-/// unread. Nothing where this kernel is the one that has it attached.
-fn past(holder: &Claim, pool: &Pool, boot_id: &str) -> String {
-    if holder.boot_id == boot_id {
+/// How to release the claim of a node that is down for good; not as a command to paste
+/// unread. Empty where the owner is this boot.
+fn how_to_release(owner: &Claim, pool: &Pool, boot_id: &str) -> String {
+    if owner.boot_id == boot_id {
         return String::new();
     }
     format!(
@@ -179,27 +180,26 @@ fn past(holder: &Claim, pool: &Pool, boot_id: &str) -> String {
          what it claims and how to free it)",
         pool.name,
         pool.dir.display(),
-        holder.node_id
+        owner.node_id
     )
 }
 
-/// What a node has claimed of an image, in whatever boot.
+/// A node's claim of an image, of any boot.
 pub fn own(pool: &Pool, image: &str, node_id: &str) -> Result<Option<Claim>, ClaimError> {
     let marker = read(pool, &marker_path(pool, image, node_id))?;
     Ok(marker.map(|marker| marker.claim))
 }
 
-/// Gives back what a node claimed in an earlier boot than `boot_id`, or what
-/// cannot be read of it: a power loss cut it short. Never what it claims
-/// meanwhile.
+/// Releases a node's claim where it is of another boot than `boot_id`, or malformed, which
+/// a power loss leaves.
 pub fn release_stale(
     pool: &Pool,
     image: &str,
     node_id: &str,
     boot_id: &str,
 ) -> Result<Done, ClaimError> {
-    let turn = turn(pool);
-    let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+    let lock = process_lock(pool);
+    let _locked = lock.lock().unwrap_or_else(PoisonError::into_inner);
     match own(pool, image, node_id) {
         Ok(Some(claim)) if claim.boot_id == boot_id => Ok(Done::Already),
         Ok(Some(_)) | Err(ClaimError::Corrupt { .. }) => release(pool, image, node_id),
@@ -208,21 +208,21 @@ pub fn release_stale(
     }
 }
 
-/// Whose turn it is to change this process's claims in a pool. A pool that hangs
-/// keeps its own turn only.
-fn turn(pool: &Pool) -> Arc<Mutex<()>> {
-    static TURNS: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
-    let mut turns = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
-    turns.entry(pool.dir.clone()).or_default().clone()
+/// The lock for changes of this process's claims in a pool. A pool that hangs blocks only
+/// itself.
+fn process_lock(pool: &Pool) -> Arc<Mutex<()>> {
+    static LOCKS: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
+    let mut locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
+    locks.entry(pool.dir.clone()).or_default().clone()
 }
 
-/// Claims an image for a node. [`Done::Already`]: the node held it just so.
+/// Claims an image for a node. [`Done::Already`]: the node holds the same claim.
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
-    let turn = turn(pool);
-    let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+    let lock = process_lock(pool);
+    let _locked = lock.lock().unwrap_or_else(PoisonError::into_inner);
     pool.settle()?;
     let mine = marker_path(pool, image, &claim.node_id);
-    // A marker of our own that cannot be read was cut short by a power loss.
+    // Our own marker is malformed after a power loss.
     let before = match read(pool, &mine) {
         Err(ClaimError::Corrupt { .. }) => None,
         before => {
@@ -245,35 +245,35 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
             crash_point();
             Ok(Done::Now)
         }
-        Ok(Some((_, holder))) => {
-            take_back(pool, image, &mine, before)?;
-            let past_it = past(&holder, pool, &claim.boot_id);
+        Ok(Some((_, owner))) => {
+            restore(pool, image, &mine, before)?;
+            let how_to_release = how_to_release(&owner, pool, &claim.boot_id);
             let (pool, image) = (pool.name.clone(), image.to_owned());
-            Err(if holder.token().is_some() {
+            Err(if owner.token().is_some() {
                 ClaimError::UsedByController { pool, image }
             } else {
                 ClaimError::OwnedBy {
                     pool,
                     image,
-                    node: holder.node_id,
-                    past_it,
+                    node: owner.node_id,
+                    how_to_release,
                 }
             })
         }
         Err(error) => {
-            take_back(pool, image, &mine, before)?;
+            restore(pool, image, &mine, before)?;
             Err(error)
         }
     }
 }
 
-/// Gives a node's claim back.
+/// Releases a node's claim.
 pub fn release(pool: &Pool, image: &str, node_id: &str) -> Result<Done, ClaimError> {
     remove(pool, image, &marker_path(pool, image, node_id))
 }
 
-/// Every node that has the image or is asking for it, as far as can be told from
-/// here: that a node of a shared pool has restarted, only it knows.
+/// The claims of nodes on the image, held and asked for. In a shared pool also stale ones of
+/// other nodes: only a node itself knows that it has rebooted.
 pub fn owners(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
     let boot_id = boot_id().map_err(|e| pool.io("read", Path::new(BOOT_ID), e))?;
     let found = others(pool, image, Path::new(""), &boot_id)?;
@@ -281,7 +281,7 @@ pub fn owners(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
     Ok(claims.filter(|claim| claim.token().is_none()).collect())
 }
 
-/// Removes what is left of the claims of a deleted image.
+/// Removes the claims of a deleted image.
 pub fn forget(pool: &Pool, image: &str) -> Result<(), ClaimError> {
     for path in list(pool, &claims_dir(pool, image))? {
         let _: Done = remove(pool, image, &path)?;
@@ -289,13 +289,13 @@ pub fn forget(pool: &Pool, image: &str) -> Result<(), ClaimError> {
     Ok(())
 }
 
-/// Removes the claims of dead controllers. A node's stale claim is left to the
-/// node: it may just be replacing it.
+/// Removes the claims of dead controllers. A node's stale claim is left to that node, which
+/// may be replacing it.
 pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
     let tmp = pool.meta_path("tmp");
     for dir in list(pool, &pool.meta_path(CLAIMS))? {
         for path in list(pool, &dir)? {
-            // What cannot be read is told to whoever wants that image.
+            // The next claim of that image reports a malformed one.
             let Ok(Some(Marker { claim, .. })) = read(pool, &path) else {
                 continue;
             };
@@ -314,8 +314,7 @@ pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
     Ok(())
 }
 
-/// The images that a node has claimed: after a restart it gives back what it
-/// does not hold any more.
+/// The images that a node has claimed: after a restart it releases stale ones.
 pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError> {
     let mut images = Vec::new();
     for dir in list(pool, &pool.meta_path(CLAIMS))? {
@@ -332,7 +331,7 @@ pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError>
     Ok(images)
 }
 
-/// Where a node's claim of an image is.
+/// The file of a node's claim of an image.
 fn marker_path(pool: &Pool, image: &str, node_id: &str) -> PathBuf {
     claims_dir(pool, image).join(format!("{}.json", NodeHash::of(node_id)))
 }
@@ -341,7 +340,7 @@ fn claims_dir(pool: &Pool, image: &str) -> PathBuf {
     pool.meta_path(CLAIMS).join(image)
 }
 
-fn take_back(
+fn restore(
     pool: &Pool,
     image: &str,
     mine: &Path,
@@ -400,8 +399,8 @@ fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(pool.io("read", path, e).into()),
     };
-    // It was written whole: only a power loss can have emptied it, and in a
-    // local pool that ended the claim, too.
+    // It was written whole: only a power loss empties it, which in a local pool also ends
+    // the claim.
     if bytes.is_empty() && pool.scope == Scope::Local {
         return Ok(None);
     }
@@ -424,7 +423,7 @@ fn write(pool: &Pool, path: &Path, claim: &Claim, state: ClaimState) -> Result<(
         fs::create_dir_all(dir).map_err(|e| pool.io("make directory", dir, e))?;
         match draft::replace(&tmp, path, &bytes, Volatile) {
             Ok(()) => return Ok(()),
-            // Another node gave the last claim back, and the directory with it.
+            // Another node released the last claim, and removed the directory.
             Err(e) if e.kind() == io::ErrorKind::NotFound && !dir.exists() => {}
             Err(e) => return Err(pool.io("write", path, e).into()),
         }
@@ -439,7 +438,7 @@ fn remove(pool: &Pool, image: &str, path: &Path) -> Result<Done, ClaimError> {
 }
 
 const CLAIMS: &str = "claims";
-/// No node's id begins so: node names of Kubernetes have no slash.
+/// No node id begins so: node names of Kubernetes have no slash.
 const CONTROLLER: &str = "controller/";
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! Files that appear whole or not at all.
+//! Atomic creation and replacement of files.
 //!
-//! A draft is written under a name of its own in the pool's `tmp/` and put in
-//! its place by link(2) (never over another file) or rename(2). Its maker holds
-//! it under flock(2), so that a file in `tmp/` which nobody has locked is what
-//! a dead process left, and may be removed by anybody: [`sweep`].
+//! A draft is written under a unique name in the pool's `tmp/` and moved to its path
+//! by link(2) (never over another file) or rename(2). Its writer keeps it locked by
+//! flock(2), so an unlocked file in `tmp/` is of a dead process, and [`sweep`] may
+//! remove it.
 
 use std::{
     fs::File,
@@ -23,13 +23,13 @@ use crate::{Done, crash_point};
 /// Whether a change must outlive a power cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
-    /// It dies with the kernel anyway.
+    /// It is valid until the next boot only.
     Volatile,
     /// fsync of the file and of its directory.
     Durable,
 }
 
-/// A file in the making. Dropped without being placed, it is removed.
+/// An unfinished file. Dropped before it is placed, it is removed.
 #[derive(Debug)]
 pub struct Draft {
     file: File,
@@ -37,7 +37,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// An empty one in the directory `tmp`.
+    /// Makes an empty one in the directory `tmp`.
     pub fn new(tmp: &Path) -> io::Result<Self> {
         loop {
             let path = tmp.join(Uuid::new_v4().to_string());
@@ -49,7 +49,7 @@ impl Draft {
                 .open(&path)?;
             crash_point();
             let draft = Self { file, path };
-            // At most a sweep has it, for a moment, and has then removed it.
+            // Only a sweep can have it locked, for a moment, and then removes it.
             flock(&draft.file, FlockOperation::LockExclusive)?;
             if is_at(&draft.file, &draft.path) {
                 return Ok(draft);
@@ -57,18 +57,18 @@ impl Draft {
         }
     }
 
-    /// What tells it from all others: its name in `tmp`.
+    /// Its unique name in `tmp`.
     pub fn id(&self) -> &str {
         let name = self.path.file_name().and_then(|name| name.to_str());
         name.expect("a draft is named by a uuid")
     }
 
-    /// To write to.
+    /// The file to write to.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Puts it at `path` unless a file is there already.
+    /// Links it at `path`, unless a file exists there.
     pub fn place_new(self, path: &Path, durability: Durability) -> io::Result<Done> {
         self.flush(durability)?;
         crash_point();
@@ -91,7 +91,7 @@ impl Draft {
         Ok((done == Done::Now).then_some(lock))
     }
 
-    /// Puts it at `path`, replacing what is there.
+    /// Moves it to `path`, over any file there.
     pub fn place_over(self, path: &Path, durability: Durability) -> io::Result<()> {
         self.flush(durability)?;
         crash_point();
@@ -115,7 +115,7 @@ impl Drop for Draft {
     }
 }
 
-/// Writes a whole file, over what is there.
+/// Replaces a whole file.
 pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
     let mut draft = Draft::new(tmp)?;
     draft.file.write_all(bytes)?;
@@ -143,7 +143,7 @@ fn sync_parent(path: &Path, how: Durability) -> io::Result<()> {
     }
 }
 
-/// Whether the draft of that id has a living maker.
+/// Whether the draft of this id has a live writer.
 pub fn is_live(tmp: &Path, id: &str) -> io::Result<bool> {
     let file = match open_to_lock(&tmp.join(id)) {
         Ok(file) => file,
@@ -153,8 +153,7 @@ pub fn is_live(tmp: &Path, id: &str) -> io::Result<bool> {
     Ok(!try_lock(&file)?)
 }
 
-/// Opens a file so that it can be locked: NFS locks none that is open for
-/// reading only.
+/// Opens a file for locking: NFS does not lock a file that is open read-only.
 pub fn open_to_lock(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).open(path)
 }
@@ -168,16 +167,15 @@ pub fn try_lock(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Whether an open file still has this name.
+/// Whether an open file is still at this path.
 pub fn is_at(file: &File, path: &Path) -> bool {
     let (mine, there) = (file.metadata(), std::fs::metadata(path));
     matches!((mine, there), (Ok(a), Ok(b)) if (a.dev(), a.ino()) == (b.dev(), b.ino()))
 }
 
-/// Removes the drafts of dead processes; says how many there were.
+/// Removes the drafts of dead processes; returns how many.
 ///
-/// One that is just being made, created and not yet locked, may fall to this:
-/// its maker then makes another.
+/// Also one that was just created and is not yet locked: its writer then makes another.
 pub fn sweep(tmp: &Path) -> io::Result<usize> {
     let mut swept = 0;
     for entry in std::fs::read_dir(tmp)? {
@@ -190,7 +188,7 @@ pub fn sweep(tmp: &Path) -> io::Result<usize> {
         if try_lock(&file)? {
             match std::fs::remove_file(&path) {
                 Ok(()) => swept += 1,
-                // Its maker was done with it just before the lock.
+                // Its writer finished just before the lock.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => return Err(e),
             }

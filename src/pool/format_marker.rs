@@ -1,9 +1,9 @@
-//! Which images have a file system under way.
+//! Format markers: which images have a mkfs in progress.
 //!
-//! A note beside the image, durable before mkfs begins and removed when it has
-//! ended: what a killed mkfs left is nobody's data and may be formatted again.
-//! It is kept in the pool, not on a node, so that whichever node gets the image
-//! next knows of it, and no node holds on to one that another has settled.
+//! A file beside the image, durable before mkfs starts and removed when it has ended:
+//! a partial format holds no user data and may be formatted again. It is kept in the
+//! pool, not on a node, so that the next node with the image sees it, and no node keeps
+//! one that another has removed.
 
 use std::path::PathBuf;
 
@@ -12,31 +12,31 @@ use super::{
     draft::{self, Durability::Durable},
 };
 
-fn note(pool: &Pool, image: &str) -> PathBuf {
+fn path_of(pool: &Pool, image: &str) -> PathBuf {
     pool.meta_path("mkfs").join(image)
 }
 
-/// A mkfs of the image is about to begin, for this volume.
+/// Sets the marker, before a mkfs of the image for this volume.
 pub fn set(pool: &Pool, image: &str, volume_id: &str) -> Result<(), PoolError> {
     pool.meta_dir("mkfs")?;
-    let (tmp, path) = (pool.meta_dir("tmp")?, note(pool, image));
+    let (tmp, path) = (pool.meta_dir("tmp")?, path_of(pool, image));
     draft::replace(&tmp, &path, volume_id.as_bytes(), Durable)
         .map_err(|e| pool.io("write", &path, e))
 }
 
-/// Whether a mkfs of the image, for this volume, has begun and not ended.
+/// Whether the image has a marker of this volume.
 pub fn format_in_progress(pool: &Pool, image: &str, volume_id: &str) -> Result<bool, PoolError> {
-    let path = note(pool, image);
+    let path = path_of(pool, image);
     match std::fs::read(&path) {
-        Ok(noted) => Ok(noted == volume_id.as_bytes()),
+        Ok(marked) => Ok(marked == volume_id.as_bytes()),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(e) => Err(pool.io("read", &path, e)),
     }
 }
 
-/// The image holds, or may hold from now on, somebody's data.
+/// Removes the marker: from now on the image may hold user data.
 pub fn clear(pool: &Pool, image: &str) -> Result<(), PoolError> {
-    let path = note(pool, image);
+    let path = path_of(pool, image);
     draft::remove(&path, Durable)
         .map(drop)
         .map_err(|e| pool.io("remove", &path, e))
@@ -48,7 +48,7 @@ mod tests {
     use crate::pool::Scope;
 
     #[test]
-    fn a_note_is_for_one_volume_and_goes_once() {
+    fn a_marker_is_of_one_image_and_one_volume() {
         let dir = tempfile::tempdir().unwrap();
         let pool = Pool {
             name: "p".to_owned(),

@@ -6,9 +6,9 @@
 //! snap.….UUID                        the same for snapshots
 //! ```
 //!
-//! A handle says where its image is without any catalogue: the pool by name,
-//! the image by the uuid, and for local pools the node, as the first 12 hex
-//! digits of the SHA-256 of its id. A text of any other form was never ours.
+//! A handle locates its image without a catalogue: the pool by name, the image by the
+//! uuid, and for local pools the node, as the first 12 hex digits of the SHA-256 of its
+//! id. A text of any other form is no handle of this driver.
 
 use std::{fmt, str::FromStr};
 
@@ -17,7 +17,7 @@ use uuid::Uuid;
 use super::{Pool, Scope, spec::is_name};
 use crate::digest;
 
-/// A handle's longest form: 4 + 1 + 18 + 1 + 63 + 1 + 36 = 124 bytes, within
+/// The longest handle: 4 + 1 + 18 + 1 + 63 + 1 + 36 = 124 bytes, within
 /// the 128 that the CSI specification allows a string.
 const _: () = assert!(4 + 1 + "local-".len() + 12 + 1 + 63 + 1 + 36 <= 128);
 
@@ -45,7 +45,7 @@ impl fmt::Display for NodeHash {
     }
 }
 
-/// Where a volume or snapshot is.
+/// The parts of a handle.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Parts {
     node: Option<NodeHash>,
@@ -67,7 +67,7 @@ impl Parts {
             None => return None,
         };
         let uuid = Uuid::try_parse(id).ok()?;
-        // One spelling only, or a volume would have many handles.
+        // Canonical only, or a volume would have many handles.
         (uuid.hyphenated().to_string() == id).then(|| Self {
             node,
             pool: pool.to_owned(),
@@ -84,7 +84,7 @@ impl Parts {
     }
 }
 
-/// The text is no handle of ours.
+/// The text is no handle of this driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a handle made by this driver")]
 pub struct ForeignHandle;
@@ -118,7 +118,7 @@ macro_rules! handle {
                 }
             }
 
-            /// What tells it from all others.
+            /// Its uuid.
             pub fn id(&self) -> Uuid {
                 self.0.id
             }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_has_one_kind_and_one_spelling() {
+    fn only_canonical_handles_are_parsed() {
         for text in [
             "",
             "vol.shared.fast",
@@ -216,7 +216,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_a_handle_or_is_not_ours(text in "(vol|snap)?[.a-z0-9/-]{0,80}|.{0,80}") {
+        fn any_text_is_a_canonical_handle_or_foreign(text in "(vol|snap)?[.a-z0-9/-]{0,80}|.{0,80}") {
             if let Ok(handle) = text.parse::<VolumeHandle>() {
                 prop_assert_eq!(handle.to_string(), text);
             }

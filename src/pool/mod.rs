@@ -1,24 +1,23 @@
 //! Pools: directories of raw image files, for the node agent and the controller.
 //!
 //! ```text
-//! POOL/<uuid>.img            a volume; only complete images have such a name
+//! POOL/<uuid>.img            a volume; only complete images have such names
 //! POOL/inline-<id>.img       an inline ephemeral volume, made by the node
 //! POOL/<anything else>       images of static volumes, never touched here
-//! POOL/.uring-csi/           everything that is no image, so that a server of
-//!                            the directory (`nbdkit file dir=POOL`) serves
-//!                            images only
+//! POOL/.uring-csi/           all other files, so that a server of the directory
+//!                            (`nbdkit file dir=POOL`) exports images only
 //!     claims/IMAGE/*.json    which node has the image attached: [`claim`]
 //!     names/ volumes/        the controller's catalogue: `provision::catalogue`
 //!     snapnames/ snapshots/  the same for snapshots, with their images
-//!     mkfs/IMAGE             a file system is being made on it: [`format_marker`]
-//!     scope                  `local` or `shared`, by the first to use the pool:
+//!     mkfs/IMAGE             a mkfs of the image is in progress: [`format_marker`]
+//!     scope                  `local` or `shared`, set at the first use of the pool:
 //!                            [`Pool::settle`]
-//!     tmp/                   work in progress, locked by its maker: [`draft`]
+//!     tmp/                   work in progress, locked by its writer: [`draft`]
 //! ```
 //!
 //! A pool is `shared` (every node and the controller mount the same directory, or
-//! the controller alone has it and an NBD server hands its images to the nodes) or
-//! `local` (each node has its own, and a controller runs beside each node).
+//! only the controller does and an NBD server exports its images to the nodes) or
+//! `local` (each node has its own, and a controller runs on each node).
 //! The file system of a pool needs hard links and flock(2); NFS has both.
 //!
 //! Everything here blocks and belongs on a lane thread.
@@ -52,12 +51,12 @@ mod spec;
 pub use room::Room;
 pub use spec::{PoolSpec, Pools};
 
-/// Where a pool's directory can be reached.
+/// On which nodes a pool's directory is mounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scope {
     /// On one node only; volumes stay on that node.
     Local,
-    /// On every node and on the controller, or served to every node.
+    /// On every node and on the controller, or exported to every node.
     Shared,
 }
 
@@ -73,10 +72,10 @@ impl fmt::Display for Scope {
 /// Why a pool or an image in it cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// The text of an option or a config line is no pool.
+    /// A malformed `--pool`.
     #[error("pool {text:?}: {why}; write NAME=DIR[,local|,shared][,mounted]")]
     BadSpec {
-        /// What was given.
+        /// The given text.
         text: String,
         /// What is wrong with it.
         why: &'static str,
@@ -108,7 +107,7 @@ pub enum PoolError {
         /// What the kernel says.
         source: io::Error,
     },
-    /// The pool has the option `mounted`, and nothing is mounted at its directory.
+    /// The pool has the option `mounted`, and its directory is no mount point.
     #[error("pool {pool:?}: nothing is mounted at its directory {}, as its option `mounted` demands", dir.display())]
     NotMounted {
         /// The pool's name.
@@ -116,19 +115,19 @@ pub enum PoolError {
         /// Its directory.
         dir: PathBuf,
     },
-    /// The pool's directory is there, and nothing that a pool holds once it was used.
-    #[error("pool {pool:?}: its directory {} is that of no pool that was ever used; is it mounted?", dir.display())]
+    /// The pool's directory exists, without the scope of a pool that was used.
+    #[error("pool {pool:?}: its directory {} holds no pool that was ever used; is it mounted?", dir.display())]
     Away {
         /// The pool's name.
         pool: String,
         /// Its directory.
         dir: PathBuf,
     },
-    /// Others use the pool under another scope.
+    /// The pool was set up with another scope.
     #[error(
-        "pool {pool:?} in {} is used as a {found} pool, but this agent takes it for a {given} \
-         one and would pass over what others hold; write --pool {pool}={},{found} (once nobody \
-         uses the pool, removing .uring-csi/scope in it lets the next agent settle it anew)",
+        "pool {pool:?} in {} is a {found} pool, but this agent is configured for a {given} one and \
+         would ignore claims of others; write --pool {pool}={},{found} (while no agent uses the \
+         pool, removing .uring-csi/scope in it lets the next one set the scope again)",
         dir.display(), dir.display()
     )]
     OtherScope {
@@ -136,12 +135,12 @@ pub enum PoolError {
         pool: String,
         /// Its directory.
         dir: PathBuf,
-        /// What this agent was told.
+        /// The configured scope.
         given: Scope,
-        /// What was settled.
+        /// The scope in the pool.
         found: Scope,
     },
-    /// Not the plain name of a file.
+    /// Not a valid name of an image.
     #[error("image {image:?} in pool {pool:?}: {why}")]
     BadName {
         /// The pool's name.
@@ -159,35 +158,35 @@ pub enum PoolError {
         /// The image's file name.
         image: String,
     },
-    /// An inline volume is larger than what is left.
+    /// An inline volume is larger than the available space.
     #[error(
-        "pool {pool:?} has {available} bytes left beside what its volumes were promised, and this \
-         inline volume needs {bytes}; make room, or ask for less (volumeAttributes.size)"
+        "pool {pool:?} has {available} bytes available beyond the sizes of its volumes, and this \
+         inline volume needs {bytes}; free space, or request less (volumeAttributes.size)"
     )]
     NoRoom {
         /// The pool's name.
         pool: String,
-        /// What is needed.
+        /// The size of the volume.
         bytes: u64,
-        /// What there is.
+        /// Bytes that are available.
         available: u64,
     },
-    /// An image would grow by more than what is left.
+    /// An image would grow by more than the available space.
     #[error(
-        "pool {pool:?} has {available} bytes left beside what its volumes were promised, and \
-         image {image:?} would grow by {more}; make room, or ask for less"
+        "pool {pool:?} has {available} bytes available beyond the sizes of its volumes, and \
+         image {image:?} would grow by {more}; free space, or request less"
     )]
     NoRoomToGrow {
         /// The pool's name.
         pool: String,
         /// The image's file name.
         image: String,
-        /// What it would grow by, in bytes.
+        /// Bytes to grow by.
         more: u64,
-        /// What there is, in bytes.
+        /// Bytes that are available.
         available: u64,
     },
-    /// Pods may not make volumes in it.
+    /// Inline volumes need a local pool.
     #[error(
         "inline volumes are made in local pools, and pool {pool:?} is shared; \
          name a local one (volumeAttributes.pool)"
@@ -203,7 +202,7 @@ pub enum PoolError {
         pool: String,
         /// What was tried.
         step: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
         /// What the kernel says.
         source: io::Error,
@@ -240,9 +239,9 @@ pub struct Pool {
     pub name: String,
     /// Its directory, an absolute path.
     pub dir: PathBuf,
-    /// Who can reach it.
+    /// On which nodes it is mounted.
     pub scope: Scope,
-    /// Whether something has to be mounted at its directory for it to be there.
+    /// Whether its directory has to be a mount point.
     pub mounted: bool,
 }
 
@@ -291,35 +290,35 @@ impl Pool {
         }
     }
 
-    /// Where an image is. For texts and for work that is not steered by names
-    /// from outside; else use [`Pool::open_image`].
+    /// The path of an image. For messages and for names that the driver chose; for names
+    /// from requests use [`Pool::open_image`].
     pub fn image_path(&self, image: &str) -> PathBuf {
         self.dir.join(image)
     }
 
-    /// The directory of what is no image, made if it is missing.
+    /// A directory below `.uring-csi/`, made if missing.
     pub fn meta_dir(&self, area: &str) -> Result<PathBuf, PoolError> {
-        // Never make the pool itself: where a mount is missing, it would hide
-        // that, and volumes would land on the file system beneath.
+        // Never make the pool itself: with a missing mount, volumes would land on the file
+        // system beneath.
         self.open_dir()?;
         let path = self.meta_path(area);
         std::fs::create_dir_all(&path).map_err(|e| self.io("make directory", &path, e))?;
         Ok(path)
     }
 
-    /// The path that [`Pool::meta_dir`] makes.
+    /// The path of [`Pool::meta_dir`].
     pub fn meta_path(&self, area: &str) -> PathBuf {
         self.dir.join(META).join(area)
     }
 
-    /// Makes the image of an inline ephemeral volume, sparse, `bytes` large, and
-    /// says its name. An image that is there already is grown if it is smaller,
-    /// which mends one that a crash left without its size.
+    /// Makes the sparse image, of `bytes`, of an inline ephemeral volume, and returns its
+    /// name. An existing smaller image is grown, which repairs one that a crash left
+    /// without its size.
     ///
-    /// Refuses what the pool has no room for, by the controller's rule. The image
-    /// is made first and counted then: of two that are made at once, by whichever
-    /// process, each sees the other, so together they never promise more than there
-    /// is. A growth looks first, so none of this process runs meanwhile.
+    /// Fails where the pool has no room, by the controller's rule. The image is made
+    /// before the room is counted: two that are made at once, by any process, see each
+    /// other, so together they never exceed the pool. Growth counts first, so it is
+    /// excluded meanwhile within this process.
     pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
@@ -367,8 +366,8 @@ impl Pool {
         Ok((image, done))
     }
 
-    /// Deletes the image of an inline ephemeral volume; not while the pool is away, in
-    /// which the image would stay for ever.
+    /// Deletes the image of an inline ephemeral volume. Fails while the pool is not mounted,
+    /// as the image would stay in it for ever.
     pub fn delete_inline(&self, id: &str) -> Result<Done, PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
@@ -381,8 +380,8 @@ impl Pool {
         }
     }
 
-    /// [`PoolError::Away`], or [`PoolError::NotReady`], where that a file is not in the
-    /// pool says nothing.
+    /// Fails ([`PoolError::Away`], [`PoolError::NotReady`]) where the pool is not mounted, and
+    /// a missing file proves nothing.
     pub fn refuse_away(&self) -> Result<(), PoolError> {
         if self.is_settled()? {
             return Ok(());
@@ -390,7 +389,7 @@ impl Pool {
         Err(self.away())
     }
 
-    /// The pool's directory itself.
+    /// Opens the pool's directory.
     pub fn open_dir(&self) -> Result<OwnedFd, PoolError> {
         let opened = rustix::fs::open(
             &self.dir,

@@ -1,5 +1,5 @@
-//! How much room a pool has, for the controller's volumes, for inline ones, and for
-//! what a node lets grow.
+//! The room of a pool for new volumes and for growth: its free space less the unwritten
+//! bytes of its sparse images.
 
 use std::{
     collections::BTreeMap,
@@ -16,21 +16,21 @@ use super::{Pool, PoolError};
 /// The room of a pool, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// What the pool's file system has free for us.
+    /// Free bytes of the file system.
     pub free: u64,
-    /// What images were promised and have not written.
+    /// Bytes of images that are not written yet.
     pub promised: u64,
 }
 
 impl Room {
-    /// What may still be promised.
+    /// Bytes for new volumes and growth.
     pub fn available(self) -> u64 {
         self.free.saturating_sub(self.promised)
     }
 }
 
 impl Pool {
-    /// The room of this pool. Every image counts, whoever made it; blocks that
+    /// The room of this pool. Counts every image, also of static volumes; blocks that
     /// reflinked images share count in each.
     pub fn room(&self) -> Result<Room, PoolError> {
         let fs = self.statvfs()?;
@@ -55,25 +55,23 @@ impl Pool {
         })
     }
 
-    /// Waits until nobody else in this process promises room of this pool. To be held
-    /// from the look at the room until the image has its size: of two at once each
-    /// would find the room that the other is about to take. A pool that hangs holds
-    /// up itself only.
+    /// Serializes allocations of room in this process. Hold it from reading the room until
+    /// the image has its size: otherwise two at once would both take the same room. A pool
+    /// that hangs blocks only itself.
     pub fn lock_room(&self) -> MutexGuard<'static, ()> {
         static LOCKS: Mutex<BTreeMap<PathBuf, &Mutex<()>>> = Mutex::new(BTreeMap::new());
         let mut locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = *locks
             .entry(self.dir.clone())
-            // One for each pool that is given at the start, for as long as we run.
+            // One for each configured pool, for the life of the process.
             .or_insert_with(|| Box::leak(Box::default()));
         drop(locks);
         lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses to let an image grow by `more` bytes where the pool has no room for
-    /// them ([`PoolError::NoRoomToGrow`]), by the controller's rule: a volume whose
-    /// class says `overcommit` may be promised more than there is. For those who hold
-    /// [`Pool::lock_room`].
+    /// Fails ([`PoolError::NoRoomToGrow`]) where the pool has no room for an image to grow by
+    /// `more` bytes, by the controller's rule: a volume of a class with `overcommit` may
+    /// exceed it. Call it with [`Pool::lock_room`].
     pub fn refuse_growth_without_room(&self, image: &str, more: u64) -> Result<(), PoolError> {
         let available = self.room()?.available();
         if more <= available || self.is_overcommitted(image)? {
@@ -87,8 +85,8 @@ impl Pool {
         })
     }
 
-    /// Whether the class of an image's volume said `overcommit`. The controller's
-    /// record of the volume tells; without one nothing was said.
+    /// Whether the class of the image's volume has `overcommit`, by the controller's record
+    /// of the volume; `false` without one.
     fn is_overcommitted(&self, image: &str) -> Result<bool, PoolError> {
         let id = image.strip_suffix(".img").unwrap_or(image);
         let path = self.meta_path("volumes").join(format!("{id}.json"));
@@ -103,8 +101,8 @@ impl Pool {
     }
 }
 
-/// What a node needs of the controller's record of a volume, which is
-/// `provision::images::catalogue`'s.
+/// The part that a node reads of the controller's record of a volume
+/// (`provision::images::catalogue`).
 #[derive(Deserialize)]
 struct Record {
     detail: Detail,

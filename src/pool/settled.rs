@@ -1,15 +1,15 @@
-//! Which scope a pool has, once and for all who use it, and whether it is there.
+//! The scope file of a pool: its scope, and the proof that the pool is mounted.
 //!
-//! In a local pool claims of another boot are passed over, as there is only one
-//! node that could have made them. So an agent that takes a shared pool for a
-//! local one would pass over what other nodes hold, and write to it. Whoever
-//! uses a pool first therefore notes its scope in it, durably, and whoever was
-//! told another scope is refused.
+//! In a local pool claims of another boot are ignored, as only the one node can have
+//! made them. So an agent that is configured for a local pool where it is shared would
+//! ignore claims of other nodes, and write to their images. The first use of a pool
+//! therefore writes its scope to it, durably, and an agent with another scope is
+//! refused.
 //!
-//! The same note tells a pool from the empty directory that it is mounted on. So
-//! only who makes a volume or claims an image writes it, all else only reads; and
-//! where a pool was seen with its note, no other directory becomes that pool for
-//! as long as the process lives ([`PoolError::Away`]).
+//! The same file distinguishes a pool from the empty directory below its mount. So only
+//! making a volume or claiming an image writes it, all else only reads it; and once a
+//! pool was seen with the file, no other directory becomes that pool for the life of the
+//! process ([`PoolError::Away`]).
 
 use std::{
     collections::BTreeMap,
@@ -30,51 +30,50 @@ use super::{
 };
 use crate::Done;
 
-/// Which directory a pool was when it last held its note, by the pool's path:
-/// `st_dev` and `st_ino`.
+/// The directory (`st_dev`, `st_ino`) in which a pool's scope file was last seen, by the
+/// pool's path.
 static SEEN: Mutex<BTreeMap<PathBuf, (u64, u64)>> = Mutex::new(BTreeMap::new());
 
 impl Pool {
-    /// Refuses the pool where it is away, or used under another scope than this
-    /// agent was told; one that nobody has used yet is settled. For what makes a
-    /// volume or claims an image. A short read, as a rule.
+    /// Fails where the pool is not mounted or has another scope than configured; writes the
+    /// scope of a new pool. For making a volume and claiming an image. Usually one short
+    /// read.
     pub fn settle(&self) -> Result<(), PoolError> {
-        if let Some(found) = self.look()? {
+        if let Some(found) = self.scope_in_use()? {
             return self.refuse_other(found);
         }
         let (tmp, path) = (self.meta_dir("tmp")?, self.scope_path());
-        // Of two that settle it at once the first one counts.
+        // Of two writers the first one wins.
         let settled = Draft::new(&tmp).and_then(|draft| {
             writeln!(draft.file(), "{}", self.scope)?;
             draft.place_new(&path, Durable)
         });
         let _: Done = settled.map_err(|e| self.io("write", &path, e))?;
-        self.refuse_other(self.look()?.unwrap_or(self.scope))
+        self.refuse_other(self.scope_in_use()?.unwrap_or(self.scope))
     }
 
-    /// As [`Pool::settle`], but only reads: one that nobody has used yet will do.
+    /// As [`Pool::settle`], but only reads, and accepts a new pool.
     pub fn check_scope(&self) -> Result<(), PoolError> {
-        let found = self.look()?;
+        let found = self.scope_in_use()?;
         found.map_or(Ok(()), |found| self.refuse_other(found))
     }
 
-    /// As [`Pool::check_scope`], for what is in the pool already: one that nobody
-    /// has used is away.
+    /// As [`Pool::check_scope`], for existing images: a new pool is not mounted.
     pub fn check_settled(&self) -> Result<(), PoolError> {
-        match self.look()? {
+        match self.scope_in_use()? {
             Some(found) => self.refuse_other(found),
             None => Err(self.away()),
         }
     }
 
-    /// Whether the pool is there and was ever used. Where a mount is missing, its
-    /// directory is empty, and that a file is not in it says nothing.
+    /// Whether the pool is mounted and was used before. Otherwise a missing file proves
+    /// nothing.
     pub fn is_settled(&self) -> Result<bool, PoolError> {
         let (found, _) = self.read_scope()?;
         Ok(found.is_some())
     }
 
-    /// What the pool's directory is where the pool is not.
+    /// The error of a pool that is not mounted.
     pub(super) fn away(&self) -> PoolError {
         PoolError::Away {
             pool: self.name.clone(),
@@ -82,8 +81,8 @@ impl Pool {
         }
     }
 
-    /// The scope that was settled; none where nobody has used the pool yet.
-    fn look(&self) -> Result<Option<Scope>, PoolError> {
+    /// The scope of the pool; `None` for a new pool.
+    fn scope_in_use(&self) -> Result<Option<Scope>, PoolError> {
         let (found, at) = self.read_scope()?;
         let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
         if found.is_some() {
@@ -110,14 +109,14 @@ impl Pool {
         self.meta_path(SCOPE)
     }
 
-    /// What the note says, and which directory it was looked for in.
+    /// The content of the scope file, and the directory in which it was looked up.
     fn read_scope(&self) -> Result<(Option<Scope>, (u64, u64)), PoolError> {
         let dir = self.open_dir()?;
         let stat = fstat(&dir).map_err(|errno| self.io("look at", &self.dir, errno))?;
         let at = (stat.st_dev, stat.st_ino);
         let path = self.scope_path();
-        let note = Path::new(META).join(SCOPE);
-        let file = match openat(&dir, note, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
+        let file = Path::new(META).join(SCOPE);
+        let file = match openat(&dir, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
             Ok(file) => File::from(file),
             Err(Errno::NOENT) => return Ok((None, at)),
             Err(errno) => return Err(self.io("open", &path, errno)),
@@ -143,7 +142,7 @@ mod tests {
     use crate::pool::claim::{self, Claim, Sharing};
 
     #[test]
-    fn the_first_use_settles_the_scope() {
+    fn the_first_use_sets_the_scope() {
         let dir = tempfile::tempdir().unwrap();
         let [local, shared] = [Scope::Local, Scope::Shared].map(|scope| Pool {
             name: "p".to_owned(),
@@ -187,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn to_look_at_a_pool_settles_nothing() {
+    fn reading_a_pool_sets_no_scope() {
         let (dir, pool) = pool();
         pool.check_scope().unwrap();
         assert!(matches!(pool.check_settled(), Err(PoolError::Away { .. })));
@@ -196,7 +195,7 @@ mod tests {
         pool.check_settled().unwrap();
     }
 
-    /// The directory that is left where the pool's file system was unmounted.
+    /// The mount point after the pool's file system was unmounted.
     #[test]
     fn another_directory_does_not_become_a_pool_that_was_seen() {
         let (dir, mut pool) = pool();
@@ -216,7 +215,7 @@ mod tests {
         std::fs::remove_dir(&pool.dir).unwrap();
         std::fs::rename(&elsewhere, &pool.dir).unwrap();
         pool.settle().unwrap();
-        // By hand, to have it settled anew.
+        // An administrator resets the scope.
         std::fs::remove_file(pool.scope_path()).unwrap();
         pool.settle().unwrap();
     }

@@ -1,4 +1,4 @@
-//! Pools as options and config files name them, and the set of them.
+//! The `--pool` option, and the set of configured pools.
 
 use std::{collections::BTreeMap, path::PathBuf, str::FromStr};
 
@@ -11,14 +11,14 @@ pub struct PoolSpec {
     pub name: String,
     /// Its directory.
     pub dir: PathBuf,
-    /// Its scope where one was written.
+    /// Its scope, if given.
     pub scope: Option<Scope>,
     /// Whether the directory has to be a mount point.
     pub mounted: bool,
 }
 
 impl PoolSpec {
-    /// The pool, with `default` for a scope that was not written.
+    /// The pool, with `default` for a scope that is not given.
     pub fn or(self, default: Scope) -> Pool {
         Pool {
             name: self.name,
@@ -72,7 +72,7 @@ impl FromStr for PoolSpec {
     }
 }
 
-/// May be a pool's name. No dot is in it, so that handles can be taken apart.
+/// Whether this is a valid pool name. It has no dot, so that handles can be split.
 pub(super) fn is_name(name: &str) -> bool {
     let plain = |b: u8| b.is_ascii_alphanumeric();
     name.len() <= 63
@@ -85,7 +85,7 @@ pub(super) fn is_name(name: &str) -> bool {
 pub struct Pools(BTreeMap<String, Pool>);
 
 impl Pools {
-    /// A set of pools with distinct names.
+    /// Fails where two pools have one name.
     pub fn new(pools: impl IntoIterator<Item = Pool>) -> Result<Self, PoolError> {
         let mut map = BTreeMap::new();
         for pool in pools {
@@ -123,7 +123,7 @@ impl Pools {
     /// The names, for a sentence.
     fn known(&self) -> String {
         if self.0.is_empty() {
-            return "none at all (see --pool)".to_owned();
+            return "none (see --pool)".to_owned();
         }
         let names: Vec<_> = self.0.keys().map(String::as_str).collect();
         names.join(", ")

@@ -168,7 +168,11 @@ fn a_node_lets_no_volume_grow_beyond_its_pool() {
             bytes.trim().parse::<u64>().unwrap()
         };
         let answer = node.expand(&thin, &target, too_much).await;
-        refused(answer, FailedPrecondition, &["bytes left", "make room"]);
+        refused(
+            answer,
+            FailedPrecondition,
+            &["bytes available", "free space"],
+        );
         assert_eq!(size_of_device(), 64 * MIB);
         let image = fs::metadata(sandbox.image(&thin)).unwrap();
         assert_eq!(image.len(), 64 * MIB);

@@ -260,7 +260,11 @@ fn inline_volumes_never_promise_more_than_their_pool_has() {
             node.send_publish(publish(&node, volume)).await.unwrap();
         }
         let answer = node.send_publish(publish(&node, &volumes[2])).await;
-        refused(answer, ResourceExhausted, &["bytes left", "make room"]);
+        refused(
+            answer,
+            ResourceExhausted,
+            &["bytes available", "free space"],
+        );
         // What is there stays, also where it is asked for again.
         node.send_publish(publish(&node, &volumes[1]))
             .await
