@@ -185,7 +185,7 @@ fn a_node_lets_no_volume_grow_beyond_its_pool() {
         assert_eq!(u64::try_from(bytes).unwrap(), too_much);
         // What is promised beyond the pool leaves nothing to others.
         let answer = node.expand(&thin, &target, 129 * MIB).await;
-        refused(answer, FailedPrecondition, &["has 0 bytes left"]);
+        refused(answer, FailedPrecondition, &["has 0 bytes available"]);
         for volume in [&thin, &over] {
             node.down(volume, "pod").await;
         }
