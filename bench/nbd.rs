@@ -22,7 +22,7 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
 
     let links = Links::new("bench");
     let export = over.export("map");
-    let behind = links.behind(&export, "map");
+    let identifier = links.identifier(&export, "map");
     let options = Options {
         connections: 2,
         request_seconds: 30,
@@ -31,12 +31,14 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
     };
     let device = Cell::new(None);
     let up = || {
-        let (attached, _) = links.attach(&behind, false, &options).expect("attached");
+        let (attached, _) = links
+            .attach(&identifier, false, &options)
+            .expect("attached");
         device.set(Some(attached));
     };
     let down = || {
         let device = device.take().expect("a device");
-        let _ = links.detach(&behind, &device).expect("detached");
+        let _ = links.detach(&identifier, &device.block).expect("detached");
     };
     rig.measure_between(&mut group, &case, "in process", || {}, up, down);
 

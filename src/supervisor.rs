@@ -28,8 +28,8 @@
 use std::time::Duration;
 
 pub mod client;
-pub(crate) mod devices;
 mod error;
+pub(crate) mod processes;
 mod spec;
 
 #[cfg(feature = "holder")]

@@ -277,7 +277,7 @@ pub fn unmap(device: &RbdDevice) -> Result<Detached, KrbdError> {
             .as_ref()
             .is_err_and(|error| error.raw_os_error() == Some(errno.raw_os_error()))
     };
-    let removed = busy::outwait_for(
+    let removed = busy::retry_while_busy_for(
         BUSY_FOR,
         || write(REMOVE, &id),
         |removed| is(removed, Errno::BUSY) && is_behind(device.dev, &device.identity),

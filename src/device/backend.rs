@@ -18,17 +18,21 @@ use super::{
     holders, image,
     images::{BoundImage, Images},
     loopdev::FileId,
-    luks, nbd,
+    nbd,
     notes::MkfsNote,
 };
 use crate::{
     Detached, Done,
     ceph::krbd::{self, Identity},
-    kernel::{Dev, block, sysfs},
+    kernel::{
+        Dev,
+        block::{self, BlockDev},
+        nbd::identifier_of,
+        sysfs,
+    },
     nbd::Export,
     pool::PoolError,
     secret::Secrets,
-    supervisor::devices as served,
 };
 
 /// A volume's block device: what the record keeps and what proves, after a
@@ -50,7 +54,7 @@ pub struct Device {
     #[serde(default)]
     pub diskseq: Option<u64>,
     /// The encrypted device that this one shows in the clear.
-    pub encrypted: Option<luks::Node>,
+    pub encrypted: Option<BlockDev>,
 }
 
 impl Device {
@@ -60,7 +64,7 @@ impl Device {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
         match &self.behind {
             Behind::Rbd(identity) => krbd::is_behind(dev, identity),
-            Behind::Served(cookie) => served::Device::is_behind(dev, cookie),
+            Behind::Served(cookie) => identifier_of(dev).as_ref() == Some(cookie),
             Behind::Export(export) => nbd::is_behind(dev, export),
             // Its file's inode was compared when it was attached or found; since then it
             // has had no other file.

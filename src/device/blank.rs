@@ -1,27 +1,26 @@
 //! Making a device blank, of which it is known that what is on it is nobody's data.
 
-use std::{fs::File, io};
+use std::{fs::File, io, path::Path};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fsync};
 
-use super::luks;
 use crate::{
     fs::probe,
-    kernel::{block, sysfs},
+    kernel::{Dev, block, sysfs},
 };
 
 /// Writes zeros where a probe looks, where it finds what a killed mkfs may have left.
 /// Answers whether it did. `is_it` says, of the opened device, which no other
 /// can take the number of, whether it is the one that is meant. Nobody else may have
 /// it in use. May be stuck for as long as the device does not answer.
-pub fn blank(node: &luks::Node, is_it: impl FnOnce() -> bool) -> io::Result<bool> {
+pub fn blank(node: &Path, dev: Dev, is_it: impl FnOnce() -> bool) -> io::Result<bool> {
     let flags = OFlags::RDWR | OFlags::EXCL;
-    let file = File::from(block::open(&node.path, node.dev, flags)?);
+    let file = File::from(block::open(node, dev, flags)?);
     if !is_it() {
-        let why = format!("{} is another device by now", node.path.display());
+        let why = format!("{} is another device by now", node.display());
         return Err(io::Error::new(io::ErrorKind::NotFound, why));
     }
-    let size = sysfs::size_bytes(node.dev)?;
+    let size = sysfs::size_bytes(dev)?;
     if !probe::content_of(&file, size)?.is_partial_format() {
         return Ok(false);
     }

@@ -32,8 +32,8 @@ use crate::{
         krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
     chain,
-    kernel::{Dev, sysfs},
-    supervisor::{Watch, devices as nbd},
+    kernel::{Dev, block::BlockDev, nbd::identifier_of, sysfs},
+    supervisor::Watch,
 };
 
 mod below;
@@ -103,7 +103,7 @@ impl CephImages {
         let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match Mapped::of(below) {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
-            None if nbd::Device::is_behind(below, volume_id) => {
+            None if identifier_of(below).as_deref() == Some(volume_id) => {
                 let noted = note.and_then(|note| CephSource::noted(note, volume_id).ok());
                 let noted = noted.filter(|noted| noted.mounter.served().is_some());
                 let image = noted.map(|noted| noted.image);
@@ -251,7 +251,7 @@ fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
 }
 
 fn as_it_is_shown(below: Below) -> Result<Device, DeviceError> {
-    let over = luks::over(below.node.dev).map_err(io("look for what is over a mapped image"))?;
+    let over = luks::over(below.block.dev).map_err(io("look for what is over a mapped image"))?;
     Ok(below.shown(over))
 }
 
@@ -270,7 +270,7 @@ impl BoundCephImage<'_> {
         known: &Known<'_>,
         below: &Below,
         how: &How,
-    ) -> Result<(Option<luks::Node>, MkfsNote), DeviceError> {
+    ) -> Result<(Option<BlockDev>, MkfsNote), DeviceError> {
         self.register(known, below, how)?;
         let over = match &self.source.kms {
             Some(kms) => Some(self.decrypt(known, kms, below, how)?),
@@ -288,10 +288,10 @@ impl Bound for BoundCephImage<'_> {
     fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
         let (known, below, done) = self.map_where_it_is(how)?;
         if done == Done::Already {
-            let over = luks::over(below.node.dev);
+            let over = luks::over(below.block.dev);
             let over = over.map_err(io("look for what is over a mapped image"))?;
-            let shown = over.as_ref().unwrap_or(&below.node);
-            used::refuse(&shown.path, shown.dev, how)?;
+            let shown = over.as_ref().unwrap_or(&below.block);
+            used::refuse(&shown.node, shown.dev, how)?;
         }
         match self.open(&known, &below, how) {
             Ok((over, note)) => {

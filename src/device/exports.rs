@@ -9,13 +9,13 @@ use super::{
     backend::{Attachment, Bound, Found, Owner},
     context::{Context, SourceError},
     error::{DeviceError, io},
-    nbd::{self, Links, NbdDevice},
+    nbd::{self, Identifier, Links},
     notes::{MkfsNote, Notes},
     used,
 };
 use crate::{
     Detached, Done, chain,
-    kernel::Dev,
+    kernel::{Dev, block::BlockDev, nbd::NbdDevice},
     nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server},
     size::{BadSize, Size},
 };
@@ -159,36 +159,33 @@ pub struct Exports {
 impl Exports {
     /// What is attached for the volume.
     pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
-        self.find_any(|behind| behind.volume_id == volume_id)
+        self.find_any(|identifier| identifier.volume_id == volume_id)
     }
 
     /// The export behind a device, where this or an earlier agent attached it.
     pub fn find_behind(&self, dev: Dev) -> Result<Option<Found>, DeviceError> {
-        match nbd::Behind::of(dev) {
-            Some(behind) => self.find_any(|other| *other == behind),
+        match Identifier::of(dev) {
+            Some(identifier) => self.find_any(|other| *other == identifier),
             None => Ok(None),
         }
     }
 
     /// Whose a device is, where this driver attached it.
     pub fn owner_of(&self, dev: Dev) -> Owner {
-        let behind = nbd::Behind::of(dev);
-        let is_own =
-            |behind: &nbd::Behind| *behind == self.links.behind(&behind.export, &behind.volume_id);
-        behind
-            .filter(is_own)
-            .map_or(Owner::Nobody, |behind| Owner::Volume(behind.volume_id))
+        Identifier::of(dev)
+            .filter(|its| *its == self.links.identifier(&its.export, &its.volume_id))
+            .map_or(Owner::Nobody, |its| Owner::Volume(its.volume_id))
     }
 
     fn find_any(
         &self,
-        pleases: impl Fn(&nbd::Behind) -> bool,
+        predicate: impl Fn(&Identifier) -> bool,
     ) -> Result<Option<Found>, DeviceError> {
-        let found = self.links.find(pleases);
+        let found = self.links.find(predicate);
         let found = found.map_err(io("list the NBD devices"))?;
-        Ok(found.map(|(device, behind)| Found {
-            device: device_of(device, &behind.export),
-            source: Source::export(behind.export),
+        Ok(found.map(|(device, identifier)| Found {
+            device: device_of(device, &identifier.export),
+            source: Source::export(identifier.export),
         }))
     }
 
@@ -203,8 +200,8 @@ impl Exports {
 
 fn device_of(device: NbdDevice, export: &Export) -> Device {
     Device {
-        dev: device.dev,
-        node: device.node,
+        dev: device.block.dev,
+        node: device.block.node,
         behind: Behind::Export(export.clone()),
         read_only: device.read_only,
         diskseq: None,
@@ -212,11 +209,10 @@ fn device_of(device: NbdDevice, export: &Export) -> Device {
     }
 }
 
-fn as_nbd(device: &Device) -> NbdDevice {
-    NbdDevice {
+fn block_of(device: &Device) -> BlockDev {
+    BlockDev {
         dev: device.dev,
         node: device.node.clone(),
-        read_only: device.read_only,
     }
 }
 
@@ -228,8 +224,10 @@ pub struct BoundExport<'a> {
 }
 
 impl BoundExport<'_> {
-    fn behind(&self, volume_id: &str) -> nbd::Behind {
-        self.exports.links.behind(&self.source.export, volume_id)
+    fn identifier(&self, volume_id: &str) -> Identifier {
+        self.exports
+            .links
+            .identifier(&self.source.export, volume_id)
     }
 }
 
@@ -239,8 +237,8 @@ impl Bound for BoundExport<'_> {
         if how.gives_out_raw() {
             note.ended()?;
         }
-        let (links, behind) = (&self.exports.links, self.behind(&how.volume_id));
-        let (device, done) = links.attach(&behind, how.read_only, &self.source.options)?;
+        let (links, identifier) = (&self.exports.links, self.identifier(&how.volume_id));
+        let (device, done) = links.attach(&identifier, how.read_only, &self.source.options)?;
         let device = device_of(device, &self.source.export);
         if done == Done::Already {
             used::refuse(&device.node, device.dev, how)?;
@@ -253,8 +251,12 @@ impl Bound for BoundExport<'_> {
     }
 
     fn take_up(&self, device: &Device, volume_id: &str) {
-        let (links, behind) = (&self.exports.links, self.behind(volume_id));
-        let taken = links.take_up(&behind, &as_nbd(device), &self.source.options);
+        let (links, identifier) = (&self.exports.links, self.identifier(volume_id));
+        let device = NbdDevice {
+            block: block_of(device),
+            read_only: device.read_only,
+        };
+        let taken = links.take_up(&identifier, &device, &self.source.options);
         if let Err(error) = taken {
             let error = chain(&error);
             tracing::error!(error, volume_id, "its connections are not kept");
@@ -272,21 +274,21 @@ impl Bound for BoundExport<'_> {
 
     /// The kernel knows for whom it was attached.
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        let wanted = self.behind(volume_id);
-        let found = self.exports.find_any(|behind| *behind == wanted)?;
+        let wanted = self.identifier(volume_id);
+        let found = self.exports.find_any(|identifier| *identifier == wanted)?;
         Ok(found.is_some())
     }
 
     fn attached(&self) -> Result<Option<Device>, DeviceError> {
         let found = self
             .exports
-            .find_any(|behind| behind.export == self.source.export)?;
+            .find_any(|identifier| identifier.export == self.source.export)?;
         Ok(found.map(|found| found.device))
     }
 
     fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError> {
         let links = &self.exports.links;
-        Ok(links.detach(&self.behind(volume_id), &as_nbd(device))?)
+        Ok(links.detach(&self.identifier(volume_id), &block_of(device))?)
     }
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {

@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Detached, Kind, crash_point,
-    kernel::{Dev, block, busy::outwait, loopctl, sysfs},
+    kernel::{Dev, block, busy::retry_while_busy, loopctl, sysfs},
 };
 
 mod locks;
@@ -223,7 +223,7 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
                 crash_point();
                 return Ok(LoopDevice { diskseq, ..device });
             }
-            Err(e) if is(&e, Errno::BUSY) || is(&e, Errno::NXIO) => least = number.get() + 1,
+            Err(e) if block::is_busy(&e) || is(&e, Errno::NXIO) => least = number.get() + 1,
             Err(source) => {
                 return Err(LoopError::Attach {
                     image: name(),
@@ -239,7 +239,7 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
 /// Waits for what the kernel may be making for another process: a device has its
 /// number for a moment before sysfs and `/dev` have the device.
 fn once_made<T>(attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    outwait(
+    retry_while_busy(
         attempt,
         |found| matches!(found, Err(e) if e.kind() == io::ErrorKind::NotFound),
     )
@@ -296,20 +296,16 @@ fn release(
         return Ok(Detached::Already);
     }
     // What was just unmounted may be kept for a moment by a child's copy of a descriptor.
-    let opened = outwait(
-        || device.open(OFlags::RDONLY | OFlags::EXCL),
-        |opened| opened.as_ref().is_err_and(|e| is(e, Errno::BUSY)),
-    );
-    let file = match opened {
+    let file = match block::open_exclusive(&device.node, device.dev, OFlags::RDONLY) {
         Ok(file) => file,
         Err(e) if is_gone(&e) => return Ok(Detached::Already),
         // It may be another's by now, and busy with that.
-        Err(e) if is(&e, Errno::BUSY) && still_ours()? => {
+        Err(e) if block::is_busy(&e) && still_ours()? => {
             return Err(LoopError::Busy {
                 node: device.node.clone(),
             });
         }
-        Err(e) if is(&e, Errno::BUSY) => return Ok(Detached::Already),
+        Err(e) if block::is_busy(&e) => return Ok(Detached::Already),
         Err(e) => return Err(failed(e)),
     };
     match loopctl::status(&file) {

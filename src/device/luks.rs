@@ -22,32 +22,19 @@ use std::{
     sync::OnceLock,
 };
 
-use rustix::{fs::OFlags, io::Errno};
-use serde::{Deserialize, Serialize};
+use rustix::fs::OFlags;
 
 use crate::{
     Done, Kind,
     admission::{Gate, Place},
     fs::probe::{self, Content},
-    kernel::{Dev, block, busy::outwait, exec, sysfs},
+    kernel::{
+        Dev,
+        block::{self, BlockDev},
+        exec, sysfs,
+    },
     secret::Secret,
 };
-
-/// A device and its node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Node {
-    /// Its number.
-    pub dev: Dev,
-    /// Below `/dev`, as the kernel names it.
-    pub path: PathBuf,
-}
-
-impl Node {
-    fn of(dev: Dev) -> io::Result<Self> {
-        let path = sysfs::present_node_of(dev)?;
-        Ok(Self { dev, path })
-    }
-}
 
 /// Why a device could not be encrypted, opened, resized or closed. The text
 /// never has a passphrase.
@@ -148,17 +135,12 @@ pub enum Holds {
 }
 
 /// Looks at a device that nobody else uses.
-pub fn look(under: &Node) -> Result<Holds, LuksError> {
-    let busy = |error: &io::Error| error.raw_os_error() == Some(Errno::BUSY.raw_os_error());
+pub fn look(under: &BlockDev) -> Result<Holds, LuksError> {
     // udevd looks at it too, whenever it was written.
-    let opened = outwait(
-        || block::open(&under.path, under.dev, OFlags::RDONLY | OFlags::EXCL),
-        |opened| opened.as_ref().is_err_and(busy),
-    );
-    let read = opened
+    let read = block::open_exclusive(&under.node, under.dev, OFlags::RDONLY)
         .map(File::from)
         .and_then(|file| probe::content_of(&file, sysfs::size_bytes(under.dev)?));
-    let content = read.map_err(failed(format!("read {}", under.path.display())))?;
+    let content = read.map_err(failed(format!("read {}", under.node.display())))?;
     let what = match content {
         Content::Blank => return Ok(Holds::Nothing),
         Content::Foreign { what } if what == probe::LUKS => return Ok(Holds::Luks),
@@ -167,7 +149,7 @@ pub fn look(under: &Node) -> Result<Holds, LuksError> {
         Content::Unknown { offset } => return Ok(Holds::Unknown(offset)),
     };
     Err(LuksError::Foreign {
-        node: under.path.clone(),
+        node: under.node.clone(),
         what,
     })
 }
@@ -198,12 +180,12 @@ impl Origin {
 /// looked, or knows that what stands there is a format of its own that was
 /// interrupted.
 pub fn format(
-    under: &Node,
+    under: &BlockDev,
     passphrase: &Secret,
     origin: Origin,
     domain: &str,
 ) -> Result<(), LuksError> {
-    let node = under.path.to_string_lossy();
+    let node = under.node.to_string_lossy();
     let fixed = ["--batch-mode", "--type=luks2", "--hash=sha256"];
     let args = [&fixed, origin.derivation(), &["--key-file=-", &node]].concat();
     derive_key("luksFormat", &args, &node, passphrase, domain).map(drop)
@@ -211,14 +193,14 @@ pub fn format(
 
 /// Opens the device under that name, or finds it open.
 pub fn open(
-    under: &Node,
+    under: &BlockDev,
     name: &str,
     passphrase: &Secret,
     read_only: bool,
     domain: &str,
-) -> Result<(Node, Done), LuksError> {
+) -> Result<(BlockDev, Done), LuksError> {
     let found = || find(name).map_err(failed("list the device mapper's devices"));
-    let node = under.path.to_string_lossy();
+    let node = under.node.to_string_lossy();
     let done = match found()? {
         Some(mapping) if mapping.under == under.dev => {
             // What is below it may have grown since a killed agent opened it.
@@ -230,7 +212,7 @@ pub fn open(
         Some(_) => {
             return Err(LuksError::Other {
                 name: name.to_owned(),
-                node: under.path.clone(),
+                node: under.node.clone(),
             });
         }
         None => {
@@ -246,13 +228,13 @@ pub fn open(
         }
     };
     let mapping = found()?.ok_or_else(|| io::Error::other("it is not there after it was opened"));
-    let over = mapping.and_then(|mapping| Node::of(mapping.over));
+    let over = mapping.and_then(|mapping| BlockDev::of(mapping.over));
     let over = over.map_err(failed(format!("find the mapping {name}")))?;
     Ok((over, done))
 }
 
-fn why_not_opened(under: &Node, error: LuksError) -> LuksError {
-    let node = under.path.clone();
+fn why_not_opened(under: &BlockDev, error: LuksError) -> LuksError {
+    let node = under.node.clone();
     match error {
         LuksError::Failed { .. } if is_whole(under).is_ok_and(|is| !is) => {
             LuksError::Unfinished { node }
@@ -294,8 +276,8 @@ pub fn resize(name: &str) -> Result<u64, LuksError> {
 /// Whether what begins as a LUKS header is one, and has a key. A format that was
 /// interrupted leaves neither: it writes the header's beginning, then its checksum,
 /// and its key at last.
-pub fn is_whole(under: &Node) -> Result<bool, LuksError> {
-    let node = under.path.to_string_lossy();
+pub fn is_whole(under: &BlockDev) -> Result<bool, LuksError> {
+    let node = under.node.to_string_lossy();
     let args = ["--dump-json-metadata", &node];
     let dump = match cryptsetup("luksDump", &args, &node) {
         Err(LuksError::Failed { status, .. }) if status.code() == Some(NOT_LUKS) => {
@@ -334,11 +316,11 @@ pub fn mapping_of(dev: Dev) -> Option<Mapping> {
 }
 
 /// The mapping that is open over the device.
-pub fn over(dev: Dev) -> io::Result<Option<Node>> {
+pub fn over(dev: Dev) -> io::Result<Option<BlockDev>> {
     let mut mappings = mappings(Path::new(&format!("/sys/dev/block/{dev}/holders")))?;
     mappings
         .pop()
-        .map(|mapping| Node::of(mapping.over))
+        .map(|mapping| BlockDev::of(mapping.over))
         .transpose()
 }
 

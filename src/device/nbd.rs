@@ -12,33 +12,18 @@
 //! and the volume's handle. So nothing is attached twice, what a killed agent
 //! attached is found, and drivers of several names share a node.
 //!
-//! **Detach.** `DISCONNECT` does not look at openers: where a file system is
-//! alive on the device, in a mount namespace that we can't see, it throws its
-//! dirty pages away. So the device is claimed first (`O_EXCL`), and what it is
-//! checked on that descriptor.
-//!
 //! All of this may block for as long as the device or the server does: call it
 //! on a lane.
 
-use std::{
-    io,
-    os::fd::OwnedFd,
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
-};
-
-use rustix::{
-    fs::{FlockOperation, OFlags, flock},
-    io::Errno,
-};
+use std::{fmt, io, path::Path};
 
 use crate::{
     crash_point,
     kernel::{
         Dev, block,
-        busy::{outwait, outwait_for},
+        busy::retry_while_busy,
         nbd::{
-            ReservedIndex,
+            NbdDevice, ReservedIndex, identifier_of,
             netlink::{Connect, Driver},
         },
         sysfs,
@@ -70,9 +55,6 @@ use shape::Shape;
 /// others attached is not taken for ours.
 const OURS: &str = "uring-csi:";
 
-/// How long requests and readers are waited for before a device is disconnected.
-const QUIET_WITHIN: Duration = Duration::from_secs(1);
-
 /// How an export is put behind a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Options {
@@ -89,20 +71,9 @@ pub struct Options {
     pub minimum_bytes: u64,
 }
 
-/// An attached export.
-#[derive(Clone, Debug)]
-pub struct NbdDevice {
-    /// Its device number.
-    pub dev: Dev,
-    /// `/dev/nbd7`.
-    pub node: PathBuf,
-    /// It refuses writes.
-    pub read_only: bool,
-}
-
-/// What stands behind a device, as its backend identifier says.
+/// A device's backend identifier, as this driver writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Behind {
+pub struct Identifier {
     /// The name of the CSI driver that attached it.
     pub driver: String,
     /// The export.
@@ -111,15 +82,20 @@ pub struct Behind {
     pub volume_id: String,
 }
 
-impl Behind {
-    /// What the kernel is told. No space is in a driver's name or an export's
-    /// address.
-    fn identifier(&self) -> String {
-        format!("{OURS}{} {} {}", self.driver, self.export, self.volume_id)
+impl fmt::Display for Identifier {
+    /// No space is in a driver's name or an export's address.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{OURS}{} {} {}",
+            self.driver, self.export, self.volume_id
+        )
     }
+}
 
-    fn parse(identifier: &str) -> Option<Self> {
-        let (driver, rest) = identifier.strip_prefix(OURS)?.split_once(' ')?;
+impl Identifier {
+    fn parse(text: &str) -> Option<Self> {
+        let (driver, rest) = text.strip_prefix(OURS)?.split_once(' ')?;
         let (export, volume_id) = rest.split_once(' ')?;
         Some(Self {
             driver: driver.to_owned(),
@@ -128,54 +104,32 @@ impl Behind {
         })
     }
 
-    /// What stands behind a device, where an agent attached it. The identifier
-    /// outlives what it names by a moment, in which the device has no size.
+    /// The identifier of an attached device, where an agent attached it.
     pub fn of(dev: Dev) -> Option<Self> {
-        let behind = Self::parse(&sysfs::nbd_backend(dev).ok()?)?;
-        (sysfs::size_bytes(dev).ok()? > 0).then_some(behind)
+        Self::parse(&identifier_of(dev)?)
     }
 }
 
 /// Whether the device is attached, and to this export.
 pub fn is_behind(dev: Dev, export: &Export) -> bool {
-    Behind::of(dev).is_some_and(|behind| behind.export == *export)
+    Identifier::of(dev).is_some_and(|identifier| identifier.export == *export)
 }
 
-/// The attached device that pleases, and what stands behind it. No device is
-/// opened.
-pub fn find(pleases: impl Fn(&Behind) -> bool) -> io::Result<Option<(NbdDevice, Behind)>> {
-    for index in sysfs::numbers("nbd")? {
-        let dev = sysfs::dev_of(&format!("nbd{index}"))?;
-        // Where nothing is attached there is no such file.
-        let behind = sysfs::nbd_backend(dev).ok();
-        let behind = behind.and_then(|identifier| Behind::parse(&identifier));
-        if let Some(behind) = behind.filter(&pleases) {
-            let device = NbdDevice {
-                dev,
-                node: sysfs::node_of(dev)?,
-                read_only: sysfs::is_read_only(dev)?,
-            };
-            return Ok(Some((device, behind)));
-        }
-    }
-    Ok(None)
-}
-
-/// The number by which the driver knows the device, the 7 of `nbd7`.
-fn index_of(dev: Dev) -> io::Result<u32> {
-    let name = sysfs::name_of(dev)?;
-    let index = sysfs::number_in(&name, "nbd");
-    index.ok_or_else(|| io::Error::other(format!("{name} is no NBD device")))
+/// The first device whose identifier satisfies the predicate. No device is opened.
+pub fn find(
+    predicate: impl Fn(&Identifier) -> bool,
+) -> io::Result<Option<(NbdDevice, Identifier)>> {
+    NbdDevice::find(|text| Identifier::parse(text).filter(&predicate))
 }
 
 /// Makes a device over the export. The caller has looked for one.
 fn attach(
     driver: &Driver,
-    behind: &Behind,
+    identifier: &Identifier,
     read_only: bool,
     options: &Options,
 ) -> Result<(NbdDevice, Vec<Connection>), NbdError> {
-    let export = &behind.export;
+    let export = &identifier.export;
     let (first, info) = open(export)?;
     let shape = Shape::of(export, &info, read_only)?;
     large_enough(export, shape.bytes, options)?;
@@ -188,7 +142,7 @@ fn attach(
         }
     }
     let sockets: Vec<_> = connections.iter().map(std::os::fd::AsFd::as_fd).collect();
-    let identifier = behind.identifier();
+    let identifier = identifier.to_string();
     let connect = |index| Connect {
         index,
         identifier: &identifier,
@@ -203,30 +157,25 @@ fn attach(
     let mut chosen = Vec::new();
     // Straight after the module was loaded udevd has the nodes open, and the
     // kernel may choose one just then.
-    let index = outwait(
+    let index = retry_while_busy(
         || {
             if !shape.writes_zeroes() {
                 chosen.push(ReservedIndex::without_zeroes()?);
             }
             driver.connect(&connect(chosen.last().map(ReservedIndex::get)))
         },
-        |made| made.as_ref().is_err_and(is_busy),
+        |made| made.as_ref().is_err_and(block::is_busy),
     )
     .map_err(made())?;
     crash_point();
-    let dev = sysfs::dev_of(&format!("nbd{index}")).map_err(made())?;
-    let device = NbdDevice {
-        dev,
-        node: sysfs::node_of(dev).map_err(made())?,
-        read_only,
-    };
-    if let Err(source) = complete(dev, &shape) {
+    let device = NbdDevice::of_index(index).map_err(made())?;
+    if let Err(source) = complete(device.block.dev, &shape) {
         let undone = driver.disconnect(index);
         tracing::debug!(
             ?undone,
             "a device that is not as it should be was taken down"
         );
-        return Err(failed(&device.node, "use")(source));
+        return Err(failed(&device.block.node, "use")(source));
     }
     Ok((device, connections))
 }
@@ -260,54 +209,6 @@ fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
     limit.map_or(Ok(()), |limit| sysfs::limit_requests(dev, limit))
 }
 
-/// Opens a device so that nobody else uses it, nor can begin to. None where it
-/// is not over the export any more, or another volume's.
-fn claim(behind: &Behind, device: &NbdDevice) -> Result<Option<OwnedFd>, NbdError> {
-    let node = &device.node;
-    let flags = OFlags::RDONLY | OFlags::EXCL;
-    let is_its = || Behind::of(device.dev).as_ref() == Some(behind);
-    if !is_its() {
-        return Ok(None);
-    }
-    let opened = outwait(
-        || block::open(node, device.dev, flags),
-        |opened| opened.as_ref().is_err_and(is_busy),
-    );
-    // While it is open it stays what it is, which may be another's by now.
-    match opened {
-        _ if !is_its() => Ok(None),
-        Ok(file) => Ok(Some(file)),
-        Err(error) if is_busy(&error) => Err(NbdError::Busy { node: node.clone() }),
-        Err(error) => Err(failed(node, "open")(error)),
-    }
-}
-
-/// Lets requests under way end, and keeps udevd from beginning more: it reads a
-/// device that appears or changes, unless somebody has it locked
-/// (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Where a device is disconnected
-/// before they are answered, the server answers to nobody, on which nbdkit 1.32
-/// was seen to abort, for all of its exports. What takes longer than
-/// [`QUIET_WITHIN`] is not waited for: the server may never answer.
-fn quiet(device: &NbdDevice, claimed: &OwnedFd) {
-    let deadline = Instant::now() + QUIET_WITHIN;
-    let left = || deadline.saturating_duration_since(Instant::now());
-    let locked = outwait_for(
-        left(),
-        || flock(claimed, FlockOperation::NonBlockingLockExclusive),
-        |locked| *locked == Err(Errno::WOULDBLOCK),
-    );
-    let under_way = outwait_for(
-        left(),
-        || sysfs::in_flight(device.dev),
-        |count| count.as_ref().is_ok_and(|&count| count > 0),
-    );
-    tracing::debug!(device = %device.node.display(), ?locked, ?under_way, "disconnected next");
-}
-
-fn is_busy(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
-}
-
 fn open(export: &Export) -> Result<(Connection, Info), NbdError> {
     Connection::open(export).map_err(at(export))
 }
@@ -327,7 +228,7 @@ mod tests {
             "uring-csi:driver nbd://host:10809/x",
             "uring-csi:driver http://host/x volume",
         ] {
-            assert_eq!(Behind::parse(identifier), None, "{identifier}");
+            assert_eq!(Identifier::parse(identifier), None, "{identifier}");
         }
     }
 
@@ -340,14 +241,14 @@ mod tests {
         ) {
             let server = crate::nbd::Server::unix("/run/a socket").unwrap();
             let export = Export::new(server, &name).unwrap();
-            let behind = Behind { driver, export, volume_id };
-            prop_assert_eq!(Behind::parse(&behind.identifier()), Some(behind));
+            let identifier = Identifier { driver, export, volume_id };
+            prop_assert_eq!(Identifier::parse(&identifier.to_string()), Some(identifier));
         }
 
         #[test]
         fn any_identifier_is_read_or_passed_over(identifier: String) {
-            let _ = Behind::parse(&identifier);
-            let _ = Behind::parse(&format!("{OURS}{identifier}"));
+            let _ = Identifier::parse(&identifier);
+            let _ = Identifier::parse(&format!("{OURS}{identifier}"));
         }
     }
 }

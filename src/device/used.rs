@@ -6,7 +6,7 @@
 
 use std::{ffi::OsStr, path::Path};
 
-use rustix::{fs::OFlags, io::Errno};
+use rustix::fs::OFlags;
 
 use super::{
     How, Purpose,
@@ -14,7 +14,7 @@ use super::{
     holders,
 };
 use crate::{
-    kernel::{Dev, block, busy::outwait, sysfs},
+    kernel::{Dev, block, sysfs},
     mount::table,
 };
 
@@ -25,14 +25,9 @@ pub fn refuse(node: &Path, dev: Dev, how: &How) -> Result<(), DeviceError> {
     if how.purpose != Purpose::Raw || is_own {
         return Ok(());
     }
-    let busy = Some(Errno::BUSY.raw_os_error());
-    let opened = outwait(
-        || block::open(node, dev, OFlags::RDONLY | OFlags::EXCL),
-        |opened| (opened.as_ref()).is_err_and(|error| error.raw_os_error() == busy),
-    );
-    match opened {
+    match block::open_exclusive(node, dev, OFlags::RDONLY) {
         Ok(_) => Ok(()),
-        Err(error) if error.raw_os_error() != busy => Err(io("open the device")(error)),
+        Err(error) if !block::is_busy(&error) => Err(io("open the device")(error)),
         Err(_) if is_published(dev)? => Ok(()),
         Err(_) => Err(DeviceError::Busy {
             device: node.to_owned(),

@@ -6,7 +6,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::fs::{FileTypeExt as _, MetadataExt as _},
     },
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use rustix::{
@@ -15,11 +15,31 @@ use rustix::{
     ioctl::{Getter, Opcode, Setter, ioctl, opcode},
 };
 
-use super::Dev;
+use serde::{Deserialize, Serialize};
+
+use super::{Dev, busy::retry_while_busy, sysfs};
 
 const BLKROSET: Opcode = opcode::none(0x12, 93);
 const BLKGETSIZE64: Opcode = opcode::read::<usize>(0x12, 114);
 const BLKGETDISKSEQ: Opcode = opcode::read::<u64>(0x12, 128);
+
+/// A block device and its node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockDev {
+    /// Its number.
+    pub dev: Dev,
+    /// Below `/dev`, as the kernel names it.
+    #[serde(rename = "path")]
+    pub node: PathBuf,
+}
+
+impl BlockDev {
+    /// The device of that number, whose node is there.
+    pub fn of(dev: Dev) -> io::Result<Self> {
+        let node = sysfs::present_node_of(dev)?;
+        Ok(Self { dev, node })
+    }
+}
 
 /// The device's size in bytes (`BLKGETSIZE64`).
 pub fn size_bytes(device: impl AsFd) -> io::Result<u64> {
@@ -76,4 +96,19 @@ pub fn open(node: &Path, dev: Dev, flags: OFlags) -> io::Result<OwnedFd> {
             format!("{} is not the node of block device {dev}", node.display()),
         ))
     }
+}
+
+/// Opens a device as [`open`] does, so that nobody else has it open exclusively, nor
+/// can open it so: `EBUSY` where it is mounted, or below device mapper or md. Some
+/// others open it so for a moment, so `EBUSY` is not believed at once.
+pub fn open_exclusive(node: &Path, dev: Dev, flags: OFlags) -> io::Result<OwnedFd> {
+    retry_while_busy(
+        || open(node, dev, flags | OFlags::EXCL),
+        |opened| opened.as_ref().is_err_and(is_busy),
+    )
+}
+
+/// Whether the kernel answered `EBUSY`.
+pub fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }

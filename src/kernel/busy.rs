@@ -21,13 +21,13 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Calls `attempt` until its result is not `busy`, for half a second. It blocks:
 /// for a lane.
-pub fn outwait<T>(attempt: impl FnMut() -> T, busy: impl Fn(&T) -> bool) -> T {
-    outwait_for(PASSES_WITHIN, attempt, busy)
+pub fn retry_while_busy<T>(attempt: impl FnMut() -> T, busy: impl Fn(&T) -> bool) -> T {
+    retry_while_busy_for(PASSES_WITHIN, attempt, busy)
 }
 
 /// Calls `attempt` until its result is not `busy`, less and less often, until the
 /// time is up. It blocks: for a lane.
-pub fn outwait_for<T>(
+pub fn retry_while_busy_for<T>(
     time: Duration,
     mut attempt: impl FnMut() -> T,
     busy: impl Fn(&T) -> bool,
@@ -60,9 +60,9 @@ mod tests {
         let mut calls = 0..;
         let minute = Duration::from_secs(60);
         assert_eq!(
-            outwait_for(minute, || calls.next(), |call| *call < Some(3)),
+            retry_while_busy_for(minute, || calls.next(), |call| *call < Some(3)),
             Some(3)
         );
-        assert!(outwait_for(PAUSE, || calls.next(), |_| true) > Some(3));
+        assert!(retry_while_busy_for(PAUSE, || calls.next(), |_| true) > Some(3));
     }
 }

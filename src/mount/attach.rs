@@ -36,7 +36,7 @@ use super::{
     table,
     unmount::{UnmountError, unmount},
 };
-use crate::{Kind, kernel::busy::outwait};
+use crate::{Kind, kernel::busy::retry_while_busy};
 
 /// The parameters of a mount.
 #[derive(Clone, Copy, Debug)]
@@ -149,7 +149,7 @@ impl MountError {
 pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
     let shared = is_in_exclusive_use(new.source);
     let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
-    let mounted = move_to(&outwait(|| create(new), is_busy)?, at)?;
+    let mounted = move_to(&retry_while_busy(|| create(new), is_busy)?, at)?;
     if shared && let Some(missing) = not_in_force(new.options, at)? {
         let path = at.path().to_owned();
         let _ = unmount(at).map_err(|source| MountError::UndoFailed { path, source })?;
@@ -294,7 +294,9 @@ fn is_in_exclusive_use(device: &Path) -> bool {
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
     let exclusive = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
     let open_exclusive = || open(device, exclusive, Mode::empty()).err();
-    is_block && outwait(open_exclusive, |error| *error == Some(Errno::BUSY)) == Some(Errno::BUSY)
+    is_block
+        && retry_while_busy(open_exclusive, |error| *error == Some(Errno::BUSY))
+            == Some(Errno::BUSY)
 }
 
 /// The first requested superblock option that is not in force.

@@ -19,7 +19,7 @@ use rustix::{
 };
 
 use super::{PathKind, path::SafePath};
-use crate::{Done, Kind, kernel::busy::outwait};
+use crate::{Done, Kind, kernel::busy::retry_while_busy};
 
 /// Why the unmount failed.
 #[derive(Debug, thiserror::Error)]
@@ -54,7 +54,7 @@ impl UnmountError {
 /// Unmounts the mount at `at`, the topmost of several. Unmounting the last mount of a
 /// superblock writes it out: this can hang with the device. Retries a transient `EBUSY`.
 pub fn unmount(at: &SafePath) -> Result<Done, UnmountError> {
-    outwait(
+    retry_while_busy(
         || unmount_once(at),
         |result| matches!(result, Err(UnmountError::Busy { .. })),
     )

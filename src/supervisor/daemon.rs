@@ -27,7 +27,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{Spec, SupervisorError, devices::Server, error::failed, spec::Verb};
+use super::{Spec, SupervisorError, error::failed, processes::Server, spec::Verb};
 use crate::{
     kernel::{
         exec,

@@ -14,11 +14,15 @@ use tokio::{
 
 use super::{
     Spec, SupervisorError,
-    devices::{self, Device},
     records::Records,
     volume::{Command, Reply, Status, Volume},
 };
-use crate::{Done, lane::Lanes, secret::Secret};
+use crate::{
+    Done,
+    kernel::nbd::{self, NbdDevice},
+    lane::Lanes,
+    secret::Secret,
+};
 
 /// Threads that wait for a next call.
 const IDLE_LANES: usize = 2;
@@ -48,7 +52,7 @@ impl Keeper {
     /// Takes up what the records in that directory tell of; `program` is rbd-nbd,
     /// by its path or looked up in the system's directories.
     pub fn open(program: &str, dir: PathBuf, boot_id: String) -> io::Result<Self> {
-        if devices::partitions_are_read() {
+        if nbd::reads_partitions() {
             tracing::warn!(
                 "the kernel module nbd was not loaded with max_part=0: if an rbd-nbd dies in the moment in which partitions of a device of a new size are read, no other can take its place and all I/O of that device waits; have it loaded so (in /etc/modprobe.d: options nbd max_part=0) when the node boots next"
             );
@@ -69,7 +73,7 @@ impl Keeper {
 
     /// Maps an image, or finds it mapped; where its daemon has died, brings it
     /// back.
-    pub async fn map(&self, spec: Spec, key: Secret) -> Result<(Device, Done), SupervisorError> {
+    pub async fn map(&self, spec: Spec, key: Secret) -> Result<(NbdDevice, Done), SupervisorError> {
         let volume_id = spec.volume_id.clone();
         self.ask(&volume_id, |reply| Command::Map(Box::new(spec), key, reply))
             .await
@@ -81,7 +85,7 @@ impl Keeper {
         volume_id: &str,
         user: Option<String>,
         key: Secret,
-    ) -> Result<Device, SupervisorError> {
+    ) -> Result<NbdDevice, SupervisorError> {
         self.ask(volume_id, |reply| Command::Reattach(user, key, reply))
             .await
     }

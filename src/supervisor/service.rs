@@ -37,7 +37,7 @@ impl Holder for SupervisorService {
         tracing::info!(volume = spec.volume_id, image = %spec.image, "map");
         let (device, done) = self.keeper.map(spec, key).await?;
         Ok(Response::new(MapResponse {
-            node: device.node.display().to_string(),
+            node: device.block.node.display().to_string(),
             already: done == Done::Already,
         }))
     }
@@ -75,7 +75,7 @@ impl Holder for SupervisorService {
         let key = Secret::new(key);
         let device = self.keeper.reattach(&volume_id, user, key).await?;
         Ok(Response::new(ReattachResponse {
-            node: device.node.display().to_string(),
+            node: device.block.node.display().to_string(),
         }))
     }
 

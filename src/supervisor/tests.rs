@@ -100,8 +100,8 @@ impl Test {
 
     /// The device's size.
     fn bytes(&self) -> u64 {
-        let device = super::devices::Device::of(&self.spec.volume_id);
-        device.unwrap().expect("a device").bytes
+        let device = crate::kernel::nbd::NbdDevice::attached_as(&self.spec.volume_id);
+        device.unwrap().expect("a device").size_bytes().unwrap()
     }
 
     fn unmap(&self, supervisor: &Supervisor) -> Result<Done, SupervisorError> {
@@ -131,7 +131,7 @@ struct Supervisor {
 impl Supervisor {
     fn map(&self, spec: &Spec, key: Secret) -> Result<(PathBuf, Done), SupervisorError> {
         let mapped = self.runtime.block_on(self.keeper.map(spec.clone(), key));
-        mapped.map(|(device, done)| (device.node, done))
+        mapped.map(|(device, done)| (device.block.node, done))
     }
 
     fn status(&self, test: &Test) -> super::volume::Status {

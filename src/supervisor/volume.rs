@@ -32,10 +32,9 @@ use tokio::{
 };
 
 use super::{
-    Spec, SupervisorError, daemon::Daemon, devices::Device, error::failed, keeper::Shared,
-    registration::Lineage,
+    Spec, SupervisorError, daemon::Daemon, error::failed, keeper::Shared, registration::Lineage,
 };
-use crate::{Done, secret::Secret};
+use crate::{Done, kernel::nbd::NbdDevice, secret::Secret};
 
 mod access;
 mod open;
@@ -44,7 +43,7 @@ mod serving;
 mod verbs;
 
 use access::Accesses;
-use open::Open;
+use open::{Open, open_shared};
 
 /// How often a device that comes or goes is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -56,9 +55,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 #[derive(Debug)]
 pub enum Command {
     /// [`Volume::map`].
-    Map(Box<Spec>, Secret, Reply<(Device, Done)>),
+    Map(Box<Spec>, Secret, Reply<(NbdDevice, Done)>),
     /// [`Volume::reattach`].
-    Reattach(Option<String>, Secret, Reply<Device>),
+    Reattach(Option<String>, Secret, Reply<NbdDevice>),
     /// [`Volume::grow`].
     Grow(u64, Reply<u64>),
     /// [`Volume::unmap`].
@@ -171,10 +170,14 @@ impl Volume {
 
     /// Keeps the device open from when it is served until it is taken down, or may
     /// have been by others: it would not go for as long as it is open here.
-    fn hold(&mut self, device: Option<&Device>) {
+    fn hold(&mut self, device: Option<&NbdDevice>) {
         match (device.cloned(), &self.daemon) {
             (Some(device), Some(_)) => {
-                let open = || Open::begin(&self.shared.lanes, &self.id, move || device.open());
+                let open = || {
+                    Open::begin(&self.shared.lanes, &self.id, move || {
+                        open_shared(&device.block)
+                    })
+                };
                 self.open_guard.get_or_insert_with(open);
             }
             (Some(_), None) => {}
@@ -253,8 +256,8 @@ impl Volume {
         Ok(())
     }
 
-    fn device(&self) -> Result<Option<Device>, SupervisorError> {
-        Device::of(&self.id).map_err(failed("find the device of", &self.id))
+    fn device(&self) -> Result<Option<NbdDevice>, SupervisorError> {
+        NbdDevice::attached_as(&self.id).map_err(failed("find the device of", &self.id))
     }
 
     fn image(&self) -> String {
@@ -262,7 +265,7 @@ impl Volume {
         spec.map_or_else(|| self.id.clone(), |spec| spec.image.to_string())
     }
 
-    fn tell(&self, device: Option<&Device>) {
+    fn tell(&self, device: Option<&NbdDevice>) {
         let has_key = self.accesses.newest().is_some();
         let doubt = (!has_key && self.daemon.is_some()).then_some(
             "uring-csi-holder has restarted and has no key: if rbd-nbd ends, it cannot be started again before the next stage or uringctl reattach brings the key",
@@ -270,7 +273,7 @@ impl Volume {
         let image = self.accesses.spec().map(Spec::name);
         let status = Status {
             image: image.or(self.found.clone()),
-            node: device.map(|device| device.node.display().to_string()),
+            node: device.map(|device| device.block.node.display().to_string()),
             pid: self.daemon.as_ref().map(Daemon::pid),
             has_key,
             trouble: self.trouble.clone().or(doubt.map(str::to_owned)),

@@ -8,7 +8,7 @@
 
 use std::{io, path::Path, pin::pin, sync::Arc};
 
-use rustix::{fd::AsFd as _, fs::OFlags, io::Errno};
+use rustix::{fd::AsFd as _, fs::OFlags};
 
 use super::{
     Error, Node,
@@ -21,14 +21,16 @@ use crate::{
     device::{
         Attachment, Device, DeviceError, HeldOpen, MkfsNote, Source,
         holders::{self, Holder},
-        luks,
     },
     fs::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
         reports_busy,
     },
-    kernel::{block, busy::outwait, exec, sysfs},
+    kernel::{
+        block::{self, BlockDev},
+        exec, sysfs,
+    },
     ring::{
         child::{Child, Exit},
         probe::Prober,
@@ -74,15 +76,9 @@ fn probe_device(prober: &Prober, source: &Source, device: &Device) -> Probed {
 
 /// What is on the device; none where somebody uses it.
 fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
-    let flags = OFlags::DIRECT | OFlags::EXCL;
-    let busy = |error: &io::Error| error.raw_os_error() == Some(Errno::BUSY.raw_os_error());
-    let opened = outwait(
-        || block::open(&device.node, device.dev, flags),
-        |opened| opened.as_ref().is_err_and(busy),
-    );
-    let file = match opened {
+    let file = match block::open_exclusive(&device.node, device.dev, OFlags::DIRECT) {
         Ok(file) => file,
-        Err(error) if busy(&error) => return Ok(None),
+        Err(error) if block::is_busy(&error) => return Ok(None),
         Err(error) => return Err(error),
     };
     let size = sysfs::size_bytes(device.dev)?;
@@ -100,14 +96,14 @@ fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
 
 /// Whether the encrypted device was never written where `size` bytes of it show:
 /// its zeros are noise in the clear. LUKS keeps its header before them.
-fn is_unwritten(prober: &Prober, size: u64, under: &luks::Node) -> io::Result<bool> {
+fn is_unwritten(prober: &Prober, size: u64, under: &BlockDev) -> io::Result<bool> {
     let header = sysfs::size_bytes(under.dev)?.checked_sub(size);
     let header = header.ok_or_else(|| io::Error::other("a mapping larger than its device"))?;
     let mut regions = probe::regions(size);
     for region in &mut regions {
         region.offset += header;
     }
-    let file = block::open(&under.path, under.dev, OFlags::DIRECT)?;
+    let file = block::open(&under.node, under.dev, OFlags::DIRECT)?;
     let blocks = prober
         .read(file.as_fd(), &regions)
         .map_err(io::Error::other)?;

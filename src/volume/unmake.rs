@@ -9,7 +9,7 @@ use super::{
     record::Record,
     task::{Progress, Volume},
 };
-use crate::device::{Device, blank, luks};
+use crate::device::{Device, blank};
 
 /// Blanks out what an interrupted mkfs of this volume left on the device.
 pub async fn unmake(
@@ -28,11 +28,7 @@ pub async fn unmake(
     let (source, on) = (record.source.clone(), device.clone());
     let blanked = node
         .lane(volume, progress, "blank", move || {
-            let node = luks::Node {
-                dev: on.dev,
-                path: on.node.clone(),
-            };
-            blank(&node, || source.is_still(&on))
+            blank(&on.node, on.dev, || source.is_still(&on))
         })
         .await
         .map_err(volume.io(format!("blank out {}", device.node.display())))?;

@@ -2,13 +2,14 @@
 
 use crate::{
     ceph::krbd::{Identity, RbdDevice},
-    device::{Behind, Device, luks},
+    device::{Behind, Device},
+    kernel::block::BlockDev,
 };
 
 /// A mapped image's own device, below an encrypted volume's.
 #[derive(Clone, Debug)]
 pub struct Below {
-    pub node: luks::Node,
+    pub block: BlockDev,
     pub behind: Behind,
     pub read_only: bool,
 }
@@ -16,9 +17,9 @@ pub struct Below {
 impl From<RbdDevice> for Below {
     fn from(device: RbdDevice) -> Self {
         Self {
-            node: luks::Node {
+            block: BlockDev {
                 dev: device.dev,
-                path: device.node,
+                node: device.node,
             },
             behind: Behind::Rbd(device.identity),
             read_only: device.read_only,
@@ -28,26 +29,26 @@ impl From<RbdDevice> for Below {
 
 impl Below {
     pub fn of(device: &Device) -> Self {
-        let own = || luks::Node {
+        let own = || BlockDev {
             dev: device.dev,
-            path: device.node.clone(),
+            node: device.node.clone(),
         };
         Self {
-            node: device.encrypted.clone().unwrap_or_else(own),
+            block: device.encrypted.clone().unwrap_or_else(own),
             behind: device.behind.clone(),
             read_only: device.read_only,
         }
     }
 
     /// What shows it, which is itself where it is not encrypted.
-    pub fn shown(self, over: Option<luks::Node>) -> Device {
+    pub fn shown(self, over: Option<BlockDev>) -> Device {
         let (shown, encrypted) = match over {
-            Some(over) => (over, Some(self.node)),
-            None => (self.node, None),
+            Some(over) => (over, Some(self.block)),
+            None => (self.block, None),
         };
         Device {
             dev: shown.dev,
-            node: shown.path,
+            node: shown.node,
             behind: self.behind,
             read_only: self.read_only,
             diskseq: None,
@@ -58,8 +59,8 @@ impl Below {
     /// As the kernel's driver has it.
     pub fn krbd(&self, identity: &Identity) -> RbdDevice {
         RbdDevice {
-            dev: self.node.dev,
-            node: self.node.path.clone(),
+            dev: self.block.dev,
+            node: self.block.node.clone(),
             identity: identity.clone(),
             read_only: self.read_only,
         }

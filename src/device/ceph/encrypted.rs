@@ -19,6 +19,7 @@ use crate::{
         error::DeviceError,
         luks::{self, Holds, LuksError, Origin},
     },
+    kernel::block::BlockDev,
     secret::Secret,
 };
 
@@ -31,13 +32,13 @@ impl BoundCephImage<'_> {
         kms: &str,
         below: &Below,
         how: &How,
-    ) -> Result<luks::Node, DeviceError> {
+    ) -> Result<BlockDev, DeviceError> {
         let source = Source::Rbd(CephSource {
             image: known.image.clone(),
             ..self.source.clone()
         });
         let held = HeldOpen::new(&source, &below.clone().shown(None))?;
-        let (under, domain) = (&below.node, source.domain());
+        let (under, domain) = (&below.block, source.domain());
         let asked = known.asked(&self.images.connections)?;
         let notes = asked.map(Asked::notes).transpose()?;
         let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
@@ -67,7 +68,7 @@ impl BoundCephImage<'_> {
     fn format_once(
         &self,
         known: &Known<'_>,
-        under: &luks::Node,
+        under: &BlockDev,
         held: &HeldOpen,
         is_noted: bool,
         how: &How,
@@ -83,7 +84,7 @@ impl BoundCephImage<'_> {
             Holds::Luks if luks::is_whole(under)? => return note.ended(),
             Holds::Unknown(offset) if !may_be_partial => Some(
                 LuksError::Foreign {
-                    node: under.path.clone(),
+                    node: under.node.clone(),
                     what: format!("unknown data at byte {offset}"),
                 }
                 .into(),

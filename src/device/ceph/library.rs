@@ -108,7 +108,7 @@ impl Asked {
             note.may_have_come();
         }
         let image = self.open(Access::ReadOnly)?;
-        let watchers = busy::outwait_for(
+        let watchers = busy::retry_while_busy_for(
             time,
             || self.others(&image, own),
             |others| others.as_ref().is_ok_and(|some| !some.is_empty()),

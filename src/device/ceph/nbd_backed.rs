@@ -17,18 +17,18 @@ use crate::{
         Ailment, Behind, Device, How, Source,
         backend::Found,
         error::{DeviceError, io},
-        luks,
     },
+    kernel::nbd::{self, NbdDevice},
     supervisor::{
         Spec, Trouble, Watch,
         client::{ClientError, Refusal},
-        devices as nbd,
+        processes::Server,
     },
 };
 
 /// The device of a volume that rbd-nbd serves.
 pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
-    let found = nbd::Device::of(volume_id).map_err(io("look at the NBD devices"))?;
+    let found = NbdDevice::attached_as(volume_id).map_err(io("look at the NBD devices"))?;
     found
         .map(|device| as_it_is_shown(below(device, volume_id)))
         .transpose()
@@ -36,7 +36,7 @@ pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
 
 /// Whether rbd-nbd has the volume's device.
 pub fn is_nbd_backed(volume_id: &str) -> Result<bool, CephImageError> {
-    let found = nbd::Device::of(volume_id).map_err(ClientError::Io)?;
+    let found = NbdDevice::attached_as(volume_id).map_err(ClientError::Io)?;
     Ok(found.is_some())
 }
 
@@ -78,8 +78,8 @@ fn is_coming(supervisor: Option<&Watch>, volume_id: &str) -> Result<bool, CephIm
 }
 
 /// The process that serves a volume.
-fn server_of(volume_id: &str) -> std::io::Result<Option<nbd::Server>> {
-    let servers = nbd::Server::all()?.into_iter().map(|(_, server)| server);
+fn server_of(volume_id: &str) -> std::io::Result<Option<Server>> {
+    let servers = Server::all()?.into_iter().map(|(_, server)| server);
     let mut its = servers.filter(|server| server.cookie == volume_id);
     Ok(its.next())
 }
@@ -94,14 +94,14 @@ pub fn refuse_nbd_backed(
         image: image.to_string(),
         by,
     };
-    let cookies = nbd::cookies().map_err(ClientError::Io)?;
-    if let Some((name, _)) = cookies.iter().find(|(_, has)| has == volume_id) {
-        return Err(taken(format!("rbd-nbd as /dev/{name}")));
+    let devices = nbd::identifiers().map_err(ClientError::Io)?;
+    if let Some((index, _)) = devices.iter().find(|(_, has)| has == volume_id) {
+        return Err(taken(format!("rbd-nbd as /dev/nbd{index}")));
     }
-    if cookies.is_empty() {
+    if devices.is_empty() {
         return Ok(());
     }
-    for (pid, server) in nbd::Server::all().map_err(ClientError::Io)? {
+    for (pid, server) in Server::all().map_err(ClientError::Io)? {
         // Where nobody can tell its cluster, it may be this one.
         let its = server.monitors.map(|given| Monitors::resolve(&[given]));
         let is_other = matches!(its, Some(Ok(its)) if !monitors.meet(&its));
@@ -143,12 +143,9 @@ fn named(text: &str) -> Option<ImageSpec> {
     })
 }
 
-fn below(device: nbd::Device, cookie: &str) -> Below {
+fn below(device: NbdDevice, cookie: &str) -> Below {
     Below {
-        node: luks::Node {
-            dev: device.dev,
-            path: device.node,
-        },
+        block: device.block,
         behind: Behind::Served(cookie.to_owned()),
         read_only: device.read_only,
     }
@@ -169,7 +166,7 @@ impl BoundCephImage<'_> {
         how: &How,
     ) -> Result<(Below, Done), CephImageError> {
         let supervisor = self.supervisor()?;
-        let look = || nbd::Device::of(&served.cookie).map_err(ClientError::Io);
+        let look = || NbdDevice::attached_as(&served.cookie).map_err(ClientError::Io);
         // What was begun for a killed agent is ours, and has the image open.
         let is_coming = is_coming(Some(supervisor), &served.cookie)?;
         let before = look()?;
@@ -204,7 +201,7 @@ impl BoundCephImage<'_> {
                     why,
                     "rbd-nbd serves the volume without a supervisor"
                 );
-                (device.node, Done::Already)
+                (device.block.node, Done::Already)
             }
             // Or no client would be registered.
             (Err(error @ ClientError::Away { .. }), Some(_))
@@ -215,7 +212,7 @@ impl BoundCephImage<'_> {
             (Err(error @ ClientError::Away { .. }), Some(device)) => {
                 return Err(CephImageError::Unserved {
                     image: known.image.to_string(),
-                    node: device.node,
+                    node: device.block.node,
                     source: error,
                 });
             }
@@ -225,7 +222,7 @@ impl BoundCephImage<'_> {
             (mapped, _) => mapped?,
         };
         crash_point();
-        let device = look()?.filter(|device| device.node == node);
+        let device = look()?.filter(|device| device.block.node == node);
         let device = device.ok_or_else(|| {
             let why = format!("{} went while it was looked at", node.display());
             ClientError::Io(std::io::Error::other(why))

@@ -25,7 +25,7 @@ impl CephSource {
         let below = under.map_or(device.dev, |under| under.dev);
         let is_nbd_backed = matches!(device.behind, Behind::Served(_));
         let mounter = if is_nbd_backed { NBD } else { KRBD };
-        let node = under.map_or(&device.node, |under| &under.path).to_str();
+        let node = under.map_or(&device.node, |under| &under.node).to_str();
         let node = node.map(str::to_owned);
         let mapped = Mapped::of(below).map(|mapped| mapped.image);
         let image = mapped.as_ref().unwrap_or(&self.image);

@@ -18,7 +18,7 @@ use crate::{
     device::{Behind, Fencing, How},
     supervisor::{
         self,
-        devices::{Server, process},
+        processes::{Server, process},
     },
 };
 
@@ -86,10 +86,10 @@ impl BoundCephImage<'_> {
 
     /// The kernel's client that has the image for a device.
     fn client(&self, known: &Known<'_>, below: &Below) -> Result<Client, CephImageError> {
-        let dev = below.node.dev;
+        let dev = below.block.dev;
         let address = mapped::address_of(dev).ok_or_else(|| CephImageError::UnknownClient {
             image: known.image.to_string(),
-            node: below.node.path.clone(),
+            node: below.block.node.clone(),
         })?;
         let alone = Mapped::of(dev).is_some_and(|it| it.config.noshare);
         Ok(Client {

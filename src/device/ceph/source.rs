@@ -18,8 +18,8 @@ use crate::{
         krbd::{ImageSpec, Mapped},
     },
     device::{SourceError, context::Context, luks},
-    kernel::Dev,
-    supervisor::{NbdOptions, devices as nbd},
+    kernel::{Dev, nbd::identifier_of},
+    supervisor::NbdOptions,
 };
 
 /// An image of a Ceph cluster.
@@ -194,7 +194,7 @@ impl CephSource {
     pub fn is_behind(&self, dev: Dev) -> bool {
         let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match self.mounter.served() {
-            Some(served) if nbd::Device::is_behind(below, &served.cookie) => true,
+            Some(served) if identifier_of(below).as_ref() == Some(&served.cookie) => true,
             _ => Mapped::of(below).is_some_and(|mapped| self.image.is_named_as(&mapped.image)),
         }
     }

@@ -27,8 +27,8 @@ impl Drop for Name {
     }
 }
 
-fn node(scratch: &Scratch) -> Node {
-    Node::of(scratch.device.dev).unwrap()
+fn node(scratch: &Scratch) -> BlockDev {
+    BlockDev::of(scratch.device.dev).unwrap()
 }
 
 fn secret(text: &str) -> Secret {
@@ -64,7 +64,7 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     let file = File::options()
         .read(true)
         .write(true)
-        .open(&over.path)
+        .open(&over.node)
         .unwrap();
     file.write_all_at(b"some text", 4096).unwrap();
     let refused = close(&name.0);
@@ -81,7 +81,7 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     assert_eq!(close(&name.0).unwrap(), Done::Already);
     let (over, _) = open(&under, &name.0, &passphrase, true, DOMAIN).unwrap();
     let mut text = [0; 9];
-    let file = File::open(&over.path).unwrap();
+    let file = File::open(&over.node).unwrap();
     file.read_exact_at(&mut text, 4096).unwrap();
     assert_eq!(&text, b"some text");
     assert!(sysfs::is_read_only(over.dev).unwrap());
@@ -111,7 +111,7 @@ fn what_is_on_a_device_is_not_taken_for_nothing() {
     scratch.open().write_all_at(b"data", MIB).unwrap();
     assert_eq!(look(&node(&scratch)).unwrap(), Holds::Unknown(MIB));
     let under = node(&scratch);
-    let path = under.path.to_string_lossy();
+    let path = under.node.to_string_lossy();
     let made = exec::run("mke2fs", &["-q", "-F", &path], &[], b"", || {}).unwrap();
     assert!(made.status.success());
     let refused = look(&node(&scratch)).unwrap_err();
@@ -127,9 +127,9 @@ fn a_header_that_is_not_whole_is_known() {
     let under = node(&scratch);
     format(&under, &secret("one"), Origin::Random, DOMAIN).unwrap();
     assert!(is_whole(&under).unwrap());
-    let path = under.path.to_string_lossy();
+    let path = under.node.to_string_lossy();
     cryptsetup("luksErase", &["--batch-mode", &path], &path).unwrap();
-    let is_refused = |under: &Node| {
+    let is_refused = |under: &BlockDev| {
         assert_eq!(look(under).unwrap(), Holds::Luks);
         assert!(!is_whole(under).unwrap());
         let refused = open(under, &name.0, &secret("one"), false, DOMAIN);

@@ -84,8 +84,9 @@ impl Links {
             let why = io::Error::from(io::ErrorKind::NotFound);
             return Err(failed(export.to_string().as_ref(), "grow")(why));
         };
-        let node = &link.device.node;
-        let had = sysfs::size_bytes(link.device.dev).map_err(failed(node, "read the size of"))?;
+        let node = &link.device.block.node;
+        let had =
+            sysfs::size_bytes(link.device.block.dev).map_err(failed(node, "read the size of"))?;
         let shape = link.look()?;
         link.fits(&shape)?;
         let has = shape.bytes;
@@ -157,16 +158,16 @@ impl Link {
         let why = lock(&self.away).as_ref().map(|away| away.why.clone());
         let why = why.unwrap_or_else(|| "a connection has died".to_owned());
         let why = io::Error::new(io::ErrorKind::NotConnected, why);
-        failed(&self.device.node, "grow, whose server is away,")(why)
+        failed(&self.device.block.node, "grow, whose server is away,")(why)
     }
 
     /// Sets the device's size; false where a connection has died.
     pub(super) fn resize(&self, driver: &Driver, bytes: u64) -> Result<bool, NbdError> {
         let change = |change| {
-            let identifier = self.behind.identifier();
+            let identifier = self.identifier.to_string();
             driver
                 .reconfigure(self.index, &identifier, &change)
-                .map_err(failed(&self.device.node, "resize"))
+                .map_err(failed(&self.device.block.node, "resize"))
         };
         let usual = self.options.dead_seconds;
         {
@@ -185,7 +186,7 @@ impl Link {
     /// Replaces every connection of the device by a fresh one; none where some are
     /// out of reach.
     fn renew(&self, driver: &Driver) -> Result<Renewed, NbdError> {
-        let node = &self.device.node;
+        let node = &self.device.block.node;
         let mut fresh = self.open(self.connections)?;
         let heard = driver.listen().map_err(NbdError::NoDriver)?;
         let mut held = lock(&self.held);
@@ -222,7 +223,7 @@ impl Link {
         let is_settled = || {
             let is_away = lock(&self.away).is_some();
             let alive = is_away || lock(&self.held).are_alive();
-            sysfs::in_flight(self.device.dev).map(|count| count == 0 && alive)
+            sysfs::in_flight(self.device.block.dev).map(|count| count == 0 && alive)
         };
         while !is_settled()? && Instant::now() < deadline {
             // Cut short by a signal, it has served as well.
@@ -233,14 +234,14 @@ impl Link {
 
     /// Reads the last block, past every cache.
     fn prove(&self, bytes: u64) -> io::Result<()> {
-        let now = sysfs::size_bytes(self.device.dev)?;
+        let now = sysfs::size_bytes(self.device.block.dev)?;
         if now != bytes {
             let why = format!("the device has {now} bytes instead of {bytes}");
             return Err(io::Error::other(why));
         }
         let file = block::open(
-            &self.device.node,
-            self.device.dev,
+            &self.device.block.node,
+            self.device.block.dev,
             OFlags::RDONLY | OFlags::DIRECT,
         )?;
         let mut memory = vec![0; 2 * PROOF];

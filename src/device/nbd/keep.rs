@@ -99,9 +99,9 @@ fn check(links: &Links, link: &Arc<Link>, lanes: &Lanes, gate: &Gate) {
 async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     let mut wait = FIRST_WAIT;
     let mut looked_twice = false;
-    let node = link.device.node.display();
+    let node = link.device.block.node.display();
     loop {
-        let server = link.behind.export.server().to_string();
+        let server = link.identifier.export.server().to_string();
         let Ok(place) = gate.enter(&server).await else {
             timer::sleep(wait).await;
             continue;
@@ -109,7 +109,7 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
         link.again.store(false, Relaxed);
         let attempt = {
             let (links, link) = (links.clone(), Arc::clone(&link));
-            let export = link.behind.export.to_string();
+            let export = link.identifier.export.to_string();
             lanes.run(&export, "reconnect", move || {
                 let _place = place;
                 link.mend(&links)
@@ -125,9 +125,9 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
             Ok(done) => {
                 let away = lock(&link.away).take();
                 if let Some(away) = away {
-                    tracing::info!(device = %node, export = %link.behind.export, seconds = away.since.elapsed().as_secs(), "the server is back");
+                    tracing::info!(device = %node, export = %link.identifier.export, seconds = away.since.elapsed().as_secs(), "the server is back");
                 } else if let Mended::Now = done {
-                    tracing::info!(device = %node, export = %link.behind.export, "connections renewed");
+                    tracing::info!(device = %node, export = %link.identifier.export, "connections renewed");
                 }
                 if !link.again.load(Relaxed) {
                     break;
@@ -151,7 +151,7 @@ fn tell_away(link: &Link, error: &NbdError) {
         away.why = why;
         return;
     }
-    tracing::warn!(device = %link.device.node.display(), error = why, seconds = link.options.dead_seconds, "a server is away; requests wait for it, then fail");
+    tracing::warn!(device = %link.device.block.node.display(), error = why, seconds = link.options.dead_seconds, "a server is away; requests wait for it, then fail");
     *away = Some(Away {
         since: Instant::now(),
         patience: Duration::from_secs(link.options.dead_seconds.into()),

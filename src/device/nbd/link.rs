@@ -10,18 +10,21 @@ use std::{
 };
 
 use super::{
-    Behind, Connection, Links, NbdDevice, NbdError, Options, Shape, at, client, failed, is_behind,
+    Connection, Identifier, Links, NbdError, Options, Shape, at, client, failed, is_behind,
     links::lock, open,
 };
 use crate::kernel::{
-    nbd::netlink::{Change, Driver},
+    nbd::{
+        NbdDevice,
+        netlink::{Change, Driver},
+    },
     sysfs,
 };
 
 /// A device and its server.
 #[derive(Debug)]
 pub struct Link {
-    pub(super) behind: Behind,
+    pub(super) identifier: Identifier,
     pub(super) device: NbdDevice,
     pub(super) index: u32,
     pub(super) options: Options,
@@ -128,10 +131,10 @@ pub(super) enum Mended {
 impl Link {
     /// One attempt to give the device live connections in place of dead ones.
     pub(super) fn mend(&self, links: &Links) -> Result<Mended, NbdError> {
-        let node = &self.device.node;
+        let node = &self.device.block.node;
         let missing = {
             let mut held = lock(&self.held);
-            if held.closed || !is_behind(self.device.dev, &self.behind.export) {
+            if held.closed || !is_behind(self.device.block.dev, &self.identifier.export) {
                 return Ok(Mended::Gone);
             }
             held.retire_dead();
@@ -162,9 +165,9 @@ impl Link {
     pub(super) fn open(&self, count: usize) -> Result<Vec<Connection>, NbdError> {
         let mut fresh = Vec::with_capacity(count);
         for _ in 0..count {
-            let (connection, info) = open(&self.behind.export)?;
+            let (connection, info) = open(&self.identifier.export)?;
             self.fits(&Shape::of(
-                &self.behind.export,
+                &self.identifier.export,
                 &info,
                 self.device.read_only,
             )?)?;
@@ -175,12 +178,12 @@ impl Link {
 
     /// Makes sure that the export can serve what the device asks for.
     pub(super) fn fits(&self, shape: &Shape) -> Result<(), NbdError> {
-        let (dev, node) = (self.device.dev, &self.device.node);
+        let (dev, node) = (self.device.block.dev, &self.device.block.node);
         let failed = |what| failed(node, what);
         let had = sysfs::size_bytes(dev).map_err(failed("read the size of"))?;
         if shape.bytes < had {
             return Err(NbdError::Shrunk {
-                export: self.behind.export.clone(),
+                export: self.identifier.export.clone(),
                 node: node.clone(),
                 had,
                 has: shape.bytes,
@@ -205,7 +208,7 @@ impl Link {
             return Ok(());
         };
         Err(NbdError::Unsuited {
-            export: self.behind.export.clone(),
+            export: self.identifier.export.clone(),
             what: format!("{what}; serve it as before, or unstage and stage the volume"),
         })
     }
@@ -217,13 +220,13 @@ impl Link {
             // Also where an agent was killed while it had another set.
             dead_seconds: self.options.dead_seconds,
         };
-        driver.reconfigure(self.index, &self.behind.identifier(), &change)
+        driver.reconfigure(self.index, &self.identifier.to_string(), &change)
     }
 
     /// What the server says of the export now.
     pub(super) fn look(&self) -> Result<Shape, NbdError> {
-        let info = client::look(&self.behind.export).map_err(at(&self.behind.export))?;
-        Shape::of(&self.behind.export, &info, self.device.read_only)
+        let info = client::look(&self.identifier.export).map_err(at(&self.identifier.export))?;
+        Shape::of(&self.identifier.export, &info, self.device.read_only)
     }
 }
 

@@ -20,14 +20,18 @@ use std::{
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
-    Away, Behind, Link, NbdDevice, NbdError, Options, attach, claim, failed, find, index_of,
-    is_behind, large_enough, link::Held, quiet,
+    Away, Identifier, Link, NbdError, Options, attach, failed, find, is_behind, large_enough,
+    link::Held,
 };
 use crate::{
     Detached, Done,
     kernel::{
-        busy::outwait,
-        nbd::netlink::{Driver, Listener},
+        block::{self, BlockDev},
+        busy::retry_while_busy,
+        nbd::{
+            Claimed, NbdDevice, index_of,
+            netlink::{Driver, Listener},
+        },
         sysfs,
     },
     nbd::Export,
@@ -52,10 +56,6 @@ pub(super) struct Shared {
     pub(super) events: Mutex<Option<UnboundedReceiver<Event>>>,
 }
 
-fn is_without_size(device: &NbdDevice) -> bool {
-    sysfs::size_bytes(device.dev).is_ok_and(|bytes| bytes == 0)
-}
-
 /// Nothing that these guard is left half-changed by a panic.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -74,38 +74,38 @@ impl Links {
         }))
     }
 
-    /// What stands behind a device that this driver attaches for a volume.
-    pub fn behind(&self, export: &Export, volume_id: &str) -> Behind {
-        Behind {
+    /// The identifier of a device that this driver attaches for a volume.
+    pub fn identifier(&self, export: &Export, volume_id: &str) -> Identifier {
+        Identifier {
             driver: self.0.driver.clone(),
             export: export.clone(),
             volume_id: volume_id.to_owned(),
         }
     }
 
-    /// The device that this driver attached and that pleases.
+    /// The first device of this driver whose identifier satisfies the predicate.
     pub fn find(
         &self,
-        pleases: impl Fn(&Behind) -> bool,
-    ) -> io::Result<Option<(NbdDevice, Behind)>> {
-        find(|behind| behind.driver == self.0.driver && pleases(behind))
+        predicate: impl Fn(&Identifier) -> bool,
+    ) -> io::Result<Option<(NbdDevice, Identifier)>> {
+        find(|identifier| identifier.driver == self.0.driver && predicate(identifier))
     }
 
     /// Attaches the export, or finds it attached as it should be.
     pub fn attach(
         &self,
-        behind: &Behind,
+        identifier: &Identifier,
         read_only: bool,
         options: &Options,
     ) -> Result<(NbdDevice, Done), NbdError> {
-        let export = &behind.export;
+        let export = &identifier.export;
         let listed = || failed("/sys/block".as_ref(), "look for the export in");
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         self.listen(&driver).map_err(NbdError::NoDriver)?;
         // Without a size it is about to go, or a killed agent's call is about to
         // make it.
-        let is_between = |found: &io::Result<Option<(NbdDevice, _)>>| matches!(found, Ok(Some((device, _))) if is_without_size(device));
-        let found = outwait(|| find(|found| found.export == *export), is_between);
+        let is_between = |found: &io::Result<Option<(NbdDevice, _)>>| matches!(found, Ok(Some((device, _))) if matches!(device.size_bytes(), Ok(0)));
+        let found = retry_while_busy(|| find(|found| found.export == *export), is_between);
         if is_between(&found) {
             let why = io::ErrorKind::ResourceBusy.into();
             return Err(failed(
@@ -116,62 +116,70 @@ impl Links {
         if let Some((device, found)) = found.map_err(listed())? {
             let otherwise = |how: String| NbdError::AttachedOtherwise {
                 export: export.clone(),
-                node: device.node.clone(),
+                node: device.block.node.clone(),
                 how,
             };
-            if found.driver != behind.driver {
+            if found.driver != identifier.driver {
                 return Err(otherwise(format!("by the driver {}", found.driver)));
             }
-            if found.volume_id != behind.volume_id {
+            if found.volume_id != identifier.volume_id {
                 return Err(otherwise(format!("for volume {}", found.volume_id)));
             }
             if device.read_only != read_only {
                 let how = if read_only { "writable" } else { "read-only" };
                 return Err(otherwise(how.to_owned()));
             }
-            let has =
-                sysfs::size_bytes(device.dev).map_err(failed(&device.node, "read the size of"))?;
+            let node = &device.block.node;
+            let has = device
+                .size_bytes()
+                .map_err(failed(node, "read the size of"))?;
             large_enough(export, has, options)?;
             self.take_up(&found, &device, options)?;
             return Ok((device, Done::Already));
         }
-        let (device, connections) = attach(&driver, behind, read_only, options)?;
-        self.insert(behind, &device, options, Held::new(connections))?;
+        let (device, connections) = attach(&driver, identifier, read_only, options)?;
+        self.insert(identifier, &device, options, Held::new(connections))?;
         Ok((device, Done::Now))
     }
 
     /// Keeps the link of a device that an earlier agent attached.
     pub fn take_up(
         &self,
-        behind: &Behind,
+        identifier: &Identifier,
         device: &NbdDevice,
         options: &Options,
     ) -> Result<(), NbdError> {
-        let known = self.of(&behind.export);
-        if known.is_some_and(|link| link.device.dev == device.dev) {
+        let known = self.of(&identifier.export);
+        if known.is_some_and(|link| link.device.block.dev == device.block.dev) {
             return Ok(());
         }
-        self.insert(behind, device, options, Held::default())
+        self.insert(identifier, device, options, Held::default())
     }
 
-    /// Detaches the device, where it is still the one of the volume that `behind` names.
-    pub fn detach(&self, behind: &Behind, device: &NbdDevice) -> Result<Detached, NbdError> {
-        let export = &behind.export;
-        let Some(claimed) = claim(behind, device)? else {
+    /// Detaches the device, where it is still attached under that identifier.
+    pub fn detach(&self, identifier: &Identifier, device: &BlockDev) -> Result<Detached, NbdError> {
+        let export = &identifier.export;
+        let node = &device.node;
+        let matches = |text: &str| Identifier::parse(text).as_ref() == Some(identifier);
+        let claimed = match Claimed::new(device, matches) {
+            Ok(claimed) => claimed,
+            Err(error) if block::is_busy(&error) => {
+                return Err(NbdError::Busy { node: node.clone() });
+            }
+            Err(error) => return Err(failed(node, "open")(error)),
+        };
+        let Some(claimed) = claimed else {
             self.forget(export);
             return Ok(Detached::Already);
         };
-        let node = &device.node;
-        let index = index_of(device.dev).map_err(failed(node, "find"))?;
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         let link = self.of(export);
         if self.away(export).is_none() {
-            quiet(device, &claimed);
+            claimed.drain(None);
         }
-        let down = || driver.disconnect(index).map_err(failed(node, "detach"));
+        let down = || claimed.disconnect(&driver).map_err(failed(node, "detach"));
         match &link {
-            // A socket that were offered after it is down would bring it back
-            // to life.
+            // A socket offered to a disconnected device would bring it back to life.
             Some(link) => {
                 let mut held = lock(&link.held);
                 down()?;
@@ -190,7 +198,7 @@ impl Links {
     }
 
     fn forget(&self, export: &Export) {
-        let its = |_: &u32, link: &mut Arc<Link>| link.behind.export == *export;
+        let its = |_: &u32, link: &mut Arc<Link>| link.identifier.export == *export;
         let gone: Vec<_> = lock(&self.0.links).extract_if(its).collect();
         // One that is being renewed is held, which others need not wait for.
         for (_, link) in gone {
@@ -207,22 +215,22 @@ impl Links {
         let links = lock(&self.0.links);
         links
             .values()
-            .find(|link| link.behind.export == *export)
+            .find(|link| link.identifier.export == *export)
             .cloned()
     }
 
     fn insert(
         &self,
-        behind: &Behind,
+        identifier: &Identifier,
         device: &NbdDevice,
         options: &Options,
         held: Held,
     ) -> Result<(), NbdError> {
-        let node = &device.node;
-        let index = index_of(device.dev).map_err(failed(node, "find"))?;
-        let connections = sysfs::queues(device.dev).map_err(failed(node, "find"))?;
+        let BlockDev { dev, node } = &device.block;
+        let index = index_of(*dev).map_err(failed(node, "find"))?;
+        let connections = sysfs::queues(*dev).map_err(failed(node, "find"))?;
         let link = Arc::new(Link {
-            behind: behind.clone(),
+            identifier: identifier.clone(),
             device: device.clone(),
             index,
             options: *options,
@@ -233,7 +241,7 @@ impl Links {
             again: AtomicBool::default(),
         });
         // Somebody else may have taken its device down, and it has another now.
-        self.forget(&behind.export);
+        self.forget(&identifier.export);
         lock(&self.0.links).insert(index, Arc::clone(&link));
         // What died before it was in the list was announced to nobody, and of an
         // earlier agent's connections nothing is known. Nobody listens any more where

@@ -31,7 +31,7 @@ use super::{
     catalogue::failed,
 };
 use crate::{
-    kernel::{busy::outwait, lease::Lease},
+    kernel::{busy::retry_while_busy, lease::Lease},
     pool::{Pool, PoolError},
 };
 
@@ -53,7 +53,7 @@ impl<'f> Writers<'f> {
             return Ok(Self::Unknown);
         }
         let cannot = |what| move |e| failed(what, path, e);
-        let ask = || outwait(|| Lease::ask(image), |asked| matches!(asked, Ok(None)));
+        let ask = || retry_while_busy(|| Lease::ask(image), |asked| matches!(asked, Ok(None)));
         // A server closes an image a moment after its client has gone.
         let until = Instant::now() + CLOSED_WITHIN;
         let mut closings = None;

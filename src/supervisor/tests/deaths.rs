@@ -14,7 +14,7 @@ use super::{MIB, Test, assert_holds, write, wrong_key};
 use crate::{
     Done,
     secret::Secret,
-    supervisor::{Spec, SupervisorError, devices::Device},
+    supervisor::{Spec, SupervisorError},
 };
 
 fn kill(pid: Option<i32>) {
@@ -143,8 +143,8 @@ fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
     let pid = supervisor.status(&test).pid;
     drop(supervisor);
     // It would wait for the device, were it about to look just now.
-    let device = Device::of(&test.spec.volume_id).unwrap().unwrap();
-    let lock = device.without_udevd(None).unwrap();
+    let lock = File::open(&node).unwrap();
+    flock(&lock, FlockOperation::LockExclusive).unwrap();
     kill(pid);
     let supervisor = test.supervisor();
     drop(lock);
@@ -220,7 +220,7 @@ fn holder_and_daemon_die_and_a_key_brings_both_back() {
     };
     let error = reattach(wrong_key()).unwrap_err();
     assert!(matches!(error, SupervisorError::Denied { .. }), "{error}");
-    assert_eq!(reattach(test.key()).unwrap().node, node);
+    assert_eq!(reattach(test.key()).unwrap().block.node, node);
     let done = supervisor.until("the write", || writing.is_finished());
     eprintln!("the write was done {done:?} after the key had come");
     writing.join().unwrap();

@@ -3,12 +3,16 @@
 
 use std::{fs::File, sync::Arc, time::Duration};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
+    kernel::{
+        block::{self, BlockDev},
+        nbd::{Claimed, netlink::Driver},
+    },
     lane::Lanes,
-    supervisor::{SupervisorError, devices::Device, error::failed},
+    supervisor::{SupervisorError, error::failed},
 };
 
 /// How long that may take where a daemon serves the device.
@@ -75,7 +79,7 @@ impl Open {
     }
 
     /// Waits until it is open, while a daemon serves it.
-    pub async fn is_open(&mut self, device: &Device) -> Result<(), SupervisorError> {
+    pub async fn is_open(&mut self, device: &BlockDev) -> Result<(), SupervisorError> {
         if self.file.is_none() {
             let late = || failed("open", device.node.display());
             let opened = timeout(WITHIN, &mut self.opened).await;
@@ -85,4 +89,70 @@ impl Open {
         }
         Ok(())
     }
+}
+
+/// Opens a device, to have it open. udevd reads its superblocks meanwhile, and no
+/// partitions, for which it wants the device's lock for itself: it would read them
+/// whenever somebody has written, and a daemon that dies right then could not close
+/// the device, nor therefore end. It may block: for a lane.
+pub fn open_shared(device: &BlockDev) -> Result<Arc<File>, SupervisorError> {
+    let file = open(device)?;
+    lock(device, &file, FlockOperation::LockShared)?;
+    Ok(file)
+}
+
+/// Waits until udevd is done with the device, and keeps it off for as long as the file
+/// is locked so: udevd looks into what it can lock, shared with others, and at
+/// nothing else (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Uses the file that has the
+/// device open already, if there is one: its lock would be in the way. It blocks for as
+/// long as the device does: for a lane.
+pub fn lock_out_udevd(
+    device: &BlockDev,
+    opened: Option<Arc<File>>,
+) -> Result<Arc<File>, SupervisorError> {
+    // Not shared first: udevd could share it then, and wait for the device.
+    let file = opened.map_or_else(|| open(device), Ok)?;
+    lock(device, &file, FlockOperation::LockExclusive)?;
+    Ok(file)
+}
+
+fn open(device: &BlockDev) -> Result<Arc<File>, SupervisorError> {
+    let opened = block::open(&device.node, device.dev, OFlags::RDONLY | OFlags::NONBLOCK);
+    let opened = opened.map_err(failed("open", device.node.display()))?;
+    Ok(Arc::new(File::from(opened)))
+}
+
+fn lock(device: &BlockDev, file: &File, how: FlockOperation) -> Result<(), SupervisorError> {
+    let locked = flock(file, how);
+    locked.map_err(|errno| failed("lock", device.node.display())(errno.into()))
+}
+
+/// Disconnects the device with that cookie, unless somebody uses it. A device that a
+/// daemon serves is drained first; `opened` is this process's own file of it. It
+/// blocks for as long as the device does: for a lane.
+pub fn disconnect(
+    device: &BlockDev,
+    cookie: &str,
+    is_served: bool,
+    opened: Option<&File>,
+) -> Result<(), SupervisorError> {
+    let node = || device.node.display();
+    let claimed = match Claimed::new(device, |has| has == cookie) {
+        Ok(Some(claimed)) => claimed,
+        Ok(None) => return Ok(()),
+        Err(error) if block::is_busy(&error) => {
+            let node = device.node.clone();
+            return Err(SupervisorError::Busy { node });
+        }
+        Err(error) => return Err(failed("open", node())(error)),
+    };
+    if is_served {
+        claimed.drain(opened);
+    }
+    let down = Driver::open().and_then(|driver| claimed.disconnect(&driver));
+    if let (Err(_), Some(file)) = (&down, opened) {
+        // udevd may look at a device that stays.
+        let _ = flock(file, FlockOperation::NonBlockingLockShared);
+    }
+    down.map_err(failed("disconnect", node()))
 }

@@ -9,7 +9,7 @@ use super::{Volume, access::Access};
 use crate::supervisor::{
     SupervisorError,
     daemon::Daemon,
-    devices::process,
+    processes::process,
     registration::{self, Lineage, Step},
 };
 

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 use rustix::process::Pid;
 use tokio::time::sleep;
 
-use super::{LONGEST_PAUSE, LOOK_EVERY, Open, PAUSE, Volume, access::Access};
+use super::{LONGEST_PAUSE, LOOK_EVERY, Open, PAUSE, Volume, access::Access, open::lock_out_udevd};
 use crate::{
     crash_point,
+    kernel::nbd::NbdDevice,
     supervisor::{
         Spec, SupervisorError,
         daemon::{Daemon, Started},
-        devices::Device,
         error::failed,
         spec::Verb,
     },
@@ -25,7 +25,7 @@ const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 impl Volume {
     /// Ensures that the device has a daemon, whose output this supervisor reads as far as
     /// it has a key, and its image's size.
-    pub(super) async fn mend(&mut self, device: &Device) -> Result<(), SupervisorError> {
+    pub(super) async fn mend(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         let mended = match &self.daemon {
             None => self.attach(device).await,
             Some(daemon) if daemon.is_unheard() => match self.accesses.newest() {
@@ -42,7 +42,7 @@ impl Volume {
     }
 
     /// Ends the daemon and starts another in its place.
-    pub(super) async fn replace(&mut self, device: &Device) -> Result<(), SupervisorError> {
+    pub(super) async fn replace(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         let replaced = match self.end_under_udev_lock(device).await {
             Ok(()) => self.attach(device).await,
             Err(error) => Err(error),
@@ -89,23 +89,23 @@ impl Volume {
     }
 
     /// Serves a device that nobody serves.
-    async fn attach(&mut self, device: &Device) -> Result<(), SupervisorError> {
+    async fn attach(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         self.take_udev_lock(device);
-        let node = device.node.to_string_lossy();
+        let node = device.block.node.to_string_lossy();
         self.start(&Verb::Attach(&node)).await
     }
 
     /// Replaces a daemon that an earlier supervisor began, of whose words this one hears
     /// none: that its image was resized is one. The first step proves the key while
     /// the old daemon serves.
-    async fn adopt(&mut self, device: &Device) -> Result<(), SupervisorError> {
+    async fn adopt(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         self.take_size(device).await?;
         self.end_under_udev_lock(device).await?;
         self.attach(device).await
     }
 
     /// Locks the device against udevd, from a moment on.
-    fn take_udev_lock(&mut self, device: &Device) -> &mut Open {
+    fn take_udev_lock(&mut self, device: &NbdDevice) -> &mut Open {
         let Self {
             open_guard,
             udev_lock,
@@ -117,9 +117,9 @@ impl Volume {
                 // It may be opened yet, and would be in the way.
                 *open_guard = None;
             }
-            let device = device.clone();
+            let device = device.block.clone();
             Open::begin(&self.shared.lanes, &self.id, move || {
-                device.without_udevd(open)
+                lock_out_udevd(&device, open)
             })
         })
     }
@@ -246,7 +246,7 @@ impl Volume {
     ///
     /// rbd-nbd refuses to attach while it sees another that serves the device, which
     /// is right anywhere else: so it is not shown that.
-    pub(super) async fn take_size(&mut self, device: &Device) -> Result<(), SupervisorError> {
+    pub(super) async fn take_size(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         let access = self.access()?;
         let Err(error) = self.take_size_by(access, device).await else {
             return Ok(());
@@ -260,9 +260,9 @@ impl Volume {
     async fn take_size_by(
         &mut self,
         access: Access,
-        device: &Device,
+        device: &NbdDevice,
     ) -> Result<(), SupervisorError> {
-        let node = device.node.to_string_lossy();
+        let node = device.block.node.to_string_lossy();
         let unseen = self
             .daemon
             .as_ref()
@@ -285,8 +285,8 @@ impl Volume {
 
     /// Ends the daemon, for another to take its place. One that ends while udevd
     /// reads the device cannot close it, and without its end there is no other.
-    async fn end_under_udev_lock(&mut self, device: &Device) -> Result<(), SupervisorError> {
-        self.take_udev_lock(device).is_open(device).await?;
+    async fn end_under_udev_lock(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
+        self.take_udev_lock(device).is_open(&device.block).await?;
         self.end().await
     }
 

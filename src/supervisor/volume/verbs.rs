@@ -4,12 +4,12 @@ use std::time::{Duration, Instant};
 
 use tokio::time::{sleep, timeout};
 
-use super::{LOOK_EVERY, Volume, access::Access};
+use super::{LOOK_EVERY, Open, Volume, access::Access, open::disconnect};
 use crate::{
     Done,
-    kernel::nbd::ReservedIndex,
+    kernel::nbd::{NbdDevice, ReservedIndex},
     secret::Secret,
-    supervisor::{Spec, SupervisorError, devices::Device, error::failed, spec::Verb},
+    supervisor::{Spec, SupervisorError, error::failed, spec::Verb},
 };
 
 /// How long to choose a device, and to choose again where others take it meanwhile.
@@ -23,7 +23,7 @@ impl Volume {
         &mut self,
         spec: Spec,
         key: Secret,
-    ) -> Result<(Device, Done), SupervisorError> {
+    ) -> Result<(NbdDevice, Done), SupervisorError> {
         spec.check()?;
         self.look().await?;
         let mut device = self.device()?;
@@ -38,7 +38,7 @@ impl Volume {
         }
     }
 
-    async fn make(&mut self, spec: Spec, key: Secret) -> Result<Device, SupervisorError> {
+    async fn make(&mut self, spec: Spec, key: Secret) -> Result<NbdDevice, SupervisorError> {
         // First, so that a daemon is never without a record.
         self.record(&spec)?;
         self.accesses.forget_keys();
@@ -74,13 +74,13 @@ impl Volume {
     /// already is success, even if the key is none.
     async fn serve(
         &mut self,
-        device: Device,
+        device: NbdDevice,
         spec: Spec,
         key: Secret,
-    ) -> Result<Device, SupervisorError> {
+    ) -> Result<NbdDevice, SupervisorError> {
         let otherwise = |how: String| SupervisorError::Otherwise {
             volume_id: self.id.clone(),
-            node: device.node.display().to_string(),
+            node: device.block.node.display().to_string(),
             how,
         };
         let known = self.accesses.spec().map(Spec::name).or(self.found.clone());
@@ -114,7 +114,7 @@ impl Volume {
         &mut self,
         user: Option<String>,
         key: Secret,
-    ) -> Result<Device, SupervisorError> {
+    ) -> Result<NbdDevice, SupervisorError> {
         self.look().await?;
         let (Some(device), Some(mut spec)) = (self.device()?, self.accesses.spec().cloned()) else {
             return Err(SupervisorError::Unknown(self.id.clone()));
@@ -130,14 +130,18 @@ impl Volume {
     pub(super) async fn grow(&mut self, bytes: u64) -> Result<u64, SupervisorError> {
         let device = self.device()?;
         let device = device.ok_or_else(|| SupervisorError::Unknown(self.id.clone()))?;
-        if device.bytes >= bytes {
-            return Ok(device.bytes);
+        let size = |volume: &Self| match volume.device()? {
+            Some(device) => {
+                let failed = failed("read the size of", device.block.node.display());
+                device.size_bytes().map_err(failed)
+            }
+            None => Ok(0),
+        };
+        let had = size(self)?;
+        if had >= bytes {
+            return Ok(had);
         }
         self.mend(&device).await?;
-        let size = |volume: &Self| {
-            let device = volume.device()?;
-            Ok::<_, SupervisorError>(device.map_or(0, |device| device.bytes))
-        };
         if size(self)? < bytes {
             self.take_size(&device).await?;
             self.replace(&device).await?;
@@ -146,7 +150,7 @@ impl Volume {
         if now < bytes {
             return Err(SupervisorError::Small {
                 image: self.image(),
-                node: device.node,
+                node: device.block.node,
                 bytes: now,
                 wanted: bytes,
             });
@@ -161,15 +165,17 @@ impl Volume {
             None => Done::Already,
             Some(device) => {
                 let stuck = || SupervisorError::Io {
-                    what: "take down in time",
-                    subject: device.node.display().to_string(),
+                    what: "disconnect in time",
+                    subject: device.block.node.display().to_string(),
                     source: std::io::ErrorKind::TimedOut.into(),
                 };
-                let (taken, cookie) = (device.clone(), self.id.clone());
-                let down = self
-                    .shared
-                    .lanes
-                    .run(&self.id, "disconnect", move || taken.disconnect(&cookie));
+                let (taken, cookie) = (device.block.clone(), self.id.clone());
+                let is_served = self.daemon.is_some();
+                let opened = self.open_guard.as_mut().and_then(Open::file);
+                let lanes = &self.shared.lanes;
+                let down = lanes.run(&self.id, "disconnect", move || {
+                    disconnect(&taken, &cookie, is_served, opened.as_deref())
+                });
                 timeout(GONE_WITHIN, down).await.map_err(|_| stuck())??;
                 Done::Now
             }

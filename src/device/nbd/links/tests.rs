@@ -20,7 +20,7 @@ struct Attached {
     driver: Driver,
     server: Option<Running>,
     links: Links,
-    behind: Behind,
+    identifier: Identifier,
     device: NbdDevice,
 }
 
@@ -33,14 +33,14 @@ impl Attached {
         }
         let server = Running::start(NBDKIT, 1 << 20);
         let links = Links::new("driver.test");
-        let behind = links.behind(&server.export("disk"), "volume");
+        let identifier = links.identifier(&server.export("disk"), "volume");
         let driver = Driver::open().unwrap();
-        let (device, connections) = attach(&driver, &behind, false, &OPTIONS).unwrap();
+        let (device, connections) = attach(&driver, &identifier, false, &OPTIONS).unwrap();
         let attached = Self {
             driver,
             server: Some(server),
             links,
-            behind,
+            identifier,
             device,
         };
         Some((attached, Held::new(connections)))
@@ -49,14 +49,16 @@ impl Attached {
     fn insert(&self, held: Held) {
         let inserted = self
             .links
-            .insert(&self.behind, &self.device, &OPTIONS, held);
+            .insert(&self.identifier, &self.device, &OPTIONS, held);
         inserted.unwrap();
     }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        let _ = self.driver.disconnect(index_of(self.device.dev).unwrap());
+        let _ = self
+            .driver
+            .disconnect(index_of(self.device.block.dev).unwrap());
     }
 }
 
@@ -69,7 +71,9 @@ fn a_device_is_looked_at_once_it_is_in_the_list() {
     it.server = None;
     it.insert(held);
     let event = lock(&it.links.0.events).as_mut().unwrap().try_recv();
-    assert!(matches!(event, Ok(Event::Check(link)) if link.device.dev == it.device.dev));
+    assert!(
+        matches!(event, Ok(Event::Check(link)) if link.device.block.dev == it.device.block.dev)
+    );
 }
 
 #[test]
@@ -78,8 +82,8 @@ fn a_device_is_told_its_size_when_none_of_its_connections_is_dead() {
         return;
     };
     it.insert(held);
-    let link = it.links.of(&it.behind.export).unwrap();
-    let size = || sysfs::size_bytes(it.device.dev).unwrap();
+    let link = it.links.of(&it.identifier.export).unwrap();
+    let size = || sysfs::size_bytes(it.device.block.dev).unwrap();
     // As the receiver of one that was replaced does it.
     lock(&link.held).connections[0].shut();
     assert!(!link.resize(&it.driver, 2 << 20).unwrap());
