@@ -24,7 +24,7 @@ use uring_csi::{
         node_server::NodeServer,
     },
     provision::{
-        Backends, Error as Failure, Kind,
+        Backend, Backends, Error as Failure, Kind,
         images::Images,
         rbd::{Operators, Rbd, SecretDir, Settings},
     },
@@ -105,7 +105,7 @@ struct Clusters {
 
 impl Clusters {
     /// The backend, if configured.
-    fn backend(self, lanes: Lanes) -> Result<Option<Rbd>, Box<dyn Error>> {
+    fn backend(self, lanes: &Lanes) -> Result<Option<Rbd>, Box<dyn Error>> {
         let Some(config) = &self.files.ceph_config else {
             return Ok(None);
         };
@@ -177,11 +177,10 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let counted = lanes.clone();
     metrics.before_scrape(move || metrics::lane_threads(counted.threads()));
     let has_pools = pools.iter().next().is_some();
-    let images = Images::new(pools, options.node_id.clone(), boot_id()?, lanes.clone());
-    let backends = Backends {
-        images: has_pools.then_some(images),
-        rbd: options.clusters.backend(lanes)?,
-    };
+    let images = Images::new(pools, options.node_id.clone(), boot_id()?);
+    let images = has_pools.then_some(images.into());
+    let rbd = options.clusters.backend(&lanes)?.map(Into::into);
+    let backends = Backends::new(images, rbd, &lanes);
     let readiness = Readiness::default();
     // CSI's Probe: a missing pool may be mounted later, and needs no restart.
     let started = Readiness::default();
@@ -200,12 +199,8 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     runtime.block_on(async {
         let listener = options.endpoint.bind().await?;
         tracing::info!(endpoint = %options.endpoint, driver = name, "serving");
-        if let Some(images) = backends.images.clone() {
-            tokio::spawn(sweep(images));
-        }
-        if let Some(rbd) = backends.rbd.clone() {
-            tokio::spawn(purge_trash(rbd));
-        }
+        tokio::spawn(sweep(backends.clone()));
+        tokio::spawn(purge_trash(backends.clone()));
         tokio::spawn(watch(backends, readiness));
         let stop = async {
             if let Err(error) = shutdown_signal().await {
@@ -218,9 +213,8 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
 }
 
 /// Cleans up after dead controllers; repeats while a pool is not mounted.
-async fn sweep(images: Images) {
-    loop {
-        let errors = images.sweep().await;
+async fn sweep(backends: Backends) {
+    while let Some(errors) = backends.sweep(Backend::Images).await {
         log_errors(&errors, "cannot clean up after earlier controllers");
         if !errors.iter().any(|error| error.kind() == Kind::Unavailable) {
             return;
@@ -230,9 +224,8 @@ async fn sweep(images: Images) {
 }
 
 /// Purges the trash of Ceph pools after deletes, also of dead controllers, that could not.
-async fn purge_trash(rbd: Rbd) {
-    loop {
-        let errors = rbd.sweep().await;
+async fn purge_trash(backends: Backends) {
+    while let Some(errors) = backends.sweep(Backend::Rbd).await {
         log_errors(&errors, "cannot purge the trash of a Ceph cluster");
         tokio::time::sleep(PURGE_EVERY).await;
     }

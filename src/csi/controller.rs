@@ -1,4 +1,4 @@
-//! The Controller service: requests parsed into what a [`Provisioner`] is asked.
+//! The Controller service: requests parsed and passed to the [`Backends`].
 //!
 //! Volumes are attached by the node itself; that an image is in use is known from
 //! the claims beside it, or from its cluster.
@@ -19,7 +19,7 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        Ailment, Error, Kind, Listing, NewVolume, Omitted, Page, Place, Places, Provisioner, Range,
+        Ailment, Backends, Error, Kind, Listing, NewVolume, Omitted, Page, Place, Places, Range,
         RoomFor, Snapshot, Source, Usage, Volume,
     },
     secret::Secrets,
@@ -31,23 +31,23 @@ mod service;
 
 pub use node::WhichNode;
 
-/// Answers for one provisioner.
+/// Serves the calls of external-provisioner, -attacher, -resizer and -snapshotter.
 #[derive(Debug)]
-pub struct Controller<P> {
-    provisioner: P,
+pub struct Controller {
+    backends: Backends,
     /// This node's topology segment, where there are local pools.
     here: Option<(String, String)>,
     alpha: bool,
 }
 
-impl<P: Provisioner> Controller<P> {
+impl Controller {
     /// `node_id`: the node whose local pools are served. `alpha`: announce the
     /// capabilities that are alpha in CSI 1.13, which older sidecars and test
     /// suites do not know; they work in any case.
-    pub fn new(provisioner: P, driver_name: &str, node_id: Option<&str>, alpha: bool) -> Self {
+    pub fn new(backends: Backends, driver_name: &str, node_id: Option<&str>, alpha: bool) -> Self {
         let here = node_id.map(|id| (topology_key(driver_name), id.to_owned()));
         Self {
-            provisioner,
+            backends,
             here,
             alpha,
         }
@@ -74,7 +74,7 @@ impl<P: Provisioner> Controller<P> {
             places: requirement.map(places).unwrap_or_default(),
             secrets: request.secrets.into(),
         };
-        let volume = self.provisioner.create_volume(new).await?;
+        let volume = self.backends.create_volume(new).await?;
         Ok(self.volume(volume))
     }
 
@@ -152,7 +152,7 @@ impl<P: Provisioner> Controller<P> {
         validate::map("parameters", &request.parameters)?;
         let handle = request.volume_id;
         let refused = self
-            .provisioner
+            .backends
             .check_usages(
                 handle,
                 usages(&list),
@@ -187,7 +187,7 @@ impl<P: Provisioner> Controller<P> {
             here_will_do: place.as_ref().is_none_or(|place| self.is_here(place)),
             place: place.map(segments).unwrap_or_default(),
         };
-        let capacity = self.provisioner.capacity(room).await?;
+        let capacity = self.backends.capacity(room).await?;
         Ok(wire::GetCapacityResponse {
             available_capacity: signed(capacity.available),
             maximum_volume_size: capacity.maximum.map(signed),
@@ -209,7 +209,7 @@ impl<P: Provisioner> Controller<P> {
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         }
         let bytes = self
-            .provisioner
+            .backends
             .expand_volume(request.volume_id, range, request.secrets.into())
             .await?;
         Ok(wire::ControllerExpandVolumeResponse {
@@ -228,7 +228,7 @@ impl<P: Provisioner> Controller<P> {
         what.omitted = omitted.cloned();
         let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());
         let secrets = request.secrets.into();
-        let asked = &self.provisioner;
+        let asked = &self.backends;
         if request.snapshot_id.is_empty() {
             return Ok(asked.list_snapshots(what, of_volume, secrets).await?);
         }
@@ -243,7 +243,7 @@ impl<P: Provisioner> Controller<P> {
     }
 
     async fn health(&self, handle: String, secrets: Secrets) -> Result<wire::VolumeHealth, Error> {
-        let asked = &self.provisioner;
+        let asked = &self.backends;
         let ailment = asked.volume_ailment(handle.clone(), secrets).await?;
         Ok(wire::VolumeHealth {
             volume_id: handle,
@@ -257,7 +257,7 @@ impl<P: Provisioner> Controller<P> {
     ) -> Result<wire::ControllerListVolumeHealthResponse, Status> {
         let what = listing(request.max_entries, request.starting_token)?;
         let secrets = Secrets::from(request.secrets);
-        let page = self.provisioner.list_volumes(what).await?;
+        let page = self.backends.list_volumes(what).await?;
         let mut entries = Vec::new();
         for volume in page.entries {
             match self.health(volume.handle, secrets.clone()).await {

@@ -1,4 +1,4 @@
-//! Which of the controller's backends answers a call.
+//! All backends of a controller: picks the one that a call is about.
 //!
 //! A handle says by its form whose it is, a class by its parameter `clusterID`.
 //! Listings go through one backend after the other, and their tokens say in
@@ -9,34 +9,41 @@
 use std::{
     collections::{BTreeMap, HashMap},
     str::FromStr as _,
-    time::Duration,
+    sync::Arc,
+    time::{Duration, Instant},
 };
 
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, join_all};
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Publication, Published, Range, RoomFor, Snapshot, Usage, Volume, images::Images, rbd::Rbd,
+    Abilities, Ailment, Capacity, Error, Listed, Listing, NewSnapshot, NewVolume, Page,
+    Provisioner, Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
+    images::Images,
+    rbd::Rbd,
+    serialized::{Serialized, snapshot_named, volume_named},
 };
 use crate::{
-    ceph::csi_format::handle::is_ours as is_ceph_s,
+    ceph::csi_format::handle::is_ours as is_ceph_handle,
+    lane::{self, Lanes},
     pool::handle::{SnapshotHandle, VolumeHandle},
     secret::Secrets,
 };
 
-/// All backends of a controller, behind one face.
-#[derive(Clone, Debug, Default)]
+/// All backends of a controller.
+#[derive(Clone, Debug)]
 pub struct Backends {
     /// Image files: `--pool`.
-    pub images: Option<Images>,
+    images: Option<Serialized>,
     /// Images in Ceph clusters: `--ceph-config`.
-    pub rbd: Option<Rbd>,
+    rbd: Option<Serialized>,
 }
 
-/// One of them. The order is that of listings.
+/// Which of them. The order is that of listings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Backend {
+pub enum Backend {
+    /// Image files.
     Images,
+    /// Images in Ceph clusters.
     Rbd,
 }
 
@@ -65,7 +72,7 @@ impl Backend {
             VolumeHandle::from_str(handle).is_ok() || SnapshotHandle::from_str(handle).is_ok();
         match handle {
             _ if is_of_a_pool => Some(Self::Images),
-            _ if is_ceph_s(handle) => Some(Self::Rbd),
+            _ if is_ceph_handle(handle) => Some(Self::Rbd),
             _ => None,
         }
     }
@@ -83,36 +90,34 @@ impl Backend {
 }
 
 impl Backends {
-    /// Says why a backend is of no use, if one is.
-    pub async fn check(&self) -> Result<(), Error> {
-        if let Some(images) = &self.images {
-            images.check().await?;
-        }
-        match &self.rbd {
-            Some(rbd) => rbd.check().await,
-            None => Ok(()),
+    /// Over these stores, whose calls run on `lanes`.
+    pub fn new(images: Option<Arc<Images>>, rbd: Option<Arc<Rbd>>, lanes: &Lanes) -> Self {
+        let over = |store: Arc<dyn Provisioner>| Serialized::new(store, lanes.clone());
+        Self {
+            images: images.map(|store| over(store)),
+            rbd: rbd.map(|store| over(store)),
         }
     }
 
-    fn get(&self, backend: Backend) -> Option<&dyn Provisioner> {
+    fn get(&self, backend: Backend) -> Option<&Serialized> {
         match backend {
-            Backend::Images => self.images.as_ref().map(|it| it as &dyn Provisioner),
-            Backend::Rbd => self.rbd.as_ref().map(|it| it as &dyn Provisioner),
+            Backend::Images => self.images.as_ref(),
+            Backend::Rbd => self.rbd.as_ref(),
         }
     }
 
-    fn there(&self) -> impl Iterator<Item = (Backend, &dyn Provisioner)> {
+    fn present(&self) -> impl Iterator<Item = (Backend, &Serialized)> {
         let present = |backend| Some((backend, self.get(backend)?));
         Backend::ALL.into_iter().filter_map(present)
     }
 
-    /// The one that is asked where nothing says which.
-    fn any(&self) -> Result<&dyn Provisioner, Error> {
-        let first = self.there().next();
+    /// The one that answers where nothing says which.
+    fn any(&self) -> Result<&Serialized, Error> {
+        let first = self.present().next();
         first.map(|(_, it)| it).ok_or(Error::NoBackend)
     }
 
-    fn of_handle(&self, handle: &str) -> Result<&dyn Provisioner, Error> {
+    fn of_handle(&self, handle: &str) -> Result<&Serialized, Error> {
         let Some(backend) = Backend::of_handle(handle) else {
             return self.any();
         };
@@ -122,7 +127,7 @@ impl Backends {
         })
     }
 
-    fn of_class(&self, parameters: &HashMap<String, String>) -> Result<&dyn Provisioner, Error> {
+    fn of_class(&self, parameters: &HashMap<String, String>) -> Result<&Serialized, Error> {
         let Some(backend) = Backend::of_class(parameters) else {
             return self.any();
         };
@@ -135,13 +140,25 @@ impl Backends {
         })
     }
 
+    /// Runs a call on the store that a handle belongs to, after other calls on it.
+    async fn on<T: Send + 'static>(
+        &self,
+        handle: String,
+        step: &'static str,
+        work: impl FnOnce(&dyn Provisioner, &str) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let store = self.of_handle(&handle)?;
+        let key = handle.clone();
+        store.run(&key, step, move |it| work(it, &handle)).await
+    }
+
     /// A page of a listing that goes through all backends.
     async fn page<'a, T>(
         &'a self,
         what: Listing,
-        list: impl Fn(&'a dyn Provisioner, Listing) -> BoxFuture<'a, Result<Page<T>, Error>>,
+        list: impl Fn(&'a Serialized, Listing) -> BoxFuture<'a, Result<Page<T>, Error>>,
     ) -> Result<Page<T>, Error> {
-        let mut rest: Vec<_> = self.there().collect();
+        let mut rest: Vec<_> = self.present().collect();
         let mut from = None;
         if let Some(token) = &what.from {
             let goes_on = |(backend, _): &(Backend, _)| token.starts_with(backend.prefix());
@@ -162,12 +179,10 @@ impl Backends {
                 }
                 most => most - entries.len(),
             };
-            let own = from.take();
-            let omitted = what.omitted.clone();
             let own = Listing {
-                from: own,
+                from: from.take(),
                 max,
-                omitted,
+                omitted: what.omitted.clone(),
             };
             let page = list(it, own).await?;
             entries.extend(page.entries);
@@ -179,13 +194,25 @@ impl Backends {
         let next = None;
         Ok(Page { entries, next })
     }
-}
 
-#[tonic::async_trait]
-impl Provisioner for Backends {
-    /// Listings are whole or not announced.
-    fn abilities(&self) -> Abilities {
-        let able: Vec<_> = self.there().map(|(_, it)| it.abilities()).collect();
+    /// Says why a backend cannot be used, if one cannot.
+    pub async fn check(&self) -> Result<(), Error> {
+        for (_, it) in self.present() {
+            it.run("check", "check", Provisioner::check).await?;
+        }
+        Ok(())
+    }
+
+    /// Has a backend finish or undo what dead controllers left, and says what failed;
+    /// none: the controller was started without it.
+    pub async fn sweep(&self, backend: Backend) -> Option<Vec<Error>> {
+        let it = self.get(backend)?;
+        Some(it.run("sweep", "sweep", Provisioner::sweep).await)
+    }
+
+    /// What all of them list, and any of them does besides.
+    pub fn abilities(&self) -> Abilities {
+        let able: Vec<_> = self.present().map(|(_, it)| it.store.abilities()).collect();
         Abilities {
             lists: able.iter().all(|one| one.lists),
             modifies: able.iter().any(|one| one.modifies),
@@ -193,115 +220,263 @@ impl Provisioner for Backends {
         }
     }
 
-    async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
-        self.of_class(&new.parameters)?.create_volume(new).await
+    /// [`Provisioner::create_volume`].
+    pub async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
+        self.of_class(&new.parameters)?
+            .run(&volume_named(&new.name), "create", move |store| {
+                store.create_volume(&new)
+            })
+            .await
     }
 
-    async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
-        let it = self.of_handle(&handle)?;
-        it.delete_volume(handle, secrets).await
+    /// [`Provisioner::delete_volume`].
+    pub async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+        self.on(handle, "delete", move |store, handle| {
+            store.delete_volume(handle, &secrets)
+        })
+        .await
     }
 
-    async fn expand_volume(
+    /// [`Provisioner::expand_volume`].
+    pub async fn expand_volume(
         &self,
         handle: String,
         range: Range,
         secrets: Secrets,
     ) -> Result<u64, Error> {
-        let it = self.of_handle(&handle)?;
-        it.expand_volume(handle, range, secrets).await
+        self.on(handle, "expand", move |store, handle| {
+            store.expand_volume(handle, range, &secrets)
+        })
+        .await
     }
 
-    async fn modify_volume(
+    /// [`Provisioner::modify_volume`].
+    pub async fn modify_volume(
         &self,
         handle: String,
         mutable: HashMap<String, String>,
         secrets: Secrets,
     ) -> Result<(), Error> {
-        let it = self.of_handle(&handle)?;
-        it.modify_volume(handle, mutable, secrets).await
+        self.on(handle, "modify", move |store, handle| {
+            store.modify_volume(handle, &mutable, &secrets)
+        })
+        .await
     }
 
-    /// A static volume's handle may have any form; it is told by what the node is
-    /// told of it, and nobody fences for it.
-    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error> {
+    /// [`Provisioner::publish_volume`]. A static volume's handle may have any form: its
+    /// context tells that it exists, and no backend fences its nodes.
+    pub async fn publish_volume(
+        &self,
+        new: Publication,
+    ) -> Result<BTreeMap<String, String>, Error> {
         match Backend::of_handle(&new.handle) {
             None if new.context.is_empty() => Err(Error::NoVolume(new.handle)),
             None => Ok(BTreeMap::new()),
-            Some(_) => self.of_handle(&new.handle)?.publish_volume(new).await,
+            Some(_) => {
+                self.on(new.handle.clone(), "publish", move |store, _| {
+                    store.publish_volume(&new)
+                })
+                .await
+            }
         }
     }
 
-    async fn unpublish_volume(
+    /// [`Provisioner::unpublish_volume`], until the node does not have the volume, for
+    /// as long as `within`.
+    pub async fn unpublish_volume(
         &self,
         handle: String,
         node: String,
         within: Duration,
         secrets: Secrets,
     ) -> Result<(), Error> {
-        if Backend::of_handle(&handle).is_none() {
+        if Backend::of_handle(&handle).is_none()
+            || !self.of_handle(&handle)?.store.abilities().publishes
+        {
             return Ok(());
         }
-        let it = self.of_handle(&handle)?;
-        it.unpublish_volume(handle, node, within, secrets).await
+        let until = Instant::now() + within;
+        loop {
+            let (node, secrets) = (node.clone(), secrets.clone());
+            let release = self.on(handle.clone(), "unpublish", move |store, handle| {
+                store.unpublish_volume(handle, &node, &secrets)
+            });
+            match release.await? {
+                Release::Done => return Ok(()),
+                Release::Pending(_, soon) if Instant::now() + soon < until => {
+                    tokio::time::sleep(soon).await;
+                }
+                Release::Pending(error, _) => return Err(error),
+            }
+        }
     }
 
-    async fn get_volume(&self, handle: String) -> Result<Published, Error> {
-        self.of_handle(&handle)?.get_volume(handle).await
+    /// [`Provisioner::get_volume`].
+    pub async fn get_volume(&self, handle: String) -> Result<Published, Error> {
+        self.on(handle, "look up", Provisioner::get_volume).await
     }
 
-    async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
-        self.page(what, |it, what| it.list_volumes(what)).await
+    /// [`Provisioner::list_volumes`], of all backends and pools.
+    pub async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
+        self.page(what, |it, what| {
+            Box::pin(it.page("volumes", what, |store, what, pool| {
+                store.list_volumes(what, pool)
+            }))
+        })
+        .await
     }
 
-    async fn check_usages(
+    /// [`Provisioner::check_usages`].
+    pub async fn check_usages(
         &self,
         handle: String,
         usages: Vec<Usage>,
         parameters: HashMap<String, String>,
         secrets: Secrets,
     ) -> Result<Option<String>, Error> {
-        let it = self.of_handle(&handle)?;
-        it.check_usages(handle, usages, parameters, secrets).await
+        self.on(handle, "check", move |store, handle| {
+            store.check_usages(handle, &usages, &parameters, &secrets)
+        })
+        .await
     }
 
-    async fn volume_ailment(
+    /// [`Provisioner::volume_ailment`].
+    pub async fn volume_ailment(
         &self,
         handle: String,
         secrets: Secrets,
     ) -> Result<Option<Ailment>, Error> {
-        let it = self.of_handle(&handle)?;
-        it.volume_ailment(handle, secrets).await
+        self.on(handle, "look up", move |store, handle| {
+            store.volume_ailment(handle, &secrets)
+        })
+        .await
     }
 
-    async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
-        self.of_class(&room.parameters)?.capacity(room).await
+    /// [`Provisioner::capacity`]. A cluster that is slow holds up no other.
+    pub async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
+        let cluster_id = room.parameters.get("clusterID");
+        let key = format!("capacity of {}", cluster_id.map_or("", String::as_str));
+        self.of_class(&room.parameters)?
+            .run(&key, "capacity", move |store| store.capacity(&room))
+            .await
     }
 
-    async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
-        self.of_handle(&new.volume)?.create_snapshot(new).await
+    /// [`Provisioner::create_snapshot`].
+    pub async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
+        self.of_handle(&new.volume)?
+            .run(&snapshot_named(&new.name), "snapshot", move |store| {
+                store.create_snapshot(&new)
+            })
+            .await
     }
 
-    async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
-        let it = self.of_handle(&handle)?;
-        it.delete_snapshot(handle, secrets).await
+    /// [`Provisioner::delete_snapshot`].
+    pub async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+        self.on(handle, "delete", move |store, handle| {
+            store.delete_snapshot(handle, &secrets)
+        })
+        .await
     }
 
-    async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error> {
-        let it = self.of_handle(&handle)?;
-        it.get_snapshot(handle, secrets).await
+    /// [`Provisioner::get_snapshot`].
+    pub async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error> {
+        self.on(handle, "look up", move |store, handle| {
+            store.get_snapshot(handle, &secrets)
+        })
+        .await
     }
 
-    async fn list_snapshots(
+    /// [`Provisioner::list_snapshots`], of all backends and pools.
+    pub async fn list_snapshots(
         &self,
         what: Listing,
         volume: Option<String>,
         secrets: Secrets,
     ) -> Result<Page<Snapshot>, Error> {
         self.page(what, |it, what| {
-            it.list_snapshots(what, volume.clone(), secrets.clone())
+            let (volume, secrets) = (volume.clone(), secrets.clone());
+            Box::pin(it.page("snapshots", what, move |store, what, pool| {
+                store.list_snapshots(what, pool, volume.as_deref(), &secrets)
+            }))
         })
         .await
+    }
+}
+
+impl Serialized {
+    /// A page of a store's listing. Each pool is listed under a key and on a lane of its
+    /// own, so that one that hangs holds up only a caller who accepts no list without it.
+    async fn page<T: Send + 'static>(
+        &self,
+        kind: &str,
+        mut what: Listing,
+        list: impl Fn(&dyn Provisioner, &Listing, Option<&str>) -> Result<Vec<Listed<T>>, Error>
+        + Clone
+        + Send
+        + 'static,
+    ) -> Result<Page<T>, Error> {
+        let largest = self.store.largest_page();
+        what.max = match what.max {
+            0 => largest,
+            max => max.min(largest),
+        };
+        let of_pool = |pool: Option<&str>| {
+            let pool = pool.map(str::to_owned);
+            let key = match &pool {
+                Some(pool) => format!("list {kind} of pool {pool}"),
+                None => format!("list {kind}"),
+            };
+            let (what, list) = (what.clone(), list.clone());
+            async move {
+                let list = move |store: &dyn Provisioner| {
+                    let waits_for = pool.iter().map(|pool| format!("pool {pool:?}"));
+                    let _waiting: Vec<_> = waits_for.map(lane::waiting_for).collect();
+                    list(store, &what, pool.as_deref())
+                };
+                self.run(&key, "list", list).await
+            }
+        };
+        let pools = self.store.listed_pools();
+        let mut entries = Vec::new();
+        match &what.omitted {
+            _ if pools.is_empty() => entries = of_pool(None).await?,
+            Some(omitted) => {
+                let asked = pools.iter().map(|pool| {
+                    let listed = tokio::time::timeout(omitted.timeout, of_pool(Some(pool)));
+                    async {
+                        let listed = listed.await.unwrap_or_else(|_| {
+                            Err(Error::Silent {
+                                pool: pool.clone(),
+                                after: omitted.timeout,
+                            })
+                        });
+                        match listed {
+                            Err(Error::BadToken(_)) => listed,
+                            listed => what.or_omit(listed),
+                        }
+                    }
+                });
+                for listed in join_all(asked).await {
+                    entries.extend(listed?);
+                }
+            }
+            // One after the other: the error names the pool that does not answer.
+            None => {
+                for pool in &pools {
+                    entries.extend(of_pool(Some(pool)).await?);
+                }
+            }
+        }
+        if !pools.is_empty() {
+            entries.sort_unstable_by(|a, b| a.token.cmp(&b.token));
+        }
+        let is_last = entries.len() <= what.max;
+        entries.truncate(what.max);
+        let next = entries.last().filter(|_| !is_last);
+        Ok(Page {
+            next: next.map(|last| last.token.clone()),
+            entries: entries.into_iter().map(|listed| listed.entry).collect(),
+        })
     }
 }
 

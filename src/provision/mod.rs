@@ -1,14 +1,15 @@
 //! The controller's backends: what makes, deletes, grows, snapshots and clones
 //! volumes.
 //!
-//! [`Provisioner`] is what the gRPC face asks; [`images`] answers it with raw
-//! image files in pools, [`rbd`] with images in Ceph clusters, and [`Backends`]
-//! with whichever of them a call is about. Nothing here knows gRPC: requests are plain data, and
-//! an [`Error`] has a [`Kind`] that `csi::status` turns into a code.
+//! The gRPC face calls [`Backends`], which picks the store that a call is about and
+//! runs the call on a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps
+//! volumes as raw image files in pools, [`rbd`] as images in Ceph clusters. Nothing
+//! here knows gRPC: requests are plain data, and an [`Error`] has a [`Kind`] that
+//! `csi::status` turns into a code.
 
 use std::{
     collections::{BTreeMap, HashMap},
-    mem,
+    fmt, mem,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
@@ -21,15 +22,15 @@ mod backends;
 mod copy;
 mod error;
 pub mod images;
-mod keyed;
 mod params;
 pub mod rbd;
+mod serialized;
 mod size;
 
-pub use backends::Backends;
+pub use backends::{Backend, Backends};
 pub use error::{Error, Kind};
-pub use keyed::within;
 pub use params::Parameters;
+pub use serialized::within;
 pub use size::Range;
 
 /// A new volume as it is asked for.
@@ -143,6 +144,15 @@ pub struct Page<T> {
     pub next: Option<String>,
 }
 
+/// One entry of a store's listing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed<T> {
+    /// A page that continues from here begins behind this entry.
+    pub token: String,
+    /// The volume or snapshot.
+    pub entry: T,
+}
+
 /// What to list.
 #[derive(Clone, Debug, Default)]
 pub struct Listing {
@@ -159,16 +169,16 @@ pub struct Listing {
 #[derive(Clone, Debug)]
 pub struct Omitted {
     sentences: Arc<Mutex<Vec<String>>>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Omitted {
-    /// Nothing yet, of a list that its caller waits for so long.
+    /// Nothing yet, of a list whose caller waits so long.
     pub fn within(caller: Duration) -> Self {
         Self {
             sentences: Arc::default(),
-            // There is more to ask than one kind of storage.
-            patience: (caller / 3).min(LIST_PATIENCE),
+            // Backends are listed one after the other.
+            timeout: (caller / 3).min(LIST_TIMEOUT),
         }
     }
 
@@ -182,8 +192,8 @@ impl Omitted {
     }
 }
 
-/// How long storage may take to list what it has, before it is left out.
-const LIST_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a pool may take to list what it has, before a list omits it.
+const LIST_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Listing {
     /// What could be listed, or nothing where the caller takes less than all.
@@ -272,72 +282,85 @@ pub struct Abilities {
     pub publishes: bool,
 }
 
-/// A backend of the controller. Every call may be repeated and then has the
-/// same result; one whose caller goes away finishes its work.
-#[tonic::async_trait]
-pub trait Provisioner: Send + Sync + 'static {
-    /// Says what it can do.
+/// How far a node has let go of a volume that is unpublished from it.
+#[derive(Debug)]
+pub enum Release {
+    /// The node does not have the volume.
+    Done,
+    /// The node has it; asking again makes sense after so long.
+    Pending(Error, Duration),
+}
+
+/// A store of volumes: image files, or images in Ceph clusters. Its calls block, so
+/// [`Backends`] runs them on lanes, those on one name or handle one after the other.
+/// Every call may be repeated and then has the same result.
+pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
+    /// Says what it can do. Does not block.
     fn abilities(&self) -> Abilities;
-    /// Makes a volume, or says the one that an equal request made.
-    async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error>;
-    /// Deletes a volume; one that is not there is deleted.
-    async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error>;
-    /// Grows a volume and says its size; one that is large enough stays.
-    async fn expand_volume(
-        &self,
-        handle: String,
-        range: Range,
-        secrets: Secrets,
-    ) -> Result<u64, Error>;
+    /// Says why it cannot be used, if it cannot.
+    fn check(&self) -> Result<(), Error>;
+    /// Finishes or undoes what dead controllers left; says what failed. Leaves calls
+    /// under way alone, here and in other controllers.
+    fn sweep(&self) -> Vec<Error>;
+    /// Makes a volume, or returns the one that an equal request made.
+    fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error>;
+    /// Deletes a volume; a missing one counts as deleted.
+    fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error>;
+    /// Grows a volume and returns its size; one that is large enough stays.
+    fn expand_volume(&self, handle: &str, range: Range, secrets: &Secrets) -> Result<u64, Error>;
     /// Changes parameters of a volume.
-    async fn modify_volume(
+    fn modify_volume(
         &self,
-        handle: String,
-        mutable: HashMap<String, String>,
-        secrets: Secrets,
+        handle: &str,
+        mutable: &HashMap<String, String>,
+        secrets: &Secrets,
     ) -> Result<(), Error>;
-    /// Prepares for a node that is about to get a volume; says what to tell it.
-    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error>;
-    /// Sees to it that a node (empty: any) does not have the volume any more;
-    /// waits for that as long as `within`.
-    async fn unpublish_volume(
+    /// Prepares a volume for a node; returns the publish context.
+    fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error>;
+    /// Ends what [`Self::publish_volume`] began, for a node or (empty) for all.
+    fn unpublish_volume(
         &self,
-        handle: String,
-        node: String,
-        within: Duration,
-        secrets: Secrets,
-    ) -> Result<(), Error>;
+        handle: &str,
+        node: &str,
+        secrets: &Secrets,
+    ) -> Result<Release, Error>;
     /// Looks a volume up.
-    async fn get_volume(&self, handle: String) -> Result<Published, Error>;
-    /// Lists the volumes.
-    async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error>;
-    /// Says, in a sentence, why a volume cannot be used so, if that is so.
-    async fn check_usages(
+    fn get_volume(&self, handle: &str) -> Result<Published, Error>;
+    /// The pools that are listed apart, so that one that hangs holds up only itself;
+    /// none: the store is listed as a whole. Does not block.
+    fn listed_pools(&self) -> Vec<String>;
+    /// The most entries of a page.
+    fn largest_page(&self) -> usize;
+    /// Lists the volumes of such a pool: [`Listing::max`] and, if there are more, one.
+    fn list_volumes(
         &self,
-        handle: String,
-        usages: Vec<Usage>,
-        parameters: HashMap<String, String>,
-        secrets: Secrets,
+        what: &Listing,
+        pool: Option<&str>,
+    ) -> Result<Vec<Listed<Volume>>, Error>;
+    /// Says, in a sentence, why a volume does not support these usages, if it does not.
+    fn check_usages(
+        &self,
+        handle: &str,
+        usages: &[Usage],
+        parameters: &HashMap<String, String>,
+        secrets: &Secrets,
     ) -> Result<Option<String>, Error>;
-    /// Says what ails a volume, if anything does.
-    async fn volume_ailment(
-        &self,
-        handle: String,
-        secrets: Secrets,
-    ) -> Result<Option<Ailment>, Error>;
-    /// Says how much room there is.
-    async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error>;
-    /// Takes a snapshot, or says the one that an equal request took.
-    async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error>;
-    /// Deletes a snapshot; one that is not there is deleted.
-    async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error>;
+    /// Reports what is wrong with a volume, if anything is.
+    fn volume_ailment(&self, handle: &str, secrets: &Secrets) -> Result<Option<Ailment>, Error>;
+    /// Measures how much room there is.
+    fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error>;
+    /// Takes a snapshot, or returns the one that an equal request took.
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error>;
+    /// Deletes a snapshot; a missing one counts as deleted.
+    fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error>;
     /// Looks a snapshot up.
-    async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error>;
-    /// Lists the snapshots, of one volume or of all.
-    async fn list_snapshots(
+    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error>;
+    /// The same for snapshots, all or those of one volume.
+    fn list_snapshots(
         &self,
-        what: Listing,
-        volume: Option<String>,
-        secrets: Secrets,
-    ) -> Result<Page<Snapshot>, Error>;
+        what: &Listing,
+        pool: Option<&str>,
+        volume: Option<&str>,
+        secrets: &Secrets,
+    ) -> Result<Vec<Listed<Snapshot>>, Error>;
 }

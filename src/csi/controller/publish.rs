@@ -9,12 +9,9 @@ use super::{
     super::validate::{self, required},
     Controller,
 };
-use crate::{
-    proto::csi as wire,
-    provision::{Provisioner, Publication},
-};
+use crate::{proto::csi as wire, provision::Publication};
 
-impl<P: Provisioner> Controller<P> {
+impl Controller {
     pub(super) async fn publish(
         &self,
         request: wire::ControllerPublishVolumeRequest,
@@ -34,7 +31,7 @@ impl<P: Provisioner> Controller<P> {
             context: request.volume_context,
             secrets: request.secrets.into(),
         };
-        let context = self.provisioner.publish_volume(new).await?;
+        let context = self.backends.publish_volume(new).await?;
         Ok(wire::ControllerPublishVolumeResponse {
             publish_context: context.into_iter().collect(),
         })
@@ -50,7 +47,7 @@ impl<P: Provisioner> Controller<P> {
         validate::secrets(&request.secrets)?;
         let (handle, node) = (request.volume_id, request.node_id);
         let secrets = request.secrets.into();
-        let asked = &self.provisioner;
+        let asked = &self.backends;
         asked
             .unpublish_volume(handle, node, within, secrets)
             .await?;
@@ -58,7 +55,7 @@ impl<P: Provisioner> Controller<P> {
     }
 
     fn publishes(&self) -> Result<(), Status> {
-        if self.provisioner.abilities().publishes {
+        if self.backends.abilities().publishes {
             return Ok(());
         }
         Err(Status::unimplemented(

@@ -17,7 +17,7 @@ use crate::{
         controller_service_capability as capability,
         controller_service_capability::rpc::Type as Rpc,
     },
-    provision::{self, NewSnapshot, Omitted, Provisioner},
+    provision::{self, NewSnapshot, Omitted},
 };
 
 /// A request, and how long its work may be waited for.
@@ -56,7 +56,7 @@ fn telling<T>(mut answer: Response<T>, omitted: Option<&Omitted>) -> Response<T>
 }
 
 #[tonic::async_trait]
-impl<P: Provisioner> controller_server::Controller for Controller<P> {
+impl controller_server::Controller for Controller {
     async fn create_volume(
         &self,
         request: Request<wire::CreateVolumeRequest>,
@@ -64,7 +64,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         let (request, within) = taken(request);
         let name = request.name.clone();
         answered("CreateVolume", &name, within, async {
-            let volume = Some(self.create(request).await?);
+            let volume = Some(Box::pin(self.create(request)).await?);
             Ok(wire::CreateVolumeResponse { volume })
         })
         .await
@@ -79,7 +79,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         answered("DeleteVolume", &volume_id, within, async {
             required("volume_id", &volume_id)?;
             validate::secrets(&secrets)?;
-            let asked = &self.provisioner;
+            let asked = &self.backends;
             asked
                 .delete_volume(volume_id.clone(), secrets.into())
                 .await?;
@@ -140,7 +140,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         let listed = answered("ListVolumes", "", within, async {
             let mut what = listing(request.max_entries, request.starting_token)?;
             what.omitted.clone_from(&omitted);
-            let page = self.provisioner.list_volumes(what).await?;
+            let page = self.backends.list_volumes(what).await?;
             let entries = page.entries.into_iter().map(|volume| Entry {
                 volume: Some(self.volume(volume)),
                 status: None,
@@ -194,7 +194,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         &self,
         _: Request<wire::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<wire::ControllerGetCapabilitiesResponse>, Status> {
-        let able = self.provisioner.abilities();
+        let able = self.backends.abilities();
         let announced = [
             (true, ANNOUNCED),
             (able.lists, LISTING),
@@ -236,7 +236,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
                 parameters,
                 secrets: request.secrets.into(),
             };
-            let taken = self.provisioner.create_snapshot(new).await?;
+            let taken = self.backends.create_snapshot(new).await?;
             let snapshot = Some(self.snapshot(taken));
             Ok(wire::CreateSnapshotResponse { snapshot })
         })
@@ -252,7 +252,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         answered("DeleteSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
-            let asked = &self.provisioner;
+            let asked = &self.backends;
             asked
                 .delete_snapshot(id.clone(), request.secrets.into())
                 .await?;
@@ -293,7 +293,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         } = request;
         answered("GetSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
-            let asked = &self.provisioner;
+            let asked = &self.backends;
             let found = asked.get_snapshot(id.clone(), secrets.into()).await?;
             let snapshot = Some(self.snapshot(found));
             Ok(wire::GetSnapshotResponse { snapshot })
@@ -319,7 +319,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
         let id = request.volume_id;
         answered("ControllerGetVolume", &id, within, async {
             required("volume_id", &id)?;
-            let found = self.provisioner.get_volume(id.clone()).await?;
+            let found = self.backends.get_volume(id.clone()).await?;
             Ok(wire::ControllerGetVolumeResponse {
                 volume: Some(self.volume(found.volume)),
                 status: Some(VolumeStatus {
@@ -340,7 +340,7 @@ impl<P: Provisioner> controller_server::Controller for Controller<P> {
             required("volume_id", &id)?;
             validate::secrets(&request.secrets)?;
             validate::map("mutable_parameters", &request.mutable_parameters)?;
-            let asked = &self.provisioner;
+            let asked = &self.backends;
             let parameters = request.mutable_parameters;
             asked
                 .modify_volume(id.clone(), parameters, request.secrets.into())

@@ -15,7 +15,7 @@ use crate::{
 const KEY: &str = "topology.test.dev/node";
 
 /// A controller beside node-a, over one local pool.
-fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller<Images>) {
+fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller) {
     let dir = tempfile::tempdir().unwrap();
     let pool = Pool {
         name: "disk".to_owned(),
@@ -25,8 +25,9 @@ fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller<Images>) {
     };
     let pools = Pools::new([pool]).unwrap();
     let node_id = Some("node-a".to_owned());
-    let images = Images::new(pools, node_id, "boot".to_owned(), Lanes::new(1));
-    let controller = Controller::new(images, "test.dev", Some("node-a"), alpha);
+    let images = Images::new(pools, node_id, "boot".to_owned());
+    let backends = Backends::new(Some(images.into()), None, &Lanes::new(1));
+    let controller = Controller::new(backends, "test.dev", Some("node-a"), alpha);
     (dir, controller)
 }
 

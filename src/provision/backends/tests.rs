@@ -2,7 +2,6 @@ use futures_util::{FutureExt as _, future::ready};
 
 use super::*;
 use crate::{
-    lane::Lanes,
     pool::{Pool, Pools, Scope},
     provision::Kind,
 };
@@ -10,7 +9,7 @@ use crate::{
 const CEPH_S: &str = "0001-0004-ceph-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
 const POOL_S: &str = "vol.shared.main.00000000-0000-0000-0000-000000006f1c";
 
-fn over(dir: &std::path::Path) -> Images {
+fn over(dir: &std::path::Path) -> Backends {
     let pool = Pool {
         name: "main".to_owned(),
         dir: dir.to_owned(),
@@ -18,7 +17,8 @@ fn over(dir: &std::path::Path) -> Images {
         mounted: false,
     };
     let pools = Pools::new([pool]).unwrap();
-    Images::new(pools, None, "boot".to_owned(), Lanes::new(1))
+    let images = Images::new(pools, None, "boot".to_owned());
+    Backends::new(Some(images.into()), None, &Lanes::new(1))
 }
 
 #[test]
@@ -41,10 +41,7 @@ fn a_handle_or_a_class_says_whose_it_is() {
 #[tokio::test]
 async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
     let dir = tempfile::tempdir().unwrap();
-    let pools_alone = Backends {
-        images: Some(over(dir.path())),
-        rbd: None,
-    };
+    let pools_alone = over(dir.path());
     let none = Secrets::default;
     let refused = pools_alone.delete_volume(CEPH_S.to_owned(), none()).await;
     let refused = refused.unwrap_err();
@@ -60,7 +57,7 @@ async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
     };
     let refused = pools_alone.capacity(room).await.unwrap_err();
     assert_eq!(refused.kind(), Kind::InvalidArgument);
-    let nothing = Backends::default();
+    let nothing = Backends::new(None, None, &Lanes::new(1));
     let refused = nothing.get_volume(POOL_S.to_owned()).await.unwrap_err();
     assert!(refused.to_string().contains("--pool"), "{refused}");
 }
@@ -68,10 +65,7 @@ async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
 #[tokio::test]
 async fn a_listing_goes_on_in_the_backend_that_its_token_names() {
     let dir = tempfile::tempdir().unwrap();
-    let backends = Backends {
-        images: Some(over(dir.path())),
-        rbd: None,
-    };
+    let backends = over(dir.path());
     let list = async |from: Option<&str>, ends: bool| {
         let what = Listing {
             from: from.map(str::to_owned),

@@ -7,15 +7,15 @@ use super::{
         Capacity, Error, Parameters, Usage,
         size::{MAXIMUM, least},
     },
+    Images,
     catalogue::failed,
-    store::Store,
     volumes::refuse_usages,
 };
 use crate::pool::{Pool, Scope};
 
-impl Store {
+impl Images {
     /// Of the pool named; of all, where none is named and several are given.
-    pub fn capacity(
+    pub(super) fn capacity(
         &self,
         parameters: &HashMap<String, String>,
         usages: &[Usage],

@@ -29,20 +29,16 @@
 //! directory, so a server shows complete images only.
 //!
 //! Images are thin: a sparse file takes space as it is written. What is promised
-//! counts as taken, in [`Provisioner::capacity`] and where a volume is made or
+//! counts as taken, in [`Images::capacity`] and where a volume is made or
 //! grown, unless its class says `overcommit`; only `preallocate` makes sure.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    time::Duration,
-};
+use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Kind, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Publication, Published, Range, RoomFor, Snapshot, Usage, Volume,
-    keyed::{Turns, snapshot_named, volume_named},
+    Abilities, Ailment, Capacity, Error, Kind, Listed, Listing, NewSnapshot, NewVolume,
+    Provisioner, Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
 };
-use crate::{lane::Lanes, pool::Pools, secret::Secrets};
+use crate::{pool::Pools, secret::Secrets};
 
 mod capacity;
 mod catalogue;
@@ -54,41 +50,27 @@ mod sweep;
 mod volumes;
 mod writers;
 
-use store::Store;
-
-/// The provisioner of image files.
-#[derive(Clone, Debug)]
+/// The store of image files.
+#[derive(Debug)]
 pub struct Images {
-    turns: Turns<Store>,
+    pools: Pools,
+    node_id: Option<String>,
+    boot_id: String,
 }
 
 impl Images {
     /// Over these pools; `node_id` is that of the node of local pools, and
     /// `boot_id` that of the running kernel.
-    pub fn new(pools: Pools, node_id: Option<String>, boot_id: String, lanes: Lanes) -> Self {
-        let store = Store {
+    pub fn new(pools: Pools, node_id: Option<String>, boot_id: String) -> Self {
+        Self {
             pools,
             node_id,
             boot_id,
-        };
-        let turns = Turns::new(store, lanes);
-        Self { turns }
-    }
-
-    /// Finishes or undoes what dead controllers left, and says what could not
-    /// be dealt with. Live calls, here and in other controllers, are not
-    /// touched.
-    pub async fn sweep(&self) -> Vec<Error> {
-        self.turns.run("sweep", "sweep", Store::sweep).await
-    }
-
-    /// Says why a pool cannot be used, if one cannot.
-    pub async fn check(&self) -> Result<(), Error> {
-        self.turns.run("check", "check", Store::check).await
+        }
     }
 }
 
-#[tonic::async_trait]
+/// What each call does is in the inherent method of its name.
 impl Provisioner for Images {
     fn abilities(&self) -> Abilities {
         Abilities {
@@ -98,134 +80,110 @@ impl Provisioner for Images {
         }
     }
 
-    async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
+    /// Checks that every pool's directory is there, and used as it is given here.
+    fn check(&self) -> Result<(), Error> {
+        let mut pools = self.pools.iter();
+        pools.try_for_each(|pool| Ok(pool.check_scope()?))
+    }
+
+    fn sweep(&self) -> Vec<Error> {
+        self.sweep()
+    }
+
+    fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
         refuse_any(&new.mutable, "none that can be changed later")?;
-        let turn = volume_named(&new.name);
-        self.turns
-            .run(&turn, "create", move |store| store.create_volume(&new))
-            .await
+        self.create_volume(new)
     }
 
-    async fn delete_volume(&self, handle: String, _: Secrets) -> Result<(), Error> {
-        self.turns
-            .run(&handle.clone(), "delete", move |store| {
-                store.delete_volume(&handle)
-            })
-            .await
+    fn delete_volume(&self, handle: &str, _: &Secrets) -> Result<(), Error> {
+        self.delete_volume(handle)
     }
 
-    async fn modify_volume(
+    fn expand_volume(&self, handle: &str, range: Range, _: &Secrets) -> Result<u64, Error> {
+        self.expand_volume(handle, range)
+    }
+
+    fn modify_volume(
         &self,
-        _: String,
-        mutable: HashMap<String, String>,
-        _: Secrets,
+        _: &str,
+        mutable: &HashMap<String, String>,
+        _: &Secrets,
     ) -> Result<(), Error> {
-        refuse_any(&mutable, "none that can be changed later")
-    }
-
-    async fn expand_volume(&self, handle: String, range: Range, _: Secrets) -> Result<u64, Error> {
-        self.turns
-            .run(&handle.clone(), "expand", move |store| {
-                store.expand_volume(&handle, range)
-            })
-            .await
+        refuse_any(mutable, "none that can be changed later")
     }
 
     /// Nodes claim images by themselves.
-    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error> {
-        match self.get_volume(new.handle).await {
+    fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error> {
+        match self.get_volume(&new.handle) {
             // It may be in the local pool of another node.
             Err(error) if error.kind() != Kind::NotFound => Ok(BTreeMap::new()),
             found => found.map(|_| BTreeMap::new()),
         }
     }
 
-    async fn unpublish_volume(
+    fn unpublish_volume(&self, _: &str, _: &str, _: &Secrets) -> Result<Release, Error> {
+        Ok(Release::Done)
+    }
+
+    fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+        self.get_volume(handle)
+    }
+
+    fn listed_pools(&self) -> Vec<String> {
+        self.pools.iter().map(|pool| pool.name.clone()).collect()
+    }
+
+    fn largest_page(&self) -> usize {
+        listing::LARGEST_PAGE
+    }
+
+    fn list_volumes(
         &self,
-        _: String,
-        _: String,
-        _: Duration,
-        _: Secrets,
-    ) -> Result<(), Error> {
-        Ok(())
+        what: &Listing,
+        pool: Option<&str>,
+    ) -> Result<Vec<Listed<Volume>>, Error> {
+        self.list_volumes(what, pool)
     }
 
-    async fn get_volume(&self, handle: String) -> Result<Published, Error> {
-        self.turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.get_volume(&handle)
-            })
-            .await
-    }
-
-    async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
-        self.page_of_volumes(&what).await
-    }
-
-    async fn check_usages(
+    fn check_usages(
         &self,
-        handle: String,
-        usages: Vec<Usage>,
-        parameters: HashMap<String, String>,
-        _: Secrets,
+        handle: &str,
+        usages: &[Usage],
+        parameters: &HashMap<String, String>,
+        _: &Secrets,
     ) -> Result<Option<String>, Error> {
-        self.turns
-            .run(&handle.clone(), "check", move |store| {
-                store.check_usages(&handle, &usages, &parameters)
-            })
-            .await
+        self.check_usages(handle, usages, parameters)
     }
 
-    async fn volume_ailment(&self, handle: String, _: Secrets) -> Result<Option<Ailment>, Error> {
-        self.turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.volume_ailment(&handle)
-            })
-            .await
+    fn volume_ailment(&self, handle: &str, _: &Secrets) -> Result<Option<Ailment>, Error> {
+        self.volume_ailment(handle)
     }
 
-    async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
-        self.turns
-            .run("capacity", "capacity", move |store| {
-                store.capacity(&room.parameters, &room.usages, room.here_will_do)
-            })
-            .await
+    fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
+        self.capacity(&room.parameters, &room.usages, room.here_will_do)
     }
 
-    async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
         refuse_any(&new.parameters, "none for snapshots")?;
-        let NewSnapshot { name, volume, .. } = new;
-        let turn = snapshot_named(&name);
-        self.turns
-            .run(&turn, "snapshot", move |store| {
-                store.create_snapshot(&name, &volume)
-            })
-            .await
+        self.create_snapshot(&new.name, &new.volume)
     }
 
-    async fn delete_snapshot(&self, handle: String, _: Secrets) -> Result<(), Error> {
-        self.turns
-            .run(&handle.clone(), "delete", move |store| {
-                store.delete_snapshot(&handle)
-            })
-            .await
+    fn delete_snapshot(&self, handle: &str, _: &Secrets) -> Result<(), Error> {
+        self.delete_snapshot(handle)
     }
 
-    async fn get_snapshot(&self, handle: String, _: Secrets) -> Result<Snapshot, Error> {
-        self.turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.get_snapshot(&handle)
-            })
-            .await
+    fn get_snapshot(&self, handle: &str, _: &Secrets) -> Result<Snapshot, Error> {
+        self.get_snapshot(handle)
     }
 
-    async fn list_snapshots(
+    fn list_snapshots(
         &self,
-        what: Listing,
-        volume: Option<String>,
-        _: Secrets,
-    ) -> Result<Page<Snapshot>, Error> {
-        self.page_of_snapshots(&what, volume).await
+        what: &Listing,
+        pool: Option<&str>,
+        volume: Option<&str>,
+        _: &Secrets,
+    ) -> Result<Vec<Listed<Snapshot>>, Error> {
+        self.list_snapshots(what, pool, volume)
     }
 }
 

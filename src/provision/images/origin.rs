@@ -4,9 +4,10 @@ use std::{fs::File, io, path::PathBuf};
 
 use super::{
     super::{Error, Source, copy},
+    Images,
     catalogue::{Kind as _, failed},
     snapshots::SnapshotDetail,
-    store::{Store, loop_device},
+    store::loop_device,
     volumes::VolumeDetail,
     writers::Writers,
 };
@@ -28,9 +29,9 @@ pub struct Origin<'s> {
     is_served: bool,
 }
 
-impl Store {
+impl Images {
     /// Opens the source of a copy.
-    pub fn origin(&self, source: &Source) -> Result<Origin<'_>, Error> {
+    pub(super) fn origin(&self, source: &Source) -> Result<Origin<'_>, Error> {
         let opened = match source {
             Source::Volume(handle) => self.volume_origin(handle),
             Source::Snapshot(handle) => self.snapshot_origin(handle),
@@ -42,7 +43,7 @@ impl Store {
     }
 
     /// Opens the image of a volume.
-    pub fn volume_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
+    pub(super) fn volume_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
         let (pool, entry) = self.find_volume(handle)?;
         let image = format!("{}.img", entry.id);
         let path = VolumeDetail::image(pool, entry.id);
@@ -71,7 +72,7 @@ impl Store {
 
     /// Fills an empty draft with the origin's data: by reflink, which is
     /// atomic, else by copying, for which nobody may be writing.
-    pub fn fill(&self, draft: &Draft, origin: &Origin<'_>) -> Result<(), Error> {
+    pub(super) fn fill(&self, draft: &Draft, origin: &Origin<'_>) -> Result<(), Error> {
         let cannot = |e| failed("copy", &origin.path, e);
         if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
             return Ok(());

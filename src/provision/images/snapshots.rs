@@ -10,8 +10,9 @@ use uuid::Uuid;
 
 use super::{
     super::{Error, Snapshot},
+    Images,
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
-    store::{Store, size_of},
+    store::size_of,
 };
 use crate::{
     Done, crash_point,
@@ -47,8 +48,8 @@ impl Kind for SnapshotDetail {
 
 type Snapshots<'p> = Catalogue<'p, SnapshotDetail>;
 
-impl Store {
-    pub fn create_snapshot(&self, name: &str, volume: &str) -> Result<Snapshot, Error> {
+impl Images {
+    pub(super) fn create_snapshot(&self, name: &str, volume: &str) -> Result<Snapshot, Error> {
         // Before the volume is looked for: a snapshot may outlive it.
         if let Some((pool, entry)) = self.find_name(name) {
             return self.as_taken_before(pool, &entry, volume);
@@ -124,7 +125,7 @@ impl Store {
         })
     }
 
-    pub fn delete_snapshot(&self, handle: &str) -> Result<(), Error> {
+    pub(super) fn delete_snapshot(&self, handle: &str) -> Result<(), Error> {
         let Ok(parsed) = handle.parse::<SnapshotHandle>() else {
             return Ok(());
         };
@@ -132,7 +133,7 @@ impl Store {
         self.delete::<SnapshotDetail>(pool, parsed.id())
     }
 
-    pub fn get_snapshot(&self, handle: &str) -> Result<Snapshot, Error> {
+    pub(super) fn get_snapshot(&self, handle: &str) -> Result<Snapshot, Error> {
         let (pool, entry) = self.find_snapshot(handle)?;
         self.snapshot(pool, &entry)
     }

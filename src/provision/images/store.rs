@@ -7,37 +7,23 @@ use uuid::Uuid;
 
 use super::{
     super::Error,
+    Images,
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
     writers,
 };
 use crate::{
     crash_point,
     pool::{
-        Pool, PoolError, Pools,
+        Pool, PoolError,
         claim::{self, Claim, Sharing},
         draft::Draft,
         format_marker,
     },
 };
 
-/// The pools and who is asking.
-#[derive(Debug)]
-pub struct Store {
-    pub pools: Pools,
-    pub node_id: Option<String>,
-    pub boot_id: String,
-}
-
-impl Store {
-    /// Whether every pool's directory is there, and used as it is given here.
-    pub fn check(&self) -> Result<(), Error> {
-        self.pools
-            .iter()
-            .try_for_each(|pool| Ok(pool.check_scope()?))
-    }
-
+impl Images {
     /// The pool of that name, which is part of `handle`.
-    pub fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, Error> {
+    pub(super) fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, Error> {
         let found = self.pools.get(name);
         let pool = found.map_err(|source| Error::PoolNotGiven {
             handle: handle.to_owned(),
@@ -50,7 +36,7 @@ impl Store {
 
     /// The pool that a storage class names, or the only one. Beside a node, one
     /// that is unknown may be another node's.
-    pub fn pool_for(&self, name: Option<&str>) -> Result<&Pool, Error> {
+    pub(super) fn pool_for(&self, name: Option<&str>) -> Result<&Pool, Error> {
         let found = self.pools.get_or_only(name);
         let pool = found.map_err(|error| match error {
             PoolError::Unknown { .. } if self.node_id.is_some() => Error::PoolNotHere(error),
@@ -61,7 +47,7 @@ impl Store {
     }
 
     /// What has that name, in whatever pool.
-    pub fn find_name<K: Kind>(&self, name: &str) -> Option<(&Pool, Entry<K>)> {
+    pub(super) fn find_name<K: Kind>(&self, name: &str) -> Option<(&Pool, Entry<K>)> {
         self.pools.iter().find_map(|pool| {
             match Catalogue::of(pool).by_name(name) {
                 Ok(found) => found.map(|entry| (pool, entry)),
@@ -75,12 +61,12 @@ impl Store {
     }
 
     /// The claim of a copy or delete, good while `token` lives.
-    pub fn claim_for(&self, token: &Draft, access: Sharing) -> Claim {
+    pub(super) fn claim_for(&self, token: &Draft, access: Sharing) -> Claim {
         Claim::by_controller(token, &self.boot_id, access)
     }
 
     /// Deletes what `id` stands for, if that is anything.
-    pub fn delete<K: Kind>(&self, pool: &Pool, id: Uuid) -> Result<(), Error> {
+    pub(super) fn delete<K: Kind>(&self, pool: &Pool, id: Uuid) -> Result<(), Error> {
         let catalogue = Catalogue::<K>::of(pool);
         let Some(entry) = catalogue.get(id)? else {
             return Ok(());
@@ -91,7 +77,7 @@ impl Store {
 
     /// Deletes an entry. `held` is its name's reservation, as far as there is
     /// one; it may be another's by now.
-    pub fn delete_entry<K: Kind>(
+    pub(super) fn delete_entry<K: Kind>(
         &self,
         pool: &Pool,
         mut entry: Entry<K>,

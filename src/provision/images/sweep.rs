@@ -2,16 +2,16 @@
 
 use super::{
     super::Error,
+    Images,
     catalogue::{Catalogue, Kind, State, failed, hold_by_path},
     snapshots::SnapshotDetail,
-    store::Store,
     volumes::VolumeDetail,
 };
 use crate::pool::{Pool, claim, draft};
 
-impl Store {
+impl Images {
     /// Over all pools; says what could not be dealt with.
-    pub fn sweep(&self) -> Vec<Error> {
+    pub(super) fn sweep(&self) -> Vec<Error> {
         let mut errors = Vec::new();
         for pool in self.pools.iter() {
             if let Err(error) = pool.check_scope() {

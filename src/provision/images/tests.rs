@@ -10,11 +10,12 @@ use futures_util::future::join_all;
 
 use super::*;
 use crate::{
+    lane::Lanes,
     pool::{
         Pool, Scope,
         claim::{self, Claim, Sharing},
     },
-    provision::{Kind, Places, Source},
+    provision::{Backend, Backends, Kind, Places, Source},
 };
 
 mod crashes;
@@ -27,20 +28,22 @@ mod space;
 const MIB: u64 = 1 << 20;
 const BOOT: &str = "this boot";
 
-fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Images {
-    let pools = pools.iter().map(|(name, dir, scope)| Pool {
-        name: (*name).to_owned(),
-        dir: (*dir).to_owned(),
-        scope: *scope,
-        mounted: false,
-    });
+fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Backends {
+    let pools = pools
+        .iter()
+        .map(|(name, dir, scope)| pool(name, dir, *scope));
     let pools = Pools::new(pools).unwrap();
-    Images::new(
-        pools,
-        node_id.map(str::to_owned),
-        BOOT.to_owned(),
-        Lanes::new(2),
-    )
+    let images = Images::new(pools, node_id.map(str::to_owned), BOOT.to_owned());
+    Backends::new(Some(images.into()), None, &Lanes::new(2))
+}
+
+fn pool(name: &str, dir: &Path, scope: Scope) -> Pool {
+    Pool {
+        name: name.to_owned(),
+        dir: dir.to_owned(),
+        scope,
+        mounted: false,
+    }
 }
 
 fn new(name: &str, required: u64) -> NewVolume {
@@ -98,18 +101,23 @@ fn copy_of(name: &str, required: u64, source: Source) -> NewVolume {
 
 struct Home {
     dir: tempfile::TempDir,
-    images: Images,
+    pool: Pool,
+    images: Backends,
 }
 
 fn home() -> Home {
-    let dir = tempfile::tempdir().unwrap();
+    home_in(tempfile::tempdir().unwrap())
+}
+
+fn home_in(dir: tempfile::TempDir) -> Home {
     let images = images_over(&[("main", dir.path(), Scope::Shared)], None);
-    Home { dir, images }
+    let pool = pool("main", dir.path(), Scope::Shared);
+    Home { dir, pool, images }
 }
 
 impl Home {
     fn pool(&self) -> &Pool {
-        self.images.turns.store().pools.get("main").unwrap()
+        &self.pool
     }
 
     fn file(&self, volume: &Volume) -> std::fs::File {
@@ -368,10 +376,10 @@ async fn another_controller_s_work_is_left_alone() {
         kind(home.images.create_volume(new("pvc", MIB)).await),
         Kind::Aborted
     );
-    assert!(home.images.sweep().await.is_empty());
+    assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
     assert_eq!(home.files().len(), 1, "the reservation is still there");
     drop(held);
-    assert!(home.images.sweep().await.is_empty());
+    assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
     assert_eq!(home.files(), [""; 0]);
 }
 

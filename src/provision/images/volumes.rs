@@ -12,9 +12,10 @@ use super::{
         params::check_mkfs_options,
         size::{self, least},
     },
+    Images,
     capacity::refuse_without_room,
     catalogue::{Catalogue, Entry, Held, Kind, State, failed},
-    store::{Store, size_of},
+    store::size_of,
 };
 use crate::{
     Done, crash_point,
@@ -58,8 +59,8 @@ impl Kind for VolumeDetail {
 
 type Volumes<'p> = Catalogue<'p, VolumeDetail>;
 
-impl Store {
-    pub fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+impl Images {
+    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
         let parameters = Parameters::parse(&new.parameters)?;
         let pool = self.pool_for(parameters.pool.as_deref())?;
         refuse_usages(pool, &parameters, &new.usages)?;
@@ -195,7 +196,7 @@ impl Store {
         Err(Error::Differs { name, how })
     }
 
-    pub fn delete_volume(&self, handle: &str) -> Result<(), Error> {
+    pub(super) fn delete_volume(&self, handle: &str) -> Result<(), Error> {
         let Ok(parsed) = handle.parse::<VolumeHandle>() else {
             return Ok(());
         };
@@ -203,7 +204,7 @@ impl Store {
         self.delete::<VolumeDetail>(pool, parsed.id())
     }
 
-    pub fn expand_volume(&self, handle: &str, range: Range) -> Result<u64, Error> {
+    pub(super) fn expand_volume(&self, handle: &str, range: Range) -> Result<u64, Error> {
         let (pool, entry) = match self.find_volume(handle) {
             // The node there grows the file itself.
             Err(Error::Elsewhere(_)) => return range.choose(0, 0),
@@ -240,7 +241,7 @@ impl Store {
         grown.map(|()| bytes)
     }
 
-    pub fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+    pub(super) fn get_volume(&self, handle: &str) -> Result<Published, Error> {
         let (pool, entry) = self.find_volume(handle)?;
         let bytes = self.size(pool, &entry)?;
         let holders = claim::owners(pool, &format!("{}.img", entry.id))?;
@@ -250,7 +251,7 @@ impl Store {
         })
     }
 
-    pub fn check_usages(
+    pub(super) fn check_usages(
         &self,
         handle: &str,
         usages: &[Usage],
@@ -281,7 +282,7 @@ impl Store {
         Ok(refused)
     }
 
-    pub fn volume_ailment(&self, handle: &str) -> Result<Option<Ailment>, Error> {
+    pub(super) fn volume_ailment(&self, handle: &str) -> Result<Option<Ailment>, Error> {
         let (pool, entry) = self.find_volume(handle)?;
         match self.size(pool, &entry) {
             Ok(_) => Ok(None),

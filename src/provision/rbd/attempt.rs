@@ -9,10 +9,10 @@
 
 use super::{
     super::{Error, Source},
+    Rbd,
     copies::{drop_snapshot, temporary},
     error::RbdError,
     found::source_named,
-    store::Store,
 };
 use crate::{
     ceph::{
@@ -26,7 +26,7 @@ use crate::{
 /// One reservation, and what it is for.
 #[derive(Clone, Copy)]
 pub struct Attempt<'a> {
-    pub store: &'a Store,
+    pub store: &'a Rbd,
     pub journal: &'a Journal,
     /// The pool of the names.
     pub directory: &'a IoCtx,

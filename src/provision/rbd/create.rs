@@ -18,6 +18,7 @@ use uuid::Uuid;
 
 use super::{
     super::{Error, NewVolume, Volume},
+    Rbd,
     attempt::Attempt,
     class::{Class, Pools},
     copies,
@@ -25,7 +26,6 @@ use super::{
     error::RbdError,
     found::{Found, Link, Recorded, handle_of, name_of},
     qos,
-    store::Store,
 };
 use crate::ceph::{
     client::{
@@ -41,7 +41,7 @@ use build::Origin;
 
 /// A request, with where it leads.
 pub struct Creation<'a> {
-    store: &'a Store,
+    store: &'a Rbd,
     new: &'a NewVolume,
     class: &'a Class,
     link: &'a Link,
@@ -68,7 +68,7 @@ impl Making {
 
 impl<'a> Creation<'a> {
     pub fn new(
-        store: &'a Store,
+        store: &'a Rbd,
         new: &'a NewVolume,
         class: &'a Class,
         link: &'a Link,

@@ -28,10 +28,10 @@ use std::{
 };
 
 use super::{
-    super::{Error, Publication},
+    super::{Error, Publication, Release},
+    Rbd,
     error::RbdError,
     found::{Found, Recorded},
-    store::Store,
 };
 use crate::{
     ceph::{
@@ -76,15 +76,6 @@ impl Seen {
     }
 }
 
-/// How far an unpublish has come.
-#[derive(Debug)]
-pub enum Release {
-    /// The node does not have the volume.
-    Done,
-    /// It has; it is worth looking again so soon.
-    Waits(RbdError, Duration),
-}
-
 /// What was seen longer ago is of another unpublish, which another controller has
 /// ended. external-attacher comes back within five minutes.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
@@ -115,9 +106,12 @@ impl Fencing {
     }
 }
 
-impl Store {
+impl Rbd {
     /// Enters the node, if the volume has one writer; says what the node is told.
-    pub fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error> {
+    pub(super) fn publish_volume(
+        &self,
+        new: &Publication,
+    ) -> Result<BTreeMap<String, String>, Error> {
         let found = self.volume(&new.handle, &new.secrets)?;
         let Some(nodes) = nodes_of(&found).filter(|_| new.one_writer) else {
             return Ok(BTreeMap::new());
@@ -130,7 +124,7 @@ impl Store {
     }
 
     /// Takes the node out, once it does not have the volume; an empty one is all.
-    pub fn unpublish_volume(
+    pub(super) fn unpublish_volume(
         &self,
         handle: &str,
         node: &str,
@@ -146,7 +140,7 @@ impl Store {
         let is_it = |one: &&Attachment| node.is_empty() || one.node == node;
         for attachment in all.iter().filter(is_it) {
             let release = self.release(&found, &nodes, attachment, &all)?;
-            if matches!(release, Release::Waits(..)) {
+            if matches!(release, Release::Pending(..)) {
                 return Ok(release);
             }
         }
@@ -162,7 +156,7 @@ impl Store {
         all: &[Attachment],
     ) -> Result<Release, RbdError> {
         let key = (found.handle.clone(), attachment.node.clone());
-        let soon = || Release::Waits(waits(found, attachment), LOOK_EVERY);
+        let soon = || Release::Pending(still_attached(found, attachment), LOOK_EVERY);
         let users = users(found, attachment, all)?;
         let is_starting = attachment.entry.starting.is_some();
         let withdraw = |last: &Attachment| -> Result<Release, RbdError> {
@@ -187,7 +181,7 @@ impl Store {
         let left = grace.saturating_sub(seen.first.elapsed());
         if !left.is_zero() {
             let soon = left.min(LOOK_EVERY);
-            return Ok(Release::Waits(waits(found, attachment), soon));
+            return Ok(Release::Pending(still_attached(found, attachment), soon));
         }
         if users.is_empty() {
             return withdraw(&last);
@@ -200,7 +194,7 @@ impl Store {
                 watchers: addresses.join(", "),
             });
         };
-        let hears = Release::Waits(waits(found, attachment), HEARS_WITHIN);
+        let hears = Release::Pending(still_attached(found, attachment), HEARS_WITHIN);
         if seen.fenced.as_ref() == Some(&own.address) {
             return Ok(hears);
         }
@@ -294,9 +288,10 @@ fn own_client(attachment: &Attachment, users: &[Watcher]) -> Option<Client> {
         .then(|| own.clone())
 }
 
-fn waits(found: &Found, attachment: &Attachment) -> RbdError {
-    RbdError::StillAttached {
+fn still_attached(found: &Found, attachment: &Attachment) -> Error {
+    let error = RbdError::StillAttached {
         image: format!("{}/{}", found.pool, found.image),
         node: attachment.node.clone(),
-    }
+    };
+    error.into()
 }

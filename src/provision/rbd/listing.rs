@@ -12,12 +12,12 @@ use serde_json::json;
 use uuid::Uuid;
 
 use super::{
-    super::{Capacity, Error, Listing, Page, RoomFor, Snapshot, Volume, size::least},
+    super::{Capacity, Error, Listed, Listing, RoomFor, Snapshot, Volume, size::least},
+    Rbd,
     class::Class,
     error::RbdError,
     found::{Found, Link, found},
     snapshots::show_snapshot,
-    store::Store,
 };
 use crate::{
     ceph::{
@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// Entries in a page, whatever is asked for: each image is opened to see its size.
-const LARGEST_PAGE: usize = 200;
+pub const LARGEST_PAGE: usize = 200;
 
 /// What was listed last: shorter than the 128 bytes of a string, which name and
 /// handle together may not be.
@@ -88,8 +88,8 @@ impl FromStr for Token {
     }
 }
 
-impl Store {
-    pub fn list_volumes(&self, what: &Listing) -> Result<Page<Volume>, Error> {
+impl Rbd {
+    pub(super) fn list_volumes(&self, what: &Listing) -> Result<Vec<Listed<Volume>>, Error> {
         let links = self.listed_links(what)?;
         page(&self.volumes, &links, what, |found| {
             let bytes = match found.open(Access::ReadOnly) {
@@ -101,12 +101,12 @@ impl Store {
         })
     }
 
-    pub fn list_snapshots(
+    pub(super) fn list_snapshots(
         &self,
         what: &Listing,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Page<Snapshot>, Error> {
+    ) -> Result<Vec<Listed<Snapshot>>, Error> {
         let links = if secrets.is_empty() {
             self.listed_links(what)?
         } else {
@@ -145,7 +145,7 @@ impl Store {
 
     /// What the class' pool has left, by Ceph's own count (`ceph df`): after
     /// copies, and before the fullest OSD is full.
-    pub fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
+    pub(super) fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
         let class = Class::parse(&room.parameters)?;
         let minimum = least(&Class::file_systems(&room.usages)?);
         let none = Capacity {
@@ -175,23 +175,18 @@ impl Store {
 /// Names that are read at once.
 const BATCH: u64 = 200;
 
-/// One page of what a journal names.
+/// What a page has room for of what a journal names, and one entry more.
 fn page<T>(
     journal: &Journal,
     links: &[Link],
     what: &Listing,
     show: impl Fn(&Found) -> Result<Option<T>, RbdError>,
-) -> Result<Page<T>, Error> {
+) -> Result<Vec<Listed<T>>, Error> {
     let from = match &what.from {
         Some(token) => Some(resume(journal, links, token)?),
         None => None,
     };
-    let most = match what.max {
-        0 => LARGEST_PAGE,
-        max => max.min(LARGEST_PAGE),
-    };
     let mut entries = Vec::new();
-    let mut last = None;
     for (link, directory, mut after) in directories(links, from, what)? {
         let mut more = true;
         while more {
@@ -213,20 +208,17 @@ fn page<T>(
                 let Some(entry) = entry.filter(|entry| !entry.image_id.is_empty()) else {
                     continue;
                 };
-                let token = Token::new(link, &directory, &pool, reserved.uuid);
+                let token = Token::new(link, &directory, &pool, reserved.uuid).to_string();
                 let found = found(link.clone(), pool, reserved.uuid, entry)?;
-                let Some(shown) = show(&found)? else { continue };
-                if entries.len() == most {
-                    let next = last.map(|token: Token| token.to_string());
-                    return Ok(Page { entries, next });
+                let Some(entry) = show(&found)? else { continue };
+                entries.push(Listed { token, entry });
+                if entries.len() > what.max {
+                    return Ok(entries);
                 }
-                entries.push(shown);
-                last = Some(token);
             }
         }
     }
-    let next = None;
-    Ok(Page { entries, next })
+    Ok(entries)
 }
 
 /// Where a token says that a listing goes on: behind which name.

@@ -11,9 +11,9 @@
 
 use super::{
     super::Error,
+    Rbd,
     error::RbdError,
     found::{Found, found},
-    store::Store,
 };
 use crate::{
     ceph::{
@@ -30,10 +30,14 @@ use crate::{
     secret::Secrets,
 };
 
-impl Store {
+impl Rbd {
     /// All that a volume's handle leads to, its own place first: what is to be
     /// deleted. Empty: nothing, or it was never ours.
-    pub fn all_of_volume(&self, handle: &str, secrets: &Secrets) -> Result<Vec<Found>, RbdError> {
+    pub(super) fn all_of_volume(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<Vec<Found>, RbdError> {
         match handle.parse() {
             Ok(VolumeHandle::Journaled(parsed)) => self.all(&self.volumes, &parsed, secrets),
             Ok(VolumeHandle::Migrated(parsed)) => {
@@ -57,7 +61,11 @@ impl Store {
     }
 
     /// The same for a snapshot's handle.
-    pub fn all_of_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Vec<Found>, RbdError> {
+    pub(super) fn all_of_snapshot(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<Vec<Found>, RbdError> {
         match handle.parse() {
             Ok(parsed) => self.all(&self.snapshots, &parsed, secrets),
             Err(_) => Ok(Vec::new()),
@@ -65,13 +73,13 @@ impl Store {
     }
 
     /// A volume that must be there.
-    pub fn volume(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
+    pub(super) fn volume(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
         let found = self.all_of_volume(handle, secrets)?.pop();
         found.ok_or_else(|| Error::NoVolume(handle.to_owned()))
     }
 
     /// A snapshot that must be there.
-    pub fn snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
+    pub(super) fn snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
         let found = self.all_of_snapshot(handle, secrets)?.pop();
         found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
     }

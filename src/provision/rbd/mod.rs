@@ -17,26 +17,23 @@
 //! are shared and kept ([`crate::ceph::client::connections`]). Calls that CSI gives no
 //! secrets use those that the controller was given ([`SecretDir`]), and are not
 //! announced without.
-//!
-//! All of it blocks and runs on lanes, in turns: calls for one handle or name one
-//! after the other, all others at once.
 
 use std::{
     collections::{BTreeMap, HashMap},
     io,
     path::Path,
     sync::Mutex,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Listing, NewSnapshot, NewVolume, Page, Provisioner,
-    Publication, Published, Range, RoomFor, Snapshot, Usage, Volume,
-    keyed::{Turns, snapshot_named, volume_named},
+    Abilities, Ailment, Capacity, Error, Listed, Listing, NewSnapshot, NewVolume, Provisioner,
+    Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
+    serialized::KeyedMutex,
 };
 use crate::{
     ceph::{
-        client::{connections::Connections, rados::Timeouts},
+        client::{Credentials, connections::Connections, rados::Timeouts},
         csi_format::{
             config::{Clusters, Mappings},
             encryption::KmsConfig,
@@ -73,9 +70,8 @@ pub use error::RbdError;
 pub use flatten::Bounds;
 pub use operators::{Operators, SecretDir};
 
-use fencing::{Fencing, Release};
+use fencing::Fencing;
 use flatten::Flattener;
-use store::Store;
 use trash::Bin;
 
 /// How the controller was started.
@@ -96,16 +92,29 @@ pub struct Settings<'a> {
     pub fence_after: Option<Duration>,
 }
 
-/// The provisioner of RBD images.
-#[derive(Clone, Debug)]
+/// The store of RBD images: what all calls share. Nearly all of it blocks.
+#[derive(Debug)]
 pub struct Rbd {
-    turns: Turns<Store>,
+    clusters: Clusters,
+    mappings: Mappings,
+    connections: Connections,
+    operators: Operators,
+    volumes: Journal,
+    snapshots: Journal,
+    kms: KmsConfig,
+    bin: Bin,
+    flattener: Flattener,
+    fencing: Fencing,
+    /// Held by what makes or deletes the volume or snapshot of a name.
+    names: KeyedMutex,
+    /// Pools that are known to be used, by cluster, with who may use them.
+    used: Mutex<BTreeMap<(String, i64), Credentials>>,
 }
 
 impl Rbd {
     /// Connects to nothing yet.
-    pub fn new(settings: Settings<'_>, lanes: Lanes) -> io::Result<Self> {
-        let store = Store {
+    pub fn new(settings: Settings<'_>, lanes: &Lanes) -> io::Result<Self> {
+        Ok(Self {
             clusters: Clusters::new(settings.config),
             mappings: Mappings::new(settings.mapping),
             connections: Connections::new(Timeouts::default())?,
@@ -116,225 +125,122 @@ impl Rbd {
             bin: Bin::new(lanes.clone()),
             flattener: Flattener::new(lanes.clone(), Bounds::default()),
             fencing: Fencing::new(settings.fence_after),
+            names: KeyedMutex::default(),
             used: Mutex::default(),
-        };
-        let turns = Turns::new(store, lanes);
-        Ok(Self { turns })
-    }
-
-    /// Empties the trash where an earlier attempt, or an earlier controller, did
-    /// not; to be called at the start and every now and then. Says what could not
-    /// be looked at.
-    pub async fn sweep(&self) -> Vec<Error> {
-        let errors = self.turns.run("sweep", "sweep", Store::sweep).await;
-        errors.into_iter().map(Error::from).collect()
-    }
-
-    /// Says what is wrong with the files that this controller was given, if anything
-    /// is; a cluster that is down leaves the others of use.
-    pub async fn check(&self) -> Result<(), Error> {
-        let read = |store: &Store| {
-            store.clusters.check()?;
-            store.operators.check()
-        };
-        let checked: Result<(), RbdError> = self.turns.run("check", "check", read).await;
-        Ok(checked?)
+        })
     }
 }
 
-#[tonic::async_trait]
+/// What each call does is in the inherent method of its name.
 impl Provisioner for Rbd {
     fn abilities(&self) -> Abilities {
         Abilities {
-            lists: self.turns.store().operators.any(),
+            lists: self.operators.any(),
             modifies: true,
-            publishes: self.turns.store().fencing.after.is_some(),
+            publishes: self.fencing.after.is_some(),
         }
     }
 
-    async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
-        let turn = volume_named(&new.name);
-        self.turns
-            .run(&turn, "create", move |store| store.create_volume(&new))
-            .await
+    /// Checks the files that this controller was given; a cluster that is down does not
+    /// keep it from using the others.
+    fn check(&self) -> Result<(), Error> {
+        self.clusters.check().map_err(RbdError::from)?;
+        Ok(self.operators.check()?)
     }
 
-    async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
-        let _delete = self.turns.store().bin.deletes.begin();
-        let all = self
-            .turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.all_of_volume(&handle, &secrets)
-            })
-            .await?;
-        for found in all {
-            // A create of that name must not go on with it meanwhile.
-            let turn = found
-                .name()
-                .map_or_else(|| found.handle.clone(), volume_named);
-            self.turns
-                .run(&turn, "delete", move |store| store.delete_volume(&found))
-                .await?;
-        }
-        Ok(())
+    fn sweep(&self) -> Vec<Error> {
+        self.sweep().into_iter().map(Error::from).collect()
     }
 
-    async fn expand_volume(
+    fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+        self.create_volume(new)
+    }
+
+    fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+        self.delete_volume(handle, secrets)
+    }
+
+    fn expand_volume(&self, handle: &str, range: Range, secrets: &Secrets) -> Result<u64, Error> {
+        self.expand_volume(handle, range, secrets)
+    }
+
+    fn modify_volume(
         &self,
-        handle: String,
-        range: Range,
-        secrets: Secrets,
-    ) -> Result<u64, Error> {
-        self.turns
-            .run(&handle.clone(), "expand", move |store| {
-                store.expand_volume(&handle, range, &secrets)
-            })
-            .await
-    }
-
-    async fn modify_volume(
-        &self,
-        handle: String,
-        mutable: HashMap<String, String>,
-        secrets: Secrets,
+        handle: &str,
+        mutable: &HashMap<String, String>,
+        secrets: &Secrets,
     ) -> Result<(), Error> {
-        self.turns
-            .run(&handle.clone(), "modify", move |store| {
-                store.modify_volume(&handle, &mutable, &secrets)
-            })
-            .await
+        self.modify_volume(handle, mutable, secrets)
     }
 
-    async fn publish_volume(&self, new: Publication) -> Result<BTreeMap<String, String>, Error> {
-        self.turns
-            .run(&new.handle.clone(), "publish", move |store| {
-                store.publish_volume(&new)
-            })
-            .await
+    fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error> {
+        self.publish_volume(new)
     }
 
-    async fn unpublish_volume(
+    fn unpublish_volume(
         &self,
-        handle: String,
-        node: String,
-        within: Duration,
-        secrets: Secrets,
-    ) -> Result<(), Error> {
-        let until = Instant::now() + within;
-        loop {
-            let (handle, node, secrets) = (handle.clone(), node.clone(), secrets.clone());
-            let release = self
-                .turns
-                .run(&handle.clone(), "unpublish", move |store| {
-                    store.unpublish_volume(&handle, &node, &secrets)
-                })
-                .await?;
-            match release {
-                Release::Done => return Ok(()),
-                Release::Waits(_, soon) if Instant::now() + soon < until => {
-                    tokio::time::sleep(soon).await;
-                }
-                Release::Waits(error, _) => return Err(error.into()),
-            }
-        }
+        handle: &str,
+        node: &str,
+        secrets: &Secrets,
+    ) -> Result<Release, Error> {
+        self.unpublish_volume(handle, node, secrets)
     }
 
-    async fn get_volume(&self, handle: String) -> Result<Published, Error> {
-        self.turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.get_volume(&handle)
-            })
-            .await
+    fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+        self.get_volume(handle)
     }
 
-    async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
-        self.turns
-            .run("list volumes", "list", move |store| {
-                store.list_volumes(&what)
-            })
-            .await
+    /// A cluster that is down answers with an error in time.
+    fn listed_pools(&self) -> Vec<String> {
+        Vec::new()
     }
 
-    async fn check_usages(
+    fn largest_page(&self) -> usize {
+        listing::LARGEST_PAGE
+    }
+
+    fn list_volumes(&self, what: &Listing, _: Option<&str>) -> Result<Vec<Listed<Volume>>, Error> {
+        self.list_volumes(what)
+    }
+
+    fn check_usages(
         &self,
-        handle: String,
-        usages: Vec<Usage>,
-        parameters: HashMap<String, String>,
-        secrets: Secrets,
+        handle: &str,
+        usages: &[Usage],
+        parameters: &HashMap<String, String>,
+        secrets: &Secrets,
     ) -> Result<Option<String>, Error> {
-        self.turns
-            .run(&handle.clone(), "check", move |store| {
-                store.check_usages(&handle, &usages, &parameters, &secrets)
-            })
-            .await
+        self.check_usages(handle, usages, parameters, secrets)
     }
 
-    async fn volume_ailment(
+    fn volume_ailment(&self, handle: &str, secrets: &Secrets) -> Result<Option<Ailment>, Error> {
+        self.volume_ailment(handle, secrets)
+    }
+
+    fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
+        self.capacity(room)
+    }
+
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
+        self.create_snapshot(new)
+    }
+
+    fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+        self.delete_snapshot(handle, secrets)
+    }
+
+    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error> {
+        self.get_snapshot(handle, secrets)
+    }
+
+    fn list_snapshots(
         &self,
-        handle: String,
-        secrets: Secrets,
-    ) -> Result<Option<Ailment>, Error> {
-        self.turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.volume_ailment(&handle, &secrets)
-            })
-            .await
-    }
-
-    async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
-        // So that a cluster that is slow holds up no other.
-        let cluster_id = room.parameters.get("clusterID");
-        let turn = format!("capacity of {}", cluster_id.map_or("", String::as_str));
-        self.turns
-            .run(&turn, "capacity", move |store| store.capacity(&room))
-            .await
-    }
-
-    async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
-        let turn = snapshot_named(&new.name);
-        self.turns
-            .run(&turn, "snapshot", move |store| store.create_snapshot(&new))
-            .await
-    }
-
-    async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
-        let _delete = self.turns.store().bin.deletes.begin();
-        let all = self
-            .turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.all_of_snapshot(&handle, &secrets)
-            })
-            .await?;
-        for found in all {
-            let turn = found
-                .name()
-                .map_or_else(|| found.handle.clone(), snapshot_named);
-            self.turns
-                .run(&turn, "delete", move |store| store.delete_snapshot(&found))
-                .await?;
-        }
-        Ok(())
-    }
-
-    async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error> {
-        self.turns
-            .run(&handle.clone(), "look up", move |store| {
-                store.get_snapshot(&handle, &secrets)
-            })
-            .await
-    }
-
-    async fn list_snapshots(
-        &self,
-        what: Listing,
-        volume: Option<String>,
-        secrets: Secrets,
-    ) -> Result<Page<Snapshot>, Error> {
-        self.turns
-            .run("list snapshots", "list", move |store| {
-                store.list_snapshots(&what, volume.as_deref(), &secrets)
-            })
-            .await
+        what: &Listing,
+        _: Option<&str>,
+        volume: Option<&str>,
+        secrets: &Secrets,
+    ) -> Result<Vec<Listed<Snapshot>>, Error> {
+        self.list_snapshots(what, volume, secrets)
     }
 }
 

@@ -3,13 +3,13 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, NewSnapshot, Snapshot},
+    super::{Error, NewSnapshot, Snapshot, serialized::snapshot_named},
+    Rbd,
     attempt::Attempt,
     copies,
     encryption::Encryption,
     error::RbdError,
     found::{Found, Recorded, handle_of},
-    store::Store,
     volumes::{forget, is_to_go, leave, refuse_if_used},
 };
 use crate::{
@@ -23,8 +23,9 @@ use crate::{
     secret::Secrets,
 };
 
-impl Store {
-    pub fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
+impl Rbd {
+    pub(super) fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
+        let _name = self.names.lock_on_lane(&snapshot_named(&new.name));
         let prefix = name_prefix(new)?;
         let volume = self.volume(&new.volume, &new.secrets)?;
         let of = volume.recorded()?;
@@ -168,8 +169,17 @@ impl Store {
         })
     }
 
-    /// Deletes what [`Store::all_of_snapshot`] has found.
-    pub fn delete_snapshot(&self, found: &Found) -> Result<(), Error> {
+    pub(super) fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+        let _delete = self.bin.deletes.begin();
+        for found in self.all_of_snapshot(handle, secrets)? {
+            let name = found.name().map(snapshot_named);
+            let _name = name.map(|name| self.names.lock_on_lane(&name));
+            self.delete_found_snapshot(&found)?;
+        }
+        Ok(())
+    }
+
+    fn delete_found_snapshot(&self, found: &Found) -> Result<(), Error> {
         if let Some(Recorded { entry, .. }) = &found.recorded
             && !entry.group.is_empty()
         {
@@ -193,7 +203,7 @@ impl Store {
         forget(&self.snapshots, found)
     }
 
-    pub fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error> {
+    pub(super) fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error> {
         let found = self.snapshot(handle, secrets)?;
         match show_snapshot(&found) {
             Err(RbdError::Lost { .. }) => Err(Error::NoSnapshot(found.handle)),

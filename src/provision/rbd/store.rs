@@ -1,56 +1,24 @@
-//! What all calls share: the clusters, the journals in them, and what works in
-//! the background.
+//! What all calls share: connections to clusters, and the pools whose trash this
+//! controller empties.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, PoisonError},
-};
+use std::sync::PoisonError;
 
 use super::{
-    copies::present,
-    encryption::Keeper,
-    error::RbdError,
-    fencing::{Fencing, lift},
-    flatten::Flattener,
-    found::Link,
-    operators::Operators,
-    trash::Bin,
+    Rbd, copies::present, encryption::Keeper, error::RbdError, fencing::lift, found::Link,
 };
 use crate::{
     ceph::{
-        client::{Credentials, connections::Connections, or_missing, rados::IoCtx, rbd},
-        csi_format::{
-            config::{Clusters, Mappings},
-            encryption::KmsConfig,
-            handle::MAX_CLUSTER_ID,
-            journal::Journal,
-        },
+        client::{Credentials, or_missing, rados::IoCtx, rbd},
+        csi_format::handle::MAX_CLUSTER_ID,
     },
     lane,
     secret::Secrets,
 };
 
-/// All that the calls share. Every one of its calls blocks.
-#[derive(Debug)]
-pub struct Store {
-    pub clusters: Clusters,
-    pub mappings: Mappings,
-    pub connections: Connections,
-    pub operators: Operators,
-    pub volumes: Journal,
-    pub snapshots: Journal,
-    pub kms: KmsConfig,
-    pub bin: Bin,
-    pub flattener: Flattener,
-    pub fencing: Fencing,
-    /// Pools that are known to be used, by cluster, with who may use them.
-    pub used: Mutex<BTreeMap<(String, i64), Credentials>>,
-}
-
-impl Store {
+impl Rbd {
     /// Connects to a cluster of the configuration, as the user of the secrets;
     /// without any, as the one that this controller was given.
-    pub fn link(&self, cluster_id: &str, secrets: &Secrets) -> Result<Link, RbdError> {
+    pub(super) fn link(&self, cluster_id: &str, secrets: &Secrets) -> Result<Link, RbdError> {
         let credentials = if secrets.is_empty() {
             self.operators.credentials(cluster_id)?
         } else {
@@ -81,7 +49,7 @@ impl Store {
 
     /// Remembers a pool, and who may use it. Where it was not known, what is left
     /// in its trash is taken up again.
-    pub fn use_pool(&self, link: &Link, pool: &IoCtx) {
+    pub(super) fn use_pool(&self, link: &Link, pool: &IoCtx) {
         let key = (link.config.cluster_id.clone(), pool.pool_id());
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         if used.insert(key, link.credentials.clone()).is_none() {
@@ -92,7 +60,7 @@ impl Store {
     /// Takes up again what is left in the trash of every pool that is known: those
     /// that were used, and all that this controller's own users see. Says which
     /// clusters could not be asked; they hold up no other.
-    pub fn sweep(&self) -> Vec<RbdError> {
+    pub(super) fn sweep(&self) -> Vec<RbdError> {
         let mut errors = Vec::new();
         let used = self
             .used
@@ -147,7 +115,7 @@ impl Store {
     }
 
     /// The ids of the clusters that this controller has users of its own for.
-    pub fn own_cluster_ids(&self) -> Result<Vec<String>, RbdError> {
+    pub(super) fn own_cluster_ids(&self) -> Result<Vec<String>, RbdError> {
         let all = self.clusters.all()?;
         let ids = all.iter().map(|cluster| &cluster.cluster_id);
         let own = ids.filter(|id| self.operators.has(id));
@@ -157,7 +125,7 @@ impl Store {
     /// Takes away images that are told to nobody, and never will be. What a crash has
     /// left half made does not go to the trash, and has no data to remove; of some
     /// there is only the name in the pool's directory.
-    pub fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
+    pub(super) fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
         self.bin.discard(pool, &present(pool, names)?)?;
         for name in names {
             or_missing(rbd::remove(pool, name))?;
@@ -166,7 +134,7 @@ impl Store {
     }
 
     /// Who keeps passphrases, for a request with these secrets.
-    pub fn keeper<'a>(&'a self, secrets: &'a Secrets) -> Keeper<'a> {
+    pub(super) fn keeper<'a>(&'a self, secrets: &'a Secrets) -> Keeper<'a> {
         let config = &self.kms;
         Keeper { config, secrets }
     }

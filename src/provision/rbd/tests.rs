@@ -21,7 +21,7 @@ use crate::{
         },
         test_cluster::TestCluster,
     },
-    provision::{Kind as ErrorKind, Places, Source},
+    provision::{Backend, Backends, Kind as ErrorKind, Places, Source},
 };
 
 const MIB: u64 = 1 << 20;
@@ -32,16 +32,21 @@ struct Home {
     cluster: TestCluster,
     pool: String,
     dir: tempfile::TempDir,
-    rbd: Rbd,
+    rbd: Backends,
 }
 
 /// A provisioner over the cluster, and as the user, that a directory's files tell of.
-fn rbd_over(dir: &Path) -> Rbd {
+fn rbd_over(dir: &Path) -> Backends {
     rbd_fencing(dir, None)
 }
 
 /// The same that fences nodes which do not let go in that time.
-fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Rbd {
+fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Backends {
+    let rbd = store_over(dir, fence_after);
+    Backends::new(None, Some(rbd.into()), &Lanes::new(4))
+}
+
+fn store_over(dir: &Path, fence_after: Option<Duration>) -> Rbd {
     let own = dir.display().to_string().parse().unwrap();
     let settings = Settings {
         config: &dir.join("config.json"),
@@ -51,7 +56,7 @@ fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Rbd {
         operators: Operators::new(vec![own]),
         fence_after,
     };
-    Rbd::new(settings, Lanes::new(4)).unwrap()
+    Rbd::new(settings, &Lanes::new(4)).unwrap()
 }
 
 /// A volume as it is asked for without secrets.
@@ -218,7 +223,7 @@ async fn copies_outlive_their_sources() {
     // With the last copy gone, the trash can be emptied.
     let trash = || home.cluster.rbd(&["trash", "ls", "--all", &home.pool]);
     while !trash().is_empty() {
-        assert!(home.rbd.sweep().await.is_empty());
+        assert!(home.rbd.sweep(Backend::Rbd).await.unwrap().is_empty());
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
 }

@@ -3,7 +3,11 @@
 use std::collections::HashMap;
 
 use super::{
-    super::{Ailment, Error, NewVolume, Published, Range, Usage, Volume, size::least},
+    super::{
+        Ailment, Error, NewVolume, Published, Range, Usage, Volume, serialized::volume_named,
+        size::least,
+    },
+    Rbd,
     class::Class,
     copies::present,
     create::Creation,
@@ -12,7 +16,6 @@ use super::{
     notes::note,
     qos::{self, Limits},
     size,
-    store::Store,
 };
 use crate::{
     ceph::{
@@ -22,8 +25,9 @@ use crate::{
     secret::Secrets,
 };
 
-impl Store {
-    pub fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+impl Rbd {
+    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+        let _name = self.names.lock_on_lane(&volume_named(&new.name));
         let class = Class::parse(&new.parameters)?;
         let file_systems = Class::file_systems(&new.usages)?;
         class.check_mkfs(&file_systems)?;
@@ -33,8 +37,18 @@ impl Store {
         creation.run()
     }
 
-    /// Deletes what [`Store::all_of_volume`] has found.
-    pub fn delete_volume(&self, found: &Found) -> Result<(), Error> {
+    pub(super) fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+        let _delete = self.bin.deletes.begin();
+        for found in self.all_of_volume(handle, secrets)? {
+            // A create of that name must not continue with it meanwhile.
+            let name = found.name().map(volume_named);
+            let _name = name.map(|name| self.names.lock_on_lane(&name));
+            self.delete_found(&found)?;
+        }
+        Ok(())
+    }
+
+    fn delete_found(&self, found: &Found) -> Result<(), Error> {
         let temp = super::copies::temporary(&found.image);
         match self.is_free(found) {
             Ok(true) => {}
@@ -83,7 +97,7 @@ impl Store {
             .map_err(RbdError::from)?)
     }
 
-    pub fn expand_volume(
+    pub(super) fn expand_volume(
         &self,
         handle: &str,
         range: Range,
@@ -113,7 +127,7 @@ impl Store {
         Ok(bytes)
     }
 
-    pub fn modify_volume(
+    pub(super) fn modify_volume(
         &self,
         handle: &str,
         mutable: &HashMap<String, String>,
@@ -124,7 +138,7 @@ impl Store {
         Ok(note(&image, notes).map_err(RbdError::from)?)
     }
 
-    pub fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+    pub(super) fn get_volume(&self, handle: &str) -> Result<Published, Error> {
         let found = self.volume(handle, &Secrets::default())?;
         let image = found.open(Access::ReadOnly)?;
         let bytes = image.size().map_err(RbdError::from)?;
@@ -135,7 +149,7 @@ impl Store {
         })
     }
 
-    pub fn check_usages(
+    pub(super) fn check_usages(
         &self,
         handle: &str,
         usages: &[Usage],
@@ -160,7 +174,7 @@ impl Store {
         })
     }
 
-    pub fn volume_ailment(
+    pub(super) fn volume_ailment(
         &self,
         handle: &str,
         secrets: &Secrets,

@@ -11,7 +11,7 @@ use std::{path::Path, process::Command};
 use super::*;
 
 /// Makes one of each thing; all of it may have been made before.
-async fn make(images: &Images) {
+async fn make(images: &Backends) {
     let source = images.create_volume(new("source", 8 * MIB)).await.unwrap();
     let snapshot = images
         .create_snapshot(snapshot_of("snapshot".to_owned(), source.handle.clone()))
@@ -35,7 +35,7 @@ async fn make(images: &Images) {
 }
 
 /// Deletes everything that is still listed.
-async fn unmake(images: &Images) {
+async fn unmake(images: &Backends) {
     let snapshots = images
         .list_snapshots(Listing::default(), None, none())
         .await;
@@ -104,9 +104,7 @@ fn assert_whole(home: &Home) {
 }
 
 fn home_in_memory() -> Home {
-    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    let images = images_over(&[("main", dir.path(), Scope::Shared)], None);
-    Home { dir, images }
+    home_in(tempfile::tempdir_in("/dev/shm").unwrap())
 }
 
 #[tokio::test]
@@ -116,11 +114,11 @@ async fn what_was_being_made_is_made_or_undone() {
         let crashed = crashes(home.dir.path(), "make", at);
         // The next call alone must do, and so must the next start.
         if at % 2 == 0 {
-            assert!(home.images.sweep().await.is_empty());
+            assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
             assert_whole(&home);
         }
         make(&home.images).await;
-        assert!(home.images.sweep().await.is_empty());
+        assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
         assert_whole(&home);
         assert_eq!(home.files().len(), 3 * 3 + 3, "{:?}", home.files());
         unmake(&home.images).await;
@@ -139,11 +137,11 @@ async fn what_was_being_deleted_is_deleted() {
         make(&home.images).await;
         let crashed = crashes(home.dir.path(), "unmake", at);
         if at % 2 == 0 {
-            assert!(home.images.sweep().await.is_empty());
+            assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
             assert_whole(&home);
         }
         unmake(&home.images).await;
-        assert!(home.images.sweep().await.is_empty());
+        assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
         assert_eq!(home.files(), [""; 0], "crashed at {at}");
         if !crashed {
             assert!(at > 20, "only {at} points");

@@ -40,7 +40,7 @@ async fn inside() {
         .create_volume(new("source", 256 * MIB))
         .await
         .unwrap();
-    let pool = images.turns.store().pools.get("main").unwrap();
+    let pool = pool("main", dir, Scope::Shared);
     let file = |volume: &Volume| pool.open_image(&volume.context["image"], true).unwrap();
     let data = vec![7; 64 << 20];
     file(&source).write_all_at(&data, MIB).unwrap();
@@ -51,7 +51,7 @@ async fn inside() {
         access: Sharing::Exclusive,
         read_only: false,
     };
-    let _ = claim::claim(pool, &source.context["image"], &claim).unwrap();
+    let _ = claim::claim(&pool, &source.context["image"], &claim).unwrap();
     file(&source).sync_all().unwrap();
     let free = || {
         let fs = pool.statvfs().unwrap();

@@ -4,9 +4,7 @@ use super::*;
 
 /// On a file system that has no reflink and is this machine's alone.
 fn home() -> Home {
-    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    let images = images_over(&[("main", dir.path(), Scope::Shared)], None);
-    Home { dir, images }
+    home_in(tempfile::tempdir_in("/dev/shm").unwrap())
 }
 
 fn served(name: &str) -> NewVolume {

@@ -14,7 +14,7 @@ use crate::provision::Kind as K;
 
 /// Who is at work, and where.
 pub(super) struct Party<'a> {
-    rbd: &'a Rbd,
+    rbd: &'a Backends,
     pool: &'a str,
 }
 
@@ -218,7 +218,7 @@ impl Home {
     /// Waits until the trash is empty, and asserts that so is the pool.
     pub(super) async fn assert_empty(&self, at: usize) {
         for _ in 0..200 {
-            assert!(self.rbd.sweep().await.is_empty());
+            assert!(self.rbd.sweep(Backend::Rbd).await.unwrap().is_empty());
             if self.left().is_empty() {
                 return;
             }

@@ -16,7 +16,7 @@ impl Home {
     /// Has the trash emptied for as long as `left` is there, up to some ten seconds.
     async fn sweeps(&self, left: impl Fn() -> bool) {
         for _ in 0..200 {
-            assert!(self.rbd.sweep().await.is_empty());
+            assert!(self.rbd.sweep(Backend::Rbd).await.unwrap().is_empty());
             if !left() {
                 return;
             }
@@ -54,7 +54,7 @@ async fn what_a_delete_could_not_move_is_not_removed_later() {
     let id = crate::ceph::client::rbd::image_id(&pool, &name)
         .unwrap()
         .unwrap();
-    let bin = home.rbd.turns.store().bin.clone();
+    let bin = store_over(home.dir.path(), None).bin;
     let discarded = [Discarded { id, name }];
     bin.discard(&pool, &discarded).unwrap_err();
     assert_eq!(home.listed(), [""; 0]);
