@@ -7,6 +7,7 @@ use std::{error::Error, process::ExitCode, time::Duration};
 use clap::{Args, Parser};
 use tonic::service::Routes;
 use uring_csi::{
+    Kind,
     ceph::client::library::Libraries,
     chain, config,
     csi::{
@@ -24,7 +25,7 @@ use uring_csi::{
         node_server::NodeServer,
     },
     provision::{
-        Backend, Backends, Error as Failure, Kind,
+        Backend, Backends, Error as Failure,
         images::Images,
         rbd::{Operators, Rbd, SecretDir, Settings},
     },
@@ -216,7 +217,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
 async fn sweep(backends: Backends) {
     while let Some(errors) = backends.sweep(Backend::Images).await {
         log_errors(&errors, "cannot clean up after earlier controllers");
-        if !errors.iter().any(|error| error.kind() == Kind::Unavailable) {
+        if !errors.iter().any(|error| error.kind() == Kind::Transient) {
             return;
         }
         tokio::time::sleep(CHECK_EVERY).await;
@@ -235,7 +236,7 @@ async fn purge_trash(backends: Backends) {
 fn log_errors(errors: &[Failure], what: &str) {
     for error in errors {
         let (error, kind) = (chain(error), error.kind());
-        if kind == Kind::Unavailable {
+        if kind == Kind::Transient {
             tracing::warn!(error, "{what}");
         } else {
             tracing::error!(error, "{what}");

@@ -12,6 +12,7 @@ use super::{
     validate::{self, invalid, required},
 };
 use crate::{
+    Kind,
     capability::{AccessType, Capability},
     proto::csi::{
         self as wire, CapacityRange, Topology, TopologyRequirement,
@@ -19,8 +20,8 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        Ailment, Backends, Error, Kind, Listing, NewVolume, Omitted, Page, Place, Places, Range,
-        RoomFor, Snapshot, Source, Usage, Volume,
+        Ailment, Backends, Error, Listing, NewVolume, Omitted, Page, Place, Places, Range, RoomFor,
+        Snapshot, Source, Usage, Volume,
     },
     secret::Secrets,
 };

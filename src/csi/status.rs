@@ -8,7 +8,7 @@
 #[cfg(any(feature = "node", feature = "controller"))]
 use tonic::{Code, Status};
 
-#[cfg(feature = "node")]
+#[cfg(any(feature = "node", feature = "controller"))]
 use crate::Kind;
 #[cfg(any(feature = "node", feature = "controller"))]
 use crate::chain;
@@ -20,20 +20,7 @@ use crate::volume;
 #[cfg(feature = "controller")]
 impl From<provision::Error> for Status {
     fn from(error: provision::Error) -> Self {
-        use provision::Kind as K;
-        let code = match error.kind() {
-            K::InvalidArgument => Code::InvalidArgument,
-            K::NotFound => Code::NotFound,
-            K::AlreadyExists => Code::AlreadyExists,
-            K::OutOfRange => Code::OutOfRange,
-            K::FailedPrecondition => Code::FailedPrecondition,
-            K::ResourceExhausted => Code::ResourceExhausted,
-            K::Aborted => Code::Aborted,
-            K::Unauthenticated => Code::Unauthenticated,
-            K::Unavailable => Code::Unavailable,
-            K::Internal => Code::Internal,
-        };
-        Self::new(code, chain(&error))
+        Self::new(code(error.kind()), chain(&error))
     }
 }
 
@@ -44,8 +31,8 @@ impl From<&volume::Error> for Status {
     }
 }
 
-/// The code of a failed call on a volume of this node.
-#[cfg(feature = "node")]
+/// The code of a failed call.
+#[cfg(any(feature = "node", feature = "controller"))]
 fn code(kind: Kind) -> Code {
     match kind {
         Kind::Invalid => Code::InvalidArgument,

@@ -3,32 +3,10 @@
 use std::{io, path::PathBuf, time::Duration};
 
 use super::rbd::RbdError;
-use crate::pool::{PoolError, claim::ClaimError};
-
-/// What a caller should make of an [`Error`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// The request makes no sense here.
-    InvalidArgument,
-    /// There is no such thing.
-    NotFound,
-    /// The name belongs to something else.
-    AlreadyExists,
-    /// No size fits.
-    OutOfRange,
-    /// Something must be done first.
-    FailedPrecondition,
-    /// No room, or not on this node.
-    ResourceExhausted,
-    /// Something else is under way; try again.
-    Aborted,
-    /// The secrets do not open the storage.
-    Unauthenticated,
-    /// It may work later.
-    Unavailable,
-    /// What is on disk makes no sense.
-    Internal,
-}
+use crate::{
+    Kind,
+    pool::{PoolError, claim::ClaimError},
+};
 
 /// Why a provisioner did not do what it was asked. Whatever had been begun was
 /// undone, or is finished or undone by the next equal call or start.
@@ -254,14 +232,14 @@ impl Error {
             | Self::BadParameter { .. }
             | Self::ClassOfNoBackend { .. }
             | Self::Range(_)
-            | Self::Usage(_) => Kind::InvalidArgument,
+            | Self::Usage(_) => Kind::Invalid,
             Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
-            Self::Differs { .. } => Kind::AlreadyExists,
+            Self::Differs { .. } => Kind::Conflict,
             Self::Size { .. } => Kind::OutOfRange,
             Self::NotHere { .. }
             | Self::SourceElsewhere(_)
             | Self::PoolNotHere(_)
-            | Self::NoRoom { .. } => Kind::ResourceExhausted,
+            | Self::NoRoom { .. } => Kind::Exhausted,
             Self::Elsewhere(_)
             | Self::PoolNotGiven { .. }
             | Self::HandleOfNoBackend { .. }
@@ -269,54 +247,36 @@ impl Error {
             | Self::LoopDevice { .. }
             | Self::Served(_)
             | Self::WritersUnknown { .. }
-            | Self::NoPointInTime { .. } => Kind::FailedPrecondition,
-            Self::Busy(_) | Self::BadToken(_) => Kind::Aborted,
-            Self::Corrupt { .. } | Self::Lost { .. } | Self::Unrecorded { .. } => Kind::Internal,
-            Self::Silent { .. } => Kind::Unavailable,
+            | Self::NoPointInTime { .. } => Kind::Precondition,
+            Self::Busy(_)
+            | Self::BadToken(_)
+            | Self::Claim(ClaimError::UsedByController { .. }) => Kind::InUse,
+            Self::Corrupt { .. }
+            | Self::Lost { .. }
+            | Self::Unrecorded { .. }
+            | Self::Claim(ClaimError::Corrupt { .. }) => Kind::Internal,
+            Self::Silent { .. } => Kind::Transient,
             Self::Io { source, .. } => of_io(source),
-            Self::Pool(error) => of_pool(error),
             Self::Rbd(error) => error.kind(),
-            Self::Claim(error) => of_claim(error),
+            Self::Pool(error) | Self::Claim(ClaimError::Pool(error)) => match error {
+                // No node has a volume yet that could be used as large as it is.
+                PoolError::NoRoomToGrow { .. } => Kind::Exhausted,
+                PoolError::Io { source, .. } => of_io(source),
+                error => error.kind(),
+            },
+            Self::Claim(error) => error.kind(),
         }
     }
 }
 
-fn of_claim(error: &ClaimError) -> Kind {
-    match error {
-        ClaimError::OwnedBy { .. } => Kind::FailedPrecondition,
-        ClaimError::UsedByController { .. } => Kind::Aborted,
-        ClaimError::Corrupt { .. } => Kind::Internal,
-        ClaimError::Pool(error) => of_pool(error),
-    }
-}
-
-fn of_pool(error: &PoolError) -> Kind {
-    match error {
-        PoolError::BadSpec { .. }
-        | PoolError::Twice(_)
-        | PoolError::Unknown { .. }
-        | PoolError::Unnamed { .. }
-        | PoolError::NotLocal { .. }
-        | PoolError::BadName { .. } => Kind::InvalidArgument,
-        PoolError::NoRoom { .. } | PoolError::NoRoomToGrow { .. } => Kind::ResourceExhausted,
-        PoolError::NoImage { .. } => Kind::NotFound,
-        PoolError::OtherScope { .. } => Kind::FailedPrecondition,
-        PoolError::NotReady { .. } | PoolError::NotMounted { .. } | PoolError::Away { .. } => {
-            Kind::Unavailable
-        }
-        PoolError::Io { source, .. } => of_io(source),
-    }
-}
-
-/// A full file system is the scheduler's business, a file too large for it the
-/// caller's, what it cannot do (preallocate) the administrator's; all else may
-/// pass.
+/// The scheduler handles a full file system, the caller a file too large for it, the
+/// administrator what it does not support (preallocate); all else may pass.
 fn of_io(error: &io::Error) -> Kind {
     use io::ErrorKind as E;
     match error.kind() {
-        E::StorageFull | E::QuotaExceeded => Kind::ResourceExhausted,
+        E::StorageFull | E::QuotaExceeded => Kind::Exhausted,
         E::FileTooLarge => Kind::OutOfRange,
-        E::Unsupported => Kind::FailedPrecondition,
-        _ => Kind::Unavailable,
+        E::Unsupported => Kind::Precondition,
+        _ => Kind::Transient,
     }
 }

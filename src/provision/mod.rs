@@ -4,8 +4,8 @@
 //! The gRPC face calls [`Backends`], which picks the store that a call is about and
 //! runs the call on a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps
 //! volumes as raw image files in pools, [`rbd`] as images in Ceph clusters. Nothing
-//! here knows gRPC: requests are plain data, and an [`Error`] has a [`Kind`] that
-//! `csi::status` turns into a code.
+//! here knows gRPC: requests are plain data, and an [`Error`] has a
+//! [`Kind`](crate::Kind) that `csi::status` turns into a code.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -28,7 +28,7 @@ mod serialized;
 mod size;
 
 pub use backends::{Backend, Backends};
-pub use error::{Error, Kind};
+pub use error::Error;
 pub use params::Parameters;
 pub use serialized::within;
 pub use size::Range;

@@ -270,7 +270,7 @@ mod tests {
         ] {
             let server = ("nbdServer", "storage");
             let error = parse(&[("backend", "nbd"), server, (name, value)]).unwrap_err();
-            assert_eq!(error.kind(), super::super::Kind::InvalidArgument);
+            assert_eq!(error.kind(), crate::Kind::Invalid);
             assert!(error.to_string().contains(name), "{error}");
         }
     }
@@ -288,7 +288,7 @@ mod tests {
             ("connections", "2"),
         ] {
             let error = parse(&[(name, value)]).unwrap_err();
-            assert_eq!(error.kind(), super::super::Kind::InvalidArgument);
+            assert_eq!(error.kind(), crate::Kind::Invalid);
             assert!(error.to_string().contains(name), "{error}");
         }
     }

@@ -113,7 +113,7 @@ mod tests {
         assert_eq!(Range::new(4096, 4096).unwrap(), range(4096, 4096));
         for (required, limit) in [(-1, 0), (0, -1), (2, 1)] {
             let error = Range::new(required, limit).unwrap_err();
-            assert_eq!(error.kind(), super::super::Kind::InvalidArgument);
+            assert_eq!(error.kind(), crate::Kind::Invalid);
         }
     }
 

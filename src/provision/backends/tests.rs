@@ -2,8 +2,8 @@ use futures_util::{FutureExt as _, future::ready};
 
 use super::*;
 use crate::{
+    Kind,
     pool::{Pool, Pools, Scope},
-    provision::Kind,
 };
 
 const CEPH_S: &str = "0001-0004-ceph-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
@@ -45,7 +45,7 @@ async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
     let none = Secrets::default;
     let refused = pools_alone.delete_volume(CEPH_S.to_owned(), none()).await;
     let refused = refused.unwrap_err();
-    assert_eq!(refused.kind(), Kind::FailedPrecondition);
+    assert_eq!(refused.kind(), Kind::Precondition);
     assert!(refused.to_string().contains("--ceph-config"), "{refused}");
     pools_alone
         .delete_volume("never ours".to_owned(), none())
@@ -56,7 +56,7 @@ async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
         ..RoomFor::default()
     };
     let refused = pools_alone.capacity(room).await.unwrap_err();
-    assert_eq!(refused.kind(), Kind::InvalidArgument);
+    assert_eq!(refused.kind(), Kind::Invalid);
     let nothing = Backends::new(None, None, &Lanes::new(1));
     let refused = nothing.get_volume(POOL_S.to_owned()).await.unwrap_err();
     assert!(refused.to_string().contains("--pool"), "{refused}");
@@ -87,6 +87,6 @@ async fn a_listing_goes_on_in_the_backend_that_its_token_names() {
     assert_eq!(second.next, None);
     for bad in ["id", "rbd.id", ""] {
         let refused = list(Some(bad), true).await.unwrap_err();
-        assert_eq!(refused.kind(), Kind::Aborted, "{bad}");
+        assert_eq!(refused.kind(), Kind::InUse, "{bad}");
     }
 }

@@ -35,10 +35,10 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Kind, Listed, Listing, NewSnapshot, NewVolume,
-    Provisioner, Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
+    Abilities, Ailment, Capacity, Error, Listed, Listing, NewSnapshot, NewVolume, Provisioner,
+    Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
 };
-use crate::{pool::Pools, secret::Secrets};
+use crate::{Kind, pool::Pools, secret::Secrets};
 
 mod capacity;
 mod catalogue;

@@ -10,12 +10,13 @@ use futures_util::future::join_all;
 
 use super::*;
 use crate::{
+    Kind,
     lane::Lanes,
     pool::{
         Pool, Scope,
         claim::{self, Claim, Sharing},
     },
-    provision::{Backend, Backends, Kind, Places, Source},
+    provision::{Backend, Backends, Places, Source},
 };
 
 mod crashes;
@@ -219,10 +220,7 @@ async fn a_name_means_one_thing() {
         with(new("pvc", 8 * MIB), &[("pool", "main"), ("fsType", "xfs")]),
         with(copy, &[("pool", "main")]),
     ] {
-        assert_eq!(
-            kind(images.create_volume(different).await),
-            Kind::AlreadyExists
-        );
+        assert_eq!(kind(images.create_volume(different).await), Kind::Conflict);
     }
     let unnamed = images.create_volume(new("pvc-2", MIB)).await;
     let error = unnamed.unwrap_err();
@@ -276,7 +274,7 @@ async fn what_a_node_holds_is_neither_deleted_nor_torn() {
             .err(),
     ] {
         let error = refused.unwrap();
-        assert_eq!(error.kind(), Kind::FailedPrecondition);
+        assert_eq!(error.kind(), Kind::Precondition);
         let text = crate::chain(&error);
         assert!(text.contains("node-a"), "{text}");
     }
@@ -344,7 +342,7 @@ async fn copies_hold_the_data_and_may_be_larger() {
         .images
         .create_snapshot(snapshot_of("snap".to_owned(), cloned.handle))
         .await;
-    assert_eq!(kind(other), Kind::AlreadyExists);
+    assert_eq!(kind(other), Kind::Conflict);
     home.images
         .delete_snapshot(taken.handle, none())
         .await
@@ -374,7 +372,7 @@ async fn another_controller_s_work_is_left_alone() {
         .unwrap();
     assert_eq!(
         kind(home.images.create_volume(new("pvc", MIB)).await),
-        Kind::Aborted
+        Kind::InUse
     );
     assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
     assert_eq!(home.files().len(), 1, "the reservation is still there");
@@ -389,7 +387,7 @@ async fn a_failed_create_leaves_nothing() {
     let impossible = with(new("pvc", 1 << 50), &[("preallocate", "true")]);
     let kind = kind(home.images.create_volume(impossible).await);
     assert!(
-        matches!(kind, Kind::ResourceExhausted | Kind::OutOfRange),
+        matches!(kind, Kind::Exhausted | Kind::OutOfRange),
         "{kind:?}"
     );
     assert_eq!(home.files(), [""; 0]);

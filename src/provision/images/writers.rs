@@ -145,7 +145,7 @@ mod tests {
         let of = || Writers::of(&pool, &file, &path).unwrap();
         assert!(matches!(of(), Writers::Some));
         let error = refuse_written(&pool, "i.img").unwrap_err();
-        assert_eq!(error.kind(), super::super::super::Kind::FailedPrecondition);
+        assert_eq!(error.kind(), crate::Kind::Precondition);
         let watching = Closings::of(&path).unwrap();
         assert!(!watching.wait(Instant::now()).unwrap());
         std::thread::scope(|scope| {

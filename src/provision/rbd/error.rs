@@ -1,9 +1,11 @@
 //! What can go wrong with RBD volumes, and of which kind it is.
 
-use super::super::Kind;
-use crate::ceph::{
-    client::{CephError, CredentialsError},
-    csi_format::{config::ConfigError, encryption::EncryptionError, journal::JournalError},
+use crate::{
+    Kind,
+    ceph::{
+        client::{CephError, CredentialsError},
+        csi_format::{config::ConfigError, encryption::EncryptionError, journal::JournalError},
+    },
 };
 
 /// Why an RBD volume could not be worked on.
@@ -200,10 +202,8 @@ impl RbdError {
     pub fn kind(&self) -> Kind {
         match self {
             Self::Config(error) => match error {
-                ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. } => {
-                    Kind::InvalidArgument
-                }
-                ConfigError::Unreadable { .. } | ConfigError::Malformed { .. } => Kind::Unavailable,
+                ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. } => Kind::Invalid,
+                ConfigError::Unreadable { .. } | ConfigError::Malformed { .. } => Kind::Transient,
             },
             Self::Secrets(_)
             | Self::NoPool { .. }
@@ -211,12 +211,12 @@ impl RbdError {
             | Self::OtherCluster { .. }
             | Self::OtherEncryption { .. }
             | Self::OwnPassphrase(_)
-            | Self::InGroup { .. } => Kind::InvalidArgument,
+            | Self::InGroup { .. } => Kind::Invalid,
             Self::Encryption(error) => match error {
-                EncryptionError::Config { .. } => Kind::Unavailable,
+                EncryptionError::Config { .. } => Kind::Transient,
                 EncryptionError::Malformed => Kind::Internal,
                 EncryptionError::Wrong => Kind::Unauthenticated,
-                _ => Kind::InvalidArgument,
+                _ => Kind::Invalid,
             },
             Self::NoSecrets(_)
             | Self::OwnSecrets { .. }
@@ -225,11 +225,11 @@ impl RbdError {
             | Self::NotEntered { .. }
             | Self::NoLayering(_)
             | Self::EncryptedOtherwise { .. }
-            | Self::Migrated(_) => Kind::FailedPrecondition,
-            Self::Flattening(_) | Self::Contended(_) | Self::StillAttached { .. } => Kind::Aborted,
-            Self::Snapshots { .. } => Kind::ResourceExhausted,
+            | Self::Migrated(_) => Kind::Precondition,
+            Self::Flattening(_) | Self::Contended(_) | Self::StillAttached { .. } => Kind::InUse,
+            Self::Snapshots { .. } => Kind::Exhausted,
             Self::Lost { .. } => Kind::NotFound,
-            Self::NotMeasured { .. } => Kind::Unavailable,
+            Self::NotMeasured { .. } => Kind::Transient,
             Self::Cluster { source: error, .. }
             | Self::Ceph(error)
             | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),
@@ -263,11 +263,11 @@ impl RbdError {
 /// What the cluster cannot do now, it may do later.
 fn of_ceph(error: &CephError) -> Kind {
     match error {
-        CephError::Library(_) => Kind::FailedPrecondition,
+        CephError::Library(_) => Kind::Precondition,
         error if error.is_access_denied() => Kind::Unauthenticated,
-        error if error.is_full() => Kind::ResourceExhausted,
-        error if error.is_invalid() => Kind::InvalidArgument,
-        error if error.is_busy() => Kind::Aborted,
-        _ => Kind::Unavailable,
+        error if error.is_full() => Kind::Exhausted,
+        error if error.is_invalid() => Kind::Invalid,
+        error if error.is_busy() => Kind::InUse,
+        _ => Kind::Transient,
     }
 }

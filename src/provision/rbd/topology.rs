@@ -123,7 +123,7 @@ mod tests {
             preferred: vec![],
         };
         let error = choose(&pools, &nowhere).unwrap_err();
-        assert_eq!(error.kind(), super::super::super::Kind::ResourceExhausted);
+        assert_eq!(error.kind(), crate::Kind::Exhausted);
         assert!(error.to_string().contains("rack"), "{error}");
     }
 

@@ -42,7 +42,7 @@ async fn pages_go_on_behind_what_was_deleted() {
         max: 0,
         omitted: None,
     };
-    assert_eq!(kind(home.images.list_volumes(bad).await), Kind::Aborted);
+    assert_eq!(kind(home.images.list_volumes(bad).await), Kind::InUse);
 }
 
 #[tokio::test]

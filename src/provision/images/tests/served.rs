@@ -43,10 +43,7 @@ async fn nodes_are_told_of_the_export_in_every_answer() {
         with(new("pvc", MIB), &elsewhere),
         with(new("pvc", MIB), &[("backend", "loop")]),
     ] {
-        assert_eq!(
-            kind(home.images.create_volume(other).await),
-            Kind::AlreadyExists
-        );
+        assert_eq!(kind(home.images.create_volume(other).await), Kind::Conflict);
     }
     let many = Usage {
         fs_type: None,
@@ -88,7 +85,7 @@ async fn a_local_pool_is_not_served() {
     let dir = tempfile::tempdir().unwrap();
     let images = images_over(&[("disk", dir.path(), Scope::Local)], Some("node-a"));
     let error = images.create_volume(served("pvc")).await.unwrap_err();
-    assert_eq!(error.kind(), Kind::InvalidArgument);
+    assert_eq!(error.kind(), Kind::Invalid);
     assert!(error.to_string().contains("shared"), "{error}");
     let room = images.capacity(room(served("pvc").parameters, true));
     assert_eq!(room.await.unwrap().available, 0);
@@ -112,10 +109,10 @@ async fn what_a_server_has_open_is_neither_deleted_nor_torn() {
 
     let connection = home.pool().open_image(&image, true).unwrap();
     connection.write_all_at(b"data", 4096).unwrap();
-    assert_eq!(kind(delete().await), Kind::FailedPrecondition);
-    assert_eq!(kind(clone().await), Kind::FailedPrecondition);
+    assert_eq!(kind(delete().await), Kind::Precondition);
+    assert_eq!(kind(clone().await), Kind::Precondition);
     let error = snapshot().await.unwrap_err();
-    assert_eq!(error.kind(), Kind::FailedPrecondition);
+    assert_eq!(error.kind(), Kind::Precondition);
     assert!(crate::chain(&error).contains("NBD server"), "{error}");
     // That it grows disturbs nobody.
     let range = Range {

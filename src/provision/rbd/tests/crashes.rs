@@ -10,7 +10,7 @@
 use std::{collections::BTreeSet, env, process::Command, time::Duration};
 
 use super::*;
-use crate::provision::Kind as K;
+use crate::Kind as K;
 
 /// Who is at work, and where.
 pub(super) struct Party<'a> {
@@ -25,12 +25,7 @@ impl Party<'_> {
         loop {
             match call().await {
                 Ok(done) => return done,
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        K::FailedPrecondition | K::Aborted | K::Unavailable
-                    ) =>
-                {
+                Err(error) if matches!(error.kind(), K::Precondition | K::InUse | K::Transient) => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 Err(error) => panic!("{}", crate::chain(&error)),

@@ -109,7 +109,7 @@ async fn a_client_that_does_not_let_go_is_fenced_until_it_is_gone() {
     assert!(it.enter("a", &node));
     // The caller is answered when its time is over, and the grace goes on.
     let waits = it.unpublish("a", Duration::ZERO).await.unwrap_err();
-    assert_eq!(waits.kind(), ErrorKind::Aborted);
+    assert_eq!(waits.kind(), ErrorKind::InUse);
     assert!(waits.to_string().contains("\"a\""), "{waits}");
     assert!(!node.is_fenced());
     it.unpublish("a", PATIENTLY).await.unwrap();
@@ -163,7 +163,7 @@ async fn who_is_not_entered_is_named() {
     it.publish("a", true).await;
     let stranger = it.open();
     let refused = it.unpublish("a", PATIENTLY).await.unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::FailedPrecondition);
+    assert_eq!(refused.kind(), ErrorKind::Precondition);
     let said = refused.to_string();
     assert!(said.contains(&stranger.client.address), "{said}");
     assert!(!stranger.is_fenced());
@@ -190,7 +190,7 @@ async fn a_client_that_is_starting_is_waited_for_and_not_entered_any_more() {
     let begins = || nodes.attach("a", &starting("10.0.0.5"), Published::Now);
     assert!(begins().unwrap());
     let waits = it.unpublish("a", Duration::ZERO).await.unwrap_err();
-    assert_eq!(waits.kind(), ErrorKind::Aborted, "though nobody watches");
+    assert_eq!(waits.kind(), ErrorKind::InUse, "though nobody watches");
     assert!(!begins().unwrap(), "it is being unpublished");
     it.publish("a", true).await;
     assert!(begins().unwrap());
@@ -213,7 +213,7 @@ async fn of_a_lost_node_the_one_client_that_was_starting_is_fenced() {
         assert!(nodes.attach("a", &starting(host), Published::Now).unwrap());
         let others: Vec<_> = (0..others).map(|_| it.open()).collect();
         let refused = it.unpublish("a", PATIENTLY).await.unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::FailedPrecondition, "{refused}");
+        assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
         assert!(!node.is_fenced());
         drop(others);
         it.publish("a", true).await;

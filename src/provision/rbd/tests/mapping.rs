@@ -150,7 +150,7 @@ async fn a_volume_is_followed_to_the_site_that_has_it() {
     let file = moved.home.dir.path().join("cluster-mapping.json");
     std::fs::remove_file(file).unwrap();
     let unknown = moved.grow(MIB).await.unwrap_err();
-    assert_eq!(unknown.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(unknown.kind(), ErrorKind::Invalid);
 }
 
 #[tokio::test]

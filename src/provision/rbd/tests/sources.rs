@@ -56,7 +56,7 @@ async fn a_repeat_asks_for_the_same_source() {
                 assert_eq!(repeat.unwrap(), made);
             } else {
                 let refused = repeat.unwrap_err();
-                assert_eq!(refused.kind(), ErrorKind::AlreadyExists, "{refused}");
+                assert_eq!(refused.kind(), ErrorKind::Conflict, "{refused}");
             }
         }
     }
@@ -77,7 +77,7 @@ async fn the_source_of_a_copy_of_ceph_csi_is_known_by_its_parent() {
                 Ok(repeat) => assert_eq!((repeat, asked), (made.clone(), Some(source))),
                 Err(refused) => {
                     assert_ne!(asked, Some(source), "{refused}");
-                    assert_eq!(refused.kind(), ErrorKind::AlreadyExists, "{refused}");
+                    assert_eq!(refused.kind(), ErrorKind::Conflict, "{refused}");
                 }
             }
         }

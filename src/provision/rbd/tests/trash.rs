@@ -77,7 +77,7 @@ async fn a_member_of_a_group_of_images_stays() {
     home.cluster
         .rbd(&["create", "--size", "1M", &format!("{image}-temp")]);
     let refused = home.delete(&made.handle).await.unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::FailedPrecondition, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
     assert!(refused.to_string().contains("consistent"), "{refused}");
     assert_eq!(home.images().len(), 2);
     of_group(&["image", "remove", &group, &image]);
