@@ -20,8 +20,9 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        Ailment, Backends, Error, Listing, NewVolume, Omitted, Page, Place, Places, Range, RoomFor,
-        Snapshot, Source, Usage, Volume,
+        AccessibilityRequirements, Backends, CapacityRequest, ContentSource, Error, ListRequest,
+        NewVolume, Omitted, Page, Range, Snapshot, TopologySegments, Volume, VolumeCondition,
+        VolumeUse,
     },
     secret::Secrets,
 };
@@ -56,7 +57,7 @@ impl Controller {
 
     async fn create(&self, request: wire::CreateVolumeRequest) -> Result<wire::Volume, Status> {
         required("name", &request.name)?;
-        let usages = usages(&validate::capabilities(
+        let uses = uses(&validate::capabilities(
             "volume_capabilities",
             &request.volume_capabilities,
         )?);
@@ -69,7 +70,7 @@ impl Controller {
             range: range(request.capacity_range)?,
             parameters: request.parameters,
             mutable: request.mutable_parameters,
-            usages,
+            uses,
             source: request.volume_content_source.map(source).transpose()?,
             elsewhere: self.elsewhere(requirement.as_ref()),
             places: requirement.map(places).unwrap_or_default(),
@@ -114,7 +115,7 @@ impl Controller {
                 && segments.iter().all(|one| is_mine(one) || is_beside(one.0))
     }
 
-    fn topology(&self, local: bool, place: Place) -> Vec<Topology> {
+    fn topology(&self, local: bool, place: TopologySegments) -> Vec<Topology> {
         let here = self.here.clone().filter(|_| local);
         let segments: HashMap<_, _> = here.into_iter().chain(place).collect();
         let topology = (!segments.is_empty()).then_some(Topology { segments });
@@ -139,7 +140,7 @@ impl Controller {
             creation_time: Some(snapshot.created.into()),
             ready_to_use: true,
             group_snapshot_id: snapshot.group.unwrap_or_default(),
-            accessible_topology: self.topology(snapshot.local, Place::new()),
+            accessible_topology: self.topology(snapshot.local, TopologySegments::new()),
         }
     }
 
@@ -154,9 +155,9 @@ impl Controller {
         let handle = request.volume_id;
         let refused = self
             .backends
-            .check_usages(
+            .check_uses(
                 handle,
-                usages(&list),
+                uses(&list),
                 request.parameters.clone(),
                 request.secrets.into(),
             )
@@ -177,14 +178,14 @@ impl Controller {
         request: wire::GetCapacityRequest,
     ) -> Result<wire::GetCapacityResponse, Status> {
         validate::map("parameters", &request.parameters)?;
-        let usages = match request.volume_capabilities.as_slice() {
+        let uses = match request.volume_capabilities.as_slice() {
             [] => Vec::new(),
-            list => usages(&validate::capabilities("volume_capabilities", list)?),
+            list => uses(&validate::capabilities("volume_capabilities", list)?),
         };
         let place = request.accessible_topology;
-        let room = RoomFor {
+        let room = CapacityRequest {
             parameters: request.parameters,
-            usages,
+            uses,
             here_will_do: place.as_ref().is_none_or(|place| self.is_here(place)),
             place: place.map(segments).unwrap_or_default(),
         };
@@ -245,10 +246,10 @@ impl Controller {
 
     async fn health(&self, handle: String, secrets: Secrets) -> Result<wire::VolumeHealth, Error> {
         let asked = &self.backends;
-        let ailment = asked.volume_ailment(handle.clone(), secrets).await?;
+        let condition = asked.volume_condition(handle.clone(), secrets).await?;
         Ok(wire::VolumeHealth {
             volume_id: handle,
-            health_statuses: ailment.into_iter().map(inaccessible).collect(),
+            health_statuses: condition.into_iter().map(inaccessible).collect(),
         })
     }
 
@@ -276,15 +277,15 @@ impl Controller {
     }
 }
 
-fn usages(capabilities: &[Capability]) -> Vec<Usage> {
-    let usage = |capability: &Capability| Usage {
+fn uses(capabilities: &[Capability]) -> Vec<VolumeUse> {
+    let volume_use = |capability: &Capability| VolumeUse {
         fs_type: match &capability.access {
             AccessType::Block => None,
             AccessType::Mount { fs_type, .. } => Some(fs_type.clone()),
         },
         many_nodes_write: capability.mode.multi_node_writer(),
     };
-    capabilities.iter().map(usage).collect()
+    capabilities.iter().map(volume_use).collect()
 }
 
 fn range(range: Option<CapacityRange>) -> Result<Range, Error> {
@@ -292,37 +293,37 @@ fn range(range: Option<CapacityRange>) -> Result<Range, Error> {
     Range::new(range.required_bytes, range.limit_bytes)
 }
 
-fn places(requirement: TopologyRequirement) -> Places {
+fn places(requirement: TopologyRequirement) -> AccessibilityRequirements {
     let all = |list: Vec<Topology>| list.into_iter().map(segments).collect();
-    Places {
+    AccessibilityRequirements {
         requisite: all(requirement.requisite),
         preferred: all(requirement.preferred),
     }
 }
 
-fn segments(topology: Topology) -> Place {
+fn segments(topology: Topology) -> TopologySegments {
     topology.segments.into_iter().collect()
 }
 
-fn listing(max_entries: i32, token: String) -> Result<Listing, Status> {
+fn listing(max_entries: i32, token: String) -> Result<ListRequest, Status> {
     let max = usize::try_from(max_entries);
-    Ok(Listing {
+    Ok(ListRequest {
         from: Some(token).filter(|token| !token.is_empty()),
         max: max.map_err(|_| invalid("max_entries", "is negative"))?,
         omitted: None,
     })
 }
 
-fn source(wire: wire::VolumeContentSource) -> Result<Source, Status> {
+fn source(wire: wire::VolumeContentSource) -> Result<ContentSource, Status> {
     use volume_content_source::Type;
     match wire.r#type {
         Some(Type::Snapshot(SnapshotSource { snapshot_id: id })) => {
             required("volume_content_source.snapshot_id", &id)?;
-            Ok(Source::Snapshot(id))
+            Ok(ContentSource::Snapshot(id))
         }
         Some(Type::Volume(VolumeSource { volume_id: id })) => {
             required("volume_content_source.volume_id", &id)?;
-            Ok(Source::Volume(id))
+            Ok(ContentSource::Volume(id))
         }
         None => Err(invalid(
             "volume_content_source",
@@ -331,20 +332,20 @@ fn source(wire: wire::VolumeContentSource) -> Result<Source, Status> {
     }
 }
 
-fn content_source(source: Source) -> wire::VolumeContentSource {
+fn content_source(source: ContentSource) -> wire::VolumeContentSource {
     use volume_content_source::Type;
     let kind = match source {
-        Source::Snapshot(snapshot_id) => Type::Snapshot(SnapshotSource { snapshot_id }),
-        Source::Volume(volume_id) => Type::Volume(VolumeSource { volume_id }),
+        ContentSource::Snapshot(snapshot_id) => Type::Snapshot(SnapshotSource { snapshot_id }),
+        ContentSource::Volume(volume_id) => Type::Volume(VolumeSource { volume_id }),
     };
     wire::VolumeContentSource { r#type: Some(kind) }
 }
 
-fn inaccessible(ailment: Ailment) -> VolumeHealthEntry {
+fn inaccessible(condition: VolumeCondition) -> VolumeHealthEntry {
     VolumeHealthEntry {
         status: wire::VolumeHealthErrorType::Inaccessible.into(),
-        reason: ailment.reason.to_owned(),
-        message: ailment.message,
+        reason: condition.reason.to_owned(),
+        message: condition.message,
     }
 }
 

@@ -16,8 +16,9 @@ use std::{
 use futures_util::future::{BoxFuture, join_all};
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Listed, Listing, NewSnapshot, NewVolume, Page,
-    Provisioner, Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
+    Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume, Page,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, Snapshot, Volume,
+    VolumeCondition, VolumeUse,
     images::Images,
     rbd::Rbd,
     serialized::{Serialized, snapshot_named, volume_named},
@@ -155,8 +156,8 @@ impl Backends {
     /// A page of a listing that goes through all backends.
     async fn page<'a, T>(
         &'a self,
-        what: Listing,
-        list: impl Fn(&'a Serialized, Listing) -> BoxFuture<'a, Result<Page<T>, Error>>,
+        what: ListRequest,
+        list: impl Fn(&'a Serialized, ListRequest) -> BoxFuture<'a, Result<Page<T>, Error>>,
     ) -> Result<Page<T>, Error> {
         let mut rest: Vec<_> = self.present().collect();
         let mut from = None;
@@ -179,7 +180,7 @@ impl Backends {
                 }
                 most => most - entries.len(),
             };
-            let own = Listing {
+            let own = ListRequest {
                 from: from.take(),
                 max,
                 omitted: what.omitted.clone(),
@@ -267,7 +268,7 @@ impl Backends {
     /// context tells that it exists, and no backend fences its nodes.
     pub async fn publish_volume(
         &self,
-        new: Publication,
+        new: PublishRequest,
     ) -> Result<BTreeMap<String, String>, Error> {
         match Backend::of_handle(&new.handle) {
             None if new.context.is_empty() => Err(Error::NoVolume(new.handle)),
@@ -312,12 +313,12 @@ impl Backends {
     }
 
     /// [`Provisioner::get_volume`].
-    pub async fn get_volume(&self, handle: String) -> Result<Published, Error> {
+    pub async fn get_volume(&self, handle: String) -> Result<PublishedVolume, Error> {
         self.on(handle, "look up", Provisioner::get_volume).await
     }
 
     /// [`Provisioner::list_volumes`], of all backends and pools.
-    pub async fn list_volumes(&self, what: Listing) -> Result<Page<Volume>, Error> {
+    pub async fn list_volumes(&self, what: ListRequest) -> Result<Page<Volume>, Error> {
         self.page(what, |it, what| {
             Box::pin(it.page("volumes", what, |store, what, pool| {
                 store.list_volumes(what, pool)
@@ -326,34 +327,34 @@ impl Backends {
         .await
     }
 
-    /// [`Provisioner::check_usages`].
-    pub async fn check_usages(
+    /// [`Provisioner::check_uses`].
+    pub async fn check_uses(
         &self,
         handle: String,
-        usages: Vec<Usage>,
+        uses: Vec<VolumeUse>,
         parameters: HashMap<String, String>,
         secrets: Secrets,
     ) -> Result<Option<String>, Error> {
         self.on(handle, "check", move |store, handle| {
-            store.check_usages(handle, &usages, &parameters, &secrets)
+            store.check_uses(handle, &uses, &parameters, &secrets)
         })
         .await
     }
 
-    /// [`Provisioner::volume_ailment`].
-    pub async fn volume_ailment(
+    /// [`Provisioner::volume_condition`].
+    pub async fn volume_condition(
         &self,
         handle: String,
         secrets: Secrets,
-    ) -> Result<Option<Ailment>, Error> {
+    ) -> Result<Option<VolumeCondition>, Error> {
         self.on(handle, "look up", move |store, handle| {
-            store.volume_ailment(handle, &secrets)
+            store.volume_condition(handle, &secrets)
         })
         .await
     }
 
     /// [`Provisioner::capacity`]. A cluster that is slow holds up no other.
-    pub async fn capacity(&self, room: RoomFor) -> Result<Capacity, Error> {
+    pub async fn capacity(&self, room: CapacityRequest) -> Result<Capacity, Error> {
         let cluster_id = room.parameters.get("clusterID");
         let key = format!("capacity of {}", cluster_id.map_or("", String::as_str));
         self.of_class(&room.parameters)?
@@ -389,7 +390,7 @@ impl Backends {
     /// [`Provisioner::list_snapshots`], of all backends and pools.
     pub async fn list_snapshots(
         &self,
-        what: Listing,
+        what: ListRequest,
         volume: Option<String>,
         secrets: Secrets,
     ) -> Result<Page<Snapshot>, Error> {
@@ -409,8 +410,8 @@ impl Serialized {
     async fn page<T: Send + 'static>(
         &self,
         kind: &str,
-        mut what: Listing,
-        list: impl Fn(&dyn Provisioner, &Listing, Option<&str>) -> Result<Vec<Listed<T>>, Error>
+        mut what: ListRequest,
+        list: impl Fn(&dyn Provisioner, &ListRequest, Option<&str>) -> Result<Vec<Listed<T>>, Error>
         + Clone
         + Send
         + 'static,

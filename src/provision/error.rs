@@ -35,7 +35,7 @@ pub enum Error {
     Range(String),
     /// The volume could not be used so.
     #[error("{0}")]
-    Usage(String),
+    UnsupportedUse(String),
     /// No such volume.
     #[error("there is no volume {0:?}")]
     NoVolume(String),
@@ -127,7 +127,7 @@ pub enum Error {
          has the volume attached; unstage it there first (where that node is gone for good: \
          restart the server)"
     )]
-    Served(String),
+    Exported(String),
     /// Nobody knows whether an NBD server writes to the image.
     #[error(
         "the file system of pool {pool:?} cannot clone files at one point in time, and it is \
@@ -232,7 +232,7 @@ impl Error {
             | Self::BadParameter { .. }
             | Self::ClassOfNoBackend { .. }
             | Self::Range(_)
-            | Self::Usage(_) => Kind::Invalid,
+            | Self::UnsupportedUse(_) => Kind::Invalid,
             Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
             Self::Differs { .. } => Kind::Conflict,
             Self::Size { .. } => Kind::OutOfRange,
@@ -245,7 +245,7 @@ impl Error {
             | Self::HandleOfNoBackend { .. }
             | Self::NoBackend
             | Self::LoopDevice { .. }
-            | Self::Served(_)
+            | Self::Exported(_)
             | Self::WritersUnknown { .. }
             | Self::NoPointInTime { .. } => Kind::Precondition,
             Self::Busy(_)

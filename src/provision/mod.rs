@@ -23,15 +23,15 @@ mod copy;
 mod error;
 pub mod images;
 mod params;
+mod range;
 pub mod rbd;
 mod serialized;
-mod size;
 
 pub use backends::{Backend, Backends};
 pub use error::Error;
 pub use params::Parameters;
+pub use range::Range;
 pub use serialized::within;
-pub use size::Range;
 
 /// A new volume as it is asked for.
 #[derive(Clone, Debug)]
@@ -45,34 +45,34 @@ pub struct NewVolume {
     /// The parameters that may be changed later, as they came.
     pub mutable: HashMap<String, String>,
     /// How it will be used: all of these.
-    pub usages: Vec<Usage>,
+    pub uses: Vec<VolumeUse>,
     /// What is on it at first.
-    pub source: Option<Source>,
+    pub source: Option<ContentSource>,
     /// Where it is wanted, if a volume that only this node can reach would not
     /// do.
     pub elsewhere: Option<String>,
     /// Where it is wanted.
-    pub places: Places,
+    pub places: AccessibilityRequirements,
     /// What the storage asks of its users.
     pub secrets: Secrets,
 }
 
 /// A part of the cluster: what all of its nodes have in common (CSI `Topology`).
-pub type Place = BTreeMap<String, String>;
+pub type TopologySegments = BTreeMap<String, String>;
 
 /// Where a volume has to be within reach (CSI `TopologyRequirement`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Places {
+pub struct AccessibilityRequirements {
     /// In one of these at least; none: anywhere.
-    pub requisite: Vec<Place>,
+    pub requisite: Vec<TopologySegments>,
     /// Rather in these, the best first.
-    pub preferred: Vec<Place>,
+    pub preferred: Vec<TopologySegments>,
 }
 
 /// What a new volume is a copy of, by handle.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Source {
+pub enum ContentSource {
     /// A snapshot.
     Snapshot(String),
     /// Another volume.
@@ -81,7 +81,7 @@ pub enum Source {
 
 /// One way of using a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Usage {
+pub struct VolumeUse {
     /// The file system to mount it with, empty for the default; none: raw block.
     pub fs_type: Option<String>,
     /// Whether several nodes may use it at a time while one of them writes.
@@ -98,11 +98,11 @@ pub struct Volume {
     /// What the node needs to find it.
     pub context: BTreeMap<String, String>,
     /// What it was copied from.
-    pub source: Option<Source>,
+    pub source: Option<ContentSource>,
     /// Only the node of this controller can reach it.
     pub local: bool,
     /// Only from there it can be reached; empty: the nodes do not matter.
-    pub place: Place,
+    pub place: TopologySegments,
 }
 
 /// A new snapshot as it is asked for.
@@ -155,7 +155,7 @@ pub struct Listed<T> {
 
 /// What to list.
 #[derive(Clone, Debug, Default)]
-pub struct Listing {
+pub struct ListRequest {
     /// [`Page::next`] of the page before; none: from the beginning.
     pub from: Option<String>,
     /// At most so many entries; 0: as many as fit a page.
@@ -195,7 +195,7 @@ impl Omitted {
 /// How long a pool may take to list what it has, before a list omits it.
 const LIST_TIMEOUT: Duration = Duration::from_secs(10);
 
-impl Listing {
+impl ListRequest {
     /// What could be listed, or nothing where the caller takes less than all.
     fn or_omit<T: Default, E: std::error::Error + 'static>(
         &self,
@@ -215,15 +215,15 @@ impl Listing {
 
 /// What room is asked for.
 #[derive(Clone, Debug, Default)]
-pub struct RoomFor {
+pub struct CapacityRequest {
     /// The storage class' parameters, as they came.
     pub parameters: HashMap<String, String>,
     /// How volumes will be used.
-    pub usages: Vec<Usage>,
+    pub uses: Vec<VolumeUse>,
     /// Whether room that only this node can reach would do.
     pub here_will_do: bool,
     /// Where the room is wanted; empty: anywhere.
-    pub place: Place,
+    pub place: TopologySegments,
 }
 
 /// Room for new volumes, in bytes.
@@ -239,7 +239,7 @@ pub struct Capacity {
 
 /// A volume that a node is about to get.
 #[derive(Clone, Debug)]
-pub struct Publication {
+pub struct PublishRequest {
     /// The volume's handle.
     pub handle: String,
     /// The node's id.
@@ -254,7 +254,7 @@ pub struct Publication {
 
 /// A volume and who uses it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Published {
+pub struct PublishedVolume {
     /// The volume.
     pub volume: Volume,
     /// The ids of the nodes that have it attached.
@@ -263,7 +263,7 @@ pub struct Published {
 
 /// Why a volume cannot be used at all.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ailment {
+pub struct VolumeCondition {
     /// A word that stays the same.
     pub reason: &'static str,
     /// A sentence.
@@ -316,7 +316,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         secrets: &Secrets,
     ) -> Result<(), Error>;
     /// Prepares a volume for a node; returns the publish context.
-    fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error>;
+    fn publish_volume(&self, new: &PublishRequest) -> Result<BTreeMap<String, String>, Error>;
     /// Ends what [`Self::publish_volume`] began, for a node or (empty) for all.
     fn unpublish_volume(
         &self,
@@ -325,30 +325,34 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         secrets: &Secrets,
     ) -> Result<Release, Error>;
     /// Looks a volume up.
-    fn get_volume(&self, handle: &str) -> Result<Published, Error>;
+    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error>;
     /// The pools that are listed apart, so that one that hangs holds up only itself;
     /// none: the store is listed as a whole. Does not block.
     fn listed_pools(&self) -> Vec<String>;
     /// The most entries of a page.
     fn largest_page(&self) -> usize;
-    /// Lists the volumes of such a pool: [`Listing::max`] and, if there are more, one.
+    /// Lists the volumes of such a pool: [`ListRequest::max`] and, if there are more, one.
     fn list_volumes(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         pool: Option<&str>,
     ) -> Result<Vec<Listed<Volume>>, Error>;
-    /// Says, in a sentence, why a volume does not support these usages, if it does not.
-    fn check_usages(
+    /// Says, in a sentence, why a volume does not support these uses, if it does not.
+    fn check_uses(
         &self,
         handle: &str,
-        usages: &[Usage],
+        uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         secrets: &Secrets,
     ) -> Result<Option<String>, Error>;
     /// Reports what is wrong with a volume, if anything is.
-    fn volume_ailment(&self, handle: &str, secrets: &Secrets) -> Result<Option<Ailment>, Error>;
+    fn volume_condition(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<Option<VolumeCondition>, Error>;
     /// Measures how much room there is.
-    fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error>;
+    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error>;
     /// Takes a snapshot, or returns the one that an equal request took.
     fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error>;
     /// Deletes a snapshot; a missing one counts as deleted.
@@ -358,7 +362,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// The same for snapshots, all or those of one volume.
     fn list_snapshots(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         pool: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,

@@ -4,15 +4,15 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Error, Usage};
+use super::{Error, VolumeUse};
 use crate::{
     fs::{FsType, mkfs},
     switch,
 };
 
-mod served;
+mod export;
 
-pub use served::Served;
+pub use export::ExportParameters;
 
 /// What a storage class may say. Also part of a volume's record, where it
 /// decides whether a repeated request is equal.
@@ -42,7 +42,7 @@ pub struct Parameters {
     pub sector_size: Option<u32>,
     /// `backend: nbd`; without it, nodes attach images as loop devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub nbd: Option<Served>,
+    pub nbd: Option<ExportParameters>,
 }
 
 impl Parameters {
@@ -58,7 +58,7 @@ impl Parameters {
         let mut parsed = Self {
             nbd: match given.get("backend") {
                 None | Some(&LOOP) => None,
-                Some(&NBD) => Some(Served::parse(&given)?),
+                Some(&NBD) => Some(ExportParameters::parse(&given)?),
                 Some(other) => return Err(bad("backend", other, "there are loop and nbd")),
             },
             ..Self::default()
@@ -73,13 +73,13 @@ impl Parameters {
                 "overcommit" => parsed.overcommit = yes_or_no("overcommit", value)?,
                 "directIO" => parsed.direct_io = Some(yes_or_no("directIO", value)?),
                 "sectorSize" => parsed.sector_size = Some(sector_size(value)?),
-                name => match served::OWN.into_iter().find(|own| *own == name) {
+                name => match export::OWN.into_iter().find(|own| *own == name) {
                     Some(_) if parsed.nbd.is_some() => {}
                     Some(own) => return Err(bad(own, value, "only backend nbd has it")),
                     None => {
                         return Err(Error::UnknownParameter {
                             name: name.to_owned(),
-                            known: [&KNOWN[..], &served::OWN].concat().join(", "),
+                            known: [&KNOWN[..], &export::OWN].concat().join(", "),
                         });
                     }
                 },
@@ -121,8 +121,10 @@ impl Parameters {
     }
 
     /// The file systems that a volume with these parameters is to hold.
-    pub fn file_systems(&self, usages: &[Usage]) -> Result<Vec<&'static str>, Error> {
-        let mounts = usages.iter().filter_map(|usage| usage.fs_type.as_deref());
+    pub fn file_systems(&self, uses: &[VolumeUse]) -> Result<Vec<&'static str>, Error> {
+        let mounts = uses
+            .iter()
+            .filter_map(|volume_use| volume_use.fs_type.as_deref());
         mounts
             .map(|fs| match (fs, &self.fs_type) {
                 ("", Some(fs)) => file_system("fsType", fs),
@@ -295,15 +297,19 @@ mod tests {
 
     #[test]
     fn the_capability_s_file_system_comes_first() {
-        let usage = |fs: Option<&str>| Usage {
+        let volume_use = |fs: Option<&str>| VolumeUse {
             fs_type: fs.map(str::to_owned),
             many_nodes_write: false,
         };
         let class = parse(&[("fsType", "xfs")]).unwrap();
-        let usages = [usage(Some("")), usage(None), usage(Some("btrfs"))];
-        assert_eq!(class.file_systems(&usages).unwrap(), ["xfs", "btrfs"]);
+        let uses = [
+            volume_use(Some("")),
+            volume_use(None),
+            volume_use(Some("btrfs")),
+        ];
+        assert_eq!(class.file_systems(&uses).unwrap(), ["xfs", "btrfs"]);
         let bare = Parameters::default();
-        assert_eq!(bare.file_systems(&usages[..1]).unwrap(), ["ext4"]);
-        assert!(bare.file_systems(&[usage(Some("ntfs"))]).is_err());
+        assert_eq!(bare.file_systems(&uses[..1]).unwrap(), ["ext4"]);
+        assert!(bare.file_systems(&[volume_use(Some("ntfs"))]).is_err());
     }
 }

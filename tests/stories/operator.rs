@@ -156,7 +156,7 @@ fn a_list_without_a_pool_that_hangs_says_so() {
             assert_eq!(code, 1, "{args:?}: {err}");
             assert!(out.contains(shown), "{args:?}: {out}");
             let told = "pool \"hung\" has not answered";
-            assert!(err.contains(told) && err.contains("not whole"), "{err}");
+            assert!(err.contains(told) && err.contains("incomplete"), "{err}");
         }
         // Who takes no less is told for what it waits.
         let whole = request(ListVolumesRequest::default(), Duration::from_secs(4));
@@ -191,7 +191,7 @@ fn a_list_without_what_cannot_be_reached_says_so() {
         let (code, out, err) = operator.run(&["list"]);
         assert_eq!(code, 1, "{err}");
         assert!(out.contains("here") && !out.contains("there"), "{out}");
-        assert!(err.contains("away") && err.contains("not whole"), "{err}");
+        assert!(err.contains("away") && err.contains("incomplete"), "{err}");
         let (code, out, _) = operator.run(&["list", "--json"]);
         assert_eq!(code, 1);
         let part: Value = serde_json::from_str(&out).unwrap();

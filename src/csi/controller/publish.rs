@@ -9,7 +9,7 @@ use super::{
     super::validate::{self, required},
     Controller,
 };
-use crate::{proto::csi as wire, provision::Publication};
+use crate::{proto::csi as wire, provision::PublishRequest};
 
 impl Controller {
     pub(super) async fn publish(
@@ -24,7 +24,7 @@ impl Controller {
         validate::map("volume_context", &request.volume_context)?;
         validate::secrets(&request.secrets)?;
         let mode = capability.mode;
-        let new = Publication {
+        let new = PublishRequest {
             handle: request.volume_id,
             node: request.node_id,
             one_writer: !(request.readonly || mode.reader_only() || mode.multi_node()),

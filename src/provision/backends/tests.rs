@@ -51,9 +51,9 @@ async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
         .delete_volume("never ours".to_owned(), none())
         .await
         .unwrap();
-    let room = RoomFor {
+    let room = CapacityRequest {
         parameters: HashMap::from([("clusterID".to_owned(), "ceph".to_owned())]),
-        ..RoomFor::default()
+        ..CapacityRequest::default()
     };
     let refused = pools_alone.capacity(room).await.unwrap_err();
     assert_eq!(refused.kind(), Kind::Invalid);
@@ -67,7 +67,7 @@ async fn a_listing_goes_on_in_the_backend_that_its_token_names() {
     let dir = tempfile::tempdir().unwrap();
     let backends = over(dir.path());
     let list = async |from: Option<&str>, ends: bool| {
-        let what = Listing {
+        let what = ListRequest {
             from: from.map(str::to_owned),
             max: 2,
             omitted: None,

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 
 use super::{
     super::{
-        Capacity, Error, Parameters, Usage,
-        size::{MAXIMUM, least},
+        Capacity, Error, Parameters, VolumeUse,
+        range::{MAXIMUM, least},
     },
     Images,
     catalogue::failed,
-    volumes::refuse_usages,
+    volumes::refuse_uses,
 };
 use crate::pool::{Pool, Scope};
 
@@ -18,7 +18,7 @@ impl Images {
     pub(super) fn capacity(
         &self,
         parameters: &HashMap<String, String>,
-        usages: &[Usage],
+        uses: &[VolumeUse],
         here_will_do: bool,
     ) -> Result<Capacity, Error> {
         let parameters = Parameters::parse(parameters)?;
@@ -31,12 +31,12 @@ impl Images {
             None => self.pools.iter().collect(),
         };
         let mut sum = Capacity {
-            minimum: least(&parameters.file_systems(usages)?),
+            minimum: least(&parameters.file_systems(uses)?),
             ..Capacity::default()
         };
         for pool in pools {
             let out_of_reach = pool.scope == Scope::Local && !here_will_do;
-            if out_of_reach || refuse_usages(pool, &parameters, usages).is_err() {
+            if out_of_reach || refuse_uses(pool, &parameters, uses).is_err() {
                 continue;
             }
             // The room of the file system that it is mounted on is not the pool's.

@@ -47,7 +47,7 @@ use crate::{
 };
 
 /// What is catalogued.
-pub trait Kind: Serialize + DeserializeOwned {
+pub trait EntryKind: Serialize + DeserializeOwned {
     /// The directory of the reservations.
     const NAMES: &str;
     /// The directory of the records.
@@ -55,7 +55,7 @@ pub trait Kind: Serialize + DeserializeOwned {
     /// Whether nodes attach it, so that claims count.
     const IS_CLAIMED: bool;
     /// Whether an NBD server serves it, so that no claim says who uses it.
-    fn is_served(&self) -> bool;
+    fn is_exported(&self) -> bool;
     /// Where the image of `id` is.
     fn image(pool: &Pool, id: Uuid) -> PathBuf;
 }
@@ -63,7 +63,7 @@ pub trait Kind: Serialize + DeserializeOwned {
 /// Whether an entry is there, or on its way in or out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum State {
+pub enum EntryState {
     /// Being made: told to nobody yet, and its image to no node.
     Making,
     /// Complete.
@@ -74,13 +74,13 @@ pub enum State {
 
 /// A record.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Entry<K> {
+pub struct CatalogueEntry<K> {
     /// Part of its handle; increases with time, so that listings keep an order.
     pub id: Uuid,
     /// What it was asked for by.
     pub name: String,
     /// Whether it is there.
-    pub state: State,
+    pub state: EntryState,
     /// What only this kind has.
     pub detail: K,
 }
@@ -94,7 +94,7 @@ struct Reservation {
 
 /// A reservation that this process has locked.
 #[derive(Debug)]
-pub struct Held {
+pub struct ReservationLock {
     /// The id that belongs to the name.
     pub id: Uuid,
     path: PathBuf,
@@ -102,7 +102,7 @@ pub struct Held {
     _lock: File,
 }
 
-impl Held {
+impl ReservationLock {
     /// Takes back a reservation under which nothing was begun.
     pub fn give_up(&self) -> Result<(), Error> {
         remove(&self.path).map(drop)
@@ -116,7 +116,7 @@ pub struct Catalogue<'p, K> {
     kind: PhantomData<K>,
 }
 
-impl<'p, K: Kind> Catalogue<'p, K> {
+impl<'p, K: EntryKind> Catalogue<'p, K> {
     /// That of a pool.
     pub fn of(pool: &'p Pool) -> Self {
         let kind = PhantomData;
@@ -124,19 +124,19 @@ impl<'p, K: Kind> Catalogue<'p, K> {
     }
 
     /// The record of an id.
-    pub fn get(&self, id: Uuid) -> Result<Option<Entry<K>>, Error> {
+    pub fn get(&self, id: Uuid) -> Result<Option<CatalogueEntry<K>>, Error> {
         self.pool.open_dir()?;
         read(&self.record(id))
     }
 
     /// The record of an id, unless it is being deleted.
-    pub fn ready(&self, id: Uuid) -> Result<Option<Entry<K>>, Error> {
+    pub fn ready(&self, id: Uuid) -> Result<Option<CatalogueEntry<K>>, Error> {
         let entry = self.get(id)?;
-        Ok(entry.filter(|entry| entry.state == State::Ready))
+        Ok(entry.filter(|entry| entry.state == EntryState::Ready))
     }
 
     /// The complete entry of a name, without locking it.
-    pub fn by_name(&self, name: &str) -> Result<Option<Entry<K>>, Error> {
+    pub fn by_name(&self, name: &str) -> Result<Option<CatalogueEntry<K>>, Error> {
         self.pool.check_scope()?;
         match read::<Reservation>(&self.reservation(name))? {
             Some(reservation) => self.ready(reservation.id),
@@ -160,7 +160,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
     }
 
     /// Locks a name's reservation, making it if there is none.
-    pub fn reserve(&self, name: &str) -> Result<Held, Error> {
+    pub fn reserve(&self, name: &str) -> Result<ReservationLock, Error> {
         self.pool.meta_dir(K::NAMES)?;
         let tmp = self.pool.meta_dir("tmp")?;
         let path = self.reservation(name);
@@ -178,7 +178,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
                 draft.place_new_locked(&path)
             });
             if let Some(lock) = placed.map_err(|e| failed("write", &path, e))? {
-                return Ok(Held {
+                return Ok(ReservationLock {
                     id,
                     path,
                     _lock: lock,
@@ -188,7 +188,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
     }
 
     /// Locks a name's reservation if there is one.
-    pub fn hold(&self, name: &str) -> Result<Option<Held>, Error> {
+    pub fn hold(&self, name: &str) -> Result<Option<ReservationLock>, Error> {
         let path = self.reservation(name);
         let held = hold_at(&path)?;
         if let Some((_, reservation)) = &held
@@ -201,7 +201,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
     }
 
     /// Records that `entry` is complete, or being deleted.
-    pub fn record_as(&self, entry: &Entry<K>) -> Result<(), Error> {
+    pub fn record_as(&self, entry: &CatalogueEntry<K>) -> Result<(), Error> {
         let tmp = self.pool.meta_dir("tmp")?;
         self.pool.meta_dir(K::RECORDS)?;
         let path = self.record(entry.id);
@@ -211,7 +211,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
 
     /// Takes back what this process has begun under a reservation and told to
     /// nobody. The image goes before the record that says whose it is.
-    pub fn undo(&self, held: &Held) -> Result<(), Error> {
+    pub fn undo(&self, held: &ReservationLock) -> Result<(), Error> {
         self.remove_image(held.id, "its making failed")?;
         let _ = remove(&self.record(held.id))?;
         held.give_up()
@@ -219,7 +219,7 @@ impl<'p, K: Kind> Catalogue<'p, K> {
 
     /// Refuses to go on where an image without a record stands: it may be in
     /// use, and nothing tells whose it is.
-    pub fn refuse_unrecorded(&self, held: &Held) -> Result<(), Error> {
+    pub fn refuse_unrecorded(&self, held: &ReservationLock) -> Result<(), Error> {
         let image = K::image(self.pool, held.id);
         match fs::symlink_metadata(&image) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -235,7 +235,12 @@ impl<'p, K: Kind> Catalogue<'p, K> {
     /// Removes all that belongs to an entry marked as being deleted. `held` is
     /// its reservation, unless that is gone or another's by now; `why` is for the
     /// log.
-    pub fn erase(&self, entry: &Entry<K>, held: Option<&Held>, why: &str) -> Result<(), Error> {
+    pub fn erase(
+        &self,
+        entry: &CatalogueEntry<K>,
+        held: Option<&ReservationLock>,
+        why: &str,
+    ) -> Result<(), Error> {
         self.remove_image(entry.id, why)?;
         if let Some(held) = held.filter(|held| held.id == entry.id) {
             let _ = remove(&held.path)?;
@@ -262,11 +267,11 @@ impl<'p, K: Kind> Catalogue<'p, K> {
 }
 
 /// Locks a reservation: it and the name in it. None where there is none.
-pub fn hold_by_path(path: &Path) -> Result<Option<Held>, Error> {
+pub fn hold_by_path(path: &Path) -> Result<Option<ReservationLock>, Error> {
     Ok(hold_at(path)?.map(|(held, _)| held))
 }
 
-fn hold_at(path: &Path) -> Result<Option<(Held, Reservation)>, Error> {
+fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, Error> {
     loop {
         let lock = match draft::open_to_lock(path) {
             Ok(file) => file,
@@ -282,7 +287,7 @@ fn hold_at(path: &Path) -> Result<Option<(Held, Reservation)>, Error> {
             continue;
         }
         return Ok(read::<Reservation>(path)?.map(|reservation| {
-            let held = Held {
+            let held = ReservationLock {
                 id: reservation.id,
                 path: path.to_owned(),
                 _lock: lock,

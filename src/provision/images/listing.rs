@@ -7,9 +7,9 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, Listed, Listing, Snapshot, Volume},
+    super::{Error, ListRequest, Listed, Snapshot, Volume},
     Images,
-    catalogue::{Catalogue, Entry, Kind},
+    catalogue::{Catalogue, CatalogueEntry, EntryKind},
     snapshots::SnapshotDetail,
     store::size_of,
     volumes::VolumeDetail,
@@ -19,11 +19,11 @@ use crate::{chain, pool::Pool};
 impl Images {
     pub(super) fn list_volumes(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         pool: Option<&str>,
     ) -> Result<Vec<Listed<Volume>>, Error> {
         let pool = self.pools.get_or_only(pool)?;
-        entries(pool, what, |entry: &Entry<VolumeDetail>| {
+        entries(pool, what, |entry: &CatalogueEntry<VolumeDetail>| {
             let bytes = size_of(&VolumeDetail::image(pool, entry.id))?;
             Ok(Some(self.volume(pool, entry, bytes.unwrap_or(0))))
         })
@@ -31,12 +31,12 @@ impl Images {
 
     pub(super) fn list_snapshots(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         pool: Option<&str>,
         volume: Option<&str>,
     ) -> Result<Vec<Listed<Snapshot>>, Error> {
         let pool = self.pools.get_or_only(pool)?;
-        entries(pool, what, |entry: &Entry<SnapshotDetail>| {
+        entries(pool, what, |entry: &CatalogueEntry<SnapshotDetail>| {
             if volume.is_some_and(|volume| volume != entry.detail.source) {
                 return Ok(None);
             }
@@ -47,10 +47,10 @@ impl Images {
 
 /// A pool's first entries behind a token: those of a page, and one more, which tells
 /// that the page is not the last.
-fn entries<K: Kind, T>(
+fn entries<K: EntryKind, T>(
     pool: &Pool,
-    what: &Listing,
-    show: impl Fn(&Entry<K>) -> Result<Option<T>, Error>,
+    what: &ListRequest,
+    show: impl Fn(&CatalogueEntry<K>) -> Result<Option<T>, Error>,
 ) -> Result<Vec<Listed<T>>, Error> {
     let last = what.from.as_ref().map(|token| {
         let id = Uuid::try_parse(token);

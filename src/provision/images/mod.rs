@@ -35,8 +35,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Listed, Listing, NewSnapshot, NewVolume, Provisioner,
-    Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
+    Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, Snapshot, Volume,
+    VolumeCondition, VolumeUse,
 };
 use crate::{Kind, pool::Pools, secret::Secrets};
 
@@ -113,7 +114,7 @@ impl Provisioner for Images {
     }
 
     /// Nodes claim images by themselves.
-    fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error> {
+    fn publish_volume(&self, new: &PublishRequest) -> Result<BTreeMap<String, String>, Error> {
         match self.get_volume(&new.handle) {
             // It may be in the local pool of another node.
             Err(error) if error.kind() != Kind::NotFound => Ok(BTreeMap::new()),
@@ -125,7 +126,7 @@ impl Provisioner for Images {
         Ok(Release::Done)
     }
 
-    fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
         self.get_volume(handle)
     }
 
@@ -139,28 +140,32 @@ impl Provisioner for Images {
 
     fn list_volumes(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         pool: Option<&str>,
     ) -> Result<Vec<Listed<Volume>>, Error> {
         self.list_volumes(what, pool)
     }
 
-    fn check_usages(
+    fn check_uses(
         &self,
         handle: &str,
-        usages: &[Usage],
+        uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         _: &Secrets,
     ) -> Result<Option<String>, Error> {
-        self.check_usages(handle, usages, parameters)
+        self.check_uses(handle, uses, parameters)
     }
 
-    fn volume_ailment(&self, handle: &str, _: &Secrets) -> Result<Option<Ailment>, Error> {
-        self.volume_ailment(handle)
+    fn volume_condition(
+        &self,
+        handle: &str,
+        _: &Secrets,
+    ) -> Result<Option<VolumeCondition>, Error> {
+        self.volume_condition(handle)
     }
 
-    fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
-        self.capacity(&room.parameters, &room.usages, room.here_will_do)
+    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
+        self.capacity(&room.parameters, &room.uses, room.here_will_do)
     }
 
     fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
@@ -178,7 +183,7 @@ impl Provisioner for Images {
 
     fn list_snapshots(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         pool: Option<&str>,
         volume: Option<&str>,
         _: &Secrets,

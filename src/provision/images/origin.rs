@@ -3,9 +3,9 @@
 use std::{fs::File, io, path::PathBuf};
 
 use super::{
-    super::{Error, Source, copy},
+    super::{ContentSource, Error, copy},
     Images,
-    catalogue::{Kind as _, failed},
+    catalogue::{EntryKind as _, failed},
     snapshots::SnapshotDetail,
     store::loop_device,
     volumes::VolumeDetail,
@@ -18,7 +18,7 @@ use crate::pool::{
 };
 
 /// An image to copy, opened.
-pub struct Origin<'s> {
+pub struct CopySource<'s> {
     pub pool: &'s Pool,
     pub file: File,
     pub bytes: u64,
@@ -26,15 +26,15 @@ pub struct Origin<'s> {
     /// Its name, if it is a volume's, which may be written meanwhile.
     pub volume_image: Option<String>,
     /// Whether it may be written by nodes that claim nothing.
-    is_served: bool,
+    is_exported: bool,
 }
 
 impl Images {
     /// Opens the source of a copy.
-    pub(super) fn origin(&self, source: &Source) -> Result<Origin<'_>, Error> {
+    pub(super) fn origin(&self, source: &ContentSource) -> Result<CopySource<'_>, Error> {
         let opened = match source {
-            Source::Volume(handle) => self.volume_origin(handle),
-            Source::Snapshot(handle) => self.snapshot_origin(handle),
+            ContentSource::Volume(handle) => self.volume_origin(handle),
+            ContentSource::Snapshot(handle) => self.snapshot_origin(handle),
         };
         opened.map_err(|error| match error {
             Error::Elsewhere(handle) => Error::SourceElsewhere(handle),
@@ -43,7 +43,7 @@ impl Images {
     }
 
     /// Opens the image of a volume.
-    pub(super) fn volume_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
+    pub(super) fn volume_origin(&self, handle: &str) -> Result<CopySource<'_>, Error> {
         let (pool, entry) = self.find_volume(handle)?;
         let image = format!("{}.img", entry.id);
         let path = VolumeDetail::image(pool, entry.id);
@@ -56,23 +56,23 @@ impl Images {
                 },
                 other => other.into(),
             })?;
-        Ok(Origin {
+        Ok(CopySource {
             volume_image: Some(image),
-            is_served: entry.detail.is_served(),
-            ..Origin::new(pool, file, path)?
+            is_exported: entry.detail.is_exported(),
+            ..CopySource::new(pool, file, path)?
         })
     }
 
-    fn snapshot_origin(&self, handle: &str) -> Result<Origin<'_>, Error> {
+    fn snapshot_origin(&self, handle: &str) -> Result<CopySource<'_>, Error> {
         let (pool, entry) = self.find_snapshot(handle)?;
         let path = SnapshotDetail::image(pool, entry.id);
         let file = File::open(&path).map_err(|e| failed("open", &path, e))?;
-        Origin::new(pool, file, path)
+        CopySource::new(pool, file, path)
     }
 
     /// Fills an empty draft with the origin's data: by reflink, which is
     /// atomic, else by copying, for which nobody may be writing.
-    pub(super) fn fill(&self, draft: &Draft, origin: &Origin<'_>) -> Result<(), Error> {
+    pub(super) fn fill(&self, draft: &Draft, origin: &CopySource<'_>) -> Result<(), Error> {
         let cannot = |e| failed("copy", &origin.path, e);
         if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
             return Ok(());
@@ -103,18 +103,18 @@ impl Images {
 }
 
 /// Copies a volume's image to which nobody with a claim writes.
-fn copy_unwritten(draft: &Draft, origin: &Origin<'_>, image: &str) -> Result<(), Error> {
-    let Origin { pool, path, .. } = origin;
+fn copy_unwritten(draft: &Draft, origin: &CopySource<'_>, image: &str) -> Result<(), Error> {
+    let CopySource { pool, path, .. } = origin;
     let cannot = |e| failed("copy", path, e);
     // Opened anew: NFS looks for what others wrote at an open only.
     let file = pool.open_image(image, false)?;
     let copy = |go_on: &dyn Fn() -> io::Result<bool>| {
         copy::sparse(&file, draft.file(), origin.bytes, go_on).map_err(cannot)
     };
-    if !origin.is_served {
+    if !origin.is_exported {
         return copy(&|| Ok(true)).map(drop);
     }
-    let written = || at_no_point_in_time(pool, Error::Served(image.to_owned()));
+    let written = || at_no_point_in_time(pool, Error::Exported(image.to_owned()));
     match Writers::of(pool, &file, path)? {
         Writers::Some => Err(written()),
         Writers::Unknown => Err(Error::WritersUnknown {
@@ -136,7 +136,7 @@ fn at_no_point_in_time(pool: &Pool, holder: Error) -> Error {
     }
 }
 
-impl<'s> Origin<'s> {
+impl<'s> CopySource<'s> {
     fn new(pool: &'s Pool, file: File, path: PathBuf) -> Result<Self, Error> {
         let metadata = file.metadata();
         let bytes = metadata.map_err(|e| failed("look at", &path, e))?.len();
@@ -146,7 +146,7 @@ impl<'s> Origin<'s> {
             bytes,
             path,
             volume_image: None,
-            is_served: false,
+            is_exported: false,
         })
     }
 }

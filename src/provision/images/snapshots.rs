@@ -11,7 +11,7 @@ use uuid::Uuid;
 use super::{
     super::{Error, Snapshot},
     Images,
-    catalogue::{Catalogue, Entry, Held, Kind, State, failed},
+    catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     store::size_of,
 };
 use crate::{
@@ -32,12 +32,12 @@ pub struct SnapshotDetail {
     created: u64,
 }
 
-impl Kind for SnapshotDetail {
+impl EntryKind for SnapshotDetail {
     const NAMES: &str = "snapnames";
     const RECORDS: &str = "snapshots";
     const IS_CLAIMED: bool = false;
 
-    fn is_served(&self) -> bool {
+    fn is_exported(&self) -> bool {
         false
     }
 
@@ -60,7 +60,7 @@ impl Images {
             let held = catalogue.reserve(name)?;
             crash_point();
             match catalogue.get(held.id)? {
-                Some(entry) if entry.state == State::Ready => {
+                Some(entry) if entry.state == EntryState::Ready => {
                     return self.as_taken_before(pool, &entry, volume);
                 }
                 Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
@@ -78,7 +78,13 @@ impl Images {
         }
     }
 
-    fn take(&self, pool: &Pool, held: &Held, name: &str, volume: &str) -> Result<Snapshot, Error> {
+    fn take(
+        &self,
+        pool: &Pool,
+        held: &ReservationLock,
+        name: &str,
+        volume: &str,
+    ) -> Result<Snapshot, Error> {
         let origin = self.volume_origin(volume)?;
         let tmp = pool.meta_dir("tmp")?;
         pool.meta_dir(SnapshotDetail::RECORDS)?;
@@ -89,10 +95,10 @@ impl Images {
             .unwrap_or_default();
         crash_point();
         let image = SnapshotDetail::image(pool, held.id);
-        let mut entry = Entry {
+        let mut entry = CatalogueEntry {
             id: held.id,
             name: name.to_owned(),
-            state: State::Making,
+            state: EntryState::Making,
             detail: SnapshotDetail {
                 source: volume.to_owned(),
                 created: u64::try_from(created.as_nanos()).unwrap_or(u64::MAX),
@@ -104,7 +110,7 @@ impl Images {
             Ok(Done::Already) => return Err(Error::Busy(name.to_owned())),
             Err(e) => return Err(failed("put in place", &image, e)),
         }
-        entry.state = State::Ready;
+        entry.state = EntryState::Ready;
         Snapshots::of(pool).record_as(&entry)?;
         crash_point();
         self.snapshot(pool, &entry)
@@ -113,7 +119,7 @@ impl Images {
     fn as_taken_before(
         &self,
         pool: &Pool,
-        entry: &Entry<SnapshotDetail>,
+        entry: &CatalogueEntry<SnapshotDetail>,
         volume: &str,
     ) -> Result<Snapshot, Error> {
         if entry.detail.source == volume {
@@ -141,7 +147,7 @@ impl Images {
     pub(super) fn snapshot(
         &self,
         pool: &Pool,
-        entry: &Entry<SnapshotDetail>,
+        entry: &CatalogueEntry<SnapshotDetail>,
     ) -> Result<Snapshot, Error> {
         let detail = &entry.detail;
         Ok(Snapshot {
@@ -158,7 +164,7 @@ impl Images {
     pub(super) fn find_snapshot(
         &self,
         handle: &str,
-    ) -> Result<(&Pool, Entry<SnapshotDetail>), Error> {
+    ) -> Result<(&Pool, CatalogueEntry<SnapshotDetail>), Error> {
         let missing = || Error::NoSnapshot(handle.to_owned());
         let parsed: SnapshotHandle = handle.parse().map_err(|_| missing())?;
         let pool = self.reach_snapshot(&parsed, handle)?;

@@ -8,7 +8,7 @@ use uuid::Uuid;
 use super::{
     super::Error,
     Images,
-    catalogue::{Catalogue, Entry, Held, Kind, State, failed},
+    catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     writers,
 };
 use crate::{
@@ -47,7 +47,7 @@ impl Images {
     }
 
     /// What has that name, in whatever pool.
-    pub(super) fn find_name<K: Kind>(&self, name: &str) -> Option<(&Pool, Entry<K>)> {
+    pub(super) fn find_name<K: EntryKind>(&self, name: &str) -> Option<(&Pool, CatalogueEntry<K>)> {
         self.pools.iter().find_map(|pool| {
             match Catalogue::of(pool).by_name(name) {
                 Ok(found) => found.map(|entry| (pool, entry)),
@@ -66,7 +66,7 @@ impl Images {
     }
 
     /// Deletes what `id` stands for, if that is anything.
-    pub(super) fn delete<K: Kind>(&self, pool: &Pool, id: Uuid) -> Result<(), Error> {
+    pub(super) fn delete<K: EntryKind>(&self, pool: &Pool, id: Uuid) -> Result<(), Error> {
         let catalogue = Catalogue::<K>::of(pool);
         let Some(entry) = catalogue.get(id)? else {
             return Ok(());
@@ -77,11 +77,11 @@ impl Images {
 
     /// Deletes an entry. `held` is its name's reservation, as far as there is
     /// one; it may be another's by now.
-    pub(super) fn delete_entry<K: Kind>(
+    pub(super) fn delete_entry<K: EntryKind>(
         &self,
         pool: &Pool,
-        mut entry: Entry<K>,
-        held: Option<&Held>,
+        mut entry: CatalogueEntry<K>,
+        held: Option<&ReservationLock>,
     ) -> Result<(), Error> {
         let catalogue = Catalogue::of(pool);
         let tmp = pool.meta_dir("tmp")?;
@@ -99,16 +99,16 @@ impl Images {
             {
                 return Err(holder);
             }
-            if entry.detail.is_served() {
+            if entry.detail.is_exported() {
                 writers::refuse_written(pool, &image)?;
             }
             crash_point();
             let why = match entry.state {
-                State::Making => "it was never finished",
-                State::Ready => "it was asked for",
-                State::Deleting => "its deletion had begun",
+                EntryState::Making => "it was never finished",
+                EntryState::Ready => "it was asked for",
+                EntryState::Deleting => "its deletion had begun",
             };
-            entry.state = State::Deleting;
+            entry.state = EntryState::Deleting;
             catalogue.record_as(&entry)?;
             if K::IS_CLAIMED {
                 format_marker::clear(pool, &image)?;

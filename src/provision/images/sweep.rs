@@ -3,7 +3,7 @@
 use super::{
     super::Error,
     Images,
-    catalogue::{Catalogue, Kind, State, failed, hold_by_path},
+    catalogue::{Catalogue, EntryKind, EntryState, failed, hold_by_path},
     snapshots::SnapshotDetail,
     volumes::VolumeDetail,
 };
@@ -31,38 +31,38 @@ impl Images {
         errors
     }
 
-    fn sweep_kind<K: Kind>(&self, pool: &Pool, errors: &mut Vec<Error>) {
+    fn sweep_kind<K: EntryKind>(&self, pool: &Pool, errors: &mut Vec<Error>) {
         let catalogue = Catalogue::<K>::of(pool);
-        let mut note = |result| match result {
+        let mut keep_error = |result| match result {
             // Somebody alive is at it.
             Ok(()) | Err(Error::Busy(_)) => {}
             Err(error) => errors.push(error),
         };
         match catalogue.reservations() {
             Ok(paths) => paths.iter().for_each(|path| {
-                note(hold_by_path(path).and_then(|held| {
+                keep_error(hold_by_path(path).and_then(|held| {
                     let Some(held) = held else { return Ok(()) };
                     match catalogue.get(held.id)? {
                         None => {
                             catalogue.refuse_unrecorded(&held)?;
                             held.give_up()
                         }
-                        Some(entry) if entry.state == State::Ready => Ok(()),
+                        Some(entry) if entry.state == EntryState::Ready => Ok(()),
                         Some(entry) => self.delete_entry(pool, entry, Some(&held)),
                     }
                 }));
             }),
-            Err(error) => return note(Err(error)),
+            Err(error) => return keep_error(Err(error)),
         }
         // What ended between removing the reservation and the record.
         match catalogue.ids() {
             Ok(ids) => ids.into_iter().for_each(|id| {
-                note(catalogue.get(id).and_then(|entry| match entry {
-                    Some(entry) if entry.state != State::Ready => self.delete::<K>(pool, id),
+                keep_error(catalogue.get(id).and_then(|entry| match entry {
+                    Some(entry) if entry.state != EntryState::Ready => self.delete::<K>(pool, id),
                     _ => Ok(()),
                 }));
             }),
-            Err(error) => note(Err(error)),
+            Err(error) => keep_error(Err(error)),
         }
     }
 }

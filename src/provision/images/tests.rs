@@ -16,14 +16,14 @@ use crate::{
         Pool, Scope,
         claim::{self, Claim, Sharing},
     },
-    provision::{Backend, Backends, Places, Source},
+    provision::{AccessibilityRequirements, Backend, Backends, ContentSource},
 };
 
 mod crashes;
+mod exported;
 mod pages;
 mod reflink;
 mod rubbish;
-mod served;
 mod space;
 
 const MIB: u64 = 1 << 20;
@@ -52,14 +52,14 @@ fn new(name: &str, required: u64) -> NewVolume {
         name: name.to_owned(),
         range: Range { required, limit: 0 },
         parameters: HashMap::new(),
-        usages: vec![Usage {
+        uses: vec![VolumeUse {
             fs_type: None,
             many_nodes_write: false,
         }],
         mutable: HashMap::new(),
         source: None,
         elsewhere: None,
-        places: Places::default(),
+        places: AccessibilityRequirements::default(),
         secrets: none(),
     }
 }
@@ -77,11 +77,11 @@ fn snapshot_of(name: String, volume: String) -> NewSnapshot {
     }
 }
 
-fn room(parameters: HashMap<String, String>, here_will_do: bool) -> RoomFor {
-    RoomFor {
+fn room(parameters: HashMap<String, String>, here_will_do: bool) -> CapacityRequest {
+    CapacityRequest {
         parameters,
         here_will_do,
-        ..RoomFor::default()
+        ..CapacityRequest::default()
     }
 }
 
@@ -93,7 +93,7 @@ fn with(mut new: NewVolume, parameters: &[(&str, &str)]) -> NewVolume {
     new
 }
 
-fn copy_of(name: &str, required: u64, source: Source) -> NewVolume {
+fn copy_of(name: &str, required: u64, source: ContentSource) -> NewVolume {
     NewVolume {
         source: Some(source),
         ..new(name, required)
@@ -213,7 +213,7 @@ async fn a_name_means_one_thing() {
         .create_volume(with(new("pvc", 8 * MIB), &[("pool", "main")]))
         .await
         .unwrap();
-    let copy = copy_of("pvc", 8 * MIB, Source::Volume(made.handle));
+    let copy = copy_of("pvc", 8 * MIB, ContentSource::Volume(made.handle));
     for different in [
         with(new("pvc", 9 * MIB), &[("pool", "main")]),
         with(new("pvc", 8 * MIB), &[("pool", "other")]),
@@ -261,7 +261,7 @@ async fn what_a_node_holds_is_neither_deleted_nor_torn() {
     home.claim(&made, "node-a");
     let published = home.images.get_volume(made.handle.clone()).await.unwrap();
     assert_eq!(published.nodes, ["node-a"]);
-    let copy = copy_of("copy", MIB, Source::Volume(made.handle.clone()));
+    let copy = copy_of("copy", MIB, ContentSource::Volume(made.handle.clone()));
     for refused in [
         home.images
             .delete_volume(made.handle.clone(), none())
@@ -303,7 +303,7 @@ async fn copies_hold_the_data_and_may_be_larger() {
     assert_eq!(taken.bytes, 8 * MIB);
     home.file(&source).write_all_at(b"new", 4 * MIB).unwrap();
 
-    let from_snapshot = Source::Snapshot(taken.handle.clone());
+    let from_snapshot = ContentSource::Snapshot(taken.handle.clone());
     let restored = home
         .images
         .create_volume(copy_of("restored", 9 * MIB, from_snapshot.clone()))
@@ -312,7 +312,11 @@ async fn copies_hold_the_data_and_may_be_larger() {
     assert_eq!(restored.source.as_ref(), Some(&from_snapshot));
     let cloned = home
         .images
-        .create_volume(copy_of("cloned", 0, Source::Volume(source.handle.clone())))
+        .create_volume(copy_of(
+            "cloned",
+            0,
+            ContentSource::Volume(source.handle.clone()),
+        ))
         .await
         .unwrap();
     assert_eq!((restored.bytes, cloned.bytes), (9 * MIB, 8 * MIB));

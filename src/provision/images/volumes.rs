@@ -8,13 +8,14 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        Ailment, Error, NewVolume, Parameters, Place, Published, Range, Source, Usage, Volume,
+        ContentSource, Error, NewVolume, Parameters, PublishedVolume, Range, TopologySegments,
+        Volume, VolumeCondition, VolumeUse,
         params::check_mkfs_options,
-        size::{self, least},
+        range::{self, least},
     },
     Images,
     capacity::refuse_without_room,
-    catalogue::{Catalogue, Entry, Held, Kind, State, failed},
+    catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     store::size_of,
 };
 use crate::{
@@ -32,7 +33,7 @@ pub struct VolumeDetail {
     pub parameters: Parameters,
     /// What it was copied from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub source: Option<Source>,
+    pub source: Option<ContentSource>,
     /// Made for several nodes that write.
     #[serde(default)]
     pub many_nodes_write: bool,
@@ -43,12 +44,12 @@ pub struct VolumeDetail {
     pub made_bytes: Option<u64>,
 }
 
-impl Kind for VolumeDetail {
+impl EntryKind for VolumeDetail {
     const NAMES: &str = "names";
     const RECORDS: &str = "volumes";
     const IS_CLAIMED: bool = true;
 
-    fn is_served(&self) -> bool {
+    fn is_exported(&self) -> bool {
         self.parameters.nbd.is_some()
     }
 
@@ -63,7 +64,7 @@ impl Images {
     pub(super) fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
         let parameters = Parameters::parse(&new.parameters)?;
         let pool = self.pool_for(parameters.pool.as_deref())?;
-        refuse_usages(pool, &parameters, &new.usages)?;
+        refuse_uses(pool, &parameters, &new.uses)?;
         if let (Scope::Local, Some(wanted)) = (pool.scope, &new.elsewhere) {
             return Err(Error::NotHere {
                 pool: pool.name.clone(),
@@ -71,11 +72,14 @@ impl Images {
             });
         }
         pool.settle()?;
-        let smallest = least(&parameters.file_systems(&new.usages)?);
+        let smallest = least(&parameters.file_systems(&new.uses)?);
         let detail = VolumeDetail {
             parameters,
             source: new.source.clone(),
-            many_nodes_write: new.usages.iter().any(|usage| usage.many_nodes_write),
+            many_nodes_write: new
+                .uses
+                .iter()
+                .any(|volume_use| volume_use.many_nodes_write),
             made_bytes: None,
         };
         if let Some((other, _)) = self.find_name::<VolumeDetail>(&new.name)
@@ -92,7 +96,7 @@ impl Images {
             let held = catalogue.reserve(&new.name)?;
             crash_point();
             match catalogue.get(held.id)? {
-                Some(entry) if entry.state == State::Ready => {
+                Some(entry) if entry.state == EntryState::Ready => {
                     return self.as_made_before(pool, &entry, &detail, new.range);
                 }
                 Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
@@ -113,7 +117,7 @@ impl Images {
     fn make_volume(
         &self,
         pool: &Pool,
-        held: &Held,
+        held: &ReservationLock,
         new: &NewVolume,
         mut detail: VolumeDetail,
         smallest: u64,
@@ -122,7 +126,7 @@ impl Images {
             Some(source) => Some(self.origin(source)?),
             None => None,
         };
-        let default = origin.as_ref().map_or(size::DEFAULT, |from| from.bytes);
+        let default = origin.as_ref().map_or(range::DEFAULT, |from| from.bytes);
         let bytes = new.range.choose(default, smallest)?;
         if let Some(from) = origin.as_ref().filter(|from| from.bytes > bytes) {
             let field = if new.range.required == 0 {
@@ -134,7 +138,7 @@ impl Images {
             return Err(Error::Size { field, why });
         }
 
-        detail.made_bytes = detail.is_served().then_some(bytes);
+        detail.made_bytes = detail.is_exported().then_some(bytes);
 
         let tmp = pool.meta_dir("tmp")?;
         let draft = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
@@ -151,10 +155,10 @@ impl Images {
         let image = VolumeDetail::image(pool, held.id);
         set_size(draft.file(), bytes, detail.parameters.preallocate)
             .map_err(|e| failed("make room for", &image, e))?;
-        let mut entry = Entry {
+        let mut entry = CatalogueEntry {
             id: held.id,
             name: new.name.clone(),
-            state: State::Making,
+            state: EntryState::Making,
             detail,
         };
         Volumes::of(pool).record_as(&entry)?;
@@ -165,7 +169,7 @@ impl Images {
         }
         // From here on the image is counted.
         drop(room);
-        entry.state = State::Ready;
+        entry.state = EntryState::Ready;
         Volumes::of(pool).record_as(&entry)?;
         crash_point();
         Ok(self.volume(pool, &entry, bytes))
@@ -175,7 +179,7 @@ impl Images {
     fn as_made_before(
         &self,
         pool: &Pool,
-        entry: &Entry<VolumeDetail>,
+        entry: &CatalogueEntry<VolumeDetail>,
         detail: &VolumeDetail,
         range: Range,
     ) -> Result<Volume, Error> {
@@ -241,27 +245,27 @@ impl Images {
         grown.map(|()| bytes)
     }
 
-    pub(super) fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+    pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
         let (pool, entry) = self.find_volume(handle)?;
         let bytes = self.size(pool, &entry)?;
         let holders = claim::owners(pool, &format!("{}.img", entry.id))?;
-        Ok(Published {
+        Ok(PublishedVolume {
             volume: self.volume(pool, &entry, bytes),
             nodes: holders.into_iter().map(|claim| claim.node_id).collect(),
         })
     }
 
-    pub(super) fn check_usages(
+    pub(super) fn check_uses(
         &self,
         handle: &str,
-        usages: &[Usage],
+        uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
     ) -> Result<Option<String>, Error> {
         let (pool, entry) = self.find_volume(handle)?;
-        let refused = match refuse_usages(pool, &entry.detail.parameters, usages) {
-            Ok(()) if usages.iter().any(|usage| usage.many_nodes_write) => {
+        let refused = match refuse_uses(pool, &entry.detail.parameters, uses) {
+            Ok(()) if uses.iter().any(|volume_use| volume_use.many_nodes_write) => {
                 let ready = entry.detail.many_nodes_write
-                    || entry.detail.is_served()
+                    || entry.detail.is_exported()
                     || entry.detail.parameters.direct_io == Some(true);
                 (!ready).then(|| {
                     "the volume was not made for several nodes that write: its loop devices \
@@ -282,11 +286,11 @@ impl Images {
         Ok(refused)
     }
 
-    pub(super) fn volume_ailment(&self, handle: &str) -> Result<Option<Ailment>, Error> {
+    pub(super) fn volume_condition(&self, handle: &str) -> Result<Option<VolumeCondition>, Error> {
         let (pool, entry) = self.find_volume(handle)?;
         match self.size(pool, &entry) {
             Ok(_) => Ok(None),
-            Err(error @ Error::Lost { .. }) => Ok(Some(Ailment {
+            Err(error @ Error::Lost { .. }) => Ok(Some(VolumeCondition {
                 reason: "ImageMissing",
                 message: error.to_string(),
             })),
@@ -294,7 +298,12 @@ impl Images {
         }
     }
 
-    pub(super) fn volume(&self, pool: &Pool, entry: &Entry<VolumeDetail>, bytes: u64) -> Volume {
+    pub(super) fn volume(
+        &self,
+        pool: &Pool,
+        entry: &CatalogueEntry<VolumeDetail>,
+        bytes: u64,
+    ) -> Volume {
         let handle = VolumeHandle::new(pool, self.node_id.as_deref(), entry.id);
         let detail = &entry.detail;
         let mut context = detail.parameters.context(&handle.image());
@@ -304,7 +313,7 @@ impl Images {
         if let Some(bytes) = detail.made_bytes {
             context.insert("minSize".to_owned(), bytes.to_string());
         }
-        if detail.many_nodes_write && !detail.is_served() {
+        if detail.many_nodes_write && !detail.is_exported() {
             // Two nodes' page caches know nothing of each other. Those of one
             // server are one.
             context.insert("directIO".to_owned(), "true".to_owned());
@@ -315,11 +324,11 @@ impl Images {
             context,
             source: detail.source.clone(),
             local: pool.scope == Scope::Local,
-            place: Place::new(),
+            place: TopologySegments::new(),
         }
     }
 
-    fn size(&self, pool: &Pool, entry: &Entry<VolumeDetail>) -> Result<u64, Error> {
+    fn size(&self, pool: &Pool, entry: &CatalogueEntry<VolumeDetail>) -> Result<u64, Error> {
         let path = VolumeDetail::image(pool, entry.id);
         size_of(&path)?.ok_or_else(|| Error::Lost {
             handle: VolumeHandle::new(pool, self.node_id.as_deref(), entry.id).to_string(),
@@ -328,7 +337,10 @@ impl Images {
     }
 
     /// A volume that is there and within reach.
-    pub(super) fn find_volume(&self, handle: &str) -> Result<(&Pool, Entry<VolumeDetail>), Error> {
+    pub(super) fn find_volume(
+        &self,
+        handle: &str,
+    ) -> Result<(&Pool, CatalogueEntry<VolumeDetail>), Error> {
         let missing = || Error::NoVolume(handle.to_owned());
         let parsed: VolumeHandle = handle.parse().map_err(|_| missing())?;
         let pool = self.reach_volume(&parsed, handle)?;
@@ -362,12 +374,12 @@ fn set_size(file: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
 }
 
 /// Refuses what would destroy data, and says why.
-pub(super) fn refuse_usages(
+pub(super) fn refuse_uses(
     pool: &Pool,
     parameters: &Parameters,
-    usages: &[Usage],
+    uses: &[VolumeUse],
 ) -> Result<(), Error> {
-    let file_systems = parameters.file_systems(usages)?;
+    let file_systems = parameters.file_systems(uses)?;
     if let Some(options) = &parameters.mkfs_options {
         check_mkfs_options(options, &file_systems)?;
     }
@@ -383,16 +395,16 @@ pub(super) fn refuse_usages(
             ),
         });
     }
-    for usage in usages.iter().filter(|usage| usage.many_nodes_write) {
-        if usage.fs_type.is_some() {
-            return Err(Error::Usage(
+    for volume_use in uses.iter().filter(|volume_use| volume_use.many_nodes_write) {
+        if volume_use.fs_type.is_some() {
+            return Err(Error::UnsupportedUse(
                 "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
                  among them destroy the file system; ask for a block volume or for reading only"
                     .to_owned(),
             ));
         }
         if pool.scope == Scope::Local {
-            return Err(Error::Usage(format!(
+            return Err(Error::UnsupportedUse(format!(
                 "pool {:?} is local to one node, so several nodes cannot write to its volumes",
                 pool.name
             )));

@@ -114,7 +114,7 @@ pub fn refuse_written(pool: &Pool, image: &str) -> Result<(), Error> {
         Err(error) => return Err(error.into()),
     };
     match Writers::of(pool, &file, &pool.image_path(image))? {
-        Writers::Some => Err(Error::Served(image.to_owned())),
+        Writers::Some => Err(Error::Exported(image.to_owned())),
         Writers::None(_) | Writers::Unknown => Ok(()),
     }
 }

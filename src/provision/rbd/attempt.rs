@@ -8,7 +8,7 @@
 //! away what it has made since.
 
 use super::{
-    super::{Error, Source},
+    super::{ContentSource, Error},
     Rbd,
     copies::{drop_snapshot, temporary},
     error::RbdError,
@@ -125,7 +125,7 @@ impl Attempt<'_> {
             let source = Some(entry.source.clone()).filter(|source| !source.is_empty());
             return Ok(source.map(|source| (self.pool.clone(), source)));
         }
-        let Some(Source::Volume(handle)) = source_named(&entry.origin) else {
+        let Some(ContentSource::Volume(handle)) = source_named(&entry.origin) else {
             return Ok(None);
         };
         match self.store.volume(&handle, self.secrets) {

@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     super::{
-        Error, Parameters, Place, Places, Usage,
+        AccessibilityRequirements, Error, Parameters, TopologySegments, VolumeUse,
         params::{check_mkfs_options, yes_or_no},
     },
     encryption::Encryption,
@@ -56,7 +56,7 @@ pub struct Pools {
     /// Of the image's data, if not the same.
     pub data: Option<String>,
     /// From where the volume can be reached; empty: from anywhere.
-    pub place: Place,
+    pub place: TopologySegments,
 }
 
 impl Class {
@@ -125,16 +125,16 @@ impl Class {
     }
 
     /// Refuses what would destroy data; says the file systems it may hold.
-    pub fn file_systems(usages: &[Usage]) -> Result<Vec<&'static str>, Error> {
-        let several = usages.iter().find(|usage| usage.many_nodes_write);
-        if several.is_some_and(|usage| usage.fs_type.is_some()) {
-            return Err(Error::Usage(
+    pub fn file_systems(uses: &[VolumeUse]) -> Result<Vec<&'static str>, Error> {
+        let several = uses.iter().find(|volume_use| volume_use.many_nodes_write);
+        if several.is_some_and(|volume_use| volume_use.fs_type.is_some()) {
+            return Err(Error::UnsupportedUse(
                 "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
                  among them destroy the file system; ask for a block volume or for reading only"
                     .to_owned(),
             ));
         }
-        Parameters::default().file_systems(usages)
+        Parameters::default().file_systems(uses)
     }
 
     fn told(&self, name: &str) -> &str {
@@ -164,14 +164,14 @@ impl Class {
     }
 
     /// The pools for a volume that is wanted in some places.
-    pub fn pools(&self, places: &Places) -> Result<Pools, Error> {
+    pub fn pools(&self, places: &AccessibilityRequirements) -> Result<Pools, Error> {
         let journal = self.journal_pool.as_ref().unwrap_or(&self.pool);
-        if self.constrained.is_empty() || *places == Places::default() {
+        if self.constrained.is_empty() || *places == AccessibilityRequirements::default() {
             return Ok(Pools {
                 journal: journal.clone(),
                 image: full("pool", &self.pool)?,
                 data: self.options.data_pool.clone(),
-                place: Place::new(),
+                place: TopologySegments::new(),
             });
         }
         let (pool, place) = topology::choose(&self.constrained, places)?;

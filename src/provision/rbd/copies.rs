@@ -16,8 +16,8 @@
 //! it was.
 
 use super::{
-    super::Source,
-    notes::{foreign, note},
+    super::ContentSource,
+    metadata::{foreign, set_metadata},
     trash::Discarded,
 };
 use crate::ceph::{
@@ -77,13 +77,17 @@ pub fn of_volume(
 /// Whether an image, of which only ceph-csi knows what it was made of, may be a copy
 /// of that source, or of none: its parent has the source's uuid in its name. One that
 /// was flattened may be a copy of any.
-pub fn may_be_of(image: &Image, name: &str, source: Option<&Source>) -> Result<bool, CephError> {
+pub fn may_be_of(
+    image: &Image,
+    name: &str,
+    source: Option<&ContentSource>,
+) -> Result<bool, CephError> {
     let Some(mut parent) = image.parent()? else {
         return Ok(true);
     };
     let handle = match source {
         None => return Ok(false),
-        Some(Source::Snapshot(handle) | Source::Volume(handle)) => handle,
+        Some(ContentSource::Snapshot(handle) | ContentSource::Volume(handle)) => handle,
     };
     if parent.image.name == temporary(name) {
         let LinkedImage {
@@ -133,7 +137,7 @@ pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), Cep
         drop_snapshot(pool, volume, snapshot)?;
     }
     let image = Image::open(pool, snapshot, Access::ReadWrite)?;
-    note(&image, foreign(&image.metadata_list()?))?;
+    set_metadata(&image, foreign(&image.metadata_list()?))?;
     or_exists(image.snapshot_create(snapshot))
 }
 

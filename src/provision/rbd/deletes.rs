@@ -7,14 +7,14 @@ use std::{
 };
 
 /// How long they are waited for: one may hang.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How many are under way. Clones share the count.
 #[derive(Clone, Debug, Default)]
-pub struct Deletes(Arc<Shared>);
+pub struct Deletes(Arc<DeleteCount>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct DeleteCount {
     under_way: Mutex<usize>,
     /// One has ended.
     ended: Condvar,
@@ -22,7 +22,7 @@ struct Shared {
 
 /// One of them, until this is dropped.
 #[derive(Debug)]
-pub struct Delete(Arc<Shared>);
+pub struct Delete(Arc<DeleteCount>);
 
 impl Deletes {
     /// One begins.
@@ -37,12 +37,12 @@ impl Deletes {
         let waited = self
             .0
             .ended
-            .wait_timeout_while(self.0.lock(), PATIENCE, some);
+            .wait_timeout_while(self.0.lock(), TIMEOUT, some);
         drop(waited);
     }
 }
 
-impl Shared {
+impl DeleteCount {
     fn lock(&self) -> MutexGuard<'_, usize> {
         self.under_way
             .lock()

@@ -28,7 +28,7 @@ use std::{
 };
 
 use super::{
-    super::{Error, Publication, Release},
+    super::{Error, PublishRequest, Release},
     Rbd,
     error::RbdError,
     found::{Found, Recorded},
@@ -110,7 +110,7 @@ impl Rbd {
     /// Enters the node, if the volume has one writer; says what the node is told.
     pub(super) fn publish_volume(
         &self,
-        new: &Publication,
+        new: &PublishRequest,
     ) -> Result<BTreeMap<String, String>, Error> {
         let found = self.volume(&new.handle, &new.secrets)?;
         let Some(nodes) = nodes_of(&found).filter(|_| new.one_writer) else {

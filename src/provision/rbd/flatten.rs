@@ -238,7 +238,9 @@ mod tests {
 
     #[tokio::test]
     async fn clones_of_one_image_are_flattened_one_after_the_other() {
-        let Some(place) = Place::new() else { return };
+        let Some(place) = Place::new() else {
+            return;
+        };
         let options = ImageOptions {
             features: Some(Features::LAYERING),
             ..ImageOptions::default()

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use uuid::Uuid;
 
 use super::{
-    super::{Place, Source, Volume},
+    super::{ContentSource, TopologySegments, Volume},
     error::RbdError,
 };
 use crate::ceph::{
@@ -134,7 +134,7 @@ impl Found {
             context,
             source: origin.and_then(|origin| source_named(origin)),
             local: false,
-            place: Place::new(),
+            place: TopologySegments::new(),
         }
     }
 
@@ -157,19 +157,19 @@ impl Found {
 
 /// A source as the journal has it; where there is none, that is said, too, as
 /// ceph-csi says nothing of it.
-pub fn name_of(source: Option<&Source>) -> String {
+pub fn name_of(source: Option<&ContentSource>) -> String {
     match source {
         None => "none".to_owned(),
-        Some(Source::Snapshot(handle)) => format!("snapshot {handle}"),
-        Some(Source::Volume(handle)) => format!("volume {handle}"),
+        Some(ContentSource::Snapshot(handle)) => format!("snapshot {handle}"),
+        Some(ContentSource::Volume(handle)) => format!("volume {handle}"),
     }
 }
 
 /// The source that the journal tells of.
-pub fn source_named(text: &str) -> Option<Source> {
+pub fn source_named(text: &str) -> Option<ContentSource> {
     match text.split_once(' ')? {
-        ("snapshot", handle) => Some(Source::Snapshot(handle.to_owned())),
-        ("volume", handle) => Some(Source::Volume(handle.to_owned())),
+        ("snapshot", handle) => Some(ContentSource::Snapshot(handle.to_owned())),
+        ("volume", handle) => Some(ContentSource::Volume(handle.to_owned())),
         _ => None,
     }
 }

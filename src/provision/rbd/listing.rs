@@ -12,7 +12,9 @@ use serde_json::json;
 use uuid::Uuid;
 
 use super::{
-    super::{Capacity, Error, Listed, Listing, RoomFor, Snapshot, Volume, size::least},
+    super::{
+        Capacity, CapacityRequest, Error, ListRequest, Listed, Snapshot, Volume, range::least,
+    },
     Rbd,
     class::Class,
     error::RbdError,
@@ -89,7 +91,7 @@ impl FromStr for Token {
 }
 
 impl Rbd {
-    pub(super) fn list_volumes(&self, what: &Listing) -> Result<Vec<Listed<Volume>>, Error> {
+    pub(super) fn list_volumes(&self, what: &ListRequest) -> Result<Vec<Listed<Volume>>, Error> {
         let links = self.listed_links(what)?;
         page(&self.volumes, &links, what, |found| {
             let bytes = match found.open(Access::ReadOnly) {
@@ -103,7 +105,7 @@ impl Rbd {
 
     pub(super) fn list_snapshots(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         volume: Option<&str>,
         secrets: &Secrets,
     ) -> Result<Vec<Listed<Snapshot>>, Error> {
@@ -123,7 +125,7 @@ impl Rbd {
 
     /// The clusters that have a user of this controller's: all, or those that can be
     /// reached where that will do.
-    fn listed_links(&self, what: &Listing) -> Result<Vec<Link>, RbdError> {
+    fn listed_links(&self, what: &ListRequest) -> Result<Vec<Link>, RbdError> {
         let mut links = Vec::new();
         for id in self.own_cluster_ids()? {
             let link = self.link(&id, &Secrets::default()).map(Some);
@@ -145,14 +147,14 @@ impl Rbd {
 
     /// What the class' pool has left, by Ceph's own count (`ceph df`): after
     /// copies, and before the fullest OSD is full.
-    pub(super) fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
+    pub(super) fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
         let class = Class::parse(&room.parameters)?;
-        let minimum = least(&Class::file_systems(&room.usages)?);
+        let minimum = least(&Class::file_systems(&room.uses)?);
         let none = Capacity {
             minimum,
             ..Capacity::default()
         };
-        let mut places = super::super::Places::default();
+        let mut places = super::super::AccessibilityRequirements::default();
         if !room.place.is_empty() {
             places.requisite.push(room.place.clone());
         }
@@ -179,7 +181,7 @@ const BATCH: u64 = 200;
 fn page<T>(
     journal: &Journal,
     links: &[Link],
-    what: &Listing,
+    what: &ListRequest,
     show: impl Fn(&Found) -> Result<Option<T>, RbdError>,
 ) -> Result<Vec<Listed<T>>, Error> {
     let from = match &what.from {
@@ -238,7 +240,7 @@ fn resume(journal: &Journal, links: &[Link], token: &str) -> Result<(Token, Stri
 fn directories<'a>(
     links: &'a [Link],
     from: Option<(Token, String)>,
-    what: &Listing,
+    what: &ListRequest,
 ) -> Result<Vec<(&'a Link, IoCtx, String)>, RbdError> {
     let mut all = Vec::new();
     for link in links {

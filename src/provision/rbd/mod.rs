@@ -27,9 +27,9 @@ use std::{
 };
 
 use super::{
-    Abilities, Ailment, Capacity, Error, Listed, Listing, NewSnapshot, NewVolume, Provisioner,
-    Publication, Published, Range, Release, RoomFor, Snapshot, Usage, Volume,
-    serialized::KeyedMutex,
+    Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, Snapshot, Volume,
+    VolumeCondition, VolumeUse, serialized::KeyedMutex,
 };
 use crate::{
     ceph::{
@@ -54,12 +54,12 @@ mod error;
 mod fencing;
 mod flatten;
 mod found;
+mod image_size;
 mod listing;
 mod lookup;
-mod notes;
+mod metadata;
 mod operators;
 mod qos;
-mod size;
 mod snapshots;
 mod store;
 mod topology;
@@ -72,7 +72,7 @@ pub use operators::{Operators, SecretDir};
 
 use fencing::Fencing;
 use flatten::Flattener;
-use trash::Bin;
+use trash::TrashPurger;
 
 /// How the controller was started.
 #[derive(Debug)]
@@ -102,7 +102,7 @@ pub struct Rbd {
     volumes: Journal,
     snapshots: Journal,
     kms: KmsConfig,
-    bin: Bin,
+    purger: TrashPurger,
     flattener: Flattener,
     fencing: Fencing,
     /// Held by what makes or deletes the volume or snapshot of a name.
@@ -122,7 +122,7 @@ impl Rbd {
             volumes: Journal::new(Kind::Volume, settings.instance),
             snapshots: Journal::new(Kind::Snapshot, settings.instance),
             kms: KmsConfig::new(settings.kms_config),
-            bin: Bin::new(lanes.clone()),
+            purger: TrashPurger::new(lanes.clone()),
             flattener: Flattener::new(lanes.clone(), Bounds::default()),
             fencing: Fencing::new(settings.fence_after),
             names: KeyedMutex::default(),
@@ -173,7 +173,7 @@ impl Provisioner for Rbd {
         self.modify_volume(handle, mutable, secrets)
     }
 
-    fn publish_volume(&self, new: &Publication) -> Result<BTreeMap<String, String>, Error> {
+    fn publish_volume(&self, new: &PublishRequest) -> Result<BTreeMap<String, String>, Error> {
         self.publish_volume(new)
     }
 
@@ -186,7 +186,7 @@ impl Provisioner for Rbd {
         self.unpublish_volume(handle, node, secrets)
     }
 
-    fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
         self.get_volume(handle)
     }
 
@@ -199,25 +199,33 @@ impl Provisioner for Rbd {
         listing::LARGEST_PAGE
     }
 
-    fn list_volumes(&self, what: &Listing, _: Option<&str>) -> Result<Vec<Listed<Volume>>, Error> {
+    fn list_volumes(
+        &self,
+        what: &ListRequest,
+        _: Option<&str>,
+    ) -> Result<Vec<Listed<Volume>>, Error> {
         self.list_volumes(what)
     }
 
-    fn check_usages(
+    fn check_uses(
         &self,
         handle: &str,
-        usages: &[Usage],
+        uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         secrets: &Secrets,
     ) -> Result<Option<String>, Error> {
-        self.check_usages(handle, usages, parameters, secrets)
+        self.check_uses(handle, uses, parameters, secrets)
     }
 
-    fn volume_ailment(&self, handle: &str, secrets: &Secrets) -> Result<Option<Ailment>, Error> {
-        self.volume_ailment(handle, secrets)
+    fn volume_condition(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<Option<VolumeCondition>, Error> {
+        self.volume_condition(handle, secrets)
     }
 
-    fn capacity(&self, room: &RoomFor) -> Result<Capacity, Error> {
+    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
         self.capacity(room)
     }
 
@@ -235,7 +243,7 @@ impl Provisioner for Rbd {
 
     fn list_snapshots(
         &self,
-        what: &Listing,
+        what: &ListRequest,
         _: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,

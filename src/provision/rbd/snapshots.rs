@@ -170,7 +170,7 @@ impl Rbd {
     }
 
     pub(super) fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
-        let _delete = self.bin.deletes.begin();
+        let _delete = self.purger.deletes.begin();
         for found in self.all_of_snapshot(handle, secrets)? {
             let name = found.name().map(snapshot_named);
             let _name = name.map(|name| self.names.lock_on_lane(&name));

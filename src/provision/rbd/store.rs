@@ -53,7 +53,7 @@ impl Rbd {
         let key = (link.config.cluster_id.clone(), pool.pool_id());
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         if used.insert(key, link.credentials.clone()).is_none() {
-            self.bin.sweep_soon(pool);
+            self.purger.sweep_soon(pool);
         }
     }
 
@@ -109,7 +109,7 @@ impl Rbd {
     }
 
     fn sweep_pool(&self, pool: &IoCtx) -> Result<(), RbdError> {
-        self.bin.sweep(pool)?;
+        self.purger.sweep(pool)?;
         lift(pool);
         Ok(())
     }
@@ -126,7 +126,7 @@ impl Rbd {
     /// left half made does not go to the trash, and has no data to remove; of some
     /// there is only the name in the pool's directory.
     pub(super) fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
-        self.bin.discard(pool, &present(pool, names)?)?;
+        self.purger.discard(pool, &present(pool, names)?)?;
         for name in names {
             or_missing(rbd::remove(pool, name))?;
         }

@@ -22,7 +22,7 @@ use crate::{
         },
         test_cluster::TestCluster,
     },
-    provision::{Backend, Backends, Places, Source},
+    provision::{AccessibilityRequirements, Backend, Backends, ContentSource},
 };
 
 const MIB: u64 = 1 << 20;
@@ -72,13 +72,13 @@ fn volume(pool: &str, name: &str, bytes: u64) -> NewVolume {
         },
         parameters: class.into_iter().map(own).collect(),
         mutable: HashMap::new(),
-        usages: vec![Usage {
+        uses: vec![VolumeUse {
             fs_type: None,
             many_nodes_write: false,
         }],
         source: None,
         elsewhere: None,
-        places: Places::default(),
+        places: AccessibilityRequirements::default(),
         secrets: Secrets::default(),
     }
 }
@@ -202,11 +202,11 @@ async fn copies_outlive_their_sources() {
     assert_eq!(repeat.await.unwrap(), snapshot);
 
     let mut restored = home.volume("restored", 2 * MIB);
-    restored.source = Some(Source::Snapshot(snapshot.handle.clone()));
+    restored.source = Some(ContentSource::Snapshot(snapshot.handle.clone()));
     let restored = home.make(restored).await;
     assert_eq!(restored.bytes, 2 * MIB);
     let mut cloned = home.volume("cloned", 0);
-    cloned.source = Some(Source::Volume(source.handle.clone()));
+    cloned.source = Some(ContentSource::Volume(source.handle.clone()));
     let request = cloned.clone();
     let cloned = home.make(cloned).await;
     assert_eq!(cloned.bytes, MIB);
@@ -280,7 +280,7 @@ async fn listings_go_on_where_they_ended() {
     loop {
         let page = home
             .rbd
-            .list_volumes(Listing {
+            .list_volumes(ListRequest {
                 from,
                 max: 2,
                 omitted: None,
@@ -295,9 +295,9 @@ async fn listings_go_on_where_they_ended() {
     }
     // Other tests have volumes in the same cluster.
     assert!(made.iter().all(|handle| seen.contains(handle)), "{seen:?}");
-    let room = RoomFor {
+    let room = CapacityRequest {
         parameters: home.volume("any", 0).parameters,
-        ..RoomFor::default()
+        ..CapacityRequest::default()
     };
     // The manager counts a new pool after a moment.
     loop {

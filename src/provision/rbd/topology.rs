@@ -12,7 +12,7 @@
 use serde::Deserialize;
 
 use super::{
-    super::{Error, Place, Places},
+    super::{AccessibilityRequirements, Error, TopologySegments},
     class::bad,
 };
 
@@ -46,8 +46,8 @@ pub fn parse(text: &str) -> Result<Vec<Constrained>, Error> {
 /// be used: of the place, what the pool wants of it, and not which node it is.
 pub fn choose<'a>(
     pools: &'a [Constrained],
-    places: &Places,
-) -> Result<(&'a Constrained, Place), Error> {
+    places: &AccessibilityRequirements,
+) -> Result<(&'a Constrained, TopologySegments), Error> {
     let all = places.preferred.iter().chain(&places.requisite);
     let mut fits = all.filter_map(|place| {
         let pool = pools.iter().find(|pool| pool.is_in(place))?;
@@ -64,12 +64,12 @@ pub fn choose<'a>(
 
 impl Constrained {
     /// Whether it belongs to that part of the cluster.
-    pub fn is_in(&self, place: &Place) -> bool {
+    pub fn is_in(&self, place: &TopologySegments) -> bool {
         let mut domains = self.domains.iter();
         domains.all(|domain| place.iter().any(|segment| domain.is(segment)))
     }
 
-    fn part_of(&self, place: &Place) -> Place {
+    fn part_of(&self, place: &TopologySegments) -> TopologySegments {
         let wanted = |segment: &(&String, &String)| self.domains.iter().any(|one| one.is(*segment));
         let part = place.iter().filter(wanted);
         part.map(|(key, value)| (key.clone(), value.clone()))
@@ -97,7 +97,7 @@ mod tests {
          [{"domainLabel": "zone", "value": "w"}, {"domainLabel": "rack", "value": "1"}]}
     ]"#;
 
-    fn place(segments: &[(&str, &str)]) -> Place {
+    fn place(segments: &[(&str, &str)]) -> TopologySegments {
         let own = |(label, value): &(&str, &str)| (format!("t.x/{label}"), (*value).to_owned());
         segments.iter().map(own).collect()
     }
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn the_first_pool_that_fits_is_chosen() {
         let pools = parse(POOLS).unwrap();
-        let places = Places {
+        let places = AccessibilityRequirements {
             requisite: vec![
                 place(&[("zone", "e")]),
                 place(&[("zone", "w"), ("rack", "1")]),
@@ -118,7 +118,7 @@ mod tests {
             (pool.name.as_str(), &chosen),
             ("west", &places.requisite[1])
         );
-        let nowhere = Places {
+        let nowhere = AccessibilityRequirements {
             requisite: vec![place(&[("zone", "w"), ("rack", "2")])],
             preferred: vec![],
         };

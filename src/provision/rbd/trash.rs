@@ -11,7 +11,7 @@
 //! Ceph's manager does the work, where it runs (`rbd task add trash remove`): it
 //! repeats what fails and survives us. Else this process does, and with the last
 //! clone of an image goes the image, if it is listed. What is left over is tried
-//! again by [`Bin::sweep`], at the start and every now and then.
+//! again by [`TrashPurger::sweep`], at the start and every now and then.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -46,7 +46,7 @@ pub struct Discarded {
 
 /// What empties the trash.
 #[derive(Clone, Debug)]
-pub struct Bin {
+pub struct TrashPurger {
     lanes: Lanes,
     /// By cluster, so that one that is slow holds up itself alone.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
@@ -63,7 +63,7 @@ struct Queue {
     known: std::collections::HashSet<(i64, String, String)>,
 }
 
-impl Bin {
+impl TrashPurger {
     pub fn new(lanes: Lanes) -> Self {
         Self {
             lanes,
@@ -96,12 +96,12 @@ impl Bin {
         Ok(())
     }
 
-    /// Has [`Bin::sweep`] run in the background.
+    /// Has [`TrashPurger::sweep`] run in the background.
     pub fn sweep_soon(&self, pool: &IoCtx) {
-        let (bin, pool) = (self.clone(), pool.clone());
+        let (purger, pool) = (self.clone(), pool.clone());
         let name = format!("trash of {pool}");
         drop(self.lanes.run(&name, "sweep", move || {
-            if let Err(error) = bin.sweep(&pool) {
+            if let Err(error) = purger.sweep(&pool) {
                 tracing::warn!(
                     error = chain(&error),
                     "what is left in the trash stays there"
@@ -142,10 +142,13 @@ impl Bin {
             !std::mem::replace(&mut queue.worked_on, true)
         };
         if begin {
-            let bin = self.clone();
+            let purger = self.clone();
             let name = format!("trash of {cluster}");
             // It runs whether or not anybody waits for it.
-            drop(self.lanes.run(&name, "empty", move || bin.work(&cluster)));
+            drop(
+                self.lanes
+                    .run(&name, "empty", move || purger.work(&cluster)),
+            );
         }
     }
 

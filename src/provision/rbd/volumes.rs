@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use super::{
     super::{
-        Ailment, Error, NewVolume, Published, Range, Usage, Volume, serialized::volume_named,
-        size::least,
+        Error, NewVolume, PublishedVolume, Range, Volume, VolumeCondition, VolumeUse, range::least,
+        serialized::volume_named,
     },
     Rbd,
     class::Class,
@@ -13,9 +13,9 @@ use super::{
     create::Creation,
     error::RbdError,
     found::{Found, Recorded},
-    notes::note,
+    image_size,
+    metadata::set_metadata,
     qos::{self, Limits},
-    size,
 };
 use crate::{
     ceph::{
@@ -29,7 +29,7 @@ impl Rbd {
     pub(super) fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
         let _name = self.names.lock_on_lane(&volume_named(&new.name));
         let class = Class::parse(&new.parameters)?;
-        let file_systems = Class::file_systems(&new.usages)?;
+        let file_systems = Class::file_systems(&new.uses)?;
         class.check_mkfs(&file_systems)?;
         let least = least(&file_systems);
         let link = self.link(&class.cluster_id, &new.secrets)?;
@@ -38,7 +38,7 @@ impl Rbd {
     }
 
     pub(super) fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
-        let _delete = self.bin.deletes.begin();
+        let _delete = self.purger.deletes.begin();
         for found in self.all_of_volume(handle, secrets)? {
             // A create of that name must not continue with it meanwhile.
             let name = found.name().map(volume_named);
@@ -92,7 +92,7 @@ impl Rbd {
             images.push(super::trash::Discarded { id, name });
         }
         Ok(self
-            .bin
+            .purger
             .discard(&found.pool, &images)
             .map_err(RbdError::from)?)
     }
@@ -120,7 +120,7 @@ impl Rbd {
             let field = "limit_bytes";
             return Err(Error::Size { field, why });
         }
-        let bytes = size::choose(range, before, before)?;
+        let bytes = image_size::choose(range, before, before)?;
         drop(image);
         let image = found.open(Access::ReadWrite)?;
         grow(&image, bytes)?;
@@ -135,30 +135,30 @@ impl Rbd {
     ) -> Result<(), Error> {
         let notes = qos::modified(mutable)?;
         let image = self.volume(handle, secrets)?.open(Access::ReadWrite)?;
-        Ok(note(&image, notes).map_err(RbdError::from)?)
+        Ok(set_metadata(&image, notes).map_err(RbdError::from)?)
     }
 
-    pub(super) fn get_volume(&self, handle: &str) -> Result<Published, Error> {
+    pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
         let found = self.volume(handle, &Secrets::default())?;
         let image = found.open(Access::ReadOnly)?;
         let bytes = image.size().map_err(RbdError::from)?;
-        Ok(Published {
+        Ok(PublishedVolume {
             volume: found.listed(bytes),
             // Who has it mapped is known by address, not by node.
             nodes: Vec::new(),
         })
     }
 
-    pub(super) fn check_usages(
+    pub(super) fn check_uses(
         &self,
         handle: &str,
-        usages: &[Usage],
+        uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         secrets: &Secrets,
     ) -> Result<Option<String>, Error> {
         let found = self.volume(handle, secrets)?;
         found.open(Access::ReadOnly)?;
-        if let Err(error) = Class::file_systems(usages) {
+        if let Err(error) = Class::file_systems(uses) {
             return Ok(Some(error.to_string()));
         }
         if parameters.is_empty() {
@@ -174,14 +174,14 @@ impl Rbd {
         })
     }
 
-    pub(super) fn volume_ailment(
+    pub(super) fn volume_condition(
         &self,
         handle: &str,
         secrets: &Secrets,
-    ) -> Result<Option<Ailment>, Error> {
+    ) -> Result<Option<VolumeCondition>, Error> {
         match self.volume(handle, secrets)?.open(Access::ReadOnly) {
             Ok(_) => Ok(None),
-            Err(error @ RbdError::Lost { .. }) => Ok(Some(Ailment {
+            Err(error @ RbdError::Lost { .. }) => Ok(Some(VolumeCondition {
                 reason: "ImageMissing",
                 message: error.to_string(),
             })),
@@ -236,7 +236,10 @@ pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
     image.grow(bytes)?;
     let limits = Limits::of_notes(&image.metadata_list()?);
     let notes = limits.notes(bytes).into_iter();
-    Ok(note(image, notes.map(|(key, value)| (key, Some(value))))?)
+    Ok(set_metadata(
+        image,
+        notes.map(|(key, value)| (key, Some(value))),
+    )?)
 }
 
 /// Refuses to delete what somebody has open.

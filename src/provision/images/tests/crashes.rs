@@ -18,8 +18,16 @@ async fn make(images: &Backends) {
         .await
         .unwrap();
     let copies = [
-        copy_of("restored", 9 * MIB, Source::Snapshot(snapshot.handle)),
-        copy_of("cloned", 8 * MIB, Source::Volume(source.handle.clone())),
+        copy_of(
+            "restored",
+            9 * MIB,
+            ContentSource::Snapshot(snapshot.handle),
+        ),
+        copy_of(
+            "cloned",
+            8 * MIB,
+            ContentSource::Volume(source.handle.clone()),
+        ),
     ];
     for copy in copies {
         images.create_volume(copy).await.unwrap();
@@ -37,7 +45,7 @@ async fn make(images: &Backends) {
 /// Deletes everything that is still listed.
 async fn unmake(images: &Backends) {
     let snapshots = images
-        .list_snapshots(Listing::default(), None, none())
+        .list_snapshots(ListRequest::default(), None, none())
         .await;
     for snapshot in snapshots.unwrap().entries {
         images
@@ -45,7 +53,7 @@ async fn unmake(images: &Backends) {
             .await
             .unwrap();
     }
-    let volumes = images.list_volumes(Listing::default()).await;
+    let volumes = images.list_volumes(ListRequest::default()).await;
     for volume in volumes.unwrap().entries {
         images.delete_volume(volume.handle, none()).await.unwrap();
     }

@@ -16,7 +16,7 @@ async fn pages_go_on_behind_what_was_deleted() {
     let page = async |from: Option<String>| {
         let page = home
             .images
-            .list_volumes(Listing {
+            .list_volumes(ListRequest {
                 from,
                 max: 2,
                 omitted: None,
@@ -37,7 +37,7 @@ async fn pages_go_on_behind_what_was_deleted() {
     assert_eq!(ids, handles[2..4]);
     let (ids, next) = page(next).await;
     assert_eq!((ids, next), (vec![handles[4].clone(), late.handle], None));
-    let bad = Listing {
+    let bad = ListRequest {
         from: Some("2".to_owned()),
         max: 0,
         omitted: None,
@@ -47,15 +47,15 @@ async fn pages_go_on_behind_what_was_deleted() {
 
 #[tokio::test]
 async fn a_page_has_an_end_and_a_bad_record_hides_no_other() {
-    use catalogue::{Catalogue, Entry, State};
+    use catalogue::{Catalogue, CatalogueEntry, EntryState};
     let home = home();
     let catalogue = Catalogue::<volumes::VolumeDetail>::of(home.pool());
     let records = home.pool().meta_dir("volumes").unwrap();
     for n in 0..=listing::LARGEST_PAGE {
-        let entry = Entry {
+        let entry = CatalogueEntry {
             id: uuid::Uuid::now_v7(),
             name: format!("pvc-{n}"),
-            state: State::Ready,
+            state: EntryState::Ready,
             detail: volumes::VolumeDetail {
                 parameters: crate::provision::Parameters::default(),
                 source: None,
@@ -69,7 +69,7 @@ async fn a_page_has_an_end_and_a_bad_record_hides_no_other() {
     let bad = uuid::Uuid::now_v7();
     std::fs::write(records.join(format!("{bad}.json")), "{").unwrap();
     assert_eq!(catalogue.ids().unwrap().len(), listing::LARGEST_PAGE + 2);
-    let mut what = Listing::default();
+    let mut what = ListRequest::default();
     for expected in [listing::LARGEST_PAGE, 1] {
         let page = home.images.list_volumes(what.clone()).await.unwrap();
         assert_eq!(page.entries.len(), expected);
@@ -82,15 +82,15 @@ async fn a_page_has_an_end_and_a_bad_record_hides_no_other() {
 async fn a_lost_image_is_told_and_can_be_deleted() {
     let home = home();
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
-    let ailment = async || {
+    let condition = async || {
         home.images
-            .volume_ailment(made.handle.clone(), none())
+            .volume_condition(made.handle.clone(), none())
             .await
             .unwrap()
     };
-    assert_eq!(ailment().await, None);
+    assert_eq!(condition().await, None);
     std::fs::remove_file(home.pool().image_path(&made.context["image"])).unwrap();
-    assert_eq!(ailment().await.unwrap().reason, "ImageMissing");
+    assert_eq!(condition().await.unwrap().reason, "ImageMissing");
     let again = home.images.create_volume(new("pvc", MIB)).await;
     assert_eq!(kind(again), Kind::Internal);
     home.images

@@ -65,8 +65,8 @@ async fn inside() {
         .unwrap();
     file(&source).write_all_at(b"new", MIB).unwrap();
     let copies = [
-        (Source::Snapshot(snapshot.handle), [7; 3]),
-        (Source::Volume(source.handle), *b"new"),
+        (ContentSource::Snapshot(snapshot.handle), [7; 3]),
+        (ContentSource::Volume(source.handle), *b"new"),
     ];
     for (from, expected) in copies {
         let name = format!("{from:?}");

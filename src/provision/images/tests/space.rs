@@ -27,7 +27,7 @@ async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
         .expand_volume(made.handle.clone(), range, none())
         .await;
     assert_eq!(kind(refused), Kind::Exhausted);
-    let copy = copy_of("copy", too_much, Source::Volume(made.handle));
+    let copy = copy_of("copy", too_much, ContentSource::Volume(made.handle));
     assert_eq!(kind(home.images.create_volume(copy).await), Kind::Exhausted);
 
     assert!(capacity("true").await.maximum.unwrap() > too_much);
@@ -89,7 +89,7 @@ async fn local_volumes_stay_on_their_node() {
         kind(there.delete_volume(handle(), none()).await),
         Kind::Precondition
     );
-    let copy = copy_of("copy", MIB, Source::Volume(handle()));
+    let copy = copy_of("copy", MIB, ContentSource::Volume(handle()));
     assert_eq!(kind(there.create_volume(copy).await), Kind::Exhausted);
     let range = Range {
         required: 2 * MIB,
@@ -109,7 +109,7 @@ async fn local_volumes_stay_on_their_node() {
 async fn options_with_which_no_node_would_make_the_file_system_are_refused() {
     let home = home();
     let asking = |fs: &str, options: &str| NewVolume {
-        usages: vec![Usage {
+        uses: vec![VolumeUse {
             fs_type: Some(fs.to_owned()),
             many_nodes_write: false,
         }],
@@ -133,12 +133,12 @@ async fn options_with_which_no_node_would_make_the_file_system_are_refused() {
 #[tokio::test]
 async fn several_nodes_write_only_where_nothing_caches() {
     let home = home();
-    let shared = |fs_type: Option<&str>| Usage {
+    let shared = |fs_type: Option<&str>| VolumeUse {
         fs_type: fs_type.map(str::to_owned),
         many_nodes_write: true,
     };
-    let asking = |usage| NewVolume {
-        usages: vec![usage],
+    let asking = |volume_use| NewVolume {
+        uses: vec![volume_use],
         ..new("pvc", MIB)
     };
     let refused = [
@@ -154,9 +154,9 @@ async fn several_nodes_write_only_where_nothing_caches() {
         .await
         .unwrap();
     assert_eq!(made.context["directIO"], "true");
-    let check = async |handle: &str, usage| {
+    let check = async |handle: &str, volume_use| {
         home.images
-            .check_usages(handle.to_owned(), vec![usage], HashMap::new(), none())
+            .check_uses(handle.to_owned(), vec![volume_use], HashMap::new(), none())
             .await
             .unwrap()
     };

@@ -29,7 +29,7 @@ fn a_class_of_ceph_csi_is_understood() {
     assert_eq!(class.options.object_size, Some(8 << 20));
     assert_eq!(class.options.striping, Some((65536, 4)));
     assert_eq!(class.owner, "tenant");
-    let pools = class.pools(&Places::default()).unwrap();
+    let pools = class.pools(&AccessibilityRequirements::default()).unwrap();
     assert_eq!(
         (pools.journal.as_str(), pools.image.as_str()),
         ("rbd", "rbd")
@@ -99,7 +99,7 @@ fn pools_of_parts_of_the_cluster_need_no_other() {
     let given = [("clusterID", "ceph"), ("topologyConstrainedPools", pools)];
     let class = Class::parse(&given.map(|(k, v)| (k.to_owned(), v.to_owned())).into()).unwrap();
     let zone = ("topology.rbd.csi.ceph.com/zone".to_owned(), "e".to_owned());
-    let mut places = Places::default();
+    let mut places = AccessibilityRequirements::default();
     assert!(
         class
             .pools(&places)

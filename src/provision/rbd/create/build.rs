@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 
 use super::{
     super::{
-        super::{Error, Source, size::DEFAULT},
+        super::{ContentSource, Error, range::DEFAULT},
         copies,
         encryption::{Encryption, Keeper, Notes},
         error::RbdError,
         found::Found,
-        notes::{foreign, note},
-        size,
+        image_size,
+        metadata::{foreign, set_metadata},
     },
     Creation, Making,
 };
@@ -31,8 +31,8 @@ impl Creation<'_> {
         let store = self.store;
         let found = match &self.new.source {
             None => return Ok(None),
-            Some(Source::Snapshot(handle)) => store.snapshot(handle, &self.new.secrets)?,
-            Some(Source::Volume(handle)) => store.volume(handle, &self.new.secrets)?,
+            Some(ContentSource::Snapshot(handle)) => store.snapshot(handle, &self.new.secrets)?,
+            Some(ContentSource::Volume(handle)) => store.volume(handle, &self.new.secrets)?,
         };
         let there = &found.link.config.cluster_id;
         if *there != self.class.cluster_id {
@@ -42,7 +42,7 @@ impl Creation<'_> {
         let image = match found.open(Access::ReadOnly) {
             Err(RbdError::Lost { handle, .. }) => {
                 return Err(match &self.new.source {
-                    Some(Source::Snapshot(_)) => Error::NoSnapshot(handle),
+                    Some(ContentSource::Snapshot(_)) => Error::NoSnapshot(handle),
                     _ => Error::NoVolume(handle),
                 });
             }
@@ -53,7 +53,7 @@ impl Creation<'_> {
         let encryption = self.encryption_of(&found, &notes)?;
         let flattener = &store.flattener;
         match &self.new.source {
-            Some(Source::Volume(_)) => {
+            Some(ContentSource::Volume(_)) => {
                 flattener.keep_parent_short(&image)?;
                 flattener.keep_few(&image)?;
             }
@@ -93,7 +93,7 @@ impl Creation<'_> {
             Some(origin) => (origin.bytes, self.least.max(origin.bytes)),
             None => (DEFAULT, self.least),
         };
-        size::choose(self.new.range, default, least)
+        image_size::choose(self.new.range, default, least)
     }
 
     pub(super) fn make(
@@ -110,7 +110,7 @@ impl Creation<'_> {
             Some(Origin { found, .. }) => {
                 let from = (&found.pool, found.image.as_str());
                 match &self.new.source {
-                    Some(Source::Volume(_)) => copies::of_volume(from, to, &options)?,
+                    Some(ContentSource::Volume(_)) => copies::of_volume(from, to, &options)?,
                     _ => copies::of_snapshot(from, to, &options)?,
                 }
             }
@@ -121,7 +121,7 @@ impl Creation<'_> {
     /// Takes away what an interrupted copy left beside its image.
     pub(super) fn tidy(&self, making: &Making, origin: Option<&Origin>) -> Result<(), RbdError> {
         let from = origin.map(|o| (&o.found.pool, o.found.image.as_str()));
-        if let Some(Source::Volume(_)) = &self.new.source {
+        if let Some(ContentSource::Volume(_)) = &self.new.source {
             copies::tidy_of_volume(from, (&making.pool, making.image()))?;
         }
         Ok(())
@@ -162,7 +162,7 @@ impl Creation<'_> {
         let limits = self.class.limits.notes(bytes).into_iter();
         notes.extend(limits.map(|(key, value)| (key, Some(value))));
         notes.extend(self.changeable.iter().cloned());
-        note(&image, notes)?;
+        set_metadata(&image, notes)?;
         let Some(encryption) = &self.class.encryption else {
             return Ok(());
         };

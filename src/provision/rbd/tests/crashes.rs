@@ -35,7 +35,7 @@ impl Party<'_> {
 
     /// Copies are of a class that names images by its own prefix, which nothing
     /// but the entry tells.
-    async fn volume(&self, name: &str, bytes: u64, source: Option<Source>) -> Volume {
+    async fn volume(&self, name: &str, bytes: u64, source: Option<ContentSource>) -> Volume {
         let mut new = volume(self.pool, name, bytes);
         if source.is_some() {
             let prefix = ("volumeNamePrefix".to_owned(), "copy-".to_owned());
@@ -58,8 +58,8 @@ impl Party<'_> {
         let taken = async || self.rbd.create_snapshot(new.clone()).await;
         let snapshot = self.patiently(taken).await;
         for (name, from) in [
-            ("restored", Source::Snapshot(snapshot.handle)),
-            ("cloned", Source::Volume(source.handle.clone())),
+            ("restored", ContentSource::Snapshot(snapshot.handle)),
+            ("cloned", ContentSource::Volume(source.handle.clone())),
         ] {
             let copy = self.volume(name, 9 * MIB, Some(from)).await;
             assert_eq!(copy.bytes, 9 * MIB);
@@ -97,10 +97,10 @@ impl Party<'_> {
     }
 
     pub(super) async fn handles(&self) -> (Vec<String>, Vec<String>) {
-        let volumes = self.rbd.list_volumes(Listing::default()).await.unwrap();
+        let volumes = self.rbd.list_volumes(ListRequest::default()).await.unwrap();
         let snapshots = self
             .rbd
-            .list_snapshots(Listing::default(), None, Secrets::default())
+            .list_snapshots(ListRequest::default(), None, Secrets::default())
             .await
             .unwrap();
         let volumes = volumes.entries.into_iter().map(|one| one.handle).collect();

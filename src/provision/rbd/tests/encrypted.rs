@@ -51,7 +51,7 @@ async fn files_that_are_encrypted_are_not_copied_without_their_keys() {
     let new = home.snapshot("moment", &made.handle);
     let snapshot = home.rbd.create_snapshot(new).await.map(drop);
     let copy = NewVolume {
-        source: Some(Source::Volume(made.handle.clone())),
+        source: Some(ContentSource::Volume(made.handle.clone())),
         ..home.volume("copy", MIB)
     };
     let copy = home.rbd.create_volume(copy).await.map(drop);
@@ -77,7 +77,7 @@ async fn a_copy_may_have_another_kms_if_that_can_keep_its_passphrase() {
     let own = home.make(home.encrypted("own", "own")).await;
     assert_eq!(home.note(&shared, SEALED_KEY), None);
     let copy = |of: &Volume, name: &str, kms: &str| {
-        let source = Some(Source::Volume(of.handle.clone()));
+        let source = Some(ContentSource::Volume(of.handle.clone()));
         let new = home.encrypted(name, kms);
         home.rbd.create_volume(NewVolume { source, ..new })
     };

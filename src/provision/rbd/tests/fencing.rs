@@ -68,7 +68,7 @@ impl Fenced {
     }
 
     async fn publish(&self, node: &str, one_writer: bool) -> BTreeMap<String, String> {
-        let new = Publication {
+        let new = PublishRequest {
             handle: self.volume.handle.clone(),
             node: node.to_owned(),
             one_writer,

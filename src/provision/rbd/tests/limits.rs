@@ -84,8 +84,8 @@ async fn copies_have_notes_of_their_own() {
     let kept: Vec<_> = image.metadata_list().unwrap().into_keys().collect();
     assert_eq!(kept, ["kept"]);
     let sources = [
-        Source::Snapshot(taken.handle),
-        Source::Volume(source.handle.clone()),
+        ContentSource::Snapshot(taken.handle),
+        ContentSource::Volume(source.handle.clone()),
     ];
     for (n, from) in sources.into_iter().enumerate() {
         let mut copy = home.volume(&format!("copy-{n}"), 2 * GIB);

@@ -135,7 +135,7 @@ async fn a_volume_is_followed_to_the_site_that_has_it() {
     let taken = moved.home.rbd.create_snapshot(taken).await.unwrap();
     assert_eq!(taken.source, handle);
     let mut copy = moved.home.volume("copy", 0);
-    copy.source = Some(Source::Volume(handle.clone()));
+    copy.source = Some(ContentSource::Volume(handle.clone()));
     copy.parameters
         .insert("clusterID".to_owned(), "other".to_owned());
     let pool = moved.sites[1].pool().to_owned();

@@ -27,7 +27,7 @@ async fn a_name_whose_pool_is_gone_is_free_again() {
     let kept = home.make(apart(&home, &other, "kept")).await;
     remove_pool(&home, &removed);
     let list = || async {
-        let all = Listing::default();
+        let all = ListRequest::default();
         let page = home.rbd.list_volumes(all).await.unwrap();
         let handles = page.entries.into_iter().map(|volume| volume.handle);
         handles.collect::<Vec<_>>()

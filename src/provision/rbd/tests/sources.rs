@@ -5,8 +5,8 @@ use super::*;
 /// A volume that has a snapshot.
 struct Origins {
     home: Home,
-    volume: Source,
-    snapshot: Source,
+    volume: ContentSource,
+    snapshot: ContentSource,
 }
 
 impl Origins {
@@ -17,12 +17,12 @@ impl Origins {
         let snapshot = home.rbd.create_snapshot(new).await.unwrap();
         Some(Self {
             home,
-            volume: Source::Volume(volume.handle),
-            snapshot: Source::Snapshot(snapshot.handle),
+            volume: ContentSource::Volume(volume.handle),
+            snapshot: ContentSource::Snapshot(snapshot.handle),
         })
     }
 
-    async fn create(&self, name: &str, source: Option<&Source>) -> Result<Volume, Error> {
+    async fn create(&self, name: &str, source: Option<&ContentSource>) -> Result<Volume, Error> {
         let new = NewVolume {
             source: source.cloned(),
             ..self.home.volume(name, MIB)
@@ -30,7 +30,7 @@ impl Origins {
         self.home.rbd.create_volume(new).await
     }
 
-    fn sources(&self) -> [Option<&Source>; 3] {
+    fn sources(&self) -> [Option<&ContentSource>; 3] {
         [None, Some(&self.volume), Some(&self.snapshot)]
     }
 

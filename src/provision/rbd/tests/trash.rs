@@ -54,9 +54,9 @@ async fn what_a_delete_could_not_move_is_not_removed_later() {
     let id = crate::ceph::client::rbd::image_id(&pool, &name)
         .unwrap()
         .unwrap();
-    let bin = store_over(home.dir.path(), None).bin;
+    let purger = store_over(home.dir.path(), None).purger;
     let discarded = [Discarded { id, name }];
-    bin.discard(&pool, &discarded).unwrap_err();
+    purger.discard(&pool, &discarded).unwrap_err();
     assert_eq!(home.listed(), [""; 0]);
 
     mirror(&["image", "promote", &image]);

@@ -33,7 +33,7 @@ async fn nodes_are_told_of_the_export_in_every_answer() {
     let later = images_over(&[("main", home.dir.path(), Scope::Shared)], None);
     let found = later.get_volume(made.handle.clone()).await.unwrap();
     assert_eq!(found.volume, made);
-    let listed = later.list_volumes(Listing::default()).await.unwrap();
+    let listed = later.list_volumes(ListRequest::default()).await.unwrap();
     assert_eq!(listed.entries, std::slice::from_ref(&made));
     assert_eq!(later.create_volume(served("pvc")).await.unwrap(), made);
 
@@ -45,11 +45,11 @@ async fn nodes_are_told_of_the_export_in_every_answer() {
     ] {
         assert_eq!(kind(home.images.create_volume(other).await), Kind::Conflict);
     }
-    let many = Usage {
+    let many = VolumeUse {
         fs_type: None,
         many_nodes_write: true,
     };
-    let refused = later.check_usages(made.handle, vec![many], HashMap::new(), none());
+    let refused = later.check_uses(made.handle, vec![many], HashMap::new(), none());
     assert_eq!(refused.await.unwrap(), None);
 }
 
@@ -66,7 +66,7 @@ async fn the_least_size_is_that_of_the_making() {
         .expand_volume(made.handle.clone(), range, none());
     assert_eq!(grown.await.unwrap(), 4 * MIB);
     let clone = NewVolume {
-        source: Some(Source::Volume(made.handle.clone())),
+        source: Some(ContentSource::Volume(made.handle.clone())),
         range,
         ..served("clone")
     };
@@ -103,7 +103,7 @@ async fn what_a_server_has_open_is_neither_deleted_nor_torn() {
         home.images.create_snapshot(snapshot)
     };
     let clone = || {
-        let clone = copy_of("clone", MIB, Source::Volume(made.handle.clone()));
+        let clone = copy_of("clone", MIB, ContentSource::Volume(made.handle.clone()));
         home.images.create_volume(clone)
     };
 
@@ -127,7 +127,11 @@ async fn what_a_server_has_open_is_neither_deleted_nor_torn() {
     drop(connection);
     let taken = snapshot().await.unwrap();
     delete().await.unwrap();
-    let copy = copy_of("copy", 2 * MIB, Source::Snapshot(taken.handle.clone()));
+    let copy = copy_of(
+        "copy",
+        2 * MIB,
+        ContentSource::Snapshot(taken.handle.clone()),
+    );
     let copy = NewVolume {
         parameters: served("copy").parameters,
         ..copy

@@ -12,7 +12,7 @@ use crate::nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, 
 /// the node decides.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Served {
+pub struct ExportParameters {
     /// `nbdServer`: as nodes reach it. Every image is an export of its name.
     pub server: Server,
     /// `connections`: for each device.
@@ -37,7 +37,7 @@ pub const OWN: [&str; 4] = [
 const OF_LOOP: [&str; 2] = ["directIO", "sectorSize"];
 const SERVER: &str = "nbdServer";
 
-impl Served {
+impl ExportParameters {
     /// Reads the parameters of this backend, beside others.
     pub fn parse(given: &BTreeMap<&str, &str>) -> Result<Self, Error> {
         for name in OF_LOOP {

@@ -14,7 +14,7 @@ use crate::ceph::client::{CephError, rbd::Image};
 const KUBERNETES: &str = "csi.storage.k8s.io/";
 
 /// Writes notes on an image, and takes away those without a value.
-pub fn note(
+pub fn set_metadata(
     image: &Image,
     notes: impl IntoIterator<Item = (String, Option<String>)>,
 ) -> Result<(), CephError> {
