@@ -1,4 +1,4 @@
-//! `info` and `capabilities`: who answers at the sockets, and what it can do.
+//! `info` and `capabilities`: the agents behind the sockets, and what they support.
 
 use clap::Args;
 use serde::Serialize;
@@ -15,22 +15,22 @@ use crate::proto::csi::{
     node_service_capability::{self, rpc::Type as NodeType},
 };
 
-/// Shows who answers at both sockets, and whether the node is ready
+/// Shows the agents behind both sockets, and whether the node is ready
 #[derive(Args, Debug)]
 #[command(after_help = "\
-An agent that can't be reached is shown as such; the exit code is 6 only when
-neither can.
+An agent that cannot be reached is listed as unreachable; the exit code is 6 only if
+neither can be reached.
 
 Example:
   uringctl info")]
 pub struct Info {}
 
-/// Who answers.
+/// The agents that answer.
 #[derive(Debug, Serialize)]
 pub struct InfoAnswer {
     node: Option<NodeAnswer>,
     controller: Option<PluginAnswer>,
-    /// Why the agent that is missing above is.
+    /// For each agent that is missing above, the error.
     unreachable: Vec<String>,
 }
 
@@ -45,9 +45,9 @@ struct NodeAnswer {
     #[serde(flatten)]
     plugin: PluginAnswer,
     node_id: String,
-    /// Nothing: it is ready.
+    /// Null where it is ready.
     not_ready_because: Option<String>,
-    /// 0: not limited.
+    /// 0 where there is no limit.
     max_volumes: i64,
     topology: Vec<String>,
     staging_dir: String,
@@ -90,14 +90,14 @@ impl Info {
 async fn node(context: &Context) -> Result<NodeAnswer, CliError> {
     let plugin = context
         .node_identity(
-            "ask the node who it is",
+            "ask the node for its id",
             GetPluginInfoRequest {},
             async |mut client, request| client.get_plugin_info(request).await,
         )
         .await?;
     let info = context
         .node(
-            "ask the node who it is",
+            "ask the node for its id",
             NodeGetInfoRequest {},
             async |mut client, request| client.node_get_info(request).await,
         )
@@ -118,7 +118,7 @@ async fn node(context: &Context) -> Result<NodeAnswer, CliError> {
 async fn controller(context: &Context) -> Result<PluginAnswer, CliError> {
     let plugin = context
         .controller_identity(
-            "ask the controller who it is",
+            "ask the controller for its version",
             GetPluginInfoRequest {},
             async |mut client, request| client.get_plugin_info(request).await,
         )
@@ -157,14 +157,14 @@ impl Answer for InfoAnswer {
     }
 }
 
-/// Lists what the node and the controller announce
+/// Lists the capabilities that the node and the controller announce
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Example:
   uringctl capabilities")]
 pub struct Capabilities {}
 
-/// What is announced: by CSI's names, sorted.
+/// The announced capabilities, by CSI's names, sorted.
 #[derive(Debug, Serialize)]
 pub struct CapabilitiesAnswer {
     node: Option<Vec<String>>,
@@ -176,14 +176,14 @@ impl Capabilities {
     pub async fn run(self, context: &Context) -> Result<CapabilitiesAnswer, CliError> {
         let node = context
             .node(
-                "ask the node what it can do",
+                "ask the node for its capabilities",
                 NodeGetCapabilitiesRequest {},
                 async |mut client, request| client.node_get_capabilities(request).await,
             )
             .await;
         let controller = context
             .controller(
-                "ask the controller what it can do",
+                "ask the controller for its capabilities",
                 ControllerGetCapabilitiesRequest {},
                 async |mut client, request| client.controller_get_capabilities(request).await,
             )

@@ -1,4 +1,4 @@
-//! What a command prints: a table or a few lines for people, JSON for scripts.
+//! The output of a command: a table or a few lines of text, or JSON for scripts.
 
 use std::io::{self, Write};
 
@@ -7,11 +7,11 @@ use serde::Serialize;
 
 /// A command's result. Its JSON is the serde form; field names are stable.
 pub trait Answer: Serialize {
-    /// For people, without the last newline; may be empty.
+    /// The text form, without the last newline; may be empty.
     fn text(&self) -> String;
 }
 
-/// Prints `answer` on stdout.
+/// Prints `answer` to stdout.
 pub fn print(answer: &impl Answer, json: bool) -> io::Result<()> {
     let mut text = if json {
         serde_json::to_string_pretty(answer)?
@@ -24,7 +24,7 @@ pub fn print(answer: &impl Answer, json: bool) -> io::Result<()> {
     write(text.as_bytes())
 }
 
-/// Writes on stdout. A reader that went away (`| head`) is no error.
+/// Writes to stdout. A reader that has exited (`| head`) is no error.
 pub fn write(bytes: &[u8]) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
@@ -33,8 +33,8 @@ pub fn write(bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// A table under `header`, or `when_empty` where there are no rows. Borderless,
-/// so that what is cut out of it by mouse or awk is whole.
+/// A table under `header`, or `when_empty` where there are no rows. It has no borders,
+/// so that awk, or a selection by mouse, gets the bare cells.
 pub fn table<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,

@@ -15,13 +15,13 @@ use crate::{
     size::Size,
 };
 
-/// Who may use a volume, by Kubernetes' short names.
+/// The access mode of a volume, by Kubernetes' short names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Access {
+pub enum AccessModeArg {
     /// One node writes (ReadWriteOnce)
     #[default]
     Rwo,
-    /// One target on one node writes (ReadWriteOncePod)
+    /// One pod on one node writes (ReadWriteOncePod)
     Rwop,
     /// Any number of nodes read (ReadOnlyMany)
     Rox,
@@ -29,7 +29,7 @@ pub enum Access {
     Rwx,
 }
 
-impl Access {
+impl AccessModeArg {
     fn wire(self) -> WireMode {
         match self {
             Self::Rwo => WireMode::SingleNodeWriter,
@@ -40,25 +40,25 @@ impl Access {
     }
 }
 
-/// How a volume is to be used: CSI's volume capability.
+/// CSI's volume capability.
 #[derive(Args, Clone, Debug, Default)]
 pub struct Use {
-    /// File system; without it, what the volume has or the driver prefers
+    /// File system; default: the one on the volume, else the driver's default
     #[arg(long, value_name = "TYPE", value_parser = ["ext4", "xfs", "btrfs"])]
     pub fs: Option<String>,
-    /// A raw block device instead of a file system
+    /// Use a raw block device instead of a file system
     #[arg(long, conflicts_with_all = ["fs", "mount_options"])]
     pub block: bool,
-    /// Who may use it
+    /// AccessModeArg mode
     #[arg(long, value_enum, default_value_t)]
-    pub access: Access,
-    /// Mount option, as `noatime` or `discard` (may be given more than once)
+    pub access: AccessModeArg,
+    /// Mount option, such as `noatime` or `discard` (repeatable)
     #[arg(long = "mount-option", short = 'o', value_name = "OPTION")]
     pub mount_options: Vec<String>,
 }
 
 impl Use {
-    /// As the wire has it.
+    /// As a CSI message.
     pub fn capability(&self) -> VolumeCapability {
         let access_type = if self.block {
             AccessType::Block(BlockVolume {})
@@ -77,8 +77,8 @@ impl Use {
         }
     }
 
-    /// With what the node says of a staged volume (`ext4` … or `block`) filled
-    /// in where the command line is silent.
+    /// Completed from the node's report of a staged volume (`ext4` … or `block`)
+    /// where the command line gives neither.
     pub fn or_as_staged(mut self, staged_as: &str) -> Self {
         if self.fs.is_none() && !self.block {
             match staged_as {
@@ -91,30 +91,30 @@ impl Use {
     }
 }
 
-/// Where and from what a new volume is made.
+/// The pool, parameters and content source of a new volume.
 #[derive(Args, Clone, Debug, Default)]
-pub struct Origin {
-    /// Pool that it lives in; needed where the controller has more than one
+pub struct NewVolumeArgs {
+    /// Pool of the volume; required where the controller has more than one
     #[arg(long)]
     pub pool: Option<String>,
-    /// Have nodes attach it as an export of this NBD server (HOST, HOST:PORT or
-    /// an nbd:// or nbd+unix:// URI), which serves the controller's pool; without
-    /// it, as a loop device over a pool of their own (backend=nbd and
-    /// nbdServer=SERVER as parameters)
+    /// NBD server that exports the controller's pool and from which nodes attach the
+    /// volume (HOST, HOST:PORT or an nbd:// or nbd+unix:// URI); default: nodes
+    /// attach a loop device over their own pool. Sets the parameters backend=nbd and
+    /// nbdServer=SERVER
     #[arg(long, value_name = "SERVER")]
     pub nbd_server: Option<String>,
-    /// StorageClass parameter (may be given more than once)
+    /// StorageClass parameter (repeatable)
     #[arg(long = "parameter", short = 'p', value_name = "KEY=VALUE", value_parser = key_value)]
     pub parameters: Vec<(String, String)>,
-    /// Snapshot whose content it starts with
+    /// Snapshot to create the volume from
     #[arg(long, value_name = "ID", conflicts_with = "from_volume")]
     pub from_snapshot: Option<String>,
-    /// Volume whose content it starts with
+    /// Volume to copy
     #[arg(long, value_name = "VOLUME")]
     pub from_volume: Option<String>,
 }
 
-impl Origin {
+impl NewVolumeArgs {
     /// The parameters of CreateVolume.
     pub fn parameters(&self) -> HashMap<String, String> {
         let named = [
@@ -160,7 +160,7 @@ pub fn key_value(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// `90s`, `2m`, `1h`, `500ms` or plain seconds; more than nothing.
+/// `90s`, `2m`, `1h`, `500ms` or plain seconds; more than zero.
 pub fn duration(text: &str) -> Result<Duration, String> {
     let end = text
         .find(|c: char| !c.is_ascii_digit())
@@ -181,7 +181,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     // gRPC's own limit is eight digits of hours; a day is longer than any call.
     match duration {
         1..=86_400_000 => Ok(Duration::from_millis(duration)),
-        _ => Err("write a time from 1ms to 24h, as 90s or 2m".to_owned()),
+        _ => Err("write a time from 1ms to 24h, such as 90s or 2m".to_owned()),
     }
 }
 

@@ -27,7 +27,7 @@ use crate::{
 /// What a command did to one volume.
 #[derive(Debug, Serialize)]
 pub struct Attached {
-    /// As the operator called it.
+    /// As given on the command line.
     volume: String,
     volume_id: String,
     /// staged, published, unpublished or unstaged.
@@ -42,7 +42,7 @@ impl Answer for Attached {
 }
 
 /// Attaches a volume to this node, formats it if it is blank, and mounts it at
-/// the node's own staging path
+/// the node's default staging path
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -56,8 +56,8 @@ pub struct Stage {
     volume: String,
     #[command(flatten)]
     usage: Use,
-    /// Volume context of a volume that no controller knows (VOLUME is its id
-    /// then; may be given more than once)
+    /// Volume context of a volume without a controller; VOLUME is its id then
+    /// (repeatable)
     #[arg(long = "context", value_name = "KEY=VALUE", value_parser = key_value)]
     volume_context: Vec<(String, String)>,
 }
@@ -92,12 +92,12 @@ impl Stage {
     }
 }
 
-/// Shows a staged volume at a path: a directory for a file system, a file for a
+/// Mounts a staged volume at a path: a directory for a file system, a file for a
 /// raw block device
 #[derive(Args, Debug)]
 #[command(after_help = "\
-PATH is made by the node agent, its parent must be there, and it must lie below
-the kubelet's directory or one that the agent was given by --allow-path.
+The node agent creates PATH. Its parent must exist, and it must be below kubelet's
+directory or a directory that --allow-path of the agent names.
 
 Examples:
   uringctl publish data-1 /mnt/data
@@ -105,9 +105,9 @@ Examples:
 pub struct Publish {
     /// Volume, by name or id
     volume: String,
-    /// Where
+    /// Target path
     path: PathBuf,
-    /// Readable only
+    /// Mount it read-only
     #[arg(long)]
     read_only: bool,
     #[command(flatten)]
@@ -138,7 +138,7 @@ impl Publish {
     }
 }
 
-/// Takes a volume away from a path; it stays staged
+/// Unmounts a volume from a path; it stays staged
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Example:
@@ -146,7 +146,7 @@ Example:
 pub struct Unpublish {
     /// Volume, by name or id
     volume: String,
-    /// Where
+    /// Target path
     path: PathBuf,
 }
 
@@ -170,8 +170,8 @@ impl Unpublish {
 /// Unmounts a volume from its staging path and detaches it from this node
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A volume that is still published or held by somebody stays (exit code 5 or 6),
-and the message says who holds it.
+Fails with exit code 5 or 6 while the volume is published or its device is open;
+the message names the opener.
 
 Example:
   uringctl unstage data-1")]
@@ -185,8 +185,8 @@ impl Unstage {
     pub async fn run(self, context: &Context) -> Result<Attached, CliError> {
         let volume_id = context.volume_id(&self.volume).await?;
         let held = context.held().await?;
-        // A volume that isn't held any more is unstaged by its usual path,
-        // which is an answer of "done already".
+        // For a volume that is no longer on the node the default path does: the
+        // agent answers that there is nothing to do.
         let path = match held.iter().find(|held| held.volume_id == volume_id) {
             Some(held) if !held.staging_path.is_empty() => PathBuf::from(&held.staging_path),
             _ => context.staging_path(&volume_id).await?,
@@ -208,7 +208,7 @@ impl Unstage {
 
 /// A volume and the directory where it is or will be staged.
 pub struct Staging<'a> {
-    /// What the operator called it.
+    /// The volume as given on the command line.
     pub wanted: &'a str,
     /// Its id.
     pub volume_id: &'a str,
@@ -217,8 +217,8 @@ pub struct Staging<'a> {
 }
 
 impl Staging<'_> {
-    /// NodeStageVolume. As the specification asks of the caller, the staging
-    /// directory is made first.
+    /// NodeStageVolume. Makes the staging directory first, as the specification
+    /// requires of the caller.
     pub async fn stage(
         &self,
         context: &Context,
@@ -273,7 +273,7 @@ impl Staging<'_> {
         Ok(())
     }
 
-    /// NodeUnstageVolume, and away with the staging directory.
+    /// NodeUnstageVolume; removes the staging directory.
     pub async fn unstage(&self, context: &Context) -> Result<(), CliError> {
         let request = NodeUnstageVolumeRequest {
             volume_id: self.volume_id.to_owned(),
@@ -296,8 +296,8 @@ impl Staging<'_> {
 }
 
 impl Context {
-    /// Where the node wants `volume_id` staged by us: kubelet, too, names the
-    /// directory by the SHA-256 of the handle, which may hold any character.
+    /// The default staging path of `volume_id`. As with kubelet, the SHA-256 of the
+    /// handle names the directory, since a handle may have any character.
     pub async fn staging_path(&self, volume_id: &str) -> Result<PathBuf, CliError> {
         let staging_dir = self.agent_info().await?.staging_dir;
         Ok(PathBuf::from(staging_dir).join(digest::sha256_hex(volume_id)))
@@ -325,7 +325,7 @@ impl Context {
     }
 }
 
-/// The agent's working directory is not ours: what is relative is so to here.
+/// The agent has another working directory, so a relative path is resolved here.
 pub fn absolute(path: &Path) -> Result<PathBuf, CliError> {
     std::path::absolute(path).map_err(failed("resolve", path))
 }

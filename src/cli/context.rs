@@ -1,4 +1,4 @@
-//! What every command works with: the two sockets, and how calls are made.
+//! The sockets of the agents, and calls to them.
 
 use std::time::Duration;
 
@@ -24,8 +24,8 @@ use crate::{
     secret::Secrets,
 };
 
-/// An agent's socket with a client for each of its services. Nothing is
-/// connected before the first call.
+/// An agent's socket with a client for each of its services. The first call
+/// connects.
 pub struct Socket {
     agent: Agent,
     /// Where it is.
@@ -35,7 +35,7 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Calls are given `timeout`, which the agent sees as `grpc-timeout`.
+    /// Calls carry `timeout` as `grpc-timeout`.
     pub fn new(agent: Agent, endpoint: Endpoint, timeout: Duration) -> Self {
         Self {
             agent,
@@ -45,7 +45,7 @@ impl Socket {
         }
     }
 
-    /// Makes one call. `doing` completes "cannot …" should it fail.
+    /// Makes one call. `doing` completes "cannot …" in its error.
     pub async fn call<Q, A>(
         &self,
         doing: impl Into<String>,
@@ -96,9 +96,9 @@ pub struct Context {
     pub controller_socket: Socket,
     /// uring-csi-holder.
     pub holder_socket: Socket,
-    /// Tells on a terminal what a call is waiting for.
+    /// Shows on a terminal what a call waits for.
     pub progress: Progress,
-    /// What calls that take secrets carry.
+    /// The secrets of calls.
     pub secrets: Secrets,
 }
 
@@ -116,7 +116,7 @@ impl Context {
         controller, controller_socket, ControllerClient
     }
     service! {
-        /// A call of the holder of rbd-nbd's daemons.
+        /// A call of the supervisor of the rbd-nbd daemons.
         holder, holder_socket, HolderClient
     }
     service! {
@@ -128,11 +128,11 @@ impl Context {
         controller_identity, controller_socket, IdentityClient
     }
 
-    /// Everything that the node holds.
+    /// All volumes of the node.
     pub async fn held(&self) -> Result<Vec<HeldVolume>, CliError> {
         let answer = self
             .admin(
-                "list the volumes that the node holds",
+                "list the node's volumes",
                 ListHeldVolumesRequest {},
                 async |mut client, request| client.list_held_volumes(request).await,
             )
@@ -140,10 +140,10 @@ impl Context {
         Ok(answer.volumes)
     }
 
-    /// Who the node is and where it keeps what.
+    /// The node agent's readiness, directories and pools.
     pub async fn agent_info(&self) -> Result<GetAgentInfoResponse, CliError> {
         self.admin(
-            "ask the node who it is",
+            "ask the node for its id",
             GetAgentInfoRequest {},
             async |mut client, request| client.get_agent_info(request).await,
         )

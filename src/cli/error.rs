@@ -1,4 +1,4 @@
-//! What went wrong, in one sentence, and the exit code that tells a script.
+//! Errors, each in one sentence, and their exit codes.
 
 use std::{io, path::PathBuf};
 
@@ -9,15 +9,15 @@ use crate::{ceph::client::CredentialsError, endpoint::Endpoint, pool::claim::Cla
 /// The last part of `uringctl --help`.
 pub const EXIT_CODES: &str = "\
 Exit codes:
-  0  done, or done already
-  1  any other failure; of a list: it lacks what could not be reached
+  0  success, also if there was nothing left to do
+  1  any other failure, or an incomplete list
   2  the command line or the request is wrong
   3  no such volume, snapshot, node or path
-  4  something of that name exists and differs
-  5  in use, or not in the state that the command needs
-  6  not done yet: run the same command again (it resumes or joins the work)";
+  4  a volume or snapshot of that name exists and differs
+  5  in use, or not in the state that the command requires
+  6  not finished: repeat the command, which resumes or joins the work";
 
-/// Which agent was asked.
+/// The agent that a call goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Agent {
     /// uring-csi-node.
@@ -50,45 +50,45 @@ impl Agent {
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// The agent answered with an error.
-    #[error("cannot {doing}: {}", said(.status))]
+    #[error("cannot {doing}: {}", message_of(.status))]
     Refused {
-        /// What was asked, as `stage data-1`.
+        /// The call, such as `stage data-1`.
         doing: String,
-        /// The answer.
+        /// The gRPC status.
         status: Box<Status>,
     },
-    /// Nobody listens, or we may not connect.
+    /// No process listens, or this user may not connect.
     #[error(
         "cannot {doing}: nothing answers at {endpoint} ({why}); is {} running, and may you \
          use its socket? ({} names another)",
         .agent.program(), .agent.flag()
     )]
     Unreachable {
-        /// What was to be asked.
+        /// The call.
         doing: String,
-        /// Who.
+        /// The agent.
         agent: Agent,
-        /// Where.
+        /// Its socket.
         endpoint: Endpoint,
-        /// The kernel's answer.
+        /// The error of connect(2).
         why: io::Error,
     },
     /// The agent's answer lacks what the interface requires.
-    #[error("cannot {doing}: the answer holds no {missing}")]
-    Incomplete {
-        /// What was asked.
+    #[error("cannot {doing}: the answer has no {missing}")]
+    MissingField {
+        /// The call.
         doing: String,
-        /// What is missing.
+        /// The missing field.
         missing: &'static str,
     },
     /// Neither the node nor the controller knows the volume.
-    #[error("no volume has the name or id {0:?}; `uringctl list` shows those there are")]
+    #[error("no volume has the name or id {0:?}; `uringctl list` shows all volumes")]
     NoSuchVolume(String),
-    /// The node does not hold the volume.
+    /// The volume is not on the node.
     #[error("this node does not hold {0:?}; `uringctl volumes` shows what it holds")]
     NotHeld(String),
     /// A name that more than one volume has.
-    #[error("{} volumes are called {name:?}; give one of their ids: {}", .ids.len(), .ids.join(", "))]
+    #[error("{} volumes have the name {name:?}; pass an id instead: {}", .ids.len(), .ids.join(", "))]
     Ambiguous {
         /// The name.
         name: String,
@@ -98,35 +98,34 @@ pub enum CliError {
     /// A destructive command without its `--confirm`.
     #[error("{what}; to do it, repeat the command with --confirm {with}")]
     Unconfirmed {
-        /// What would happen.
+        /// The effect of the command.
         what: String,
-        /// What to confirm with.
+        /// The value of `--confirm`.
         with: String,
     },
-    /// A list was printed, and lacks something.
-    #[error("the list is not whole: {}", .0.join("; "))]
-    NotWhole(Vec<String>),
+    /// A list was printed, and is incomplete.
+    #[error("the list is incomplete: {}", .0.join("; "))]
+    IncompleteList(Vec<String>),
     /// A pool's claims could not be read or removed.
     #[error(transparent)]
     Claim(#[from] ClaimError),
-    /// What --secrets names is no user and key.
+    /// The directory of --secrets has no user and key.
     #[error("--secrets is needed here: {0}")]
     Credentials(#[from] CredentialsError),
-    /// A file operation of our own.
+    /// A file operation of uringctl failed.
     #[error("cannot {doing} {}", .path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         doing: &'static str,
-        /// On what.
+        /// The file.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The error of the system call.
         source: io::Error,
     },
 }
 
 impl CliError {
-    /// From a failed call: an agent that can't be reached is told from one that
-    /// answered.
+    /// From a failed call; distinguishes an unreachable agent from one that answered.
     pub fn of_call(doing: String, agent: Agent, endpoint: &Endpoint, status: Status) -> Self {
         match connect_error(&status) {
             Some(why) => Self::Unreachable {
@@ -147,7 +146,10 @@ impl CliError {
         match self {
             Self::Refused { status, .. } => exit_code_of(status.code()),
             Self::Unreachable { .. } => 6,
-            Self::NotWhole(_) | Self::Incomplete { .. } | Self::Claim(_) | Self::Io { .. } => 1,
+            Self::IncompleteList(_)
+            | Self::MissingField { .. }
+            | Self::Claim(_)
+            | Self::Io { .. } => 1,
             Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
             Self::Ambiguous { .. } | Self::Unconfirmed { .. } | Self::Credentials(_) => 2,
         }
@@ -161,7 +163,7 @@ fn exit_code_of(code: Code) -> u8 {
         Code::NotFound => 3,
         Code::AlreadyExists => 4,
         Code::FailedPrecondition => 5,
-        // Those after which kubelet, too, takes the outcome as uncertain.
+        // The codes that kubelet does not take as final either.
         Code::Cancelled
         | Code::DeadlineExceeded
         | Code::Unavailable
@@ -176,16 +178,16 @@ fn exit_code_of(code: Code) -> u8 {
     }
 }
 
-/// The server's message, and what its code means where the message is empty.
-fn said(status: &Status) -> String {
+/// The server's message, or the meaning of its code where the message is empty.
+fn message_of(status: &Status) -> String {
     match status.message() {
         "" => status.code().description().to_owned(),
         message => message.to_owned(),
     }
 }
 
-/// The error of connect(2), where that is why a call failed: tonic makes the
-/// status up then and keeps the cause as its source.
+/// The error of connect(2) if it made a call fail: tonic invents the status then, and
+/// keeps the cause as its source.
 fn connect_error(status: &Status) -> Option<io::Error> {
     let mut cause = std::error::Error::source(status);
     while let Some(error) = cause {

@@ -1,4 +1,4 @@
-//! `up` and `down`: a volume's whole way to a path and back, in one command.
+//! `up` and `down`: create, stage and publish a volume in one command, and undo it.
 
 use std::{
     path::{Path, PathBuf},
@@ -10,14 +10,14 @@ use serde::Serialize;
 
 use super::{
     answer::{Answer, table},
-    args::{Origin, Use},
+    args::{NewVolumeArgs, Use},
     attach::{Staging, absolute},
     context::Context,
     error::CliError,
 };
 use crate::size::Size;
 
-/// What was done, step by step.
+/// The steps of a command.
 #[derive(Debug, Serialize)]
 pub struct Flow {
     volume_id: String,
@@ -39,7 +39,7 @@ impl Flow {
         }
     }
 
-    /// Awaits `work` and notes how long it took.
+    /// Awaits `work` and records how long it took.
     async fn step<T>(
         &mut self,
         name: &'static str,
@@ -66,15 +66,15 @@ impl Answer for Flow {
                 step.detail.clone(),
             ]
         });
-        table(["STEP", "TIME", "WHAT"], rows, "nothing was to be done")
+        table(["STEP", "TIME", "WHAT"], rows, "nothing to do")
     }
 }
 
-/// Makes a volume, stages it and publishes it at a path
+/// Creates a volume, stages it and publishes it at a path
 #[derive(Args, Debug)]
 #[command(after_help = "\
-What is done already is left as it is, so that after a failure the same command
-goes on where it stopped. `uringctl down NAME --delete` takes it all back.
+Skips the steps that are done, so after a failure the same command resumes where it
+stopped. `uringctl down NAME --delete` undoes all of it.
 
 Examples:
   uringctl up data-1 10Gi /mnt/data
@@ -85,17 +85,17 @@ Examples:
 pub struct Up {
     /// Name of the volume
     name: String,
-    /// Least size, as 10Gi or 500M
+    /// Minimum size, such as 10Gi or 500M
     size: Size,
-    /// Where it is to be seen
+    /// Target path
     path: PathBuf,
-    /// Readable only, at that path
+    /// Mount it read-only at that path
     #[arg(long)]
     read_only: bool,
     #[command(flatten)]
     usage: Use,
     #[command(flatten)]
-    origin: Origin,
+    origin: NewVolumeArgs,
 }
 
 impl Up {
@@ -131,7 +131,7 @@ impl Up {
     }
 }
 
-/// Takes a volume away from every path on this node and detaches it
+/// Unpublishes a volume from every path on this node and unstages it
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -141,7 +141,7 @@ Examples:
 pub struct Down {
     /// Volume: its name, its id, or a path where it is published
     volume: String,
-    /// Delete it, too, with everything on it
+    /// Delete the volume as well, with all its data
     #[arg(long)]
     delete: bool,
 }
@@ -152,7 +152,7 @@ impl Down {
         let wanted = &self.volume;
         let held = match context.held_volume(wanted).await {
             Ok(held) => Some(held),
-            // Down already; with --delete that is still to be done.
+            // Not on the node any more; --delete still deletes it.
             Err(CliError::NotHeld(_)) if !wanted.starts_with('/') => None,
             Err(error) => return Err(error),
         };

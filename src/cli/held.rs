@@ -1,4 +1,4 @@
-//! `volumes`, `stats`, `health`: what this node holds and how it fares.
+//! `volumes`, `stats`, `health`: the volumes of this node and their state.
 
 use std::collections::HashMap;
 
@@ -23,25 +23,25 @@ use crate::{
     size::human,
 };
 
-/// Lists what this node holds: devices, mounts, and the step under way
+/// Lists the volumes of this node: devices, mounts, and the current step
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Touches no device, and answers while one hangs.
+Accesses no device, so it answers while one hangs.
 
 Examples:
   uringctl volumes
   uringctl volumes --json | jq '.volumes[] | select(.step != \"\")'")]
 pub struct Volumes {}
 
-/// What the node holds.
+/// The volumes of the node.
 #[derive(Debug, Serialize)]
-pub struct Held {
+pub struct VolumesAnswer {
     volumes: Vec<HeldAnswer>,
 }
 
 #[derive(Debug, Serialize)]
 struct HeldAnswer {
-    /// From the controller; empty where it can't be asked.
+    /// From the controller; empty where it cannot be reached.
     name: String,
     volume_id: String,
     backend: String,
@@ -67,21 +67,21 @@ struct TargetAnswer {
 
 impl Volumes {
     /// Runs the command.
-    pub async fn run(self, context: &Context) -> Result<Held, CliError> {
+    pub async fn run(self, context: &Context) -> Result<VolumesAnswer, CliError> {
         let held = context.held().await?;
         let names = context.names().await;
         let volumes = held.into_iter().map(|volume| {
             let name = names.get(&volume.volume_id).cloned().unwrap_or_default();
             HeldAnswer::new(name, volume)
         });
-        Ok(Held {
+        Ok(VolumesAnswer {
             volumes: volumes.collect(),
         })
     }
 }
 
 impl Context {
-    /// Names by id; without a controller, none.
+    /// Names by id; empty without a controller.
     async fn names(&self) -> HashMap<String, String> {
         let volumes = self.list_volumes().await.unwrap_or_default();
         volumes
@@ -136,7 +136,7 @@ fn name_or_id<'v>(name: &'v str, id: &'v str) -> &'v str {
     if name.is_empty() { id } else { name }
 }
 
-impl Answer for Held {
+impl Answer for VolumesAnswer {
     fn text(&self) -> String {
         let rows = self.volumes.iter().map(|volume| {
             [
@@ -160,7 +160,7 @@ impl Answer for Held {
     }
 }
 
-/// Shows how full a volume is
+/// Shows the used and available space of a volume
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -171,16 +171,16 @@ pub struct Stats {
     volume: String,
 }
 
-/// How full a volume is.
+/// Used and available space of a volume.
 #[derive(Debug, Serialize)]
 pub struct StatsAnswer {
     volume_id: String,
     path: String,
-    usage: Vec<Usage>,
+    usage: Vec<UsageAnswer>,
 }
 
 #[derive(Debug, Serialize)]
-struct Usage {
+struct UsageAnswer {
     /// bytes or inodes.
     unit: &'static str,
     total: i64,
@@ -215,7 +215,7 @@ impl Stats {
                 Unit::Inodes => "inodes",
                 Unit::Unknown => return None,
             };
-            Some(Usage {
+            Some(UsageAnswer {
                 unit,
                 total: usage.total,
                 used: usage.used,
@@ -237,7 +237,7 @@ impl Answer for StatsAnswer {
                 "bytes" => human(number),
                 _ => number.to_string(),
             };
-            // A raw block device knows only its size.
+            // A raw block device has only a size.
             let known = usage.used > 0 || usage.available > 0;
             let show_known = |number| if known { show(number) } else { String::new() };
             [
@@ -248,7 +248,7 @@ impl Answer for StatsAnswer {
             ]
         });
         let header = ["UNIT", "TOTAL", "USED", "AVAILABLE"];
-        table(header, rows, "the node gave no statistics")
+        table(header, rows, "the node reports no statistics")
     }
 }
 
@@ -259,12 +259,12 @@ Examples:
   uringctl health
   uringctl health data-1")]
 pub struct Health {
-    /// Volumes, by name, id or path; without any, all that the node holds
+    /// Volumes, by name, id or path; default: all volumes of the node
     #[arg(value_name = "VOLUME")]
     volumes: Vec<String>,
 }
 
-/// What is wrong with which volume.
+/// The conditions of volumes.
 #[derive(Debug, Serialize)]
 pub struct HealthAnswer {
     volumes: Vec<VolumeHealth>,
@@ -272,15 +272,15 @@ pub struct HealthAnswer {
 
 #[derive(Debug, Serialize)]
 struct VolumeHealth {
-    /// From the controller; empty where it can't be asked.
+    /// From the controller; empty where it cannot be reached.
     name: String,
     volume_id: String,
-    /// None: healthy.
-    conditions: Vec<Condition>,
+    /// Empty for a healthy volume.
+    conditions: Vec<ConditionAnswer>,
 }
 
 #[derive(Debug, Serialize)]
-struct Condition {
+struct ConditionAnswer {
     status: &'static str,
     reason: String,
     message: String,
@@ -330,7 +330,7 @@ async fn health_of(
     let conditions = entries
         .unwrap_or_default()
         .into_iter()
-        .map(|entry| Condition {
+        .map(|entry| ConditionAnswer {
             status: match entry.status() {
                 VolumeHealthErrorType::Degraded => "degraded",
                 VolumeHealthErrorType::Inaccessible => "inaccessible",

@@ -1,10 +1,10 @@
 //! uringctl, the operator's command line.
 //!
 //! It speaks CSI, as Kubernetes does, over the same unix sockets, and the node
-//! agent's own service beside it. It keeps no state: what a volume is called is
-//! asked of the controller, what a node holds is asked of the node. One file a
-//! group of commands; each command is a struct of its arguments with a `run`
-//! that returns an [`answer::Answer`], printed as text or JSON.
+//! agent's own service. It keeps no state: the controller knows the volumes' names,
+//! the node agent which volumes are on the node. Each file has a group of commands;
+//! each command is a struct of its arguments with a `run` that returns an
+//! [`answer::Answer`], printed as text or JSON.
 
 mod about;
 mod answer;
@@ -38,7 +38,7 @@ use self::{
 };
 use crate::{chain, endpoint::Endpoint, secret::Secrets};
 
-/// Makes, attaches, grows, copies and inspects block volumes
+/// Creates, attaches, expands, copies and inspects block volumes
 #[derive(Debug, Parser)]
 #[command(
     name = "uringctl",
@@ -48,7 +48,7 @@ use crate::{chain, endpoint::Endpoint, secret::Secrets};
     arg_required_else_help = true
 )]
 pub struct Cli {
-    /// The node agent's socket
+    /// Socket of the node agent
     #[arg(
         long,
         global = true,
@@ -59,7 +59,7 @@ pub struct Cli {
         default_value = "unix:///run/uring-csi/node.sock"
     )]
     node_endpoint: Endpoint,
-    /// The controller's socket
+    /// Socket of the controller
     #[arg(
         long,
         global = true,
@@ -70,7 +70,7 @@ pub struct Cli {
         default_value = "unix:///run/uring-csi/controller.sock"
     )]
     controller_endpoint: Endpoint,
-    /// The socket of the holder of rbd-nbd's daemons
+    /// Socket of the supervisor of the rbd-nbd daemons (uring-csi-holder)
     #[arg(
         long,
         global = true,
@@ -81,7 +81,7 @@ pub struct Cli {
         default_value = "unix:///run/uring-csi-holder/holder.sock"
     )]
     holder_endpoint: Endpoint,
-    /// Time for each call; work that takes longer goes on, ask again
+    /// Timeout of each call; work that takes longer continues, so repeat the command
     #[arg(
         long,
         global = true,
@@ -93,8 +93,8 @@ pub struct Cli {
         value_parser = args::duration
     )]
     timeout: Duration,
-    /// Directory of what the volume's backend asks for, as a mounted Secret: one
-    /// file for each, as userID and userKey for Ceph
+    /// Directory of the secrets that the volume's backend needs, like a mounted
+    /// Secret: one file each, such as userID and userKey for Ceph
     #[arg(
         long,
         global = true,
@@ -139,7 +139,7 @@ enum Command {
     Completions(Completions),
 }
 
-/// Writes a shell's completions for uringctl
+/// Prints a shell's completions for uringctl
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Example:
@@ -149,7 +149,7 @@ struct Completions {
 }
 
 impl Cli {
-    /// Runs the command, prints its answer or its error, and says how it went.
+    /// Runs the command, prints its answer or its error, and returns the exit code.
     pub async fn run(self) -> ExitCode {
         match self.answer().await {
             Ok(()) => ExitCode::SUCCESS,
@@ -190,13 +190,13 @@ impl Cli {
             Command::List(it) => {
                 let listed = it.run(context).await?;
                 print(&listed, json)?;
-                listed.whole()
+                listed.require_complete()
             }
             Command::Expand(it) => print(&it.run(context).await?, json),
             Command::Snapshot(it) => {
                 let answer = it.run(context).await?;
                 print(&answer, json)?;
-                answer.whole()
+                answer.require_complete()
             }
             Command::Stage(it) => print(&it.run(context).await?, json),
             Command::Publish(it) => print(&it.run(context).await?, json),

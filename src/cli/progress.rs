@@ -1,8 +1,8 @@
-//! Tells on a terminal what a call waits for.
+//! Shows on a terminal what a call waits for.
 //!
-//! A stage with a large mkfs takes a while, and a device that hangs takes for
-//! ever; the node agent knows which step is under way, so a spinner on stderr
-//! shows it. Without a terminal nothing is printed and nobody is asked.
+//! A stage with a large mkfs takes a while, and a stage of a device that hangs never
+//! ends. A spinner on stderr shows the step, which the node agent reports. Without a
+//! terminal, uringctl prints nothing and does not ask.
 
 use std::{pin::pin, time::Duration};
 
@@ -11,7 +11,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::{context::Context, error::CliError};
 use crate::proto::admin::HeldVolume;
 
-/// What most calls take less than: no spinner flickers up for those.
+/// Most calls take less, and get no spinner.
 const QUIET: Duration = Duration::from_millis(300);
 const ASK_EVERY: Duration = Duration::from_millis(250);
 

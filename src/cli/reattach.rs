@@ -1,4 +1,4 @@
-//! `reattach`: the key of a volume whose rbd-nbd nothing could bring back.
+//! `reattach`: passes the key of a volume whose rbd-nbd daemon could not be restarted.
 
 use clap::Args;
 use serde::Serialize;
@@ -9,7 +9,7 @@ use crate::{
     proto::holder::{Held, ListRequest, ReattachRequest},
 };
 
-/// Brings the key of a volume that rbd-nbd serves, or served
+/// Restarts the rbd-nbd daemon of a volume with the key in --secrets
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A holder that was started anew knows its volumes and not their keys. What rbd-nbd

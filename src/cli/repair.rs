@@ -1,4 +1,4 @@
-//! `format` and `release`: what only an operator may decide, each with
+//! `format` and `release`: decisions that only an operator may make, each with
 //! `--confirm`.
 
 use clap::Args;
@@ -14,7 +14,7 @@ use crate::{
     proto::admin::FormatVolumeRequest,
 };
 
-/// Makes a file system on a volume that is not blank, destroying what is on it
+/// Formats a volume that is not blank, and destroys its data
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Staging formats blank volumes only and refuses everything else; this is the way
@@ -25,20 +25,20 @@ Example:
 pub struct Format {
     /// Volume, by name or id
     volume: String,
-    /// File system to make
+    /// New file system
     #[arg(long, value_name = "TYPE", value_parser = ["ext4", "xfs", "btrfs"])]
     fs: String,
-    /// VOLUME once more: yes, everything on it may go
+    /// VOLUME again, to confirm that its data may be destroyed
     #[arg(long, value_name = "VOLUME")]
     confirm: Option<String>,
 }
 
-/// What a formatted volume was.
+/// The result of `format`.
 #[derive(Debug, Serialize)]
 pub struct Formatted {
     volume_id: String,
     fs: String,
-    /// What stood there before, as far as it was recognised.
+    /// The previous content, as far as the probe recognised it.
     was: String,
 }
 
@@ -48,7 +48,7 @@ impl Format {
         let wanted = &self.volume;
         if self.confirm.as_ref() != Some(wanted) {
             return Err(CliError::Unconfirmed {
-                what: format!("formatting {wanted} destroys everything on it"),
+                what: format!("formatting {wanted} destroys all its data"),
                 with: wanted.clone(),
             });
         }
@@ -86,7 +86,7 @@ impl Answer for Formatted {
     }
 }
 
-/// Takes a dead node's claims on a pool's images away
+/// Removes a dead node's claims on a pool's images
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A node marks each image that it has attached, so that no second node writes to
@@ -98,20 +98,20 @@ Examples:
   uringctl release --pool shared=/srv/pool --node worker-3
   uringctl release --pool shared=/srv/pool --node worker-3 --confirm worker-3")]
 pub struct Release {
-    /// The pool and where it is mounted here
+    /// The pool and its directory on this machine
     #[arg(long, value_name = "NAME=DIR")]
     pool: PoolSpec,
-    /// Id of the node that is gone
+    /// Id of the dead node
     #[arg(long)]
     node: String,
-    /// Only this image; without it, all that the node claims
+    /// Only this image; default: all images that the node claims
     image: Option<String>,
-    /// NODE once more: yes, it is off and stays off
+    /// NODE again, to confirm that it is off and stays off
     #[arg(long, value_name = "NODE")]
     confirm: Option<String>,
 }
 
-/// Images that are free again.
+/// The images that `release` freed.
 #[derive(Debug, Serialize)]
 pub struct Released {
     node: String,

@@ -1,10 +1,10 @@
-//! From what an operator types to a volume.
+//! Finds the volume that a name, an id or a path stands for.
 //!
-//! A volume's handle is opaque and uringctl keeps no state of its own. So a
-//! name is looked up where the controller wrote it, in the `name` of the volume
-//! context of each listed volume; CreateVolume is never used for it, because a
-//! mistyped name must not make a volume. What the node holds is found without
-//! the controller, by id or by the path where it is published.
+//! A volume's handle is opaque and uringctl keeps no state. So it looks a name up
+//! where the controller wrote it, in the `name` of the volume context of each listed
+//! volume, and never by CreateVolume, because a mistyped name must not create a
+//! volume. For a volume of the node, its id or a path where it is published is enough
+//! without the controller.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -22,18 +22,18 @@ use crate::{
 /// The key of the volume context that holds the name given to CreateVolume.
 pub const NAME_KEY: &str = "name";
 
-/// The name that a volume was created by; empty where its context has none.
+/// The name that a volume was created with; empty where its context has none.
 pub fn name_of(context: &HashMap<String, String>) -> &str {
     context.get(NAME_KEY).map_or("", String::as_str)
 }
 
-/// Takes a list without what cannot be reached.
+/// Metadata: accepts a list that omits unreachable storage.
 pub fn take_less<T>(request: &mut Request<T>) {
     let yes = MetadataValue::from_static("1");
     request.metadata_mut().insert(TAKES_LESS, yes);
 }
 
-/// What such a list leaves out, in sentences.
+/// Metadata: what such a list omits, in sentences.
 pub fn omitted_from<T>(page: &Response<T>) -> Vec<String> {
     let said = page.metadata().get_all_bin(OMITTED).into_iter();
     let said = said.filter_map(|value| value.to_bytes().ok());
@@ -48,7 +48,7 @@ impl Context {
         Ok(volumes)
     }
 
-    /// Every volume that the controller can list now, and what it could not.
+    /// The volumes that the controller can list now, and what it omits.
     pub async fn list_what_can_be_reached(&self) -> Result<(Vec<Volume>, Vec<String>), CliError> {
         self.list_pages(true).await
     }
@@ -85,8 +85,8 @@ impl Context {
         pick(wanted, self.list_volumes().await?.into_iter())
     }
 
-    /// What the node holds under the id, the published path or the name
-    /// `wanted`. The controller is asked only where the node can't tell.
+    /// The volume of the node with the id, published path or name `wanted`. Asks the
+    /// controller only if the node does not know it.
     pub async fn held_volume(&self, wanted: &str) -> Result<HeldVolume, CliError> {
         let mut held = self.held().await?;
         let at = match find_held(wanted, &held) {
@@ -100,7 +100,7 @@ impl Context {
         Ok(held.swap_remove(at))
     }
 
-    /// The id of the volume that `wanted` means, held or not.
+    /// The id of the volume that `wanted` stands for, on this node or not.
     pub async fn volume_id(&self, wanted: &str) -> Result<String, CliError> {
         // A node that can't be asked is no reason not to ask the controller.
         let held = self.held().await.unwrap_or_default();
@@ -117,8 +117,8 @@ fn find_held(wanted: &str, held: &[HeldVolume]) -> Option<usize> {
     })
 }
 
-/// An id is unique and wins; a name may be ambiguous (one volume in each of two
-/// pools), which is the operator's to settle.
+/// An id is unique and takes precedence; a name may be ambiguous (one volume in each
+/// of two pools), which the operator has to resolve.
 fn pick(wanted: &str, volumes: impl Iterator<Item = Volume>) -> Result<Volume, CliError> {
     let mut named = Vec::new();
     for volume in volumes {
@@ -169,7 +169,7 @@ mod tests {
         let error = pick("b", volumes().take(3)).unwrap_err();
         assert_eq!(
             error.to_string(),
-            r#"2 volumes are called "b"; give one of their ids: 2, 3"#
+            r#"2 volumes have the name "b"; pass an id instead: 2, 3"#
         );
         assert_eq!(pick("c", volumes()).unwrap_err().exit_code(), 3);
     }

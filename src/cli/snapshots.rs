@@ -16,7 +16,7 @@ use crate::{
     size::human,
 };
 
-/// Snapshots: a volume's content at one moment
+/// Takes, lists and deletes snapshots of volumes
 #[derive(Args, Debug)]
 pub struct Snapshots {
     #[command(subcommand)]
@@ -41,7 +41,7 @@ impl Snapshots {
     }
 }
 
-/// Takes a snapshot; the same name again gives the same snapshot
+/// Takes a snapshot, or returns the existing one of that name
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -79,7 +79,7 @@ struct Delete {
     snapshots: Vec<String>,
 }
 
-/// Snapshots, or the ids of those that are gone now.
+/// The snapshots, or the ids of the deleted ones.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum SnapshotsAnswer {
@@ -87,7 +87,7 @@ pub enum SnapshotsAnswer {
     Are {
         /// Each of them.
         snapshots: Vec<SnapshotAnswer>,
-        /// What could not be listed, a sentence each.
+        /// What the list omits, in sentences.
         #[serde(skip_serializing_if = "BTreeSet::is_empty")]
         omitted: BTreeSet<String>,
     },
@@ -99,11 +99,11 @@ pub enum SnapshotsAnswer {
 }
 
 impl SnapshotsAnswer {
-    /// An error where a list lacks something.
-    pub fn whole(self) -> Result<(), CliError> {
+    /// An error if a list is incomplete.
+    pub fn require_complete(self) -> Result<(), CliError> {
         match self {
             Self::Are { omitted, .. } if !omitted.is_empty() => {
-                Err(CliError::NotWhole(omitted.into_iter().collect()))
+                Err(CliError::IncompleteList(omitted.into_iter().collect()))
             }
             _ => Ok(()),
         }
@@ -115,7 +115,7 @@ impl SnapshotsAnswer {
 pub struct SnapshotAnswer {
     snapshot_id: String,
     source_volume_id: String,
-    /// Name of the source, where it is still there.
+    /// Name of the source volume, if it still exists.
     source_name: String,
     size_bytes: i64,
     /// Seconds since 1970.
@@ -154,7 +154,7 @@ impl Create {
             .showing(&label, &source.volume_id, work)
             .await?
             .snapshot
-            .ok_or(CliError::Incomplete {
+            .ok_or(CliError::MissingField {
                 doing,
                 missing: "snapshot",
             })?;

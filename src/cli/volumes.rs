@@ -1,4 +1,4 @@
-//! `create`, `clone`, `list`, `delete`, `expand`: volumes, by the controller.
+//! `create`, `clone`, `list`, `delete`, `expand`: calls of the controller.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{
     answer::{Answer, fields, table},
-    args::{Origin, Use, at_least, from_snapshot, from_volume},
+    args::{NewVolumeArgs, Use, at_least, from_snapshot, from_volume},
     context::Context,
     error::CliError,
     resolve::name_of,
@@ -21,7 +21,7 @@ use crate::{
     size::{Size, human},
 };
 
-/// A volume as printed.
+/// A volume, as printed.
 #[derive(Debug, Serialize)]
 pub struct VolumeAnswer {
     name: String,
@@ -67,7 +67,7 @@ fn pairs(map: &BTreeMap<String, String>) -> Vec<String> {
         .collect()
 }
 
-/// Makes a volume; the same name again gives the same volume
+/// Creates a volume, or returns the existing one of that name
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -77,14 +77,14 @@ Examples:
   uringctl create data-2 10Gi --nbd-server storage-1
   uringctl create copy-1 10Gi --from-snapshot \"$SNAPSHOT\"")]
 pub struct Create {
-    /// Name; may hold anything but control characters
+    /// Name; may have any but control characters
     name: String,
-    /// Least size, as 10Gi or 500M
+    /// Minimum size, such as 10Gi or 500M
     size: Size,
     #[command(flatten)]
     usage: Use,
     #[command(flatten)]
-    origin: Origin,
+    origin: NewVolumeArgs,
 }
 
 impl Create {
@@ -97,7 +97,7 @@ impl Create {
     }
 }
 
-/// Makes a volume with another volume's content
+/// Creates a volume with the content of another
 #[derive(Args, Debug)]
 #[command(after_help = "\
 The copy is in its source's pool, and attached as its source is. The source must
@@ -106,11 +106,11 @@ not be in use, unless the pool's file system can copy by reference (XFS, Btrfs).
 Example:
   uringctl clone data-1 data-2")]
 pub struct CloneVolume {
-    /// Volume to copy: its name or id
+    /// Volume to copy, by name or id
     source: String,
     /// Name of the new volume
     name: String,
-    /// Least size; without it, that of the source
+    /// Minimum size; default: that of the source
     #[arg(long)]
     size: Option<Size>,
     #[command(flatten)]
@@ -138,8 +138,7 @@ impl CloneVolume {
     }
 }
 
-/// The parameters of a copy that lives in its source's pool and is attached as
-/// its source is.
+/// The parameters of a copy in its source's pool with its source's backend.
 fn as_attached(context: &HashMap<String, String>) -> HashMap<String, String> {
     let mut parameters: HashMap<_, _> = [
         "pool",
@@ -164,13 +163,13 @@ fn as_attached(context: &HashMap<String, String>) -> HashMap<String, String> {
 }
 
 impl Context {
-    /// CreateVolume with what a command line can say.
+    /// CreateVolume with the arguments of a command line.
     pub async fn create_volume(
         &self,
         name: String,
         size: Size,
         usage: &Use,
-        origin: &Origin,
+        origin: &NewVolumeArgs,
     ) -> Result<Volume, CliError> {
         let volume_content_source = match (&origin.from_snapshot, &origin.from_volume) {
             (Some(snapshot), _) => Some(from_snapshot(snapshot.clone())),
@@ -196,7 +195,7 @@ impl Context {
             client.create_volume(request).await
         });
         let created = self.showing(&label, "", work).await?;
-        created.volume.ok_or(CliError::Incomplete {
+        created.volume.ok_or(CliError::MissingField {
             doing,
             missing: "volume",
         })
@@ -219,7 +218,7 @@ impl Context {
     }
 }
 
-/// Lists the volumes
+/// Lists all volumes
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A pool or cluster that cannot be reached is left out with a warning (exit code 1).
@@ -232,18 +231,18 @@ pub struct List {}
 #[derive(Debug, Serialize)]
 pub struct Listed {
     volumes: Vec<VolumeAnswer>,
-    /// What could not be listed, a sentence each.
+    /// What the list omits, in sentences.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     omitted: Vec<String>,
 }
 
 impl Listed {
-    /// An error where the list lacks something.
-    pub fn whole(self) -> Result<(), CliError> {
+    /// An error if the list is incomplete.
+    pub fn require_complete(self) -> Result<(), CliError> {
         if self.omitted.is_empty() {
             return Ok(());
         }
-        Err(CliError::NotWhole(self.omitted))
+        Err(CliError::IncompleteList(self.omitted))
     }
 }
 
@@ -273,7 +272,7 @@ impl Answer for Listed {
     }
 }
 
-/// Deletes volumes and everything on them
+/// Deletes volumes and all their data
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A volume that is in use is not deleted (exit code 5).
@@ -287,7 +286,7 @@ pub struct Delete {
     volumes: Vec<String>,
 }
 
-/// The volumes that are gone now.
+/// The deleted volumes.
 #[derive(Debug, Serialize)]
 pub struct Deleted {
     deleted: Vec<String>,
@@ -317,7 +316,7 @@ impl Answer for Deleted {
     }
 }
 
-/// Grows a volume, and its file system where this node holds it
+/// Expands a volume, and its file system if it is on this node
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Nothing has to be stopped or unmounted. A volume never shrinks.
@@ -327,20 +326,20 @@ Example:
 pub struct Expand {
     /// Volume, by name or id
     volume: String,
-    /// Its size from now on, at least
+    /// New minimum size
     size: Size,
 }
 
-/// What a volume has grown to.
+/// The new size of a volume.
 #[derive(Debug, Serialize)]
 pub struct Expanded {
-    /// As the operator called it.
+    /// As given on the command line.
     volume: String,
     volume_id: String,
     capacity_bytes: i64,
-    /// Whether this node grew the device and the file system, too.
+    /// Whether this node grew the device and the file system as well.
     grown_on_node: bool,
-    /// Whether the node that stages it has that still to do.
+    /// Whether the node that stages it has yet to do that.
     node_expansion_required: bool,
 }
 
