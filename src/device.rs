@@ -10,13 +10,13 @@ mod blank;
 mod ceph;
 mod checks;
 mod context;
+pub mod descriptor_lock;
 mod error;
 mod exports;
 mod held_open;
 pub mod holders;
-mod image;
 mod images;
-pub mod lock;
+mod loop_attach;
 pub mod loopdev;
 pub mod luks;
 pub mod nbd;
@@ -30,7 +30,8 @@ mod used;
 pub(crate) mod scratch;
 
 pub use backend::{
-    Ailment, Attachment, Backends, Behind, Bound, Device, Fencing, How, Owner, Purpose,
+    AttachOptions, Attachment, BackendVolume, Backends, Backing, Condition, Device, Fencing, Owner,
+    Purpose,
 };
 pub use blank::blank;
 pub use ceph::{CephImageError, CephImages, CephSource, NOTE, ThisNode};
@@ -39,8 +40,8 @@ pub use context::{SourceError, set_by_kubernetes};
 pub use error::DeviceError;
 pub use exports::{ExportSource, Exports};
 pub use held_open::HeldOpen;
-pub use image::set_read_only;
 pub use images::{ImageSource, Images};
+pub use loop_attach::set_read_only;
 pub use notes::{MkfsNote, Notes};
 pub use owed::Owed;
 pub use source::{Note, Source};

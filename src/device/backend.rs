@@ -15,8 +15,9 @@ use super::{
     ceph::CephImages,
     error::DeviceError,
     exports::Exports,
-    holders, image,
+    holders,
     images::{BoundImage, Images},
+    loop_attach,
     loopdev::FileId,
     nbd,
     notes::MkfsNote,
@@ -45,7 +46,8 @@ pub struct Device {
     pub node: PathBuf,
     /// What is behind it. A device's number is used again by others; this
     /// tells whose it is.
-    pub behind: Behind,
+    #[serde(rename = "behind")]
+    pub backing: Backing,
     /// Attached read-only.
     pub read_only: bool,
     /// Of a loop device, the sequence number that it has for as long as the same file
@@ -62,13 +64,13 @@ impl Device {
     /// never the device.
     pub fn still_matches(&self) -> bool {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
-        match &self.behind {
-            Behind::Rbd(identity) => krbd::is_behind(dev, identity),
-            Behind::Served(cookie) => identifier_of(dev).as_ref() == Some(cookie),
-            Behind::Export(export) => nbd::is_behind(dev, export),
+        match &self.backing {
+            Backing::Rbd(identity) => krbd::is_behind(dev, identity),
+            Backing::Served(cookie) => identifier_of(dev).as_ref() == Some(cookie),
+            Backing::Export(export) => nbd::is_behind(dev, export),
             // Its file's inode was compared when it was attached or found; since then it
             // has had no other file.
-            Behind::Image(_) => {
+            Backing::Image(_) => {
                 let same = |seq| matches!(sysfs::diskseq(dev), Ok(Some(now)) if now == seq);
                 self.diskseq.is_none_or(same)
             }
@@ -79,7 +81,7 @@ impl Device {
 /// What is behind a device, as the kernel tells it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Behind {
+pub enum Backing {
     /// An image file, by its device and inode.
     Image(FileId),
     /// An NBD export, which the device's backend identifier names.
@@ -92,7 +94,7 @@ pub enum Behind {
 
 /// What is wrong with a device.
 #[derive(Clone, Debug)]
-pub enum Ailment {
+pub enum Condition {
     /// Nothing is behind it any more.
     Detached,
     /// What is behind it has no name any more, and goes with the device.
@@ -130,7 +132,7 @@ pub enum Purpose {
 
 /// How to attach.
 #[derive(Clone, Debug)]
-pub struct How {
+pub struct AttachOptions {
     /// Nobody may write through the device.
     pub read_only: bool,
     /// Other nodes may hold the source at the same time.
@@ -151,7 +153,7 @@ pub struct How {
     pub secrets: Secrets,
 }
 
-impl How {
+impl AttachOptions {
     /// Whether nobody but its user knows from now on what is in it.
     pub fn gives_out_raw(&self) -> bool {
         self.purpose == Purpose::Raw && !self.read_only
@@ -188,14 +190,14 @@ pub enum Owner {
 }
 
 /// A source with all that its backend needs to work on it.
-pub trait Bound {
+pub trait BackendVolume {
     /// Attaches the source, or finds it attached as it should be.
-    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError>;
+    fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError>;
     /// Keeps what keeps the device alive, after a restart.
     fn take_up(&self, _device: &Device, _volume_id: &str) {}
     /// What is wrong with the attached device, as far as that can be told
     /// without touching it.
-    fn ailment(&self, device: &Device) -> Option<Ailment>;
+    fn condition(&self, device: &Device) -> Option<Condition>;
     /// Whether what serves the device lacks what a stage brings along.
     fn wants_secrets(&self, _device: &Device) -> bool {
         false
@@ -237,7 +239,7 @@ pub struct Backends {
 
 impl Backends {
     /// The source with all that its backend needs to work on it.
-    pub fn bind<'a>(&'a self, source: &'a Source) -> Box<dyn Bound + 'a> {
+    pub fn bind<'a>(&'a self, source: &'a Source) -> Box<dyn BackendVolume + 'a> {
         match source {
             Source::Loop(image) => Box::new(self.images.bind(image)),
             Source::Nbd(export) => Box::new(self.exports.bind(export)),
@@ -268,11 +270,11 @@ impl Backends {
 
     /// What is wrong with the device, as far as that can be told without
     /// touching it.
-    pub fn ailment(&self, source: &Source, device: &Device) -> Option<Ailment> {
+    pub fn condition(&self, source: &Source, device: &Device) -> Option<Condition> {
         if source.is_still(device) {
-            self.bind(source).ailment(device)
+            self.bind(source).condition(device)
         } else {
-            Some(Ailment::Detached)
+            Some(Condition::Detached)
         }
     }
 
@@ -354,7 +356,7 @@ impl Backends {
         volume_id: &str,
     ) -> Result<Detached, DeviceError> {
         if source.is_still(device) {
-            image::clear_read_only_mark(device)?;
+            loop_attach::clear_read_only_mark(device)?;
         }
         let bound = self.bind(source);
         match bound.detach(device, volume_id) {

@@ -14,8 +14,8 @@
 use std::sync::Arc;
 
 use super::{
-    Ailment, Behind, Device, How, Source,
-    backend::{Attachment, Bound, Found, Owner},
+    AttachOptions, Backing, Condition, Device, Source,
+    backend::{Attachment, BackendVolume, Found, Owner},
     error::{DeviceError, io},
     luks,
     notes::{MkfsNote, Notes},
@@ -36,11 +36,11 @@ use crate::{
     supervisor::Watch,
 };
 
-mod below;
 mod encrypted;
 mod error;
 mod format_marker;
 mod library;
+mod lower_device;
 mod map;
 mod mounter;
 mod nbd_backed;
@@ -54,7 +54,7 @@ pub use note::NOTE;
 pub use registration::ThisNode;
 pub use source::CephSource;
 
-use below::Below;
+use lower_device::LowerDevice;
 use map::Known;
 use mounter::Mounter;
 
@@ -100,10 +100,10 @@ impl CephImages {
         volume_id: &str,
         note: Option<&[u8]>,
     ) -> Result<Option<Found>, DeviceError> {
-        let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
-        match Mapped::of(below) {
+        let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
+        match Mapped::of(lower) {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
-            None if identifier_of(below).as_deref() == Some(volume_id) => {
+            None if identifier_of(lower).as_deref() == Some(volume_id) => {
                 let noted = note.and_then(|note| CephSource::noted(note, volume_id).ok());
                 let noted = noted.filter(|noted| noted.mounter.served().is_some());
                 let image = noted.map(|noted| noted.image);
@@ -115,15 +115,15 @@ impl CephImages {
 
     /// Whose a device is, where an image of a cluster is behind it.
     pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
-        let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
-        if let Some(mapped) = Mapped::of(below) {
+        let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
+        if let Some(mapped) = Mapped::of(lower) {
             return Ok(match &mapped.config.mark {
                 Some(mark) => Owner::Volume(mark.volume_id.clone()),
                 None => Owner::Source(Box::new(found_as(&mapped, "")?.source)),
             });
         }
         // The cookie of what rbd-nbd serves is the volume's handle.
-        Ok(sysfs::nbd_backend(below).map_or(Owner::Nobody, Owner::Volume))
+        Ok(sysfs::nbd_backend(lower).map_or(Owner::Nobody, Owner::Volume))
     }
 
     /// What ceph-csi left a note of: the image, and its device where it is mapped.
@@ -247,12 +247,12 @@ fn found_as(mapped: &Mapped, volume_id: &str) -> Result<Found, DeviceError> {
 /// The device that shows a mapped image: in the clear, where that is open.
 fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
     let device = mapped.device().map_err(io("look at a mapped image"))?;
-    as_it_is_shown(Below::from(device))
+    as_it_is_shown(LowerDevice::from(device))
 }
 
-fn as_it_is_shown(below: Below) -> Result<Device, DeviceError> {
-    let over = luks::over(below.block.dev).map_err(io("look for what is over a mapped image"))?;
-    Ok(below.shown(over))
+fn as_it_is_shown(lower: LowerDevice) -> Result<Device, DeviceError> {
+    let over = luks::over(lower.block.dev).map_err(io("look for what is over a mapped image"))?;
+    Ok(lower.shown(over))
 }
 
 /// An image with all that is needed to work on it.
@@ -268,42 +268,42 @@ impl BoundCephImage<'_> {
     fn open(
         &self,
         known: &Known<'_>,
-        below: &Below,
-        how: &How,
+        lower: &LowerDevice,
+        options: &AttachOptions,
     ) -> Result<(Option<BlockDev>, MkfsNote), DeviceError> {
-        self.register(known, below, how)?;
+        self.register(known, lower, options)?;
         let over = match &self.source.kms {
-            Some(kms) => Some(self.decrypt(known, kms, below, how)?),
+            Some(kms) => Some(self.decrypt(known, kms, lower, options)?),
             None => None,
         };
-        let note = self.note(known, Format::FileSystem, how)?;
-        if how.gives_out_raw() {
+        let note = self.note(known, Format::FileSystem, options)?;
+        if options.gives_out_raw() {
             note.ended()?;
         }
         Ok((over, note))
     }
 }
 
-impl Bound for BoundCephImage<'_> {
-    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
-        let (known, below, done) = self.map_where_it_is(how)?;
+impl BackendVolume for BoundCephImage<'_> {
+    fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError> {
+        let (known, lower, done) = self.map_where_it_is(options)?;
         if done == Done::Already {
-            let over = luks::over(below.block.dev);
+            let over = luks::over(lower.block.dev);
             let over = over.map_err(io("look for what is over a mapped image"))?;
-            let shown = over.as_ref().unwrap_or(&below.block);
-            used::refuse(&shown.node, shown.dev, how)?;
+            let shown = over.as_ref().unwrap_or(&lower.block);
+            used::refuse(&shown.node, shown.dev, options)?;
         }
-        match self.open(&known, &below, how) {
+        match self.open(&known, &lower, options) {
             Ok((over, note)) => {
-                let (device, note) = (below.shown(over), Arc::new(note));
+                let (device, note) = (lower.shown(over), Arc::new(note));
                 Ok((Attachment { device, note }, done))
             }
             Err(error) => {
                 if done == Done::Already {
                     return Err(error);
                 }
-                let undone =
-                    as_it_is_shown(below).and_then(|device| self.detach(&device, &how.volume_id));
+                let undone = as_it_is_shown(lower)
+                    .and_then(|device| self.detach(&device, &options.volume_id));
                 match undone {
                     Ok(_) => Err(error),
                     Err(undo) => Err(CephImageError::NotUndone {
@@ -316,16 +316,16 @@ impl Bound for BoundCephImage<'_> {
         }
     }
 
-    fn ailment(&self, device: &Device) -> Option<Ailment> {
+    fn condition(&self, device: &Device) -> Option<Condition> {
         if device.still_matches() {
-            self.trouble(&Below::of(device))
+            self.trouble(&LowerDevice::of(device))
         } else {
-            Some(Ailment::Detached)
+            Some(Condition::Detached)
         }
     }
 
     fn wants_secrets(&self, device: &Device) -> bool {
-        self.trouble(&Below::of(device)).is_some()
+        self.trouble(&LowerDevice::of(device)).is_some()
     }
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
@@ -361,7 +361,7 @@ impl Bound for BoundCephImage<'_> {
         {
             let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
         }
-        Ok(self.unmap(&Below::of(device))?)
+        Ok(self.unmap(&LowerDevice::of(device))?)
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
@@ -388,13 +388,13 @@ impl Bound for BoundCephImage<'_> {
 
     /// The controller grows the image; here its device follows.
     fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
-        let below = Below::of(device);
-        let bytes = match &below.behind {
-            Behind::Rbd(identity) => {
-                let grown = krbd::refresh(&self.source.image, &below.krbd(identity), bytes);
+        let lower = LowerDevice::of(device);
+        let bytes = match &lower.backing {
+            Backing::Rbd(identity) => {
+                let grown = krbd::refresh(&self.source.image, &lower.krbd(identity), bytes);
                 grown.map_err(CephImageError::from)?
             }
-            _ => self.grow_nbd_backed(&below, bytes)?,
+            _ => self.grow_nbd_backed(&lower, bytes)?,
         };
         if let Some(mapping) = luks::mapping_of(device.dev) {
             luks::resize(&mapping.name).map_err(CephImageError::from)?;

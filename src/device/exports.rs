@@ -5,8 +5,8 @@ use std::{fmt, sync::Arc};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ailment, Behind, Device, How, Source,
-    backend::{Attachment, Bound, Found, Owner},
+    AttachOptions, Backing, Condition, Device, Source,
+    backend::{Attachment, BackendVolume, Found, Owner},
     context::{Context, SourceError},
     error::{DeviceError, io},
     nbd::{self, Identifier, Links},
@@ -202,7 +202,7 @@ fn device_of(device: NbdDevice, export: &Export) -> Device {
     Device {
         dev: device.block.dev,
         node: device.block.node,
-        behind: Behind::Export(export.clone()),
+        backing: Backing::Export(export.clone()),
         read_only: device.read_only,
         diskseq: None,
         encrypted: None,
@@ -231,17 +231,17 @@ impl BoundExport<'_> {
     }
 }
 
-impl Bound for BoundExport<'_> {
-    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
+impl BackendVolume for BoundExport<'_> {
+    fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError> {
         let note = MkfsNote::Node(self.exports.notes.clone(), self.source.to_string());
-        if how.gives_out_raw() {
+        if options.gives_out_raw() {
             note.ended()?;
         }
-        let (links, identifier) = (&self.exports.links, self.identifier(&how.volume_id));
-        let (device, done) = links.attach(&identifier, how.read_only, &self.source.options)?;
+        let (links, identifier) = (&self.exports.links, self.identifier(&options.volume_id));
+        let (device, done) = links.attach(&identifier, options.read_only, &self.source.options)?;
         let device = device_of(device, &self.source.export);
         if done == Done::Already {
-            used::refuse(&device.node, device.dev, how)?;
+            used::refuse(&device.node, device.dev, options)?;
         }
         let attachment = Attachment {
             device,
@@ -263,10 +263,10 @@ impl Bound for BoundExport<'_> {
         }
     }
 
-    fn ailment(&self, _: &Device) -> Option<Ailment> {
+    fn condition(&self, _: &Device) -> Option<Condition> {
         let away = self.exports.links.away(&self.source.export)?;
         let age = away.since.elapsed();
-        Some(Ailment::Away {
+        Some(Condition::Away {
             failing: age > away.patience,
             why: format!("for {} s: {}", age.as_secs(), away.why),
         })

@@ -14,7 +14,7 @@ use std::{fs::File, io};
 
 use rustix::fs::OFlags;
 
-use super::{Behind, Device, DeviceError, Source, error, loopdev};
+use super::{Backing, Device, DeviceError, Source, error, loopdev};
 use crate::kernel::{block, loopctl, sysfs};
 
 /// A device that no other source gets the number of.
@@ -60,7 +60,7 @@ impl HeldOpen {
         if !same_disk || !self.source.is_still(&self.device) {
             return Ok(false);
         }
-        let Behind::Image(id) = &self.device.behind else {
+        let Backing::Image(id) = &self.device.backing else {
             return Ok(true);
         };
         // One that is told to detach goes with its last user, and may not be mounted.

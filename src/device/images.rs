@@ -7,11 +7,11 @@ use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ailment, Behind, Device, How,
-    backend::{Attachment, Bound},
+    AttachOptions, Backing, Condition, Device,
+    backend::{Attachment, BackendVolume},
     context::{Context, SourceError},
     error::{DeviceError, io},
-    image,
+    loop_attach,
     loopdev::{self, FileId},
     notes::MkfsNote,
     owed::Owed,
@@ -207,17 +207,17 @@ impl BoundImage<'_> {
         self.images.pools.get(&self.source.pool)
     }
 
-    fn claim(&self, how: &How) -> Claim {
+    fn claim(&self, options: &AttachOptions) -> Claim {
         Claim {
             node_id: self.images.node_id.clone(),
             boot_id: self.images.boot_id.clone(),
-            volume_id: how.volume_id.clone(),
-            access: match (how.shared, how.read_only) {
+            volume_id: options.volume_id.clone(),
+            access: match (options.shared, options.read_only) {
                 (false, _) => claim::Sharing::Exclusive,
                 (true, false) => claim::Sharing::Shared,
                 (true, true) => claim::Sharing::Readers,
             },
-            read_only: how.read_only,
+            read_only: options.read_only,
         }
     }
 
@@ -228,14 +228,16 @@ impl BoundImage<'_> {
             Err(PoolError::NoImage { .. }) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        Ok(image::attached_to(id, image, known)?.map(|found| Device {
-            dev: found.attached.device.dev,
-            node: found.attached.device.node,
-            behind: Behind::Image(id),
-            read_only: found.attached.read_only,
-            diskseq: found.attached.device.diskseq,
-            encrypted: None,
-        }))
+        Ok(
+            loop_attach::attached_to(id, image, known)?.map(|found| Device {
+                dev: found.attached.device.dev,
+                node: found.attached.device.node,
+                backing: Backing::Image(id),
+                read_only: found.attached.read_only,
+                diskseq: found.attached.device.diskseq,
+                encrypted: None,
+            }),
+        )
     }
 
     /// Makes the image `bytes` large, if it is smaller.
@@ -279,20 +281,22 @@ impl BoundImage<'_> {
     }
 }
 
-impl Bound for BoundImage<'_> {
-    fn attach(&self, how: &How) -> Result<(Attachment, Done), DeviceError> {
+impl BackendVolume for BoundImage<'_> {
+    fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError> {
         let (pool, image) = (self.pool()?, &self.source.image);
-        let file = pool.open_image(image, !how.read_only).or_else(|error| {
-            // What is not in it while it is away is not gone.
-            pool.check_scope()?;
-            Err(error)
-        })?;
-        let claimed = claim::claim(pool, image, &self.claim(how))?;
+        let file = pool
+            .open_image(image, !options.read_only)
+            .or_else(|error| {
+                // What is not in it while it is away is not gone.
+                pool.check_scope()?;
+                Err(error)
+            })?;
+        let claimed = claim::claim(pool, image, &self.claim(options))?;
         let note = Arc::new(MkfsNote::Pool(pool.clone(), image.clone()));
-        if how.gives_out_raw() {
+        if options.gives_out_raw() {
             note.ended()?;
         }
-        let attached = image::attach_loop(self.source, pool, &file, how);
+        let attached = loop_attach::attach_loop(self.source, pool, &file, options);
         if attached.is_err() && claimed == Done::Now {
             // The reason for the failure is what the caller must learn.
             if let Err(error) = claim::release(pool, image, &self.images.node_id) {
@@ -303,9 +307,9 @@ impl Bound for BoundImage<'_> {
         Ok((Attachment { device, note }, done))
     }
 
-    fn ailment(&self, device: &Device) -> Option<Ailment> {
+    fn condition(&self, device: &Device) -> Option<Condition> {
         let path = sysfs::backing_file(device.dev).ok()?;
-        whose::is_deleted(&path).then_some(Ailment::Deleted)
+        whose::is_deleted(&path).then_some(Condition::Deleted)
     }
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
@@ -321,10 +325,10 @@ impl Bound for BoundImage<'_> {
     }
 
     fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
-        let Behind::Image(id) = &device.behind else {
+        let Backing::Image(id) = &device.backing else {
             unreachable!("an image is behind a loop device");
         };
-        Ok(loopdev::detach(&image::loop_device(device)?, *id)?)
+        Ok(loopdev::detach(&loop_attach::loop_device(device)?, *id)?)
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
@@ -353,12 +357,12 @@ impl Bound for BoundImage<'_> {
 
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {
         let file = self.pool()?.open_image(&self.source.image, false)?;
-        image::is_all_hole(&file).map_err(io("look for data in the image"))
+        loop_attach::is_all_hole(&file).map_err(io("look for data in the image"))
     }
 
     fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
         self.enlarge(bytes)?;
-        loopdev::resize(&image::loop_device(device)?)?;
+        loopdev::resize(&loop_attach::loop_device(device)?)?;
         sysfs::size_bytes(device.dev).map_err(io("read the device's size"))
     }
 }

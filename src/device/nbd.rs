@@ -37,14 +37,14 @@ mod grow;
 pub mod handshake;
 mod keep;
 mod link;
-mod links;
+mod link_table;
 mod shape;
 
 pub use client::ConnectError;
 pub use error::NbdError;
 pub use keep::keep;
 pub use link::{Away, Link};
-pub use links::Links;
+pub use link_table::Links;
 
 use client::Connection;
 use error::{at, failed};

@@ -5,7 +5,7 @@ use std::{fs::File, path::Path};
 use tempfile::NamedTempFile;
 
 use super::{
-    Behind, Device, Source,
+    Backing, Device, Source,
     loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
 };
 use crate::kernel::loopctl;
@@ -47,7 +47,7 @@ impl Scratch {
         Device {
             dev: self.device.dev,
             node: self.device.node.clone(),
-            behind: Behind::Image(self.id()),
+            backing: Backing::Image(self.id()),
             read_only: false,
             diskseq: self.device.diskseq,
             encrypted: None,

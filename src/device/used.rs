@@ -9,7 +9,7 @@ use std::{ffi::OsStr, path::Path};
 use rustix::fs::OFlags;
 
 use super::{
-    How, Purpose,
+    AttachOptions, Purpose,
     error::{DeviceError, io},
     holders,
 };
@@ -20,9 +20,9 @@ use crate::{
 
 /// Refuses a device that is to be given out raw and that is mounted, or open
 /// exclusively, by somebody else than the volume's own user.
-pub fn refuse(node: &Path, dev: Dev, how: &How) -> Result<(), DeviceError> {
-    let is_own = how.staged || how.known.as_deref() == Some(node);
-    if how.purpose != Purpose::Raw || is_own {
+pub fn refuse(node: &Path, dev: Dev, options: &AttachOptions) -> Result<(), DeviceError> {
+    let is_own = options.staged || options.known.as_deref() == Some(node);
+    if options.purpose != Purpose::Raw || is_own {
         return Ok(());
     }
     match block::open_exclusive(node, dev, OFlags::RDONLY) {

@@ -11,7 +11,7 @@ use super::{
     task::{Progress, Volume},
 };
 use crate::{
-    device::{Attachment, Device, How, Purpose, Source},
+    device::{AttachOptions, Attachment, Device, Purpose, Source},
     mount::{PathKind, path::SafePath, table},
 };
 
@@ -56,7 +56,7 @@ pub async fn attach_source(
     }
     let backends = Arc::clone(&node.backends);
     let source = spec.source.clone();
-    let how = How {
+    let options = AttachOptions {
         read_only: spec.read_only,
         shared: spec.mode.multi_node(),
         volume_id: volume.id.clone(),
@@ -69,7 +69,7 @@ pub async fn attach_source(
     let (attached, done) = node
         .lane(volume, progress, "attach", move || {
             let _place = place;
-            backends.bind(&source).attach(&how)
+            backends.bind(&source).attach(&options)
         })
         .await
         .map_err(|error| volume.device(error))?;

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     chain,
-    device::{Bound as _, DeviceError, ImageSource},
+    device::{BackendVolume as _, DeviceError, ImageSource},
     ring,
 };
 

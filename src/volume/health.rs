@@ -13,7 +13,7 @@ use super::{
     stats,
 };
 use crate::{
-    device::{Ailment, Device},
+    device::{self, Device},
     fs::FsType,
     kernel::sysfs,
     mount::{PathKind, path::SafePath, table},
@@ -115,25 +115,25 @@ impl Node {
 
     fn check_device(&self, record: &Record, device: &Device, found: &mut Vec<Condition>) {
         let node = device.node.display();
-        found.extend(self.backends.ailment(&record.source, device).map(|ailment| match ailment {
-            Ailment::Detached => condition(
+        found.extend(self.backends.condition(&record.source, device).map(|found| match found {
+            device::Condition::Detached => condition(
                 Severity::Inaccessible,
                 "DeviceGone",
                 format!("{node} is detached"),
             ),
-            Ailment::Deleted => condition(
+            device::Condition::Deleted => condition(
                 Severity::DataLoss,
                 "ImageDeleted",
                 format!(
                     "the image behind {node} was deleted; its bytes go when the volume is unstaged"
                 ),
             ),
-            Ailment::Unkept(why) => condition(
+            device::Condition::Unkept(why) => condition(
                 Severity::Degraded,
                 "ServerUnkept",
                 format!("should the server of {node} end, it would not come back: {why}"),
             ),
-            Ailment::Away {
+            device::Condition::Away {
                 failing: false,
                 why,
             } => condition(
@@ -141,7 +141,7 @@ impl Node {
                 "ServerAway",
                 format!("requests to {node} wait for its server, which is away {why}"),
             ),
-            Ailment::Away { failing: true, why } => condition(
+            device::Condition::Away { failing: true, why } => condition(
                 Severity::Inaccessible,
                 "ServerAway",
                 format!("requests to {node} fail, since its server is away {why}"),

@@ -286,7 +286,7 @@ impl Publishing {
         if !self.locks || self.record.usage != Use::Block {
             return Ok(());
         }
-        let lock = || device::lock::lock(self.device.dev, &self.spec.target_path);
+        let lock = || device::descriptor_lock::lock(self.device.dev, &self.spec.target_path);
         let done = self.progress.step_on_lane("lock", lock);
         let id = &self.record.volume_id;
         already(id, "lock", done.map_err(|error| Error::device(id, error))?);

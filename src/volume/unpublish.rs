@@ -27,7 +27,7 @@ use super::{
 use crate::{
     device::{
         Backends, Owner, Source,
-        lock::{self, Unlock},
+        descriptor_lock::{self, Unlock},
     },
     fs::FsType,
     kernel::{Dev, block, sysfs},
@@ -219,9 +219,8 @@ async fn release_lock(
         volume.id.clone(),
     );
     let unlock = move || match absent_is_none(places.target(&target))? {
-        Some(_) => {
-            lock::unlock(dev, &Unlock::Over(paths)).map_err(|error| Error::device(&id, error))
-        }
+        Some(_) => descriptor_lock::unlock(dev, &Unlock::Over(paths))
+            .map_err(|error| Error::device(&id, error)),
         None => Ok(Vec::new()),
     };
     let released = node.lane(volume, progress, "unlock", unlock).await?;

@@ -14,9 +14,9 @@ use super::{
 use crate::{
     Detached, chain,
     device::{
-        Device, holders,
-        lock::{self, Unlock},
-        ready,
+        Device,
+        descriptor_lock::{self, Unlock},
+        holders, ready,
     },
     mount::{
         PathKind,
@@ -185,7 +185,7 @@ async fn release_locks(
     let dev = device.dev;
     let released = node
         .lane(volume, progress, "unlock", move || {
-            lock::unlock(dev, &Unlock::All)
+            descriptor_lock::unlock(dev, &Unlock::All)
         })
         .await
         .map_err(|error| volume.device(error))?;

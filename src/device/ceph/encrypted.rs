@@ -7,14 +7,14 @@
 //! where an operator asks for it without a note, too.
 
 use super::{
-    Below, BoundCephImage, CephSource, Format, Known,
+    BoundCephImage, CephSource, Format, Known, LowerDevice,
     error::CephImageError,
     library::{Asked, Notes},
 };
 use crate::{
     ceph::csi_format::encryption::{self, Kms},
     device::{
-        HeldOpen, How, Source,
+        AttachOptions, HeldOpen, Source,
         backend::Purpose,
         error::DeviceError,
         luks::{self, Holds, LuksError, Origin},
@@ -30,19 +30,19 @@ impl BoundCephImage<'_> {
         &self,
         known: &Known<'_>,
         kms: &str,
-        below: &Below,
-        how: &How,
+        lower: &LowerDevice,
+        options: &AttachOptions,
     ) -> Result<BlockDev, DeviceError> {
         let source = Source::Rbd(CephSource {
             image: known.image.clone(),
             ..self.source.clone()
         });
-        let held = HeldOpen::new(&source, &below.clone().shown(None))?;
-        let (under, domain) = (&below.block, source.domain());
+        let held = HeldOpen::new(&source, &lower.clone().shown(None))?;
+        let (under, domain) = (&lower.block, source.domain());
         let asked = known.asked(&self.images.connections)?;
         let notes = asked.map(Asked::notes).transpose()?;
         let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
-        let passphrase = passphrase(kms, known, notes.as_ref(), how)?;
+        let passphrase = passphrase(kms, known, notes.as_ref(), options)?;
         let is_noted = notes.is_some_and(|notes| notes.encrypted);
         let over = luks::over(under.dev)
             .map_err(luks::failed("look for what is over the mapped image"))?;
@@ -52,12 +52,12 @@ impl BoundCephImage<'_> {
                 Kms::Metadata => Origin::Random,
             };
             let format = || luks::format(under, &passphrase, origin, &domain);
-            self.format_once(known, under, &held, is_noted, how, format)?;
+            self.format_once(known, under, &held, is_noted, options, format)?;
         }
-        let name = luks::name_of(&how.volume_id);
+        let name = luks::name_of(&options.volume_id);
         held.check()?;
-        let (over, _) = luks::open(under, &name, &passphrase, how.read_only, &domain)?;
-        if let Some(asked) = asked.filter(|_| !is_noted && !how.read_only) {
+        let (over, _) = luks::open(under, &name, &passphrase, options.read_only, &domain)?;
+        if let Some(asked) = asked.filter(|_| !is_noted && !options.read_only) {
             // It holds data from now on.
             asked.note_encrypted()?;
         }
@@ -71,12 +71,12 @@ impl BoundCephImage<'_> {
         under: &BlockDev,
         held: &HeldOpen,
         is_noted: bool,
-        how: &How,
+        options: &AttachOptions,
         format: impl FnOnce() -> Result<(), LuksError>,
     ) -> Result<(), DeviceError> {
-        let note = self.note(known, Format::Luks, how)?;
-        let interrupted = note.format_in_progress(&how.volume_id)?;
-        let may_be_partial = interrupted || how.purpose == Purpose::Format;
+        let note = self.note(known, Format::Luks, options)?;
+        let interrupted = note.format_in_progress(&options.volume_id)?;
+        let may_be_partial = interrupted || options.purpose == Purpose::Format;
         let image = || known.image.to_string();
         let refusal = match luks::look(under)? {
             Holds::Luks if !may_be_partial => return Ok(()),
@@ -91,14 +91,16 @@ impl BoundCephImage<'_> {
             ),
             _ if is_noted => Some(CephImageError::Emptied { image: image() }),
             // Two nodes that format one image at once destroy what either writes.
-            _ if how.read_only || how.shared => Some(CephImageError::Blank { image: image() }),
+            _ if options.read_only || options.shared => {
+                Some(CephImageError::Blank { image: image() })
+            }
             _ if known.source.is_tuned => Some(CephImageError::Tuned { image: image() }),
             Holds::Nothing | Holds::Luks | Holds::Unknown(_) => None,
         };
         if let Some(refusal) = refusal {
             return Err(refusal.into());
         }
-        note.begins(&how.volume_id)?;
+        note.begins(&options.volume_id)?;
         if let Err(error) = held.check() {
             // It did not begin.
             note.ended()?;
@@ -113,9 +115,9 @@ fn passphrase(
     kms: Kms,
     known: &Known<'_>,
     notes: Option<&Notes>,
-    how: &How,
+    options: &AttachOptions,
 ) -> Result<Secret, CephImageError> {
-    let with = encryption::passphrase(&how.secrets)?;
+    let with = encryption::passphrase(&options.secrets)?;
     match (kms, notes) {
         (Kms::Secret, _) => Ok(with.clone()),
         (Kms::Metadata, None) => Err(CephImageError::Unreadable {
@@ -123,7 +125,7 @@ fn passphrase(
         }),
         (Kms::Metadata, Some(notes)) => {
             let sealed = notes.sealed.as_deref().unwrap_or_default();
-            Ok(encryption::open(with, &how.volume_id, sealed)?)
+            Ok(encryption::open(with, &options.volume_id, sealed)?)
         }
     }
 }

@@ -34,7 +34,7 @@ use super::{BoundCephImage, CephImageError, Known};
 use crate::{
     ceph::client::{CephError, rbd::Header},
     crash_point,
-    device::{How, MkfsNote},
+    device::{AttachOptions, MkfsNote},
 };
 
 /// Under which key of the image's metadata.
@@ -126,10 +126,10 @@ impl BoundCephImage<'_> {
         &self,
         known: &Known<'_>,
         making: Format,
-        how: &How,
+        options: &AttachOptions,
     ) -> Result<MkfsNote, CephImageError> {
-        if !how.read_only
-            && !how.staged
+        if !options.read_only
+            && !options.staged
             && let Some(asked) = known.asked(&self.images.connections)?
             && let Some(note) = &asked.format_marker
         {

@@ -11,8 +11,8 @@ use std::{cell::OnceCell, sync::Once};
 
 use super::{
     BoundCephImage, CephImageError, CephSource, Mounter,
-    below::Below,
     library::{Asked, Own},
+    lower_device::LowerDevice,
     nbd_backed,
 };
 use crate::{
@@ -22,7 +22,7 @@ use crate::{
         csi_format::config::ClusterConfig,
         krbd::{self, Greeting, ImageSpec, Monitors, RbdDevice, Wanted},
     },
-    device::How,
+    device::AttachOptions,
 };
 
 /// What is known of an image and its cluster, once somebody is to use it.
@@ -53,12 +53,12 @@ impl BoundCephImage<'_> {
     /// that after a fail-over. It is called the same there, and so is its pool.
     pub(super) fn map_where_it_is(
         &self,
-        how: &How,
-    ) -> Result<(Known<'_>, Below, Done), CephImageError> {
+        options: &AttachOptions,
+    ) -> Result<(Known<'_>, LowerDevice, Done), CephImageError> {
         let at = |cluster_id: &str, pool_id| {
-            let known = self.known(cluster_id, pool_id, how)?;
-            let (below, done) = self.map(&known, how)?;
-            Ok((known, below, done))
+            let known = self.known(cluster_id, pool_id, options)?;
+            let (lower, done) = self.map(&known, options)?;
+            Ok((known, lower, done))
         };
         let cluster_id = &self.source.image.cluster_id;
         let own = at(cluster_id, self.source.pool_id);
@@ -81,7 +81,7 @@ impl BoundCephImage<'_> {
         &self,
         cluster_id: &str,
         pool_id: Option<i64>,
-        how: &How,
+        options: &AttachOptions,
     ) -> Result<Known<'_>, CephImageError> {
         let cluster = self.images.cluster(cluster_id)?;
         let mut image = self.source.image.clone();
@@ -90,7 +90,7 @@ impl BoundCephImage<'_> {
         }
         Ok(Known {
             source: self.source,
-            credentials: Credentials::from_secrets(&how.secrets)?,
+            credentials: Credentials::from_secrets(&options.secrets)?,
             cluster,
             image,
             pool_id,
@@ -98,21 +98,25 @@ impl BoundCephImage<'_> {
         })
     }
 
-    fn map(&self, known: &Known<'_>, how: &How) -> Result<(Below, Done), CephImageError> {
+    fn map(
+        &self,
+        known: &Known<'_>,
+        options: &AttachOptions,
+    ) -> Result<(LowerDevice, Done), CephImageError> {
         let krbd = || {
-            self.map_by_krbd(known, how)
+            self.map_by_krbd(known, options)
                 .map(|(device, done)| (device.into(), done))
         };
         match &self.source.mounter {
             Mounter::Krbd => krbd(),
-            Mounter::RbdNbd(served) => self.serve(known, served, how),
+            Mounter::RbdNbd(served) => self.serve(known, served, options),
             Mounter::Either(served) if nbd_backed::is_nbd_backed(&served.cookie)? => {
-                self.serve(known, served, how)
+                self.serve(known, served, options)
             }
             Mounter::Either(served) => match krbd() {
                 Err(CephImageError::Rbd(error)) if error.is_for_another_mounter() => {
                     tracing::info!(%error, "rbd-nbd is to serve it");
-                    self.serve(known, served, how)
+                    self.serve(known, served, options)
                 }
                 mapped => mapped,
             },
@@ -122,16 +126,16 @@ impl BoundCephImage<'_> {
     fn map_by_krbd(
         &self,
         known: &Known<'_>,
-        how: &How,
+        options: &AttachOptions,
     ) -> Result<(RbdDevice, Done), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        nbd_backed::refuse_nbd_backed(&known.image, &how.volume_id, &monitors)?;
-        let mut wanted = self.wanted(known, how, &monitors);
-        let one_writer = !how.read_only && !how.shared;
+        nbd_backed::refuse_nbd_backed(&known.image, &options.volume_id, &monitors)?;
+        let mut wanted = self.wanted(known, options, &monitors);
+        let one_writer = !options.read_only && !options.shared;
         if let Some(device) = krbd::find(&wanted)? {
             // A killed agent had not looked yet, or was let in late.
             if one_writer
-                && !how.staged
+                && !options.staged
                 && let Some(asked) = known.asked(&self.images.connections)?
             {
                 asked.is_alone(own_client(&device))?;
@@ -139,7 +143,7 @@ impl BoundCephImage<'_> {
             return Ok((device, Done::Already));
         }
         // What a killed agent is mapping would be taken for somebody else's.
-        self.images.mapper.is_under_way(&how.volume_id)?;
+        self.images.mapper.is_under_way(&options.volume_id)?;
         let greeting = Greeting::ask(&wanted)?;
         // A second writer destroys the image. Readers, and those who are told to
         // share it, mind each other or do no harm.
@@ -186,7 +190,7 @@ impl BoundCephImage<'_> {
     pub(super) fn wanted<'a>(
         &'a self,
         known: &'a Known<'_>,
-        how: &'a How,
+        options: &'a AttachOptions,
         monitors: &'a Monitors,
     ) -> Wanted<'a> {
         let nearest = known.cluster.read_affinity.enabled;
@@ -199,14 +203,14 @@ impl BoundCephImage<'_> {
         }
         Wanted {
             image: &known.image,
-            volume_id: &how.volume_id,
+            volume_id: &options.volume_id,
             pool_id: known.pool_id,
             features: known.source.features,
             monitors,
             credentials: &known.credentials,
             options: &known.source.map_options,
             location: self.images.location.as_deref().filter(|_| nearest),
-            read_only: how.read_only,
+            read_only: options.read_only,
         }
     }
 

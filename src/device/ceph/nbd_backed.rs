@@ -6,7 +6,7 @@
 //! cookie, which is the volume's handle.
 
 use super::{
-    Below, BoundCephImage, CephImageError, CephSource, Known, as_it_is_shown, library::Own,
+    BoundCephImage, CephImageError, CephSource, Known, LowerDevice, as_it_is_shown, library::Own,
     mounter::Served,
 };
 use crate::{
@@ -14,7 +14,7 @@ use crate::{
     ceph::krbd::{self, ImageSpec, Monitors},
     chain, crash_point,
     device::{
-        Ailment, Behind, Device, How, Source,
+        AttachOptions, Backing, Condition, Device, Source,
         backend::Found,
         error::{DeviceError, io},
     },
@@ -30,7 +30,7 @@ use crate::{
 pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
     let found = NbdDevice::attached_as(volume_id).map_err(io("look at the NBD devices"))?;
     found
-        .map(|device| as_it_is_shown(below(device, volume_id)))
+        .map(|device| as_it_is_shown(lower(device, volume_id)))
         .transpose()
 }
 
@@ -143,10 +143,10 @@ fn named(text: &str) -> Option<ImageSpec> {
     })
 }
 
-fn below(device: NbdDevice, cookie: &str) -> Below {
-    Below {
+fn lower(device: NbdDevice, cookie: &str) -> LowerDevice {
+    LowerDevice {
         block: device.block,
-        behind: Behind::Served(cookie.to_owned()),
+        backing: Backing::Served(cookie.to_owned()),
         read_only: device.read_only,
     }
 }
@@ -163,18 +163,18 @@ impl BoundCephImage<'_> {
         &self,
         known: &Known<'_>,
         served: &Served,
-        how: &How,
-    ) -> Result<(Below, Done), CephImageError> {
+        options: &AttachOptions,
+    ) -> Result<(LowerDevice, Done), CephImageError> {
         let supervisor = self.supervisor()?;
         let look = || NbdDevice::attached_as(&served.cookie).map_err(ClientError::Io);
         // What was begun for a killed agent is ours, and has the image open.
         let is_coming = is_coming(Some(supervisor), &served.cookie)?;
         let before = look()?;
         // As with krbd, a second writer destroys the image.
-        let single_writer = !how.staged && !how.read_only && !how.shared;
+        let single_writer = !options.staged && !options.read_only && !options.shared;
         let is_first = before.is_none() && !is_coming;
         if is_first {
-            self.is_not_mapped(known, how)?;
+            self.is_not_mapped(known, options)?;
             if single_writer {
                 let _ = self.alone(known)?;
             }
@@ -185,19 +185,19 @@ impl BoundCephImage<'_> {
             monitors: known.cluster.monitors.clone(),
             user: known.credentials.user.clone(),
             options: served.options.clone(),
-            read_only: how.read_only,
-            fencing: self.fencing(how),
+            read_only: options.read_only,
+            fencing: self.fencing(options),
         };
         let (node, done) = match (supervisor.map(&spec, &known.credentials.key), before) {
             // The supervisor is away, and the key is not needed now.
             (Err(ClientError::Away { source, .. }), Some(device))
-                if device.read_only == how.read_only
+                if device.read_only == options.read_only
                     && spec.fencing.is_none()
                     && is_backed_without_supervisor(&spec)? =>
             {
                 let why = chain(&source);
                 tracing::warn!(
-                    volume_id = how.volume_id,
+                    volume_id = options.volume_id,
                     why,
                     "rbd-nbd serves the volume without a supervisor"
                 );
@@ -227,9 +227,9 @@ impl BoundCephImage<'_> {
             let why = format!("{} went while it was looked at", node.display());
             ClientError::Io(std::io::Error::other(why))
         })?;
-        let below = below(device, &served.cookie);
+        let lower = lower(device, &served.cookie);
         if !single_writer {
-            return Ok((below, done));
+            return Ok((lower, done));
         }
         // Somebody else may have looked at the same time, as with krbd. A daemon that
         // has died since an earlier call watches on for a while.
@@ -240,8 +240,8 @@ impl BoundCephImage<'_> {
             None => Ok(()),
         });
         match alone {
-            Ok(()) => Ok((below, done)),
-            Err(cause) => Err(match self.unmap(&below) {
+            Ok(()) => Ok((lower, done)),
+            Err(cause) => Err(match self.unmap(&lower) {
                 Ok(_) => cause,
                 Err(undo) => cause.not_undone(&undo.into()),
             }),
@@ -249,9 +249,13 @@ impl BoundCephImage<'_> {
     }
 
     /// Refuses an image that krbd has mapped here.
-    fn is_not_mapped(&self, known: &Known<'_>, how: &How) -> Result<(), CephImageError> {
+    fn is_not_mapped(
+        &self,
+        known: &Known<'_>,
+        options: &AttachOptions,
+    ) -> Result<(), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        match krbd::find(&self.wanted(known, how, &monitors))? {
+        match krbd::find(&self.wanted(known, options, &monitors))? {
             None => Ok(()),
             Some(device) => Err(CephImageError::Taken {
                 image: known.image.to_string(),
@@ -260,36 +264,40 @@ impl BoundCephImage<'_> {
         }
     }
 
-    pub(super) fn unmap(&self, below: &Below) -> Result<Detached, CephImageError> {
-        match &below.behind {
-            Behind::Rbd(identity) => Ok(crate::ceph::krbd::unmap(&below.krbd(identity))?),
-            Behind::Served(cookie) => match self.supervisor()?.unmap(cookie)? {
+    pub(super) fn unmap(&self, lower: &LowerDevice) -> Result<Detached, CephImageError> {
+        match &lower.backing {
+            Backing::Rbd(identity) => Ok(crate::ceph::krbd::unmap(&lower.krbd(identity))?),
+            Backing::Served(cookie) => match self.supervisor()?.unmap(cookie)? {
                 Done::Now => Ok(Detached::Now),
                 Done::Already => Ok(Detached::Already),
             },
-            Behind::Image(_) | Behind::Export(_) => unreachable!("a Ceph image is behind it"),
+            Backing::Image(_) | Backing::Export(_) => unreachable!("a Ceph image is behind it"),
         }
     }
 
-    pub(super) fn grow_nbd_backed(&self, below: &Below, bytes: u64) -> Result<u64, CephImageError> {
-        let Behind::Served(cookie) = &below.behind else {
+    pub(super) fn grow_nbd_backed(
+        &self,
+        lower: &LowerDevice,
+        bytes: u64,
+    ) -> Result<u64, CephImageError> {
+        let Backing::Served(cookie) = &lower.backing else {
             unreachable!("rbd-nbd serves it");
         };
         Ok(self.supervisor()?.grow(cookie, bytes)?)
     }
 
     /// What the supervisor says is wrong with an image that is served.
-    pub(super) fn trouble(&self, below: &Below) -> Option<Ailment> {
-        let Behind::Served(cookie) = &below.behind else {
+    pub(super) fn trouble(&self, lower: &LowerDevice) -> Option<Condition> {
+        let Backing::Served(cookie) = &lower.backing else {
             return None;
         };
         let Some(supervisor) = &self.images.supervisor else {
             let why = "this agent was started without --holder";
-            return Some(Ailment::Unkept(why.to_owned()));
+            return Some(Condition::Unkept(why.to_owned()));
         };
         Some(match supervisor.trouble(cookie)? {
-            Trouble::Unkept(why) => Ailment::Unkept(why),
-            Trouble::Unserved(why) => Ailment::Away {
+            Trouble::Unkept(why) => Condition::Unkept(why),
+            Trouble::Unserved(why) => Condition::Away {
                 failing: false,
                 why: format!("({why})"),
             },

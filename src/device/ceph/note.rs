@@ -12,7 +12,7 @@ use crate::{
         },
         krbd::{ImageSpec, Mapped},
     },
-    device::{Behind, Device, Note},
+    device::{Backing, Device, Note},
 };
 
 /// The file beside the mount.
@@ -22,12 +22,12 @@ impl CephSource {
     /// The note, as ceph-csi reads it.
     pub fn note(&self, device: &Device) -> Note {
         let under = device.encrypted.as_ref();
-        let below = under.map_or(device.dev, |under| under.dev);
-        let is_nbd_backed = matches!(device.behind, Behind::Served(_));
+        let lower = under.map_or(device.dev, |under| under.dev);
+        let is_nbd_backed = matches!(device.backing, Backing::Served(_));
         let mounter = if is_nbd_backed { NBD } else { KRBD };
         let node = under.map_or(&device.node, |under| &under.node).to_str();
         let node = node.map(str::to_owned);
-        let mapped = Mapped::of(below).map(|mapped| mapped.image);
+        let mapped = Mapped::of(lower).map(|mapped| mapped.image);
         let image = mapped.as_ref().unwrap_or(&self.image);
         let stash = Stash {
             version: 3,
@@ -122,7 +122,10 @@ mod tests {
         let device = Device {
             dev: Dev { major: 1, minor: 0 },
             node: "/dev/rbd0".into(),
-            behind: crate::device::Behind::Image(crate::device::loopdev::FileId { dev: 1, ino: 1 }),
+            backing: crate::device::Backing::Image(crate::device::loopdev::FileId {
+                dev: 1,
+                ino: 1,
+            }),
             read_only: false,
             diskseq: None,
             encrypted: None,
@@ -136,7 +139,7 @@ mod tests {
 
         let served = Device {
             node: "/dev/nbd7".into(),
-            behind: Behind::Served(HANDLE.to_owned()),
+            backing: Backing::Served(HANDLE.to_owned()),
             ..device
         };
         let note = source.note(&served);

@@ -7,7 +7,7 @@
 //! volume is unstaged, for which there are no secrets: once nothing watches the image,
 //! no client is fenced.
 
-use super::{BoundCephImage, CephImageError, Known, below::Below};
+use super::{BoundCephImage, CephImageError, Known, lower_device::LowerDevice};
 use crate::{
     ceph::{
         csi_format::handle::VolumeHandle,
@@ -15,7 +15,7 @@ use crate::{
         krbd::{Mapped, mapped},
     },
     chain,
-    device::{Behind, Fencing, How},
+    device::{AttachOptions, Backing, Fencing},
     supervisor::{
         self,
         processes::{Server, process},
@@ -34,11 +34,11 @@ pub struct ThisNode {
 impl BoundCephImage<'_> {
     /// What the supervisor registers rbd-nbd's clients as, where the controller asks for it
     /// and there is one writer.
-    pub(super) fn fencing(&self, how: &How) -> Option<supervisor::Fencing> {
-        if how.fencing == Fencing::Off || how.read_only || how.shared {
+    pub(super) fn fencing(&self, options: &AttachOptions) -> Option<supervisor::Fencing> {
+        if options.fencing == Fencing::Off || options.read_only || options.shared {
             return None;
         }
-        let Ok(VolumeHandle::Journaled(handle)) = how.volume_id.parse() else {
+        let Ok(VolumeHandle::Journaled(handle)) = options.volume_id.parse() else {
             return None;
         };
         Some(supervisor::Fencing {
@@ -58,18 +58,18 @@ impl BoundCephImage<'_> {
     pub(super) fn register(
         &self,
         known: &Known<'_>,
-        below: &Below,
-        how: &How,
+        lower: &LowerDevice,
+        options: &AttachOptions,
     ) -> Result<(), CephImageError> {
-        let Some(supervisor::Fencing { node_id, volume }) = self.fencing(how) else {
+        let Some(supervisor::Fencing { node_id, volume }) = self.fencing(options) else {
             return Ok(());
         };
         let (monitors, credentials) = (&known.cluster.monitors, &known.credentials);
         let cluster = self.images.connections.get(monitors, credentials)?;
         let pool = cluster.ioctx(&known.image.pool, &known.image.namespace)?;
         let nodes = Attachments::of(&pool, volume);
-        if let Behind::Rbd(_) = below.behind {
-            let client = self.client(known, below)?;
+        if let Backing::Rbd(_) = lower.backing {
+            let client = self.client(known, lower)?;
             if !nodes.attach(&node_id, &client.into(), Published::Now)? {
                 return Err(self.unpublished(known));
             }
@@ -85,11 +85,11 @@ impl BoundCephImage<'_> {
     }
 
     /// The kernel's client that has the image for a device.
-    fn client(&self, known: &Known<'_>, below: &Below) -> Result<Client, CephImageError> {
-        let dev = below.block.dev;
+    fn client(&self, known: &Known<'_>, lower: &LowerDevice) -> Result<Client, CephImageError> {
+        let dev = lower.block.dev;
         let address = mapped::address_of(dev).ok_or_else(|| CephImageError::UnknownClient {
             image: known.image.to_string(),
-            node: below.block.node.clone(),
+            node: lower.block.node.clone(),
         })?;
         let alone = Mapped::of(dev).is_some_and(|it| it.config.noshare);
         Ok(Client {

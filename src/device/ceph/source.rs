@@ -192,10 +192,10 @@ impl CephSource {
 
     /// Whether the device is this image's, or what shows it in the clear.
     pub fn is_behind(&self, dev: Dev) -> bool {
-        let below = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
+        let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match self.mounter.served() {
-            Some(served) if identifier_of(below).as_ref() == Some(&served.cookie) => true,
-            _ => Mapped::of(below).is_some_and(|mapped| self.image.is_named_as(&mapped.image)),
+            Some(served) if identifier_of(lower).as_ref() == Some(&served.cookie) => true,
+            _ => Mapped::of(lower).is_some_and(|mapped| self.image.is_named_as(&mapped.image)),
         }
     }
 

@@ -13,7 +13,7 @@ use rustix::event::PollFlags;
 use super::{
     Away, Link, Links, NbdError,
     link::Mended,
-    links::{Event, lock},
+    link_table::{Event, lock},
 };
 use crate::{
     admission::Gate,

@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     Connection, Identifier, Links, NbdError, Options, Shape, at, client, failed, is_behind,
-    links::lock, open,
+    link_table::lock, open,
 };
 use crate::kernel::{
     nbd::{

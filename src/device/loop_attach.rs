@@ -9,7 +9,7 @@ use rustix::{
 };
 
 use super::{
-    Behind, Device, How, ImageSource,
+    AttachOptions, Backing, Device, ImageSource,
     error::{DeviceError, io},
     holders,
     loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
@@ -26,23 +26,23 @@ pub fn attach_loop(
     source: &ImageSource,
     pool: &Pool,
     file: &File,
-    how: &How,
+    options: &AttachOptions,
 ) -> Result<(Device, Done), DeviceError> {
     let path = pool.image_path(&source.image);
     let id = FileId::of(file).map_err(io("look at the image"))?;
     let device = |device: LoopDevice| Device {
         dev: device.dev,
         node: device.node,
-        behind: Behind::Image(id),
-        read_only: how.read_only,
+        backing: Backing::Image(id),
+        read_only: options.read_only,
         diskseq: device.diskseq,
         encrypted: None,
     };
-    if let Some(found) = attached_to(id, &source.image, how.known.as_deref())? {
-        let is_known = how.known.as_deref() == Some(&*found.attached.device.node);
+    if let Some(found) = attached_to(id, &source.image, options.known.as_deref())? {
+        let is_known = options.known.as_deref() == Some(&*found.attached.device.node);
         // Other readers keep theirs, we take another.
-        let another = how.shared && how.read_only && found.busy && !is_known;
-        match otherwise(&found.attached, how) {
+        let another = options.shared && options.read_only && found.busy && !is_known;
+        match otherwise(&found.attached, options) {
             _ if another => {}
             _ if found.attached.detaching => {
                 return Err(DeviceError::Busy {
@@ -52,7 +52,7 @@ pub fn attach_loop(
             }
             None => {
                 let attached = device(found.attached.device);
-                used::refuse(&attached.node, attached.dev, how)?;
+                used::refuse(&attached.node, attached.dev, options)?;
                 if !found.busy {
                     clear_read_only_mark(&attached)?;
                 }
@@ -71,13 +71,13 @@ pub fn attach_loop(
     if bytes < SMALLEST {
         return Err(DeviceError::TooSmall { image: path, bytes });
     }
-    let options = LoopOptions {
-        read_only: how.read_only,
+    let loop_options = LoopOptions {
+        read_only: options.read_only,
         direct_io: source.direct_io,
         sector_size: source.sector_size,
         name: &path,
     };
-    let attached = device(loopdev::attach(file, &options)?);
+    let attached = device(loopdev::attach(file, &loop_options)?);
     if let Err(error) = clear_read_only_mark(&attached) {
         let _ = loopdev::detach(&loop_device(&attached)?, id)?;
         return Err(error);
@@ -162,14 +162,14 @@ pub fn attached_to(
 }
 
 /// What keeps an attached loop device from being the one that is needed.
-fn otherwise(found: &Attached, how: &How) -> Option<String> {
+fn otherwise(found: &Attached, options: &AttachOptions) -> Option<String> {
     if found.offset != 0 || found.size_limit != 0 {
         return Some(format!(
             "from byte {} on, {} bytes of it",
             found.offset, found.size_limit
         ));
     }
-    (found.read_only != how.read_only).then(|| {
+    (found.read_only != options.read_only).then(|| {
         if found.read_only {
             "read-only"
         } else {

@@ -2,32 +2,32 @@
 
 use crate::{
     ceph::krbd::{Identity, RbdDevice},
-    device::{Behind, Device},
+    device::{Backing, Device},
     kernel::block::BlockDev,
 };
 
 /// A mapped image's own device, below an encrypted volume's.
 #[derive(Clone, Debug)]
-pub struct Below {
+pub struct LowerDevice {
     pub block: BlockDev,
-    pub behind: Behind,
+    pub backing: Backing,
     pub read_only: bool,
 }
 
-impl From<RbdDevice> for Below {
+impl From<RbdDevice> for LowerDevice {
     fn from(device: RbdDevice) -> Self {
         Self {
             block: BlockDev {
                 dev: device.dev,
                 node: device.node,
             },
-            behind: Behind::Rbd(device.identity),
+            backing: Backing::Rbd(device.identity),
             read_only: device.read_only,
         }
     }
 }
 
-impl Below {
+impl LowerDevice {
     pub fn of(device: &Device) -> Self {
         let own = || BlockDev {
             dev: device.dev,
@@ -35,7 +35,7 @@ impl Below {
         };
         Self {
             block: device.encrypted.clone().unwrap_or_else(own),
-            behind: device.behind.clone(),
+            backing: device.backing.clone(),
             read_only: device.read_only,
         }
     }
@@ -49,7 +49,7 @@ impl Below {
         Device {
             dev: shown.dev,
             node: shown.node,
-            behind: self.behind,
+            backing: self.backing,
             read_only: self.read_only,
             diskseq: None,
             encrypted,
