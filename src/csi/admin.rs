@@ -17,7 +17,7 @@ use crate::{
         node_admin_server::NodeAdmin,
     },
     volume::{
-        Config, Error, Heart, Listed, Outcome,
+        Cause, Config, Heart, Listed, Outcome,
         spec::{Call, Format},
     },
 };
@@ -61,7 +61,7 @@ impl AdminService {
             .parse()
             .map_err(|error| validate::invalid("fs_type", error))?;
         let source = Source::parse(&request.volume_context, &request.volume_id)
-            .map_err(|e| Status::from(&Error::from(e)))?;
+            .map_err(|e| Status::from(&Cause::from(e)))?;
         let secrets = request.secrets.into();
         let call = Call::Format(Format {
             source,

@@ -18,7 +18,7 @@ use crate::{
         VolumeUsage, volume_health::VolumeHealthEntry, volume_usage::Unit,
     },
     volume::{
-        Config, Error, Heart, Node, Outcome, Severity, Space, Usage,
+        Cause, Config, Heart, Node, Outcome, Severity, Space, Usage,
         spec::{Call, Expand, Parsed, Publish, Stage},
     },
 };
@@ -66,7 +66,7 @@ impl NodeService {
     /// Asks what is answered at once.
     async fn ask<T: Send + 'static>(
         &self,
-        ask: impl FnOnce(&Node) -> Result<T, Error> + Send + 'static,
+        ask: impl FnOnce(&Node) -> Result<T, Cause> + Send + 'static,
     ) -> Result<T, Status> {
         let answer = self.heart.run(move |node| async move { ask(&node) }).await;
         let answer = answer.ok_or_else(going_down)?;
@@ -97,7 +97,7 @@ impl NodeService {
         refuse_unsafe(&capability)?;
         let parsed = self.parse(&capability, &request.volume_context)?;
         let source = Source::parse(&request.volume_context, &request.volume_id)
-            .map_err(|error| Status::from(&Error::from(error)))?;
+            .map_err(|error| Status::from(&Cause::from(error)))?;
         let stage = Stage {
             source,
             staging_path: clean(&request.staging_target_path),

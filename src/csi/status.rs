@@ -31,6 +31,14 @@ impl From<&volume::Error> for Status {
     }
 }
 
+/// A request that names no volume's call yet.
+#[cfg(feature = "node")]
+impl From<&volume::Cause> for Status {
+    fn from(cause: &volume::Cause) -> Self {
+        Self::new(code(cause.kind()), chain(cause))
+    }
+}
+
 /// The code of a failed call.
 #[cfg(any(feature = "node", feature = "controller"))]
 fn code(kind: Kind) -> Code {
@@ -56,10 +64,7 @@ mod tests {
 
     #[test]
     fn a_growth_that_somebody_has_to_make_possible_is_not_tried_again() {
-        let code = |source| {
-            let volume = "v".to_owned();
-            Status::from(&volume::Error::Grow { volume, source }).code()
-        };
+        let code = |error| Status::from(&volume::Cause::Grow(error)).code();
         for source in [
             GrowError::HasErrors,
             GrowError::SeveralDevices { devices: 2 },

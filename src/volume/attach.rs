@@ -5,10 +5,12 @@ use std::{path::PathBuf, rc::Rc, sync::Arc};
 use rustix::fd::AsFd as _;
 
 use super::{
-    Error, Node, already,
+    already,
+    context::Context,
+    error::Cause,
     record::Record,
     spec::{Stage, Use},
-    task::{Progress, Volume},
+    task::Volume,
 };
 use crate::{
     device::{AttachOptions, Attachment, Device, Purpose, Source},
@@ -27,53 +29,47 @@ pub struct Before {
 /// Attaches the source, after making it where it is an inline volume's. Where
 /// this fails, nothing stays that it did, but for the inline volume's image.
 pub async fn attach_source(
-    node: &Rc<Node>,
-    volume: &Volume,
+    cx: Context<'_>,
     spec: &Stage,
     purpose: Purpose,
     before: Before,
-    progress: &Progress,
-) -> Result<Attachment, Error> {
-    if let Some(other) = node.other_user(volume, &spec.source) {
-        return Err(volume.precondition(format!(
+) -> Result<Attachment, Cause> {
+    if let Some(other) = cx.other_user(&spec.source) {
+        return Err(Cause::precondition(format!(
             "{} is in use on this node by volume {other}",
             spec.source
         )));
     }
-    let place = node
-        .admit(volume, progress, &node.config.gates.attach, &spec.source)
-        .await?;
+    let place = cx.admit(&cx.node.config.gates.attach, &spec.source).await?;
     if let Some(inline) = &spec.inline {
-        let backends = Arc::clone(&node.backends);
-        let (source, id, bytes) = (spec.source.clone(), volume.id.clone(), inline.bytes);
-        let done = node
-            .lane(volume, progress, "create", move || {
+        let backends = Arc::clone(&cx.node.backends);
+        let (source, id, bytes) = (spec.source.clone(), cx.volume.id.clone(), inline.bytes);
+        let done = cx
+            .lane("create", move || {
                 backends.inline_image(&source).create_inline(&id, bytes)
             })
-            .await
-            .map_err(|error| volume.device(error))?;
-        already(&volume.id, "create", done);
+            .await?;
+        already("create", done);
     }
-    let backends = Arc::clone(&node.backends);
+    let backends = Arc::clone(&cx.node.backends);
     let source = spec.source.clone();
     let options = AttachOptions {
         read_only: spec.read_only,
         shared: spec.mode.multi_node(),
-        volume_id: volume.id.clone(),
+        volume_id: cx.volume.id.clone(),
         purpose,
         known: before.device,
         staged: before.is_staged,
         fencing: spec.fencing,
         secrets: spec.secrets.clone(),
     };
-    let (attached, done) = node
-        .lane(volume, progress, "attach", move || {
+    let (attached, done) = cx
+        .lane("attach", move || {
             let _place = place;
             backends.bind(&source).attach(&options)
         })
-        .await
-        .map_err(|error| volume.device(error))?;
-    already(&volume.id, "attach", done);
+        .await?;
+    already("attach", done);
     Ok(attached)
 }
 
@@ -108,13 +104,13 @@ pub fn known_device(place: &SafePath, record: Option<&Record>, usage: &Use) -> O
     noted.or_else(mounted)
 }
 
-impl Node {
+impl Context<'_> {
     /// Another volume of this node that has these bytes: a second handle of one
     /// image would unstage it under the first.
-    pub fn other_user(&self, volume: &Volume, source: &Source) -> Option<String> {
-        let volumes = self.volumes.borrow();
+    pub fn other_user(self, source: &Source) -> Option<String> {
+        let volumes = self.node.volumes.borrow();
         let other = volumes.values().find(|other| {
-            other.id != volume.id
+            other.id != self.volume.id
                 && other
                     .record()
                     .is_some_and(|record| record.source.is_same(source))
@@ -123,9 +119,9 @@ impl Node {
     }
 
     /// The devices that other volumes of this node have.
-    pub fn devices_of_others(&self, volume: &Volume) -> Vec<Device> {
-        let volumes = self.volumes.borrow();
-        let others = volumes.values().filter(|other| other.id != volume.id);
+    pub fn devices_of_others(self) -> Vec<Device> {
+        let volumes = self.node.volumes.borrow();
+        let others = volumes.values().filter(|other| other.id != self.volume.id);
         let device = |other: &Rc<Volume>| {
             let held = other.held.borrow();
             held.as_ref()?.record.device.clone()
@@ -134,9 +130,9 @@ impl Node {
     }
 
     /// What each other volume of this node has.
-    pub fn sources_of_others(&self, volume: &Volume) -> Vec<(String, Source)> {
-        let volumes = self.volumes.borrow();
-        let others = volumes.values().filter(|other| other.id != volume.id);
+    pub fn sources_of_others(self) -> Vec<(String, Source)> {
+        let volumes = self.node.volumes.borrow();
+        let others = volumes.values().filter(|other| other.id != self.volume.id);
         let source = |other: &Rc<Volume>| {
             let held = other.held.borrow();
             Some((other.id.clone(), held.as_ref()?.record.source.clone()))

@@ -2,11 +2,7 @@
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
-use super::{
-    Error, Node, Outcome, already,
-    spec::Call,
-    task::{Progress, Volume},
-};
+use super::{Node, Outcome, already, context::Context, error::Cause, spec::Call};
 use crate::{
     chain,
     device::{BackendVolume as _, DeviceError, ImageSource},
@@ -95,23 +91,17 @@ async fn left_in(
 }
 
 /// Gives back the claim of an image for a volume that this node does not hold.
-pub async fn give_back(
-    node: &Rc<Node>,
-    volume: &Volume,
-    source: &ImageSource,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    if volume.record().is_some() {
+pub async fn give_back(cx: Context<'_>, source: &ImageSource) -> Result<Outcome, Cause> {
+    if cx.volume.record().is_some() {
         return Ok(Outcome::Done);
     }
-    let backends = Arc::clone(&node.backends);
-    let (source, id) = (source.clone(), volume.id.clone());
-    let done = node
-        .lane(volume, progress, "release", move || {
+    let backends = Arc::clone(&cx.node.backends);
+    let (source, id) = (source.clone(), cx.volume.id.clone());
+    let done = cx
+        .lane("release", move || {
             backends.images.release_left(&source, &id)
         })
-        .await
-        .map_err(|error| volume.device(error))?;
-    already(&volume.id, "give the claim back", done);
+        .await?;
+    already("give the claim back", done);
     Ok(Outcome::Done)
 }

@@ -3,7 +3,6 @@
 use std::{io, path::PathBuf};
 
 use super::task::UnderWay;
-
 use crate::{
     Kind,
     admission::Full,
@@ -19,10 +18,27 @@ use crate::{
     },
 };
 
-/// Why a call on a volume failed. Which gRPC code each becomes is
-/// [`crate::csi::status`]'s business.
+/// A call that failed.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+#[error("volume {volume}")]
+pub struct Error {
+    /// The volume's handle.
+    pub volume: String,
+    /// Why it failed.
+    #[source]
+    pub cause: Cause,
+}
+
+impl Error {
+    /// What the caller may do about it.
+    pub fn kind(&self) -> Kind {
+        self.cause.kind()
+    }
+}
+
+/// Why a call on a volume failed, or a request for one was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum Cause {
     /// A field of the request makes no sense.
     #[error("{field}: {why}")]
     Invalid {
@@ -37,7 +53,7 @@ pub enum Error {
     /// A mount option cannot be used.
     #[error(transparent)]
     Option(#[from] MountOptionError),
-    /// A path of the request is not where it may be, or not what it must be.
+    /// A path of the request is outside the allowed directories, or holds something else.
     #[error("{field}")]
     Path {
         /// The request's field.
@@ -46,103 +62,65 @@ pub enum Error {
         source: PathError,
     },
     /// This node holds no such volume, or not at that path.
-    #[error("volume {volume}: {what}")]
-    NotFound {
-        /// The volume's handle.
-        volume: String,
-        /// What was looked for.
-        what: String,
-    },
-    /// The volume is there with other arguments than those asked for.
-    #[error("volume {volume} is already {have}; asked: {want}")]
+    #[error("{0}")]
+    NotFound(String),
+    /// The volume is there with other arguments than those requested.
+    #[error("it is already {have}; asked: {want}")]
     Incompatible {
-        /// The volume's handle.
-        volume: String,
         /// How it is.
         have: String,
-        /// How it was asked for.
+        /// How it was requested.
         want: String,
     },
-    /// The volume is not in the state that the call needs.
-    #[error("volume {volume}: {what}")]
-    Precondition {
-        /// The volume's handle.
-        volume: String,
-        /// What is in the way, and what to do.
-        what: String,
-    },
+    /// The volume is not in the state that the call needs; says what to do.
+    #[error("{0}")]
+    Precondition(String),
     /// Another call works on the volume.
-    #[error("volume {volume}: {} is under way, {under_way}", under_way.call)]
-    Pending {
-        /// The volume's handle.
-        volume: String,
-        /// The call under way.
-        under_way: UnderWay,
-    },
-    /// Another volume's call is about the same path.
+    #[error("{} is under way, {}", .0.call, .0)]
+    Pending(UnderWay),
+    /// Another volume's call works on the same path.
     #[error(
-        "volume {volume}: volume {other} is being mounted at {}, or unmounted from it; try again",
+        "volume {other} is being mounted at {}, or unmounted from it; try again",
         path.display()
     )]
     Occupied {
-        /// The volume's handle.
-        volume: String,
         /// The path.
         path: PathBuf,
         /// The other volume's handle.
         other: String,
     },
     /// The agent has just started, and does not know yet what it holds.
+    #[error("this node's agent has just started and still takes up what the one before it left")]
+    NotTakenUp,
+    /// The caller's deadline passed; the work goes on.
+    #[error("{} goes on beyond this call's deadline, {}; the next equal call joins it", .0.call, .0)]
+    Deadline(UnderWay),
+    /// Another opener keeps the device busy; nothing was disconnected.
     #[error(
-        "volume {volume}: this node's agent has just started and still takes up what the one before it left"
-    )]
-    NotTakenUp {
-        /// The volume's handle.
-        volume: String,
-    },
-    /// The caller's time is up; the work goes on.
-    #[error(
-        "volume {volume}: {} goes on beyond this call's deadline, {under_way}; the next equal call joins it",
-        under_way.call
-    )]
-    Deadline {
-        /// The volume's handle.
-        volume: String,
-        /// The call under way.
-        under_way: UnderWay,
-    },
-    /// Somebody else keeps the device busy; nothing was disconnected.
-    #[error(
-        "volume {volume}: {device} is busy, nothing was disconnected: {}",
+        "{device} is busy, nothing was disconnected: {}",
         holders::describe(holders)
     )]
     Busy {
-        /// The volume's handle.
-        volume: String,
         /// The device's node.
         device: PathBuf,
-        /// Who holds it, as far as could be found.
+        /// Its openers, as far as they could be found.
         holders: Vec<Holder>,
     },
-    /// The device is not proven blank and holds no file system that was asked for.
+    /// The device is not proven blank and does not hold the requested file system.
     #[error(
-        "volume {volume}: {device} holds {what}, which is neither blank nor {wanted}; it is left as it is (`uringctl format` destroys it on request)"
+        "{device} holds {what}, which is neither blank nor {wanted}; it is left as it is (`uringctl format` destroys it on request)"
     )]
     Foreign {
-        /// The volume's handle.
-        volume: String,
         /// The device's node.
         device: PathBuf,
-        /// What stands there.
+        /// What the device holds.
         what: String,
-        /// The file system asked for.
+        /// The requested file system.
         wanted: &'static str,
     },
     /// The program that makes file systems failed.
-    #[error("volume {volume}: {program} on {device} failed ({status}): {output}")]
+    #[error("{program} on {device} failed ({status}): {output}")]
     Mkfs {
-        /// The volume's handle.
-        volume: String,
         /// The device's node.
         device: PathBuf,
         /// mkfs.…
@@ -155,115 +133,63 @@ pub enum Error {
         output: String,
     },
     /// The file system is damaged.
-    #[error("volume {volume}: {device} needs repair by hand")]
+    #[error("{device} needs repair by hand")]
     Fsck {
-        /// The volume's handle.
-        volume: String,
         /// The device's node.
         device: PathBuf,
         /// What fsck found.
         source: FsckError,
     },
     /// Attaching or detaching failed.
-    #[error("volume {volume}")]
-    Device {
-        /// The volume's handle.
-        volume: String,
-        /// What the backend says.
-        source: DeviceError,
-    },
+    #[error(transparent)]
+    Device(DeviceError),
     /// Mounting failed.
-    #[error("volume {volume}")]
-    Mount {
-        /// The volume's handle.
-        volume: String,
-        /// What the mount API says.
-        source: MountError,
-    },
+    #[error(transparent)]
+    Mount(MountError),
     /// Publishing by bind mount failed.
-    #[error("volume {volume}")]
-    Bind {
-        /// The volume's handle.
-        volume: String,
-        /// What the mount API says.
-        source: MountError,
-    },
+    #[error(transparent)]
+    Bind(MountError),
     /// Unmounting failed.
-    #[error("volume {volume}")]
-    Unmount {
-        /// The volume's handle.
-        volume: String,
-        /// What the kernel says.
-        source: UnmountError,
-    },
+    #[error(transparent)]
+    Unmount(#[from] UnmountError),
     /// The volume could not be given to its group.
-    #[error("volume {volume}")]
-    Ownership {
-        /// The volume's handle.
-        volume: String,
-        /// Where it failed.
-        source: OwnershipError,
-    },
+    #[error(transparent)]
+    Ownership(#[from] OwnershipError),
     /// Growing the file system failed.
-    #[error("volume {volume}")]
-    Grow {
-        /// The volume's handle.
-        volume: String,
-        /// What the file system says.
-        source: GrowError,
-    },
+    #[error(transparent)]
+    Grow(#[from] GrowError),
     /// The node has as many volumes as it may have.
-    #[error(
-        "volume {volume}: this node holds {limit} volumes already, as many as --max-volumes allows"
-    )]
+    #[error("this node holds {limit} volumes already, as many as --max-volumes allows")]
     Full {
-        /// The volume's handle.
-        volume: String,
         /// The limit.
         limit: i64,
     },
     /// Too many volumes wait for a step; nothing was done.
-    #[error("volume {volume}: {full}")]
-    Overloaded {
-        /// The volume's handle.
-        volume: String,
-        /// What is full.
-        full: Full,
-    },
-    /// A size that cannot be had.
-    #[error("volume {volume}: {why}")]
-    Range {
-        /// The volume's handle.
-        volume: String,
-        /// What was asked and what is possible.
-        why: String,
-    },
-    /// The source is smaller than the volume is to be, and may still grow.
-    #[error(
-        "volume {volume}: its source has {size} bytes, {required} are required; grow the source first"
-    )]
+    #[error("{0}")]
+    Overloaded(Full),
+    /// A size that is not possible; says what was requested and what is possible.
+    #[error("{0}")]
+    Range(String),
+    /// The source is smaller than requested, and may still grow.
+    #[error("its source has {size} bytes, {required} are required; grow the source first")]
     NotGrown {
-        /// The volume's handle.
-        volume: String,
         /// The source's size in bytes.
         size: u64,
-        /// What was asked for.
+        /// The requested size in bytes.
         required: u64,
     },
     /// The kernel refused something else.
-    #[error("volume {volume}: cannot {what}")]
+    #[error("cannot {what}")]
     Io {
-        /// The volume's handle.
-        volume: String,
         /// What was tried.
         what: String,
         /// The kernel's answer.
         source: io::Error,
     },
-    /// A stage failed that nobody undoes, as the volume is staged and used: no code
-    /// may say that it is over, or kubelet never unstages it.
+    /// A stage failed, and the volume is staged and in use all the same: a final code
+    /// would make kubelet forget that, and never unstage it.
     #[error("{}; it stays staged as it was", chain(.0))]
-    Kept(Box<Error>),
+    Kept(Box<Cause>),
     /// A call failed, and what it had done could not be undone.
     #[error(
         "{}; and what was done could not be undone ({}): the next call takes it up",
@@ -272,43 +198,30 @@ pub enum Error {
     )]
     NotUndone {
         /// Why the call failed.
-        cause: Box<Error>,
+        cause: Box<Cause>,
         /// Why the undo failed.
-        undo: Box<Error>,
+        undo: Box<Cause>,
     },
 }
 
-impl Error {
-    /// The kernel refused what was tried for the volume.
-    pub fn io<W: Into<String>>(volume: &str, what: W) -> impl FnOnce(io::Error) -> Self + use<W> {
-        let volume = volume.to_owned();
-        let what = what.into();
-        move |source| Self::Io {
-            volume,
-            what,
-            source,
-        }
-    }
-
-    /// The volume is not in the state that the call needs.
-    pub fn precondition(volume: &str, what: impl Into<String>) -> Self {
-        Self::Precondition {
+impl Cause {
+    /// The failure of a call on this volume.
+    pub(super) fn of(self, volume: &str) -> Error {
+        Error {
             volume: volume.to_owned(),
-            what: what.into(),
+            cause: self,
         }
     }
 
-    /// The volume's device failed, or somebody uses it.
-    pub fn device(volume: &str, source: DeviceError) -> Self {
-        let volume = volume.to_owned();
-        match source {
-            DeviceError::Busy { device, holders } => Self::Busy {
-                volume,
-                device,
-                holders,
-            },
-            source => Self::Device { volume, source },
-        }
+    /// The volume is not in the state that the call needs; `what` says what to do.
+    pub(super) fn precondition(what: impl Into<String>) -> Self {
+        Self::Precondition(what.into())
+    }
+
+    /// The kernel refused what was tried.
+    pub(super) fn io<W: Into<String>>(what: W) -> impl FnOnce(io::Error) -> Self + use<W> {
+        let what = what.into();
+        move |source| Self::Io { what, source }
     }
 
     /// What the caller may do about it.
@@ -316,30 +229,39 @@ impl Error {
         match self {
             Self::Invalid { .. } | Self::Source(_) | Self::Option(_) => Kind::Invalid,
             Self::Path { source, .. } => source.kind(),
-            Self::NotFound { .. } => Kind::NotFound,
+            Self::NotFound(_) => Kind::NotFound,
             Self::Incompatible { .. } => Kind::Conflict,
-            Self::Precondition { .. } | Self::Foreign { .. } => Kind::Precondition,
-            Self::Pending { .. } | Self::Occupied { .. } | Self::Busy { .. } => Kind::InUse,
-            Self::Deadline { .. } => Kind::Deadline,
+            Self::Precondition(_) | Self::Foreign { .. } => Kind::Precondition,
+            Self::Pending(_) | Self::Occupied { .. } | Self::Busy { .. } => Kind::InUse,
+            Self::Deadline(_) => Kind::Deadline,
             Self::Mkfs {
                 may_pass: false, ..
             } => Kind::Internal,
             Self::Fsck { source, .. } => source.kind(),
-            Self::Device { source, .. } => source.kind(),
-            Self::Mount { source, .. } => source.kind(),
-            Self::Unmount { source, .. } => source.kind(),
-            Self::Grow { source, .. } => source.kind(),
-            Self::Full { .. } | Self::Overloaded { .. } => Kind::Exhausted,
-            Self::Range { .. } => Kind::OutOfRange,
+            Self::Device(error) => error.kind(),
+            Self::Mount(error) => error.kind(),
+            Self::Unmount(error) => error.kind(),
+            Self::Grow(error) => error.kind(),
+            Self::Full { .. } | Self::Overloaded(_) => Kind::Exhausted,
+            Self::Range(_) => Kind::OutOfRange,
             Self::Mkfs { .. }
-            | Self::Bind { .. }
-            | Self::Ownership { .. }
+            | Self::Bind(_)
+            | Self::Ownership(_)
             | Self::Io { .. }
             | Self::Kept(_)
             // Not OUT_OF_RANGE: kubelet takes that as infeasible and tries no more.
             | Self::NotGrown { .. }
-            | Self::NotTakenUp { .. }
+            | Self::NotTakenUp
             | Self::NotUndone { .. } => Kind::Transient,
+        }
+    }
+}
+
+impl From<DeviceError> for Cause {
+    fn from(error: DeviceError) -> Self {
+        match error {
+            DeviceError::Busy { device, holders } => Self::Busy { device, holders },
+            error => Self::Device(error),
         }
     }
 }

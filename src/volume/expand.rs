@@ -1,58 +1,54 @@
 //! Growth of a volume in use: the source, the device, the file system.
 
-use std::{rc::Rc, sync::Arc};
+use std::sync::Arc;
 
 use super::{
-    Error, Node, Outcome, mounted,
+    Outcome,
+    context::Context,
+    error::Cause,
+    mounted,
     record::Phase,
     spec::{Expand, Use},
     stats,
-    task::{Progress, Volume},
 };
 use crate::kernel::sysfs;
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
-pub async fn expand(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Expand,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    let not_there = |what: String| Error::NotFound {
-        volume: volume.id.clone(),
-        what,
-    };
-    let record = volume
+pub async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
+    let record = cx
+        .volume
         .record()
         .filter(|record| record.phase == Phase::Staged)
-        .ok_or_else(|| not_there("it is not staged on this node".to_owned()))?;
-    progress.backend(record.source.backend());
+        .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
+    cx.progress.backend(record.source.backend());
     // Nothing is mounted where a raw block volume is staged.
     let staged_there = record.usage == Use::Block
         && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path);
     let (places, of, path) = (
-        node.places.clone(),
+        cx.node.places.clone(),
         record.clone(),
         spec.volume_path.clone(),
     );
     let looks = move || stats::usage(&places, &of, &path).is_ok();
-    if !staged_there && !node.lane(volume, progress, "look", looks).await {
-        return Err(not_there(format!(
+    if !staged_there && !cx.lane("look", looks).await {
+        return Err(Cause::NotFound(format!(
             "it is not at {}",
             spec.volume_path.display()
         )));
     }
     if record.inline.is_some() {
-        return Err(volume.precondition(
+        return Err(Cause::precondition(
             "it is an inline volume, which keeps the size that its pod was made with \
              (volumeAttributes.size)",
         ));
     }
     if record.read_only {
-        return Err(volume.precondition("it is staged read-only and cannot grow"));
+        return Err(Cause::precondition(
+            "it is staged read-only and cannot grow",
+        ));
     }
     if spec.limit > 0 && spec.required > spec.limit {
-        return Err(Error::Invalid {
+        return Err(Cause::Invalid {
             field: "capacity_range",
             why: format!(
                 "required_bytes {} is more than limit_bytes {}",
@@ -60,28 +56,21 @@ pub async fn expand(
             ),
         });
     }
-    let device = volume.device_of(&record)?;
-    let now = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+    let device = record.attached_device()?;
+    let now = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
     if spec.limit > 0 && now > spec.limit {
-        return Err(Error::Range {
-            volume: volume.id.clone(),
-            why: format!(
-                "it has {now} bytes, more than limit_bytes {}, and volumes do not shrink",
-                spec.limit
-            ),
-        });
+        return Err(Cause::Range(format!(
+            "it has {now} bytes, more than limit_bytes {}, and volumes do not shrink",
+            spec.limit
+        )));
     }
-    let backends = Arc::clone(&node.backends);
+    let backends = Arc::clone(&cx.node.backends);
     let (source, on, required) = (record.source.clone(), device.clone(), spec.required);
-    let size = node
-        .lane(volume, progress, "resize", move || {
-            backends.bind(&source).grow(&on, required)
-        })
-        .await
-        .map_err(|error| volume.device(error))?;
+    let size = cx
+        .lane("resize", move || backends.bind(&source).grow(&on, required))
+        .await?;
     if size < spec.required {
-        return Err(Error::NotGrown {
-            volume: volume.id.clone(),
+        return Err(Cause::NotGrown {
             size,
             required: spec.required,
         });
@@ -91,15 +80,15 @@ pub async fn expand(
         // Another driver may have mounted what it knows, and nobody here.
         let fs = record.fs.ok_or_else(|| {
             let at = mount_point.display();
-            volume.precondition(format!(
+            Cause::precondition(format!(
                 "what is mounted at {at} is no file system that grows"
             ))
         })?;
         // An encryption layer takes some of the source's size.
-        let clear = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
-        let grown = mounted::grow(node, volume, &mount_point, fs, clear, progress).await?;
+        let clear = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
+        let grown = mounted::grow(cx, &mount_point, fs, clear).await?;
         tracing::info!(
-            volume_id = volume.id,
+            volume_id = cx.volume.id,
             before = grown.before,
             after = grown.after,
             "file system grown"

@@ -1,15 +1,16 @@
 //! Making a file system by an operator's explicit request, on a device that is
 //! not proven blank. The only place that destroys data.
 
-use std::{path::PathBuf, rc::Rc, sync::Arc};
+use std::{path::PathBuf, sync::Arc};
 
 use super::{
-    Error, Node, Outcome,
+    Outcome,
     attach::{Before, attach_source},
+    context::Context,
+    error::Cause,
     prepare::{self, Preparing},
     record::Record,
     spec::{Format, Stage, Use},
-    task::{Progress, Volume},
     unstage,
 };
 use crate::{
@@ -18,28 +19,23 @@ use crate::{
 };
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
-pub async fn format(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Format,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    progress.backend(spec.source.backend());
-    if let Some(record) = volume.record() {
+pub async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Cause> {
+    cx.progress.backend(spec.source.backend());
+    if let Some(record) = cx.volume.record() {
         if !record.staging_path.as_os_str().is_empty() {
-            return Err(volume.precondition(format!(
+            return Err(Cause::precondition(format!(
                 "it is {}; unpublish and unstage it before it is formatted",
                 record.describe()
             )));
         }
         // Left by a killed agent, in this very call.
-        unstage::tear_down(node, volume, &record, progress).await?;
+        unstage::tear_down(cx, &record).await?;
     }
-    let (backends, source) = (Arc::clone(&node.backends), spec.source.clone());
+    let (backends, source) = (Arc::clone(&cx.node.backends), spec.source.clone());
     // By a file of the operator's, on a disk.
     let settle = move || backends.settled(&source);
     let attach = Stage {
-        source: node.look(volume, progress, &spec.source, settle).await?,
+        source: cx.look(&spec.source, settle).await?,
         staging_path: PathBuf::new(),
         usage: Use::Block,
         read_only: false,
@@ -50,28 +46,25 @@ pub async fn format(
         fencing: Fencing::Off,
         secrets: spec.secrets.clone(),
     };
-    let mut record = Record::begin(&volume.id, node.backends.boot_id(), &attach);
-    node.remember(volume, record.clone(), progress).await?;
+    let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), &attach);
+    cx.remember(record.clone()).await?;
     let (purpose, before) = (Purpose::Format, Before::default());
-    let attaching = attach_source(node, volume, &attach, purpose, before, progress);
+    let attaching = attach_source(cx, &attach, purpose, before);
     let attached = match attaching.await {
         Ok(attached) => attached,
         // Whatever is attached, this call did not do it.
         Err(cause) => {
-            unstage::forget(node, volume, &record, progress).await?;
+            unstage::forget(cx, &record).await?;
             return Err(cause);
         }
     };
     record.device = Some(attached.device.clone());
-    let was = steps(node, volume, spec, &attached, &record, progress).await;
-    match (
-        was,
-        unstage::tear_down(node, volume, &record, progress).await,
-    ) {
+    let was = steps(cx, spec, &attached, &record).await;
+    match (was, unstage::tear_down(cx, &record).await) {
         (Ok(was), Ok(())) => Ok(Outcome::Was(was)),
         (Err(cause), Ok(())) => Err(cause),
         (Ok(_), Err(undo)) => Err(undo),
-        (Err(cause), Err(undo)) => Err(Error::NotUndone {
+        (Err(cause), Err(undo)) => Err(Cause::NotUndone {
             cause: Box::new(cause),
             undo: Box::new(undo),
         }),
@@ -79,31 +72,27 @@ pub async fn format(
 }
 
 async fn steps(
-    node: &Rc<Node>,
-    volume: &Volume,
+    cx: Context<'_>,
     spec: &Format,
     attached: &Attachment,
     record: &Record,
-    progress: &Progress,
-) -> Result<String, Error> {
-    node.remember(volume, record.clone(), progress).await?;
+) -> Result<String, Cause> {
+    cx.remember(record.clone()).await?;
     // Refuses where anybody has the device mounted or open exclusively.
     let (source, device) = (&record.source, &attached.device);
-    let (content, guard) = prepare::look(node, volume, source, device, progress).await?;
+    let (content, guard) = prepare::look(cx, source, device).await?;
     let was = prepare::describe(&content);
     let preparing = Preparing {
-        node,
-        volume,
+        cx,
         record,
         attached,
         guard: &guard,
-        progress,
     };
     let made = preparing.make(spec.fs, &[]).await;
-    guard.close(node, volume, progress).await;
+    guard.close(cx).await;
     made?;
     tracing::warn!(
-        volume_id = volume.id,
+        volume_id = cx.volume.id,
         was,
         now = spec.fs.as_str(),
         "formatted by request"

@@ -5,10 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{
-    Node,
-    task::{Progress, Volume},
-};
+use super::context::Context;
 use crate::{device::HeldOpen, lane::Lanes};
 
 /// A device that is held open.
@@ -21,11 +18,11 @@ pub struct Guard {
 
 impl Guard {
     /// Of a device that was opened on the volume's lane.
-    pub fn new(node: &Node, volume: &Volume, held: Arc<HeldOpen>) -> Self {
+    pub fn new(cx: Context<'_>, held: Arc<HeldOpen>) -> Self {
         Self {
             held: Some(held),
-            lanes: node.lanes.clone(),
-            volume_id: volume.id.clone(),
+            lanes: cx.node.lanes.clone(),
+            volume_id: cx.volume.id.clone(),
         }
     }
 
@@ -40,10 +37,9 @@ impl Guard {
     }
 
     /// Closes it: nothing was built on the device.
-    pub async fn close(self, node: &Node, volume: &Volume, progress: &Progress) {
+    pub async fn close(self, cx: Context<'_>) {
         let held = self.give();
-        node.lane(volume, progress, "close", move || drop(held))
-            .await;
+        cx.lane("close", move || drop(held)).await;
     }
 }
 

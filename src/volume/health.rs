@@ -6,6 +6,7 @@ use std::{os::fd::AsFd as _, rc::Rc, time::Duration};
 
 use super::{
     Error, Node,
+    error::Cause,
     places::Places,
     publish::{RESTAGE, appears_at},
     record::{Phase, Record},
@@ -60,9 +61,8 @@ impl Node {
         deadline: Duration,
     ) -> Result<Vec<Condition>, Error> {
         self.taken_up(&volume_id, deadline).await?;
-        let volume = self.known(&volume_id).ok_or_else(|| Error::NotFound {
-            volume: volume_id.clone(),
-            what: "this node does not hold it".to_owned(),
+        let volume = self.known(&volume_id).ok_or_else(|| {
+            Cause::NotFound("this node does not hold it".to_owned()).of(&volume_id)
         })?;
         let mut found = Vec::new();
         if let Some(under_way) = volume.under_way(&self)

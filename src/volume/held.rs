@@ -10,11 +10,13 @@ use std::{
 
 use super::{
     Error, Node,
+    context::Context,
+    error::Cause,
     places::{Places, absent_is_none},
     publish::appears_at,
     record::{Held, Record, Records, Target},
     spec::Use,
-    task::{Progress, UnderWay, Volume},
+    task::{UnderWay, Volume},
 };
 use crate::{device::Device, fs::FsType, mount::PathKind, observe::metrics};
 
@@ -85,33 +87,30 @@ impl Volume {
     pub fn record(&self) -> Option<Record> {
         self.held.borrow().as_ref().map(|held| held.record.clone())
     }
+}
 
-    /// The record and the device of a volume that has one.
-    pub fn device_of(&self, record: &Record) -> Result<Device, Error> {
-        record.device.clone().ok_or_else(|| {
-            self.precondition("it has no device yet: its staging did not finish; stage it again")
+impl Record {
+    /// The volume's device.
+    pub fn attached_device(&self) -> Result<Device, Cause> {
+        self.device.clone().ok_or_else(|| {
+            Cause::precondition("it has no device yet: its staging did not finish; stage it again")
         })
     }
 }
 
-impl Node {
+impl Context<'_> {
     /// Writes the volume's record down, then remembers it.
-    pub async fn remember(
-        &self,
-        volume: &Volume,
-        record: Record,
-        progress: &Progress,
-    ) -> Result<(), Error> {
+    pub async fn remember(self, record: Record) -> Result<(), Cause> {
         let saved = if record.inline.is_some() {
             let record = record.clone();
-            let save = move |records: &Records| records.save_inline(&record);
-            self.in_state_dir(volume, progress, save).await
+            self.in_state_dir(move |records| records.save_inline(&record))
+                .await
         } else {
-            self.records.save(&record).await
+            self.node.records.save(&record).await
         };
-        saved.map_err(volume.io("write the volume's record"))?;
-        let targets = volume.held.borrow().as_ref().map(|h| h.targets.clone());
-        volume.hold(Some(Held {
+        saved.map_err(Cause::io("write the volume's record"))?;
+        let targets = (self.volume.held.borrow().as_ref()).map(|held| held.targets.clone());
+        self.volume.hold(Some(Held {
             record,
             targets: targets.unwrap_or_default(),
         }));
@@ -119,41 +118,48 @@ impl Node {
     }
 
     /// Forgets the volume, on disk and here.
-    pub async fn forget(
-        &self,
-        volume: &Volume,
-        inline: bool,
-        progress: &Progress,
-    ) -> Result<(), Error> {
+    pub async fn forget(self, inline: bool) -> Result<(), Cause> {
+        let id = self.volume.id.clone();
         let forgotten = if inline {
-            let id = volume.id.clone();
-            let forget = move |records: &Records| records.forget_inline(&id);
-            self.in_state_dir(volume, progress, forget).await
+            self.in_state_dir(move |records| records.forget_inline(&id))
+                .await
         } else {
-            self.records.forget(&volume.id).await
+            self.node.records.forget(&id).await
         };
-        forgotten.map_err(volume.io("remove the volume's record"))?;
-        volume.hold(None);
+        forgotten.map_err(Cause::io("remove the volume's record"))?;
+        self.volume.hold(None);
         Ok(())
     }
 
     /// Changes an inline volume's record. The directory's disk may hang, and with it
     /// the volume's lane.
     async fn in_state_dir(
-        &self,
-        volume: &Volume,
-        progress: &Progress,
+        self,
         change: impl FnOnce(&Records) -> io::Result<()> + Send + 'static,
     ) -> io::Result<()> {
-        let gate = &self.config.gates.record;
-        let admission = progress.step("record", gate.enter("")).await;
+        let gate = &self.node.config.gates.record;
+        let admission = self.step("record", gate.enter("")).await;
         let admission = admission.map_err(io::Error::other)?;
-        let records = self.records.clone();
+        let records = self.node.records.clone();
         let change = move || {
             let _admission = admission;
             change(&records)
         };
-        self.lane(volume, progress, "record", change).await
+        self.lane("record", change).await
+    }
+
+    /// A target at which the volume still appears.
+    pub async fn live_target(self) -> Option<PathBuf> {
+        let record = self.volume.record()?;
+        let mut targets = self.volume.targets();
+        if targets.paths.is_empty() {
+            return None;
+        }
+        let places = self.node.places.clone();
+        let look = move || (targets.live(&places, &record), targets);
+        let (live, targets) = self.lane("look", look).await;
+        self.volume.forget_gone(&targets);
+        live
     }
 }
 
@@ -229,21 +235,5 @@ impl Volume {
         if let Some(held) = self.held.borrow_mut().as_mut() {
             held.targets.remove(path);
         }
-    }
-}
-
-impl Node {
-    /// A target at which the volume still appears.
-    pub async fn live_target(&self, volume: &Volume, progress: &Progress) -> Option<PathBuf> {
-        let record = volume.record()?;
-        let mut targets = volume.targets();
-        if targets.paths.is_empty() {
-            return None;
-        }
-        let places = self.places.clone();
-        let look = move || (targets.live(&places, &record), targets);
-        let (live, targets) = self.lane(volume, progress, "look", look).await;
-        volume.forget_gone(&targets);
-        live
     }
 }

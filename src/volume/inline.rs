@@ -5,38 +5,24 @@
 //! and written before its image is made: whatever instruction the agent dies
 //! at, the record names the image that is to be deleted.
 
-use std::rc::Rc;
-
 use super::{
-    Error, Node, Outcome,
-    nested::PathOf,
-    publish,
-    spec::Inline,
-    stage,
-    task::{Progress, Volume},
-    unstage,
+    Outcome, context::Context, error::Cause, nested::PathOf, publish, spec::Inline, stage, unstage,
 };
 
 /// `NodePublishVolume` of an inline ephemeral volume.
-pub async fn publish(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Inline,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
+pub async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, Cause> {
     // What is wrong with the target is found before anything is made for it.
-    node.refuse_nested(volume, &spec.publish.target_path, PathOf::Target)?;
-    let (places, target) = (node.places.clone(), spec.publish.target_path.clone());
+    cx.refuse_nested(&spec.publish.target_path, PathOf::Target)?;
+    let (places, target) = (cx.node.places.clone(), spec.publish.target_path.clone());
     let look = move || places.target(&target).map(drop);
-    node.look(volume, progress, &spec.stage.source, look)
-        .await??;
-    stage::stage(node, volume, &spec.stage, progress).await?;
-    let published = publish::publish(node, volume, &spec.publish, progress).await;
-    if let (Err(_), Some(record)) = (&published, volume.record())
-        && node.live_target(volume, progress).await.is_none()
+    cx.look(&spec.stage.source, look).await??;
+    stage::stage(cx, &spec.stage).await?;
+    let published = publish::publish(cx, &spec.publish).await;
+    if let (Err(_), Some(record)) = (&published, cx.volume.record())
+        && cx.live_target().await.is_none()
     {
         // After a final error nobody asks for an unpublish.
-        unstage::tear_down(node, volume, &record, progress).await?;
+        unstage::tear_down(cx, &record).await?;
     }
     published
 }

@@ -5,17 +5,15 @@
 //! below the staging path, under the volume's handle, beside a note of what it
 //! is; so that each driver unstages what the other has staged.
 
-use std::{
-    path::{Path, PathBuf},
-    rc::Rc,
-};
+use std::path::{Path, PathBuf};
 
 use super::{
-    Error, Node, already,
+    already,
+    context::Context,
+    error::Cause,
     places::{Places, absent_is_none, at_staging},
     record::Record,
     spec::Stage,
-    task::{Progress, Volume},
 };
 use crate::{
     device::{NOTE, Source},
@@ -38,17 +36,16 @@ pub fn is_one_name(id: &str) -> bool {
 
 /// Where the volume is to be mounted. Kubelet makes the staging directory, other
 /// callers may leave that to us. On the volume's lane.
-pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<SafePath, Error> {
+pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<SafePath, Cause> {
     if spec.source.is_staged_below() {
         if !is_one_name(volume_id) {
-            return Err(Error::Invalid {
+            return Err(Cause::Invalid {
                 field: "volume_id",
                 why: "is no name for a directory, which a volume of this backend needs".to_owned(),
             });
         }
         let above = places.staging(&spec.staging_path)?;
         already(
-            volume_id,
             "make the staging directory",
             above.make_dir(0o750).map_err(at_staging)?,
         );
@@ -57,12 +54,7 @@ pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<Safe
 }
 
 /// Leaves word of the volume for whichever driver unstages it.
-pub async fn write_note(
-    node: &Rc<Node>,
-    volume: &Volume,
-    record: &Record,
-    progress: &Progress,
-) -> Result<(), Error> {
+pub async fn write_note(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
     let Some(file) = record
         .device
         .as_ref()
@@ -70,16 +62,16 @@ pub async fn write_note(
     else {
         return Ok(());
     };
-    let (places, path) = (node.places.clone(), record.staging_path.join(file.name));
+    let (places, path) = (cx.node.places.clone(), record.staging_path.join(file.name));
     let write = move || {
         let place = places.staging(&path)?;
         place.replace(&file.text).map_err(at_staging)
     };
-    node.lane(volume, progress, "write-note", write).await
+    cx.lane("write-note", write).await
 }
 
 /// The note that is at the staging path, whoever left it. On the volume's lane.
-pub fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Error> {
+pub fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Cause> {
     let Some(place) = absent_is_none(places.staging(&staging_path.join(NOTE)))? else {
         return Ok(None);
     };
@@ -88,26 +80,20 @@ pub fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>
 
 /// Removes what was made below the staging path: what the volume was mounted on,
 /// and the note of it.
-pub async fn clear(
-    node: &Node,
-    volume: &Volume,
-    record: &Record,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let (places, record) = (node.places.clone(), record.clone());
+pub async fn clear(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+    let (places, record) = (cx.node.places.clone(), record.clone());
     let clear = move || {
-        let id = &record.volume_id;
         if let Some(place) = absent_is_none(places.staging(&record.mount_point()))? {
             let removed = place.remove().map_err(at_staging)?;
-            already(id, "remove the mount point", removed);
+            already("remove the mount point", removed);
         }
         if let Some(name) = record.source.note_name()
             && let Some(place) = absent_is_none(places.staging(&record.staging_path.join(name)))?
         {
             let removed = place.unlink().map_err(at_staging)?;
-            already(id, "remove the note", removed);
+            already("remove the note", removed);
         }
         Ok(())
     };
-    node.lane(volume, progress, "clear", clear).await
+    cx.lane("clear", clear).await
 }

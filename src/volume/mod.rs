@@ -1,4 +1,4 @@
-//! The node's heart: what this node holds, and the verbs that change it.
+//! What this node holds, and the verbs that change it.
 //!
 //! ```text
 //!  gRPC handlers (Send) ──Heart──▶ Node (one thread, Rc and RefCell)
@@ -31,9 +31,8 @@ use tracing::{Instrument as _, Span};
 
 use crate::{
     Done,
-    admission::{Asked, Gate, Gates, Place as Admission},
-    device::{Backends, DeviceError, Source, nbd, ready::Uevents},
-    hold_point,
+    admission::Gates,
+    device::{Backends, Source, nbd, ready::Uevents},
     lane::Lanes,
     mount::path::Roots,
     ring::{self, probe::Prober, timer},
@@ -41,6 +40,7 @@ use crate::{
 
 mod attach;
 mod claims;
+mod context;
 mod error;
 mod expand;
 mod format;
@@ -66,19 +66,20 @@ mod unpublish;
 mod unstage;
 mod watch;
 
-pub use error::Error;
+pub use error::{Cause, Error};
 pub use health::{Condition, Severity};
 pub use held::Listed;
 pub use stats::{Space, Usage};
 pub use task::{Answer, Outcome};
 pub use watch::Watch;
 
+use context::Context;
 use occupied::Occupied;
 use places::Places;
 use reconcile::Untaken;
 use record::Records;
 use spec::Call;
-use task::{Progress, Volume};
+use task::Volume;
 
 /// What an operator decides about a node.
 #[derive(Clone, Debug)]
@@ -191,78 +192,16 @@ impl Node {
         }
     }
 
-    /// Runs one step on the volume's lane.
-    async fn lane<T: Send + 'static>(
-        &self,
-        volume: &Volume,
-        progress: &Progress,
-        step: &'static str,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> T {
-        let (span, id) = (Span::current(), volume.id.clone());
-        let work = move || {
-            hold_point(step, &id);
-            span.in_scope(work)
-        };
-        // The job begins at once, and may tell of steps of its own: not before this one.
-        let run = async { self.lanes.run(&volume.id, step, work).await };
-        progress.step(step, run).await
-    }
-
-    /// As [`Node::lane`], for what is looked up of a volume, once the gate has a place
-    /// for that: of many calls at once, each would take a thread.
-    async fn look<T: Send + 'static>(
-        &self,
-        volume: &Volume,
-        progress: &Progress,
-        source: &Source,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> Result<T, Error> {
-        let gate = &self.config.gates.look;
-        let place = self.admit(volume, progress, gate, source).await?;
-        let work = move || {
-            let _place = place;
-            work()
-        };
-        Ok(self.lane(volume, progress, "look", work).await)
-    }
-
-    /// Waits for a place in a step; none is waited for where one is free.
-    async fn admit(
-        &self,
-        volume: &Volume,
-        progress: &Progress,
-        gate: &Gate,
-        source: &Source,
-    ) -> Result<Admission, Error> {
-        let turn = match gate.ask(&source.domain()) {
-            Ok(Asked::Admitted(place)) => return Ok(place),
-            Ok(Asked::Waits(turn)) => turn,
-            Err(full) => {
-                return Err(Error::Overloaded {
-                    volume: volume.id.clone(),
-                    full,
-                });
-            }
-        };
-        let waiting = async {
-            progress.waits_for(gate.describe());
-            turn.await
-        };
-        let place = progress.step("queue", waiting).await;
-        Ok(place.unwrap_or_else(|_| unreachable!("a gate forgets nobody")))
-    }
-
     /// Where an inline volume's image is made, and where it is staged.
     pub fn inline_place(
         &self,
         pool: Option<&str>,
         volume_id: &str,
-    ) -> Result<(Source, PathBuf), Error> {
+    ) -> Result<(Source, PathBuf), Cause> {
         let source = self
             .backends
             .inline_source(pool, volume_id)
-            .map_err(|error| Error::Invalid {
+            .map_err(|error| Cause::Invalid {
                 field: "volume_context.pool",
                 why: error.to_string(),
             })?;
@@ -282,39 +221,18 @@ async fn expire(gates: Gates) {
 }
 
 /// Runs one call to its end; a volume has one at a time.
-async fn run(
-    node: &Rc<Node>,
-    volume: &Volume,
-    call: &Call,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    let path = call.mount_path();
-    let enter = |path| node.occupied.enter(path, &volume.id);
-    let _path = path.map(enter).transpose()?;
+async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
+    let occupy = |path| cx.node.occupied.enter(path, &cx.volume.id);
+    let _path = call.mount_path().map(occupy).transpose()?;
     match call {
-        Call::Stage(spec) => stage::stage(node, volume, spec, progress).await,
-        Call::Unstage(path) => unstage::unstage(node, volume, path, progress).await,
-        Call::GiveBack(source) => claims::give_back(node, volume, source, progress).await,
-        Call::Publish(spec) => publish::publish(node, volume, spec, progress).await,
-        Call::Inline(spec) => inline::publish(node, volume, spec, progress).await,
-        Call::Unpublish(path) => unpublish::unpublish(node, volume, path, progress).await,
-        Call::Expand(spec) => expand::expand(node, volume, spec, progress).await,
-        Call::Format(spec) => format::format(node, volume, spec, progress).await,
-    }
-}
-
-/// The errors of a volume on the runtime thread; on its lane is its handle alone.
-impl Volume {
-    fn io<W: Into<String>>(&self, what: W) -> impl FnOnce(io::Error) -> Error + use<W> {
-        Error::io(&self.id, what)
-    }
-
-    fn device(&self, source: DeviceError) -> Error {
-        Error::device(&self.id, source)
-    }
-
-    fn precondition(&self, what: impl Into<String>) -> Error {
-        Error::precondition(&self.id, what)
+        Call::Stage(spec) => stage::stage(cx, spec).await,
+        Call::Unstage(path) => unstage::unstage(cx, path).await,
+        Call::GiveBack(source) => claims::give_back(cx, source).await,
+        Call::Publish(spec) => publish::publish(cx, spec).await,
+        Call::Inline(spec) => inline::publish(cx, spec).await,
+        Call::Unpublish(path) => unpublish::unpublish(cx, path).await,
+        Call::Expand(spec) => expand::expand(cx, spec).await,
+        Call::Format(spec) => format::format(cx, spec).await,
     }
 }
 
@@ -360,8 +278,8 @@ impl Heart {
 }
 
 /// Where nothing was left to do, say so at debug level: repeats are normal.
-fn already(volume_id: &str, what: &str, done: Done) {
+fn already(what: &str, done: Done) {
     if done == Done::Already {
-        tracing::debug!(volume_id, what, "was done already");
+        tracing::debug!(what, "was done already");
     }
 }

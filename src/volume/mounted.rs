@@ -1,13 +1,10 @@
 //! File systems that are mounted: which one it is, its size, and whose.
 
-use std::{path::Path, rc::Rc};
+use std::path::Path;
 
 use rustix::fd::AsFd as _;
 
-use super::{
-    Error, Node, already,
-    task::{Progress, Volume},
-};
+use super::{already, context::Context, error::Cause};
 use crate::{
     device::Device,
     fs::{FsType, grow},
@@ -18,12 +15,8 @@ use crate::{
 /// The file system of this device, where that is what is mounted at the place,
 /// and the `st_dev` of its files: for a mount that no record tells of. On the volume's
 /// lane.
-pub fn fs_of(
-    volume_id: &str,
-    place: &SafePath,
-    device: &Device,
-) -> Result<Option<(FsType, Dev)>, Error> {
-    let failed = || Error::io(volume_id, format!("look at {}", place.path().display()));
+pub fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType, Dev)>, Cause> {
+    let failed = || Cause::io(format!("look at {}", place.path().display()));
     let PathKind::Mount(mounted) = place.kind().map_err(failed())? else {
         return Ok(None);
     };
@@ -37,37 +30,25 @@ pub fn fs_of(
 
 /// Grows the file system that is mounted at the path to its device's size.
 pub async fn grow(
-    node: &Rc<Node>,
-    volume: &Volume,
+    cx: Context<'_>,
     mount_point: &Path,
     fs: FsType,
     size: u64,
-    progress: &Progress,
-) -> Result<grow::Grown, Error> {
-    let (places, path, id) = (
-        node.places.clone(),
-        mount_point.to_owned(),
-        volume.id.clone(),
-    );
+) -> Result<grow::Grown, Cause> {
+    let (places, path) = (cx.node.places.clone(), mount_point.to_owned());
     let grow = move || {
         let place = places.staging(&path)?;
-        let failed = Error::io(&id, format!("open {}", place.path().display()));
+        let failed = Cause::io(format!("open {}", place.path().display()));
         let root = place.open().map_err(failed)?;
-        let grown = grow::grow(fs, root.as_fd(), size);
-        grown.map_err(|source| Error::Grow { volume: id, source })
+        Ok(grow::grow(fs, root.as_fd(), size)?)
     };
-    node.lane(volume, progress, "grow", grow).await
+    cx.lane("grow", grow).await
 }
 
 /// Gives the volume to a group, as kubelet would. On the volume's lane.
-pub fn own(volume_id: &str, place: &SafePath, group: FsGroup) -> Result<(), Error> {
-    let failed = Error::io(volume_id, format!("open {}", place.path().display()));
+pub fn own(place: &SafePath, group: FsGroup) -> Result<(), Cause> {
+    let failed = Cause::io(format!("open {}", place.path().display()));
     let root = place.open().map_err(failed)?;
-    let owned = group.apply(root.as_fd());
-    let done = owned.map_err(|source| Error::Ownership {
-        volume: volume_id.to_owned(),
-        source,
-    })?;
-    already(volume_id, "chgrp", done);
+    already("chgrp", group.apply(root.as_fd())?);
     Ok(())
 }

@@ -8,9 +8,9 @@
 use std::{iter, os::unix::ffi::OsStrExt as _, path::Path};
 
 use super::{
-    Error, Node,
+    context::Context,
+    error::Cause,
     places::{STAGING, TARGET},
-    task::Volume,
 };
 
 /// What a volume has a path for.
@@ -38,22 +38,27 @@ impl PathOf {
     }
 }
 
-impl Node {
+impl Context<'_> {
     /// Refuses a path of the volume that is above or below another one of any volume of
     /// this node, or that this volume has for something else. Whether another volume has
     /// the very same path, what is mounted there tells.
     ///
     /// A path that the volume has already stays its own, however it came by it: what is
     /// mounted below it goes by its own call, or with the pod that mounted it.
-    pub fn refuse_nested(&self, volume: &Volume, path: &Path, of: PathOf) -> Result<(), Error> {
-        let is_had = volume.held.borrow().as_ref().is_some_and(|held| match of {
-            PathOf::Staging => held.record.staging_path == path,
-            PathOf::Target => held.targets.contains_key(path),
-        });
+    pub fn refuse_nested(self, path: &Path, of: PathOf) -> Result<(), Cause> {
+        let is_had = self
+            .volume
+            .held
+            .borrow()
+            .as_ref()
+            .is_some_and(|held| match of {
+                PathOf::Staging => held.record.staging_path == path,
+                PathOf::Target => held.targets.contains_key(path),
+            });
         if is_had {
             return Ok(());
         }
-        for other in self.volumes.borrow().values() {
+        for other in self.node.volumes.borrow().values() {
             let held = other.held.borrow();
             let Some(held) = held.as_ref() else {
                 continue;
@@ -61,9 +66,9 @@ impl Node {
             let staging = (PathOf::Staging, &held.record.staging_path);
             let targets = held.targets.keys().map(|target| (PathOf::Target, target));
             for (taken_for, taken) in iter::once(staging).chain(targets) {
-                let is_both = other.id == volume.id && taken_for != of && path == taken;
+                let is_both = other.id == self.volume.id && taken_for != of && path == taken;
                 if is_both || is_below(path, taken) || is_below(taken, path) {
-                    return Err(Error::Invalid {
+                    return Err(Cause::Invalid {
                         field: of.field(),
                         why: format!(
                             "{} is, or is above or below, {}, where volume {} is {}; pass another",

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Error, nested::is_below};
+use super::{error::Cause, nested::is_below};
 
 /// The paths of the calls under way.
 #[derive(Debug, Default)]
@@ -33,14 +33,13 @@ pub struct Occupation<'a> {
 
 impl Occupied {
     /// Makes a path the volume's, unless it is another's, or above or below one.
-    pub fn enter<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Error> {
+    pub fn enter<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Cause> {
         let mut paths = self.0.borrow_mut();
         let mut others = paths.iter().filter(|(_, it)| it.volume != volume);
         if let Some((other, occupant)) =
             others.find(|(other, _)| is_below(other, path) || is_below(path, other))
         {
-            return Err(Error::Occupied {
-                volume: volume.to_owned(),
+            return Err(Cause::Occupied {
                 path: other.clone(),
                 other: occupant.volume.clone(),
             });
@@ -50,8 +49,7 @@ impl Occupied {
             calls: 0,
         });
         if occupant.volume != volume {
-            return Err(Error::Occupied {
-                volume: volume.to_owned(),
+            return Err(Cause::Occupied {
                 path: path.to_owned(),
                 other: occupant.volume.clone(),
             });

@@ -7,7 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::Error;
+use super::error::Cause;
 use crate::mount::path::{PathError, Roots, SafePath};
 
 /// The request's field of a staging path.
@@ -26,12 +26,12 @@ impl Places {
     }
 
     /// Where a volume is staged.
-    pub fn staging(&self, path: &Path) -> Result<SafePath, Error> {
+    pub fn staging(&self, path: &Path) -> Result<SafePath, Cause> {
         self.place(path).map_err(at_staging)
     }
 
     /// Where a volume is published.
-    pub fn target(&self, path: &Path) -> Result<SafePath, Error> {
+    pub fn target(&self, path: &Path) -> Result<SafePath, Cause> {
         self.place(path).map_err(at_target)
     }
 
@@ -51,26 +51,26 @@ impl Places {
 }
 
 /// What is wrong with a staging path, or with what is there.
-pub fn at_staging(source: PathError) -> Error {
-    Error::Path {
+pub fn at_staging(source: PathError) -> Cause {
+    Cause::Path {
         field: STAGING,
         source,
     }
 }
 
 /// What is wrong with a target path, or with what is there.
-pub fn at_target(source: PathError) -> Error {
-    Error::Path {
+pub fn at_target(source: PathError) -> Cause {
+    Cause::Path {
         field: TARGET,
         source,
     }
 }
 
 /// A path whose parent is gone, or that no file system can have, has nothing mounted on it.
-pub fn absent_is_none(place: Result<SafePath, Error>) -> Result<Option<SafePath>, Error> {
+pub fn absent_is_none(place: Result<SafePath, Cause>) -> Result<Option<SafePath>, Cause> {
     match place {
         Ok(place) => Ok(Some(place)),
-        Err(Error::Path {
+        Err(Cause::Path {
             source: PathError::MissingParent { .. } | PathError::TooLong { .. },
             ..
         }) => Ok(None),

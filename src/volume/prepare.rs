@@ -10,13 +10,7 @@ use std::{io, path::Path, pin::pin, sync::Arc};
 
 use rustix::{fd::AsFd as _, fs::OFlags};
 
-use super::{
-    Error, Node,
-    guard::Guard,
-    record::Record,
-    spec::Use,
-    task::{Progress, Volume},
-};
+use super::{context::Context, error::Cause, guard::Guard, record::Record, spec::Use};
 use crate::{
     device::{
         Attachment, Device, DeviceError, HeldOpen, MkfsNote, Source,
@@ -114,31 +108,26 @@ fn is_unwritten(prober: &Prober, size: u64, under: &BlockDev) -> io::Result<bool
 /// What is on the device, which is held open from now on. The device is read, nothing
 /// else.
 pub async fn look(
-    node: &Node,
-    volume: &Volume,
+    cx: Context<'_>,
     source: &Source,
     device: &Device,
-    progress: &Progress,
-) -> Result<(Content, Guard), Error> {
-    let place = node
-        .admit(volume, progress, &node.config.gates.probe, source)
-        .await?;
-    let (reader, of, on) = (node.prober.clone(), source.clone(), device.clone());
-    let found = node
-        .lane(volume, progress, "probe", move || {
+) -> Result<(Content, Guard), Cause> {
+    let place = cx.admit(&cx.node.config.gates.probe, source).await?;
+    let (reader, of, on) = (cx.node.prober.clone(), source.clone(), device.clone());
+    let found = cx
+        .lane("probe", move || {
             let _place = place;
             probe_device(&reader, &of, &on)
         })
         .await;
     match found {
-        Probed::Content(content, held) => Ok((content, Guard::new(node, volume, held))),
-        Probed::Busy(holders) => Err(Error::Busy {
-            volume: volume.id.clone(),
+        Probed::Content(content, held) => Ok((content, Guard::new(cx, held))),
+        Probed::Busy(holders) => Err(Cause::Busy {
             device: device.node.clone(),
             holders,
         }),
-        Probed::Unread(error) => Err(volume.io(format!("read {}", device.node.display()))(error)),
-        Probed::NotHeld(error) => Err(volume.device(error)),
+        Probed::Unread(error) => Err(Cause::io(format!("read {}", device.node.display()))(error)),
+        Probed::NotHeld(error) => Err(error.into()),
     }
 }
 
@@ -153,32 +142,28 @@ const BUSY_TRIES: u32 = 10;
 /// Where mkfs or fsck finds the device busy, all of it begins anew: what kept the
 /// device open for a moment (see [`crate::kernel::busy`]) may have written to it.
 pub async fn prepare(
-    node: &Node,
-    volume: &Volume,
+    cx: Context<'_>,
     record: &Record,
     attached: &Attachment,
     mkfs_options: &[String],
-    progress: &Progress,
-) -> Result<(Prepared, Guard), Error> {
+) -> Result<(Prepared, Guard), Cause> {
     let (source, device) = (&record.source, &attached.device);
     let mut tries = 0;
     loop {
         tries += 1;
-        let (content, guard) = look(node, volume, source, device, progress).await?;
+        let (content, guard) = look(cx, source, device).await?;
         let preparing = Preparing {
-            node,
-            volume,
+            cx,
             record,
             attached,
             guard: &guard,
-            progress,
         };
         let error = match preparing.from(content, mkfs_options).await {
             Ok(prepared) => return Ok((prepared, guard)),
             Err(error) => error,
         };
-        guard.close(node, volume, progress).await;
-        if !matches!(error, Error::Busy { .. }) || tries == BUSY_TRIES {
+        guard.close(cx).await;
+        if !matches!(error, Cause::Busy { .. }) || tries == BUSY_TRIES {
             return Err(error);
         }
     }
@@ -187,24 +172,19 @@ pub async fn prepare(
 /// A device that a file system is looked for on, or made on.
 #[derive(Clone, Copy)]
 pub struct Preparing<'a> {
-    /// This node.
-    pub node: &'a Node,
-    /// The volume.
-    pub volume: &'a Volume,
+    pub cx: Context<'a>,
     /// What is written down of it.
     pub record: &'a Record,
     /// Its device.
     pub attached: &'a Attachment,
     /// Which is held open.
     pub guard: &'a Guard,
-    /// The call.
-    pub progress: &'a Progress,
 }
 
 impl Preparing<'_> {
-    async fn from(self, content: Content, mkfs_options: &[String]) -> Result<Prepared, Error> {
+    async fn from(self, content: Content, mkfs_options: &[String]) -> Result<Prepared, Cause> {
         let Self {
-            volume,
+            cx,
             record,
             attached,
             ..
@@ -213,7 +193,7 @@ impl Preparing<'_> {
             unreachable!("only mounted volumes are prepared");
         };
         let device = &attached.device;
-        not_cut_short(volume, record, device, &content)?;
+        not_cut_short(record, device, &content)?;
         let info = match content {
             Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
             other => {
@@ -224,22 +204,21 @@ impl Preparing<'_> {
                         .noted(|note, id, _| note.format_in_progress(id))
                         .await?;
                 if !blank && !scrap {
-                    return Err(Error::Foreign {
-                        volume: volume.id.clone(),
+                    return Err(Cause::Foreign {
                         device: device.node.clone(),
                         what: describe(&other),
                         wanted: wanted.map_or("a file system", FsType::as_str),
                     });
                 }
                 if record.read_only {
-                    return Err(volume.precondition(format!(
+                    return Err(Cause::precondition(format!(
                         "{} holds {} and cannot be formatted read-only; stage it writable once",
                         device.node.display(),
                         describe(&other),
                     )));
                 }
                 if !blank {
-                    tracing::warn!(volume_id = volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
+                    tracing::warn!(volume_id = cx.volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
                 }
                 let fs = wanted.unwrap_or(FsType::Ext4);
                 self.make(fs, mkfs_options).await?;
@@ -267,24 +246,19 @@ impl Preparing<'_> {
     async fn noted<T: Send + 'static>(
         self,
         what: impl FnOnce(&MkfsNote, &str, &HeldOpen) -> Result<T, DeviceError> + Send + 'static,
-    ) -> Result<T, Error> {
-        let Self { node, volume, .. } = self;
-        let (making, id) = (Arc::clone(&self.attached.note), volume.id.clone());
+    ) -> Result<T, Cause> {
+        let cx = self.cx;
+        let (making, id) = (Arc::clone(&self.attached.note), cx.volume.id.clone());
         let held = self.guard.lend();
-        node.lane(volume, self.progress, "note", move || {
-            what(&making, &id, &held)
-        })
-        .await
-        .map_err(|error| volume.device(error))
+        Ok(cx.lane("note", move || what(&making, &id, &held)).await?)
     }
 
     /// Runs mkfs or fsck, which refuse a device that is in use before they write.
-    async fn run(self, command: &CommandLine, run: Run) -> Result<Exit, Error> {
+    async fn run(self, command: &CommandLine, run: Run) -> Result<Exit, Cause> {
         let source = &self.record.source;
-        let exit = run_child(self.node, self.volume, source, self.progress, command, run).await?;
+        let exit = run_child(self.cx, source, command, run).await?;
         if !exit.success() && reports_busy(&exit.output) {
-            return Err(Error::Busy {
-                volume: self.volume.id.clone(),
+            return Err(Cause::Busy {
                 device: self.attached.device.node.clone(),
                 holders: Vec::new(),
             });
@@ -293,15 +267,9 @@ impl Preparing<'_> {
     }
 
     /// Makes a file system, with a durable note around it that it is ours.
-    pub async fn make(self, fs: FsType, options: &[String]) -> Result<(), Error> {
-        let Self {
-            node,
-            volume,
-            record,
-            ..
-        } = self;
-        let backends = Arc::clone(&node.backends);
-        let source = record.source.clone();
+    pub async fn make(self, fs: FsType, options: &[String]) -> Result<(), Cause> {
+        let backends = Arc::clone(&self.cx.node.backends);
+        let source = self.record.source.clone();
         let zeros = self
             .noted(move |note, id, held| {
                 let zeros = backends.bind(&source).reads_as_zero()?;
@@ -319,17 +287,16 @@ impl Preparing<'_> {
         let program = command.program;
         let exit = self.run(&command, Run::Mkfs).await?;
         if !exit.success() {
-            let has = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+            let has = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
             if has < fs.least_bytes() {
-                return Err(volume.precondition(format!(
+                return Err(Cause::precondition(format!(
                     "{} has {has} bytes, too few for {fs}, which needs {}: {}",
                     self.record.source,
                     fs.least_bytes(),
                     exit.output.trim(),
                 )));
             }
-            return Err(Error::Mkfs {
-                volume: volume.id.clone(),
+            return Err(Cause::Mkfs {
                 device: device.node.clone(),
                 program,
                 status: exit.describe(),
@@ -341,10 +308,10 @@ impl Preparing<'_> {
         self.noted(|note, _, _| note.ended()).await
     }
 
-    async fn check(self, fs: FsType) -> Result<(), Error> {
-        let (volume, device) = (self.volume, &self.attached.device);
+    async fn check(self, fs: FsType) -> Result<(), Cause> {
+        let (cx, device) = (self.cx, &self.attached.device);
         let Some(command) = fsck::command(fs, &device.node) else {
-            return Err(volume.precondition(format!(
+            return Err(Cause::precondition(format!(
                 "the {fs} on {} is marked as damaged; repair it by hand ({fs}'s own repair program) while it is not mounted",
                 device.node.display()
             )));
@@ -352,10 +319,9 @@ impl Preparing<'_> {
         let exit = self.run(&command, Run::Fsck).await?;
         fsck::interpret(fs, exit.code, &exit.output)
             .map(|fixed| {
-                tracing::info!(volume_id = volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
+                tracing::info!(volume_id = cx.volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
             })
-            .map_err(|source| Error::Fsck {
-                volume: volume.id.clone(),
+            .map_err(|source| Cause::Fsck {
                 device: device.node.clone(),
                 source,
             })
@@ -364,20 +330,15 @@ impl Preparing<'_> {
 
 /// fsck, and at times the mount, would mend a file system that has lost its end
 /// by giving up what was there.
-fn not_cut_short(
-    volume: &Volume,
-    record: &Record,
-    device: &Device,
-    content: &Content,
-) -> Result<(), Error> {
+fn not_cut_short(record: &Record, device: &Device, content: &Content) -> Result<(), Cause> {
     let Content::Fs(info) = content else {
         return Ok(());
     };
-    let has = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
+    let has = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
     if info.bytes <= has {
         return Ok(());
     }
-    Err(volume.precondition(format!(
+    Err(Cause::precondition(format!(
         "{} has {has} bytes, less than the {} of the {} on it: it was cut short; make it as large again, or restore its data",
         record.source,
         info.bytes,
@@ -403,37 +364,38 @@ enum Run {
 }
 
 async fn run_child(
-    node: &Node,
-    volume: &Volume,
+    cx: Context<'_>,
     source: &Source,
-    progress: &Progress,
     command: &CommandLine,
     run: Run,
-) -> Result<Exit, Error> {
-    let gates = &node.config.gates;
+) -> Result<Exit, Cause> {
+    let gates = &cx.node.config.gates;
     let (step, gate) = match run {
         Run::Mkfs => ("mkfs", &gates.mkfs),
         Run::Fsck => ("fsck", &gates.fsck),
     };
-    let place = node.admit(volume, progress, gate, source).await?;
-    progress
-        .step(step, async {
-            let child = Child::spawn(command.program, &command.args).await?;
-            let pid = child.pid();
-            progress.waits_for(format!("{}, process {pid}", command.program));
-            let mut exit = pin!(child.wait());
-            let mut seen = exec::activity(pid);
-            loop {
-                if let Ok(exit) = timer::timeout(exec::LIFE_EVERY, exit.as_mut()).await {
-                    return exit;
-                }
-                let now = exec::activity(pid);
-                if now != seen {
-                    place.renew();
-                    seen = now;
-                }
+    let place = cx.admit(gate, source).await?;
+    cx.step(step, async {
+        let child = Child::spawn(command.program, &command.args).await?;
+        let pid = child.pid();
+        cx.progress
+            .waits_for(format!("{}, process {pid}", command.program));
+        let mut exit = pin!(child.wait());
+        let mut seen = exec::activity(pid);
+        loop {
+            if let Ok(exit) = timer::timeout(exec::LIFE_EVERY, exit.as_mut()).await {
+                return exit;
             }
-        })
-        .await
-        .map_err(volume.io(format!("run {}", Path::new(command.program).display())))
+            let now = exec::activity(pid);
+            if now != seen {
+                place.renew();
+                seen = now;
+            }
+        }
+    })
+    .await
+    .map_err(Cause::io(format!(
+        "run {}",
+        Path::new(command.program).display()
+    )))
 }

@@ -5,7 +5,7 @@
 //! never touches the device, but the directories that it walks are on a disk, too. No
 //! record is written: the mount at the target is the record.
 
-use std::{io, rc::Rc};
+use std::io;
 
 use rustix::{
     fd::{AsFd as _, OwnedFd},
@@ -13,14 +13,16 @@ use rustix::{
 };
 
 use super::{
-    Error, Node, Outcome, already,
+    Outcome, already,
+    context::Context,
+    error::Cause,
     held::Targets,
     mounted,
     nested::PathOf,
     places::{Places, at_target},
     record::{Phase, Record, Target},
     spec::{Publish, Use},
-    task::{Progress, Volume},
+    task::Progress,
 };
 use crate::{
     Done,
@@ -31,46 +33,43 @@ use crate::{
 };
 
 /// `NodePublishVolume` of a staged volume.
-pub async fn publish(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Publish,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    let record = volume
+pub async fn publish(cx: Context<'_>, spec: &Publish) -> Result<Outcome, Cause> {
+    let record = cx
+        .volume
         .record()
         .filter(|record| record.phase == Phase::Staged)
-        .ok_or_else(|| volume.precondition("it is not staged on this node; stage it first"))?;
-    progress.backend(record.source.backend());
+        .ok_or_else(|| Cause::precondition("it is not staged on this node; stage it first"))?;
+    cx.progress.backend(record.source.backend());
     if record.staging_path != spec.staging_path {
-        return Err(volume.precondition(format!(
+        return Err(Cause::precondition(format!(
             "it is staged at {}, not at {}",
             record.staging_path.display(),
             spec.staging_path.display()
         )));
     }
-    node.refuse_nested(volume, &spec.target_path, PathOf::Target)?;
+    cx.refuse_nested(&spec.target_path, PathOf::Target)?;
     let read_only = spec.read_only || record.read_only;
     let job = Publishing {
-        device: volume.device_of(&record)?,
-        options: publish_options(volume, &record, spec)?,
+        device: record.attached_device()?,
+        options: publish_options(&record, spec)?,
         record,
         spec: spec.clone(),
         read_only,
-        locks: node.config.block_lock,
-        places: node.places.clone(),
-        targets: volume.targets(),
-        progress: progress.clone(),
+        locks: cx.node.config.block_lock,
+        places: cx.node.places.clone(),
+        targets: cx.volume.targets(),
+        progress: cx.progress.clone(),
     };
-    let published = node.lane(volume, progress, "publish", move || job.run());
+    let published = cx.lane("publish", move || job.run());
     let Published {
         appears,
         targets,
         result,
     } = published.await;
-    volume.forget_gone(&targets);
+    cx.volume.forget_gone(&targets);
     if appears {
-        volume.set_target(&spec.target_path, Target { read_only });
+        cx.volume
+            .set_target(&spec.target_path, Target { read_only });
     }
     result.map(|()| Outcome::Done)
 }
@@ -96,7 +95,7 @@ struct Published {
     /// The volume is published at the target.
     appears: bool,
     targets: Targets,
-    result: Result<(), Error>,
+    result: Result<(), Cause>,
 }
 
 impl Publishing {
@@ -117,18 +116,17 @@ impl Publishing {
         }
     }
 
-    fn find_or_bind(&mut self) -> Result<Done, Error> {
+    fn find_or_bind(&mut self) -> Result<Done, Cause> {
         let place = self.places.target(&self.spec.target_path)?;
         let path = place.path().display();
-        match place.kind().map_err(self.io(format!("look at {path}")))? {
+        match place.kind().map_err(Cause::io(format!("look at {path}")))? {
             PathKind::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
                 self.refuse_other_access(&place, &mounted)?;
-                already(&self.record.volume_id, "publish", Done::Already);
+                already("publish", Done::Already);
                 return Ok(Done::Already);
             }
             PathKind::Mount(_) => {
-                return Err(Error::Incompatible {
-                    volume: self.record.volume_id.clone(),
+                return Err(Cause::Incompatible {
                     have: format!("staged, but something else is mounted at {path}"),
                     want: "this volume there".to_owned(),
                 });
@@ -139,7 +137,7 @@ impl Publishing {
         if (single(self.spec.mode) || single(self.record.mode))
             && let Some(other) = self.targets.live(&self.places, &self.record)
         {
-            return Err(self.precondition(format!(
+            return Err(Cause::precondition(format!(
                 "its access mode allows one target, and it is published at {}",
                 other.display()
             )));
@@ -148,29 +146,27 @@ impl Publishing {
             Use::Mount { .. } => self.bind_mount(&place)?,
             Use::Block => {
                 if !self.record.source.is_still(&self.device) {
-                    return Err(self.precondition(format!(
+                    return Err(Cause::precondition(format!(
                         "{} is not its device any more; unstage it and stage it again",
                         self.device.node.display()
                     )));
                 }
                 self.set_writable()?;
-                let (id, device) = (&self.record.volume_id, &self.device);
-                bind_node(id, device, &place, self.read_only, &self.progress)?;
+                bind_node(&self.device, &place, self.read_only, &self.progress)?;
             }
         }
         Ok(Done::Now)
     }
 
     /// A target that is there is as it was asked for, or in the way.
-    fn refuse_other_access(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
+    fn refuse_other_access(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         self.refuse_other_protection(place, mounted)?;
         let is_read_only =
             mounted.read_only && (self.record.read_only || self.is_bound_read_only(place)?);
         if is_read_only == self.read_only {
             return Ok(());
         }
-        Err(Error::Incompatible {
-            volume: self.record.volume_id.clone(),
+        Err(Cause::Incompatible {
             have: format!(
                 "published {} at {}",
                 access(is_read_only),
@@ -182,7 +178,7 @@ impl Publishing {
 
     /// What was asked for by name has to be so; what is so by default may have been
     /// otherwise where an earlier version of the agent has mounted it.
-    fn refuse_other_protection(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
+    fn refuse_other_protection(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let Use::Mount { options: asked, .. } = &self.spec.usage else {
             return Ok(());
         };
@@ -193,10 +189,9 @@ impl Publishing {
         let has = place
             .open()
             .and_then(|target| mounted.protection(target.as_fd()));
-        match asked.first_not_in_force(has.map_err(self.io(format!("look at {path}")))?) {
+        match asked.first_not_in_force(has.map_err(Cause::io(format!("look at {path}")))?) {
             None => Ok(()),
-            Some(word) => Err(Error::Incompatible {
-                volume: self.record.volume_id.clone(),
+            Some(word) => Err(Cause::Incompatible {
                 have: format!("published without {word} at {path}"),
                 want: word.to_owned(),
             }),
@@ -205,7 +200,7 @@ impl Publishing {
 
     /// Whether a target that cannot be written was published so: a file system becomes
     /// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
-    fn is_bound_read_only(&self, target: &SafePath) -> Result<bool, Error> {
+    fn is_bound_read_only(&self, target: &SafePath) -> Result<bool, Cause> {
         let staged = self.places.staging(&self.record.mount_point());
         let staged = staged.map(|place| place.kind());
         if self.record.usage == Use::Block
@@ -216,20 +211,19 @@ impl Publishing {
         let entry = target
             .open()
             .and_then(|target| table::covering(target.as_fd()));
-        let failed = self.io(format!("look at {}", target.path().display()));
+        let failed = Cause::io(format!("look at {}", target.path().display()));
         Ok(entry.map_err(failed)?.own_read_only)
     }
 
-    fn bind_mount(&self, place: &SafePath) -> Result<(), Error> {
-        let id = &self.record.volume_id;
+    fn bind_mount(&self, place: &SafePath) -> Result<(), Cause> {
         let staging = self.places.staging(&self.record.mount_point())?;
-        refuse_shut_down(id, &staging)?;
+        refuse_shut_down(&staging)?;
         if let Some(group) = self.spec.group.filter(|_| !self.read_only) {
-            let own = || mounted::own(id, &staging, group);
+            let own = || mounted::own(&staging, group);
             self.progress.step_on_lane("chgrp", own)?;
         }
         let mount = self.staged(&staging)?.ok_or_else(|| {
-            self.precondition(format!(
+            Cause::precondition(format!(
                 "its mount at {} is gone; stage it again",
                 staging.path().display()
             ))
@@ -239,13 +233,13 @@ impl Publishing {
             place.refuse_content().map_err(at_target)?;
         }
         self.progress.step_on_lane("bind", || {
-            bind_at(id, &mount, place, &self.options, self.read_only, made)
+            bind_at(&mount, place, &self.options, self.read_only, made)
         })
     }
 
     /// The staging mount; `None` when the volume is not what is mounted there.
-    fn staged(&self, staging: &SafePath) -> Result<Option<OwnedFd>, Error> {
-        let failed = || self.io(format!("open {}", staging.path().display()));
+    fn staged(&self, staging: &SafePath) -> Result<Option<OwnedFd>, Cause> {
+        let failed = || Cause::io(format!("open {}", staging.path().display()));
         let opened = match staging.open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.map_err(failed())?,
@@ -261,44 +255,33 @@ impl Publishing {
 
     /// A read-only bind of a device node does not stop a writer who opens it: the
     /// device itself has to refuse. It does so for all targets or for none.
-    fn set_writable(&mut self) -> Result<(), Error> {
+    fn set_writable(&mut self) -> Result<(), Cause> {
         let device = &self.device;
         if device.read_only
-            || sysfs::is_read_only(device.dev).map_err(self.io("read the device's state"))?
+            || sysfs::is_read_only(device.dev).map_err(Cause::io("read the device's state"))?
                 == self.read_only
         {
             return Ok(());
         }
         if let Some(other) = self.targets.live(&self.places, &self.record) {
-            return Err(self.precondition(format!(
+            return Err(Cause::precondition(format!(
                 "it is published {} at {}, and a raw block device is read-only for all its targets or for none",
                 access(!self.read_only),
                 other.display()
             )));
         }
         let set = || device::set_read_only(&self.device, self.read_only);
-        let set = self.progress.step_on_lane("set-ro", set);
-        set.map_err(|error| Error::device(&self.record.volume_id, error))
+        Ok(self.progress.step_on_lane("set-ro", set)?)
     }
 
     /// Takes the descriptor lock over a published device node, where told to.
-    fn lock(&self) -> Result<(), Error> {
+    fn lock(&self) -> Result<(), Cause> {
         if !self.locks || self.record.usage != Use::Block {
             return Ok(());
         }
         let lock = || device::descriptor_lock::lock(self.device.dev, &self.spec.target_path);
-        let done = self.progress.step_on_lane("lock", lock);
-        let id = &self.record.volume_id;
-        already(id, "lock", done.map_err(|error| Error::device(id, error))?);
+        already("lock", self.progress.step_on_lane("lock", lock)?);
         Ok(())
-    }
-
-    fn io<W: Into<String>>(&self, what: W) -> impl FnOnce(io::Error) -> Error + use<W> {
-        Error::io(&self.record.volume_id, what)
-    }
-
-    fn precondition(&self, what: String) -> Error {
-        Error::precondition(&self.record.volume_id, what)
     }
 }
 
@@ -309,11 +292,7 @@ fn access(read_only: bool) -> &'static str {
 /// What of the capability's options applies to a target, with what the stage and the
 /// agent say where they say nothing: the staging mount itself is as no pod sees it.
 /// Options of the superblock took effect at stage; here they must be those of the stage.
-fn publish_options(
-    volume: &Volume,
-    record: &Record,
-    spec: &Publish,
-) -> Result<MountOptions, Error> {
+fn publish_options(record: &Record, spec: &Publish) -> Result<MountOptions, Cause> {
     match (&record.usage, &spec.usage) {
         (Use::Block, Use::Block) => Ok(MountOptions::default()),
         (
@@ -323,7 +302,10 @@ fn publish_options(
             Use::Mount { options, fs },
         ) => {
             if fs.is_some() && record.fs.is_some() && *fs != record.fs {
-                return Err(volume.precondition(format!("it is staged {}", record.describe())));
+                return Err(Cause::precondition(format!(
+                    "it is staged {}",
+                    record.describe()
+                )));
             }
             let options = options.for_publish();
             let unknown: Vec<_> = options
@@ -337,7 +319,7 @@ fn publish_options(
                     .with_default_attributes(staged)
                     .with_default_attributes(&defaults))
             } else {
-                Err(Error::Invalid {
+                Err(Cause::Invalid {
                     field: "volume_capability.mount.mount_flags",
                     why: format!(
                         "{} takes effect at stage, and the volume was staged without",
@@ -346,7 +328,7 @@ fn publish_options(
                 })
             }
         }
-        _ => Err(volume.precondition(format!("it is {}", record.describe()))),
+        _ => Err(Cause::precondition(format!("it is {}", record.describe()))),
     }
 }
 
@@ -355,15 +337,12 @@ pub const RESTAGE: &str = "the kernel log says why; once no pod of this node use
                            unstaged, and the next one finds it mounted anew";
 
 /// A file system that has shut down is of no use to a pod more.
-pub fn refuse_shut_down(volume_id: &str, staging: &SafePath) -> Result<(), Error> {
+pub fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {
     match staging.kind() {
-        Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(Error::precondition(
-            volume_id,
-            format!(
-                "its file system at {} has shut down: {RESTAGE}",
-                staging.path().display()
-            ),
-        )),
+        Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(Cause::precondition(format!(
+            "its file system at {} has shut down: {RESTAGE}",
+            staging.path().display()
+        ))),
         _ => Ok(()),
     }
 }
@@ -378,40 +357,35 @@ pub fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
 
 /// Binds; what was made for it goes again where that fails.
 fn bind_at(
-    volume_id: &str,
     source: &OwnedFd,
     place: &SafePath,
     options: &MountOptions,
     read_only: bool,
     made: Done,
-) -> Result<(), Error> {
+) -> Result<(), Cause> {
     let bound = bind::bind(source.as_fd(), place, options, read_only);
     match bound {
         Ok(mounted) => {
-            tracing::debug!(volume_id, ?mounted, "published");
+            tracing::debug!(?mounted, "published");
             Ok(())
         }
-        Err(source) => {
+        Err(error) => {
             if made == Done::Now {
                 let _ = place.remove().map_err(at_target)?;
             }
-            Err(Error::Bind {
-                volume: volume_id.to_owned(),
-                source,
-            })
+            Err(Cause::Bind(error))
         }
     }
 }
 
 /// Binds the device's node to a file. On the volume's lane.
 pub fn bind_node(
-    volume_id: &str,
     device: &Device,
     place: &SafePath,
     read_only: bool,
     progress: &Progress,
-) -> Result<(), Error> {
-    let failed = || Error::io(volume_id, format!("open {}", device.node.display()));
+) -> Result<(), Cause> {
+    let failed = || Cause::io(format!("open {}", device.node.display()));
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let source = rustix::fs::open(&device.node, flags, Mode::empty())
         .map_err(|errno| failed()(errno.into()))?;
@@ -429,6 +403,6 @@ pub fn bind_node(
     }
     let options = MountOptions::default();
     progress.step_on_lane("bind", || {
-        bind_at(volume_id, &source, place, &options, read_only, made)
+        bind_at(&source, place, &options, read_only, made)
     })
 }

@@ -20,11 +20,14 @@ use futures_util::{StreamExt as _, stream};
 use tokio::sync::Notify;
 
 use super::{
-    Error, Node, claims, layout,
+    Error, Node, claims,
+    context::Context,
+    error::Cause,
+    layout,
     places::{Places, absent_is_none},
     record::{Held, Phase, Record, Records, Target},
     spec::{Call, Use},
-    task::{Progress, Volume},
+    task::Progress,
 };
 use crate::{
     capability::AccessMode,
@@ -75,9 +78,7 @@ impl Node {
             }
         };
         let waited = ring::timer::timeout(deadline, taken_up).await;
-        waited.map_err(|_| Error::NotTakenUp {
-            volume: volume_id.to_owned(),
-        })
+        waited.map_err(|_| Cause::NotTakenUp.of(volume_id))
     }
 
     /// Takes up every record of an earlier agent, and what another driver has
@@ -235,9 +236,14 @@ async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
         });
         if is_noted.await && node.known(&id).is_none() {
             let volume = node.volume(&id);
-            let progress = Progress::new(&id, "take over");
-            if let Err(error) = rebuild(node, &volume, &staging_path, &progress).await {
-                let error = chain(&error);
+            let progress = &Progress::new(&id, "take over");
+            let cx = Context {
+                node,
+                volume: &volume,
+                progress,
+            };
+            if let Err(cause) = rebuild(cx, &staging_path).await {
+                let error = chain(&cause.of(&id));
                 tracing::error!(
                     volume_id = id,
                     error,
@@ -324,14 +330,14 @@ fn mounted_at(
     places: &Places,
     volume_id: &str,
     staging_path: &Path,
-) -> Result<Option<(PathBuf, Mounted)>, Error> {
+) -> Result<Option<(PathBuf, Mounted)>, Cause> {
     let below = layout::is_one_name(volume_id).then(|| staging_path.join(volume_id));
     for path in [Some(staging_path.to_owned()), below].into_iter().flatten() {
         let Some(place) = absent_is_none(places.staging(&path))? else {
             continue;
         };
         let look = place.kind();
-        let look = look.map_err(Error::io(volume_id, format!("look at {}", path.display())))?;
+        let look = look.map_err(Cause::io(format!("look at {}", path.display())))?;
         if let PathKind::Mount(mounted) = look {
             return Ok(Some((path, mounted)));
         }
@@ -341,34 +347,29 @@ fn mounted_at(
 
 /// The record of a volume that is staged, though no record says so: by what is
 /// mounted at its staging path, else by its handle.
-pub async fn rebuild(
-    node: &Rc<Node>,
-    volume: &Volume,
-    staging_path: &Path,
-    progress: &Progress,
-) -> Result<Option<Record>, Error> {
-    let (places, backends) = (node.places.clone(), Arc::clone(&node.backends));
-    let (id, path) = (volume.id.clone(), staging_path.to_owned());
-    let known = node.devices_of_others(volume);
+pub async fn rebuild(cx: Context<'_>, staging_path: &Path) -> Result<Option<Record>, Cause> {
+    let (places, backends) = (cx.node.places.clone(), Arc::clone(&cx.node.backends));
+    let (id, path) = (cx.volume.id.clone(), staging_path.to_owned());
+    let known = cx.devices_of_others();
     let find = move || find(&places, &backends, &id, &path, &known);
-    let Some(held) = node.lane(volume, progress, "find", find).await? else {
+    let Some(held) = cx.lane("find", find).await? else {
         return Ok(None);
     };
     let record = held.record.clone();
-    if let Some(other) = node.other_user(volume, &record.source) {
-        return Err(is_of(&volume.id, &other, staging_path));
+    if let Some(other) = cx.other_user(&record.source) {
+        return Err(is_of(&other, staging_path));
     }
-    tracing::warn!(volume_id = volume.id, source = %record.source, "found without a record, taken up");
-    volume.hold(Some(held));
+    tracing::warn!(volume_id = cx.volume.id, source = %record.source, "found without a record, taken up");
+    cx.volume.hold(Some(held));
     Ok(Some(record))
 }
 
-fn is_of(volume_id: &str, other: &str, staging_path: &Path) -> Error {
+fn is_of(other: &str, staging_path: &Path) -> Cause {
     let what = format!(
         "what is staged at {} is volume {other}",
         staging_path.display()
     );
-    Error::precondition(volume_id, what)
+    Cause::precondition(what)
 }
 
 /// What there is of a volume without a record; devices in `known` are others'. On the
@@ -379,19 +380,18 @@ fn find(
     volume_id: &str,
     staging_path: &Path,
     known: &[Device],
-) -> Result<Option<Held>, Error> {
-    let io = |what| Error::io(volume_id, what);
+) -> Result<Option<Held>, Cause> {
     let (path, mounted) = match mounted_at(places, volume_id, staging_path)? {
         Some((path, mounted)) => (path, Some(mounted)),
         None => (staging_path.to_owned(), None),
     };
-    let mounts = table::list().map_err(io("list the mounts"))?;
+    let mounts = table::list().map_err(Cause::io("list the mounts"))?;
     let entry = mounts
         .iter()
         .rev()
         .find(|entry| mounted.is_some() && entry.mount_point == path);
     let behind = match mounted.and_then(|mounted| mounted.rdev) {
-        Some(dev) => Some(sysfs::present_node_of(dev).map_err(io("name what is mounted"))?),
+        Some(dev) => Some(sysfs::present_node_of(dev).map_err(Cause::io("name what is mounted"))?),
         None => entry.map(|entry| PathBuf::from(&entry.source)),
     };
     // What is mounted at the staging path itself may hang.
@@ -401,27 +401,21 @@ fn find(
         layout::read_note(places, staging_path)?
     };
     let (behind, left) = (behind.as_deref(), left.as_deref());
-    let found = source_of(backends, volume_id, behind, left, known)
-        .map_err(|error| Error::device(volume_id, error))?;
+    let found = source_of(backends, volume_id, behind, left, known)?;
     let Some((source, device)) = found else {
         return match mounted {
             None => Ok(None),
-            Some(_) => Err(Error::precondition(
-                volume_id,
-                format!(
-                    "what is mounted at {} is none of this node's volumes; unmount it by hand",
-                    path.display()
-                ),
-            )),
+            Some(_) => Err(Cause::precondition(format!(
+                "what is mounted at {} is none of this node's volumes; unmount it by hand",
+                path.display()
+            ))),
         };
     };
     if let Some(device) = &device {
-        let owner = backends.owner_of(device.dev);
-        let owner = owner.map_err(|error| Error::device(volume_id, error))?;
-        if let Owner::Volume(other) = owner
+        if let Owner::Volume(other) = backends.owner_of(device.dev)?
             && other != volume_id
         {
-            return Err(is_of(volume_id, &other, staging_path));
+            return Err(is_of(&other, staging_path));
         }
     }
     let record = Record {

@@ -12,7 +12,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::Error;
+use super::error::Cause;
 use crate::{
     capability::{AccessMode, AccessType, Capability},
     device::{Fencing, ImageSource, Source},
@@ -41,13 +41,13 @@ pub enum Use {
 }
 
 impl Use {
-    fn parse(access: &AccessType, context: &HashMap<String, String>) -> Result<Self, Error> {
+    fn parse(access: &AccessType, context: &HashMap<String, String>) -> Result<Self, Cause> {
         let AccessType::Mount { fs_type, flags, .. } = access else {
             return Ok(Self::Block);
         };
         let parse = |field, name: &str| {
             let parsed = (!name.is_empty()).then(|| name.parse()).transpose();
-            parsed.map_err(|error: UnsupportedFs| Error::Invalid {
+            parsed.map_err(|error: UnsupportedFs| Cause::Invalid {
                 field,
                 why: error.to_string(),
             })
@@ -304,7 +304,7 @@ impl Parsed {
         capability: &Capability,
         context: &HashMap<String, String>,
         apply_group: bool,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, Cause> {
         let usage = Use::parse(&capability.access, context)?;
         let by_option = match &usage {
             Use::Mount { options, .. } => options.read_only(),
@@ -315,14 +315,14 @@ impl Parsed {
             _ => FsType::Ext4,
         };
         let mkfs_options = context.get("mkfsOptions").map_or(Ok(Vec::new()), |text| {
-            mkfs::parse_options(fs, text).map_err(|error| Error::Invalid {
+            mkfs::parse_options(fs, text).map_err(|error| Cause::Invalid {
                 field: "volume_context.mkfsOptions",
                 why: error.to_string(),
             })
         })?;
         let group = match &capability.access {
             AccessType::Mount { group, .. } if apply_group && !group.is_empty() => {
-                Some(group.parse().map_err(|error: BadGroup| Error::Invalid {
+                Some(group.parse().map_err(|error: BadGroup| Cause::Invalid {
                     field: "volume_capability.mount.volume_mount_group",
                     why: error.to_string(),
                 })?)

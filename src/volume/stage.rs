@@ -2,14 +2,15 @@
 
 use std::{
     path::{Path, PathBuf},
-    rc::Rc,
     sync::Arc,
     time::Duration,
 };
 
 use super::{
-    Error, Node, Outcome, already,
+    Outcome, already,
     attach::{Before, attach_source, known_device, purpose_of},
+    context::Context,
+    error::Cause,
     guard::Guard,
     layout, mounted,
     nested::PathOf,
@@ -18,7 +19,6 @@ use super::{
     publish::{self, appears_at},
     record::{Phase, Record},
     spec::{Stage, Use},
-    task::{Progress, Volume},
     unstage::{self, forget},
 };
 use crate::{
@@ -40,36 +40,27 @@ use crate::{
 const READY_WITHIN: Duration = Duration::from_secs(30);
 
 /// `NodeStageVolume`.
-pub async fn stage(
-    node: &Rc<Node>,
-    volume: &Volume,
-    spec: &Stage,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    progress.backend(spec.source.backend());
-    let limit = node.config.max_volumes;
+pub async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
+    cx.progress.backend(spec.source.backend());
+    let limit = cx.node.config.max_volumes;
     // Before anything is waited for, or others that are to be refused count, too.
-    if volume.record().is_none()
+    if cx.volume.record().is_none()
         && limit > 0
-        && node.count() > usize::try_from(limit).unwrap_or(usize::MAX)
+        && cx.node.count() > usize::try_from(limit).unwrap_or(usize::MAX)
     {
-        return Err(Error::Full {
-            volume: volume.id.clone(),
-            limit,
-        });
+        return Err(Cause::Full { limit });
     }
-    node.refuse_nested(volume, &spec.staging_path, PathOf::Staging)?;
-    let (spec, mut found) = look(node, volume, spec, progress).await?;
+    cx.refuse_nested(&spec.staging_path, PathOf::Staging)?;
+    let (spec, mut found) = look(cx, spec).await?;
     let spec = &spec;
-    if let Some(record) = volume.record() {
+    if let Some(record) = cx.volume.record() {
         match record.phase {
             // How it was asked for, this call says.
             Phase::Staged if record.found && record.may_serve(spec) => {}
             Phase::Staged if !record.serves(spec) => {
-                return Err(Error::Incompatible {
-                    volume: volume.id.clone(),
+                return Err(Cause::Incompatible {
                     have: record.describe(),
-                    want: Record::begin(&volume.id, "", spec).describe(),
+                    want: Record::begin(&cx.volume.id, "", spec).describe(),
                 });
             }
             Phase::Staged if found.is_staged => {
@@ -78,38 +69,32 @@ pub async fn stage(
                 // off, the controller may have taken it out.
                 if let Some(device) = &record.device
                     && (spec.fencing == Fencing::On
-                        || node.backends.bind(&record.source).wants_secrets(device))
+                        || cx.node.backends.bind(&record.source).wants_secrets(device))
                 {
                     let before = Before {
                         device: found.device,
                         is_staged: true,
                     };
-                    attach_source(node, volume, spec, purpose_of(spec), before, progress)
+                    attach_source(cx, spec, purpose_of(spec), before)
                         .await
                         .map_err(kept)?;
                 }
-                already(&volume.id, "stage", Done::Already);
+                already("stage", Done::Already);
                 return Ok(Outcome::Done);
             }
             // Begun by a call with other arguments: that one is over.
             Phase::Staging | Phase::Unstaging if !record.serves(spec) => {
-                unstage::tear_down(node, volume, &record, progress).await?;
-                (_, found) = look(node, volume, spec, progress).await?;
+                unstage::tear_down(cx, &record).await?;
+                (_, found) = look(cx, spec).await?;
             }
             _ => {}
         }
     }
-    let staging = Staging {
-        node,
-        volume,
-        spec,
-        progress,
-    };
     let before = Before {
         device: found.device,
         is_staged: found.is_staged,
     };
-    staging.bring_up(before).await?;
+    Staging { cx, spec }.bring_up(before).await?;
     Ok(Outcome::Done)
 }
 
@@ -118,21 +103,16 @@ struct Found {
     /// It is where its record says that it is staged.
     is_staged: bool,
     /// Whether its file system can be used; of one that is not staged nothing is asked.
-    usable: Result<(), Error>,
+    usable: Result<(), Cause>,
     /// Its device, where one is known to be its still.
     device: Option<PathBuf>,
 }
 
 /// Makes sure that there is a place to mount it at, and looks what is there. What the
 /// caller left open about the source is settled on the way, by a file of the operator's.
-async fn look(
-    node: &Node,
-    volume: &Volume,
-    spec: &Stage,
-    progress: &Progress,
-) -> Result<(Stage, Found), Error> {
-    let (places, backends) = (node.places.clone(), Arc::clone(&node.backends));
-    let (id, record) = (volume.id.clone(), volume.record());
+async fn look(cx: Context<'_>, spec: &Stage) -> Result<(Stage, Found), Cause> {
+    let (places, backends) = (cx.node.places.clone(), Arc::clone(&cx.node.backends));
+    let (id, record) = (cx.volume.id.clone(), cx.volume.record());
     let mut spec = spec.clone();
     let source = spec.source.clone();
     let look = move || {
@@ -141,7 +121,7 @@ async fn look(
         let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
         let is_staged = staged.is_some_and(|record| is_still_there(record, &place));
         let usable = if is_staged {
-            publish::refuse_shut_down(&id, &place)
+            publish::refuse_shut_down(&place)
         } else {
             Ok(())
         };
@@ -152,7 +132,7 @@ async fn look(
         };
         Ok((spec, found))
     };
-    node.look(volume, progress, &source, look).await?
+    cx.look(&source, look).await?
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.
@@ -171,30 +151,23 @@ fn is_still_there(record: &Record, place: &SafePath) -> bool {
 /// A volume that is being staged.
 #[derive(Clone, Copy)]
 struct Staging<'a> {
-    node: &'a Rc<Node>,
-    volume: &'a Volume,
+    cx: Context<'a>,
     spec: &'a Stage,
-    progress: &'a Progress,
 }
 
 impl Staging<'_> {
     /// All of stage that changes something; undone where it fails.
-    async fn bring_up(&self, known: Before) -> Result<(), Error> {
-        let Self {
-            node,
-            volume,
-            spec,
-            progress,
-        } = *self;
-        let before = volume.record();
-        let mut record = Record::begin(&volume.id, node.backends.boot_id(), spec);
+    async fn bring_up(&self, known: Before) -> Result<(), Cause> {
+        let Self { cx, spec } = *self;
+        let before = cx.volume.record();
+        let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), spec);
         if let Some(before) = &before {
             record.device.clone_from(&before.device);
             record.root_dev = before.root_dev;
             record.fs = before.fs;
         }
-        node.remember(volume, record.clone(), progress).await?;
-        let attached = attach_source(node, volume, spec, purpose_of(spec), known, progress).await;
+        cx.remember(record.clone()).await?;
+        let attached = attach_source(cx, spec, purpose_of(spec), known).await;
         let cause = match attached {
             Ok(attached) => {
                 record.device = Some(attached.device.clone());
@@ -205,46 +178,40 @@ impl Staging<'_> {
             }
             // Whatever is attached, this call did not do it.
             Err(cause) if before.is_none() => {
-                return match forget(node, volume, &record, progress).await {
+                return match forget(cx, &record).await {
                     Ok(()) => Err(cause),
                     Err(undo) => Err(not_undone(cause, undo)),
                 };
             }
             Err(cause) => cause,
         };
-        if node.live_target(volume, progress).await.is_some() {
+        if cx.live_target().await.is_some() {
             // Pods use it as it is.
             return Err(kept(cause));
         }
-        match unstage::tear_down(node, volume, &record, progress).await {
+        match unstage::tear_down(cx, &record).await {
             Ok(()) => Err(cause),
             Err(undo) => Err(not_undone(cause, undo)),
         }
     }
 
-    async fn steps(&self, record: &mut Record, attached: &Attachment) -> Result<(), Error> {
-        let Self {
-            node,
-            volume,
-            spec,
-            progress,
-        } = *self;
+    async fn steps(&self, record: &mut Record, attached: &Attachment) -> Result<(), Cause> {
+        let Self { cx, spec } = *self;
         let device = &attached.device;
-        let ready = ready::ready(&node.uevents, &spec.source, device);
-        progress
-            .step("ready", ring::timer::timeout(READY_WITHIN, ready))
+        let ready = ready::ready(&cx.node.uevents, &spec.source, device);
+        cx.step("ready", ring::timer::timeout(READY_WITHIN, ready))
             .await
             .map_err(|elapsed| std::io::Error::new(std::io::ErrorKind::TimedOut, elapsed))
             .flatten()
-            .map_err(volume.io(format!("wait for {}", device.node.display())))?;
+            .map_err(Cause::io(format!("wait for {}", device.node.display())))?;
         if record.mounts() {
             // Known before anything is mounted: whoever takes this up after a
             // crash must know which device to look for.
-            node.remember(volume, record.clone(), progress).await?;
+            cx.remember(record.clone()).await?;
         }
         if let Use::Mount { options, .. } = &spec.usage {
             if let Some((fs, root_dev)) = self.mounted(device).await? {
-                already(&volume.id, "mount", Done::Already);
+                already("mount", Done::Already);
                 (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
                 if !spec.read_only {
                     // Who mounted it may have died before it grew to its device.
@@ -252,15 +219,14 @@ impl Staging<'_> {
                 }
             } else {
                 let (prepared, guard) =
-                    prepare::prepare(node, volume, record, attached, &spec.mkfs_options, progress)
-                        .await?;
+                    prepare::prepare(cx, record, attached, &spec.mkfs_options).await?;
                 let root_dev = self.mount(options, device, &prepared, guard).await?;
                 (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
                 let larger = |info: &FsInfo| {
                     sysfs::size_bytes(device.dev).map(|size| grow::needed(info, size))
                 };
                 let grows = prepared.found.as_ref().map_or(Ok(false), larger);
-                if !spec.read_only && grows.map_err(volume.io("read the device's size"))? {
+                if !spec.read_only && grows.map_err(Cause::io("read the device's size"))? {
                     self.grow_to_device(device, prepared.fs).await?;
                 }
             }
@@ -270,9 +236,9 @@ impl Staging<'_> {
         } else if record.mounts() {
             self.bind_node(device).await?;
         }
-        layout::write_note(node, volume, record, progress).await?;
+        layout::write_note(cx, record).await?;
         record.phase = Phase::Staged;
-        node.remember(volume, record.clone(), progress).await
+        cx.remember(record.clone()).await
     }
 
     async fn mount(
@@ -281,22 +247,17 @@ impl Staging<'_> {
         device: &Device,
         prepared: &Prepared,
         guard: Guard,
-    ) -> Result<Dev, Error> {
-        let Self {
-            node,
-            volume,
-            spec,
-            progress,
-        } = *self;
-        let gate = &node.config.gates.mount;
-        let admission = match node.admit(volume, progress, gate, &spec.source).await {
+    ) -> Result<Dev, Cause> {
+        let Self { cx, spec } = *self;
+        let gate = &cx.node.config.gates.mount;
+        let admission = match cx.admit(gate, &spec.source).await {
             Ok(admission) => admission,
             Err(error) => {
-                guard.close(node, volume, progress).await;
+                guard.close(cx).await;
                 return Err(error);
             }
         };
-        let (places, path, id) = (node.places.clone(), self.mount_point(), volume.id.clone());
+        let (places, path) = (cx.node.places.clone(), self.mount_point());
         let options = options.clone();
         let node_path = device.node.clone();
         let fs = prepared.fs;
@@ -305,8 +266,8 @@ impl Staging<'_> {
         let held = guard.give();
         let mount = move || {
             let _admission = admission;
-            let place = make_room(&places, &id, &path)?;
-            held.check().map_err(|error| Error::device(&id, error))?;
+            let place = make_room(&places, &path)?;
+            held.check()?;
             let new = NewMount {
                 fs_type: fs.as_str(),
                 source: &node_path,
@@ -314,77 +275,63 @@ impl Staging<'_> {
                 extra: &extra,
                 read_only,
             };
-            attach::mount(&new, &place).map_err(|source| Error::Mount { volume: id, source })
+            attach::mount(&new, &place).map_err(Cause::Mount)
         };
-        let mounted = node.lane(volume, progress, "mount", mount).await?;
-        tracing::debug!(volume_id = volume.id, ?mounted, "mounted");
+        let mounted = cx.lane("mount", mount).await?;
+        tracing::debug!(volume_id = cx.volume.id, ?mounted, "mounted");
         Ok(mounted.dev)
     }
 
     /// Where it is to be mounted.
     fn mount_point(&self) -> PathBuf {
         let spec = self.spec;
-        layout::mount_point(&spec.source, &spec.staging_path, &self.volume.id)
+        layout::mount_point(&spec.source, &spec.staging_path, &self.cx.volume.id)
     }
 
     /// Runs a step at the place where it is to be mounted.
     async fn at_place<T: Send + 'static>(
         &self,
         step: &'static str,
-        work: impl FnOnce(&str, &SafePath) -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
-        let Self {
-            node,
-            volume,
-            progress,
-            ..
-        } = *self;
-        let (places, path, id) = (node.places.clone(), self.mount_point(), volume.id.clone());
-        let at_place = move || work(&id, &places.staging(&path)?);
-        node.lane(volume, progress, step, at_place).await
+        work: impl FnOnce(&SafePath) -> Result<T, Cause> + Send + 'static,
+    ) -> Result<T, Cause> {
+        let (places, path) = (self.cx.node.places.clone(), self.mount_point());
+        let at_place = move || work(&places.staging(&path)?);
+        self.cx.lane(step, at_place).await
     }
 
     /// The device's file system, where it is mounted already.
-    async fn mounted(&self, device: &Device) -> Result<Option<(FsType, Dev)>, Error> {
+    async fn mounted(&self, device: &Device) -> Result<Option<(FsType, Dev)>, Cause> {
         let device = device.clone();
-        self.at_place("look", move |id, place| mounted::fs_of(id, place, &device))
+        self.at_place("look", move |place| mounted::fs_of(place, &device))
             .await
     }
 
-    async fn own(&self, group: FsGroup) -> Result<(), Error> {
-        self.at_place("chgrp", move |id, place| mounted::own(id, place, group))
+    async fn own(&self, group: FsGroup) -> Result<(), Cause> {
+        self.at_place("chgrp", move |place| mounted::own(place, group))
             .await
     }
 
     /// Shows the device's node, unless something is there.
-    async fn bind_node(&self, device: &Device) -> Result<(), Error> {
+    async fn bind_node(&self, device: &Device) -> Result<(), Cause> {
         let (device, read_only) = (device.clone(), self.spec.read_only);
-        let steps = self.progress.clone();
-        let bind = move |id: &str, place: &SafePath| {
+        let steps = self.cx.progress.clone();
+        let bind = move |place: &SafePath| {
             if matches!(place.kind(), Ok(PathKind::Mount(_))) {
                 return Ok(());
             }
-            publish::bind_node(id, &device, place, read_only, &steps)
+            publish::bind_node(&device, place, read_only, &steps)
         };
         self.at_place("look", bind).await
     }
 
     /// A clone may be larger than the file system that it was cloned from.
-    async fn grow_to_device(&self, device: &Device, fs: FsType) -> Result<(), Error> {
-        let Self {
-            node,
-            volume,
-            progress,
-            ..
-        } = *self;
-        let size = sysfs::size_bytes(device.dev).map_err(volume.io("read the device's size"))?;
-        match mounted::grow(node, volume, &self.mount_point(), fs, size, progress).await {
-            Err(Error::Grow {
-                source: source @ grow::GrowError::NeedsCapability { .. },
-                ..
-            }) => {
+    async fn grow_to_device(&self, device: &Device, fs: FsType) -> Result<(), Cause> {
+        let cx = self.cx;
+        let size = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
+        match mounted::grow(cx, &self.mount_point(), fs, size).await {
+            Err(Cause::Grow(error @ grow::GrowError::NeedsCapability { .. })) => {
                 // Smaller than it could be, but all there.
-                tracing::warn!(volume_id = volume.id, error = %source, "the file system stays smaller than its device");
+                tracing::warn!(volume_id = cx.volume.id, %error, "the file system stays smaller than its device");
                 Ok(())
             }
             other => other.map(|_| ()),
@@ -393,28 +340,25 @@ impl Staging<'_> {
 }
 
 /// Where it is to be mounted, nothing else may be. On the volume's lane.
-fn make_room(places: &Places, volume_id: &str, mount_point: &Path) -> Result<SafePath, Error> {
+fn make_room(places: &Places, mount_point: &Path) -> Result<SafePath, Cause> {
     let place = places.staging(mount_point)?;
     if matches!(place.kind(), Ok(PathKind::Mount(_))) {
-        return Err(Error::precondition(
-            volume_id,
-            format!(
-                "something else is mounted at the staging path {}; unmount it first",
-                place.path().display()
-            ),
-        ));
+        return Err(Cause::precondition(format!(
+            "something else is mounted at the staging path {}; unmount it first",
+            place.path().display()
+        )));
     }
     let done = place.make_dir(0o750).map_err(at_staging)?;
-    already(volume_id, "make the staging directory", done);
+    already("make the staging directory", done);
     Ok(place)
 }
 
-fn kept(cause: Error) -> Error {
-    Error::Kept(Box::new(cause))
+fn kept(cause: Cause) -> Cause {
+    Cause::Kept(Box::new(cause))
 }
 
-fn not_undone(cause: Error, undo: Error) -> Error {
-    Error::NotUndone {
+fn not_undone(cause: Cause, undo: Cause) -> Cause {
+    Cause::NotUndone {
         cause: Box::new(cause),
         undo: Box::new(undo),
     }

@@ -24,6 +24,7 @@ use tokio::sync::oneshot;
 
 use super::{
     Error, Node,
+    error::Cause,
     health::{self, Condition},
     places::Places,
     publish::appears_at,
@@ -100,9 +101,9 @@ impl Node {
         path: PathBuf,
         deadline: Duration,
     ) -> Result<Usage, Arc<Error>> {
-        let not_there = || Error::NotFound {
-            volume: volume_id.clone(),
-            what: format!("it is not at {} on this node", path.display()),
+        let not_there = || {
+            let what = format!("it is not at {} on this node", path.display());
+            Cause::NotFound(what).of(&volume_id)
         };
         self.taken_up(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
@@ -117,7 +118,7 @@ impl Node {
             let what = format!("ask how full it is at {}", path.display());
             let why = "its file system waits for its device";
             let waits = io::Error::new(io::ErrorKind::TimedOut, why);
-            Arc::new(Error::io(&volume.id, what)(waits))
+            Arc::new(Cause::io(what)(waits).of(&volume_id))
         })
     }
 
@@ -176,7 +177,10 @@ impl Node {
         let (places, record, about) = (self.places.clone(), record.clone(), about.clone());
         let looks = self.lanes.run(&volume.id, "statfs", move || {
             let told = match &about {
-                About::Usage(path) => Told::Usage(usage(&places, &record, path).map_err(Arc::new)),
+                About::Usage(path) => {
+                    let usage = usage(&places, &record, path);
+                    Told::Usage(usage.map_err(|cause| Arc::new(cause.of(&record.volume_id))))
+                }
                 About::Health => Told::Health(health::of_file_system(&places, &record)),
             };
             (about, told)
@@ -200,12 +204,8 @@ impl Node {
 
 /// How full the volume is that is staged or published at the path, by what the
 /// kernel says. On the volume's lane.
-pub fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Error> {
-    let gone = || Error::NotFound {
-        volume: record.volume_id.clone(),
-        what: format!("it is not what is mounted at {}", path.display()),
-    };
-    let failed = |what| Error::io(&record.volume_id, what);
+pub fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Cause> {
+    let gone = || Cause::NotFound(format!("it is not what is mounted at {}", path.display()));
     let device = record.device.as_ref().ok_or_else(gone)?;
     let below;
     let path = if path == record.staging_path {
@@ -223,12 +223,11 @@ pub fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Err
         _ => return Err(gone()),
     }
     if record.usage == Use::Block {
-        let bytes =
-            sysfs::size_bytes(device.dev).map_err(failed("read the device's size".to_owned()))?;
+        let bytes = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
         return Ok(Usage::Block(bytes));
     }
     let fs = fstatvfs(&opened)
-        .map_err(|errno| failed(format!("statfs {}", path.display()))(errno.into()))?;
+        .map_err(|errno| Cause::io(format!("statfs {}", path.display()))(errno.into()))?;
     let bytes = Space {
         total: fs.f_blocks * fs.f_frsize,
         used: fs.f_blocks.saturating_sub(fs.f_bfree) * fs.f_frsize,

@@ -17,7 +17,7 @@ use std::{
     pin::Pin,
     rc::Rc,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::{Context, Poll, Waker},
+    task::{self, Poll, Waker},
     time::{Duration, Instant},
 };
 
@@ -25,7 +25,7 @@ use futures_util::{FutureExt as _, future::Shared};
 use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
-use super::{Error, Node, record::Held, spec::Call, stats::Asked};
+use super::{Error, Node, context::Context, error::Cause, record::Held, spec::Call, stats::Asked};
 use crate::{Kind, crash_point, hold_point, observe::metrics, ring};
 
 /// What a successful call reports back.
@@ -274,6 +274,7 @@ impl Volume {
 /// secrets, and has others, gets an attempt of its own.
 pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Duration) -> Answer {
     let call = Rc::new(call);
+    let failed = |cause: Cause| Arc::new(cause.of(volume_id));
     let begun = Instant::now();
     loop {
         let volume = node.volume(volume_id);
@@ -284,10 +285,7 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
                 if running.ends_within(left).await {
                     continue;
                 }
-                return Err(Arc::new(Error::Pending {
-                    volume: volume_id.to_owned(),
-                    under_way: running.progress.under_way(node),
-                }));
+                return Err(failed(Cause::Pending(running.progress.under_way(node))));
             }
             None => match start(node, &volume, Rc::clone(&call)) {
                 Started::Finished(answer) => return answer,
@@ -304,15 +302,11 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
             Ok(Ok(answer)) => answer,
             // The task ended without an answer: it panicked. What it did is on
             // record and taken up by the next call.
-            Ok(Err(_)) => Err(Arc::new(Error::Io {
-                volume: volume_id.to_owned(),
+            Ok(Err(_)) => Err(failed(Cause::Io {
                 what: format!("finish {}", call.name()),
                 source: std::io::Error::other("the volume's task panicked"),
             })),
-            Err(_) => Err(Arc::new(Error::Deadline {
-                volume: volume_id.to_owned(),
-                under_way: running.progress.under_way(node),
-            })),
+            Err(_) => Err(failed(Cause::Deadline(running.progress.under_way(node)))),
         };
     }
 }
@@ -341,11 +335,18 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
     };
     let mut work: Pin<Box<dyn Future<Output = Answer>>> = Box::pin(async move {
         let Ended { node, volume, .. } = &ended;
-        super::run(node, volume, &call, &progress)
-            .await
-            .map_err(Arc::new)
+        let cx = Context {
+            node,
+            volume,
+            progress: &progress,
+        };
+        let ran = super::run(cx, &call).await;
+        ran.map_err(|cause| Arc::new(cause.of(&volume.id)))
     });
-    if let Poll::Ready(answer) = work.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+    if let Poll::Ready(answer) = work
+        .as_mut()
+        .poll(&mut task::Context::from_waker(Waker::noop()))
+    {
         return Started::Finished(answer);
     }
     let task = async move {

@@ -7,21 +7,22 @@
 
 use std::{
     path::{Path, PathBuf},
-    rc::Rc,
     sync::Arc,
 };
 
 use rustix::fd::AsFd as _;
 
 use super::{
-    Error, Node, Outcome, already,
+    Outcome, already,
+    context::Context,
+    error::Cause,
     held::Targets,
     nested::PathOf,
     places::{Places, absent_is_none, at_target},
     publish::appears_at,
     record::Record,
     spec::Use,
-    task::{Progress, Volume},
+    task::Progress,
     unstage,
 };
 use crate::{
@@ -35,44 +36,37 @@ use crate::{
 };
 
 /// `NodeUnpublishVolume`. A target that is not there is success.
-pub async fn unpublish(
-    node: &Rc<Node>,
-    volume: &Volume,
-    target_path: &Path,
-    progress: &Progress,
-) -> Result<Outcome, Error> {
-    let record = volume.record();
+pub async fn unpublish(cx: Context<'_>, target_path: &Path) -> Result<Outcome, Cause> {
+    let record = cx.volume.record();
     if let Some(record) = &record {
-        progress.backend(record.source.backend());
+        cx.progress.backend(record.source.backend());
     }
-    node.refuse_nested(volume, target_path, PathOf::Target)?;
-    release_lock(node, volume, record.as_ref(), target_path, progress).await?;
+    cx.refuse_nested(target_path, PathOf::Target)?;
+    release_lock(cx, record.as_ref(), target_path).await?;
     let is_known = record.as_ref().is_some_and(|it| it.device.is_some());
     let others = if is_known {
         Vec::new()
     } else {
-        node.sources_of_others(volume)
+        cx.sources_of_others()
     };
     let job = Unpublishing {
-        volume_id: volume.id.clone(),
+        volume_id: cx.volume.id.clone(),
         record: record.clone(),
         target_path: target_path.to_owned(),
-        places: node.places.clone(),
-        backends: Arc::clone(&node.backends),
+        places: cx.node.places.clone(),
+        backends: Arc::clone(&cx.node.backends),
         others,
-        targets: volume.targets().but(target_path),
-        progress: progress.clone(),
+        targets: cx.volume.targets().but(target_path),
+        progress: cx.progress.clone(),
     };
-    let (live, targets) = node
-        .lane(volume, progress, "unpublish", move || job.run())
-        .await?;
-    volume.drop_target(target_path);
-    volume.forget_gone(&targets);
+    let (live, targets) = cx.lane("unpublish", move || job.run()).await?;
+    cx.volume.drop_target(target_path);
+    cx.volume.forget_gone(&targets);
     if let Some(record) = record
         && record.inline.is_some()
         && live.is_none()
     {
-        unstage::tear_down(node, volume, &record, progress).await?;
+        unstage::tear_down(cx, &record).await?;
     }
     Ok(Outcome::Done)
 }
@@ -93,14 +87,14 @@ struct Unpublishing {
 
 impl Unpublishing {
     /// Answers with a target at which an inline volume still appears.
-    fn run(mut self) -> Result<(Option<PathBuf>, Targets), Error> {
+    fn run(mut self) -> Result<(Option<PathBuf>, Targets), Cause> {
         if let Some(place) = absent_is_none(self.places.target(&self.target_path))? {
-            while let PathKind::Mount(mounted) = place.kind().map_err(self.looking_at(&place))? {
+            while let PathKind::Mount(mounted) = place.kind().map_err(looking_at(&place))? {
                 self.is_the_volume(&place, &mounted)?;
                 self.unmount(&place)?;
             }
             let removed = place.remove().map_err(at_target)?;
-            already(&self.volume_id, "unpublish", removed);
+            already("unpublish", removed);
         }
         let inline = self.record.as_ref().filter(|it| it.inline.is_some());
         let live = inline.and_then(|record| self.targets.live(&self.places, record));
@@ -108,11 +102,11 @@ impl Unpublishing {
     }
 
     /// Makes sure that what is mounted at the target is the volume.
-    fn is_the_volume(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
+    fn is_the_volume(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let record = self.record.as_ref();
         match record.and_then(|record| record.device.as_ref().map(|device| (record, device))) {
             Some((record, device)) if appears_at(record, device, mounted) => Ok(()),
-            Some(_) => Err(self.precondition(format!(
+            Some(_) => Err(Cause::precondition(format!(
                 "something else is mounted at {}; unmount it first",
                 place.path().display()
             ))),
@@ -122,10 +116,10 @@ impl Unpublishing {
 
     /// The same where no record says what the volume looks like: by what the kernel and
     /// the claims tell of the device.
-    fn is_its_device(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Error> {
+    fn is_its_device(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let (what, dev) = self.what_is_mounted(place, mounted)?;
         let refused = |what: String| {
-            Err(self.precondition(format!(
+            Err(Cause::precondition(format!(
                 "{what} is mounted at {}, which is not this volume; unmount it by hand",
                 place.path().display()
             )))
@@ -135,7 +129,7 @@ impl Unpublishing {
         };
         let find = || self.backends.owner_of(dev);
         let owner = self.progress.step_on_lane("find", find);
-        match owner.map_err(|error| Error::device(&self.volume_id, error))? {
+        match owner? {
             Owner::Volume(id) if id == self.volume_id => Ok(()),
             Owner::Volume(other) => refused(format!("volume {other}, {what},")),
             Owner::Source(source) => {
@@ -154,8 +148,8 @@ impl Unpublishing {
         &self,
         place: &SafePath,
         mounted: &Mounted,
-    ) -> Result<(String, Option<Dev>), Error> {
-        let failed = || self.looking_at(place);
+    ) -> Result<(String, Option<Dev>), Cause> {
+        let failed = || looking_at(place);
         if let Some(dev) = mounted.rdev {
             let node = sysfs::node_of(dev).map_err(failed())?;
             return Ok((format!("the block device {}", node.display()), Some(dev)));
@@ -172,38 +166,24 @@ impl Unpublishing {
         Ok((what, dev.filter(|_| can_be)))
     }
 
-    fn unmount(&self, place: &SafePath) -> Result<(), Error> {
+    fn unmount(&self, place: &SafePath) -> Result<(), Cause> {
         let unmount = || unmount::unmount(place);
-        let done = self.progress.step_on_lane("unbind", unmount);
-        let done = done.map_err(|source| Error::Unmount {
-            volume: self.volume_id.clone(),
-            source,
-        })?;
-        already(&self.volume_id, "unbind", done);
+        already("unbind", self.progress.step_on_lane("unbind", unmount)?);
         Ok(())
     }
+}
 
-    fn looking_at(&self, place: &SafePath) -> impl FnOnce(std::io::Error) -> Error + use<> {
-        Error::io(
-            &self.volume_id,
-            format!("look at {}", place.path().display()),
-        )
-    }
-
-    fn precondition(&self, what: String) -> Error {
-        Error::precondition(&self.volume_id, what)
-    }
+fn looking_at(place: &SafePath) -> impl FnOnce(std::io::Error) -> Cause + use<> {
+    Cause::io(format!("look at {}", place.path().display()))
 }
 
 /// Releases the descriptor lock of this target: our own, over the target, or
 /// the one that kubelet left over its map file of the same pod.
 async fn release_lock(
-    node: &Rc<Node>,
-    volume: &Volume,
+    cx: Context<'_>,
     record: Option<&Record>,
     target_path: &Path,
-    progress: &Progress,
-) -> Result<(), Error> {
+) -> Result<(), Cause> {
     let Some(device) = record
         .filter(|record| record.usage == Use::Block)
         .and_then(|record| record.device.as_ref())
@@ -213,30 +193,26 @@ async fn release_lock(
     let dev = device.dev;
     let mut paths = vec![target_path.to_owned()];
     paths.extend(kubelet_map_file(target_path));
-    let (places, target, id) = (
-        node.places.clone(),
-        target_path.to_owned(),
-        volume.id.clone(),
-    );
+    let (places, target) = (cx.node.places.clone(), target_path.to_owned());
     let unlock = move || match absent_is_none(places.target(&target))? {
-        Some(_) => descriptor_lock::unlock(dev, &Unlock::Over(paths))
-            .map_err(|error| Error::device(&id, error)),
-        None => Ok(Vec::new()),
+        Some(_) => Ok(descriptor_lock::unlock(dev, &Unlock::Over(paths))?),
+        None => Ok::<_, Cause>(Vec::new()),
     };
-    let released = node.lane(volume, progress, "unlock", unlock).await?;
+    let released = cx.lane("unlock", unlock).await?;
     for lock in released {
         // Whoever has it open, udevd for a moment, keeps the target busy with it.
         let gone = || Ok((!lock.is_held()).then_some(()));
         let gone = async {
-            node.uevents
+            cx.node
+                .uevents
                 .wait(&sysfs::name_of(lock.device.dev)?, gone)
                 .await
         };
-        progress
-            .step("gone", gone)
-            .await
-            .map_err(volume.io(format!("wait for {} to go", lock.device.node.display())))?;
-        tracing::info!(volume_id = volume.id, lock = %lock.device.node.display(), backing = %lock.backing_path.display(), "released a descriptor lock");
+        cx.step("gone", gone).await.map_err(Cause::io(format!(
+            "wait for {} to go",
+            lock.device.node.display()
+        )))?;
+        tracing::info!(volume_id = cx.volume.id, lock = %lock.device.node.display(), backing = %lock.backing_path.display(), "released a descriptor lock");
     }
     Ok(())
 }
