@@ -18,7 +18,7 @@ use crate::{
     },
     volume::{
         Cause, Config, Heart, Listed, Outcome,
-        spec::{Call, Format},
+        spec::{self, Call, Format},
     },
 };
 
@@ -62,16 +62,14 @@ impl AdminService {
             .map_err(|error| validate::invalid("fs_type", error))?;
         let source = Source::parse(&request.volume_context, &request.volume_id)
             .map_err(|e| Status::from(&Cause::from(e)))?;
-        let secrets = request.secrets.into();
-        let call = Call::Format(Format {
-            source,
-            fs,
-            secrets,
-        });
+        let format = spec::Request {
+            call: Call::Format(Format { source, fs }),
+            secrets: request.secrets.into(),
+        };
         let id = request.volume_id;
         match self
             .heart
-            .run(move |node| node.submit(id, call, patience))
+            .run(move |node| node.submit(id, format, patience))
             .await
         {
             Some(Ok(Outcome::Was(was))) => Ok(FormatVolumeResponse { was }),

@@ -7,7 +7,6 @@ use tonic::Status;
 use super::{identity::Segment, validate};
 use crate::{
     capability::{AccessMode, AccessType, Capability},
-    ceph::fencing::ASKED,
     device::{Fencing, Source},
     proto::csi::{
         NodeExpandVolumeRequest, NodeExpandVolumeResponse, NodeGetVolumeHealthRequest,
@@ -19,7 +18,7 @@ use crate::{
     },
     volume::{
         Cause, Config, Heart, Node, Outcome, Severity, Space, Usage,
-        spec::{Call, Expand, Parsed, Publish, Stage},
+        spec::{Call, Expand, Parsed, Publish, Request, Stage},
     },
 };
 
@@ -54,11 +53,11 @@ impl NodeService {
     async fn submit(
         &self,
         volume_id: &str,
-        call: Call,
+        request: impl Into<Request>,
         patience: Duration,
     ) -> Result<Outcome, Status> {
-        let id = volume_id.to_owned();
-        let submit = move |node: Rc<Node>| node.submit(id, call, patience);
+        let (id, request) = (volume_id.to_owned(), request.into());
+        let submit = move |node: Rc<Node>| node.submit(id, request, patience);
         let outcome = self.heart.run(submit).await.ok_or_else(going_down)?;
         outcome.map_err(|error| Status::from(&*error))
     }
@@ -107,14 +106,13 @@ impl NodeService {
             mkfs_options: parsed.mkfs_options,
             group: parsed.group,
             inline: None,
-            fencing: match request.publish_context.get(ASKED) {
-                Some(_) => Fencing::On,
-                None => Fencing::Off,
-            },
+            fencing: Fencing::parse(&request.publish_context),
+        };
+        let stage = Request {
+            call: Call::Stage(stage),
             secrets: request.secrets.into(),
         };
-        self.submit(&request.volume_id, Call::Stage(stage), patience)
-            .await?;
+        self.submit(&request.volume_id, stage, patience).await?;
         Ok(NodeStageVolumeResponse {})
     }
 

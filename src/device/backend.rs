@@ -4,6 +4,7 @@
 //! done already is found, not done twice.
 
 use std::{
+    collections::HashMap,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -21,18 +22,24 @@ use super::{
     loopdev::FileId,
     nbd,
     notes::MkfsNote,
+    owed::Owed,
 };
 use crate::{
     Detached, Done,
-    ceph::krbd::{self, Identity},
+    admission::Gate,
+    ceph::{
+        fencing,
+        krbd::{self, Identity},
+    },
     kernel::{
         Dev,
         block::{self, BlockDev},
         nbd::identifier_of,
         sysfs,
     },
+    lane::Lanes,
     nbd::Export,
-    pool::PoolError,
+    pool::{Pool, PoolError},
     secret::Secrets,
 };
 
@@ -117,6 +124,17 @@ pub enum Fencing {
     Off,
     /// It does, and asks the backend, where that knows how, to enter this node.
     On,
+}
+
+impl Fencing {
+    /// As the controller has put it into the publish context.
+    pub fn parse(publish_context: &HashMap<String, String>) -> Self {
+        if publish_context.contains_key(fencing::ASKED) {
+            Self::On
+        } else {
+            Self::Off
+        }
+    }
 }
 
 /// What a device is attached for.
@@ -210,6 +228,11 @@ pub trait BackendVolume {
     fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError>;
     /// Gives the source back, where this node has it for this volume.
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
+    /// Gives back the claim that an earlier agent left on the source for the volume,
+    /// unless the source is attached.
+    fn release_left(&self, _volume_id: &str) -> Result<Done, DeviceError> {
+        Ok(Done::Already)
+    }
     /// Whether a mkfs for this volume was interrupted, the note of it goes with the
     /// source, and no other node can have written to that yet.
     fn leaves_partial_format(&self, _volume_id: &str) -> Result<bool, DeviceError> {
@@ -370,6 +393,37 @@ impl Backends {
             }
             other => other,
         }
+    }
+
+    /// The pools in which this node claims images.
+    pub fn pools(&self) -> impl Iterator<Item = &Pool> {
+        self.images.pools.iter()
+    }
+
+    /// Gives back what this node held of the pool before it was rebooted.
+    pub fn release_stale_claims(&self, pool: &Pool) {
+        self.images.release_stale_claims(pool);
+    }
+
+    /// What this node has claimed in a pool, and for which volume; `None` while the pool
+    /// is not there.
+    pub fn claimed_in(&self, pool: &str) -> Result<Option<Vec<(Source, String)>>, DeviceError> {
+        self.images.claimed_in(pool)
+    }
+
+    /// The pools that were away when a claim in them was to be given back.
+    pub fn owed(&self) -> &Owed {
+        &self.images.owed
+    }
+
+    /// Reconnects devices to their servers, for as long as the agent runs. On the runtime
+    /// thread; what may block goes to lanes.
+    pub fn keep_connected(
+        &self,
+        lanes: Lanes,
+        reconnect: Gate,
+    ) -> impl Future<Output = ()> + use<> {
+        nbd::keep(self.exports.links.clone(), lanes, reconnect)
     }
 
     /// The source of an inline volume whose image is made in this pool, or in

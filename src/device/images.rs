@@ -7,7 +7,7 @@ use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttachOptions, Backing, Condition, Device,
+    AttachOptions, Backing, Condition, Device, Source,
     backend::{Attachment, BackendVolume},
     context::{Context, SourceError},
     error::{DeviceError, io},
@@ -132,7 +132,7 @@ impl Images {
         Ok(ImageSource::new(&pool.name, &image))
     }
 
-    /// Gives back what this node held of the pool before it was rebooted: nobody else
+    /// See [`super::Backends::release_stale_claims`]: no other node
     /// can tell that what it claimed then is attached no more.
     pub fn release_stale_claims(&self, pool: &Pool) {
         let pool_name = &pool.name;
@@ -155,12 +155,8 @@ impl Images {
         }
     }
 
-    /// What this node has claimed in a pool, and for which volume; none where the pool is
-    /// not there.
-    pub fn claimed_in(
-        &self,
-        pool: &str,
-    ) -> Result<Option<Vec<(ImageSource, String)>>, DeviceError> {
+    /// See [`super::Backends::claimed_in`].
+    pub fn claimed_in(&self, pool: &str) -> Result<Option<Vec<(Source, String)>>, DeviceError> {
         let pool = self.pools.get(pool)?;
         if !pool.is_settled()? {
             return Ok(None);
@@ -168,22 +164,11 @@ impl Images {
         let mut claimed = Vec::new();
         for image in claim::claimed_by(pool, &self.node_id)? {
             let claim = claim::own(pool, &image, &self.node_id)?;
-            let source = ImageSource::new(&pool.name, &image);
+            let source = Source::Loop(ImageSource::new(&pool.name, &image));
             claimed.extend(claim.map(|claim| (source, claim.volume_id)));
         }
         claimed.retain(|(_, id)| !id.is_empty());
         Ok(Some(claimed))
-    }
-
-    /// Gives back the claim of an image for a volume, where it is not attached.
-    pub fn release_left(&self, source: &ImageSource, volume_id: &str) -> Result<Done, DeviceError> {
-        let bound = self.bind(source);
-        if !bound.is_claimed_for(volume_id)? || bound.attached()?.is_some() {
-            return Ok(Done::Already);
-        }
-        let done = claim::release(bound.pool()?, &source.image, &self.node_id)?;
-        tracing::info!(volume_id, %source, "released a claim that was left");
-        Ok(done)
     }
 
     /// An image with all that is needed to work on it.
@@ -282,6 +267,15 @@ impl BoundImage<'_> {
 }
 
 impl BackendVolume for BoundImage<'_> {
+    fn release_left(&self, volume_id: &str) -> Result<Done, DeviceError> {
+        if !self.is_claimed_for(volume_id)? || self.attached()?.is_some() {
+            return Ok(Done::Already);
+        }
+        let done = claim::release(self.pool()?, &self.source.image, &self.images.node_id)?;
+        tracing::info!(volume_id, source = %self.source, "released a claim that was left");
+        Ok(done)
+    }
+
     fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError> {
         let (pool, image) = (self.pool()?, &self.source.image);
         let file = pool

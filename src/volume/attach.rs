@@ -61,7 +61,7 @@ pub async fn attach_source(
         known: before.device,
         staged: before.is_staged,
         fencing: spec.fencing,
-        secrets: spec.secrets.clone(),
+        secrets: cx.secrets.clone(),
     };
     let (attached, done) = cx
         .lane("attach", move || {

@@ -5,7 +5,7 @@ use std::{rc::Rc, sync::Arc, time::Duration};
 use super::{Node, Outcome, already, context::Context, error::Cause, spec::Call};
 use crate::{
     chain,
-    device::{BackendVolume as _, DeviceError, ImageSource},
+    device::{DeviceError, Source},
     ring,
 };
 
@@ -14,7 +14,7 @@ const RETRY: Duration = Duration::from_secs(5);
 
 /// Begins to look, in each pool: an earlier agent may have left some, too.
 pub fn keep(node: &Rc<Node>) {
-    for pool in node.backends.images.owed.pools() {
+    for pool in node.backends.owed().pools() {
         ring::spawn(keep_in(Rc::clone(node), pool.clone()));
     }
 }
@@ -24,7 +24,7 @@ async fn keep_in(node: Rc<Node>, pool: String) {
         while !give_back_all(&node, &pool).await {
             ring::timer::sleep(RETRY).await;
         }
-        node.backends.images.owed.more(&pool).await;
+        node.backends.owed().more(&pool).await;
     }
 }
 
@@ -36,7 +36,7 @@ async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
             for (source, id) in left {
                 let call = Call::GiveBack(source);
                 let given = Rc::clone(node)
-                    .submit(id.clone(), call, Duration::MAX)
+                    .submit(id.clone(), call.into(), Duration::MAX)
                     .await;
                 if let Err(error) = given {
                     tracing::warn!(
@@ -63,9 +63,9 @@ async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
 async fn left_in(
     node: &Rc<Node>,
     pool: &str,
-) -> Result<Option<Vec<(ImageSource, String)>>, DeviceError> {
+) -> Result<Option<Vec<(Source, String)>>, DeviceError> {
     let (backends, name) = (Arc::clone(&node.backends), pool.to_owned());
-    let list = move || backends.images.claimed_in(&name);
+    let list = move || backends.claimed_in(&name);
     let Some(mut claimed) = node.lanes.run("", "claims", list).await? else {
         return Ok(None);
     };
@@ -81,7 +81,7 @@ async fn left_in(
     let left = move || {
         let mut left = Vec::new();
         for (source, id) in claimed {
-            if backends.images.bind(&source).attached()?.is_none() {
+            if backends.bind(&source).attached()?.is_none() {
                 left.push((source, id));
             }
         }
@@ -91,16 +91,14 @@ async fn left_in(
 }
 
 /// Gives back the claim of an image for a volume that this node does not hold.
-pub async fn give_back(cx: Context<'_>, source: &ImageSource) -> Result<Outcome, Cause> {
+pub async fn give_back(cx: Context<'_>, source: &Source) -> Result<Outcome, Cause> {
     if cx.volume.record().is_some() {
         return Ok(Outcome::Done);
     }
     let backends = Arc::clone(&cx.node.backends);
     let (source, id) = (source.clone(), cx.volume.id.clone());
     let done = cx
-        .lane("release", move || {
-            backends.images.release_left(&source, &id)
-        })
+        .lane("release", move || backends.bind(&source).release_left(&id))
         .await?;
     already("give the claim back", done);
     Ok(Outcome::Done)

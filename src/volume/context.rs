@@ -13,6 +13,7 @@ use crate::{
     admission::{Asked, Gate, Place as Admission},
     device::Source,
     hold_point,
+    secret::Secrets,
 };
 
 /// A call under way on a volume of this node.
@@ -21,6 +22,7 @@ pub(super) struct Context<'a> {
     pub(super) node: &'a Node,
     pub(super) volume: &'a Volume,
     pub(super) progress: &'a Progress,
+    pub(super) secrets: &'a Secrets,
 }
 
 impl Context<'_> {

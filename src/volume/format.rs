@@ -44,7 +44,6 @@ pub async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Cause> {
         group: None,
         inline: None,
         fencing: Fencing::Off,
-        secrets: spec.secrets.clone(),
     };
     let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), &attach);
     cx.remember(record.clone()).await?;

@@ -32,7 +32,7 @@ use tracing::{Instrument as _, Span};
 use crate::{
     Done,
     admission::Gates,
-    device::{Backends, Source, nbd, ready::Uevents},
+    device::{Backends, Source, ready::Uevents},
     lane::Lanes,
     mount::path::Roots,
     ring::{self, probe::Prober, timer},
@@ -78,7 +78,7 @@ use occupied::Occupied;
 use places::Places;
 use reconcile::Untaken;
 use record::Records;
-use spec::Call;
+use spec::{Call, Request};
 use task::Volume;
 
 /// What an operator decides about a node.
@@ -150,11 +150,8 @@ impl Node {
             occupied: Occupied::default(),
             untaken: Untaken::default(),
         });
-        ring::spawn(nbd::keep(
-            node.backends.exports.links.clone(),
-            node.lanes.clone(),
-            node.config.gates.reconnect.clone(),
-        ));
+        let (lanes, gates) = (node.lanes.clone(), &node.config.gates);
+        ring::spawn(node.backends.keep_connected(lanes, gates.reconnect.clone()));
         ring::spawn(expire(node.config.gates.clone()));
         Ok(node)
     }
@@ -163,14 +160,14 @@ impl Node {
     pub async fn submit(
         self: Rc<Self>,
         volume_id: String,
-        call: Call,
+        mut request: Request,
         deadline: Duration,
     ) -> Answer {
-        let call = call.with_paths(|path| self.places.spelled(path));
+        request.call = request.call.with_paths(|path| self.places.spelled(path));
         let begun = Instant::now();
         self.taken_up(&volume_id, deadline).await?;
         let left = deadline.saturating_sub(begun.elapsed());
-        task::submit(&self, &volume_id, call, left).await
+        task::submit(&self, &volume_id, request, left).await
     }
 
     fn volume(&self, id: &str) -> Rc<Volume> {

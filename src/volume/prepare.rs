@@ -89,7 +89,7 @@ fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
 }
 
 /// Whether the encrypted device was never written where `size` bytes of it show:
-/// its zeros are noise in the clear. LUKS keeps its header before them.
+/// its zeros are noise in the clear. The encryption's header stands before them.
 fn is_unwritten(prober: &Prober, size: u64, under: &BlockDev) -> io::Result<bool> {
     let header = sysfs::size_bytes(under.dev)?.checked_sub(size);
     let header = header.ok_or_else(|| io::Error::other("a mapping larger than its device"))?;

@@ -41,6 +41,7 @@ use crate::{
         table::{self, MountEntry},
     },
     ring,
+    secret::Secrets,
 };
 
 /// How many volumes of another driver are looked at at once.
@@ -241,6 +242,7 @@ async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
                 node,
                 volume: &volume,
                 progress,
+                secrets: &Secrets::default(),
             };
             if let Err(cause) = rebuild(cx, &staging_path).await {
                 let error = chain(&cause.of(&id));
@@ -259,10 +261,10 @@ async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
 
 /// One that a call makes meanwhile stays: it is of this boot.
 fn release_stale_claims(node: &Node) {
-    for pool in node.backends.images.pools.iter() {
+    for pool in node.backends.pools() {
         let (backends, pool) = (Arc::clone(&node.backends), pool.clone());
         drop(node.lanes.run("", "release", move || {
-            backends.images.release_stale_claims(&pool);
+            backends.release_stale_claims(&pool);
         }));
     }
 }
@@ -273,7 +275,7 @@ fn delete_orphan(node: &Rc<Node>, id: String, target: PathBuf) {
     let node = node.clone();
     ring::spawn(async move {
         let deleted = node
-            .submit(id.clone(), Call::Unpublish(target), Duration::MAX)
+            .submit(id.clone(), Call::Unpublish(target).into(), Duration::MAX)
             .await;
         if let Err(error) = deleted {
             tracing::error!(

@@ -1,8 +1,9 @@
 //! Requests, parsed: what a call wants, in the types that calls are compared by.
 //!
-//! Two calls are equal where these are. So a spec holds just what may tell two
-//! calls apart: no secrets, no publish context but [`Fencing`], no `csi.storage.k8s.io/*`, and
-//! `SINGLE_NODE_WRITER` is the same as `SINGLE_NODE_MULTI_WRITER`.
+//! Two calls are equal where these are. So a spec holds just what may tell two calls
+//! apart: no publish context but [`Fencing`], no `csi.storage.k8s.io/*`, and
+//! `SINGLE_NODE_WRITER` is the same as `SINGLE_NODE_MULTI_WRITER`. Secrets come beside
+//! the call, in its [`Request`].
 
 use std::{
     collections::HashMap,
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::error::Cause;
 use crate::{
     capability::{AccessMode, AccessType, Capability},
-    device::{Fencing, ImageSource, Source},
+    device::{Fencing, Source},
     fs::{FsType, UnsupportedFs, mkfs},
     mount::{
         options::MountOptions,
@@ -111,8 +112,6 @@ pub struct Stage {
     pub inline: Option<InlineImage>,
     /// Whether the controller fences nodes that do not let go of it.
     pub fencing: Fencing,
-    /// What the backend's server asks for; calls are not compared by it.
-    pub secrets: Secrets,
 }
 
 /// What the node makes for an inline ephemeral volume.
@@ -172,8 +171,22 @@ pub struct Format {
     pub source: Source,
     /// What to make.
     pub fs: FsType,
-    /// What the backend's server asks for; calls are not compared by it.
+}
+
+/// A call with the secrets that its backend's server asks for.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The call, by which requests are compared.
+    pub call: Call,
+    /// The secrets.
     pub secrets: Secrets,
+}
+
+impl From<Call> for Request {
+    fn from(call: Call) -> Self {
+        let secrets = Secrets::default();
+        Self { call, secrets }
+    }
 }
 
 /// A call that changes a volume.
@@ -183,8 +196,8 @@ pub enum Call {
     Stage(Stage),
     /// `NodeUnstageVolume`, with its staging path.
     Unstage(PathBuf),
-    /// The agent's own: the claim that was left on this image goes.
-    GiveBack(ImageSource),
+    /// The agent's own: the claim that was left on this source goes.
+    GiveBack(Source),
     /// `NodePublishVolume`.
     Publish(Publish),
     /// `NodePublishVolume` of an inline volume.
@@ -259,15 +272,6 @@ impl Call {
     /// Whether it takes less than a millisecond where no disk hangs.
     pub fn is_brief(&self) -> bool {
         matches!(self, Self::Publish(_) | Self::Unpublish(_))
-    }
-
-    /// Whether an equal call brings other secrets.
-    pub fn differs(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Stage(one), Self::Stage(other)) => one.secrets.differ(&other.secrets),
-            (Self::Format(one), Self::Format(other)) => one.secrets.differ(&other.secrets),
-            _ => false,
-        }
     }
 
     /// The RPC's name.

@@ -25,7 +25,14 @@ use futures_util::{FutureExt as _, future::Shared};
 use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
-use super::{Error, Node, context::Context, error::Cause, record::Held, spec::Call, stats::Asked};
+use super::{
+    Error, Node,
+    context::Context,
+    error::Cause,
+    record::Held,
+    spec::{Call, Request},
+    stats::Asked,
+};
 use crate::{Kind, crash_point, hold_point, observe::metrics, ring};
 
 /// What a successful call reports back.
@@ -60,7 +67,7 @@ pub struct Volume {
 
 #[derive(Clone)]
 struct Running {
-    call: Rc<Call>,
+    request: Rc<Request>,
     begun: Instant,
     progress: Progress,
     answer: Shared<oneshot::Receiver<Answer>>,
@@ -75,7 +82,7 @@ impl Running {
     /// a second, is not sent away for what takes a millisecond.
     async fn ends_within(&self, left: Duration) -> bool {
         let left = left.min(BRIEF.saturating_sub(self.begun.elapsed()));
-        self.call.is_brief()
+        self.request.call.is_brief()
             && ring::timer::timeout(left, self.answer.clone())
                 .await
                 .is_ok()
@@ -85,7 +92,7 @@ impl Running {
 impl fmt::Debug for Running {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Running")
-            .field("call", &self.call)
+            .field("call", &self.request.call)
             .field("progress", &self.progress)
             .finish_non_exhaustive()
     }
@@ -263,8 +270,8 @@ impl Volume {
     fn in_the_way(&self, call: &Call) -> Option<Running> {
         let running = self.running.borrow();
         let is_inline = (self.held.borrow().as_ref()).is_some_and(|h| h.record.inline.is_some());
-        let conflicts = |other: &&Running| is_inline || !call.may_begin_beside(&other.call);
-        let equal = running.iter().find(|other| *other.call == *call);
+        let conflicts = |other: &&Running| is_inline || !call.may_begin_beside(&other.request.call);
+        let equal = running.iter().find(|other| other.request.call == *call);
         equal.or_else(|| running.iter().find(conflicts)).cloned()
     }
 }
@@ -272,14 +279,19 @@ impl Volume {
 /// Runs a call on its volume, or joins the equal one that runs already; waits
 /// for the answer until `deadline`. Who joined a call that was refused for its
 /// secrets, and has others, gets an attempt of its own.
-pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Duration) -> Answer {
-    let call = Rc::new(call);
+pub async fn submit(
+    node: &Rc<Node>,
+    volume_id: &str,
+    request: Request,
+    deadline: Duration,
+) -> Answer {
+    let request = Rc::new(request);
     let failed = |cause: Cause| Arc::new(cause.of(volume_id));
     let begun = Instant::now();
     loop {
         let volume = node.volume(volume_id);
-        let running = match volume.in_the_way(&call) {
-            Some(running) if running.call == call => running,
+        let running = match volume.in_the_way(&request.call) {
+            Some(running) if running.request.call == request.call => running,
             Some(running) => {
                 let left = deadline.saturating_sub(begun.elapsed());
                 if running.ends_within(left).await {
@@ -287,7 +299,7 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
                 }
                 return Err(failed(Cause::Pending(running.progress.under_way(node))));
             }
-            None => match start(node, &volume, Rc::clone(&call)) {
+            None => match start(node, &volume, Rc::clone(&request)) {
                 Started::Finished(answer) => return answer,
                 Started::Runs(running) => running,
             },
@@ -295,7 +307,8 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
         let left = deadline.saturating_sub(begun.elapsed());
         return match ring::timer::timeout(left, running.answer).await {
             Ok(Ok(Err(error)))
-                if error.kind() == Kind::Unauthenticated && running.call.differs(&call) =>
+                if error.kind() == Kind::Unauthenticated
+                    && running.request.secrets.differ(&request.secrets) =>
             {
                 continue;
             }
@@ -303,7 +316,7 @@ pub async fn submit(node: &Rc<Node>, volume_id: &str, call: Call, deadline: Dura
             // The task ended without an answer: it panicked. What it did is on
             // record and taken up by the next call.
             Ok(Err(_)) => Err(failed(Cause::Io {
-                what: format!("finish {}", call.name()),
+                what: format!("finish {}", request.call.name()),
                 source: std::io::Error::other("the volume's task panicked"),
             })),
             Err(_) => Err(failed(Cause::Deadline(running.progress.under_way(node)))),
@@ -318,11 +331,11 @@ enum Started {
 
 /// Begins a call. What needs no lane, such as a refusal by the volume's record, is
 /// finished here and now.
-fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
-    let progress = Progress::new(&volume.id, call.name());
+fn start(node: &Rc<Node>, volume: &Rc<Volume>, request: Rc<Request>) -> Started {
+    let progress = Progress::new(&volume.id, request.call.name());
     let (send, receive) = oneshot::channel();
     let running = Running {
-        call: call.clone(),
+        request: request.clone(),
         begun: Instant::now(),
         progress: progress.clone(),
         answer: receive.shared(),
@@ -331,7 +344,7 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
     let ended = Ended {
         node: node.clone(),
         volume: volume.clone(),
-        call: call.clone(),
+        request: request.clone(),
     };
     let mut work: Pin<Box<dyn Future<Output = Answer>>> = Box::pin(async move {
         let Ended { node, volume, .. } = &ended;
@@ -339,8 +352,9 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
             node,
             volume,
             progress: &progress,
+            secrets: &request.secrets,
         };
-        let ran = super::run(cx, &call).await;
+        let ran = super::run(cx, &request.call).await;
         ran.map_err(|cause| Arc::new(cause.of(&volume.id)))
     });
     if let Poll::Ready(answer) = work
@@ -362,13 +376,13 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, call: Rc<Call>) -> Started {
 struct Ended {
     node: Rc<Node>,
     volume: Rc<Volume>,
-    call: Rc<Call>,
+    request: Rc<Request>,
 }
 
 impl Drop for Ended {
     fn drop(&mut self) {
         let mut running = self.volume.running.borrow_mut();
-        running.retain(|one| !Rc::ptr_eq(&one.call, &self.call));
+        running.retain(|one| !Rc::ptr_eq(&one.request, &self.request));
         drop(running);
         self.node.forget_if_empty(&self.volume.id);
     }

@@ -117,7 +117,7 @@ impl Unpublishing {
     /// The same where no record says what the volume looks like: by what the kernel and
     /// the claims tell of the device.
     fn is_its_device(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
-        let (what, dev) = self.what_is_mounted(place, mounted)?;
+        let (what, dev) = what_is_mounted(place, mounted)?;
         let refused = |what: String| {
             Err(Cause::precondition(format!(
                 "{what} is mounted at {}, which is not this volume; unmount it by hand",
@@ -143,34 +143,30 @@ impl Unpublishing {
         }
     }
 
-    /// What it is, in words, and which device it is of, if it may be a volume's.
-    fn what_is_mounted(
-        &self,
-        place: &SafePath,
-        mounted: &Mounted,
-    ) -> Result<(String, Option<Dev>), Cause> {
-        let failed = || looking_at(place);
-        if let Some(dev) = mounted.rdev {
-            let node = sysfs::node_of(dev).map_err(failed())?;
-            return Ok((format!("the block device {}", node.display()), Some(dev)));
-        }
-        let opened = place.open().map_err(failed())?;
-        let entry = table::covering(opened.as_fd()).map_err(failed())?;
-        let can_be = entry.fs_type.parse::<FsType>().is_ok();
-        let source = Path::new(&entry.source);
-        // btrfs shows a number that is no device's.
-        let dev = Some(mounted.dev)
-            .filter(|dev| dev.major != 0)
-            .or_else(|| block::dev_behind(source).ok());
-        let what = format!("{} of {}", entry.fs_type, source.display());
-        Ok((what, dev.filter(|_| can_be)))
-    }
-
     fn unmount(&self, place: &SafePath) -> Result<(), Cause> {
         let unmount = || unmount::unmount(place);
         already("unbind", self.progress.step_on_lane("unbind", unmount)?);
         Ok(())
     }
+}
+
+/// What it is, in words, and which device it is of, if it may be a volume's.
+fn what_is_mounted(place: &SafePath, mounted: &Mounted) -> Result<(String, Option<Dev>), Cause> {
+    let failed = || looking_at(place);
+    if let Some(dev) = mounted.rdev {
+        let node = sysfs::node_of(dev).map_err(failed())?;
+        return Ok((format!("the block device {}", node.display()), Some(dev)));
+    }
+    let opened = place.open().map_err(failed())?;
+    let entry = table::covering(opened.as_fd()).map_err(failed())?;
+    let can_be = entry.fs_type.parse::<FsType>().is_ok();
+    let source = Path::new(&entry.source);
+    // btrfs shows a number that is no device's.
+    let dev = Some(mounted.dev)
+        .filter(|dev| dev.major != 0)
+        .or_else(|| block::dev_behind(source).ok());
+    let what = format!("{} of {}", entry.fs_type, source.display());
+    Ok((what, dev.filter(|_| can_be)))
 }
 
 fn looking_at(place: &SafePath) -> impl FnOnce(std::io::Error) -> Cause + use<> {

@@ -10,7 +10,6 @@ use crate::{
     device::{Fencing, set_by_kubernetes},
     fs::FsType,
     proto::csi::NodePublishVolumeRequest,
-    secret::Secrets,
     size::Size,
     volume::spec::{Inline, InlineImage, Parsed, Publish, Stage, Use},
 };
@@ -80,7 +79,6 @@ impl NodeService {
                 group: parsed.group,
                 inline: Some(InlineImage { bytes, target_path }),
                 fencing: Fencing::Off,
-                secrets: Secrets::default(),
             },
         })
     }

@@ -187,7 +187,7 @@ proptest! {
             let parsed = Parsed::new(&mounted(Vec::new()), &pairs, false)
                 .map_err(|error| Status::from(&error))?;
             let source = Source::parse(&pairs, "handle");
-            let source = source.map_err(|error| Status::from(&Error::from(error)))?;
+            let source = source.map_err(|error| Status::from(&Cause::from(error)))?;
             Ok((parsed, source))
         });
         match read {
