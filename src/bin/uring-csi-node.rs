@@ -48,7 +48,7 @@ use uring_csi::{
     ring::{self, timer},
     size::Size,
     supervisor::{Watch, client::Client},
-    volume::{Config, Heart, Node, record::Records},
+    volume::{Config, Node, NodeHandle, record::Records},
 };
 
 /// How long running calls may take after SIGTERM.
@@ -272,20 +272,20 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
         );
     }
     ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
-    let heart = Heart::start(node.clone());
+    let handle = NodeHandle::start(node.clone());
     let routes = Routes::default()
         .add_service(IdentityServer::new(Identity::new(
             &config.driver_name,
             able,
         )))
         .add_service(NodeServer::new(NodeService::new(
-            heart.clone(),
+            handle.clone(),
             config.clone(),
             options.topology,
             can_grow,
         )))
         .add_service(NodeAdminServer::new(AdminService::new(
-            heart, config, pool_names, readiness,
+            handle, config, pool_names, readiness,
         )));
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),

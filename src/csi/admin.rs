@@ -4,7 +4,7 @@
 use tonic::{Request, Response, Status};
 
 use super::{
-    call::{observed, patience},
+    call::{observed, timeout},
     validate,
 };
 use crate::{
@@ -17,7 +17,7 @@ use crate::{
         node_admin_server::NodeAdmin,
     },
     volume::{
-        Cause, Config, Heart, Listed, Outcome,
+        Cause, Config, Listed, NodeHandle, Outcome,
         spec::{self, Call, Format},
     },
 };
@@ -25,7 +25,7 @@ use crate::{
 /// Answers for one node.
 #[derive(Clone, Debug)]
 pub struct AdminService {
-    heart: Heart,
+    node: NodeHandle,
     config: Config,
     pools: Vec<String>,
     readiness: Readiness,
@@ -33,9 +33,9 @@ pub struct AdminService {
 
 impl AdminService {
     /// `pools`: the names of the node's pools.
-    pub fn new(heart: Heart, config: Config, pools: Vec<String>, readiness: Readiness) -> Self {
+    pub fn new(node: NodeHandle, config: Config, pools: Vec<String>, readiness: Readiness) -> Self {
         Self {
-            heart,
+            node,
             config,
             pools,
             readiness,
@@ -45,7 +45,7 @@ impl AdminService {
     async fn format(
         &self,
         request: FormatVolumeRequest,
-        patience: std::time::Duration,
+        timeout: std::time::Duration,
     ) -> Result<FormatVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::map("volume_context", &request.volume_context)?;
@@ -68,8 +68,8 @@ impl AdminService {
         };
         let id = request.volume_id;
         match self
-            .heart
-            .run(move |node| node.submit(id, format, patience))
+            .node
+            .run(move |node| node.submit(id, format, timeout))
             .await
         {
             Some(Ok(Outcome::Was(was))) => Ok(FormatVolumeResponse { was }),
@@ -86,9 +86,9 @@ impl NodeAdmin for AdminService {
         &self,
         request: Request<ListHeldVolumesRequest>,
     ) -> Result<Response<ListHeldVolumesResponse>, Status> {
-        let patience = patience(request.metadata());
+        let timeout = timeout(request.metadata());
         observed("ListHeldVolumes", "", async {
-            let listed = self.heart.run(move |node| node.list(patience)).await;
+            let listed = self.node.run(move |node| node.list(timeout)).await;
             let listed =
                 listed.ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
             let listed = listed.map_err(|error| Status::from(&error))?;
@@ -103,10 +103,10 @@ impl NodeAdmin for AdminService {
         &self,
         request: Request<FormatVolumeRequest>,
     ) -> Result<Response<FormatVolumeResponse>, Status> {
-        let patience = patience(request.metadata());
+        let timeout = timeout(request.metadata());
         let request = request.into_inner();
         let id = request.volume_id.clone();
-        observed("FormatVolume", &id, self.format(request, patience)).await
+        observed("FormatVolume", &id, self.format(request, timeout)).await
     }
 
     async fn get_agent_info(

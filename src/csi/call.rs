@@ -1,5 +1,5 @@
-//! What every call has around it: a span with a request id, a line in the log,
-//! a sample in the histogram, and a deadline.
+//! The frame of every call: a span with a request id, a line in the log, a sample in
+//! the histogram, and a deadline.
 
 use std::time::{Duration, Instant};
 
@@ -8,14 +8,14 @@ use tracing::Instrument as _;
 
 use crate::observe::{logs, metrics};
 
-/// How long a caller that says nothing is taken to wait: kubelet's two minutes.
+/// The timeout of a caller that names none: kubelet's two minutes.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The key of a request's metadata by which a caller of ListVolumes or ListSnapshots
-/// takes a list without what cannot be reached now. CSI has no such thing, and a sidecar must not
-/// get one: what is missing looks deleted.
+/// accepts a list without the entries of unreachable storage. CSI has no such option, and
+/// no sidecar must get such a list: a missing volume looks deleted to it.
 pub const TAKES_LESS: &str = "uring-csi-takes-less";
-/// The key under which the answer then says what is missing, a sentence each.
+/// The key under which the answer then names the storage left out, a sentence each.
 pub const OMITTED: &str = "uring-csi-omitted-bin";
 
 /// Runs one call.
@@ -45,10 +45,9 @@ pub async fn observed<T>(
     .await
 }
 
-/// How long the work of a call may be waited for: a second less than the caller
-/// waits, so that the answer, and not a timeout of the transport, is what
-/// reaches the pod's events. Source: the gRPC protocol over HTTP/2, `Timeout`.
-pub fn patience(metadata: &MetadataMap) -> Duration {
+/// How long a call may wait for its work: a second less than its caller waits, so that
+/// the pod's events show the answer and not a timeout of the transport. Source: the gRPC protocol over HTTP/2, `Timeout`.
+pub fn timeout(metadata: &MetadataMap) -> Duration {
     let told = metadata
         .get("grpc-timeout")
         .and_then(|value| value.to_str().ok())
@@ -106,17 +105,17 @@ mod tests {
 
     #[test]
     fn a_call_is_answered_before_its_caller_gives_up() {
-        let patience_of = |text: &'static str| {
+        let timeout_of = |text: &'static str| {
             let mut metadata = MetadataMap::new();
             metadata.insert("grpc-timeout", text.parse().unwrap());
-            patience(&metadata)
+            timeout(&metadata)
         };
-        assert_eq!(patience_of("120S"), Duration::from_secs(119));
-        assert_eq!(patience_of("2M"), Duration::from_secs(119));
-        assert_eq!(patience_of("119999m"), Duration::from_millis(118_999));
-        assert_eq!(patience_of("400m"), Duration::from_millis(300));
-        assert_eq!(patience_of("rubbish"), Duration::from_secs(119));
-        assert_eq!(patience(&MetadataMap::new()), Duration::from_secs(119));
+        assert_eq!(timeout_of("120S"), Duration::from_secs(119));
+        assert_eq!(timeout_of("2M"), Duration::from_secs(119));
+        assert_eq!(timeout_of("119999m"), Duration::from_millis(118_999));
+        assert_eq!(timeout_of("400m"), Duration::from_millis(300));
+        assert_eq!(timeout_of("rubbish"), Duration::from_secs(119));
+        assert_eq!(timeout(&MetadataMap::new()), Duration::from_secs(119));
     }
 
     proptest! {

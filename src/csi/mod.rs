@@ -1,8 +1,8 @@
-//! The gRPC face: requests in, parsed into types; errors out, as codes.
+//! The gRPC services: requests parsed into types, errors mapped to codes.
 //!
 //! Nothing below this module knows gRPC. `run_dir` owns the directory that one
-//! agent has, [`validate`] the rules that every request has to keep, [`status`] the
-//! one table of which error becomes which code. [`crate::endpoint`] has the sockets.
+//! agent has, [`validate`] the rules for every request, [`status`] the one table of
+//! codes. [`crate::endpoint`] has the sockets.
 
 #[cfg(feature = "node")]
 pub mod admin;

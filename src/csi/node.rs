@@ -17,7 +17,7 @@ use crate::{
         VolumeUsage, volume_health::VolumeHealthEntry, volume_usage::Unit,
     },
     volume::{
-        Cause, Config, Heart, Node, Outcome, Severity, Space, Usage,
+        Cause, Config, Node, NodeHandle, Outcome, Severity, Space, Usage,
         spec::{Call, Expand, Parsed, Publish, Request, Stage},
     },
 };
@@ -30,7 +30,7 @@ mod tests;
 /// Answers for one node.
 #[derive(Clone, Debug)]
 pub struct NodeService {
-    heart: Heart,
+    node: NodeHandle,
     config: Config,
     /// Which parts of the cluster the node is in.
     segments: Vec<Segment>,
@@ -41,9 +41,9 @@ pub struct NodeService {
 impl NodeService {
     /// `can_grow`: this process has CAP_SYS_RESOURCE, which ext4's online
     /// resize needs; without it `EXPAND_VOLUME` is not announced.
-    pub fn new(heart: Heart, config: Config, segments: Vec<Segment>, can_grow: bool) -> Self {
+    pub fn new(node: NodeHandle, config: Config, segments: Vec<Segment>, can_grow: bool) -> Self {
         Self {
-            heart,
+            node,
             config,
             segments,
             can_grow,
@@ -54,11 +54,11 @@ impl NodeService {
         &self,
         volume_id: &str,
         request: impl Into<Request>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Outcome, Status> {
         let (id, request) = (volume_id.to_owned(), request.into());
-        let submit = move |node: Rc<Node>| node.submit(id, request, patience);
-        let outcome = self.heart.run(submit).await.ok_or_else(going_down)?;
+        let submit = move |node: Rc<Node>| node.submit(id, request, timeout);
+        let outcome = self.node.run(submit).await.ok_or_else(shutting_down)?;
         outcome.map_err(|error| Status::from(&*error))
     }
 
@@ -67,8 +67,8 @@ impl NodeService {
         &self,
         ask: impl FnOnce(&Node) -> Result<T, Cause> + Send + 'static,
     ) -> Result<T, Status> {
-        let answer = self.heart.run(move |node| async move { ask(&node) }).await;
-        let answer = answer.ok_or_else(going_down)?;
+        let answer = self.node.run(move |node| async move { ask(&node) }).await;
+        let answer = answer.ok_or_else(shutting_down)?;
         answer.map_err(|error| Status::from(&error))
     }
 
@@ -84,7 +84,7 @@ impl NodeService {
     async fn stage(
         &self,
         request: NodeStageVolumeRequest,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<NodeStageVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("staging_target_path", &request.staging_target_path)?;
@@ -112,26 +112,26 @@ impl NodeService {
             call: Call::Stage(stage),
             secrets: request.secrets.into(),
         };
-        self.submit(&request.volume_id, stage, patience).await?;
+        self.submit(&request.volume_id, stage, timeout).await?;
         Ok(NodeStageVolumeResponse {})
     }
 
     async fn unstage(
         &self,
         request: NodeUnstageVolumeRequest,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<NodeUnstageVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("staging_target_path", &request.staging_target_path)?;
         let call = Call::Unstage(clean(&request.staging_target_path));
-        self.submit(&request.volume_id, call, patience).await?;
+        self.submit(&request.volume_id, call, timeout).await?;
         Ok(NodeUnstageVolumeResponse {})
     }
 
     async fn publish(
         &self,
         request: NodePublishVolumeRequest,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<NodePublishVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("target_path", &request.target_path)?;
@@ -167,26 +167,26 @@ impl NodeService {
                 group: parsed.group,
             })
         };
-        self.submit(&request.volume_id, call, patience).await?;
+        self.submit(&request.volume_id, call, timeout).await?;
         Ok(NodePublishVolumeResponse {})
     }
 
     async fn unpublish(
         &self,
         request: NodeUnpublishVolumeRequest,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<NodeUnpublishVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("target_path", &request.target_path)?;
         let call = Call::Unpublish(clean(&request.target_path));
-        self.submit(&request.volume_id, call, patience).await?;
+        self.submit(&request.volume_id, call, timeout).await?;
         Ok(NodeUnpublishVolumeResponse {})
     }
 
     async fn expand(
         &self,
         request: NodeExpandVolumeRequest,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<NodeExpandVolumeResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
@@ -202,7 +202,7 @@ impl NodeService {
             limit: bytes("capacity_range.limit_bytes", range.limit_bytes)?,
         };
         match self
-            .submit(&request.volume_id, Call::Expand(expand), patience)
+            .submit(&request.volume_id, Call::Expand(expand), timeout)
             .await?
         {
             Outcome::Size(size) => Ok(NodeExpandVolumeResponse {
@@ -215,13 +215,13 @@ impl NodeService {
     async fn stats(
         &self,
         request: NodeGetVolumeStatsRequest,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<NodeGetVolumeStatsResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
         let path = clean(&request.volume_path);
-        let ask = move |node: Rc<Node>| node.stats(request.volume_id, path, patience);
-        let usage = self.heart.run(ask).await.ok_or_else(going_down)?;
+        let ask = move |node: Rc<Node>| node.stats(request.volume_id, path, timeout);
+        let usage = self.node.run(ask).await.ok_or_else(shutting_down)?;
         let usage = usage.map_err(|error| Status::from(&*error))?;
         Ok(NodeGetVolumeStatsResponse {
             usage: match usage {
@@ -241,12 +241,12 @@ impl NodeService {
     async fn health(
         &self,
         request: NodeGetVolumeHealthRequest,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<NodeGetVolumeHealthResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         let volume_id = request.volume_id.clone();
-        let ask = move |node: Rc<Node>| node.health(volume_id, patience);
-        let found = self.heart.run(ask).await.ok_or_else(going_down)?;
+        let ask = move |node: Rc<Node>| node.health(volume_id, timeout);
+        let found = self.node.run(ask).await.ok_or_else(shutting_down)?;
         let found = found.map_err(|error| Status::from(&error))?;
         Ok(NodeGetVolumeHealthResponse {
             volume_health: Some(VolumeHealth {
@@ -269,7 +269,7 @@ impl NodeService {
     }
 }
 
-fn going_down() -> Status {
+fn shutting_down() -> Status {
     Status::unavailable("the node agent is shutting down")
 }
 

@@ -1,4 +1,4 @@
-//! Which error becomes which gRPC code: the one table.
+//! The gRPC code of each kind of error: the one table.
 //!
 //! Kubelet takes every code as final except CANCELLED, DEADLINE_EXCEEDED,
 //! UNAVAILABLE, RESOURCE_EXHAUSTED and ABORTED: after a final one it may never

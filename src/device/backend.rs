@@ -272,9 +272,9 @@ impl Backends {
 
     /// The source as it is named once and for all, whatever the configuration says
     /// later.
-    pub fn settled(&self, source: &Source) -> Source {
+    pub fn canonical(&self, source: &Source) -> Source {
         match source {
-            Source::Rbd(image) => Source::Rbd(self.ceph.settled(image)),
+            Source::Rbd(image) => Source::Rbd(self.ceph.canonical(image)),
             Source::Loop(_) | Source::Nbd(_) => source.clone(),
         }
     }

@@ -198,7 +198,7 @@ impl CephImages {
 
     /// The source with the namespace that its image is in, which the configuration
     /// may say; without one it stays as it is.
-    pub fn settled(&self, source: &CephSource) -> CephSource {
+    pub fn canonical(&self, source: &CephSource) -> CephSource {
         let mut settled = source.clone();
         if settled.image.namespace.is_empty() {
             let places = self.places_of(source).into_iter();

@@ -122,7 +122,7 @@ impl Roots {
 
     /// The path with its root's symlinks resolved, as [`SafePath::path`] and the mount
     /// table have it. A path below no root stays as it is.
-    pub fn spelled(&self, path: &Path) -> PathBuf {
+    pub fn canonical(&self, path: &Path) -> PathBuf {
         match self.innermost_root(path) {
             Ok((root, below)) => root.join(below),
             Err(_) => path.to_owned(),

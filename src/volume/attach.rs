@@ -1,4 +1,4 @@
-//! A volume's source becomes a device.
+//! Attaching a volume's source as a device.
 
 use std::{path::PathBuf, rc::Rc, sync::Arc};
 
@@ -17,18 +17,18 @@ use crate::{
     mount::{PathKind, path::SafePath, table},
 };
 
-/// What is known of a volume that is to be attached.
+/// The state of a volume before it is attached.
 #[derive(Debug, Default)]
-pub struct Before {
-    /// The device that it has, as [`known_device`] has found it.
+pub(super) struct Before {
+    /// Its device, as [`known_device`] found it.
     pub device: Option<PathBuf>,
-    /// It is staged.
+    /// Whether it is staged.
     pub is_staged: bool,
 }
 
-/// Attaches the source, after making it where it is an inline volume's. Where
-/// this fails, nothing stays that it did, but for the inline volume's image.
-pub async fn attach_source(
+/// Attaches the source; creates an inline volume's image first. A failure leaves nothing
+/// behind but that image.
+pub(super) async fn attach_source(
     cx: Context<'_>,
     spec: &Stage,
     purpose: Purpose,
@@ -73,20 +73,23 @@ pub async fn attach_source(
     Ok(attached)
 }
 
-/// What its device is attached for, to be staged.
-pub fn purpose_of(spec: &Stage) -> Purpose {
+/// The purpose for which a stage attaches the device.
+pub(super) fn purpose_of(spec: &Stage) -> Purpose {
     match spec.usage {
         Use::Block => Purpose::Raw,
         Use::Mount { .. } => Purpose::Mount,
     }
 }
 
-/// The device that the volume had, where its source is still behind it: the number may
-/// have gone to somebody else's device meanwhile, and a raw device that is known is
-/// given out while it is mounted. Else, of a volume that is to be mounted, the device
-/// that is mounted where it is staged: an agent may have died before it noted so. On the
-/// volume's lane.
-pub fn known_device(place: &SafePath, record: Option<&Record>, usage: &Use) -> Option<PathBuf> {
+/// The recorded device, while the volume's source still backs it: its number may have
+/// gone to another device meanwhile, and a known raw device may be attached though it is
+/// in use. Else, for a volume that is to be mounted, the device mounted at its staging
+/// path: an agent may have died before it recorded that. On the volume's lane.
+pub(super) fn known_device(
+    place: &SafePath,
+    record: Option<&Record>,
+    usage: &Use,
+) -> Option<PathBuf> {
     let noted = record.and_then(|record| {
         let device = record.device.as_ref()?;
         (record.source.is_still(device)).then(|| device.node.clone())
@@ -105,8 +108,8 @@ pub fn known_device(place: &SafePath, record: Option<&Record>, usage: &Use) -> O
 }
 
 impl Context<'_> {
-    /// Another volume of this node that has these bytes: a second handle of one
-    /// image would unstage it under the first.
+    /// Another volume of this node with the same source: a second handle of one image
+    /// would unstage it under the first.
     pub fn other_user(self, source: &Source) -> Option<String> {
         let volumes = self.node.volumes.borrow();
         let other = volumes.values().find(|other| {
@@ -129,7 +132,7 @@ impl Context<'_> {
         others.filter_map(device).collect()
     }
 
-    /// What each other volume of this node has.
+    /// The sources of other volumes of this node, with their handles.
     pub fn sources_of_others(self) -> Vec<(String, Source)> {
         let volumes = self.node.volumes.borrow();
         let others = volumes.values().filter(|other| other.id != self.volume.id);

@@ -1,4 +1,4 @@
-//! Claims that outlived their volumes: given back when their pool is there again.
+//! Claims that outlived their volumes: released once their pool is back.
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
@@ -9,11 +9,11 @@ use crate::{
     ring,
 };
 
-/// How often a pool that is away is looked for.
+/// How often a missing pool is looked for.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Begins to look, in each pool: an earlier agent may have left some, too.
-pub fn keep(node: &Rc<Node>) {
+/// Begins to look for claims in each pool: an earlier agent may have left some, too.
+pub(super) fn keep(node: &Rc<Node>) {
     for pool in node.backends.owed().pools() {
         ring::spawn(keep_in(Rc::clone(node), pool.clone()));
     }
@@ -28,7 +28,7 @@ async fn keep_in(node: Rc<Node>, pool: String) {
     }
 }
 
-/// Answers whether the pool could be asked, and nothing is left in it.
+/// Whether the pool could be read, and no claim is left in it.
 async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
     match left_in(node, pool).await {
         Ok(Some(left)) => {
@@ -43,7 +43,7 @@ async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
                         volume_id = id,
                         pool,
                         error = chain(&*error),
-                        "a claim is left"
+                        "cannot release a claim that is left"
                     );
                     all = false;
                 }
@@ -52,14 +52,18 @@ async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
         }
         Ok(None) => false,
         Err(error) => {
-            tracing::debug!(pool, error = chain(&error), "claims may be left in a pool");
+            tracing::debug!(
+                pool,
+                error = chain(&error),
+                "cannot list the claims in a pool"
+            );
             false
         }
     }
 }
 
-/// The images that are claimed, but neither held nor attached, with their volumes. What
-/// is attached is a volume whose record is lost: it goes when it is unstaged.
+/// The sources that are claimed, but neither held nor attached, with their volumes. An
+/// attached one is a volume whose record is lost: its unstage releases the claim.
 async fn left_in(
     node: &Rc<Node>,
     pool: &str,
@@ -90,8 +94,8 @@ async fn left_in(
     node.lanes.run("", "claims", left).await
 }
 
-/// Gives back the claim of an image for a volume that this node does not hold.
-pub async fn give_back(cx: Context<'_>, source: &Source) -> Result<Outcome, Cause> {
+/// Releases the claim of a volume that this node does not hold.
+pub(super) async fn give_back(cx: Context<'_>, source: &Source) -> Result<Outcome, Cause> {
     if cx.volume.record().is_some() {
         return Ok(Outcome::Done);
     }

@@ -14,7 +14,7 @@ use super::{
 use crate::kernel::sysfs;
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
-pub async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
+pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
     let record = cx
         .volume
         .record()
@@ -77,7 +77,7 @@ pub async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
     }
     if let Use::Mount { .. } = record.usage {
         let mount_point = record.mount_point();
-        // Another driver may have mounted what it knows, and nobody here.
+        // Another driver may have mounted a file system that this one does not know.
         let fs = record.fs.ok_or_else(|| {
             let at = mount_point.display();
             Cause::precondition(format!(

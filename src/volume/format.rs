@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
-pub async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Cause> {
+pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Cause> {
     cx.progress.backend(spec.source.backend());
     if let Some(record) = cx.volume.record() {
         if !record.staging_path.as_os_str().is_empty() {
@@ -33,7 +33,7 @@ pub async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Cause> {
     }
     let (backends, source) = (Arc::clone(&cx.node.backends), spec.source.clone());
     // By a file of the operator's, on a disk.
-    let settle = move || backends.settled(&source);
+    let settle = move || backends.canonical(&source);
     let attach = Stage {
         source: cx.look(&spec.source, settle).await?,
         staging_path: PathBuf::new(),

@@ -1,7 +1,7 @@
 //! A device that is held open from step to step ([`HeldOpen`]).
 //!
-//! Its descriptor is a device's: opened, asked and closed on the volume's lane alone.
-//! Between two steps the runtime thread has this, and cannot look inside.
+//! Only the volume's lane opens, uses and closes the descriptor. Between two steps the
+//! runtime thread owns this guard, which does not show it.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::{device::HeldOpen, lane::Lanes};
 
 /// A device that is held open.
 #[derive(Debug)]
-pub struct Guard {
+pub(super) struct Guard {
     held: Option<Arc<HeldOpen>>,
     lanes: Lanes,
     volume_id: String,
@@ -44,8 +44,8 @@ impl Guard {
 }
 
 impl Drop for Guard {
-    /// Where a call panicked. What waits for the device to be free does not wait for
-    /// this, but what it does is done again.
+    /// After a panic of the call. A step that needs the device free does not wait for
+    /// this close, but is repeated.
     fn drop(&mut self) {
         if let Some(held) = self.held.take() {
             drop(self.lanes.run(&self.volume_id, "close", move || drop(held)));

@@ -1,6 +1,5 @@
-//! What is wrong with a volume on this node, as far as that can be told without
-//! touching its device: an empty list is a healthy volume. And what is wrong
-//! with the agent itself.
+//! The conditions of a volume on this node, found without touching its device: a volume
+//! without any is healthy. And the conditions of the agent itself.
 
 use std::{os::fd::AsFd as _, rc::Rc, time::Duration};
 
@@ -34,7 +33,7 @@ pub enum Severity {
     DataLoss,
 }
 
-/// One thing that is wrong.
+/// What is wrong with a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Condition {
     /// How bad it is.
@@ -102,7 +101,7 @@ impl Node {
         Ok(found)
     }
 
-    /// What of this agent has ended and does not come back before a restart.
+    /// A part of this agent that has ended, and that only a restart brings back.
     pub fn has_ended(&self) -> Option<&'static str> {
         if !self.uevents.is_alive() {
             Some("the listener to events of block devices has ended: restart the agent")
@@ -150,8 +149,8 @@ impl Node {
     }
 }
 
-/// What is wrong with the file system where the volume is staged. On the volume's lane.
-pub fn of_file_system(places: &Places, record: &Record) -> Vec<Condition> {
+/// The conditions of the file system at the staging path. On the volume's lane.
+pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<Condition> {
     let Some(device) = &record.device else {
         return Vec::new();
     };

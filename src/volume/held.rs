@@ -69,14 +69,14 @@ impl Node {
     }
 
     /// How many volumes there are, in whatever state.
-    pub fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.volumes.borrow().len()
     }
 }
 
 impl Volume {
-    /// Replaces what is known of the volume; the gauges follow.
-    pub fn hold(&self, held: Option<Held>) {
+    /// Replaces the volume's record and targets; the gauges follow.
+    pub(super) fn hold(&self, held: Option<Held>) {
         let state = |held: &Option<Held>| held.as_ref().map(|h| h.record.state());
         let now = state(&held);
         let before = state(&self.held.replace(held));
@@ -84,14 +84,14 @@ impl Volume {
     }
 
     /// A copy of the record, if there is one.
-    pub fn record(&self) -> Option<Record> {
+    pub(super) fn record(&self) -> Option<Record> {
         self.held.borrow().as_ref().map(|held| held.record.clone())
     }
 }
 
 impl Record {
     /// The volume's device.
-    pub fn attached_device(&self) -> Result<Device, Cause> {
+    pub(super) fn attached_device(&self) -> Result<Device, Cause> {
         self.device.clone().ok_or_else(|| {
             Cause::precondition("it has no device yet: its staging did not finish; stage it again")
         })
@@ -100,7 +100,7 @@ impl Record {
 
 impl Context<'_> {
     /// Writes the volume's record down, then remembers it.
-    pub async fn remember(self, record: Record) -> Result<(), Cause> {
+    pub(super) async fn remember(self, record: Record) -> Result<(), Cause> {
         let saved = if record.inline.is_some() {
             let record = record.clone();
             self.in_state_dir(move |records| records.save_inline(&record))
@@ -118,7 +118,7 @@ impl Context<'_> {
     }
 
     /// Forgets the volume, on disk and here.
-    pub async fn forget(self, inline: bool) -> Result<(), Cause> {
+    pub(super) async fn forget(self, inline: bool) -> Result<(), Cause> {
         let id = self.volume.id.clone();
         let forgotten = if inline {
             self.in_state_dir(move |records| records.forget_inline(&id))
@@ -149,7 +149,7 @@ impl Context<'_> {
     }
 
     /// A target at which the volume still appears.
-    pub async fn live_target(self) -> Option<PathBuf> {
+    pub(super) async fn live_target(self) -> Option<PathBuf> {
         let record = self.volume.record()?;
         let mut targets = self.volume.targets();
         if targets.paths.is_empty() {
@@ -163,32 +163,32 @@ impl Context<'_> {
     }
 }
 
-/// Where a volume was published at a moment, for its lane to look at.
+/// A volume's targets at one moment, for its lane to look at.
 #[derive(Debug, Default)]
-pub struct Targets {
+pub(super) struct Targets {
     paths: Vec<PathBuf>,
-    /// How often it had been published by then.
+    /// How often the volume had been published by then.
     published: u64,
-    /// What was found not to be there any more.
+    /// The targets at which the volume no longer appears.
     gone: Vec<PathBuf>,
 }
 
 impl Targets {
-    /// The same without this one.
+    /// Without this target.
     #[must_use]
-    pub fn but(mut self, target: &Path) -> Self {
+    pub(super) fn but(mut self, target: &Path) -> Self {
         self.paths.retain(|path| path != target);
         self
     }
 
-    /// One at which the volume still appears. Blocks.
-    pub fn live(&mut self, places: &Places, record: &Record) -> Option<PathBuf> {
+    /// A target at which the volume still appears. Blocks.
+    pub(super) fn live(&mut self, places: &Places, record: &Record) -> Option<PathBuf> {
         let device = record.device.as_ref()?;
         let appears = |path: &PathBuf| match places.target(path) {
             Ok(place) => match place.kind() {
                 Ok(PathKind::Mount(mounted)) => appears_at(record, device, &mounted),
                 Ok(_) => false,
-                // What cannot be seen is not proven gone.
+                // An unreadable target is not proven gone.
                 Err(_) => true,
             },
             Err(error) => !matches!(absent_is_none(Err(error)), Ok(None)),
@@ -202,7 +202,7 @@ impl Targets {
 
 impl Volume {
     /// Where it is published.
-    pub fn targets(&self) -> Targets {
+    pub(super) fn targets(&self) -> Targets {
         let held = self.held.borrow();
         Targets {
             paths: (held.iter())
@@ -213,25 +213,24 @@ impl Volume {
         }
     }
 
-    /// Forgets targets that somebody else has unmounted. Where the volume was published
-    /// while they were looked at, they may be there again: they are looked at another
-    /// time.
-    pub fn forget_gone(&self, targets: &Targets) {
+    /// Forgets targets that others have unmounted, unless the volume was published
+    /// meanwhile: then a target may be back, and a later look decides.
+    pub(super) fn forget_gone(&self, targets: &Targets) {
         if targets.published == self.published.get() {
             targets.gone.iter().for_each(|path| self.drop_target(path));
         }
     }
 
-    /// It is published there.
-    pub fn set_target(&self, path: &Path, target: Target) {
+    /// Adds a target.
+    pub(super) fn set_target(&self, path: &Path, target: Target) {
         self.published.update(|times| times + 1);
         if let Some(held) = self.held.borrow_mut().as_mut() {
             held.targets.insert(path.to_owned(), target);
         }
     }
 
-    /// It is not published there any more.
-    pub fn drop_target(&self, path: &Path) {
+    /// Removes a target.
+    pub(super) fn drop_target(&self, path: &Path) {
         if let Some(held) = self.held.borrow_mut().as_mut() {
             held.targets.remove(path);
         }

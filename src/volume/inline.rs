@@ -10,8 +10,8 @@ use super::{
 };
 
 /// `NodePublishVolume` of an inline ephemeral volume.
-pub async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, Cause> {
-    // What is wrong with the target is found before anything is made for it.
+pub(super) async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, Cause> {
+    // A wrong target is refused before anything is made for it.
     cx.refuse_nested(&spec.publish.target_path, PathOf::Target)?;
     let (places, target) = (cx.node.places.clone(), spec.publish.target_path.clone());
     let look = move || places.target(&target).map(drop);
@@ -21,7 +21,7 @@ pub async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, Cause> {
     if let (Err(_), Some(record)) = (&published, cx.volume.record())
         && cx.live_target().await.is_none()
     {
-        // After a final error nobody asks for an unpublish.
+        // After a final error no unpublish follows.
         unstage::tear_down(cx, &record).await?;
     }
     published

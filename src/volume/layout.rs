@@ -1,9 +1,9 @@
 //! Where a volume is staged.
 //!
 //! A volume's mount is at the staging path itself, and raw ones have none. A
-//! backend that came after another driver stages as that one does: everything
-//! below the staging path, under the volume's handle, beside a note of what it
-//! is; so that each driver unstages what the other has staged.
+//! backend that succeeds another driver stages as that one does: everything below the
+//! staging path, under the volume's handle, beside a note that describes the volume; so
+//! that each driver unstages the other's volumes.
 
 use std::path::{Path, PathBuf};
 
@@ -20,8 +20,8 @@ use crate::{
     mount::path::SafePath,
 };
 
-/// Where a volume of this source is mounted that is staged at the path.
-pub fn mount_point(source: &Source, staging_path: &Path, volume_id: &str) -> PathBuf {
+/// The mount point of a volume of this source that is staged at the path.
+pub(super) fn mount_point(source: &Source, staging_path: &Path, volume_id: &str) -> PathBuf {
     if source.is_staged_below() {
         staging_path.join(volume_id)
     } else {
@@ -29,14 +29,18 @@ pub fn mount_point(source: &Source, staging_path: &Path, volume_id: &str) -> Pat
     }
 }
 
-/// Whether a file may have this name.
-pub fn is_one_name(id: &str) -> bool {
+/// Whether this is a valid file name.
+pub(super) fn is_one_name(id: &str) -> bool {
     Path::new(id).file_name().is_some_and(|name| name == id) && id.len() <= 255
 }
 
-/// Where the volume is to be mounted. Kubelet makes the staging directory, other
-/// callers may leave that to us. On the volume's lane.
-pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<SafePath, Cause> {
+/// Where the volume is to be mounted. Makes the staging directory if the caller, unlike
+/// kubelet, did not. On the volume's lane.
+pub(super) fn make_place(
+    places: &Places,
+    volume_id: &str,
+    spec: &Stage,
+) -> Result<SafePath, Cause> {
     if spec.source.is_staged_below() {
         if !is_one_name(volume_id) {
             return Err(Cause::Invalid {
@@ -53,8 +57,8 @@ pub fn make_place(places: &Places, volume_id: &str, spec: &Stage) -> Result<Safe
     places.staging(&mount_point(&spec.source, &spec.staging_path, volume_id))
 }
 
-/// Leaves word of the volume for whichever driver unstages it.
-pub async fn write_note(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+/// Writes the note of the volume, for the driver that unstages it.
+pub(super) async fn write_note(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
     let Some(file) = record
         .device
         .as_ref()
@@ -70,17 +74,16 @@ pub async fn write_note(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
     cx.lane("write-note", write).await
 }
 
-/// The note that is at the staging path, whoever left it. On the volume's lane.
-pub fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Cause> {
+/// The note at the staging path, of whichever driver. On the volume's lane.
+pub(super) fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Cause> {
     let Some(place) = absent_is_none(places.staging(&staging_path.join(NOTE)))? else {
         return Ok(None);
     };
     place.read().map_err(at_staging)
 }
 
-/// Removes what was made below the staging path: what the volume was mounted on,
-/// and the note of it.
-pub async fn clear(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+/// Removes what a stage made below the staging path: the mount point and the note.
+pub(super) async fn clear(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
     let (places, record) = (cx.node.places.clone(), record.clone());
     let clear = move || {
         if let Some(place) = absent_is_none(places.staging(&record.mount_point()))? {

@@ -1,7 +1,7 @@
-//! What this node holds, and the verbs that change it.
+//! The volumes that this node holds, and the verbs that change them.
 //!
 //! ```text
-//!  gRPC handlers (Send) ──Heart──▶ Node (one thread, Rc and RefCell)
+//!  gRPC handlers (Send) ──NodeHandle──▶ Node (one thread, Rc and RefCell)
 //!                                   │ submit: one task a volume, equal calls join
 //!                                   ▼
 //!        stage  unstage  publish  expand  inline  format      stats  health
@@ -10,8 +10,8 @@
 //!        device · fs · mount                              statx, statfs, sysfs
 //! ```
 //!
-//! Order of truth: the kernel first, then our records. Each verb looks at what
-//! is there, does what is missing, and so finishes what a killed agent began.
+//! Order of truth: the kernel first, then our records. Each verb looks at the
+//! present state and does what is missing, and so finishes the work of a killed agent.
 
 use std::{
     cell::RefCell,
@@ -81,22 +81,22 @@ use record::Records;
 use spec::{Call, Request};
 use task::Volume;
 
-/// What an operator decides about a node.
+/// An operator's settings of a node.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// This node's name.
     pub node_id: String,
     /// The plugin's name.
     pub driver_name: String,
-    /// At most so many volumes at a time; 0: no limit of ours.
+    /// At most so many volumes at a time; 0 for no limit.
     pub max_volumes: i64,
     /// Take kubelet's descriptor lock over published raw block volumes.
     pub block_lock: bool,
-    /// Announce `VOLUME_MOUNT_GROUP` and apply groups ourselves.
+    /// Announce `VOLUME_MOUNT_GROUP`, and apply groups in the agent.
     pub volume_mount_group: bool,
-    /// Announce what is alpha in CSI 1.13; older sidecars do not know it.
+    /// Announce the alpha capabilities of CSI 1.13, which older sidecars do not know.
     pub alpha_capabilities: bool,
-    /// Pods may have inline volumes of at most so many bytes; none: they may not.
+    /// The largest inline volume in bytes; `None` refuses inline volumes.
     pub inline_max_bytes: Option<u64>,
     /// Where `uringctl` stages.
     pub staging_dir: PathBuf,
@@ -104,9 +104,9 @@ pub struct Config {
     pub gates: Gates,
 }
 
-/// All that the verbs work with. Lives on the runtime thread.
+/// The state that the verbs share. Lives on the runtime thread.
 pub struct Node {
-    /// What the operator decided.
+    /// The operator's settings.
     pub config: Config,
     backends: Arc<Backends>,
     places: Places,
@@ -163,7 +163,7 @@ impl Node {
         mut request: Request,
         deadline: Duration,
     ) -> Answer {
-        request.call = request.call.with_paths(|path| self.places.spelled(path));
+        request.call = request.call.with_paths(|path| self.places.canonical(path));
         let begun = Instant::now();
         self.taken_up(&volume_id, deadline).await?;
         let left = deadline.saturating_sub(begun.elapsed());
@@ -207,7 +207,7 @@ impl Node {
     }
 }
 
-/// How often places are looked at that somebody may be stuck in.
+/// How often the gates take back places from steps that are stuck.
 const EXPIRE_EVERY: Duration = Duration::from_secs(1);
 
 async fn expire(gates: Gates) {
@@ -219,7 +219,7 @@ async fn expire(gates: Gates) {
 
 /// Runs one call to its end; a volume has one at a time.
 async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
-    let occupy = |path| cx.node.occupied.enter(path, &cx.volume.id);
+    let occupy = |path| cx.node.occupied.occupy(path, &cx.volume.id);
     let _path = call.mount_path().map(occupy).transpose()?;
     match call {
         Call::Stage(spec) => stage::stage(cx, spec).await,
@@ -235,12 +235,12 @@ async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
 
 type Job = Box<dyn FnOnce(Rc<Node>) -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// The way from the gRPC handlers, whose futures must be `Send`, to the node,
-/// whose are not. Both live on one thread, so this costs no wake-up of another.
+/// The gRPC handlers' way to the node: their futures must be `Send`, and the node's are
+/// not. Both run on one thread, so this wakes up no other.
 #[derive(Clone, Debug)]
-pub struct Heart(mpsc::UnboundedSender<Job>);
+pub struct NodeHandle(mpsc::UnboundedSender<Job>);
 
-impl Heart {
+impl NodeHandle {
     /// Starts taking jobs for `node`.
     pub fn start(node: Rc<Node>) -> Self {
         let (send, mut jobs) = mpsc::unbounded_channel::<Job>();
@@ -253,7 +253,7 @@ impl Heart {
     }
 
     /// Runs `job` with the node. It runs to its end even if the caller is
-    /// dropped. `None` when the agent is going down.
+    /// dropped. `None` when the agent is shutting down.
     pub async fn run<F, T>(&self, job: impl FnOnce(Rc<Node>) -> F + Send + 'static) -> Option<T>
     where
         F: Future<Output = T> + 'static,
@@ -274,7 +274,7 @@ impl Heart {
     }
 }
 
-/// Where nothing was left to do, say so at debug level: repeats are normal.
+/// Logs at debug level that a repeated call had nothing left to do: repeats are normal.
 fn already(what: &str, done: Done) {
     if done == Done::Already {
         tracing::debug!(what, "was done already");

@@ -1,4 +1,4 @@
-//! File systems that are mounted: which one it is, its size, and whose.
+//! Mounted file systems: their type, size and group.
 
 use std::path::Path;
 
@@ -12,10 +12,9 @@ use crate::{
     mount::{PathKind, ownership::FsGroup, path::SafePath, table},
 };
 
-/// The file system of this device, where that is what is mounted at the place,
-/// and the `st_dev` of its files: for a mount that no record tells of. On the volume's
-/// lane.
-pub fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType, Dev)>, Cause> {
+/// The file system of this device, if it is mounted at the place, and the `st_dev` of its
+/// files: for a mount without a record. On the volume's lane.
+pub(super) fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType, Dev)>, Cause> {
     let failed = || Cause::io(format!("look at {}", place.path().display()));
     let PathKind::Mount(mounted) = place.kind().map_err(failed())? else {
         return Ok(None);
@@ -29,7 +28,7 @@ pub fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType, Dev)>,
 }
 
 /// Grows the file system that is mounted at the path to its device's size.
-pub async fn grow(
+pub(super) async fn grow(
     cx: Context<'_>,
     mount_point: &Path,
     fs: FsType,
@@ -46,7 +45,7 @@ pub async fn grow(
 }
 
 /// Gives the volume to a group, as kubelet would. On the volume's lane.
-pub fn own(place: &SafePath, group: FsGroup) -> Result<(), Cause> {
+pub(super) fn own(place: &SafePath, group: FsGroup) -> Result<(), Cause> {
     let failed = Cause::io(format!("open {}", place.path().display()));
     let root = place.open().map_err(failed)?;
     already("chgrp", group.apply(root.as_fd())?);

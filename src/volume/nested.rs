@@ -1,9 +1,9 @@
-//! Paths of volumes that must not meet.
+//! Refusing volume paths that contain each other.
 //!
 //! Where a target is the staging path itself, its unpublish would unmount what all
 //! targets are bound to. Where one path is below another, directories would be made
 //! and removed in the volume that is mounted there, or the one mount would hide the
-//! other. Paths are compared as they are spelled; no disk is asked.
+//! other. Paths are compared as text; no disk is read.
 
 use std::{iter, os::unix::ffi::OsStrExt as _, path::Path};
 
@@ -13,9 +13,9 @@ use super::{
     places::{STAGING, TARGET},
 };
 
-/// What a volume has a path for.
+/// The use of a volume's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PathOf {
+pub(super) enum PathOf {
     /// Its stage.
     Staging,
     /// A publish.
@@ -40,11 +40,11 @@ impl PathOf {
 
 impl Context<'_> {
     /// Refuses a path of the volume that is above or below another one of any volume of
-    /// this node, or that this volume has for something else. Whether another volume has
-    /// the very same path, what is mounted there tells.
+    /// this node, or that this volume has for something else. The mount at the
+    /// path itself tells whether another volume has the same path.
     ///
-    /// A path that the volume has already stays its own, however it came by it: what is
-    /// mounted below it goes by its own call, or with the pod that mounted it.
+    /// A path that the volume has already stays its own, however it came by it: a mount
+    /// below it is removed by its own call, or with the pod that mounted it.
     pub fn refuse_nested(self, path: &Path, of: PathOf) -> Result<(), Cause> {
         let is_had = self
             .volume

@@ -1,6 +1,6 @@
-//! Which paths volumes are being mounted at, or unmounted from.
+//! The paths at which volumes are being mounted or unmounted.
 //!
-//! A call looks what is at its path before it mounts there or unmounts. Two volumes'
+//! A call looks at its path before it mounts there or unmounts. Two volumes'
 //! calls for one path, each of which looks before the other acts, would mount one over
 //! the other. So a path is one volume's for as long as its call goes on.
 
@@ -14,26 +14,26 @@ use super::{error::Cause, nested::is_below};
 
 /// The paths of the calls under way.
 #[derive(Debug, Default)]
-pub struct Occupied(RefCell<HashMap<PathBuf, Occupant>>);
+pub(super) struct Occupied(RefCell<HashMap<PathBuf, Occupant>>);
 
-/// Whose path it is.
+/// The volume that occupies a path.
 #[derive(Debug)]
 struct Occupant {
     volume: String,
-    /// Calls of that volume, which know of each other.
+    /// How many of the volume's calls use the path.
     calls: usize,
 }
 
 /// A path that is a volume's until this is dropped.
 #[derive(Debug)]
-pub struct Occupation<'a> {
+pub(super) struct Occupation<'a> {
     all: &'a Occupied,
     path: &'a Path,
 }
 
 impl Occupied {
     /// Makes a path the volume's, unless it is another's, or above or below one.
-    pub fn enter<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Cause> {
+    pub fn occupy<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Cause> {
         let mut paths = self.0.borrow_mut();
         let mut others = paths.iter().filter(|(_, it)| it.volume != volume);
         if let Some((other, occupant)) =
@@ -79,19 +79,19 @@ mod tests {
     fn a_path_is_one_volume_s_until_its_last_call_ends() {
         let occupied = Occupied::default();
         let path = Path::new("/p");
-        let first = occupied.enter(path, "a").unwrap();
-        let second = occupied.enter(path, "a").unwrap();
-        let _elsewhere = occupied.enter(Path::new("/q"), "b").unwrap();
+        let first = occupied.occupy(path, "a").unwrap();
+        let second = occupied.occupy(path, "a").unwrap();
+        let _elsewhere = occupied.occupy(Path::new("/q"), "b").unwrap();
         drop(first);
-        let refused = occupied.enter(path, "b").unwrap_err().to_string();
+        let refused = occupied.occupy(path, "b").unwrap_err().to_string();
         assert!(
             refused.contains("volume a") && refused.contains("/p"),
             "{refused}"
         );
-        let below = occupied.enter(Path::new("/p/c"), "b").unwrap_err();
+        let below = occupied.occupy(Path::new("/p/c"), "b").unwrap_err();
         assert!(below.to_string().contains("volume a"), "{below}");
         drop(second);
-        drop(occupied.enter(path, "b").unwrap());
+        drop(occupied.occupy(path, "b").unwrap());
         assert_eq!(occupied.0.borrow().len(), 1);
     }
 }

@@ -1,9 +1,8 @@
-//! Paths of requests, and where they lead.
+//! Resolving the paths of requests.
 //!
-//! The directories that a path leads through are kubelet's, on the root disk as a rule,
-//! and that may hang, as any disk. So nothing here is for the runtime thread: a verb
-//! takes a copy of [`Places`] to the volume's lane, and there what it opens is used and
-//! closed.
+//! A path leads through kubelet's directories, which are on the root disk as a rule, and
+//! that may hang as any disk. So only lanes resolve paths: a verb takes a copy of
+//! [`Places`] to the volume's lane, opens what it needs there and closes it there.
 
 use std::path::{Path, PathBuf};
 
@@ -11,13 +10,13 @@ use super::error::Cause;
 use crate::mount::path::{PathError, Roots, SafePath};
 
 /// The request's field of a staging path.
-pub const STAGING: &str = "staging_target_path";
+pub(super) const STAGING: &str = "staging_target_path";
 /// The request's field of a target path.
-pub const TARGET: &str = "target_path";
+pub(super) const TARGET: &str = "target_path";
 
 /// The directories below which volumes are staged and published.
 #[derive(Clone, Debug)]
-pub struct Places(Roots);
+pub(super) struct Places(Roots);
 
 impl Places {
     /// Below these.
@@ -39,9 +38,9 @@ impl Places {
         self.0.resolve(&path.to_string_lossy())
     }
 
-    /// The path in one spelling to compare by ([`Roots::spelled`]). Never blocks.
-    pub fn spelled(&self, path: &Path) -> PathBuf {
-        self.0.spelled(path)
+    /// The path in one spelling to compare by ([`Roots::canonical`]). Never blocks.
+    pub fn canonical(&self, path: &Path) -> PathBuf {
+        self.0.canonical(path)
     }
 
     /// Whether the path is below one of the directories. Never blocks.
@@ -50,24 +49,24 @@ impl Places {
     }
 }
 
-/// What is wrong with a staging path, or with what is there.
-pub fn at_staging(source: PathError) -> Cause {
+/// An error at the staging path.
+pub(super) fn at_staging(source: PathError) -> Cause {
     Cause::Path {
         field: STAGING,
         source,
     }
 }
 
-/// What is wrong with a target path, or with what is there.
-pub fn at_target(source: PathError) -> Cause {
+/// An error at the target path.
+pub(super) fn at_target(source: PathError) -> Cause {
     Cause::Path {
         field: TARGET,
         source,
     }
 }
 
-/// A path whose parent is gone, or that no file system can have, has nothing mounted on it.
-pub fn absent_is_none(place: Result<SafePath, Cause>) -> Result<Option<SafePath>, Cause> {
+/// A path whose parent is gone, or that is too long, has no mount: no error, but `None`.
+pub(super) fn absent_is_none(place: Result<SafePath, Cause>) -> Result<Option<SafePath>, Cause> {
     match place {
         Ok(place) => Ok(Some(place)),
         Err(Cause::Path {

@@ -1,10 +1,10 @@
 //! From a device to a file system that can be mounted: probe, mkfs, fsck.
 //!
 //! Nothing here may destroy data. mkfs runs only where every region in which
-//! any known format keeps a signature reads as zeros, or where the journal says
-//! that what stands there is an interrupted mkfs of our own. All that looks at
-//! or writes the device opens it exclusively first: what is mounted anywhere,
-//! in whatever mount namespace, is neither probed nor formatted.
+//! any known format keeps a signature reads as zeros, or where a format
+//! marker says that the device holds a partial format of our own. Every step that reads
+//! or writes the device opens it exclusively first: a device that is mounted in any mount
+//! namespace is neither probed nor formatted.
 
 use std::{io, path::Path, pin::pin, sync::Arc};
 
@@ -34,22 +34,22 @@ use crate::{
 
 /// A file system that is ready to be mounted.
 #[derive(Clone, Debug)]
-pub struct Prepared {
+pub(super) struct Prepared {
     /// Which one.
     pub fs: FsType,
-    /// What its superblock says; `None` where it was made just now.
+    /// Its superblock; `None` if it was made just now.
     pub found: Option<FsInfo>,
 }
 
-/// What a probe found, or what was in its way.
+/// The result of a probe.
 enum Probed {
-    /// What is on the device, which is held open from now on.
+    /// The content of the device, which is held open from now on.
     Content(Content, Arc<HeldOpen>),
-    /// Somebody uses it.
+    /// The device is in use.
     Busy(Vec<Holder>),
-    /// It could not be read.
+    /// The device could not be read.
     Unread(io::Error),
-    /// It is another's, or could not be held.
+    /// The device is another's, or could not be held open.
     NotHeld(DeviceError),
 }
 
@@ -68,7 +68,7 @@ fn probe_device(prober: &Prober, source: &Source, device: &Device) -> Probed {
     }
 }
 
-/// What is on the device; none where somebody uses it.
+/// The content of the device; `None` if it is in use.
 fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
     let file = match block::open_exclusive(&device.node, device.dev, OFlags::DIRECT) {
         Ok(file) => file,
@@ -105,9 +105,8 @@ fn is_unwritten(prober: &Prober, size: u64, under: &BlockDev) -> io::Result<bool
     Ok(bytes.all(|byte| *byte == 0))
 }
 
-/// What is on the device, which is held open from now on. The device is read, nothing
-/// else.
-pub async fn look(
+/// Reads the content of the device, which is held open from now on, and changes nothing.
+pub(super) async fn look(
     cx: Context<'_>,
     source: &Source,
     device: &Device,
@@ -139,9 +138,9 @@ const BUSY_TRIES: u32 = 10;
 /// there, checked if its superblock says so, or a new one where the device is
 /// proven blank. From the look at it on, the device is held open.
 ///
-/// Where mkfs or fsck finds the device busy, all of it begins anew: what kept the
-/// device open for a moment (see [`crate::kernel::busy`]) may have written to it.
-pub async fn prepare(
+/// If mkfs or fsck finds the device busy, all of this begins again: the opener that kept
+/// the device busy for a moment (see [`crate::kernel::busy`]) may have written to it.
+pub(super) async fn prepare(
     cx: Context<'_>,
     record: &Record,
     attached: &Attachment,
@@ -171,9 +170,9 @@ pub async fn prepare(
 
 /// A device that a file system is looked for on, or made on.
 #[derive(Clone, Copy)]
-pub struct Preparing<'a> {
+pub(super) struct Preparing<'a> {
     pub cx: Context<'a>,
-    /// What is written down of it.
+    /// Its record.
     pub record: &'a Record,
     /// Its device.
     pub attached: &'a Attachment,
@@ -198,7 +197,7 @@ impl Preparing<'_> {
             Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
             other => {
                 let blank = matches!(other, Content::Blank);
-                // A note outweighs nothing that a mkfs does not leave.
+                // A format marker is trusted only for content that a mkfs leaves.
                 let scrap = other.is_partial_format()
                     && self
                         .noted(|note, id, _| note.format_in_progress(id))
@@ -218,7 +217,7 @@ impl Preparing<'_> {
                     )));
                 }
                 if !blank {
-                    tracing::warn!(volume_id = cx.volume.id, device = %device.node.display(), "a mkfs of this volume was interrupted; it is made again");
+                    tracing::warn!(volume_id = cx.volume.id, device = %device.node.display(), "repeating an interrupted mkfs");
                 }
                 let fs = wanted.unwrap_or(FsType::Ext4);
                 self.make(fs, mkfs_options).await?;
@@ -226,7 +225,7 @@ impl Preparing<'_> {
             }
         };
         if !record.read_only {
-            // It may have been finished by an agent that died before it said so.
+            // An agent may have finished it, and died before it removed the marker.
             self.noted(|note, _, held| {
                 note.ended()?;
                 held.check()
@@ -242,7 +241,7 @@ impl Preparing<'_> {
         })
     }
 
-    /// Asks or changes the note of a mkfs that is under way.
+    /// Reads or changes the format marker.
     async fn noted<T: Send + 'static>(
         self,
         what: impl FnOnce(&MkfsNote, &str, &HeldOpen) -> Result<T, DeviceError> + Send + 'static,
@@ -266,7 +265,7 @@ impl Preparing<'_> {
         Ok(exit)
     }
 
-    /// Makes a file system, with a durable note around it that it is ours.
+    /// Makes a file system, with a durable format marker around it.
     pub async fn make(self, fs: FsType, options: &[String]) -> Result<(), Cause> {
         let backends = Arc::clone(&self.cx.node.backends);
         let source = self.record.source.clone();
@@ -346,8 +345,8 @@ fn not_cut_short(record: &Record, device: &Device, content: &Content) -> Result<
     )))
 }
 
-/// What a probe found, in words.
-pub fn describe(content: &Content) -> String {
+/// The content in words, for errors.
+pub(super) fn describe(content: &Content) -> String {
     match content {
         Content::Blank => "nothing".to_owned(),
         Content::Fs(info) => format!("{} with data", info.fs.as_str()),

@@ -33,7 +33,7 @@ use crate::{
 };
 
 /// `NodePublishVolume` of a staged volume.
-pub async fn publish(cx: Context<'_>, spec: &Publish) -> Result<Outcome, Cause> {
+pub(super) async fn publish(cx: Context<'_>, spec: &Publish) -> Result<Outcome, Cause> {
     let record = cx
         .volume
         .record()
@@ -74,12 +74,12 @@ pub async fn publish(cx: Context<'_>, spec: &Publish) -> Result<Outcome, Cause> 
     result.map(|()| Outcome::Done)
 }
 
-/// What a publish needs on the volume's lane.
+/// A publish, on the volume's lane.
 struct Publishing {
     record: Record,
     device: Device,
     spec: Publish,
-    /// What of the capability's options applies to the target.
+    /// The capability's options that apply to the target.
     options: MountOptions,
     read_only: bool,
     /// Whether device nodes get a descriptor lock.
@@ -90,7 +90,7 @@ struct Publishing {
     progress: Progress,
 }
 
-/// What became of it.
+/// The result of a publish.
 struct Published {
     /// The volume is published at the target.
     appears: bool,
@@ -274,7 +274,7 @@ impl Publishing {
         Ok(self.progress.step_on_lane("set-ro", set)?)
     }
 
-    /// Takes the descriptor lock over a published device node, where told to.
+    /// Takes the descriptor lock over a published device node, if configured.
     fn lock(&self) -> Result<(), Cause> {
         if !self.locks || self.record.usage != Use::Block {
             return Ok(());
@@ -332,12 +332,12 @@ fn publish_options(record: &Record, spec: &Publish) -> Result<MountOptions, Caus
     }
 }
 
-/// What helps a file system that has shut down.
-pub const RESTAGE: &str = "the kernel log says why; once no pod of this node uses the volume it is \
+/// The remedy for a file system that has shut down.
+pub(super) const RESTAGE: &str = "the kernel log says why; once no pod of this node uses the volume it is \
                            unstaged, and the next one finds it mounted anew";
 
-/// A file system that has shut down is of no use to a pod more.
-pub fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {
+/// Rejects a file system that was shut down.
+pub(super) fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {
     match staging.kind() {
         Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(Cause::precondition(format!(
             "its file system at {} has shut down: {RESTAGE}",
@@ -347,15 +347,15 @@ pub fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {
     }
 }
 
-/// Whether what is mounted is this volume.
-pub fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
+/// Whether the mount is this volume's.
+pub(super) fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
     match record.usage {
         Use::Block => mounted.rdev == Some(device.dev),
         Use::Mount { .. } => mounted.dev == record.root_dev.unwrap_or(device.dev),
     }
 }
 
-/// Binds; what was made for it goes again where that fails.
+/// Binds; a failure removes what was made for the target.
 fn bind_at(
     source: &OwnedFd,
     place: &SafePath,
@@ -379,7 +379,7 @@ fn bind_at(
 }
 
 /// Binds the device's node to a file. On the volume's lane.
-pub fn bind_node(
+pub(super) fn bind_node(
     device: &Device,
     place: &SafePath,
     read_only: bool,

@@ -1,9 +1,9 @@
-//! After a restart: what does this node hold?
+//! After a restart: taking up the volumes that this node holds.
 //!
-//! The records say what was set out, the mount table what came of it. Nothing
-//! is undone here: a call that was under way is repeated by whoever made it,
-//! and the repeat finishes or undoes. Only what nobody will ever ask for again
-//! is cleared away: inline volumes whose pod is gone.
+//! The records say what an agent set out to do, the mount table how far it came. Nothing
+//! is undone here: its caller repeats a call that was under way, and the repeat finishes
+//! or undoes. Only inline volumes whose pod is gone are deleted, since no caller will ask
+//! for that.
 
 use std::{
     cell::{Cell, RefCell},
@@ -44,7 +44,7 @@ use crate::{
     secret::Secrets,
 };
 
-/// How many volumes of another driver are looked at at once.
+/// How many volumes of another driver are examined at once.
 const AT_ONCE: usize = 8;
 
 /// Volumes that an earlier agent had, or another driver, and that are not taken up
@@ -53,7 +53,7 @@ const AT_ONCE: usize = 8;
 pub struct Untaken {
     /// The records are read.
     are_read: Cell<bool>,
-    /// What has none, and may be another driver's.
+    /// Volumes without a record, which may be another driver's.
     volumes: RefCell<HashSet<String>>,
     changed: Notify,
 }
@@ -82,7 +82,7 @@ impl Node {
         waited.map_err(|_| Cause::NotTakenUp.of(volume_id))
     }
 
-    /// Takes up every record of an earlier agent, and what another driver has
+    /// Takes up every record of an earlier agent, and the volumes that another driver has
     /// staged. The node serves meanwhile; calls on volumes wait.
     pub async fn take_up(self: Rc<Self>) -> io::Result<()> {
         release_stale_claims(&self);
@@ -118,10 +118,10 @@ impl Node {
     }
 }
 
-/// What was left by whoever was here before.
+/// The state that an earlier agent or another driver left.
 struct Left {
     volumes: Vec<(Record, BTreeMap<PathBuf, Target>)>,
-    /// Inline volumes that nobody unpublishes, and where they were published.
+    /// Inline volumes whose pod is gone, and where they were published.
     orphans: Vec<(String, PathBuf)>,
     /// Mounts of devices that no record knows: which volumes they would be, and
     /// where those would be staged.
@@ -141,8 +141,8 @@ impl Left {
             others: Vec::new(),
         };
         for mut record in records {
-            // An agent before this one may have left that open.
-            record.source = backends.settled(&record.source);
+            // An earlier agent may not have completed it.
+            record.source = backends.canonical(&record.source);
             if record.boot_id != boot_id {
                 // An inline volume that has outlived a reboot: its image is all
                 // that is left of it.
@@ -193,7 +193,7 @@ fn unknown(entry: &MountEntry, places: &Places) -> Option<(String, PathBuf)> {
     (is_device && is_allowed).then(|| (id.to_owned(), staging_path.to_owned()))
 }
 
-/// Mounts by what they may be found by.
+/// Mounts by device number and by name.
 struct Index<'a> {
     by_dev: HashMap<Dev, Vec<&'a MountEntry>>,
     /// By the last name of the source, and of what devtmpfs shows.
@@ -225,8 +225,8 @@ impl<'a> Index<'a> {
     }
 }
 
-/// Takes up what another driver has staged: its pods go on, and kubelet stages
-/// nothing again that it knows to be staged.
+/// Takes up the volumes that another driver has staged: their pods keep running, and
+/// kubelet stages no volume again that it knows as staged.
 async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
     let one = |(id, staging_path): (String, PathBuf)| async move {
         let (places, at) = (node.places.clone(), staging_path.clone());
@@ -249,7 +249,7 @@ async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
                 tracing::error!(
                     volume_id = id,
                     error,
-                    "another driver's volume is not taken up"
+                    "cannot take up another driver's volume"
                 );
             }
             node.forget_if_empty(&id);
@@ -259,7 +259,7 @@ async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
     stream::iter(others).for_each_concurrent(AT_ONCE, one).await;
 }
 
-/// One that a call makes meanwhile stays: it is of this boot.
+/// Releases the claims of earlier boots; a call's new claim stays, as it is of this boot.
 fn release_stale_claims(node: &Node) {
     for pool in node.backends.pools() {
         let (backends, pool) = (Arc::clone(&node.backends), pool.clone());
@@ -269,9 +269,9 @@ fn release_stale_claims(node: &Node) {
     }
 }
 
-/// Nobody unpublishes an inline volume whose pod's directory is gone.
+/// Deletes an inline volume whose pod is gone, since no caller will unpublish it.
 fn delete_orphan(node: &Rc<Node>, id: String, target: PathBuf) {
-    tracing::info!(volume_id = id, target = %target.display(), "its pod is gone, the inline volume goes");
+    tracing::info!(volume_id = id, target = %target.display(), "deleting orphaned inline volume");
     let node = node.clone();
     ring::spawn(async move {
         let deleted = node
@@ -281,13 +281,13 @@ fn delete_orphan(node: &Rc<Node>, id: String, target: PathBuf) {
             tracing::error!(
                 volume_id = id,
                 error = chain(&*error),
-                "an orphaned inline volume stays"
+                "cannot delete orphaned inline volume"
             );
         }
     });
 }
 
-/// Where a device appears besides its staging path.
+/// The mounts of a device other than at its staging path.
 fn targets<'a>(
     mounts: impl Iterator<Item = &'a MountEntry>,
     record: &Record,
@@ -327,7 +327,7 @@ fn is_kubelets(path: &Path, directory: &str) -> bool {
     path.iter().any(|part| part == directory)
 }
 
-/// What is mounted where the volume would be staged, and where that is.
+/// The mount at the volume's staging path or below, and its mount point.
 fn mounted_at(
     places: &Places,
     volume_id: &str,
@@ -347,8 +347,8 @@ fn mounted_at(
     Ok(None)
 }
 
-/// The record of a volume that is staged, though no record says so: by what is
-/// mounted at its staging path, else by its handle.
+/// Rebuilds the record of a volume that is staged without one: by the mount at its
+/// staging path, else by its handle.
 pub async fn rebuild(cx: Context<'_>, staging_path: &Path) -> Result<Option<Record>, Cause> {
     let (places, backends) = (cx.node.places.clone(), Arc::clone(&cx.node.backends));
     let (id, path) = (cx.volume.id.clone(), staging_path.to_owned());
@@ -374,7 +374,7 @@ fn is_of(other: &str, staging_path: &Path) -> Cause {
     Cause::precondition(what)
 }
 
-/// What there is of a volume without a record; devices in `known` are others'. On the
+/// Finds a volume that has no record; devices in `known` are other volumes'. On the
 /// volume's lane.
 fn find(
     places: &Places,
@@ -396,7 +396,7 @@ fn find(
         Some(dev) => Some(sysfs::present_node_of(dev).map_err(Cause::io("name what is mounted"))?),
         None => entry.map(|entry| PathBuf::from(&entry.source)),
     };
-    // What is mounted at the staging path itself may hang.
+    // A file system mounted at the staging path itself may hang.
     let left = if mounted.is_some() && path == staging_path {
         None
     } else {
@@ -413,12 +413,11 @@ fn find(
             ))),
         };
     };
-    if let Some(device) = &device {
-        if let Owner::Volume(other) = backends.owner_of(device.dev)?
-            && other != volume_id
-        {
-            return Err(is_of(&other, staging_path));
-        }
+    if let Some(device) = &device
+        && let Owner::Volume(other) = backends.owner_of(device.dev)?
+        && other != volume_id
+    {
+        return Err(is_of(&other, staging_path));
     }
     let record = Record {
         volume_id: volume_id.to_owned(),
@@ -447,7 +446,7 @@ fn find(
     Ok(Some(Held { record, targets }))
 }
 
-/// By the device that is mounted, by the handle, or by the note that was left.
+/// Finds the source by the mounted device, by the handle, or by another driver's note.
 fn source_of(
     backends: &Backends,
     volume_id: &str,
@@ -460,7 +459,7 @@ fn source_of(
         None => backends.find(volume_id, known)?,
     };
     match (found, behind, left) {
-        // It may be mapped, or nothing may be left of it but the note.
+        // It may be mapped, or only the note may be left.
         (None, None, Some(left)) => backends.find_noted(left, volume_id).map(Some),
         (found, ..) => Ok(found.map(|found| (found.source, Some(found.device)))),
     }

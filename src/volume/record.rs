@@ -1,11 +1,11 @@
-//! What is written down of a volume, and where.
+//! The records of volumes, and where they are.
 //!
-//! Two stores, by what outlives what. All that dies with the kernel (device,
-//! mounts) is recorded below the run directory, a tmpfs: one file a volume,
-//! written and renamed, never synced. What outlives a reboot (an inline volume's
-//! image) is synced below the state directory, on the volume's lane: where that
-//! directory's disk hangs, the records of all others are written. A record says what
-//! we set out to do; what became of it the kernel says.
+//! Two stores: records of state that dies with the kernel (devices, mounts) are below the
+//! run directory, a tmpfs: one file a volume, written and renamed, never synced. Records
+//! of state that outlives a reboot (an inline volume's image) are synced below the state
+//! directory, on the volume's lane: if its disk hangs, other volumes' records are written
+//! all the same. A record says what the agent set out to do; the kernel says how far it
+//! came.
 
 use std::{
     collections::BTreeMap,
@@ -47,9 +47,9 @@ pub struct Record {
     pub usage: Use,
     /// The file system that is mounted.
     pub fs: Option<FsType>,
-    /// Nobody writes through this node.
+    /// This node does not write.
     pub read_only: bool,
-    /// Who may use it.
+    /// Its access mode.
     pub mode: AccessMode,
     /// The device, once there is one.
     pub device: Option<Device>,
@@ -67,7 +67,7 @@ pub struct Record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
-    /// Begun; what is there must be asked of the kernel.
+    /// Begun; only the kernel knows how far.
     Staging,
     /// Complete.
     Staged,
@@ -135,18 +135,18 @@ impl Record {
         self.source.is_staged_below() && !self.staging_path.as_os_str().is_empty()
     }
 
-    /// Whether a volume staged like this serves the call.
-    pub fn serves(&self, spec: &Stage) -> bool {
+    /// Whether a volume staged like this satisfies the call.
+    pub fn satisfies(&self, spec: &Stage) -> bool {
         self.source == spec.source
             && self.staging_path == spec.staging_path
-            && self.usage.serves(&spec.usage, self.fs)
+            && self.usage.satisfies(&spec.usage, self.fs)
             && self.read_only == spec.read_only
             && self.mode == spec.mode
     }
 
     /// Whether a volume that was found staged like this may have been staged by
     /// such a call.
-    pub fn may_serve(&self, spec: &Stage) -> bool {
+    pub fn may_satisfy(&self, spec: &Stage) -> bool {
         let same_kind = (self.usage == Use::Block) == (spec.usage == Use::Block);
         self.source.is_same(&spec.source)
             && self.staging_path == spec.staging_path
@@ -180,7 +180,7 @@ pub struct Target {
 /// All that this node holds of a volume.
 #[derive(Clone, Debug)]
 pub struct Held {
-    /// What is written down.
+    /// Its record.
     pub record: Record,
     /// Where it is published.
     pub targets: BTreeMap<PathBuf, Target>,

@@ -1,6 +1,6 @@
-//! Requests, parsed: what a call wants, in the types that calls are compared by.
+//! Parsed requests, in the types by which calls are compared.
 //!
-//! Two calls are equal where these are. So a spec holds just what may tell two calls
+//! Two calls are equal if their specs are. So a spec holds only what tells two calls
 //! apart: no publish context but [`Fencing`], no `csi.storage.k8s.io/*`, and
 //! `SINGLE_NODE_WRITER` is the same as `SINGLE_NODE_MULTI_WRITER`. Secrets come beside
 //! the call, in its [`Request`].
@@ -61,9 +61,9 @@ impl Use {
         Ok(Self::Mount { fs, options })
     }
 
-    /// Whether a volume in use like `self` serves a call that asks for `other`.
+    /// Whether a volume in use like `self` satisfies a call that asks for `other`.
     /// `resolved` is the file system that is mounted.
-    pub fn serves(&self, other: &Self, resolved: Option<FsType>) -> bool {
+    pub fn satisfies(&self, other: &Self, resolved: Option<FsType>) -> bool {
         match (self, other) {
             (Self::Block, Self::Block) => true,
             (Self::Mount { options, .. }, Self::Mount { fs, options: asked }) => {
@@ -100,11 +100,11 @@ pub struct Stage {
     pub staging_path: PathBuf,
     /// Raw or mounted.
     pub usage: Use,
-    /// Nobody writes through this node.
+    /// This node does not write.
     pub read_only: bool,
-    /// Who may use it.
+    /// Its access mode.
     pub mode: AccessMode,
-    /// What mkfs is told instead of our defaults.
+    /// Options of mkfs that replace the defaults.
     pub mkfs_options: Vec<String>,
     /// The group that shall own the volume, where the driver applies it.
     pub group: Option<FsGroup>,
@@ -114,7 +114,7 @@ pub struct Stage {
     pub fencing: Fencing,
 }
 
-/// What the node makes for an inline ephemeral volume.
+/// The image that the node makes for an inline ephemeral volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InlineImage {
     /// The image's size in bytes.
@@ -134,7 +134,7 @@ pub struct Publish {
     pub usage: Use,
     /// This target cannot write.
     pub read_only: bool,
-    /// Who may use it.
+    /// Its access mode.
     pub mode: AccessMode,
     /// The group that shall own the volume, where the driver applies it.
     pub group: Option<FsGroup>,
@@ -156,7 +156,7 @@ pub struct Expand {
     /// Where the volume is staged or published.
     pub volume_path: PathBuf,
     /// Where it is staged; empty if the caller does not say. For a raw block
-    /// volume kubelet may pass as volume path what is none of ours.
+    /// volume kubelet may pass a volume path of its own.
     pub staging_path: PathBuf,
     /// At least so many bytes; 0: as many as the source has.
     pub required: u64,
@@ -169,7 +169,7 @@ pub struct Expand {
 pub struct Format {
     /// Where the bytes are.
     pub source: Source,
-    /// What to make.
+    /// The file system to make.
     pub fs: FsType,
 }
 
@@ -196,7 +196,7 @@ pub enum Call {
     Stage(Stage),
     /// `NodeUnstageVolume`, with its staging path.
     Unstage(PathBuf),
-    /// The agent's own: the claim that was left on this source goes.
+    /// The agent's own: releases the claim that was left on this source.
     GiveBack(Source),
     /// `NodePublishVolume`.
     Publish(Publish),
@@ -288,17 +288,17 @@ impl Call {
     }
 }
 
-/// What stage and publish have in common.
+/// The part of a request that stage and publish share.
 pub struct Parsed {
     /// Raw or mounted.
     pub usage: Use,
     /// By access mode, by the `ro` option, or because the call says so.
     pub read_only: bool,
-    /// Who may use it.
+    /// Its access mode.
     pub mode: AccessMode,
     /// The class's `mkfsOptions`.
     pub mkfs_options: Vec<String>,
-    /// The group, where the driver was told to apply it.
+    /// The group, if the driver is configured to apply it.
     pub group: Option<FsGroup>,
 }
 

@@ -40,10 +40,10 @@ use crate::{
 const READY_WITHIN: Duration = Duration::from_secs(30);
 
 /// `NodeStageVolume`.
-pub async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
+pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
     cx.progress.backend(spec.source.backend());
     let limit = cx.node.config.max_volumes;
-    // Before anything is waited for, or others that are to be refused count, too.
+    // Before the first wait, or calls that are to be refused count, too.
     if cx.volume.record().is_none()
         && limit > 0
         && cx.node.count() > usize::try_from(limit).unwrap_or(usize::MAX)
@@ -55,9 +55,9 @@ pub async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
     let spec = &spec;
     if let Some(record) = cx.volume.record() {
         match record.phase {
-            // How it was asked for, this call says.
-            Phase::Staged if record.found && record.may_serve(spec) => {}
-            Phase::Staged if !record.serves(spec) => {
+            // Found without a record: this call says how it is to be staged.
+            Phase::Staged if record.found && record.may_satisfy(spec) => {}
+            Phase::Staged if !record.satisfies(spec) => {
                 return Err(Cause::Incompatible {
                     have: record.describe(),
                     want: Record::begin(&cx.volume.id, "", spec).describe(),
@@ -65,8 +65,8 @@ pub async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
             }
             Phase::Staged if found.is_staged => {
                 found.usable.map_err(kept)?;
-                // Published anew, it has to be entered anew: while this node was cut
-                // off, the controller may have taken it out.
+                // A volume that is published again registers this node again: while the
+                // node was cut off, the controller may have removed it.
                 if let Some(device) = &record.device
                     && (spec.fencing == Fencing::On
                         || cx.node.backends.bind(&record.source).wants_secrets(device))
@@ -82,8 +82,8 @@ pub async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
                 already("stage", Done::Already);
                 return Ok(Outcome::Done);
             }
-            // Begun by a call with other arguments: that one is over.
-            Phase::Staging | Phase::Unstaging if !record.serves(spec) => {
+            // A call with other arguments began it, and has ended.
+            Phase::Staging | Phase::Unstaging if !record.satisfies(spec) => {
                 unstage::tear_down(cx, &record).await?;
                 (_, found) = look(cx, spec).await?;
             }
@@ -98,25 +98,25 @@ pub async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
     Ok(Outcome::Done)
 }
 
-/// What there is of a volume that is to be staged.
+/// The state in which a stage finds the volume.
 struct Found {
-    /// It is where its record says that it is staged.
+    /// It is mounted or attached as its record says.
     is_staged: bool,
-    /// Whether its file system can be used; of one that is not staged nothing is asked.
+    /// Whether its file system can be used; `Ok` for a volume that is not staged.
     usable: Result<(), Cause>,
-    /// Its device, where one is known to be its still.
+    /// Its device, if one is known and still its own.
     device: Option<PathBuf>,
 }
 
-/// Makes sure that there is a place to mount it at, and looks what is there. What the
-/// caller left open about the source is settled on the way, by a file of the operator's.
+/// Makes the directory to mount at, and looks at what is there. A file of the operator's
+/// completes the source on the way.
 async fn look(cx: Context<'_>, spec: &Stage) -> Result<(Stage, Found), Cause> {
     let (places, backends) = (cx.node.places.clone(), Arc::clone(&cx.node.backends));
     let (id, record) = (cx.volume.id.clone(), cx.volume.record());
     let mut spec = spec.clone();
     let source = spec.source.clone();
     let look = move || {
-        spec.source = backends.settled(&spec.source);
+        spec.source = backends.canonical(&spec.source);
         let place = layout::make_place(&places, &id, &spec)?;
         let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
         let is_staged = staged.is_some_and(|record| is_still_there(record, &place));
@@ -156,7 +156,7 @@ struct Staging<'a> {
 }
 
 impl Staging<'_> {
-    /// All of stage that changes something; undone where it fails.
+    /// The part of stage that changes something, and is undone if it fails.
     async fn bring_up(&self, known: Before) -> Result<(), Cause> {
         let Self { cx, spec } = *self;
         let before = cx.volume.record();
@@ -176,7 +176,7 @@ impl Staging<'_> {
                     Err(cause) => cause,
                 }
             }
-            // Whatever is attached, this call did not do it.
+            // Whatever is attached, this call did not attach it.
             Err(cause) if before.is_none() => {
                 return match forget(cx, &record).await {
                     Ok(()) => Err(cause),
@@ -186,7 +186,7 @@ impl Staging<'_> {
             Err(cause) => cause,
         };
         if cx.live_target().await.is_some() {
-            // Pods use it as it is.
+            // Pods use it.
             return Err(kept(cause));
         }
         match unstage::tear_down(cx, &record).await {
@@ -205,8 +205,8 @@ impl Staging<'_> {
             .flatten()
             .map_err(Cause::io(format!("wait for {}", device.node.display())))?;
         if record.mounts() {
-            // Known before anything is mounted: whoever takes this up after a
-            // crash must know which device to look for.
+            // Recorded before anything is mounted: after a crash the next agent must know
+            // which device to look for.
             cx.remember(record.clone()).await?;
         }
         if let Use::Mount { options, .. } = &spec.usage {
@@ -214,7 +214,7 @@ impl Staging<'_> {
                 already("mount", Done::Already);
                 (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
                 if !spec.read_only {
-                    // Who mounted it may have died before it grew to its device.
+                    // The agent that mounted it may have died before it grew it.
                     self.grow_to_device(device, fs).await?;
                 }
             } else {
@@ -282,13 +282,13 @@ impl Staging<'_> {
         Ok(mounted.dev)
     }
 
-    /// Where it is to be mounted.
+    /// The mount point.
     fn mount_point(&self) -> PathBuf {
         let spec = self.spec;
         layout::mount_point(&spec.source, &spec.staging_path, &self.cx.volume.id)
     }
 
-    /// Runs a step at the place where it is to be mounted.
+    /// Runs a step at the mount point.
     async fn at_place<T: Send + 'static>(
         &self,
         step: &'static str,
@@ -299,7 +299,7 @@ impl Staging<'_> {
         self.cx.lane(step, at_place).await
     }
 
-    /// The device's file system, where it is mounted already.
+    /// The device's file system, if it is mounted already.
     async fn mounted(&self, device: &Device) -> Result<Option<(FsType, Dev)>, Cause> {
         let device = device.clone();
         self.at_place("look", move |place| mounted::fs_of(place, &device))
@@ -311,7 +311,7 @@ impl Staging<'_> {
             .await
     }
 
-    /// Shows the device's node, unless something is there.
+    /// Binds the device's node, unless something is mounted there.
     async fn bind_node(&self, device: &Device) -> Result<(), Cause> {
         let (device, read_only) = (device.clone(), self.spec.read_only);
         let steps = self.cx.progress.clone();
@@ -330,7 +330,7 @@ impl Staging<'_> {
         let size = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
         match mounted::grow(cx, &self.mount_point(), fs, size).await {
             Err(Cause::Grow(error @ grow::GrowError::NeedsCapability { .. })) => {
-                // Smaller than it could be, but all there.
+                // Smaller than its device, but complete.
                 tracing::warn!(volume_id = cx.volume.id, %error, "the file system stays smaller than its device");
                 Ok(())
             }
@@ -339,7 +339,7 @@ impl Staging<'_> {
     }
 }
 
-/// Where it is to be mounted, nothing else may be. On the volume's lane.
+/// Makes the mount point, at which nothing else may be mounted. On the volume's lane.
 fn make_room(places: &Places, mount_point: &Path) -> Result<SafePath, Cause> {
     let place = places.staging(mount_point)?;
     if matches!(place.kind(), Ok(PathKind::Mount(_))) {
@@ -366,9 +366,8 @@ fn not_undone(cause: Cause, undo: Cause) -> Cause {
 
 /// What each file system needs besides the caller's options. XFS refuses a
 /// second mount of one UUID, so clones need `nouuid`; a read-only device cannot
-/// replay its log. What ext4 does after an error is said by its superblock, which
-/// whoever wrote the image may have told to halt the node; so it is always said
-/// by the mount.
+/// replay its log. An ext4 superblock says what happens after an error, and the author
+/// of an image may have chosen a panic of the node; so the mount always says it.
 fn extra_options(prepared: &Prepared, read_only: bool, asked: &MountOptions) -> Vec<&'static str> {
     let replay = prepared
         .found

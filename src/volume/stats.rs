@@ -1,12 +1,12 @@
-//! How full a volume is, and whether its file system answers. No lock, no record, and
-//! none of its device's data: what the kernel has in memory of the file system.
+//! The usage of a volume, and whether its file system answers: from the kernel's memory,
+//! without locks, records or data of the device.
 //!
 //! But the directories on the way to it are on a disk that may hang, and some file
 //! systems' statfs waits for their device: of XFS in Linux 5.15 to 5.18
 //! (`xfs_inodegc_flush` in `xfs_fs_statfs`), and of ext4 and XFS with project quotas,
-//! which may read a limit (`ext4_statfs_project`, `xfs_qm_statvfs`). So it is looked at
-//! on the volume's lane, by one call at a time. Whoever would wait for it too long gets
-//! its last answer, or where there is none an error that may pass.
+//! which may read a limit (`ext4_statfs_project`, `xfs_qm_statvfs`). So the
+//! volume's lane asks, for one call at a time. A caller that would wait too long gets the
+//! last answer, or a transient error if there is none.
 
 use std::{
     cell::RefCell,
@@ -37,14 +37,14 @@ use crate::{hold_point, kernel::sysfs, mount::PathKind, ring};
 /// How long a file system is waited for.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 
-/// What of something there is, in its own unit.
+/// An amount of space, in its own unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
     /// In all.
     pub total: u64,
     /// In use.
     pub used: u64,
-    /// Left for those who are not root.
+    /// Available without root's reserve.
     pub available: u64,
 }
 
@@ -62,7 +62,7 @@ pub enum Usage {
     Block(u64),
 }
 
-/// What was asked about a volume that did not have to be answered by its task.
+/// Questions about a volume that its task does not answer.
 #[derive(Debug, Default)]
 pub struct Asked {
     under_way: RefCell<Option<Question>>,
@@ -70,23 +70,23 @@ pub struct Asked {
     last: RefCell<HashMap<PathBuf, Usage>>,
 }
 
-/// What is asked.
+/// The subject of a question.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum About {
     /// How full it is, at a path.
     Usage(PathBuf),
-    /// What is wrong with the file system where it is staged.
+    /// The conditions of the file system at its staging path.
     Health,
 }
 
-/// What the lane answers.
+/// The lane's answer.
 #[derive(Clone, Debug)]
 enum Told {
     Usage(Result<Usage, Arc<Error>>),
     Health(Vec<Condition>),
 }
 
-/// One look at a volume, which all who ask meanwhile wait for.
+/// A question under way, whose answer all callers share.
 #[derive(Clone, Debug)]
 struct Question {
     about: About,
@@ -108,7 +108,7 @@ impl Node {
         self.taken_up(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
-        let path = self.places.spelled(&path);
+        let path = self.places.canonical(&path);
         let about = About::Usage(path.clone());
         if let Some(Told::Usage(answer)) = self.ask(&volume, &record, about, deadline).await {
             return answer;
@@ -122,8 +122,8 @@ impl Node {
         })
     }
 
-    /// What is wrong with the file system of a mounted volume; `None` where it does not
-    /// answer within the time.
+    /// The conditions of a mounted volume's file system; `None` if it does not answer in
+    /// time.
     pub async fn file_system_health(
         &self,
         volume: &Rc<Volume>,
@@ -202,9 +202,8 @@ impl Node {
     }
 }
 
-/// How full the volume is that is staged or published at the path, by what the
-/// kernel says. On the volume's lane.
-pub fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Cause> {
+/// The usage of the volume that is staged or published at the path. On the volume's lane.
+pub(super) fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Cause> {
     let gone = || Cause::NotFound(format!("it is not what is mounted at {}", path.display()));
     let device = record.device.as_ref().ok_or_else(gone)?;
     let below;

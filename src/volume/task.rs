@@ -1,8 +1,8 @@
 //! One task for each volume.
 //!
 //! The first call that changes a volume becomes its task. An equal call that
-//! arrives meanwhile joins it and gets the same answer; a different one is told
-//! what is under way. Only what concerns a target alone runs beside it, as a task of
+//! arrives meanwhile joins it and gets the same answer; a different one is refused
+//! with the call under way. Only calls on a single target run beside it, each as a task of
 //! its own ([`Call::may_begin_beside`]): a pod that ends waits for no fsck.
 //!
 //! A caller's deadline ends its waiting, never the work: the task goes on to its
@@ -42,7 +42,7 @@ pub enum Outcome {
     Done,
     /// The volume's size in bytes.
     Size(u64),
-    /// What stood on a device that was formatted by request.
+    /// The previous content of a device that an operator had formatted.
     Was(String),
 }
 
@@ -54,14 +54,13 @@ pub type Answer = Result<Outcome, Arc<Error>>;
 pub struct Volume {
     /// The handle.
     pub id: String,
-    /// What we hold of it.
+    /// Its record and targets, while this node holds it.
     pub held: RefCell<Option<Held>>,
     /// How often it was published.
     pub published: Cell<u64>,
-    /// What is asked of its file system.
+    /// Questions to its file system.
     pub asked: Asked,
-    /// In the order in which they began: the first one is the volume's task, or what
-    /// is left beside it.
+    /// In the order in which they began: first the volume's task, then calls beside it.
     running: RefCell<Vec<Running>>,
 }
 
@@ -73,13 +72,13 @@ struct Running {
     answer: Shared<oneshot::Receiver<Answer>>,
 }
 
-/// How long a call of [`Call::is_brief`] is waited for before what it keeps out is
+/// How long a call waits for a conflicting brief one ([`Call::is_brief`]) before it is
 /// refused.
 const BRIEF: Duration = Duration::from_secs(1);
 
 impl Running {
-    /// Whether it is a brief call and over in time: kubelet, which comes back after half
-    /// a second, is not sent away for what takes a millisecond.
+    /// Whether it is a brief call and ends in time: kubelet repeats a refused call after
+    /// half a second, much longer than a brief call takes.
     async fn ends_within(&self, left: Duration) -> bool {
         let left = left.min(BRIEF.saturating_sub(self.begun.elapsed()));
         self.request.call.is_brief()
@@ -98,8 +97,8 @@ impl fmt::Debug for Running {
     }
 }
 
-/// Which step a call is in. Clones show the same: the runtime thread and the volume's
-/// lane tell of the steps that each takes.
+/// The step that a call is in. Clones share it: the runtime thread and the volume's lane
+/// report their steps.
 #[derive(Clone, Debug)]
 pub struct Progress {
     volume: String,
@@ -194,7 +193,7 @@ impl Progress {
         out
     }
 
-    /// Since when the step runs, and which one it follows, since when.
+    /// When the step began, and the step before it with its beginning.
     fn begin(&self, name: &'static str) -> (Instant, (&'static str, Instant)) {
         let begun = Instant::now();
         let mut now = self.now();
@@ -244,7 +243,7 @@ impl Progress {
 }
 
 impl Volume {
-    /// A volume that nothing is known of.
+    /// A volume without a record.
     pub fn new(id: &str) -> Self {
         Self {
             id: id.to_owned(),
@@ -277,8 +276,8 @@ impl Volume {
 }
 
 /// Runs a call on its volume, or joins the equal one that runs already; waits
-/// for the answer until `deadline`. Who joined a call that was refused for its
-/// secrets, and has others, gets an attempt of its own.
+/// for the answer until `deadline`. A caller that joined a call whose secrets were
+/// refused, and passed others, gets an attempt of its own.
 pub async fn submit(
     node: &Rc<Node>,
     volume_id: &str,
@@ -313,8 +312,8 @@ pub async fn submit(
                 continue;
             }
             Ok(Ok(answer)) => answer,
-            // The task ended without an answer: it panicked. What it did is on
-            // record and taken up by the next call.
+            // The task ended without an answer: it panicked. The record
+            // says what it did, and the next call takes that up.
             Ok(Err(_)) => Err(failed(Cause::Io {
                 what: format!("finish {}", request.call.name()),
                 source: std::io::Error::other("the volume's task panicked"),
@@ -329,8 +328,8 @@ enum Started {
     Runs(Running),
 }
 
-/// Begins a call. What needs no lane, such as a refusal by the volume's record, is
-/// finished here and now.
+/// Begins a call. A call that needs no lane, such as one that the volume's record
+/// refuses, ends at once.
 fn start(node: &Rc<Node>, volume: &Rc<Volume>, request: Rc<Request>) -> Started {
     let progress = Progress::new(&volume.id, request.call.name());
     let (send, receive) = oneshot::channel();

@@ -1,9 +1,9 @@
-//! Unpublish: a target goes, with what was made for it.
+//! Unpublish: unmounts a target and removes what was made for it.
 //!
 //! All of it is one job on the volume's lane ([`Unpublishing`]): it walks directories
 //! that are on a disk, and where the staging mount is gone the target's may be the
-//! superblock's last, which writes back. A raw volume's descriptor lock goes before, as
-//! the end of that is an event that is waited for.
+//! superblock's last, which writes back. A raw volume's descriptor lock is
+//! released before, as its end is an event to wait for.
 
 use std::{
     path::{Path, PathBuf},
@@ -36,7 +36,7 @@ use crate::{
 };
 
 /// `NodeUnpublishVolume`. A target that is not there is success.
-pub async fn unpublish(cx: Context<'_>, target_path: &Path) -> Result<Outcome, Cause> {
+pub(super) async fn unpublish(cx: Context<'_>, target_path: &Path) -> Result<Outcome, Cause> {
     let record = cx.volume.record();
     if let Some(record) = &record {
         cx.progress.backend(record.source.backend());
@@ -71,14 +71,14 @@ pub async fn unpublish(cx: Context<'_>, target_path: &Path) -> Result<Outcome, C
     Ok(Outcome::Done)
 }
 
-/// What an unpublish needs on the volume's lane.
+/// An unpublish, on the volume's lane.
 struct Unpublishing {
     volume_id: String,
     record: Option<Record>,
     target_path: PathBuf,
     places: Places,
     backends: Arc<Backends>,
-    /// What other volumes have, where no record says what this one looks like.
+    /// The sources of other volumes, if this one has no record with a device.
     others: Vec<(String, Source)>,
     /// Where else it is published.
     targets: Targets,
@@ -101,7 +101,7 @@ impl Unpublishing {
         Ok((live, self.targets))
     }
 
-    /// Makes sure that what is mounted at the target is the volume.
+    /// Refuses any other mount at the target than the volume's.
     fn is_the_volume(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let record = self.record.as_ref();
         match record.and_then(|record| record.device.as_ref().map(|device| (record, device))) {
@@ -114,8 +114,8 @@ impl Unpublishing {
         }
     }
 
-    /// The same where no record says what the volume looks like: by what the kernel and
-    /// the claims tell of the device.
+    /// The same without a record of the device: by the kernel's and the claims' word on
+    /// the mounted device.
     fn is_its_device(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let (what, dev) = what_is_mounted(place, mounted)?;
         let refused = |what: String| {
@@ -150,7 +150,7 @@ impl Unpublishing {
     }
 }
 
-/// What it is, in words, and which device it is of, if it may be a volume's.
+/// The mount in words, and its device if that may be a volume's.
 fn what_is_mounted(place: &SafePath, mounted: &Mounted) -> Result<(String, Option<Dev>), Cause> {
     let failed = || looking_at(place);
     if let Some(dev) = mounted.rdev {
@@ -196,7 +196,7 @@ async fn release_lock(
     };
     let released = cx.lane("unlock", unlock).await?;
     for lock in released {
-        // Whoever has it open, udevd for a moment, keeps the target busy with it.
+        // While another opener has it open, as udevd does, the target stays busy.
         let gone = || Ok((!lock.is_held()).then_some(()));
         let gone = async {
             cx.node

@@ -1,4 +1,4 @@
-//! Unstage: from a mount back to a source that nobody holds.
+//! Unstage: from a mount back to a detached source.
 
 use std::{path::Path, sync::Arc};
 
@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// `NodeUnstageVolume`. A volume that is not staged is success.
-pub async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outcome, Cause> {
+pub(super) async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outcome, Cause> {
     let record = match cx.volume.record() {
         Some(record) => record,
         None => match reconcile::rebuild(cx, staging_path).await? {
@@ -38,7 +38,7 @@ pub async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outcome, Ca
         },
     };
     cx.progress.backend(record.source.backend());
-    // What did not get that far has no place to insist on.
+    // A stage that did not finish has no staging path yet.
     if record.phase == Phase::Staged && record.staging_path != staging_path {
         return Err(Cause::precondition(format!(
             "it is staged at {}, not at {}",
@@ -56,14 +56,13 @@ pub async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outcome, Ca
     Ok(Outcome::Done)
 }
 
-/// Unmounts, detaches, gives the source back and forgets, as far as there is
-/// anything to unmount, detach, give back and forget.
-pub async fn tear_down(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+/// Unmounts, detaches, releases the source and forgets the volume; skips what is done.
+pub(super) async fn tear_down(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
     let mut record = record.clone();
     record.phase = Phase::Unstaging;
     cx.remember(record.clone()).await?;
     if let Some(device) = &record.device {
-        // A lock over another image's device is not ours to take.
+        // A lock over another image's device stays.
         if record.usage == Use::Block && record.source.is_still(device) {
             release_locks(cx, device).await?;
         }
@@ -74,21 +73,21 @@ pub async fn tear_down(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
             && !record.read_only
             && let Err(error) = unmake::unmake(cx, &record, device).await
         {
-            // A device that is dead has to go all the same.
-            tracing::warn!(volume_id = cx.volume.id, error = %chain(&error), "cannot blank out what an interrupted mkfs may have left; see `uringctl format` if the volume is refused");
+            // A dead device must be detached all the same.
+            tracing::warn!(volume_id = cx.volume.id, error = %chain(&error), "cannot blank a partial format; see `uringctl format` if the volume is refused");
         }
     }
     detach(cx, &record).await?;
     forget(cx, &record).await
 }
 
-/// Forgets a volume of which nothing is attached, with an inline volume's image.
-pub async fn forget(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+/// Forgets a detached volume; deletes an inline volume's image.
+pub(super) async fn forget(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
     if record.inline.is_some() {
         let (backends, places) = (Arc::clone(&cx.node.backends), cx.node.places.clone());
         let record = record.clone();
         let delete = move || -> Result<(), Cause> {
-            // The staging directory is our own, too.
+            // The staging directory is the agent's own, too.
             if let Some(place) = absent_is_none(places.staging(&record.staging_path))? {
                 let removed = place.remove().map_err(at_staging)?;
                 already("remove the staging directory", removed);
@@ -144,8 +143,8 @@ fn is_mounted(record: &Record, place: &SafePath, device: &Device) -> Result<bool
     Ok(mounted::fs_of(place, device)?.is_some())
 }
 
-/// Releases every descriptor lock that is left over the device. Called when no
-/// target is left, so no lock can still serve anybody.
+/// Releases every descriptor lock that is left over the device. Called when no target is
+/// left, so no lock is of use any more.
 async fn release_locks(cx: Context<'_>, device: &Device) -> Result<(), Cause> {
     let dev = device.dev;
     let released = cx
@@ -180,7 +179,7 @@ async fn detach(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
         })
         .await?;
     if let (Some(device), Detached::Deferred) = (device, detached) {
-        // Somebody has it open: udevd for a moment, or whoever is named here.
+        // Another opener delays the detach: udevd for a moment, or one of these.
         let dev = device.dev;
         let held_by = cx.lane("holders", move || holders::holders(dev)).await;
         let gone = async {

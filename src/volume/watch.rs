@@ -1,22 +1,22 @@
-//! What this node cannot serve now: pools that are not there, a list of Ceph clusters
-//! that cannot be used. It may pass by itself, so it is looked at again and again.
+//! Checks of what this node depends on: its pools, its list of Ceph clusters. A failure
+//! may pass by itself, so the checks are repeated.
 
 use std::{future::Future, pin::Pin, time::Duration};
 
 use super::Node;
 use crate::{device::Check, lane::Lanes, ring::timer};
 
-/// Whoever does not answer for so long is told of; the looking goes on.
+/// A check that takes longer is reported; it goes on.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
-/// Looks at all that the operator gave this node.
+/// The checks, and those under way.
 pub struct Watch {
     lanes: Lanes,
     answer_within: Duration,
     watched: Vec<Watched>,
 }
 
-/// One thing with the look at it that has not ended: a pool that hangs has one thread.
+/// A check with its run under way, so that a pool that hangs takes one thread.
 struct Watched {
     check: Check,
     under_way: Option<Look>,
@@ -25,7 +25,7 @@ struct Watched {
 type Look = Pin<Box<dyn Future<Output = Result<(), String>>>>;
 
 impl Node {
-    /// What is to be looked at.
+    /// The checks of this node.
     pub fn watch(&self) -> Watch {
         Watch::new(self.lanes.clone(), self.backends.checks(), ANSWER_WITHIN)
     }
@@ -44,7 +44,7 @@ impl Watch {
         }
     }
 
-    /// Looks at everything at once and says what is wrong; `None` when nothing is.
+    /// Runs all checks at once and describes the failures; `None` if there are none.
     pub async fn what_is_wrong(&mut self) -> Option<String> {
         for watched in &mut self.watched {
             let check = watched.check.clone();

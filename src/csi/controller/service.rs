@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status, metadata::MetadataValue};
 
 use super::{
     super::{
-        call::{OMITTED, TAKES_LESS, observed, patience},
+        call::{OMITTED, TAKES_LESS, observed, timeout},
         validate::{self, required},
     },
     Controller, listing,
@@ -22,7 +22,7 @@ use crate::{
 
 /// A request, and how long its work may be waited for.
 fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
-    let within = patience(request.metadata());
+    let within = timeout(request.metadata());
     (request.into_inner(), within)
 }
 

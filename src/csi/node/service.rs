@@ -1,4 +1,4 @@
-//! What kubelet calls, each call with what every call has around it.
+//! The calls of the Node service.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     super::{
-        call::{observed, patience},
+        call::{observed, timeout},
         identity::topology,
     },
     NodeService,
@@ -22,19 +22,20 @@ use crate::proto::csi::{
     node_service_capability::{self, rpc},
 };
 
-/// The name of a call, a request of it, and where that names its volume.
-struct Of<Q>(&'static str, Request<Q>, fn(&Q) -> &String);
+/// A call on one volume: its name, its request, and which field names the volume.
+struct VolumeCall<Q>(&'static str, Request<Q>, fn(&Q) -> &String);
 
-impl<Q> Of<Q> {
+impl<Q> VolumeCall<Q> {
+    /// Runs the call within its caller's timeout, logged and measured.
     async fn answer<T, F>(self, work: impl FnOnce(Q, Duration) -> F) -> Result<Response<T>, Status>
     where
         F: Future<Output = Result<T, Status>>,
     {
         let Self(method, request, volume_id) = self;
-        let patience = patience(request.metadata());
+        let timeout = timeout(request.metadata());
         let request = request.into_inner();
         let id = volume_id(&request).clone();
-        observed(method, &id, work(request, patience)).await
+        observed(method, &id, work(request, timeout)).await
     }
 }
 
@@ -45,8 +46,8 @@ impl node_server::Node for NodeService {
         request: Request<NodeStageVolumeRequest>,
     ) -> Result<Response<NodeStageVolumeResponse>, Status> {
         tracing::debug!(request = ?request.get_ref(), "NodeStageVolume");
-        Of("NodeStageVolume", request, |it| &it.volume_id)
-            .answer(|request, patience| self.stage(request, patience))
+        VolumeCall("NodeStageVolume", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.stage(request, timeout))
             .await
     }
 
@@ -54,8 +55,8 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<NodeUnstageVolumeRequest>,
     ) -> Result<Response<NodeUnstageVolumeResponse>, Status> {
-        Of("NodeUnstageVolume", request, |it| &it.volume_id)
-            .answer(|request, patience| self.unstage(request, patience))
+        VolumeCall("NodeUnstageVolume", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.unstage(request, timeout))
             .await
     }
 
@@ -64,8 +65,8 @@ impl node_server::Node for NodeService {
         request: Request<NodePublishVolumeRequest>,
     ) -> Result<Response<NodePublishVolumeResponse>, Status> {
         tracing::debug!(request = ?request.get_ref(), "NodePublishVolume");
-        Of("NodePublishVolume", request, |it| &it.volume_id)
-            .answer(|request, patience| self.publish(request, patience))
+        VolumeCall("NodePublishVolume", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.publish(request, timeout))
             .await
     }
 
@@ -73,8 +74,8 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<NodeUnpublishVolumeRequest>,
     ) -> Result<Response<NodeUnpublishVolumeResponse>, Status> {
-        Of("NodeUnpublishVolume", request, |it| &it.volume_id)
-            .answer(|request, patience| self.unpublish(request, patience))
+        VolumeCall("NodeUnpublishVolume", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.unpublish(request, timeout))
             .await
     }
 
@@ -82,8 +83,8 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<NodeGetVolumeStatsRequest>,
     ) -> Result<Response<NodeGetVolumeStatsResponse>, Status> {
-        Of("NodeGetVolumeStats", request, |it| &it.volume_id)
-            .answer(|request, patience| self.stats(request, patience))
+        VolumeCall("NodeGetVolumeStats", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.stats(request, timeout))
             .await
     }
 
@@ -91,8 +92,8 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<NodeGetVolumeHealthRequest>,
     ) -> Result<Response<NodeGetVolumeHealthResponse>, Status> {
-        Of("NodeGetVolumeHealth", request, |it| &it.volume_id)
-            .answer(|request, patience| self.health(request, patience))
+        VolumeCall("NodeGetVolumeHealth", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.health(request, timeout))
             .await
     }
 
@@ -107,8 +108,8 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<NodeExpandVolumeRequest>,
     ) -> Result<Response<NodeExpandVolumeResponse>, Status> {
-        Of("NodeExpandVolume", request, |it| &it.volume_id)
-            .answer(|request, patience| self.expand(request, patience))
+        VolumeCall("NodeExpandVolume", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.expand(request, timeout))
             .await
     }
 
