@@ -70,6 +70,7 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	@if command -v dpkg-query >/dev/null; then scripts/check_programs.py; \
 	else echo "programs: not checked, this is not Debian"; fi
 	scripts/check_promises.sh
+	scripts/check_modules.py
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "dependencies: not checked, cargo-deny is not installed"; fi
 
