@@ -4,10 +4,7 @@ use std::time::Duration;
 
 use tonic::{Request, Response, Status, transport::Channel};
 
-use super::{
-    error::{Agent, CliError},
-    progress::Progress,
-};
+use super::error::{Agent, CliError};
 use crate::{
     endpoint::Endpoint,
     proto::{
@@ -96,8 +93,8 @@ pub struct Context {
     pub controller_socket: Socket,
     /// uring-csi-holder.
     pub holder_socket: Socket,
-    /// Shows on a terminal what a call waits for.
-    pub progress: Progress,
+    /// Whether stderr is a terminal, on which a call shows what it waits for.
+    pub shows_progress: bool,
     /// The secrets of calls.
     pub secrets: Secrets,
 }

@@ -34,7 +34,6 @@ use self::{
     answer::Answer,
     context::{Context, Socket},
     error::{Agent, CliError},
-    progress::Progress,
 };
 use crate::{chain, endpoint::Endpoint, secret::Secrets};
 
@@ -178,7 +177,7 @@ impl Cli {
                 self.timeout,
             ),
             holder_socket: Socket::new(Agent::Holder, self.holder_endpoint, self.timeout),
-            progress: Progress::new(io::stderr().is_terminal()),
+            shows_progress: io::stderr().is_terminal(),
             secrets: secrets?,
         };
         match self.command {

@@ -15,31 +15,15 @@ use crate::proto::admin::HeldVolume;
 const QUIET: Duration = Duration::from_millis(300);
 const ASK_EVERY: Duration = Duration::from_millis(250);
 
-/// Whether and where progress is shown.
-#[derive(Clone, Copy, Debug)]
-pub struct Progress {
-    wanted: bool,
-}
-
-impl Progress {
-    /// Shown where stderr is a terminal and `wanted`.
-    pub fn new(wanted: bool) -> Self {
-        Self { wanted }
+fn spinner() -> Option<ProgressBar> {
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+    if bar.is_hidden() {
+        return None;
     }
-
-    fn spinner(self) -> Option<ProgressBar> {
-        if !self.wanted {
-            return None;
-        }
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-        if bar.is_hidden() {
-            return None;
-        }
-        if let Ok(style) = ProgressStyle::with_template("{spinner} {wide_msg}") {
-            bar.set_style(style);
-        }
-        Some(bar)
+    if let Ok(style) = ProgressStyle::with_template("{spinner} {wide_msg}") {
+        bar.set_style(style);
     }
+    Some(bar)
 }
 
 impl Context {
@@ -55,7 +39,7 @@ impl Context {
         if let Ok(done) = tokio::time::timeout(QUIET, &mut work).await {
             return done;
         }
-        let Some(bar) = self.progress.spinner() else {
+        let Some(bar) = self.shows_progress.then(spinner).flatten() else {
             return work.await;
         };
         let watch = async {

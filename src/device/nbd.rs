@@ -15,7 +15,11 @@
 //! All of this may block for as long as the device or the server does: call it
 //! on a lane.
 
-use std::{fmt, io, path::Path};
+use std::{
+    fmt, io,
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use crate::{
     crash_point,
@@ -54,6 +58,11 @@ use shape::Shape;
 /// Stands before the export's address in a backend identifier, so that what
 /// others attached is not taken for ours.
 const OURS: &str = "uring-csi:";
+
+/// Locks; a panic leaves nothing half-changed in what these mutexes guard.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// How an export is put behind a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

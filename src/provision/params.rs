@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{Error, VolumeUse};
 use crate::{
     fs::{FsType, mkfs},
+    pool::{Pool, Scope},
     switch,
 };
 
@@ -46,6 +47,49 @@ pub struct Parameters {
 }
 
 impl Parameters {
+    /// Refuses uses that would destroy data in a volume of the pool, with the reason.
+    pub(super) fn refuse_uses(&self, pool: &Pool, uses: &[VolumeUse]) -> Result<(), Error> {
+        let file_systems = self.file_systems(uses)?;
+        if let Some(options) = &self.mkfs_options {
+            check_mkfs_options(options, &file_systems)?;
+        }
+        if let (Scope::Local, Some(served)) = (pool.scope, &self.nbd) {
+            return Err(Error::BadParameter {
+                name: "backend",
+                value: "nbd".to_owned(),
+                why: format!(
+                    "pool {:?} is local to one node, and a volume on {} is not: any node may ask \
+                     for it, and any controller must be able to delete it; use a shared pool \
+                     (--pool {}=DIR,shared at the controller; nodes need not have it)",
+                    pool.name, served.server, pool.name
+                ),
+            });
+        }
+        for volume_use in uses.iter().filter(|volume_use| volume_use.many_nodes_write) {
+            if volume_use.fs_type.is_some() {
+                return Err(Error::UnsupportedUse(
+                    "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
+                     among them destroy the file system; ask for a block volume or for reading only"
+                        .to_owned(),
+                ));
+            }
+            if pool.scope == Scope::Local {
+                return Err(Error::UnsupportedUse(format!(
+                    "pool {:?} is local to one node, so several nodes cannot write to its volumes",
+                    pool.name
+                )));
+            }
+            if self.direct_io == Some(false) {
+                return Err(Error::BadParameter {
+                    name: "directIO",
+                    value: "false".to_owned(),
+                    why: "where several nodes write, their loop devices must not cache".to_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Parses a storage class' parameters.
     pub fn parse(given: &HashMap<String, String>) -> Result<Self, Error> {
         // Sorted, so that of two mistakes always the same one is named.
@@ -165,7 +209,7 @@ fn sector_size(value: &str) -> Result<u32, Error> {
     }
 }
 
-fn bad(name: &'static str, value: &str, why: &str) -> Error {
+pub(super) fn bad(name: &'static str, value: &str, why: &str) -> Error {
     Error::BadParameter {
         name,
         value: value.to_owned(),

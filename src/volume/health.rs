@@ -7,7 +7,7 @@ use super::{
     Error, Node,
     error::Cause,
     places::Places,
-    publish::{RESTAGE, appears_at},
+    publish::RESTAGE,
     record::{Phase, Record},
     spec::Use,
     stats,
@@ -164,7 +164,7 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<Condition>
         Some((place, look))
     });
     match looked {
-        Some((place, PathKind::Mount(mounted))) if appears_at(record, device, &mounted) => {
+        Some((place, PathKind::Mount(mounted))) if record.appears_at(device, &mounted) => {
             if mounted.shut_down {
                 found.push(condition(
                     Severity::Inaccessible,

@@ -13,7 +13,6 @@ use super::{
     context::Context,
     error::Cause,
     places::{Places, absent_is_none},
-    publish::appears_at,
     record::{Held, Record, Records, Target},
     spec::Use,
     task::{UnderWay, Volume},
@@ -186,7 +185,7 @@ impl Targets {
         let device = record.device.as_ref()?;
         let appears = |path: &PathBuf| match places.target(path) {
             Ok(place) => match place.kind() {
-                Ok(PathKind::Mount(mounted)) => appears_at(record, device, &mounted),
+                Ok(PathKind::Mount(mounted)) => record.appears_at(device, &mounted),
                 Ok(_) => false,
                 // An unreadable target is not proven gone.
                 Err(_) => true,

@@ -5,7 +5,7 @@
 //! staging path, under the volume's handle, beside a note that describes the volume; so
 //! that each driver unstages the other's volumes.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::{
     already,
@@ -13,21 +13,9 @@ use super::{
     error::Cause,
     places::{Places, absent_is_none, at_staging},
     record::Record,
-    spec::Stage,
+    spec::{Stage, mount_point},
 };
-use crate::{
-    device::{NOTE, Source},
-    mount::path::SafePath,
-};
-
-/// The mount point of a volume of this source that is staged at the path.
-pub(super) fn mount_point(source: &Source, staging_path: &Path, volume_id: &str) -> PathBuf {
-    if source.is_staged_below() {
-        staging_path.join(volume_id)
-    } else {
-        staging_path.to_owned()
-    }
-}
+use crate::{device::NOTE, mount::path::SafePath};
 
 /// Whether this is a valid file name.
 pub(super) fn is_one_name(id: &str) -> bool {
@@ -54,7 +42,8 @@ pub(super) fn make_place(
             above.make_dir(0o750).map_err(at_staging)?,
         );
     }
-    places.staging(&mount_point(&spec.source, &spec.staging_path, volume_id))
+    let at = mount_point(&spec.source, &spec.staging_path, volume_id);
+    places.staging(&at)
 }
 
 /// Writes the note of the volume, for the driver that unstages it.

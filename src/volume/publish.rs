@@ -120,7 +120,7 @@ impl Publishing {
         let place = self.places.target(&self.spec.target_path)?;
         let path = place.path().display();
         match place.kind().map_err(Cause::io(format!("look at {path}")))? {
-            PathKind::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
+            PathKind::Mount(mounted) if self.record.appears_at(&self.device, &mounted) => {
                 self.refuse_other_access(&place, &mounted)?;
                 already("publish", Done::Already);
                 return Ok(Done::Already);
@@ -246,7 +246,7 @@ impl Publishing {
         };
         let look = PathKind::of(opened.as_fd()).map_err(failed())?;
         Ok(match look {
-            PathKind::Mount(mounted) if appears_at(&self.record, &self.device, &mounted) => {
+            PathKind::Mount(mounted) if self.record.appears_at(&self.device, &mounted) => {
                 Some(opened)
             }
             _ => None,
@@ -344,14 +344,6 @@ pub(super) fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {
             staging.path().display()
         ))),
         _ => Ok(()),
-    }
-}
-
-/// Whether the mount is this volume's.
-pub(super) fn appears_at(record: &Record, device: &Device, mounted: &Mounted) -> bool {
-    match record.usage {
-        Use::Block => mounted.rdev == Some(device.dev),
-        Use::Mount { .. } => mounted.dev == record.root_dev.unwrap_or(device.dev),
     }
 }
 

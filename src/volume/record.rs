@@ -15,16 +15,14 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    layout,
-    spec::{Stage, Use},
-};
+use super::spec::{self, Stage, Use};
 use crate::{
     capability::AccessMode,
     device::{Device, Source},
     digest,
     fs::FsType,
     kernel::Dev,
+    mount::Mounted,
     ring::file,
 };
 
@@ -121,7 +119,15 @@ impl Record {
     /// Where the volume's mount is, or its device node's where the backend
     /// stages raw volumes too.
     pub fn mount_point(&self) -> PathBuf {
-        layout::mount_point(&self.source, &self.staging_path, &self.volume_id)
+        spec::mount_point(&self.source, &self.staging_path, &self.volume_id)
+    }
+
+    /// Whether the mount is this volume's, on its device.
+    pub fn appears_at(&self, device: &Device, mounted: &Mounted) -> bool {
+        match self.usage {
+            Use::Block => mounted.rdev == Some(device.dev),
+            Use::Mount { .. } => mounted.dev == self.root_dev.unwrap_or(device.dev),
+        }
     }
 
     /// Whether something is mounted where it is staged.

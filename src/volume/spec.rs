@@ -343,6 +343,15 @@ impl Parsed {
     }
 }
 
+/// The mount point of a volume of this source that is staged at the path.
+pub(super) fn mount_point(source: &Source, staging_path: &Path, volume_id: &str) -> PathBuf {
+    if source.is_staged_below() {
+        staging_path.join(volume_id)
+    } else {
+        staging_path.to_owned()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

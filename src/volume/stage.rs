@@ -16,9 +16,9 @@ use super::{
     nested::PathOf,
     places::{Places, at_staging},
     prepare::{self, Prepared},
-    publish::{self, appears_at},
+    publish,
     record::{Phase, Record},
-    spec::{Stage, Use},
+    spec::{Stage, Use, mount_point},
     unstage::{self, forget},
 };
 use crate::{
@@ -143,7 +143,7 @@ fn is_still_there(record: &Record, place: &SafePath) -> bool {
     match record.usage {
         Use::Block if !record.mounts() => record.source.is_still(device),
         _ => {
-            matches!(place.kind(), Ok(PathKind::Mount(mounted)) if appears_at(record, device, &mounted))
+            matches!(place.kind(), Ok(PathKind::Mount(mounted)) if record.appears_at(device, &mounted))
         }
     }
 }
@@ -285,7 +285,7 @@ impl Staging<'_> {
     /// The mount point.
     fn mount_point(&self) -> PathBuf {
         let spec = self.spec;
-        layout::mount_point(&spec.source, &spec.staging_path, &self.cx.volume.id)
+        mount_point(&spec.source, &spec.staging_path, &self.cx.volume.id)
     }
 
     /// Runs a step at the mount point.

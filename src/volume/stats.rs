@@ -27,7 +27,6 @@ use super::{
     error::Cause,
     health::{self, Condition},
     places::Places,
-    publish::appears_at,
     record::Record,
     spec::Use,
     task::Volume,
@@ -218,7 +217,7 @@ pub(super) fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usa
     let opened = place.open().map_err(|_| gone())?;
     hold_point("statfs", &record.volume_id);
     match PathKind::of(opened.as_fd()) {
-        Ok(PathKind::Mount(mounted)) if appears_at(record, device, &mounted) => {}
+        Ok(PathKind::Mount(mounted)) if record.appears_at(device, &mounted) => {}
         _ => return Err(gone()),
     }
     if record.usage == Use::Block {

@@ -19,7 +19,6 @@ use super::{
     held::Targets,
     nested::PathOf,
     places::{Places, absent_is_none, at_target},
-    publish::appears_at,
     record::Record,
     spec::Use,
     task::Progress,
@@ -105,7 +104,7 @@ impl Unpublishing {
     fn is_the_volume(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let record = self.record.as_ref();
         match record.and_then(|record| record.device.as_ref().map(|device| (record, device))) {
-            Some((record, device)) if appears_at(record, device, mounted) => Ok(()),
+            Some((record, device)) if record.appears_at(device, mounted) => Ok(()),
             Some(_) => Err(Cause::precondition(format!(
                 "something else is mounted at {}; unmount it first",
                 place.path().display()

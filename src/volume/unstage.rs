@@ -8,7 +8,6 @@ use super::{
     error::Cause,
     layout, mounted,
     places::{absent_is_none, at_staging},
-    publish::appears_at,
     reconcile,
     record::{Phase, Record},
     spec::Use,
@@ -136,9 +135,7 @@ fn is_mounted(record: &Record, place: &SafePath, device: &Device) -> Result<bool
     if record.usage == Use::Block {
         let look = place.kind();
         let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
-        return Ok(
-            matches!(look, PathKind::Mount(mounted) if appears_at(record, device, &mounted)),
-        );
+        return Ok(matches!(look, PathKind::Mount(mounted) if record.appears_at(device, &mounted)));
     }
     Ok(mounted::fs_of(place, device)?.is_some())
 }

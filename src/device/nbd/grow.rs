@@ -41,7 +41,7 @@ use rustix::{
     thread::nanosleep,
 };
 
-use super::{Link, Links, NbdError, failed, link_table::lock};
+use super::{Link, Links, NbdError, failed, lock};
 use crate::{
     kernel::{
         block,

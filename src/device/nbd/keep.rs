@@ -10,11 +10,7 @@ use std::{
 
 use rustix::event::PollFlags;
 
-use super::{
-    Away, Link, Links, NbdError,
-    link::Mended,
-    link_table::{Event, lock},
-};
+use super::{Away, Link, Links, NbdError, link::Mended, link_table::Event, lock};
 use crate::{
     admission::Gate,
     chain,

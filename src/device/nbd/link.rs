@@ -10,8 +10,8 @@ use std::{
 };
 
 use super::{
-    Connection, Identifier, Links, NbdError, Options, Shape, at, client, failed, is_behind,
-    link_table::lock, open,
+    Connection, Identifier, Links, NbdError, Options, Shape, at, client, failed, is_behind, lock,
+    open,
 };
 use crate::kernel::{
     nbd::{

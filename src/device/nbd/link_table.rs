@@ -14,14 +14,14 @@
 use std::{
     collections::HashMap,
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicBool},
+    sync::{Arc, Mutex, atomic::AtomicBool},
 };
 
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
     Away, Identifier, Link, NbdError, Options, attach, failed, find, is_behind, large_enough,
-    link::Held,
+    link::Held, lock,
 };
 use crate::{
     Detached, Done,
@@ -54,11 +54,6 @@ pub(super) struct Shared {
     pub(super) listening: Mutex<bool>,
     tell: UnboundedSender<Event>,
     pub(super) events: Mutex<Option<UnboundedReceiver<Event>>>,
-}
-
-/// Nothing that these guard is left half-changed by a panic.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Links {

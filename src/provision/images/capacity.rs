@@ -9,7 +9,6 @@ use super::{
     },
     Images,
     catalogue::failed,
-    volumes::refuse_uses,
 };
 use crate::pool::{Pool, Scope};
 
@@ -36,7 +35,7 @@ impl Images {
         };
         for pool in pools {
             let out_of_reach = pool.scope == Scope::Local && !here_will_do;
-            if out_of_reach || refuse_uses(pool, &parameters, uses).is_err() {
+            if out_of_reach || parameters.refuse_uses(pool, uses).is_err() {
                 continue;
             }
             // The room of the file system that it is mounted on is not the pool's.

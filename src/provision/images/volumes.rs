@@ -10,7 +10,6 @@ use super::{
     super::{
         ContentSource, Error, NewVolume, Parameters, PublishedVolume, Range, TopologySegments,
         Volume, VolumeCondition, VolumeUse,
-        params::check_mkfs_options,
         range::{self, least},
     },
     Images,
@@ -64,7 +63,7 @@ impl Images {
     pub(super) fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
         let parameters = Parameters::parse(&new.parameters)?;
         let pool = self.pool_for(parameters.pool.as_deref())?;
-        refuse_uses(pool, &parameters, &new.uses)?;
+        parameters.refuse_uses(pool, &new.uses)?;
         if let (Scope::Local, Some(wanted)) = (pool.scope, &new.elsewhere) {
             return Err(Error::NotHere {
                 pool: pool.name.clone(),
@@ -262,7 +261,7 @@ impl Images {
         parameters: &HashMap<String, String>,
     ) -> Result<Option<String>, Error> {
         let (pool, entry) = self.find_volume(handle)?;
-        let refused = match refuse_uses(pool, &entry.detail.parameters, uses) {
+        let refused = match entry.detail.parameters.refuse_uses(pool, uses) {
             Ok(()) if uses.iter().any(|volume_use| volume_use.many_nodes_write) => {
                 let ready = entry.detail.many_nodes_write
                     || entry.detail.is_exported()
@@ -369,53 +368,6 @@ fn set_size(file: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
     }
     if before < bytes {
         file.set_len(bytes)?;
-    }
-    Ok(())
-}
-
-/// Refuses what would destroy data, and says why.
-pub(super) fn refuse_uses(
-    pool: &Pool,
-    parameters: &Parameters,
-    uses: &[VolumeUse],
-) -> Result<(), Error> {
-    let file_systems = parameters.file_systems(uses)?;
-    if let Some(options) = &parameters.mkfs_options {
-        check_mkfs_options(options, &file_systems)?;
-    }
-    if let (Scope::Local, Some(served)) = (pool.scope, &parameters.nbd) {
-        return Err(Error::BadParameter {
-            name: "backend",
-            value: "nbd".to_owned(),
-            why: format!(
-                "pool {:?} is local to one node, and a volume on {} is not: any node may ask \
-                 for it, and any controller must be able to delete it; use a shared pool \
-                 (--pool {}=DIR,shared at the controller; nodes need not have it)",
-                pool.name, served.server, pool.name
-            ),
-        });
-    }
-    for volume_use in uses.iter().filter(|volume_use| volume_use.many_nodes_write) {
-        if volume_use.fs_type.is_some() {
-            return Err(Error::UnsupportedUse(
-                "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
-                 among them destroy the file system; ask for a block volume or for reading only"
-                    .to_owned(),
-            ));
-        }
-        if pool.scope == Scope::Local {
-            return Err(Error::UnsupportedUse(format!(
-                "pool {:?} is local to one node, so several nodes cannot write to its volumes",
-                pool.name
-            )));
-        }
-        if parameters.direct_io == Some(false) {
-            return Err(Error::BadParameter {
-                name: "directIO",
-                value: "false".to_owned(),
-                why: "where several nodes write, their loop devices must not cache".to_owned(),
-            });
-        }
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::{
 use super::{
     super::{
         AccessibilityRequirements, Error, Parameters, TopologySegments, VolumeUse,
-        params::{check_mkfs_options, yes_or_no},
+        params::{bad, check_mkfs_options, yes_or_no},
     },
     encryption::Encryption,
     qos::Limits,
@@ -310,14 +310,6 @@ fn number(name: &'static str, value: &str) -> Result<u64, Error> {
     let bytes = parsed.and_then(|number| number.checked_mul(1 << shift));
     let bytes = bytes.filter(|bytes| *bytes > 0);
     bytes.ok_or_else(|| bad(name, value, "it is a number, such as 4194304 or 4M"))
-}
-
-pub fn bad(name: &'static str, value: &str, why: &str) -> Error {
-    Error::BadParameter {
-        name,
-        value: value.to_owned(),
-        why: why.to_owned(),
-    }
 }
 
 #[cfg(test)]

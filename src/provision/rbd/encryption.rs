@@ -9,8 +9,10 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    super::{Error, params::yes_or_no},
-    class::bad,
+    super::{
+        Error,
+        params::{bad, yes_or_no},
+    },
     error::RbdError,
 };
 use crate::{

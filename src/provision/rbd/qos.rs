@@ -19,7 +19,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::{super::Error, class::bad};
+use super::super::{Error, params::bad};
 
 /// One limit, by all its names.
 struct Limit {

@@ -3,7 +3,7 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, NewSnapshot, Snapshot, serialized::snapshot_named},
+    super::{Error, NewSnapshot, Snapshot, params::bad, serialized::snapshot_named},
     Rbd,
     attempt::Attempt,
     copies,
@@ -249,7 +249,7 @@ fn name_prefix(new: &NewSnapshot) -> Result<Option<&str>, Error> {
             return Err(Error::UnknownParameter { name, known });
         };
         if value.is_empty() {
-            return Err(super::class::bad(known, value, "it must not be empty"));
+            return Err(bad(known, value, "it must not be empty"));
         }
     }
     Ok(new.parameters.get("snapshotNamePrefix").map(String::as_str))

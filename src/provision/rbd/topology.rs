@@ -11,10 +11,7 @@
 
 use serde::Deserialize;
 
-use super::{
-    super::{AccessibilityRequirements, Error, TopologySegments},
-    class::bad,
-};
+use super::super::{AccessibilityRequirements, Error, TopologySegments, params::bad};
 
 /// One pool, and where it is.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
