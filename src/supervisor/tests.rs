@@ -98,6 +98,16 @@ impl Test {
         self.cluster.rbd(&args);
     }
 
+    /// What another client of the cluster reads from the image.
+    fn assert_exported_holds(&self, at: u64, byte: u8, count: usize) {
+        let copy = self.dir.path().join("copy");
+        let args = ["export", "--no-progress", &self.spec.name()];
+        let args = [&args[..], &[copy.to_str().unwrap()]].concat();
+        self.cluster.rbd(&args);
+        assert_holds(&copy, at, byte, count);
+        fs::remove_file(copy).unwrap();
+    }
+
     /// The device's size.
     fn bytes(&self) -> u64 {
         let device = crate::kernel::nbd::NbdDevice::attached_as(&self.spec.volume_id);
@@ -300,15 +310,7 @@ fn a_device_grows_with_its_image_and_what_is_beyond_the_old_end_is_kept() {
     assert_holds(&node, 100 << 20, 6, MIB);
     assert_eq!(supervisor.status(&test).trouble, None);
     // As another client sees it.
-    let copy = test.dir.path().join("copy");
-    test.cluster.rbd(&[
-        "export",
-        "--no-progress",
-        &test.spec.name(),
-        copy.to_str().unwrap(),
-    ]);
-    assert_holds(&copy, 100 << 20, 6, MIB);
-    fs::remove_file(copy).unwrap();
+    test.assert_exported_holds(100 << 20, 6, MIB);
 }
 
 #[test]
@@ -325,13 +327,5 @@ fn a_device_follows_an_image_that_others_grow() {
     write(&node, 80 << 20, 7, MIB).join().unwrap();
     assert_holds(&node, 80 << 20, 7, MIB);
     assert_eq!(supervisor.status(&test).pid, pid);
-    let copy = test.dir.path().join("copy");
-    test.cluster.rbd(&[
-        "export",
-        "--no-progress",
-        &test.spec.name(),
-        copy.to_str().unwrap(),
-    ]);
-    assert_holds(&copy, 80 << 20, 7, MIB);
-    fs::remove_file(copy).unwrap();
+    test.assert_exported_holds(80 << 20, 7, MIB);
 }
