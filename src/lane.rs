@@ -7,6 +7,10 @@
 //! ends the waiting and never the work, which goes on and is seen in
 //! [`Lanes::busy`] until the kernel lets go of it.
 //!
+//! A job is a closure ([`Lanes::run`]) or a future ([`Lanes::drive`]). A future is polled
+//! on a lane, so the calls between its awaits may block; while it awaits, it has no
+//! thread.
+//!
 //! There is no fixed pool: a fixed number of threads is the number of dead
 //! devices that stops the agent. A job takes an idle thread or a new one, and
 //! the caller sees to it that a volume has one job in flight, so stuck threads
@@ -23,7 +27,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use async_task::Runnable;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use futures_util::FutureExt as _;
 use tokio::sync::oneshot;
 
 /// How long a thread waits for a next job before it ends.
@@ -47,11 +53,11 @@ pub struct Lanes {
 pub struct Busy {
     /// The volume for which it runs.
     pub volume: String,
-    /// When the job began.
+    /// When the step began.
     pub since: Instant,
     /// The thread's kernel id: `/proc/PID/task/TID/stack` says where it sleeps.
     pub tid: i32,
-    /// The step that it is.
+    /// The step that it is in.
     pub step: &'static str,
     /// What the job said that it waits for ([`waiting_for`]); may be empty.
     pub waits_for: String,
@@ -126,13 +132,37 @@ impl Lanes {
                 let _ = give.send(catch_unwind(AssertUnwindSafe(f)));
             }),
         });
-        async move {
-            match take.await {
-                Ok(Ok(value)) => value,
-                Ok(Err(panic)) => resume_unwind(panic),
-                Err(_) => unreachable!("a lane ends no job without its result"),
-            }
-        }
+        answer(take)
+    }
+
+    /// Runs `future` on lanes, for `volume`: each poll takes one, which the calls
+    /// between its awaits may block. The future reports its steps by [`enter_step`].
+    ///
+    /// As with [`Lanes::run`], `future` begins at once, and runs to its end even when the
+    /// returned future is dropped.
+    pub fn drive<T, F>(&self, volume: &str, future: F) -> impl Future<Output = T> + Send + use<T, F>
+    where
+        T: Send + 'static,
+        F: Future<Output = T> + Send + 'static,
+    {
+        let (give, take) = oneshot::channel();
+        let work = async move {
+            let _ = give.send(AssertUnwindSafe(future).catch_unwind().await);
+        };
+        let (lanes, volume) = (self.clone(), volume.to_owned());
+        let schedule = move |runnable: Runnable| {
+            lanes.submit(Job {
+                volume: volume.clone(),
+                step: "begin",
+                work: Box::new(move || {
+                    runnable.run();
+                }),
+            });
+        };
+        let (runnable, task) = async_task::spawn(work, schedule);
+        task.detach();
+        runnable.schedule();
+        answer(take)
     }
 
     /// The jobs that have begun and not ended, the oldest thread first. A job
@@ -210,6 +240,15 @@ impl Shared {
     }
 }
 
+/// Awaits a job's result.
+async fn answer<T>(take: oneshot::Receiver<thread::Result<T>>) -> T {
+    match take.await {
+        Ok(Ok(value)) => value,
+        Ok(Err(panic)) => resume_unwind(panic),
+        Err(_) => unreachable!("a lane ends no job without its result"),
+    }
+}
+
 thread_local! {
     /// Which lane this thread is.
     static LANE: RefCell<Option<(Arc<Shared>, u64)>> = const { RefCell::new(None) };
@@ -234,13 +273,26 @@ impl Drop for Waiting {
 }
 
 fn tell(what: String) {
+    change_busy(|busy| busy.waits_for = what);
+}
+
+/// Names the step that the job on this thread enters, in [`Lanes::busy`] and in `ps -L`.
+/// On a thread that is no lane it does nothing.
+pub fn enter_step(step: &'static str) {
+    let change = |busy: &mut Busy| (busy.step, busy.since) = (step, Instant::now());
+    if change_busy(change) {
+        name_thread(step);
+    }
+}
+
+/// Changes the entry of this thread's job; false on a thread that is no lane.
+fn change_busy(change: impl FnOnce(&mut Busy)) -> bool {
     LANE.with_borrow(|lane| {
-        if let Some((shared, id)) = lane
-            && let Some(busy) = shared.lock().busy.get_mut(id)
-        {
-            busy.waits_for = what;
-        }
-    });
+        let Some((shared, id)) = lane else {
+            return false;
+        };
+        shared.lock().busy.get_mut(id).map(change).is_some()
+    })
 }
 
 /// A lane's life: one job after the other, until there was none for a while.
@@ -340,6 +392,48 @@ mod tests {
         assert!(std::path::Path::new(&format!("/proc/self/task/{}", busy[0].tid)).exists());
         go.send(()).unwrap();
         assert_eq!(ended.recv().unwrap(), "lane-mount\n");
+        until(&lanes, |state| state.busy.is_empty());
+    }
+
+    #[test]
+    fn a_driven_future_is_polled_on_lanes_and_has_none_while_it_awaits() {
+        let lanes = Lanes::new(8);
+        let tid = || rustix::thread::gettid();
+        let (go, wait) = oneshot::channel::<()>();
+        let (began, begins) = oneshot::channel();
+        let driven = lanes.drive("pvc-1", async move {
+            let name = || std::fs::read_to_string("/proc/thread-self/comm").unwrap();
+            enter_step("attach");
+            began.send(name()).unwrap();
+            wait.await.unwrap_err();
+            enter_step("mount");
+            (tid(), name())
+        });
+        assert_eq!(block_on(begins).unwrap(), "lane-attach\n");
+        until(&lanes, |state| {
+            state.busy.is_empty() && state.idle.len() == 1
+        });
+        drop(go);
+        let (ended, name) = block_on(driven);
+        assert_eq!(name, "lane-mount\n");
+        assert_ne!(ended, tid());
+        until(&lanes, |state| state.threads == 1 && state.busy.is_empty());
+    }
+
+    #[test]
+    fn a_driven_future_runs_to_its_end_though_nothing_awaits_it() {
+        let lanes = Lanes::new(8);
+        let (go, wait) = oneshot::channel::<()>();
+        let (done, ended) = mpsc::channel();
+        drop(lanes.drive("pvc-1", async move {
+            wait.await.unwrap_err();
+            done.send(()).unwrap();
+        }));
+        drop(go);
+        ended.recv().unwrap();
+        let panics = lanes.drive("v", async { panic!("out of cheese") });
+        let panic = catch_unwind(AssertUnwindSafe(|| block_on::<_>(panics))).unwrap_err();
+        assert_eq!(panic.downcast_ref(), Some(&"out of cheese"));
         until(&lanes, |state| state.busy.is_empty());
     }
 

@@ -3,7 +3,7 @@
 //! Three rings serve the agent, because a ring's kernel workers belong to the
 //! thread that submits and are few:
 //!
-//! - tokio-uring's own, for the agent's files ([`file`]). [`start`] runs it inside a
+//! - tokio-uring's own, which drives the runtime. [`start`] runs it inside a
 //!   current-thread tokio runtime, so that tonic's epoll'd sockets live on the
 //!   same thread.
 //! - A small one for operations that tokio-uring lacks: readiness of descriptors,
@@ -16,13 +16,15 @@
 //! it needs none, and User-Mode Linux 7.2, which the tests run on, miscounts such
 //! pages and panics.
 //!
-//! All but [`probe::Prober`] is `!Send`, belongs to the runtime thread, and must
-//! be used within [`start`].
+//! All but [`probe::Prober`] and [`RuntimeHandle`] is `!Send`, belongs to the runtime
+//! thread, and must be used within [`start`].
 
-use std::{future::Future, io};
+use std::{future::Future, io, pin::Pin};
+
+use tokio::sync::{mpsc, oneshot};
+use tracing::{Instrument as _, Span};
 
 pub(crate) mod child;
-pub(crate) mod file;
 pub(crate) mod poll;
 pub mod probe;
 pub mod timer;
@@ -100,6 +102,46 @@ pub fn spawn(task: impl Future<Output = ()> + 'static) {
     tokio::task::spawn_local(task);
 }
 
+type Job = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
+
+/// The way to the runtime thread from others, for futures that are not `Send`.
+#[derive(Clone, Debug)]
+pub struct RuntimeHandle(mpsc::UnboundedSender<Job>);
+
+impl RuntimeHandle {
+    /// Of this thread, which runs [`start`].
+    pub fn current() -> Self {
+        let (send, mut jobs) = mpsc::unbounded_channel::<Job>();
+        spawn(async move {
+            while let Some(job) = jobs.recv().await {
+                spawn(job());
+            }
+        });
+        Self(send)
+    }
+
+    /// Runs `job` on the runtime thread. It runs to its end even if the caller is
+    /// dropped. `None` when the runtime is shutting down.
+    pub async fn run<F, T>(&self, job: impl FnOnce() -> F + Send + 'static) -> Option<T>
+    where
+        F: Future<Output = T> + 'static,
+        T: Send + 'static,
+    {
+        let (send, receive) = oneshot::channel();
+        // The request's id goes through every line that its work logs.
+        let span = Span::current();
+        let job: Job = Box::new(move || {
+            let work = span.in_scope(job);
+            let work = async move {
+                let _ = send.send(work.await);
+            };
+            Box::pin(work.instrument(span))
+        });
+        self.0.send(job).ok()?;
+        receive.await.ok()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -107,22 +149,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sockets_files_and_timers_share_the_thread() {
+    fn sockets_and_timers_share_the_thread() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("csi.sock");
-        let record = dir.path().join("record");
         let answer = start(async {
             let listener = tokio::net::UnixListener::bind(&socket).unwrap();
-            let record = record.clone();
             tokio::task::spawn_local(async move {
                 let (mut peer, _) = listener.accept().await.unwrap();
                 let mut text = vec![0; 5];
                 peer.read_exact(&mut text).await.unwrap();
-                file::replace(&record, text).await.unwrap();
                 timer::sleep(std::time::Duration::from_millis(1)).await;
-                peer.write_all(&std::fs::read(&record).unwrap())
-                    .await
-                    .unwrap();
+                peer.write_all(&text).await.unwrap();
             });
             let mut client = tokio::net::UnixStream::connect(&socket).await.unwrap();
             client.write_all(b"hello").await.unwrap();
@@ -131,6 +168,32 @@ mod tests {
             answer
         });
         assert_eq!(answer.unwrap(), "hello");
+    }
+
+    #[test]
+    fn another_thread_has_a_future_run_on_the_runtime_thread() {
+        let tid = || rustix::thread::gettid();
+        start(async {
+            let runtime = RuntimeHandle::current();
+            let here = tid();
+            let (give, ran_on) = oneshot::channel();
+            std::thread::spawn(move || {
+                let on_it = runtime.run(move || async move {
+                    timer::sleep(std::time::Duration::from_millis(1)).await;
+                    tid()
+                });
+                give.send(block_on(on_it)).unwrap();
+            });
+            assert_eq!(ran_on.await.unwrap(), Some(here));
+        })
+        .unwrap();
+    }
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap()
+            .block_on(future)
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! The volumes that this node holds, and the verbs that change them.
 //!
 //! ```text
-//!  gRPC handlers (Send) ──NodeHandle──▶ Node (one thread, Rc and RefCell)
+//!  gRPC handlers ──NodeHandle──▶ Node, on the runtime thread
 //!                                   │ submit: one task a volume, equal calls join
 //!                                   ▼
 //!        stage  unstage  publish  expand  inline  format      stats  health
-//!             │ steps that may hang: on the volume's lane       │ no lock,
-//!             ▼                                                 ▼ no device
+//!             │ all that may hang: one function on            │ no lock,
+//!             ▼ the volume's lane                             ▼ no device
 //!        device · fs · mount                              statx, statfs, sysfs
 //! ```
 //!
@@ -14,20 +14,14 @@
 //! present state and does what is missing, and so finishes the work of a killed agent.
 
 use std::{
-    cell::RefCell,
     collections::HashMap,
     fmt,
     future::Future,
     io,
     path::PathBuf,
-    pin::Pin,
-    rc::Rc,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
-
-use tokio::sync::{mpsc, oneshot};
-use tracing::{Instrument as _, Span};
 
 use crate::{
     Done,
@@ -35,7 +29,7 @@ use crate::{
     device::{Backends, Source, ready::Uevents},
     lane::Lanes,
     mount::path::Roots,
-    ring::{self, probe::Prober, timer},
+    ring::{self, RuntimeHandle, probe::Prober, timer},
 };
 
 mod attach;
@@ -44,7 +38,6 @@ mod context;
 mod error;
 mod expand;
 mod format;
-mod guard;
 mod health;
 mod held;
 mod inline;
@@ -104,7 +97,7 @@ pub struct Config {
     pub gates: Gates,
 }
 
-/// The state that the verbs share. Lives on the runtime thread.
+/// The state that the verbs share, on the runtime thread and on lanes.
 pub struct Node {
     /// The operator's settings.
     pub config: Config,
@@ -113,8 +106,9 @@ pub struct Node {
     records: Records,
     lanes: Lanes,
     prober: Prober,
-    uevents: Rc<Uevents>,
-    volumes: RefCell<HashMap<String, Rc<Volume>>>,
+    uevents: Uevents,
+    runtime: RuntimeHandle,
+    volumes: Mutex<HashMap<String, Arc<Volume>>>,
     occupied: Occupied,
     untaken: Untaken,
 }
@@ -123,7 +117,7 @@ impl fmt::Debug for Node {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Node")
             .field("config", &self.config)
-            .field("volumes", &self.volumes.borrow().len())
+            .field("volumes", &self.volumes().len())
             .finish_non_exhaustive()
     }
 }
@@ -137,8 +131,8 @@ impl Node {
         roots: Roots,
         records: Records,
         lanes: Lanes,
-    ) -> io::Result<Rc<Self>> {
-        let node = Rc::new(Self {
+    ) -> io::Result<Arc<Self>> {
+        let node = Arc::new(Self {
             config,
             backends: Arc::new(backends),
             places: Places::new(roots),
@@ -146,7 +140,8 @@ impl Node {
             lanes,
             prober: Prober::start()?,
             uevents: Uevents::start()?,
-            volumes: RefCell::default(),
+            runtime: RuntimeHandle::current(),
+            volumes: Mutex::default(),
             occupied: Occupied::default(),
             untaken: Untaken::default(),
         });
@@ -158,7 +153,7 @@ impl Node {
 
     /// Runs a call that changes a volume.
     pub async fn submit(
-        self: Rc<Self>,
+        self: Arc<Self>,
         volume_id: String,
         mut request: Request,
         deadline: Duration,
@@ -170,20 +165,38 @@ impl Node {
         task::submit(&self, &volume_id, request, left).await
     }
 
-    fn volume(&self, id: &str) -> Rc<Volume> {
-        self.volumes
-            .borrow_mut()
-            .entry(id.to_owned())
-            .or_insert_with(|| Rc::new(Volume::new(id)))
-            .clone()
+    /// Runs on the runtime thread what a lane cannot: what uses its timers or children.
+    async fn on_runtime<F, T>(&self, job: impl FnOnce() -> F + Send + 'static) -> T
+    where
+        F: Future<Output = T> + 'static,
+        T: Send + 'static,
+    {
+        match self.runtime.run(job).await {
+            Some(out) => out,
+            // The agent is shutting down, and nobody is answered any more.
+            None => std::future::pending().await,
+        }
     }
 
-    fn known(&self, id: &str) -> Option<Rc<Volume>> {
-        self.volumes.borrow().get(id).cloned()
+    /// Volumes that this node holds or works on, by handle.
+    fn volumes(&self) -> MutexGuard<'_, HashMap<String, Arc<Volume>>> {
+        self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn volume(&self, id: &str) -> Arc<Volume> {
+        let mut volumes = self.volumes();
+        let volume = volumes
+            .entry(id.to_owned())
+            .or_insert_with(|| Arc::new(Volume::new(id)));
+        Arc::clone(volume)
+    }
+
+    fn known(&self, id: &str) -> Option<Arc<Volume>> {
+        self.volumes().get(id).cloned()
     }
 
     fn forget_if_empty(&self, id: &str) {
-        let mut volumes = self.volumes.borrow_mut();
+        let mut volumes = self.volumes();
         if volumes.get(id).is_some_and(|v| v.is_idle_and_empty()) {
             volumes.remove(id);
         }
@@ -233,44 +246,26 @@ async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
     }
 }
 
-type Job = Box<dyn FnOnce(Rc<Node>) -> Pin<Box<dyn Future<Output = ()>>> + Send>;
-
-/// The gRPC handlers' way to the node: their futures must be `Send`, and the node's are
-/// not. Both run on one thread, so this wakes up no other.
+/// The gRPC handlers' way to the node: their futures must be `Send`, and those of calls
+/// are not. Both run on one thread, so this wakes up no other.
 #[derive(Clone, Debug)]
-pub struct NodeHandle(mpsc::UnboundedSender<Job>);
+pub struct NodeHandle(Arc<Node>);
 
 impl NodeHandle {
-    /// Starts taking jobs for `node`.
-    pub fn start(node: Rc<Node>) -> Self {
-        let (send, mut jobs) = mpsc::unbounded_channel::<Job>();
-        ring::spawn(async move {
-            while let Some(job) = jobs.recv().await {
-                ring::spawn(job(node.clone()));
-            }
-        });
-        Self(send)
+    /// Of the node.
+    pub fn new(node: Arc<Node>) -> Self {
+        Self(node)
     }
 
     /// Runs `job` with the node. It runs to its end even if the caller is
     /// dropped. `None` when the agent is shutting down.
-    pub async fn run<F, T>(&self, job: impl FnOnce(Rc<Node>) -> F + Send + 'static) -> Option<T>
+    pub async fn run<F, T>(&self, job: impl FnOnce(Arc<Node>) -> F + Send + 'static) -> Option<T>
     where
         F: Future<Output = T> + 'static,
         T: Send + 'static,
     {
-        let (send, receive) = oneshot::channel();
-        // The request's id goes through every line that its work logs.
-        let span = Span::current();
-        let job: Job = Box::new(move |node| {
-            let work = span.in_scope(|| job(node));
-            let work = async move {
-                let _ = send.send(work.await);
-            };
-            Box::pin(work.instrument(span))
-        });
-        self.0.send(job).ok()?;
-        receive.await.ok()
+        let node = Arc::clone(&self.0);
+        self.0.runtime.run(move || job(node)).await
     }
 }
 

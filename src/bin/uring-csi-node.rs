@@ -5,7 +5,6 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     process::ExitCode,
-    rc::Rc,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -272,7 +271,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
         );
     }
     ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
-    let handle = NodeHandle::start(node.clone());
+    let handle = NodeHandle::new(node.clone());
     let routes = Routes::default()
         .add_service(IdentityServer::new(Identity::new(
             &config.driver_name,
@@ -345,7 +344,7 @@ fn serve_metrics(
 async fn serve_until_shutdown(
     listener: Listener,
     routes: Routes,
-    node: Rc<Node>,
+    node: Arc<Node>,
 ) -> Result<(), Failure> {
     let restore_failed = async {
         match node.take_up().await {
@@ -367,7 +366,7 @@ async fn serve_until_shutdown(
 /// Keeps the readiness of the agent, and logs its changes. A failure of a thread that
 /// every volume needs clears `able`, so that Kubernetes restarts the agent. A missing
 /// pool or the like affects only `readiness`: it may come back.
-async fn watch(node: Rc<Node>, able: Readiness, readiness: Readiness) {
+async fn watch(node: Arc<Node>, able: Readiness, readiness: Readiness) {
     let mut given = node.watch();
     loop {
         if let Some(reason) = node.has_ended() {

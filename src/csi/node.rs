@@ -1,6 +1,6 @@
 //! The Node service: requests parsed into [`crate::volume`]'s calls.
 
-use std::{collections::HashMap, path::PathBuf, rc::Rc, time::Duration};
+use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
 use tonic::Status;
 
@@ -57,7 +57,7 @@ impl NodeService {
         timeout: Duration,
     ) -> Result<Outcome, Status> {
         let (id, request) = (volume_id.to_owned(), request.into());
-        let submit = move |node: Rc<Node>| node.submit(id, request, timeout);
+        let submit = move |node: Arc<Node>| node.submit(id, request, timeout);
         let outcome = self.node.run(submit).await.ok_or_else(shutting_down)?;
         outcome.map_err(|error| Status::from(&*error))
     }
@@ -220,7 +220,7 @@ impl NodeService {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
         let path = clean(&request.volume_path);
-        let ask = move |node: Rc<Node>| node.stats(request.volume_id, path, timeout);
+        let ask = move |node: Arc<Node>| node.stats(request.volume_id, path, timeout);
         let usage = self.node.run(ask).await.ok_or_else(shutting_down)?;
         let usage = usage.map_err(|error| Status::from(&*error))?;
         Ok(NodeGetVolumeStatsResponse {
@@ -245,7 +245,7 @@ impl NodeService {
     ) -> Result<NodeGetVolumeHealthResponse, Status> {
         validate::required("volume_id", &request.volume_id)?;
         let volume_id = request.volume_id.clone();
-        let ask = move |node: Rc<Node>| node.health(volume_id, timeout);
+        let ask = move |node: Arc<Node>| node.health(volume_id, timeout);
         let found = self.node.run(ask).await.ok_or_else(shutting_down)?;
         let found = found.map_err(|error| Status::from(&error))?;
         Ok(NodeGetVolumeHealthResponse {

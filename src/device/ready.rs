@@ -9,10 +9,15 @@
 //! lost, because they came faster than they were read (ENOBUFS), every waiter
 //! looks again.
 //!
-//! All of this belongs to the runtime thread. sysfs and devtmpfs are memory, and
+//! The runtime thread listens; any thread may wait. sysfs and devtmpfs are memory, and
 //! nothing here opens a device.
 
-use std::{cell::RefCell, io, path::PathBuf, rc::Rc};
+use std::{
+    io,
+    path::PathBuf,
+    rc::Rc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use rustix::{event::PollFlags, io::Errno, net::sockopt};
 use tokio::{sync::Notify, task::AbortHandle};
@@ -29,15 +34,18 @@ const FAILURES: u32 = 16;
 
 /// The kernel's events of block devices. The listening ends when it is dropped.
 pub struct Uevents {
-    waiters: Rc<Waiters>,
+    waiters: Arc<Waiters>,
     listener: AbortHandle,
 }
 
 #[derive(Default)]
-struct Waiters {
-    list: RefCell<Vec<Rc<Waiter>>>,
+struct Waiters(Mutex<WaiterList>);
+
+#[derive(Default)]
+struct WaiterList {
+    waiters: Vec<Arc<Waiter>>,
     /// Why there are no more events.
-    ended: RefCell<Option<(io::ErrorKind, String)>>,
+    ended: Option<(io::ErrorKind, String)>,
 }
 
 struct Waiter {
@@ -47,19 +55,19 @@ struct Waiter {
 
 impl Uevents {
     /// Begins to listen.
-    pub fn start() -> io::Result<Rc<Self>> {
+    pub fn start() -> io::Result<Self> {
         let builder = udev::MonitorBuilder::new_kernel()?.match_subsystem("block")?;
         // The first takes CAP_NET_ADMIN, the second is bounded by rmem_max.
         sockopt::set_socket_recv_buffer_size_force(&builder, BACKLOG)
             .or_else(|_| sockopt::set_socket_recv_buffer_size(&builder, BACKLOG))?;
         let socket = Rc::new(builder.listen()?);
         let ready = poll::watch(Rc::clone(&socket), PollFlags::IN)?;
-        let waiters = Rc::new(Waiters::default());
-        let listener = tokio::task::spawn_local(listen(socket, ready, Rc::clone(&waiters)));
-        Ok(Rc::new(Self {
+        let waiters = Arc::new(Waiters::default());
+        let listener = tokio::task::spawn_local(listen(socket, ready, Arc::clone(&waiters)));
+        Ok(Self {
             waiters,
             listener: listener.abort_handle(),
-        }))
+        })
     }
 
     /// Whether it still listens. Once it has ended, only a restart of the agent
@@ -83,7 +91,7 @@ impl Uevents {
             if let Some(found) = check()? {
                 return Ok(found);
             }
-            if let Some((kind, why)) = &*self.waiters.ended.borrow() {
+            if let Some((kind, why)) = &self.waiters.lock().ended {
                 return Err(io::Error::new(*kind, why.clone()));
             }
             listed.waiter.look.notified().await;
@@ -100,32 +108,38 @@ impl Drop for Uevents {
 /// A waiter on the list, as long as it lives.
 struct Listed<'a> {
     waiters: &'a Waiters,
-    waiter: Rc<Waiter>,
+    waiter: Arc<Waiter>,
 }
 
 impl<'a> Listed<'a> {
     fn new(waiters: &'a Waiters, sysname: &str) -> Self {
-        let waiter = Rc::new(Waiter {
+        let waiter = Arc::new(Waiter {
             sysname: sysname.to_owned(),
             look: Notify::new(),
         });
-        waiters.list.borrow_mut().push(Rc::clone(&waiter));
+        waiters.lock().waiters.push(Arc::clone(&waiter));
         Self { waiters, waiter }
     }
 }
 
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
-        let mut list = self.waiters.list.borrow_mut();
-        list.retain(|waiter| !Rc::ptr_eq(waiter, &self.waiter));
+        let mut list = self.waiters.lock();
+        list.waiters
+            .retain(|waiter| !Arc::ptr_eq(waiter, &self.waiter));
     }
 }
 
 impl Waiters {
+    /// No code that can panic runs under this lock.
+    fn lock(&self) -> MutexGuard<'_, WaiterList> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Wakes those that wait for `sysname`, or all. A wake is kept for a waiter
     /// that is not waiting just now.
     fn wake(&self, sysname: Option<&std::ffi::OsStr>) {
-        for waiter in &*self.list.borrow() {
+        for waiter in &self.lock().waiters {
             if sysname.is_none_or(|sysname| sysname == waiter.sysname.as_str()) {
                 waiter.look.notify_one();
             }
@@ -133,7 +147,7 @@ impl Waiters {
     }
 }
 
-async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Events, waiters: Rc<Waiters>) {
+async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Events, waiters: Arc<Waiters>) {
     loop {
         match ready.next().await {
             Ok(events) => {
@@ -145,7 +159,7 @@ async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Events, waiter
             Err(error) => {
                 tracing::error!(%error, "no more events of block devices: restart the agent");
                 let why = format!("events of block devices have ended: {error}");
-                *waiters.ended.borrow_mut() = Some((error.kind(), why));
+                waiters.lock().ended = Some((error.kind(), why));
                 waiters.wake(None);
                 return;
             }
@@ -191,22 +205,25 @@ pub struct Ready {
 
 /// Waits until the device has the source behind it, a size and a node.
 pub async fn ready(uevents: &Uevents, source: &Source, device: &Device) -> io::Result<Ready> {
+    let check = || look(source, device);
+    uevents.wait(&sysfs::name_of(device.dev)?, check).await
+}
+
+/// The device, if it has the source behind it, a size and a node.
+pub fn look(source: &Source, device: &Device) -> io::Result<Option<Ready>> {
     let dev = device.dev;
-    let check = || {
-        if !source.is_still(device) {
-            // Its file is behind it from the first: another one has come.
-            return match device.diskseq {
-                Some(_) if !device.still_matches() => Err(io::Error::other(ANOTHER)),
-                _ => Ok(None),
-            };
-        }
-        let found = sysfs::size_bytes(dev).and_then(|bytes| {
-            let node = sysfs::present_node_of(dev)?;
-            Ok((bytes > 0).then_some(Ready { node, bytes }))
-        });
-        none_if_missing(found)
-    };
-    uevents.wait(&sysfs::name_of(dev)?, check).await
+    if !source.is_still(device) {
+        // Its file is behind it from the first: another one has come.
+        return match device.diskseq {
+            Some(_) if !device.still_matches() => Err(io::Error::other(ANOTHER)),
+            _ => Ok(None),
+        };
+    }
+    let found = sysfs::size_bytes(dev).and_then(|bytes| {
+        let node = sysfs::present_node_of(dev)?;
+        Ok((bytes > 0).then_some(Ready { node, bytes }))
+    });
+    none_if_missing(found)
 }
 
 /// Waits until the device has let go of its source, as it does when its

@@ -1,14 +1,14 @@
 //! Attaching a volume's source as a device.
 
-use std::{path::PathBuf, rc::Rc, sync::Arc};
+use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
 use rustix::fd::AsFd as _;
 
 use super::{
     already,
-    context::Context,
+    context::OnLane,
     error::Cause,
-    record::Record,
+    record::{Held, Record},
     spec::{Stage, Use},
     task::Volume,
 };
@@ -29,7 +29,7 @@ pub(super) struct Before {
 /// Attaches the source; creates an inline volume's image first. A failure leaves nothing
 /// behind but that image.
 pub(super) async fn attach_source(
-    cx: Context<'_>,
+    cx: OnLane<'_>,
     spec: &Stage,
     purpose: Purpose,
     before: Before,
@@ -40,19 +40,13 @@ pub(super) async fn attach_source(
             spec.source
         )));
     }
-    let place = cx.admit(&cx.node.config.gates.attach, &spec.source).await?;
+    let _admission = cx.admit(&cx.node.config.gates.attach, &spec.source).await?;
+    let backends = &cx.node.backends;
     if let Some(inline) = &spec.inline {
-        let backends = Arc::clone(&cx.node.backends);
-        let (source, id, bytes) = (spec.source.clone(), cx.volume.id.clone(), inline.bytes);
-        let done = cx
-            .lane("create", move || {
-                backends.inline_image(&source).create_inline(&id, bytes)
-            })
-            .await?;
-        already("create", done);
+        let image = backends.inline_image(&spec.source);
+        let create = || image.create_inline(&cx.volume.id, inline.bytes);
+        already("create", cx.step("create", create)?);
     }
-    let backends = Arc::clone(&cx.node.backends);
-    let source = spec.source.clone();
     let options = AttachOptions {
         read_only: spec.read_only,
         shared: spec.mode.multi_node(),
@@ -63,12 +57,8 @@ pub(super) async fn attach_source(
         fencing: spec.fencing,
         secrets: cx.secrets.clone(),
     };
-    let (attached, done) = cx
-        .lane("attach", move || {
-            let _place = place;
-            backends.bind(&source).attach(&options)
-        })
-        .await?;
+    let attach = || backends.bind(&spec.source).attach(&options);
+    let (attached, done) = cx.step("attach", attach)?;
     already("attach", done);
     Ok(attached)
 }
@@ -84,7 +74,7 @@ pub(super) fn purpose_of(spec: &Stage) -> Purpose {
 /// The recorded device, while the volume's source still backs it: its number may have
 /// gone to another device meanwhile, and a known raw device may be attached though it is
 /// in use. Else, for a volume that is to be mounted, the device mounted at its staging
-/// path: an agent may have died before it recorded that. On the volume's lane.
+/// path: an agent may have died before it recorded that.
 pub(super) fn known_device(
     place: &SafePath,
     record: Option<&Record>,
@@ -107,39 +97,42 @@ pub(super) fn known_device(
     noted.or_else(mounted)
 }
 
-impl Context<'_> {
+impl OnLane<'_> {
     /// Another volume of this node with the same source: a second handle of one image
     /// would unstage it under the first.
     pub fn other_user(self, source: &Source) -> Option<String> {
-        let volumes = self.node.volumes.borrow();
+        self.other_user_of(&self.node.volumes(), source)
+    }
+
+    /// Holds a volume that was found without a record. Fails with the other volume of this
+    /// node that has the same source.
+    pub fn hold_found(self, found: Held) -> Result<(), String> {
+        // Of two volumes that are found at once, one has it.
+        let volumes = self.node.volumes();
+        if let Some(other) = self.other_user_of(&volumes, &found.record.source) {
+            return Err(other);
+        }
+        self.volume.hold(Some(found));
+        Ok(())
+    }
+
+    fn other_user_of(
+        self,
+        volumes: &HashMap<String, Arc<Volume>>,
+        source: &Source,
+    ) -> Option<String> {
         let other = volumes.values().find(|other| {
-            other.id != self.volume.id
-                && other
-                    .record()
-                    .is_some_and(|record| record.source.is_same(source))
+            let is_same = |record: Record| record.source.is_same(source);
+            other.id != self.volume.id && other.record().is_some_and(is_same)
         });
         other.map(|other| other.id.clone())
     }
 
     /// The devices that other volumes of this node have.
     pub fn devices_of_others(self) -> Vec<Device> {
-        let volumes = self.node.volumes.borrow();
+        let volumes = self.node.volumes();
         let others = volumes.values().filter(|other| other.id != self.volume.id);
-        let device = |other: &Rc<Volume>| {
-            let held = other.held.borrow();
-            held.as_ref()?.record.device.clone()
-        };
+        let device = |other: &Arc<Volume>| other.held().as_ref()?.record.device.clone();
         others.filter_map(device).collect()
-    }
-
-    /// The sources of other volumes of this node, with their handles.
-    pub fn sources_of_others(self) -> Vec<(String, Source)> {
-        let volumes = self.node.volumes.borrow();
-        let others = volumes.values().filter(|other| other.id != self.volume.id);
-        let source = |other: &Rc<Volume>| {
-            let held = other.held.borrow();
-            Some((other.id.clone(), held.as_ref()?.record.source.clone()))
-        };
-        others.filter_map(source).collect()
     }
 }

@@ -1,6 +1,6 @@
 //! Claims that outlived their volumes: released once their pool is back.
 
-use std::{rc::Rc, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use super::{Node, Outcome, already, context::Context, error::Cause, spec::Call};
 use crate::{
@@ -13,13 +13,13 @@ use crate::{
 const RETRY: Duration = Duration::from_secs(5);
 
 /// Begins to look for claims in each pool: an earlier agent may have left some, too.
-pub(super) fn keep(node: &Rc<Node>) {
+pub(super) fn keep(node: &Arc<Node>) {
     for pool in node.backends.owed().pools() {
-        ring::spawn(keep_in(Rc::clone(node), pool.clone()));
+        ring::spawn(keep_in(Arc::clone(node), pool.clone()));
     }
 }
 
-async fn keep_in(node: Rc<Node>, pool: String) {
+async fn keep_in(node: Arc<Node>, pool: String) {
     loop {
         while !give_back_all(&node, &pool).await {
             ring::timer::sleep(RETRY).await;
@@ -29,13 +29,13 @@ async fn keep_in(node: Rc<Node>, pool: String) {
 }
 
 /// Whether the pool could be read, and no claim is left in it.
-async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
+async fn give_back_all(node: &Arc<Node>, pool: &str) -> bool {
     match left_in(node, pool).await {
         Ok(Some(left)) => {
             let mut all = true;
             for (source, id) in left {
                 let call = Call::GiveBack(source);
-                let given = Rc::clone(node)
+                let given = Arc::clone(node)
                     .submit(id.clone(), call.into(), Duration::MAX)
                     .await;
                 if let Err(error) = given {
@@ -65,7 +65,7 @@ async fn give_back_all(node: &Rc<Node>, pool: &str) -> bool {
 /// The sources that are claimed, but neither held nor attached, with their volumes. An
 /// attached one is a volume whose record is lost: its unstage releases the claim.
 async fn left_in(
-    node: &Rc<Node>,
+    node: &Arc<Node>,
     pool: &str,
 ) -> Result<Option<Vec<(Source, String)>>, DeviceError> {
     let (backends, name) = (Arc::clone(&node.backends), pool.to_owned());
@@ -99,11 +99,12 @@ pub(super) async fn give_back(cx: Context<'_>, source: &Source) -> Result<Outcom
     if cx.volume.record().is_some() {
         return Ok(Outcome::Done);
     }
-    let backends = Arc::clone(&cx.node.backends);
-    let (source, id) = (source.clone(), cx.volume.id.clone());
-    let done = cx
-        .lane("release", move || backends.bind(&source).release_left(&id))
-        .await?;
-    already("give the claim back", done);
-    Ok(Outcome::Done)
+    let source = source.clone();
+    cx.run_on_lane(move |cx| {
+        let bound = cx.node.backends.bind(&source);
+        let done = cx.step("release", || bound.release_left(&cx.volume.id))?;
+        already("give the claim back", done);
+        Ok(Outcome::Done)
+    })
+    .await
 }

@@ -1,8 +1,14 @@
 //! A call under way, as the steps of its verb see it.
+//!
+//! A verb begins on the runtime thread with what needs no disk, such as a look at the
+//! volume's record. The rest is one function on the volume's lane, from its first to its
+//! last step ([`Context::on_lane`]): its steps block, and it has no thread while it waits
+//! for a place in a step, an event or a child. Only [`OnLane`] has steps.
 
-use std::future::Future;
+use std::{future::Future, ops::Deref, sync::Arc};
 
-use tracing::Span;
+use futures_util::future::BoxFuture;
+use tracing::Instrument as _;
 
 use super::{
     Node,
@@ -12,54 +18,61 @@ use super::{
 use crate::{
     admission::{Asked, Gate, Place as Admission},
     device::Source,
-    hold_point,
     secret::Secrets,
 };
 
 /// A call under way on a volume of this node.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Context<'a> {
-    pub(super) node: &'a Node,
-    pub(super) volume: &'a Volume,
+    pub(super) node: &'a Arc<Node>,
+    pub(super) volume: &'a Arc<Volume>,
     pub(super) progress: &'a Progress,
     pub(super) secrets: &'a Secrets,
 }
 
+/// A call under way, on its volume's lane.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OnLane<'a>(Context<'a>);
+
 impl Context<'_> {
-    /// Runs one step: it is named while it runs and counted when it ends.
-    pub(super) async fn step<T>(self, name: &'static str, work: impl Future<Output = T>) -> T {
-        self.progress.step(name, work).await
+    /// Runs the blocking part of a verb on the volume's lane.
+    pub(super) async fn on_lane<T, F>(self, work: F) -> T
+    where
+        T: Send + 'static,
+        F: for<'b> FnOnce(OnLane<'b>) -> BoxFuture<'b, T> + Send + 'static,
+    {
+        let (node, volume) = (Arc::clone(self.node), Arc::clone(self.volume));
+        let (progress, secrets) = (self.progress.clone(), self.secrets.clone());
+        let work = async move {
+            let cx = Context {
+                node: &node,
+                volume: &volume,
+                progress: &progress,
+                secrets: &secrets,
+            };
+            work(OnLane(cx)).await
+        };
+        let id = &self.volume.id;
+        self.node.lanes.drive(id, work.in_current_span()).await
     }
 
-    /// Runs one step on the volume's lane.
-    pub(super) async fn lane<T: Send + 'static>(
+    /// As [`Context::on_lane`], where nothing is waited for.
+    pub(super) async fn run_on_lane<T: Send + 'static>(
         self,
-        step: &'static str,
-        work: impl FnOnce() -> T + Send + 'static,
+        work: impl for<'b> FnOnce(OnLane<'b>) -> T + Send + 'static,
     ) -> T {
-        let (span, id) = (Span::current(), self.volume.id.clone());
-        let work = move || {
-            hold_point(step, &id);
-            span.in_scope(work)
-        };
-        // The job begins at once, and may report steps of its own: not before this one.
-        let run = async { self.node.lanes.run(&self.volume.id, step, work).await };
-        self.step(step, run).await
+        self.on_lane(|cx| Box::pin(async move { work(cx) })).await
     }
 
-    /// As [`Context::lane`], for a look at the volume's paths, once the gate admits it:
-    /// of many calls at once, each would take a thread.
-    pub(super) async fn look<T: Send + 'static>(
-        self,
-        source: &Source,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> Result<T, Cause> {
-        let admission = self.admit(&self.node.config.gates.look, source).await?;
-        let work = move || {
-            let _admission = admission;
-            work()
-        };
-        Ok(self.lane("look", work).await)
+    /// Waits for a place to look at the volume: of many calls at once, each would take a
+    /// thread.
+    pub(super) async fn admit_look(self, source: &Source) -> Result<Admission, Cause> {
+        self.admit(&self.node.config.gates.look, source).await
+    }
+
+    /// Waits in a step of its own.
+    pub(super) async fn wait<T>(self, step: &'static str, event: impl Future<Output = T>) -> T {
+        self.progress.wait(step, event).await
     }
 
     /// Waits for a place in a step, unless one is free.
@@ -73,7 +86,22 @@ impl Context<'_> {
             self.progress.waits_for(gate.describe());
             turn.await
         };
-        let place = self.step("queue", waiting).await;
+        let place = self.wait("queue", waiting).await;
         Ok(place.unwrap_or_else(|_| unreachable!("a gate forgets nobody")))
+    }
+}
+
+impl<'a> Deref for OnLane<'a> {
+    type Target = Context<'a>;
+
+    fn deref(&self) -> &Context<'a> {
+        &self.0
+    }
+}
+
+impl OnLane<'_> {
+    /// Runs one step, which may block: it is named while it runs and counted when it ends.
+    pub(super) fn step<T>(self, name: &'static str, work: impl FnOnce() -> T) -> T {
+        self.progress.step(name, work)
     }
 }

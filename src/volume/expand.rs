@@ -1,10 +1,8 @@
 //! Growth of a volume in use: the source, the device, the file system.
 
-use std::sync::Arc;
-
 use super::{
     Outcome,
-    context::Context,
+    context::{Context, OnLane},
     error::Cause,
     mounted,
     record::Phase,
@@ -15,6 +13,11 @@ use crate::kernel::sysfs;
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
 pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
+    let asked = spec.clone();
+    cx.run_on_lane(move |cx| on_lane(cx, &asked)).await
+}
+
+fn on_lane(cx: OnLane<'_>, spec: &Expand) -> Result<Outcome, Cause> {
     let record = cx
         .volume
         .record()
@@ -24,13 +27,8 @@ pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Ca
     // Nothing is mounted where a raw block volume is staged.
     let staged_there = record.usage == Use::Block
         && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path);
-    let (places, of, path) = (
-        cx.node.places.clone(),
-        record.clone(),
-        spec.volume_path.clone(),
-    );
-    let looks = move || stats::usage(&places, &of, &path).is_ok();
-    if !staged_there && !cx.lane("look", looks).await {
+    let looks = || stats::usage(&cx.node.places, &record, &spec.volume_path).is_ok();
+    if !staged_there && !cx.step("look", looks) {
         return Err(Cause::NotFound(format!(
             "it is not at {}",
             spec.volume_path.display()
@@ -64,11 +62,8 @@ pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Ca
             spec.limit
         )));
     }
-    let backends = Arc::clone(&cx.node.backends);
-    let (source, on, required) = (record.source.clone(), device.clone(), spec.required);
-    let size = cx
-        .lane("resize", move || backends.bind(&source).grow(&on, required))
-        .await?;
+    let bound = cx.node.backends.bind(&record.source);
+    let size = cx.step("resize", || bound.grow(&device, spec.required))?;
     if size < spec.required {
         return Err(Cause::NotGrown {
             size,
@@ -86,7 +81,7 @@ pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Ca
         })?;
         // An encryption layer takes some of the source's size.
         let clear = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
-        let grown = mounted::grow(cx, &mount_point, fs, clear).await?;
+        let grown = mounted::grow(cx, &mount_point, fs, clear)?;
         tracing::info!(
             volume_id = cx.volume.id,
             before = grown.before,

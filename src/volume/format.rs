@@ -1,12 +1,12 @@
 //! Making a file system by an operator's explicit request, on a device that is
 //! not proven blank. The only place that destroys data.
 
-use std::{path::PathBuf, sync::Arc};
+use std::path::PathBuf;
 
 use super::{
     Outcome,
     attach::{Before, attach_source},
-    context::Context,
+    context::{Context, OnLane},
     error::Cause,
     prepare::{self, Preparing},
     record::Record,
@@ -14,6 +14,7 @@ use super::{
     unstage,
 };
 use crate::{
+    admission::Place as Admission,
     capability::AccessMode,
     device::{Attachment, Fencing, Purpose},
 };
@@ -21,6 +22,11 @@ use crate::{
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
 pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Cause> {
     cx.progress.backend(spec.source.backend());
+    let (spec, looking) = (spec.clone(), cx.admit_look(&spec.source).await?);
+    cx.on_lane(|cx| Box::pin(on_lane(cx, spec, looking))).await
+}
+
+async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Admission) -> Result<Outcome, Cause> {
     if let Some(record) = cx.volume.record() {
         if !record.staging_path.as_os_str().is_empty() {
             return Err(Cause::precondition(format!(
@@ -31,11 +37,11 @@ pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Ca
         // Left by a killed agent, in this very call.
         unstage::tear_down(cx, &record).await?;
     }
-    let (backends, source) = (Arc::clone(&cx.node.backends), spec.source.clone());
     // By a file of the operator's, on a disk.
-    let settle = move || backends.canonical(&source);
+    let source = cx.step("look", || cx.node.backends.canonical(&spec.source));
+    drop(looking);
     let attach = Stage {
-        source: cx.look(&spec.source, settle).await?,
+        source,
         staging_path: PathBuf::new(),
         usage: Use::Block,
         read_only: false,
@@ -46,7 +52,7 @@ pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Ca
         fencing: Fencing::Off,
     };
     let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), &attach);
-    cx.remember(record.clone()).await?;
+    cx.remember(&record).await?;
     let (purpose, before) = (Purpose::Format, Before::default());
     let attaching = attach_source(cx, &attach, purpose, before);
     let attached = match attaching.await {
@@ -58,7 +64,7 @@ pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Ca
         }
     };
     record.device = Some(attached.device.clone());
-    let was = steps(cx, spec, &attached, &record).await;
+    let was = steps(cx, &spec, &attached, &record).await;
     match (was, unstage::tear_down(cx, &record).await) {
         (Ok(was), Ok(())) => Ok(Outcome::Was(was)),
         (Err(cause), Ok(())) => Err(cause),
@@ -71,25 +77,23 @@ pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Ca
 }
 
 async fn steps(
-    cx: Context<'_>,
+    cx: OnLane<'_>,
     spec: &Format,
     attached: &Attachment,
     record: &Record,
 ) -> Result<String, Cause> {
-    cx.remember(record.clone()).await?;
+    cx.remember(record).await?;
     // Refuses where anybody has the device mounted or open exclusively.
     let (source, device) = (&record.source, &attached.device);
-    let (content, guard) = prepare::look(cx, source, device).await?;
+    let (content, held) = prepare::look(cx, source, device).await?;
     let was = prepare::describe(&content);
     let preparing = Preparing {
         cx,
         record,
         attached,
-        guard: &guard,
+        held: &held,
     };
-    let made = preparing.make(spec.fs, &[]).await;
-    guard.close(cx).await;
-    made?;
+    preparing.make(spec.fs, &[]).await?;
     tracing::warn!(
         volume_id = cx.volume.id,
         was,

@@ -1,7 +1,7 @@
 //! The conditions of a volume on this node, found without touching its device: a volume
 //! without any is healthy. And the conditions of the agent itself.
 
-use std::{os::fd::AsFd as _, rc::Rc, time::Duration};
+use std::{os::fd::AsFd as _, sync::Arc, time::Duration};
 
 use super::{
     Error, Node,
@@ -55,7 +55,7 @@ fn condition(severity: Severity, reason: &'static str, message: String) -> Condi
 impl Node {
     /// `NodeGetVolumeHealth`.
     pub async fn health(
-        self: Rc<Self>,
+        self: Arc<Self>,
         volume_id: String,
         deadline: Duration,
     ) -> Result<Vec<Condition>, Error> {

@@ -4,16 +4,16 @@ use std::{
     collections::BTreeMap,
     io,
     path::{Path, PathBuf},
-    rc::Rc,
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
 use super::{
     Error, Node,
-    context::Context,
+    context::OnLane,
     error::Cause,
     places::{Places, absent_is_none},
-    record::{Held, Record, Records, Target},
+    record::{Held, Record, Target},
     spec::Use,
     task::{UnderWay, Volume},
 };
@@ -42,15 +42,16 @@ pub struct Listed {
 
 impl Node {
     /// Every volume that this node holds or works on, by handle.
-    pub async fn list(self: Rc<Self>, deadline: Duration) -> Result<Vec<Listed>, Error> {
+    pub async fn list(self: Arc<Self>, deadline: Duration) -> Result<Vec<Listed>, Error> {
         self.taken_up("", deadline).await?;
-        let mut volumes: Vec<Rc<Volume>> = self.volumes.borrow().values().cloned().collect();
+        let mut volumes: Vec<_> = self.volumes().values().cloned().collect();
         volumes.sort_by(|a, b| a.id.cmp(&b.id));
         Ok(volumes.iter().map(|volume| self.listed(volume)).collect())
     }
 
     fn listed(&self, volume: &Volume) -> Listed {
-        let held = volume.held.borrow();
+        let under_way = volume.under_way(self);
+        let held = volume.held();
         let record = held.as_ref().map(|held| &held.record);
         Listed {
             volume_id: volume.id.clone(),
@@ -63,28 +64,42 @@ impl Node {
             staging_path: record.map(|r| r.staging_path.clone()).unwrap_or_default(),
             targets: held.as_ref().map(|h| h.targets.clone()).unwrap_or_default(),
             state: record.map_or("", Record::state),
-            under_way: volume.under_way(self),
+            under_way,
         }
     }
 
     /// How many volumes there are, in whatever state.
     pub(super) fn count(&self) -> usize {
-        self.volumes.borrow().len()
+        self.volumes().len()
     }
 }
 
 impl Volume {
     /// Replaces the volume's record and targets; the gauges follow.
     pub(super) fn hold(&self, held: Option<Held>) {
+        self.change_held(|now| *now = held);
+    }
+
+    /// Replaces the volume's record. Its targets stay: a publish may add one meanwhile.
+    fn hold_record(&self, record: Record) {
+        self.change_held(|held| {
+            let targets = held.take().map(|held| held.targets);
+            let targets = targets.unwrap_or_default();
+            *held = Some(Held { record, targets });
+        });
+    }
+
+    fn change_held(&self, change: impl FnOnce(&mut Option<Held>)) {
         let state = |held: &Option<Held>| held.as_ref().map(|h| h.record.state());
-        let now = state(&held);
-        let before = state(&self.held.replace(held));
-        metrics::volume_state_changed(before, now);
+        let mut held = self.held();
+        let before = state(&held);
+        change(&mut held);
+        metrics::volume_state_changed(before, state(&held));
     }
 
     /// A copy of the record, if there is one.
     pub(super) fn record(&self) -> Option<Record> {
-        self.held.borrow().as_ref().map(|held| held.record.clone())
+        self.held().as_ref().map(|held| held.record.clone())
     }
 }
 
@@ -97,66 +112,50 @@ impl Record {
     }
 }
 
-impl Context<'_> {
+impl OnLane<'_> {
     /// Writes the volume's record down, then remembers it.
-    pub(super) async fn remember(self, record: Record) -> Result<(), Cause> {
-        let saved = if record.inline.is_some() {
-            let record = record.clone();
-            self.in_state_dir(move |records| records.save_inline(&record))
-                .await
-        } else {
-            self.node.records.save(&record).await
-        };
-        saved.map_err(Cause::io("write the volume's record"))?;
-        let targets = (self.volume.held.borrow().as_ref()).map(|held| held.targets.clone());
-        self.volume.hold(Some(Held {
-            record,
-            targets: targets.unwrap_or_default(),
-        }));
+    pub(super) async fn remember(self, record: &Record) -> Result<(), Cause> {
+        self.change_record(record.inline.is_some(), || self.node.records.save(record))
+            .await
+            .map_err(Cause::io("write the volume's record"))?;
+        self.volume.hold_record(record.clone());
         Ok(())
     }
 
     /// Forgets the volume, on disk and here.
-    pub(super) async fn forget(self, inline: bool) -> Result<(), Cause> {
-        let id = self.volume.id.clone();
-        let forgotten = if inline {
-            self.in_state_dir(move |records| records.forget_inline(&id))
-                .await
-        } else {
-            self.node.records.forget(&id).await
-        };
-        forgotten.map_err(Cause::io("remove the volume's record"))?;
+    pub(super) async fn forget(self, is_inline: bool) -> Result<(), Cause> {
+        let id = &self.volume.id;
+        self.change_record(is_inline, || self.node.records.forget(id, is_inline))
+            .await
+            .map_err(Cause::io("remove the volume's record"))?;
         self.volume.hold(None);
         Ok(())
     }
 
-    /// Changes an inline volume's record. The directory's disk may hang, and with it
-    /// the volume's lane.
-    async fn in_state_dir(
+    /// Changes the volume's record. An inline volume's is on a disk, which may hang, and
+    /// with it the lane.
+    async fn change_record(
         self,
-        change: impl FnOnce(&Records) -> io::Result<()> + Send + 'static,
+        is_inline: bool,
+        change: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
+        if !is_inline {
+            return change();
+        }
         let gate = &self.node.config.gates.record;
-        let admission = self.step("record", gate.enter("")).await;
-        let admission = admission.map_err(io::Error::other)?;
-        let records = self.node.records.clone();
-        let change = move || {
-            let _admission = admission;
-            change(&records)
-        };
-        self.lane("record", change).await
+        let admission = self.wait("record", gate.enter("")).await;
+        let _admission = admission.map_err(io::Error::other)?;
+        self.step("record", change)
     }
 
     /// A target at which the volume still appears.
-    pub(super) async fn live_target(self) -> Option<PathBuf> {
+    pub(super) fn live_target(self) -> Option<PathBuf> {
         let record = self.volume.record()?;
         let mut targets = self.volume.targets();
         if targets.paths.is_empty() {
             return None;
         }
-        let places = self.node.places.clone();
-        let look = move || (targets.live(&places, &record), targets);
-        let (live, targets) = self.lane("look", look).await;
+        let live = self.step("look", || targets.live(&self.node.places, &record));
         self.volume.forget_gone(&targets);
         live
     }
@@ -173,13 +172,6 @@ pub(super) struct Targets {
 }
 
 impl Targets {
-    /// Without this target.
-    #[must_use]
-    pub(super) fn but(mut self, target: &Path) -> Self {
-        self.paths.retain(|path| path != target);
-        self
-    }
-
     /// A target at which the volume still appears. Blocks.
     pub(super) fn live(&mut self, places: &Places, record: &Record) -> Option<PathBuf> {
         let device = record.device.as_ref()?;
@@ -202,12 +194,12 @@ impl Targets {
 impl Volume {
     /// Where it is published.
     pub(super) fn targets(&self) -> Targets {
-        let held = self.held.borrow();
+        let held = self.held();
         Targets {
             paths: (held.iter())
                 .flat_map(|held| held.targets.keys().cloned())
                 .collect(),
-            published: self.published.get(),
+            published: self.published.load(Relaxed),
             gone: Vec::new(),
         }
     }
@@ -215,22 +207,26 @@ impl Volume {
     /// Forgets targets that others have unmounted, unless the volume was published
     /// meanwhile: then a target may be back, and a later look decides.
     pub(super) fn forget_gone(&self, targets: &Targets) {
-        if targets.published == self.published.get() {
-            targets.gone.iter().for_each(|path| self.drop_target(path));
+        let mut held = self.held();
+        if let Some(held) = held.as_mut()
+            && targets.published == self.published.load(Relaxed)
+        {
+            held.targets.retain(|path, _| !targets.gone.contains(path));
         }
     }
 
     /// Adds a target.
     pub(super) fn set_target(&self, path: &Path, target: Target) {
-        self.published.update(|times| times + 1);
-        if let Some(held) = self.held.borrow_mut().as_mut() {
+        let mut held = self.held();
+        self.published.fetch_add(1, Relaxed);
+        if let Some(held) = held.as_mut() {
             held.targets.insert(path.to_owned(), target);
         }
     }
 
     /// Removes a target.
     pub(super) fn drop_target(&self, path: &Path) {
-        if let Some(held) = self.held.borrow_mut().as_mut() {
+        if let Some(held) = self.held().as_mut() {
             held.targets.remove(path);
         }
     }

@@ -6,23 +6,39 @@
 //! at, the record names the image that is to be deleted.
 
 use super::{
-    Outcome, context::Context, error::Cause, nested::PathOf, publish, spec::Inline, stage, unstage,
+    Outcome,
+    context::{Context, OnLane},
+    error::Cause,
+    nested::PathOf,
+    publish,
+    spec::Inline,
+    stage, unstage,
 };
 
 /// `NodePublishVolume` of an inline ephemeral volume.
 pub(super) async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, Cause> {
     // A wrong target is refused before anything is made for it.
     cx.refuse_nested(&spec.publish.target_path, PathOf::Target)?;
-    let (places, target) = (cx.node.places.clone(), spec.publish.target_path.clone());
-    let look = move || places.target(&target).map(drop);
-    cx.look(&spec.stage.source, look).await??;
+    let target = spec.publish.target_path.clone();
+    let looking = cx.admit_look(&spec.stage.source).await?;
+    cx.run_on_lane(move |cx| {
+        let _looking = looking;
+        cx.step("look", || cx.node.places.target(&target).map(drop))
+    })
+    .await?;
     stage::stage(cx, &spec.stage).await?;
     let published = publish::publish(cx, &spec.publish).await;
-    if let (Err(_), Some(record)) = (&published, cx.volume.record())
-        && cx.live_target().await.is_none()
-    {
+    if published.is_err() {
         // After a final error no unpublish follows.
-        unstage::tear_down(cx, &record).await?;
+        cx.on_lane(|cx| Box::pin(undo(cx))).await?;
     }
     published
+}
+
+/// Deletes the volume, unless it is published at a target.
+async fn undo(cx: OnLane<'_>) -> Result<(), Cause> {
+    match cx.volume.record() {
+        Some(record) if cx.live_target().is_none() => unstage::tear_down(cx, &record).await,
+        _ => Ok(()),
+    }
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use super::{
     already,
-    context::Context,
+    context::OnLane,
     error::Cause,
     places::{Places, absent_is_none, at_staging},
     record::Record,
@@ -23,7 +23,7 @@ pub(super) fn is_one_name(id: &str) -> bool {
 }
 
 /// Where the volume is to be mounted. Makes the staging directory if the caller, unlike
-/// kubelet, did not. On the volume's lane.
+/// kubelet, did not.
 pub(super) fn make_place(
     places: &Places,
     volume_id: &str,
@@ -47,7 +47,7 @@ pub(super) fn make_place(
 }
 
 /// Writes the note of the volume, for the driver that unstages it.
-pub(super) async fn write_note(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+pub(super) fn write_note(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let Some(file) = record
         .device
         .as_ref()
@@ -55,15 +55,14 @@ pub(super) async fn write_note(cx: Context<'_>, record: &Record) -> Result<(), C
     else {
         return Ok(());
     };
-    let (places, path) = (cx.node.places.clone(), record.staging_path.join(file.name));
-    let write = move || {
-        let place = places.staging(&path)?;
+    let path = record.staging_path.join(file.name);
+    cx.step("write-note", || {
+        let place = cx.node.places.staging(&path)?;
         place.replace(&file.text).map_err(at_staging)
-    };
-    cx.lane("write-note", write).await
+    })
 }
 
-/// The note at the staging path, of whichever driver. On the volume's lane.
+/// The note at the staging path, of whichever driver. Blocks.
 pub(super) fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Cause> {
     let Some(place) = absent_is_none(places.staging(&staging_path.join(NOTE)))? else {
         return Ok(None);
@@ -72,9 +71,9 @@ pub(super) fn read_note(places: &Places, staging_path: &Path) -> Result<Option<V
 }
 
 /// Removes what a stage made below the staging path: the mount point and the note.
-pub(super) async fn clear(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
-    let (places, record) = (cx.node.places.clone(), record.clone());
-    let clear = move || {
+pub(super) fn clear(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
+    let places = &cx.node.places;
+    cx.step("clear", || {
         if let Some(place) = absent_is_none(places.staging(&record.mount_point()))? {
             let removed = place.remove().map_err(at_staging)?;
             already("remove the mount point", removed);
@@ -86,6 +85,5 @@ pub(super) async fn clear(cx: Context<'_>, record: &Record) -> Result<(), Cause>
             already("remove the note", removed);
         }
         Ok(())
-    };
-    cx.lane("clear", clear).await
+    })
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use rustix::fd::AsFd as _;
 
-use super::{already, context::Context, error::Cause};
+use super::{already, context::OnLane, error::Cause};
 use crate::{
     device::Device,
     fs::{FsType, grow},
@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// The file system of this device, if it is mounted at the place, and the `st_dev` of its
-/// files: for a mount without a record. On the volume's lane.
+/// files: for a mount without a record.
 pub(super) fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType, Dev)>, Cause> {
     let failed = || Cause::io(format!("look at {}", place.path().display()));
     let PathKind::Mount(mounted) = place.kind().map_err(failed())? else {
@@ -28,23 +28,21 @@ pub(super) fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType,
 }
 
 /// Grows the file system that is mounted at the path to its device's size.
-pub(super) async fn grow(
-    cx: Context<'_>,
+pub(super) fn grow(
+    cx: OnLane<'_>,
     mount_point: &Path,
     fs: FsType,
     size: u64,
 ) -> Result<grow::Grown, Cause> {
-    let (places, path) = (cx.node.places.clone(), mount_point.to_owned());
-    let grow = move || {
-        let place = places.staging(&path)?;
+    cx.step("grow", || {
+        let place = cx.node.places.staging(mount_point)?;
         let failed = Cause::io(format!("open {}", place.path().display()));
         let root = place.open().map_err(failed)?;
         Ok(grow::grow(fs, root.as_fd(), size)?)
-    };
-    cx.lane("grow", grow).await
+    })
 }
 
-/// Gives the volume to a group, as kubelet would. On the volume's lane.
+/// Gives the volume to a group, as kubelet would.
 pub(super) fn own(place: &SafePath, group: FsGroup) -> Result<(), Cause> {
     let failed = Cause::io(format!("open {}", place.path().display()));
     let root = place.open().map_err(failed)?;

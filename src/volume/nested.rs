@@ -46,20 +46,15 @@ impl Context<'_> {
     /// A path that the volume has already stays its own, however it came by it: a mount
     /// below it is removed by its own call, or with the pod that mounted it.
     pub fn refuse_nested(self, path: &Path, of: PathOf) -> Result<(), Cause> {
-        let is_had = self
-            .volume
-            .held
-            .borrow()
-            .as_ref()
-            .is_some_and(|held| match of {
-                PathOf::Staging => held.record.staging_path == path,
-                PathOf::Target => held.targets.contains_key(path),
-            });
+        let is_had = self.volume.held().as_ref().is_some_and(|held| match of {
+            PathOf::Staging => held.record.staging_path == path,
+            PathOf::Target => held.targets.contains_key(path),
+        });
         if is_had {
             return Ok(());
         }
-        for other in self.node.volumes.borrow().values() {
-            let held = other.held.borrow();
+        for other in self.node.volumes().values() {
+            let held = other.held();
             let Some(held) = held.as_ref() else {
                 continue;
             };

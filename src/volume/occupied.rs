@@ -5,16 +5,16 @@
 //! the other. So a path is one volume's for as long as its call goes on.
 
 use std::{
-    cell::RefCell,
     collections::HashMap,
     path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use super::{error::Cause, nested::is_below};
 
 /// The paths of the calls under way.
 #[derive(Debug, Default)]
-pub(super) struct Occupied(RefCell<HashMap<PathBuf, Occupant>>);
+pub(super) struct Occupied(Mutex<HashMap<PathBuf, Occupant>>);
 
 /// The volume that occupies a path.
 #[derive(Debug)]
@@ -32,9 +32,14 @@ pub(super) struct Occupation<'a> {
 }
 
 impl Occupied {
+    /// Nothing can panic under this lock.
+    fn lock(&self) -> MutexGuard<'_, HashMap<PathBuf, Occupant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Makes a path the volume's, unless it is another's, or above or below one.
     pub fn occupy<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Cause> {
-        let mut paths = self.0.borrow_mut();
+        let mut paths = self.lock();
         let mut others = paths.iter().filter(|(_, it)| it.volume != volume);
         if let Some((other, occupant)) =
             others.find(|(other, _)| is_below(other, path) || is_below(path, other))
@@ -61,7 +66,7 @@ impl Occupied {
 
 impl Drop for Occupation<'_> {
     fn drop(&mut self) {
-        let mut paths = self.all.0.borrow_mut();
+        let mut paths = self.all.lock();
         if let Some(occupant) = paths.get_mut(self.path) {
             occupant.calls -= 1;
             if occupant.calls == 0 {
@@ -92,6 +97,6 @@ mod tests {
         assert!(below.to_string().contains("volume a"), "{below}");
         drop(second);
         drop(occupied.occupy(path, "b").unwrap());
-        assert_eq!(occupied.0.borrow().len(), 1);
+        assert_eq!(occupied.lock().len(), 1);
     }
 }

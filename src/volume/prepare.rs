@@ -6,16 +6,13 @@
 //! or writes the device opens it exclusively first: a device that is mounted in any mount
 //! namespace is neither probed nor formatted.
 
-use std::{io, path::Path, pin::pin, sync::Arc};
+use std::{io, path::Path, pin::pin};
 
 use rustix::{fd::AsFd as _, fs::OFlags};
 
-use super::{context::Context, error::Cause, guard::Guard, record::Record, spec::Use};
+use super::{context::OnLane, error::Cause, record::Record, spec::Use};
 use crate::{
-    device::{
-        Attachment, Device, DeviceError, HeldOpen, MkfsNote, Source,
-        holders::{self, Holder},
-    },
+    device::{Attachment, Device, DeviceError, HeldOpen, MkfsNote, Source, holders},
     fs::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
@@ -39,33 +36,6 @@ pub(super) struct Prepared {
     pub fs: FsType,
     /// Its superblock; `None` if it was made just now.
     pub found: Option<FsInfo>,
-}
-
-/// The result of a probe.
-enum Probed {
-    /// The content of the device, which is held open from now on.
-    Content(Content, Arc<HeldOpen>),
-    /// The device is in use.
-    Busy(Vec<Holder>),
-    /// The device could not be read.
-    Unread(io::Error),
-    /// The device is another's, or could not be held open.
-    NotHeld(DeviceError),
-}
-
-fn probe_device(prober: &Prober, source: &Source, device: &Device) -> Probed {
-    let held = match HeldOpen::new(source, device) {
-        Ok(held) => held,
-        Err(error) => return Probed::NotHeld(error),
-    };
-    match content_of(prober, device) {
-        Ok(Some(content)) => Probed::Content(content, Arc::new(held)),
-        Ok(None) => {
-            drop(held);
-            Probed::Busy(holders::holders(device.dev))
-        }
-        Err(error) => Probed::Unread(error),
-    }
 }
 
 /// The content of the device; `None` if it is in use.
@@ -107,27 +77,23 @@ fn is_unwritten(prober: &Prober, size: u64, under: &BlockDev) -> io::Result<bool
 
 /// Reads the content of the device, which is held open from now on, and changes nothing.
 pub(super) async fn look(
-    cx: Context<'_>,
+    cx: OnLane<'_>,
     source: &Source,
     device: &Device,
-) -> Result<(Content, Guard), Cause> {
-    let place = cx.admit(&cx.node.config.gates.probe, source).await?;
-    let (reader, of, on) = (cx.node.prober.clone(), source.clone(), device.clone());
-    let found = cx
-        .lane("probe", move || {
-            let _place = place;
-            probe_device(&reader, &of, &on)
-        })
-        .await;
-    match found {
-        Probed::Content(content, held) => Ok((content, Guard::new(cx, held))),
-        Probed::Busy(holders) => Err(Cause::Busy {
+) -> Result<(Content, HeldOpen), Cause> {
+    let _admission = cx.admit(&cx.node.config.gates.probe, source).await?;
+    cx.step("probe", || {
+        let held = HeldOpen::new(source, device)?;
+        let failed = Cause::io(format!("read {}", device.node.display()));
+        if let Some(content) = content_of(&cx.node.prober, device).map_err(failed)? {
+            return Ok((content, held));
+        }
+        drop(held);
+        Err(Cause::Busy {
             device: device.node.clone(),
-            holders,
-        }),
-        Probed::Unread(error) => Err(Cause::io(format!("read {}", device.node.display()))(error)),
-        Probed::NotHeld(error) => Err(error.into()),
-    }
+            holders: holders::holders(device.dev),
+        })
+    })
 }
 
 /// How often mkfs or fsck may find the device busy that was not busy for us just
@@ -141,27 +107,26 @@ const BUSY_TRIES: u32 = 10;
 /// If mkfs or fsck finds the device busy, all of this begins again: the opener that kept
 /// the device busy for a moment (see [`crate::kernel::busy`]) may have written to it.
 pub(super) async fn prepare(
-    cx: Context<'_>,
+    cx: OnLane<'_>,
     record: &Record,
     attached: &Attachment,
     mkfs_options: &[String],
-) -> Result<(Prepared, Guard), Cause> {
+) -> Result<(Prepared, HeldOpen), Cause> {
     let (source, device) = (&record.source, &attached.device);
     let mut tries = 0;
     loop {
         tries += 1;
-        let (content, guard) = look(cx, source, device).await?;
+        let (content, held) = look(cx, source, device).await?;
         let preparing = Preparing {
             cx,
             record,
             attached,
-            guard: &guard,
+            held: &held,
         };
         let error = match preparing.from(content, mkfs_options).await {
-            Ok(prepared) => return Ok((prepared, guard)),
+            Ok(prepared) => return Ok((prepared, held)),
             Err(error) => error,
         };
-        guard.close(cx).await;
         if !matches!(error, Cause::Busy { .. }) || tries == BUSY_TRIES {
             return Err(error);
         }
@@ -171,13 +136,13 @@ pub(super) async fn prepare(
 /// A device that a file system is looked for on, or made on.
 #[derive(Clone, Copy)]
 pub(super) struct Preparing<'a> {
-    pub cx: Context<'a>,
+    pub cx: OnLane<'a>,
     /// Its record.
     pub record: &'a Record,
     /// Its device.
     pub attached: &'a Attachment,
     /// Which is held open.
-    pub guard: &'a Guard,
+    pub held: &'a HeldOpen,
 }
 
 impl Preparing<'_> {
@@ -198,10 +163,8 @@ impl Preparing<'_> {
             other => {
                 let blank = matches!(other, Content::Blank);
                 // A format marker is trusted only for content that a mkfs leaves.
-                let scrap = other.is_partial_format()
-                    && self
-                        .noted(|note, id, _| note.format_in_progress(id))
-                        .await?;
+                let scrap =
+                    other.is_partial_format() && self.marked(MkfsNote::format_in_progress)?;
                 if !blank && !scrap {
                     return Err(Cause::Foreign {
                         device: device.node.clone(),
@@ -226,11 +189,10 @@ impl Preparing<'_> {
         };
         if !record.read_only {
             // An agent may have finished it, and died before it removed the marker.
-            self.noted(|note, _, held| {
-                note.ended()?;
-                held.check()
-            })
-            .await?;
+            self.marked(|marker, _| {
+                marker.ended()?;
+                self.held.check()
+            })?;
             if info.dirty {
                 self.check(info.fs).await?;
             }
@@ -242,14 +204,13 @@ impl Preparing<'_> {
     }
 
     /// Reads or changes the format marker.
-    async fn noted<T: Send + 'static>(
+    fn marked<T>(
         self,
-        what: impl FnOnce(&MkfsNote, &str, &HeldOpen) -> Result<T, DeviceError> + Send + 'static,
+        what: impl FnOnce(&MkfsNote, &str) -> Result<T, DeviceError>,
     ) -> Result<T, Cause> {
         let cx = self.cx;
-        let (making, id) = (Arc::clone(&self.attached.note), cx.volume.id.clone());
-        let held = self.guard.lend();
-        Ok(cx.lane("note", move || what(&making, &id, &held)).await?)
+        let work = || what(&self.attached.note, &cx.volume.id);
+        Ok(cx.step("note", work)?)
     }
 
     /// Runs mkfs or fsck, which refuse a device that is in use before they write.
@@ -267,20 +228,17 @@ impl Preparing<'_> {
 
     /// Makes a file system, with a durable format marker around it.
     pub async fn make(self, fs: FsType, options: &[String]) -> Result<(), Cause> {
-        let backends = Arc::clone(&self.cx.node.backends);
-        let source = self.record.source.clone();
-        let zeros = self
-            .noted(move |note, id, held| {
-                let zeros = backends.bind(&source).reads_as_zero()?;
-                note.begins(id)?;
-                if let Err(error) = held.check() {
-                    // It did not begin.
-                    note.ended()?;
-                    return Err(error);
-                }
-                Ok(zeros)
-            })
-            .await?;
+        let zeros = self.marked(|marker, id| {
+            let bound = self.cx.node.backends.bind(&self.record.source);
+            let zeros = bound.reads_as_zero()?;
+            marker.begins(id)?;
+            if let Err(error) = self.held.check() {
+                // It did not begin.
+                marker.ended()?;
+                return Err(error);
+            }
+            Ok(zeros)
+        })?;
         let device = &self.attached.device;
         let command = mkfs::command(fs, &device.node, options, zeros);
         let program = command.program;
@@ -304,7 +262,7 @@ impl Preparing<'_> {
             });
         }
         // From now on the source may hold data.
-        self.noted(|note, _, _| note.ended()).await
+        self.marked(|marker, _| marker.ended())
     }
 
     async fn check(self, fs: FsType) -> Result<(), Cause> {
@@ -363,7 +321,7 @@ enum Run {
 }
 
 async fn run_child(
-    cx: Context<'_>,
+    cx: OnLane<'_>,
     source: &Source,
     command: &CommandLine,
     run: Run,
@@ -374,11 +332,11 @@ async fn run_child(
         Run::Fsck => ("fsck", &gates.fsck),
     };
     let place = cx.admit(gate, source).await?;
-    cx.step(step, async {
-        let child = Child::spawn(command.program, &command.args).await?;
+    let (progress, program, args) = (cx.progress.clone(), command.program, command.args.clone());
+    let run = move || async move {
+        let child = Child::spawn(program, &args).await?;
         let pid = child.pid();
-        cx.progress
-            .waits_for(format!("{}, process {pid}", command.program));
+        progress.waits_for(format!("{program}, process {pid}"));
         let mut exit = pin!(child.wait());
         let mut seen = exec::activity(pid);
         loop {
@@ -391,9 +349,9 @@ async fn run_child(
                 seen = now;
             }
         }
-    })
-    .await
-    .map_err(Cause::io(format!(
+    };
+    let ran = cx.wait(step, cx.node.on_runtime(run)).await;
+    ran.map_err(Cause::io(format!(
         "run {}",
         Path::new(command.program).display()
     )))

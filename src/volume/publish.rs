@@ -1,11 +1,11 @@
 //! Publish: a staged volume appears at a target path.
 //!
 //! What the call asks for is compared with the volume's record on the runtime thread;
-//! all else is one job on the volume's lane ([`Publishing`]). Of a mounted volume it
+//! all else happens on the volume's lane ([`Publishing`]). Of a mounted volume it
 //! never touches the device, but the directories that it walks are on a disk, too. No
 //! record is written: the mount at the target is the record.
 
-use std::io;
+use std::{io, path::PathBuf};
 
 use rustix::{
     fd::{AsFd as _, OwnedFd},
@@ -14,15 +14,13 @@ use rustix::{
 
 use super::{
     Outcome, already,
-    context::Context,
+    context::{Context, OnLane},
     error::Cause,
-    held::Targets,
     mounted,
     nested::PathOf,
-    places::{Places, at_target},
+    places::at_target,
     record::{Phase, Record, Target},
     spec::{Publish, Use},
-    task::Progress,
 };
 use crate::{
     Done,
@@ -48,79 +46,52 @@ pub(super) async fn publish(cx: Context<'_>, spec: &Publish) -> Result<Outcome, 
         )));
     }
     cx.refuse_nested(&spec.target_path, PathOf::Target)?;
-    let read_only = spec.read_only || record.read_only;
-    let job = Publishing {
-        device: record.attached_device()?,
-        options: publish_options(&record, spec)?,
-        record,
-        spec: spec.clone(),
-        read_only,
-        locks: cx.node.config.block_lock,
-        places: cx.node.places.clone(),
-        targets: cx.volume.targets(),
-        progress: cx.progress.clone(),
-    };
-    let published = cx.lane("publish", move || job.run());
-    let Published {
-        appears,
-        targets,
-        result,
-    } = published.await;
-    cx.volume.forget_gone(&targets);
-    if appears {
-        cx.volume
-            .set_target(&spec.target_path, Target { read_only });
-    }
-    result.map(|()| Outcome::Done)
+    let (device, options) = (record.attached_device()?, publish_options(&record, spec)?);
+    let spec = spec.clone();
+    cx.run_on_lane(move |cx| {
+        let publishing = Publishing {
+            cx,
+            device: &device,
+            options: &options,
+            spec: &spec,
+            record: &record,
+            read_only: spec.read_only || record.read_only,
+        };
+        cx.step("publish", || publishing.run())
+    })
+    .await
+    .map(|()| Outcome::Done)
 }
 
 /// A publish, on the volume's lane.
-struct Publishing {
-    record: Record,
-    device: Device,
-    spec: Publish,
+#[derive(Clone, Copy)]
+struct Publishing<'a> {
+    cx: OnLane<'a>,
+    record: &'a Record,
+    device: &'a Device,
+    spec: &'a Publish,
     /// The capability's options that apply to the target.
-    options: MountOptions,
+    options: &'a MountOptions,
     read_only: bool,
-    /// Whether device nodes get a descriptor lock.
-    locks: bool,
-    places: Places,
-    /// Where it is published already.
-    targets: Targets,
-    progress: Progress,
 }
 
-/// The result of a publish.
-struct Published {
-    /// The volume is published at the target.
-    appears: bool,
-    targets: Targets,
-    result: Result<(), Cause>,
-}
-
-impl Publishing {
-    fn run(mut self) -> Published {
-        let found = self.find_or_bind();
-        let (appears, result) = match found {
-            Ok(Done::Already) => (true, self.lock()),
-            Ok(Done::Now) => {
-                let locked = self.lock();
-                (locked.is_ok(), locked)
-            }
-            Err(error) => (false, Err(error)),
-        };
-        Published {
-            appears,
-            targets: self.targets,
-            result,
+impl Publishing<'_> {
+    fn run(self) -> Result<(), Cause> {
+        let done = self.find_or_bind()?;
+        let locked = self.lock();
+        if done == Done::Already || locked.is_ok() {
+            let read_only = self.read_only;
+            let target = Target { read_only };
+            self.cx.volume.set_target(&self.spec.target_path, target);
         }
+        locked
     }
 
-    fn find_or_bind(&mut self) -> Result<Done, Cause> {
-        let place = self.places.target(&self.spec.target_path)?;
+    fn find_or_bind(self) -> Result<Done, Cause> {
+        let place = self.cx.node.places.target(&self.spec.target_path)?;
         let path = place.path().display();
         match place.kind().map_err(Cause::io(format!("look at {path}")))? {
-            PathKind::Mount(mounted) if self.record.appears_at(&self.device, &mounted) => {
+            PathKind::Mount(mounted) if self.record.appears_at(self.device, &mounted) => {
                 self.refuse_other_access(&place, &mounted)?;
                 already("publish", Done::Already);
                 return Ok(Done::Already);
@@ -135,7 +106,7 @@ impl Publishing {
         }
         let single = |mode| mode == AccessMode::SingleNodeSingleWriter;
         if (single(self.spec.mode) || single(self.record.mode))
-            && let Some(other) = self.targets.live(&self.places, &self.record)
+            && let Some(other) = self.live_target()
         {
             return Err(Cause::precondition(format!(
                 "its access mode allows one target, and it is published at {}",
@@ -145,21 +116,29 @@ impl Publishing {
         match self.record.usage {
             Use::Mount { .. } => self.bind_mount(&place)?,
             Use::Block => {
-                if !self.record.source.is_still(&self.device) {
+                if !self.record.source.is_still(self.device) {
                     return Err(Cause::precondition(format!(
                         "{} is not its device any more; unstage it and stage it again",
                         self.device.node.display()
                     )));
                 }
                 self.set_writable()?;
-                bind_node(&self.device, &place, self.read_only, &self.progress)?;
+                bind_node(self.cx, self.device, &place, self.read_only)?;
             }
         }
         Ok(Done::Now)
     }
 
+    /// A target at which the volume appears already.
+    fn live_target(self) -> Option<PathBuf> {
+        let mut targets = self.cx.volume.targets();
+        let live = targets.live(&self.cx.node.places, self.record);
+        self.cx.volume.forget_gone(&targets);
+        live
+    }
+
     /// A target that is there is as it was asked for, or in the way.
-    fn refuse_other_access(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
+    fn refuse_other_access(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         self.refuse_other_protection(place, mounted)?;
         let is_read_only =
             mounted.read_only && (self.record.read_only || self.is_bound_read_only(place)?);
@@ -178,7 +157,7 @@ impl Publishing {
 
     /// What was asked for by name has to be so; what is so by default may have been
     /// otherwise where an earlier version of the agent has mounted it.
-    fn refuse_other_protection(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
+    fn refuse_other_protection(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let Use::Mount { options: asked, .. } = &self.spec.usage else {
             return Ok(());
         };
@@ -200,8 +179,8 @@ impl Publishing {
 
     /// Whether a target that cannot be written was published so: a file system becomes
     /// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
-    fn is_bound_read_only(&self, target: &SafePath) -> Result<bool, Cause> {
-        let staged = self.places.staging(&self.record.mount_point());
+    fn is_bound_read_only(self, target: &SafePath) -> Result<bool, Cause> {
+        let staged = self.cx.node.places.staging(&self.record.mount_point());
         let staged = staged.map(|place| place.kind());
         if self.record.usage == Use::Block
             || matches!(staged, Ok(Ok(PathKind::Mount(it))) if !it.read_only)
@@ -215,12 +194,12 @@ impl Publishing {
         Ok(entry.map_err(failed)?.own_read_only)
     }
 
-    fn bind_mount(&self, place: &SafePath) -> Result<(), Cause> {
-        let staging = self.places.staging(&self.record.mount_point())?;
+    fn bind_mount(self, place: &SafePath) -> Result<(), Cause> {
+        let staging = self.cx.node.places.staging(&self.record.mount_point())?;
         refuse_shut_down(&staging)?;
         if let Some(group) = self.spec.group.filter(|_| !self.read_only) {
             let own = || mounted::own(&staging, group);
-            self.progress.step_on_lane("chgrp", own)?;
+            self.cx.step("chgrp", own)?;
         }
         let mount = self.staged(&staging)?.ok_or_else(|| {
             Cause::precondition(format!(
@@ -232,13 +211,13 @@ impl Publishing {
         if made == Done::Already {
             place.refuse_content().map_err(at_target)?;
         }
-        self.progress.step_on_lane("bind", || {
-            bind_at(&mount, place, &self.options, self.read_only, made)
+        self.cx.step("bind", || {
+            bind_at(&mount, place, self.options, self.read_only, made)
         })
     }
 
     /// The staging mount; `None` when the volume is not what is mounted there.
-    fn staged(&self, staging: &SafePath) -> Result<Option<OwnedFd>, Cause> {
+    fn staged(self, staging: &SafePath) -> Result<Option<OwnedFd>, Cause> {
         let failed = || Cause::io(format!("open {}", staging.path().display()));
         let opened = match staging.open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -246,7 +225,7 @@ impl Publishing {
         };
         let look = PathKind::of(opened.as_fd()).map_err(failed())?;
         Ok(match look {
-            PathKind::Mount(mounted) if self.record.appears_at(&self.device, &mounted) => {
+            PathKind::Mount(mounted) if self.record.appears_at(self.device, &mounted) => {
                 Some(opened)
             }
             _ => None,
@@ -255,32 +234,32 @@ impl Publishing {
 
     /// A read-only bind of a device node does not stop a writer who opens it: the
     /// device itself has to refuse. It does so for all targets or for none.
-    fn set_writable(&mut self) -> Result<(), Cause> {
-        let device = &self.device;
+    fn set_writable(self) -> Result<(), Cause> {
+        let device = self.device;
         if device.read_only
             || sysfs::is_read_only(device.dev).map_err(Cause::io("read the device's state"))?
                 == self.read_only
         {
             return Ok(());
         }
-        if let Some(other) = self.targets.live(&self.places, &self.record) {
+        if let Some(other) = self.live_target() {
             return Err(Cause::precondition(format!(
                 "it is published {} at {}, and a raw block device is read-only for all its targets or for none",
                 access(!self.read_only),
                 other.display()
             )));
         }
-        let set = || device::set_read_only(&self.device, self.read_only);
-        Ok(self.progress.step_on_lane("set-ro", set)?)
+        let set = || device::set_read_only(device, self.read_only);
+        Ok(self.cx.step("set-ro", set)?)
     }
 
     /// Takes the descriptor lock over a published device node, if configured.
-    fn lock(&self) -> Result<(), Cause> {
-        if !self.locks || self.record.usage != Use::Block {
+    fn lock(self) -> Result<(), Cause> {
+        if !self.cx.node.config.block_lock || self.record.usage != Use::Block {
             return Ok(());
         }
         let lock = || device::descriptor_lock::lock(self.device.dev, &self.spec.target_path);
-        already("lock", self.progress.step_on_lane("lock", lock)?);
+        already("lock", self.cx.step("lock", lock)?);
         Ok(())
     }
 }
@@ -370,12 +349,12 @@ fn bind_at(
     }
 }
 
-/// Binds the device's node to a file. On the volume's lane.
+/// Binds the device's node to a file.
 pub(super) fn bind_node(
+    cx: OnLane<'_>,
     device: &Device,
     place: &SafePath,
     read_only: bool,
-    progress: &Progress,
 ) -> Result<(), Cause> {
     let failed = || Cause::io(format!("open {}", device.node.display()));
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -394,7 +373,7 @@ pub(super) fn bind_node(
         place.refuse_content().map_err(at_target)?;
     }
     let options = MountOptions::default();
-    progress.step_on_lane("bind", || {
+    cx.step("bind", || {
         bind_at(&source, place, &options, read_only, made)
     })
 }

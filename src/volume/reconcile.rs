@@ -6,13 +6,14 @@
 //! for that.
 
 use std::{
-    cell::{Cell, RefCell},
     collections::{BTreeMap, HashMap, HashSet},
     ffi::OsStr,
     io,
     path::{Path, PathBuf},
-    rc::Rc,
-    sync::Arc,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -21,7 +22,7 @@ use tokio::sync::Notify;
 
 use super::{
     Error, Node, claims,
-    context::Context,
+    context::{Context, OnLane},
     error::Cause,
     layout,
     places::{Places, absent_is_none},
@@ -52,20 +53,25 @@ const AT_ONCE: usize = 8;
 #[derive(Debug, Default)]
 pub struct Untaken {
     /// The records are read.
-    are_read: Cell<bool>,
+    are_read: AtomicBool,
     /// Volumes without a record, which may be another driver's.
-    volumes: RefCell<HashSet<String>>,
+    volumes: Mutex<HashSet<String>>,
     changed: Notify,
 }
 
 impl Untaken {
+    /// Nothing can panic under this lock.
+    fn volumes(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn remove(&self, volume_id: &str) {
-        self.volumes.borrow_mut().remove(volume_id);
+        self.volumes().remove(volume_id);
         self.changed.notify_waiters();
     }
 
     fn has(&self, volume_id: &str) -> bool {
-        !self.are_read.get() || self.volumes.borrow().contains(volume_id)
+        !self.are_read.load(Relaxed) || self.volumes().contains(volume_id)
     }
 }
 
@@ -74,7 +80,7 @@ impl Node {
     pub async fn taken_up(&self, volume_id: &str, deadline: Duration) -> Result<(), Error> {
         let taken_up = async {
             while self.untaken.has(volume_id) {
-                // One thread: nothing changes before this is polled.
+                // Changed on this thread alone: not before this is polled.
                 self.untaken.changed.notified().await;
             }
         };
@@ -84,7 +90,7 @@ impl Node {
 
     /// Takes up every record of an earlier agent, and the volumes that another driver has
     /// staged. The node serves meanwhile; calls on volumes wait.
-    pub async fn take_up(self: Rc<Self>) -> io::Result<()> {
+    pub async fn take_up(self: Arc<Self>) -> io::Result<()> {
         release_stale_claims(&self);
         let (backends, records) = (Arc::clone(&self.backends), self.records.clone());
         let places = self.places.clone();
@@ -106,8 +112,8 @@ impl Node {
             tokio::task::yield_now().await;
         }
         let others: HashSet<_> = left.others.iter().map(|(id, _)| id.clone()).collect();
-        self.untaken.volumes.replace(others);
-        self.untaken.are_read.set(true);
+        *self.untaken.volumes() = others;
+        self.untaken.are_read.store(true, Relaxed);
         self.untaken.changed.notify_waiters();
         for (id, target) in left.orphans {
             delete_orphan(&self, id, target);
@@ -227,7 +233,7 @@ impl<'a> Index<'a> {
 
 /// Takes up the volumes that another driver has staged: their pods keep running, and
 /// kubelet stages no volume again that it knows as staged.
-async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
+async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
     let one = |(id, staging_path): (String, PathBuf)| async move {
         let (places, at) = (node.places.clone(), staging_path.clone());
         let is_noted = node.lanes.run(&id, "find", move || {
@@ -244,7 +250,8 @@ async fn take_over(node: &Rc<Node>, others: Vec<(String, PathBuf)>) {
                 progress,
                 secrets: &Secrets::default(),
             };
-            if let Err(cause) = rebuild(cx, &staging_path).await {
+            let rebuilt = cx.run_on_lane(move |cx| rebuild(cx, &staging_path));
+            if let Err(cause) = rebuilt.await {
                 let error = chain(&cause.of(&id));
                 tracing::error!(
                     volume_id = id,
@@ -270,7 +277,7 @@ fn release_stale_claims(node: &Node) {
 }
 
 /// Deletes an inline volume whose pod is gone, since no caller will unpublish it.
-fn delete_orphan(node: &Rc<Node>, id: String, target: PathBuf) {
+fn delete_orphan(node: &Arc<Node>, id: String, target: PathBuf) {
     tracing::info!(volume_id = id, target = %target.display(), "deleting orphaned inline volume");
     let node = node.clone();
     ring::spawn(async move {
@@ -349,20 +356,19 @@ fn mounted_at(
 
 /// Rebuilds the record of a volume that is staged without one: by the mount at its
 /// staging path, else by its handle.
-pub async fn rebuild(cx: Context<'_>, staging_path: &Path) -> Result<Option<Record>, Cause> {
-    let (places, backends) = (cx.node.places.clone(), Arc::clone(&cx.node.backends));
-    let (id, path) = (cx.volume.id.clone(), staging_path.to_owned());
+pub(super) fn rebuild(cx: OnLane<'_>, staging_path: &Path) -> Result<Option<Record>, Cause> {
     let known = cx.devices_of_others();
-    let find = move || find(&places, &backends, &id, &path, &known);
-    let Some(held) = cx.lane("find", find).await? else {
+    let find = || {
+        let (places, backends) = (&cx.node.places, &cx.node.backends);
+        find(places, backends, &cx.volume.id, staging_path, &known)
+    };
+    let Some(held) = cx.step("find", find)? else {
         return Ok(None);
     };
     let record = held.record.clone();
-    if let Some(other) = cx.other_user(&record.source) {
-        return Err(is_of(&other, staging_path));
-    }
+    cx.hold_found(held)
+        .map_err(|other| is_of(&other, staging_path))?;
     tracing::warn!(volume_id = cx.volume.id, source = %record.source, "found without a record, taken up");
-    cx.volume.hold(Some(held));
     Ok(Some(record))
 }
 
@@ -374,8 +380,7 @@ fn is_of(other: &str, staging_path: &Path) -> Cause {
     Cause::precondition(what)
 }
 
-/// Finds a volume that has no record; devices in `known` are other volumes'. On the
-/// volume's lane.
+/// Finds a volume that has no record; devices in `known` are other volumes'.
 fn find(
     places: &Places,
     backends: &Backends,

@@ -23,10 +23,11 @@ use crate::{
     fs::FsType,
     kernel::Dev,
     mount::Mounted,
-    ring::file,
 };
 
-mod durable;
+mod file;
+
+use file::Durability;
 
 /// A volume that this node holds, or has begun to take or to give up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -199,10 +200,6 @@ pub struct Records {
     inline: PathBuf,
 }
 
-fn file_name(volume_id: &str) -> String {
-    digest::sha256_hex(volume_id) + ".json"
-}
-
 impl Records {
     /// Opens the stores, making their directories.
     pub fn open(run_dir: &Path, state_dir: &Path) -> io::Result<Self> {
@@ -247,26 +244,27 @@ impl Records {
         Ok(loaded)
     }
 
-    /// Writes a volume down that is not inline.
-    pub async fn save(&self, record: &Record) -> io::Result<()> {
+    /// Writes the record of a volume down. Of an inline volume it blocks until its disk
+    /// has it; of others it is in the memory of a tmpfs.
+    pub fn save(&self, record: &Record) -> io::Result<()> {
         let bytes = serde_json::to_vec(record)?;
-        file::replace(&self.volumes.join(file_name(&record.volume_id)), bytes).await
+        let (path, durability) = self.file_of(&record.volume_id, record.inline.is_some());
+        file::replace(&path, &bytes, durability)
     }
 
-    /// Forgets a volume that is not inline.
-    pub async fn forget(&self, volume_id: &str) -> io::Result<()> {
-        let _ = file::remove(&self.volumes.join(file_name(volume_id))).await?;
-        Ok(())
+    /// Forgets a volume. Blocks as [`Records::save`].
+    pub fn forget(&self, volume_id: &str, is_inline: bool) -> io::Result<()> {
+        let (path, durability) = self.file_of(volume_id, is_inline);
+        file::remove(&path, durability)
     }
 
-    /// Writes an inline volume down. For a lane, which it blocks.
-    pub fn save_inline(&self, record: &Record) -> io::Result<()> {
-        let bytes = serde_json::to_vec(record)?;
-        durable::replace(&self.inline.join(file_name(&record.volume_id)), &bytes)
-    }
-
-    /// Forgets an inline volume. For a lane, which it blocks.
-    pub fn forget_inline(&self, volume_id: &str) -> io::Result<()> {
-        durable::remove(&self.inline.join(file_name(volume_id)))
+    fn file_of(&self, volume_id: &str, is_inline: bool) -> (PathBuf, Durability) {
+        let (directory, durability) = if is_inline {
+            (&self.inline, Durability::Durable)
+        } else {
+            (&self.volumes, Durability::Volatile)
+        };
+        let name = digest::sha256_hex(volume_id) + ".json";
+        (directory.join(name), durability)
     }
 }

@@ -1,17 +1,16 @@
 //! Stage: from a source to a device, and for file systems to a mount.
 
 use std::{
+    io,
     path::{Path, PathBuf},
-    sync::Arc,
     time::Duration,
 };
 
 use super::{
     Outcome, already,
     attach::{Before, attach_source, known_device, purpose_of},
-    context::Context,
+    context::{Context, OnLane},
     error::Cause,
-    guard::Guard,
     layout, mounted,
     nested::PathOf,
     places::{Places, at_staging},
@@ -23,17 +22,17 @@ use super::{
 };
 use crate::{
     Done,
-    device::{Attachment, Device, Fencing, ready},
+    admission::Place as Admission,
+    device::{Attachment, Device, Fencing, HeldOpen, ready},
     fs::{FsType, grow, probe::FsInfo},
     kernel::{Dev, sysfs},
     mount::{
         PathKind,
         attach::{self, NewMount},
         options::MountOptions,
-        ownership::FsGroup,
         path::SafePath,
     },
-    ring,
+    ring::timer,
 };
 
 /// A device is ready within microseconds of its attach, or something is wrong.
@@ -51,31 +50,34 @@ pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Caus
         return Err(Cause::Full { limit });
     }
     cx.refuse_nested(&spec.staging_path, PathOf::Staging)?;
-    let (spec, mut found) = look(cx, spec).await?;
-    let spec = &spec;
+    let (spec, looking) = (spec.clone(), cx.admit_look(&spec.source).await?);
+    cx.on_lane(|cx| Box::pin(on_lane(cx, spec, looking))).await
+}
+
+/// A stage from its first look to its last step, on the volume's lane.
+async fn on_lane(cx: OnLane<'_>, mut spec: Stage, looking: Admission) -> Result<Outcome, Cause> {
+    let (place, mut before) = cx.step("look", || look(cx, &mut spec))?;
+    drop(looking);
     if let Some(record) = cx.volume.record() {
         match record.phase {
             // Found without a record: this call says how it is to be staged.
-            Phase::Staged if record.found && record.may_satisfy(spec) => {}
-            Phase::Staged if !record.satisfies(spec) => {
+            Phase::Staged if record.found && record.may_satisfy(&spec) => {}
+            Phase::Staged if !record.satisfies(&spec) => {
                 return Err(Cause::Incompatible {
                     have: record.describe(),
-                    want: Record::begin(&cx.volume.id, "", spec).describe(),
+                    want: Record::begin(&cx.volume.id, "", &spec).describe(),
                 });
             }
-            Phase::Staged if found.is_staged => {
-                found.usable.map_err(kept)?;
+            Phase::Staged if before.is_staged => {
+                let usable = cx.step("look", || publish::refuse_shut_down(&place));
+                usable.map_err(kept)?;
                 // A volume that is published again registers this node again: while the
                 // node was cut off, the controller may have removed it.
                 if let Some(device) = &record.device
                     && (spec.fencing == Fencing::On
                         || cx.node.backends.bind(&record.source).wants_secrets(device))
                 {
-                    let before = Before {
-                        device: found.device,
-                        is_staged: true,
-                    };
-                    attach_source(cx, spec, purpose_of(spec), before)
+                    attach_source(cx, &spec, purpose_of(&spec), before)
                         .await
                         .map_err(kept)?;
                 }
@@ -83,56 +85,30 @@ pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Caus
                 return Ok(Outcome::Done);
             }
             // A call with other arguments began it, and has ended.
-            Phase::Staging | Phase::Unstaging if !record.satisfies(spec) => {
+            Phase::Staging | Phase::Unstaging if !record.satisfies(&spec) => {
                 unstage::tear_down(cx, &record).await?;
-                (_, found) = look(cx, spec).await?;
+                (_, before) = cx.step("look", || look(cx, &mut spec))?;
             }
             _ => {}
         }
     }
-    let before = Before {
-        device: found.device,
-        is_staged: found.is_staged,
-    };
-    Staging { cx, spec }.bring_up(before).await?;
+    drop(place);
+    Staging { cx, spec: &spec }.bring_up(before).await?;
     Ok(Outcome::Done)
-}
-
-/// The state in which a stage finds the volume.
-struct Found {
-    /// It is mounted or attached as its record says.
-    is_staged: bool,
-    /// Whether its file system can be used; `Ok` for a volume that is not staged.
-    usable: Result<(), Cause>,
-    /// Its device, if one is known and still its own.
-    device: Option<PathBuf>,
 }
 
 /// Makes the directory to mount at, and looks at what is there. A file of the operator's
 /// completes the source on the way.
-async fn look(cx: Context<'_>, spec: &Stage) -> Result<(Stage, Found), Cause> {
-    let (places, backends) = (cx.node.places.clone(), Arc::clone(&cx.node.backends));
-    let (id, record) = (cx.volume.id.clone(), cx.volume.record());
-    let mut spec = spec.clone();
-    let source = spec.source.clone();
-    let look = move || {
-        spec.source = backends.canonical(&spec.source);
-        let place = layout::make_place(&places, &id, &spec)?;
-        let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
-        let is_staged = staged.is_some_and(|record| is_still_there(record, &place));
-        let usable = if is_staged {
-            publish::refuse_shut_down(&place)
-        } else {
-            Ok(())
-        };
-        let found = Found {
-            is_staged,
-            usable,
-            device: known_device(&place, record.as_ref(), &spec.usage),
-        };
-        Ok((spec, found))
+fn look(cx: OnLane<'_>, spec: &mut Stage) -> Result<(SafePath, Before), Cause> {
+    spec.source = cx.node.backends.canonical(&spec.source);
+    let place = layout::make_place(&cx.node.places, &cx.volume.id, spec)?;
+    let record = cx.volume.record();
+    let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
+    let before = Before {
+        is_staged: staged.is_some_and(|record| is_still_there(record, &place)),
+        device: known_device(&place, record.as_ref(), &spec.usage),
     };
-    cx.look(&source, look).await?
+    Ok((place, before))
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.
@@ -151,14 +127,14 @@ fn is_still_there(record: &Record, place: &SafePath) -> bool {
 /// A volume that is being staged.
 #[derive(Clone, Copy)]
 struct Staging<'a> {
-    cx: Context<'a>,
+    cx: OnLane<'a>,
     spec: &'a Stage,
 }
 
 impl Staging<'_> {
     /// The part of stage that changes something, and is undone if it fails.
-    async fn bring_up(&self, known: Before) -> Result<(), Cause> {
-        let Self { cx, spec } = *self;
+    async fn bring_up(self, known: Before) -> Result<(), Cause> {
+        let Self { cx, spec } = self;
         let before = cx.volume.record();
         let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), spec);
         if let Some(before) = &before {
@@ -166,7 +142,7 @@ impl Staging<'_> {
             record.root_dev = before.root_dev;
             record.fs = before.fs;
         }
-        cx.remember(record.clone()).await?;
+        cx.remember(&record).await?;
         let attached = attach_source(cx, spec, purpose_of(spec), known).await;
         let cause = match attached {
             Ok(attached) => {
@@ -185,7 +161,7 @@ impl Staging<'_> {
             }
             Err(cause) => cause,
         };
-        if cx.live_target().await.is_some() {
+        if cx.live_target().is_some() {
             // Pods use it.
             return Err(kept(cause));
         }
@@ -195,140 +171,126 @@ impl Staging<'_> {
         }
     }
 
-    async fn steps(&self, record: &mut Record, attached: &Attachment) -> Result<(), Cause> {
-        let Self { cx, spec } = *self;
+    async fn steps(self, record: &mut Record, attached: &Attachment) -> Result<(), Cause> {
+        let Self { cx, spec } = self;
         let device = &attached.device;
-        let ready = ready::ready(&cx.node.uevents, &spec.source, device);
-        cx.step("ready", ring::timer::timeout(READY_WITHIN, ready))
-            .await
-            .map_err(|elapsed| std::io::Error::new(std::io::ErrorKind::TimedOut, elapsed))
-            .flatten()
-            .map_err(Cause::io(format!("wait for {}", device.node.display())))?;
+        self.wait_until_ready(device).await?;
         if record.mounts() {
             // Recorded before anything is mounted: after a crash the next agent must know
             // which device to look for.
-            cx.remember(record.clone()).await?;
+            cx.remember(record).await?;
         }
         if let Use::Mount { options, .. } = &spec.usage {
-            if let Some((fs, root_dev)) = self.mounted(device).await? {
+            let mounted = self.at_place("look", |place| mounted::fs_of(place, device))?;
+            if let Some((fs, root_dev)) = mounted {
                 already("mount", Done::Already);
                 (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
                 if !spec.read_only {
                     // The agent that mounted it may have died before it grew it.
-                    self.grow_to_device(device, fs).await?;
+                    self.grow_to_device(device, fs)?;
                 }
             } else {
-                let (prepared, guard) =
+                let (prepared, held) =
                     prepare::prepare(cx, record, attached, &spec.mkfs_options).await?;
-                let root_dev = self.mount(options, device, &prepared, guard).await?;
+                let root_dev = self.mount(options, device, &prepared, held).await?;
                 (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
                 let larger = |info: &FsInfo| {
                     sysfs::size_bytes(device.dev).map(|size| grow::needed(info, size))
                 };
                 let grows = prepared.found.as_ref().map_or(Ok(false), larger);
                 if !spec.read_only && grows.map_err(Cause::io("read the device's size"))? {
-                    self.grow_to_device(device, prepared.fs).await?;
+                    self.grow_to_device(device, prepared.fs)?;
                 }
             }
             if let Some(group) = spec.group.filter(|_| !spec.read_only) {
-                self.own(group).await?;
+                self.at_place("chgrp", |place| mounted::own(place, group))?;
             }
         } else if record.mounts() {
-            self.bind_node(device).await?;
+            self.bind_node(device)?;
         }
-        layout::write_note(cx, record).await?;
+        layout::write_note(cx, record)?;
         record.phase = Phase::Staged;
-        cx.remember(record.clone()).await
+        cx.remember(record).await
+    }
+
+    async fn wait_until_ready(self, device: &Device) -> Result<(), Cause> {
+        let cx = self.cx;
+        let ready = async {
+            if ready::look(&self.spec.source, device)?.is_some() {
+                return Ok(());
+            }
+            let (node, of, on) = (cx.node.clone(), self.spec.source.clone(), device.clone());
+            let wait = move || async move {
+                let ready = ready::ready(&node.uevents, &of, &on);
+                timer::timeout(READY_WITHIN, ready).await
+            };
+            let waited = cx.node.on_runtime(wait).await;
+            waited
+                .map_err(|elapsed| io::Error::new(io::ErrorKind::TimedOut, elapsed))?
+                .map(drop)
+        };
+        let waited = cx.wait("ready", ready).await;
+        waited.map_err(Cause::io(format!("wait for {}", device.node.display())))
     }
 
     async fn mount(
-        &self,
+        self,
         options: &MountOptions,
         device: &Device,
         prepared: &Prepared,
-        guard: Guard,
+        held: HeldOpen,
     ) -> Result<Dev, Cause> {
-        let Self { cx, spec } = *self;
+        let Self { cx, spec } = self;
         let gate = &cx.node.config.gates.mount;
-        let admission = match cx.admit(gate, &spec.source).await {
-            Ok(admission) => admission,
-            Err(error) => {
-                guard.close(cx).await;
-                return Err(error);
-            }
-        };
-        let (places, path) = (cx.node.places.clone(), self.mount_point());
-        let options = options.clone();
-        let node_path = device.node.clone();
-        let fs = prepared.fs;
-        let read_only = spec.read_only;
-        let extra = extra_options(prepared, read_only, &options);
-        let held = guard.give();
-        let mount = move || {
-            let _admission = admission;
-            let place = make_room(&places, &path)?;
+        let _admission = cx.admit(gate, &spec.source).await?;
+        let mounted = cx.step("mount", || {
+            let place = make_room(&cx.node.places, &self.mount_point())?;
             held.check()?;
             let new = NewMount {
-                fs_type: fs.as_str(),
-                source: &node_path,
-                options: &options,
-                extra: &extra,
-                read_only,
+                fs_type: prepared.fs.as_str(),
+                source: &device.node,
+                options,
+                extra: &extra_options(prepared, spec.read_only, options),
+                read_only: spec.read_only,
             };
             attach::mount(&new, &place).map_err(Cause::Mount)
-        };
-        let mounted = cx.lane("mount", mount).await?;
+        })?;
         tracing::debug!(volume_id = cx.volume.id, ?mounted, "mounted");
         Ok(mounted.dev)
     }
 
     /// The mount point.
-    fn mount_point(&self) -> PathBuf {
+    fn mount_point(self) -> PathBuf {
         let spec = self.spec;
         mount_point(&spec.source, &spec.staging_path, &self.cx.volume.id)
     }
 
     /// Runs a step at the mount point.
-    async fn at_place<T: Send + 'static>(
-        &self,
+    fn at_place<T>(
+        self,
         step: &'static str,
-        work: impl FnOnce(&SafePath) -> Result<T, Cause> + Send + 'static,
+        work: impl FnOnce(&SafePath) -> Result<T, Cause>,
     ) -> Result<T, Cause> {
-        let (places, path) = (self.cx.node.places.clone(), self.mount_point());
-        let at_place = move || work(&places.staging(&path)?);
-        self.cx.lane(step, at_place).await
-    }
-
-    /// The device's file system, if it is mounted already.
-    async fn mounted(&self, device: &Device) -> Result<Option<(FsType, Dev)>, Cause> {
-        let device = device.clone();
-        self.at_place("look", move |place| mounted::fs_of(place, &device))
-            .await
-    }
-
-    async fn own(&self, group: FsGroup) -> Result<(), Cause> {
-        self.at_place("chgrp", move |place| mounted::own(place, group))
-            .await
+        let path = self.mount_point();
+        let at_place = || work(&self.cx.node.places.staging(&path)?);
+        self.cx.step(step, at_place)
     }
 
     /// Binds the device's node, unless something is mounted there.
-    async fn bind_node(&self, device: &Device) -> Result<(), Cause> {
-        let (device, read_only) = (device.clone(), self.spec.read_only);
-        let steps = self.cx.progress.clone();
-        let bind = move |place: &SafePath| {
+    fn bind_node(self, device: &Device) -> Result<(), Cause> {
+        self.at_place("look", |place| {
             if matches!(place.kind(), Ok(PathKind::Mount(_))) {
                 return Ok(());
             }
-            publish::bind_node(&device, place, read_only, &steps)
-        };
-        self.at_place("look", bind).await
+            publish::bind_node(self.cx, device, place, self.spec.read_only)
+        })
     }
 
     /// A clone may be larger than the file system that it was cloned from.
-    async fn grow_to_device(&self, device: &Device, fs: FsType) -> Result<(), Cause> {
+    fn grow_to_device(self, device: &Device, fs: FsType) -> Result<(), Cause> {
         let cx = self.cx;
         let size = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
-        match mounted::grow(cx, &self.mount_point(), fs, size).await {
+        match mounted::grow(cx, &self.mount_point(), fs, size) {
             Err(Cause::Grow(error @ grow::GrowError::NeedsCapability { .. })) => {
                 // Smaller than its device, but complete.
                 tracing::warn!(volume_id = cx.volume.id, %error, "the file system stays smaller than its device");
@@ -339,7 +301,7 @@ impl Staging<'_> {
     }
 }
 
-/// Makes the mount point, at which nothing else may be mounted. On the volume's lane.
+/// Makes the mount point, at which nothing else may be mounted.
 fn make_room(places: &Places, mount_point: &Path) -> Result<SafePath, Cause> {
     let place = places.staging(mount_point)?;
     if matches!(place.kind(), Ok(PathKind::Mount(_))) {

@@ -9,12 +9,10 @@
 //! last answer, or a transient error if there is none.
 
 use std::{
-    cell::RefCell,
     collections::HashMap,
     io,
     path::{Path, PathBuf},
-    rc::Rc,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -63,10 +61,20 @@ pub enum Usage {
 
 /// Questions about a volume that its task does not answer.
 #[derive(Debug, Default)]
-pub struct Asked {
-    under_way: RefCell<Option<Question>>,
+pub struct Asked(Mutex<AskedState>);
+
+#[derive(Debug, Default)]
+struct AskedState {
+    under_way: Option<Question>,
     /// Its last answers, by where it was asked.
-    last: RefCell<HashMap<PathBuf, Usage>>,
+    last: HashMap<PathBuf, Usage>,
+}
+
+impl Asked {
+    /// Nothing can panic under this lock.
+    fn lock(&self) -> MutexGuard<'_, AskedState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The subject of a question.
@@ -95,7 +103,7 @@ struct Question {
 impl Node {
     /// `NodeGetVolumeStats`: asks about the mount that this node made.
     pub async fn stats(
-        self: Rc<Self>,
+        self: Arc<Self>,
         volume_id: String,
         path: PathBuf,
         deadline: Duration,
@@ -112,7 +120,7 @@ impl Node {
         if let Some(Told::Usage(answer)) = self.ask(&volume, &record, about, deadline).await {
             return answer;
         }
-        let last = volume.asked.last.borrow().get(&path).copied();
+        let last = volume.asked.lock().last.get(&path).copied();
         last.ok_or_else(|| {
             let what = format!("ask how full it is at {}", path.display());
             let why = "its file system waits for its device";
@@ -125,7 +133,7 @@ impl Node {
     /// time.
     pub async fn file_system_health(
         &self,
-        volume: &Rc<Volume>,
+        volume: &Arc<Volume>,
         record: &Record,
         deadline: Duration,
     ) -> Option<Vec<Condition>> {
@@ -139,7 +147,7 @@ impl Node {
     /// long.
     async fn ask(
         &self,
-        volume: &Rc<Volume>,
+        volume: &Arc<Volume>,
         record: &Record,
         about: About,
         deadline: Duration,
@@ -154,7 +162,7 @@ impl Node {
                 Ok(Ok(_)) if !left.is_zero() => {}
                 Ok(Err(_)) => {
                     // The lane panicked: the next call asks anew.
-                    volume.asked.under_way.replace(None);
+                    volume.asked.lock().under_way = None;
                     return None;
                 }
                 _ => return None,
@@ -163,8 +171,9 @@ impl Node {
     }
 
     /// The look under way at the volume, or a new one.
-    fn question(&self, volume: &Rc<Volume>, record: &Record, about: &About) -> Question {
-        if let Some(question) = &*volume.asked.under_way.borrow() {
+    fn question(&self, volume: &Arc<Volume>, record: &Record, about: &About) -> Question {
+        let mut asked = volume.asked.lock();
+        if let Some(question) = &asked.under_way {
             return question.clone();
         }
         let (send, receive) = oneshot::channel();
@@ -172,7 +181,8 @@ impl Node {
             about: about.clone(),
             answer: receive.shared(),
         };
-        volume.asked.under_way.replace(Some(question.clone()));
+        asked.under_way = Some(question.clone());
+        drop(asked);
         let (places, record, about) = (self.places.clone(), record.clone(), about.clone());
         let looks = self.lanes.run(&volume.id, "statfs", move || {
             let told = match &about {
@@ -184,16 +194,17 @@ impl Node {
             };
             (about, told)
         });
-        let asked = Rc::clone(volume);
+        let volume = Arc::clone(volume);
         ring::spawn(async move {
             let (about, told) = looks.await;
-            asked.asked.under_way.replace(None);
-            let mut last = asked.asked.last.borrow_mut();
+            let mut asked = volume.asked.lock();
+            asked.under_way = None;
             match (about, &told) {
-                (About::Usage(path), Told::Usage(Ok(usage))) => last.insert(path, *usage),
-                (About::Usage(path), _) => last.remove(&path),
+                (About::Usage(path), Told::Usage(Ok(usage))) => asked.last.insert(path, *usage),
+                (About::Usage(path), _) => asked.last.remove(&path),
                 (About::Health, _) => None,
             };
+            drop(asked);
             // All callers may have gone.
             let _ = send.send(told);
         });

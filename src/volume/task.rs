@@ -11,12 +11,10 @@
 //! another.
 
 use std::{
-    cell::{Cell, RefCell},
     fmt,
     future::Future,
     pin::Pin,
-    rc::Rc,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     task::{self, Poll, Waker},
     time::{Duration, Instant},
 };
@@ -33,7 +31,7 @@ use super::{
     spec::{Call, Request},
     stats::Asked,
 };
-use crate::{Kind, crash_point, hold_point, observe::metrics, ring};
+use crate::{Kind, crash_point, hold_point, lane, observe::metrics, ring};
 
 /// What a successful call reports back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,18 +53,18 @@ pub struct Volume {
     /// The handle.
     pub id: String,
     /// Its record and targets, while this node holds it.
-    pub held: RefCell<Option<Held>>,
-    /// How often it was published.
-    pub published: Cell<u64>,
+    held: Mutex<Option<Held>>,
+    /// How often it was published; read and changed under the lock of `held`.
+    pub published: AtomicU64,
     /// Questions to its file system.
     pub asked: Asked,
     /// In the order in which they began: first the volume's task, then calls beside it.
-    running: RefCell<Vec<Running>>,
+    running: Mutex<Vec<Running>>,
 }
 
 #[derive(Clone)]
 struct Running {
-    request: Rc<Request>,
+    request: Arc<Request>,
     begun: Instant,
     progress: Progress,
     answer: Shared<oneshot::Receiver<Answer>>,
@@ -173,18 +171,19 @@ impl Progress {
         self.now().waits_for = what;
     }
 
-    /// Runs one step: it is named while it runs and counted when it ends.
-    pub async fn step<T>(&self, name: &'static str, work: impl Future<Output = T>) -> T {
+    /// Waits in a step of its own: it is named meanwhile, and counted when it ends.
+    pub async fn wait<T>(&self, name: &'static str, event: impl Future<Output = T>) -> T {
         let (begun, _) = self.begin(name);
-        let out = work.await;
+        let out = event.await;
         self.end(name, begun);
         out
     }
 
-    /// As [`Progress::step`], of a step within the one that has the volume's lane,
-    /// which goes on afterwards.
-    pub fn step_on_lane<T>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
+    /// Runs one step on the volume's lane, maybe within another one, which goes on
+    /// afterwards.
+    pub fn step<T>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
         let (begun, outer) = self.begin(name);
+        lane::enter_step(name);
         hold_point(name, &self.volume);
         let out = work();
         self.end(name, begun);
@@ -247,28 +246,38 @@ impl Volume {
     pub fn new(id: &str) -> Self {
         Self {
             id: id.to_owned(),
-            held: RefCell::default(),
-            published: Cell::default(),
+            held: Mutex::default(),
+            published: AtomicU64::default(),
             asked: Asked::default(),
-            running: RefCell::default(),
+            running: Mutex::default(),
         }
+    }
+
+    /// Its record and targets, while this node holds it. Nothing can panic under this
+    /// lock.
+    pub fn held(&self) -> MutexGuard<'_, Option<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn running(&self) -> MutexGuard<'_, Vec<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The call under way, if any.
     pub fn under_way(&self, node: &Node) -> Option<UnderWay> {
-        let running = self.running.borrow();
-        running.first().map(|r| r.progress.under_way(node))
+        let progress = (self.running().first()).map(|first| first.progress.clone());
+        progress.map(|progress| progress.under_way(node))
     }
 
     /// Nothing is held, and nothing runs: the entry can go.
     pub fn is_idle_and_empty(&self) -> bool {
-        self.running.borrow().is_empty() && self.held.borrow().is_none()
+        self.running().is_empty() && self.held().is_none()
     }
 
     /// The equal call under way, or else one that this call must not run beside.
     fn in_the_way(&self, call: &Call) -> Option<Running> {
-        let running = self.running.borrow();
-        let is_inline = (self.held.borrow().as_ref()).is_some_and(|h| h.record.inline.is_some());
+        let is_inline = (self.held().as_ref()).is_some_and(|held| held.record.inline.is_some());
+        let running = self.running();
         let conflicts = |other: &&Running| is_inline || !call.may_begin_beside(&other.request.call);
         let equal = running.iter().find(|other| other.request.call == *call);
         equal.or_else(|| running.iter().find(conflicts)).cloned()
@@ -279,12 +288,12 @@ impl Volume {
 /// for the answer until `deadline`. A caller that joined a call whose secrets were
 /// refused, and passed others, gets an attempt of its own.
 pub async fn submit(
-    node: &Rc<Node>,
+    node: &Arc<Node>,
     volume_id: &str,
     request: Request,
     deadline: Duration,
 ) -> Answer {
-    let request = Rc::new(request);
+    let request = Arc::new(request);
     let failed = |cause: Cause| Arc::new(cause.of(volume_id));
     let begun = Instant::now();
     loop {
@@ -298,7 +307,7 @@ pub async fn submit(
                 }
                 return Err(failed(Cause::Pending(running.progress.under_way(node))));
             }
-            None => match start(node, &volume, Rc::clone(&request)) {
+            None => match start(node, &volume, Arc::clone(&request)) {
                 Started::Finished(answer) => return answer,
                 Started::Runs(running) => running,
             },
@@ -330,7 +339,7 @@ enum Started {
 
 /// Begins a call. A call that needs no lane, such as one that the volume's record
 /// refuses, ends at once.
-fn start(node: &Rc<Node>, volume: &Rc<Volume>, request: Rc<Request>) -> Started {
+fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> Started {
     let progress = Progress::new(&volume.id, request.call.name());
     let (send, receive) = oneshot::channel();
     let running = Running {
@@ -339,7 +348,7 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, request: Rc<Request>) -> Started 
         progress: progress.clone(),
         answer: receive.shared(),
     };
-    volume.running.borrow_mut().push(running.clone());
+    volume.running().push(running.clone());
     let ended = Ended {
         node: node.clone(),
         volume: volume.clone(),
@@ -373,16 +382,15 @@ fn start(node: &Rc<Node>, volume: &Rc<Volume>, request: Rc<Request>) -> Started 
 
 /// Clears a task of the volume when it ends, even by panic.
 struct Ended {
-    node: Rc<Node>,
-    volume: Rc<Volume>,
-    request: Rc<Request>,
+    node: Arc<Node>,
+    volume: Arc<Volume>,
+    request: Arc<Request>,
 }
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        let mut running = self.volume.running.borrow_mut();
-        running.retain(|one| !Rc::ptr_eq(&one.request, &self.request));
-        drop(running);
+        let request = &self.request;
+        (self.volume.running()).retain(|one| !Arc::ptr_eq(&one.request, request));
         self.node.forget_if_empty(&self.volume.id);
     }
 }

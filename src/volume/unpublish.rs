@@ -1,32 +1,26 @@
 //! Unpublish: unmounts a target and removes what was made for it.
 //!
-//! All of it is one job on the volume's lane ([`Unpublishing`]): it walks directories
-//! that are on a disk, and where the staging mount is gone the target's may be the
-//! superblock's last, which writes back. A raw volume's descriptor lock is
-//! released before, as its end is an event to wait for.
+//! All of it is on the volume's lane: it walks directories that are on a disk, and where
+//! the staging mount is gone the target's may be the superblock's last, which writes
+//! back. A raw volume's descriptor lock is released before.
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::path::{Path, PathBuf};
 
 use rustix::fd::AsFd as _;
 
 use super::{
     Outcome, already,
-    context::Context,
+    context::{Context, OnLane},
     error::Cause,
-    held::Targets,
     nested::PathOf,
-    places::{Places, absent_is_none, at_target},
+    places::{absent_is_none, at_target},
     record::Record,
     spec::Use,
-    task::Progress,
     unstage,
 };
 use crate::{
     device::{
-        Backends, Owner, Source,
+        Owner,
         descriptor_lock::{self, Unlock},
     },
     fs::FsType,
@@ -41,29 +35,26 @@ pub(super) async fn unpublish(cx: Context<'_>, target_path: &Path) -> Result<Out
         cx.progress.backend(record.source.backend());
     }
     cx.refuse_nested(target_path, PathOf::Target)?;
-    release_lock(cx, record.as_ref(), target_path).await?;
-    let is_known = record.as_ref().is_some_and(|it| it.device.is_some());
-    let others = if is_known {
-        Vec::new()
-    } else {
-        cx.sources_of_others()
+    let target_path = target_path.to_owned();
+    cx.on_lane(|cx| Box::pin(on_lane(cx, record, target_path)))
+        .await
+}
+
+async fn on_lane(
+    cx: OnLane<'_>,
+    record: Option<Record>,
+    target_path: PathBuf,
+) -> Result<Outcome, Cause> {
+    release_lock(cx, record.as_ref(), &target_path).await?;
+    let unpublishing = Unpublishing {
+        cx,
+        record: record.as_ref(),
     };
-    let job = Unpublishing {
-        volume_id: cx.volume.id.clone(),
-        record: record.clone(),
-        target_path: target_path.to_owned(),
-        places: cx.node.places.clone(),
-        backends: Arc::clone(&cx.node.backends),
-        others,
-        targets: cx.volume.targets().but(target_path),
-        progress: cx.progress.clone(),
-    };
-    let (live, targets) = cx.lane("unpublish", move || job.run()).await?;
-    cx.volume.drop_target(target_path);
-    cx.volume.forget_gone(&targets);
+    cx.step("unpublish", || unpublishing.run(&target_path))?;
+    cx.volume.drop_target(&target_path);
     if let Some(record) = record
         && record.inline.is_some()
-        && live.is_none()
+        && cx.live_target().is_none()
     {
         unstage::tear_down(cx, &record).await?;
     }
@@ -71,39 +62,32 @@ pub(super) async fn unpublish(cx: Context<'_>, target_path: &Path) -> Result<Out
 }
 
 /// An unpublish, on the volume's lane.
-struct Unpublishing {
-    volume_id: String,
-    record: Option<Record>,
-    target_path: PathBuf,
-    places: Places,
-    backends: Arc<Backends>,
-    /// The sources of other volumes, if this one has no record with a device.
-    others: Vec<(String, Source)>,
-    /// Where else it is published.
-    targets: Targets,
-    progress: Progress,
+#[derive(Clone, Copy)]
+struct Unpublishing<'a> {
+    cx: OnLane<'a>,
+    record: Option<&'a Record>,
 }
 
-impl Unpublishing {
-    /// Answers with a target at which an inline volume still appears.
-    fn run(mut self) -> Result<(Option<PathBuf>, Targets), Cause> {
-        if let Some(place) = absent_is_none(self.places.target(&self.target_path))? {
-            while let PathKind::Mount(mounted) = place.kind().map_err(looking_at(&place))? {
-                self.is_the_volume(&place, &mounted)?;
-                self.unmount(&place)?;
-            }
-            let removed = place.remove().map_err(at_target)?;
-            already("unpublish", removed);
+impl Unpublishing<'_> {
+    fn run(self, target_path: &Path) -> Result<(), Cause> {
+        let Some(place) = absent_is_none(self.cx.node.places.target(target_path))? else {
+            return Ok(());
+        };
+        while let PathKind::Mount(mounted) = place.kind().map_err(looking_at(&place))? {
+            self.is_the_volume(&place, &mounted)?;
+            self.unmount(&place)?;
         }
-        let inline = self.record.as_ref().filter(|it| it.inline.is_some());
-        let live = inline.and_then(|record| self.targets.live(&self.places, record));
-        Ok((live, self.targets))
+        let removed = place.remove().map_err(at_target)?;
+        already("unpublish", removed);
+        Ok(())
     }
 
     /// Refuses any other mount at the target than the volume's.
-    fn is_the_volume(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
-        let record = self.record.as_ref();
-        match record.and_then(|record| record.device.as_ref().map(|device| (record, device))) {
+    fn is_the_volume(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
+        match self
+            .record
+            .and_then(|record| record.device.as_ref().map(|device| (record, device)))
+        {
             Some((record, device)) if record.appears_at(device, mounted) => Ok(()),
             Some(_) => Err(Cause::precondition(format!(
                 "something else is mounted at {}; unmount it first",
@@ -115,7 +99,7 @@ impl Unpublishing {
 
     /// The same without a record of the device: by the kernel's and the claims' word on
     /// the mounted device.
-    fn is_its_device(&self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
+    fn is_its_device(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let (what, dev) = what_is_mounted(place, mounted)?;
         let refused = |what: String| {
             Err(Cause::precondition(format!(
@@ -126,25 +110,21 @@ impl Unpublishing {
         let Some(dev) = dev else {
             return refused(what);
         };
-        let find = || self.backends.owner_of(dev);
-        let owner = self.progress.step_on_lane("find", find);
-        match owner? {
-            Owner::Volume(id) if id == self.volume_id => Ok(()),
+        let find = || self.cx.node.backends.owner_of(dev);
+        match self.cx.step("find", find)? {
+            Owner::Volume(id) if id == self.cx.volume.id => Ok(()),
             Owner::Volume(other) => refused(format!("volume {other}, {what},")),
-            Owner::Source(source) => {
-                let mut others = self.others.iter();
-                match others.find(|(_, other)| other.is_same(&source)) {
-                    Some((other, _)) => refused(format!("volume {other}, {what},")),
-                    None => Ok(()),
-                }
-            }
+            Owner::Source(source) => match self.cx.other_user(&source) {
+                Some(other) => refused(format!("volume {other}, {what},")),
+                None => Ok(()),
+            },
             Owner::Nobody => refused(what),
         }
     }
 
-    fn unmount(&self, place: &SafePath) -> Result<(), Cause> {
+    fn unmount(self, place: &SafePath) -> Result<(), Cause> {
         let unmount = || unmount::unmount(place);
-        already("unbind", self.progress.step_on_lane("unbind", unmount)?);
+        already("unbind", self.cx.step("unbind", unmount)?);
         Ok(())
     }
 }
@@ -175,7 +155,7 @@ fn looking_at(place: &SafePath) -> impl FnOnce(std::io::Error) -> Cause + use<> 
 /// Releases the descriptor lock of this target: our own, over the target, or
 /// the one that kubelet left over its map file of the same pod.
 async fn release_lock(
-    cx: Context<'_>,
+    cx: OnLane<'_>,
     record: Option<&Record>,
     target_path: &Path,
 ) -> Result<(), Cause> {
@@ -188,22 +168,18 @@ async fn release_lock(
     let dev = device.dev;
     let mut paths = vec![target_path.to_owned()];
     paths.extend(kubelet_map_file(target_path));
-    let (places, target) = (cx.node.places.clone(), target_path.to_owned());
-    let unlock = move || match absent_is_none(places.target(&target))? {
+    let unlock = || match absent_is_none(cx.node.places.target(target_path))? {
         Some(_) => Ok(descriptor_lock::unlock(dev, &Unlock::Over(paths))?),
         None => Ok::<_, Cause>(Vec::new()),
     };
-    let released = cx.lane("unlock", unlock).await?;
-    for lock in released {
+    for lock in cx.step("unlock", unlock)? {
         // While another opener has it open, as udevd does, the target stays busy.
         let gone = || Ok((!lock.is_held()).then_some(()));
         let gone = async {
-            cx.node
-                .uevents
-                .wait(&sysfs::name_of(lock.device.dev)?, gone)
-                .await
+            let name = sysfs::name_of(lock.device.dev)?;
+            cx.node.uevents.wait(&name, gone).await
         };
-        cx.step("gone", gone).await.map_err(Cause::io(format!(
+        cx.wait("gone", gone).await.map_err(Cause::io(format!(
             "wait for {} to go",
             lock.device.node.display()
         )))?;

@@ -1,10 +1,10 @@
 //! Unstage: from a mount back to a detached source.
 
-use std::{path::Path, sync::Arc};
+use std::path::{Path, PathBuf};
 
 use super::{
     Outcome, already,
-    context::Context,
+    context::{Context, OnLane},
     error::Cause,
     layout, mounted,
     places::{absent_is_none, at_staging},
@@ -29,9 +29,14 @@ use crate::{
 
 /// `NodeUnstageVolume`. A volume that is not staged is success.
 pub(super) async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outcome, Cause> {
+    let path = staging_path.to_owned();
+    cx.on_lane(|cx| Box::pin(on_lane(cx, path))).await
+}
+
+async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause> {
     let record = match cx.volume.record() {
         Some(record) => record,
-        None => match reconcile::rebuild(cx, staging_path).await? {
+        None => match reconcile::rebuild(cx, &staging_path)? {
             Some(record) => record,
             None => return Ok(Outcome::Done),
         },
@@ -45,7 +50,7 @@ pub(super) async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outc
             staging_path.display()
         )));
     }
-    if let Some(target) = cx.live_target().await {
+    if let Some(target) = cx.live_target() {
         return Err(Cause::precondition(format!(
             "it is still published at {}; unpublish it first",
             target.display()
@@ -56,21 +61,21 @@ pub(super) async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outc
 }
 
 /// Unmounts, detaches, releases the source and forgets the volume; skips what is done.
-pub(super) async fn tear_down(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let mut record = record.clone();
     record.phase = Phase::Unstaging;
-    cx.remember(record.clone()).await?;
+    cx.remember(&record).await?;
     if let Some(device) = &record.device {
         // A lock over another image's device stays.
         if record.usage == Use::Block && record.source.is_still(device) {
-            release_locks(cx, device).await?;
+            release_locks(cx, device)?;
         }
         if record.mounts() {
-            unmount(cx, &record, device).await?;
+            unmount(cx, &record, device)?;
         }
         if record.usage != Use::Block
             && !record.read_only
-            && let Err(error) = unmake::unmake(cx, &record, device).await
+            && let Err(error) = unmake::unmake(cx, &record, device)
         {
             // A dead device must be detached all the same.
             tracing::warn!(volume_id = cx.volume.id, error = %chain(&error), "cannot blank a partial format; see `uringctl format` if the volume is refused");
@@ -81,24 +86,21 @@ pub(super) async fn tear_down(cx: Context<'_>, record: &Record) -> Result<(), Ca
 }
 
 /// Forgets a detached volume; deletes an inline volume's image.
-pub(super) async fn forget(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
+pub(super) async fn forget(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     if record.inline.is_some() {
-        let (backends, places) = (Arc::clone(&cx.node.backends), cx.node.places.clone());
-        let record = record.clone();
-        let delete = move || -> Result<(), Cause> {
+        cx.step("delete", || {
             // The staging directory is the agent's own, too.
-            if let Some(place) = absent_is_none(places.staging(&record.staging_path))? {
+            if let Some(place) = absent_is_none(cx.node.places.staging(&record.staging_path))? {
                 let removed = place.remove().map_err(at_staging)?;
                 already("remove the staging directory", removed);
             }
-            let image = backends.inline_image(&record.source);
+            let image = cx.node.backends.inline_image(&record.source);
             already("delete", image.delete_inline(&record.volume_id)?);
-            Ok(())
-        };
-        cx.lane("delete", delete).await?;
+            Ok::<_, Cause>(())
+        })?;
     }
     if record.is_staged_below() {
-        layout::clear(cx, record).await?;
+        layout::clear(cx, record)?;
     }
     cx.forget(record.inline.is_some()).await
 }
@@ -106,17 +108,15 @@ pub(super) async fn forget(cx: Context<'_>, record: &Record) -> Result<(), Cause
 /// Unmounts the volume where it is staged, if that is what is mounted there. This may
 /// be the superblock's last mount, which writes everything back and can hang with the
 /// device.
-async fn unmount(cx: Context<'_>, record: &Record, device: &Device) -> Result<(), Cause> {
-    let (places, record, device) = (cx.node.places.clone(), record.clone(), device.clone());
-    let steps = cx.progress.clone();
-    let unmount = move || {
-        let Some(place) = absent_is_none(places.staging(&record.mount_point()))? else {
+fn unmount(cx: OnLane<'_>, record: &Record, device: &Device) -> Result<(), Cause> {
+    cx.step("look", || {
+        let Some(place) = absent_is_none(cx.node.places.staging(&record.mount_point()))? else {
             return Ok(());
         };
-        if !is_mounted(&record, &place, &device)? {
+        if !is_mounted(record, &place, device)? {
             return Ok(());
         }
-        let done = steps.step_on_lane("unmount", || unmount::unmount(&place));
+        let done = cx.step("unmount", || unmount::unmount(&place));
         let done = done.map_err(|error| match error {
             UnmountError::Busy { .. } => Cause::Busy {
                 device: device.node.clone(),
@@ -126,8 +126,7 @@ async fn unmount(cx: Context<'_>, record: &Record, device: &Device) -> Result<()
         })?;
         already("unmount", done);
         Ok(())
-    };
-    cx.lane("look", unmount).await
+    })
 }
 
 /// Whether the volume is what is mounted where it is staged.
@@ -142,59 +141,45 @@ fn is_mounted(record: &Record, place: &SafePath, device: &Device) -> Result<bool
 
 /// Releases every descriptor lock that is left over the device. Called when no target is
 /// left, so no lock is of use any more.
-async fn release_locks(cx: Context<'_>, device: &Device) -> Result<(), Cause> {
-    let dev = device.dev;
-    let released = cx
-        .lane("unlock", move || descriptor_lock::unlock(dev, &Unlock::All))
-        .await?;
-    for lock in released {
+fn release_locks(cx: OnLane<'_>, device: &Device) -> Result<(), Cause> {
+    let unlock = || descriptor_lock::unlock(device.dev, &Unlock::All);
+    for lock in cx.step("unlock", unlock)? {
         tracing::info!(volume_id = cx.volume.id, lock = %lock.device.node.display(), backing = %lock.backing_path.display(), "released an orphaned descriptor lock");
     }
     Ok(())
 }
 
-async fn detach(cx: Context<'_>, record: &Record) -> Result<(), Cause> {
-    let backends = Arc::clone(&cx.node.backends);
-    let (source, known, id) = (
-        record.source.clone(),
-        record.device.clone(),
-        cx.volume.id.clone(),
-    );
-    let (device, detached) = cx
-        .lane("detach", move || {
-            let device = match known {
-                Some(device) => Some(device),
-                None => backends.left_by(&source, &id)?,
-            };
-            let detached = if let Some(device) = &device {
-                backends.detach(&source, device, &id)?
-            } else {
-                backends.bind(&source).release(&id)?;
-                Detached::Already
-            };
-            Ok::<_, DeviceError>((device, detached))
-        })
-        .await?;
+async fn detach(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
+    let (backends, source, id) = (&cx.node.backends, &record.source, &cx.volume.id);
+    let (device, detached) = cx.step("detach", || {
+        let device = match &record.device {
+            Some(device) => Some(device.clone()),
+            None => backends.left_by(source, id)?,
+        };
+        let detached = if let Some(device) = &device {
+            backends.detach(source, device, id)?
+        } else {
+            backends.bind(source).release(id)?;
+            Detached::Already
+        };
+        Ok::<_, DeviceError>((device, detached))
+    })?;
     if let (Some(device), Detached::Deferred) = (device, detached) {
         // Another opener delays the detach: udevd for a moment, or one of these.
-        let dev = device.dev;
-        let held_by = cx.lane("holders", move || holders::holders(dev)).await;
+        let openers = cx.step("holders", || holders::holders(device.dev));
         let gone = async {
             cx.progress.waits_for(format!(
                 "{}: {}",
                 device.node.display(),
-                holders::describe(&held_by)
+                holders::describe(&openers)
             ));
-            ready::gone(&cx.node.uevents, &record.source, &device).await
+            ready::gone(&cx.node.uevents, source, &device).await
         };
-        cx.step("gone", gone).await.map_err(Cause::io(format!(
+        cx.wait("gone", gone).await.map_err(Cause::io(format!(
             "wait for {} to go",
             device.node.display()
         )))?;
-        let backends = Arc::clone(&cx.node.backends);
-        let (source, id) = (record.source.clone(), cx.volume.id.clone());
-        cx.lane("release", move || backends.bind(&source).release(&id))
-            .await?;
+        cx.step("release", || backends.bind(source).release(id))?;
     }
     Ok(())
 }

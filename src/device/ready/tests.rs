@@ -41,7 +41,7 @@ fn a_loop_device_is_seen_coming_and_growing() {
         let (grown, ()) = soon(async { tokio::join!(grown, grow) }).await;
         assert_eq!(grown.unwrap(), 2 << 20);
 
-        assert!(uevents.waiters.list.borrow().is_empty());
+        assert!(uevents.waiters.lock().waiters.is_empty());
     })
     .unwrap();
 }

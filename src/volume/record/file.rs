@@ -1,0 +1,111 @@
+//! Files that are replaced as a whole.
+//!
+//! A file is written as the draft `.NAME.new` in the same directory, and renamed. So a
+//! reader sees the old bytes or the new, and a crash leaves at worst a draft that the
+//! next replacement overwrites; listings of records skip names that begin with a dot.
+//! Each path has one writer at a time.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+};
+
+use crate::crash_point;
+
+/// What a change outlives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// A crash of the process.
+    Volatile,
+    /// A crash of the machine: the call waits for the disk.
+    Durable,
+}
+
+/// Makes `bytes` the content of `path`, at once or not at all. The file is readable by
+/// its owner alone.
+pub fn replace(path: &Path, bytes: &[u8], durability: Durability) -> io::Result<()> {
+    let (directory, new) = directory_and_draft(path)?;
+    let mut file = File::options()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&new)?;
+    file.write_all(bytes)?;
+    if durability == Durability::Durable {
+        file.sync_all()?;
+    }
+    crash_point();
+    fs::rename(&new, path)?;
+    crash_point();
+    if durability == Durability::Durable {
+        File::open(directory)?.sync_all()?;
+    }
+    Ok(())
+}
+
+/// Removes `path`. Where that is to be durable its directory is synced even if the file
+/// was gone: the call that removed it may have died before it synced.
+pub fn remove(path: &Path, durability: Durability) -> io::Result<()> {
+    let is_missing = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+    match fs::remove_file(path) {
+        Err(error) if !is_missing(&error) => return Err(error),
+        _ => {}
+    }
+    crash_point();
+    if durability == Durability::Volatile {
+        return Ok(());
+    }
+    let (directory, _) = directory_and_draft(path)?;
+    match File::open(directory).and_then(|directory| directory.sync_all()) {
+        Err(error) if is_missing(&error) => Ok(()),
+        synced => synced,
+    }
+}
+
+/// The directory of `path`, and the path of its draft.
+fn directory_and_draft(path: &Path) -> io::Result<(&Path, PathBuf)> {
+    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("{} is not the path of a file", path.display()),
+        ));
+    };
+    let mut new = std::ffi::OsString::from(".");
+    new.push(name);
+    new.push(".new");
+    Ok((directory, directory.join(new)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_replaced_file_reads_back_and_leaves_no_draft() {
+        for durability in [Durability::Volatile, Durability::Durable] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("record.json");
+            let draft = dir.path().join(".record.json.new");
+            fs::write(draft, "half a rec, and longer").unwrap();
+            for bytes in [&b"first"[..], b"", b"second", &[b'x'; 12_295]] {
+                replace(&path, bytes, durability).unwrap();
+                assert_eq!(fs::read(&path).unwrap(), bytes);
+            }
+            let mode = fs::metadata(&path).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
+            assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
+            for path in [&path, &path, &dir.path().join("no/such/record")] {
+                remove(path, durability).unwrap();
+            }
+            assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+            let missing = dir.path().join("no/such/record");
+            replace(&missing, b"", durability).unwrap_err();
+            replace(Path::new("/"), b"", durability).unwrap_err();
+        }
+    }
+}
