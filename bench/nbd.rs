@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use criterion::Criterion;
-use uring_csi::device::nbd::{Links, Options};
+use uring_csi::device::nbd::{LinkOptions, Links};
 
 use crate::{
     backends::{Backend, Exports},
@@ -23,7 +23,7 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
     let links = Links::new("bench");
     let export = over.export("map");
     let identifier = links.identifier(&export, "map");
-    let options = Options {
+    let options = LinkOptions {
         connections: 2,
         request_seconds: 30,
         dead_seconds: 300,

@@ -11,7 +11,7 @@ use uring_csi::{
             rados::IoCtx,
             rbd::{self, Header, ImageOptions, trash},
         },
-        csi_format::journal::{Entry, Journal, Kind, Reserved},
+        csi_format::journal::{Journal, JournalEntry, JournalKind, Reserved},
     },
     proto::csi::CreateVolumeRequest,
 };
@@ -146,7 +146,7 @@ impl Library {
         let cluster: Arc<_> = ceph.connect();
         Self {
             pool: cluster.ioctx(&*ceph.cluster.pool, "").expect("a pool"),
-            journal: Journal::new(Kind::Volume, "library"),
+            journal: Journal::new(JournalKind::Volume, "library"),
             options: ImageOptions {
                 features: Some("layering".parse().expect("a feature")),
                 ..ImageOptions::default()
@@ -166,11 +166,11 @@ impl Library {
             .reserve(pool, &name, reserved)
             .expect("a reservation");
         assert!(found.is_none());
-        let image = Kind::Volume.image(None, uuid);
-        let entry = Entry {
+        let image = JournalKind::Volume.image(None, uuid);
+        let entry = JournalEntry {
             name: name.clone(),
             image: image.clone(),
-            ..Entry::default()
+            ..JournalEntry::default()
         };
         let entered = self.journal.enter(pool, pool, reserved, &entry);
         assert!(entered.expect("an entry"));

@@ -35,7 +35,7 @@ use self::{
     context::{Context, Socket},
     error::{Agent, CliError},
 };
-use crate::{chain, endpoint::Endpoint, secret::Secrets};
+use crate::{endpoint::Endpoint, error_chain, secret::Secrets};
 
 /// Creates, attaches, expands, copies and inspects block volumes
 #[derive(Debug, Parser)]
@@ -153,7 +153,7 @@ impl Cli {
         match self.answer().await {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
-                eprintln!("uringctl: {}", chain(&error));
+                eprintln!("uringctl: {}", error_chain(&error));
                 ExitCode::from(error.exit_code())
             }
         }

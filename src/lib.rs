@@ -5,10 +5,10 @@
 //! backend's name. See `docs/architecture.md`.
 
 mod capability;
-mod chain;
 mod digest;
 mod done;
 pub mod endpoint;
+mod error_chain;
 #[cfg(test)]
 #[path = "../tests/left_out.rs"]
 mod left_out;
@@ -23,12 +23,12 @@ mod kind;
 pub mod lane;
 pub mod nbd;
 pub mod observe;
+#[cfg(any(feature = "node", feature = "controller"))]
+mod parse_bool;
 pub mod pool;
 pub mod proto;
 pub mod secret;
 pub mod size;
-#[cfg(any(feature = "node", feature = "controller"))]
-mod switch;
 
 #[cfg(feature = "controller")]
 pub mod provision;
@@ -50,11 +50,11 @@ pub mod supervisor;
 #[cfg(feature = "node")]
 pub mod volume;
 
-pub use chain::chain;
 pub(crate) use crash::crash_point;
 #[cfg(feature = "node")]
 pub(crate) use crash::hold_point;
 #[cfg(feature = "node")]
 pub use done::Detached;
 pub use done::Done;
+pub use error_chain::error_chain;
 pub use kind::Kind;

@@ -11,7 +11,7 @@
 //!     snapnames/ snapshots/  the same for snapshots, with their images
 //!     mkfs/IMAGE             a mkfs of the image is in progress: [`format_marker`]
 //!     scope                  `local` or `shared`, set at the first use of the pool:
-//!                            [`Pool::settle`]
+//!                            [`Pool::initialize`]
 //!     tmp/                   work in progress, locked by its writer: [`draft`]
 //! ```
 //!
@@ -45,7 +45,7 @@ pub mod draft;
 pub mod format_marker;
 pub mod handle;
 mod room;
-mod settled;
+mod scope;
 mod spec;
 
 pub use room::Room;
@@ -117,7 +117,7 @@ pub enum PoolError {
     },
     /// The pool's directory exists, without the scope of a pool that was used.
     #[error("pool {pool:?}: its directory {} holds no pool that was ever used; is it mounted?", dir.display())]
-    Away {
+    Uninitialized {
         /// The pool's name.
         pool: String,
         /// Its directory.
@@ -226,7 +226,7 @@ impl PoolError {
             Self::OtherScope { .. } | Self::NoRoomToGrow { .. } => Kind::Precondition,
             Self::NotReady { .. }
             | Self::NotMounted { .. }
-            | Self::Away { .. }
+            | Self::Uninitialized { .. }
             | Self::Io { .. } => Kind::Transient,
         }
     }
@@ -322,7 +322,7 @@ impl Pool {
     pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
-        self.settle()?;
+        self.initialize()?;
         let path = self.image_path(&image);
         let no_regular_file = || self.bad_name(&image, "it is not a regular file");
         let _room = self.lock_room();
@@ -371,7 +371,7 @@ impl Pool {
     pub fn delete_inline(&self, id: &str) -> Result<Done, PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
-        self.refuse_away()?;
+        self.check_mounted()?;
         let path = self.image_path(&image);
         match std::fs::remove_file(&path) {
             Ok(()) => Ok(Done::Now),
@@ -380,13 +380,13 @@ impl Pool {
         }
     }
 
-    /// Fails ([`PoolError::Away`], [`PoolError::NotReady`]) where the pool is not mounted, and
+    /// Fails ([`PoolError::Uninitialized`], [`PoolError::NotReady`]) where the pool is not mounted, and
     /// a missing file proves nothing.
-    pub fn refuse_away(&self) -> Result<(), PoolError> {
-        if self.is_settled()? {
+    pub fn check_mounted(&self) -> Result<(), PoolError> {
+        if self.is_initialized()? {
             return Ok(());
         }
-        Err(self.away())
+        Err(self.uninitialized())
     }
 
     /// Opens the pool's directory.

@@ -1,7 +1,7 @@
-//! The controller's backends: what makes, deletes, grows, snapshots and clones
+//! The controller's stores: what makes, deletes, grows, snapshots and clones
 //! volumes.
 //!
-//! The gRPC face calls [`Backends`], which picks the store that a call is about and
+//! The gRPC face calls [`Stores`], which picks the store that a call is about and
 //! runs the call on a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps
 //! volumes as raw image files in pools, [`rbd`] as images in Ceph clusters. Nothing
 //! here knows gRPC: requests are plain data, and an [`Error`] has a
@@ -16,9 +16,8 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{chain, secret::Secrets};
+use crate::{error_chain, secret::Secrets};
 
-mod backends;
 mod copy;
 mod error;
 pub mod images;
@@ -26,12 +25,13 @@ mod params;
 mod range;
 pub mod rbd;
 mod serialized;
+mod stores;
 
-pub use backends::{Backend, Backends};
 pub use error::Error;
 pub use params::Parameters;
 pub use range::Range;
 pub use serialized::within;
+pub use stores::{StoreKind, Stores};
 
 /// A new volume as it is asked for.
 #[derive(Clone, Debug)]
@@ -90,7 +90,7 @@ pub struct VolumeUse {
 
 /// A volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Volume {
+pub struct VolumeInfo {
     /// Its handle.
     pub handle: String,
     /// Its size; 0 where it cannot be told.
@@ -120,7 +120,7 @@ pub struct NewSnapshot {
 
 /// A snapshot; one that exists is ready for use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Snapshot {
+pub struct SnapshotInfo {
     /// Its handle.
     pub handle: String,
     /// The handle of the volume that it was taken of.
@@ -177,7 +177,7 @@ impl Omitted {
     pub fn within(caller: Duration) -> Self {
         Self {
             sentences: Arc::default(),
-            // Backends are listed one after the other.
+            // Stores are listed one after the other.
             timeout: (caller / 3).min(LIST_TIMEOUT),
         }
     }
@@ -208,7 +208,7 @@ impl ListRequest {
             .sentences
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        all.push(chain(error));
+        all.push(error_chain(error));
         Ok(T::default())
     }
 }
@@ -256,7 +256,7 @@ pub struct PublishRequest {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublishedVolume {
     /// The volume.
-    pub volume: Volume,
+    pub volume: VolumeInfo,
     /// The ids of the nodes that have it attached.
     pub nodes: Vec<String>,
 }
@@ -292,7 +292,7 @@ pub enum Release {
 }
 
 /// A store of volumes: image files, or images in Ceph clusters. Its calls block, so
-/// [`Backends`] runs them on lanes, those on one name or handle one after the other.
+/// [`Stores`] runs them on lanes, those on one name or handle one after the other.
 /// Every call may be repeated and then has the same result.
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// Says what it can do. Does not block.
@@ -303,7 +303,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// under way alone, here and in other controllers.
     fn sweep(&self) -> Vec<Error>;
     /// Makes a volume, or returns the one that an equal request made.
-    fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error>;
+    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error>;
     /// Deletes a volume; a missing one counts as deleted.
     fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error>;
     /// Grows a volume and returns its size; one that is large enough stays.
@@ -336,7 +336,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<Listed<Volume>>, Error>;
+    ) -> Result<Vec<Listed<VolumeInfo>>, Error>;
     /// Says, in a sentence, why a volume does not support these uses, if it does not.
     fn check_uses(
         &self,
@@ -354,11 +354,11 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// Measures how much room there is.
     fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error>;
     /// Takes a snapshot, or returns the one that an equal request took.
-    fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error>;
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error>;
     /// Deletes a snapshot; a missing one counts as deleted.
     fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error>;
     /// Looks a snapshot up.
-    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error>;
+    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<SnapshotInfo, Error>;
     /// The same for snapshots, all or those of one volume.
     fn list_snapshots(
         &self,
@@ -366,5 +366,5 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         pool: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<Listed<Snapshot>>, Error>;
+    ) -> Result<Vec<Listed<SnapshotInfo>>, Error>;
 }

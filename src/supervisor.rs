@@ -57,5 +57,5 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 
 pub use crate::ceph::csi_format::map_options::NbdOptions;
 pub use error::SupervisorError;
-pub use spec::{Fencing, Spec, SpecError};
+pub use spec::{RegistrationKey, Spec, SpecError};
 pub use watch::{Trouble, Watch};

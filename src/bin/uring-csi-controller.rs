@@ -9,13 +9,14 @@ use tonic::service::Routes;
 use uring_csi::{
     Kind,
     ceph::client::library::Libraries,
-    chain, config,
+    config,
     csi::{
         controller::{Controller, WhichNode},
         identity::Identity,
         validate,
     },
     endpoint::{Endpoint, shutdown_signal},
+    error_chain,
     kernel::boot_id,
     lane::Lanes,
     observe::{Readiness, http, logs, metrics},
@@ -25,9 +26,9 @@ use uring_csi::{
         node_server::NodeServer,
     },
     provision::{
-        Backend, Backends, Error as Failure,
-        images::Images,
-        rbd::{Operators, Rbd, SecretDir, Settings},
+        Error as Failure, StoreKind, Stores,
+        images::ImageStore,
+        rbd::{Operators, RbdStore, SecretDir, Settings},
     },
 };
 
@@ -106,7 +107,7 @@ struct Clusters {
 
 impl Clusters {
     /// The backend, if configured.
-    fn backend(self, lanes: &Lanes) -> Result<Option<Rbd>, Box<dyn Error>> {
+    fn backend(self, lanes: &Lanes) -> Result<Option<RbdStore>, Box<dyn Error>> {
         let Some(config) = &self.files.ceph_config else {
             return Ok(None);
         };
@@ -119,7 +120,7 @@ impl Clusters {
             operators: Operators::new(self.ceph_secret),
             fence_after: self.fence_after.map(Duration::from_secs),
         };
-        Ok(Some(Rbd::new(settings, lanes)?))
+        Ok(Some(RbdStore::new(settings, lanes)?))
     }
 }
 
@@ -144,14 +145,14 @@ fn main() -> ExitCode {
     let _logs = match logs::init(service.log_format, &service.log_level) {
         Ok(logs) => logs,
         Err(error) => {
-            eprintln!("uring-csi-controller: {}", chain(&error));
+            eprintln!("uring-csi-controller: {}", error_chain(&error));
             return ExitCode::FAILURE;
         }
     };
     match run(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(error = chain(&*error), "the controller cannot run");
+            tracing::error!(error = error_chain(&*error), "the controller cannot run");
             ExitCode::FAILURE
         }
     }
@@ -178,16 +179,16 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let counted = lanes.clone();
     metrics.before_scrape(move || metrics::lane_threads(counted.threads()));
     let has_pools = pools.iter().next().is_some();
-    let images = Images::new(pools, options.node_id.clone(), boot_id()?);
+    let images = ImageStore::new(pools, options.node_id.clone(), boot_id()?);
     let images = has_pools.then_some(images.into());
     let rbd = options.clusters.backend(&lanes)?.map(Into::into);
-    let backends = Backends::new(images, rbd, &lanes);
+    let stores = Stores::new(images, rbd, &lanes);
     let readiness = Readiness::default();
     // CSI's Probe: a missing pool may be mounted later, and needs no restart.
     let started = Readiness::default();
     started.set(None);
     let identity = Identity::new(&name, started);
-    let controller = Controller::new(backends.clone(), &name, node_id, options.alpha_capabilities);
+    let controller = Controller::new(stores.clone(), &name, node_id, options.alpha_capabilities);
     let mut routes =
         Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
     if let Some(id) = node_id {
@@ -200,9 +201,9 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     runtime.block_on(async {
         let listener = options.endpoint.bind().await?;
         tracing::info!(endpoint = %options.endpoint, driver = name, "serving");
-        tokio::spawn(sweep(backends.clone()));
-        tokio::spawn(purge_trash(backends.clone()));
-        tokio::spawn(watch(backends, readiness));
+        tokio::spawn(sweep(stores.clone()));
+        tokio::spawn(purge_trash(stores.clone()));
+        tokio::spawn(watch(stores, readiness));
         let stop = async {
             if let Err(error) = shutdown_signal().await {
                 tracing::error!(%error, "cannot wait for signals; stopping");
@@ -214,8 +215,8 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
 }
 
 /// Cleans up after dead controllers; repeats while a pool is not mounted.
-async fn sweep(backends: Backends) {
-    while let Some(errors) = backends.sweep(Backend::Images).await {
+async fn sweep(stores: Stores) {
+    while let Some(errors) = stores.sweep(StoreKind::Images).await {
         log_errors(&errors, "cannot clean up after earlier controllers");
         if !errors.iter().any(|error| error.kind() == Kind::Transient) {
             return;
@@ -225,8 +226,8 @@ async fn sweep(backends: Backends) {
 }
 
 /// Purges the trash of Ceph pools after deletes, also of dead controllers, that could not.
-async fn purge_trash(backends: Backends) {
-    while let Some(errors) = backends.sweep(Backend::Rbd).await {
+async fn purge_trash(stores: Stores) {
+    while let Some(errors) = stores.sweep(StoreKind::Rbd).await {
         log_errors(&errors, "cannot purge the trash of a Ceph cluster");
         tokio::time::sleep(PURGE_EVERY).await;
     }
@@ -235,7 +236,7 @@ async fn purge_trash(backends: Backends) {
 /// Logs transient errors as warnings, all others as errors.
 fn log_errors(errors: &[Failure], what: &str) {
     for error in errors {
-        let (error, kind) = (chain(error), error.kind());
+        let (error, kind) = (error_chain(error), error.kind());
         if kind == Kind::Transient {
             tracing::warn!(error, "{what}");
         } else {
@@ -246,11 +247,11 @@ fn log_errors(errors: &[Failure], what: &str) {
 
 /// Keeps the readiness: ready while every pool is reachable and the list of Ceph clusters
 /// is readable.
-async fn watch(backends: Backends, readiness: Readiness) {
+async fn watch(stores: Stores, readiness: Readiness) {
     loop {
-        let reason = match tokio::time::timeout(CHECK_TIMEOUT, backends.check()).await {
+        let reason = match tokio::time::timeout(CHECK_TIMEOUT, stores.check()).await {
             Ok(Ok(())) => None,
-            Ok(Err(error)) => Some(chain(&error)),
+            Ok(Err(error)) => Some(error_chain(&error)),
             Err(_) => Some(format!("a pool did not answer within {CHECK_TIMEOUT:?}")),
         };
         if let Some(reason) = &reason {

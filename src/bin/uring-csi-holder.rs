@@ -6,8 +6,9 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 use clap::Parser;
 use tonic::service::Routes;
 use uring_csi::{
-    chain, config,
+    config,
     endpoint::{Endpoint, shutdown_signal},
+    error_chain,
     kernel::{boot_id, privileges},
     observe::logs::{self, Logs},
     proto::holder::holder_server::HolderServer,
@@ -62,14 +63,17 @@ fn main() -> ExitCode {
     let _logs = match begin(&options.service) {
         Ok(logs) => logs,
         Err(error) => {
-            eprintln!("uring-csi-holder: {}", chain(&*error));
+            eprintln!("uring-csi-holder: {}", error_chain(&*error));
             return ExitCode::FAILURE;
         }
     };
     match run(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(error = chain(&*error), "rbd-nbd's daemons cannot be kept");
+            tracing::error!(
+                error = error_chain(&*error),
+                "rbd-nbd's daemons cannot be kept"
+            );
             ExitCode::FAILURE
         }
     }

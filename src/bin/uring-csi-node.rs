@@ -21,7 +21,7 @@ use uring_csi::{
         },
         krbd,
     },
-    chain, config,
+    config,
     csi::{
         admin::AdminService,
         identity::{Identity, Segment, once_each},
@@ -29,8 +29,11 @@ use uring_csi::{
         run_dir::RunDir,
         validate,
     },
-    device::{Backends, CephImages, Exports, Images, Notes, Owed, ThisNode, luks, nbd},
+    device::{
+        Backends, CephImages, Exports, ImageFiles, NodeFormatMarkers, Owed, ThisNode, luks, nbd,
+    },
     endpoint::{Endpoint, Listener, shutdown_signal},
+    error_chain,
     kernel::{boot_id, descriptors, privileges},
     lane::Lanes,
     mount::{path::Roots, table},
@@ -164,14 +167,14 @@ fn main() -> ExitCode {
     let (can_grow, _logs) = match begin(&options.plugin.service) {
         Ok(begun) => begun,
         Err(error) => {
-            eprintln!("uring-csi-node: {}", chain(&*error));
+            eprintln!("uring-csi-node: {}", error_chain(&*error));
             return ExitCode::FAILURE;
         }
     };
     match run(options, can_grow) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(error = chain(&*error), "the node agent cannot run");
+            tracing::error!(error = error_chain(&*error), "the node agent cannot run");
             ExitCode::FAILURE
         }
     }
@@ -222,9 +225,9 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     roots.extend(options.allow_path.iter().cloned());
     let pools = Pools::new(options.pool.into_iter().map(|pool| pool.or(Scope::Local)))?;
     let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
-    let notes = Notes::open(options.run_dir.join("mkfs"))?;
+    let format_markers = NodeFormatMarkers::open(options.run_dir.join("mkfs"))?;
     let backends = Backends {
-        images: Images {
+        images: ImageFiles {
             owed: Owed::of(&pools),
             pools,
             node_id: options.node_id,
@@ -232,7 +235,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
         },
         exports: Exports {
             links: nbd::Links::new(&options.plugin.driver_name),
-            notes: notes.clone(),
+            format_markers: format_markers.clone(),
         },
         ceph: CephImages {
             clusters: options
@@ -248,7 +251,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
                 .map(|endpoint| Watch::start(Client::new(endpoint)))
                 .transpose()?,
             location: options.crush_location,
-            notes,
+            format_markers,
             this_node: ThisNode {
                 id: config.node_id.clone(),
                 boot_id: boot_id()?,

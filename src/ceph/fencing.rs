@@ -104,7 +104,7 @@ pub struct Starting {
 
 /// What is entered for a node that a volume was published to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct NodeEntry {
     /// Its client, once it has the volume.
     #[serde(flatten)]
     pub client: Option<Client>,
@@ -123,7 +123,7 @@ pub struct Entry {
     nonce: Option<Uuid>,
 }
 
-impl Entry {
+impl NodeEntry {
     /// Anything that cannot be read is a node without a client.
     fn parse(raw: &str) -> Self {
         let read: Option<Self> = serde_json::from_str(raw).unwrap_or_default();
@@ -152,7 +152,7 @@ impl Entry {
     }
 }
 
-impl From<Client> for Entry {
+impl From<Client> for NodeEntry {
     fn from(client: Client) -> Self {
         Self {
             client: Some(client),
@@ -161,7 +161,7 @@ impl From<Client> for Entry {
     }
 }
 
-impl From<Starting> for Entry {
+impl From<Starting> for NodeEntry {
     fn from(starting: Starting) -> Self {
         Self {
             starting: Some(starting),
@@ -172,11 +172,11 @@ impl From<Starting> for Entry {
 
 /// An entry of a volume's.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Attachment {
+pub struct RegisteredNode {
     /// The node's id.
     pub node: String,
     /// What is entered for it.
-    pub entry: Entry,
+    pub entry: NodeEntry,
     /// As it is written.
     raw: String,
 }
@@ -193,12 +193,12 @@ pub enum Published {
 
 /// The nodes of one volume.
 #[derive(Clone, Debug)]
-pub struct Attachments {
+pub struct RegisteredNodes {
     pool: IoCtx,
     object: String,
 }
 
-impl Attachments {
+impl RegisteredNodes {
     /// Those of the volume with this entry.
     pub fn of(pool: &IoCtx, uuid: Uuid) -> Self {
         Self {
@@ -208,21 +208,21 @@ impl Attachments {
     }
 
     /// All nodes that are entered.
-    pub fn list(&self) -> Result<Vec<Attachment>, CephError> {
+    pub fn list(&self) -> Result<Vec<RegisteredNode>, CephError> {
         let keys = match self.pool.omap_list(&self.object, NODE) {
             Err(error) if error.is_not_found() => return Ok(Vec::new()),
             keys => keys?,
         };
-        let attachment = |(key, raw): (String, String)| Attachment {
+        let attachment = |(key, raw): (String, String)| RegisteredNode {
             node: key[NODE.len()..].to_owned(),
-            entry: Entry::parse(&raw),
+            entry: NodeEntry::parse(&raw),
             raw,
         };
         Ok(keys.into_iter().map(attachment).collect())
     }
 
     /// Replaces what was found; false where it is something else by now.
-    fn replace(&self, found: &Attachment, raw: &str) -> Result<bool, CephError> {
+    fn replace(&self, found: &RegisteredNode, raw: &str) -> Result<bool, CephError> {
         let key = format!("{NODE}{}", found.node);
         let op = WriteOp::new().compare(&key, &found.raw);
         self.changed(&op.set([(&*key, raw)]))
@@ -237,7 +237,7 @@ impl Attachments {
         }
     }
 
-    fn of_node(&self, node: &str) -> Result<Option<Attachment>, CephError> {
+    fn of_node(&self, node: &str) -> Result<Option<RegisteredNode>, CephError> {
         let all = self.list()?;
         Ok(all.into_iter().find(|one| one.node == node))
     }
@@ -248,14 +248,14 @@ impl Attachments {
         loop {
             // An absent key compares as an empty one.
             let op = WriteOp::new().assert_exists().compare(&key, "");
-            let new = Entry::default().anew();
+            let new = NodeEntry::default().anew();
             if self.changed(&op.set([(&*key, &*new)]))? {
                 return Ok(());
             }
             let Some(there) = self.of_node(node)? else {
                 continue;
             };
-            let kept = Entry {
+            let kept = NodeEntry {
                 withdrawing: false,
                 ..there.entry.clone()
             };
@@ -276,7 +276,7 @@ impl Attachments {
     pub fn attach(
         &self,
         node: &str,
-        entry: &Entry,
+        entry: &NodeEntry,
         published: Published,
     ) -> Result<bool, CephError> {
         let new = entry.clone().anew();
@@ -293,7 +293,10 @@ impl Attachments {
 
     /// Has a node enter nothing more; none where it has entered something else
     /// meanwhile.
-    pub fn withdraw_soon(&self, found: &Attachment) -> Result<Option<Attachment>, CephError> {
+    pub fn withdraw_soon(
+        &self,
+        found: &RegisteredNode,
+    ) -> Result<Option<RegisteredNode>, CephError> {
         if found.entry.withdrawing {
             return Ok(Some(found.clone()));
         }
@@ -304,7 +307,7 @@ impl Attachments {
     }
 
     /// Takes a node out; false where it has entered something else meanwhile.
-    pub fn withdraw(&self, attachment: &Attachment) -> Result<bool, CephError> {
+    pub fn withdraw(&self, attachment: &RegisteredNode) -> Result<bool, CephError> {
         let key = format!("{NODE}{}", attachment.node);
         let op = WriteOp::new().compare(&key, &attachment.raw);
         match self.changed(&op.unset([&*key])) {

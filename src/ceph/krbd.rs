@@ -60,7 +60,7 @@ mod recognise;
 
 pub use error::KrbdError;
 pub use greeting::Greeting;
-pub use mapped::{Identity, Mapped, Mark};
+pub use mapped::{Mapped, MappedIds, Mark};
 pub use monitors::Monitors;
 pub use recognise::{find, find_marked};
 
@@ -125,7 +125,7 @@ pub struct RbdDevice {
     /// `/dev/rbd7`.
     pub node: PathBuf,
     /// What is mapped.
-    pub identity: Identity,
+    pub identity: MappedIds,
     /// It refuses writes.
     pub read_only: bool,
 }
@@ -155,7 +155,7 @@ pub struct Wanted<'a> {
 }
 
 /// What is mapped as `dev`, without waiting for anything, is this image.
-pub fn is_behind(dev: Dev, identity: &Identity) -> bool {
+pub fn is_behind(dev: Dev, identity: &MappedIds) -> bool {
     Mapped::of(dev).is_some_and(|mapped| mapped.identity == *identity)
 }
 

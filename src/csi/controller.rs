@@ -1,4 +1,4 @@
-//! The Controller service: requests parsed and passed to the [`Backends`].
+//! The Controller service: requests parsed and passed to the [`Stores`].
 //!
 //! Volumes are attached by the node itself; that an image is in use is known from
 //! the claims beside it, or from its cluster.
@@ -20,8 +20,8 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        AccessibilityRequirements, Backends, CapacityRequest, ContentSource, Error, ListRequest,
-        NewVolume, Omitted, Page, Range, Snapshot, TopologySegments, Volume, VolumeCondition,
+        AccessibilityRequirements, CapacityRequest, ContentSource, Error, ListRequest, NewVolume,
+        Omitted, Page, Range, SnapshotInfo, Stores, TopologySegments, VolumeCondition, VolumeInfo,
         VolumeUse,
     },
     secret::Secrets,
@@ -36,7 +36,7 @@ pub use node::WhichNode;
 /// Serves the calls of external-provisioner, -attacher, -resizer and -snapshotter.
 #[derive(Debug)]
 pub struct Controller {
-    backends: Backends,
+    stores: Stores,
     /// This node's topology segment, where there are local pools.
     here: Option<(String, String)>,
     alpha: bool,
@@ -46,10 +46,10 @@ impl Controller {
     /// `node_id`: the node whose local pools are served. `alpha`: announce the
     /// capabilities that are alpha in CSI 1.13, which older sidecars and test
     /// suites do not know; they work in any case.
-    pub fn new(backends: Backends, driver_name: &str, node_id: Option<&str>, alpha: bool) -> Self {
+    pub fn new(stores: Stores, driver_name: &str, node_id: Option<&str>, alpha: bool) -> Self {
         let here = node_id.map(|id| (topology_key(driver_name), id.to_owned()));
         Self {
-            backends,
+            stores,
             here,
             alpha,
         }
@@ -76,7 +76,7 @@ impl Controller {
             places: requirement.map(places).unwrap_or_default(),
             secrets: request.secrets.into(),
         };
-        let volume = self.backends.create_volume(new).await?;
+        let volume = self.stores.create_volume(new).await?;
         Ok(self.volume(volume))
     }
 
@@ -122,7 +122,7 @@ impl Controller {
         topology.into_iter().collect()
     }
 
-    fn volume(&self, volume: Volume) -> wire::Volume {
+    fn volume(&self, volume: VolumeInfo) -> wire::Volume {
         wire::Volume {
             capacity_bytes: signed(volume.bytes),
             volume_id: volume.handle,
@@ -132,7 +132,7 @@ impl Controller {
         }
     }
 
-    fn snapshot(&self, snapshot: Snapshot) -> wire::Snapshot {
+    fn snapshot(&self, snapshot: SnapshotInfo) -> wire::Snapshot {
         wire::Snapshot {
             size_bytes: signed(snapshot.bytes),
             snapshot_id: snapshot.handle,
@@ -154,7 +154,7 @@ impl Controller {
         validate::map("parameters", &request.parameters)?;
         let handle = request.volume_id;
         let refused = self
-            .backends
+            .stores
             .check_uses(
                 handle,
                 uses(&list),
@@ -189,7 +189,7 @@ impl Controller {
             here_will_do: place.as_ref().is_none_or(|place| self.is_here(place)),
             place: place.map(segments).unwrap_or_default(),
         };
-        let capacity = self.backends.capacity(room).await?;
+        let capacity = self.stores.capacity(room).await?;
         Ok(wire::GetCapacityResponse {
             available_capacity: signed(capacity.available),
             maximum_volume_size: capacity.maximum.map(signed),
@@ -211,7 +211,7 @@ impl Controller {
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         }
         let bytes = self
-            .backends
+            .stores
             .expand_volume(request.volume_id, range, request.secrets.into())
             .await?;
         Ok(wire::ControllerExpandVolumeResponse {
@@ -225,12 +225,12 @@ impl Controller {
         &self,
         request: wire::ListSnapshotsRequest,
         omitted: Option<&Omitted>,
-    ) -> Result<Page<Snapshot>, Status> {
+    ) -> Result<Page<SnapshotInfo>, Status> {
         let mut what = listing(request.max_entries, request.starting_token)?;
         what.omitted = omitted.cloned();
         let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());
         let secrets = request.secrets.into();
-        let asked = &self.backends;
+        let asked = &self.stores;
         if request.snapshot_id.is_empty() {
             return Ok(asked.list_snapshots(what, of_volume, secrets).await?);
         }
@@ -245,7 +245,7 @@ impl Controller {
     }
 
     async fn health(&self, handle: String, secrets: Secrets) -> Result<wire::VolumeHealth, Error> {
-        let asked = &self.backends;
+        let asked = &self.stores;
         let condition = asked.volume_condition(handle.clone(), secrets).await?;
         Ok(wire::VolumeHealth {
             volume_id: handle,
@@ -259,7 +259,7 @@ impl Controller {
     ) -> Result<wire::ControllerListVolumeHealthResponse, Status> {
         let what = listing(request.max_entries, request.starting_token)?;
         let secrets = Secrets::from(request.secrets);
-        let page = self.backends.list_volumes(what).await?;
+        let page = self.stores.list_volumes(what).await?;
         let mut entries = Vec::new();
         for volume in page.entries {
             match self.health(volume.handle, secrets.clone()).await {

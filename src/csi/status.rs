@@ -11,7 +11,7 @@ use tonic::{Code, Status};
 #[cfg(any(feature = "node", feature = "controller"))]
 use crate::Kind;
 #[cfg(any(feature = "node", feature = "controller"))]
-use crate::chain;
+use crate::error_chain;
 #[cfg(feature = "controller")]
 use crate::provision;
 #[cfg(feature = "node")]
@@ -20,14 +20,14 @@ use crate::volume;
 #[cfg(feature = "controller")]
 impl From<provision::Error> for Status {
     fn from(error: provision::Error) -> Self {
-        Self::new(code(error.kind()), chain(&error))
+        Self::new(code(error.kind()), error_chain(&error))
     }
 }
 
 #[cfg(feature = "node")]
 impl From<&volume::Error> for Status {
     fn from(error: &volume::Error) -> Self {
-        Self::new(code(error.kind()), chain(error))
+        Self::new(code(error.kind()), error_chain(error))
     }
 }
 
@@ -35,7 +35,7 @@ impl From<&volume::Error> for Status {
 #[cfg(feature = "node")]
 impl From<&volume::Cause> for Status {
     fn from(cause: &volume::Cause) -> Self {
-        Self::new(code(cause.kind()), chain(cause))
+        Self::new(code(cause.kind()), error_chain(cause))
     }
 }
 

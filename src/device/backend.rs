@@ -16,12 +16,11 @@ use super::{
     ceph::CephImages,
     error::DeviceError,
     exports::Exports,
-    holders,
-    images::{BoundImage, Images},
+    format_markers::FormatMarker,
+    images::{BoundImage, ImageFiles},
     loop_attach,
     loopdev::FileId,
-    nbd,
-    notes::MkfsNote,
+    nbd, openers,
     owed::Owed,
 };
 use crate::{
@@ -29,7 +28,7 @@ use crate::{
     admission::Gate,
     ceph::{
         fencing,
-        krbd::{self, Identity},
+        krbd::{self, MappedIds},
     },
     kernel::{
         Dev,
@@ -73,7 +72,7 @@ impl Device {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
         match &self.backing {
             Backing::Rbd(identity) => krbd::is_behind(dev, identity),
-            Backing::Served(cookie) => identifier_of(dev).as_ref() == Some(cookie),
+            Backing::RbdNbd(cookie) => identifier_of(dev).as_ref() == Some(cookie),
             Backing::Export(export) => nbd::is_behind(dev, export),
             // Its file's inode was compared when it was attached or found; since then it
             // has had no other file.
@@ -94,9 +93,9 @@ pub enum Backing {
     /// An NBD export, which the device's backend identifier names.
     Export(Export),
     /// A Ceph image that krbd mapped, by the cluster's own ids.
-    Rbd(Identity),
+    Rbd(MappedIds),
     /// A Ceph image that rbd-nbd serves, by the device's cookie.
-    Served(String),
+    RbdNbd(String),
 }
 
 /// What is wrong with a device.
@@ -109,7 +108,7 @@ pub enum Condition {
     /// What is behind it is reached, by a server that nothing would bring back.
     Unkept(String),
     /// What is behind it cannot be reached.
-    Away {
+    Unreachable {
         /// Whether requests fail; else they wait.
         failing: bool,
         /// Since when, and what happened.
@@ -184,12 +183,12 @@ pub struct Attachment {
     /// As this device.
     pub device: Device,
     /// Where it is noted that a mkfs is under way.
-    pub note: Arc<MkfsNote>,
+    pub format_marker: Arc<FormatMarker>,
 }
 
 /// A device that was found without a record of it.
 #[derive(Debug)]
-pub struct Found {
+pub struct FoundDevice {
     /// The device.
     pub device: Device,
     /// Where its bytes are.
@@ -253,7 +252,7 @@ pub trait BackendVolume {
 #[derive(Clone, Debug)]
 pub struct Backends {
     /// Image files.
-    pub images: Images,
+    pub images: ImageFiles,
     /// NBD exports.
     pub exports: Exports,
     /// Images of Ceph clusters.
@@ -304,7 +303,11 @@ impl Backends {
     /// The device of a volume that has no record: what this node claimed
     /// or attached for it, where that is attached. Devices in `known` are other
     /// volumes'.
-    pub fn find(&self, volume_id: &str, known: &[Device]) -> Result<Option<Found>, DeviceError> {
+    pub fn find(
+        &self,
+        volume_id: &str,
+        known: &[Device],
+    ) -> Result<Option<FoundDevice>, DeviceError> {
         if let Some(found) = self.exports.find(volume_id)? {
             return Ok(Some(found));
         }
@@ -322,7 +325,7 @@ impl Backends {
         node: &Path,
         volume_id: &str,
         left: Option<&[u8]>,
-    ) -> Result<Option<Found>, DeviceError> {
+    ) -> Result<Option<FoundDevice>, DeviceError> {
         let name = node.file_name().map(|name| name.to_string_lossy());
         let by_name = name.and_then(|name| sysfs::dev_of(&name).ok());
         // A mapping has a name of the device mapper's.
@@ -351,12 +354,12 @@ impl Backends {
     }
 
     /// What another driver has left a note of at the staging path.
-    pub fn find_noted(
+    pub fn find_by_stage_file(
         &self,
         note: &[u8],
         volume_id: &str,
     ) -> Result<(Source, Option<Device>), DeviceError> {
-        self.ceph.find_noted(note, volume_id)
+        self.ceph.find_by_stage_file(note, volume_id)
     }
 
     /// The device of a source that this node has for the volume, where it is
@@ -385,7 +388,7 @@ impl Backends {
         match bound.detach(device, volume_id) {
             Err(error) if error.is_busy() => Err(DeviceError::Busy {
                 device: device.node.clone(),
-                holders: holders::holders(held(source, device)),
+                openers: openers::openers(held(source, device)),
             }),
             Ok(detached) if detached != Detached::Deferred => {
                 bound.release(volume_id)?;

@@ -15,11 +15,10 @@ use std::sync::Arc;
 
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
-    backend::{Attachment, BackendVolume, Found, Owner},
+    backend::{Attachment, BackendVolume, FoundDevice, Owner},
     error::{DeviceError, io},
-    luks,
-    notes::{MkfsNote, Notes},
-    used,
+    format_markers::{FormatMarker, NodeFormatMarkers},
+    luks, used,
 };
 use crate::{
     Detached, Done,
@@ -31,7 +30,7 @@ use crate::{
         },
         krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
-    chain,
+    error_chain,
     kernel::{Dev, block::BlockDev, nbd::identifier_of, sysfs},
     supervisor::Watch,
 };
@@ -44,15 +43,15 @@ mod lower_device;
 mod map;
 mod mounter;
 mod nbd_backed;
-mod note;
 mod registration;
 mod source;
+mod stage_file;
 
 pub use error::CephImageError;
 pub use format_marker::{Format, ImageFormatMarker};
-pub use note::NOTE;
 pub use registration::ThisNode;
 pub use source::CephSource;
+pub use stage_file::STAGE_FILE;
 
 use lower_device::LowerDevice;
 use map::Known;
@@ -76,14 +75,14 @@ pub struct CephImages {
     /// Where this node is in the CRUSH map, for reads from the nearest copy.
     pub location: Option<String>,
     /// Which images have a format under way, where their metadata cannot say it.
-    pub notes: Notes,
+    pub format_markers: NodeFormatMarkers,
     /// Who is entered as having an image.
     pub this_node: ThisNode,
 }
 
 impl CephImages {
     /// What an earlier agent mapped for the volume.
-    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+    pub fn find(&self, volume_id: &str) -> Result<Option<FoundDevice>, DeviceError> {
         self.mapper.is_under_way(volume_id)?;
         let found = krbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
         match found {
@@ -99,13 +98,13 @@ impl CephImages {
         dev: Dev,
         volume_id: &str,
         note: Option<&[u8]>,
-    ) -> Result<Option<Found>, DeviceError> {
+    ) -> Result<Option<FoundDevice>, DeviceError> {
         let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match Mapped::of(lower) {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
             None if identifier_of(lower).as_deref() == Some(volume_id) => {
-                let noted = note.and_then(|note| CephSource::noted(note, volume_id).ok());
-                let noted = noted.filter(|noted| noted.mounter.served().is_some());
+                let noted = note.and_then(|note| CephSource::from_stage_file(note, volume_id).ok());
+                let noted = noted.filter(|noted| noted.mounter.rbd_nbd().is_some());
                 let image = noted.map(|noted| noted.image);
                 nbd_backed::find(self.supervisor.as_ref(), volume_id, image)
             }
@@ -127,14 +126,14 @@ impl CephImages {
     }
 
     /// What ceph-csi left a note of: the image, and its device where it is mapped.
-    pub fn find_noted(
+    pub fn find_by_stage_file(
         &self,
         note: &[u8],
         volume_id: &str,
     ) -> Result<(Source, Option<Device>), DeviceError> {
-        let read = CephSource::noted(note, volume_id);
+        let read = CephSource::from_stage_file(note, volume_id);
         let source = read.map_err(|error| io("read the note beside the mount")(error.into()))?;
-        if source.mounter.served().is_some() {
+        if source.mounter.rbd_nbd().is_some() {
             let device = nbd_backed::device(volume_id)?;
             return Ok((Source::Rbd(source), device));
         }
@@ -199,14 +198,14 @@ impl CephImages {
     /// The source with the namespace that its image is in, which the configuration
     /// may say; without one it stays as it is.
     pub fn canonical(&self, source: &CephSource) -> CephSource {
-        let mut settled = source.clone();
-        if settled.image.namespace.is_empty() {
+        let mut canonical = source.clone();
+        if canonical.image.namespace.is_empty() {
             let places = self.places_of(source).into_iter();
             let mut clusters = places.filter_map(|(id, _)| self.cluster(&id).ok());
             let said = clusters.next().and_then(|cluster| cluster.rados_namespace);
-            settled.image.namespace = said.unwrap_or_default();
+            canonical.image.namespace = said.unwrap_or_default();
         }
-        settled
+        canonical
     }
 
     /// An image with all that is needed to work on it.
@@ -232,13 +231,13 @@ impl CephImages {
     }
 }
 
-fn found_as(mapped: &Mapped, volume_id: &str) -> Result<Found, DeviceError> {
+fn found_as(mapped: &Mapped, volume_id: &str) -> Result<FoundDevice, DeviceError> {
     let mark = mapped.config.mark.as_ref();
     let image = ImageSpec {
         cluster_id: mark.map_or_else(String::new, |mark| mark.cluster_id.clone()),
         ..mapped.image.clone()
     };
-    Ok(Found {
+    Ok(FoundDevice {
         device: device_of(mapped)?,
         source: Source::Rbd(CephSource::found(image, volume_id)),
     })
@@ -270,17 +269,17 @@ impl BoundCephImage<'_> {
         known: &Known<'_>,
         lower: &LowerDevice,
         options: &AttachOptions,
-    ) -> Result<(Option<BlockDev>, MkfsNote), DeviceError> {
+    ) -> Result<(Option<BlockDev>, FormatMarker), DeviceError> {
         self.register(known, lower, options)?;
         let over = match &self.source.kms {
             Some(kms) => Some(self.decrypt(known, kms, lower, options)?),
             None => None,
         };
-        let note = self.note(known, Format::FileSystem, options)?;
+        let marker = self.marker(known, Format::FileSystem, options)?;
         if options.gives_out_raw() {
-            note.ended()?;
+            marker.clear()?;
         }
-        Ok((over, note))
+        Ok((over, marker))
     }
 }
 
@@ -294,9 +293,15 @@ impl BackendVolume for BoundCephImage<'_> {
             used::refuse(&shown.node, shown.dev, options)?;
         }
         match self.open(&known, &lower, options) {
-            Ok((over, note)) => {
-                let (device, note) = (lower.shown(over), Arc::new(note));
-                Ok((Attachment { device, note }, done))
+            Ok((over, marker)) => {
+                let (device, format_marker) = (lower.shown(over), Arc::new(marker));
+                Ok((
+                    Attachment {
+                        device,
+                        format_marker,
+                    },
+                    done,
+                ))
             }
             Err(error) => {
                 if done == Done::Already {
@@ -308,7 +313,7 @@ impl BackendVolume for BoundCephImage<'_> {
                     Ok(_) => Err(error),
                     Err(undo) => Err(CephImageError::NotUndone {
                         cause: Box::new(error),
-                        undo: chain(&undo),
+                        undo: error_chain(&undo),
                     }
                     .into()),
                 }
@@ -334,7 +339,7 @@ impl BackendVolume for BoundCephImage<'_> {
         if found.is_some_and(|mapped| self.source.image.is_named_as(&mapped.image)) {
             return Ok(true);
         }
-        let served = self.source.mounter.served();
+        let served = self.source.mounter.rbd_nbd();
         Ok(served.is_some_and(|served| served.cookie == volume_id)
             && nbd_backed::device(volume_id)?.is_some())
     }
@@ -347,7 +352,7 @@ impl BackendVolume for BoundCephImage<'_> {
             mark.is_some_and(|mark| mark.cluster_id == self.source.image.cluster_id)
                 && self.source.image.is_named_as(&mapped.image)
         });
-        match (its, self.source.mounter.served()) {
+        match (its, self.source.mounter.rbd_nbd()) {
             (Some(mapped), _) => device_of(&mapped).map(Some),
             (None, Some(served)) => nbd_backed::device(&served.cookie),
             (None, None) => Ok(None),
@@ -368,7 +373,7 @@ impl BackendVolume for BoundCephImage<'_> {
         // Takes along the lock file of an agent that was killed.
         self.images.mapper.is_under_way(volume_id)?;
         if let (Some(served), Some(supervisor)) =
-            (self.source.mounter.served(), &self.images.supervisor)
+            (self.source.mounter.rbd_nbd(), &self.images.supervisor)
         {
             // A daemon that was being started for a killed agent may come up yet.
             supervisor
@@ -377,13 +382,16 @@ impl BackendVolume for BoundCephImage<'_> {
         }
         // Whoever has it next may fill it.
         for making in [Format::Luks, Format::FileSystem] {
-            self.node_note(making).ended()?;
+            self.node_marker(making).clear()?;
         }
         Ok(())
     }
 
     fn leaves_partial_format(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        Ok(self.images.notes.is_fresh(self.source, volume_id)?)
+        Ok(self
+            .images
+            .format_markers
+            .is_fresh(self.source, volume_id)?)
     }
 
     /// The controller grows the image; here its device follows.

@@ -4,16 +4,16 @@
 use std::{fmt, sync::Arc};
 
 use super::Backends;
-use crate::chain;
+use crate::error_chain;
 
-type PathKind = dyn Fn() -> Result<(), String> + Send + Sync;
+type CheckFn = dyn Fn() -> Result<(), String> + Send + Sync;
 
 /// One thing that has to be there. To look at it may block: for a lane.
 #[derive(Clone)]
 pub struct Check {
     /// What it is, for whoever waits.
     pub what: String,
-    look: Arc<PathKind>,
+    look: Arc<CheckFn>,
 }
 
 impl fmt::Debug for Check {
@@ -45,12 +45,12 @@ impl Backends {
             let what = format!("pool {:?} in {}", pool.name, pool.dir.display());
             let pool = pool.clone();
             Check::new(what, move || {
-                pool.check_scope().map_err(|error| chain(&error))
+                pool.check_scope().map_err(|error| error_chain(&error))
             })
         });
         let clusters = self.ceph.clusters.clone().map(|clusters| {
             Check::new("the list of Ceph clusters".to_owned(), move || {
-                clusters.check().map_err(|error| chain(&error))
+                clusters.check().map_err(|error| error_chain(&error))
             })
         });
         pools.chain(clusters).collect()

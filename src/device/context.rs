@@ -2,7 +2,7 @@
 
 use std::{borrow::Cow, collections::HashMap, ops::RangeInclusive};
 
-use crate::switch;
+use crate::parse_bool::parse_bool;
 
 /// A volume context that names no source.
 #[derive(Debug, thiserror::Error)]
@@ -78,7 +78,7 @@ impl<'a> Context<'a> {
         let Some(text) = self.get(key) else {
             return Ok(default);
         };
-        switch::parse(text).ok_or_else(|| SourceError {
+        parse_bool(text).ok_or_else(|| SourceError {
             key: key.into(),
             why: format!("{text:?} is neither true nor false"),
         })

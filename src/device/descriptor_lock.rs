@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::{
     error::{DeviceError, io},
-    loopdev::{self, Lock},
+    loopdev::{self, DescriptorLock},
 };
 use crate::{Done, kernel::Dev};
 
@@ -20,7 +20,7 @@ pub enum Unlock {
 }
 
 /// Releases descriptor locks over a device; returns what was released.
-pub fn unlock(dev: Dev, which: &Unlock) -> Result<Vec<Lock>, DeviceError> {
+pub fn unlock(dev: Dev, which: &Unlock) -> Result<Vec<DescriptorLock>, DeviceError> {
     let known: &[PathBuf] = match which {
         Unlock::Over(paths) => paths,
         Unlock::All => &[],

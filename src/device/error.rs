@@ -3,8 +3,8 @@
 use std::{io, path::PathBuf};
 
 use super::{
-    ceph::CephImageError, holders::Holder, loopdev::LoopError, luks::LuksError, nbd::NbdError,
-    notes::NoteError,
+    ceph::CephImageError, format_markers::FormatMarkerError, loopdev::LoopError, luks::LuksError,
+    nbd::NbdError, openers::Opener,
 };
 use crate::{
     Kind,
@@ -48,7 +48,7 @@ pub enum DeviceError {
         /// The device's node.
         device: PathBuf,
         /// Who holds it.
-        holders: Vec<Holder>,
+        openers: Vec<Opener>,
     },
     /// The device's number is another's by now, or about to be.
     #[error(
@@ -68,7 +68,7 @@ pub enum DeviceError {
     },
     /// A note of a format.
     #[error(transparent)]
-    Note(#[from] NoteError),
+    FormatMarker(#[from] FormatMarkerError),
     /// The kernel refused something else.
     #[error("cannot {what}")]
     Io {
@@ -104,7 +104,7 @@ impl DeviceError {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Kind::Exhausted,
                 _ => Kind::Transient,
             },
-            Self::Note(_) | Self::Changed { .. } | Self::Io { .. } => Kind::Transient,
+            Self::FormatMarker(_) | Self::Changed { .. } | Self::Io { .. } => Kind::Transient,
         }
     }
 

@@ -6,15 +6,15 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
-    backend::{Attachment, BackendVolume, Found, Owner},
+    backend::{Attachment, BackendVolume, FoundDevice, Owner},
     context::{Context, SourceError},
     error::{DeviceError, io},
+    format_markers::{FormatMarker, NodeFormatMarkers},
     nbd::{self, Identifier, Links},
-    notes::{MkfsNote, Notes},
     used,
 };
 use crate::{
-    Detached, Done, chain,
+    Detached, Done, error_chain,
     kernel::{Dev, block::BlockDev, nbd::NbdDevice},
     nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server},
     size::{BadSize, Size},
@@ -27,13 +27,13 @@ pub struct ExportSource {
     pub export: Export,
     /// How it is attached.
     #[serde(flatten)]
-    pub options: nbd::Options,
+    pub options: nbd::LinkOptions,
 }
 
 /// What exports are attached with unless they say otherwise. A busy disk
 /// behind the server takes seconds to answer at times; a server takes minutes
 /// to be moved to another machine.
-const OPTIONS: nbd::Options = nbd::Options {
+const OPTIONS: nbd::LinkOptions = nbd::LinkOptions {
     connections: 2,
     request_seconds: 30,
     dead_seconds: 300,
@@ -74,7 +74,7 @@ impl ExportSource {
         let seconds = |key, range| context.number(key, range);
         Ok(Self {
             export: address(context)?,
-            options: nbd::Options {
+            options: nbd::LinkOptions {
                 connections: context
                     .number("connections", CONNECTIONS)?
                     .unwrap_or(OPTIONS.connections),
@@ -153,17 +153,17 @@ pub struct Exports {
     /// Their links to the servers.
     pub links: Links,
     /// Which of them have a file system under way.
-    pub notes: Notes,
+    pub format_markers: NodeFormatMarkers,
 }
 
 impl Exports {
     /// What is attached for the volume.
-    pub fn find(&self, volume_id: &str) -> Result<Option<Found>, DeviceError> {
+    pub fn find(&self, volume_id: &str) -> Result<Option<FoundDevice>, DeviceError> {
         self.find_any(|identifier| identifier.volume_id == volume_id)
     }
 
     /// The export behind a device, where this or an earlier agent attached it.
-    pub fn find_behind(&self, dev: Dev) -> Result<Option<Found>, DeviceError> {
+    pub fn find_behind(&self, dev: Dev) -> Result<Option<FoundDevice>, DeviceError> {
         match Identifier::of(dev) {
             Some(identifier) => self.find_any(|other| *other == identifier),
             None => Ok(None),
@@ -180,10 +180,10 @@ impl Exports {
     fn find_any(
         &self,
         predicate: impl Fn(&Identifier) -> bool,
-    ) -> Result<Option<Found>, DeviceError> {
+    ) -> Result<Option<FoundDevice>, DeviceError> {
         let found = self.links.find(predicate);
         let found = found.map_err(io("list the NBD devices"))?;
-        Ok(found.map(|(device, identifier)| Found {
+        Ok(found.map(|(device, identifier)| FoundDevice {
             device: device_of(device, &identifier.export),
             source: Source::export(identifier.export),
         }))
@@ -233,9 +233,10 @@ impl BoundExport<'_> {
 
 impl BackendVolume for BoundExport<'_> {
     fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError> {
-        let note = MkfsNote::Node(self.exports.notes.clone(), self.source.to_string());
+        let marker =
+            FormatMarker::Node(self.exports.format_markers.clone(), self.source.to_string());
         if options.gives_out_raw() {
-            note.ended()?;
+            marker.clear()?;
         }
         let (links, identifier) = (&self.exports.links, self.identifier(&options.volume_id));
         let (device, done) = links.attach(&identifier, options.read_only, &self.source.options)?;
@@ -245,7 +246,7 @@ impl BackendVolume for BoundExport<'_> {
         }
         let attachment = Attachment {
             device,
-            note: Arc::new(note),
+            format_marker: Arc::new(marker),
         };
         Ok((attachment, done))
     }
@@ -258,17 +259,17 @@ impl BackendVolume for BoundExport<'_> {
         };
         let taken = links.take_up(&identifier, &device, &self.source.options);
         if let Err(error) = taken {
-            let error = chain(&error);
+            let error = error_chain(&error);
             tracing::error!(error, volume_id, "its connections are not kept");
         }
     }
 
     fn condition(&self, _: &Device) -> Option<Condition> {
-        let away = self.exports.links.away(&self.source.export)?;
-        let age = away.since.elapsed();
-        Some(Condition::Away {
-            failing: age > away.patience,
-            why: format!("for {} s: {}", age.as_secs(), away.why),
+        let outage = self.exports.links.outage(&self.source.export)?;
+        let age = outage.since.elapsed();
+        Some(Condition::Unreachable {
+            failing: age > outage.timeout,
+            why: format!("for {} s: {}", age.as_secs(), outage.why),
         })
     }
 
@@ -293,11 +294,14 @@ impl BackendVolume for BoundExport<'_> {
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {
         // Whoever has it next may fill it.
-        Ok(self.exports.notes.ended(self.source)?)
+        Ok(self.exports.format_markers.clear(self.source)?)
     }
 
     fn leaves_partial_format(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        Ok(self.exports.notes.is_fresh(self.source, volume_id)?)
+        Ok(self
+            .exports
+            .format_markers
+            .is_fresh(self.source, volume_id)?)
     }
 
     /// What is behind it grows at the server.

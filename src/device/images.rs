@@ -11,13 +11,13 @@ use super::{
     backend::{Attachment, BackendVolume},
     context::{Context, SourceError},
     error::{DeviceError, io},
+    format_markers::FormatMarker,
     loop_attach,
     loopdev::{self, FileId},
-    notes::MkfsNote,
     owed::Owed,
 };
 use crate::{
-    Detached, Done, chain, digest,
+    Detached, Done, digest, error_chain,
     kernel::{Dev, sysfs},
     pool::{
         self, Pool, PoolError, Pools, Scope,
@@ -104,7 +104,7 @@ impl ImageSource {
 
 /// The pools of this node, and who it is to others who share them.
 #[derive(Clone, Debug)]
-pub struct Images {
+pub struct ImageFiles {
     /// The pools.
     pub pools: Pools,
     /// This node's name, which its claims carry.
@@ -115,7 +115,7 @@ pub struct Images {
     pub owed: Owed,
 }
 
-impl Images {
+impl ImageFiles {
     /// The source of an inline volume whose image is made in this pool, or in
     /// the only one.
     pub fn inline_source(
@@ -137,7 +137,7 @@ impl Images {
     pub fn release_stale_claims(&self, pool: &Pool) {
         let pool_name = &pool.name;
         let images = claim::claimed_by(pool, &self.node_id).unwrap_or_else(|error| {
-            let error = chain(&error);
+            let error = error_chain(&error);
             tracing::warn!(pool_name, error, "claims of an earlier boot may be left");
             Vec::new()
         });
@@ -148,7 +148,7 @@ impl Images {
                 }
                 Ok(Done::Already) => {}
                 Err(error) => {
-                    let error = chain(&error);
+                    let error = error_chain(&error);
                     tracing::warn!(pool_name, image, error, "a claim may be left");
                 }
             }
@@ -158,7 +158,7 @@ impl Images {
     /// See [`super::Backends::claimed_in`].
     pub fn claimed_in(&self, pool: &str) -> Result<Option<Vec<(Source, String)>>, DeviceError> {
         let pool = self.pools.get(pool)?;
-        if !pool.is_settled()? {
+        if !pool.is_initialized()? {
             return Ok(None);
         }
         let mut claimed = Vec::new();
@@ -183,7 +183,7 @@ impl Images {
 /// An image with all that is needed to work on it.
 #[derive(Debug)]
 pub struct BoundImage<'a> {
-    images: &'a Images,
+    images: &'a ImageFiles,
     source: &'a ImageSource,
 }
 
@@ -286,9 +286,9 @@ impl BackendVolume for BoundImage<'_> {
                 Err(error)
             })?;
         let claimed = claim::claim(pool, image, &self.claim(options))?;
-        let note = Arc::new(MkfsNote::Pool(pool.clone(), image.clone()));
+        let format_marker = Arc::new(FormatMarker::Pool(pool.clone(), image.clone()));
         if options.gives_out_raw() {
-            note.ended()?;
+            format_marker.clear()?;
         }
         let attached = loop_attach::attach_loop(self.source, pool, &file, options);
         if attached.is_err() && claimed == Done::Now {
@@ -298,7 +298,13 @@ impl BackendVolume for BoundImage<'_> {
             }
         }
         let (device, done) = attached?;
-        Ok((Attachment { device, note }, done))
+        Ok((
+            Attachment {
+                device,
+                format_marker,
+            },
+            done,
+        ))
     }
 
     fn condition(&self, device: &Device) -> Option<Condition> {
@@ -309,7 +315,7 @@ impl BackendVolume for BoundImage<'_> {
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
         let claim = claim::own(self.pool()?, &self.source.image, &self.images.node_id)?;
         if claim.is_none() {
-            self.images.refuse_away_where_attached(self.source)?;
+            self.images.check_mounted_where_attached(self.source)?;
         }
         Ok(claim.is_some_and(|claim| claim.volume_id == volume_id))
     }
@@ -332,7 +338,7 @@ impl BackendVolume for BoundImage<'_> {
                 let _ = claim::release(pool, &self.source.image, &self.images.node_id)?;
                 return Ok(true);
             }
-            Ok(pool.is_settled()?)
+            Ok(pool.is_initialized()?)
         });
         match released {
             Ok(true) => return Ok(()),
@@ -340,7 +346,7 @@ impl BackendVolume for BoundImage<'_> {
                 tracing::warn!(volume_id, source = %self.source, "the pool is away: the claim is given back when it returns");
             }
             Err(DeviceError::Claim(claim::ClaimError::Pool(error)) | DeviceError::Pool(error)) => {
-                let error = chain(&error);
+                let error = error_chain(&error);
                 tracing::warn!(volume_id, source = %self.source, error, "the claim is given back later");
             }
             Err(error) => return Err(error),

@@ -11,9 +11,8 @@ use rustix::{
 use super::{
     AttachOptions, Backing, Device, ImageSource,
     error::{DeviceError, io},
-    holders,
-    loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
-    used,
+    loopdev::{self, AttachedLoop, FileId, LoopDevice, LoopOptions},
+    openers, used,
 };
 use crate::{
     Done,
@@ -46,7 +45,7 @@ pub fn attach_loop(
             _ if another => {}
             _ if found.attached.detaching => {
                 return Err(DeviceError::Busy {
-                    holders: holders::holders(found.attached.device.dev),
+                    openers: openers::openers(found.attached.device.dev),
                     device: found.attached.device.node,
                 });
             }
@@ -137,7 +136,7 @@ pub fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
 /// A loop device over an image.
 pub struct Over {
     /// The device.
-    pub attached: Attached,
+    pub attached: AttachedLoop,
     /// Mounted, or open exclusively.
     pub busy: bool,
 }
@@ -162,7 +161,7 @@ pub fn attached_to(
 }
 
 /// What keeps an attached loop device from being the one that is needed.
-fn otherwise(found: &Attached, options: &AttachOptions) -> Option<String> {
+fn otherwise(found: &AttachedLoop, options: &AttachOptions) -> Option<String> {
     if found.offset != 0 || found.size_limit != 0 {
         return Some(format!(
             "from byte {} on, {} bytes of it",

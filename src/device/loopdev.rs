@@ -36,7 +36,7 @@ use crate::{
 mod locks;
 mod reserved;
 
-pub use locks::{Lock, lock_over, locks_on, unlock};
+pub use locks::{DescriptorLock, lock_over, locks_on, unlock};
 
 /// How often a free device may be snatched away before an attach gives up.
 const TRIES: u32 = 128;
@@ -107,7 +107,7 @@ pub struct LoopOptions<'a> {
 
 /// A loop device and what it backs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Attached {
+pub struct AttachedLoop {
     /// The device.
     pub device: LoopDevice,
     /// It refuses writes.
@@ -250,7 +250,7 @@ fn once_made<T>(attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 /// Only devices over files of that name are asked: the status of a device is
 /// answered by the file system that its file is on, which may hang, and whoever
 /// has a device open defers its detach.
-pub fn find(id: FileId, image: &Path) -> io::Result<Vec<Attached>> {
+pub fn find(id: FileId, image: &Path) -> io::Result<Vec<AttachedLoop>> {
     let found = configured(
         |backing| backing.file_name() == image.file_name(),
         |status| is_over(status, id),
@@ -258,7 +258,7 @@ pub fn find(id: FileId, image: &Path) -> io::Result<Vec<Attached>> {
     )?;
     Ok(found
         .into_iter()
-        .map(|(device, status)| Attached {
+        .map(|(device, status)| AttachedLoop {
             device,
             read_only: status.flags & loopctl::READ_ONLY != 0,
             direct_io: status.flags & loopctl::DIRECT_IO != 0,

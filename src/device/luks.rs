@@ -156,7 +156,7 @@ pub fn look(under: &BlockDev) -> Result<Holds, LuksError> {
 
 /// Where a passphrase is from, which says how hard it must be made to guess.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum PassphraseOrigin {
     /// People chose it: each guess costs seconds of a CPU.
     People,
     /// It is made of random bits, more than anybody can try: a guess may be cheap,
@@ -164,7 +164,7 @@ pub enum Origin {
     Random,
 }
 
-impl Origin {
+impl PassphraseOrigin {
     /// The derivation of the key (cryptsetup(8), "NOTES ON PASSPHRASES"). Argon2
     /// takes a gigabyte unless told otherwise, at each opening: sixteen at once
     /// would end the agent.
@@ -182,7 +182,7 @@ impl Origin {
 pub fn format(
     under: &BlockDev,
     passphrase: &Secret,
-    origin: Origin,
+    origin: PassphraseOrigin,
     domain: &str,
 ) -> Result<(), LuksError> {
     let node = under.node.to_string_lossy();

@@ -47,12 +47,12 @@ mod shape;
 pub use client::ConnectError;
 pub use error::NbdError;
 pub use keep::keep;
-pub use link::{Away, Link};
+pub use link::{Link, Outage};
 pub use link_table::Links;
 
 use client::Connection;
 use error::{at, failed};
-use handshake::Info;
+use handshake::ExportInfo;
 use shape::Shape;
 
 /// Stands before the export's address in a backend identifier, so that what
@@ -66,7 +66,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// How an export is put behind a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Options {
+pub struct LinkOptions {
     /// Connections to make where the server allows more than one
     /// (`NBD_FLAG_CAN_MULTI_CONN`).
     pub connections: u8,
@@ -136,7 +136,7 @@ fn attach(
     driver: &Driver,
     identifier: &Identifier,
     read_only: bool,
-    options: &Options,
+    options: &LinkOptions,
 ) -> Result<(NbdDevice, Vec<Connection>), NbdError> {
     let export = &identifier.export;
     let (first, info) = open(export)?;
@@ -190,7 +190,7 @@ fn attach(
 }
 
 /// An export that was cut short, or is another than was meant, is not touched.
-fn large_enough(export: &Export, has: u64, options: &Options) -> Result<(), NbdError> {
+fn large_enough(export: &Export, has: u64, options: &LinkOptions) -> Result<(), NbdError> {
     if has >= options.minimum_bytes {
         return Ok(());
     }
@@ -218,7 +218,7 @@ fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
     limit.map_or(Ok(()), |limit| sysfs::limit_requests(dev, limit))
 }
 
-fn open(export: &Export) -> Result<(Connection, Info), NbdError> {
+fn open(export: &Export) -> Result<(Connection, ExportInfo), NbdError> {
     Connection::open(export).map_err(at(export))
 }
 

@@ -6,7 +6,7 @@ use tempfile::NamedTempFile;
 
 use super::{
     Backing, Device, Source,
-    loopdev::{self, Attached, FileId, LoopDevice, LoopOptions},
+    loopdev::{self, AttachedLoop, FileId, LoopDevice, LoopOptions},
 };
 use crate::kernel::loopctl;
 
@@ -61,7 +61,7 @@ impl Scratch {
     }
 
     /// The devices over the image.
-    pub fn found(&self) -> Vec<Attached> {
+    pub fn found(&self) -> Vec<AttachedLoop> {
         loopdev::find(self.id(), self.image.path()).unwrap()
     }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Device,
-    ceph::{CephSource, NOTE},
+    ceph::{CephSource, STAGE_FILE},
     context::{Context, SourceError},
     exports::ExportSource,
     images::ImageSource,
@@ -29,7 +29,7 @@ pub enum Source {
 /// A file at the staging path by which a volume is unstaged without a record of
 /// ours, by whichever driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Note {
+pub struct StageFile {
     /// Its name.
     pub name: &'static str,
     /// What is in it.
@@ -126,18 +126,18 @@ impl Source {
     }
 
     /// What another driver has to know to unstage the volume.
-    pub fn note(&self, device: &Device) -> Option<Note> {
+    pub fn stage_file(&self, device: &Device) -> Option<StageFile> {
         match self {
             Self::Loop(_) | Self::Nbd(_) => None,
-            Self::Rbd(image) => Some(image.note(device)),
+            Self::Rbd(image) => Some(image.stage_file(device)),
         }
     }
 
     /// The name of the note beside its mount, where it has one.
-    pub fn note_name(&self) -> Option<&'static str> {
+    pub fn stage_file_name(&self) -> Option<&'static str> {
         match self {
             Self::Loop(_) | Self::Nbd(_) => None,
-            Self::Rbd(_) => Some(NOTE),
+            Self::Rbd(_) => Some(STAGE_FILE),
         }
     }
 

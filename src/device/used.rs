@@ -11,7 +11,7 @@ use rustix::fs::OFlags;
 use super::{
     AttachOptions, Purpose,
     error::{DeviceError, io},
-    holders,
+    openers,
 };
 use crate::{
     kernel::{Dev, block, sysfs},
@@ -31,7 +31,7 @@ pub fn refuse(node: &Path, dev: Dev, options: &AttachOptions) -> Result<(), Devi
         Err(_) if is_published(dev)? => Ok(()),
         Err(_) => Err(DeviceError::Busy {
             device: node.to_owned(),
-            holders: holders::holders(dev),
+            openers: openers::openers(dev),
         }),
     }
 }

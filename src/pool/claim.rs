@@ -220,7 +220,7 @@ fn process_lock(pool: &Pool) -> Arc<Mutex<()>> {
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
     let lock = process_lock(pool);
     let _locked = lock.lock().unwrap_or_else(PoisonError::into_inner);
-    pool.settle()?;
+    pool.initialize()?;
     let mine = marker_path(pool, image, &claim.node_id);
     // Our own marker is malformed after a power loss.
     let before = match read(pool, &mine) {

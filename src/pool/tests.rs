@@ -154,7 +154,7 @@ fn inline_images_are_made_mended_and_deleted() {
     // As where the pool is not mounted.
     let (_empty, empty) = self::pool();
     let away = empty.delete_inline("csi-1");
-    assert!(matches!(away, Err(PoolError::Away { .. })));
+    assert!(matches!(away, Err(PoolError::Uninitialized { .. })));
     assert!(pool.create_inline("../x", 1).is_err() && pool.delete_inline("a/b").is_err());
 }
 

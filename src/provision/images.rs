@@ -19,7 +19,7 @@
 //! ```
 //!
 //! A failure undoes its create; a crash leaves what [`catalogue`] can tell
-//! apart, and the next equal call, or the next start ([`Images::sweep`]),
+//! apart, and the next equal call, or the next start ([`ImageStore::sweep`]),
 //! finishes or undoes it. The truth of a volume's size is its file's size.
 //!
 //! Nodes attach images as loop devices, or, with `backend: nbd`, as exports of an
@@ -29,15 +29,15 @@
 //! directory, so a server shows complete images only.
 //!
 //! Images are thin: a sparse file takes space as it is written. What is promised
-//! counts as taken, in [`Images::capacity`] and where a volume is made or
+//! counts as taken, in [`ImageStore::capacity`] and where a volume is made or
 //! grown, unless its class says `overcommit`; only `preallocate` makes sure.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
     Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume,
-    Provisioner, PublishRequest, PublishedVolume, Range, Release, Snapshot, Volume,
-    VolumeCondition, VolumeUse,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
+    VolumeInfo, VolumeUse,
 };
 use crate::{Kind, pool::Pools, secret::Secrets};
 
@@ -53,13 +53,13 @@ mod writers;
 
 /// The store of image files.
 #[derive(Debug)]
-pub struct Images {
+pub struct ImageStore {
     pools: Pools,
     node_id: Option<String>,
     boot_id: String,
 }
 
-impl Images {
+impl ImageStore {
     /// Over these pools; `node_id` is that of the node of local pools, and
     /// `boot_id` that of the running kernel.
     pub fn new(pools: Pools, node_id: Option<String>, boot_id: String) -> Self {
@@ -72,7 +72,7 @@ impl Images {
 }
 
 /// What each call does is in the inherent method of its name.
-impl Provisioner for Images {
+impl Provisioner for ImageStore {
     fn abilities(&self) -> Abilities {
         Abilities {
             lists: true,
@@ -91,7 +91,7 @@ impl Provisioner for Images {
         self.sweep()
     }
 
-    fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
         refuse_any(&new.mutable, "none that can be changed later")?;
         self.create_volume(new)
     }
@@ -142,7 +142,7 @@ impl Provisioner for Images {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<Listed<Volume>>, Error> {
+    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
         self.list_volumes(what, pool)
     }
 
@@ -168,7 +168,7 @@ impl Provisioner for Images {
         self.capacity(&room.parameters, &room.uses, room.here_will_do)
     }
 
-    fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error> {
         refuse_any(&new.parameters, "none for snapshots")?;
         self.create_snapshot(&new.name, &new.volume)
     }
@@ -177,7 +177,7 @@ impl Provisioner for Images {
         self.delete_snapshot(handle)
     }
 
-    fn get_snapshot(&self, handle: &str, _: &Secrets) -> Result<Snapshot, Error> {
+    fn get_snapshot(&self, handle: &str, _: &Secrets) -> Result<SnapshotInfo, Error> {
         self.get_snapshot(handle)
     }
 
@@ -187,7 +187,7 @@ impl Provisioner for Images {
         pool: Option<&str>,
         volume: Option<&str>,
         _: &Secrets,
-    ) -> Result<Vec<Listed<Snapshot>>, Error> {
+    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
         self.list_snapshots(what, pool, volume)
     }
 }

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::{Error, VolumeUse};
 use crate::{
     fs::{FsType, mkfs},
+    parse_bool::parse_bool,
     pool::{Pool, Scope},
-    switch,
 };
 
 mod export;
@@ -198,7 +198,7 @@ fn file_system(field: &'static str, name: &str) -> Result<&'static str, Error> {
 }
 
 pub(super) fn yes_or_no(name: &'static str, value: &str) -> Result<bool, Error> {
-    switch::parse(value).ok_or_else(|| bad(name, value, "it is `true` or `false`"))
+    parse_bool(value).ok_or_else(|| bad(name, value, "it is `true` or `false`"))
 }
 
 /// What LOOP_CONFIGURE takes: a power of two from 512 to the page size.

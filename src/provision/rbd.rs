@@ -28,8 +28,8 @@ use std::{
 
 use super::{
     Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume,
-    Provisioner, PublishRequest, PublishedVolume, Range, Release, Snapshot, Volume,
-    VolumeCondition, VolumeUse, serialized::KeyedMutex,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
+    VolumeInfo, VolumeUse, serialized::KeyedMutex,
 };
 use crate::{
     ceph::{
@@ -37,7 +37,7 @@ use crate::{
         csi_format::{
             config::{Clusters, Mappings},
             encryption::KmsConfig,
-            journal::{Journal, Kind},
+            journal::{Journal, JournalKind},
         },
     },
     lane::Lanes,
@@ -70,7 +70,7 @@ pub use error::RbdError;
 pub use flatten::Bounds;
 pub use operators::{Operators, SecretDir};
 
-use fencing::Fencing;
+use fencing::Fencer;
 use flatten::Flattener;
 use trash::TrashPurger;
 
@@ -94,7 +94,7 @@ pub struct Settings<'a> {
 
 /// The store of RBD images: what all calls share. Nearly all of it blocks.
 #[derive(Debug)]
-pub struct Rbd {
+pub struct RbdStore {
     clusters: Clusters,
     mappings: Mappings,
     connections: Connections,
@@ -104,14 +104,14 @@ pub struct Rbd {
     kms: KmsConfig,
     purger: TrashPurger,
     flattener: Flattener,
-    fencing: Fencing,
+    fencing: Fencer,
     /// Held by what makes or deletes the volume or snapshot of a name.
     names: KeyedMutex,
     /// Pools that are known to be used, by cluster, with who may use them.
     used: Mutex<BTreeMap<(String, i64), Credentials>>,
 }
 
-impl Rbd {
+impl RbdStore {
     /// Connects to nothing yet.
     pub fn new(settings: Settings<'_>, lanes: &Lanes) -> io::Result<Self> {
         Ok(Self {
@@ -119,12 +119,12 @@ impl Rbd {
             mappings: Mappings::new(settings.mapping),
             connections: Connections::new(Timeouts::default())?,
             operators: settings.operators,
-            volumes: Journal::new(Kind::Volume, settings.instance),
-            snapshots: Journal::new(Kind::Snapshot, settings.instance),
+            volumes: Journal::new(JournalKind::Volume, settings.instance),
+            snapshots: Journal::new(JournalKind::Snapshot, settings.instance),
             kms: KmsConfig::new(settings.kms_config),
             purger: TrashPurger::new(lanes.clone()),
             flattener: Flattener::new(lanes.clone(), Bounds::default()),
-            fencing: Fencing::new(settings.fence_after),
+            fencing: Fencer::new(settings.fence_after),
             names: KeyedMutex::default(),
             used: Mutex::default(),
         })
@@ -132,7 +132,7 @@ impl Rbd {
 }
 
 /// What each call does is in the inherent method of its name.
-impl Provisioner for Rbd {
+impl Provisioner for RbdStore {
     fn abilities(&self) -> Abilities {
         Abilities {
             lists: self.operators.any(),
@@ -152,7 +152,7 @@ impl Provisioner for Rbd {
         self.sweep().into_iter().map(Error::from).collect()
     }
 
-    fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
         self.create_volume(new)
     }
 
@@ -203,7 +203,7 @@ impl Provisioner for Rbd {
         &self,
         what: &ListRequest,
         _: Option<&str>,
-    ) -> Result<Vec<Listed<Volume>>, Error> {
+    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
         self.list_volumes(what)
     }
 
@@ -229,7 +229,7 @@ impl Provisioner for Rbd {
         self.capacity(room)
     }
 
-    fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error> {
         self.create_snapshot(new)
     }
 
@@ -237,7 +237,7 @@ impl Provisioner for Rbd {
         self.delete_snapshot(handle, secrets)
     }
 
-    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error> {
+    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<SnapshotInfo, Error> {
         self.get_snapshot(handle, secrets)
     }
 
@@ -247,7 +247,7 @@ impl Provisioner for Rbd {
         _: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<Listed<Snapshot>>, Error> {
+    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
         self.list_snapshots(what, volume, secrets)
     }
 }

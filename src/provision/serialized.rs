@@ -64,12 +64,12 @@ tokio::task_local! {
 
 /// What a call past its deadline is doing.
 #[derive(Debug)]
-pub struct UnderWay {
+pub struct CallProgress {
     /// The step with its age, and what it waits for; none: it has not begun.
     step: Option<(&'static str, Duration, String)>,
 }
 
-impl fmt::Display for UnderWay {
+impl fmt::Display for CallProgress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some((step, age, waits_for)) = &self.step else {
             return f.write_str("waiting for its turn");
@@ -84,7 +84,7 @@ impl fmt::Display for UnderWay {
 
 /// Waits for a call's work at most so long. The work finishes all the same
 /// ([`Serialized::run`]).
-pub async fn within<T>(time: Duration, work: impl Future<Output = T>) -> Result<T, UnderWay> {
+pub async fn within<T>(time: Duration, work: impl Future<Output = T>) -> Result<T, CallProgress> {
     let in_time = async {
         let done = tokio::time::timeout(time, work).await;
         done.map_err(|_| CURRENT.with(|current| under_way(current.borrow().as_ref())))
@@ -92,13 +92,13 @@ pub async fn within<T>(time: Duration, work: impl Future<Output = T>) -> Result<
     CURRENT.scope(RefCell::default(), in_time).await
 }
 
-fn under_way(current: Option<&(Lanes, String)>) -> UnderWay {
+fn under_way(current: Option<&(Lanes, String)>) -> CallProgress {
     let busy = current.and_then(|(lanes, key)| {
         let mut busy = lanes.busy().into_iter();
         busy.find(|busy| busy.volume == *key)
     });
     let step = busy.map(|busy| (busy.step, busy.since.elapsed(), busy.waits_for));
-    UnderWay { step }
+    CallProgress { step }
 }
 
 /// The key of calls that make or delete the volume of a name.

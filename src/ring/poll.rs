@@ -151,7 +151,7 @@ impl Inner {
             let mut completions = self.ring.completion();
             completions.sync();
             for completion in completions {
-                settle(&mut self.ops, &mut self.spent, &completion);
+                complete(&mut self.ops, &mut self.spent, &completion);
             }
             if !self.ring.submission().cq_overflow() {
                 return;
@@ -198,7 +198,7 @@ impl Inner {
 }
 
 /// Delivers `completion` to its operation.
-fn settle(ops: &mut HashMap<u64, Op>, spent: &mut Vec<Op>, completion: &cqueue::Entry) {
+fn complete(ops: &mut HashMap<u64, Op>, spent: &mut Vec<Op>, completion: &cqueue::Entry) {
     let id = completion.user_data();
     let Some(op) = ops.get_mut(&id) else {
         return; // CANCEL

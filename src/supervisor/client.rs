@@ -29,7 +29,7 @@ const LIST_WITHIN: Duration = Duration::from_secs(2);
 pub enum ClientError {
     /// Nobody answers.
     #[error("uring-csi-holder does not answer on {endpoint}; is it running on this node?")]
-    Away {
+    Unreachable {
         /// Its socket.
         endpoint: Endpoint,
         /// What happened.
@@ -175,7 +175,7 @@ impl Client {
             // An error that the client made up has a cause; one that came has none.
             let made_up = std::error::Error::source(&status).is_some();
             if made_up || status.code() == Code::DeadlineExceeded {
-                return ClientError::Away {
+                return ClientError::Unreachable {
                     endpoint: self.endpoint.clone(),
                     source: Box::new(status),
                 };

@@ -27,7 +27,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{Spec, SupervisorError, error::failed, processes::Server, spec::Verb};
+use super::{Spec, SupervisorError, error::failed, processes::DaemonProcess, spec::Verb};
 use crate::{
     kernel::{
         exec,
@@ -113,8 +113,8 @@ impl Daemon {
     }
 
     /// The process that serves that cookie, whoever began it.
-    pub async fn find(lanes: &Lanes, cookie: &str) -> io::Result<Option<(Self, Server)>> {
-        let all = lanes.run(cookie, "processes", Server::all);
+    pub async fn find(lanes: &Lanes, cookie: &str) -> io::Result<Option<(Self, DaemonProcess)>> {
+        let all = lanes.run(cookie, "processes", DaemonProcess::all);
         for (raw, server) in timeout(FOUND_WITHIN, all).await?? {
             let Some(pid) = Pid::from_raw(raw).filter(|_| server.cookie == cookie) else {
                 continue;
@@ -130,7 +130,7 @@ impl Daemon {
                 said: None,
             };
             // The id may have become another's before the descriptor was there.
-            let again = lanes.run(cookie, "process", move || Server::of(raw));
+            let again = lanes.run(cookie, "process", move || DaemonProcess::of(raw));
             if timeout(FOUND_WITHIN, again).await?.as_ref() == Some(&server) {
                 return Ok(Some((daemon, server)));
             }

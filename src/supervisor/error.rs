@@ -169,7 +169,7 @@ impl SupervisorError {
 
 impl From<SupervisorError> for Status {
     fn from(error: SupervisorError) -> Self {
-        Self::new(error.code(), crate::chain(&error))
+        Self::new(error.code(), crate::error_chain(&error))
     }
 }
 

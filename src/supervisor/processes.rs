@@ -16,7 +16,7 @@ pub fn process(pid: i32) -> Option<Process> {
 
 /// A process that serves a device, or is about to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Server {
+pub struct DaemonProcess {
     /// Its cookie.
     pub cookie: String,
     /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
@@ -25,7 +25,7 @@ pub struct Server {
     pub monitors: Option<String>,
 }
 
-impl Server {
+impl DaemonProcess {
     /// Reads `/proc/PID/cmdline` (proc(5)): ours, or that of ceph-csi, which calls
     /// `rbd` and that calls rbd-nbd with its own options first, values in the same
     /// word or in the next.
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     fn parsed(words: &[&str]) -> Option<(String, String, Option<String>)> {
-        let server = Server::parse(words.join("\0").as_bytes())?;
+        let server = DaemonProcess::parse(words.join("\0").as_bytes())?;
         Some((server.cookie, server.image, server.monitors))
     }
 
@@ -154,13 +154,13 @@ mod tests {
             if ours {
                 bytes.splice(0..0, *b"rbd-nbd\0map\0");
             }
-            let _ = Server::parse(&bytes);
+            let _ = DaemonProcess::parse(&bytes);
         }
 
         #[test]
         fn what_a_daemon_is_told_is_read_back(cookie in "[^\0]{1,128}", image in "[^-\0][^\0]{0,40}") {
             let line = format!("rbd-nbd\0map\0{image}\0-f\0--cookie={cookie}\0--read-only\0");
-            let server = Server::parse(line.as_bytes()).unwrap();
+            let server = DaemonProcess::parse(line.as_bytes()).unwrap();
             prop_assert_eq!((server.cookie, server.image), (cookie, image));
         }
     }

@@ -26,18 +26,20 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use zeroize::Zeroizing;
 
-use super::{Spec, SupervisorError, error::failed, memory_lock, spec::Fencing};
+use super::{Spec, SupervisorError, error::failed, memory_lock, spec::RegistrationKey};
 use crate::{
     ceph::{
         client::{
             CephError, Credentials,
             rados::{Cluster, Timeouts},
-            rbd::{self, Access},
+            rbd::{self, OpenMode},
         },
-        fencing::{Attachments, Client, Entry, Process, Published, Starting, Through, host_of},
+        fencing::{
+            Client, NodeEntry, Process, Published, RegisteredNodes, Starting, Through, host_of,
+        },
         krbd::ImageSpec,
     },
-    chain,
+    error_chain,
     kernel::{self, exec},
     secret::Secret,
 };
@@ -103,7 +105,7 @@ struct Order {
     image: ImageSpec,
     monitors: Vec<String>,
     user: String,
-    fencing: Fencing,
+    fencing: RegistrationKey,
     lineage: Lineage,
     step: Step,
 }
@@ -125,7 +127,7 @@ enum Answer {
 /// not among the image's watchers, or not yet.
 pub(super) fn register(
     spec: &Spec,
-    fencing: &Fencing,
+    fencing: &RegistrationKey,
     key: &Secret,
     lineage: Lineage,
     step: Step,
@@ -188,7 +190,7 @@ pub fn child() -> ExitCode {
     });
     let carried_out = match memory_lock::lock().and_then(|()| read()) {
         Ok((order, key)) => carry_out(order, key).unwrap_or_else(|error| why(&error)),
-        Err(error) => Answer::Failed(chain(&error)),
+        Err(error) => Answer::Failed(error_chain(&error)),
     };
     answer(&carried_out)
 }
@@ -208,7 +210,7 @@ fn read() -> io::Result<(Order, Secret)> {
 }
 
 fn why(error: &CephError) -> Answer {
-    let said = chain(error);
+    let said = error_chain(error);
     if error.is_access_denied() {
         Answer::Denied
     } else if error.is_not_found() {
@@ -223,7 +225,7 @@ fn why(error: &CephError) -> Answer {
 fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
     let boot_id = match kernel::boot_id() {
         Ok(boot_id) => boot_id,
-        Err(error) => return Ok(Answer::Failed(chain(&error))),
+        Err(error) => return Ok(Answer::Failed(error_chain(&error))),
     };
     let credentials = Credentials {
         user: order.user,
@@ -233,18 +235,18 @@ fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
     let pool = cluster.ioctx(&order.image.pool, &order.image.namespace)?;
     let entry = match order.step {
         Step::Looks => None,
-        Step::Ended => Some(Entry::default()),
-        Step::Begins => Some(Entry::from(Starting {
+        Step::Ended => Some(NodeEntry::default()),
+        Step::Begins => Some(NodeEntry::from(Starting {
             host: host_of(&cluster.address()?).to_owned(),
             boot_id,
         })),
         Step::Serves(clients, process) => {
-            let image = rbd::Image::open(&pool, &order.image.name, Access::ReadOnly)?;
+            let image = rbd::Image::open(&pool, &order.image.name, OpenMode::ReadOnly)?;
             let mut watchers = image.watchers()?.into_iter();
             let Some(its) = watchers.find(|one| clients.contains(&one.client)) else {
                 return Ok(Answer::NotThere);
             };
-            Some(Entry::from(Client {
+            Some(NodeEntry::from(Client {
                 address: its.address,
                 boot_id,
                 through: Through::RbdNbd,
@@ -259,7 +261,7 @@ fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
         Published::Since(since, or)
     };
     let node = &order.fencing.node_id;
-    let nodes = Attachments::of(&pool, order.fencing.volume);
+    let nodes = RegisteredNodes::of(&pool, order.fencing.volume);
     let is_published = match entry {
         None => nodes.is_published(node, published)?,
         Some(mut entry) => {

@@ -3,7 +3,7 @@
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use super::{NbdOptions, Spec, SpecError, SupervisorError, keeper::Keeper, spec::Fencing};
+use super::{NbdOptions, Spec, SpecError, SupervisorError, keeper::Keeper, spec::RegistrationKey};
 use crate::{
     Done,
     ceph::krbd::ImageSpec,
@@ -116,12 +116,12 @@ fn spec_of(request: MapRequest) -> Result<Spec, SpecError> {
     })
 }
 
-fn fencing_of(given: proto::Fencing) -> Result<Fencing, SpecError> {
+fn fencing_of(given: proto::Fencing) -> Result<RegistrationKey, SpecError> {
     let volume = Uuid::parse_str(&given.volume_uuid).map_err(|_| SpecError::Unsuited {
         what: "volume's UUID",
         text: given.volume_uuid,
     })?;
-    Ok(Fencing {
+    Ok(RegistrationKey {
         node_id: given.node_id,
         volume,
     })

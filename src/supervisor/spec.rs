@@ -34,12 +34,12 @@ pub struct Spec {
     pub read_only: bool,
     /// Where the controller fences: what its clients are entered as.
     #[serde(default)]
-    pub fencing: Option<Fencing>,
+    pub fencing: Option<RegistrationKey>,
 }
 
 /// Whose clients are entered, and where ([`crate::ceph::fencing`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fencing {
+pub struct RegistrationKey {
     /// This node's id.
     pub node_id: String,
     /// The volume's, in its journal.
@@ -214,7 +214,7 @@ mod tests {
                 .count(),
             1
         );
-        spec.fencing = Some(Fencing {
+        spec.fencing = Some(RegistrationKey {
             node_id: "node".to_owned(),
             volume: Uuid::new_v4(),
         });

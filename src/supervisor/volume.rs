@@ -36,14 +36,14 @@ use super::{
 };
 use crate::{Done, kernel::nbd::NbdDevice, secret::Secret};
 
-mod access;
 mod open;
 mod registration;
 mod serving;
+mod start_args;
 mod verbs;
 
-use access::Accesses;
-use open::{Open, open_shared};
+use open::{OpenGuard, open_shared};
+use start_args::StartCandidates;
 
 /// How often a device that comes or goes is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -89,7 +89,7 @@ pub struct Volume {
     shared: Arc<Shared>,
     status: Arc<Mutex<Status>>,
     /// By what its daemons are begun.
-    accesses: Accesses,
+    candidates: StartCandidates,
     daemon: Option<Daemon>,
     /// Since when this node has the volume, where the controller fences.
     lineage: Lineage,
@@ -107,9 +107,9 @@ pub struct Volume {
     /// While a daemon serves the device, which is open for the daemon as well. Were
     /// that the last to close it when it dies, it would wait for what is being read,
     /// and that for the daemon's socket, which it closes next.
-    open_guard: Option<Open>,
+    open_guard: Option<OpenGuard>,
     /// While no daemon serves the device: udevd does not look into it.
-    udev_lock: Option<Open>,
+    udev_lock: Option<OpenGuard>,
 }
 
 impl Volume {
@@ -124,7 +124,7 @@ impl Volume {
             id: id.to_owned(),
             shared,
             status,
-            accesses: Accesses::of_record(spec),
+            candidates: StartCandidates::of_record(spec),
             daemon: None,
             lineage: Lineage::broken(),
             found: None,
@@ -174,7 +174,7 @@ impl Volume {
         match (device.cloned(), &self.daemon) {
             (Some(device), Some(_)) => {
                 let open = || {
-                    Open::begin(&self.shared.lanes, &self.id, move || {
+                    OpenGuard::begin(&self.shared.lanes, &self.id, move || {
                         open_shared(&device.block)
                     })
                 };
@@ -261,16 +261,16 @@ impl Volume {
     }
 
     fn image(&self) -> String {
-        let spec = self.accesses.spec();
+        let spec = self.candidates.spec();
         spec.map_or_else(|| self.id.clone(), |spec| spec.image.to_string())
     }
 
     fn tell(&self, device: Option<&NbdDevice>) {
-        let has_key = self.accesses.newest().is_some();
+        let has_key = self.candidates.newest().is_some();
         let doubt = (!has_key && self.daemon.is_some()).then_some(
             "uring-csi-holder has restarted and has no key: if rbd-nbd ends, it cannot be started again before the next stage or uringctl reattach brings the key",
         );
-        let image = self.accesses.spec().map(Spec::name);
+        let image = self.candidates.spec().map(Spec::name);
         let status = Status {
             image: image.or(self.found.clone()),
             node: device.map(|device| device.block.node.display().to_string()),

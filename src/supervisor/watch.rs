@@ -13,7 +13,7 @@ use super::{
     Spec,
     client::{Client, ClientError},
 };
-use crate::{Done, chain, proto::holder::Held, secret::Secret};
+use crate::{Done, error_chain, proto::holder::Held, secret::Secret};
 
 /// How often it is asked; it answers from its memory.
 const EVERY: Duration = Duration::from_secs(2);
@@ -47,7 +47,7 @@ enum Last {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Trouble {
     /// Nobody serves it now.
-    Unserved(String),
+    NoDaemon(String),
     /// Should who serves it end, nothing would bring it back.
     Unkept(String),
 }
@@ -78,7 +78,7 @@ impl Watch {
         };
         let said = match self.client.list() {
             Ok(volumes) => Last::Said(volumes),
-            Err(error) => Last::Silent(chain(&error)),
+            Err(error) => Last::Silent(error_chain(&error)),
         };
         self.last().answer(number, said);
     }
@@ -101,7 +101,7 @@ impl Watch {
         };
         match (held.trouble.as_str(), held.pid) {
             ("", _) => None,
-            (why, 0) => Some(Trouble::Unserved(why.to_owned())),
+            (why, 0) => Some(Trouble::NoDaemon(why.to_owned())),
             (why, _) => Some(Trouble::Unkept(why.to_owned())),
         }
     }
@@ -121,7 +121,7 @@ impl Watch {
     /// yet. It blocks: for a lane.
     pub fn is_mapping(&self, volume_id: &str) -> Result<bool, ClientError> {
         let volumes = match self.client.list() {
-            Err(ClientError::Away { .. }) => return Ok(false),
+            Err(ClientError::Unreachable { .. }) => return Ok(false),
             listed => listed?,
         };
         let mut its = volumes.iter().filter(|held| held.volume_id == volume_id);
@@ -144,7 +144,7 @@ impl Watch {
     /// under way. Where the supervisor is not there, nothing is. It blocks: for a lane.
     pub fn forget(&self, volume_id: &str) -> Result<(), ClientError> {
         match self.unmap(volume_id) {
-            Ok(_) | Err(ClientError::Away { .. }) => Ok(()),
+            Ok(_) | Err(ClientError::Unreachable { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }

@@ -4,9 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use super::{Node, Outcome, already, context::Context, error::Cause, spec::Call};
 use crate::{
-    chain,
     device::{DeviceError, Source},
-    ring,
+    error_chain, ring,
 };
 
 /// How often a missing pool is looked for.
@@ -42,7 +41,7 @@ async fn give_back_all(node: &Arc<Node>, pool: &str) -> bool {
                     tracing::warn!(
                         volume_id = id,
                         pool,
-                        error = chain(&*error),
+                        error = error_chain(&*error),
                         "cannot release a claim that is left"
                     );
                     all = false;
@@ -54,7 +53,7 @@ async fn give_back_all(node: &Arc<Node>, pool: &str) -> bool {
         Err(error) => {
             tracing::debug!(
                 pool,
-                error = chain(&error),
+                error = error_chain(&error),
                 "cannot list the claims in a pool"
             );
             false

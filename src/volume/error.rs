@@ -6,11 +6,11 @@ use super::task::UnderWay;
 use crate::{
     Kind,
     admission::Full,
-    chain,
     device::{
         DeviceError, SourceError,
-        holders::{self, Holder},
+        openers::{self, Opener},
     },
+    error_chain,
     fs::{fsck::FsckError, grow::GrowError},
     mount::{
         attach::MountError, options::MountOptionError, ownership::OwnershipError, path::PathError,
@@ -98,13 +98,13 @@ pub enum Cause {
     /// Another opener keeps the device busy; nothing was disconnected.
     #[error(
         "{device} is busy, nothing was disconnected: {}",
-        holders::describe(holders)
+        openers::describe(openers)
     )]
     Busy {
         /// The device's node.
         device: PathBuf,
         /// Its openers, as far as they could be found.
-        holders: Vec<Holder>,
+        openers: Vec<Opener>,
     },
     /// The device is not proven blank and does not hold the requested file system.
     #[error(
@@ -188,13 +188,13 @@ pub enum Cause {
     },
     /// A stage failed, and the volume is staged and in use all the same: a final code
     /// would make kubelet forget that, and never unstage it.
-    #[error("{}; it stays staged as it was", chain(.0))]
+    #[error("{}; it stays staged as it was", error_chain(.0))]
     Kept(Box<Cause>),
     /// A call failed, and what it had done could not be undone.
     #[error(
         "{}; and what was done could not be undone ({}): the next call takes it up",
-        chain(cause),
-        chain(undo)
+        error_chain(cause),
+        error_chain(undo)
     )]
     NotUndone {
         /// Why the call failed.
@@ -260,7 +260,7 @@ impl Cause {
 impl From<DeviceError> for Cause {
     fn from(error: DeviceError) -> Self {
         match error {
-            DeviceError::Busy { device, holders } => Self::Busy { device, holders },
+            DeviceError::Busy { device, openers } => Self::Busy { device, openers },
             error => Self::Device(error),
         }
     }

@@ -132,7 +132,7 @@ impl Node {
                 "ServerUnkept",
                 format!("should the server of {node} end, it would not come back: {why}"),
             ),
-            device::Condition::Away {
+            device::Condition::Unreachable {
                 failing: false,
                 why,
             } => condition(
@@ -140,7 +140,7 @@ impl Node {
                 "ServerAway",
                 format!("requests to {node} wait for its server, which is away {why}"),
             ),
-            device::Condition::Away { failing: true, why } => condition(
+            device::Condition::Unreachable { failing: true, why } => condition(
                 Severity::Inaccessible,
                 "ServerAway",
                 format!("requests to {node} fail, since its server is away {why}"),

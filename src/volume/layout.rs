@@ -15,7 +15,7 @@ use super::{
     record::Record,
     spec::{Stage, mount_point},
 };
-use crate::{device::NOTE, mount::path::SafePath};
+use crate::{device::STAGE_FILE, mount::path::SafePath};
 
 /// Whether this is a valid file name.
 pub(super) fn is_one_name(id: &str) -> bool {
@@ -51,7 +51,7 @@ pub(super) fn write_note(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let Some(file) = record
         .device
         .as_ref()
-        .and_then(|device| record.source.note(device))
+        .and_then(|device| record.source.stage_file(device))
     else {
         return Ok(());
     };
@@ -64,7 +64,7 @@ pub(super) fn write_note(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
 
 /// The note at the staging path, of whichever driver. Blocks.
 pub(super) fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Cause> {
-    let Some(place) = absent_is_none(places.staging(&staging_path.join(NOTE)))? else {
+    let Some(place) = absent_is_none(places.staging(&staging_path.join(STAGE_FILE)))? else {
         return Ok(None);
     };
     place.read().map_err(at_staging)
@@ -78,7 +78,7 @@ pub(super) fn clear(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
             let removed = place.remove().map_err(at_staging)?;
             already("remove the mount point", removed);
         }
-        if let Some(name) = record.source.note_name()
+        if let Some(name) = record.source.stage_file_name()
             && let Some(place) = absent_is_none(places.staging(&record.staging_path.join(name)))?
         {
             let removed = place.unlink().map_err(at_staging)?;

@@ -12,7 +12,7 @@ use rustix::{fd::AsFd as _, fs::OFlags};
 
 use super::{context::OnLane, error::Cause, record::Record, spec::Use};
 use crate::{
-    device::{Attachment, Device, DeviceError, HeldOpen, MkfsNote, Source, holders},
+    device::{Attachment, Device, DeviceError, FormatMarker, HeldOpen, Source, openers},
     fs::{
         CommandLine, FsType, fsck, mkfs,
         probe::{self, Content, FsInfo},
@@ -91,7 +91,7 @@ pub(super) async fn look(
         drop(held);
         Err(Cause::Busy {
             device: device.node.clone(),
-            holders: holders::holders(device.dev),
+            openers: openers::openers(device.dev),
         })
     })
 }
@@ -164,7 +164,7 @@ impl Preparing<'_> {
                 let blank = matches!(other, Content::Blank);
                 // A format marker is trusted only for content that a mkfs leaves.
                 let scrap =
-                    other.is_partial_format() && self.marked(MkfsNote::format_in_progress)?;
+                    other.is_partial_format() && self.marked(FormatMarker::format_in_progress)?;
                 if !blank && !scrap {
                     return Err(Cause::Foreign {
                         device: device.node.clone(),
@@ -190,7 +190,7 @@ impl Preparing<'_> {
         if !record.read_only {
             // An agent may have finished it, and died before it removed the marker.
             self.marked(|marker, _| {
-                marker.ended()?;
+                marker.clear()?;
                 self.held.check()
             })?;
             if info.dirty {
@@ -206,10 +206,10 @@ impl Preparing<'_> {
     /// Reads or changes the format marker.
     fn marked<T>(
         self,
-        what: impl FnOnce(&MkfsNote, &str) -> Result<T, DeviceError>,
+        what: impl FnOnce(&FormatMarker, &str) -> Result<T, DeviceError>,
     ) -> Result<T, Cause> {
         let cx = self.cx;
-        let work = || what(&self.attached.note, &cx.volume.id);
+        let work = || what(&self.attached.format_marker, &cx.volume.id);
         Ok(cx.step("note", work)?)
     }
 
@@ -220,7 +220,7 @@ impl Preparing<'_> {
         if !exit.success() && reports_busy(&exit.output) {
             return Err(Cause::Busy {
                 device: self.attached.device.node.clone(),
-                holders: Vec::new(),
+                openers: Vec::new(),
             });
         }
         Ok(exit)
@@ -231,10 +231,10 @@ impl Preparing<'_> {
         let zeros = self.marked(|marker, id| {
             let bound = self.cx.node.backends.bind(&self.record.source);
             let zeros = bound.reads_as_zero()?;
-            marker.begins(id)?;
+            marker.set(id)?;
             if let Err(error) = self.held.check() {
                 // It did not begin.
-                marker.ended()?;
+                marker.clear()?;
                 return Err(error);
             }
             Ok(zeros)
@@ -262,7 +262,7 @@ impl Preparing<'_> {
             });
         }
         // From now on the source may hold data.
-        self.marked(|marker, _| marker.ended())
+        self.marked(|marker, _| marker.clear())
     }
 
     async fn check(self, fs: FsType) -> Result<(), Cause> {

@@ -32,9 +32,8 @@ use super::{
 };
 use crate::{
     capability::AccessMode,
-    chain,
     device::{Backends, Device, DeviceError, Owner, Source},
-    hold_point,
+    error_chain, hold_point,
     kernel::{Dev, sysfs},
     mount::{
         Mounted, PathKind,
@@ -252,7 +251,7 @@ async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
             };
             let rebuilt = cx.run_on_lane(move |cx| rebuild(cx, &staging_path));
             if let Err(cause) = rebuilt.await {
-                let error = chain(&cause.of(&id));
+                let error = error_chain(&cause.of(&id));
                 tracing::error!(
                     volume_id = id,
                     error,
@@ -287,7 +286,7 @@ fn delete_orphan(node: &Arc<Node>, id: String, target: PathBuf) {
         if let Err(error) = deleted {
             tracing::error!(
                 volume_id = id,
-                error = chain(&*error),
+                error = error_chain(&*error),
                 "cannot delete orphaned inline volume"
             );
         }
@@ -465,7 +464,7 @@ fn source_of(
     };
     match (found, behind, left) {
         // It may be mapped, or only the note may be left.
-        (None, None, Some(left)) => backends.find_noted(left, volume_id).map(Some),
+        (None, None, Some(left)) => backends.find_by_stage_file(left, volume_id).map(Some),
         (found, ..) => Ok(found.map(|found| (found.source, Some(found.device)))),
     }
 }

@@ -1,6 +1,6 @@
 //! Blanking a partial format before its volume is detached.
 //!
-//! A format marker of this node (`device::notes`) is lost with the device, and without it
+//! A format marker of this node (`device::format_markers`) is lost with the device, and without it
 //! every node takes a killed mkfs' partial format for data. So it is blanked, if the mkfs
 //! was so recent that no other node can have written there yet.
 

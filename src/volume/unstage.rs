@@ -14,12 +14,13 @@ use super::{
     unmake,
 };
 use crate::{
-    Detached, chain,
+    Detached,
     device::{
         Device, DeviceError,
         descriptor_lock::{self, Unlock},
-        holders, ready,
+        openers, ready,
     },
+    error_chain,
     mount::{
         PathKind,
         path::SafePath,
@@ -78,7 +79,7 @@ pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cau
             && let Err(error) = unmake::unmake(cx, &record, device)
         {
             // A dead device must be detached all the same.
-            tracing::warn!(volume_id = cx.volume.id, error = %chain(&error), "cannot blank a partial format; see `uringctl format` if the volume is refused");
+            tracing::warn!(volume_id = cx.volume.id, error = %error_chain(&error), "cannot blank a partial format; see `uringctl format` if the volume is refused");
         }
     }
     detach(cx, &record).await?;
@@ -120,7 +121,7 @@ fn unmount(cx: OnLane<'_>, record: &Record, device: &Device) -> Result<(), Cause
         let done = done.map_err(|error| match error {
             UnmountError::Busy { .. } => Cause::Busy {
                 device: device.node.clone(),
-                holders: holders::holders(device.dev),
+                openers: openers::openers(device.dev),
             },
             UnmountError::Io { .. } => error.into(),
         })?;
@@ -166,12 +167,12 @@ async fn detach(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     })?;
     if let (Some(device), Detached::Deferred) = (device, detached) {
         // Another opener delays the detach: udevd for a moment, or one of these.
-        let openers = cx.step("holders", || holders::holders(device.dev));
+        let openers = cx.step("holders", || openers::openers(device.dev));
         let gone = async {
             cx.progress.waits_for(format!(
                 "{}: {}",
                 device.node.display(),
-                holders::describe(&openers)
+                openers::describe(&openers)
             ));
             ready::gone(&cx.node.uevents, source, &device).await
         };

@@ -50,8 +50,8 @@ async fn whole_life(node: &Node, volume: &Volume) {
         let target = node.up(volume, "pod").await;
         kept(volume, &target, &content, round == 0);
         assert!(!node.stats(volume, &target).await.unwrap().is_empty());
-        let ailments = node.health(volume, &target).await.unwrap();
-        assert!(ailments.is_empty(), "{ailments:?}");
+        let conditions = node.health(volume, &target).await.unwrap();
+        assert!(conditions.is_empty(), "{conditions:?}");
         node.down(volume, "pod").await;
         assert_nothing_staged(node, volume);
     }

@@ -29,7 +29,7 @@ pub mod trash;
 
 pub use features::{Features, UnknownFeature};
 pub use header::Header;
-pub use image::{Access, Image, Watcher};
+pub use image::{Image, OpenMode, Watcher};
 pub use lineage::{LinkedImage, Parent};
 pub use mirror::Mirroring;
 pub use options::ImageOptions;

@@ -92,7 +92,7 @@ pub enum ConfigError {
 /// An entry as it is written. Older files had the namespace at the top.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Entry {
+struct ClusterEntry {
     #[serde(rename = "clusterID", default, deserialize_with = "null_is_default")]
     cluster_id: String,
     #[serde(default, deserialize_with = "null_is_default")]
@@ -125,8 +125,8 @@ where
     Option::deserialize(from).map(Option::unwrap_or_default)
 }
 
-impl Entry {
-    fn settled(self) -> ClusterConfig {
+impl ClusterEntry {
+    fn into_config(self) -> ClusterConfig {
         let said = |text: String| Some(text).filter(|text| !text.is_empty());
         ClusterConfig {
             cluster_id: self.cluster_id,
@@ -182,9 +182,9 @@ impl Clusters {
 
     /// All clusters, in the order of the file.
     pub fn all(&self) -> Result<Arc<Vec<ClusterConfig>>, ConfigError> {
-        self.file.read(|entries: Vec<Entry>| {
-            let settled = entries.into_iter().map(Entry::settled);
-            settled.collect()
+        self.file.read(|entries: Vec<ClusterEntry>| {
+            let clusters = entries.into_iter().map(ClusterEntry::into_config);
+            clusters.collect()
         })
     }
 }

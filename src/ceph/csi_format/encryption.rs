@@ -38,7 +38,7 @@ pub const PREPARED: &str = "encryptionPrepared";
 pub const ENCRYPTED: &str = "encrypted";
 
 /// What an image's metadata say under a key. Older releases put a dot before it.
-pub fn noted<'a>(metadata: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str> {
+pub fn value_of<'a>(metadata: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str> {
     let found = metadata
         .get(key)
         .or_else(|| metadata.get(&format!(".{key}")))?;
@@ -116,7 +116,7 @@ pub struct KmsConfig(PathBuf);
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Entry {
+struct KmsEntry {
     #[serde(rename = "encryptionKMSType")]
     kind: String,
     secret_name: Option<String>,
@@ -138,7 +138,7 @@ impl KmsConfig {
             let entries: HashMap<String, serde_json::Value> = serde_json::from_slice(&text)?;
             entries
                 .get(id)
-                .map(Entry::deserialize)
+                .map(KmsEntry::deserialize)
                 .transpose()
                 .map_err(io::Error::from)
         });
@@ -319,8 +319,8 @@ mod tests {
     fn the_older_note_counts_too() {
         let note = |key: &str| BTreeMap::from([(key.to_owned(), " encrypted\n".to_owned())]);
         for key in ["rbd.csi.ceph.com/encrypted", ".rbd.csi.ceph.com/encrypted"] {
-            assert_eq!(noted(&note(key), STATE_KEY), Some("encrypted"));
+            assert_eq!(value_of(&note(key), STATE_KEY), Some("encrypted"));
         }
-        assert_eq!(noted(&note("other"), STATE_KEY), None);
+        assert_eq!(value_of(&note("other"), STATE_KEY), None);
     }
 }

@@ -4,7 +4,7 @@
 //! csi.volumes.<instance>    csi.volume.<name>  →  <uuid>, or <pool id>/<uuid>
 //! csi.volume.<uuid>         csi.volname        →  <name>
 //!                           csi.imagename      →  <image>
-//!                           csi.imageid, …     →  see Entry
+//!                           csi.imageid, …     →  see JournalEntry
 //! ```
 //!
 //! and `csi.snaps.<instance>` and `csi.snap.<uuid>` in the same way. Each line is
@@ -30,7 +30,7 @@ use crate::ceph::client::{
 
 mod entry;
 
-pub use entry::{Entry, Kind, Making, Reserved};
+pub use entry::{CreateState, JournalEntry, JournalKind, Reserved};
 
 /// A journal that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -65,22 +65,22 @@ pub enum JournalError {
 /// One kind's journal. All of its calls block.
 #[derive(Clone, Debug)]
 pub struct Journal {
-    kind: Kind,
+    kind: JournalKind,
     directory: String,
 }
 
 impl Journal {
     /// That of an instance: ceph-csi's `--instanceid`, mostly `default`.
-    pub fn new(kind: Kind, instance: &str) -> Self {
+    pub fn new(kind: JournalKind, instance: &str) -> Self {
         let directory = match kind {
-            Kind::Volume => format!("csi.volumes.{instance}"),
-            Kind::Snapshot => format!("csi.snaps.{instance}"),
+            JournalKind::Volume => format!("csi.volumes.{instance}"),
+            JournalKind::Snapshot => format!("csi.snaps.{instance}"),
         };
         Self { kind, directory }
     }
 
     /// What it keeps.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> JournalKind {
         self.kind
     }
 
@@ -184,7 +184,7 @@ impl Journal {
         journal: &IoCtx,
         pool: &IoCtx,
         reserved: Reserved,
-        entry: &Entry,
+        entry: &JournalEntry,
     ) -> Result<bool, JournalError> {
         let object = self.object(reserved.uuid);
         let keys = entry.to_keys(self.kind);
@@ -199,7 +199,12 @@ impl Journal {
 
     /// Completes the entry that ceph-csi has begun; what it says already is what
     /// counts.
-    pub fn go_on(&self, pool: &IoCtx, uuid: Uuid, entry: &Entry) -> Result<Entry, JournalError> {
+    pub fn go_on(
+        &self,
+        pool: &IoCtx,
+        uuid: Uuid,
+        entry: &JournalEntry,
+    ) -> Result<JournalEntry, JournalError> {
         let object = self.object(uuid);
         let there = self.read(pool, uuid)?.unwrap_or_default();
         if there.name.is_empty() {
@@ -219,14 +224,14 @@ impl Journal {
     }
 
     /// What is known of an image; none: nothing at all.
-    pub fn read(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<Entry>, JournalError> {
+    pub fn read(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<JournalEntry>, JournalError> {
         let object = self.object(uuid);
         let keys = match pool.omap_list(&object, "") {
             Ok(keys) => keys,
             Err(error) if error.is_not_found() => return Ok(None),
             Err(error) => return Err(error.into()),
         };
-        let mut entry = Entry::from_keys(self.kind, keys).map_err(|(key, value)| {
+        let mut entry = JournalEntry::from_keys(self.kind, keys).map_err(|(key, value)| {
             let object = format!("{pool}/{object}");
             let key = key.to_owned();
             JournalError::Corrupt { object, key, value }
@@ -243,7 +248,7 @@ impl Journal {
         &self,
         pool: &IoCtx,
         uuid: Uuid,
-        making: Making,
+        making: CreateState,
         id: &str,
     ) -> Result<bool, JournalError> {
         let op = WriteOp::new()
@@ -262,14 +267,14 @@ impl Journal {
     /// completed, by whomever; false where it is complete, or not this driver's.
     pub fn give_up(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
         let object = self.object(uuid);
-        let given_up = (entry::MAKING, Making::GivenUp.value());
+        let given_up = (entry::MAKING, CreateState::GivenUp.value());
         // It may be reserved, and not entered yet.
         let first = WriteOp::new()
             .create()
             .set([(self.kind.name_key(), name), given_up]);
         let begun = WriteOp::new()
             .compare(entry::IMAGE_ID, "")
-            .compare(entry::MAKING, Making::UnderWay.value())
+            .compare(entry::MAKING, CreateState::UnderWay.value())
             .set([given_up]);
         loop {
             match pool.operate(&object, &first) {
@@ -279,7 +284,7 @@ impl Journal {
             match pool.operate(&object, &begun) {
                 Err(error) if error.is_mismatch() => {
                     let there = self.read(pool, uuid)?;
-                    return Ok(there.is_none_or(|there| there.making == Making::GivenUp));
+                    return Ok(there.is_none_or(|there| there.making == CreateState::GivenUp));
                 }
                 // Gone in between.
                 Err(error) if error.is_not_found() => {}
@@ -323,7 +328,7 @@ impl Journal {
 
 /// The object of a volume's entry.
 pub(in crate::ceph) fn entry_of(uuid: Uuid) -> String {
-    format!("{}{uuid}", Kind::Volume.prefix())
+    format!("{}{uuid}", JournalKind::Volume.prefix())
 }
 
 /// An object that is not there has no keys.
@@ -345,16 +350,25 @@ mod tests {
     #[test]
     fn names_are_those_of_ceph_csi() {
         let uuid = Uuid::parse_str(UUID).unwrap();
-        let volumes = Journal::new(Kind::Volume, "default");
+        let volumes = Journal::new(JournalKind::Volume, "default");
         assert_eq!(volumes.directory, "csi.volumes.default");
         assert_eq!(volumes.key("pvc-1"), "csi.volume.pvc-1");
         assert_eq!(volumes.object(uuid), format!("csi.volume.{UUID}"));
-        let snapshots = Journal::new(Kind::Snapshot, "b");
+        let snapshots = Journal::new(JournalKind::Snapshot, "b");
         assert_eq!(snapshots.directory, "csi.snaps.b");
         assert_eq!(snapshots.key("s"), "csi.snap.s");
         assert_eq!(snapshots.object(uuid), format!("csi.snap.{UUID}"));
-        assert_eq!(Kind::Volume.image(None, uuid), format!("csi-vol-{UUID}"));
-        assert_eq!(Kind::Snapshot.image(None, uuid), format!("csi-snap-{UUID}"));
-        assert_eq!(Kind::Volume.image(Some("a-"), uuid), format!("a-{UUID}"));
+        assert_eq!(
+            JournalKind::Volume.image(None, uuid),
+            format!("csi-vol-{UUID}")
+        );
+        assert_eq!(
+            JournalKind::Snapshot.image(None, uuid),
+            format!("csi-snap-{UUID}")
+        );
+        assert_eq!(
+            JournalKind::Volume.image(Some("a-"), uuid),
+            format!("a-{UUID}")
+        );
     }
 }

@@ -13,8 +13,8 @@ fn client(address: &str) -> Client {
 }
 
 /// How it is known, but for its number.
-fn entry(has: &Attachment) -> Entry {
-    Entry {
+fn entry(has: &RegisteredNode) -> NodeEntry {
+    NodeEntry {
         nonce: None,
         ..has.entry.clone()
     }
@@ -26,7 +26,7 @@ fn a_node_enters_its_client_only_while_it_is_published_to() {
         return;
     };
     let uuid = Uuid::new_v4();
-    let nodes = Attachments::of(&io, uuid);
+    let nodes = RegisteredNodes::of(&io, uuid);
     assert!(nodes.publish("a").unwrap_err().is_not_found(), "no volume");
     assert_eq!(nodes.list().unwrap(), []);
     io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
@@ -41,7 +41,7 @@ fn a_node_enters_its_client_only_while_it_is_published_to() {
     let published = nodes.list().unwrap();
     assert_eq!(
         (published[0].node.as_str(), entry(&published[0])),
-        ("a", Entry::default())
+        ("a", NodeEntry::default())
     );
     assert!(enter("1:0/1"));
     nodes.publish("a").unwrap();
@@ -64,14 +64,14 @@ fn who_is_to_let_go_enters_nothing_more() {
         return;
     };
     let uuid = Uuid::new_v4();
-    let nodes = Attachments::of(&io, uuid);
+    let nodes = RegisteredNodes::of(&io, uuid);
     io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
         .unwrap();
     nodes.publish("a").unwrap();
     let since = Uuid::new_v4();
-    let starting = Entry {
+    let starting = NodeEntry {
         since: Some(since),
-        ..Entry::from(Starting {
+        ..NodeEntry::from(Starting {
             host: "10.0.0.5".to_owned(),
             boot_id: "boot".to_owned(),
         })
@@ -88,7 +88,7 @@ fn who_is_to_let_go_enters_nothing_more() {
     let last = nodes.withdraw_soon(seen).unwrap().unwrap();
     assert_eq!(nodes.withdraw_soon(seen).unwrap(), None);
     assert_eq!(nodes.list().unwrap(), std::slice::from_ref(&last));
-    let its = Entry {
+    let its = NodeEntry {
         since: Some(since),
         ..client("10.0.0.5:0/1").into()
     };
@@ -123,20 +123,20 @@ fn a_host_is_what_stands_before_the_port() {
 
 #[test]
 fn entries_of_earlier_releases_are_read() {
-    assert_eq!(Entry::parse("null"), Entry::default());
+    assert_eq!(NodeEntry::parse("null"), NodeEntry::default());
     let text = r#"{"address":"1:0/1","boot_id":"boot","through":"shared-krbd"}"#;
-    assert_eq!(Entry::parse(text), client("1:0/1").into());
+    assert_eq!(NodeEntry::parse(text), client("1:0/1").into());
     // As an earlier one reads what is written now.
     let mut served = client("1:0/1");
     served.process = Some(Process { pid: 7, began: 8 });
-    let written = Entry::from(served.clone()).anew();
+    let written = NodeEntry::from(served.clone()).anew();
     assert_eq!(serde_json::from_str::<Client>(&written).unwrap(), served);
 }
 
 proptest! {
     #[test]
     fn any_entry_is_read(text: String) {
-        Entry::parse(&text);
+        NodeEntry::parse(&text);
     }
 
     #[test]
@@ -148,14 +148,14 @@ proptest! {
             process: (which == 1).then_some(Process { pid, began }),
         };
         let starting = Starting { host, boot_id: "boot".to_owned() };
-        let entry = Entry {
+        let entry = NodeEntry {
             client: (which > 0).then_some(has),
             starting: (which == 0).then_some(starting),
             since: Some(Uuid::new_v4()),
             withdrawing: which == 2,
             nonce: None,
         };
-        prop_assert_eq!(Entry::parse(&entry.write()), entry);
+        prop_assert_eq!(NodeEntry::parse(&entry.write()), entry);
     }
 }
 

@@ -89,7 +89,7 @@ impl std::fmt::Display for Mark {
 
 /// What makes a mapped image that one and no other, in the cluster's own ids.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct MappedIds {
     /// The cluster.
     pub fsid: String,
     /// The pool; it may be renamed.
@@ -108,14 +108,14 @@ pub struct Mapped {
     /// Its names; the cluster's is empty.
     pub image: ImageSpec,
     /// Its ids.
-    pub identity: Identity,
+    pub identity: MappedIds,
     /// What it was mapped by.
-    pub config: Config,
+    pub config: MapConfig,
 }
 
 /// What the driver was told, as far as it is of use and no secret.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Config {
+pub struct MapConfig {
     /// The monitors.
     pub monitors: Vec<SocketAddr>,
     /// For whom it was mapped, where this or an earlier agent did it.
@@ -124,7 +124,7 @@ pub struct Config {
     pub noshare: bool,
 }
 
-impl Config {
+impl MapConfig {
     /// Reads `config_info`: `<monitors> <options> <pool> <image> <snapshot>`.
     fn parse(text: &str) -> Self {
         let mut words = text.split_ascii_whitespace();
@@ -161,13 +161,13 @@ impl Mapped {
                 name: attribute(id, "name")?,
                 snapshot: snapshot.clone(),
             },
-            identity: Identity {
+            identity: MappedIds {
                 fsid: attribute(id, "cluster_fsid")?,
                 pool_id: pool_id.parse().map_err(io::Error::other)?,
                 image_id: attribute(id, "image_id")?,
                 snapshot,
             },
-            config: Config::parse(&attribute(id, "config_info")?),
+            config: MapConfig::parse(&attribute(id, "config_info")?),
         })
     }
 
@@ -261,14 +261,14 @@ mod tests {
         let mark = Mark::new("c", "0001-0001-c-0000000000000001-u");
         let line =
             format!("10.0.0.1:6789,[fd00::1]:3300 name=csi,key={mark},ms_mode=secure rbd a -");
-        let config = Config::parse(&line);
+        let config = MapConfig::parse(&line);
         assert_eq!(config.monitors.len(), 2);
         assert_eq!(config.mark.as_ref(), Some(&mark));
-        let theirs = Config::parse("10.0.0.1:6789 name=csi,key=client.csi rbd a -");
+        let theirs = MapConfig::parse("10.0.0.1:6789 name=csi,key=client.csi rbd a -");
         assert_eq!((theirs.monitors.len(), theirs.mark), (1, None));
-        let alone = Config::parse("10.0.0.1:6789 name=csi,noshare,ro rbd a -");
+        let alone = MapConfig::parse("10.0.0.1:6789 name=csi,noshare,ro rbd a -");
         assert!(alone.noshare && !config.noshare);
-        assert_eq!(Config::parse(""), Config::default());
+        assert_eq!(MapConfig::parse(""), MapConfig::default());
     }
 
     proptest! {
@@ -282,7 +282,7 @@ mod tests {
 
         #[test]
         fn any_line_is_read(line in "\\PC{0,80}") {
-            let _ = Config::parse(&line);
+            let _ = MapConfig::parse(&line);
         }
     }
 }

@@ -31,7 +31,7 @@ impl Controller {
             context: request.volume_context,
             secrets: request.secrets.into(),
         };
-        let context = self.backends.publish_volume(new).await?;
+        let context = self.stores.publish_volume(new).await?;
         Ok(wire::ControllerPublishVolumeResponse {
             publish_context: context.into_iter().collect(),
         })
@@ -47,7 +47,7 @@ impl Controller {
         validate::secrets(&request.secrets)?;
         let (handle, node) = (request.volume_id, request.node_id);
         let secrets = request.secrets.into();
-        let asked = &self.backends;
+        let asked = &self.stores;
         asked
             .unpublish_volume(handle, node, within, secrets)
             .await?;
@@ -55,7 +55,7 @@ impl Controller {
     }
 
     fn publishes(&self) -> Result<(), Status> {
-        if self.backends.abilities().publishes {
+        if self.stores.abilities().publishes {
             return Ok(());
         }
         Err(Status::unimplemented(

@@ -79,7 +79,7 @@ impl controller_server::Controller for Controller {
         answered("DeleteVolume", &volume_id, within, async {
             required("volume_id", &volume_id)?;
             validate::secrets(&secrets)?;
-            let asked = &self.backends;
+            let asked = &self.stores;
             asked
                 .delete_volume(volume_id.clone(), secrets.into())
                 .await?;
@@ -140,7 +140,7 @@ impl controller_server::Controller for Controller {
         let listed = answered("ListVolumes", "", within, async {
             let mut what = listing(request.max_entries, request.starting_token)?;
             what.omitted.clone_from(&omitted);
-            let page = self.backends.list_volumes(what).await?;
+            let page = self.stores.list_volumes(what).await?;
             let entries = page.entries.into_iter().map(|volume| Entry {
                 volume: Some(self.volume(volume)),
                 status: None,
@@ -194,7 +194,7 @@ impl controller_server::Controller for Controller {
         &self,
         _: Request<wire::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<wire::ControllerGetCapabilitiesResponse>, Status> {
-        let able = self.backends.abilities();
+        let able = self.stores.abilities();
         let announced = [
             (true, ANNOUNCED),
             (able.lists, LISTING),
@@ -236,7 +236,7 @@ impl controller_server::Controller for Controller {
                 parameters,
                 secrets: request.secrets.into(),
             };
-            let taken = self.backends.create_snapshot(new).await?;
+            let taken = self.stores.create_snapshot(new).await?;
             let snapshot = Some(self.snapshot(taken));
             Ok(wire::CreateSnapshotResponse { snapshot })
         })
@@ -252,7 +252,7 @@ impl controller_server::Controller for Controller {
         answered("DeleteSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
-            let asked = &self.backends;
+            let asked = &self.stores;
             asked
                 .delete_snapshot(id.clone(), request.secrets.into())
                 .await?;
@@ -293,7 +293,7 @@ impl controller_server::Controller for Controller {
         } = request;
         answered("GetSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
-            let asked = &self.backends;
+            let asked = &self.stores;
             let found = asked.get_snapshot(id.clone(), secrets.into()).await?;
             let snapshot = Some(self.snapshot(found));
             Ok(wire::GetSnapshotResponse { snapshot })
@@ -319,7 +319,7 @@ impl controller_server::Controller for Controller {
         let id = request.volume_id;
         answered("ControllerGetVolume", &id, within, async {
             required("volume_id", &id)?;
-            let found = self.backends.get_volume(id.clone()).await?;
+            let found = self.stores.get_volume(id.clone()).await?;
             Ok(wire::ControllerGetVolumeResponse {
                 volume: Some(self.volume(found.volume)),
                 status: Some(VolumeStatus {
@@ -340,7 +340,7 @@ impl controller_server::Controller for Controller {
             required("volume_id", &id)?;
             validate::secrets(&request.secrets)?;
             validate::map("mutable_parameters", &request.mutable_parameters)?;
-            let asked = &self.backends;
+            let asked = &self.stores;
             let parameters = request.mutable_parameters;
             asked
                 .modify_volume(id.clone(), parameters, request.secrets.into())

@@ -9,7 +9,7 @@ use super::*;
 use crate::{
     lane::Lanes,
     pool::{Pool, Pools, Scope},
-    provision::images::Images,
+    provision::images::ImageStore,
 };
 
 const KEY: &str = "topology.test.dev/node";
@@ -25,9 +25,9 @@ fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller) {
     };
     let pools = Pools::new([pool]).unwrap();
     let node_id = Some("node-a".to_owned());
-    let images = Images::new(pools, node_id, "boot".to_owned());
-    let backends = Backends::new(Some(images.into()), None, &Lanes::new(1));
-    let controller = Controller::new(backends, "test.dev", Some("node-a"), alpha);
+    let images = ImageStore::new(pools, node_id, "boot".to_owned());
+    let stores = Stores::new(Some(images.into()), None, &Lanes::new(1));
+    let controller = Controller::new(stores, "test.dev", Some("node-a"), alpha);
     (dir, controller)
 }
 

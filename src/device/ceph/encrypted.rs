@@ -9,7 +9,7 @@
 use super::{
     BoundCephImage, CephSource, Format, Known, LowerDevice,
     error::CephImageError,
-    library::{Asked, Notes},
+    library::{Asked, EncryptionMetadata},
 };
 use crate::{
     ceph::csi_format::encryption::{self, Kms},
@@ -17,7 +17,7 @@ use crate::{
         AttachOptions, HeldOpen, Source,
         backend::Purpose,
         error::DeviceError,
-        luks::{self, Holds, LuksError, Origin},
+        luks::{self, Holds, LuksError, PassphraseOrigin},
     },
     kernel::block::BlockDev,
     secret::Secret,
@@ -40,24 +40,24 @@ impl BoundCephImage<'_> {
         let held = HeldOpen::new(&source, &lower.clone().shown(None))?;
         let (under, domain) = (&lower.block, source.domain());
         let asked = known.asked(&self.images.connections)?;
-        let notes = asked.map(Asked::notes).transpose()?;
+        let metadata = asked.map(Asked::encryption).transpose()?;
         let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
-        let passphrase = passphrase(kms, known, notes.as_ref(), options)?;
-        let is_noted = notes.is_some_and(|notes| notes.encrypted);
+        let passphrase = passphrase(kms, known, metadata.as_ref(), options)?;
+        let is_encrypted = metadata.is_some_and(|metadata| metadata.encrypted);
         let over = luks::over(under.dev)
             .map_err(luks::failed("look for what is over the mapped image"))?;
         if over.is_none() {
             let origin = match kms {
-                Kms::Secret => Origin::People,
-                Kms::Metadata => Origin::Random,
+                Kms::Secret => PassphraseOrigin::People,
+                Kms::Metadata => PassphraseOrigin::Random,
             };
             let format = || luks::format(under, &passphrase, origin, &domain);
-            self.format_once(known, under, &held, is_noted, options, format)?;
+            self.format_once(known, under, &held, is_encrypted, options, format)?;
         }
         let name = luks::name_of(&options.volume_id);
         held.check()?;
         let (over, _) = luks::open(under, &name, &passphrase, options.read_only, &domain)?;
-        if let Some(asked) = asked.filter(|_| !is_noted && !options.read_only) {
+        if let Some(asked) = asked.filter(|_| !is_encrypted && !options.read_only) {
             // It holds data from now on.
             asked.note_encrypted()?;
         }
@@ -70,18 +70,18 @@ impl BoundCephImage<'_> {
         known: &Known<'_>,
         under: &BlockDev,
         held: &HeldOpen,
-        is_noted: bool,
+        is_encrypted: bool,
         options: &AttachOptions,
         format: impl FnOnce() -> Result<(), LuksError>,
     ) -> Result<(), DeviceError> {
-        let note = self.note(known, Format::Luks, options)?;
-        let interrupted = note.format_in_progress(&options.volume_id)?;
+        let marker = self.marker(known, Format::Luks, options)?;
+        let interrupted = marker.format_in_progress(&options.volume_id)?;
         let may_be_partial = interrupted || options.purpose == Purpose::Format;
         let image = || known.image.to_string();
         let refusal = match luks::look(under)? {
             Holds::Luks if !may_be_partial => return Ok(()),
             // Whoever finished it died before it said so.
-            Holds::Luks if luks::is_whole(under)? => return note.ended(),
+            Holds::Luks if luks::is_whole(under)? => return marker.clear(),
             Holds::Unknown(offset) if !may_be_partial => Some(
                 LuksError::Foreign {
                     node: under.node.clone(),
@@ -89,7 +89,7 @@ impl BoundCephImage<'_> {
                 }
                 .into(),
             ),
-            _ if is_noted => Some(CephImageError::Emptied { image: image() }),
+            _ if is_encrypted => Some(CephImageError::Emptied { image: image() }),
             // Two nodes that format one image at once destroy what either writes.
             _ if options.read_only || options.shared => {
                 Some(CephImageError::Blank { image: image() })
@@ -100,31 +100,31 @@ impl BoundCephImage<'_> {
         if let Some(refusal) = refusal {
             return Err(refusal.into());
         }
-        note.begins(&options.volume_id)?;
+        marker.set(&options.volume_id)?;
         if let Err(error) = held.check() {
             // It did not begin.
-            note.ended()?;
+            marker.clear()?;
             return Err(error);
         }
         format()?;
-        note.ended()
+        marker.clear()
     }
 }
 
 fn passphrase(
     kms: Kms,
     known: &Known<'_>,
-    notes: Option<&Notes>,
+    metadata: Option<&EncryptionMetadata>,
     options: &AttachOptions,
 ) -> Result<Secret, CephImageError> {
     let with = encryption::passphrase(&options.secrets)?;
-    match (kms, notes) {
+    match (kms, metadata) {
         (Kms::Secret, _) => Ok(with.clone()),
         (Kms::Metadata, None) => Err(CephImageError::Unreadable {
             image: known.image.to_string(),
         }),
-        (Kms::Metadata, Some(notes)) => {
-            let sealed = notes.sealed.as_deref().unwrap_or_default();
+        (Kms::Metadata, Some(metadata)) => {
+            let sealed = metadata.sealed.as_deref().unwrap_or_default();
             Ok(encryption::open(with, &options.volume_id, sealed)?)
         }
     }

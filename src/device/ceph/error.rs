@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::{
-    super::{error::DeviceError, luks::LuksError, notes::NoteError},
+    super::{error::DeviceError, format_markers::FormatMarkerError, luks::LuksError},
     source::TUNING,
 };
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
         csi_format::{config::ConfigError, encryption::EncryptionError},
         krbd,
     },
-    chain,
+    error_chain,
     supervisor::client::{ClientError, Refusal},
 };
 
@@ -124,7 +124,7 @@ pub enum CephImageError {
     /// It failed, and what it had done could not be undone.
     #[error(
         "{}; and it stays mapped ({undo}): the next call takes it up",
-        chain(cause)
+        error_chain(cause)
     )]
     NotUndone {
         /// Why it failed.
@@ -134,7 +134,7 @@ pub enum CephImageError {
     },
     /// A note of a format.
     #[error(transparent)]
-    Note(#[from] NoteError),
+    FormatMarker(#[from] FormatMarkerError),
     /// rbd-nbd is asked for, and nobody keeps its daemons.
     #[error(
         "image {image} is to be served by rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
@@ -198,7 +198,7 @@ impl CephImageError {
     pub fn not_undone(self, undo: &DeviceError) -> Self {
         Self::NotUndone {
             cause: Box::new(self.into()),
-            undo: chain(undo),
+            undo: error_chain(undo),
         }
     }
 
@@ -223,7 +223,7 @@ impl CephImageError {
             Self::Credentials(_) => Kind::Unauthenticated,
             Self::Coming => Kind::InUse,
             Self::Cluster(_)
-            | Self::Note(_)
+            | Self::FormatMarker(_)
             | Self::NotUndone { .. }
             | Self::UnknownClient { .. }
             | Self::Unserved { .. } => Kind::Transient,

@@ -34,7 +34,7 @@ use super::{BoundCephImage, CephImageError, Known};
 use crate::{
     ceph::client::{CephError, rbd::Header},
     crash_point,
-    device::{AttachOptions, MkfsNote},
+    device::{AttachOptions, FormatMarker},
 };
 
 /// Under which key of the image's metadata.
@@ -85,7 +85,7 @@ impl ImageFormatMarker {
     }
 
     /// Sets the marker, for this volume. Durable when it returns.
-    pub fn begins(&self, making: Format, volume_id: &str) -> Result<(), CephError> {
+    pub fn set(&self, making: Format, volume_id: &str) -> Result<(), CephError> {
         self.may_stand.store(true, Relaxed);
         self.header
             .metadata_set(KEY, &self.text(making, volume_id))?;
@@ -104,7 +104,7 @@ impl ImageFormatMarker {
     }
 
     /// Removes the marker: the image holds data, or may from now on.
-    pub fn ended(&self) -> Result<(), CephError> {
+    pub fn clear(&self) -> Result<(), CephError> {
         if self.may_stand.load(Relaxed) {
             self.header.metadata_remove(KEY)?;
             crash_point();
@@ -122,29 +122,29 @@ impl BoundCephImage<'_> {
     /// The format marker of the image: in its metadata, for a node that may write it,
     /// where librados is there. A staged image is not being formatted, and the cluster is
     /// not asked.
-    pub(super) fn note(
+    pub(super) fn marker(
         &self,
         known: &Known<'_>,
         making: Format,
         options: &AttachOptions,
-    ) -> Result<MkfsNote, CephImageError> {
+    ) -> Result<FormatMarker, CephImageError> {
         if !options.read_only
             && !options.staged
             && let Some(asked) = known.asked(&self.images.connections)?
             && let Some(note) = &asked.format_marker
         {
-            return Ok(MkfsNote::Image(Arc::clone(note), making));
+            return Ok(FormatMarker::Image(Arc::clone(note), making));
         }
-        Ok(self.node_note(making))
+        Ok(self.node_marker(making))
     }
 
     /// The marker on this node.
-    pub(super) fn node_note(&self, making: Format) -> MkfsNote {
+    pub(super) fn node_marker(&self, making: Format) -> FormatMarker {
         let what = match making {
             Format::FileSystem => self.source.to_string(),
             Format::Luks => format!("LUKS of {}", self.source),
         };
-        MkfsNote::Node(self.images.notes.clone(), what)
+        FormatMarker::Node(self.images.format_markers.clone(), what)
     }
 }
 
@@ -154,7 +154,7 @@ mod tests {
     use crate::ceph::{
         client::{
             rados::IoCtx,
-            rbd::{self, Access, Features, Image, ImageOptions},
+            rbd::{self, Features, Image, ImageOptions, OpenMode},
         },
         testing::Place,
     };
@@ -184,29 +184,29 @@ mod tests {
         rbd::create(&io, "image", MIB, &plain()).unwrap();
         let one = note(&io, "image");
         assert!(!one.format_in_progress(FileSystem, "v").unwrap());
-        one.begins(FileSystem, "v").unwrap();
+        one.set(FileSystem, "v").unwrap();
         let early = note(&io, "image");
         for node in [&one, &early] {
             assert!(node.format_in_progress(FileSystem, "v").unwrap());
             assert!(!node.format_in_progress(FileSystem, "w").unwrap());
             assert!(!node.format_in_progress(Luks, "v").unwrap());
         }
-        one.ended().unwrap();
+        one.clear().unwrap();
         // It looked before that was over.
         assert!(!early.format_in_progress(FileSystem, "v").unwrap());
-        early.ended().unwrap();
+        early.clear().unwrap();
         let late = note(&io, "image");
         assert!(!late.format_in_progress(FileSystem, "v").unwrap());
         // As one that waits for whoever has the image.
-        one.begins(Luks, "v").unwrap();
+        one.set(Luks, "v").unwrap();
         assert!(!late.format_in_progress(Luks, "v").unwrap());
         late.may_have_come();
         assert!(late.format_in_progress(Luks, "v").unwrap());
-        late.ended().unwrap();
+        late.clear().unwrap();
         assert_eq!(late.header.metadata_get(KEY).unwrap(), None);
         // In the words of Ceph's own program.
-        late.begins(FileSystem, "v").unwrap();
-        let image = Image::open(&io, "image", Access::ReadOnly).unwrap();
+        late.set(FileSystem, "v").unwrap();
+        let image = Image::open(&io, "image", OpenMode::ReadOnly).unwrap();
         let said = image.metadata_list().unwrap();
         let id = image.id().unwrap();
         assert_eq!(
@@ -221,17 +221,17 @@ mod tests {
             return;
         };
         rbd::create(&io, "image", MIB, &plain()).unwrap();
-        note(&io, "image").begins(Format::FileSystem, "v").unwrap();
-        let image = Image::open(&io, "image", Access::ReadWrite).unwrap();
+        note(&io, "image").set(Format::FileSystem, "v").unwrap();
+        let image = Image::open(&io, "image", OpenMode::ReadWrite).unwrap();
         image.snapshot_create("half").unwrap();
         rbd::clone_snapshot(&io, "image", "half", &io, "clone", &plain()).unwrap();
         let clone = note(&io, "clone");
         assert!(clone.may_stand.load(Relaxed), "a clone has its parent's");
         assert!(!clone.format_in_progress(Format::FileSystem, "v").unwrap());
         // One of its own takes its place, and the parent keeps its.
-        clone.begins(Format::FileSystem, "v").unwrap();
+        clone.set(Format::FileSystem, "v").unwrap();
         assert!(clone.format_in_progress(Format::FileSystem, "v").unwrap());
-        clone.ended().unwrap();
+        clone.clear().unwrap();
         let parent = note(&io, "image");
         assert!(parent.format_in_progress(Format::FileSystem, "v").unwrap());
     }

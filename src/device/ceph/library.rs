@@ -17,11 +17,11 @@ use crate::{
             CephError, Credentials,
             connections::Connections,
             rados::IoCtx,
-            rbd::{self, Access, Features, Header, Watcher},
+            rbd::{self, Features, Header, OpenMode, Watcher},
         },
         csi_format::{
             config::ClusterConfig,
-            encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, noted},
+            encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, value_of},
         },
         krbd::ImageSpec,
     },
@@ -107,7 +107,7 @@ impl Asked {
         if let Some(note) = &self.format_marker {
             note.may_have_come();
         }
-        let image = self.open(Access::ReadOnly)?;
+        let image = self.open(OpenMode::ReadOnly)?;
         let watchers = busy::retry_while_busy_for(
             time,
             || self.others(&image, own),
@@ -137,28 +137,28 @@ impl Asked {
     }
 
     /// What its metadata say of its encryption.
-    pub fn notes(&self) -> Result<Notes, CephError> {
-        let notes = self.header.metadata()?;
-        Ok(Notes {
-            encrypted: noted(&notes, STATE_KEY) == Some(ENCRYPTED),
-            sealed: noted(&notes, SEALED_KEY).map(str::to_owned),
+    pub fn encryption(&self) -> Result<EncryptionMetadata, CephError> {
+        let metadata = self.header.metadata()?;
+        Ok(EncryptionMetadata {
+            encrypted: value_of(&metadata, STATE_KEY) == Some(ENCRYPTED),
+            sealed: value_of(&metadata, SEALED_KEY).map(str::to_owned),
         })
     }
 
-    /// Notes that it holds encrypted data from now on.
+    /// Records in its metadata that it holds encrypted data from now on.
     pub fn note_encrypted(&self) -> Result<(), CephError> {
-        let image = self.open(Access::ReadWrite)?;
+        let image = self.open(OpenMode::ReadWrite)?;
         image.metadata_set(STATE_KEY, ENCRYPTED)
     }
 
-    fn open(&self, access: Access) -> Result<rbd::Image, CephError> {
+    fn open(&self, access: OpenMode) -> Result<rbd::Image, CephError> {
         rbd::Image::open(&self.pool, &self.name, access)
     }
 }
 
 /// What an image's metadata say of its encryption.
 #[derive(Debug, Default)]
-pub struct Notes {
+pub struct EncryptionMetadata {
     /// It was encrypted.
     pub encrypted: bool,
     /// Its own passphrase, sealed.

@@ -1,7 +1,7 @@
 //! A mapped image's own device, and what shows it.
 
 use crate::{
-    ceph::krbd::{Identity, RbdDevice},
+    ceph::krbd::{MappedIds, RbdDevice},
     device::{Backing, Device},
     kernel::block::BlockDev,
 };
@@ -57,7 +57,7 @@ impl LowerDevice {
     }
 
     /// As the kernel's driver has it.
-    pub fn krbd(&self, identity: &Identity) -> RbdDevice {
+    pub fn krbd(&self, identity: &MappedIds) -> RbdDevice {
         RbdDevice {
             dev: self.block.dev,
             node: self.block.node.clone(),

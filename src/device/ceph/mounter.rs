@@ -15,14 +15,14 @@ pub enum Mounter {
     #[default]
     Krbd,
     /// The kernel's driver where it can, else rbd-nbd (`tryOtherMounters`).
-    Either(Served),
+    Either(RbdNbdArgs),
     /// rbd-nbd.
-    RbdNbd(Served),
+    RbdNbd(RbdNbdArgs),
 }
 
 /// How rbd-nbd serves an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Served {
+pub struct RbdNbdArgs {
     /// The device's cookie: the volume's handle.
     pub cookie: String,
     /// What rbd-nbd is told.
@@ -32,22 +32,22 @@ pub struct Served {
 impl Mounter {
     /// Reads `mounter`, `tryOtherMounters` and `mapOptions`.
     pub fn parse(context: Context<'_>, volume_id: &str) -> Result<Self, SourceError> {
-        let served = || {
+        let rbd_nbd = || {
             let given = context.get("mapOptions").unwrap_or_default();
             let options = NbdOptions::parse(given).map_err(|error| SourceError {
                 key: "mapOptions".into(),
                 why: error.to_string(),
             })?;
-            Ok(Served {
+            Ok(RbdNbdArgs {
                 cookie: volume_id.to_owned(),
                 options,
             })
         };
         let tries_other = context.switch("tryOtherMounters", false)?;
         match context.get("mounter") {
-            None | Some("rbd" | "krbd") if tries_other => served().map(Self::Either),
+            None | Some("rbd" | "krbd") if tries_other => rbd_nbd().map(Self::Either),
             None | Some("rbd" | "krbd") => Ok(Self::Krbd),
-            Some("rbd-nbd") => served().map(Self::RbdNbd),
+            Some("rbd-nbd") => rbd_nbd().map(Self::RbdNbd),
             Some(other) => Err(SourceError {
                 key: "mounter".into(),
                 why: format!("{other:?} is not available; `rbd` and `rbd-nbd` are"),
@@ -56,10 +56,10 @@ impl Mounter {
     }
 
     /// How rbd-nbd serves the image, where it may.
-    pub fn served(&self) -> Option<&Served> {
+    pub fn rbd_nbd(&self) -> Option<&RbdNbdArgs> {
         match self {
             Self::Krbd => None,
-            Self::Either(served) | Self::RbdNbd(served) => Some(served),
+            Self::Either(rbd_nbd) | Self::RbdNbd(rbd_nbd) => Some(rbd_nbd),
         }
     }
 }

@@ -7,22 +7,23 @@
 
 use super::{
     BoundCephImage, CephImageError, CephSource, Known, LowerDevice, as_it_is_shown, library::Own,
-    mounter::Served,
+    mounter::RbdNbdArgs,
 };
 use crate::{
     Detached, Done,
     ceph::krbd::{self, ImageSpec, Monitors},
-    chain, crash_point,
+    crash_point,
     device::{
         AttachOptions, Backing, Condition, Device, Source,
-        backend::Found,
+        backend::FoundDevice,
         error::{DeviceError, io},
     },
+    error_chain,
     kernel::nbd::{self, NbdDevice},
     supervisor::{
         Spec, Trouble, Watch,
         client::{ClientError, Refusal},
-        processes::Server,
+        processes::DaemonProcess,
     },
 };
 
@@ -47,7 +48,7 @@ pub fn find(
     supervisor: Option<&Watch>,
     volume_id: &str,
     noted: Option<ImageSpec>,
-) -> Result<Option<Found>, DeviceError> {
+) -> Result<Option<FoundDevice>, DeviceError> {
     let Some(device) = device(volume_id)? else {
         if is_coming(supervisor, volume_id)? {
             return Err(CephImageError::Coming.into());
@@ -64,7 +65,7 @@ pub fn find(
         return Ok(None);
     };
     let source = Source::Rbd(CephSource::found_nbd_backed(image, volume_id));
-    Ok(Some(Found { device, source }))
+    Ok(Some(FoundDevice { device, source }))
 }
 
 /// Whether rbd-nbd is being started for it, on behalf of an agent that was killed.
@@ -78,8 +79,8 @@ fn is_coming(supervisor: Option<&Watch>, volume_id: &str) -> Result<bool, CephIm
 }
 
 /// The process that serves a volume.
-fn server_of(volume_id: &str) -> std::io::Result<Option<Server>> {
-    let servers = Server::all()?.into_iter().map(|(_, server)| server);
+fn server_of(volume_id: &str) -> std::io::Result<Option<DaemonProcess>> {
+    let servers = DaemonProcess::all()?.into_iter().map(|(_, server)| server);
     let mut its = servers.filter(|server| server.cookie == volume_id);
     Ok(its.next())
 }
@@ -101,7 +102,7 @@ pub fn refuse_nbd_backed(
     if devices.is_empty() {
         return Ok(());
     }
-    for (pid, server) in Server::all().map_err(ClientError::Io)? {
+    for (pid, server) in DaemonProcess::all().map_err(ClientError::Io)? {
         // Where nobody can tell its cluster, it may be this one.
         let its = server.monitors.map(|given| Monitors::resolve(&[given]));
         let is_other = matches!(its, Some(Ok(its)) if !monitors.meet(&its));
@@ -146,7 +147,7 @@ fn named(text: &str) -> Option<ImageSpec> {
 fn lower(device: NbdDevice, cookie: &str) -> LowerDevice {
     LowerDevice {
         block: device.block,
-        backing: Backing::Served(cookie.to_owned()),
+        backing: Backing::RbdNbd(cookie.to_owned()),
         read_only: device.read_only,
     }
 }
@@ -162,7 +163,7 @@ impl BoundCephImage<'_> {
     pub(super) fn serve(
         &self,
         known: &Known<'_>,
-        served: &Served,
+        served: &RbdNbdArgs,
         options: &AttachOptions,
     ) -> Result<(LowerDevice, Done), CephImageError> {
         let supervisor = self.supervisor()?;
@@ -190,12 +191,12 @@ impl BoundCephImage<'_> {
         };
         let (node, done) = match (supervisor.map(&spec, &known.credentials.key), before) {
             // The supervisor is away, and the key is not needed now.
-            (Err(ClientError::Away { source, .. }), Some(device))
+            (Err(ClientError::Unreachable { source, .. }), Some(device))
                 if device.read_only == options.read_only
                     && spec.fencing.is_none()
                     && is_backed_without_supervisor(&spec)? =>
             {
-                let why = chain(&source);
+                let why = error_chain(&source);
                 tracing::warn!(
                     volume_id = options.volume_id,
                     why,
@@ -204,12 +205,12 @@ impl BoundCephImage<'_> {
                 (device.block.node, Done::Already)
             }
             // Or no client would be registered.
-            (Err(error @ ClientError::Away { .. }), Some(_))
+            (Err(error @ ClientError::Unreachable { .. }), Some(_))
                 if spec.fencing.is_some() && is_backed_without_supervisor(&spec)? =>
             {
                 return Err(error.into());
             }
-            (Err(error @ ClientError::Away { .. }), Some(device)) => {
+            (Err(error @ ClientError::Unreachable { .. }), Some(device)) => {
                 return Err(CephImageError::Unserved {
                     image: known.image.to_string(),
                     node: device.block.node,
@@ -267,7 +268,7 @@ impl BoundCephImage<'_> {
     pub(super) fn unmap(&self, lower: &LowerDevice) -> Result<Detached, CephImageError> {
         match &lower.backing {
             Backing::Rbd(identity) => Ok(crate::ceph::krbd::unmap(&lower.krbd(identity))?),
-            Backing::Served(cookie) => match self.supervisor()?.unmap(cookie)? {
+            Backing::RbdNbd(cookie) => match self.supervisor()?.unmap(cookie)? {
                 Done::Now => Ok(Detached::Now),
                 Done::Already => Ok(Detached::Already),
             },
@@ -280,7 +281,7 @@ impl BoundCephImage<'_> {
         lower: &LowerDevice,
         bytes: u64,
     ) -> Result<u64, CephImageError> {
-        let Backing::Served(cookie) = &lower.backing else {
+        let Backing::RbdNbd(cookie) = &lower.backing else {
             unreachable!("rbd-nbd serves it");
         };
         Ok(self.supervisor()?.grow(cookie, bytes)?)
@@ -288,7 +289,7 @@ impl BoundCephImage<'_> {
 
     /// What the supervisor says is wrong with an image that is served.
     pub(super) fn trouble(&self, lower: &LowerDevice) -> Option<Condition> {
-        let Backing::Served(cookie) = &lower.backing else {
+        let Backing::RbdNbd(cookie) = &lower.backing else {
             return None;
         };
         let Some(supervisor) = &self.images.supervisor else {
@@ -297,7 +298,7 @@ impl BoundCephImage<'_> {
         };
         Some(match supervisor.trouble(cookie)? {
             Trouble::Unkept(why) => Condition::Unkept(why),
-            Trouble::Unserved(why) => Condition::Away {
+            Trouble::NoDaemon(why) => Condition::Unreachable {
                 failing: false,
                 why: format!("({why})"),
             },

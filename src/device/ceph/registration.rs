@@ -11,14 +11,14 @@ use super::{BoundCephImage, CephImageError, Known, lower_device::LowerDevice};
 use crate::{
     ceph::{
         csi_format::handle::VolumeHandle,
-        fencing::{Attachments, Client, Fence, Fences, Published, Through},
+        fencing::{Client, Fence, Fences, Published, RegisteredNodes, Through},
         krbd::{Mapped, mapped},
     },
-    chain,
     device::{AttachOptions, Backing, Fencing},
+    error_chain,
     supervisor::{
         self,
-        processes::{Server, process},
+        processes::{DaemonProcess, process},
     },
 };
 
@@ -34,14 +34,14 @@ pub struct ThisNode {
 impl BoundCephImage<'_> {
     /// What the supervisor registers rbd-nbd's clients as, where the controller asks for it
     /// and there is one writer.
-    pub(super) fn fencing(&self, options: &AttachOptions) -> Option<supervisor::Fencing> {
+    pub(super) fn fencing(&self, options: &AttachOptions) -> Option<supervisor::RegistrationKey> {
         if options.fencing == Fencing::Off || options.read_only || options.shared {
             return None;
         }
         let Ok(VolumeHandle::Journaled(handle)) = options.volume_id.parse() else {
             return None;
         };
-        Some(supervisor::Fencing {
+        Some(supervisor::RegistrationKey {
             node_id: self.images.this_node.id.clone(),
             volume: handle.uuid(),
         })
@@ -61,13 +61,13 @@ impl BoundCephImage<'_> {
         lower: &LowerDevice,
         options: &AttachOptions,
     ) -> Result<(), CephImageError> {
-        let Some(supervisor::Fencing { node_id, volume }) = self.fencing(options) else {
+        let Some(supervisor::RegistrationKey { node_id, volume }) = self.fencing(options) else {
             return Ok(());
         };
         let (monitors, credentials) = (&known.cluster.monitors, &known.credentials);
         let cluster = self.images.connections.get(monitors, credentials)?;
         let pool = cluster.ioctx(&known.image.pool, &known.image.namespace)?;
-        let nodes = Attachments::of(&pool, volume);
+        let nodes = RegisteredNodes::of(&pool, volume);
         if let Backing::Rbd(_) = lower.backing {
             let client = self.client(known, lower)?;
             if !nodes.attach(&node_id, &client.into(), Published::Now)? {
@@ -75,7 +75,7 @@ impl BoundCephImage<'_> {
             }
         }
         if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool), &nodes) {
-            let error = chain(&error);
+            let error = error_chain(&error);
             tracing::warn!(
                 error,
                 "cannot report which fenced clients of this node are gone"
@@ -109,7 +109,7 @@ impl BoundCephImage<'_> {
     fn tell_what_is_gone(
         &self,
         fences: &Fences,
-        nodes: &Attachments,
+        nodes: &RegisteredNodes,
     ) -> Result<(), CephImageError> {
         let this = &self.images.this_node;
         let all = fences.list()?.into_iter();
@@ -126,7 +126,7 @@ impl BoundCephImage<'_> {
 }
 
 /// Whether something of a client of this boot may still hold data.
-fn is_left(fence: &Fence, nodes: &Attachments) -> Result<bool, CephImageError> {
+fn is_left(fence: &Fence, nodes: &RegisteredNodes) -> Result<bool, CephImageError> {
     let io = |error| crate::supervisor::client::ClientError::Io(error);
     let client = &fence.client;
     Ok(match (client.through, client.process) {
@@ -142,7 +142,7 @@ fn is_left(fence: &Fence, nodes: &Attachments) -> Result<bool, CephImageError> {
             let registered = nodes.find(|one| one.node == fence.node);
             let registered = registered.and_then(|one| one.entry.client?.process);
             let may_be = |pid| process(pid).is_some_and(|its| registered != Some(its));
-            let mut servers = Server::all().map_err(io)?.into_iter();
+            let mut servers = DaemonProcess::all().map_err(io)?.into_iter();
             servers.any(|(pid, one)| one.cookie == fence.volume && may_be(pid))
         }
     })

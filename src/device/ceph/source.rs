@@ -5,14 +5,14 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::mounter::{Mounter, Served};
+use super::mounter::{Mounter, RbdNbdArgs};
 use crate::{
     ceph::{
         client::rbd::Features,
         csi_format::{
             encryption::DEFAULT_KMS,
             handle::VolumeHandle,
-            journal::Kind,
+            journal::JournalKind,
             map_options::{KRBD, MapOptions, OptionError, part_for},
         },
         krbd::{ImageSpec, Mapped},
@@ -26,9 +26,9 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CephSource {
     /// The image. Where the context names no namespace it has the one that the
-    /// cluster's configuration says ([`CephImages::settled`]).
+    /// cluster's configuration says ([`CephImages::canonical`]).
     ///
-    /// [`CephImages::settled`]: super::CephImages::settled
+    /// [`CephImages::canonical`]: super::CephImages::canonical
     pub image: ImageSpec,
     /// The pool's id, where the handle says it: names may change.
     pub pool_id: Option<i64>,
@@ -98,7 +98,7 @@ impl CephSource {
     /// An image that was found served by rbd-nbd, as [`CephSource::found`].
     pub fn found_nbd_backed(image: ImageSpec, volume_id: &str) -> Self {
         Self {
-            mounter: Mounter::RbdNbd(Served {
+            mounter: Mounter::RbdNbd(RbdNbdArgs {
                 cookie: volume_id.to_owned(),
                 options: NbdOptions::default(),
             }),
@@ -193,7 +193,7 @@ impl CephSource {
     /// Whether the device is this image's, or what shows it in the clear.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
-        match self.mounter.served() {
+        match self.mounter.rbd_nbd() {
             Some(served) if identifier_of(lower).as_ref() == Some(&served.cookie) => true,
             _ => Mapped::of(lower).is_some_and(|mapped| self.image.is_named_as(&mapped.image)),
         }
@@ -218,7 +218,7 @@ fn image_name(context: Context<'_>, handle: Option<&VolumeHandle>) -> Result<Str
     match (context.get("imageName"), handle) {
         (None, Some(VolumeHandle::Journaled(handle))) => {
             let prefix = context.get("volumeNamePrefix");
-            Ok(Kind::Volume.image(prefix, handle.uuid()))
+            Ok(JournalKind::Volume.image(prefix, handle.uuid()))
         }
         _ => context.need("imageName").map(str::to_owned),
     }
@@ -354,7 +354,7 @@ mod tests {
         assert!(matches!(either, Mounter::Either(_)), "{either:?}");
         let options = ("mapOptions", "krbd:notrim;nbd:io-timeout=7");
         let nbd = mounter(&[("mounter", "rbd-nbd"), options]);
-        assert_eq!(nbd.served().unwrap().cookie, HANDLE);
+        assert_eq!(nbd.rbd_nbd().unwrap().cookie, HANDLE);
         let bad = [("mounter", "rbd-nbd"), ("mapOptions", "nbd:conf=/x")];
         let error = parse(HANDLE, &[&BASE[..], &bad].concat()).unwrap_err();
         assert_eq!(error.key, "mapOptions");

@@ -30,7 +30,7 @@ impl Home {
             mapper: Mapper::open(at("map")).unwrap(),
             supervisor: None,
             location: None,
-            notes: Notes::open(at("mkfs")).unwrap(),
+            format_markers: NodeFormatMarkers::open(at("mkfs")).unwrap(),
             this_node: ThisNode {
                 id: "node".to_owned(),
                 boot_id: "boot".to_owned(),
@@ -41,7 +41,7 @@ impl Home {
 
     fn belongs_to_other_volume(&self, mapped: &Mapped) -> bool {
         let note = br#"{"Version": 3, "pool": "pool", "image": "image"}"#;
-        let source = CephSource::noted(note, HANDLE).unwrap();
+        let source = CephSource::from_stage_file(note, HANDLE).unwrap();
         self.images.belongs_to_other_volume(mapped, HANDLE, &source)
     }
 }
@@ -62,15 +62,15 @@ fn mapped(cluster: &str, pool_id: i64) -> Mapped {
             name: "image".to_owned(),
             snapshot: None,
         },
-        identity: krbd::Identity {
+        identity: krbd::MappedIds {
             fsid: cluster.to_owned(),
             pool_id,
             image_id: "1".to_owned(),
             snapshot: None,
         },
-        config: krbd::mapped::Config {
+        config: krbd::mapped::MapConfig {
             monitors: vec![monitor_of(cluster).parse().unwrap()],
-            ..krbd::mapped::Config::default()
+            ..krbd::mapped::MapConfig::default()
         },
     }
 }

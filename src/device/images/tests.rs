@@ -8,7 +8,7 @@ use crate::mount::testing::Scratch;
 const MIB: u64 = 1 << 20;
 
 /// With 64 MiB, and as many images as let a look at them take a while.
-fn images(scratch: &Scratch) -> Images {
+fn images(scratch: &Scratch) -> ImageFiles {
     let dir = scratch.path();
     let options = Some(c"size=64m");
     mount("none", dir, "tmpfs", MountFlags::empty(), options).expect("a tmpfs");
@@ -21,9 +21,9 @@ fn images(scratch: &Scratch) -> Images {
         scope: Scope::Local,
         mounted: false,
     };
-    pool.settle().expect("ours");
+    pool.initialize().expect("ours");
     let pools = Pools::new([pool]).expect("one pool");
-    Images {
+    ImageFiles {
         node_id: "node".to_owned(),
         boot_id: "boot".to_owned(),
         owed: Owed::of(&pools),
@@ -33,7 +33,7 @@ fn images(scratch: &Scratch) -> Images {
 
 /// Makes or grows images `a` and `b` at once, many times, by 40 MiB each, of which the
 /// pool has room for one.
-fn at_once(other: impl Fn(&Images) -> Result<(), DeviceError> + Sync) {
+fn at_once(other: impl Fn(&ImageFiles) -> Result<(), DeviceError> + Sync) {
     let scratch = Scratch::new();
     let images = images(&scratch);
     let [a, b] = ["a", "b"].map(|image| scratch.path().join(image));

@@ -6,12 +6,12 @@
 
 use std::{os::unix::ffi::OsStrExt as _, path::Path};
 
-use super::{ImageSource, Images};
+use super::{ImageFiles, ImageSource};
 use crate::{
     ceph::csi_format::handle,
     device::{
         Device, Source,
-        backend::{Found, Owner},
+        backend::{FoundDevice, Owner},
         error::{DeviceError, io},
         loopdev::{self, FileId},
     },
@@ -23,13 +23,17 @@ use crate::{
     pool::{Pool, claim, handle::VolumeHandle},
 };
 
-impl Images {
+impl ImageFiles {
     /// What this node claimed for the volume, where that is attached. A handle of
     /// ours names its pool: no other is asked. Devices in `known` are other volumes'.
     ///
-    /// Fails as [`Pool::refuse_away`] where the volume's image may be attached, and its
+    /// Fails as [`Pool::check_mounted`] where the volume's image may be attached, and its
     /// pool is not there to tell.
-    pub fn find(&self, volume_id: &str, known: &[Device]) -> Result<Option<Found>, DeviceError> {
+    pub fn find(
+        &self,
+        volume_id: &str,
+        known: &[Device],
+    ) -> Result<Option<FoundDevice>, DeviceError> {
         if handle::is_ours(volume_id) {
             return Ok(None);
         }
@@ -50,12 +54,12 @@ impl Images {
                 // An image that was deleted with its pool is nobody's whose name is not told.
                 let may_be_its = backing.starts_with(&pool.dir) && !is_deleted(&backing);
                 if claim.is_none() && (is_its || may_be_its) {
-                    pool.refuse_away()?;
+                    pool.check_mounted()?;
                 }
                 if claim.is_some_and(|claim| claim.volume_id == volume_id) {
                     let source = ImageSource::new(&pool.name, image);
                     let device = self.bind(&source).attached_as(None)?;
-                    return Ok(device.map(|device| Found {
+                    return Ok(device.map(|device| FoundDevice {
                         device,
                         source: Source::Loop(source),
                     }));
@@ -65,23 +69,23 @@ impl Images {
         Ok(None)
     }
 
-    /// The image behind a device, where it is one of ours. Fails as [`Pool::refuse_away`]
+    /// The image behind a device, where it is one of ours. Fails as [`Pool::check_mounted`]
     /// where it may be, and its pool is not there to tell.
-    pub fn find_behind(&self, node: &Path, dev: Dev) -> Result<Option<Found>, DeviceError> {
+    pub fn find_behind(&self, node: &Path, dev: Dev) -> Result<Option<FoundDevice>, DeviceError> {
         let Some(source) = self.source_behind(dev)? else {
             return Ok(None);
         };
         let device = self.bind(&source).attached_as(Some(node))?;
         if device.is_none() {
-            self.pools.get(&source.pool)?.refuse_away()?;
+            self.pools.get(&source.pool)?.check_mounted()?;
         }
         let device = device.filter(|device| device.node == node);
         let source = Source::Loop(source);
-        Ok(device.map(|device| Found { device, source }))
+        Ok(device.map(|device| FoundDevice { device, source }))
     }
 
     /// Whose a device is, where an image of a pool is behind it. Fails as
-    /// [`Pool::refuse_away`] where one may be, and its pool is not there to tell.
+    /// [`Pool::check_mounted`] where one may be, and its pool is not there to tell.
     pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
         let Some(source) = self.source_behind(dev)? else {
             return Ok(Owner::Nobody);
@@ -94,9 +98,9 @@ impl Images {
         })
     }
 
-    /// Fails as [`Pool::refuse_away`] where a loop device may be over the image: what is
+    /// Fails as [`Pool::check_mounted`] where a loop device may be over the image: what is
     /// not in the pool then says nothing.
-    pub fn refuse_away_where_attached(&self, source: &ImageSource) -> Result<(), DeviceError> {
+    pub fn check_mounted_where_attached(&self, source: &ImageSource) -> Result<(), DeviceError> {
         let image = name_of(Path::new(&source.image));
         let attached = loopdev::backing_files().map_err(io("list the loop devices"))?;
         for (dev, backing) in attached {
@@ -105,7 +109,7 @@ impl Images {
             }
             let mut pools = self.may_hold(&backing, dev)?.into_iter();
             if let Some(pool) = pools.find(|pool| pool.name == source.pool) {
-                pool.refuse_away()?;
+                pool.check_mounted()?;
             }
         }
         Ok(())
@@ -125,10 +129,10 @@ impl Images {
         let Some(image) = name_of(&backing).filter(|_| by_path.is_none()) else {
             return Ok(by_path);
         };
-        let mut away = Ok(());
+        let mut mounted = Ok(());
         for pool in self.may_hold(&backing, dev)? {
             let Ok(file) = pool.open_image(image, false) else {
-                away = away.and(pool.refuse_away());
+                mounted = mounted.and(pool.check_mounted());
                 continue;
             };
             let id = FileId::of(&file).map_err(io("look at the image"))?;
@@ -137,7 +141,7 @@ impl Images {
                 return Ok(Some(ImageSource::new(&pool.name, image)));
             }
         }
-        away?;
+        mounted?;
         Ok(None)
     }
 

@@ -18,14 +18,14 @@ use crate::{Detached, kernel::Dev};
 
 /// A loop device over a block device's node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lock {
+pub struct DescriptorLock {
     /// The loop device.
     pub device: LoopDevice,
     /// The node's path, as far as it can be seen from here.
     pub backing_path: PathBuf,
 }
 
-impl Lock {
+impl DescriptorLock {
     /// Whether it still lies where it was found. Never waits for the device.
     pub fn is_held(&self) -> bool {
         backing_path(self.device.number).is_ok_and(|path| path == self.backing_path)
@@ -56,7 +56,7 @@ pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
 /// The locks over a block device: over the paths in `known`, and over any other
 /// where kubelet and people have theirs, below a directory `volumeDevices` or
 /// `/dev`. What lies elsewhere is not asked: an image's file system may hang.
-pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<Lock>> {
+pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<DescriptorLock>> {
     let usual = |path: &Path| {
         path.starts_with("/dev")
             || path.iter().any(|part| part == "volumeDevices")
@@ -77,7 +77,7 @@ pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<Lock>> {
     )?;
     Ok(found
         .into_iter()
-        .map(|(device, _)| Lock {
+        .map(|(device, _)| DescriptorLock {
             backing_path: backing_path(device.number).unwrap_or_default(),
             device,
         })
@@ -85,6 +85,6 @@ pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<Lock>> {
 }
 
 /// Removes a lock if it still is one over `dev`.
-pub fn unlock(lock: &Lock, dev: Dev) -> Result<Detached, LoopError> {
+pub fn unlock(lock: &DescriptorLock, dev: Dev) -> Result<Detached, LoopError> {
     release(&lock.device, |status| status.rdevice == dev.to_raw())
 }

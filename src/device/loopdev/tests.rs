@@ -54,7 +54,7 @@ fn what_is_attached_is_found_resized_and_detached() {
     assert_eq!(sysfs::node_of(device.dev).unwrap(), device.node);
     assert_eq!(
         scratch.found(),
-        [Attached {
+        [AttachedLoop {
             device: device.clone(),
             read_only: false,
             direct_io: false,
@@ -202,7 +202,7 @@ fn a_lock_is_found_by_its_device_and_removed() {
     let dev = scratch.device.dev;
     assert_eq!(locks_on(dev, &[]).unwrap(), []);
     let device = lock_over(&scratch.device.node).unwrap();
-    let lock = Lock {
+    let lock = DescriptorLock {
         device,
         backing_path: scratch.device.node.clone(),
     };

@@ -43,7 +43,7 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     let scratch = Scratch::new(64 * MIB);
     let (under, passphrase) = (node(&scratch), secret("a passphrase"));
     assert_eq!(look(&under).unwrap(), Holds::Nothing);
-    format(&under, &passphrase, Origin::People, DOMAIN).unwrap();
+    format(&under, &passphrase, PassphraseOrigin::People, DOMAIN).unwrap();
     assert_eq!(look(&under).unwrap(), Holds::Luks);
 
     let refused = open(&under, &name.0, &secret("another"), false, DOMAIN);
@@ -95,7 +95,13 @@ fn a_mapping_over_another_device_is_not_taken_for_this() {
     let (one, other) = (Scratch::new(32 * MIB), Scratch::new(32 * MIB));
     let passphrase = secret("a passphrase");
     for scratch in [&one, &other] {
-        format(&node(scratch), &passphrase, Origin::Random, DOMAIN).unwrap();
+        format(
+            &node(scratch),
+            &passphrase,
+            PassphraseOrigin::Random,
+            DOMAIN,
+        )
+        .unwrap();
     }
     let _ = open(&node(&one), &name.0, &passphrase, false, DOMAIN).unwrap();
     let refused = open(&node(&other), &name.0, &passphrase, false, DOMAIN);
@@ -125,7 +131,7 @@ fn a_header_that_is_not_whole_is_known() {
     };
     let scratch = Scratch::new(32 * MIB);
     let under = node(&scratch);
-    format(&under, &secret("one"), Origin::Random, DOMAIN).unwrap();
+    format(&under, &secret("one"), PassphraseOrigin::Random, DOMAIN).unwrap();
     assert!(is_whole(&under).unwrap());
     let path = under.node.to_string_lossy();
     cryptsetup("luksErase", &["--batch-mode", &path], &path).unwrap();

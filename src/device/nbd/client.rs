@@ -20,7 +20,7 @@ use rustix::{
     },
 };
 
-use super::handshake::{self, HandshakeError, Info};
+use super::handshake::{self, ExportInfo, HandshakeError};
 use crate::nbd::{Export, Server};
 
 /// How long a server may take for a whole handshake. A name is looked up by the
@@ -46,7 +46,7 @@ pub enum ConnectError {
 
 impl Connection {
     /// Connects to the export and enters the transmission phase.
-    pub fn open(export: &Export) -> Result<(Self, Info), ConnectError> {
+    pub fn open(export: &Export) -> Result<(Self, ExportInfo), ConnectError> {
         let mut timed = Timed::connect(export.server())?;
         let info = handshake::go(&mut timed, export.name())?;
         let socket = timed.for_the_kernel().map_err(ConnectError::Connect)?;
@@ -87,7 +87,7 @@ impl AsFd for Connection {
 }
 
 /// Asks the server what the export is, without using it.
-pub fn look(export: &Export) -> Result<Info, ConnectError> {
+pub fn look(export: &Export) -> Result<ExportInfo, ConnectError> {
     let mut timed = Timed::connect(export.server())?;
     Ok(handshake::look(&mut timed, export.name())?)
 }

@@ -99,14 +99,14 @@ impl Links {
         if has == had {
             // An agent that was killed may have set the size and proven nothing.
             return link.prove(has).map(|()| has).map_err(|error| {
-                let error = crate::chain(&error);
+                let error = crate::error_chain(&error);
                 tracing::error!(device = %node.display(), error, "its end cannot be read");
                 old()
             });
         }
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
-        let is_away = || lock(&link.away).is_some();
-        if is_away() {
+        let has_outage = || lock(&link.outage).is_some();
+        if has_outage() {
             return Err(link.is_without_server());
         }
         let renewed = match link.renew(&driver)? {
@@ -119,14 +119,14 @@ impl Links {
         let deadline = Instant::now() + repeated;
         loop {
             if renewed {
-                link.settle(deadline)
+                link.wait_until_alive(deadline)
                     .map_err(failed(node, "wait for the requests of"))?;
             }
             link.prove(had).map_err(failed(node, "read the end of"))?;
             if link.resize(&driver, has)? {
                 break;
             }
-            if is_away() || Instant::now() > deadline {
+            if has_outage() || Instant::now() > deadline {
                 return Err(link.is_without_server());
             }
         }
@@ -155,7 +155,7 @@ enum Renewed {
 
 impl Link {
     fn is_without_server(&self) -> NbdError {
-        let why = lock(&self.away).as_ref().map(|away| away.why.clone());
+        let why = lock(&self.outage).as_ref().map(|outage| outage.why.clone());
         let why = why.unwrap_or_else(|| "a connection has died".to_owned());
         let why = io::Error::new(io::ErrorKind::NotConnected, why);
         failed(&self.device.block.node, "grow, whose server is away,")(why)
@@ -172,8 +172,8 @@ impl Link {
         let usual = self.options.dead_seconds;
         {
             // Who offers a connection in place of a dead one sets the patience, too.
-            let held = lock(&self.held);
-            if !held.are_alive() {
+            let state = lock(&self.state);
+            if !state.are_alive() {
                 return Ok(false);
             }
             change(Change::DeadSeconds(usual.min(RESIZE_PATIENCE)))?;
@@ -189,17 +189,17 @@ impl Link {
         let node = &self.device.block.node;
         let mut fresh = self.open(self.connections)?;
         let heard = driver.listen().map_err(NbdError::NoDriver)?;
-        let mut held = lock(&self.held);
-        match held.count() {
+        let mut state = lock(&self.state);
+        match state.count() {
             0 => return Ok(Renewed::None),
             some if some < self.connections => return Ok(Renewed::Some),
             _ => {}
         }
-        held.shut();
+        state.shut();
         let deadline = Instant::now() + NOTICED_WITHIN;
         loop {
             let offered = self.offer(driver, &fresh);
-            fresh = held.keep_taken(fresh);
+            fresh = state.keep_taken(fresh);
             offered.map_err(failed(node, "give fresh connections to"))?;
             if fresh.is_empty() {
                 return Ok(Renewed::All);
@@ -219,10 +219,10 @@ impl Link {
 
     /// Waits until requests on connections that were shut down have been given to
     /// others, and until none of these is dead, unless the server is away.
-    fn settle(&self, deadline: Instant) -> io::Result<()> {
+    fn wait_until_alive(&self, deadline: Instant) -> io::Result<()> {
         let is_settled = || {
-            let is_away = lock(&self.away).is_some();
-            let alive = is_away || lock(&self.held).are_alive();
+            let has_outage = lock(&self.outage).is_some();
+            let alive = has_outage || lock(&self.state).are_alive();
             sysfs::in_flight(self.device.block.dev).map(|count| count == 0 && alive)
         };
         while !is_settled()? && Instant::now() < deadline {

@@ -65,7 +65,7 @@ pub mod flags {
 
 /// What a server says of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Info {
+pub struct ExportInfo {
     /// Its size in bytes.
     pub bytes: u64,
     /// Its transmission flags, see [`flags`].
@@ -144,13 +144,13 @@ type Result<T> = std::result::Result<T, HandshakeError>;
 
 /// Enters the transmission phase of the export `name` (`NBD_OPT_GO`). From
 /// here on the stream is the kernel's.
-pub fn go<S: Read + Write>(stream: &mut S, name: &str) -> Result<Info> {
+pub fn go<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> {
     greet(stream)?;
     ask(stream, OPT_GO, name)
 }
 
 /// Asks what the export `name` is (`NBD_OPT_INFO`) and says good-bye.
-pub fn look<S: Read + Write>(stream: &mut S, name: &str) -> Result<Info> {
+pub fn look<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> {
     greet(stream)?;
     let info = ask(stream, OPT_INFO, name)?;
     // A courtesy: a server that has gone by now was told as well.
@@ -185,7 +185,7 @@ fn option<S: Write>(stream: &mut S, option: u32, data: &[u8]) -> Result<()> {
     Ok(())
 }
 
-fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<Info> {
+fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<ExportInfo> {
     let mut data = Vec::with_capacity(8 + name.len());
     data.extend(length(name.as_bytes())?.to_be_bytes());
     data.extend(name.as_bytes());
@@ -204,7 +204,7 @@ fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<Info> {
                 // The protocol's own defaults (doc/proto.md, "Block size
                 // constraints").
                 let (minimum_block, maximum_block) = blocks.unwrap_or((512, 32 << 20));
-                return Ok(Info {
+                return Ok(ExportInfo {
                     bytes,
                     flags,
                     minimum_block,
@@ -212,9 +212,9 @@ fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<Info> {
                 });
             }
             REP_INFO => match parse_info(&payload)? {
-                Told::Export { bytes, flags } => export = Some((bytes, flags)),
-                Told::Blocks { minimum, maximum } => blocks = Some((minimum, maximum)),
-                Told::Other => {}
+                InfoReply::Export { bytes, flags } => export = Some((bytes, flags)),
+                InfoReply::Blocks { minimum, maximum } => blocks = Some((minimum, maximum)),
+                InfoReply::Other => {}
             },
             kind if kind & REP_ERROR != 0 => return Err(refusal(kind, name, &payload)),
             _ => return Err(HandshakeError::Rubbish("its answer is to another question")),
@@ -244,14 +244,14 @@ fn reply<S: Read>(stream: &mut S, to: u32) -> Result<(u32, Vec<u8>)> {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Told {
+enum InfoReply {
     Export { bytes: u64, flags: u16 },
     Blocks { minimum: u32, maximum: u32 },
     Other,
 }
 
 /// The payload of `NBD_REP_INFO`. What was not asked for may come all the same.
-fn parse_info(payload: &[u8]) -> Result<Told> {
+fn parse_info(payload: &[u8]) -> Result<InfoReply> {
     let mut fields = Fields::new(payload);
     match u16::from_be_bytes(fields.next()?) {
         INFO_EXPORT => {
@@ -261,7 +261,7 @@ fn parse_info(payload: &[u8]) -> Result<Told> {
             if i64::try_from(bytes).is_err() {
                 return Err(HandshakeError::Rubbish("the export's size is beyond 2^63"));
             }
-            Ok(Told::Export { bytes, flags })
+            Ok(InfoReply::Export { bytes, flags })
         }
         INFO_BLOCK_SIZE => {
             let minimum = u32::from_be_bytes(fields.next()?);
@@ -271,9 +271,9 @@ fn parse_info(payload: &[u8]) -> Result<Told> {
             if !minimum.is_power_of_two() || maximum < minimum {
                 return Err(HandshakeError::Rubbish("its block sizes make no sense"));
             }
-            Ok(Told::Blocks { minimum, maximum })
+            Ok(InfoReply::Blocks { minimum, maximum })
         }
-        _ => Ok(Told::Other),
+        _ => Ok(InfoReply::Other),
     }
 }
 

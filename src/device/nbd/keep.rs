@@ -10,10 +10,10 @@ use std::{
 
 use rustix::event::PollFlags;
 
-use super::{Away, Link, Links, NbdError, link::Mended, link_table::Event, lock};
+use super::{Link, Links, NbdError, Outage, link::Mended, link_table::Event, lock};
 use crate::{
     admission::Gate,
-    chain,
+    error_chain,
     kernel::nbd::netlink::Listener,
     lane::Lanes,
     ring::{self, poll, timer},
@@ -119,9 +119,9 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
                 continue;
             }
             Ok(done) => {
-                let away = lock(&link.away).take();
-                if let Some(away) = away {
-                    tracing::info!(device = %node, export = %link.identifier.export, seconds = away.since.elapsed().as_secs(), "the server is back");
+                let outage = lock(&link.outage).take();
+                if let Some(outage) = outage {
+                    tracing::info!(device = %node, export = %link.identifier.export, seconds = outage.since.elapsed().as_secs(), "the server is back");
                 } else if let Mended::Now = done {
                     tracing::info!(device = %node, export = %link.identifier.export, "connections renewed");
                 }
@@ -131,7 +131,7 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
                 (wait, looked_twice) = (FIRST_WAIT, false);
                 continue;
             }
-            Err(error) => tell_away(&link, &error),
+            Err(error) => report_outage(&link, &error),
         }
         timer::sleep(wait).await;
         wait = (wait * 2).min(LONGEST_WAIT);
@@ -140,17 +140,17 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     link.mending.store(false, Relaxed);
 }
 
-fn tell_away(link: &Link, error: &NbdError) {
-    let why = chain(error);
-    let mut away = lock(&link.away);
-    if let Some(away) = &mut *away {
-        away.why = why;
+fn report_outage(link: &Link, error: &NbdError) {
+    let why = error_chain(error);
+    let mut outage = lock(&link.outage);
+    if let Some(outage) = &mut *outage {
+        outage.why = why;
         return;
     }
     tracing::warn!(device = %link.device.block.node.display(), error = why, seconds = link.options.dead_seconds, "a server is away; requests wait for it, then fail");
-    *away = Some(Away {
+    *outage = Some(Outage {
         since: Instant::now(),
-        patience: Duration::from_secs(link.options.dead_seconds.into()),
+        timeout: Duration::from_secs(link.options.dead_seconds.into()),
         why,
     });
 }

@@ -10,8 +10,8 @@ use std::{
 };
 
 use super::{
-    Connection, Identifier, Links, NbdError, Options, Shape, at, client, failed, is_behind, lock,
-    open,
+    Connection, Identifier, LinkOptions, Links, NbdError, Shape, at, client, failed, is_behind,
+    lock, open,
 };
 use crate::kernel::{
     nbd::{
@@ -27,20 +27,20 @@ pub struct Link {
     pub(super) identifier: Identifier,
     pub(super) device: NbdDevice,
     pub(super) index: u32,
-    pub(super) options: Options,
+    pub(super) options: LinkOptions,
     /// How many connections the device has, dead or alive.
     pub(super) connections: usize,
     /// Those of them that this agent made. Whoever changes the device's
     /// sockets holds this; never while a server is waited for.
-    pub(super) held: Mutex<Held>,
-    pub(super) away: Mutex<Option<Away>>,
+    pub(super) state: Mutex<LinkState>,
+    pub(super) outage: Mutex<Option<Outage>>,
     pub(super) mending: AtomicBool,
     /// Another connection died while the link was being mended.
     pub(super) again: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Held {
+pub(super) struct LinkState {
     pub(super) connections: Vec<Connection>,
     /// Dead ones. The driver's receiver may not have noticed yet, and has no
     /// reference to its socket: where the last one went when the socket was
@@ -55,7 +55,7 @@ pub(super) struct Held {
 /// How long a dead connection is kept.
 const KEPT_DEAD: Duration = Duration::from_secs(10);
 
-impl Held {
+impl LinkState {
     pub(super) fn new(connections: Vec<Connection>) -> Self {
         Self {
             connections,
@@ -109,11 +109,11 @@ impl Held {
 
 /// A server that cannot be reached.
 #[derive(Clone, Debug)]
-pub struct Away {
+pub struct Outage {
     /// Since when.
     pub since: Instant,
     /// For how long requests wait before they fail.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// What happened at the last attempt.
     pub why: String,
 }
@@ -133,12 +133,12 @@ impl Link {
     pub(super) fn mend(&self, links: &Links) -> Result<Mended, NbdError> {
         let node = &self.device.block.node;
         let missing = {
-            let mut held = lock(&self.held);
-            if held.closed || !is_behind(self.device.block.dev, &self.identifier.export) {
+            let mut state = lock(&self.state);
+            if state.closed || !is_behind(self.device.block.dev, &self.identifier.export) {
                 return Ok(Mended::Gone);
             }
-            held.retire_dead();
-            self.connections - held.connections.len().min(self.connections)
+            state.retire_dead();
+            self.connections - state.connections.len().min(self.connections)
         };
         if missing == 0 {
             return Ok(Mended::Already);
@@ -146,13 +146,13 @@ impl Link {
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         links.listen(&driver).map_err(NbdError::NoDriver)?;
         let fresh = self.open(missing)?;
-        let mut held = lock(&self.held);
-        if held.closed {
+        let mut state = lock(&self.state);
+        if state.closed {
             return Ok(Mended::Gone);
         }
         let offered = self.offer(&driver, &fresh);
-        held.keep_taken(fresh);
-        if held.missing > 0 {
+        state.keep_taken(fresh);
+        if state.missing > 0 {
             // The kernel is about to find it dead.
             self.again.store(true, Relaxed);
         }
@@ -242,32 +242,32 @@ mod tests {
             others.push(other);
             connection
         };
-        let held = &mut Held::new(vec![fresh(true), fresh(true)]);
-        let is = |held: &Held, alive, missing| {
-            let found = (held.are_alive(), held.missing, held.count());
+        let state = &mut LinkState::new(vec![fresh(true), fresh(true)]);
+        let is = |state: &LinkState, alive, missing| {
+            let found = (state.are_alive(), state.missing, state.count());
             assert_eq!(found, (alive, missing, 2));
         };
-        is(held, true, 0);
-        held.connections[0].shut();
-        is(held, false, 0);
+        is(state, true, 0);
+        state.connections[0].shut();
+        is(state, false, 0);
         // Replaced before anybody had looked.
-        assert!(held.keep_taken(vec![fresh(true)]).is_empty());
-        is(held, true, 0);
-        held.connections[0].shut();
-        held.retire_dead();
-        is(held, false, 1);
-        assert_eq!(held.keep_taken(vec![fresh(false), fresh(true)]).len(), 1);
-        is(held, true, 0);
-        held.shut();
-        is(held, false, 2);
+        assert!(state.keep_taken(vec![fresh(true)]).is_empty());
+        is(state, true, 0);
+        state.connections[0].shut();
+        state.retire_dead();
+        is(state, false, 1);
+        assert_eq!(state.keep_taken(vec![fresh(false), fresh(true)]).len(), 1);
+        is(state, true, 0);
+        state.shut();
+        is(state, false, 2);
     }
 
     #[test]
     fn an_earlier_agent_s_connections_are_not_counted() {
-        let held = &mut Held::default();
-        assert!(held.are_alive() && held.count() == 0);
+        let state = &mut LinkState::default();
+        assert!(state.are_alive() && state.count() == 0);
         let ((taken, _one), (left, _other)) = (pair(true), pair(false));
-        held.keep_taken(vec![taken, left]);
-        assert!(held.are_alive() && held.count() == 1);
+        state.keep_taken(vec![taken, left]);
+        assert!(state.are_alive() && state.count() == 1);
     }
 }

@@ -20,8 +20,8 @@ use std::{
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
-    Away, Identifier, Link, NbdError, Options, attach, failed, find, is_behind, large_enough,
-    link::Held, lock,
+    Identifier, Link, LinkOptions, NbdError, Outage, attach, failed, find, is_behind, large_enough,
+    link::LinkState, lock,
 };
 use crate::{
     Detached, Done,
@@ -91,7 +91,7 @@ impl Links {
         &self,
         identifier: &Identifier,
         read_only: bool,
-        options: &Options,
+        options: &LinkOptions,
     ) -> Result<(NbdDevice, Done), NbdError> {
         let export = &identifier.export;
         let listed = || failed("/sys/block".as_ref(), "look for the export in");
@@ -133,7 +133,7 @@ impl Links {
             return Ok((device, Done::Already));
         }
         let (device, connections) = attach(&driver, identifier, read_only, options)?;
-        self.insert(identifier, &device, options, Held::new(connections))?;
+        self.insert(identifier, &device, options, LinkState::new(connections))?;
         Ok((device, Done::Now))
     }
 
@@ -142,13 +142,13 @@ impl Links {
         &self,
         identifier: &Identifier,
         device: &NbdDevice,
-        options: &Options,
+        options: &LinkOptions,
     ) -> Result<(), NbdError> {
         let known = self.of(&identifier.export);
         if known.is_some_and(|link| link.device.block.dev == device.block.dev) {
             return Ok(());
         }
-        self.insert(identifier, device, options, Held::default())
+        self.insert(identifier, device, options, LinkState::default())
     }
 
     /// Detaches the device, where it is still attached under that identifier.
@@ -169,17 +169,17 @@ impl Links {
         };
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         let link = self.of(export);
-        if self.away(export).is_none() {
+        if self.outage(export).is_none() {
             claimed.drain(None);
         }
         let down = || claimed.disconnect(&driver).map_err(failed(node, "detach"));
         match &link {
             // A socket offered to a disconnected device would bring it back to life.
             Some(link) => {
-                let mut held = lock(&link.held);
+                let mut state = lock(&link.state);
                 down()?;
-                held.closed = true;
-                held.connections.clear();
+                state.closed = true;
+                state.connections.clear();
             }
             None => down()?,
         }
@@ -197,13 +197,13 @@ impl Links {
         let gone: Vec<_> = lock(&self.0.links).extract_if(its).collect();
         // One that is being renewed is held, which others need not wait for.
         for (_, link) in gone {
-            lock(&link.held).closed = true;
+            lock(&link.state).closed = true;
         }
     }
 
     /// Since when, and why, the export's server cannot be reached.
-    pub fn away(&self, export: &Export) -> Option<Away> {
-        self.of(export).and_then(|link| lock(&link.away).clone())
+    pub fn outage(&self, export: &Export) -> Option<Outage> {
+        self.of(export).and_then(|link| lock(&link.outage).clone())
     }
 
     pub(super) fn of(&self, export: &Export) -> Option<Arc<Link>> {
@@ -218,8 +218,8 @@ impl Links {
         &self,
         identifier: &Identifier,
         device: &NbdDevice,
-        options: &Options,
-        held: Held,
+        options: &LinkOptions,
+        state: LinkState,
     ) -> Result<(), NbdError> {
         let BlockDev { dev, node } = &device.block;
         let index = index_of(*dev).map_err(failed(node, "find"))?;
@@ -230,8 +230,8 @@ impl Links {
             index,
             options: *options,
             connections,
-            held: Mutex::new(held),
-            away: Mutex::default(),
+            state: Mutex::new(state),
+            outage: Mutex::default(),
             mending: AtomicBool::default(),
             again: AtomicBool::default(),
         });

@@ -2,7 +2,7 @@
 
 use super::{
     NbdError,
-    handshake::{self, Info},
+    handshake::{self, ExportInfo},
 };
 use crate::nbd::Export;
 
@@ -28,7 +28,7 @@ impl Shape {
         self.flags & handshake::flags::WRITE_ZEROES != 0
     }
 
-    pub fn of(export: &Export, info: &Info, read_only: bool) -> Result<Self, NbdError> {
+    pub fn of(export: &Export, info: &ExportInfo, read_only: bool) -> Result<Self, NbdError> {
         let unsuited = |what: String| NbdError::Unsuited {
             export: export.clone(),
             what,
@@ -77,14 +77,14 @@ impl Shape {
 mod tests {
     use super::*;
 
-    const INFO: Info = Info {
+    const INFO: ExportInfo = ExportInfo {
         bytes: 10 << 20,
         flags: 0,
         minimum_block: 1,
         maximum_block: 32 << 20,
     };
 
-    fn shape(info: Info, read_only: bool) -> Result<Shape, String> {
+    fn shape(info: ExportInfo, read_only: bool) -> Result<Shape, String> {
         let export = "nbd://host/x".parse().unwrap();
         Shape::of(&export, &info, read_only).map_err(|error| error.to_string())
     }
@@ -93,7 +93,7 @@ mod tests {
     fn the_device_has_the_server_s_limits() {
         let plain = shape(INFO, false).unwrap();
         assert_eq!((plain.block_bytes, plain.largest_kibibytes), (512, None));
-        let limited = Info {
+        let limited = ExportInfo {
             bytes: (10 << 20) + 4095,
             minimum_block: 4096,
             maximum_block: 1 << 20,
@@ -111,19 +111,19 @@ mod tests {
 
     #[test]
     fn what_the_driver_cannot_serve_is_refused() {
-        let read_only = Info {
+        let read_only = ExportInfo {
             flags: handshake::flags::READ_ONLY,
             ..INFO
         };
-        let coarse = Info {
+        let coarse = ExportInfo {
             minimum_block: 8192,
             ..INFO
         };
-        let fine = Info {
+        let fine = ExportInfo {
             maximum_block: 2048,
             ..INFO
         };
-        let empty = Info { bytes: 511, ..INFO };
+        let empty = ExportInfo { bytes: 511, ..INFO };
         for (info, why) in [
             (read_only, "served read-only"),
             (coarse, "8192 bytes at least"),

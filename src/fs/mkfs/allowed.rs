@@ -365,7 +365,7 @@ impl Grammar {
     /// The option of this letter.
     pub fn short(&'static self, letter: char) -> Result<AllowedOption, MkfsOptionError> {
         let spelling = format!("-{letter}");
-        self.spelled(letter, &spelling)
+        self.option(letter, &spelling)
             .ok_or_else(|| self.refuse(spelling, || self.spellings()))
     }
 
@@ -374,11 +374,11 @@ impl Grammar {
         let spelling = format!("--{name}");
         let known = self.long.iter().find(|(known, _)| *known == name);
         known
-            .and_then(|(_, letter)| self.spelled(*letter, &spelling))
+            .and_then(|(_, letter)| self.option(*letter, &spelling))
             .ok_or_else(|| self.refuse(spelling, || self.spellings()))
     }
 
-    fn spelled(&'static self, letter: char, spelling: &str) -> Option<AllowedOption> {
+    fn option(&'static self, letter: char, spelling: &str) -> Option<AllowedOption> {
         let (_, form) = self.letters.iter().find(|(known, _)| *known == letter)?;
         Some(AllowedOption {
             grammar: self,

@@ -7,12 +7,12 @@ use super::{
         Capacity, Error, Parameters, VolumeUse,
         range::{MAXIMUM, least},
     },
-    Images,
+    ImageStore,
     catalogue::failed,
 };
 use crate::pool::{Pool, Scope};
 
-impl Images {
+impl ImageStore {
     /// Of the pool named; of all, where none is named and several are given.
     pub(super) fn capacity(
         &self,

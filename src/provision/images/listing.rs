@@ -7,21 +7,21 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, ListRequest, Listed, Snapshot, Volume},
-    Images,
+    super::{Error, ListRequest, Listed, SnapshotInfo, VolumeInfo},
+    ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind},
     snapshots::SnapshotDetail,
     store::size_of,
     volumes::VolumeDetail,
 };
-use crate::{chain, pool::Pool};
+use crate::{error_chain, pool::Pool};
 
-impl Images {
+impl ImageStore {
     pub(super) fn list_volumes(
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<Listed<Volume>>, Error> {
+    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
         let pool = self.pools.get_or_only(pool)?;
         entries(pool, what, |entry: &CatalogueEntry<VolumeDetail>| {
             let bytes = size_of(&VolumeDetail::image(pool, entry.id))?;
@@ -34,7 +34,7 @@ impl Images {
         what: &ListRequest,
         pool: Option<&str>,
         volume: Option<&str>,
-    ) -> Result<Vec<Listed<Snapshot>>, Error> {
+    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
         let pool = self.pools.get_or_only(pool)?;
         entries(pool, what, |entry: &CatalogueEntry<SnapshotDetail>| {
             if volume.is_some_and(|volume| volume != entry.detail.source) {
@@ -71,7 +71,7 @@ fn entries<K: EntryKind, T>(
             Ok(None) => continue,
             // Its own calls fail; it must not hide all the others.
             Err(error @ (Error::Corrupt { .. } | Error::Io { .. })) => {
-                tracing::warn!(error = chain(&error), "not listed");
+                tracing::warn!(error = error_chain(&error), "not listed");
                 continue;
             }
             Err(error) => return Err(error),

@@ -4,7 +4,7 @@ use std::{fs::File, io, path::PathBuf};
 
 use super::{
     super::{ContentSource, Error, copy},
-    Images,
+    ImageStore,
     catalogue::{EntryKind as _, failed},
     snapshots::SnapshotDetail,
     store::loop_device,
@@ -29,7 +29,7 @@ pub struct CopySource<'s> {
     is_exported: bool,
 }
 
-impl Images {
+impl ImageStore {
     /// Opens the source of a copy.
     pub(super) fn origin(&self, source: &ContentSource) -> Result<CopySource<'_>, Error> {
         let opened = match source {

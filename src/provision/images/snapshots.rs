@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{
-    super::{Error, Snapshot},
-    Images,
+    super::{Error, SnapshotInfo},
+    ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     store::size_of,
 };
@@ -48,8 +48,8 @@ impl EntryKind for SnapshotDetail {
 
 type Snapshots<'p> = Catalogue<'p, SnapshotDetail>;
 
-impl Images {
-    pub(super) fn create_snapshot(&self, name: &str, volume: &str) -> Result<Snapshot, Error> {
+impl ImageStore {
+    pub(super) fn create_snapshot(&self, name: &str, volume: &str) -> Result<SnapshotInfo, Error> {
         // Before the volume is looked for: a snapshot may outlive it.
         if let Some((pool, entry)) = self.find_name(name) {
             return self.as_taken_before(pool, &entry, volume);
@@ -84,7 +84,7 @@ impl Images {
         held: &ReservationLock,
         name: &str,
         volume: &str,
-    ) -> Result<Snapshot, Error> {
+    ) -> Result<SnapshotInfo, Error> {
         let origin = self.volume_origin(volume)?;
         let tmp = pool.meta_dir("tmp")?;
         pool.meta_dir(SnapshotDetail::RECORDS)?;
@@ -121,7 +121,7 @@ impl Images {
         pool: &Pool,
         entry: &CatalogueEntry<SnapshotDetail>,
         volume: &str,
-    ) -> Result<Snapshot, Error> {
+    ) -> Result<SnapshotInfo, Error> {
         if entry.detail.source == volume {
             return self.snapshot(pool, entry);
         }
@@ -139,7 +139,7 @@ impl Images {
         self.delete::<SnapshotDetail>(pool, parsed.id())
     }
 
-    pub(super) fn get_snapshot(&self, handle: &str) -> Result<Snapshot, Error> {
+    pub(super) fn get_snapshot(&self, handle: &str) -> Result<SnapshotInfo, Error> {
         let (pool, entry) = self.find_snapshot(handle)?;
         self.snapshot(pool, &entry)
     }
@@ -148,9 +148,9 @@ impl Images {
         &self,
         pool: &Pool,
         entry: &CatalogueEntry<SnapshotDetail>,
-    ) -> Result<Snapshot, Error> {
+    ) -> Result<SnapshotInfo, Error> {
         let detail = &entry.detail;
-        Ok(Snapshot {
+        Ok(SnapshotInfo {
             handle: SnapshotHandle::new(pool, self.node_id.as_deref(), entry.id).to_string(),
             source: detail.source.clone(),
             bytes: size_of(&SnapshotDetail::image(pool, entry.id))?.unwrap_or(0),

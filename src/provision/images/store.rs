@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use super::{
     super::Error,
-    Images,
+    ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     writers,
 };
@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-impl Images {
+impl ImageStore {
     /// The pool of that name, which is part of `handle`.
     pub(super) fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, Error> {
         let found = self.pools.get(name);
@@ -30,7 +30,7 @@ impl Images {
             source,
         })?;
         // What is not in it while it is away is not gone.
-        pool.check_settled()?;
+        pool.check_initialized()?;
         Ok(pool)
     }
 

@@ -2,14 +2,14 @@
 
 use super::{
     super::Error,
-    Images,
+    ImageStore,
     catalogue::{Catalogue, EntryKind, EntryState, failed, hold_by_path},
     snapshots::SnapshotDetail,
     volumes::VolumeDetail,
 };
 use crate::pool::{Pool, claim, draft};
 
-impl Images {
+impl ImageStore {
     /// Over all pools; says what could not be dealt with.
     pub(super) fn sweep(&self) -> Vec<Error> {
         let mut errors = Vec::new();

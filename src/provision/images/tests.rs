@@ -16,7 +16,7 @@ use crate::{
         Pool, Scope,
         claim::{self, Claim, Sharing},
     },
-    provision::{AccessibilityRequirements, Backend, Backends, ContentSource},
+    provision::{AccessibilityRequirements, ContentSource, StoreKind, Stores},
 };
 
 mod crashes;
@@ -29,13 +29,13 @@ mod space;
 const MIB: u64 = 1 << 20;
 const BOOT: &str = "this boot";
 
-fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Backends {
+fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Stores {
     let pools = pools
         .iter()
         .map(|(name, dir, scope)| pool(name, dir, *scope));
     let pools = Pools::new(pools).unwrap();
-    let images = Images::new(pools, node_id.map(str::to_owned), BOOT.to_owned());
-    Backends::new(Some(images.into()), None, &Lanes::new(2))
+    let images = ImageStore::new(pools, node_id.map(str::to_owned), BOOT.to_owned());
+    Stores::new(Some(images.into()), None, &Lanes::new(2))
 }
 
 fn pool(name: &str, dir: &Path, scope: Scope) -> Pool {
@@ -103,7 +103,7 @@ fn copy_of(name: &str, required: u64, source: ContentSource) -> NewVolume {
 struct Home {
     dir: tempfile::TempDir,
     pool: Pool,
-    images: Backends,
+    images: Stores,
 }
 
 fn home() -> Home {
@@ -121,7 +121,7 @@ impl Home {
         &self.pool
     }
 
-    fn file(&self, volume: &Volume) -> std::fs::File {
+    fn file(&self, volume: &VolumeInfo) -> std::fs::File {
         self.pool()
             .open_image(&volume.context["image"], true)
             .unwrap()
@@ -134,7 +134,7 @@ impl Home {
         files
     }
 
-    fn claim(&self, volume: &Volume, node: &str) {
+    fn claim(&self, volume: &VolumeInfo, node: &str) {
         let claim = Claim {
             node_id: node.to_owned(),
             boot_id: BOOT.to_owned(),
@@ -145,7 +145,7 @@ impl Home {
         let _ = claim::claim(self.pool(), &volume.context["image"], &claim).unwrap();
     }
 
-    fn release(&self, volume: &Volume, node: &str) {
+    fn release(&self, volume: &VolumeInfo, node: &str) {
         let _ = claim::release(self.pool(), &volume.context["image"], node).unwrap();
     }
 }
@@ -275,7 +275,7 @@ async fn what_a_node_holds_is_neither_deleted_nor_torn() {
     ] {
         let error = refused.unwrap();
         assert_eq!(error.kind(), Kind::Precondition);
-        let text = crate::chain(&error);
+        let text = crate::error_chain(&error);
         assert!(text.contains("node-a"), "{text}");
     }
     home.release(&made, "node-a");
@@ -378,10 +378,22 @@ async fn another_controller_s_work_is_left_alone() {
         kind(home.images.create_volume(new("pvc", MIB)).await),
         Kind::InUse
     );
-    assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
+    assert!(
+        home.images
+            .sweep(StoreKind::Images)
+            .await
+            .unwrap()
+            .is_empty()
+    );
     assert_eq!(home.files().len(), 1, "the reservation is still there");
     drop(held);
-    assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
+    assert!(
+        home.images
+            .sweep(StoreKind::Images)
+            .await
+            .unwrap()
+            .is_empty()
+    );
     assert_eq!(home.files(), [""; 0]);
 }
 

@@ -9,10 +9,10 @@ use uuid::Uuid;
 use super::{
     super::{
         ContentSource, Error, NewVolume, Parameters, PublishedVolume, Range, TopologySegments,
-        Volume, VolumeCondition, VolumeUse,
+        VolumeCondition, VolumeInfo, VolumeUse,
         range::{self, least},
     },
-    Images,
+    ImageStore,
     capacity::refuse_without_room,
     catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     store::size_of,
@@ -59,8 +59,8 @@ impl EntryKind for VolumeDetail {
 
 type Volumes<'p> = Catalogue<'p, VolumeDetail>;
 
-impl Images {
-    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+impl ImageStore {
+    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
         let parameters = Parameters::parse(&new.parameters)?;
         let pool = self.pool_for(parameters.pool.as_deref())?;
         parameters.refuse_uses(pool, &new.uses)?;
@@ -70,7 +70,7 @@ impl Images {
                 wanted: wanted.clone(),
             });
         }
-        pool.settle()?;
+        pool.initialize()?;
         let smallest = least(&parameters.file_systems(&new.uses)?);
         let detail = VolumeDetail {
             parameters,
@@ -120,7 +120,7 @@ impl Images {
         new: &NewVolume,
         mut detail: VolumeDetail,
         smallest: u64,
-    ) -> Result<Volume, Error> {
+    ) -> Result<VolumeInfo, Error> {
         let origin = match &new.source {
             Some(source) => Some(self.origin(source)?),
             None => None,
@@ -181,7 +181,7 @@ impl Images {
         entry: &CatalogueEntry<VolumeDetail>,
         detail: &VolumeDetail,
         range: Range,
-    ) -> Result<Volume, Error> {
+    ) -> Result<VolumeInfo, Error> {
         let bytes = self.size(pool, entry)?;
         let there = &entry.detail;
         let how = if there.parameters != detail.parameters {
@@ -302,7 +302,7 @@ impl Images {
         pool: &Pool,
         entry: &CatalogueEntry<VolumeDetail>,
         bytes: u64,
-    ) -> Volume {
+    ) -> VolumeInfo {
         let handle = VolumeHandle::new(pool, self.node_id.as_deref(), entry.id);
         let detail = &entry.detail;
         let mut context = detail.parameters.context(&handle.image());
@@ -317,7 +317,7 @@ impl Images {
             // server are one.
             context.insert("directIO".to_owned(), "true".to_owned());
         }
-        Volume {
+        VolumeInfo {
             handle: handle.to_string(),
             bytes,
             context,

@@ -1,4 +1,4 @@
-//! Making what a name is reserved for, while another controller may be at it, too.
+//! Creating the image that a name is reserved for, while another controller may do the same.
 //!
 //! The controller that has lost its lease may still be at work, and go on where it
 //! stalled at any time. So nobody goes on with what this driver has begun and not
@@ -9,7 +9,7 @@
 
 use super::{
     super::{ContentSource, Error},
-    Rbd,
+    RbdStore,
     copies::{drop_snapshot, temporary},
     error::RbdError,
     found::source_named,
@@ -17,16 +17,16 @@ use super::{
 use crate::{
     ceph::{
         client::{rados::IoCtx, rbd},
-        csi_format::journal::{Entry, Journal, Kind, Making, Reserved},
+        csi_format::journal::{CreateState, Journal, JournalEntry, JournalKind, Reserved},
     },
-    chain,
+    error_chain,
     secret::Secrets,
 };
 
 /// One reservation, and what it is for.
 #[derive(Clone, Copy)]
 pub struct Attempt<'a> {
-    pub store: &'a Rbd,
+    pub store: &'a RbdStore,
     pub journal: &'a Journal,
     /// The pool of the names.
     pub directory: &'a IoCtx,
@@ -39,7 +39,7 @@ pub struct Attempt<'a> {
 
 impl Attempt<'_> {
     /// Enters what is about to be made, which nobody has reserved before.
-    pub fn enter(&self, entry: &Entry) -> Result<(), RbdError> {
+    pub fn enter(&self, entry: &JournalEntry) -> Result<(), RbdError> {
         let (directory, pool) = (self.directory, self.pool);
         if self.journal.enter(directory, pool, self.reserved, entry)? {
             return Ok(());
@@ -48,7 +48,7 @@ impl Attempt<'_> {
     }
 
     /// Enters that the image is whole.
-    pub fn complete(&self, entry: &Entry) -> Result<(), RbdError> {
+    pub fn complete(&self, entry: &JournalEntry) -> Result<(), RbdError> {
         let gone = || self.given_up(&entry.image);
         let id = rbd::image_id(self.pool, &entry.image)?.ok_or_else(gone)?;
         let (uuid, making) = (self.reserved.uuid, entry.making);
@@ -64,11 +64,11 @@ impl Attempt<'_> {
 
     /// What was entered earlier, where it counts: it is complete, or ceph-csi has
     /// begun it. None: it was neither, and is gone now.
-    pub fn there(&self, wanted: &Entry) -> Result<Option<Entry>, RbdError> {
+    pub fn there(&self, wanted: &JournalEntry) -> Result<Option<JournalEntry>, RbdError> {
         let uuid = self.reserved.uuid;
         loop {
             let there = self.journal.read(self.pool, uuid)?;
-            if there.is_some_and(|there| there.is_complete() || there.making == Making::No) {
+            if there.is_some_and(|there| there.is_complete() || there.making == CreateState::No) {
                 return Ok(Some(self.journal.go_on(self.pool, uuid, wanted)?));
             }
             if self.give_up(None)? {
@@ -80,9 +80,9 @@ impl Attempt<'_> {
     /// Takes back what has failed; a repeat does it where this fails. Another
     /// controller may have given it up and forgotten the entry: so what was made is
     /// told here.
-    pub fn undo(&self, own: &Entry) {
+    pub fn undo(&self, own: &JournalEntry) {
         if let Err(error) = self.give_up(Some(own)) {
-            let (name, error) = (self.name, chain(&error));
+            let (name, error) = (self.name, error_chain(&error));
             tracing::warn!(
                 name,
                 error,
@@ -94,7 +94,7 @@ impl Attempt<'_> {
     /// Gives it up, unless it is complete or not this driver's, and takes away what
     /// it has made, the name and the entry last. What that is, the entry says, unless
     /// it is known.
-    fn give_up(&self, known: Option<&Entry>) -> Result<bool, RbdError> {
+    fn give_up(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
         let uuid = self.reserved.uuid;
         if !self.journal.give_up(self.pool, uuid, self.name)? {
             return Ok(false);
@@ -105,7 +105,7 @@ impl Attempt<'_> {
         };
         let mut images = vec![entry.image.clone()];
         let mut snapshot = entry.image.clone();
-        if self.journal.kind() == Kind::Volume {
+        if self.journal.kind() == JournalKind::Volume {
             snapshot = temporary(&entry.image);
             images.push(snapshot.clone());
         }
@@ -120,8 +120,8 @@ impl Attempt<'_> {
     }
 
     /// The image on which an interrupted copy may have left a snapshot.
-    fn source(&self, entry: &Entry) -> Result<Option<(IoCtx, String)>, RbdError> {
-        if self.journal.kind() == Kind::Snapshot {
+    fn source(&self, entry: &JournalEntry) -> Result<Option<(IoCtx, String)>, RbdError> {
+        if self.journal.kind() == JournalKind::Snapshot {
             let source = Some(entry.source.clone()).filter(|source| !source.is_empty());
             return Ok(source.map(|source| (self.pool.clone(), source)));
         }

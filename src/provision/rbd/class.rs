@@ -11,7 +11,7 @@ use super::{
         params::{bad, check_mkfs_options, yes_or_no},
     },
     encryption::Encryption,
-    qos::Limits,
+    qos::QosLimits,
     topology::{self, Constrained},
 };
 use crate::ceph::{
@@ -37,7 +37,7 @@ pub struct Class {
     /// `encrypted`, `encryptionKMSID`, `encryptionType`.
     pub encryption: Option<Encryption>,
     /// `BaseReadIops` and the like.
-    pub limits: Limits,
+    pub limits: QosLimits,
     /// Whom it is made for: Kubernetes' namespace.
     pub owner: String,
     /// `topologyConstrainedPools`.
@@ -48,7 +48,7 @@ pub struct Class {
 
 /// The pools of one volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pools {
+pub struct CephPools {
     /// Of the journal's directory.
     pub journal: String,
     /// Of the image.
@@ -97,7 +97,7 @@ impl Class {
                 }
                 "imageFormat" | "thickProvision" => {}
                 "mounter" => mounter = mounter_named(value)?,
-                limit if Limits::is_of_class(limit) => {}
+                limit if QosLimits::is_of_class(limit) => {}
                 _ if FOR_THE_NODE.contains(&name.as_str()) => {}
                 _ => {
                     let known = [HERE, FOR_THE_NODE].concat().join(", ");
@@ -119,7 +119,7 @@ impl Class {
         }
         class.options.striping = striping(unit, count, class.options.object_size)?;
         class.check_mapping(mounter)?;
-        class.limits = Limits::of_class(given)?;
+        class.limits = QosLimits::of_class(given)?;
         class.encryption = Encryption::of_class(given)?;
         Ok(class)
     }
@@ -164,10 +164,10 @@ impl Class {
     }
 
     /// The pools for a volume that is wanted in some places.
-    pub fn pools(&self, places: &AccessibilityRequirements) -> Result<Pools, Error> {
+    pub fn pools(&self, places: &AccessibilityRequirements) -> Result<CephPools, Error> {
         let journal = self.journal_pool.as_ref().unwrap_or(&self.pool);
         if self.constrained.is_empty() || *places == AccessibilityRequirements::default() {
-            return Ok(Pools {
+            return Ok(CephPools {
                 journal: journal.clone(),
                 image: full("pool", &self.pool)?,
                 data: self.options.data_pool.clone(),
@@ -176,7 +176,7 @@ impl Class {
         }
         let (pool, place) = topology::choose(&self.constrained, places)?;
         let journal = Some(journal).filter(|name| !name.is_empty());
-        Ok(Pools {
+        Ok(CephPools {
             journal: journal.unwrap_or(&pool.name).clone(),
             image: pool.name.clone(),
             data: pool.data.clone(),

@@ -24,7 +24,7 @@ use crate::ceph::{
     client::{
         CephError, or_exists, or_missing,
         rados::IoCtx,
-        rbd::{self, Access, Features, Image, ImageOptions, LinkedImage},
+        rbd::{self, Features, Image, ImageOptions, LinkedImage, OpenMode},
     },
     csi_format::handle::Handle,
 };
@@ -50,7 +50,7 @@ fn clone_now(
     options: &ImageOptions,
 ) -> Result<(), CephError> {
     let snapshot = to.1;
-    let source = Image::open(from.0, from.1, Access::ReadWrite)?;
+    let source = Image::open(from.0, from.1, OpenMode::ReadWrite)?;
     or_exists(source.snapshot_create(snapshot))?;
     let cloned = or_exists(rbd::clone_snapshot(
         from.0, from.1, snapshot, to.0, to.1, options,
@@ -94,7 +94,7 @@ pub fn may_be_of(
             pool_id, namespace, ..
         } = &parent.image;
         let pool = image.io().cluster().ioctx(*pool_id, namespace)?;
-        let between = match Image::open_by_id(&pool, &parent.image.id, Access::ReadOnly) {
+        let between = match Image::open_by_id(&pool, &parent.image.id, OpenMode::ReadOnly) {
             Err(error) if error.is_not_found() => return Ok(true),
             between => between?.parent()?,
         };
@@ -136,14 +136,14 @@ pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), Cep
     } else {
         drop_snapshot(pool, volume, snapshot)?;
     }
-    let image = Image::open(pool, snapshot, Access::ReadWrite)?;
+    let image = Image::open(pool, snapshot, OpenMode::ReadWrite)?;
     set_metadata(&image, foreign(&image.metadata_list()?))?;
     or_exists(image.snapshot_create(snapshot))
 }
 
 /// Takes away a snapshot that an interrupted copy left on its source.
 pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), CephError> {
-    match Image::open(pool, image, Access::ReadWrite) {
+    match Image::open(pool, image, OpenMode::ReadWrite) {
         Ok(image) => or_missing(image.snapshot_remove(snapshot)),
         Err(error) => or_missing(Err(error)),
     }

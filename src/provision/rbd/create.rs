@@ -17,50 +17,50 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, NewVolume, Volume},
-    Rbd,
+    super::{Error, NewVolume, VolumeInfo},
+    RbdStore,
     attempt::Attempt,
-    class::{Class, Pools},
+    class::{CephPools, Class},
     copies,
     encryption::{BLOCK, Encryption},
     error::RbdError,
-    found::{Found, Link, Recorded, handle_of, name_of},
+    found::{ClusterConnection, FoundImage, Recorded, handle_of, name_of},
     qos,
 };
 use crate::ceph::{
     client::{
         rados::IoCtx,
-        rbd::{Access, Image},
+        rbd::{Image, OpenMode},
     },
-    csi_format::journal::{self, Entry, Reserved},
+    csi_format::journal::{self, JournalEntry, Reserved},
 };
 
 mod build;
 
-use build::Origin;
+use build::CopySource;
 
 /// A request, with where it leads.
 pub struct Creation<'a> {
-    store: &'a Rbd,
+    store: &'a RbdStore,
     new: &'a NewVolume,
     class: &'a Class,
-    link: &'a Link,
+    link: &'a ClusterConnection,
     least: u64,
-    pools: Pools,
+    pools: CephPools,
     journal: IoCtx,
-    /// Notes for what may be changed later.
+    /// Records in the metadata what may be changed later.
     changeable: Vec<(String, Option<String>)>,
 }
 
 /// What is being made.
-struct Making {
+struct NewImage {
     pool: IoCtx,
     reserved: Reserved,
     handle: String,
-    entry: Entry,
+    entry: JournalEntry,
 }
 
-impl Making {
+impl NewImage {
     fn image(&self) -> &str {
         &self.entry.image
     }
@@ -68,10 +68,10 @@ impl Making {
 
 impl<'a> Creation<'a> {
     pub fn new(
-        store: &'a Rbd,
+        store: &'a RbdStore,
         new: &'a NewVolume,
         class: &'a Class,
-        link: &'a Link,
+        link: &'a ClusterConnection,
         least: u64,
     ) -> Result<Self, Error> {
         let changeable = qos::modified(&new.mutable)?;
@@ -96,7 +96,7 @@ impl<'a> Creation<'a> {
         })
     }
 
-    pub fn run(&self) -> Result<Volume, Error> {
+    pub fn run(&self) -> Result<VolumeInfo, Error> {
         let journal = &self.store.volumes;
         let name = &self.new.name;
         // A repeat of a copy must not need the source: it may be gone by now.
@@ -148,9 +148,9 @@ impl<'a> Creation<'a> {
         &self,
         pool: &IoCtx,
         reserved: Reserved,
-        origin: Option<&Origin>,
+        origin: Option<&CopySource>,
         bytes: u64,
-    ) -> Result<Volume, Error> {
+    ) -> Result<VolumeInfo, Error> {
         let attempt = self.attempt(pool, reserved);
         let making = self.making(pool, reserved, self.entry(reserved));
         let made = attempt
@@ -171,7 +171,7 @@ impl<'a> Creation<'a> {
 
     /// Goes on with what is reserved already, by this driver and complete, or by
     /// ceph-csi; none: it was neither, and is gone, as where its pool is.
-    fn go_on(&self, reserved: Reserved) -> Result<Option<Volume>, Error> {
+    fn go_on(&self, reserved: Reserved) -> Result<Option<VolumeInfo>, Error> {
         let pool = match reserved.pool_id.map(|id| self.link.pool(id)) {
             None => self.journal.clone(),
             // Deleted, and the image with it, as ceph-csi takes it, too.
@@ -183,8 +183,8 @@ impl<'a> Creation<'a> {
             }
             Some(pool) => pool?,
         };
-        let wanted = Entry {
-            making: journal::Making::No,
+        let wanted = JournalEntry {
+            making: journal::CreateState::No,
             ..self.entry(reserved)
         };
         let Some(entry) = self.attempt(&pool, reserved).there(&wanted)? else {
@@ -194,7 +194,7 @@ impl<'a> Creation<'a> {
             return Err(self.differs(format!("it is in pool {:?}", pool.pool())));
         }
         let making = self.making(&pool, reserved, entry);
-        let image = match Image::open(&pool, making.image(), Access::ReadOnly) {
+        let image = match Image::open(&pool, making.image(), OpenMode::ReadOnly) {
             Ok(image) => Some(image),
             Err(error) if error.is_not_found() => None,
             Err(error) => return Err(RbdError::from(error).into()),
@@ -228,7 +228,7 @@ impl<'a> Creation<'a> {
         Error::Differs { name, how }
     }
 
-    fn compare(&self, entry: &Entry, image: Option<&Image>) -> Result<(), Error> {
+    fn compare(&self, entry: &JournalEntry, image: Option<&Image>) -> Result<(), Error> {
         let source = self.new.source.as_ref();
         let is_same = match (entry.origin.as_str(), image) {
             // ceph-csi does not enter it.
@@ -247,10 +247,10 @@ impl<'a> Creation<'a> {
         Ok(())
     }
 
-    fn entry(&self, reserved: Reserved) -> Entry {
+    fn entry(&self, reserved: Reserved) -> JournalEntry {
         let prefix = self.class.name_prefix.as_deref();
         let encryption = self.class.encryption.as_ref();
-        Entry {
+        JournalEntry {
             name: self.new.name.clone(),
             image: self.store.volumes.kind().image(prefix, reserved.uuid),
             journal_pool: reserved.pool_id.map(|_| self.journal.pool_id()),
@@ -258,13 +258,13 @@ impl<'a> Creation<'a> {
             encryption: encryption.map(|_| BLOCK.to_owned()).unwrap_or_default(),
             owner: self.class.owner.clone(),
             origin: name_of(self.new.source.as_ref()),
-            making: journal::Making::UnderWay,
-            ..Entry::default()
+            making: journal::CreateState::UnderWay,
+            ..JournalEntry::default()
         }
     }
 
-    fn making(&self, pool: &IoCtx, reserved: Reserved, entry: Entry) -> Making {
-        Making {
+    fn making(&self, pool: &IoCtx, reserved: Reserved, entry: JournalEntry) -> NewImage {
+        NewImage {
             pool: pool.clone(),
             reserved,
             handle: handle_of(self.link, pool, reserved.uuid),
@@ -273,8 +273,8 @@ impl<'a> Creation<'a> {
     }
 
     /// The answer.
-    fn made(&self, making: Making, bytes: u64) -> Volume {
-        let found = Found {
+    fn made(&self, making: NewImage, bytes: u64) -> VolumeInfo {
+        let found = FoundImage {
             handle: making.handle,
             link: self.link.clone(),
             pool: making.pool,

@@ -21,9 +21,9 @@ use crate::{
         csi_format::{
             encryption::{
                 DEFAULT_KMS, EncryptionError, Kms, KmsConfig, PREPARED, SEALED_KEY, STATE_KEY,
-                generate, noted, open, passphrase, seal,
+                generate, open, passphrase, seal, value_of,
             },
-            journal::Entry,
+            journal::JournalEntry,
         },
     },
     secret::{Secret, Secrets},
@@ -62,7 +62,7 @@ impl Encryption {
 
     /// What the journal says of a volume. Releases of ceph-csi before 3.8 do not say
     /// what of it is encrypted: its block device.
-    pub fn of_journal(entry: &Entry) -> Result<Option<Self>, RbdError> {
+    pub fn of_journal(entry: &JournalEntry) -> Result<Option<Self>, RbdError> {
         let kms = entry.kms.clone();
         match entry.encryption.as_str() {
             _ if kms.is_empty() => Ok(None),
@@ -86,7 +86,7 @@ pub struct Keeper<'a> {
 pub type Handled<'a> = (&'a str, &'a Image);
 
 /// What is noted on an image.
-pub type Notes = BTreeMap<String, String>;
+pub type ImageMetadata = BTreeMap<String, String>;
 
 impl Keeper<'_> {
     /// Refuses a passphrase that could not be kept, before there is an image.
@@ -95,10 +95,10 @@ impl Keeper<'_> {
         self.config.get(&encryption.kms)
     }
 
-    /// Notes on a blank image that it is to be encrypted, and how.
+    /// Records on a blank image that it is to be encrypted, and how.
     pub fn prepare(&self, encryption: &Encryption, of: Handled<'_>) -> Result<(), RbdError> {
         let (handle, image) = of;
-        if noted(&image.metadata_list()?, STATE_KEY).is_some() {
+        if value_of(&image.metadata_list()?, STATE_KEY).is_some() {
             return Ok(());
         }
         if self.check(encryption)? == Kms::Metadata {
@@ -115,7 +115,7 @@ impl Keeper<'_> {
         &self,
         kept: (&Encryption, &Encryption),
         source: &str,
-        notes: &Notes,
+        notes: &ImageMetadata,
     ) -> Result<(), RbdError> {
         let changes = (self.check(kept.0)?, self.check(kept.1)?);
         if changes == (Kms::Metadata, Kms::Secret) {
@@ -127,7 +127,7 @@ impl Keeper<'_> {
         Ok(())
     }
 
-    /// Notes on a copy what its source has.
+    /// Copies the metadata of the source to a copy.
     pub fn copy(
         &self,
         kept: (&Encryption, &Encryption),
@@ -145,14 +145,18 @@ impl Keeper<'_> {
             let sealed = seal(with, copy.0, &own);
             copy.1.metadata_set(SEALED_KEY, &sealed)?;
         }
-        let state = noted(&notes, STATE_KEY).unwrap_or(PREPARED);
+        let state = value_of(&notes, STATE_KEY).unwrap_or(PREPARED);
         Ok(copy.1.metadata_set(STATE_KEY, state)?)
     }
 }
 
 /// The passphrase of its own that a volume of that handle has.
-fn opened(with: &Secret, handle: &str, notes: &Notes) -> Result<Secret, EncryptionError> {
-    open(with, handle, noted(notes, SEALED_KEY).unwrap_or_default())
+fn opened(with: &Secret, handle: &str, notes: &ImageMetadata) -> Result<Secret, EncryptionError> {
+    open(
+        with,
+        handle,
+        value_of(notes, SEALED_KEY).unwrap_or_default(),
+    )
 }
 
 #[cfg(test)]
@@ -168,10 +172,10 @@ mod tests {
     fn only_block_devices_are_known_encrypted() {
         let of = |kms: &str, how: &str| {
             let (kms, encryption) = (kms.to_owned(), how.to_owned());
-            Encryption::of_journal(&Entry {
+            Encryption::of_journal(&JournalEntry {
                 kms,
                 encryption,
-                ..Entry::default()
+                ..JournalEntry::default()
             })
         };
         assert_eq!(of("", "").unwrap(), None);

@@ -29,27 +29,28 @@ use std::{
 
 use super::{
     super::{Error, PublishRequest, Release},
-    Rbd,
+    RbdStore,
     error::RbdError,
-    found::{Found, Recorded},
+    found::{FoundImage, Recorded},
 };
 use crate::{
     ceph::{
         client::{
             rados::IoCtx,
-            rbd::{Access, Image, Watcher},
+            rbd::{Image, OpenMode, Watcher},
         },
         fencing::{
-            ASKED, Attachment, Attachments, Client, Fence, Fences, STARTS_WITHIN, Through, host_of,
+            ASKED, Client, Fence, Fences, RegisteredNode, RegisteredNodes, STARTS_WITHIN, Through,
+            host_of,
         },
     },
-    chain,
+    error_chain,
     secret::Secrets,
 };
 
 /// When nodes are taken off.
 #[derive(Debug)]
-pub struct Fencing {
+pub struct Fencer {
     /// How long a node may take to let go; none: nobody is fenced.
     pub after: Option<Duration>,
     /// What was seen in use after it was unpublished from a node, by handle and node.
@@ -84,7 +85,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// The same once a client is fenced: OSDs drop its watches when they hear of it.
 const HEARS_WITHIN: Duration = Duration::from_millis(100);
 
-impl Fencing {
+impl Fencer {
     pub fn new(after: Option<Duration>) -> Self {
         let seen = Mutex::default();
         Self { after, seen }
@@ -106,7 +107,7 @@ impl Fencing {
     }
 }
 
-impl Rbd {
+impl RbdStore {
     /// Enters the node, if the volume has one writer; says what the node is told.
     pub(super) fn publish_volume(
         &self,
@@ -137,7 +138,7 @@ impl Rbd {
             return Ok(Release::Done);
         };
         let all = nodes.list().map_err(RbdError::from)?;
-        let is_it = |one: &&Attachment| node.is_empty() || one.node == node;
+        let is_it = |one: &&RegisteredNode| node.is_empty() || one.node == node;
         for attachment in all.iter().filter(is_it) {
             let release = self.release(&found, &nodes, attachment, &all)?;
             if matches!(release, Release::Pending(..)) {
@@ -150,16 +151,16 @@ impl Rbd {
 
     fn release(
         &self,
-        found: &Found,
-        nodes: &Attachments,
-        attachment: &Attachment,
-        all: &[Attachment],
+        found: &FoundImage,
+        nodes: &RegisteredNodes,
+        attachment: &RegisteredNode,
+        all: &[RegisteredNode],
     ) -> Result<Release, RbdError> {
         let key = (found.handle.clone(), attachment.node.clone());
         let soon = || Release::Pending(still_attached(found, attachment), LOOK_EVERY);
         let users = users(found, attachment, all)?;
         let is_starting = attachment.entry.starting.is_some();
-        let withdraw = |last: &Attachment| -> Result<Release, RbdError> {
+        let withdraw = |last: &RegisteredNode| -> Result<Release, RbdError> {
             if !nodes.withdraw(last)? {
                 // It has entered its client this very moment.
                 return Ok(soon());
@@ -232,28 +233,28 @@ pub fn lift(pool: &IoCtx) {
         Ok(())
     });
     if let Err(error) = lifted {
-        let error = chain(&error);
+        let error = error_chain(&error);
         tracing::warn!(pool = %pool, error, "the fences of nodes that are back stay for now");
     }
 }
 
 /// The nodes of a volume; none where it has no journal.
-fn nodes_of(found: &Found) -> Option<Attachments> {
+fn nodes_of(found: &FoundImage) -> Option<RegisteredNodes> {
     let Recorded { reserved, .. } = found.recorded.as_ref()?;
-    Some(Attachments::of(&found.pool, reserved.uuid))
+    Some(RegisteredNodes::of(&found.pool, reserved.uuid))
 }
 
 /// Who has the image, beside the clients of other nodes and those who mirror it.
 fn users(
-    found: &Found,
-    attachment: &Attachment,
-    all: &[Attachment],
+    found: &FoundImage,
+    attachment: &RegisteredNode,
+    all: &[RegisteredNode],
 ) -> Result<Vec<Watcher>, RbdError> {
-    let image: Image = match found.open(Access::ReadOnly) {
+    let image: Image = match found.open(OpenMode::ReadOnly) {
         Err(RbdError::Lost { .. }) => return Ok(Vec::new()),
         image => image?,
     };
-    let address = |one: &Attachment| {
+    let address = |one: &RegisteredNode| {
         let client = one.entry.client.as_ref();
         client.map(|client| client.address.clone())
     };
@@ -269,7 +270,7 @@ fn users(
 }
 
 /// The node's client among those who have the image.
-fn own_client(attachment: &Attachment, users: &[Watcher]) -> Option<Client> {
+fn own_client(attachment: &RegisteredNode, users: &[Watcher]) -> Option<Client> {
     let entry = &attachment.entry;
     if let Some(starting) = &entry.starting {
         let is_from_there = |user: &&Watcher| host_of(&user.address) == starting.host;
@@ -288,7 +289,7 @@ fn own_client(attachment: &Attachment, users: &[Watcher]) -> Option<Client> {
         .then(|| own.clone())
 }
 
-fn still_attached(found: &Found, attachment: &Attachment) -> Error {
+fn still_attached(found: &FoundImage, attachment: &RegisteredNode) -> Error {
     let error = RbdError::StillAttached {
         image: format!("{}/{}", found.pool, found.image),
         node: attachment.node.clone(),

@@ -16,9 +16,9 @@ use crate::{
     ceph::client::{
         CephError,
         rados::IoCtx,
-        rbd::{Access, Image},
+        rbd::{Image, OpenMode},
     },
-    chain,
+    error_chain,
     lane::Lanes,
 };
 
@@ -107,7 +107,7 @@ impl Flattener {
             .io()
             .cluster()
             .ioctx(parent.pool_id, &parent.namespace)?;
-        let opened = Image::open_by_id(&pool, &parent.id, Access::ReadOnly)?;
+        let opened = Image::open_by_id(&pool, &parent.id, OpenMode::ReadOnly)?;
         // The copy adds two: the temporary image, and itself.
         self.keep_short(&pool, &opened, &parent.name, 2)
     }
@@ -167,7 +167,7 @@ impl Flattener {
     fn work_off(&self, why: &str) {
         while let Some((pool, name)) = self.next(why) {
             if let Err(error) = flatten(&pool, &name) {
-                let error = chain(&error);
+                let error = error_chain(&error);
                 tracing::warn!(image = %format!("{pool}/{name}"), error, "not flattened");
             }
             self.work().known.remove(&full_name(&pool, &name));
@@ -201,7 +201,7 @@ fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
     if has_manager(pool) && pool.cluster().mgr_command(&task).is_ok() {
         return Ok(());
     }
-    match Image::open(pool, name, Access::ReadWrite)?.flatten() {
+    match Image::open(pool, name, OpenMode::ReadWrite)?.flatten() {
         // It has no parent any more.
         Err(error) if error.is_invalid() => Ok(()),
         result => result,
@@ -218,7 +218,7 @@ fn depth(image: &Image) -> Result<usize, CephError> {
             .io()
             .cluster()
             .ioctx(parent.image.pool_id, &parent.image.namespace)?;
-        let opened = match Image::open_by_id(&pool, &parent.image.id, Access::ReadOnly) {
+        let opened = match Image::open_by_id(&pool, &parent.image.id, OpenMode::ReadOnly) {
             // Removed since.
             Err(error) if error.is_not_found() => return Ok(depth),
             opened => opened?,
@@ -246,7 +246,7 @@ mod tests {
             ..ImageOptions::default()
         };
         rbd::create(&place.io, "source", 1 << 20, &options).unwrap();
-        let source = Image::open(&place.io, "source", Access::ReadWrite).unwrap();
+        let source = Image::open(&place.io, "source", OpenMode::ReadWrite).unwrap();
         for clone in ["a", "b", "c", "d"] {
             source.snapshot_create(clone).unwrap();
             let (io, name) = (&place.io, "source");

@@ -6,31 +6,31 @@ use std::{collections::BTreeMap, sync::Arc};
 use uuid::Uuid;
 
 use super::{
-    super::{ContentSource, TopologySegments, Volume},
+    super::{ContentSource, TopologySegments, VolumeInfo},
     error::RbdError,
 };
 use crate::ceph::{
     client::{
         Credentials,
         rados::{Cluster, IoCtx, Pool},
-        rbd::{self, Access, Image},
+        rbd::{self, Image, OpenMode},
     },
     csi_format::{
         config::ClusterConfig,
         handle::Handle,
-        journal::{Entry, Reserved},
+        journal::{JournalEntry, Reserved},
     },
 };
 
 /// A cluster that can be talked to.
 #[derive(Clone, Debug)]
-pub struct Link {
+pub struct ClusterConnection {
     pub cluster: Arc<Cluster>,
     pub config: ClusterConfig,
     pub credentials: Credentials,
 }
 
-impl Link {
+impl ClusterConnection {
     /// A pool of the cluster, in the namespace that is configured.
     pub fn pool<'a>(&self, pool: impl Into<Pool<'a>>) -> Result<IoCtx, RbdError> {
         let namespace = self.config.rados_namespace.as_deref();
@@ -51,9 +51,9 @@ impl Link {
 
 /// What a handle leads to.
 #[derive(Debug)]
-pub struct Found {
+pub struct FoundImage {
     pub handle: String,
-    pub link: Link,
+    pub link: ClusterConnection,
     /// Where the image is.
     pub pool: IoCtx,
     /// The image's name, and its id, where that is known.
@@ -71,12 +71,12 @@ pub struct Recorded {
     /// The directory's pool.
     pub journal: IoCtx,
     pub reserved: Reserved,
-    pub entry: Entry,
+    pub entry: JournalEntry,
 }
 
-impl Found {
+impl FoundImage {
     /// Opens the image; a journal without one has lost it.
-    pub fn open(&self, access: Access) -> Result<Image, RbdError> {
+    pub fn open(&self, access: OpenMode) -> Result<Image, RbdError> {
         match Image::open(&self.pool, &self.image, access) {
             Err(error) if error.is_not_found() => Err(RbdError::Lost {
                 handle: self.handle.clone(),
@@ -111,7 +111,7 @@ impl Found {
     }
 
     /// The volume, as it is told; not the class' part of the context.
-    pub fn volume(&self, bytes: u64) -> Volume {
+    pub fn volume(&self, bytes: u64) -> VolumeInfo {
         let mut context = BTreeMap::from([
             ("clusterID".to_owned(), self.link.config.cluster_id.clone()),
             ("pool".to_owned(), self.pool.pool().to_owned()),
@@ -128,7 +128,7 @@ impl Found {
             .recorded
             .as_ref()
             .map(|recorded| &recorded.entry.origin);
-        Volume {
+        VolumeInfo {
             handle: self.handle.clone(),
             bytes,
             context,
@@ -140,7 +140,7 @@ impl Found {
 
     /// The volume as listings show it: with the name that its create was asked by,
     /// and what of its class the journal keeps.
-    pub fn listed(&self, bytes: u64) -> Volume {
+    pub fn listed(&self, bytes: u64) -> VolumeInfo {
         let mut volume = self.volume(bytes);
         let context = &mut volume.context;
         if let Some(name) = self.name() {
@@ -175,7 +175,12 @@ pub fn source_named(text: &str) -> Option<ContentSource> {
 }
 
 /// What an entry of the journal leads to.
-pub fn found(link: Link, pool: IoCtx, uuid: Uuid, entry: Entry) -> Result<Found, RbdError> {
+pub fn found(
+    link: ClusterConnection,
+    pool: IoCtx,
+    uuid: Uuid,
+    entry: JournalEntry,
+) -> Result<FoundImage, RbdError> {
     let elsewhere = entry.journal_pool.filter(|id| *id != pool.pool_id());
     let (journal, pool_id) = match elsewhere.map(|id| link.pool(id)) {
         None => (pool.clone(), None),
@@ -183,7 +188,7 @@ pub fn found(link: Link, pool: IoCtx, uuid: Uuid, entry: Entry) -> Result<Found,
         Some(Err(error)) if error.is_not_found() => (pool.clone(), None),
         Some(journal) => (journal?, Some(pool.pool_id())),
     };
-    Ok(Found {
+    Ok(FoundImage {
         handle: handle_of(&link, &pool, uuid),
         image: entry.image.clone(),
         image_id: entry.image_id.clone(),
@@ -199,7 +204,7 @@ pub fn found(link: Link, pool: IoCtx, uuid: Uuid, entry: Entry) -> Result<Found,
 }
 
 /// The handle of what has its image in that pool.
-pub fn handle_of(link: &Link, pool: &IoCtx, uuid: Uuid) -> String {
+pub fn handle_of(link: &ClusterConnection, pool: &IoCtx, uuid: Uuid) -> String {
     let handle = Handle::new(&link.config.cluster_id, pool.pool_id(), uuid);
     handle.expect("a linked cluster's id fits").to_string()
 }

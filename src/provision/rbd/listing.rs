@@ -13,20 +13,21 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        Capacity, CapacityRequest, Error, ListRequest, Listed, Snapshot, Volume, range::least,
+        Capacity, CapacityRequest, Error, ListRequest, Listed, SnapshotInfo, VolumeInfo,
+        range::least,
     },
-    Rbd,
+    RbdStore,
     class::Class,
     error::RbdError,
-    found::{Found, Link, found},
+    found::{ClusterConnection, FoundImage, found},
     snapshots::show_snapshot,
 };
 use crate::{
     ceph::{
-        client::{rados::IoCtx, rbd::Access},
+        client::{rados::IoCtx, rbd::OpenMode},
         csi_format::journal::{Journal, JournalError},
     },
-    chain, digest,
+    digest, error_chain,
     secret::Secrets,
 };
 
@@ -46,7 +47,7 @@ struct Token {
 }
 
 impl Token {
-    fn new(link: &Link, directory: &IoCtx, pool: &IoCtx, uuid: Uuid) -> Self {
+    fn new(link: &ClusterConnection, directory: &IoCtx, pool: &IoCtx, uuid: Uuid) -> Self {
         Self {
             cluster: short(link),
             directory: directory.pool_id(),
@@ -56,7 +57,7 @@ impl Token {
     }
 }
 
-fn short(link: &Link) -> String {
+fn short(link: &ClusterConnection) -> String {
     let mut digits = digest::sha256_hex(&link.config.cluster_id);
     digits.truncate(12);
     digits
@@ -90,11 +91,14 @@ impl FromStr for Token {
     }
 }
 
-impl Rbd {
-    pub(super) fn list_volumes(&self, what: &ListRequest) -> Result<Vec<Listed<Volume>>, Error> {
+impl RbdStore {
+    pub(super) fn list_volumes(
+        &self,
+        what: &ListRequest,
+    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
         let links = self.listed_links(what)?;
         page(&self.volumes, &links, what, |found| {
-            let bytes = match found.open(Access::ReadOnly) {
+            let bytes = match found.open(OpenMode::ReadOnly) {
                 Ok(image) => image.size()?,
                 Err(RbdError::Lost { .. }) => 0,
                 Err(error) => return Err(error),
@@ -108,7 +112,7 @@ impl Rbd {
         what: &ListRequest,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<Listed<Snapshot>>, Error> {
+    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
         let links = if secrets.is_empty() {
             self.listed_links(what)?
         } else {
@@ -125,7 +129,7 @@ impl Rbd {
 
     /// The clusters that have a user of this controller's: all, or those that can be
     /// reached where that will do.
-    fn listed_links(&self, what: &ListRequest) -> Result<Vec<Link>, RbdError> {
+    fn listed_links(&self, what: &ListRequest) -> Result<Vec<ClusterConnection>, RbdError> {
         let mut links = Vec::new();
         for id in self.own_cluster_ids()? {
             let link = self.link(&id, &Secrets::default()).map(Some);
@@ -135,11 +139,11 @@ impl Rbd {
     }
 
     /// The clusters that the secrets of a request open.
-    fn links_with(&self, secrets: &Secrets) -> Result<Vec<Link>, RbdError> {
+    fn links_with(&self, secrets: &Secrets) -> Result<Vec<ClusterConnection>, RbdError> {
         let all = self.clusters.all()?;
         let links = all.iter().filter_map(|cluster| {
             let link = self.link(&cluster.cluster_id, secrets);
-            link.inspect_err(|error| tracing::debug!(error = chain(error), "not listed"))
+            link.inspect_err(|error| tracing::debug!(error = error_chain(error), "not listed"))
                 .ok()
         });
         Ok(links.collect())
@@ -180,9 +184,9 @@ const BATCH: u64 = 200;
 /// What a page has room for of what a journal names, and one entry more.
 fn page<T>(
     journal: &Journal,
-    links: &[Link],
+    links: &[ClusterConnection],
     what: &ListRequest,
-    show: impl Fn(&Found) -> Result<Option<T>, RbdError>,
+    show: impl Fn(&FoundImage) -> Result<Option<T>, RbdError>,
 ) -> Result<Vec<Listed<T>>, Error> {
     let from = match &what.from {
         Some(token) => Some(resume(journal, links, token)?),
@@ -224,7 +228,11 @@ fn page<T>(
 }
 
 /// Where a token says that a listing goes on: behind which name.
-fn resume(journal: &Journal, links: &[Link], token: &str) -> Result<(Token, String), Error> {
+fn resume(
+    journal: &Journal,
+    links: &[ClusterConnection],
+    token: &str,
+) -> Result<(Token, String), Error> {
     let bad = || Error::BadToken(token.to_owned());
     let parsed: Token = token.parse().map_err(|()| bad())?;
     let link = links.iter().find(|link| short(link) == parsed.cluster);
@@ -238,10 +246,10 @@ fn resume(journal: &Journal, links: &[Link], token: &str) -> Result<(Token, Stri
 
 /// The directories that are still to be listed, each with the name behind which.
 fn directories<'a>(
-    links: &'a [Link],
+    links: &'a [ClusterConnection],
     from: Option<(Token, String)>,
     what: &ListRequest,
-) -> Result<Vec<(&'a Link, IoCtx, String)>, RbdError> {
+) -> Result<Vec<(&'a ClusterConnection, IoCtx, String)>, RbdError> {
     let mut all = Vec::new();
     for link in links {
         for pool in what.or_omit(pools(link))? {
@@ -249,7 +257,7 @@ fn directories<'a>(
         }
     }
     if let Some((token, name)) = from {
-        let is_it = |(link, pool, _): &(&Link, IoCtx, String)| {
+        let is_it = |(link, pool, _): &(&ClusterConnection, IoCtx, String)| {
             short(link) == token.cluster && pool.pool_id() == token.directory
         };
         let at = all.iter().position(is_it).unwrap_or(all.len());
@@ -262,7 +270,7 @@ fn directories<'a>(
 }
 
 /// The pools of a cluster, in the order of their ids.
-fn pools(link: &Link) -> Result<Vec<IoCtx>, RbdError> {
+fn pools(link: &ClusterConnection) -> Result<Vec<IoCtx>, RbdError> {
     let mut pools = Vec::new();
     for name in link.cluster.pools().map_err(RbdError::from)? {
         match link.pool(&name) {

@@ -11,33 +11,33 @@
 
 use super::{
     super::Error,
-    Rbd,
+    RbdStore,
     error::RbdError,
-    found::{Found, found},
+    found::{FoundImage, found},
 };
 use crate::{
     ceph::{
         client::{
             rados::IoCtx,
-            rbd::{self, Access, Mirroring},
+            rbd::{self, Mirroring, OpenMode},
         },
         csi_format::{
             config::ConfigError,
             handle::{Handle, VolumeHandle},
-            journal::{Entry, Journal},
+            journal::{Journal, JournalEntry},
         },
     },
     secret::Secrets,
 };
 
-impl Rbd {
+impl RbdStore {
     /// All that a volume's handle leads to, its own place first: what is to be
     /// deleted. Empty: nothing, or it was never ours.
     pub(super) fn all_of_volume(
         &self,
         handle: &str,
         secrets: &Secrets,
-    ) -> Result<Vec<Found>, RbdError> {
+    ) -> Result<Vec<FoundImage>, RbdError> {
         match handle.parse() {
             Ok(VolumeHandle::Journaled(parsed)) => self.all(&self.volumes, &parsed, secrets),
             Ok(VolumeHandle::Migrated(parsed)) => {
@@ -46,7 +46,7 @@ impl Rbd {
                     Err(error) if error.is_not_found() => return Ok(Vec::new()),
                     pool => pool?,
                 };
-                Ok(vec![Found {
+                Ok(vec![FoundImage {
                     handle: handle.to_owned(),
                     link,
                     pool,
@@ -65,7 +65,7 @@ impl Rbd {
         &self,
         handle: &str,
         secrets: &Secrets,
-    ) -> Result<Vec<Found>, RbdError> {
+    ) -> Result<Vec<FoundImage>, RbdError> {
         match handle.parse() {
             Ok(parsed) => self.all(&self.snapshots, &parsed, secrets),
             Err(_) => Ok(Vec::new()),
@@ -73,13 +73,13 @@ impl Rbd {
     }
 
     /// A volume that must be there.
-    pub(super) fn volume(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
+    pub(super) fn volume(&self, handle: &str, secrets: &Secrets) -> Result<FoundImage, Error> {
         let found = self.all_of_volume(handle, secrets)?.pop();
         found.ok_or_else(|| Error::NoVolume(handle.to_owned()))
     }
 
     /// A snapshot that must be there.
-    pub(super) fn snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Found, Error> {
+    pub(super) fn snapshot(&self, handle: &str, secrets: &Secrets) -> Result<FoundImage, Error> {
         let found = self.all_of_snapshot(handle, secrets)?.pop();
         found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
     }
@@ -91,7 +91,7 @@ impl Rbd {
         of: &Journal,
         handle: &Handle,
         secrets: &Secrets,
-    ) -> Result<Vec<Found>, RbdError> {
+    ) -> Result<Vec<FoundImage>, RbdError> {
         let own = self.at(of, handle, secrets);
         let mappings = &self.mappings;
         let places = mappings.of(handle.cluster_id(), handle.pool_id())?;
@@ -111,7 +111,7 @@ impl Rbd {
             // the primary has decided which of them counts.
             (Err(error), Some(other))
                 if is_not_ours(&error)
-                    || other.open(Access::ReadOnly)?.mirroring()? == Mirroring::Primary =>
+                    || other.open(OpenMode::ReadOnly)?.mirroring()? == Mirroring::Primary =>
             {
                 Ok(vec![other])
             }
@@ -126,7 +126,7 @@ impl Rbd {
         handle: &Handle,
         places: &[(String, i64)],
         secrets: &Secrets,
-    ) -> Result<Option<Found>, RbdError> {
+    ) -> Result<Option<FoundImage>, RbdError> {
         let mut failed = None;
         for (cluster_id, pool_id) in places {
             let Some(there) = Handle::new(cluster_id, *pool_id, handle.uuid()) else {
@@ -134,7 +134,7 @@ impl Rbd {
             };
             match self.at(of, &there, secrets) {
                 Ok(Some(found)) if found.has_image()? => {
-                    return Ok(Some(Found {
+                    return Ok(Some(FoundImage {
                         handle: handle.to_string(),
                         stands_in: true,
                         ..found
@@ -154,7 +154,7 @@ impl Rbd {
         of: &Journal,
         handle: &Handle,
         secrets: &Secrets,
-    ) -> Result<Option<Found>, RbdError> {
+    ) -> Result<Option<FoundImage>, RbdError> {
         let link = self.link(handle.cluster_id(), secrets)?;
         let pool = match link.pool(handle.pool_id()) {
             // With its pool, all has gone.
@@ -177,7 +177,7 @@ impl Rbd {
 /// (`topologyConstrainedPools`), ceph-csi makes the entry in the image's pool, and
 /// writes its keys to an object of the same name in the journal's, which no handle
 /// tells of. Each image's name ends in the uuid, whatever is before it.
-fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut Entry) -> Result<(), RbdError> {
+fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut JournalEntry) -> Result<(), RbdError> {
     if rbd::image_id(pool, &entry.image)?.is_some() {
         return Ok(());
     }

@@ -83,9 +83,9 @@ const OPTION: &str = "conf_";
 
 /// What a class says of limits, by the names of their notes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Limits(BTreeMap<&'static str, u64>);
+pub struct QosLimits(BTreeMap<&'static str, u64>);
 
-impl Limits {
+impl QosLimits {
     /// Whether a class may have a parameter of this name.
     pub fn is_of_class(name: &str) -> bool {
         noted_as(name).is_some()
@@ -234,19 +234,19 @@ mod tests {
             ("BaseVolSizeBytes", "1073741824"),
             ("BaseBytesPerSecond", "7"),
         ]);
-        let limits = Limits::of_class(&class).unwrap();
+        let limits = QosLimits::of_class(&class).unwrap();
         let notes: BTreeMap<_, _> = limits.notes(5 << 30).into_iter().collect();
         assert_eq!(notes["conf_rbd_qos_read_iops_limit"], "140");
         assert_eq!(notes["conf_rbd_qos_bps_limit"], "7");
-        assert_eq!(Limits::of_notes(&notes), limits);
-        assert!(Limits::are_noted(&notes, 5 << 30));
-        assert!(!Limits::are_noted(&notes, 6 << 30));
-        assert!(Limits::are_noted(&BTreeMap::new(), 6 << 30));
+        assert_eq!(QosLimits::of_notes(&notes), limits);
+        assert!(QosLimits::are_noted(&notes, 5 << 30));
+        assert!(!QosLimits::are_noted(&notes, 6 << 30));
+        assert!(QosLimits::are_noted(&BTreeMap::new(), 6 << 30));
         assert!(notes.keys().all(|note| is_of_limits(note)));
         assert!(!is_of_limits("conf_rbd_cache"));
         let small: BTreeMap<_, _> = limits.notes(1 << 20).into_iter().collect();
         assert_eq!(small["conf_rbd_qos_read_iops_limit"], "100");
-        assert!(Limits::of_class(&map(&[("BaseIops", "x")])).is_err());
+        assert!(QosLimits::of_class(&map(&[("BaseIops", "x")])).is_err());
     }
 
     #[test]

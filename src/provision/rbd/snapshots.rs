@@ -3,28 +3,28 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, NewSnapshot, Snapshot, params::bad, serialized::snapshot_named},
-    Rbd,
+    super::{Error, NewSnapshot, SnapshotInfo, params::bad, serialized::snapshot_named},
+    RbdStore,
     attempt::Attempt,
     copies,
     encryption::Encryption,
     error::RbdError,
-    found::{Found, Recorded, handle_of},
+    found::{FoundImage, Recorded, handle_of},
     volumes::{forget, is_to_go, leave, refuse_if_used},
 };
 use crate::{
     ceph::{
         client::{
             or_missing,
-            rbd::{Access, Features, Image},
+            rbd::{Features, Image, OpenMode},
         },
-        csi_format::journal::{Entry, Making, Reserved},
+        csi_format::journal::{CreateState, JournalEntry, Reserved},
     },
     secret::Secrets,
 };
 
-impl Rbd {
-    pub(super) fn create_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot, Error> {
+impl RbdStore {
+    pub(super) fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error> {
         let _name = self.names.lock_on_lane(&snapshot_named(&new.name));
         let prefix = name_prefix(new)?;
         let volume = self.volume(&new.volume, &new.secrets)?;
@@ -41,7 +41,7 @@ impl Rbd {
             {
                 return Ok(taken);
             }
-            let source = match volume.open(Access::ReadOnly) {
+            let source = match volume.open(OpenMode::ReadOnly) {
                 Err(RbdError::Lost { handle, .. }) => return Err(Error::NoVolume(handle)),
                 source => source?,
             };
@@ -76,7 +76,7 @@ impl Rbd {
     fn attempt<'a>(
         &'a self,
         new: &'a NewSnapshot,
-        volume: &'a Found,
+        volume: &'a FoundImage,
         reserved: Reserved,
     ) -> Result<Attempt<'a>, RbdError> {
         Ok(Attempt {
@@ -95,13 +95,13 @@ impl Rbd {
     fn go_on(
         &self,
         new: &NewSnapshot,
-        volume: &Found,
+        volume: &FoundImage,
         reserved: Reserved,
         prefix: Option<&str>,
-    ) -> Result<Option<Snapshot>, Error> {
+    ) -> Result<Option<SnapshotInfo>, Error> {
         let attempt = self.attempt(new, volume, reserved)?;
-        let wanted = Entry {
-            making: Making::No,
+        let wanted = JournalEntry {
+            making: CreateState::No,
             ..self.entry(new, volume, reserved, prefix)?
         };
         let Some(entry) = attempt.there(&wanted)? else {
@@ -118,12 +118,12 @@ impl Rbd {
     fn entry(
         &self,
         new: &NewSnapshot,
-        volume: &Found,
+        volume: &FoundImage,
         reserved: Reserved,
         prefix: Option<&str>,
-    ) -> Result<Entry, RbdError> {
+    ) -> Result<JournalEntry, RbdError> {
         let of = &volume.recorded()?.entry;
-        Ok(Entry {
+        Ok(JournalEntry {
             name: new.name.clone(),
             image: self.snapshots.kind().image(prefix, reserved.uuid),
             journal_pool: of.journal_pool,
@@ -132,34 +132,34 @@ impl Rbd {
             owner: of.owner.clone(),
             source: volume.image.clone(),
             origin: new.volume.clone(),
-            making: Making::UnderWay,
-            ..Entry::default()
+            making: CreateState::UnderWay,
+            ..JournalEntry::default()
         })
     }
 
     fn take(
         &self,
         new: &NewSnapshot,
-        volume: &Found,
+        volume: &FoundImage,
         attempt: Attempt<'_>,
-        entry: &Entry,
-    ) -> Result<Snapshot, RbdError> {
+        entry: &JournalEntry,
+    ) -> Result<SnapshotInfo, RbdError> {
         let pool = &volume.pool;
         let handle = handle_of(&volume.link, pool, attempt.reserved.uuid);
         if !entry.is_complete() {
             copies::snapshot_of(pool, &volume.image, &entry.image)?;
             if let Some(encryption) = Encryption::of_journal(entry)? {
-                let source = volume.open(Access::ReadOnly)?;
-                let image = Image::open(pool, &entry.image, Access::ReadWrite)?;
+                let source = volume.open(OpenMode::ReadOnly)?;
+                let image = Image::open(pool, &entry.image, OpenMode::ReadWrite)?;
                 let keeper = self.keeper(&new.secrets);
                 let kept = (&encryption, &encryption);
                 keeper.copy(kept, (&volume.handle, &source), (&handle, &image))?;
             }
             attempt.complete(entry)?;
         }
-        let image = Image::open(pool, &entry.image, Access::ReadOnly)?;
+        let image = Image::open(pool, &entry.image, OpenMode::ReadOnly)?;
         self.flattener.keep_short(pool, &image, &entry.image, 0)?;
-        Ok(Snapshot {
+        Ok(SnapshotInfo {
             handle,
             source: new.volume.clone(),
             bytes: image.size()?,
@@ -179,14 +179,14 @@ impl Rbd {
         Ok(())
     }
 
-    fn delete_found_snapshot(&self, found: &Found) -> Result<(), Error> {
+    fn delete_found_snapshot(&self, found: &FoundImage) -> Result<(), Error> {
         if let Some(Recorded { entry, .. }) = &found.recorded
             && !entry.group.is_empty()
         {
             let (handle, group) = (found.handle.clone(), entry.group.clone());
             return Err(RbdError::InGroup { handle, group }.into());
         }
-        match found.open(Access::ReadWrite) {
+        match found.open(OpenMode::ReadWrite) {
             Ok(image) if !is_to_go(&self.snapshots, found, &image)? => {
                 leave(found, &image);
                 return Ok(());
@@ -203,7 +203,11 @@ impl Rbd {
         forget(&self.snapshots, found)
     }
 
-    pub(super) fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<Snapshot, Error> {
+    pub(super) fn get_snapshot(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<SnapshotInfo, Error> {
         let found = self.snapshot(handle, secrets)?;
         match show_snapshot(&found) {
             Err(RbdError::Lost { .. }) => Err(Error::NoSnapshot(found.handle)),
@@ -213,10 +217,10 @@ impl Rbd {
 }
 
 /// A snapshot as it is told.
-pub fn show_snapshot(found: &Found) -> Result<Snapshot, RbdError> {
-    let image = found.open(Access::ReadOnly)?;
+pub fn show_snapshot(found: &FoundImage) -> Result<SnapshotInfo, RbdError> {
+    let image = found.open(OpenMode::ReadOnly)?;
     let Recorded { entry, .. } = found.recorded()?;
-    Ok(Snapshot {
+    Ok(SnapshotInfo {
         handle: found.handle.clone(),
         source: source_of(found, entry),
         bytes: image.size()?,
@@ -228,7 +232,7 @@ pub fn show_snapshot(found: &Found) -> Result<Snapshot, RbdError> {
 
 /// The handle of the volume that a snapshot was taken of. ceph-csi enters its
 /// image's name alone, which ends in the uuid.
-fn source_of(found: &Found, entry: &Entry) -> String {
+fn source_of(found: &FoundImage, entry: &JournalEntry) -> String {
     if !entry.origin.is_empty() {
         return entry.origin.clone();
     }

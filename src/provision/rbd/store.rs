@@ -4,7 +4,8 @@
 use std::sync::PoisonError;
 
 use super::{
-    Rbd, copies::present, encryption::Keeper, error::RbdError, fencing::lift, found::Link,
+    RbdStore, copies::present, encryption::Keeper, error::RbdError, fencing::lift,
+    found::ClusterConnection,
 };
 use crate::{
     ceph::{
@@ -15,10 +16,14 @@ use crate::{
     secret::Secrets,
 };
 
-impl Rbd {
+impl RbdStore {
     /// Connects to a cluster of the configuration, as the user of the secrets;
     /// without any, as the one that this controller was given.
-    pub(super) fn link(&self, cluster_id: &str, secrets: &Secrets) -> Result<Link, RbdError> {
+    pub(super) fn link(
+        &self,
+        cluster_id: &str,
+        secrets: &Secrets,
+    ) -> Result<ClusterConnection, RbdError> {
         let credentials = if secrets.is_empty() {
             self.operators.credentials(cluster_id)?
         } else {
@@ -27,7 +32,11 @@ impl Rbd {
         self.link_as(cluster_id, credentials)
     }
 
-    fn link_as(&self, cluster_id: &str, credentials: Credentials) -> Result<Link, RbdError> {
+    fn link_as(
+        &self,
+        cluster_id: &str,
+        credentials: Credentials,
+    ) -> Result<ClusterConnection, RbdError> {
         let config = self.clusters.get(cluster_id)?;
         if cluster_id.len() > MAX_CLUSTER_ID {
             return Err(RbdError::LongId(config.cluster_id));
@@ -40,7 +49,7 @@ impl Rbd {
             cluster_id: cluster_id.to_owned(),
             source,
         })?;
-        Ok(Link {
+        Ok(ClusterConnection {
             cluster,
             config,
             credentials,
@@ -49,7 +58,7 @@ impl Rbd {
 
     /// Remembers a pool, and who may use it. Where it was not known, what is left
     /// in its trash is taken up again.
-    pub(super) fn use_pool(&self, link: &Link, pool: &IoCtx) {
+    pub(super) fn use_pool(&self, link: &ClusterConnection, pool: &IoCtx) {
         let key = (link.config.cluster_id.clone(), pool.pool_id());
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         if used.insert(key, link.credentials.clone()).is_none() {

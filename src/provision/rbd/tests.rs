@@ -22,7 +22,7 @@ use crate::{
         },
         test_cluster::TestCluster,
     },
-    provision::{AccessibilityRequirements, Backend, Backends, ContentSource},
+    provision::{AccessibilityRequirements, ContentSource, StoreKind, Stores},
 };
 
 const MIB: u64 = 1 << 20;
@@ -33,21 +33,21 @@ struct Home {
     cluster: TestCluster,
     pool: String,
     dir: tempfile::TempDir,
-    rbd: Backends,
+    rbd: Stores,
 }
 
 /// A provisioner over the cluster, and as the user, that a directory's files tell of.
-fn rbd_over(dir: &Path) -> Backends {
+fn rbd_over(dir: &Path) -> Stores {
     rbd_fencing(dir, None)
 }
 
 /// The same that fences nodes which do not let go in that time.
-fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Backends {
+fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Stores {
     let rbd = store_over(dir, fence_after);
-    Backends::new(None, Some(rbd.into()), &Lanes::new(4))
+    Stores::new(None, Some(rbd.into()), &Lanes::new(4))
 }
 
-fn store_over(dir: &Path, fence_after: Option<Duration>) -> Rbd {
+fn store_over(dir: &Path, fence_after: Option<Duration>) -> RbdStore {
     let own = dir.display().to_string().parse().unwrap();
     let settings = Settings {
         config: &dir.join("config.json"),
@@ -57,7 +57,7 @@ fn store_over(dir: &Path, fence_after: Option<Duration>) -> Rbd {
         operators: Operators::new(vec![own]),
         fence_after,
     };
-    Rbd::new(settings, &Lanes::new(4)).unwrap()
+    RbdStore::new(settings, &Lanes::new(4)).unwrap()
 }
 
 /// A volume as it is asked for without secrets.
@@ -135,7 +135,7 @@ impl Home {
         }
     }
 
-    async fn make(&self, new: NewVolume) -> Volume {
+    async fn make(&self, new: NewVolume) -> VolumeInfo {
         self.rbd.create_volume(new).await.unwrap()
     }
 
@@ -224,7 +224,7 @@ async fn copies_outlive_their_sources() {
     // With the last copy gone, the trash can be emptied.
     let trash = || home.cluster.rbd(&["trash", "ls", "--all", &home.pool]);
     while !trash().is_empty() {
-        assert!(home.rbd.sweep(Backend::Rbd).await.unwrap().is_empty());
+        assert!(home.rbd.sweep(StoreKind::Rbd).await.unwrap().is_empty());
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }
 }
@@ -238,7 +238,7 @@ async fn what_is_in_use_is_not_deleted() {
     let other = Cluster::connect(monitors, &credentials, Timeouts::default()).unwrap();
     let pool = other.ioctx(&home.pool, "").unwrap();
     let image = &made.context["imageName"];
-    let access = crate::ceph::client::rbd::Access::ReadWrite;
+    let access = crate::ceph::client::rbd::OpenMode::ReadWrite;
     let user = crate::ceph::client::rbd::Image::open(&pool, image, access).unwrap();
     let refused = home.delete(&made.handle).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Precondition);

@@ -26,9 +26,9 @@ use crate::{
     ceph::client::{
         CephError, or_missing,
         rados::IoCtx,
-        rbd::{self, Access, Image, LinkedImage, SnapshotKind, trash},
+        rbd::{self, Image, LinkedImage, OpenMode, SnapshotKind, trash},
     },
-    chain,
+    error_chain,
     lane::Lanes,
 };
 
@@ -103,7 +103,7 @@ impl TrashPurger {
         drop(self.lanes.run(&name, "sweep", move || {
             if let Err(error) = purger.sweep(&pool) {
                 tracing::warn!(
-                    error = chain(&error),
+                    error = error_chain(&error),
                     "what is left in the trash stays there"
                 );
             }
@@ -177,7 +177,7 @@ impl TrashPurger {
                 Ok(None) => {}
                 Err(error) => {
                     let users = error.is_busy().then(|| users(&pool, &image.id));
-                    let (name, error) = (&image.name, chain(&error));
+                    let (name, error) = (&image.name, error_chain(&error));
                     tracing::info!(image = name, error, users, "stays in the trash for now");
                 }
             }
@@ -257,7 +257,7 @@ fn empty(
 /// Frees an image of what would keep it from being removed, by whomever; says its
 /// parent.
 fn bare(pool: &IoCtx, id: &str) -> Result<Option<LinkedImage>, CephError> {
-    match Image::open_by_id(pool, id, Access::ReadOnly) {
+    match Image::open_by_id(pool, id, OpenMode::ReadOnly) {
         Ok(image) => {
             let parent = image.parent()?.map(|parent| parent.image);
             drop_snapshots(pool, id, image)?;
@@ -290,7 +290,7 @@ fn remove(
 
 /// The addresses of those who have an image open, for the log.
 fn users(pool: &IoCtx, id: &str) -> String {
-    let opened = Image::open_by_id(pool, id, Access::ReadOnly);
+    let opened = Image::open_by_id(pool, id, OpenMode::ReadOnly);
     let watchers = opened.and_then(|image| image.watchers());
     let watchers = watchers.unwrap_or_default().into_iter();
     let addresses: Vec<_> = watchers.map(|one| one.address).collect();
@@ -309,7 +309,7 @@ fn drop_snapshots(pool: &IoCtx, id: &str, image: Image) -> Result<(), CephError>
     if left.is_empty() {
         return Ok(());
     }
-    let image = Image::open_by_id(pool, id, Access::ReadWrite)?;
+    let image = Image::open_by_id(pool, id, OpenMode::ReadWrite)?;
     for snapshot in left {
         or_missing(image.snapshot_remove(&snapshot.name))?;
     }
@@ -344,7 +344,10 @@ fn ask_manager(pool: &IoCtx, id: &str) -> bool {
     });
     let asked = pool.cluster().mgr_command(&task);
     if let Err(error) = &asked {
-        tracing::debug!(error = chain(error), "the manager does not empty the trash");
+        tracing::debug!(
+            error = error_chain(error),
+            "the manager does not empty the trash"
+        );
     }
     asked.is_ok()
 }

@@ -4,29 +4,29 @@ use std::collections::HashMap;
 
 use super::{
     super::{
-        Error, NewVolume, PublishedVolume, Range, Volume, VolumeCondition, VolumeUse, range::least,
-        serialized::volume_named,
+        Error, NewVolume, PublishedVolume, Range, VolumeCondition, VolumeInfo, VolumeUse,
+        range::least, serialized::volume_named,
     },
-    Rbd,
+    RbdStore,
     class::Class,
     copies::present,
     create::Creation,
     error::RbdError,
-    found::{Found, Recorded},
+    found::{FoundImage, Recorded},
     image_size,
     metadata::set_metadata,
-    qos::{self, Limits},
+    qos::{self, QosLimits},
 };
 use crate::{
     ceph::{
-        client::rbd::{Access, Header, Image, Mirroring},
+        client::rbd::{Header, Image, Mirroring, OpenMode},
         csi_format::journal::Journal,
     },
     secret::Secrets,
 };
 
-impl Rbd {
-    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<Volume, Error> {
+impl RbdStore {
+    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
         let _name = self.names.lock_on_lane(&volume_named(&new.name));
         let class = Class::parse(&new.parameters)?;
         let file_systems = Class::file_systems(&new.uses)?;
@@ -48,7 +48,7 @@ impl Rbd {
         Ok(())
     }
 
-    fn delete_found(&self, found: &Found) -> Result<(), Error> {
+    fn delete_found(&self, found: &FoundImage) -> Result<(), Error> {
         let temp = super::copies::temporary(&found.image);
         match self.is_free(found) {
             Ok(true) => {}
@@ -63,17 +63,17 @@ impl Rbd {
 
     /// Whether a delete removes the image, which nobody may have open. The header
     /// alone tells it mostly; to open the image takes longer.
-    fn is_free(&self, found: &Found) -> Result<bool, RbdError> {
+    fn is_free(&self, found: &FoundImage) -> Result<bool, RbdError> {
         let header = Header::of(&found.pool, &found.image)?;
         if header.is_grouped()? {
-            let (image, open) = (found.path(), found.open(Access::ReadOnly)?);
+            let (image, open) = (found.path(), found.open(OpenMode::ReadOnly)?);
             let group = open.group()?;
             return Err(RbdError::Grouped { image, group });
         }
         if !found.stands_in && !header.is_mirrored()? && header.watching()?.is_empty() {
             return Ok(true);
         }
-        let image = Image::open(&found.pool, &found.image, Access::ReadOnly)?;
+        let image = Image::open(&found.pool, &found.image, OpenMode::ReadOnly)?;
         if !is_to_go(&self.volumes, found, &image)? {
             leave(found, &image);
             return Ok(false);
@@ -84,7 +84,7 @@ impl Rbd {
 
     /// Moves those of these images to the trash that are there, and the one that
     /// the journal knows by its id, where an earlier attempt has moved it.
-    pub(super) fn discard(&self, found: &Found, names: &[String]) -> Result<(), Error> {
+    pub(super) fn discard(&self, found: &FoundImage, names: &[String]) -> Result<(), Error> {
         let mut images = present(&found.pool, names).map_err(RbdError::from)?;
         let known = images.iter().any(|image| image.id == found.image_id);
         if !known && !found.image_id.is_empty() {
@@ -104,15 +104,15 @@ impl Rbd {
         secrets: &Secrets,
     ) -> Result<u64, Error> {
         let found = self.volume(handle, secrets)?;
-        let image = found.open(Access::ReadOnly)?;
+        let image = found.open(OpenMode::ReadOnly)?;
         let before = image.size().map_err(RbdError::from)?;
         if range.required <= before {
             if range.holds(before) {
                 // An attempt that has grown it may have come no further.
                 let notes = image.metadata_list().map_err(RbdError::from)?;
-                if !Limits::are_noted(&notes, before) {
+                if !QosLimits::are_noted(&notes, before) {
                     drop(image);
-                    grow(&found.open(Access::ReadWrite)?, before)?;
+                    grow(&found.open(OpenMode::ReadWrite)?, before)?;
                 }
                 return Ok(before);
             }
@@ -122,7 +122,7 @@ impl Rbd {
         }
         let bytes = image_size::choose(range, before, before)?;
         drop(image);
-        let image = found.open(Access::ReadWrite)?;
+        let image = found.open(OpenMode::ReadWrite)?;
         grow(&image, bytes)?;
         Ok(bytes)
     }
@@ -134,13 +134,13 @@ impl Rbd {
         secrets: &Secrets,
     ) -> Result<(), Error> {
         let notes = qos::modified(mutable)?;
-        let image = self.volume(handle, secrets)?.open(Access::ReadWrite)?;
+        let image = self.volume(handle, secrets)?.open(OpenMode::ReadWrite)?;
         Ok(set_metadata(&image, notes).map_err(RbdError::from)?)
     }
 
     pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
         let found = self.volume(handle, &Secrets::default())?;
-        let image = found.open(Access::ReadOnly)?;
+        let image = found.open(OpenMode::ReadOnly)?;
         let bytes = image.size().map_err(RbdError::from)?;
         Ok(PublishedVolume {
             volume: found.listed(bytes),
@@ -157,7 +157,7 @@ impl Rbd {
         secrets: &Secrets,
     ) -> Result<Option<String>, Error> {
         let found = self.volume(handle, secrets)?;
-        found.open(Access::ReadOnly)?;
+        found.open(OpenMode::ReadOnly)?;
         if let Err(error) = Class::file_systems(uses) {
             return Ok(Some(error.to_string()));
         }
@@ -179,7 +179,7 @@ impl Rbd {
         handle: &str,
         secrets: &Secrets,
     ) -> Result<Option<VolumeCondition>, Error> {
-        match self.volume(handle, secrets)?.open(Access::ReadOnly) {
+        match self.volume(handle, secrets)?.open(OpenMode::ReadOnly) {
             Ok(_) => Ok(None),
             Err(error @ RbdError::Lost { .. }) => Ok(Some(VolumeCondition {
                 reason: "ImageMissing",
@@ -191,7 +191,7 @@ impl Rbd {
 }
 
 /// Takes what is deleted out of the journal.
-pub fn forget(journal: &Journal, found: &Found) -> Result<(), Error> {
+pub fn forget(journal: &Journal, found: &FoundImage) -> Result<(), Error> {
     if let Some(recorded) = &found.recorded {
         let (name, reserved) = (&recorded.entry.name, recorded.reserved);
         journal
@@ -204,7 +204,7 @@ pub fn forget(journal: &Journal, found: &Found) -> Result<(), Error> {
 /// Whether a delete removes the image. One that follows another is left to
 /// `rbd-mirror`; one that was found in another place than its handle says must
 /// be followed, or be proven the same.
-pub fn is_to_go(of: &Journal, found: &Found, image: &Image) -> Result<bool, RbdError> {
+pub fn is_to_go(of: &Journal, found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
     Ok(match image.mirroring()? {
         Mirroring::Secondary => false,
         Mirroring::Primary => true,
@@ -223,7 +223,7 @@ pub fn is_to_go(of: &Journal, found: &Found, image: &Image) -> Result<bool, RbdE
 
 /// Deletes nothing. The entry stays, too: without it, a repeat would go on to the
 /// image that this one follows.
-pub fn leave(found: &Found, image: &Image) {
+pub fn leave(found: &FoundImage, image: &Image) {
     tracing::info!(
         handle = found.handle,
         %image,
@@ -234,7 +234,7 @@ pub fn leave(found: &Found, image: &Image) {
 /// Grows an image, and its limits with it.
 pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
     image.grow(bytes)?;
-    let limits = Limits::of_notes(&image.metadata_list()?);
+    let limits = QosLimits::of_notes(&image.metadata_list()?);
     let notes = limits.notes(bytes).into_iter();
     Ok(set_metadata(
         image,
@@ -243,7 +243,7 @@ pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
 }
 
 /// Refuses to delete what somebody has open.
-pub fn refuse_if_used(found: &Found, image: &Image) -> Result<(), RbdError> {
+pub fn refuse_if_used(found: &FoundImage, image: &Image) -> Result<(), RbdError> {
     let mut others = image.watchers()?;
     others.retain(|watcher| !watcher.own);
     let others = image.harmful(others, 0, found.link.config.mirror_daemons)?;

@@ -20,21 +20,21 @@ const WITHIN: Duration = Duration::from_secs(20);
 
 /// Open, or about to be, until it is dropped.
 #[derive(Debug)]
-pub struct Open {
+pub struct OpenGuard {
     /// Once it is open; then the file is in `file`.
-    opened: oneshot::Receiver<Result<Closing, SupervisorError>>,
-    file: Option<Closing>,
+    opened: oneshot::Receiver<Result<CloseOnLane, SupervisorError>>,
+    file: Option<CloseOnLane>,
 }
 
 /// Closed by a lane; unlocked, too, where others have the same file.
 #[derive(Debug)]
-struct Closing {
+struct CloseOnLane {
     file: Option<Arc<File>>,
     lanes: Lanes,
     volume: String,
 }
 
-impl Drop for Closing {
+impl Drop for CloseOnLane {
     fn drop(&mut self) {
         let file = self.file.take();
         if let Some(file) = &file {
@@ -49,7 +49,7 @@ impl Drop for Closing {
     }
 }
 
-impl Open {
+impl OpenGuard {
     /// Opens a volume's device by that function, as soon as that can be.
     pub fn begin(
         lanes: &Lanes,
@@ -59,7 +59,7 @@ impl Open {
         let (tell, opened) = oneshot::channel();
         let (own, of) = (lanes.clone(), volume.to_owned());
         drop(lanes.run(volume, "open", move || {
-            let opened = open().map(|file| Closing {
+            let opened = open().map(|file| CloseOnLane {
                 file: Some(file),
                 lanes: own,
                 volume: of,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
-use super::{Volume, access::Access};
+use super::{Volume, start_args::StartArgs};
 use crate::supervisor::{
     SupervisorError,
     daemon::Daemon,
@@ -38,20 +38,20 @@ impl Volume {
     }
 
     /// A daemon is about to begin, if the volume is published to this node.
-    pub(super) async fn begins(&mut self, access: &Access) -> Result<(), SupervisorError> {
-        self.register(access, Step::Begins).await.map(drop)
+    pub(super) async fn begins(&mut self, args: &StartArgs) -> Result<(), SupervisorError> {
+        self.register(args, Step::Begins).await.map(drop)
     }
 
     /// The volume is published to this node.
-    pub(super) async fn is_published(&mut self, access: &Access) -> Result<(), SupervisorError> {
-        self.register(access, Step::Looks).await.map(drop)
+    pub(super) async fn is_published(&mut self, args: &StartArgs) -> Result<(), SupervisorError> {
+        self.register(args, Step::Looks).await.map(drop)
     }
 
     /// It has ended. Where that is not registered, an unpublish waits for
     /// it longer than it need.
-    pub(super) async fn has_ended(&mut self, access: &Access) {
-        if let Err(error) = self.register(access, Step::Ended).await {
-            let error = crate::chain(&error);
+    pub(super) async fn has_ended(&mut self, args: &StartArgs) {
+        if let Err(error) = self.register(args, Step::Ended).await {
+            let error = crate::error_chain(&error);
             tracing::debug!(
                 volume = self.id,
                 error,
@@ -63,10 +63,10 @@ impl Volume {
     /// The daemon serves.
     pub(super) async fn serves(
         &mut self,
-        access: &Access,
+        args: &StartArgs,
         daemon: &Daemon,
     ) -> Result<(), SupervisorError> {
-        if access.spec.fencing.is_none() {
+        if args.spec.fencing.is_none() {
             return Ok(());
         }
         let since = Instant::now();
@@ -74,12 +74,12 @@ impl Volume {
         // A look is never given up half-way: it would register a daemon that was killed
         // meanwhile, when the next one is starting.
         while !self
-            .register(access, Step::Serves(daemon.clients(), process))
+            .register(args, Step::Serves(daemon.clients(), process))
             .await?
         {
             if since.elapsed() > THERE_WITHIN {
                 return Err(SupervisorError::NotRegistered {
-                    image: access.spec.image.to_string(),
+                    image: args.spec.image.to_string(),
                     said: format!(
                         "process {} is not among those who have it open; if it was fenced, the volume is to be unstaged first",
                         daemon.pid()
@@ -97,28 +97,28 @@ impl Volume {
         &mut self,
         mended: Result<(), SupervisorError>,
     ) -> Result<(), SupervisorError> {
-        let newest = self.accesses.newest().cloned();
-        let fenced = newest.filter(|access| access.spec.fencing.is_some());
-        let Some(access) = fenced.filter(|_| self.lineage.is_new) else {
+        let newest = self.candidates.newest().cloned();
+        let fenced = newest.filter(|args| args.spec.fencing.is_some());
+        let Some(args) = fenced.filter(|_| self.lineage.is_new) else {
             return Ok(());
         };
         mended?;
         let Some(daemon) = self.daemon.take() else {
             return Ok(());
         };
-        let registered = self.serves(&access, &daemon).await;
+        let registered = self.serves(&args, &daemon).await;
         self.daemon = Some(daemon);
         registered
     }
 
-    async fn register(&mut self, access: &Access, step: Step) -> Result<bool, SupervisorError> {
-        let Some(fencing) = access.spec.fencing.clone() else {
+    async fn register(&mut self, args: &StartArgs, step: Step) -> Result<bool, SupervisorError> {
+        let Some(fencing) = args.spec.fencing.clone() else {
             return Ok(true);
         };
-        let (access, lineage) = (access.clone(), self.lineage);
+        let (args, lineage) = (args.clone(), self.lineage);
         let registers = !matches!(step, Step::Looks);
         let register =
-            move || registration::register(&access.spec, &fencing, &access.key, lineage, step);
+            move || registration::register(&args.spec, &fencing, &args.key, lineage, step);
         let registered = self
             .shared
             .lanes

@@ -5,7 +5,10 @@ use std::time::{Duration, Instant};
 use rustix::process::Pid;
 use tokio::time::sleep;
 
-use super::{LONGEST_PAUSE, LOOK_EVERY, Open, PAUSE, Volume, access::Access, open::lock_out_udevd};
+use super::{
+    LONGEST_PAUSE, LOOK_EVERY, OpenGuard, PAUSE, Volume, open::lock_out_udevd,
+    start_args::StartArgs,
+};
 use crate::{
     crash_point,
     kernel::nbd::NbdDevice,
@@ -28,7 +31,7 @@ impl Volume {
     pub(super) async fn mend(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         let mended = match &self.daemon {
             None => self.attach(device).await,
-            Some(daemon) if daemon.is_unheard() => match self.accesses.newest() {
+            Some(daemon) if daemon.is_unheard() => match self.candidates.newest() {
                 Some(_) => self.adopt(device).await,
                 None => Ok(()),
             },
@@ -72,7 +75,7 @@ impl Volume {
         } else {
             "rbd-nbd runs, but the volume is unhealthy"
         };
-        let text = crate::chain(error);
+        let text = crate::error_chain(error);
         tracing::error!(volume = self.id, error = text, what);
         self.trouble = Some(format!("{what}: {text}"));
         if matches!(error, SupervisorError::NoKey(_)) {
@@ -105,20 +108,20 @@ impl Volume {
     }
 
     /// Locks the device against udevd, from a moment on.
-    fn take_udev_lock(&mut self, device: &NbdDevice) -> &mut Open {
+    fn take_udev_lock(&mut self, device: &NbdDevice) -> &mut OpenGuard {
         let Self {
             open_guard,
             udev_lock,
             ..
         } = self;
         udev_lock.get_or_insert_with(|| {
-            let open = open_guard.as_mut().and_then(Open::file);
+            let open = open_guard.as_mut().and_then(OpenGuard::file);
             if open.is_none() {
                 // It may be opened yet, and would be in the way.
                 *open_guard = None;
             }
             let device = device.block.clone();
-            Open::begin(&self.shared.lanes, &self.id, move || {
+            OpenGuard::begin(&self.shared.lanes, &self.id, move || {
                 lock_out_udevd(&device, open)
             })
         })
@@ -126,13 +129,13 @@ impl Volume {
 
     /// Starts the volume's daemon: by what was brought last, else by what has worked.
     pub(super) async fn start(&mut self, verb: &Verb<'_>) -> Result<(), SupervisorError> {
-        let access = self.access()?;
-        let Err(error) = self.start_by(access, verb).await else {
+        let args = self.args()?;
+        let Err(error) = self.start_by(args, verb).await else {
             return Ok(());
         };
-        match self.accesses.failed(&error) {
+        match self.candidates.after_failure(&error) {
             Some(other) if self.daemon.is_none() => {
-                let error = crate::chain(&error);
+                let error = crate::error_chain(&error);
                 tracing::warn!(volume = self.id, error, "trying what worked before");
                 self.start_by(other, verb).await
             }
@@ -140,32 +143,32 @@ impl Volume {
         }
     }
 
-    async fn start_by(&mut self, access: Access, verb: &Verb<'_>) -> Result<(), SupervisorError> {
-        self.begins(&access).await?;
-        let started = self.start_registered(&access, verb).await;
+    async fn start_by(&mut self, args: StartArgs, verb: &Verb<'_>) -> Result<(), SupervisorError> {
+        self.begins(&args).await?;
+        let started = self.start_registered(&args, verb).await;
         if started.is_err() && self.daemon.is_none() {
-            self.has_ended(&access).await;
+            self.has_ended(&args).await;
         }
         started
     }
 
     async fn start_registered(
         &mut self,
-        access: &Access,
+        args: &StartArgs,
         verb: &Verb<'_>,
     ) -> Result<(), SupervisorError> {
-        let mut daemon = self.begin(access, verb, None)?;
-        match daemon.ready(&access.spec, START_WITHIN).await {
+        let mut daemon = self.begin(args, verb, None)?;
+        match daemon.ready(&args.spec, START_WITHIN).await {
             Started::Ready => {
                 crash_point();
-                let registered = self.serves(access, &daemon).await;
+                let registered = self.serves(args, &daemon).await;
                 self.daemon = Some(daemon);
                 if let Err(error) = registered {
                     return Err(self.kill(verb, error).await);
                 }
                 // It was told the image's size with the socket.
                 (self.resized, self.is_behind) = (0, false);
-                self.worked(access.clone());
+                self.worked(args.clone());
                 Ok(())
             }
             Started::Ended(error) => Err(error),
@@ -197,41 +200,41 @@ impl Volume {
         undone.err().unwrap_or(why)
     }
 
-    fn access(&self) -> Result<Access, SupervisorError> {
-        let access = self.accesses.newest().cloned();
-        access.ok_or_else(|| SupervisorError::NoKey(self.id.clone()))
+    fn args(&self) -> Result<StartArgs, SupervisorError> {
+        let args = self.candidates.newest().cloned();
+        args.ok_or_else(|| SupervisorError::NoKey(self.id.clone()))
     }
 
-    fn worked(&mut self, access: Access) {
-        if let Err(error) = self.record(&access.spec) {
-            let error = crate::chain(&error);
+    fn worked(&mut self, args: StartArgs) {
+        if let Err(error) = self.record(&args.spec) {
+            let error = crate::error_chain(&error);
             tracing::error!(
                 volume = self.id,
                 error,
                 "cannot record the volume for the next supervisor"
             );
         }
-        self.accesses.worked(access);
+        self.candidates.mark_proven(args);
     }
 
     /// Leaves it on record for a next supervisor.
     pub(super) fn record(&mut self, spec: &Spec) -> Result<(), SupervisorError> {
-        if self.accesses.recorded.as_ref() != Some(spec) {
+        if self.candidates.recorded.as_ref() != Some(spec) {
             let kept = self.shared.records.keep(spec);
             kept.map_err(failed("keep a record of", &self.id))?;
-            self.accesses.recorded = Some(spec.clone());
+            self.candidates.recorded = Some(spec.clone());
         }
         Ok(())
     }
 
     fn begin(
         &self,
-        access: &Access,
+        args: &StartArgs,
         verb: &Verb<'_>,
         unseen: Option<Pid>,
     ) -> Result<Daemon, SupervisorError> {
         let program = &self.shared.program;
-        Daemon::start(program, &access.spec, verb, &access.key, unseen)
+        Daemon::start(program, &args.spec, verb, &args.key, unseen)
     }
 
     fn stuck(&self, daemon: &Daemon, how: &'static str) -> SupervisorError {
@@ -247,11 +250,11 @@ impl Volume {
     /// rbd-nbd refuses to attach while it sees another that serves the device, which
     /// is right anywhere else: so it is not shown that.
     pub(super) async fn take_size(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
-        let access = self.access()?;
-        let Err(error) = self.take_size_by(access, device).await else {
+        let args = self.args()?;
+        let Err(error) = self.take_size_by(args, device).await else {
             return Ok(());
         };
-        match self.accesses.failed(&error) {
+        match self.candidates.after_failure(&error) {
             Some(other) => self.take_size_by(other, device).await,
             None => Err(error),
         }
@@ -259,7 +262,7 @@ impl Volume {
 
     async fn take_size_by(
         &mut self,
-        access: Access,
+        args: StartArgs,
         device: &NbdDevice,
     ) -> Result<(), SupervisorError> {
         let node = device.block.node.to_string_lossy();
@@ -268,14 +271,14 @@ impl Volume {
             .as_ref()
             .map(Daemon::pid)
             .and_then(Pid::from_raw);
-        self.is_published(&access).await?;
-        let mut beside = self.begin(&access, &Verb::Attach(&node), unseen)?;
-        let started = beside.ready(&access.spec, START_WITHIN).await;
+        self.is_published(&args).await?;
+        let mut beside = self.begin(&args, &Verb::Attach(&node), unseen)?;
+        let started = beside.ready(&args.spec, START_WITHIN).await;
         let ended = beside.end().await;
         match started {
             Started::Ready if ended => {
                 self.is_behind = false;
-                self.worked(access.clone());
+                self.worked(args.clone());
                 Ok(())
             }
             Started::Ended(error) => Err(error),
@@ -301,7 +304,7 @@ impl Volume {
     }
 
     /// Waits for the end of a daemon that has no device, or for its device.
-    pub(super) async fn settle(&mut self) -> Result<(), SupervisorError> {
+    pub(super) async fn await_daemon(&mut self) -> Result<(), SupervisorError> {
         let Some(daemon) = &self.daemon else {
             return Ok(());
         };

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::{sleep, timeout};
 
-use super::{LOOK_EVERY, Open, Volume, access::Access, open::disconnect};
+use super::{LOOK_EVERY, OpenGuard, Volume, open::disconnect, start_args::StartArgs};
 use crate::{
     Done,
     kernel::nbd::{NbdDevice, ReservedIndex},
@@ -29,7 +29,7 @@ impl Volume {
         let mut device = self.device()?;
         if device.is_none() {
             // It is on its way down, or up, begun by a supervisor that was killed.
-            self.settle().await?;
+            self.await_daemon().await?;
             device = self.device()?;
         }
         match device {
@@ -41,8 +41,8 @@ impl Volume {
     async fn make(&mut self, spec: Spec, key: Secret) -> Result<NbdDevice, SupervisorError> {
         // First, so that a daemon is never without a record.
         self.record(&spec)?;
-        self.accesses.forget_keys();
-        self.accesses.bring(Access { spec, key });
+        self.candidates.forget_keys();
+        self.candidates.receive(StartArgs { spec, key });
         let deadline = Instant::now() + CHOOSE_WITHIN;
         let mut chosen = Vec::new();
         loop {
@@ -83,7 +83,11 @@ impl Volume {
             node: device.block.node.display().to_string(),
             how,
         };
-        let known = self.accesses.spec().map(Spec::name).or(self.found.clone());
+        let known = self
+            .candidates
+            .spec()
+            .map(Spec::name)
+            .or(self.found.clone());
         if let Some(image) = known.filter(|image| *image != spec.name()) {
             return Err(otherwise(format!(
                 "over image {image}, not {}",
@@ -99,10 +103,10 @@ impl Volume {
             return Err(otherwise(how.to_owned()));
         }
         // Of what has worked, only whether nodes are fenced may be another matter now.
-        let mut known = self.accesses.recorded.clone().unwrap_or(spec.clone());
+        let mut known = self.candidates.recorded.clone().unwrap_or(spec.clone());
         known.fencing.clone_from(&spec.fencing);
         self.record(&known)?;
-        self.accesses.bring(Access { spec, key });
+        self.candidates.receive(StartArgs { spec, key });
         match self.mend(&device).await {
             Err(error) if self.daemon.is_none() => Err(error),
             mended => self.ensure_registered(mended).await.map(|()| device),
@@ -116,7 +120,8 @@ impl Volume {
         key: Secret,
     ) -> Result<NbdDevice, SupervisorError> {
         self.look().await?;
-        let (Some(device), Some(mut spec)) = (self.device()?, self.accesses.spec().cloned()) else {
+        let (Some(device), Some(mut spec)) = (self.device()?, self.candidates.spec().cloned())
+        else {
             return Err(SupervisorError::Unknown(self.id.clone()));
         };
         if let Some(user) = user {
@@ -171,7 +176,7 @@ impl Volume {
                 };
                 let (taken, cookie) = (device.block.clone(), self.id.clone());
                 let is_served = self.daemon.is_some();
-                let opened = self.open_guard.as_mut().and_then(Open::file);
+                let opened = self.open_guard.as_mut().and_then(OpenGuard::file);
                 let lanes = &self.shared.lanes;
                 let down = lanes.run(&self.id, "disconnect", move || {
                     disconnect(&taken, &cookie, is_served, opened.as_deref())
@@ -208,7 +213,7 @@ impl Volume {
             // Another opener, such as udevd, keeps it a moment longer.
             tracing::warn!(volume = self.id, "the device does not go");
         }
-        self.accesses.forget_keys();
+        self.candidates.forget_keys();
         Ok(done)
     }
 }

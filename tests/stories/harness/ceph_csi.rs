@@ -149,7 +149,7 @@ pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
         run(&["cryptsetup", "luksClose", &mapping]);
     }
     // Kubelet repeats what failed: udevd may be looking at the device.
-    let patience = Instant::now() + Duration::from_secs(30);
+    let timeout = Instant::now() + Duration::from_secs(30);
     let unmap = ["rbd", "unmap", &mapped, "--device-type"];
     let how = if stash["accessType"] == true {
         &["nbd"][..]
@@ -158,7 +158,7 @@ pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
     };
     let unmap = [&unmap, how].concat();
     while let Err(said) = run_err(&unmap) {
-        assert!(Instant::now() < patience, "{said}");
+        assert!(Instant::now() < timeout, "{said}");
     }
     fs::remove_file(staging.join(NOTE)).expect("the note");
 }

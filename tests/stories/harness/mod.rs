@@ -94,8 +94,8 @@ pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
 
 /// Waits until `check` gives something; panics with `what` if that takes absurdly long.
 pub async fn eventually<T>(what: &str, mut check: impl AsyncFnMut() -> Option<T>) -> T {
-    let patience = Duration::from_secs(90);
-    tokio::time::timeout(patience, async {
+    let timeout = Duration::from_secs(90);
+    tokio::time::timeout(timeout, async {
         loop {
             if let Some(found) = check().await {
                 return found;
@@ -104,7 +104,7 @@ pub async fn eventually<T>(what: &str, mut check: impl AsyncFnMut() -> Option<T>
         }
     })
     .await
-    .unwrap_or_else(|_| panic!("waited {patience:?} in vain: {what}"))
+    .unwrap_or_else(|_| panic!("waited {timeout:?} in vain: {what}"))
 }
 
 /// Asserts that `result` is an error of this `code` whose sentence has each of `words`.

@@ -36,13 +36,13 @@ fn a_number_that_went_to_another_image_is_not_the_volume_s() {
         // Nobody has it open, so it goes.
         let device = rbds_over(&volume).pop().unwrap();
         unmap(&device);
-        let ailments = node.health(&volume, &target).await.unwrap();
-        assert!(!ailments.is_empty(), "it is gone");
+        let conditions = node.health(&volume, &target).await.unwrap();
+        assert!(!conditions.is_empty(), "it is gone");
         map_as(ceph, &other, &device).await;
         theirs.write_at(&device, 0).unwrap();
 
-        let ailments = node.health(&volume, &target).await.unwrap();
-        assert!(!ailments.is_empty(), "another image is not the volume");
+        let conditions = node.health(&volume, &target).await.unwrap();
+        assert!(!conditions.is_empty(), "another image is not the volume");
         node.unpublish(&volume, "pod").await.unwrap();
         // Another pod gets the volume or nothing.
         if node.stage(&volume).await.is_ok() && node.publish(&volume, "another").await.is_ok() {

@@ -10,7 +10,7 @@ use crate::{
     ceph::{
         client::{
             rados::IoCtx,
-            rbd::{self, Access, Image, ImageOptions},
+            rbd::{self, Image, ImageOptions, OpenMode},
         },
         test_cluster::TestCluster,
         testing::{connect, credentials, timeouts},
@@ -66,7 +66,7 @@ fn a_connection_is_shared_until_it_is_lost() {
 fn address_of(io: &IoCtx) -> String {
     let name = uuid::Uuid::new_v4().to_string();
     rbd::create(io, &name, 1 << 20, &ImageOptions::default()).unwrap();
-    let image = Image::open(io, &name, Access::ReadWrite).unwrap();
+    let image = Image::open(io, &name, OpenMode::ReadWrite).unwrap();
     let watchers = image.watchers().unwrap();
     assert_eq!(watchers.len(), 1);
     assert!(watchers[0].own);

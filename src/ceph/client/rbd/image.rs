@@ -15,7 +15,7 @@ use crate::ceph::client::{
 
 /// What an image is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum OpenMode {
     /// To look at it. No watch is set: this client is not among the watchers.
     ReadOnly,
     /// To change it. This client watches it, until it is closed.
@@ -59,22 +59,22 @@ type OpenFn = unsafe extern "C" fn(
 
 impl Image {
     /// Opens the image of that name.
-    pub fn open(io: &IoCtx, name: &str, access: Access) -> Result<Self, CephError> {
+    pub fn open(io: &IoCtx, name: &str, access: OpenMode) -> Result<Self, CephError> {
         let functions = &io.cluster().libraries().rbd;
         let open = match access {
-            Access::ReadOnly => functions.rbd_open_read_only,
-            Access::ReadWrite => functions.rbd_open,
+            OpenMode::ReadOnly => functions.rbd_open_read_only,
+            OpenMode::ReadWrite => functions.rbd_open,
         };
         Self::open_by(open, io, name)
     }
 
     /// Opens the image with that id, whatever it is called and though it be in
     /// the trash.
-    pub fn open_by_id(io: &IoCtx, id: &str, access: Access) -> Result<Self, CephError> {
+    pub fn open_by_id(io: &IoCtx, id: &str, access: OpenMode) -> Result<Self, CephError> {
         let functions = &io.cluster().libraries().rbd;
         let open = match access {
-            Access::ReadOnly => functions.rbd_open_by_id_read_only,
-            Access::ReadWrite => functions.rbd_open_by_id,
+            OpenMode::ReadOnly => functions.rbd_open_by_id_read_only,
+            OpenMode::ReadWrite => functions.rbd_open_by_id,
         };
         Self::open_by(open, io, id)
     }

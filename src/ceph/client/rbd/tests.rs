@@ -36,7 +36,7 @@ fn an_image_is_made_as_it_is_asked_for() {
         error.to_string(),
         format!("could not create image {io}/csi-vol-Ω")
     );
-    let image = Image::open(io, "csi-vol-Ω", Access::ReadOnly).unwrap();
+    let image = Image::open(io, "csi-vol-Ω", OpenMode::ReadOnly).unwrap();
     let more = Features::STRIPING | Features::DATA_POOL;
     assert_eq!(image.features().unwrap(), asked.features.unwrap() | more);
     let spec = format!("{io}/csi-vol-Ω");
@@ -65,15 +65,15 @@ fn an_image_grows_and_never_shrinks() {
         return;
     };
     create(&io, "grows", MIB, &plain()).unwrap();
-    let image = Image::open(&io, "grows", Access::ReadWrite).unwrap();
+    let image = Image::open(&io, "grows", OpenMode::ReadWrite).unwrap();
     for size in [2 * MIB, 2 * MIB, 3 * MIB] {
         image.grow(size).unwrap();
         assert_eq!(image.size().unwrap(), size);
     }
     assert!(image.grow(MIB).unwrap_err().is_invalid());
-    let looks = Image::open(&io, "grows", Access::ReadOnly).unwrap();
+    let looks = Image::open(&io, "grows", OpenMode::ReadOnly).unwrap();
     assert_eq!(looks.grow(4 * MIB).unwrap_err().errno(), Some(Errno::ROFS));
-    let missing = Image::open(&io, "missing", Access::ReadOnly).unwrap_err();
+    let missing = Image::open(&io, "missing", OpenMode::ReadOnly).unwrap_err();
     assert!(missing.is_not_found());
 }
 
@@ -83,11 +83,11 @@ fn who_has_it_open_is_a_watcher() {
         return;
     };
     create(&io, "watched", MIB, &plain()).unwrap();
-    let looks = Image::open(&io, "watched", Access::ReadOnly).unwrap();
+    let looks = Image::open(&io, "watched", OpenMode::ReadOnly).unwrap();
     assert_eq!(looks.watchers().unwrap(), []);
     let other = crate::ceph::testing::connect(&cluster);
     let their = other.ioctx(&cluster.pool, io.namespace()).unwrap();
-    let image = Image::open(&their, "watched", Access::ReadWrite).unwrap();
+    let image = Image::open(&their, "watched", OpenMode::ReadWrite).unwrap();
     let watchers = looks.watchers().unwrap();
     assert_eq!(watchers.len(), 1);
     assert!(!watchers[0].own);
@@ -111,7 +111,7 @@ fn a_mirrored_image_is_known() {
         .unwrap();
     create(&io, "mirrored", MIB, &plain()).unwrap();
     let mirroring = || {
-        let image = Image::open(&io, "mirrored", Access::ReadOnly);
+        let image = Image::open(&io, "mirrored", OpenMode::ReadOnly);
         image.unwrap().mirroring().unwrap()
     };
     let header = Header::of(&io, "mirrored").unwrap();
@@ -137,7 +137,7 @@ fn clones_live_without_their_snapshot_and_parent() {
         return;
     };
     create(&io, "parent", 8 * MIB, &plain()).unwrap();
-    let parent = Image::open(&io, "parent", Access::ReadWrite).unwrap();
+    let parent = Image::open(&io, "parent", OpenMode::ReadWrite).unwrap();
     parent.snapshot_create("snap").unwrap();
     assert!(parent.snapshot_create("snap").unwrap_err().is_exists());
     let made = parent.snapshots().unwrap();
@@ -148,7 +148,7 @@ fn clones_live_without_their_snapshot_and_parent() {
     let again = clone_snapshot(&io, "parent", "snap", &io, "child", &plain());
     assert!(again.unwrap_err().is_exists());
     let id = parent.id().unwrap();
-    let child = Image::open(&io, "child", Access::ReadWrite).unwrap();
+    let child = Image::open(&io, "child", OpenMode::ReadWrite).unwrap();
     let children = parent.children().unwrap();
     assert_eq!(children.len(), 1);
     assert_eq!(children[0].id, child.id().unwrap());
@@ -160,7 +160,7 @@ fn clones_live_without_their_snapshot_and_parent() {
     trash::move_image(&io, "parent", Duration::ZERO).unwrap();
     assert!(trash::remove(&io, &id, false).is_err());
     drop(child);
-    let child = Image::open(&io, "child", Access::ReadWrite).unwrap();
+    let child = Image::open(&io, "child", OpenMode::ReadWrite).unwrap();
     let of = child.parent().unwrap().unwrap();
     assert_eq!(
         (of.image.id.as_str(), of.kind),
@@ -179,7 +179,7 @@ fn the_trash_keeps_what_it_took() {
         return;
     };
     create(&io, "a", MIB, &plain()).unwrap();
-    let id = Image::open(&io, "a", Access::ReadOnly)
+    let id = Image::open(&io, "a", OpenMode::ReadOnly)
         .unwrap()
         .id()
         .unwrap();
@@ -195,7 +195,7 @@ fn the_trash_keeps_what_it_took() {
     assert!(found.deferred_until > found.deleted);
     assert_eq!(trash::list(&io).unwrap(), [found]);
     assert!(trash::remove(&io, &id, false).is_err());
-    let open = Image::open_by_id(&io, &id, Access::ReadOnly).unwrap();
+    let open = Image::open_by_id(&io, &id, OpenMode::ReadOnly).unwrap();
     assert_eq!(open.size().unwrap(), MIB);
     drop(open);
     trash::remove(&io, &id, true).unwrap();
@@ -209,7 +209,7 @@ fn metadata_is_kept_with_the_image() {
         return;
     };
     create(&io, "noted", MIB, &plain()).unwrap();
-    let image = Image::open(&io, "noted", Access::ReadWrite).unwrap();
+    let image = Image::open(&io, "noted", OpenMode::ReadWrite).unwrap();
     assert!(image.metadata_list().unwrap().is_empty());
     let long = "x".repeat(9000);
     image.metadata_set("k", &long).unwrap();
@@ -235,7 +235,7 @@ fn lists_longer_than_their_first_buffer_are_whole() {
         create(&io, &format!("i{nr}"), MIB, &plain()).unwrap();
     }
     assert_eq!(list(&io).unwrap().len(), 20);
-    let image = Image::open(&io, "i0", Access::ReadWrite).unwrap();
+    let image = Image::open(&io, "i0", OpenMode::ReadWrite).unwrap();
     for nr in 0..20 {
         image.snapshot_create(&format!("s{nr}")).unwrap();
     }
@@ -266,7 +266,7 @@ fn a_header_says_what_the_open_image_does() {
     };
     create(io, "a", MIB, &asked).unwrap();
     let header = Header::of(io, "a").unwrap();
-    let reader = Image::open(io, "a", Access::ReadOnly).unwrap();
+    let reader = Image::open(io, "a", OpenMode::ReadOnly).unwrap();
     let features = reader.features().unwrap();
     assert_eq!(header.features_and("k").unwrap(), (features, None));
     assert_eq!(header.id(), Some(&*reader.id().unwrap()));
@@ -276,8 +276,8 @@ fn a_header_says_what_the_open_image_does() {
     let other = connect(&place.cluster);
     let there = other.ioctx(io.pool(), io.namespace()).unwrap();
     let writers = [
-        Image::open(io, "a", Access::ReadWrite).unwrap(),
-        Image::open(&there, "a", Access::ReadWrite).unwrap(),
+        Image::open(io, "a", OpenMode::ReadWrite).unwrap(),
+        Image::open(&there, "a", OpenMode::ReadWrite).unwrap(),
     ];
     writers[0].metadata_set("rbd.csi.ceph.com/a", "Ω").unwrap();
     assert_eq!(header.metadata().unwrap(), reader.metadata_list().unwrap());

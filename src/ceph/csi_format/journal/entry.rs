@@ -7,14 +7,14 @@ use uuid::Uuid;
 
 /// What a journal keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum JournalKind {
     /// Volumes, by ceph-csi's default in images `csi-vol-<uuid>`.
     Volume,
     /// Snapshots, by ceph-csi's default in images `csi-snap-<uuid>`.
     Snapshot,
 }
 
-impl Kind {
+impl JournalKind {
     /// What the image of `uuid` is called.
     pub fn image(self, prefix: Option<&str>, uuid: Uuid) -> String {
         let default = match self {
@@ -80,7 +80,7 @@ fn parse_pool(text: &str) -> Option<i64> {
 
 /// What is known of an image. Empty: not known, or not so.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Entry {
+pub struct JournalEntry {
     /// What it was asked for by; empty where a create was interrupted.
     pub name: String,
     /// The image's name; empty where releases of ceph-csi before 2.1 made it.
@@ -102,12 +102,12 @@ pub struct Entry {
     /// What a volume is a copy of; a key of our own, which ceph-csi ignores.
     pub origin: String,
     /// How far this driver's create has come. Of our own, too.
-    pub making: Making,
+    pub making: CreateState,
 }
 
 /// How far a create has come, whose image is told to nobody before it is completed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Making {
+pub enum CreateState {
     /// Completed, or not this driver's.
     #[default]
     No,
@@ -117,7 +117,7 @@ pub enum Making {
     GivenUp,
 }
 
-impl Making {
+impl CreateState {
     pub(super) fn value(self) -> &'static str {
         match self {
             Self::No => "",
@@ -135,15 +135,15 @@ impl Making {
     }
 }
 
-impl Entry {
+impl JournalEntry {
     /// Whether its image is whole.
     pub fn is_complete(&self) -> bool {
         !self.image_id.is_empty()
     }
 }
 
-impl Entry {
-    pub(super) fn to_keys(&self, kind: Kind) -> Vec<(&'static str, String)> {
+impl JournalEntry {
+    pub(super) fn to_keys(&self, kind: JournalKind) -> Vec<(&'static str, String)> {
         let Self {
             name,
             image,
@@ -178,7 +178,7 @@ impl Entry {
 
     /// On failure: the key whose value means nothing.
     pub(super) fn from_keys(
-        kind: Kind,
+        kind: JournalKind,
         mut keys: BTreeMap<String, String>,
     ) -> Result<Self, (&'static str, String)> {
         let mut take = |key: &str| keys.remove(key).unwrap_or_default();
@@ -202,7 +202,7 @@ impl Entry {
             group,
             source: take(SOURCE),
             origin: take(ORIGIN),
-            making: Making::of(&take(MAKING)),
+            making: CreateState::of(&take(MAKING)),
         })
     }
 }
@@ -263,7 +263,7 @@ mod tests {
             ("csi.csi.groupid", "group"),
             ("csi.later", "unknown"),
         ]);
-        let entry = Entry::from_keys(Kind::Volume, there).unwrap();
+        let entry = JournalEntry::from_keys(JournalKind::Volume, there).unwrap();
         assert_eq!(entry.journal_pool, Some(3));
         assert_eq!(
             (entry.name.as_str(), entry.group.as_str()),
@@ -274,26 +274,26 @@ mod tests {
             ("tenant", "user-secret")
         );
         let bad = keys(&[("csi.journalpool", "3")]);
-        assert!(Entry::from_keys(Kind::Volume, bad).is_err());
-        let unfinished = Entry::from_keys(Kind::Snapshot, BTreeMap::new()).unwrap();
-        assert_eq!(unfinished, Entry::default());
+        assert!(JournalEntry::from_keys(JournalKind::Volume, bad).is_err());
+        let unfinished = JournalEntry::from_keys(JournalKind::Snapshot, BTreeMap::new()).unwrap();
+        assert_eq!(unfinished, JournalEntry::default());
     }
 
     proptest! {
         #[test]
         fn what_is_written_is_read(
             texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
-            making in prop_oneof![Just(Making::No), Just(Making::UnderWay), Just(Making::GivenUp)],
+            making in prop_oneof![Just(CreateState::No), Just(CreateState::UnderWay), Just(CreateState::GivenUp)],
         ) {
-            let kind = if snap { Kind::Snapshot } else { Kind::Volume };
+            let kind = if snap { JournalKind::Snapshot } else { JournalKind::Volume };
             let [name, image, image_id, kms, encryption, owner, group, source, origin] =
                 texts.try_into().unwrap();
-            let entry = Entry {
+            let entry = JournalEntry {
                 name, image, image_id, journal_pool: pool, kms, encryption, owner, group, source,
                 origin, making,
             };
             let keys = entry.to_keys(kind).into_iter().map(|(k, v)| (k.to_owned(), v));
-            prop_assert_eq!(Entry::from_keys(kind, keys.collect()), Ok(entry));
+            prop_assert_eq!(JournalEntry::from_keys(kind, keys.collect()), Ok(entry));
             let reserved = Reserved { uuid: Uuid::from_u128(id), pool_id: pool };
             prop_assert_eq!(reserved.to_string().parse(), Ok(reserved));
         }

@@ -67,7 +67,7 @@ fn blocks(minimum: u32, maximum: u32) -> Vec<u8> {
     payload
 }
 
-fn go_with(replies: &[(u32, Vec<u8>)]) -> Result<Info> {
+fn go_with(replies: &[(u32, Vec<u8>)]) -> Result<ExportInfo> {
     let mut says = greeting();
     for (kind, payload) in replies {
         says.extend(answer(OPT_GO, *kind, payload));
@@ -86,7 +86,7 @@ fn nothing_is_read_beyond_the_handshake() {
     says.extend(b"what the kernel reads");
     let mut script = Script::new(says);
     let info = go(&mut script, "disk").unwrap();
-    let expected = Info {
+    let expected = ExportInfo {
         bytes: 1 << 30,
         flags: 0x105,
         minimum_block: 4096,
@@ -178,7 +178,7 @@ proptest! {
             (REP_INFO, export(bytes, flags)),
             (REP_ACK, Vec::new()),
         ]).unwrap();
-        prop_assert_eq!(info, Info {
+        prop_assert_eq!(info, ExportInfo {
             bytes, flags, minimum_block: 1 << shift, maximum_block: 1 << 25,
         });
     }

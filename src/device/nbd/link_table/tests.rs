@@ -8,7 +8,7 @@ use super::{
 };
 use crate::left_out::left_out;
 
-const OPTIONS: Options = Options {
+const OPTIONS: LinkOptions = LinkOptions {
     connections: 1,
     request_seconds: 30,
     dead_seconds: 0,
@@ -26,7 +26,7 @@ struct Attached {
 
 impl Attached {
     /// One that is not in the list yet, and its connections.
-    fn new() -> Option<(Self, Held)> {
+    fn new() -> Option<(Self, LinkState)> {
         if !fs::exists("/sys/module/nbd").unwrap() {
             left_out("the kernel module nbd is not loaded here");
             return None;
@@ -43,13 +43,13 @@ impl Attached {
             identifier,
             device,
         };
-        Some((attached, Held::new(connections)))
+        Some((attached, LinkState::new(connections)))
     }
 
-    fn insert(&self, held: Held) {
+    fn insert(&self, state: LinkState) {
         let inserted = self
             .links
-            .insert(&self.identifier, &self.device, &OPTIONS, held);
+            .insert(&self.identifier, &self.device, &OPTIONS, state);
         inserted.unwrap();
     }
 }
@@ -64,12 +64,12 @@ impl Drop for Attached {
 
 #[test]
 fn a_device_is_looked_at_once_it_is_in_the_list() {
-    let Some((mut it, held)) = Attached::new() else {
+    let Some((mut it, state)) = Attached::new() else {
         return;
     };
     // It is announced now, and to nobody.
     it.server = None;
-    it.insert(held);
+    it.insert(state);
     let event = lock(&it.links.0.events).as_mut().unwrap().try_recv();
     assert!(
         matches!(event, Ok(Event::Check(link)) if link.device.block.dev == it.device.block.dev)
@@ -78,14 +78,14 @@ fn a_device_is_looked_at_once_it_is_in_the_list() {
 
 #[test]
 fn a_device_is_told_its_size_when_none_of_its_connections_is_dead() {
-    let Some((it, held)) = Attached::new() else {
+    let Some((it, state)) = Attached::new() else {
         return;
     };
-    it.insert(held);
+    it.insert(state);
     let link = it.links.of(&it.identifier.export).unwrap();
     let size = || sysfs::size_bytes(it.device.block.dev).unwrap();
     // As the receiver of one that was replaced does it.
-    lock(&link.held).connections[0].shut();
+    lock(&link.state).connections[0].shut();
     assert!(!link.resize(&it.driver, 2 << 20).unwrap());
     assert_eq!(size(), 1 << 20);
     // The kernel may take a moment to find it dead.

@@ -11,7 +11,7 @@ use std::{path::Path, process::Command};
 use super::*;
 
 /// Makes one of each thing; all of it may have been made before.
-async fn make(images: &Backends) {
+async fn make(images: &Stores) {
     let source = images.create_volume(new("source", 8 * MIB)).await.unwrap();
     let snapshot = images
         .create_snapshot(snapshot_of("snapshot".to_owned(), source.handle.clone()))
@@ -43,7 +43,7 @@ async fn make(images: &Backends) {
 }
 
 /// Deletes everything that is still listed.
-async fn unmake(images: &Backends) {
+async fn unmake(images: &Stores) {
     let snapshots = images
         .list_snapshots(ListRequest::default(), None, none())
         .await;
@@ -122,11 +122,23 @@ async fn what_was_being_made_is_made_or_undone() {
         let crashed = crashes(home.dir.path(), "make", at);
         // The next call alone must do, and so must the next start.
         if at % 2 == 0 {
-            assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
+            assert!(
+                home.images
+                    .sweep(StoreKind::Images)
+                    .await
+                    .unwrap()
+                    .is_empty()
+            );
             assert_whole(&home);
         }
         make(&home.images).await;
-        assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
+        assert!(
+            home.images
+                .sweep(StoreKind::Images)
+                .await
+                .unwrap()
+                .is_empty()
+        );
         assert_whole(&home);
         assert_eq!(home.files().len(), 3 * 3 + 3, "{:?}", home.files());
         unmake(&home.images).await;
@@ -145,11 +157,23 @@ async fn what_was_being_deleted_is_deleted() {
         make(&home.images).await;
         let crashed = crashes(home.dir.path(), "unmake", at);
         if at % 2 == 0 {
-            assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
+            assert!(
+                home.images
+                    .sweep(StoreKind::Images)
+                    .await
+                    .unwrap()
+                    .is_empty()
+            );
             assert_whole(&home);
         }
         unmake(&home.images).await;
-        assert!(home.images.sweep(Backend::Images).await.unwrap().is_empty());
+        assert!(
+            home.images
+                .sweep(StoreKind::Images)
+                .await
+                .unwrap()
+                .is_empty()
+        );
         assert_eq!(home.files(), [""; 0], "crashed at {at}");
         if !crashed {
             assert!(at > 20, "only {at} points");

@@ -113,7 +113,7 @@ async fn what_a_server_has_open_is_neither_deleted_nor_torn() {
     assert_eq!(kind(clone().await), Kind::Precondition);
     let error = snapshot().await.unwrap_err();
     assert_eq!(error.kind(), Kind::Precondition);
-    assert!(crate::chain(&error).contains("NBD server"), "{error}");
+    assert!(crate::error_chain(&error).contains("NBD server"), "{error}");
     // That it grows disturbs nobody.
     let range = Range {
         required: 2 * MIB,

@@ -118,7 +118,7 @@ async fn an_image_whose_record_is_lost_is_left_alone() {
     }
     let files = home.files();
     let image = &made.context["image"];
-    let errors = home.images.sweep(Backend::Images).await.unwrap();
+    let errors = home.images.sweep(StoreKind::Images).await.unwrap();
     let told: Vec<_> = errors.iter().map(ToString::to_string).collect();
     assert_eq!(told.len(), 2, "{told:?}");
     assert!(told[0].contains(image) && told[1].contains("snapshots/"));

@@ -41,7 +41,7 @@ async fn inside() {
         .await
         .unwrap();
     let pool = pool("main", dir, Scope::Shared);
-    let file = |volume: &Volume| pool.open_image(&volume.context["image"], true).unwrap();
+    let file = |volume: &VolumeInfo| pool.open_image(&volume.context["image"], true).unwrap();
     let data = vec![7; 64 << 20];
     file(&source).write_all_at(&data, MIB).unwrap();
     let claim = Claim {

@@ -21,7 +21,7 @@ proptest! {
 
             let error = home.images.create_volume(new("pvc", MIB)).await.unwrap_err();
             assert!(error.to_string().contains(&path), "{error}");
-            let errors = home.images.sweep(Backend::Images).await.unwrap();
+            let errors = home.images.sweep(StoreKind::Images).await.unwrap();
             assert!(errors.iter().any(|e| e.to_string().contains(&path)));
             let error = home.images.delete_volume(made.handle, none()).await.unwrap_err();
             assert!(error.to_string().contains(&path), "{error}");

@@ -6,19 +6,19 @@ use super::{
     super::{
         super::{ContentSource, Error, range::DEFAULT},
         copies,
-        encryption::{Encryption, Keeper, Notes},
+        encryption::{Encryption, ImageMetadata, Keeper},
         error::RbdError,
-        found::Found,
+        found::FoundImage,
         image_size,
         metadata::{foreign, set_metadata},
     },
-    Creation, Making,
+    Creation, NewImage,
 };
-use crate::ceph::client::rbd::{self, Access, Image};
+use crate::ceph::client::rbd::{self, Image, OpenMode};
 
 /// What a copy is made of.
-pub struct Origin {
-    found: Found,
+pub struct CopySource {
+    found: FoundImage,
     bytes: u64,
     encryption: Option<Encryption>,
     /// What the copy has to lose.
@@ -27,7 +27,7 @@ pub struct Origin {
 
 impl Creation<'_> {
     /// Finds the source, and sees to it that it can be copied.
-    pub(super) fn origin(&self) -> Result<Option<Origin>, Error> {
+    pub(super) fn origin(&self) -> Result<Option<CopySource>, Error> {
         let store = self.store;
         let found = match &self.new.source {
             None => return Ok(None),
@@ -39,7 +39,7 @@ impl Creation<'_> {
             let (there, here) = (there.clone(), self.class.cluster_id.clone());
             return Err(RbdError::OtherCluster { there, here }.into());
         }
-        let image = match found.open(Access::ReadOnly) {
+        let image = match found.open(OpenMode::ReadOnly) {
             Err(RbdError::Lost { handle, .. }) => {
                 return Err(match &self.new.source {
                     Some(ContentSource::Snapshot(_)) => Error::NoSnapshot(handle),
@@ -59,7 +59,7 @@ impl Creation<'_> {
             }
             _ => flattener.keep_short(&found.pool, &image, &found.image, 1)?,
         }
-        Ok(Some(Origin {
+        Ok(Some(CopySource {
             found,
             bytes,
             encryption,
@@ -68,7 +68,11 @@ impl Creation<'_> {
     }
 
     /// How the source is encrypted, if its copy can be: both are, or neither is.
-    fn encryption_of(&self, source: &Found, notes: &Notes) -> Result<Option<Encryption>, RbdError> {
+    fn encryption_of(
+        &self,
+        source: &FoundImage,
+        notes: &ImageMetadata,
+    ) -> Result<Option<Encryption>, RbdError> {
         let there = Encryption::of_journal(&source.recorded()?.entry)?;
         match (&there, &self.class.encryption) {
             (None, None) => {}
@@ -88,7 +92,7 @@ impl Creation<'_> {
         Ok(there)
     }
 
-    pub(super) fn bytes(&self, origin: Option<&Origin>) -> Result<u64, Error> {
+    pub(super) fn bytes(&self, origin: Option<&CopySource>) -> Result<u64, Error> {
         let (default, least) = match origin {
             Some(origin) => (origin.bytes, self.least.max(origin.bytes)),
             None => (DEFAULT, self.least),
@@ -98,8 +102,8 @@ impl Creation<'_> {
 
     pub(super) fn make(
         &self,
-        making: &Making,
-        origin: Option<&Origin>,
+        making: &NewImage,
+        origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<(), RbdError> {
         let mut options = self.class.options.clone();
@@ -107,7 +111,7 @@ impl Creation<'_> {
         let to = (&making.pool, making.image());
         match origin {
             None => rbd::create(to.0, to.1, bytes, &options)?,
-            Some(Origin { found, .. }) => {
+            Some(CopySource { found, .. }) => {
                 let from = (&found.pool, found.image.as_str());
                 match &self.new.source {
                     Some(ContentSource::Volume(_)) => copies::of_volume(from, to, &options)?,
@@ -119,7 +123,11 @@ impl Creation<'_> {
     }
 
     /// Takes away what an interrupted copy left beside its image.
-    pub(super) fn tidy(&self, making: &Making, origin: Option<&Origin>) -> Result<(), RbdError> {
+    pub(super) fn tidy(
+        &self,
+        making: &NewImage,
+        origin: Option<&CopySource>,
+    ) -> Result<(), RbdError> {
         let from = origin.map(|o| (&o.found.pool, o.found.image.as_str()));
         if let Some(ContentSource::Volume(_)) = &self.new.source {
             copies::tidy_of_volume(from, (&making.pool, making.image()))?;
@@ -129,8 +137,8 @@ impl Creation<'_> {
 
     pub(super) fn complete(
         &self,
-        making: &Making,
-        origin: Option<&Origin>,
+        making: &NewImage,
+        origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<(), RbdError> {
         self.finish_image(making, origin, bytes)?;
@@ -141,8 +149,8 @@ impl Creation<'_> {
     /// What a new image needs beside what it is made with; mostly nothing.
     fn finish_image(
         &self,
-        making: &Making,
-        origin: Option<&Origin>,
+        making: &NewImage,
+        origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<(), RbdError> {
         let plain = origin.is_none_or(|origin| origin.bytes == bytes && origin.foreign.is_empty())
@@ -152,7 +160,7 @@ impl Creation<'_> {
         if plain {
             return Ok(());
         }
-        let image = Image::open(&making.pool, making.image(), Access::ReadWrite)?;
+        let image = Image::open(&making.pool, making.image(), OpenMode::ReadWrite)?;
         if image.size()? < bytes {
             image.grow(bytes)?;
         }
@@ -171,7 +179,7 @@ impl Creation<'_> {
         match origin {
             None => keeper.prepare(encryption, own),
             Some(origin) => {
-                let source = origin.found.open(Access::ReadOnly)?;
+                let source = origin.found.open(OpenMode::ReadOnly)?;
                 let from = origin.encryption.as_ref().unwrap_or(encryption);
                 let handle = origin.found.handle.as_str();
                 keeper.copy((from, encryption), (handle, &source), own)

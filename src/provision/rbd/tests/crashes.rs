@@ -14,7 +14,7 @@ use crate::Kind as K;
 
 /// Who is at work, and where.
 pub(super) struct Party<'a> {
-    rbd: &'a Backends,
+    rbd: &'a Stores,
     pool: &'a str,
 }
 
@@ -28,14 +28,14 @@ impl Party<'_> {
                 Err(error) if matches!(error.kind(), K::Precondition | K::InUse | K::Transient) => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
-                Err(error) => panic!("{}", crate::chain(&error)),
+                Err(error) => panic!("{}", crate::error_chain(&error)),
             }
         }
     }
 
     /// Copies are of a class that names images by its own prefix, which nothing
     /// but the entry tells.
-    async fn volume(&self, name: &str, bytes: u64, source: Option<ContentSource>) -> Volume {
+    async fn volume(&self, name: &str, bytes: u64, source: Option<ContentSource>) -> VolumeInfo {
         let mut new = volume(self.pool, name, bytes);
         if source.is_some() {
             let prefix = ("volumeNamePrefix".to_owned(), "copy-".to_owned());
@@ -213,7 +213,7 @@ impl Home {
     /// Waits until the trash is empty, and asserts that so is the pool.
     pub(super) async fn assert_empty(&self, at: usize) {
         for _ in 0..200 {
-            assert!(self.rbd.sweep(Backend::Rbd).await.unwrap().is_empty());
+            assert!(self.rbd.sweep(StoreKind::Rbd).await.unwrap().is_empty());
             if self.left().is_empty() {
                 return;
             }

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{
     ceph::{
-        client::rbd::{Access, Image},
+        client::rbd::{Image, OpenMode},
         csi_format::encryption::{PREPARED, SEALED_KEY, STATE_KEY, open},
     },
     secret::Secret,
@@ -26,9 +26,9 @@ impl Home {
         new
     }
 
-    fn note(&self, volume: &Volume, key: &str) -> Option<String> {
+    fn note(&self, volume: &VolumeInfo, key: &str) -> Option<String> {
         let name = &volume.context["imageName"];
-        let image = Image::open(&self.io(), name, Access::ReadOnly).unwrap();
+        let image = Image::open(&self.io(), name, OpenMode::ReadOnly).unwrap();
         image.metadata_list().unwrap().remove(key)
     }
 
@@ -68,7 +68,7 @@ async fn files_that_are_encrypted_are_not_copied_without_their_keys() {
 async fn a_copy_may_have_another_kms_if_that_can_keep_its_passphrase() {
     let Some(home) = Home::new() else { return };
     let with = Secret::new(PASSPHRASE.to_owned());
-    let opened = |volume: &Volume| {
+    let opened = |volume: &VolumeInfo| {
         let sealed = home.note(volume, SEALED_KEY).unwrap();
         let opened = open(&with, &volume.handle, &sealed).unwrap();
         opened.reveal().to_owned()
@@ -76,7 +76,7 @@ async fn a_copy_may_have_another_kms_if_that_can_keep_its_passphrase() {
     let shared = home.make(home.encrypted("shared", "default")).await;
     let own = home.make(home.encrypted("own", "own")).await;
     assert_eq!(home.note(&shared, SEALED_KEY), None);
-    let copy = |of: &Volume, name: &str, kms: &str| {
+    let copy = |of: &VolumeInfo, name: &str, kms: &str| {
         let source = Some(ContentSource::Volume(of.handle.clone()));
         let new = home.encrypted(name, kms);
         home.rbd.create_volume(NewVolume { source, ..new })

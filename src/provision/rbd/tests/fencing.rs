@@ -3,10 +3,10 @@
 
 use super::*;
 use crate::ceph::{
-    client::rbd::{Access, Image},
+    client::rbd::{Image, OpenMode},
     fencing::{
-        Attachments, Client, Entry, Fence, Fences, Published, STARTS_WITHIN, Starting, Through,
-        host_of,
+        Client, Fence, Fences, NodeEntry, Published, RegisteredNodes, STARTS_WITHIN, Starting,
+        Through, host_of,
     },
 };
 
@@ -29,7 +29,7 @@ impl Node {
 
 struct Fenced {
     home: Home,
-    volume: Volume,
+    volume: VolumeInfo,
 }
 
 impl Fenced {
@@ -44,7 +44,7 @@ impl Fenced {
     /// Somebody has the image open.
     fn open(&self) -> Node {
         let name = &self.volume.context["imageName"];
-        let image = Image::open(&self.home.io(), name, Access::ReadWrite).unwrap();
+        let image = Image::open(&self.home.io(), name, OpenMode::ReadWrite).unwrap();
         let own = image.watchers().unwrap().into_iter().find(|one| one.own);
         let client = Client {
             address: own.unwrap().address,
@@ -61,10 +61,10 @@ impl Fenced {
         self.nodes().attach(node, &entry, Published::Now).unwrap()
     }
 
-    fn nodes(&self) -> Attachments {
+    fn nodes(&self) -> RegisteredNodes {
         let handle = &self.volume.handle;
         let uuid = handle[handle.len() - 36..].parse().unwrap();
-        Attachments::of(&self.home.io(), uuid)
+        RegisteredNodes::of(&self.home.io(), uuid)
     }
 
     async fn publish(&self, node: &str, one_writer: bool) -> BTreeMap<String, String> {
@@ -173,8 +173,8 @@ async fn who_is_not_entered_is_named() {
 }
 
 /// A node has begun a client, and did not say yet which it is.
-fn starting(host: &str) -> Entry {
-    Entry::from(Starting {
+fn starting(host: &str) -> NodeEntry {
+    NodeEntry::from(Starting {
         host: host.to_owned(),
         boot_id: "boot".to_owned(),
     })

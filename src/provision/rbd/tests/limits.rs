@@ -1,20 +1,20 @@
 //! Limits, and what else is noted on images, as they grow and are copied.
 
 use super::*;
-use crate::ceph::client::rbd::{Access, Image};
+use crate::ceph::client::rbd::{Image, OpenMode};
 
 impl Home {
     /// What is noted on a volume's image.
-    fn noted(&self, volume: &Volume) -> BTreeMap<String, String> {
+    fn metadata(&self, volume: &VolumeInfo) -> BTreeMap<String, String> {
         self.image(volume).metadata_list().unwrap()
     }
 
-    fn image(&self, volume: &Volume) -> Image {
+    fn image(&self, volume: &VolumeInfo) -> Image {
         let name = &volume.context["imageName"];
-        Image::open(&self.io(), name, Access::ReadWrite).unwrap()
+        Image::open(&self.io(), name, OpenMode::ReadWrite).unwrap()
     }
 
-    async fn limited(&self, name: &str) -> Volume {
+    async fn limited(&self, name: &str) -> VolumeInfo {
         let mut new = self.volume(name, GIB);
         for (key, value) in [
             ("BaseIops", "100"),
@@ -27,7 +27,7 @@ impl Home {
         self.make(new).await
     }
 
-    async fn grow(&self, volume: &Volume, bytes: u64) {
+    async fn grow(&self, volume: &VolumeInfo, bytes: u64) {
         let range = Range {
             required: bytes,
             limit: 0,
@@ -45,15 +45,15 @@ const READ_IOPS: &str = "conf_rbd_qos_read_iops_limit";
 async fn growth_leaves_a_limit_that_was_changed() {
     let Some(home) = Home::new() else { return };
     let made = home.limited("limited").await;
-    assert_eq!(home.noted(&made)[IOPS], "100");
+    assert_eq!(home.metadata(&made)[IOPS], "100");
     home.grow(&made, 3 * GIB).await;
-    assert_eq!(home.noted(&made)[IOPS], "120");
+    assert_eq!(home.metadata(&made)[IOPS], "120");
     let changed = [("rbd_qos_read_iops_limit".to_owned(), "7".to_owned())];
     let (handle, secrets) = (made.handle.clone(), home.secrets());
     let modify = home.rbd.modify_volume(handle, changed.into(), secrets);
     modify.await.unwrap();
     home.grow(&made, 4 * GIB).await;
-    let noted = home.noted(&made);
+    let noted = home.metadata(&made);
     assert_eq!((&*noted[IOPS], &*noted[READ_IOPS]), ("130", "7"));
 }
 
@@ -62,9 +62,9 @@ async fn growth_that_came_half_way_is_finished_by_its_repeat() {
     let Some(home) = Home::new() else { return };
     let made = home.limited("half-way").await;
     home.image(&made).grow(2 * GIB).unwrap();
-    assert_eq!(home.noted(&made)[IOPS], "100");
+    assert_eq!(home.metadata(&made)[IOPS], "100");
     home.grow(&made, 2 * GIB).await;
-    assert_eq!(home.noted(&made)[IOPS], "110");
+    assert_eq!(home.metadata(&made)[IOPS], "110");
 }
 
 #[tokio::test]
@@ -80,7 +80,7 @@ async fn copies_have_notes_of_their_own() {
     let taken = home.rbd.create_snapshot(taken).await.unwrap();
     let uuid = &taken.handle[taken.handle.len() - 36..];
     let image = format!("csi-snap-{uuid}");
-    let image = Image::open(&home.io(), &image, Access::ReadOnly).unwrap();
+    let image = Image::open(&home.io(), &image, OpenMode::ReadOnly).unwrap();
     let kept: Vec<_> = image.metadata_list().unwrap().into_keys().collect();
     assert_eq!(kept, ["kept"]);
     let sources = [
@@ -91,14 +91,14 @@ async fn copies_have_notes_of_their_own() {
         let mut copy = home.volume(&format!("copy-{n}"), 2 * GIB);
         copy.source = Some(from);
         let plain = home.make(copy.clone()).await;
-        let kept: Vec<_> = home.noted(&plain).into_keys().collect();
+        let kept: Vec<_> = home.metadata(&plain).into_keys().collect();
         assert_eq!(kept, ["kept"]);
         copy.name.push_str("-limited");
         copy.parameters
             .insert("BaseIops".to_owned(), "3".to_owned());
         let limited = home.make(copy).await;
-        let noted = home.noted(&limited);
+        let noted = home.metadata(&limited);
         assert_eq!((noted[IOPS].as_str(), noted.get(READ_IOPS)), ("3", None));
     }
-    assert_eq!(home.noted(&source)[NAME], "claim");
+    assert_eq!(home.metadata(&source)[NAME], "claim");
 }

@@ -4,14 +4,14 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::ceph::client::rbd::{self as images, Access, Image, Mirroring};
+use crate::ceph::client::rbd::{self as images, Image, Mirroring, OpenMode};
 
 /// A volume that was made at one site and is at another by now.
 struct Moved {
     home: Home,
     /// The pools of the two sites.
     sites: [IoCtx; 2],
-    volume: Volume,
+    volume: VolumeInfo,
 }
 
 impl Moved {
@@ -86,7 +86,7 @@ impl Moved {
         cluster.rbd(&["feature", "enable", &image, "journaling"]);
         cluster.rbd(&["mirror", "image", "enable", &image, "journal"]);
         cluster.rbd(&["mirror", "image", "demote", &image]);
-        let opened = Image::open(&self.sites[1], self.image(), Access::ReadOnly).unwrap();
+        let opened = Image::open(&self.sites[1], self.image(), OpenMode::ReadOnly).unwrap();
         assert_eq!(opened.mirroring().unwrap(), Mirroring::Secondary);
     }
 
@@ -109,7 +109,7 @@ impl Moved {
     }
 
     fn size(&self, site: usize) -> u64 {
-        let image = Image::open(&self.sites[site], self.image(), Access::ReadOnly);
+        let image = Image::open(&self.sites[site], self.image(), OpenMode::ReadOnly);
         image.unwrap().size().unwrap()
     }
 }

@@ -22,7 +22,11 @@ impl Origins {
         })
     }
 
-    async fn create(&self, name: &str, source: Option<&ContentSource>) -> Result<Volume, Error> {
+    async fn create(
+        &self,
+        name: &str,
+        source: Option<&ContentSource>,
+    ) -> Result<VolumeInfo, Error> {
         let new = NewVolume {
             source: source.cloned(),
             ..self.home.volume(name, MIB)
@@ -35,7 +39,7 @@ impl Origins {
     }
 
     /// Has the journal say as little of a volume as ceph-csi has it say.
-    fn forget_origin(&self, volume: &Volume) {
+    fn forget_origin(&self, volume: &VolumeInfo) {
         let entry = format!("csi.volume.{}", &volume.handle[volume.handle.len() - 36..]);
         let io = self.home.io();
         io.omap_remove(&entry, &["uring-csi.origin"]).unwrap();

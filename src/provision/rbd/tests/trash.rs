@@ -16,7 +16,7 @@ impl Home {
     /// Has the trash emptied for as long as `left` is there, up to some ten seconds.
     async fn sweeps(&self, left: impl Fn() -> bool) {
         for _ in 0..200 {
-            assert!(self.rbd.sweep(Backend::Rbd).await.unwrap().is_empty());
+            assert!(self.rbd.sweep(StoreKind::Rbd).await.unwrap().is_empty());
             if !left() {
                 return;
             }

@@ -7,7 +7,7 @@ use uring_csi::{
     ceph::client::{
         CephError, Credentials,
         rados::{Cluster, IoCtx, Timeouts},
-        rbd::{self, Access, ImageName},
+        rbd::{self, ImageName, OpenMode},
     },
     secret::Secret,
 };
@@ -39,7 +39,7 @@ pub fn remove(cluster: &TestCluster, prefix: &str) -> Result<(), CephError> {
 }
 
 fn remove_image(io: &IoCtx, image: &ImageName) -> Result<(), CephError> {
-    let open = rbd::Image::open(io, &image.name, Access::ReadWrite)?;
+    let open = rbd::Image::open(io, &image.name, OpenMode::ReadWrite)?;
     for snapshot in open.snapshots()? {
         open.snapshot_remove(&snapshot.name)?;
     }

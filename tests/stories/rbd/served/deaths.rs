@@ -34,7 +34,7 @@ fn each_of_three_processes_dies_and_data_stays() {
             node.kill9().await;
             write(&volume, &target, "without an agent");
             node.restart().await;
-            assert!(ailments(&node, &volume, &target).await.is_empty());
+            assert!(conditions(&node, &volume, &target).await.is_empty());
 
             // A daemon, with requests under way: they are done by the next.
             holder.kill_daemon(&volume).await;
@@ -106,7 +106,7 @@ fn write(volume: &Volume, target: &Path, what: &str) {
 
 async fn until(node: &Node, volume: &Volume, target: &Path, wanted: &[&str]) {
     eventually("the volume's health is told", async || {
-        (ailments(node, volume, target).await == wanted).then_some(())
+        (conditions(node, volume, target).await == wanted).then_some(())
     })
     .await;
 }
@@ -135,7 +135,7 @@ fn reattach(node: &Node, holder: &Holder, volume: &Volume, sandbox: &Sandbox) {
 }
 
 /// What the agent says of a volume's health, by the first word of each.
-async fn ailments(node: &Node, volume: &Volume, target: &Path) -> Vec<String> {
+async fn conditions(node: &Node, volume: &Volume, target: &Path) -> Vec<String> {
     let told = node.health(volume, target).await.unwrap();
     told.into_iter().map(|entry| entry.reason).collect()
 }
@@ -249,7 +249,7 @@ fn an_osd_that_stops_delays_and_loses_nothing() {
                 thread::sleep(Duration::from_millis(300));
                 assert!(!writer.is_finished());
                 // Its requests wait in a daemon, which is as well as ever.
-                assert!(ailments(&node, &volume, &target).await.is_empty());
+                assert!(conditions(&node, &volume, &target).await.is_empty());
                 writer
             };
             writer.join().unwrap();

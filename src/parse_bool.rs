@@ -2,7 +2,7 @@
 //! whose rules they were written so far (`strconv.ParseBool`).
 
 /// Whether it is on; none: the text says neither.
-pub fn parse(text: &str) -> Option<bool> {
+pub fn parse_bool(text: &str) -> Option<bool> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
@@ -17,13 +17,13 @@ mod tests {
     #[test]
     fn what_go_understands_is_understood() {
         for on in ["1", "t", "T", "true", "TRUE", "True"] {
-            assert_eq!(parse(on), Some(true), "{on}");
+            assert_eq!(parse_bool(on), Some(true), "{on}");
         }
         for off in ["0", "f", "F", "false", "FALSE", "False"] {
-            assert_eq!(parse(off), Some(false), "{off}");
+            assert_eq!(parse_bool(off), Some(false), "{off}");
         }
         for neither in ["", "tRUE", "yes", "on", " true", "2"] {
-            assert_eq!(parse(neither), None, "{neither}");
+            assert_eq!(parse_bool(neither), None, "{neither}");
         }
     }
 }

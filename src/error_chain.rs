@@ -3,7 +3,7 @@
 use std::error::Error;
 
 /// The error and all that caused it, as one sentence.
-pub fn chain(error: &dyn Error) -> String {
+pub fn error_chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {

@@ -46,7 +46,7 @@ impl fmt::Display for Process {
 /// Something that keeps a block device busy; its text is a clause about the
 /// device ("it").
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Holder {
+pub enum Opener {
     /// A mount of its file system.
     Mount {
         /// The file system's type.
@@ -80,7 +80,7 @@ pub enum Holder {
     },
 }
 
-impl fmt::Display for Holder {
+impl fmt::Display for Opener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Mount {
@@ -107,36 +107,36 @@ impl fmt::Display for Holder {
 }
 
 /// Whoever can be found to keep the device busy, the most likely first.
-pub fn holders(dev: Dev) -> Vec<Holder> {
+pub fn openers(dev: Dev) -> Vec<Opener> {
     let processes = processes();
     let name = sysfs::name_of(dev).unwrap_or_default();
-    let mut holders = mounts(dev, &processes);
-    if holders.is_empty() {
-        holders.extend(file_system(&name).map(|fs_type| Holder::FileSystem { fs_type }));
+    let mut openers = mounts(dev, &processes);
+    if openers.is_empty() {
+        openers.extend(file_system(&name).map(|fs_type| Opener::FileSystem { fs_type }));
     }
-    holders.extend(
-        names(&format!("/sys/dev/block/{dev}/holders")).map(|name| Holder::Device { name }),
+    openers.extend(
+        names(&format!("/sys/dev/block/{dev}/holders")).map(|name| Opener::Device { name }),
     );
     let locks = loopdev::locks_on(dev, &[]).unwrap_or_default();
-    holders.extend(locks.into_iter().map(|lock| Holder::Loop {
+    openers.extend(locks.into_iter().map(|lock| Opener::Loop {
         node: lock.device.node,
         over: lock.backing_path,
     }));
-    holders.extend(
+    openers.extend(
         processes
             .into_iter()
             .filter(|process| has_open(process, dev))
-            .map(|process| Holder::Opener { process }),
+            .map(|process| Opener::Opener { process }),
     );
-    holders
+    openers
 }
 
 /// One sentence about all of them.
-pub fn describe(holders: &[Holder]) -> String {
-    if holders.is_empty() {
+pub fn describe(openers: &[Opener]) -> String {
+    if openers.is_empty() {
         return "nobody is seen to hold it".to_owned();
     }
-    let clauses: Vec<_> = holders.iter().map(Holder::to_string).collect();
+    let clauses: Vec<_> = openers.iter().map(Opener::to_string).collect();
     clauses.join("; ")
 }
 
@@ -161,7 +161,7 @@ fn processes() -> Vec<Process> {
         .collect()
 }
 
-fn mounts(dev: Dev, processes: &[Process]) -> Vec<Holder> {
+fn mounts(dev: Dev, processes: &[Process]) -> Vec<Opener> {
     // btrfs shows an anonymous device; there the source's path has to do.
     let node = sysfs::node_of(dev).map(OsString::from).unwrap_or_default();
     let mut namespaces = HashSet::new();
@@ -181,7 +181,7 @@ fn mounts(dev: Dev, processes: &[Process]) -> Vec<Holder> {
             .filter(|mount| mount.dev == dev || (mount.dev.major == 0 && mount.source == node));
         for mount in of_device {
             if mounts.insert(mount.id) {
-                found.push(Holder::Mount {
+                found.push(Opener::Mount {
                     fs_type: mount.fs_type,
                     mount_point: mount.mount_point,
                     process: process.clone(),
@@ -281,7 +281,7 @@ mod tests {
         for (mkfs, fs) in [("mkfs.ext4", "ext4"), ("mkfs.btrfs", "btrfs")] {
             let scratch = formatted(mkfs);
             let mut child = mounted_elsewhere(&scratch);
-            let found = holders(scratch.device.dev);
+            let found = openers(scratch.device.dev);
             let refused = loopdev::detach(&scratch.device, scratch.id());
             drop(child.stdin.take());
             child.wait().unwrap();
@@ -312,10 +312,10 @@ mod tests {
             mount(node, at, fs, MountFlags::empty(), None).unwrap();
             let file = fs::File::create(at.join("file")).unwrap();
             unmount(at, UnmountFlags::DETACH).unwrap();
-            let found = holders(scratch.device.dev);
+            let found = openers(scratch.device.dev);
             drop(file);
             assert!(
-                found.contains(&Holder::FileSystem { fs_type: fs }),
+                found.contains(&Opener::FileSystem { fs_type: fs }),
                 "{found:?}"
             );
         }
@@ -326,8 +326,8 @@ mod tests {
         let scratch = Scratch::new(1 << 20);
         let dev = scratch.device.dev;
         let ours = || {
-            holders(dev).into_iter().any(|holder| {
-                matches!(holder, Holder::Opener { process } if process.pid == std::process::id())
+            openers(dev).into_iter().any(|holder| {
+                matches!(holder, Opener::Opener { process } if process.pid == std::process::id())
             })
         };
         let opener = scratch.open();
@@ -337,11 +337,11 @@ mod tests {
         let device = loopdev::lock_over(&scratch.device.node).unwrap();
         let lock = loopdev::locks_on(dev, &[]).unwrap().remove(0);
         assert_eq!(lock.device, device);
-        let expected = Holder::Loop {
+        let expected = Opener::Loop {
             node: lock.device.node.clone(),
             over: scratch.device.node.clone(),
         };
-        assert!(holders(dev).contains(&expected));
+        assert!(openers(dev).contains(&expected));
         let _ = loopdev::unlock(&lock, dev).unwrap();
     }
 

@@ -12,18 +12,18 @@ use crate::{
         },
         krbd::{ImageSpec, Mapped},
     },
-    device::{Backing, Device, Note},
+    device::{Backing, Device, StageFile},
 };
 
 /// The file beside the mount.
-pub const NOTE: &str = "image-meta.json";
+pub const STAGE_FILE: &str = "image-meta.json";
 
 impl CephSource {
     /// The note, as ceph-csi reads it.
-    pub fn note(&self, device: &Device) -> Note {
+    pub fn stage_file(&self, device: &Device) -> StageFile {
         let under = device.encrypted.as_ref();
         let lower = under.map_or(device.dev, |under| under.dev);
-        let is_nbd_backed = matches!(device.backing, Backing::Served(_));
+        let is_nbd_backed = matches!(device.backing, Backing::RbdNbd(_));
         let mounter = if is_nbd_backed { NBD } else { KRBD };
         let node = under.map_or(&device.node, |under| &under.node).to_str();
         let node = node.map(str::to_owned);
@@ -46,11 +46,14 @@ impl CephSource {
             log_file_strategy: String::new(),
         };
         let text = serde_json::to_vec(&stash).expect("strings and flags are JSON");
-        Note { name: NOTE, text }
+        StageFile {
+            name: STAGE_FILE,
+            text,
+        }
     }
 
     /// The image that a note is of.
-    pub fn noted(note: &[u8], volume_id: &str) -> serde_json::Result<Self> {
+    pub fn from_stage_file(note: &[u8], volume_id: &str) -> serde_json::Result<Self> {
         let stash: Stash = serde_json::from_slice(note)?;
         let image = ImageSpec {
             cluster_id: String::new(),
@@ -130,33 +133,33 @@ mod tests {
             diskseq: None,
             encrypted: None,
         };
-        let note = source.note(&device);
+        let file = source.stage_file(&device);
         let text = r#"{"Version":3,"pool":"rbd","radosNamespace":"","image":"csi-vol-1","unmapOptions":"force","accessType":false,"encrypted":true,"device":"","logDir":"","logFileStrategy":""}"#;
-        assert_eq!(String::from_utf8(note.text.clone()).unwrap(), text);
-        let read = CephSource::noted(&note.text, HANDLE).unwrap();
+        assert_eq!(String::from_utf8(file.text.clone()).unwrap(), text);
+        let read = CephSource::from_stage_file(&file.text, HANDLE).unwrap();
         assert!(read.is_same(&source) && read.pool_id == Some(4));
         assert_eq!(read.image.cluster_id, "c");
 
         let served = Device {
             node: "/dev/nbd7".into(),
-            backing: Backing::Served(HANDLE.to_owned()),
+            backing: Backing::RbdNbd(HANDLE.to_owned()),
             ..device
         };
-        let note = source.note(&served);
-        let text = String::from_utf8(note.text.clone()).unwrap();
+        let file = source.stage_file(&served);
+        let text = String::from_utf8(file.text.clone()).unwrap();
         assert!(
             text.contains(r#""accessType":true"#) && text.contains("/dev/nbd7"),
             "{text}"
         );
         assert!(text.contains(r#""unmapOptions":"force,x""#), "{text}");
-        let read = CephSource::noted(&note.text, HANDLE).unwrap();
+        let read = CephSource::from_stage_file(&file.text, HANDLE).unwrap();
         assert!(matches!(read.mounter, Mounter::RbdNbd(_)));
     }
 
     proptest! {
         #[test]
         fn any_note_is_read_or_refused(text in ".{0,80}|\\{\"Version\":3,\"pool\":.{0,9},\"image\":.{0,9}\\}") {
-            let _ = CephSource::noted(text.as_bytes(), HANDLE);
+            let _ = CephSource::from_stage_file(text.as_bytes(), HANDLE);
         }
     }
 }

@@ -10,23 +10,23 @@ use crate::{
 
 /// All that a daemon is begun by.
 #[derive(Clone, Debug)]
-pub struct Access {
+pub struct StartArgs {
     pub spec: Spec,
     pub key: Secret,
 }
 
 /// What there is of it.
 #[derive(Debug, Default)]
-pub struct Accesses {
+pub struct StartCandidates {
     /// What a next supervisor would know.
     pub recorded: Option<Spec>,
     /// A daemon was begun by it.
-    proven: Option<Access>,
+    proven: Option<StartArgs>,
     /// Brought since, and not tried yet, or in vain for a reason that may pass.
-    brought: Option<Access>,
+    received: Option<StartArgs>,
 }
 
-impl Accesses {
+impl StartCandidates {
     pub fn of_record(recorded: Option<Spec>) -> Self {
         Self {
             recorded,
@@ -36,36 +36,36 @@ impl Accesses {
 
     /// What it is to serve, as far as that is known to have worked.
     pub fn spec(&self) -> Option<&Spec> {
-        let brought = || self.brought.as_ref().map(|brought| &brought.spec);
+        let received = || self.received.as_ref().map(|received| &received.spec);
         let proven = self.proven.as_ref().map(|proven| &proven.spec);
-        proven.or(self.recorded.as_ref()).or_else(brought)
+        proven.or(self.recorded.as_ref()).or_else(received)
     }
 
     /// What a daemon is begun by, first of all.
-    pub fn newest(&self) -> Option<&Access> {
-        self.brought.as_ref().or(self.proven.as_ref())
+    pub fn newest(&self) -> Option<&StartArgs> {
+        self.received.as_ref().or(self.proven.as_ref())
     }
 
     /// Whether nodes are fenced is the controller's word, whatever has worked.
-    pub fn bring(&mut self, access: Access) {
+    pub fn receive(&mut self, args: StartArgs) {
         if let Some(proven) = &mut self.proven {
-            proven.spec.fencing.clone_from(&access.spec.fencing);
+            proven.spec.fencing.clone_from(&args.spec.fencing);
         }
-        self.brought = Some(access);
+        self.received = Some(args);
     }
 
     /// A daemon was begun by it.
-    pub fn worked(&mut self, access: Access) {
-        (self.proven, self.brought) = (Some(access), None);
+    pub fn mark_proven(&mut self, args: StartArgs) {
+        (self.proven, self.received) = (Some(args), None);
     }
 
     /// What was brought did not work. What else may.
-    pub fn failed(&mut self, error: &SupervisorError) -> Option<Access> {
+    pub fn after_failure(&mut self, error: &SupervisorError) -> Option<StartArgs> {
         let other = self.proven.clone()?;
-        let brought = self.brought.as_ref()?;
+        let received = self.received.as_ref()?;
         match error {
-            SupervisorError::Denied { .. } => self.brought = None,
-            SupervisorError::Silent { .. } if brought.spec.monitors != other.spec.monitors => {}
+            SupervisorError::Denied { .. } => self.received = None,
+            SupervisorError::Silent { .. } if received.spec.monitors != other.spec.monitors => {}
             _ => return None,
         }
         Some(other)
@@ -73,6 +73,6 @@ impl Accesses {
 
     /// Nothing is served any more.
     pub fn forget_keys(&mut self) {
-        (self.proven, self.brought) = (None, None);
+        (self.proven, self.received) = (None, None);
     }
 }

@@ -9,7 +9,7 @@
 //! The same file distinguishes a pool from the empty directory below its mount. So only
 //! making a volume or claiming an image writes it, all else only reads it; and once a
 //! pool was seen with the file, no other directory becomes that pool for the life of the
-//! process ([`PoolError::Away`]).
+//! process ([`PoolError::Uninitialized`]).
 
 use std::{
     collections::BTreeMap,
@@ -38,7 +38,7 @@ impl Pool {
     /// Fails where the pool is not mounted or has another scope than configured; writes the
     /// scope of a new pool. For making a volume and claiming an image. Usually one short
     /// read.
-    pub fn settle(&self) -> Result<(), PoolError> {
+    pub fn initialize(&self) -> Result<(), PoolError> {
         if let Some(found) = self.scope_in_use()? {
             return self.refuse_other(found);
         }
@@ -52,30 +52,30 @@ impl Pool {
         self.refuse_other(self.scope_in_use()?.unwrap_or(self.scope))
     }
 
-    /// As [`Pool::settle`], but only reads, and accepts a new pool.
+    /// As [`Pool::initialize`], but only reads, and accepts a new pool.
     pub fn check_scope(&self) -> Result<(), PoolError> {
         let found = self.scope_in_use()?;
         found.map_or(Ok(()), |found| self.refuse_other(found))
     }
 
     /// As [`Pool::check_scope`], for existing images: a new pool is not mounted.
-    pub fn check_settled(&self) -> Result<(), PoolError> {
+    pub fn check_initialized(&self) -> Result<(), PoolError> {
         match self.scope_in_use()? {
             Some(found) => self.refuse_other(found),
-            None => Err(self.away()),
+            None => Err(self.uninitialized()),
         }
     }
 
     /// Whether the pool is mounted and was used before. Otherwise a missing file proves
     /// nothing.
-    pub fn is_settled(&self) -> Result<bool, PoolError> {
+    pub fn is_initialized(&self) -> Result<bool, PoolError> {
         let (found, _) = self.read_scope()?;
         Ok(found.is_some())
     }
 
     /// The error of a pool that is not mounted.
-    pub(super) fn away(&self) -> PoolError {
-        PoolError::Away {
+    pub(super) fn uninitialized(&self) -> PoolError {
+        PoolError::Uninitialized {
             pool: self.name.clone(),
             dir: self.dir.clone(),
         }
@@ -88,7 +88,7 @@ impl Pool {
         if found.is_some() {
             seen.insert(self.dir.clone(), at);
         } else if seen.get(&self.dir).is_some_and(|before| *before != at) {
-            return Err(self.away());
+            return Err(self.uninitialized());
         }
         Ok(found)
     }
@@ -179,7 +179,7 @@ mod tests {
             scope: Scope::Local,
             mounted: false,
         };
-        for refused in [pool.settle(), pool.check_scope()] {
+        for refused in [pool.initialize(), pool.check_scope()] {
             assert!(matches!(refused, Err(PoolError::NotReady { .. })));
         }
         assert!(!pool.dir.exists());
@@ -189,10 +189,13 @@ mod tests {
     fn reading_a_pool_sets_no_scope() {
         let (dir, pool) = pool();
         pool.check_scope().unwrap();
-        assert!(matches!(pool.check_settled(), Err(PoolError::Away { .. })));
+        assert!(matches!(
+            pool.check_initialized(),
+            Err(PoolError::Uninitialized { .. })
+        ));
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        pool.settle().unwrap();
-        pool.check_settled().unwrap();
+        pool.initialize().unwrap();
+        pool.check_initialized().unwrap();
     }
 
     /// The mount point after the pool's file system was unmounted.
@@ -202,22 +205,26 @@ mod tests {
         let elsewhere = dir.path().join("elsewhere");
         pool.dir = dir.path().join("pool");
         std::fs::create_dir(&pool.dir).unwrap();
-        pool.settle().unwrap();
+        pool.initialize().unwrap();
 
         std::fs::rename(&pool.dir, &elsewhere).unwrap();
         std::fs::create_dir(&pool.dir).unwrap();
-        for refused in [pool.check_scope(), pool.check_settled(), pool.settle()] {
-            assert!(matches!(refused, Err(PoolError::Away { .. })));
+        for refused in [
+            pool.check_scope(),
+            pool.check_initialized(),
+            pool.initialize(),
+        ] {
+            assert!(matches!(refused, Err(PoolError::Uninitialized { .. })));
         }
-        assert!(!pool.is_settled().unwrap());
+        assert!(!pool.is_initialized().unwrap());
         assert_eq!(std::fs::read_dir(&pool.dir).unwrap().count(), 0);
 
         std::fs::remove_dir(&pool.dir).unwrap();
         std::fs::rename(&elsewhere, &pool.dir).unwrap();
-        pool.settle().unwrap();
+        pool.initialize().unwrap();
         // An administrator resets the scope.
         std::fs::remove_file(pool.scope_path()).unwrap();
-        pool.settle().unwrap();
+        pool.initialize().unwrap();
     }
 
     fn pool() -> (tempfile::TempDir, Pool) {

@@ -9,7 +9,7 @@ use crate::{
 const CEPH_S: &str = "0001-0004-ceph-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
 const POOL_S: &str = "vol.shared.main.00000000-0000-0000-0000-000000006f1c";
 
-fn over(dir: &std::path::Path) -> Backends {
+fn over(dir: &std::path::Path) -> Stores {
     let pool = Pool {
         name: "main".to_owned(),
         dir: dir.to_owned(),
@@ -17,25 +17,25 @@ fn over(dir: &std::path::Path) -> Backends {
         mounted: false,
     };
     let pools = Pools::new([pool]).unwrap();
-    let images = Images::new(pools, None, "boot".to_owned());
-    Backends::new(Some(images.into()), None, &Lanes::new(1))
+    let images = ImageStore::new(pools, None, "boot".to_owned());
+    Stores::new(Some(images.into()), None, &Lanes::new(1))
 }
 
 #[test]
 fn a_handle_or_a_class_says_whose_it_is() {
-    assert_eq!(Backend::of_handle(CEPH_S), Some(Backend::Rbd));
-    assert_eq!(Backend::of_handle(POOL_S), Some(Backend::Images));
+    assert_eq!(StoreKind::of_handle(CEPH_S), Some(StoreKind::Rbd));
+    assert_eq!(StoreKind::of_handle(POOL_S), Some(StoreKind::Images));
     let snapshot = POOL_S.replace("vol.", "snap.");
-    assert_eq!(Backend::of_handle(&snapshot), Some(Backend::Images));
-    assert_eq!(Backend::of_handle("any"), None);
+    assert_eq!(StoreKind::of_handle(&snapshot), Some(StoreKind::Images));
+    assert_eq!(StoreKind::of_handle("any"), None);
     let class = |name: &str, value: &str| {
-        Backend::of_class(&HashMap::from([(name.to_owned(), value.to_owned())]))
+        StoreKind::of_class(&HashMap::from([(name.to_owned(), value.to_owned())]))
     };
-    assert_eq!(class("clusterID", "ceph"), Some(Backend::Rbd));
-    assert_eq!(class("backend", "rbd"), Some(Backend::Rbd));
-    assert_eq!(class("backend", "nbd"), Some(Backend::Images));
-    assert_eq!(class("pool", "main"), Some(Backend::Images));
-    assert_eq!(Backend::of_class(&HashMap::new()), None);
+    assert_eq!(class("clusterID", "ceph"), Some(StoreKind::Rbd));
+    assert_eq!(class("backend", "rbd"), Some(StoreKind::Rbd));
+    assert_eq!(class("backend", "nbd"), Some(StoreKind::Images));
+    assert_eq!(class("pool", "main"), Some(StoreKind::Images));
+    assert_eq!(StoreKind::of_class(&HashMap::new()), None);
 }
 
 #[tokio::test]
@@ -57,7 +57,7 @@ async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
     };
     let refused = pools_alone.capacity(room).await.unwrap_err();
     assert_eq!(refused.kind(), Kind::Invalid);
-    let nothing = Backends::new(None, None, &Lanes::new(1));
+    let nothing = Stores::new(None, None, &Lanes::new(1));
     let refused = nothing.get_volume(POOL_S.to_owned()).await.unwrap_err();
     assert!(refused.to_string().contains("--pool"), "{refused}");
 }
@@ -65,14 +65,14 @@ async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
 #[tokio::test]
 async fn a_listing_goes_on_in_the_backend_that_its_token_names() {
     let dir = tempfile::tempdir().unwrap();
-    let backends = over(dir.path());
+    let stores = over(dir.path());
     let list = async |from: Option<&str>, ends: bool| {
         let what = ListRequest {
             from: from.map(str::to_owned),
             max: 2,
             omitted: None,
         };
-        backends
+        stores
             .page(what, |_, what| {
                 let entries = vec![what.from];
                 let next = (!ends).then(|| "id".to_owned());

@@ -1,4 +1,4 @@
-//! All backends of a controller: picks the one that a call is about.
+//! All stores of a controller: picks the one that a call is about.
 //!
 //! A handle says by its form whose it is, a class by its parameter `clusterID`.
 //! Listings go through one backend after the other, and their tokens say in
@@ -17,10 +17,10 @@ use futures_util::future::{BoxFuture, join_all};
 
 use super::{
     Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume, Page,
-    Provisioner, PublishRequest, PublishedVolume, Range, Release, Snapshot, Volume,
-    VolumeCondition, VolumeUse,
-    images::Images,
-    rbd::Rbd,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
+    VolumeInfo, VolumeUse,
+    images::ImageStore,
+    rbd::RbdStore,
     serialized::{Serialized, snapshot_named, volume_named},
 };
 use crate::{
@@ -30,9 +30,9 @@ use crate::{
     secret::Secrets,
 };
 
-/// All backends of a controller.
+/// All stores of a controller.
 #[derive(Clone, Debug)]
-pub struct Backends {
+pub struct Stores {
     /// Image files: `--pool`.
     images: Option<Serialized>,
     /// Images in Ceph clusters: `--ceph-config`.
@@ -41,14 +41,14 @@ pub struct Backends {
 
 /// Which of them. The order is that of listings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
+pub enum StoreKind {
     /// Image files.
     Images,
     /// Images in Ceph clusters.
     Rbd,
 }
 
-impl Backend {
+impl StoreKind {
     const ALL: [Self; 2] = [Self::Images, Self::Rbd];
 
     /// What begins a token of its listings.
@@ -90,9 +90,9 @@ impl Backend {
     }
 }
 
-impl Backends {
+impl Stores {
     /// Over these stores, whose calls run on `lanes`.
-    pub fn new(images: Option<Arc<Images>>, rbd: Option<Arc<Rbd>>, lanes: &Lanes) -> Self {
+    pub fn new(images: Option<Arc<ImageStore>>, rbd: Option<Arc<RbdStore>>, lanes: &Lanes) -> Self {
         let over = |store: Arc<dyn Provisioner>| Serialized::new(store, lanes.clone());
         Self {
             images: images.map(|store| over(store)),
@@ -100,16 +100,16 @@ impl Backends {
         }
     }
 
-    fn get(&self, backend: Backend) -> Option<&Serialized> {
+    fn get(&self, backend: StoreKind) -> Option<&Serialized> {
         match backend {
-            Backend::Images => self.images.as_ref(),
-            Backend::Rbd => self.rbd.as_ref(),
+            StoreKind::Images => self.images.as_ref(),
+            StoreKind::Rbd => self.rbd.as_ref(),
         }
     }
 
-    fn present(&self) -> impl Iterator<Item = (Backend, &Serialized)> {
+    fn present(&self) -> impl Iterator<Item = (StoreKind, &Serialized)> {
         let present = |backend| Some((backend, self.get(backend)?));
-        Backend::ALL.into_iter().filter_map(present)
+        StoreKind::ALL.into_iter().filter_map(present)
     }
 
     /// The one that answers where nothing says which.
@@ -119,7 +119,7 @@ impl Backends {
     }
 
     fn of_handle(&self, handle: &str) -> Result<&Serialized, Error> {
-        let Some(backend) = Backend::of_handle(handle) else {
+        let Some(backend) = StoreKind::of_handle(handle) else {
             return self.any();
         };
         self.get(backend).ok_or_else(|| Error::HandleOfNoBackend {
@@ -129,13 +129,13 @@ impl Backends {
     }
 
     fn of_class(&self, parameters: &HashMap<String, String>) -> Result<&Serialized, Error> {
-        let Some(backend) = Backend::of_class(parameters) else {
+        let Some(backend) = StoreKind::of_class(parameters) else {
             return self.any();
         };
         self.get(backend).ok_or_else(|| Error::ClassOfNoBackend {
             kind: match backend {
-                Backend::Images => "has no clusterID: it is for image files",
-                Backend::Rbd => "has a clusterID: it is for images in Ceph",
+                StoreKind::Images => "has no clusterID: it is for image files",
+                StoreKind::Rbd => "has a clusterID: it is for images in Ceph",
             },
             option: backend.option(),
         })
@@ -153,7 +153,7 @@ impl Backends {
         store.run(&key, step, move |it| work(it, &handle)).await
     }
 
-    /// A page of a listing that goes through all backends.
+    /// A page of a listing that goes through all stores.
     async fn page<'a, T>(
         &'a self,
         what: ListRequest,
@@ -162,7 +162,7 @@ impl Backends {
         let mut rest: Vec<_> = self.present().collect();
         let mut from = None;
         if let Some(token) = &what.from {
-            let goes_on = |(backend, _): &(Backend, _)| token.starts_with(backend.prefix());
+            let goes_on = |(backend, _): &(StoreKind, _)| token.starts_with(backend.prefix());
             let at = rest.iter().position(goes_on);
             let at = at.ok_or_else(|| Error::BadToken(token.clone()))?;
             rest.drain(..at);
@@ -206,7 +206,7 @@ impl Backends {
 
     /// Has a backend finish or undo what dead controllers left, and says what failed;
     /// none: the controller was started without it.
-    pub async fn sweep(&self, backend: Backend) -> Option<Vec<Error>> {
+    pub async fn sweep(&self, backend: StoreKind) -> Option<Vec<Error>> {
         let it = self.get(backend)?;
         Some(it.run("sweep", "sweep", Provisioner::sweep).await)
     }
@@ -222,7 +222,7 @@ impl Backends {
     }
 
     /// [`Provisioner::create_volume`].
-    pub async fn create_volume(&self, new: NewVolume) -> Result<Volume, Error> {
+    pub async fn create_volume(&self, new: NewVolume) -> Result<VolumeInfo, Error> {
         self.of_class(&new.parameters)?
             .run(&volume_named(&new.name), "create", move |store| {
                 store.create_volume(&new)
@@ -270,7 +270,7 @@ impl Backends {
         &self,
         new: PublishRequest,
     ) -> Result<BTreeMap<String, String>, Error> {
-        match Backend::of_handle(&new.handle) {
+        match StoreKind::of_handle(&new.handle) {
             None if new.context.is_empty() => Err(Error::NoVolume(new.handle)),
             None => Ok(BTreeMap::new()),
             Some(_) => {
@@ -291,7 +291,7 @@ impl Backends {
         within: Duration,
         secrets: Secrets,
     ) -> Result<(), Error> {
-        if Backend::of_handle(&handle).is_none()
+        if StoreKind::of_handle(&handle).is_none()
             || !self.of_handle(&handle)?.store.abilities().publishes
         {
             return Ok(());
@@ -317,8 +317,8 @@ impl Backends {
         self.on(handle, "look up", Provisioner::get_volume).await
     }
 
-    /// [`Provisioner::list_volumes`], of all backends and pools.
-    pub async fn list_volumes(&self, what: ListRequest) -> Result<Page<Volume>, Error> {
+    /// [`Provisioner::list_volumes`], of all stores and pools.
+    pub async fn list_volumes(&self, what: ListRequest) -> Result<Page<VolumeInfo>, Error> {
         self.page(what, |it, what| {
             Box::pin(it.page("volumes", what, |store, what, pool| {
                 store.list_volumes(what, pool)
@@ -363,7 +363,7 @@ impl Backends {
     }
 
     /// [`Provisioner::create_snapshot`].
-    pub async fn create_snapshot(&self, new: NewSnapshot) -> Result<Snapshot, Error> {
+    pub async fn create_snapshot(&self, new: NewSnapshot) -> Result<SnapshotInfo, Error> {
         self.of_handle(&new.volume)?
             .run(&snapshot_named(&new.name), "snapshot", move |store| {
                 store.create_snapshot(&new)
@@ -380,20 +380,24 @@ impl Backends {
     }
 
     /// [`Provisioner::get_snapshot`].
-    pub async fn get_snapshot(&self, handle: String, secrets: Secrets) -> Result<Snapshot, Error> {
+    pub async fn get_snapshot(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<SnapshotInfo, Error> {
         self.on(handle, "look up", move |store, handle| {
             store.get_snapshot(handle, &secrets)
         })
         .await
     }
 
-    /// [`Provisioner::list_snapshots`], of all backends and pools.
+    /// [`Provisioner::list_snapshots`], of all stores and pools.
     pub async fn list_snapshots(
         &self,
         what: ListRequest,
         volume: Option<String>,
         secrets: Secrets,
-    ) -> Result<Page<Snapshot>, Error> {
+    ) -> Result<Page<SnapshotInfo>, Error> {
         self.page(what, |it, what| {
             let (volume, secrets) = (volume.clone(), secrets.clone());
             Box::pin(it.page("snapshots", what, move |store, what, pool| {

@@ -22,22 +22,22 @@ use crate::{
 
 /// Where it is noted that something is being made on one source.
 #[derive(Debug)]
-pub enum MkfsNote {
+pub enum FormatMarker {
     /// Beside an image of a pool.
     Pool(Pool, String),
     /// In the metadata of a Ceph image.
     Image(Arc<ImageFormatMarker>, Format),
     /// On this node, under what it is made on.
-    Node(Notes, String),
+    Node(NodeFormatMarkers, String),
 }
 
-impl MkfsNote {
-    /// Notes durably that it is about to begin, for this volume.
-    pub fn begins(&self, volume_id: &str) -> Result<(), DeviceError> {
+impl FormatMarker {
+    /// Records durably that a format of this volume is about to begin.
+    pub fn set(&self, volume_id: &str) -> Result<(), DeviceError> {
         match self {
             Self::Pool(pool, image) => Ok(format_marker::set(pool, image, volume_id)?),
-            Self::Image(note, what) => Ok(note.begins(*what, volume_id)?),
-            Self::Node(notes, source) => Ok(notes.begins(source, volume_id)?),
+            Self::Image(marker, what) => Ok(marker.set(*what, volume_id)?),
+            Self::Node(markers, source) => Ok(markers.set(source, volume_id)?),
         }
     }
 
@@ -47,17 +47,17 @@ impl MkfsNote {
             Self::Pool(pool, image) => {
                 Ok(format_marker::format_in_progress(pool, image, volume_id)?)
             }
-            Self::Image(note, what) => Ok(note.format_in_progress(*what, volume_id)?),
-            Self::Node(notes, source) => Ok(notes.format_in_progress(source, volume_id)?),
+            Self::Image(marker, what) => Ok(marker.format_in_progress(*what, volume_id)?),
+            Self::Node(markers, source) => Ok(markers.format_in_progress(source, volume_id)?),
         }
     }
 
     /// From now on the source may hold data.
-    pub fn ended(&self) -> Result<(), DeviceError> {
+    pub fn clear(&self) -> Result<(), DeviceError> {
         match self {
             Self::Pool(pool, image) => Ok(format_marker::clear(pool, image)?),
-            Self::Image(note, _) => Ok(note.ended()?),
-            Self::Node(notes, source) => Ok(notes.ended(source)?),
+            Self::Image(marker, _) => Ok(marker.clear()?),
+            Self::Node(markers, source) => Ok(markers.clear(source)?),
         }
     }
 }
@@ -68,7 +68,7 @@ impl MkfsNote {
 const ALONE_FOR: Duration = Duration::from_secs(20);
 
 /// How long the machine is up (proc(5)), in whole seconds.
-fn uptime() -> Result<Duration, NoteError> {
+fn uptime() -> Result<Duration, FormatMarkerError> {
     let text = fs::read_to_string("/proc/uptime").map_err(failed("read /proc/uptime"))?;
     let whole = text.split('.').next().and_then(|text| text.parse().ok());
     let odd = || failed("read /proc/uptime")(io::ErrorKind::InvalidData.into());
@@ -82,22 +82,22 @@ fn is_recent(since: Duration, now: Duration) -> bool {
 /// A note that could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what}")]
-pub struct NoteError {
+pub struct FormatMarkerError {
     what: &'static str,
     source: io::Error,
 }
 
-fn failed(what: &'static str) -> impl FnOnce(io::Error) -> NoteError {
-    move |source| NoteError { what, source }
+fn failed(what: &'static str) -> impl FnOnce(io::Error) -> FormatMarkerError {
+    move |source| FormatMarkerError { what, source }
 }
 
 /// The notes of this node.
 #[derive(Clone, Debug)]
-pub struct Notes {
+pub struct NodeFormatMarkers {
     dir: PathBuf,
 }
 
-impl Notes {
+impl NodeFormatMarkers {
     /// In a directory on a tmpfs, made if missing.
     pub fn open(dir: PathBuf) -> io::Result<Self> {
         fs::create_dir_all(&dir)?;
@@ -109,14 +109,14 @@ impl Notes {
     }
 
     /// A mkfs of the source is about to begin, for this volume.
-    pub fn begins(&self, source: &dyn Display, volume_id: &str) -> Result<(), NoteError> {
+    pub fn set(&self, source: &dyn Display, volume_id: &str) -> Result<(), FormatMarkerError> {
         let text = format!("{} {volume_id}", uptime()?.as_secs());
         let path = self.path(source);
         let draft = path.with_extension("tmp");
         // In one step: half a note would be none, and what mkfs leaves somebody's data.
         fs::write(&draft, text)
             .and_then(|()| fs::rename(&draft, &path))
-            .map_err(failed("note the format that begins"))?;
+            .map_err(failed("set the format marker"))?;
         crash_point();
         Ok(())
     }
@@ -126,12 +126,16 @@ impl Notes {
         &self,
         source: &dyn Display,
         volume_id: &str,
-    ) -> Result<bool, NoteError> {
+    ) -> Result<bool, FormatMarkerError> {
         Ok(self.since(source, volume_id)?.is_some())
     }
 
     /// Whether that was so recently that no other node can have the source.
-    pub fn is_fresh(&self, source: &dyn Display, volume_id: &str) -> Result<bool, NoteError> {
+    pub fn is_fresh(
+        &self,
+        source: &dyn Display,
+        volume_id: &str,
+    ) -> Result<bool, FormatMarkerError> {
         let Some(since) = self.since(source, volume_id)? else {
             return Ok(false);
         };
@@ -139,10 +143,14 @@ impl Notes {
     }
 
     /// When it began, by the machine's uptime.
-    fn since(&self, source: &dyn Display, volume_id: &str) -> Result<Option<Duration>, NoteError> {
+    fn since(
+        &self,
+        source: &dyn Display,
+        volume_id: &str,
+    ) -> Result<Option<Duration>, FormatMarkerError> {
         let text = match fs::read_to_string(self.path(source)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            text => text.map_err(failed("look for a note of a format"))?,
+            text => text.map_err(failed("read the format marker"))?,
         };
         let noted = text
             .split_once(' ')
@@ -151,12 +159,12 @@ impl Notes {
     }
 
     /// The source holds, or may hold from now on, somebody's data.
-    pub fn ended(&self, source: &dyn Display) -> Result<(), NoteError> {
+    pub fn clear(&self, source: &dyn Display) -> Result<(), FormatMarkerError> {
         let removed = fs::remove_file(self.path(source));
         crash_point();
         match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(failed("note the format that ended")(error))
+                Err(failed("clear the format marker")(error))
             }
             _ => Ok(()),
         }
@@ -170,32 +178,32 @@ mod tests {
     #[test]
     fn a_note_is_for_one_volume_and_goes_once() {
         let dir = tempfile::tempdir().unwrap();
-        let notes = Notes::open(dir.path().join("mkfs")).unwrap();
+        let markers = NodeFormatMarkers::open(dir.path().join("mkfs")).unwrap();
         let source = "nbd://host/x";
-        assert!(!notes.format_in_progress(&source, "v").unwrap());
-        notes.begins(&source, "v").unwrap();
-        assert!(notes.format_in_progress(&source, "v").unwrap());
-        assert!(!notes.format_in_progress(&source, "w").unwrap());
-        assert!(notes.is_fresh(&source, "v").unwrap());
-        assert!(!notes.is_fresh(&source, "w").unwrap());
-        notes.ended(&source).unwrap();
-        notes.ended(&source).unwrap();
-        assert!(!notes.format_in_progress(&source, "v").unwrap());
+        assert!(!markers.format_in_progress(&source, "v").unwrap());
+        markers.set(&source, "v").unwrap();
+        assert!(markers.format_in_progress(&source, "v").unwrap());
+        assert!(!markers.format_in_progress(&source, "w").unwrap());
+        assert!(markers.is_fresh(&source, "v").unwrap());
+        assert!(!markers.is_fresh(&source, "w").unwrap());
+        markers.clear(&source).unwrap();
+        markers.clear(&source).unwrap();
+        assert!(!markers.format_in_progress(&source, "v").unwrap());
     }
 
     #[test]
     fn a_note_is_there_whole_or_not_at_all() {
         let dir = tempfile::tempdir().unwrap();
-        let notes = Notes::open(dir.path().to_owned()).unwrap();
+        let markers = NodeFormatMarkers::open(dir.path().to_owned()).unwrap();
         let source = "nbd://host/x";
-        notes.begins(&source, "v").unwrap();
+        markers.set(&source, "v").unwrap();
         // Whoever has it open meanwhile goes on reading the one that was there.
         let before = dir.path().join("before");
-        fs::hard_link(notes.path(&source), &before).unwrap();
-        notes.begins(&source, "w").unwrap();
+        fs::hard_link(markers.path(&source), &before).unwrap();
+        markers.set(&source, "w").unwrap();
         assert!(fs::read_to_string(before).unwrap().ends_with(" v"));
-        assert!(notes.format_in_progress(&source, "w").unwrap());
-        notes.ended(&source).unwrap();
+        assert!(markers.format_in_progress(&source, "w").unwrap());
+        markers.clear(&source).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
