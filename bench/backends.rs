@@ -2,7 +2,7 @@
 
 use std::{fs, path::PathBuf};
 
-use uring_csi::nbd::{Export, Server};
+use uring_csi::internals::{Export, Server};
 
 use crate::{
     by_exec::ByExec,

@@ -10,10 +10,7 @@ use std::{
 };
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use uring_csi::ceph::client::{
-    Credentials,
-    rados::{Cluster, Timeouts},
-};
+use uring_csi::internals::{Cluster, Credentials, Timeouts};
 
 use crate::{
     backends::Backend,

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use criterion::Criterion;
-use uring_csi::device::nbd::{LinkOptions, Links};
+use uring_csi::internals::{LinkOptions, Links};
 
 use crate::{
     backends::{Backend, Exports},

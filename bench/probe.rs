@@ -3,10 +3,7 @@
 use std::{fs::File, os::fd::AsFd as _, os::unix::fs::OpenOptionsExt as _, thread};
 
 use criterion::Criterion;
-use uring_csi::{
-    fs::probe::{Content, classify, regions},
-    ring::probe::Prober,
-};
+use uring_csi::internals::{Content, Prober, classify, regions};
 
 use crate::{
     harness::{MIB, run},

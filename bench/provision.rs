@@ -5,16 +5,10 @@ use std::{cell::RefCell, sync::Arc, time::Duration};
 
 use criterion::Criterion;
 use futures_util::future::join_all;
-use uring_csi::{
-    ceph::{
-        client::{
-            rados::IoCtx,
-            rbd::{self, Header, ImageOptions, trash},
-        },
-        csi_format::journal::{Journal, JournalEntry, JournalKind, Reserved},
-    },
-    proto::csi::CreateVolumeRequest,
+use uring_csi::internals::{
+    Header, ImageOptions, IoCtx, Journal, JournalEntry, JournalKind, Reserved, rbd, trash,
 };
+use uring_csi::proto::csi::CreateVolumeRequest;
 use uuid::Uuid;
 
 use crate::{

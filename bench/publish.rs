@@ -3,7 +3,7 @@
 use std::{fs, os::fd::AsFd as _, path::Path, slice};
 
 use criterion::Criterion;
-use uring_csi::mount::{bind, options::MountOptions, path::Roots, unmount};
+use uring_csi::internals::{MountOptions, Roots, bind, unmount};
 
 use crate::{backends::Backend, rig::Rig};
 

@@ -316,6 +316,7 @@ impl Drop for Place {
 
 /// How many volumes of a node may be in each step at once.
 #[derive(Clone, Debug, clap::Args)]
+#[allow(clippy::struct_field_names, reason = "the names of the flags")]
 pub struct Limits {
     /// Volumes that are attached at once, not counting devices that hang; also lookups of
     /// volumes, and writes of inline volumes' records.

@@ -30,15 +30,14 @@ mod used;
 pub(crate) mod scratch;
 
 pub use backend::{
-    AttachOptions, Attachment, BackendVolume, Backends, Backing, Condition, Device, Fencing, Owner,
-    Purpose,
+    AttachOptions, Attachment, Backends, Backing, Condition, Device, Fencing, Owner, Purpose,
 };
 pub use blank::blank;
-pub use ceph::{CephImageError, CephImages, CephSource, STAGE_FILE, ThisNode};
+pub use ceph::{CephImages, STAGE_FILE, ThisNode};
 pub use checks::Check;
 pub use context::{SourceError, set_by_kubernetes};
 pub use error::DeviceError;
-pub use exports::{ExportSource, Exports};
+pub use exports::Exports;
 pub use format_markers::{FormatMarker, NodeFormatMarkers};
 pub use held_open::HeldOpen;
 pub use images::{ImageFiles, ImageSource};

@@ -13,10 +13,6 @@ pub(crate) mod fsck;
 #[cfg(feature = "node")]
 pub(crate) mod grow;
 // The controller refuses the mkfs options that the node would refuse.
-#[cfg_attr(
-    not(feature = "node"),
-    expect(dead_code, reason = "the controller runs no mkfs")
-)]
 pub(crate) mod mkfs;
 #[cfg(feature = "node")]
 pub mod probe;

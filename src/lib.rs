@@ -1,54 +1,66 @@
 //! uring-csi: a CSI driver for block volumes on storage-heavy nodes.
 //!
-//! Arrows run one way, `bin → csi → volume → {device, fs, mount} → {ring, lane,
+//! Arrows run one way, `program → csi → volume → {device, fs, mount} → {ring, lane,
 //! kernel}`; nothing below [`csi`] knows gRPC, nothing above [`device`] knows a
 //! backend's name. See `docs/architecture.md`.
+
+// A program with some features only leaves code of the library unused.
+#![cfg_attr(
+    not(all(
+        feature = "node",
+        feature = "holder",
+        feature = "controller",
+        feature = "cli"
+    )),
+    allow(dead_code, unused_imports)
+)]
 
 mod capability;
 mod digest;
 mod done;
-pub mod endpoint;
+mod endpoint;
 mod error_chain;
 #[cfg(test)]
 #[path = "../tests/left_out.rs"]
 mod left_out;
 
 #[cfg(feature = "node")]
-pub mod admission;
-pub mod ceph;
-pub mod config;
+mod admission;
+mod ceph;
+mod config;
 mod crash;
-pub mod csi;
+mod csi;
 mod kind;
-pub mod lane;
-pub mod nbd;
-pub mod observe;
+mod lane;
+mod nbd;
+mod observe;
 #[cfg(any(feature = "node", feature = "controller"))]
 mod parse_bool;
-pub mod pool;
+mod pool;
+pub mod program;
 pub mod proto;
-pub mod secret;
-pub mod size;
+mod secret;
+mod size;
 
 #[cfg(feature = "controller")]
-pub mod provision;
+mod provision;
 
 #[cfg(feature = "cli")]
 pub mod cli;
 
 #[cfg(feature = "node")]
-pub mod device;
+mod device;
 #[cfg(any(feature = "node", feature = "controller"))]
-pub mod fs;
-pub mod kernel;
+mod fs;
+mod kernel;
 #[cfg(feature = "node")]
-pub mod mount;
+mod mount;
 #[cfg(feature = "node")]
-pub mod ring;
+mod ring;
 #[cfg(feature = "node")]
-pub mod supervisor;
+mod supervisor;
 #[cfg(feature = "node")]
-pub mod volume;
+mod volume;
 
 pub(crate) use crash::crash_point;
 #[cfg(feature = "node")]
@@ -58,3 +70,50 @@ pub use done::Detached;
 pub use done::Done;
 pub use error_chain::error_chain;
 pub use kind::Kind;
+
+/// What the stories, benches and fuzz targets of this repository use beside the programs.
+/// Everything else is private, so that the compiler reports unused code.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::{
+        ceph::{
+            client::{
+                CephError, Credentials,
+                library::Libraries,
+                rados::{Cluster, IoCtx, Timeouts},
+                rbd::{Header, ImageName, ImageOptions, OpenMode},
+            },
+            csi_format::{
+                handle::Handle,
+                journal::{Journal, JournalEntry, JournalKind, Reserved},
+            },
+        },
+        endpoint::Endpoint,
+        secret::{Secret, Secrets},
+    };
+    #[cfg(feature = "node")]
+    pub use crate::{
+        device::nbd::{LinkOptions, Links},
+        fs::probe::{Block, Content, classify, regions},
+        kernel::nbd::netlink::announced,
+        mount::{bind, options::MountOptions, path::Roots, unmount},
+        nbd::{Export, Server},
+        ring::probe::Prober,
+    };
+
+    #[cfg(feature = "node")]
+    pub mod handshake {
+        pub use crate::device::nbd::handshake::{go, look};
+    }
+    pub mod rbd {
+        pub use crate::ceph::client::rbd::{Image, create, image_id, list};
+    }
+    pub mod trash {
+        pub use crate::ceph::client::rbd::trash::{list, move_image, remove};
+    }
+    pub mod encryption {
+        pub use crate::ceph::csi_format::encryption::{
+            ENCRYPTED, PREPARED, SEALED_KEY, STATE_KEY, generate, open, passphrase, seal,
+        };
+    }
+}

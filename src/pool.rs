@@ -48,7 +48,6 @@ mod room;
 mod scope;
 mod spec;
 
-pub use room::Room;
 pub use spec::{PoolSpec, Pools};
 
 /// On which nodes a pool's directory is mounted.

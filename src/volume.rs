@@ -60,11 +60,10 @@ mod unstage;
 mod watch;
 
 pub use error::{Cause, Error};
-pub use health::{Condition, Severity};
+pub use health::Severity;
 pub use held::Listed;
 pub use stats::{Space, Usage};
 pub use task::{Answer, Outcome};
-pub use watch::Watch;
 
 use context::Context;
 use occupied::Occupied;

@@ -9,7 +9,7 @@
 use std::io::{self, Cursor, Read, Write};
 
 use libfuzzer_sys::fuzz_target;
-use uring_csi::device::nbd::handshake;
+use uring_csi::internals::handshake;
 
 const GREETING: &[u8] = b"NBDMAGICIHAVEOPT\0\x03";
 const REPLY_MAGIC: [u8; 8] = 0x0003_e889_0455_65a9_u64.to_be_bytes();

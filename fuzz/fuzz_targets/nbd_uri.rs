@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use uring_csi::nbd::Export;
+use uring_csi::internals::Export;
 
 fuzz_target!(|text: &str| {
     for text in [text.to_owned(), format!("nbd://{text}"), format!("nbd+unix:///{text}")] {

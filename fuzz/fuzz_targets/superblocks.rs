@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use uring_csi::fs::probe::{Block, classify, regions};
+use uring_csi::internals::{Block, classify, regions};
 
 fuzz_target!(|data: &[u8]| {
     let size = 64 << 20;

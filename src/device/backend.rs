@@ -347,7 +347,7 @@ impl Backends {
             Owner::Nobody => {}
             owner => return Ok(owner),
         }
-        match self.ceph.owner_of(dev)? {
+        match CephImages::owner_of(dev)? {
             Owner::Nobody => self.images.owner_of(dev),
             owner => Ok(owner),
         }

@@ -113,7 +113,7 @@ impl CephImages {
     }
 
     /// Whose a device is, where an image of a cluster is behind it.
-    pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
+    pub fn owner_of(dev: Dev) -> Result<Owner, DeviceError> {
         let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         if let Some(mapped) = Mapped::of(lower) {
             return Ok(match &mapped.config.mark {

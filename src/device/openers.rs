@@ -74,10 +74,7 @@ pub enum Opener {
         over: PathBuf,
     },
     /// A process that has it open.
-    Opener {
-        /// Who.
-        process: Process,
-    },
+    Process(Process),
 }
 
 impl fmt::Display for Opener {
@@ -101,7 +98,7 @@ impl fmt::Display for Opener {
             Self::Loop { node, over } => {
                 write!(f, "{} is attached over {}", node.display(), over.display())
             }
-            Self::Opener { process } => write!(f, "{process} has it open"),
+            Self::Process(process) => write!(f, "{process} has it open"),
         }
     }
 }
@@ -126,7 +123,7 @@ pub fn openers(dev: Dev) -> Vec<Opener> {
         processes
             .into_iter()
             .filter(|process| has_open(process, dev))
-            .map(|process| Opener::Opener { process }),
+            .map(Opener::Process),
     );
     openers
 }
@@ -327,7 +324,7 @@ mod tests {
         let dev = scratch.device.dev;
         let ours = || {
             openers(dev).into_iter().any(|holder| {
-                matches!(holder, Opener::Opener { process } if process.pid == std::process::id())
+                matches!(holder, Opener::Process(process) if process.pid == std::process::id())
             })
         };
         let opener = scratch.open();

@@ -69,7 +69,8 @@ impl Source {
         }
     }
 
-    /// An image of a pool with nothing special about it.
+    /// An image of a pool, to be attached by the defaults.
+    #[cfg(test)]
     pub fn image(pool: &str, image: &str) -> Self {
         Self::Loop(ImageSource::new(pool, image))
     }

@@ -145,15 +145,7 @@ fn request_id() -> String {
 /// each connection.
 fn directives(level: &str) -> String {
     if level.parse::<Level>().is_ok() {
-        let own = [
-            "uring_csi",
-            "uring_csi_node",
-            "uring_csi_controller",
-            "uring_csi_holder",
-        ];
-        own.iter().fold("warn".to_owned(), |all, target| {
-            format!("{all},{target}={level}")
-        })
+        format!("warn,uring_csi={level}")
     } else {
         level.to_owned()
     }

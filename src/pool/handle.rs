@@ -122,11 +122,6 @@ macro_rules! handle {
             pub fn id(&self) -> Uuid {
                 self.0.id
             }
-
-            /// The file name of its image.
-            pub fn image(&self) -> String {
-                format!("{}.img", self.0.id)
-            }
         }
 
         impl fmt::Display for $name {
@@ -149,6 +144,14 @@ handle! {
     /// The handle of a volume whose image is in a pool.
     VolumeHandle, "vol"
 }
+
+impl VolumeHandle {
+    /// The file name of its image.
+    pub fn image(&self) -> String {
+        format!("{}.img", self.0.id)
+    }
+}
+
 handle! {
     /// The handle of a snapshot whose image is in a pool.
     SnapshotHandle, "snap"

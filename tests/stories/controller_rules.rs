@@ -373,7 +373,7 @@ fn growth_is_once_and_upwards() {
 /// monitors as long.
 #[test]
 fn the_reason_reaches_a_caller_before_its_deadline() {
-    if uring_csi::ceph::client::library::Libraries::load().is_err() {
+    if uring_csi::internals::Libraries::load().is_err() {
         return left_out("librados and librbd are not installed here");
     }
     story(async |sandbox| {

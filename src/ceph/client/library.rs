@@ -131,20 +131,20 @@ fn keep_openssl(library: &Library) {
 macro_rules! table {
     (
         $library:literal, $package:literal;
-        $( fn $function:ident( $( $arg:ident: $type:ty ),* $(,)? ) $( -> $result:ty )?; )*
+        $( $(#[$attribute:meta])* fn $function:ident( $( $arg:ident: $type:ty ),* $(,)? ) $( -> $result:ty )?; )*
     ) => {
         /// The functions, by their names in the header.
         #[derive(Debug)]
         #[allow(clippy::struct_field_names, reason = "the names are the library's")]
         pub(in crate::ceph::client) struct Functions {
-            $( pub $function: unsafe extern "C" fn( $( $arg: $type ),* ) $( -> $result )?, )*
+            $( $(#[$attribute])* pub $function: unsafe extern "C" fn( $( $arg: $type ),* ) $( -> $result )?, )*
         }
 
         impl Functions {
             pub(super) fn load() -> Result<Self, super::MissingLibrary> {
                 let library = super::open($library, $package)?;
                 Ok(Self {
-                    $( $function: {
+                    $( $(#[$attribute])* $function: {
                         let name = concat!(stringify!($function), "\0");
                         // SAFETY: the type is that of the header of Ceph 16.2,
                         // which newer releases of the same SONAME keep.

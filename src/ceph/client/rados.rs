@@ -40,7 +40,6 @@ mod write;
 
 pub use connect::Timeouts;
 pub use ioctx::{IoCtx, Pool};
-pub use omap::Page;
 pub use write::WriteOp;
 
 /// A connection to a cluster.

@@ -27,13 +27,13 @@ mod snapshots;
 mod tests;
 pub mod trash;
 
-pub use features::{Features, UnknownFeature};
+pub use features::Features;
 pub use header::Header;
 pub use image::{Image, OpenMode, Watcher};
-pub use lineage::{LinkedImage, Parent};
+pub use lineage::LinkedImage;
 pub use mirror::Mirroring;
 pub use options::ImageOptions;
-pub use snapshots::{Snapshot, SnapshotKind};
+pub use snapshots::SnapshotKind;
 
 /// An image's name, and the id that stays with it when it is renamed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -130,6 +130,7 @@ pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
 }
 
 /// Makes a namespace for images in the pool.
+#[cfg(test)]
 pub fn create_namespace(io: &IoCtx, namespace: &str) -> Result<(), CephError> {
     let call = io.call("create", "namespace", namespace);
     let name = call.text(namespace)?;

@@ -13,10 +13,8 @@ use rustix::{
     process::{Pid, Signal, kill_process},
 };
 use tonic::transport::Channel;
-use uring_csi::{
-    endpoint::Endpoint,
-    proto::csi::{ProbeRequest, identity_client::IdentityClient},
-};
+use uring_csi::internals::Endpoint;
+use uring_csi::{proto::csi::ProbeRequest, proto::csi::identity_client::IdentityClient};
 
 use super::eventually;
 

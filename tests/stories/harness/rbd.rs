@@ -15,7 +15,7 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use uring_csi::ceph::csi_format::handle::Handle;
+use uring_csi::internals::Handle;
 use uuid::Uuid;
 
 mod left;

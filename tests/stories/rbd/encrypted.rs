@@ -4,10 +4,7 @@
 use std::collections::HashMap;
 
 use tonic::Code::{FailedPrecondition, InvalidArgument, Unauthenticated};
-use uring_csi::{
-    ceph::csi_format::encryption,
-    secret::{Secret, Secrets},
-};
+use uring_csi::internals::{Secret, Secrets, encryption};
 
 use super::whole_life;
 use crate::harness::{

@@ -121,6 +121,7 @@ table! {
     fn rbd_remove(io: IoCtx, name: *const c_char) -> c_int;
     fn rbd_list2(io: IoCtx, images: *mut ImageSpec, count: *mut usize) -> c_int;
     fn rbd_image_spec_list_cleanup(images: *mut ImageSpec, count: usize);
+    #[cfg(test)]
     fn rbd_namespace_create(io: IoCtx, name: *const c_char) -> c_int;
 
     fn rbd_trash_move(io: IoCtx, name: *const c_char, delay: u64) -> c_int;

@@ -3,13 +3,8 @@
 
 use std::time::Duration;
 
-use uring_csi::{
-    ceph::client::{
-        CephError, Credentials,
-        rados::{Cluster, IoCtx, Timeouts},
-        rbd::{self, ImageName, OpenMode},
-    },
-    secret::Secret,
+use uring_csi::internals::{
+    CephError, Cluster, Credentials, ImageName, IoCtx, OpenMode, Secret, Timeouts, rbd, trash,
 };
 
 use super::TestCluster;
@@ -44,6 +39,6 @@ fn remove_image(io: &IoCtx, image: &ImageName) -> Result<(), CephError> {
         open.snapshot_remove(&snapshot.name)?;
     }
     drop(open);
-    rbd::trash::move_image(io, &image.name, Duration::ZERO)?;
-    rbd::trash::remove(io, &image.id, true)
+    trash::move_image(io, &image.name, Duration::ZERO)?;
+    trash::remove(io, &image.id, true)
 }

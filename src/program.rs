@@ -1,0 +1,10 @@
+//! The programs: their flags, the privileges that they give up, and what they start.
+//! Their bodies are in this library so that the compiler finds code that none of them
+//! uses; `src/bin` only calls them.
+
+#[cfg(feature = "controller")]
+pub mod controller;
+#[cfg(feature = "node")]
+pub mod node;
+#[cfg(feature = "holder")]
+pub mod supervisor;

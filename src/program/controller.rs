@@ -1,0 +1,274 @@
+//! The controller: creates, deletes, expands, snapshots and clones volumes, as image files
+//! in pools and as images in Ceph clusters, for Kubernetes' provisioner, resizer and
+//! snapshotter.
+
+use std::{error::Error, process::ExitCode, time::Duration};
+
+use crate::{
+    Kind,
+    ceph::client::library::Libraries,
+    config,
+    csi::{
+        controller::{Controller, WhichNode},
+        identity::Identity,
+        validate,
+    },
+    endpoint::{Endpoint, shutdown_signal},
+    error_chain,
+    kernel::boot_id,
+    lane::Lanes,
+    observe::{Readiness, http, logs, metrics},
+    pool::{Pool, PoolSpec, Pools, Scope},
+    proto::csi::{
+        controller_server::ControllerServer, identity_server::IdentityServer,
+        node_server::NodeServer,
+    },
+    provision::{
+        Error as Failure, StoreKind, Stores,
+        images::ImageStore,
+        rbd::{Operators, RbdStore, SecretDir, Settings},
+    },
+};
+use clap::{Args, Parser};
+use tonic::service::Routes;
+
+/// The uring-csi controller: creates, deletes, expands, snapshots and clones volumes in
+/// pools of image files and in Ceph clusters. Needs --pool, --ceph-config, or both.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
+)]
+struct ControllerOptions {
+    /// The socket to serve CSI on.
+    #[arg(
+        long,
+        env = "URING_CSI_ENDPOINT",
+        default_value = "unix:///run/uring-csi/controller.sock"
+    )]
+    endpoint: Endpoint,
+    /// The node that this controller runs on; local pools need it.
+    #[arg(long, env = "URING_CSI_NODE_ID", value_name = "NAME")]
+    node_id: Option<String>,
+    /// A directory of image files, NAME=DIR[,local|,shared][,mounted]; repeatable.
+    /// Without a scope it is local where --node-id is given, else shared.
+    #[arg(
+        long,
+        env = "URING_CSI_POOL",
+        value_delimiter = ';',
+        value_name = "NAME=DIR"
+    )]
+    pool: Vec<PoolSpec>,
+    #[command(flatten)]
+    clusters: Clusters,
+    /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
+    /// LIST_VOLUME_HEALTH); older sidecars do not know them.
+    #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
+    alpha_capabilities: bool,
+    #[command(flatten)]
+    plugin: config::PluginOptions,
+}
+
+/// Options of volumes in Ceph clusters.
+#[derive(Debug, Args)]
+struct Clusters {
+    #[command(flatten)]
+    files: config::CephOptions,
+    /// A directory with files userID and userKey, for calls without secrets in CSI:
+    /// listings, capacity, single volumes, and purging the trash; repeatable. Without
+    /// CLUSTERID it is for every cluster.
+    #[arg(
+        long,
+        env = "URING_CSI_CEPH_SECRET",
+        value_delimiter = ';',
+        value_name = "[CLUSTERID=]DIR"
+    )]
+    ceph_secret: Vec<SecretDir>,
+    /// Distinguishes this driver's volumes from those of other drivers in the same Ceph
+    /// pools: ceph-csi's --instanceid.
+    #[arg(
+        long,
+        env = "URING_CSI_INSTANCE_ID",
+        default_value = "default",
+        value_name = "ID"
+    )]
+    instance_id: String,
+    /// Fence a node that still has a single-writer Ceph volume this many seconds after the
+    /// volume was unpublished from it (reports PUBLISH_UNPUBLISH_VOLUME); the Ceph user
+    /// needs permission to edit the blocklist.
+    #[arg(
+        long,
+        env = "URING_CSI_FENCE_AFTER",
+        value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    fence_after: Option<u64>,
+}
+
+impl Clusters {
+    /// The backend, if configured.
+    fn backend(self, lanes: &Lanes) -> Result<Option<RbdStore>, Box<dyn Error>> {
+        let Some(config) = &self.files.ceph_config else {
+            return Ok(None);
+        };
+        Libraries::load()?;
+        let settings = Settings {
+            config,
+            mapping: &self.files.cluster_mapping,
+            kms_config: &self.files.kms_config,
+            instance: &self.instance_id,
+            operators: Operators::new(self.ceph_secret),
+            fence_after: self.fence_after.map(Duration::from_secs),
+        };
+        Ok(Some(RbdStore::new(settings, lanes)?))
+    }
+}
+
+/// The pools with their scopes; a local one needs a node id.
+fn pools(specs: Vec<PoolSpec>, node_id: Option<&str>) -> Result<Pools, Box<dyn Error>> {
+    let default = match node_id {
+        Some(_) => Scope::Local,
+        None => Scope::Shared,
+    };
+    let pools: Vec<Pool> = specs.into_iter().map(|spec| spec.or(default)).collect();
+    let local = pools.iter().find(|pool| pool.scope == Scope::Local);
+    if let (Some(pool), None) = (local, node_id) {
+        let name = &pool.name;
+        return Err(format!("pool {name:?} is local and needs --node-id").into());
+    }
+    Ok(Pools::new(pools)?)
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let options: ControllerOptions = config::parse();
+    let service = &options.plugin.service;
+    let _logs = match logs::init(service.log_format, &service.log_level) {
+        Ok(logs) => logs,
+        Err(error) => {
+            eprintln!("uring-csi-controller: {}", error_chain(&error));
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(error = error_chain(&*error), "the controller cannot run");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
+    let name = options.plugin.driver_name;
+    let node_id = options.node_id.as_deref();
+    if let Some(id) = node_id {
+        validate::node_id("--node-id", id).map_err(|status| status.message().to_owned())?;
+    }
+    if options.pool.is_empty() && options.clusters.files.ceph_config.is_none() {
+        return Err("no storage is configured: give --pool or --ceph-config, or both".into());
+    }
+    let pools = pools(options.pool, node_id)?;
+    let metrics = metrics::install()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let _entered = runtime.enter();
+
+    crate::kernel::descriptors::raise()?;
+    let lanes = Lanes::new(IDLE_THREADS);
+    let counted = lanes.clone();
+    metrics.before_scrape(move || metrics::lane_threads(counted.threads()));
+    let has_pools = pools.iter().next().is_some();
+    let images = ImageStore::new(pools, options.node_id.clone(), boot_id()?);
+    let images = has_pools.then_some(images.into());
+    let rbd = options.clusters.backend(&lanes)?.map(Into::into);
+    let stores = Stores::new(images, rbd, &lanes);
+    let readiness = Readiness::default();
+    // CSI's Probe: a missing pool may be mounted later, and needs no restart.
+    let started = Readiness::default();
+    started.set(None);
+    let identity = Identity::new(&name, started);
+    let controller = Controller::new(stores.clone(), &name, node_id, options.alpha_capabilities);
+    let mut routes =
+        Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
+    if let Some(id) = node_id {
+        routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));
+    }
+
+    if let Some(address) = options.plugin.metrics_listen {
+        runtime.spawn(http::serve(address, readiness.clone(), metrics));
+    }
+    runtime.block_on(async {
+        let listener = options.endpoint.bind().await?;
+        tracing::info!(endpoint = %options.endpoint, driver = name, "serving");
+        tokio::spawn(sweep(stores.clone()));
+        tokio::spawn(purge_trash(stores.clone()));
+        tokio::spawn(watch(stores, readiness));
+        let stop = async {
+            if let Err(error) = shutdown_signal().await {
+                tracing::error!(%error, "cannot wait for signals; stopping");
+            }
+        };
+        listener.serve(routes, stop, GRACE).await?;
+        Ok(())
+    })
+}
+
+/// Cleans up after dead controllers; repeats while a pool is not mounted.
+async fn sweep(stores: Stores) {
+    while let Some(errors) = stores.sweep(StoreKind::Images).await {
+        log_errors(&errors, "cannot clean up after earlier controllers");
+        if !errors.iter().any(|error| error.kind() == Kind::Transient) {
+            return;
+        }
+        tokio::time::sleep(CHECK_EVERY).await;
+    }
+}
+
+/// Purges the trash of Ceph pools after deletes, also of dead controllers, that could not.
+async fn purge_trash(stores: Stores) {
+    while let Some(errors) = stores.sweep(StoreKind::Rbd).await {
+        log_errors(&errors, "cannot purge the trash of a Ceph cluster");
+        tokio::time::sleep(PURGE_EVERY).await;
+    }
+}
+
+/// Logs transient errors as warnings, all others as errors.
+fn log_errors(errors: &[Failure], what: &str) {
+    for error in errors {
+        let (error, kind) = (error_chain(error), error.kind());
+        if kind == Kind::Transient {
+            tracing::warn!(error, "{what}");
+        } else {
+            tracing::error!(error, "{what}");
+        }
+    }
+}
+
+/// Keeps the readiness: ready while every pool is reachable and the list of Ceph clusters
+/// is readable.
+async fn watch(stores: Stores, readiness: Readiness) {
+    loop {
+        let reason = match tokio::time::timeout(CHECK_TIMEOUT, stores.check()).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error_chain(&error)),
+            Err(_) => Some(format!("a pool did not answer within {CHECK_TIMEOUT:?}")),
+        };
+        if let Some(reason) = &reason {
+            tracing::warn!(reason, "not ready");
+        }
+        readiness.set(reason);
+        tokio::time::sleep(CHECK_EVERY).await;
+    }
+}
+
+/// Idle lane threads that are kept.
+const IDLE_THREADS: usize = 8;
+/// How long running calls may take after SIGTERM: less than the 30 s of Kubernetes.
+const GRACE: Duration = Duration::from_secs(20);
+/// Between two checks of the pools.
+const CHECK_EVERY: Duration = Duration::from_secs(15);
+/// Between two purges of Ceph's trash.
+const PURGE_EVERY: Duration = Duration::from_secs(300);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(5);

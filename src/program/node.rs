@@ -1,0 +1,409 @@
+//! The node agent: runs in a DaemonSet on every node that mounts volumes.
+
+use std::{
+    future::pending,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    admission::{Gates, Limits},
+    ceph::{
+        client::{connections::Connections, rados::Timeouts},
+        csi_format::{
+            config::{Clusters, Mappings},
+            encryption::KmsConfig,
+        },
+        krbd,
+    },
+    config,
+    csi::{
+        admin::AdminService,
+        identity::{Identity, Segment, once_each},
+        node::NodeService,
+        run_dir::RunDir,
+        validate,
+    },
+    device::{
+        Backends, CephImages, Exports, ImageFiles, NodeFormatMarkers, Owed, ThisNode, luks, nbd,
+    },
+    endpoint::{Endpoint, Listener, shutdown_signal},
+    error_chain,
+    kernel::{boot_id, descriptors, privileges},
+    lane::Lanes,
+    mount::{path::Roots, table},
+    observe::{
+        Readiness, http,
+        logs::{self, Logs},
+        metrics,
+    },
+    pool::{PoolSpec, Pools, Scope},
+    proto::{
+        admin::node_admin_server::NodeAdminServer,
+        csi::{identity_server::IdentityServer, node_server::NodeServer},
+    },
+    ring::{self, timer},
+    size::Size,
+    supervisor::{Watch, client::Client},
+    volume::{Config, Node, NodeHandle, record::Records},
+};
+use clap::Parser;
+use tonic::service::Routes;
+
+/// How long running calls may take after SIGTERM.
+const GRACE: Duration = Duration::from_secs(25);
+/// Idle lane threads that are kept.
+const IDLE_LANES: usize = 16;
+/// A lane thread in one step for longer than this counts as stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(30);
+/// Between two checks of readiness.
+const CHECK_EVERY: Duration = Duration::from_secs(5);
+/// Between two checks while not ready.
+const CHECK_UNREADY_EVERY: Duration = Duration::from_secs(1);
+
+/// The uring-csi node agent: attaches, formats and mounts volumes on this node.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
+)]
+struct NodeOptions {
+    /// The socket to serve CSI on.
+    #[arg(
+        long,
+        env = "URING_CSI_ENDPOINT",
+        default_value = "unix:///run/uring-csi/node.sock"
+    )]
+    endpoint: Endpoint,
+    /// This node's name, as Kubernetes knows it.
+    #[arg(long, env = "URING_CSI_NODE_ID", value_name = "NAME")]
+    node_id: String,
+    /// A directory for state that outlives a reboot: the records of inline volumes.
+    #[arg(
+        long,
+        env = "URING_CSI_STATE_DIR",
+        default_value = "/var/lib/uring-csi",
+        value_name = "DIR"
+    )]
+    state_dir: PathBuf,
+    /// A directory for state until the next reboot, on a tmpfs.
+    #[arg(
+        long,
+        env = "URING_CSI_RUN_DIR",
+        default_value = "/run/uring-csi",
+        value_name = "DIR"
+    )]
+    run_dir: PathBuf,
+    /// Kubelet's directory: staging and target paths lie below it.
+    #[arg(
+        long,
+        env = "URING_CSI_KUBELET_DIR",
+        default_value = "/var/lib/kubelet",
+        value_name = "DIR"
+    )]
+    kubelet_dir: PathBuf,
+    /// A further directory below which volumes may be staged and published; repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_ALLOW_PATH",
+        value_delimiter = ':',
+        value_name = "DIR"
+    )]
+    allow_path: Vec<PathBuf>,
+    /// A directory of image files, NAME=DIR[,local|,shared][,mounted]; repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_POOL",
+        value_delimiter = ';',
+        value_name = "NAME=DIR"
+    )]
+    pool: Vec<PoolSpec>,
+    #[command(flatten)]
+    ceph: config::CephOptions,
+    /// The socket of uring-csi-holder, for volumes that rbd-nbd serves.
+    #[arg(long, env = "URING_CSI_HOLDER", value_name = "ENDPOINT")]
+    holder: Option<Endpoint>,
+    /// This node's location in the CRUSH map, e.g. zone:a|rack:b, for clusters with
+    /// readAffinity: reads go to the nearest replica.
+    #[arg(long, env = "URING_CSI_CRUSH_LOCATION", value_name = "TYPE:NAME|…")]
+    crush_location: Option<String>,
+    /// A topology segment of this node, e.g. zone=a, reported as topology.DRIVER/zone;
+    /// repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_TOPOLOGY",
+        value_delimiter = ',',
+        value_name = "KEY=VALUE"
+    )]
+    topology: Vec<Segment>,
+    /// The maximum number of volumes on this node; 0 leaves it to the orchestrator.
+    #[arg(long, env = "URING_CSI_MAX_VOLUMES", default_value_t = 0, value_parser = clap::value_parser!(i64).range(0..), value_name = "N")]
+    max_volumes: i64,
+    /// Allow inline volumes, each at most this large. Any author of a pod can create them;
+    /// without this option there are none.
+    #[arg(long, env = "URING_CSI_INLINE_MAX_SIZE", value_name = "SIZE")]
+    inline_max_size: Option<Size>,
+    /// Apply a pod's fsGroup in the driver (reports VOLUME_MOUNT_GROUP).
+    #[arg(long, env = "URING_CSI_VOLUME_MOUNT_GROUP")]
+    volume_mount_group: bool,
+    /// Take kubelet's descriptor lock over published raw block volumes; for use without kubelet.
+    #[arg(long, env = "URING_CSI_BLOCK_LOCK")]
+    block_lock: bool,
+    /// Report capabilities that are alpha in CSI 1.13 (GET_VOLUME_HEALTH);
+    /// older sidecars do not know them.
+    #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
+    alpha_capabilities: bool,
+    #[command(flatten)]
+    limits: Limits,
+    #[command(flatten)]
+    plugin: config::PluginOptions,
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    let options: NodeOptions = config::parse();
+    let (can_grow, _logs) = match begin(&options.plugin.service) {
+        Ok(begun) => begun,
+        Err(error) => {
+            eprintln!("uring-csi-node: {}", error_chain(&*error));
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(options, can_grow) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(error = error_chain(&*error), "the node agent cannot run");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+/// Drops privileges, and then starts the second thread, which writes the log.
+fn begin(service: &config::ServiceOptions) -> Result<(bool, Logs), Failure> {
+    let can_grow = privileges::drop_what_is_not_needed()
+        .map_err(|error| format!("cannot drop privileges: {error}"))?;
+    let logs = logs::init(service.log_format, &service.log_level)?;
+    Ok((can_grow, logs))
+}
+
+fn run(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
+    validate::node_id("--node-id", &options.node_id)
+        .map_err(|status| status.message().to_owned())?;
+    once_each(&options.topology)?;
+    ring::start(serve(options, can_grow))?
+}
+
+async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
+    let begun = Instant::now();
+    let readiness = Readiness::default();
+    // First of all: two agents must never share a node.
+    let listener = take_node(&options.endpoint, &options.run_dir).await?;
+    let lanes = Lanes::new(IDLE_LANES);
+    let gates = gates(&options)?;
+    let listen = options.plugin.metrics_listen;
+    serve_metrics(listen, lanes.clone(), gates.clone(), readiness.clone())?;
+    let config = Config {
+        node_id: options.node_id.clone(),
+        driver_name: options.plugin.driver_name.clone(),
+        max_volumes: options.max_volumes,
+        block_lock: options.block_lock,
+        volume_mount_group: options.volume_mount_group,
+        alpha_capabilities: options.alpha_capabilities,
+        inline_max_bytes: options
+            .inline_max_size
+            .map(|size| size.bytes().unsigned_abs()),
+        staging_dir: options.run_dir.join("staging"),
+        gates,
+    };
+    let records = Records::open(&options.run_dir, &options.state_dir)?;
+    std::fs::create_dir_all(&config.staging_dir)?;
+    let mut roots = vec![options.kubelet_dir.clone(), config.staging_dir.clone()];
+    roots.extend(options.allow_path.iter().cloned());
+    let pools = Pools::new(options.pool.into_iter().map(|pool| pool.or(Scope::Local)))?;
+    let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
+    let format_markers = NodeFormatMarkers::open(options.run_dir.join("mkfs"))?;
+    let backends = Backends {
+        images: ImageFiles {
+            owed: Owed::of(&pools),
+            pools,
+            node_id: options.node_id,
+            boot_id: boot_id()?,
+        },
+        exports: Exports {
+            links: nbd::Links::new(&options.plugin.driver_name),
+            format_markers: format_markers.clone(),
+        },
+        ceph: CephImages {
+            clusters: options
+                .ceph
+                .ceph_config
+                .map(|path| Arc::new(Clusters::new(path))),
+            mappings: Arc::new(Mappings::new(&options.ceph.cluster_mapping)),
+            kms: KmsConfig::new(&options.ceph.kms_config),
+            connections: Connections::new(Timeouts::default())?,
+            mapper: krbd::Mapper::open(options.run_dir.join("map"))?,
+            supervisor: options
+                .holder
+                .map(|endpoint| Watch::start(Client::new(endpoint)))
+                .transpose()?,
+            location: options.crush_location,
+            format_markers,
+            this_node: ThisNode {
+                id: config.node_id.clone(),
+                boot_id: boot_id()?,
+            },
+        },
+    };
+    let node = Node::open(
+        config.clone(),
+        backends,
+        Roots::new(&roots)?,
+        records,
+        lanes,
+    )?;
+    // CSI's Probe: permanent conditions, for which Kubernetes restarts the agent.
+    let able = Readiness::default();
+    able.set(why_not_ready(&options.kubelet_dir)?);
+    if !can_grow {
+        tracing::warn!(
+            "EXPAND_VOLUME is not reported: growing a mounted ext4 needs CAP_SYS_RESOURCE; xfs, btrfs and raw block volumes do not"
+        );
+    }
+    ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
+    let handle = NodeHandle::new(node.clone());
+    let routes = Routes::default()
+        .add_service(IdentityServer::new(Identity::new(
+            &config.driver_name,
+            able,
+        )))
+        .add_service(NodeServer::new(NodeService::new(
+            handle.clone(),
+            config.clone(),
+            options.topology,
+            can_grow,
+        )))
+        .add_service(NodeAdminServer::new(AdminService::new(
+            handle, config, pool_names, readiness,
+        )));
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        endpoint = %options.endpoint,
+        micros = begun.elapsed().as_micros(),
+        "serving"
+    );
+    serve_until_shutdown(listener, routes, node).await
+}
+
+/// Takes the socket and the run directory over from a dead or stalled agent.
+async fn take_node(endpoint: &Endpoint, run_dir: &Path) -> Result<Listener, Failure> {
+    endpoint.refuse_live().await?;
+    let run_dir = RunDir::lock(run_dir).await?;
+    ring::spawn(async {
+        run_dir.keep().await;
+        tracing::error!("another agent took over the run directory; exiting");
+        std::process::exit(1);
+    });
+    Ok(endpoint.take()?)
+}
+
+/// Sets up the gates, and checks the limit of descriptors.
+fn gates(options: &NodeOptions) -> Result<Gates, Failure> {
+    let volumes = options.max_volumes.unsigned_abs();
+    if let Some(why) = descriptors::too_few(descriptors::raise()?, volumes) {
+        tracing::warn!("{why}");
+    }
+    let gates = Gates::new(&options.limits);
+    luks::bound(gates.cryptsetup.clone());
+    Ok(gates)
+}
+
+fn serve_metrics(
+    addr: Option<SocketAddr>,
+    lanes: Lanes,
+    gates: Gates,
+    readiness: Readiness,
+) -> Result<(), Failure> {
+    let Some(addr) = addr else { return Ok(()) };
+    let metrics = metrics::install()?;
+    metrics.before_scrape(move || {
+        let stuck = lanes
+            .busy()
+            .iter()
+            .filter(|busy| busy.since.elapsed() > STUCK_AFTER)
+            .count();
+        metrics::lane_stuck(stuck);
+        metrics::lane_threads(lanes.threads());
+        gates.report();
+    });
+    ring::spawn(http::serve(addr, readiness, metrics));
+    Ok(())
+}
+
+/// Serves until SIGTERM. Calls on volumes wait until the node has restored its volumes.
+async fn serve_until_shutdown(
+    listener: Listener,
+    routes: Routes,
+    node: Arc<Node>,
+) -> Result<(), Failure> {
+    let restore_failed = async {
+        match node.take_up().await {
+            Ok(()) => pending().await,
+            Err(error) => format!("cannot restore the volumes of an earlier agent: {error}"),
+        }
+    };
+    let stop = async {
+        if let Err(error) = shutdown_signal().await {
+            tracing::error!(%error, "cannot listen for signals; stopping");
+        }
+    };
+    tokio::select! {
+        served = listener.serve(routes, stop, GRACE) => Ok(served?),
+        error = restore_failed => Err(error.into()),
+    }
+}
+
+/// Keeps the readiness of the agent, and logs its changes. A failure of a thread that
+/// every volume needs clears `able`, so that Kubernetes restarts the agent. A missing
+/// pool or the like affects only `readiness`: it may come back.
+async fn watch(node: Arc<Node>, able: Readiness, readiness: Readiness) {
+    let mut given = node.watch();
+    loop {
+        if let Some(reason) = node.has_ended() {
+            able.set(Some(reason.to_owned()));
+        }
+        let reason = match able.reason() {
+            Some(reason) => Some(reason),
+            None => given.what_is_wrong().await,
+        };
+        if reason != readiness.reason() {
+            if let Some(reason) = &reason {
+                tracing::error!(reason, "not ready");
+            } else {
+                tracing::info!("ready");
+            }
+        }
+        let pause = if reason.is_some() {
+            CHECK_UNREADY_EVERY
+        } else {
+            CHECK_EVERY
+        };
+        readiness.set(reason);
+        timer::sleep(pause).await;
+    }
+}
+
+/// Checks that mounts propagate to the host: pods do not see a mount in this container's
+/// own namespace.
+fn why_not_ready(kubelet_dir: &Path) -> std::io::Result<Option<String>> {
+    Ok((!table::propagation_reaches_host(kubelet_dir)?).then(|| {
+        format!(
+            "mounts below {} do not reach the host: mount it into the container with mountPropagation: Bidirectional",
+            kubelet_dir.display()
+        )
+    }))
+}

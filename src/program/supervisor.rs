@@ -1,0 +1,120 @@
+//! The process that keeps rbd-nbd's daemons, in a DaemonSet that is updated only
+//! by hand. `crate::supervisor` says why.
+
+use std::{path::PathBuf, process::ExitCode, time::Duration};
+
+use crate::{
+    config,
+    endpoint::{Endpoint, shutdown_signal},
+    error_chain,
+    kernel::{boot_id, privileges},
+    observe::logs::{self, Logs},
+    proto::holder::holder_server::HolderServer,
+    supervisor::{keeper::Keeper, memory_lock, registration, service::SupervisorService},
+};
+use clap::Parser;
+use tonic::service::Routes;
+
+/// Calls that are under way at SIGTERM may take so long.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Keeps rbd-nbd's daemons, and their keys in locked memory, for the node agent.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
+)]
+struct Options {
+    /// The socket on which the node agent reaches it.
+    #[arg(
+        long,
+        env = "URING_CSI_HOLDER_ENDPOINT",
+        default_value = "unix:///run/uring-csi-holder/holder.sock"
+    )]
+    endpoint: Endpoint,
+    /// For its records, without keys: a directory on a tmpfs.
+    #[arg(
+        long,
+        env = "URING_CSI_HOLDER_RUN_DIR",
+        default_value = "/run/uring-csi-holder",
+        value_name = "DIR"
+    )]
+    run_dir: PathBuf,
+    /// The program that serves images, by its path or its name.
+    #[arg(
+        long,
+        env = "URING_CSI_RBD_NBD",
+        default_value = "rbd-nbd",
+        value_name = "PROGRAM"
+    )]
+    rbd_nbd: String,
+    #[command(flatten)]
+    service: config::ServiceOptions,
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|verb| verb == registration::VERB)
+    {
+        return registration::child();
+    }
+    let options: Options = config::parse();
+    let _logs = match begin(&options.service) {
+        Ok(logs) => logs,
+        Err(error) => {
+            eprintln!("uring-csi-holder: {}", error_chain(&*error));
+            return ExitCode::FAILURE;
+        }
+    };
+    match run(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(
+                error = error_chain(&*error),
+                "rbd-nbd's daemons cannot be kept"
+            );
+            ExitCode::FAILURE
+        }
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+/// Gives up privileges, and then starts the second thread, which writes the log.
+fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
+    memory_lock::lock().map_err(|error| {
+        format!("its memory, where keys are, cannot be locked (it needs CAP_IPC_LOCK): {error}")
+    })?;
+    privileges::drop_what_no_holder_needs()?;
+    Ok(logs::init(service.log_format, &service.log_level)?)
+}
+
+fn run(options: Options) -> Result<(), Failure> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?
+        .block_on(serve(options))
+}
+
+async fn serve(options: Options) -> Result<(), Failure> {
+    crate::kernel::descriptors::raise()?;
+    // Taken before anything is looked at: two would each bring daemons back.
+    let listener = options.endpoint.bind().await?;
+    let records = options.run_dir.join("volumes");
+    let keeper = Keeper::open(&options.rbd_nbd, records, boot_id()?)?;
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        endpoint = %options.endpoint,
+        volumes = keeper.list().len(),
+        "serving"
+    );
+    let routes = Routes::default().add_service(HolderServer::new(SupervisorService::new(keeper)));
+    let stop = async {
+        if let Err(error) = shutdown_signal().await {
+            tracing::error!(%error, "cannot listen for signals; stopping");
+        }
+    };
+    Ok(listener.serve(routes, stop, GRACE).await?)
+}
