@@ -5,7 +5,7 @@ use super::{
     context::{Context, OnLane},
     error::Cause,
     mounted,
-    record::Phase,
+    record::{Phase, Record},
     spec::{Expand, Use},
     stats,
 };
@@ -13,21 +13,21 @@ use crate::kernel::sysfs;
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
 pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
-    let asked = spec.clone();
-    cx.run_on_lane(move |cx| on_lane(cx, &asked)).await
-}
-
-fn on_lane(cx: OnLane<'_>, spec: &Expand) -> Result<Outcome, Cause> {
     let record = cx
         .volume
         .record()
         .filter(|record| record.phase == Phase::Staged)
         .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
     cx.progress.backend(record.source.backend());
+    let spec = spec.clone();
+    cx.run_on_lane(move |cx| on_lane(cx, &record, &spec)).await
+}
+
+fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Cause> {
     // Nothing is mounted where a raw block volume is staged.
     let staged_there = record.usage == Use::Block
         && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path);
-    let looks = || stats::usage(&cx.node.places, &record, &spec.volume_path).is_ok();
+    let looks = || stats::usage(&cx.node.places, record, &spec.volume_path).is_ok();
     if !staged_there && !cx.step("look", looks) {
         return Err(Cause::NotFound(format!(
             "it is not at {}",

@@ -22,18 +22,20 @@ use crate::{
 /// `NodeAdmin.FormatVolume`: attaches, makes the file system, detaches.
 pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Cause> {
     cx.progress.backend(spec.source.backend());
+    if let Some(record) = cx.volume.record()
+        && !record.staging_path.as_os_str().is_empty()
+    {
+        return Err(Cause::precondition(format!(
+            "it is {}; unpublish and unstage it before it is formatted",
+            record.describe()
+        )));
+    }
     let (spec, looking) = (spec.clone(), cx.admit_look(&spec.source).await?);
     cx.on_lane(|cx| Box::pin(on_lane(cx, spec, looking))).await
 }
 
 async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Admission) -> Result<Outcome, Cause> {
     if let Some(record) = cx.volume.record() {
-        if !record.staging_path.as_os_str().is_empty() {
-            return Err(Cause::precondition(format!(
-                "it is {}; unpublish and unstage it before it is formatted",
-                record.describe()
-            )));
-        }
         // Left by a killed agent, in this very call.
         unstage::tear_down(cx, &record).await?;
     }
