@@ -45,6 +45,8 @@ pub mod registration;
 #[cfg(feature = "holder")]
 pub mod service;
 #[cfg(feature = "holder")]
+mod shared;
+#[cfg(feature = "holder")]
 mod volume;
 mod watch;
 

@@ -47,6 +47,7 @@ mod nested;
 mod occupied;
 mod places;
 mod prepare;
+mod progress;
 mod publish;
 mod reconcile;
 pub mod record;
@@ -61,17 +62,16 @@ mod watch;
 
 pub use error::{Cause, Error};
 pub use health::Severity;
-pub use held::Listed;
+pub use held::{Answer, Listed, Outcome};
 pub use stats::{Space, Usage};
-pub use task::{Answer, Outcome};
 
 use context::Context;
+use held::Volume;
 use occupied::Occupied;
 use places::Places;
 use reconcile::Untaken;
 use record::Records;
 use spec::{Call, Request};
-use task::Volume;
 
 /// An operator's settings of a node.
 #[derive(Clone, Debug)]

@@ -1,10 +1,9 @@
 //! All volumes, each with its task.
 
 use std::{
-    collections::BTreeMap,
     io,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use tokio::{
@@ -15,7 +14,8 @@ use tokio::{
 use super::{
     Spec, SupervisorError,
     records::Records,
-    volume::{Command, Reply, Status, Volume},
+    shared::{Command, Kept, Reply, Shared, Status},
+    volume::Volume,
 };
 use crate::{
     Done,
@@ -31,22 +31,6 @@ const IDLE_LANES: usize = 2;
 /// tokio, on which the volumes' tasks live.
 #[derive(Clone, Debug)]
 pub struct Keeper(Arc<Shared>);
-
-/// What all volumes share.
-#[derive(Debug)]
-pub struct Shared {
-    /// rbd-nbd.
-    pub(super) program: String,
-    pub(super) records: Records,
-    pub(super) lanes: Lanes,
-    volumes: Mutex<BTreeMap<String, Kept>>,
-}
-
-#[derive(Debug)]
-struct Kept {
-    commands: mpsc::UnboundedSender<Command>,
-    status: Arc<Mutex<Status>>,
-}
 
 impl Keeper {
     /// Takes up what the records in that directory tell of; `program` is rbd-nbd,
@@ -147,27 +131,5 @@ impl Keeper {
         let volume = Volume::new(volume_id, self.0.clone(), status.clone(), spec);
         tokio::spawn(volume.live(taken));
         Kept { commands, status }
-    }
-}
-
-impl Shared {
-    /// No code that could panic runs under this lock.
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Kept>> {
-        self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes a volume of which nothing is left off the list and off the record,
-    /// unless it has been asked for something.
-    pub(super) fn forget(&self, volume_id: &str, asked: &mpsc::UnboundedReceiver<Command>) -> bool {
-        let mut volumes = self.lock();
-        let idle = asked.is_empty();
-        if idle {
-            volumes.remove(volume_id);
-            // A record too many is seen to be of nothing by the next supervisor.
-            if let Err(error) = self.records.forget(volume_id) {
-                tracing::error!(volume = volume_id, %error, "a record is left");
-            }
-        }
-        idle
     }
 }

@@ -77,7 +77,7 @@ impl Test {
         drop(guard);
         let supervisor = Supervisor { runtime, keeper };
         let is_new =
-            |status: &super::volume::Status| status.pid.is_none() && status.trouble.is_none();
+            |status: &super::shared::Status| status.pid.is_none() && status.trouble.is_none();
         supervisor.until("a look at what there is", || {
             let listed = supervisor.keeper.list();
             !listed.iter().any(|(_, status)| is_new(status))
@@ -144,7 +144,7 @@ impl Supervisor {
         mapped.map(|(device, done)| (device.block.node, done))
     }
 
-    fn status(&self, test: &Test) -> super::volume::Status {
+    fn status(&self, test: &Test) -> super::shared::Status {
         let mut kept = self.keeper.list().into_iter();
         let of = kept.find(|(id, _)| *id == test.spec.volume_id);
         of.expect("a volume that is kept").1

@@ -26,15 +26,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::{
-    sync::{mpsc, oneshot},
-    time::sleep_until,
-};
+use tokio::{sync::mpsc, time::sleep_until};
 
 use super::{
-    Spec, SupervisorError, daemon::Daemon, error::failed, keeper::Shared, registration::Lineage,
+    Spec, SupervisorError,
+    daemon::Daemon,
+    error::failed,
+    registration::Lineage,
+    shared::{Command, Shared, Status},
 };
-use crate::{Done, kernel::nbd::NbdDevice, secret::Secret};
+use crate::kernel::nbd::NbdDevice;
 
 mod open;
 mod registration;
@@ -50,37 +51,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// The time between two tries to bring a daemon back; it doubles.
 const PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
-
-/// What a volume is asked to do.
-#[derive(Debug)]
-pub enum Command {
-    /// [`Volume::map`].
-    Map(Box<Spec>, Secret, Reply<(NbdDevice, Done)>),
-    /// [`Volume::reattach`].
-    Reattach(Option<String>, Secret, Reply<NbdDevice>),
-    /// [`Volume::grow`].
-    Grow(u64, Reply<u64>),
-    /// [`Volume::unmap`].
-    Unmap(Reply<Done>),
-}
-
-/// Who waits for the answer, if anybody does.
-pub type Reply<T> = oneshot::Sender<Result<T, SupervisorError>>;
-
-/// What is told of a volume at any time.
-#[derive(Clone, Debug, Default)]
-pub struct Status {
-    /// The image, where it is known.
-    pub image: Option<String>,
-    /// The device's node.
-    pub node: Option<String>,
-    /// The daemon's process id.
-    pub pid: Option<i32>,
-    /// The key is there.
-    pub has_key: bool,
-    /// What is wrong.
-    pub trouble: Option<String>,
-}
 
 /// A volume, in the hands of its task.
 #[derive(Debug)]

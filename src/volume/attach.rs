@@ -8,9 +8,9 @@ use super::{
     already,
     context::OnLane,
     error::Cause,
+    held::Volume,
     record::{Held, Record},
     spec::{Stage, Use},
-    task::Volume,
 };
 use crate::{
     device::{AttachOptions, Attachment, Device, Purpose, Source},

@@ -5,16 +5,12 @@
 //! last step ([`Context::on_lane`]): its steps block, and it has no thread while it waits
 //! for a place in a step, an event or a child. Only [`OnLane`] has steps.
 
-use std::{future::Future, ops::Deref, sync::Arc};
+use std::{future::Future, io, ops::Deref, path::PathBuf, sync::Arc};
 
 use futures_util::future::BoxFuture;
 use tracing::Instrument as _;
 
-use super::{
-    Node,
-    error::Cause,
-    task::{Progress, Volume},
-};
+use super::{Node, error::Cause, held::Volume, progress::Progress, record::Record};
 use crate::{
     admission::{Asked, Gate, Place as Admission},
     device::Source,
@@ -103,5 +99,54 @@ impl OnLane<'_> {
     /// Runs one step, which may block: it is named while it runs and counted when it ends.
     pub(super) fn step<T>(self, name: &'static str, work: impl FnOnce() -> T) -> T {
         self.progress.step(name, work)
+    }
+}
+
+impl OnLane<'_> {
+    /// Writes the volume's record down, then remembers it.
+    pub(super) async fn remember(self, record: &Record) -> Result<(), Cause> {
+        self.change_record(record.inline.is_some(), || self.node.records.save(record))
+            .await
+            .map_err(Cause::io("write the volume's record"))?;
+        self.volume.hold_record(record.clone());
+        Ok(())
+    }
+
+    /// Forgets the volume, on disk and here.
+    pub(super) async fn forget(self, is_inline: bool) -> Result<(), Cause> {
+        let id = &self.volume.id;
+        self.change_record(is_inline, || self.node.records.forget(id, is_inline))
+            .await
+            .map_err(Cause::io("remove the volume's record"))?;
+        self.volume.hold(None);
+        Ok(())
+    }
+
+    /// Changes the volume's record. An inline volume's is on a disk, which may hang, and
+    /// with it the lane.
+    async fn change_record(
+        self,
+        is_inline: bool,
+        change: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
+        if !is_inline {
+            return change();
+        }
+        let gate = &self.node.config.gates.record;
+        let admission = self.wait("record", gate.enter("")).await;
+        let _admission = admission.map_err(io::Error::other)?;
+        self.step("record", change)
+    }
+
+    /// A target at which the volume still appears.
+    pub(super) fn live_target(self) -> Option<PathBuf> {
+        let record = self.volume.record()?;
+        let mut targets = self.volume.targets();
+        if targets.paths.is_empty() {
+            return None;
+        }
+        let live = self.step("look", || targets.live(&self.node.places, &record));
+        self.volume.forget_gone(&targets);
+        live
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{io, path::PathBuf};
 
-use super::task::UnderWay;
+use super::progress::UnderWay;
 use crate::{
     Kind,
     admission::Full,

@@ -7,10 +7,8 @@ use super::{
     Error, Node,
     error::Cause,
     places::Places,
-    publish::RESTAGE,
     record::{Phase, Record},
     spec::Use,
-    stats,
 };
 use crate::{
     device::{self, Device},
@@ -21,6 +19,10 @@ use crate::{
 
 /// A step that takes longer than this is a condition of the volume.
 const STUCK_AFTER: Duration = Duration::from_secs(30);
+
+/// The remedy for a file system that has shut down.
+pub(super) const RESTAGE: &str = "the kernel log says why; once no pod of this node uses the volume it is \
+                           unstaged, and the next one finds it mounted anew";
 
 /// How bad it is (CSI `VolumeHealthErrorType`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +66,7 @@ impl Node {
             Cause::NotFound("this node does not hold it".to_owned()).of(&volume_id)
         })?;
         let mut found = Vec::new();
-        if let Some(under_way) = volume.under_way(&self)
+        if let Some(under_way) = volume.under_way(&self.lanes)
             && under_way.age > STUCK_AFTER
         {
             found.push(condition(
@@ -85,7 +87,9 @@ impl Node {
         {
             self.check_device(&record, device, &mut found);
             if let Use::Mount { .. } = record.usage {
-                let health = self.file_system_health(&volume, &record, deadline).await;
+                let health = self
+                    .file_system_health(&volume.asked, &record, deadline)
+                    .await;
                 found.extend(health.unwrap_or_else(|| {
                     vec![condition(
                         Severity::Inaccessible,
@@ -157,8 +161,6 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<Condition>
     let mut found = Vec::new();
     let mount_point = record.mount_point();
     let path = mount_point.display();
-    // Where it hangs, so does this.
-    let _ = stats::usage(places, record, &mount_point);
     let looked = (places.staging(&mount_point).ok()).and_then(|place| {
         let look = place.kind().ok()?;
         Some((place, look))

@@ -1,76 +1,139 @@
-//! What this node holds: changes to it, and the listing for operators.
+//! A volume of this node: its record and targets, the calls under way on it, and the
+//! listing for operators.
 
 use std::{
     collections::BTreeMap,
-    io,
+    fmt,
     path::{Path, PathBuf},
-    sync::{Arc, atomic::Ordering::Relaxed},
-    time::Duration,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
 };
+
+use futures_util::future::Shared;
+use tokio::sync::oneshot;
 
 use super::{
     Error, Node,
-    context::OnLane,
     error::Cause,
     places::{Places, absent_is_none},
+    progress::{Progress, UnderWay},
     record::{Held, Record, Target},
-    spec::Use,
-    task::{UnderWay, Volume},
+    spec::{Call, Request, Use},
+    stats::Asked,
 };
-use crate::{device::Device, fs::FsType, mount::PathKind, observe::metrics};
+use crate::{device::Device, fs::FsType, lane::Lanes, mount::PathKind, observe::metrics, ring};
 
-/// One volume, as `uringctl volumes` shows it.
-#[derive(Clone, Debug)]
-pub struct Listed {
-    /// The handle.
-    pub volume_id: String,
-    /// loop, nbd, rbd.
-    pub backend: &'static str,
-    /// The device, once attached.
-    pub device: Option<Device>,
-    /// ext4, xfs, btrfs or block.
-    pub access: &'static str,
-    /// Where it is staged.
-    pub staging_path: PathBuf,
-    /// Where it is published.
-    pub targets: BTreeMap<PathBuf, Target>,
-    /// staging, staged, unstaging, inline.
-    pub state: &'static str,
-    /// The call under way.
-    pub under_way: Option<UnderWay>,
+/// What a successful call reports back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Nothing but success.
+    Done,
+    /// The volume's size in bytes.
+    Size(u64),
+    /// The previous content of a device that an operator had formatted.
+    Was(String),
 }
 
-impl Node {
-    /// Every volume that this node holds or works on, by handle.
-    pub async fn list(self: Arc<Self>, deadline: Duration) -> Result<Vec<Listed>, Error> {
-        self.taken_up("", deadline).await?;
-        let mut volumes: Vec<_> = self.volumes().values().cloned().collect();
-        volumes.sort_by(|a, b| a.id.cmp(&b.id));
-        Ok(volumes.iter().map(|volume| self.listed(volume)).collect())
-    }
+/// A call's answer, shared by all who joined it.
+pub type Answer = Result<Outcome, Arc<Error>>;
 
-    fn listed(&self, volume: &Volume) -> Listed {
-        let under_way = volume.under_way(self);
-        let held = volume.held();
-        let record = held.as_ref().map(|held| &held.record);
-        Listed {
-            volume_id: volume.id.clone(),
-            backend: record.map_or("", |r| r.source.backend()),
-            device: record.and_then(|r| r.device.clone()),
-            access: record.map_or("", |r| match (&r.usage, r.fs) {
-                (Use::Block, _) => "block",
-                (Use::Mount { .. }, fs) => fs.map_or("", FsType::as_str),
-            }),
-            staging_path: record.map(|r| r.staging_path.clone()).unwrap_or_default(),
-            targets: held.as_ref().map(|h| h.targets.clone()).unwrap_or_default(),
-            state: record.map_or("", Record::state),
-            under_way,
+/// A call under way, as equal calls join it.
+#[derive(Clone)]
+pub struct Running {
+    /// What is asked.
+    pub request: Arc<Request>,
+    /// When it began.
+    pub begun: Instant,
+    /// Its step.
+    pub progress: Progress,
+    /// Its answer, once it ends.
+    pub answer: Shared<oneshot::Receiver<Answer>>,
+}
+
+/// How long a call waits for a conflicting brief one ([`Call::is_brief`]) before it is
+/// refused.
+const BRIEF: Duration = Duration::from_secs(1);
+
+impl Running {
+    /// Whether it is a brief call and ends in time: kubelet repeats a refused call after
+    /// half a second, much longer than a brief call takes.
+    pub async fn ends_within(&self, left: Duration) -> bool {
+        let left = left.min(BRIEF.saturating_sub(self.begun.elapsed()));
+        self.request.call.is_brief()
+            && ring::timer::timeout(left, self.answer.clone())
+                .await
+                .is_ok()
+    }
+}
+
+impl fmt::Debug for Running {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Running")
+            .field("call", &self.request.call)
+            .field("progress", &self.progress)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A volume that this node holds or works on.
+#[derive(Debug)]
+pub struct Volume {
+    /// The handle.
+    pub id: String,
+    /// Its record and targets, while this node holds it.
+    held: Mutex<Option<Held>>,
+    /// How often it was published; read and changed under the lock of `held`.
+    pub published: AtomicU64,
+    /// Questions to its file system.
+    pub asked: Arc<Asked>,
+    /// In the order in which they began: first the volume's task, then calls beside it.
+    running: Mutex<Vec<Running>>,
+}
+
+impl Volume {
+    /// A volume without a record.
+    pub fn new(id: &str) -> Self {
+        Self {
+            id: id.to_owned(),
+            held: Mutex::default(),
+            published: AtomicU64::default(),
+            asked: Arc::default(),
+            running: Mutex::default(),
         }
     }
 
-    /// How many volumes there are, in whatever state.
-    pub(super) fn count(&self) -> usize {
-        self.volumes().len()
+    /// Its record and targets, while this node holds it. Nothing can panic under this
+    /// lock.
+    pub fn held(&self) -> MutexGuard<'_, Option<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The calls under way. Nothing can panic under this lock.
+    pub fn running(&self) -> MutexGuard<'_, Vec<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The call under way, if any.
+    pub fn under_way(&self, lanes: &Lanes) -> Option<UnderWay> {
+        let progress = (self.running().first()).map(|first| first.progress.clone());
+        progress.map(|progress| progress.under_way(lanes))
+    }
+
+    /// Nothing is held, and nothing runs: the entry can go.
+    pub fn is_idle_and_empty(&self) -> bool {
+        self.running().is_empty() && self.held().is_none()
+    }
+
+    /// The equal call under way, or else one that this call must not run beside.
+    pub fn in_the_way(&self, call: &Call) -> Option<Running> {
+        let is_inline = (self.held().as_ref()).is_some_and(|held| held.record.inline.is_some());
+        let running = self.running();
+        let conflicts = |other: &&Running| is_inline || !call.may_begin_beside(&other.request.call);
+        let equal = running.iter().find(|other| other.request.call == *call);
+        equal.or_else(|| running.iter().find(conflicts)).cloned()
     }
 }
 
@@ -81,7 +144,7 @@ impl Volume {
     }
 
     /// Replaces the volume's record. Its targets stay: a publish may add one meanwhile.
-    fn hold_record(&self, record: Record) {
+    pub(super) fn hold_record(&self, record: Record) {
         self.change_held(|held| {
             let targets = held.take().map(|held| held.targets);
             let targets = targets.unwrap_or_default();
@@ -112,59 +175,10 @@ impl Record {
     }
 }
 
-impl OnLane<'_> {
-    /// Writes the volume's record down, then remembers it.
-    pub(super) async fn remember(self, record: &Record) -> Result<(), Cause> {
-        self.change_record(record.inline.is_some(), || self.node.records.save(record))
-            .await
-            .map_err(Cause::io("write the volume's record"))?;
-        self.volume.hold_record(record.clone());
-        Ok(())
-    }
-
-    /// Forgets the volume, on disk and here.
-    pub(super) async fn forget(self, is_inline: bool) -> Result<(), Cause> {
-        let id = &self.volume.id;
-        self.change_record(is_inline, || self.node.records.forget(id, is_inline))
-            .await
-            .map_err(Cause::io("remove the volume's record"))?;
-        self.volume.hold(None);
-        Ok(())
-    }
-
-    /// Changes the volume's record. An inline volume's is on a disk, which may hang, and
-    /// with it the lane.
-    async fn change_record(
-        self,
-        is_inline: bool,
-        change: impl FnOnce() -> io::Result<()>,
-    ) -> io::Result<()> {
-        if !is_inline {
-            return change();
-        }
-        let gate = &self.node.config.gates.record;
-        let admission = self.wait("record", gate.enter("")).await;
-        let _admission = admission.map_err(io::Error::other)?;
-        self.step("record", change)
-    }
-
-    /// A target at which the volume still appears.
-    pub(super) fn live_target(self) -> Option<PathBuf> {
-        let record = self.volume.record()?;
-        let mut targets = self.volume.targets();
-        if targets.paths.is_empty() {
-            return None;
-        }
-        let live = self.step("look", || targets.live(&self.node.places, &record));
-        self.volume.forget_gone(&targets);
-        live
-    }
-}
-
 /// A volume's targets at one moment, for its lane to look at.
 #[derive(Debug, Default)]
 pub(super) struct Targets {
-    paths: Vec<PathBuf>,
+    pub(super) paths: Vec<PathBuf>,
     /// How often the volume had been published by then.
     published: u64,
     /// The targets at which the volume no longer appears.
@@ -229,5 +243,60 @@ impl Volume {
         if let Some(held) = self.held().as_mut() {
             held.targets.remove(path);
         }
+    }
+}
+
+/// One volume, as `uringctl volumes` shows it.
+#[derive(Clone, Debug)]
+pub struct Listed {
+    /// The handle.
+    pub volume_id: String,
+    /// loop, nbd, rbd.
+    pub backend: &'static str,
+    /// The device, once attached.
+    pub device: Option<Device>,
+    /// ext4, xfs, btrfs or block.
+    pub access: &'static str,
+    /// Where it is staged.
+    pub staging_path: PathBuf,
+    /// Where it is published.
+    pub targets: BTreeMap<PathBuf, Target>,
+    /// staging, staged, unstaging, inline.
+    pub state: &'static str,
+    /// The call under way.
+    pub under_way: Option<UnderWay>,
+}
+
+impl Node {
+    /// Every volume that this node holds or works on, by handle.
+    pub async fn list(self: Arc<Self>, deadline: Duration) -> Result<Vec<Listed>, Error> {
+        self.taken_up("", deadline).await?;
+        let mut volumes: Vec<_> = self.volumes().values().cloned().collect();
+        volumes.sort_by(|a, b| a.id.cmp(&b.id));
+        Ok(volumes.iter().map(|volume| self.listed(volume)).collect())
+    }
+
+    fn listed(&self, volume: &Volume) -> Listed {
+        let under_way = volume.under_way(&self.lanes);
+        let held = volume.held();
+        let record = held.as_ref().map(|held| &held.record);
+        Listed {
+            volume_id: volume.id.clone(),
+            backend: record.map_or("", |r| r.source.backend()),
+            device: record.and_then(|r| r.device.clone()),
+            access: record.map_or("", |r| match (&r.usage, r.fs) {
+                (Use::Block, _) => "block",
+                (Use::Mount { .. }, fs) => fs.map_or("", FsType::as_str),
+            }),
+            staging_path: record.map(|r| r.staging_path.clone()).unwrap_or_default(),
+            targets: held.as_ref().map(|h| h.targets.clone()).unwrap_or_default(),
+            state: record.map_or("", Record::state),
+            under_way,
+        }
+    }
+
+    /// How many volumes there are, in whatever state.
+    pub(super) fn count(&self) -> usize {
+        self.volumes().len()
     }
 }

@@ -16,6 +16,7 @@ use super::{
     Outcome, already,
     context::{Context, OnLane},
     error::Cause,
+    health::RESTAGE,
     mounted,
     nested::PathOf,
     places::at_target,
@@ -310,10 +311,6 @@ fn publish_options(record: &Record, spec: &Publish) -> Result<MountOptions, Caus
         _ => Err(Cause::precondition(format!("it is {}", record.describe()))),
     }
 }
-
-/// The remedy for a file system that has shut down.
-pub(super) const RESTAGE: &str = "the kernel log says why; once no pod of this node uses the volume it is \
-                           unstaged, and the next one finds it mounted anew";
 
 /// Rejects a file system that was shut down.
 pub(super) fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {

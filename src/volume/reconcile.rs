@@ -26,9 +26,9 @@ use super::{
     error::Cause,
     layout,
     places::{Places, absent_is_none},
+    progress::Progress,
     record::{Held, Phase, Record, Records, Target},
     spec::{Call, Use},
-    task::Progress,
 };
 use crate::{
     capability::AccessMode,

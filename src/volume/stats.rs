@@ -27,7 +27,6 @@ use super::{
     places::Places,
     record::Record,
     spec::Use,
-    task::Volume,
 };
 use crate::{hold_point, kernel::sysfs, mount::PathKind, ring};
 
@@ -117,7 +116,7 @@ impl Node {
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.canonical(&path);
         let about = About::Usage(path.clone());
-        if let Some(Told::Usage(answer)) = self.ask(&volume, &record, about, deadline).await {
+        if let Some(Told::Usage(answer)) = self.ask(&volume.asked, &record, about, deadline).await {
             return answer;
         }
         let last = volume.asked.lock().last.get(&path).copied();
@@ -133,11 +132,11 @@ impl Node {
     /// time.
     pub async fn file_system_health(
         &self,
-        volume: &Arc<Volume>,
+        asked: &Arc<Asked>,
         record: &Record,
         deadline: Duration,
     ) -> Option<Vec<Condition>> {
-        match self.ask(volume, record, About::Health, deadline).await? {
+        match self.ask(asked, record, About::Health, deadline).await? {
             Told::Health(found) => Some(found),
             Told::Usage(_) => None,
         }
@@ -147,14 +146,14 @@ impl Node {
     /// long.
     async fn ask(
         &self,
-        volume: &Arc<Volume>,
+        asked: &Arc<Asked>,
         record: &Record,
         about: About,
         deadline: Duration,
     ) -> Option<Told> {
         let until = Instant::now() + deadline.min(ANSWERS_WITHIN);
         loop {
-            let question = self.question(volume, record, &about);
+            let question = self.question(asked, record, &about);
             let left = until.saturating_duration_since(Instant::now());
             match ring::timer::timeout(left, question.answer).await {
                 Ok(Ok(answer)) if question.about == about => return Some(answer),
@@ -162,7 +161,7 @@ impl Node {
                 Ok(Ok(_)) if !left.is_zero() => {}
                 Ok(Err(_)) => {
                     // The lane panicked: the next call asks anew.
-                    volume.asked.lock().under_way = None;
+                    asked.lock().under_way = None;
                     return None;
                 }
                 _ => return None,
@@ -171,8 +170,8 @@ impl Node {
     }
 
     /// The look under way at the volume, or a new one.
-    fn question(&self, volume: &Arc<Volume>, record: &Record, about: &About) -> Question {
-        let mut asked = volume.asked.lock();
+    fn question(&self, shared: &Arc<Asked>, record: &Record, about: &About) -> Question {
+        let mut asked = shared.lock();
         if let Some(question) = &asked.under_way {
             return question.clone();
         }
@@ -183,21 +182,26 @@ impl Node {
         };
         asked.under_way = Some(question.clone());
         drop(asked);
-        let (places, record, about) = (self.places.clone(), record.clone(), about.clone());
-        let looks = self.lanes.run(&volume.id, "statfs", move || {
+        let (places, about) = (self.places.clone(), about.clone());
+        let of = record.clone();
+        let looks = self.lanes.run(&record.volume_id, "statfs", move || {
             let told = match &about {
                 About::Usage(path) => {
-                    let usage = usage(&places, &record, path);
-                    Told::Usage(usage.map_err(|cause| Arc::new(cause.of(&record.volume_id))))
+                    let usage = usage(&places, &of, path);
+                    Told::Usage(usage.map_err(|cause| Arc::new(cause.of(&of.volume_id))))
                 }
-                About::Health => Told::Health(health::of_file_system(&places, &record)),
+                About::Health => {
+                    // Where it hangs, so does this.
+                    let _ = usage(&places, &of, &of.mount_point());
+                    Told::Health(health::of_file_system(&places, &of))
+                }
             };
             (about, told)
         });
-        let volume = Arc::clone(volume);
+        let shared = Arc::clone(shared);
         ring::spawn(async move {
             let (about, told) = looks.await;
-            let mut asked = volume.asked.lock();
+            let mut asked = shared.lock();
             asked.under_way = None;
             match (about, &told) {
                 (About::Usage(path), Told::Usage(Ok(usage))) => asked.last.insert(path, *usage),

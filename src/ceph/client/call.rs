@@ -1,24 +1,28 @@
 //! One call of a library's, around the call itself: its arguments made to what C
 //! takes, its answer to what Rust does, its failure to an error with words.
 
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::{
+    ffi::{CStr, CString, c_char, c_int},
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use rustix::io::Errno;
 
-use super::{CephError, rados::Cluster};
+use super::CephError;
 use crate::crash_point;
 
 /// A call about to be made. `object` says on what, where the call fails.
 pub(super) struct Call<'a, F> {
-    cluster: &'a Cluster,
+    lost: &'a AtomicBool,
     operation: &'static str,
     object: F,
 }
 
 impl<'a, F: Fn() -> String> Call<'a, F> {
-    pub fn new(cluster: &'a Cluster, operation: &'static str, object: F) -> Self {
+    /// `lost` is set where the call shows that its connection is.
+    pub fn new(lost: &'a AtomicBool, operation: &'static str, object: F) -> Self {
         Self {
-            cluster,
+            lost,
             operation,
             object,
         }
@@ -27,7 +31,7 @@ impl<'a, F: Fn() -> String> Call<'a, F> {
     /// The error that this call answered `errno`.
     pub fn error(&self, errno: Errno) -> CephError {
         if matches!(errno, Errno::SHUTDOWN | Errno::TIMEDOUT | Errno::NOTCONN) {
-            self.cluster.lose();
+            self.lost.store(true, Ordering::Relaxed);
         }
         CephError::new(self.operation, (self.object)(), errno)
     }

@@ -95,11 +95,6 @@ impl Cluster {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// A call has shown it.
-    pub(super) fn lose(&self) {
-        self.lost.store(true, Ordering::Relaxed);
-    }
-
     /// The id of the pool of that name. A name that is not known is looked up
     /// again in the cluster's newest map.
     pub fn pool_id(&self, name: &str) -> Result<i64, CephError> {
@@ -180,7 +175,7 @@ impl Cluster {
         operation: &'static str,
         object: F,
     ) -> Call<'_, F> {
-        Call::new(self, operation, object)
+        Call::new(&self.lost, operation, object)
     }
 }
 
