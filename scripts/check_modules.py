@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that the modules of src/ use each other as docs/architecture.md says, and none
-in a circle.
+"""Checks that the modules of src/ use each other as docs/architecture.md says, and that
+neither they nor the files within one use each other in a circle.
 
 A module uses another where its code, tests left out, has a path into it: `crate::fs::probe`
 in src/volume is an arrow from `volume` to `fs`.
@@ -63,17 +63,24 @@ def targets(path, module):
 
 
 def arrows():
-    """{(from, to): a file that has the arrow}"""
+    """{(from, to): a file that has the arrow}, between modules and between files"""
     files = [path for path in sorted(SRC.rglob("*.rs")) if not TEST.search(str(path.relative_to(SRC)))]
     files.remove(SRC / "lib.rs")
-    names = {module_of(path)[0] for path in files}
-    found = {}
+    names = {"::".join(module_of(path)) for path in files}
+    of_modules, of_files = {}, {}
     for path in files:
         module = module_of(path)
         for target in targets(path, module):
-            if target and target[0] in names and target[0] != module[0]:
-                found.setdefault((module[0], target[0]), path.relative_to(ROOT))
-    return found
+            # The last parts of a path are items of a file.
+            while target and "::".join(target) not in names:
+                target = target[:-1]
+            if not target or target == module:
+                continue
+            found = path.relative_to(ROOT)
+            of_files.setdefault(("::".join(module), "::".join(target)), found)
+            if target[0] != module[0]:
+                of_modules.setdefault((module[0], target[0]), found)
+    return of_modules, of_files
 
 
 def circle(edges):
@@ -107,11 +114,12 @@ def documented():
 
 
 def main():
-    found = arrows()
+    found, of_files = arrows()
     wrong = []
-    if way := circle(found):
-        steps = [f"  {pair[0]} → {pair[1]}: {found[pair]}" for pair in zip(way, way[1:] + way[:1])]
-        wrong.append("\n".join(["a circle of modules:", *steps]))
+    for edges in found, of_files:
+        if way := circle(edges):
+            steps = [f"  {pair[0]} → {pair[1]}: {edges[pair]}" for pair in zip(way, way[1:] + way[:1])]
+            wrong.append("\n".join(["a circle:", *steps]))
     listed, common = documented()
     real = {pair for pair in found if pair[1] not in common}
     wrong += [f"{one} → {other}, in {found[one, other]}, is not in {DOCUMENT.name}" for one, other in sorted(real - listed)]

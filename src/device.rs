@@ -11,6 +11,7 @@ mod ceph;
 mod checks;
 mod context;
 pub mod descriptor_lock;
+mod dispatch;
 mod error;
 mod exports;
 mod format_markers;
@@ -30,15 +31,16 @@ mod used;
 pub(crate) mod scratch;
 
 pub use backend::{
-    AttachOptions, Attachment, Backends, Backing, Condition, Device, Fencing, Owner, Purpose,
+    AttachOptions, Attachment, Backing, Condition, Device, Fencing, FormatMarker, Owner, Purpose,
 };
 pub use blank::blank;
 pub use ceph::{CephImages, STAGE_FILE, ThisNode};
 pub use checks::Check;
 pub use context::{SourceError, set_by_kubernetes};
+pub use dispatch::Backends;
 pub use error::DeviceError;
 pub use exports::Exports;
-pub use format_markers::{FormatMarker, NodeFormatMarkers};
+pub use format_markers::NodeFormatMarkers;
 pub use held_open::HeldOpen;
 pub use images::{ImageFiles, ImageSource};
 pub use loop_attach::set_read_only;

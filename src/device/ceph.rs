@@ -15,9 +15,9 @@ use std::sync::Arc;
 
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
-    backend::{Attachment, BackendVolume, FoundDevice, Owner},
+    backend::{Attachment, BackendVolume, FormatMarker, FoundDevice, Owner},
     error::{DeviceError, io},
-    format_markers::{FormatMarker, NodeFormatMarkers},
+    format_markers::NodeFormatMarkers,
     luks, used,
 };
 use crate::{
@@ -30,13 +30,12 @@ use crate::{
         },
         krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
-    error_chain,
     kernel::{Dev, block::BlockDev, nbd::identifier_of, sysfs},
     supervisor::Watch,
 };
 
 mod encrypted;
-mod error;
+pub(super) mod error;
 mod format_marker;
 mod library;
 mod lower_device;
@@ -48,11 +47,11 @@ mod source;
 mod stage_file;
 
 pub use error::CephImageError;
-pub use format_marker::{Format, ImageFormatMarker};
 pub use registration::ThisNode;
 pub use source::CephSource;
 pub use stage_file::STAGE_FILE;
 
+use format_marker::Format;
 use lower_device::LowerDevice;
 use map::Known;
 use mounter::Mounter;
@@ -269,7 +268,7 @@ impl BoundCephImage<'_> {
         known: &Known<'_>,
         lower: &LowerDevice,
         options: &AttachOptions,
-    ) -> Result<(Option<BlockDev>, FormatMarker), DeviceError> {
+    ) -> Result<(Option<BlockDev>, Arc<dyn FormatMarker>), DeviceError> {
         self.register(known, lower, options)?;
         let over = match &self.source.kms {
             Some(kms) => Some(self.decrypt(known, kms, lower, options)?),
@@ -294,14 +293,11 @@ impl BackendVolume for BoundCephImage<'_> {
         }
         match self.open(&known, &lower, options) {
             Ok((over, marker)) => {
-                let (device, format_marker) = (lower.shown(over), Arc::new(marker));
-                Ok((
-                    Attachment {
-                        device,
-                        format_marker,
-                    },
-                    done,
-                ))
+                let attachment = Attachment {
+                    device: lower.shown(over),
+                    format_marker: marker,
+                };
+                Ok((attachment, done))
             }
             Err(error) => {
                 if done == Done::Already {
@@ -311,11 +307,7 @@ impl BackendVolume for BoundCephImage<'_> {
                     .and_then(|device| self.detach(&device, &options.volume_id));
                 match undone {
                     Ok(_) => Err(error),
-                    Err(undo) => Err(CephImageError::NotUndone {
-                        cause: Box::new(error),
-                        undo: error_chain(&undo),
-                    }
-                    .into()),
+                    Err(undo) => Err(CephImageError::not_undone(&error, &undo).into()),
                 }
             }
         }
@@ -388,10 +380,7 @@ impl BackendVolume for BoundCephImage<'_> {
     }
 
     fn leaves_partial_format(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        Ok(self
-            .images
-            .format_markers
-            .is_fresh(self.source, volume_id)?)
+        self.images.format_markers.is_fresh(self.source, volume_id)
     }
 
     /// The controller grows the image; here its device follows.

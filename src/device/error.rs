@@ -3,8 +3,8 @@
 use std::{io, path::PathBuf};
 
 use super::{
-    ceph::CephImageError, format_markers::FormatMarkerError, loopdev::LoopError, luks::LuksError,
-    nbd::NbdError, openers::Opener,
+    ceph::error::CephImageError, loopdev::LoopError, luks::LuksError, nbd::NbdError,
+    openers::Opener,
 };
 use crate::{
     Kind,
@@ -66,9 +66,6 @@ pub enum DeviceError {
         /// Its size.
         bytes: u64,
     },
-    /// A note of a format.
-    #[error(transparent)]
-    FormatMarker(#[from] FormatMarkerError),
     /// The kernel refused something else.
     #[error("cannot {what}")]
     Io {
@@ -104,7 +101,7 @@ impl DeviceError {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Kind::Exhausted,
                 _ => Kind::Transient,
             },
-            Self::FormatMarker(_) | Self::Changed { .. } | Self::Io { .. } => Kind::Transient,
+            Self::Changed { .. } | Self::Io { .. } => Kind::Transient,
         }
     }
 

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
-    backend::{Attachment, BackendVolume, FoundDevice, Owner},
+    backend::{Attachment, BackendVolume, FormatMarker as _, FoundDevice, Owner},
     context::{Context, SourceError},
     error::{DeviceError, io},
-    format_markers::{FormatMarker, NodeFormatMarkers},
+    format_markers::NodeFormatMarkers,
     nbd::{self, Identifier, Links},
     used,
 };
@@ -233,8 +233,7 @@ impl BoundExport<'_> {
 
 impl BackendVolume for BoundExport<'_> {
     fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError> {
-        let marker =
-            FormatMarker::Node(self.exports.format_markers.clone(), self.source.to_string());
+        let marker = self.exports.format_markers.of(self.source.to_string());
         if options.gives_out_raw() {
             marker.clear()?;
         }
@@ -294,14 +293,11 @@ impl BackendVolume for BoundExport<'_> {
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {
         // Whoever has it next may fill it.
-        Ok(self.exports.format_markers.clear(self.source)?)
+        self.exports.format_markers.clear(self.source)
     }
 
     fn leaves_partial_format(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        Ok(self
-            .exports
-            .format_markers
-            .is_fresh(self.source, volume_id)?)
+        self.exports.format_markers.is_fresh(self.source, volume_id)
     }
 
     /// What is behind it grows at the server.

@@ -1,7 +1,7 @@
 //! Which sources have a file system under way.
 //!
-//! An image of a pool has its note beside it ([`format_marker`]), a Ceph image in its
-//! metadata ([`ImageFormatMarker`]), for whichever node has it next. An export, and a Ceph
+//! An image of a pool has its marker beside it (`pool::format_marker`), a Ceph image in its
+//! metadata (`ceph::format_marker`), for whichever node has it next. An export, and a Ceph
 //! image where librados is missing, is out of reach: the note is this node's, and holds
 //! only while the volume is this node's. It is on a tmpfs, and goes when the volume is
 //! unstaged. What an interrupted mkfs left is blanked out then, as long as the note is
@@ -9,58 +9,13 @@
 //! reboot, that may be another node's by now, and is formatted again by an operator's
 //! request only.
 
-use std::{fmt::Display, fs, io, path::PathBuf, sync::Arc, time::Duration};
+use std::{fmt::Display, fs, io, path::PathBuf, time::Duration};
 
 use super::{
-    ceph::{Format, ImageFormatMarker},
-    error::DeviceError,
+    backend::FormatMarker,
+    error::{DeviceError, io},
 };
-use crate::{
-    crash_point, digest,
-    pool::{Pool, format_marker},
-};
-
-/// Where it is noted that something is being made on one source.
-#[derive(Debug)]
-pub enum FormatMarker {
-    /// Beside an image of a pool.
-    Pool(Pool, String),
-    /// In the metadata of a Ceph image.
-    Image(Arc<ImageFormatMarker>, Format),
-    /// On this node, under what it is made on.
-    Node(NodeFormatMarkers, String),
-}
-
-impl FormatMarker {
-    /// Records durably that a format of this volume is about to begin.
-    pub fn set(&self, volume_id: &str) -> Result<(), DeviceError> {
-        match self {
-            Self::Pool(pool, image) => Ok(format_marker::set(pool, image, volume_id)?),
-            Self::Image(marker, what) => Ok(marker.set(*what, volume_id)?),
-            Self::Node(markers, source) => Ok(markers.set(source, volume_id)?),
-        }
-    }
-
-    /// Whether it has begun for this volume and not ended.
-    pub fn format_in_progress(&self, volume_id: &str) -> Result<bool, DeviceError> {
-        match self {
-            Self::Pool(pool, image) => {
-                Ok(format_marker::format_in_progress(pool, image, volume_id)?)
-            }
-            Self::Image(marker, what) => Ok(marker.format_in_progress(*what, volume_id)?),
-            Self::Node(markers, source) => Ok(markers.format_in_progress(source, volume_id)?),
-        }
-    }
-
-    /// From now on the source may hold data.
-    pub fn clear(&self) -> Result<(), DeviceError> {
-        match self {
-            Self::Pool(pool, image) => Ok(format_marker::clear(pool, image)?),
-            Self::Image(marker, _) => Ok(marker.clear()?),
-            Self::Node(markers, source) => Ok(markers.clear(source)?),
-        }
-    }
-}
+use crate::{crash_point, digest};
 
 /// Before a mkfs a node makes sure that it has the source alone. Another one finds
 /// it free when Ceph has not heard of the first for 30 seconds
@@ -68,27 +23,15 @@ impl FormatMarker {
 const ALONE_FOR: Duration = Duration::from_secs(20);
 
 /// How long the machine is up (proc(5)), in whole seconds.
-fn uptime() -> Result<Duration, FormatMarkerError> {
-    let text = fs::read_to_string("/proc/uptime").map_err(failed("read /proc/uptime"))?;
+fn uptime() -> Result<Duration, DeviceError> {
+    let text = fs::read_to_string("/proc/uptime").map_err(io("read /proc/uptime"))?;
     let whole = text.split('.').next().and_then(|text| text.parse().ok());
-    let odd = || failed("read /proc/uptime")(io::ErrorKind::InvalidData.into());
+    let odd = || io("read /proc/uptime")(io::ErrorKind::InvalidData.into());
     whole.map(Duration::from_secs).ok_or_else(odd)
 }
 
 fn is_recent(since: Duration, now: Duration) -> bool {
     now.saturating_sub(since) < ALONE_FOR
-}
-
-/// A note that could not be read or written.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot {what}")]
-pub struct FormatMarkerError {
-    what: &'static str,
-    source: io::Error,
-}
-
-fn failed(what: &'static str) -> impl FnOnce(io::Error) -> FormatMarkerError {
-    move |source| FormatMarkerError { what, source }
 }
 
 /// The notes of this node.
@@ -104,19 +47,24 @@ impl NodeFormatMarkers {
         Ok(Self { dir })
     }
 
+    /// The marker of one source.
+    pub fn of(&self, source: String) -> NodeFormatMarker {
+        NodeFormatMarker(self.clone(), source)
+    }
+
     fn path(&self, source: &dyn Display) -> PathBuf {
         self.dir.join(digest::sha256_hex(&source.to_string()))
     }
 
     /// A mkfs of the source is about to begin, for this volume.
-    pub fn set(&self, source: &dyn Display, volume_id: &str) -> Result<(), FormatMarkerError> {
+    pub fn set(&self, source: &dyn Display, volume_id: &str) -> Result<(), DeviceError> {
         let text = format!("{} {volume_id}", uptime()?.as_secs());
         let path = self.path(source);
         let draft = path.with_extension("tmp");
         // In one step: half a note would be none, and what mkfs leaves somebody's data.
         fs::write(&draft, text)
             .and_then(|()| fs::rename(&draft, &path))
-            .map_err(failed("set the format marker"))?;
+            .map_err(io("set the format marker"))?;
         crash_point();
         Ok(())
     }
@@ -126,16 +74,12 @@ impl NodeFormatMarkers {
         &self,
         source: &dyn Display,
         volume_id: &str,
-    ) -> Result<bool, FormatMarkerError> {
+    ) -> Result<bool, DeviceError> {
         Ok(self.since(source, volume_id)?.is_some())
     }
 
     /// Whether that was so recently that no other node can have the source.
-    pub fn is_fresh(
-        &self,
-        source: &dyn Display,
-        volume_id: &str,
-    ) -> Result<bool, FormatMarkerError> {
+    pub fn is_fresh(&self, source: &dyn Display, volume_id: &str) -> Result<bool, DeviceError> {
         let Some(since) = self.since(source, volume_id)? else {
             return Ok(false);
         };
@@ -147,10 +91,10 @@ impl NodeFormatMarkers {
         &self,
         source: &dyn Display,
         volume_id: &str,
-    ) -> Result<Option<Duration>, FormatMarkerError> {
+    ) -> Result<Option<Duration>, DeviceError> {
         let text = match fs::read_to_string(self.path(source)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            text => text.map_err(failed("read the format marker"))?,
+            text => text.map_err(io("read the format marker"))?,
         };
         let noted = text
             .split_once(' ')
@@ -159,15 +103,33 @@ impl NodeFormatMarkers {
     }
 
     /// The source holds, or may hold from now on, somebody's data.
-    pub fn clear(&self, source: &dyn Display) -> Result<(), FormatMarkerError> {
+    pub fn clear(&self, source: &dyn Display) -> Result<(), DeviceError> {
         let removed = fs::remove_file(self.path(source));
         crash_point();
         match removed {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(failed("clear the format marker")(error))
+                Err(io("clear the format marker")(error))
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// The marker of one source on this node.
+#[derive(Debug)]
+pub struct NodeFormatMarker(NodeFormatMarkers, String);
+
+impl FormatMarker for NodeFormatMarker {
+    fn set(&self, volume_id: &str) -> Result<(), DeviceError> {
+        self.0.set(&self.1, volume_id)
+    }
+
+    fn format_in_progress(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        self.0.format_in_progress(&self.1, volume_id)
+    }
+
+    fn clear(&self) -> Result<(), DeviceError> {
+        self.0.clear(&self.1)
     }
 }
 

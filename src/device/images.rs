@@ -8,10 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
-    backend::{Attachment, BackendVolume},
+    backend::{Attachment, BackendVolume, FormatMarker},
     context::{Context, SourceError},
     error::{DeviceError, io},
-    format_markers::FormatMarker,
     loop_attach,
     loopdev::{self, FileId},
     owed::Owed,
@@ -286,7 +285,7 @@ impl BackendVolume for BoundImage<'_> {
                 Err(error)
             })?;
         let claimed = claim::claim(pool, image, &self.claim(options))?;
-        let format_marker = Arc::new(FormatMarker::Pool(pool.clone(), image.clone()));
+        let format_marker = Arc::new(PoolFormatMarker(pool.clone(), image.clone()));
         if options.gives_out_raw() {
             format_marker.clear()?;
         }
@@ -364,6 +363,26 @@ impl BackendVolume for BoundImage<'_> {
         self.enlarge(bytes)?;
         loopdev::resize(&loop_attach::loop_device(device)?)?;
         sysfs::size_bytes(device.dev).map_err(io("read the device's size"))
+    }
+}
+
+/// The marker beside an image of a pool.
+#[derive(Debug)]
+struct PoolFormatMarker(Pool, String);
+
+impl FormatMarker for PoolFormatMarker {
+    fn set(&self, volume_id: &str) -> Result<(), DeviceError> {
+        Ok(format_marker::set(&self.0, &self.1, volume_id)?)
+    }
+
+    fn format_in_progress(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        Ok(format_marker::format_in_progress(
+            &self.0, &self.1, volume_id,
+        )?)
+    }
+
+    fn clear(&self) -> Result<(), DeviceError> {
+        Ok(format_marker::clear(&self.0, &self.1)?)
     }
 }
 

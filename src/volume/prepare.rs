@@ -163,8 +163,8 @@ impl Preparing<'_> {
             other => {
                 let blank = matches!(other, Content::Blank);
                 // A format marker is trusted only for content that a mkfs leaves.
-                let scrap =
-                    other.is_partial_format() && self.marked(FormatMarker::format_in_progress)?;
+                let scrap = other.is_partial_format()
+                    && self.marked(<dyn FormatMarker>::format_in_progress)?;
                 if !blank && !scrap {
                     return Err(Cause::Foreign {
                         device: device.node.clone(),
@@ -206,10 +206,10 @@ impl Preparing<'_> {
     /// Reads or changes the format marker.
     fn marked<T>(
         self,
-        what: impl FnOnce(&FormatMarker, &str) -> Result<T, DeviceError>,
+        what: impl FnOnce(&(dyn FormatMarker + 'static), &str) -> Result<T, DeviceError>,
     ) -> Result<T, Cause> {
         let cx = self.cx;
-        let work = || what(&self.attached.format_marker, &cx.volume.id);
+        let work = || what(&*self.attached.format_marker, &cx.volume.id);
         Ok(cx.step("note", work)?)
     }
 

@@ -1,11 +1,8 @@
 //! Why a Ceph image is no device, or a device does not go.
 
-use std::path::PathBuf;
+use std::{error::Error, path::PathBuf};
 
-use super::{
-    super::{error::DeviceError, format_markers::FormatMarkerError, luks::LuksError},
-    source::TUNING,
-};
+use super::{super::luks::LuksError, source::TUNING};
 use crate::{
     Kind,
     ceph::{
@@ -122,19 +119,13 @@ pub enum CephImageError {
         nodes: Vec<PathBuf>,
     },
     /// It failed, and what it had done could not be undone.
-    #[error(
-        "{}; and it stays mapped ({undo}): the next call takes it up",
-        error_chain(cause)
-    )]
+    #[error("{cause}; and it stays mapped ({undo}): the next call takes it up")]
     NotUndone {
         /// Why it failed.
-        cause: Box<DeviceError>,
+        cause: String,
         /// Why the undo failed.
         undo: String,
     },
-    /// A note of a format.
-    #[error(transparent)]
-    FormatMarker(#[from] FormatMarkerError),
     /// rbd-nbd is asked for, and nobody keeps its daemons.
     #[error(
         "image {image} is to be served by rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
@@ -193,11 +184,10 @@ fn list(nodes: &[PathBuf]) -> String {
 }
 
 impl CephImageError {
-    /// The same where something is left, which the caller must not take for done.
-    #[must_use]
-    pub fn not_undone(self, undo: &DeviceError) -> Self {
+    /// `cause`, after which what was done could not be undone either.
+    pub fn not_undone(cause: &dyn Error, undo: &dyn Error) -> Self {
         Self::NotUndone {
-            cause: Box::new(self.into()),
+            cause: error_chain(cause),
             undo: error_chain(undo),
         }
     }
@@ -223,7 +213,6 @@ impl CephImageError {
             Self::Credentials(_) => Kind::Unauthenticated,
             Self::Coming => Kind::InUse,
             Self::Cluster(_)
-            | Self::FormatMarker(_)
             | Self::NotUndone { .. }
             | Self::UnknownClient { .. }
             | Self::Unserved { .. } => Kind::Transient,

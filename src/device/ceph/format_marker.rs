@@ -34,7 +34,7 @@ use super::{BoundCephImage, CephImageError, Known};
 use crate::{
     ceph::client::{CephError, rbd::Header},
     crash_point,
-    device::{AttachOptions, FormatMarker},
+    device::{AttachOptions, DeviceError, backend::FormatMarker, format_markers::NodeFormatMarker},
 };
 
 /// Under which key of the image's metadata.
@@ -42,7 +42,7 @@ pub const KEY: &str = "uring-csi/making";
 
 /// The format that is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub(super) enum Format {
     /// A file system, maybe on an encrypted device.
     FileSystem,
     /// A LUKS header.
@@ -118,6 +118,24 @@ impl ImageFormatMarker {
     }
 }
 
+/// The marker of one kind of format in the image's metadata.
+#[derive(Debug)]
+struct MarkerInImage(Arc<ImageFormatMarker>, Format);
+
+impl FormatMarker for MarkerInImage {
+    fn set(&self, volume_id: &str) -> Result<(), DeviceError> {
+        Ok(self.0.set(self.1, volume_id)?)
+    }
+
+    fn format_in_progress(&self, volume_id: &str) -> Result<bool, DeviceError> {
+        Ok(self.0.format_in_progress(self.1, volume_id)?)
+    }
+
+    fn clear(&self) -> Result<(), DeviceError> {
+        Ok(self.0.clear()?)
+    }
+}
+
 impl BoundCephImage<'_> {
     /// The format marker of the image: in its metadata, for a node that may write it,
     /// where librados is there. A staged image is not being formatted, and the cluster is
@@ -127,24 +145,24 @@ impl BoundCephImage<'_> {
         known: &Known<'_>,
         making: Format,
         options: &AttachOptions,
-    ) -> Result<FormatMarker, CephImageError> {
+    ) -> Result<Arc<dyn FormatMarker>, CephImageError> {
         if !options.read_only
             && !options.staged
             && let Some(asked) = known.asked(&self.images.connections)?
             && let Some(note) = &asked.format_marker
         {
-            return Ok(FormatMarker::Image(Arc::clone(note), making));
+            return Ok(Arc::new(MarkerInImage(Arc::clone(note), making)));
         }
-        Ok(self.node_marker(making))
+        Ok(Arc::new(self.node_marker(making)))
     }
 
     /// The marker on this node.
-    pub(super) fn node_marker(&self, making: Format) -> FormatMarker {
+    pub(super) fn node_marker(&self, making: Format) -> NodeFormatMarker {
         let what = match making {
             Format::FileSystem => self.source.to_string(),
             Format::Luks => format!("LUKS of {}", self.source),
         };
-        FormatMarker::Node(self.images.format_markers.clone(), what)
+        self.images.format_markers.of(what)
     }
 }
 

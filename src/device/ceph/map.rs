@@ -159,7 +159,7 @@ impl BoundCephImage<'_> {
             Ok(()) => Ok(mapped),
             Err(cause) => Err(match krbd::unmap(&mapped.0) {
                 Ok(_) => cause,
-                Err(undo) => cause.not_undone(&undo.into()),
+                Err(undo) => CephImageError::not_undone(&cause, &undo),
             }),
         }
     }

@@ -244,7 +244,7 @@ impl BoundCephImage<'_> {
             Ok(()) => Ok((lower, done)),
             Err(cause) => Err(match self.unmap(&lower) {
                 Ok(_) => cause,
-                Err(undo) => cause.not_undone(&undo.into()),
+                Err(undo) => CephImageError::not_undone(&cause, &undo),
             }),
         }
     }
