@@ -2,12 +2,10 @@
 
 use std::{fs, path::PathBuf};
 
+use testkit::{MIB, NbdServer, Sandbox, Volume};
 use uring_csi::internals::{Export, Server};
 
-use crate::{
-    by_exec::ByExec,
-    harness::{MIB, NbdServer, Sandbox, Volume},
-};
+use crate::by_exec::ByExec;
 
 /// Bytes of every volume.
 pub const SIZE: u64 = 1024 * MIB;

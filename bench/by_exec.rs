@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::harness::{run, run_err};
+use testkit::{run, run_err};
 
 /// A program that attaches, `blkid`, `mkfs.ext4` where blank, `fsck`, `mount`,
 /// `mount --bind`, and back; of a raw block device only what it needs.

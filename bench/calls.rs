@@ -33,7 +33,7 @@ pub fn stats(criterion: &mut Criterion, rig: &Rig) {
     });
     let path = target.to_str().expect("UTF-8");
     rig.measure(&mut group, FRESH, "exec df", || {
-        crate::harness::run(&["df", "--output=size,used,avail,itotal,iused,iavail", path]);
+        testkit::run(&["df", "--output=size,used,avail,itotal,iused,iavail", path]);
     });
     group.finish();
 

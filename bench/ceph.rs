@@ -10,13 +10,10 @@ use std::{
 };
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use testkit::{NodeSetup, Sandbox, TestCluster, Volume};
 use uring_csi::internals::{Cluster, Credentials, Timeouts};
 
-use crate::{
-    backends::Backend,
-    by_exec::ByExec,
-    harness::{NodeSetup, Sandbox, TestCluster, Volume},
-};
+use crate::{backends::Backend, by_exec::ByExec};
 
 /// The cluster's id in the configuration.
 pub const ID: &str = "bench";

@@ -4,13 +4,9 @@
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt as _, future::join_all, stream};
-
-use crate::{
-    harness::{
-        DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Moment, Node, NodeSetup,
-        Sandbox, Volume, lonely_ceph_story, story,
-    },
-    hurt::{HEALTHY, call, healthy},
+use testkit::{
+    DeadOsd, DeadServer, Fault, HEALTHY, HungDirectories, HungFiles, HungPool, Moment, Node,
+    NodeSetup, Sandbox, Volume, call, healthy, lonely_ceph_story, story,
 };
 
 /// p99 of a whole life beside the fault, in those without it, is at most this.

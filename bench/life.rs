@@ -4,8 +4,9 @@ use std::{cell::RefCell, thread};
 
 use criterion::Criterion;
 use futures_util::future::join_all;
+use testkit::Volume;
 
-use crate::{backends::Backend, by_exec::ByExec, harness::Volume, rig::Rig};
+use crate::{backends::Backend, by_exec::ByExec, rig::Rig};
 
 /// The first life of a blank volume of 1 GiB, with mkfs.
 pub fn first(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {

@@ -22,12 +22,6 @@ mod by_exec;
 mod calls;
 mod ceph;
 mod faults;
-#[path = "../tests/stories/harness/mod.rs"]
-#[allow(dead_code, unused_imports)] // The stories use what the benches don't.
-mod harness;
-#[path = "../tests/stories/faults/hurt.rs"]
-#[allow(dead_code)] // The story's own.
-mod hurt;
 mod life;
 mod nbd;
 mod probe;
@@ -39,10 +33,10 @@ mod rig;
 use std::process::ExitCode;
 
 use criterion::Criterion;
+use testkit::{NbdServer, NodeSetup};
 
 use backends::{Exports, Images};
 use ceph::{Ceph, CephImages};
-use harness::{NbdServer, NodeSetup};
 use rig::Rig;
 
 fn main() -> ExitCode {
@@ -61,7 +55,7 @@ fn main() -> ExitCode {
     let kept = match (backend.as_str(), &ceph) {
         ("" | "loop", _) => {
             images(&mut criterion, &rig);
-            !harness::StuckFile::possible() || faults::of_files()
+            !testkit::StuckFile::possible() || faults::of_files()
         }
         ("nbd", _) => {
             exports(&mut criterion, &rig);

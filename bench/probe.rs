@@ -3,12 +3,10 @@
 use std::{fs::File, os::fd::AsFd as _, os::unix::fs::OpenOptionsExt as _, thread};
 
 use criterion::Criterion;
+use testkit::{MIB, run};
 use uring_csi::internals::{Content, Prober, classify, regions};
 
-use crate::{
-    harness::{MIB, run},
-    rig::Rig,
-};
+use crate::rig::Rig;
 
 const DEVICES: usize = 32;
 const SIZE: u64 = 64 * MIB;

@@ -5,6 +5,7 @@ use std::{cell::RefCell, sync::Arc, time::Duration};
 
 use criterion::Criterion;
 use futures_util::future::join_all;
+use testkit::{Controller, ControllerSetup, Volume, claim};
 use uring_csi::internals::{
     Header, ImageOptions, IoCtx, Journal, JournalEntry, JournalKind, Reserved, rbd, trash,
 };
@@ -14,7 +15,6 @@ use uuid::Uuid;
 use crate::{
     backends::SIZE,
     ceph::{CREATE, Ceph, ID},
-    harness::{Controller, ControllerSetup, Volume, claim},
     life::on_threads,
     rig::Rig,
 };

@@ -8,9 +8,8 @@ use std::{
 };
 
 use criterion::{BenchmarkGroup, measurement::WallTime};
+use testkit::{Node, NodeSetup, Sandbox, run};
 use tokio::runtime::Runtime;
-
-use crate::harness::{Node, NodeSetup, Sandbox, run};
 
 pub struct Rig {
     pub runtime: Runtime,

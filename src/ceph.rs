@@ -16,9 +16,4 @@ pub mod fencing;
 pub mod krbd;
 
 #[cfg(test)]
-use crate::left_out;
-#[cfg(test)]
-#[path = "../tests/ceph/cluster.rs"]
-pub(crate) mod test_cluster;
-#[cfg(test)]
 pub(crate) mod testing;

@@ -20,9 +20,6 @@ mod digest;
 mod done;
 mod endpoint;
 mod error_chain;
-#[cfg(test)]
-#[path = "../tests/left_out.rs"]
-mod left_out;
 
 #[cfg(feature = "node")]
 mod admission;

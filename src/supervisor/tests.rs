@@ -9,14 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use testkit::TestCluster;
 use tokio::time::sleep;
 
 use super::{keeper::Keeper, *};
-use crate::{
-    Done,
-    ceph::{krbd::ImageSpec, test_cluster::TestCluster},
-    secret::Secret,
-};
+use crate::{Done, ceph::krbd::ImageSpec, secret::Secret};
 
 mod deaths;
 

@@ -7,12 +7,11 @@ use std::{
     time::Duration,
 };
 
-use tonic::Code;
-
-use crate::harness::{
+use testkit::{
     Content, MIB, Mode, Node, NodeSetup, StuckFile, Volume, all_loops, eventually, files_below,
     loops_over, refused, run, run_err, story,
 };
+use tonic::Code;
 
 /// The device number behind a published path.
 fn device_at(path: &Path) -> u64 {

@@ -2,6 +2,10 @@
 
 use std::{collections::HashMap, time::Duration};
 
+use testkit::{
+    Controller, ControllerSetup, MIB, Mode, Sandbox, Volume, claim, from_snapshot, from_volume,
+    left_out, refused, story,
+};
 use tonic::{
     Code::{
         Aborted, AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, OutOfRange,
@@ -13,11 +17,6 @@ use uring_csi::proto::csi::{
     CapacityRange, ControllerExpandVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
     DeleteSnapshotRequest, DeleteVolumeRequest, GetCapacityRequest, ListSnapshotsRequest,
     ListVolumesRequest, ValidateVolumeCapabilitiesRequest,
-};
-
-use crate::harness::{
-    Controller, ControllerSetup, MIB, Mode, Sandbox, Volume, claim, from_snapshot, from_volume,
-    left_out, refused, story,
 };
 
 /// Makes one thing wrong in a request.
@@ -34,7 +33,7 @@ fn request(name: &str) -> CreateVolumeRequest {
 
 /// The images in pool `main`.
 fn images(sandbox: &Sandbox) -> usize {
-    crate::harness::files_below(&sandbox.pool("main"))
+    testkit::files_below(&sandbox.pool("main"))
         .iter()
         .filter(|file| std::fs::metadata(file).is_ok_and(|found| found.len() >= MIB))
         .count()

@@ -1,12 +1,11 @@
 //! Snapshots and clones: what they hold, and when they are refused.
 
-use tonic::Code::{AlreadyExists, FailedPrecondition, NotFound};
-use uring_csi::proto::csi::{CreateVolumeRequest, VolumeCapability};
-
-use crate::harness::{
+use testkit::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim,
     from_snapshot, from_volume, provisioned, refused, story,
 };
+use tonic::Code::{AlreadyExists, FailedPrecondition, NotFound};
+use uring_csi::proto::csi::{CreateVolumeRequest, VolumeCapability};
 
 /// A controller and a node over the same two shared pools: `main`, whose file
 /// system cannot share blocks between files, and `reflink`, whose can.

@@ -3,13 +3,12 @@
 
 use std::{fs, path::Path};
 
-use tonic::Code::Unavailable;
-use uuid::Uuid;
-
-use crate::harness::{
+use testkit::{
     Content, Controller, Dice, MIB, Node, NodeSetup, Volume, all_loops, claim, eventually,
     files_below, kill_amid, killed_amid_each, killed_at_each_step, loops_over, refused, run, story,
 };
+use tonic::Code::Unavailable;
+use uuid::Uuid;
 
 #[test]
 fn pods_outlive_their_nodes_agent() {

@@ -5,22 +5,16 @@
 //!
 //! Each story has one file system by turns; with `EVERY_FS` set, each has all three.
 
-mod hurt;
-
 use std::{env, net::TcpStream};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-use hurt::{HEALTHY, healthy, hurts_its_own_volumes_alone};
-
-use crate::{
-    harness::{
-        Ceph, DeadOsd, DeadServer, Dice, HungDirectories, HungFiles, HungPool, Moment, Node,
-        NodeSetup, Sandbox, StuckFile, can_resize_ext4, eventually, kernel_has_nbd,
-        lonely_ceph_story, not_tested, story,
-    },
-    telling::free_port,
+use testkit::{
+    Ceph, DeadOsd, DeadServer, Dice, HEALTHY, HungDirectories, HungFiles, HungPool, Moment, Node,
+    NodeSetup, Sandbox, StuckFile, can_resize_ext4, eventually, healthy,
+    hurts_its_own_volumes_alone, kernel_has_nbd, lonely_ceph_story, not_tested, story,
 };
+
+use crate::telling::free_port;
 
 /// Clients that connect and say nothing.
 const IDLE: usize = 2000;

@@ -3,11 +3,10 @@
 
 use std::{fs, os::unix::fs::FileExt as _, path::Path};
 
-use tonic::Code::{FailedPrecondition, InvalidArgument};
-
-use crate::harness::{
+use testkit::{
     Content, MIB, Mode, Node, NodeSetup, StandIn, loops_over, refused, run, run_err, sha256, story,
 };
+use tonic::Code::{FailedPrecondition, InvalidArgument};
 
 /// A mount's options: its own and its superblock's.
 fn options(at: &Path) -> Vec<String> {
@@ -304,7 +303,7 @@ fn the_file_system_on_the_volume_wins_over_none_and_loses_to_another() {
         let volume = sandbox.volume("v", "xfs");
         node.up(&volume, "pod").await;
         node.down(&volume, "pod").await;
-        let other = crate::harness::Volume::filesystem("v", "ext4").over("main", "v.img");
+        let other = testkit::Volume::filesystem("v", "ext4").over("main", "v.img");
         refused(
             node.stage(&other).await,
             FailedPrecondition,
@@ -425,7 +424,7 @@ fn an_interrupted_format_is_made_again() {
             (written > 1024).then_some(())
         };
         let (cut_off, ()) = tokio::join!(node.stage(&volume), async {
-            crate::harness::eventually("mkfs has begun to write", mkfs_runs).await;
+            testkit::eventually("mkfs has begun to write", mkfs_runs).await;
             node.kill9().await;
         });
         assert!(

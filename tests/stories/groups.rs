@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use crate::harness::{Node, NodeSetup, Volume, refused, run, story};
+use testkit::{Node, NodeSetup, Volume, refused, run, story};
 
 const SETGID: u32 = 0o2000;
 

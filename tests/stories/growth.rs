@@ -3,12 +3,11 @@
 use std::{fs, path::Path};
 
 use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
-use tonic::Code::FailedPrecondition;
-
-use crate::harness::{
+use testkit::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, can_resize_ext4,
     claim, loops_over, provisioned, refused, run, story,
 };
+use tonic::Code::FailedPrecondition;
 
 /// As the controller does it where the pool is shared.
 fn enlarge(sandbox: &Sandbox, volume: &Volume, bytes: u64) {

@@ -2,18 +2,16 @@
 
 use std::{fs, time::Duration};
 
+use testkit::{
+    Content, Fault as _, HungPool, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile, Volume,
+    at_each_step, refused, run, story,
+};
 use tonic::Code::{
     DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
 };
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
-use crate::{
-    harness::{
-        Content, Fault as _, HungPool, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile, Volume,
-        at_each_step, refused, run, story,
-    },
-    protection::protection_at,
-};
+use crate::protection::protection_at;
 
 /// As kubelet sends it for a pod's inline volume: no staging, a handle of its
 /// own, and the pod's attributes.
@@ -45,7 +43,7 @@ pub fn publish(node: &Node, volume: &Volume) -> NodePublishVolumeRequest {
 /// What takes space in a pool besides empty directories.
 fn images(sandbox: &Sandbox) -> Vec<String> {
     let pool = sandbox.pool("main");
-    crate::harness::files_below(&pool)
+    testkit::files_below(&pool)
         .iter()
         .filter(|file| fs::metadata(file).is_ok_and(|found| found.len() >= MIB))
         .map(|file| file.display().to_string())
@@ -284,10 +282,10 @@ fn inline_volumes_never_promise_more_than_their_pool_has() {
 fn an_inline_volume_survives_a_kill_at_any_step() {
     story(async |sandbox| {
         let node = Node::start_with(sandbox, with_inline(sandbox)).await;
-        let mut dice = crate::harness::Dice::new();
+        let mut dice = testkit::Dice::new();
         for round in 0..6 {
             let volume = inline(&round.to_string());
-            crate::harness::kill_amid(&node, &mut dice, async || {
+            testkit::kill_amid(&node, &mut dice, async || {
                 node.send_publish(publish(&node, &volume)).await
             })
             .await;
@@ -297,7 +295,7 @@ fn an_inline_volume_survives_a_kill_at_any_step() {
             })
             .await;
             Content::new("x").write(&node.target(&volume, "pod").join("file"));
-            crate::harness::kill_amid(&node, &mut dice, async || {
+            testkit::kill_amid(&node, &mut dice, async || {
                 node.unpublish(&volume, "pod").await
             })
             .await;

@@ -17,7 +17,6 @@ mod faults;
 mod filesystems;
 mod groups;
 mod growth;
-mod harness;
 mod inline;
 mod nbd;
 mod nbd_pool;

@@ -9,7 +9,7 @@ mod lives;
 mod refusals;
 mod restarts;
 
-use crate::harness::{Content, KINDS, NbdServer, Node, Sandbox, Volume, kernel_has_nbd, story};
+use testkit::{Content, KINDS, NbdServer, Node, Sandbox, Volume, kernel_has_nbd, story};
 
 pub fn nbd_story(body: impl AsyncFnOnce(&Sandbox) + Send) {
     if kernel_has_nbd() {

@@ -11,19 +11,17 @@ use std::{
 };
 
 use futures_util::future::join_all;
+use testkit::{
+    Content, Controller, ControllerSetup, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox, Volume,
+    claim, eventually, files_below, from_snapshot, from_volume, kernel_has_nbd, nbds_over,
+    provisioned, refused, run, run_err, story,
+};
 use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument};
 use uring_csi::proto::csi::{
     ControllerGetVolumeRequest, CreateVolumeRequest, ListVolumesRequest, VolumeCapability,
 };
 
-use crate::{
-    harness::{
-        Content, Controller, ControllerSetup, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox,
-        Volume, claim, eventually, files_below, from_snapshot, from_volume, kernel_has_nbd,
-        nbds_over, provisioned, refused, run, run_err, story,
-    },
-    operator::Operator,
-};
+use crate::operator::Operator;
 
 fn capability(kind: &str) -> VolumeCapability {
     match kind {
@@ -124,7 +122,7 @@ async fn whole_life(
         let request = CreateVolumeRequest {
             name: format!("{} {name}", request.name),
             volume_content_source: Some(of),
-            capacity_range: Some(crate::harness::range(bytes)),
+            capacity_range: Some(testkit::range(bytes)),
             ..request.clone()
         };
         let copy = provisioned(&controller.create(request).await.unwrap(), capability);

@@ -3,6 +3,9 @@
 
 use std::{fs, path::PathBuf};
 
+use testkit::{
+    MIB, Node, NodeSetup, Sandbox, Volume, loops_over, mounts_below, refused, run, story,
+};
 use tonic::Code::{
     Aborted, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, ResourceExhausted,
 };
@@ -10,10 +13,6 @@ use uring_csi::proto::csi::{
     CapacityRange, NodeExpandVolumeRequest, NodeGetInfoRequest, NodeGetVolumeStatsRequest,
     NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,
     NodeUnstageVolumeRequest, VolumeCapability, volume_capability::AccessMode,
-};
-
-use crate::harness::{
-    MIB, Node, NodeSetup, Sandbox, Volume, loops_over, mounts_below, refused, run, story,
 };
 
 /// A request with one thing wrong, and the words that the refusal must have.

@@ -1,13 +1,12 @@
 //! Several nodes: what is where, and who may have it.
 
+use testkit::{
+    Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim, eventually,
+    files_below, loops_over, on_node, provisioned, refused, run, story,
+};
 use tonic::Code::{FailedPrecondition, ResourceExhausted, Unimplemented};
 use uring_csi::proto::csi::{
     CreateVolumeRequest, NodeGetInfoRequest, NodeStageVolumeRequest, node_client::NodeClient,
-};
-
-use crate::harness::{
-    Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim, eventually,
-    files_below, loops_over, on_node, provisioned, refused, run, story,
 };
 
 /// A node with a local pool of its own and one that all share.

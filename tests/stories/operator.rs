@@ -3,13 +3,12 @@
 use std::{process::Command, time::Duration};
 
 use serde_json::Value;
-use tonic::Code::{DeadlineExceeded, Unavailable};
-use uring_csi::proto::csi::ListVolumesRequest;
-
-use crate::harness::{
+use testkit::{
     Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree, refused,
     request, story,
 };
+use tonic::Code::{DeadlineExceeded, Unavailable};
+use uring_csi::proto::csi::ListVolumesRequest;
 
 /// uringctl with the sockets of a story's agents.
 pub struct Operator {

@@ -7,10 +7,9 @@ use std::{
 };
 
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+use testkit::{MIB, Node, Volume, eventually, mounts_below, refused, story};
 use tonic::Code::{Aborted, AlreadyExists, FailedPrecondition, InvalidArgument};
 use uring_csi::proto::csi::{NodePublishVolumeRequest, NodeStageVolumeRequest};
-
-use crate::harness::{MIB, Node, Volume, eventually, mounts_below, refused, story};
 
 fn mounted_at(path: &Path, root: &Path) -> usize {
     let mounts = mounts_below(root);

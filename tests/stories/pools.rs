@@ -2,14 +2,13 @@
 
 use std::{fs, path::Path};
 
+use testkit::{
+    Controller, ControllerSetup, MIB, Node, Sandbox, Volume, claim, eventually, refused, run, story,
+};
 use tonic::Code::Unavailable;
 use uring_csi::proto::csi::ListVolumesRequest;
 
 use crate::{
-    harness::{
-        Controller, ControllerSetup, MIB, Node, Sandbox, Volume, claim, eventually, refused, run,
-        story,
-    },
     inline::{inline, publish, with_inline},
     telling::{free_port, get},
 };

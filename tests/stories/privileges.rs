@@ -8,12 +8,11 @@ use std::{
     ptr,
 };
 
-use crate::{
-    harness::{Holder, Machine, Node, NodeSetup, StandIn, ceph_story, kernel_has_nbd, story},
-    rbd::{
-        encrypted,
-        served::{node_with, served},
-    },
+use testkit::{Holder, Machine, Node, NodeSetup, StandIn, ceph_story, kernel_has_nbd, story};
+
+use crate::rbd::{
+    encrypted,
+    served::{node_with, served},
 };
 
 /// Tells [`a_child_of_an_agent_tries`] where to write what came of it.

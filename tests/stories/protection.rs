@@ -2,9 +2,8 @@
 
 use std::path::Path;
 
+use testkit::{Node, refused, run, story};
 use tonic::Code::AlreadyExists;
-
-use crate::harness::{Node, refused, run, story};
 
 /// Which of `nosuid`, `nodev` and `noexec` the mount at the path has.
 pub fn protection_at(path: &Path) -> Vec<String> {

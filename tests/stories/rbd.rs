@@ -25,7 +25,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::harness::{Content, MIB, Node, Volume, nbds_over, rbds_over};
+use testkit::{Content, MIB, Node, Volume, nbds_over, rbds_over};
 
 /// The devices of a volume, whoever mapped its image.
 fn devices_over(volume: &Volume) -> Vec<PathBuf> {

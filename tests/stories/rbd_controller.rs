@@ -12,6 +12,10 @@ use std::{
 };
 
 use futures_util::future::join_all;
+use testkit::{
+    Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
+    from_snapshot, from_volume, refused, request, run, run_err, story,
+};
 use tonic::{
     Code::{
         AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, OutOfRange, Unauthenticated,
@@ -24,11 +28,6 @@ use uring_csi::proto::csi::{
     CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest, ListVolumesRequest,
     ValidateVolumeCapabilitiesRequest, controller_service_capability,
     controller_service_capability::rpc::Type as Rpc,
-};
-
-use crate::harness::{
-    Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
-    from_snapshot, from_volume, refused, request, run, run_err, story,
 };
 
 mod classes;

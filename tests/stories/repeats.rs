@@ -1,9 +1,8 @@
 //! The same call again, nearly the same call again, and one more target.
 
 use futures_util::future::try_join_all;
+use testkit::{MIB, Mode, Node, Volume, loops_over, mounts_below, refused, story};
 use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument};
-
-use crate::harness::{MIB, Mode, Node, Volume, loops_over, mounts_below, refused, story};
 
 #[test]
 fn a_repeat_changes_nothing() {

@@ -6,10 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::harness::{
+use testkit::{
     Ceph, Content, Dice, MIB, NbdServer, Node, Sandbox, Volume, all_loops, ceph_story, eventually,
     loops_over, nbds_over, rbds_over, run_err, sha256, spec_of, story,
 };
+
 use crate::nbd::{blank, nbd_story, own};
 
 /// Somebody who takes devices over.

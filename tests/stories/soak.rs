@@ -4,9 +4,8 @@
 use std::cell::Cell;
 
 use futures_util::future::join_all;
+use testkit::{Content, Dice, MIB, Node, Sandbox, Volume, story};
 use tonic::{Code, Status};
-
-use crate::harness::{Content, Dice, MIB, Node, Sandbox, Volume, story};
 
 const CALLERS: usize = 64;
 const VOLUMES: usize = 32;

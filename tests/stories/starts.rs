@@ -5,14 +5,11 @@ use std::{fs, path::Path, time::Duration};
 
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
+use testkit::{Content, MIB, Node, Volume, all_loops, files_below, hex, refused, run, story};
 use tonic::Code;
 use uring_csi::proto::{
     admin::{ListHeldVolumesRequest, node_admin_client::NodeAdminClient},
     csi::{GetPluginInfoRequest, NodeGetInfoRequest, identity_client::IdentityClient},
-};
-
-use crate::harness::{
-    Content, MIB, Node, Volume, all_loops, files_below, hex, refused, run, story,
 };
 
 /// Records of so many volumes that a killed agent had begun to stage, made after the

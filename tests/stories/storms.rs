@@ -10,11 +10,11 @@ use std::{
 };
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use tonic::{Code, Status};
-
-use crate::harness::{
+use testkit::{
     Content, MIB, Node, NodeSetup, Sandbox, StuckFile, StuckTree, Volume, eventually, run, story,
 };
+use tonic::{Code, Status};
+
 use crate::telling::free_port;
 
 /// Volumes over files that hang when told to, of a pool of their own.

@@ -3,15 +3,13 @@
 use std::{path::Path, time::Duration};
 
 use sha2::{Digest as _, Sha256};
+use testkit::{
+    Content, Fault as _, HungDirectories, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile,
+    StuckTree, Volume, eventually, hex, loops_over, refused, run, run_err, story,
+};
 use tonic::{Code, Status};
 
-use crate::{
-    groups::with_group,
-    harness::{
-        Content, Fault as _, HungDirectories, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile,
-        StuckTree, Volume, eventually, hex, loops_over, refused, run, run_err, story,
-    },
-};
+use crate::groups::with_group;
 
 /// Tells of a node with a volume over a file that can be made to hang, and looks
 /// that nothing is left of both. Where no such file can be, nothing is told.

@@ -7,12 +7,9 @@ use std::{
     thread,
 };
 
+use testkit::{Content, MIB, Node, NodeSetup, Volume, eventually, loops_over, refused, run, story};
 use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable};
 use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
-
-use crate::harness::{
-    Content, MIB, Node, NodeSetup, Volume, eventually, loops_over, refused, run, story,
-};
 
 /// GET from the HTTP listener: the head and the body in one.
 pub fn get(port: u16, path: &str) -> std::io::Result<String> {
@@ -207,8 +204,7 @@ fn metrics_count_calls_and_steps() {
         refused(node.stage(&bad).await, InvalidArgument, &[]);
         node.down(&volume, "pod").await;
 
-        let metrics =
-            crate::harness::eventually("metrics", async || get(port, "/metrics").ok()).await;
+        let metrics = testkit::eventually("metrics", async || get(port, "/metrics").ok()).await;
         for series in [
             "uring_csi_build_info{",
             "method=\"NodeStageVolume\",code=\"OK\"",
@@ -249,7 +245,7 @@ fn secrets_are_never_told() {
         node.logged("NodeExpandVolume").await;
         let mut places = vec![("the log", node.log())];
         for dir in [&node.run_dir, &node.state_dir] {
-            for file in crate::harness::files_below(dir) {
+            for file in testkit::files_below(dir) {
                 let bytes = std::fs::read(&file).unwrap_or_default();
                 places.push(("a record", String::from_utf8_lossy(&bytes).into_owned()));
             }
@@ -271,7 +267,7 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
         let kubelet = node.kubelet.to_str().unwrap();
         run(&["mount", "--make-private", kubelet]);
         node.spawn();
-        let ready = crate::harness::eventually("an answer", async || node.probe().await).await;
+        let ready = testkit::eventually("an answer", async || node.probe().await).await;
         assert!(!ready, "no pod would see what is mounted");
         let answer = get(port, "/readyz").unwrap();
         assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");

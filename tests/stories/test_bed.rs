@@ -1,8 +1,8 @@
 //! What other tests stand on.
 
-use std::{thread, time::Duration};
+use std::{process::Command, thread, time::Duration};
 
-use crate::harness::TestCluster;
+use testkit::{TestCluster, answer_of};
 
 #[test]
 fn a_ceph_cluster_of_ones_own_is_started_stopped_and_gone() {
@@ -28,4 +28,23 @@ fn a_ceph_cluster_is_the_same_for_all_who_share_it() {
         return;
     };
     assert_eq!((&one.fsid, &one.key), (&other.fsid, &other.key));
+}
+
+#[test]
+fn a_program_of_ceph_that_aborts_at_its_exit_is_no_failure() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |script: &str| {
+        let mut sh = Command::new("sh");
+        answer_of(sh.args(["-c", script]).current_dir(dir.path())).unwrap()
+    };
+    let whole = run("echo image; kill -ABRT $$");
+    assert!(whole.status.success());
+    assert_eq!(whole.stdout, b"image\n");
+    let silent = run("mkdir once && kill -ABRT $$; echo image");
+    assert!(silent.status.success());
+    assert_eq!(silent.stdout, b"image\n");
+    // EEXIST: the first time it was done.
+    assert!(run("mkdir made && kill -ABRT $$; exit 17").status.success());
+    assert_eq!(run("exit 17").status.code(), Some(17));
+    assert!(!run("kill -ABRT $$").status.success());
 }

@@ -8,8 +8,7 @@ use std::{
 
 use futures_util::future::join_all;
 use rustix::mount::{MountFlags, mount};
-
-use crate::harness::{Content, MIB, Node, Sandbox, left_out, loops_over, run, run_err, story};
+use testkit::{Content, MIB, Node, Sandbox, left_out, loops_over, run, run_err, story};
 
 const VOLUMES: usize = 16;
 

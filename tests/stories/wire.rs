@@ -3,6 +3,7 @@
 use std::{collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _};
 
 use futures_util::StreamExt as _;
+use testkit::{Agent, Controller, Node, NodeSetup, can_resize_ext4, eventually, loops_over, story};
 use tonic_reflection::pb::v1::{
     ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
     server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
@@ -14,10 +15,6 @@ use uring_csi::proto::csi::{
     identity_client::IdentityClient,
     node_service_capability::{self, rpc::Type as NodeRpc},
     plugin_capability::{self, service::Type as Service},
-};
-
-use crate::harness::{
-    Agent, Controller, Node, NodeSetup, can_resize_ext4, eventually, loops_over, story,
 };
 
 /// The services that an agent's reflection lists.
@@ -210,7 +207,7 @@ fn an_endpoint_that_is_no_unix_socket_is_refused() {
             if program.ends_with("node") {
                 command.extend(["--node-id=n", &kubelet]);
             }
-            let said = crate::harness::run_err(&command).unwrap_err();
+            let said = testkit::run_err(&command).unwrap_err();
             assert!(said.contains("unix:///path/to/socket"), "{said}");
         }
     });

@@ -2,8 +2,10 @@
 
 use std::{collections::HashMap, os::unix::fs::FileExt as _, thread};
 
+use testkit::TestCluster;
+
 use super::*;
-use crate::{Kind, ceph::test_cluster::TestCluster, secret::Secrets};
+use crate::{Kind, secret::Secrets};
 
 fn credentials(cluster: &TestCluster, key: &str) -> Credentials {
     let given = [("userID", cluster.user.as_str()), ("userKey", key)];

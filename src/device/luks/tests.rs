@@ -1,7 +1,9 @@
 use std::os::unix::fs::FileExt as _;
 
+use testkit::left_out;
+
 use super::*;
-use crate::{device::scratch::Scratch, left_out::left_out};
+use crate::device::scratch::Scratch;
 
 const MIB: u64 = 1 << 20;
 const DOMAIN: &str = "cluster c";

@@ -8,10 +8,10 @@ use std::{
     thread,
 };
 
+use testkit::left_out;
 use uuid::Uuid;
 
 use super::{netlink::Connect, *};
-use crate::left_out::left_out;
 
 const BYTES: u64 = 1 << 20;
 const READ: u32 = 0;

@@ -1,6 +1,7 @@
 //! The provisioner as its callers see it, against a real cluster.
 
 use futures_util::future::join_all;
+use testkit::TestCluster;
 
 mod crashes;
 mod encrypted;
@@ -15,12 +16,9 @@ mod trash;
 use super::*;
 use crate::{
     Kind as ErrorKind,
-    ceph::{
-        client::{
-            Credentials,
-            rados::{Cluster, IoCtx},
-        },
-        test_cluster::TestCluster,
+    ceph::client::{
+        Credentials,
+        rados::{Cluster, IoCtx},
     },
     provision::{AccessibilityRequirements, ContentSource, StoreKind, Stores},
 };

@@ -2,8 +2,9 @@
 
 use std::{cell::Cell, fs, time::Duration};
 
+use testkit::{Content, NbdServer, Node, eventually, nbds_over, run};
+
 use super::{blank, health, nbd_story};
-use crate::harness::{Content, NbdServer, Node, eventually, nbds_over, run};
 
 #[test]
 fn pods_notice_nothing_of_a_server_that_comes_back() {

@@ -11,13 +11,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tonic::Code::FailedPrecondition;
-
-use super::{blank, nbd_story};
-use crate::harness::{
+use testkit::{
     Content, Dice, KINDS, MIB, NbdServer, Node, Volume, eventually, grown_in_use, nbds_over,
     refused, run,
 };
+use tonic::Code::FailedPrecondition;
+
+use super::{blank, nbd_story};
 
 #[test]
 fn volumes_grow_in_use_and_never_shrink() {

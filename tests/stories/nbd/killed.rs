@@ -2,14 +2,14 @@
 
 use std::{cell::Cell, fs, time::Duration};
 
+use testkit::{
+    Content, Dice, Grow, KINDS, NbdServer, Node, Volume, bytes_for, eventually, kill_amid,
+    killed_amid_each, killed_at_each_step, nbds_over,
+};
 use tokio::sync::Mutex;
 use tonic::Status;
 
 use super::{blank, is_there, nbd_story};
-use crate::harness::{
-    Content, Dice, Grow, KINDS, NbdServer, Node, Volume, bytes_for, eventually, kill_amid,
-    killed_amid_each, killed_at_each_step, nbds_over,
-};
 
 /// Makes a call during which the server is killed, and started again.
 async fn server_dies_amid<T>(

@@ -1,7 +1,8 @@
 //! Whole lives, with servers of all kinds.
 
+use testkit::{Content, KINDS, MIB, NbdServer, Node, nbds_over, run};
+
 use super::{blank, nbd_story, over, own, whole_life};
-use crate::harness::{Content, KINDS, MIB, NbdServer, Node, nbds_over, run};
 
 #[test]
 fn with_nbdkit_over_sockets_of_both_kinds() {
@@ -174,10 +175,10 @@ fn with_a_server_that_fails_at_times() {
             if kind != "block" {
                 fails();
                 let image = server.image_of(&volume);
-                let before = crate::harness::sha256(&image).unwrap();
+                let before = testkit::sha256(&image).unwrap();
                 let refusal = node.stage(&volume).await.unwrap_err();
                 assert!(refusal.message().contains("read"), "{refusal:?}");
-                assert_eq!(crate::harness::sha256(&image).unwrap(), before);
+                assert_eq!(testkit::sha256(&image).unwrap(), before);
                 works();
             }
             let target = node.up(&volume, "pod").await;

@@ -7,15 +7,15 @@ use std::{
     time::Duration,
 };
 
+use testkit::{
+    Content, KINDS, MIB, Mode, NbdServer, Node, NodeSetup, Volume, nbds_over, refused, run, sha256,
+    story,
+};
 use tonic::Code::{
     Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable,
 };
 
 use super::{blank, nbd_story, over, own, whole_life};
-use crate::harness::{
-    Content, KINDS, MIB, Mode, NbdServer, Node, NodeSetup, Volume, nbds_over, refused, run, sha256,
-    story,
-};
 
 #[test]
 fn what_cannot_be_attached_is_refused_in_the_server_s_words() {

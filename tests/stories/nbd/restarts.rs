@@ -2,8 +2,9 @@
 
 use std::fs;
 
+use testkit::{Content, KINDS, MIB, NbdServer, Node, nbds_over};
+
 use super::{blank, nbd_story};
-use crate::harness::{Content, KINDS, MIB, NbdServer, Node, nbds_over};
 
 #[test]
 fn pods_outlive_the_agent_and_a_server_that_moves_meanwhile() {

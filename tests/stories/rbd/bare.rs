@@ -1,9 +1,9 @@
 //! A node without Ceph's libraries: the kernel's driver needs none of them.
 
+use testkit::{MIB, Machine, Node, ceph_story, mappings_of, rbds_of, refused};
 use tonic::Code::{FailedPrecondition, Unavailable};
 
 use super::{encrypted, whole_life};
-use crate::harness::{MIB, Machine, Node, ceph_story, mappings_of, rbds_of, refused};
 
 #[test]
 fn plain_volumes_need_no_library() {

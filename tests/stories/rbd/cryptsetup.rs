@@ -4,12 +4,10 @@ use std::{fs, io::Write as _};
 
 use futures_util::future::join_all;
 use rustix::fs::{CWD, Mode, mkfifoat};
+use testkit::{Ceph, Node, StandIn, ceph_story, eventually, rbds_over, spec_of};
 
 use super::{encrypted, whole_life};
-use crate::{
-    harness::{Ceph, Node, StandIn, ceph_story, eventually, rbds_over, spec_of},
-    telling::{free_port, get},
-};
+use crate::telling::{free_port, get};
 
 /// Before the program has the device: detaches that, and attaches what is somebody
 /// else's in its place.

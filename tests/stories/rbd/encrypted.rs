@@ -3,14 +3,14 @@
 
 use std::collections::HashMap;
 
+use testkit::{
+    Ceph, Content, MIB, Node, NodeSetup, Sandbox, Volume, ceph_story, mapping_of, mappings_of,
+    rbds_over, refused, run, run_err, spec_of,
+};
 use tonic::Code::{FailedPrecondition, InvalidArgument, Unauthenticated};
 use uring_csi::internals::{Secret, Secrets, encryption};
 
 use super::whole_life;
-use crate::harness::{
-    Ceph, Content, MIB, Node, NodeSetup, Sandbox, Volume, ceph_story, mapping_of, mappings_of,
-    rbds_over, refused, run, run_err, spec_of,
-};
 
 const PASSPHRASE: &str = "correct horse battery staple";
 

@@ -12,12 +12,11 @@ use std::{
     path::Path,
 };
 
-use tonic::Code::Unavailable;
-
-use crate::harness::{
+use testkit::{
     Ceph, Content, Controller, ControllerSetup, Holder, KINDS, MIB, Machine, Node, NodeSetup,
     Sandbox, Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, refused, run,
 };
+use tonic::Code::Unavailable;
 
 struct Fencing<'a> {
     ceph: &'a Ceph,

@@ -1,8 +1,7 @@
 //! Volumes that grow while they are used.
 
+use testkit::{Content, KINDS, MIB, ceph_story, grown_in_use, refused, spec_of};
 use tonic::Code::FailedPrecondition;
-
-use crate::harness::{Content, KINDS, MIB, ceph_story, grown_in_use, refused, spec_of};
 
 #[test]
 fn volumes_grow_in_use() {

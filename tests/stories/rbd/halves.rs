@@ -1,13 +1,13 @@
 //! A node that dies in a volume's first mount: whichever has it next finishes it, by
 //! the note in the image's metadata, and nothing else is taken for half made.
 
-use tonic::Code::FailedPrecondition;
-
-use super::{encrypted, kept};
-use crate::harness::{
+use testkit::{
     Ceph, Content, Halfway, LUKS_FORMAT, MKFS, Mode, Node, Sandbox, Volume, ceph_story,
     files_below, mapping_of, rbds_over, refused, run, run_err, spec_of,
 };
+use tonic::Code::FailedPrecondition;
+
+use super::{encrypted, kept};
 
 const KEY: &str = "uring-csi/making";
 
@@ -145,7 +145,7 @@ fn sum(ceph: &Ceph, volume: &Volume) -> String {
     let path = file.to_str().unwrap();
     ceph.cluster
         .rbd(&["export", "--no-progress", &spec_of(volume), path]);
-    let sum = crate::harness::sha256(&file).unwrap();
+    let sum = testkit::sha256(&file).unwrap();
     std::fs::remove_file(&file).unwrap();
     sum
 }

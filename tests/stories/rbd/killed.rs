@@ -6,11 +6,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{assert_nothing_staged, devices_over, encrypted, kept};
-use crate::harness::{
+use testkit::{
     Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within,
     killed_at_each_step, mounts_below, rbds_of, rbds_over,
 };
+
+use super::{assert_nothing_staged, devices_over, encrypted, kept};
 
 #[test]
 fn pods_outlive_the_agent() {

@@ -4,11 +4,11 @@ use std::{fs, path::Path};
 
 use futures_util::future::join_all;
 use serde_json::json;
-
-use super::{assert_nothing_staged, devices_over, kept, whole_life};
-use crate::harness::{
+use testkit::{
     Ceph, Content, KINDS, Mode, Node, Volume, ceph_story, hex, rbds_of, rbds_over, run, sha256,
 };
+
+use super::{assert_nothing_staged, devices_over, kept, whole_life};
 
 #[test]
 fn whole_lives_of_every_kind() {

@@ -1,6 +1,7 @@
 //! A volume whose handle names a cluster that it is not in any more, and a cluster
 //! whose monitor is not where it was.
 
+use testkit::{Ceph, Content, Holder, ceph_story, lonely_ceph_story, refused, spec_of};
 use tonic::Code::NotFound;
 
 use super::{
@@ -8,7 +9,6 @@ use super::{
     served::{node_with, served},
     whole_life,
 };
-use crate::harness::{Ceph, Content, Holder, ceph_story, lonely_ceph_story, refused, spec_of};
 
 #[test]
 fn an_image_is_followed_to_the_cluster_that_stands_in() {
@@ -22,7 +22,7 @@ fn an_image_is_followed_to_the_cluster_that_stands_in() {
         let file = sandbox.dir().join("cluster-mapping.json");
         let setup = ceph.setup(sandbox).arg("--cluster-mapping");
         let node = setup.arg(file.to_str().expect("UTF-8"));
-        let node = crate::harness::Node::start_with(sandbox, node).await;
+        let node = testkit::Node::start_with(sandbox, node).await;
 
         let mut volume = ceph.over(&ceph.image_name(), "ext4");
         let create = ["create", "-s", "64M", "--image-feature", "layering"];

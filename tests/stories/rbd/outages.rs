@@ -3,13 +3,13 @@
 use std::{net::TcpListener, thread, time::Duration};
 
 use serde_json::json;
-use tonic::Code::{Aborted, DeadlineExceeded, Unavailable};
-
-use super::whole_life;
-use crate::harness::{
+use testkit::{
     Ceph, Content, Node, Sandbox, Volume, ceph_story, eventually, lonely_ceph_story, rbds_of,
     refused, run,
 };
+use tonic::Code::{Aborted, DeadlineExceeded, Unavailable};
+
+use super::whole_life;
 
 /// What kubelet would wait for at most, where somebody else's cluster is away.
 const AT_ONCE: Duration = Duration::from_secs(30);

@@ -1,15 +1,15 @@
 //! What cannot be mapped is refused in words that say what to change, and leaves
 //! nothing.
 
+use testkit::{
+    Ceph, Holder, KINDS, Machine, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused,
+};
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated, Unavailable};
 
 use super::{
     outages,
     served::{nbds, served},
     whole_life,
-};
-use crate::harness::{
-    Ceph, Holder, KINDS, Machine, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused,
 };
 
 fn with_secret(volume: &Volume, name: &str, value: &str) -> Volume {

@@ -10,8 +10,9 @@ use std::{
     thread,
 };
 
+use testkit::{Ceph, Holder, Node, Sandbox, Volume, ceph_story, files_below, rbds_over};
+
 use super::{encrypted, lives::config_of, served::served};
-use crate::harness::{Ceph, Holder, Node, Sandbox, Volume, ceph_story, files_below, rbds_over};
 
 #[test]
 fn no_secret_is_where_others_read() {

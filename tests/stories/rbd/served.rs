@@ -9,13 +9,13 @@ use rustix::{
     fs::{FlockOperation, flock},
     process::{Pid, Signal, kill_process},
 };
-use tonic::Code::FailedPrecondition;
-
-use super::{encrypted, kept, lives, whole_life};
-use crate::harness::{
+use testkit::{
     Ceph, Content, Holder, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox, Volume, ceph_story,
     eventually, grown_in_use, nbds_over, rbds_over, refused, run, spec_of,
 };
+use tonic::Code::FailedPrecondition;
+
+use super::{encrypted, kept, lives, whole_life};
 
 pub async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
     let setup = ceph.setup(sandbox).arg("--alpha-capabilities");
@@ -158,7 +158,7 @@ fn records_of_served_volumes_are_rebuilt() {
             kept(volume, &target, &Content::new(&volume.handle), true);
         }
         node.kill9().await;
-        for file in crate::harness::files_below(&node.run_dir) {
+        for file in testkit::files_below(&node.run_dir) {
             std::fs::remove_file(file).unwrap();
         }
         node.restart().await;

@@ -2,11 +2,12 @@
 
 use std::{fs, path::Path};
 
-use super::{assert_nothing_staged, kept};
-use crate::harness::{
+use testkit::{
     Ceph, Content, Node, Volume, ceph_story, eventually, files_below, rbds_of, rbds_over, refused,
     run, story,
 };
+
+use super::{assert_nothing_staged, kept};
 
 fn unmap(device: &Path) {
     run(&["rbd", "unmap", "-o", "noudev", device.to_str().unwrap()]);

@@ -4,12 +4,12 @@
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
 use serde_json::Value;
-
-use super::{assert_nothing_staged, encrypted, kept};
-use crate::harness::{
+use testkit::{
     Ceph, Content, MIB, NOTE, Node, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi,
     rbds_of, rbds_over, run, unstage_as_ceph_csi,
 };
+
+use super::{assert_nothing_staged, encrypted, kept};
 
 fn volumes(ceph: &Ceph) -> [Volume; 5] {
     [

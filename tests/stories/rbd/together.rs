@@ -2,14 +2,14 @@
 
 use std::{collections::HashMap, fs, path::Path};
 
+use testkit::{
+    Ceph, Content, Controller, ControllerSetup, Holder, MIB, Node, Sandbox, Volume, ceph_story,
+    claim, from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
+};
 use tonic::Code::FailedPrecondition;
 use uring_csi::proto::csi::CreateVolumeRequest;
 
 use super::{assert_nothing_staged, kept};
-use crate::harness::{
-    Ceph, Content, Controller, ControllerSetup, Holder, MIB, Node, Sandbox, Volume, ceph_story,
-    claim, from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
-};
 use crate::operator::Operator;
 
 /// Both, and a storage class with a pool of its own.

@@ -3,10 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use testkit::{Ceph, Content, Mode, ceph_story, rbds_of, rbds_over, refused, run, spec_of};
 use tonic::Code::{Aborted, FailedPrecondition};
 
 use super::{kept, whole_life};
-use crate::harness::{Ceph, Content, Mode, ceph_story, rbds_of, rbds_over, refused, run, spec_of};
 
 #[test]
 fn another_client_is_waited_for() {

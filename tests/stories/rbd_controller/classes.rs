@@ -3,11 +3,11 @@
 use std::{fmt::Write as _, fs};
 
 use serde_json::json;
+use testkit::{Controller, MIB, TestCluster, eventually, from_volume, refused, story};
 use tonic::Code::{Aborted, NotFound, ResourceExhausted};
 use uring_csi::proto::csi::{CreateVolumeRequest, Topology, TopologyRequirement};
 
 use super::{CEPH, Ceph, GIB};
-use crate::harness::{Controller, MIB, TestCluster, eventually, from_volume, refused, story};
 
 fn with(mut request: CreateVolumeRequest, parameters: &[(&str, &str)]) -> CreateVolumeRequest {
     let own = parameters

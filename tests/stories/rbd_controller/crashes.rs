@@ -3,14 +3,15 @@
 
 use std::time::Duration;
 
-use super::{Ceph, GIB};
-use crate::harness::{
+use testkit::{
     Controller, Dice, MIB, TestCluster, eventually, from_snapshot, from_volume, kill_amid, story,
 };
 
+use super::{Ceph, GIB};
+
 impl Ceph {
     /// One that forgets its dead soon.
-    fn forgetful(sandbox: &crate::harness::Sandbox) -> Option<Self> {
+    fn forgetful(sandbox: &testkit::Sandbox) -> Option<Self> {
         let cluster = TestCluster::own()?;
         cluster.ceph(&["config", "set", "osd", "osd_client_watch_timeout", "2"]);
         Some(Self::over(sandbox, cluster))

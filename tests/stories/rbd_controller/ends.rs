@@ -10,9 +10,9 @@ use std::{
 };
 
 use futures_util::future::join3;
+use testkit::{Controller, Dice, MIB, story};
 
 use super::{CEPH, Ceph};
-use crate::harness::{Controller, Dice, MIB, story};
 
 /// How often each process ends; `ENDS` makes it more.
 fn ends() -> usize {

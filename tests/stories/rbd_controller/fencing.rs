@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
+use testkit::{
+    Controller, Dice, MIB, Mode, Sandbox, Volume, eventually, provisioned, refused, story,
+};
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unimplemented};
 use uring_csi::proto::csi::ControllerPublishVolumeRequest;
 
 use super::{Ceph, Rpc, capabilities};
-use crate::harness::{
-    Controller, Dice, MIB, Mode, Sandbox, Volume, eventually, provisioned, refused, story,
-};
 
 async fn fencing(sandbox: &Sandbox, ceph: &Ceph, after: &str) -> (Controller, Volume) {
     let mut setup = ceph.setup(sandbox);

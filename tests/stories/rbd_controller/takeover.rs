@@ -3,10 +3,10 @@
 
 use std::collections::BTreeMap;
 
+use testkit::{Controller, MIB, Sandbox, from_snapshot, from_volume, story};
 use uring_csi::proto::csi::ListSnapshotsRequest;
 
 use super::{Ceph, GIB};
-use crate::harness::{Controller, MIB, Sandbox, from_snapshot, from_volume, story};
 
 const VOLUME: &str = "36eaa70e-eb63-11ea-8e79-246e96907f74";
 const SNAPSHOT: &str = "5a1f5bd0-ef0a-11ea-9d71-0242ac110003";

@@ -4,6 +4,7 @@ use std::{
 };
 
 use serde_json::json;
+use testkit::TestCluster;
 
 use super::*;
 use crate::{
@@ -12,7 +13,6 @@ use crate::{
             rados::IoCtx,
             rbd::{self, Image, ImageOptions, OpenMode},
         },
-        test_cluster::TestCluster,
         testing::{connect, credentials, timeouts},
     },
     secret::Secret,

@@ -8,12 +8,12 @@ use std::{
 };
 
 use serde_json::json;
+use testkit::TestCluster;
 
 use super::*;
 use crate::{
     ceph::{
         client::Credentials,
-        test_cluster::TestCluster,
         testing::{Place, connect, credentials, timeouts},
     },
     secret::Secret,

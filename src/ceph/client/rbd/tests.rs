@@ -1,12 +1,10 @@
 use std::time::{Duration, SystemTime};
 
 use rustix::io::Errno;
+use testkit::TestCluster;
 
 use super::*;
-use crate::ceph::{
-    test_cluster::TestCluster,
-    testing::{Place, connect},
-};
+use crate::ceph::testing::{Place, connect};
 
 const MIB: u64 = 1 << 20;
 

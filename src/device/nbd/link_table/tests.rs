@@ -2,11 +2,12 @@
 
 use std::fs;
 
+use testkit::left_out;
+
 use super::{
     super::client::tests::{NBDKIT, Running},
     *,
 };
-use crate::left_out::left_out;
 
 const OPTIONS: LinkOptions = LinkOptions {
     connections: 1,

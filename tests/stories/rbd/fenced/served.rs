@@ -3,13 +3,13 @@
 
 use std::{fs::File, os::unix::fs::FileExt as _, path::PathBuf, time::Duration};
 
-use tonic::Code::Unavailable;
-
-use super::{Fencing, direct};
-use crate::harness::{
+use testkit::{
     Ceph, Content, Holder, KINDS, MIB, Node, Sandbox, Volume, eventually, lonely_ceph_story,
     nbds_over, refused, spec_of,
 };
+use tonic::Code::Unavailable;
+
+use super::{Fencing, direct};
 
 /// Fencing, on a node that has a holder.
 async fn with_holder<'a>(sandbox: &Sandbox, ceph: &'a Ceph) -> (Fencing<'a>, Holder) {

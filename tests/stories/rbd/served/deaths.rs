@@ -8,16 +8,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use testkit::{
+    Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
+    killed_at_each_step, lonely_ceph_story, refused,
+};
 use tonic::Code::{FailedPrecondition, Unavailable};
 
 use super::{kill_unlocked, nbds, node_with, served};
-use crate::{
-    harness::{
-        Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
-        killed_at_each_step, lonely_ceph_story, refused,
-    },
-    rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, outages},
-};
+use crate::rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, outages};
 
 #[test]
 fn each_of_three_processes_dies_and_data_stays() {

@@ -5,14 +5,12 @@
 use std::{fs, path::Path};
 
 use rustix::process::Pid;
+use testkit::{
+    Content, Holder, MIB, NOTE, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi, run,
+};
 
 use super::{kill_unlocked, nbds, node_with, served};
-use crate::{
-    harness::{
-        Content, Holder, MIB, NOTE, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi, run,
-    },
-    rbd::{assert_nothing_staged, encrypted, kept, takeover::unstaged_by_ceph_csi},
-};
+use crate::rbd::{assert_nothing_staged, encrypted, kept, takeover::unstaged_by_ceph_csi};
 
 /// The process that connected the device.
 fn connected(volume: &Volume) -> Pid {

@@ -1,5 +1,5 @@
-//! A Ceph cluster to test against: real daemons, started by cluster.py beside
-//! this file, for the library's own tests and for stories.
+//! A Ceph cluster to test against: real daemons, started by
+//! tests/ceph/cluster.py, for the library's own tests and for stories.
 //!
 //! Most tests share one, whichever process of a run they are in: the first that
 //! asks starts it, which takes half a second, and it ends by itself when for a
@@ -7,9 +7,6 @@
 //! daemons has one of its own. Nobody has to end anything, not even a test that
 //! is killed: a lock on a file says who uses a cluster, and the kernel knows
 //! whose locks are gone.
-
-// Each user takes what it needs; and the ban on children is the product's.
-#![allow(dead_code, clippy::disallowed_methods)]
 
 use std::{
     collections::HashMap,
@@ -348,19 +345,17 @@ fn is_alive(dir: &Path) -> bool {
 
 /// Starts it, and waits until it takes I/O.
 fn start(dir: &Path, linger: &str) {
-    let mut cluster = Command::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/tests/ceph/cluster.py"
-    ))
-    .arg(dir)
-    .arg(linger)
-    .stdin(Stdio::null())
-    .stdout(Stdio::piped())
-    .stderr(File::create(dir.join("said")).expect("a file"))
-    // It outlives this process where others use it, and ^C.
-    .process_group(0)
-    .spawn()
-    .expect("cluster.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("ceph/cluster.py");
+    let mut cluster = Command::new(script)
+        .arg(dir)
+        .arg(linger)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(File::create(dir.join("said")).expect("a file"))
+        // It outlives this process where others use it, and ^C.
+        .process_group(0)
+        .spawn()
+        .expect("cluster.py");
     let mut ready = String::new();
     let mut output = cluster.stdout.take().expect("a pipe");
     output.read_to_string(&mut ready).expect("its output");

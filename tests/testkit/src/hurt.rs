@@ -6,9 +6,7 @@ use futures_util::future::{join_all, try_join_all};
 use tonic::{Code, Status};
 use uuid::Uuid;
 
-use crate::harness::{
-    Content, Fault, Footprint, Moment, Node, Sandbox, Volume, bytes_for, eventually, run,
-};
+use super::{Content, Fault, Footprint, Moment, Node, Sandbox, Volume, bytes_for, eventually, run};
 
 /// With the eight that are hurt, 64.
 pub const HEALTHY: usize = 56;

@@ -11,7 +11,7 @@ use std::{
 
 use sha2::{Digest as _, Sha256};
 
-use super::{MIB, Volume, ceph::answer_of};
+use super::{MIB, Volume, cluster::answer_of};
 
 /// Runs a command that must succeed; what it printed.
 #[track_caller]

@@ -75,7 +75,7 @@ impl Controller {
         }
         args.extend(setup.args);
         let agent = Agent::new(
-            env!("CARGO_BIN_EXE_uring-csi-controller"),
+            "uring-csi-controller",
             &sandbox.dir().join(format!("{name}.sock")),
             sandbox.dir().join(format!("{name}.log")),
             args,

@@ -2,7 +2,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    fs,
+    env, fs,
     path::{Path, PathBuf},
     process::{Child, ChildStderr, Command, ExitStatus, Stdio},
     time::Duration,
@@ -173,10 +173,11 @@ impl Agent {
         } else {
             Stdio::from(log)
         };
+        let program = program(self.program);
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
             .args(self.through)
-            .arg(self.program)
+            .arg(program)
             .args(&self.args)
             .env("HOLD_AT", self.holds())
             .envs(environment.iter().cloned())
@@ -299,6 +300,14 @@ impl Agent {
         let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw);
         kill_process(pid.expect("a process id"), signal).expect("a signal");
     }
+}
+
+/// A binary of the project. Cargo builds it before the tests and benches that run it,
+/// and puts it one directory above theirs.
+fn program(name: &str) -> PathBuf {
+    let own = env::current_exe().expect("procfs");
+    let built = own.parent().and_then(Path::parent).expect("target/*/deps");
+    built.join(name)
 }
 
 /// Where an agent is held up.

@@ -22,7 +22,7 @@ impl Holder {
     pub async fn start(sandbox: &Sandbox) -> Self {
         let run_dir = sandbox.dir().join("holder");
         let holder = Self(Agent::new(
-            env!("CARGO_BIN_EXE_uring-csi-holder"),
+            "uring-csi-holder",
             &run_dir.join("holder.sock"),
             sandbox.dir().join("holder.log"),
             vec!["--run-dir".to_owned(), run_dir.display().to_string()],

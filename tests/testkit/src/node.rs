@@ -129,7 +129,7 @@ impl Node {
         }
         args.extend(setup.args);
         let mut agent = Agent::new(
-            env!("CARGO_BIN_EXE_uring-csi-node"),
+            "uring-csi-node",
             &sandbox.dir().join(format!("{name}.sock")),
             sandbox.dir().join(format!("{name}.log")),
             args,
