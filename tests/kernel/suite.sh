@@ -16,7 +16,7 @@ export TEST_ALL=1
 export SOAK_OPERATIONS=${SOAK_OPERATIONS:-300}
 
 case $only in
-  "") of_library='^(device|fs|holder|kernel|mount|ring::(child|file|poll|probe))::' of_stories=. ;;
+  "") of_library='^(ceph::krbd|device|fs|kernel|mount|ring::(child|file|poll|probe)|supervisor)::' of_stories=. ;;
   rbd) of_library='(^|::)(rbd|ceph)' of_stories=$of_library ;;
   *) of_library="(^|::)$only" of_stories=$of_library ;;
 esac
