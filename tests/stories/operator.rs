@@ -4,8 +4,8 @@ use std::{process::Command, time::Duration};
 
 use serde_json::Value;
 use testkit::{
-    Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree, refused,
-    request, story,
+    Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree, program,
+    refused, request, story,
 };
 use tonic::Code::{DeadlineExceeded, Unavailable};
 use uring_csi::proto::csi::ListVolumesRequest;
@@ -30,7 +30,7 @@ impl Operator {
 
     /// The exit code, and what was printed on stdout and on stderr.
     pub fn run(&self, args: &[&str]) -> (i32, String, String) {
-        let output = Command::new(env!("CARGO_BIN_EXE_uringctl"))
+        let output = Command::new(program("uringctl"))
             .args(&self.endpoints)
             .args(args)
             .output()

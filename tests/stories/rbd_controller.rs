@@ -14,7 +14,7 @@ use std::{
 use futures_util::future::join_all;
 use testkit::{
     Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
-    from_snapshot, from_volume, refused, request, run, run_err, story,
+    from_snapshot, from_volume, program, refused, request, run, run_err, story,
 };
 use tonic::{
     Code::{
@@ -545,15 +545,15 @@ fn an_image_in_use_is_not_deleted() {
 #[test]
 fn a_controller_without_storage_or_libraries_says_so() {
     story(async |sandbox| {
-        let program = env!("CARGO_BIN_EXE_uring-csi-controller");
+        let controller = program("uring-csi-controller").display().to_string();
         let endpoint = format!("--endpoint=unix://{}/c.sock", sandbox.dir().display());
-        let said = run_err(&[program, &endpoint]).unwrap_err();
+        let said = run_err(&[&controller, &endpoint]).unwrap_err();
         assert!(
             said.contains("--pool") && said.contains("--ceph-config"),
             "{said}"
         );
 
-        let linked = run(&["ldd", program]);
+        let linked = run(&["ldd", &controller]);
         assert!(!linked.contains("librados"), "{linked}");
         let found = run_err(&["ldconfig", "-p"]).unwrap_or_default();
         let library = found
@@ -566,7 +566,8 @@ fn a_controller_without_storage_or_libraries_says_so() {
             File::create(&empty).expect("a file");
             run_err(&["mount", "--bind", &empty.display().to_string(), library]).unwrap();
         }
-        let said = run_err(&[program, &endpoint, "--ceph-config=/etc/config.json"]).unwrap_err();
+        let said =
+            run_err(&[&controller, &endpoint, "--ceph-config=/etc/config.json"]).unwrap_err();
         assert!(said.contains("install the package librados2"), "{said}");
     });
 }

@@ -198,12 +198,13 @@ fn an_endpoint_that_is_no_unix_socket_is_refused() {
     story(async |sandbox| {
         let kubelet = sandbox.kubelet("node-a");
         for (program, endpoint) in [
-            (env!("CARGO_BIN_EXE_uring-csi-node"), "tcp://127.0.0.1:1"),
-            (env!("CARGO_BIN_EXE_uring-csi-controller"), "csi.sock"),
+            ("uring-csi-node", "tcp://127.0.0.1:1"),
+            ("uring-csi-controller", "csi.sock"),
         ] {
             let kubelet = format!("--kubelet-dir={}", kubelet.display());
             let pool = format!("--pool=main={},shared", sandbox.pool("main").display());
-            let mut command = vec![program, "--endpoint", endpoint, &pool];
+            let path = testkit::program(program).display().to_string();
+            let mut command = vec![path.as_str(), "--endpoint", endpoint, &pool];
             if program.ends_with("node") {
                 command.extend(["--node-id=n", &kubelet]);
             }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use futures_util::future::join3;
-use testkit::{Controller, Dice, MIB, story};
+use testkit::{Controller, Dice, MIB, program, story};
 
 use super::{CEPH, Ceph};
 
@@ -112,7 +112,7 @@ fn the_child_that_enters_a_client_ends_well() {
         });
         let _load = Load::new();
         for end in 0..ends() {
-            let mut child = Command::new(env!("CARGO_BIN_EXE_uring-csi-holder"))
+            let mut child = Command::new(program("uring-csi-holder"))
                 .arg("enter")
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())

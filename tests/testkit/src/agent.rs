@@ -304,7 +304,7 @@ impl Agent {
 
 /// A binary of the project. Cargo builds it before the tests and benches that run it,
 /// and puts it one directory above theirs.
-fn program(name: &str) -> PathBuf {
+pub fn program(name: &str) -> PathBuf {
     let own = env::current_exe().expect("procfs");
     let built = own.parent().and_then(Path::parent).expect("target/*/deps");
     built.join(name)

@@ -39,7 +39,7 @@ mod volume;
 
 use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
-pub use agent::{Agent, Machine, request};
+pub use agent::{Agent, Machine, program, request};
 pub use ceph_csi::{NOTE, note_of_ceph_csi, publish_as_ceph_csi, unstage_as_ceph_csi};
 pub use cluster::{TestCluster, answer_of};
 pub use controller::{

@@ -10,7 +10,7 @@ use std::{
 
 use testkit::{
     Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
-    killed_at_each_step, lonely_ceph_story, refused,
+    killed_at_each_step, lonely_ceph_story, program, refused,
 };
 use tonic::Code::{FailedPrecondition, Unavailable};
 
@@ -115,7 +115,7 @@ fn reattach(node: &Node, holder: &Holder, volume: &Volume, sandbox: &Sandbox) {
     for (name, value) in &volume.secrets {
         std::fs::write(secrets.join(name), value).unwrap();
     }
-    let mut command = Command::new(env!("CARGO_BIN_EXE_uringctl"));
+    let mut command = Command::new(program("uringctl"));
     let sockets = [
         ("--node-endpoint", node.socket()),
         ("--holder-endpoint", holder.socket()),
