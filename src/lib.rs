@@ -14,6 +14,8 @@
     )),
     allow(dead_code, unused_imports)
 )]
+// Tests start programs, mount and wait by themselves.
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 mod capability;
 mod digest;

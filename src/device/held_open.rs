@@ -73,8 +73,6 @@ const LOOK: &str = "look at the device";
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::disallowed_methods)]
-
     use std::process::Command;
 
     use super::*;

@@ -230,8 +230,6 @@ fn has_open(process: &Process, dev: Dev) -> bool {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::disallowed_methods)]
-
     use std::{
         io::{BufRead, BufReader},
         process::{Child, Command, Stdio},

@@ -91,8 +91,6 @@ pub fn interpret(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::disallowed_methods)]
-
     use std::process::Command;
 
     use super::*;

@@ -48,6 +48,7 @@ fn pause(time: Duration) {
     // No longer than it is above, so it always fits.
     let time = Timespec::try_from(time).unwrap_or_default();
     // Cut short by a signal, it has served as well.
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
     let _ = nanosleep(&time);
 }
 

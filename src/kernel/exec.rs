@@ -124,6 +124,7 @@ pub fn block_server<A: AsRef<OsStr>>(program: &str, args: &[A], unseen: Option<P
         let path = format!("/proc/{}", pid.as_raw_nonzero());
         CString::new(path).expect("a number has no NUL")
     });
+    #[expect(clippy::disallowed_methods, reason = "in a mount namespace of its own")]
     prepared(program, args, move || {
         // SAFETY: the call takes numbers only.
         let _ = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };

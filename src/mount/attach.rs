@@ -196,6 +196,7 @@ pub(super) fn move_to(mount: &OwnedFd, at: &SafePath) -> Result<Mounted, MountEr
         });
     }
     let empty = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
     move_mount(mount, "", &target, "", empty).map_err(|error| failed("mount on")(error.into()))?;
     Ok(mounted)
 }
@@ -211,6 +212,7 @@ fn create(new: &NewMount<'_>) -> Result<OwnedFd, MountError> {
             source: error.into(),
         }
     };
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
     let context = match fsopen(new.fs_type, FsOpenFlags::FSOPEN_CLOEXEC) {
         Ok(context) => context,
         Err(Errno::NODEV) => {

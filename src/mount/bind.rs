@@ -38,6 +38,7 @@ pub fn bind(
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
         | OpenTreeFlags::AT_EMPTY_PATH;
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
     let clone = open_tree(source, "", flags)
         .map_err(|error| failed("clone the source's mount for", error.into()))?;
     let mut change = options.attributes();

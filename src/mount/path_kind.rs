@@ -222,8 +222,6 @@ impl MountId {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::disallowed_methods)] // xfs_io, waited for on the spot
-
     use std::{fs::File, os::fd::AsFd, process::Command};
 
     use rustix::mount::{MountFlags, mount};

@@ -1,6 +1,5 @@
 //! Fixtures of the mount tests: a mount namespace, a directory and loop devices of their
 //! own.
-#![allow(clippy::disallowed_methods)] // mkfs and losetup, waited for on the spot
 
 use std::{
     path::{Path, PathBuf},

@@ -70,6 +70,7 @@ fn unmount_once(at: &SafePath) -> Result<Done, UnmountError> {
     }
     let parent = format!("/proc/self/fd/{}", at.parent().as_raw_fd());
     let path = Path::new(&parent).join(at.name());
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
     match umount2(&path, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(Done::Now),
         // Another process unmounted it meanwhile.

@@ -185,6 +185,7 @@ pub(super) fn register(
 pub fn child() -> ExitCode {
     // What waits for an OSD has no deadline everywhere.
     thread::spawn(|| {
+        #[expect(clippy::disallowed_methods, reason = "a deadline")]
         let _ = crossbeam::channel::after(WITHIN).recv();
         answer(&Answer::Silent("it takes too long".to_owned()));
     });

@@ -63,6 +63,7 @@ impl Watch {
                 while let Some(last) = seen.upgrade() {
                     let client = asks.clone();
                     Self { client, last }.ask();
+                    #[expect(clippy::disallowed_methods, reason = "a period")]
                     let _ = crossbeam::channel::after(EVERY).recv();
                 }
             })?;

@@ -38,13 +38,13 @@ use std::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::OFlags,
-    thread::nanosleep,
 };
 
 use super::{Link, Links, NbdError, failed, lock};
 use crate::{
     kernel::{
         block,
+        busy::retry_while_busy_for,
         nbd::netlink::{Change, Driver},
         sysfs,
     },
@@ -66,12 +66,6 @@ const OFFER_AGAIN: Timespec = Timespec {
 
 /// The kernel looks for requests that are overdue about so much too late.
 const ON_TOP: Duration = Duration::from_secs(2);
-
-/// Between looks at the requests under way, of which no event tells.
-const LOOK_AGAIN: rustix::thread::Timespec = rustix::thread::Timespec {
-    tv_sec: 0,
-    tv_nsec: 5_000_000,
-};
 
 /// Bytes of the proof, and its alignment in memory and on the device.
 const PROOF: usize = 4096;
@@ -225,11 +219,8 @@ impl Link {
             let alive = has_outage || lock(&self.state).are_alive();
             sysfs::in_flight(self.device.block.dev).map(|count| count == 0 && alive)
         };
-        while !is_settled()? && Instant::now() < deadline {
-            // Cut short by a signal, it has served as well.
-            let _ = nanosleep(&LOOK_AGAIN);
-        }
-        Ok(())
+        let time = deadline.saturating_duration_since(Instant::now());
+        retry_while_busy_for(time, is_settled, |settled| matches!(settled, Ok(false))).map(drop)
     }
 
     /// Reads the last block, past every cache.

@@ -1,5 +1,3 @@
-#![allow(clippy::disallowed_methods)]
-
 use std::{path::Path, process::Command};
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};

@@ -1,5 +1,3 @@
-#![allow(clippy::disallowed_methods)]
-
 use std::process::Command;
 
 use proptest::prelude::*;

@@ -1,5 +1,3 @@
-#![allow(clippy::disallowed_methods)]
-
 use std::{
     fs::File,
     os::unix::fs::FileExt,

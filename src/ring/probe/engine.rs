@@ -121,6 +121,10 @@ impl Engine {
                 && error.kind() != io::ErrorKind::Interrupted
             {
                 tracing::warn!(%error, "cannot submit to the probe ring; retrying");
+                #[expect(
+                    clippy::disallowed_methods,
+                    reason = "the kernel refuses: nothing tells when it takes more"
+                )]
                 thread::park_timeout(Duration::from_millis(10));
             }
             let ended: Vec<_> = (self.ring.completion())

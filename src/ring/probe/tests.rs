@@ -1,5 +1,3 @@
-#![allow(clippy::disallowed_methods)]
-
 use std::{
     fs::{File, OpenOptions},
     os::{fd::AsFd, unix::fs::OpenOptionsExt},

@@ -206,7 +206,6 @@ fn connects_and_ends() {
 }
 
 #[test]
-#[allow(clippy::disallowed_methods, reason = "not the product's child")]
 fn a_process_may_end_while_it_connects() {
     let Some(_test) = TestCluster::shared() else {
         return;

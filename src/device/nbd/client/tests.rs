@@ -1,8 +1,5 @@
 //! Against the servers that people run.
 
-// The ban on children is the product's, not its tests'.
-#![allow(clippy::disallowed_methods)]
-
 use std::{
     os::unix::net::{UnixListener, UnixStream},
     path::PathBuf,

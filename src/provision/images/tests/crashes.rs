@@ -4,8 +4,6 @@
 //! The victim is this test program, started anew for one test with `CRASH_AT`
 //! set: see `crash_point`.
 
-#![allow(clippy::disallowed_methods)]
-
 use std::{path::Path, process::Command};
 
 use super::*;

@@ -1,7 +1,5 @@
 //! On a file system that clones files, in a mount namespace of its own.
 
-#![allow(clippy::disallowed_methods)]
-
 use std::process::Command;
 
 use super::*;

@@ -5,8 +5,6 @@
 //! set: see `crash_point`. What is killed within one call of librbd, no test can
 //! time; what that leaves is made by hand.
 
-#![allow(clippy::disallowed_methods)]
-
 use std::{collections::BTreeSet, env, process::Command, time::Duration};
 
 use super::*;

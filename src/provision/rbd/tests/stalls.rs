@@ -1,8 +1,6 @@
 //! A controller stalls at each change that it makes in a cluster, another does its
 //! work, and the first goes on: neither takes away what the other has answered for.
 
-#![allow(clippy::disallowed_methods)]
-
 use std::process::Child;
 
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
