@@ -80,7 +80,7 @@ pub struct Config {
     pub node_id: String,
     /// The plugin's name.
     pub driver_name: String,
-    /// At most so many volumes at a time; 0 for no limit.
+    /// The most volumes that this node may hold; 0 for no limit.
     pub max_volumes: i64,
     /// Take kubelet's descriptor lock over published raw block volumes.
     pub block_lock: bool,
@@ -172,7 +172,7 @@ impl Node {
     {
         match self.runtime.run(job).await {
             Some(out) => out,
-            // The agent is shutting down, and nobody is answered any more.
+            // The agent is shutting down: no caller waits any more.
             None => std::future::pending().await,
         }
     }
@@ -219,7 +219,7 @@ impl Node {
     }
 }
 
-/// How often the gates take back places from steps that are stuck.
+/// How often the gates free the places of steps that are stuck.
 const EXPIRE_EVERY: Duration = Duration::from_secs(1);
 
 async fn expire(gates: Gates) {
@@ -251,7 +251,7 @@ async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
 pub struct NodeHandle(Arc<Node>);
 
 impl NodeHandle {
-    /// Of the node.
+    /// A handle to the node.
     pub fn new(node: Arc<Node>) -> Self {
         Self(node)
     }

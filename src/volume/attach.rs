@@ -107,7 +107,7 @@ impl OnLane<'_> {
     /// Holds a volume that was found without a record. Fails with the other volume of this
     /// node that has the same source.
     pub fn hold_found(self, found: Held) -> Result<(), String> {
-        // Of two volumes that are found at once, one has it.
+        // Of two volumes found at the same time, one gets the source.
         let volumes = self.node.volumes();
         if let Some(other) = self.other_user_of(&volumes, &found.record.source) {
             return Err(other);

@@ -11,7 +11,7 @@ use crate::{
 /// How often a missing pool is looked for.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Begins to look for claims in each pool: an earlier agent may have left some, too.
+/// Starts to look for claims in each pool: an earlier agent may have left some.
 pub(super) fn keep(node: &Arc<Node>) {
     for pool in node.backends.owed().pools() {
         ring::spawn(keep_in(Arc::clone(node), pool.clone()));
@@ -27,7 +27,7 @@ async fn keep_in(node: Arc<Node>, pool: String) {
     }
 }
 
-/// Whether the pool could be read, and no claim is left in it.
+/// Whether the pool could be read and no such claim is left in it.
 async fn give_back_all(node: &Arc<Node>, pool: &str) -> bool {
     match left_in(node, pool).await {
         Ok(Some(left)) => {

@@ -66,7 +66,7 @@ impl Context<'_> {
         self.admit(&self.node.config.gates.look, source).await
     }
 
-    /// Waits in a step of its own.
+    /// Waits for `event` in a step of its own.
     pub(super) async fn wait<T>(self, step: &'static str, event: impl Future<Output = T>) -> T {
         self.progress.wait(step, event).await
     }
@@ -103,7 +103,7 @@ impl OnLane<'_> {
 }
 
 impl OnLane<'_> {
-    /// Writes the volume's record down, then remembers it.
+    /// Writes the volume's record, then holds it in memory.
     pub(super) async fn remember(self, record: &Record) -> Result<(), Cause> {
         self.change_record(record.inline.is_some(), || self.node.records.save(record))
             .await

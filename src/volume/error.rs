@@ -67,9 +67,9 @@ pub enum Cause {
     /// The volume is there with other arguments than those requested.
     #[error("it is already {have}; asked: {want}")]
     Incompatible {
-        /// How it is.
+        /// The arguments that it has.
         have: String,
-        /// How it was requested.
+        /// The arguments that were requested.
         want: String,
     },
     /// The volume is not in the state that the call needs; says what to do.
@@ -89,8 +89,8 @@ pub enum Cause {
         /// The other volume's handle.
         other: String,
     },
-    /// The agent has just started, and does not know yet what it holds.
-    #[error("this node's agent has just started and still takes up what the one before it left")]
+    /// The agent has just started, and has not taken up its volumes yet.
+    #[error("this node's agent has just started and is still taking up its volumes")]
     NotTakenUp,
     /// The caller's deadline passed; the work goes on.
     #[error("{} goes on beyond this call's deadline, {}; the next equal call joins it", .0.call, .0)]
@@ -123,9 +123,9 @@ pub enum Cause {
     Mkfs {
         /// The device's node.
         device: PathBuf,
-        /// mkfs.…
+        /// The program, such as `mkfs.ext4`.
         program: &'static str,
-        /// Its exit.
+        /// Its exit status.
         status: String,
         /// A signal or an I/O error ended it: the next try may succeed.
         may_pass: bool,

@@ -76,7 +76,7 @@ fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Ca
         let fs = record.fs.ok_or_else(|| {
             let at = mount_point.display();
             Cause::precondition(format!(
-                "what is mounted at {at} is no file system that grows"
+                "the file system mounted at {at} is of a type that this driver cannot grow"
             ))
         })?;
         // An encryption layer takes some of the source's size.

@@ -36,10 +36,10 @@ pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Ca
 
 async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Admission) -> Result<Outcome, Cause> {
     if let Some(record) = cx.volume.record() {
-        // Left by a killed agent, in this very call.
+        // An agent that was killed in this call left it.
         unstage::tear_down(cx, &record).await?;
     }
-    // By a file of the operator's, on a disk.
+    // Reads a file of the operator's, which is on a disk.
     let source = cx.step("look", || cx.node.backends.canonical(&spec.source));
     drop(looking);
     let attach = Stage {
@@ -59,7 +59,7 @@ async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Admission) -> Result<Out
     let attaching = attach_source(cx, &attach, purpose, before);
     let attached = match attaching.await {
         Ok(attached) => attached,
-        // Whatever is attached, this call did not do it.
+        // If the source is attached, this call did not attach it.
         Err(cause) => {
             unstage::forget(cx, &record).await?;
             return Err(cause);

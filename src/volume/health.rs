@@ -31,7 +31,7 @@ pub enum Severity {
     Degraded,
     /// Not usable now.
     Inaccessible,
-    /// Data is, or may be, gone.
+    /// Data is lost, or may be.
     DataLoss,
 }
 
@@ -40,9 +40,9 @@ pub enum Severity {
 pub struct Condition {
     /// How bad it is.
     pub severity: Severity,
-    /// For machines; one of a few words.
+    /// One of a few fixed words, for programs.
     pub reason: &'static str,
-    /// For people.
+    /// A sentence for the operator.
     pub message: String,
 }
 
@@ -128,13 +128,13 @@ impl Node {
                 Severity::DataLoss,
                 "ImageDeleted",
                 format!(
-                    "the image behind {node} was deleted; its bytes go when the volume is unstaged"
+                    "the image behind {node} was deleted; its data is lost when the volume is unstaged"
                 ),
             ),
             device::Condition::Unkept(why) => condition(
                 Severity::Degraded,
                 "ServerUnkept",
-                format!("should the server of {node} end, it would not come back: {why}"),
+                format!("if the server of {node} ends, nothing restarts it: {why}"),
             ),
             device::Condition::Unreachable {
                 failing: false,

@@ -43,7 +43,7 @@ pub type Answer = Result<Outcome, Arc<Error>>;
 /// A call under way, as equal calls join it.
 #[derive(Clone)]
 pub struct Running {
-    /// What is asked.
+    /// The request.
     pub request: Arc<Request>,
     /// When it began.
     pub begun: Instant,
@@ -122,7 +122,7 @@ impl Volume {
         progress.map(|progress| progress.under_way(lanes))
     }
 
-    /// Nothing is held, and nothing runs: the entry can go.
+    /// Whether this node holds nothing of it and no call runs, so that it can be forgotten.
     pub fn is_idle_and_empty(&self) -> bool {
         self.running().is_empty() && self.held().is_none()
     }

@@ -2,8 +2,8 @@
 //!
 //! A volume's mount is at the staging path itself, and raw ones have none. A
 //! backend that succeeds another driver stages as that one does: everything below the
-//! staging path, under the volume's handle, beside a note that describes the volume; so
-//! that each driver unstages the other's volumes.
+//! staging path, under the volume's handle, beside a stage file that describes the
+//! volume; so each driver can unstage the other's volumes.
 
 use std::path::Path;
 
@@ -46,7 +46,7 @@ pub(super) fn make_place(
     places.staging(&at)
 }
 
-/// Writes the note of the volume, for the driver that unstages it.
+/// Writes the stage file of the volume, for the driver that unstages it.
 pub(super) fn write_note(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let Some(file) = record
         .device
@@ -62,7 +62,7 @@ pub(super) fn write_note(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     })
 }
 
-/// The note at the staging path, of whichever driver. Blocks.
+/// The stage file at the staging path, whichever driver wrote it. Blocks.
 pub(super) fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Cause> {
     let Some(place) = absent_is_none(places.staging(&staging_path.join(STAGE_FILE)))? else {
         return Ok(None);
@@ -70,7 +70,7 @@ pub(super) fn read_note(places: &Places, staging_path: &Path) -> Result<Option<V
     place.read().map_err(at_staging)
 }
 
-/// Removes what a stage made below the staging path: the mount point and the note.
+/// Removes what a stage made below the staging path: the mount point and the stage file.
 pub(super) fn clear(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let places = &cx.node.places;
     cx.step("clear", || {

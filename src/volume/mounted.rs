@@ -21,7 +21,7 @@ pub(super) fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType,
     };
     let opened = place.open().map_err(failed())?;
     let entry = table::covering(opened.as_fd()).map_err(failed())?;
-    // Others may have mounted it by another of its names.
+    // Another driver may have mounted it by another name of the device.
     let is_its = Path::new(&entry.source) == device.node || mounted.dev == device.dev;
     let fs = is_its.then(|| entry.fs_type.parse().ok()).flatten();
     Ok(fs.map(|fs| (fs, mounted.dev)))

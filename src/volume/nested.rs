@@ -43,8 +43,8 @@ impl Context<'_> {
     /// this node, or that this volume has for something else. The mount at the
     /// path itself tells whether another volume has the same path.
     ///
-    /// A path that the volume has already stays its own, however it came by it: a mount
-    /// below it is removed by its own call, or with the pod that mounted it.
+    /// A path that the volume has already is never refused: a mount below it is removed
+    /// by a call of its own, or with the pod that mounted it.
     pub fn refuse_nested(self, path: &Path, of: PathOf) -> Result<(), Cause> {
         let is_had = self.volume.held().as_ref().is_some_and(|held| match of {
             PathOf::Staging => held.record.staging_path == path,

@@ -2,7 +2,7 @@
 //!
 //! A call looks at its path before it mounts there or unmounts. Two volumes'
 //! calls for one path, each of which looks before the other acts, would mount one over
-//! the other. So a path is one volume's for as long as its call goes on.
+//! the other. So a path belongs to one volume while its call runs.
 
 use std::{
     collections::HashMap,
@@ -24,7 +24,7 @@ struct Occupant {
     calls: usize,
 }
 
-/// A path that is a volume's until this is dropped.
+/// Keeps a path for a volume until this is dropped.
 #[derive(Debug)]
 pub(super) struct Occupation<'a> {
     all: &'a Occupied,
@@ -37,7 +37,7 @@ impl Occupied {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a path the volume's, unless it is another's, or above or below one.
+    /// Takes a path for a volume, unless it, or one above or below it, belongs to another.
     pub fn occupy<'a>(&'a self, path: &'a Path, volume: &str) -> Result<Occupation<'a>, Cause> {
         let mut paths = self.lock();
         let mut others = paths.iter().filter(|(_, it)| it.volume != volume);

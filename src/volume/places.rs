@@ -1,7 +1,7 @@
 //! Resolving the paths of requests.
 //!
-//! A path leads through kubelet's directories, which are on the root disk as a rule, and
-//! that may hang as any disk. So only lanes resolve paths: a verb takes a copy of
+//! A path leads through kubelet's directories. They are on the root disk as a rule, which
+//! may hang as any disk. So only lanes resolve paths: a verb takes a copy of
 //! [`Places`] to the volume's lane, opens what it needs there and closes it there.
 
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ impl Places {
         self.0.resolve(&path.to_string_lossy())
     }
 
-    /// The path in one spelling to compare by ([`Roots::canonical`]). Never blocks.
+    /// The canonical path, for comparisons ([`Roots::canonical`]). Never blocks.
     pub fn canonical(&self, path: &Path) -> PathBuf {
         self.0.canonical(path)
     }

@@ -32,7 +32,7 @@ use crate::{
 /// A file system that is ready to be mounted.
 #[derive(Clone, Debug)]
 pub(super) struct Prepared {
-    /// Which one.
+    /// Its type.
     pub fs: FsType,
     /// Its superblock; `None` if it was made just now.
     pub found: Option<FsInfo>,
@@ -133,7 +133,7 @@ pub(super) async fn prepare(
     }
 }
 
-/// A device that a file system is looked for on, or made on.
+/// A device on which a file system is found or made.
 #[derive(Clone, Copy)]
 pub(super) struct Preparing<'a> {
     pub cx: OnLane<'a>,
@@ -141,7 +141,7 @@ pub(super) struct Preparing<'a> {
     pub record: &'a Record,
     /// Its device.
     pub attached: &'a Attachment,
-    /// Which is held open.
+    /// Its descriptor, by which it is held open.
     pub held: &'a HeldOpen,
 }
 
@@ -285,8 +285,8 @@ impl Preparing<'_> {
     }
 }
 
-/// fsck, and at times the mount, would mend a file system that has lost its end
-/// by giving up what was there.
+/// Refuses a file system that is larger than its device: fsck, and at times the mount,
+/// would repair it by dropping the data beyond the end.
 fn not_cut_short(record: &Record, device: &Device, content: &Content) -> Result<(), Cause> {
     let Content::Fs(info) = content else {
         return Ok(());
@@ -313,7 +313,7 @@ pub(super) fn describe(content: &Content) -> String {
     }
 }
 
-/// Which of the programs is run.
+/// The program to run.
 #[derive(Clone, Copy)]
 enum Run {
     Mkfs,

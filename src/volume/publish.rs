@@ -138,7 +138,7 @@ impl Publishing<'_> {
         live
     }
 
-    /// A target that is there is as it was asked for, or in the way.
+    /// Checks that an existing target is as the call asks.
     fn refuse_other_access(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         self.refuse_other_protection(place, mounted)?;
         let is_read_only =
@@ -156,8 +156,8 @@ impl Publishing<'_> {
         })
     }
 
-    /// What was asked for by name has to be so; what is so by default may have been
-    /// otherwise where an earlier version of the agent has mounted it.
+    /// Options that the call names must hold. Defaults may differ: an earlier version of
+    /// the agent may have mounted the target.
     fn refuse_other_protection(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let Use::Mount { options: asked, .. } = &self.spec.usage else {
             return Ok(());
@@ -269,9 +269,9 @@ fn access(read_only: bool) -> &'static str {
     if read_only { "read-only" } else { "writable" }
 }
 
-/// What of the capability's options applies to a target, with what the stage and the
-/// agent say where they say nothing: the staging mount itself is as no pod sees it.
-/// Options of the superblock took effect at stage; here they must be those of the stage.
+/// The mount options of a target: the capability's, else the stage's, else the agent's
+/// defaults, as the staging mount has none of them. Options of the superblock took effect
+/// at stage; here they must be those of the stage.
 fn publish_options(record: &Record, spec: &Publish) -> Result<MountOptions, Cause> {
     match (&record.usage, &spec.usage) {
         (Use::Block, Use::Block) => Ok(MountOptions::default()),

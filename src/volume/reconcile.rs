@@ -47,8 +47,8 @@ use crate::{
 /// How many volumes of another driver are examined at once.
 const AT_ONCE: usize = 8;
 
-/// Volumes that an earlier agent had, or another driver, and that are not taken up
-/// yet: no call may act on them.
+/// Volumes of an earlier agent, or of another driver, that are not taken up yet: no call
+/// may act on them.
 #[derive(Debug, Default)]
 pub struct Untaken {
     /// The records are read.
@@ -107,7 +107,7 @@ impl Node {
             );
             let volume = self.volume(&record.volume_id);
             volume.hold(Some(Held { record, targets }));
-            // Others are answered meanwhile.
+            // Other calls are answered meanwhile.
             tokio::task::yield_now().await;
         }
         let others: HashSet<_> = left.others.iter().map(|(id, _)| id.clone()).collect();
@@ -367,7 +367,7 @@ pub(super) fn rebuild(cx: OnLane<'_>, staging_path: &Path) -> Result<Option<Reco
     let record = held.record.clone();
     cx.hold_found(held)
         .map_err(|other| is_of(&other, staging_path))?;
-    tracing::warn!(volume_id = cx.volume.id, source = %record.source, "found without a record, taken up");
+    tracing::warn!(volume_id = cx.volume.id, source = %record.source, "rebuilt the record of a staged volume");
     Ok(Some(record))
 }
 
@@ -450,7 +450,8 @@ fn find(
     Ok(Some(Held { record, targets }))
 }
 
-/// Finds the source by the mounted device, by the handle, or by another driver's note.
+/// Finds the source by the mounted device, by the handle, or by another driver's stage
+/// file.
 fn source_of(
     backends: &Backends,
     volume_id: &str,
@@ -463,7 +464,7 @@ fn source_of(
         None => backends.find(volume_id, known)?,
     };
     match (found, behind, left) {
-        // It may be mapped, or only the note may be left.
+        // It may be mapped, or only the stage file may be left.
         (None, None, Some(left)) => backends.find_by_stage_file(left, volume_id).map(Some),
         (found, ..) => Ok(found.map(|found| (found.source, Some(found.device)))),
     }

@@ -29,14 +29,14 @@ mod file;
 
 use file::Durability;
 
-/// A volume that this node holds, or has begun to take or to give up.
+/// A volume that this node holds, or has begun to stage or to unstage.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// The volume's handle.
     pub volume_id: String,
-    /// The boot that all below belongs to.
+    /// The boot's id: the fields below hold for this boot only.
     pub boot_id: String,
-    /// How far staging has come.
+    /// How far its stage or unstage has come.
     pub phase: Phase,
     /// Where its bytes are.
     pub source: Source,
@@ -46,7 +46,7 @@ pub struct Record {
     pub usage: Use,
     /// The file system that is mounted.
     pub fs: Option<FsType>,
-    /// This node does not write.
+    /// Whether this node may only read it.
     pub read_only: bool,
     /// Its access mode.
     pub mode: AccessMode,
@@ -66,11 +66,11 @@ pub struct Record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
-    /// Begun; only the kernel knows how far.
+    /// Stage has begun; only the kernel knows how far it came.
     Staging,
-    /// Complete.
+    /// The stage is complete.
     Staged,
-    /// Being given up.
+    /// Unstage has begun.
     Unstaging,
 }
 
@@ -236,7 +236,7 @@ impl Records {
                         std::fs::remove_file(&path)?;
                     }
                     Err(error) => {
-                        tracing::error!(path = %path.display(), %error, "a volume's record is unreadable and left alone");
+                        tracing::error!(path = %path.display(), %error, "cannot read a volume's record; leaving it alone");
                     }
                 }
             }

@@ -94,13 +94,13 @@ impl fmt::Display for Use {
 /// `NodeStageVolume`, or the staging half of an inline volume's publish.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stage {
-    /// Where the bytes are.
+    /// The source of its data.
     pub source: Source,
     /// Where to mount; for raw block just remembered.
     pub staging_path: PathBuf,
     /// Raw or mounted.
     pub usage: Use,
-    /// This node does not write.
+    /// Whether this node may only read it.
     pub read_only: bool,
     /// Its access mode.
     pub mode: AccessMode,
@@ -128,11 +128,11 @@ pub struct InlineImage {
 pub struct Publish {
     /// Where the volume is staged.
     pub staging_path: PathBuf,
-    /// Where it shall appear.
+    /// The target path.
     pub target_path: PathBuf,
     /// Raw or mounted.
     pub usage: Use,
-    /// This target cannot write.
+    /// Whether pods may only read at this target.
     pub read_only: bool,
     /// Its access mode.
     pub mode: AccessMode,
@@ -167,7 +167,7 @@ pub struct Expand {
 /// `NodeAdmin.FormatVolume`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Format {
-    /// Where the bytes are.
+    /// The source of its data.
     pub source: Source,
     /// The file system to make.
     pub fs: FsType,

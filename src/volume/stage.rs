@@ -42,7 +42,7 @@ const READY_WITHIN: Duration = Duration::from_secs(30);
 pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Cause> {
     cx.progress.backend(spec.source.backend());
     let limit = cx.node.config.max_volumes;
-    // Before the first wait, or calls that are to be refused count, too.
+    // Before the first wait: calls that are about to be refused would count, too.
     if cx.volume.record().is_none()
         && limit > 0
         && cx.node.count() > usize::try_from(limit).unwrap_or(usize::MAX)
@@ -152,7 +152,7 @@ impl Staging<'_> {
                     Err(cause) => cause,
                 }
             }
-            // Whatever is attached, this call did not attach it.
+            // If the source is attached, this call did not attach it.
             Err(cause) if before.is_none() => {
                 return match forget(cx, &record).await {
                     Ok(()) => Err(cause),
@@ -292,7 +292,7 @@ impl Staging<'_> {
         let size = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
         match mounted::grow(cx, &self.mount_point(), fs, size) {
             Err(Cause::Grow(error @ grow::GrowError::NeedsCapability { .. })) => {
-                // Smaller than its device, but complete.
+                // Smaller than its device, but intact.
                 tracing::warn!(volume_id = cx.volume.id, %error, "the file system stays smaller than its device");
                 Ok(())
             }

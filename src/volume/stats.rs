@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{hold_point, kernel::sysfs, mount::PathKind, ring};
 
-/// How long a file system is waited for.
+/// How long a call waits for the file system.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 
 /// An amount of space, in its own unit.
@@ -191,7 +191,7 @@ impl Node {
                     Told::Usage(usage.map_err(|cause| Arc::new(cause.of(&of.volume_id))))
                 }
                 About::Health => {
-                    // Where it hangs, so does this.
+                    // If it hangs, so does this.
                     let _ = usage(&places, &of, &of.mount_point());
                     Told::Health(health::of_file_system(&places, &of))
                 }

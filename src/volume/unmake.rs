@@ -1,8 +1,8 @@
 //! Blanking a partial format before its volume is detached.
 //!
-//! A format marker of this node (`device::format_markers`) is lost with the device, and without it
-//! every node takes a killed mkfs' partial format for data. So it is blanked, if the mkfs
-//! was so recent that no other node can have written there yet.
+//! A format marker of this node (`device::format_markers`) is lost with the device, and
+//! without it every node takes the partial format of a killed mkfs for data. So unstage
+//! blanks it, if the mkfs was so recent that no other node can have written there yet.
 
 use super::{context::OnLane, error::Cause, record::Record};
 use crate::device::{Device, blank};

@@ -97,8 +97,8 @@ impl Unpublishing<'_> {
         }
     }
 
-    /// The same without a record of the device: by the kernel's and the claims' word on
-    /// the mounted device.
+    /// The same without a record of the device: by what the kernel and the claims say
+    /// about the mounted device.
     fn is_its_device(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         let (what, dev) = what_is_mounted(place, mounted)?;
         let refused = |what: String| {
@@ -140,7 +140,7 @@ fn what_is_mounted(place: &SafePath, mounted: &Mounted) -> Result<(String, Optio
     let entry = table::covering(opened.as_fd()).map_err(failed())?;
     let can_be = entry.fs_type.parse::<FsType>().is_ok();
     let source = Path::new(&entry.source);
-    // btrfs shows a number that is no device's.
+    // btrfs shows a number of no device.
     let dev = Some(mounted.dev)
         .filter(|dev| dev.major != 0)
         .or_else(|| block::dev_behind(source).ok());
