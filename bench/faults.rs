@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt as _, future::join_all, stream};
 use testkit::{
-    DeadOsd, DeadServer, Fault, HEALTHY, HungDirectories, HungFiles, HungPool, Moment, Node,
-    NodeSetup, Sandbox, Volume, call, healthy, lonely_ceph_story, story,
+    DeadOsd, DeadServer, Fault, HEALTHY, HungDirectories, HungFiles, HungPool, Node, NodeSetup,
+    Phase, Sandbox, Volume, call_in_phase, healthy_volumes, own_cluster_story, story,
 };
 
 /// p99 of a whole life beside the fault, in those without it, is at most this.
@@ -37,29 +37,29 @@ pub fn is_quick() -> bool {
 /// Prints a table for each thing that can hang on any machine; whether all kept
 /// within [`LIMIT`].
 pub fn of_files() -> bool {
-    use Moment::{Mount, Probe, Publish, Unmount, Unpublish, Use};
+    use Phase::{Mount, Probe, Publish, Unmount, Unpublish, Use};
 
     let mut kept = true;
-    for moment in [Probe, Mount, Use, Unmount] {
+    for phase in [Probe, Mount, Use, Unmount] {
         story(async |sandbox| {
             let fault = HungFiles::new(sandbox, KIND);
             let node = Node::start(sandbox).await;
-            kept &= others(sandbox, &node, fault, "on files", moment).await;
+            kept &= others(sandbox, &node, fault, "on files", phase).await;
         });
     }
-    for moment in [Probe, Use, Unmount] {
+    for phase in [Probe, Use, Unmount] {
         story(async |sandbox| {
             let fault = HungPool::new(sandbox, KIND);
             let node = Node::start_with(sandbox, HungPool::setup(sandbox)).await;
-            kept &= others(sandbox, &node, fault, "in a pool", moment).await;
+            kept &= others(sandbox, &node, fault, "in a pool", phase).await;
         });
     }
-    for moment in [Publish, Unpublish] {
+    for phase in [Publish, Unpublish] {
         story(async |sandbox| {
             let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
             let fault = HungDirectories::new(sandbox, &node, &["pod"], KIND);
-            node.begin().await;
-            kept &= others(sandbox, &node, fault, "on a root disk", moment).await;
+            node.start_first().await;
+            kept &= others(sandbox, &node, fault, "on a root disk", phase).await;
         });
     }
     kept
@@ -68,11 +68,11 @@ pub fn of_files() -> bool {
 /// The same of NBD servers that die.
 pub fn of_servers() -> bool {
     let mut kept = true;
-    for moment in some(&[Moment::Use, Moment::Probe, Moment::Mount, Moment::Unmount]) {
+    for phase in some(&[Phase::Use, Phase::Probe, Phase::Mount, Phase::Unmount]) {
         story(async |sandbox| {
-            let fault = DeadServer::new(sandbox, KIND, moment).await;
+            let fault = DeadServer::new(sandbox, KIND, phase).await;
             let node = Node::start(sandbox).await;
-            kept &= others(sandbox, &node, fault, "on an NBD server", moment).await;
+            kept &= others(sandbox, &node, fault, "on an NBD server", phase).await;
         });
     }
     kept
@@ -81,20 +81,20 @@ pub fn of_servers() -> bool {
 /// The same of a Ceph cluster whose OSD stops.
 pub fn of_osds() -> bool {
     let mut kept = true;
-    for moment in some(&[Moment::Use, Moment::Probe, Moment::Unmount]) {
-        lonely_ceph_story(async |sandbox, ceph| {
+    for phase in some(&[Phase::Use, Phase::Probe, Phase::Unmount]) {
+        own_cluster_story(async |sandbox, ceph| {
             let node = ceph.node(sandbox).await;
             let fault = DeadOsd::new(ceph, KIND);
-            kept &= others(sandbox, &node, fault, "on an OSD", moment).await;
+            kept &= others(sandbox, &node, fault, "on an OSD", phase).await;
         });
     }
     kept
 }
 
 /// The test kernel is slow: there one shows that it runs.
-fn some(moments: &[Moment]) -> impl Iterator<Item = Moment> {
-    let many = if is_quick() { 1 } else { moments.len() };
-    moments.iter().copied().take(many)
+fn some(phases: &[Phase]) -> impl Iterator<Item = Phase> {
+    let many = if is_quick() { 1 } else { phases.len() };
+    phases.iter().copied().take(many)
 }
 
 /// Prints the table; whether [`LIMIT`] was kept.
@@ -103,34 +103,39 @@ async fn others(
     node: &Node,
     mut fault: impl Fault,
     name: &str,
-    moment: Moment,
+    phase: Phase,
 ) -> bool {
     let rounds = if is_quick() { 2 } else { 40 };
-    let hurt = fault.hurt().to_vec();
-    let others = healthy(sandbox, KIND);
+    let affected = fault.affected().to_vec();
+    let others = healthy_volumes(sandbox, KIND);
     // All are formatted.
     live(node, &others, &mut Times::default()).await;
     let [mut without, mut with] = [(); 2].map(|()| Times::default());
     for _ in 0..rounds {
         for (hangs, times) in [(false, &mut without), (true, &mut with)] {
-            up(node, &hurt, moment).await;
+            up(node, &affected, phase).await;
             if hangs {
-                fault.stop(moment).await;
+                fault.stop(phase).await;
             }
-            join_all(hurt.iter().map(|volume| call(node, volume, moment))).await;
+            join_all(
+                affected
+                    .iter()
+                    .map(|volume| call_in_phase(node, volume, phase)),
+            )
+            .await;
             if hangs {
-                fault.meanwhile(moment).await;
+                fault.while_calls_hang(phase).await;
             }
-            beside(node, &hurt, moment, live(node, &others, times)).await;
+            beside(node, &affected, phase, live(node, &others, times)).await;
             if hangs {
                 fault.resume().await;
             }
-            down(node, &hurt, moment).await;
+            down(node, &affected, phase).await;
         }
     }
     println!(
-        "\n| {HEALTHY} volumes while {} hang {name}, {moment:?} | p50 | without | ratio | p99 | without | ratio |",
-        hurt.len()
+        "\n| {HEALTHY} volumes while {} hang {name}, {phase:?} | p50 | without | ratio | p99 | without | ratio |",
+        affected.len()
     );
     println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: |");
     let mut ratio = 0.0;
@@ -150,15 +155,15 @@ async fn others(
     ratio <= LIMIT
 }
 
-/// Brings volumes to that moment of their lives.
-async fn up(node: &Node, volumes: &[Volume], moment: Moment) {
+/// Brings volumes to that phase of their lives.
+async fn up(node: &Node, volumes: &[Volume], phase: Phase) {
     join_all(volumes.iter().map(async |volume| {
         let target = node.up(volume, "pod").await;
-        match moment {
-            Moment::Probe | Moment::Mount => node.down(volume, "pod").await,
-            Moment::Publish => node.unpublish(volume, "pod").await.expect("unpublished"),
+        match phase {
+            Phase::Probe | Phase::Mount => node.down(volume, "pod").await,
+            Phase::Publish => node.unpublish(volume, "pod").await.expect("unpublished"),
             // Which is written when it is unmounted.
-            Moment::Unmount => std::fs::write(target.join("late"), "late").expect("a write"),
+            Phase::Unmount => std::fs::write(target.join("late"), "late").expect("a write"),
             _ => {}
         }
     }))
@@ -166,25 +171,25 @@ async fn up(node: &Node, volumes: &[Volume], moment: Moment) {
 }
 
 /// Ends the lives of volumes that have hung.
-async fn down(node: &Node, volumes: &[Volume], moment: Moment) {
+async fn down(node: &Node, volumes: &[Volume], phase: Phase) {
     join_all(volumes.iter().map(async |volume| {
-        node.until_ok("what it waited for", async || {
-            call(node, volume, moment).await
+        node.retry_until_ok("what it waited for", async || {
+            call_in_phase(node, volume, phase).await
         })
         .await;
-        node.until_ok("unpublished", async || node.unpublish(volume, "pod").await)
+        node.retry_until_ok("unpublished", async || node.unpublish(volume, "pod").await)
             .await;
-        node.until_ok("unstaged", async || node.unstage(volume).await)
+        node.retry_until_ok("unstaged", async || node.unstage(volume).await)
             .await;
     }))
     .await;
 }
 
 /// Does `work` while the volumes are called for again and again.
-async fn beside(node: &Node, volumes: &[Volume], moment: Moment, work: impl Future<Output = ()>) {
+async fn beside(node: &Node, volumes: &[Volume], phase: Phase, work: impl Future<Output = ()>) {
     let asked = volumes.iter().map(async |volume| {
         loop {
-            let _ = call(node, volume, moment).await;
+            let _ = call_in_phase(node, volume, phase).await;
             tokio::time::sleep(PAUSE).await;
         }
     });

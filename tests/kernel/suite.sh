@@ -34,7 +34,7 @@ waiting() {
 }
 export -f waiting
 
-# Tests that did nothing here, and the reasons (tests/testkit/src/left_out.rs).
+# Tests that did nothing here, and the reasons (tests/testkit/src/skipped.rs).
 not_tested=$(mktemp -d)
 trap 'rm -rf "$not_tested"' EXIT
 export not_tested

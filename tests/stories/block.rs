@@ -94,7 +94,7 @@ fn a_raw_volume_is_the_device_itself() {
         node.unpublish(&volume, "two").await.unwrap();
         node.down(&volume, "one").await;
         assert!(!target.exists());
-        content.is_at(&sandbox.image(&volume), 8 * MIB);
+        content.assert_at(&sandbox.image(&volume), 8 * MIB);
         node.assert_clean().await;
     });
 }
@@ -109,10 +109,10 @@ fn read_only_means_that_the_device_cannot_be_written() {
         let content = Content::new("precious");
         content.write_at(&sandbox.image(&volume), 0).unwrap();
         let target = node.up(&volume, "pod").await;
-        content.is_at(&target, 0);
+        content.assert_at(&target, 0);
         assert!(Content::new("other").write_at(&target, 0).is_err());
         node.down(&volume, "pod").await;
-        content.is_at(&sandbox.image(&volume), 0);
+        content.assert_at(&sandbox.image(&volume), 0);
         node.assert_clean().await;
     });
 }
@@ -179,7 +179,7 @@ fn a_device_that_somebody_holds_is_not_detached() {
         content.write_at(&device, 0).unwrap();
         let held = fs::File::open(&device).unwrap();
         node.unpublish(&volume, "pod").await.unwrap();
-        // Called unstaged only when it is gone; until then the holder is named.
+        // Called unstaged only when it is gone; until then the opener is named.
         node.timeout.set(Duration::from_secs(3));
         let refusal = node.unstage(&volume).await.unwrap_err();
         assert!(
@@ -188,9 +188,9 @@ fn a_device_that_somebody_holds_is_not_detached() {
         );
         let own = std::process::id().to_string();
         assert!(refusal.message().contains(&own), "{refusal:?}");
-        content.is_at(&device, 0);
+        content.assert_at(&device, 0);
         drop(held);
-        node.until_ok("unstaged once it is free", async || {
+        node.retry_until_ok("unstaged once it is free", async || {
             node.unstage(&volume).await
         })
         .await;
@@ -294,8 +294,8 @@ fn a_device_that_took_the_number_of_a_raw_volumes_is_not_given_out() {
         let theirs = number_taken(&node, &volume, &image, &other).await;
         let target = node.up(&volume, "pod").await;
         Content::new("ours").write_at(&target, 0).unwrap();
-        Content::new("ours").is_at(&image, 0);
-        content.is_at(&other, 0);
+        Content::new("ours").assert_at(&image, 0);
+        content.assert_at(&other, 0);
         assert_eq!(loops_over(&other), std::slice::from_ref(&theirs));
         node.down(&volume, "pod").await;
         run(&["losetup", "-d", theirs.to_str().unwrap()]);

@@ -4,7 +4,7 @@ use std::{collections::HashMap, time::Duration};
 
 use testkit::{
     Controller, ControllerSetup, MIB, Mode, Sandbox, Volume, claim, from_snapshot, from_volume,
-    left_out, refused, story,
+    refused, skip_test, story,
 };
 use tonic::{
     Code::{
@@ -373,7 +373,7 @@ fn growth_is_once_and_upwards() {
 #[test]
 fn the_reason_reaches_a_caller_before_its_deadline() {
     if uring_csi::internals::Libraries::load().is_err() {
-        return left_out("librados and librbd are not installed here");
+        return skip_test("librados and librbd are not installed here");
     }
     story(async |sandbox| {
         // It takes connections and greets nobody.

@@ -77,7 +77,7 @@ fn snapshots_keep_the_moment() {
             );
             let restored = provisioned(&made, &capability);
             let target = node.up(&restored, "pod").await;
-            old.is_in(&target.join("file"));
+            old.assert_in(&target.join("file"));
             node.down(&restored, "pod").await;
 
             controller
@@ -89,7 +89,7 @@ fn snapshots_keep_the_moment() {
                 .await
                 .unwrap();
             let target = node.up(&restored, "pod").await;
-            old.is_in(&target.join("file"));
+            old.assert_in(&target.join("file"));
             node.down(&restored, "pod").await;
             controller.delete(&restored.handle).await.unwrap();
 
@@ -151,10 +151,10 @@ fn a_clone_is_mounted_beside_its_source() {
             // Both have the same file system UUID.
             let first = node.up(&source, "first").await;
             let second = node.up(&clone, "second").await;
-            content.is_in(&first.join("file"));
-            content.is_in(&second.join("file"));
+            content.assert_in(&first.join("file"));
+            content.assert_in(&second.join("file"));
             Content::new("mine").write(&second.join("file"));
-            content.is_in(&first.join("file"));
+            content.assert_in(&first.join("file"));
             node.down(&source, "first").await;
             node.down(&clone, "second").await;
             for volume in [source, clone] {
@@ -188,7 +188,7 @@ fn a_clone_may_be_larger_never_smaller() {
         assert_eq!(u64::try_from(made.capacity_bytes).unwrap(), 640 * MIB);
         let larger = provisioned(&made, &capability);
         let target = node.up(&larger, "pod").await;
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         let usage = node.stats(&larger, &target).await.unwrap();
         assert!(
             u64::try_from(usage[0].total).unwrap() > 500 * MIB,

@@ -4,8 +4,9 @@
 use std::{fs, path::Path};
 
 use testkit::{
-    Content, Controller, Dice, MIB, Node, NodeSetup, Volume, all_loops, claim, eventually,
-    files_below, kill_amid, killed_amid_each, killed_at_each_step, loops_over, refused, run, story,
+    Content, Controller, MIB, Node, NodeSetup, Rng, Volume, all_loops, claim,
+    crash_lifecycle_at_each_step, eventually, files_below, kill_during, kill_during_each_call,
+    loops_over, refused, run, story,
 };
 use tonic::Code::Unavailable;
 use uuid::Uuid;
@@ -34,9 +35,9 @@ fn pods_outlive_their_nodes_agent() {
         assert_eq!(loops_over(&sandbox.image(&volume)).len(), 1);
         assert_eq!(node.stats(&volume, &target).await.unwrap().len(), 2);
         for (content, name) in [(&before, "before"), (&during, "during"), (&after, "after")] {
-            content.is_in(&target.join(name));
+            content.assert_in(&target.join(name));
         }
-        during.is_at(&device, MIB);
+        during.assert_at(&device, MIB);
         node.down(&volume, "pod").await;
         node.down(&raw, "pod").await;
         node.assert_clean().await;
@@ -58,7 +59,7 @@ fn directories_behind_symlinks_are_the_same_after_a_restart() {
         node.restart().await;
         assert_eq!(node.stats(&volume, &target).await.unwrap().len(), 2);
         node.up(&volume, "pod").await;
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
@@ -130,7 +131,7 @@ fn an_unstage_without_a_record_waits_for_its_pool() {
 fn a_node_may_be_killed_at_any_instant() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         let mut volumes = vec![sandbox.volume_in("main", "raw", "block", 64 * MIB)];
         for kind in ["ext4", "xfs", "btrfs"] {
             volumes.push(sandbox.volume(kind, kind));
@@ -138,11 +139,11 @@ fn a_node_may_be_killed_at_any_instant() {
         let content = Content::new("survives");
         for (round, volume) in volumes.iter().cycle().take(12).enumerate() {
             let attached = || loops_over(&sandbox.image(volume)).len();
-            killed_amid_each(&node, &mut dice, volume, attached, |target| {
+            kill_during_each_call(&node, &mut rng, volume, attached, |target| {
                 if round < volumes.len() {
                     content.put(volume, target);
                 }
-                content.is_kept(volume, target);
+                content.assert_kept(volume, target);
             })
             .await;
         }
@@ -165,7 +166,7 @@ fn a_node_may_be_killed_at_each_step() {
                 last.insert(sandbox.volume(kind, kind)).clone()
             };
             let attached = |volume: &Volume| loops_over(&sandbox.image(volume)).len();
-            killed_at_each_step(&node, 12, volume, attached, grow).await;
+            crash_lifecycle_at_each_step(&node, 12, volume, attached, grow).await;
         }
         node.assert_clean().await;
     });
@@ -175,12 +176,12 @@ fn a_node_may_be_killed_at_each_step() {
 fn a_controller_may_be_killed_at_any_instant() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         let capability = Volume::block("any").capability;
         let pool = sandbox.pool("main");
         for round in 0..10 {
             let request = claim(&format!("v{round}"), "main", &capability, 64 * MIB);
-            kill_amid(&controller, &mut dice, async || {
+            kill_during(&controller, &mut rng, async || {
                 controller.create(request.clone()).await
             })
             .await;
@@ -189,7 +190,7 @@ fn a_controller_may_be_killed_at_any_instant() {
                 controller.create(request.clone()).await.ok()
             })
             .await;
-            kill_amid(&controller, &mut dice, async || {
+            kill_during(&controller, &mut rng, async || {
                 controller.snapshot(&made.volume_id, &request.name).await
             })
             .await;
@@ -201,7 +202,7 @@ fn a_controller_may_be_killed_at_any_instant() {
                     .ok()
             })
             .await;
-            kill_amid(&controller, &mut dice, async || {
+            kill_during(&controller, &mut rng, async || {
                 controller.delete(&made.volume_id).await
             })
             .await;
@@ -210,7 +211,7 @@ fn a_controller_may_be_killed_at_any_instant() {
                 controller.delete(&made.volume_id).await.ok()
             })
             .await;
-            kill_amid(&controller, &mut dice, async || {
+            kill_during(&controller, &mut rng, async || {
                 controller.delete_snapshot(&snapshot.snapshot_id).await
             })
             .await;

@@ -4,7 +4,8 @@
 use std::{fs, os::unix::fs::FileExt as _, path::Path};
 
 use testkit::{
-    Content, MIB, Mode, Node, NodeSetup, StandIn, loops_over, refused, run, run_err, sha256, story,
+    Content, MIB, Mode, Node, NodeSetup, ProgramStub, loops_over, refused, run, run_err, sha256,
+    story,
 };
 use tonic::Code::{FailedPrecondition, InvalidArgument};
 
@@ -52,7 +53,7 @@ fn keeps_what_is_written(kind: &'static str) {
         // A second pod on the node sees the same files, read-only if it says so.
         node.publish_read_only(&volume, "two").await.unwrap();
         let second = node.target(&volume, "two");
-        content.is_in(&second.join("file"));
+        content.assert_in(&second.join("file"));
         assert!(fs::write(second.join("other"), "x").is_err());
         fs::write(target.join("other"), "x").expect("the first still writes");
         node.unpublish(&volume, "two").await.unwrap();
@@ -61,7 +62,7 @@ fn keeps_what_is_written(kind: &'static str) {
 
         // Elsewhere and later: nothing was formatted again.
         let target = node.up(&volume, "three").await;
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         node.down(&volume, "three").await;
         node.assert_clean().await;
     });
@@ -187,7 +188,7 @@ fn a_volume_for_readers_is_never_written() {
 
             let reader = volume.clone().mode(Mode::SingleNodeReaderOnly);
             let target = node.up(&reader, "reader").await;
-            content.is_in(&target.join("file"));
+            content.assert_in(&target.join("file"));
             assert!(fs::write(target.join("other"), "x").is_err());
             node.down(&reader, "reader").await;
 
@@ -227,7 +228,7 @@ fn a_dirty_ext4_is_checked_before_it_is_mounted() {
         run(&["debugfs", "-w", "-R", "ssv state 2", image]);
 
         let target = node.up(&volume, "pod").await;
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         node.down(&volume, "pod").await;
         let said = run(&["dumpe2fs", "-h", image]);
         assert!(
@@ -383,7 +384,7 @@ fn a_device_that_is_busy_for_a_moment_is_formatted_and_checked() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for kind in ["ext4", "xfs", "btrfs"] {
-            let mkfs = StandIn::busy_at_first(&format!("mkfs.{kind}"));
+            let mkfs = ProgramStub::busy_once(&format!("mkfs.{kind}"));
             let volume = sandbox.volume(kind, kind);
             node.up(&volume, "pod").await;
             assert!(mkfs.reached.exists());
@@ -400,7 +401,7 @@ fn a_device_that_is_busy_for_a_moment_is_formatted_and_checked() {
                 "ssv state 2",
                 image.to_str().unwrap(),
             ]);
-            let fsck = StandIn::busy_at_first("e2fsck");
+            let fsck = ProgramStub::busy_once("e2fsck");
             node.up(&volume, "pod").await;
             assert!(fsck.reached.exists());
             node.down(&volume, "pod").await;
@@ -432,7 +433,7 @@ fn an_interrupted_format_is_made_again() {
             "the format was too fast to be interrupted"
         );
         node.restart().await;
-        node.until_ok("the retry formats again", async || {
+        node.retry_until_ok("the retry formats again", async || {
             node.stage(&volume).await
         })
         .await;
@@ -457,7 +458,7 @@ fn a_note_of_a_format_outweighs_no_file_system() {
         let dir = sandbox.pool("main").join(".uring-csi/mkfs");
         let left = dir.join(sandbox.image(&volume).file_name().unwrap());
         fs::write(&left, "v").unwrap();
-        content.is_in(&node.up(&volume, "pod").await.join("file"));
+        content.assert_in(&node.up(&volume, "pod").await.join("file"));
         assert!(!left.exists(), "the note outlives what it was for");
         node.down(&volume, "pod").await;
         node.assert_clean().await;
@@ -490,7 +491,7 @@ fn a_file_system_that_cannot_be_mounted_is_refused_for_good_and_undone() {
         }
         node.unstage(&volume).await.unwrap();
         image.write_all_at(&descriptors, 2 << 10).unwrap();
-        content.is_in(&node.up(&volume, "pod").await.join("file"));
+        content.assert_in(&node.up(&volume, "pod").await.join("file"));
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });

@@ -57,7 +57,7 @@ fn ext4_does_not_grow_in_use_without_the_capability() {
             FailedPrecondition,
             &["CAP_SYS_RESOURCE"],
         );
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
@@ -79,11 +79,11 @@ fn grows_in_use(kind: &'static str, small: u64, large: u64) {
         }
         let after = total(&node, &volume, &target).await;
         assert!(after > before + (large - small) / 2, "{before} -> {after}");
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         node.down(&volume, "pod").await;
 
         let target = node.up(&volume, "pod").await;
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         assert_eq!(total(&node, &volume, &target).await, after);
         node.down(&volume, "pod").await;
         node.assert_clean().await;
@@ -125,7 +125,7 @@ fn a_file_system_smaller_than_its_device_grows_when_staged() {
             let target = node.up(&volume, "pod").await;
             let after = total(&node, &volume, &target).await;
             assert!(after > u64::midpoint(small, large), "{kind}: {after}");
-            content.is_in(&target.join("file"));
+            content.assert_in(&target.join("file"));
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;

@@ -3,8 +3,8 @@
 use std::{fs, time::Duration};
 
 use testkit::{
-    Content, Fault as _, HungPool, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile, Volume,
-    at_each_step, refused, run, story,
+    Content, Fault as _, HungPool, MIB, Node, NodeSetup, Phase, Sandbox, StuckFile, Volume,
+    crash_at_each_step, refused, run, story,
 };
 use tonic::Code::{
     DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
@@ -69,7 +69,7 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
         node.kill9().await;
         node.restart().await;
         node.send_publish(publish(&node, &volume)).await.unwrap();
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
 
         for _ in 0..2 {
             node.unpublish(&volume, "pod").await.unwrap();
@@ -135,8 +135,8 @@ fn a_hung_state_directory_holds_up_inline_volumes_alone() {
         fs::create_dir_all(&node.state_dir).unwrap();
         let [hung, state_dir] = [&hung, &node.state_dir].map(|path| path.to_str().unwrap());
         run(&["mount", "--bind", hung, state_dir]);
-        node.begin().await;
-        disk.stop(Moment::Use).await;
+        node.start_first().await;
+        disk.stop(Phase::Use).await;
         let kubelets = node.timeout.replace(Duration::from_secs(5));
         // More than the kernel has workers for a ring: four for each processor.
         let volumes: Vec<_> = (0..12).map(|number| inline(&number.to_string())).collect();
@@ -158,7 +158,7 @@ fn a_hung_state_directory_holds_up_inline_volumes_alone() {
         node.timeout.set(kubelets);
         for volume in &volumes {
             let gone = async || node.unpublish(volume, "pod").await;
-            node.until_ok("unpublished", gone).await;
+            node.retry_until_ok("unpublished", gone).await;
         }
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
@@ -282,25 +282,25 @@ fn inline_volumes_never_promise_more_than_their_pool_has() {
 fn an_inline_volume_survives_a_kill_at_any_step() {
     story(async |sandbox| {
         let node = Node::start_with(sandbox, with_inline(sandbox)).await;
-        let mut dice = testkit::Dice::new();
+        let mut rng = testkit::Rng::new();
         for round in 0..6 {
             let volume = inline(&round.to_string());
-            testkit::kill_amid(&node, &mut dice, async || {
+            testkit::kill_during(&node, &mut rng, async || {
                 node.send_publish(publish(&node, &volume)).await
             })
             .await;
             node.restart().await;
-            node.until_ok("published", async || {
+            node.retry_until_ok("published", async || {
                 node.send_publish(publish(&node, &volume)).await
             })
             .await;
             Content::new("x").write(&node.target(&volume, "pod").join("file"));
-            testkit::kill_amid(&node, &mut dice, async || {
+            testkit::kill_during(&node, &mut rng, async || {
                 node.unpublish(&volume, "pod").await
             })
             .await;
             node.restart().await;
-            node.until_ok("unpublished", async || node.unpublish(&volume, "pod").await)
+            node.retry_until_ok("unpublished", async || node.unpublish(&volume, "pod").await)
                 .await;
             assert_eq!(images(sandbox), [""; 0]);
         }
@@ -313,30 +313,30 @@ fn the_agent_of_an_inline_volume_may_be_killed_at_each_step() {
     story(async |sandbox| {
         let node = Node::start_with(sandbox, with_inline(sandbox)).await;
         let mut pods = 0;
-        at_each_step(&node, 8, async |doomed| {
+        crash_at_each_step(&node, 8, async |crashing| {
             pods += 1;
             let volume = inline(&pods.to_string());
             let made = async || node.send_publish(publish(&node, &volume)).await;
             let gone = async || node.unpublish(&volume, "pod").await;
-            doomed
-                .finished("published", made, async || {
-                    node.until_ok("unpublished", gone).await;
+            crashing
+                .complete("published", made, async || {
+                    node.retry_until_ok("unpublished", gone).await;
                     assert_eq!(images(sandbox), [""; 0]);
                 })
                 .await;
             let file = node.target(&volume, "pod").join("file");
             Content::new("x").write(&file);
-            doomed
-                .finished("unpublished", gone, async || {
-                    node.until_ok("published", made).await;
+            crashing
+                .complete("unpublished", gone, async || {
+                    node.retry_until_ok("published", made).await;
                     // What it had may be gone.
                     Content::new("y").write(&file);
                 })
                 .await;
-            doomed.outlived().await;
+            crashing.stop_crashing().await;
             // The next agent has nothing left to delete.
             assert_eq!(images(sandbox), [""; 0]);
-            node.until_ok("unpublished again", gone).await;
+            node.retry_until_ok("unpublished again", gone).await;
         })
         .await;
         node.assert_clean().await;

@@ -52,7 +52,7 @@ async fn health(node: &Node, volume: &Volume) -> Vec<String> {
 /// Asserts that the content is there, on the server and not in a cache.
 fn is_there(content: &Content, volume: &Volume, target: &std::path::Path) {
     std::fs::write("/proc/sys/vm/drop_caches", "3").expect("procfs");
-    content.is_kept(volume, target);
+    content.assert_kept(volume, target);
 }
 
 /// Twice up and down; what was written the first time is there the second.

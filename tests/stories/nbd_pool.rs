@@ -111,11 +111,11 @@ async fn whole_life(
     assert_eq!((grown.unsigned_abs(), node_too), (2 * bytes, true));
     let grown = near.expand(&source, &target, 2 * bytes).await.unwrap();
     assert_eq!(grown.unsigned_abs(), 2 * bytes);
-    new.is_kept(&source, &target);
+    new.assert_kept(&source, &target);
     near.down(&source, "pod").await;
 
     // Another node sees the same.
-    new.is_kept(&source, &far.up(&source, "pod").await);
+    new.assert_kept(&source, &far.up(&source, "pod").await);
     far.down(&source, "pod").await;
 
     let copy = async |name: &str, of, bytes, content: &Content| {
@@ -126,7 +126,7 @@ async fn whole_life(
             ..request.clone()
         };
         let copy = provisioned(&controller.create(request).await.unwrap(), capability);
-        content.is_kept(&copy, &far.up(&copy, "pod").await);
+        content.assert_kept(&copy, &far.up(&copy, "pod").await);
         copy
     };
     let restored = copy(
@@ -243,7 +243,7 @@ fn an_operator_needs_one_flag_more() {
 
         operator.json(&["stage", "data-2"]);
         operator.json(&["publish", "data-2", copy_text]);
-        content.is_in(&copy.join("file"));
+        content.assert_in(&copy.join("file"));
         operator.json(&["down", "data-2", "--delete"]);
         assert_eq!(images(sandbox, "main"), Vec::<String>::new());
         node.assert_clean().await;

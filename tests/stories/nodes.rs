@@ -60,7 +60,7 @@ fn a_shared_image_is_on_one_node_at_a_time() {
         assert!(sandbox.image(&volume).exists());
 
         a.down(&volume, "pod").await;
-        content.is_in(&b.up(&volume, "pod").await.join("file"));
+        content.assert_in(&b.up(&volume, "pod").await.join("file"));
         refused(a.stage(&volume).await, FailedPrecondition, &["node-b"]);
         // A node that dies keeps what it has until its next life lets go.
         b.kill9().await;
@@ -179,7 +179,7 @@ fn a_run_directory_has_one_agent() {
         std::os::unix::fs::symlink(&a.run_dir, run_dir).unwrap();
         let b = Node::prepare(sandbox, setup(sandbox, "node-b"));
         b.spawn();
-        assert!(!b.ended().await.success());
+        assert!(!b.wait_for_exit().await.success());
         for words in [format!("pid {}", a.pid()), "--run-dir".to_owned()] {
             assert!(b.log().contains(&words), "{words}: {}", b.log());
         }

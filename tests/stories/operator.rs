@@ -90,7 +90,7 @@ fn up_and_down() {
         operator.json(&["down", text]);
         assert!(!path.exists());
         operator.json(&["up", "data-1", "64Mi", text, "--fs", "ext4"]);
-        content.is_in(&path.join("file"));
+        content.assert_in(&path.join("file"));
         operator.json(&["down", "data-1", "--delete"]);
         assert!(!operator.run(&["list"]).1.contains("data-1"));
         node.assert_clean().await;
@@ -122,7 +122,7 @@ fn exit_codes_tell_what_to_do() {
         operator.json(&["delete", "v"]);
 
         controller.terminate();
-        controller.ended().await;
+        controller.wait_for_exit().await;
         let (code, _, err) = operator.run(&["list"]);
         assert_ne!(code, 0);
         assert!(err.contains("uring-csi-controller"), "{err}");
@@ -161,7 +161,7 @@ fn a_list_without_a_pool_that_hangs_says_so() {
         let whole = request(ListVolumesRequest::default(), Duration::from_secs(4));
         let answer = controller.client().list_volumes(whole).await;
         refused(answer, DeadlineExceeded, &["pool \"hung\""]);
-        disk.go_on();
+        disk.resume();
         let snapshots = operator.json(&["snapshot", "list"]);
         let snapshot = snapshots["snapshots"][0]["snapshot_id"].as_str().unwrap();
         operator.json(&["snapshot", "delete", snapshot]);

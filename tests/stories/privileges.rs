@@ -8,7 +8,9 @@ use std::{
     ptr,
 };
 
-use testkit::{Holder, Machine, Node, NodeSetup, StandIn, ceph_story, kernel_has_nbd, story};
+use testkit::{
+    Machine, Node, NodeSetup, ProgramStub, Supervisor, ceph_story, kernel_has_nbd, story,
+};
 
 use crate::rbd::{
     encrypted,
@@ -23,7 +25,7 @@ const TRIES: &str = "TRIES_WRITTEN_TO";
 /// `sys_admin`, `sys_resource`, mknod.
 const OF_THE_NODE: [u32; 10] = [0, 1, 2, 3, 4, 12, 19, 21, 24, 27];
 /// `dac_override`, `net_admin`, `ipc_lock`, `sys_admin`, `sys_resource`.
-const OF_THE_HOLDER: [u32; 5] = [1, 12, 14, 21, 24];
+const OF_THE_SUPERVISOR: [u32; 5] = [1, 12, 14, 21, 24];
 
 /// What procfs says of a process, or of a thread: `/proc/…/status`.
 fn assert_confined(status: &Path, kept: &[u32]) {
@@ -77,8 +79,8 @@ fn the_node_agent_keeps_what_it_needs() {
 fn the_holder_keeps_what_it_needs() {
     if kernel_has_nbd() {
         story(async |sandbox| {
-            let holder = Holder::start(sandbox).await;
-            assert_all_confined(holder.pid(), &OF_THE_HOLDER);
+            let supervisor = Supervisor::start(sandbox).await;
+            assert_all_confined(supervisor.pid(), &OF_THE_SUPERVISOR);
         });
     }
 }
@@ -134,18 +136,18 @@ fn no_program_of_the_holder_takes_the_host_over() {
     ceph_story(async |sandbox, ceph| {
         let written = sandbox.dir().join("tries");
         let _stand_in = trying("rbd-nbd", &written);
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let volume = served(ceph.volume("ext4"));
         let _ = node.up(&volume, "pod").await;
-        assert_refused(&written, &OF_THE_HOLDER);
+        assert_refused(&written, &OF_THE_SUPERVISOR);
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
 }
 
 /// In place of a program, which is run once all has been tried.
-fn trying(program: &str, written: &Path) -> StandIn {
+fn trying(program: &str, written: &Path) -> ProgramStub {
     let script = format!(
         "cat /proc/self/status > {written}.status\n\
          {TRIES}={written} {test} --exact privileges::a_child_of_an_agent_tries \
@@ -154,7 +156,7 @@ fn trying(program: &str, written: &Path) -> StandIn {
         written = written.display(),
         test = env::current_exe().expect("this program").display(),
     );
-    StandIn::new(program, &script)
+    ProgramStub::new(program, &script)
 }
 
 /// What came of it.

@@ -37,9 +37,9 @@ fn devices_over(volume: &Volume) -> Vec<PathBuf> {
 fn kept(volume: &Volume, target: &Path, content: &Content, is_first: bool) {
     match (volume.is_block(), is_first) {
         (true, true) => content.write_at(target, MIB).unwrap(),
-        (true, false) => content.is_at(target, MIB),
+        (true, false) => content.assert_at(target, MIB),
         (false, true) => content.write(&target.join("file")),
-        (false, false) => content.is_in(&target.join("file")),
+        (false, false) => content.assert_in(&target.join("file")),
     }
 }
 

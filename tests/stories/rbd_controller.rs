@@ -289,7 +289,7 @@ fn calls_without_secrets_use_the_controller_s_own() {
             "it has no secrets: {can:?}"
         );
         able.terminate();
-        able.ended().await;
+        able.wait_for_exit().await;
 
         // Both kinds of volumes, and an instance of its own, so that what other
         // tests have in the cluster is not listed.

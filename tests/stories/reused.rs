@@ -7,7 +7,7 @@ use std::{
 };
 
 use testkit::{
-    Ceph, Content, Dice, MIB, NbdServer, Node, Sandbox, Volume, all_loops, ceph_story, eventually,
+    Ceph, Content, MIB, NbdServer, Node, Rng, Sandbox, Volume, all_loops, ceph_story, eventually,
     loops_over, nbds_over, rbds_over, run_err, sha256, spec_of, story,
 };
 
@@ -33,25 +33,25 @@ trait Thief {
 /// `EVERY_STEP` set, each.
 async fn leaves_alone(node: &Node, of: usize, mut thief: impl Thief) {
     let of = env::var_os("EVERY_STEP").map_or(of, |_| 1);
-    let mut at = Dice::new().below(of);
+    let mut at = Rng::new().below(of);
     loop {
         let volume = thief.volume(at);
         node.kill9().await;
-        node.start_stalling(at).await;
-        if node.stands_still() {
+        node.start_stopping_at(at).await;
+        if node.is_stopped() {
             // It had not begun to serve.
-            node.go_on();
+            node.resume();
         }
         let mut swapped = false;
         let swap = eventually("it is staged, or stands still", async || {
-            node.stands_still().then_some(())
+            node.is_stopped().then_some(())
         });
         tokio::select! {
             biased;
             () = swap => {
                 thief.take_over(&volume);
                 swapped = true;
-                node.go_on();
+                node.resume();
             }
             staged = node.stage(&volume) => staged.unwrap(),
         }
@@ -60,11 +60,11 @@ async fn leaves_alone(node: &Node, of: usize, mut thief: impl Thief) {
             node.kill9().await;
             node.restart().await;
         }
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
         assert!(thief.is_blank(), "after step {at}");
         // Mounted before it was detached, it is nobody's to use.
-        node.until_ok("unstaged", async || node.unstage(&volume).await)
+        node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
         let target = node.up(&volume, "pod").await;
         Content::new("ours").put(&volume, &target);

@@ -4,7 +4,7 @@
 use std::cell::Cell;
 
 use futures_util::future::join_all;
-use testkit::{Content, Dice, MIB, Node, Sandbox, Volume, story};
+use testkit::{Content, MIB, Node, Rng, Sandbox, Volume, story};
 use tonic::{Code, Status};
 
 const CALLERS: usize = 64;
@@ -34,7 +34,7 @@ fn many_callers_and_kills_leave_nothing_behind() {
 
 async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
     let node = Node::start(sandbox).await;
-    let mut dice = Dice::new();
+    let mut rng = Rng::new();
     let volumes: Vec<_> = (0..VOLUMES)
         .map(|number| {
             let kind = if number % 4 == 0 { "block" } else { "ext4" };
@@ -55,14 +55,14 @@ async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
 
     let left = Cell::new(operations());
     let callers = (0..CALLERS).map(|_| {
-        let mut dice = dice.fork();
+        let mut rng = rng.fork();
         let (node, volumes, left) = (&node, &volumes, &left);
         async move {
             while let Some(fewer) = left.get().checked_sub(1) {
                 left.set(fewer);
-                let volume = &volumes[dice.below(VOLUMES)];
-                let pod = PODS[dice.below(PODS.len())];
-                let outcome = one_call(node, volume, pod, dice.below(6)).await;
+                let volume = &volumes[rng.below(VOLUMES)];
+                let pod = PODS[rng.below(PODS.len())];
+                let outcome = one_call(node, volume, pod, rng.below(6)).await;
                 assert_expected(outcome, between_kills.is_some());
             }
         }
@@ -85,18 +85,18 @@ async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
 
     // Every volume still has what was written at first, and lets go.
     join_all(volumes.iter().map(async |volume| {
-        node.until_ok("staged", async || node.stage(volume).await)
+        node.retry_until_ok("staged", async || node.stage(volume).await)
             .await;
-        node.until_ok("published", async || node.publish(volume, "last").await)
+        node.retry_until_ok("published", async || node.publish(volume, "last").await)
             .await;
         let target = node.target(volume, "last");
         if volume.is_block() {
-            content.is_at(&target, 0);
+            content.assert_at(&target, 0);
         } else {
-            content.is_in(&target.join("file"));
+            content.assert_in(&target.join("file"));
         }
         let [one, two] = PODS;
-        node.until_down(volume, &[one, two, "last"]).await;
+        node.retry_until_down(volume, &[one, two, "last"]).await;
     }))
     .await;
     node.assert_clean().await;

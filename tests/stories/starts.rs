@@ -109,7 +109,7 @@ fn an_agent_serves_before_it_has_taken_up_its_volumes() {
 
         // Those that still wait are right once it is known what is there.
         let mut admin = NodeAdminClient::new(node.channel());
-        let go_on = async {
+        let resume = async {
             node.probe().await.expect("it answers");
             drop(held);
         };
@@ -118,13 +118,13 @@ fn an_agent_serves_before_it_has_taken_up_its_volumes() {
             node.unstage(&volume),
             node.publish_read_only(&begun[1], "pod"),
             admin.list_held_volumes(ListHeldVolumesRequest {}),
-            go_on,
+            resume,
         );
         assert!(stats.unwrap()[0].used > 0);
         refused(unstaged, Code::FailedPrecondition, &["still published"]);
         refused(published, Code::FailedPrecondition, &["not staged"]);
         assert_eq!(listed.unwrap().into_inner().volumes.len(), 301);
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
 
         node.down(&volume, "pod").await;
         for volume in &begun {

@@ -45,13 +45,13 @@ async fn at_once<F: Future>(calls: impl Iterator<Item = F>) -> Vec<F::Output> {
 /// What hung goes on, and all of it goes.
 async fn ends(node: &Node, stuck: Vec<(StuckFile, Volume)>) {
     for (file, _) in &stuck {
-        file.go_on();
+        file.resume();
     }
     node.timeout.set(Duration::from_secs(60));
     for (file, volume) in stuck {
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
-        node.until_ok("unstaged", async || node.unstage(&volume).await)
+        node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
         file.remove().await;
     }
@@ -136,7 +136,7 @@ fn calls_that_look_for_their_volumes_take_no_thread_each() {
         let plugins = node.kubelet.join("plugins");
         fs::create_dir_all(&plugins).unwrap();
         let disk = StuckTree::new(&plugins);
-        node.begin().await;
+        node.start_first().await;
         let volumes: Vec<_> = (0..STORM)
             .map(|number| sandbox.volume_in("main", &format!("v{number}"), "block", MIB))
             .collect();
@@ -157,10 +157,10 @@ fn calls_that_look_for_their_volumes_take_no_thread_each() {
             let status = answer.expect_err("the directory hangs");
             assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
         }
-        disk.go_on();
+        disk.resume();
         node.timeout.set(kubelets);
         for volume in &volumes {
-            node.until_ok("staged", async || node.stage(volume).await)
+            node.retry_until_ok("staged", async || node.stage(volume).await)
                 .await;
             node.unstage(volume).await.unwrap();
         }

@@ -4,7 +4,7 @@ use std::{path::Path, time::Duration};
 
 use sha2::{Digest as _, Sha256};
 use testkit::{
-    Content, Fault as _, HungDirectories, MIB, Moment, Node, NodeSetup, Sandbox, StuckFile,
+    Content, Fault as _, HungDirectories, MIB, Node, NodeSetup, Phase, Sandbox, StuckFile,
     StuckTree, Volume, eventually, hex, loops_over, refused, run, run_err, story,
 };
 use tonic::{Code, Status};
@@ -68,10 +68,10 @@ fn a_device_that_hangs_in_the_probe_is_told_of() {
         another_lives(node, sandbox, "other").await;
 
         // What was waited for arrives, and the work goes on by itself.
-        file.go_on();
-        node.until_ok("staged", async || node.stage(volume).await)
+        file.resume();
+        node.retry_until_ok("staged", async || node.stage(volume).await)
             .await;
-        node.until_ok("unstaged", async || node.unstage(volume).await)
+        node.retry_until_ok("unstaged", async || node.unstage(volume).await)
             .await;
     });
 }
@@ -101,8 +101,8 @@ fn a_device_that_hangs_in_use_still_has_stats() {
         another_lives(node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
-        file.go_on();
-        node.until_ok("unstaged", async || node.unstage(volume).await)
+        file.resume();
+        node.retry_until_ok("unstaged", async || node.unstage(volume).await)
             .await;
     });
 }
@@ -125,12 +125,12 @@ fn a_file_server_that_went_away_is_nobody_elses_trouble() {
         another_lives(node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
-        file.go_on();
-        second.go_on();
-        node.until_ok("staged", async || node.stage(&new).await)
+        file.resume();
+        second.resume();
+        node.retry_until_ok("staged", async || node.stage(&new).await)
             .await;
         for (volume, pod) in [(volume, "pod"), (&new, "none")] {
-            node.until_ok("down", async || {
+            node.retry_until_ok("down", async || {
                 node.unpublish(volume, pod).await?;
                 node.unstage(volume).await
             })
@@ -148,17 +148,17 @@ fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
         // In the attach already, where udevd reads the device first.
         waits_in("in step", async || node.stage(volume).await).await;
         // The process cannot end before its thread does; its socket stays open.
-        let dying = node.abandon();
+        let dying = node.kill_and_detach();
         node.restart().await;
         another_lives(node, sandbox, "other").await;
-        file.go_on();
+        file.resume();
         eventually("the old agent is gone", async || {
             dying.is_gone().then_some(())
         })
         .await;
-        node.until_ok("staged", async || node.stage(volume).await)
+        node.retry_until_ok("staged", async || node.stage(volume).await)
             .await;
-        node.until_ok("unstaged", async || node.unstage(volume).await)
+        node.retry_until_ok("unstaged", async || node.unstage(volume).await)
             .await;
     });
 }
@@ -192,11 +192,11 @@ fn a_statfs_that_waits_holds_up_its_own_volume() {
 
         drop((held, unknown.0));
         let asked = async || node.stats(&unknown.1, &targets[1]).await.map(drop);
-        node.until_ok("stats", asked).await;
+        node.retry_until_ok("stats", asked).await;
         let health = node.health(&unknown.1, &targets[1]).await.unwrap();
         assert_eq!(health, []);
         for volume in [&known.1, &unknown.1] {
-            node.until_ok("down", async || {
+            node.retry_until_ok("down", async || {
                 node.unpublish(volume, "pod").await?;
                 node.unstage(volume).await
             })
@@ -214,14 +214,14 @@ fn statistics_below_a_directory_that_hangs_hold_up_their_own_volume() {
     story(async |sandbox| {
         let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
         let mut fault = HungDirectories::new(sandbox, &node, &["pod"], "ext4");
-        node.begin().await;
-        let [known, unknown] = [0, 1].map(|number| fault.hurt()[number].clone());
+        node.start_first().await;
+        let [known, unknown] = [0, 1].map(|number| fault.affected()[number].clone());
         let targets = [node.up(&known, "pod").await, node.up(&unknown, "pod").await];
         let before = node.stats(&known, &targets[0]).await.unwrap();
-        fault.stop(Moment::Use).await;
+        fault.stop(Phase::Use).await;
         assert_eq!(node.stats(&known, &targets[0]).await.unwrap(), before);
         let answer = node.stats(&unknown, &targets[1]).await;
-        refused(answer, Code::Unavailable, &["hurt1", "waits"]);
+        refused(answer, Code::Unavailable, &["affected1", "waits"]);
         for (volume, target) in [&known, &unknown].into_iter().zip(&targets) {
             let health = node.health(volume, target).await.unwrap();
             assert_eq!(health[0].reason, "FileSystemStuck", "{health:?}");
@@ -231,7 +231,7 @@ fn statistics_below_a_directory_that_hangs_hold_up_their_own_volume() {
 
         fault.resume().await;
         let asked = async || node.stats(&unknown, &targets[1]).await.map(drop);
-        node.until_ok("stats", asked).await;
+        node.retry_until_ok("stats", asked).await;
         let health = node.health(&unknown, &targets[1]).await.unwrap();
         assert_eq!(health, []);
         for volume in [&known, &unknown] {
@@ -263,7 +263,7 @@ fn a_pool_that_hangs_keeps_no_volume_of_another_pool() {
         claim.stop_all();
         node.timeout.set(Duration::from_secs(20));
         node.unstage(&volume).await.expect("it is of another pool");
-        claim.go_on();
+        claim.resume();
         claim.remove().await;
         std::fs::remove_dir_all(dead.join(".uring-csi")).unwrap();
         node.assert_clean().await;
@@ -310,14 +310,14 @@ fn a_pool_that_hangs_keeps_nothing_that_may_not_be_in_it() {
         node.timeout.set(Duration::from_secs(20));
         let ceph_s = "0001-0004-ceph-0000000000000002-01234567-89ab-4cde-8f01-23456789abcd";
         // Files of other stories, which are strangers' here, may hang for a while.
-        let gone = async |volume: &Volume| node.until_down(volume, &["pod"]).await;
+        let gone = async |volume: &Volume| node.retry_until_down(volume, &["pod"]).await;
         for handle in [ceph_s, "static-of-another-backend"] {
             gone(&Volume::filesystem(handle, "ext4")).await;
         }
         for volume in &volumes {
             gone(volume).await;
         }
-        disk.go_on();
+        disk.resume();
         run(&["losetup", "-d", loops_over(&strange)[0].to_str().unwrap()]);
         node.assert_clean().await;
     });
@@ -345,8 +345,8 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
         file.stop_data();
         waits_in("in step", async || node.stage(&volume).await).await;
         node.unpublish(&volume, "one").await.unwrap();
-        file.go_on();
-        node.until_ok("staged", async || node.stage(&volume).await)
+        file.resume();
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
 
         node.publish(&volume, "one").await.unwrap();
@@ -363,9 +363,9 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
         ] {
             assert_eq!(other.unwrap_err().code(), Code::Aborted);
         }
-        file.go_on();
+        file.resume();
         node.timeout.set(kubelets);
-        node.until_ok("published", async || node.publish(&grouped, "two").await)
+        node.retry_until_ok("published", async || node.publish(&grouped, "two").await)
             .await;
         node.down(&volume, "two").await;
         file.remove().await;
@@ -396,10 +396,10 @@ fn a_program_that_cannot_be_read_holds_up_its_own_volume() {
         assert_eq!(node.probe().await, Some(true));
 
         // What is there is no program; then it is gone.
-        program.go_on();
+        program.resume();
         let removed = async || run_err(&["umount", "/usr/local/sbin/mkfs.ext4"]).ok();
         eventually("nobody begins it", removed).await;
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
         node.unstage(&volume).await.unwrap();
         run(&["umount", "/usr/local/sbin"]);

@@ -75,7 +75,7 @@ fn a_log_that_nobody_reads_holds_up_nobody() {
             .arg("--log-level=trace,uring_csi=trace")
             .arg(&format!("--metrics-listen=127.0.0.1:{port}"));
         let node = Node::prepare(sandbox, setup);
-        node.unread();
+        node.leave_log_unread();
         node.restart().await;
         let missing = Volume::filesystem("missing", "ext4").over("main", "no.img");
         let flood = async || {
@@ -99,7 +99,7 @@ fn a_log_that_nobody_reads_holds_up_nobody() {
         .await;
 
         // The log goes on, and says what is missing.
-        let mut log = BufReader::new(node.take_logged());
+        let mut log = BufReader::new(node.take_log_pipe());
         let read = thread::spawn(move || {
             let mut line = String::new();
             while !line.contains("log lines dropped") {
@@ -118,7 +118,7 @@ fn a_log_that_nobody_reads_holds_up_nobody() {
         // Nor does its end wait for a reader.
         flood().await;
         node.terminate();
-        assert!(node.ended().await.success());
+        assert!(node.wait_for_exit().await.success());
         drop(log);
     });
 }
@@ -185,7 +185,7 @@ fn a_file_system_that_has_shut_down_is_told_of_and_goes() {
         node.down(&volume, "pod").await;
 
         let target = node.up(&volume, "pod").await;
-        Content::new("kept").is_in(&target.join("file"));
+        Content::new("kept").assert_in(&target.join("file"));
         assert!(node.health(&volume, &target).await.unwrap().is_empty());
         node.down(&volume, "pod").await;
         node.assert_clean().await;
@@ -241,8 +241,8 @@ fn secrets_are_never_told() {
         node.expand(&volume, &target, 64 * MIB).await.unwrap();
 
         // The log tells of the calls.
-        node.logged("NodeStageVolume").await;
-        node.logged("NodeExpandVolume").await;
+        node.wait_for_log("NodeStageVolume").await;
+        node.wait_for_log("NodeExpandVolume").await;
         let mut places = vec![("the log", node.log())];
         for dir in [&node.run_dir, &node.state_dir] {
             for file in testkit::files_below(dir) {
@@ -272,7 +272,7 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
         let answer = get(port, "/readyz").unwrap();
         assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
         assert!(answer.contains("mountPropagation"), "{answer}");
-        node.logged("mountPropagation").await;
+        node.wait_for_log("mountPropagation").await;
     });
 }
 

@@ -2,7 +2,7 @@
 
 use std::{process::Command, thread, time::Duration};
 
-use testkit::{TestCluster, answer_of};
+use testkit::{TestCluster, output_despite_abort};
 
 #[test]
 fn a_ceph_cluster_of_ones_own_is_started_stopped_and_gone() {
@@ -35,7 +35,7 @@ fn a_program_of_ceph_that_aborts_at_its_exit_is_no_failure() {
     let dir = tempfile::tempdir().unwrap();
     let run = |script: &str| {
         let mut sh = Command::new("sh");
-        answer_of(sh.args(["-c", script]).current_dir(dir.path())).unwrap()
+        output_despite_abort(sh.args(["-c", script]).current_dir(dir.path())).unwrap()
     };
     let whole = run("echo image; kill -ABRT $$");
     assert!(whole.status.success());

@@ -8,7 +8,7 @@ use std::{
 
 use futures_util::future::join_all;
 use rustix::mount::{MountFlags, mount};
-use testkit::{Content, MIB, Node, Sandbox, left_out, loops_over, run, run_err, story};
+use testkit::{Content, MIB, Node, Sandbox, loops_over, run, run_err, skip_test, story};
 
 const VOLUMES: usize = 16;
 
@@ -36,9 +36,9 @@ fn fresh_devices_are_used_at_once_though_udevd_opens_each() {
                 let target = node.up(volume, "pod").await;
                 match (volume.is_block(), round) {
                     (true, 0) => content.write_at(&target, 0).unwrap(),
-                    (true, _) => content.is_at(&target, 0),
+                    (true, _) => content.assert_at(&target, 0),
                     (false, 0) => content.write(&target.join("file")),
-                    (false, _) => content.is_in(&target.join("file")),
+                    (false, _) => content.assert_in(&target.join("file")),
                 }
                 node.down(volume, "pod").await;
             }))
@@ -117,7 +117,7 @@ fn property(told: &str, name: &str) -> String {
 #[test]
 fn by_the_shipped_rule_udev_leaves_what_pods_write_alone() {
     if !Udev::is_installed() {
-        return left_out("udev is not installed here");
+        return skip_test("udev is not installed here");
     }
     story(async |sandbox| {
         let node = Node::start(sandbox).await;

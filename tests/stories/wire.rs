@@ -66,7 +66,7 @@ fn what_is_optional_is_announced_where_it_was_asked_for() {
         let can = capabilities(&plain).await;
         assert!(!optional.iter().any(|one| can.contains(one)), "{can:?}");
         plain.terminate();
-        plain.ended().await;
+        plain.wait_for_exit().await;
         let setup = NodeSetup::new(sandbox)
             .arg("--volume-mount-group")
             .arg("--alpha-capabilities");
@@ -181,7 +181,7 @@ fn the_socket_has_one_owner() {
         // A second agent on the same socket goes away and says why.
         let second = Node::prepare(sandbox, NodeSetup::new(sandbox));
         second.spawn();
-        assert!(!second.ended().await.success());
+        assert!(!second.wait_for_exit().await.success());
         assert!(second.log().contains("live process"), "{}", second.log());
         assert_eq!(node.probe().await, Some(true));
 
@@ -227,7 +227,7 @@ fn sigterm_finishes_what_runs_and_takes_nothing_new() {
             node.terminate();
         });
         staged.expect("what runs is finished");
-        assert!(node.ended().await.success());
+        assert!(node.wait_for_exit().await.success());
         assert!(!node.socket().exists(), "nothing new can come in");
 
         // What is staged stays staged: pods outlive their node's agent.

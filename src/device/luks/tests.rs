@@ -1,6 +1,6 @@
 use std::os::unix::fs::FileExt as _;
 
-use testkit::left_out;
+use testkit::skip_test;
 
 use super::*;
 use crate::device::scratch::Scratch;
@@ -17,7 +17,7 @@ impl Name {
         if fs::exists("/sys/module/dm_crypt").unwrap() {
             return Some(Self(format!("uring-csi-{test}-{}", std::process::id())));
         }
-        left_out("the kernel module dm_crypt is not loaded here");
+        skip_test("the kernel module dm_crypt is not loaded here");
         None
     }
 }

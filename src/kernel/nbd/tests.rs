@@ -8,7 +8,7 @@ use std::{
     thread,
 };
 
-use testkit::left_out;
+use testkit::skip_test;
 use uuid::Uuid;
 
 use super::{netlink::Connect, *};
@@ -37,7 +37,7 @@ fn set(answers: &Answers, value: bool) {
 impl Attached {
     fn new() -> Option<Self> {
         if !Path::new("/sys/module/nbd").exists() {
-            left_out("the kernel module nbd is not loaded here");
+            skip_test("the kernel module nbd is not loaded here");
             return None;
         }
         let (socket, server) = UnixStream::pair().unwrap();

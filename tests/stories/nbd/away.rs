@@ -32,7 +32,7 @@ fn pods_notice_nothing_of_a_server_that_comes_back() {
                 server.restart().await;
                 writer.join().unwrap();
                 run(&["sh", "-c", "echo 3 > /proc/sys/vm/drop_caches"]);
-                content.is_in(&file);
+                content.assert_in(&file);
                 eventually("the node says so", async || {
                     health(&node, &volume).await.is_empty().then_some(())
                 })
@@ -123,7 +123,7 @@ fn a_dead_connection_in_a_probe_holds_up_no_other_first_mount() {
             let volume =
                 blank(sandbox, &server, &name, "ext4").with("deadConnectionTimeout", "120");
             node.kill9().await;
-            node.start_stalling(steps).await;
+            node.start_stopping_at(steps).await;
             let ended = Cell::new(false);
             let stage = async {
                 let _ = node.stage(&volume).await;
@@ -132,15 +132,15 @@ fn a_dead_connection_in_a_probe_holds_up_no_other_first_mount() {
             // The server goes when the agent has come that far; whether the volume
             // is probed then.
             let meanwhile = async {
-                let paused = async || (ended.get() || node.stands_still()).then_some(());
+                let paused = async || (ended.get() || node.is_stopped()).then_some(());
                 eventually("the agent stands still, or is done", paused).await;
-                stood.set(stood.get() + usize::from(node.stands_still()));
+                stood.set(stood.get() + usize::from(node.is_stopped()));
                 // Whoever opens a device first reads its partitions.
                 for device in nbds_over(&format!(" {}", volume.handle)) {
                     fs::File::open(device).expect("it is attached");
                 }
                 server.kill9();
-                node.go_on();
+                node.resume();
                 let probed = eventually("the volume is probed, or refused", async || {
                     if ended.get() {
                         return Some(false);
@@ -164,7 +164,7 @@ fn a_dead_connection_in_a_probe_holds_up_no_other_first_mount() {
                 probed
             };
             let ((), probed) = tokio::join!(stage, meanwhile);
-            node.until_ok("staged", async || node.stage(&volume).await)
+            node.retry_until_ok("staged", async || node.stage(&volume).await)
                 .await;
             node.unstage(&volume).await.unwrap();
             if probed {

@@ -12,7 +12,7 @@ use std::{
 };
 
 use testkit::{
-    Content, Dice, KINDS, MIB, NbdServer, Node, Volume, eventually, grown_in_use, nbds_over,
+    Content, KINDS, MIB, NbdServer, Node, Rng, Volume, eventually, grow_published, nbds_over,
     refused, run,
 };
 use tonic::Code::FailedPrecondition;
@@ -32,7 +32,7 @@ fn volumes_grow_in_use_and_never_shrink() {
                 .open(server.image_of(&volume))
                 .unwrap();
             let grow = |bytes| image.set_len(bytes).unwrap();
-            grown_in_use(&node, &volume, small, "grow the source first", grow).await;
+            grow_published(&node, &volume, small, "grow the source first", grow).await;
             image.set_len(small).unwrap();
             refused(
                 node.expand(&volume, &target, 0).await,
@@ -134,7 +134,7 @@ fn growth_under_load_is_done_in_one_call() {
 #[test]
 fn a_server_that_dies_amid_growth_holds_up_no_other() {
     nbd_story(async |sandbox| {
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         let node = Node::start(sandbox).await;
         let patient = |volume: Volume| volume.with("deadConnectionTimeout", "300");
         let mut other = NbdServer::start(sandbox).await;
@@ -155,7 +155,7 @@ fn a_server_that_dies_amid_growth_holds_up_no_other() {
                 std::thread::spawn(move || read_on(&target, &stop))
             };
             let begin = Instant::now();
-            let instant = Duration::from_micros(dice.below(20_000) as u64);
+            let instant = Duration::from_micros(rng.below(20_000) as u64);
             let deaths = async {
                 tokio::time::sleep(instant).await;
                 server.kill9();

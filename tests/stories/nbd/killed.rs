@@ -3,8 +3,8 @@
 use std::{cell::Cell, fs, time::Duration};
 
 use testkit::{
-    Content, Dice, Grow, KINDS, NbdServer, Node, Volume, bytes_for, eventually, kill_amid,
-    killed_amid_each, killed_at_each_step, nbds_over,
+    Content, GrowSource, KINDS, NbdServer, Node, Rng, Volume, bytes_for,
+    crash_lifecycle_at_each_step, eventually, kill_during, kill_during_each_call, nbds_over,
 };
 use tokio::sync::Mutex;
 use tonic::Status;
@@ -12,12 +12,12 @@ use tonic::Status;
 use super::{blank, is_there, nbd_story};
 
 /// Makes a call during which the server is killed, and started again.
-async fn server_dies_amid<T>(
+async fn kill_server_during<T>(
     server: &mut NbdServer,
-    dice: &mut Dice,
+    rng: &mut Rng,
     call: impl AsyncFnOnce() -> T,
 ) -> T {
-    let instant = Duration::from_micros(dice.below(25_000) as u64);
+    let instant = Duration::from_micros(rng.below(25_000) as u64);
     let life = async {
         tokio::time::sleep(instant).await;
         server.kill9();
@@ -29,7 +29,7 @@ async fn server_dies_amid<T>(
 #[test]
 fn the_server_at_every_step() {
     nbd_story(async |sandbox| {
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;
         for (kind, _) in KINDS {
@@ -38,24 +38,24 @@ fn the_server_at_every_step() {
             // The first time mkfs is killed under, too.
             for round in 0..3 {
                 let _ =
-                    server_dies_amid(&mut server, &mut dice, async || node.stage(&volume).await)
+                    kill_server_during(&mut server, &mut rng, async || node.stage(&volume).await)
                         .await;
-                node.until_ok("staged", async || node.stage(&volume).await)
+                node.retry_until_ok("staged", async || node.stage(&volume).await)
                     .await;
                 let publish = async || node.publish(&volume, "pod").await;
-                let _ = server_dies_amid(&mut server, &mut dice, publish).await;
-                node.until_ok("published", publish).await;
+                let _ = kill_server_during(&mut server, &mut rng, publish).await;
+                node.retry_until_ok("published", publish).await;
                 let target = node.target(&volume, "pod");
                 if round == 0 {
                     content.put(&volume, &target);
                 }
                 is_there(&content, &volume, &target);
                 let unpublish = async || node.unpublish(&volume, "pod").await;
-                let _ = server_dies_amid(&mut server, &mut dice, unpublish).await;
-                node.until_ok("unpublished", unpublish).await;
+                let _ = kill_server_during(&mut server, &mut rng, unpublish).await;
+                node.retry_until_ok("unpublished", unpublish).await;
                 let unstage = async || node.unstage(&volume).await;
-                let _ = server_dies_amid(&mut server, &mut dice, unstage).await;
-                node.until_ok("unstaged", unstage).await;
+                let _ = kill_server_during(&mut server, &mut rng, unstage).await;
+                node.retry_until_ok("unstaged", unstage).await;
                 assert!(nbds_over(&format!(" {}", volume.handle)).is_empty());
             }
         }
@@ -72,21 +72,21 @@ fn the_server_between_the_agent_s_steps() {
             // Longer than the story waits: a connection that nobody renews fails it.
             let volume = blank(sandbox, &server, "v", "ext4").with("deadConnectionTimeout", "120");
             node.kill9().await;
-            node.start_stalling(steps).await;
+            node.start_stopping_at(steps).await;
             let done = Cell::new(false);
             let staged = async {
-                node.until_ok("staged", async || node.stage(&volume).await)
+                node.retry_until_ok("staged", async || node.stage(&volume).await)
                     .await;
                 done.set(true);
             };
             let meanwhile = async {
-                let paused = async || (done.get() || node.stands_still()).then_some(());
+                let paused = async || (done.get() || node.is_stopped()).then_some(());
                 eventually("the agent stands still, or is done", paused).await;
-                let stands = node.stands_still();
+                let stands = node.is_stopped();
                 if stands {
                     server.kill9();
                     server.restart().await;
-                    node.go_on();
+                    node.resume();
                 }
                 stands
             };
@@ -110,7 +110,7 @@ fn the_server_between_the_agent_s_steps() {
 #[test]
 fn the_agent_at_every_step() {
     nbd_story(async |sandbox| {
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
         for (kind, _) in KINDS {
@@ -118,7 +118,7 @@ fn the_agent_at_every_step() {
             let attached = || nbds_over(&format!(" {}", volume.handle)).len();
             let content = Content::new(kind);
             for round in 0..3 {
-                killed_amid_each(&node, &mut dice, &volume, attached, |target| {
+                kill_during_each_call(&node, &mut rng, &volume, attached, |target| {
                     if round == 0 {
                         content.put(&volume, target);
                     }
@@ -136,7 +136,7 @@ fn the_agent_at_every_step() {
 /// server's clients connect anew once it is started again.
 struct Growing(Mutex<NbdServer>);
 
-impl Grow for Growing {
+impl GrowSource for Growing {
     fn grow(&self, volume: &Volume) -> u64 {
         let bytes = 2 * bytes_for(volume.fs_type());
         let image = self.0.try_lock().unwrap().image_of(volume);
@@ -168,7 +168,7 @@ fn the_agent_at_each_step_of_its_own() {
         };
         let attached = |volume: &Volume| nbds_over(&format!(" {}", volume.handle)).len();
         let growing = Growing(Mutex::new(server));
-        killed_at_each_step(&node, 4, fresh, attached, growing).await;
+        crash_lifecycle_at_each_step(&node, 4, fresh, attached, growing).await;
         node.assert_clean().await;
     });
 }
@@ -176,7 +176,7 @@ fn the_agent_at_each_step_of_its_own() {
 #[test]
 fn both_at_once() {
     nbd_story(async |sandbox| {
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;
         // A killed agent whose thread waits for a dead server ends with this wait.
@@ -186,24 +186,24 @@ fn both_at_once() {
         node.down(&volume, "pod").await;
         for _ in 0..4 {
             let stage = async || node.stage(&volume).await;
-            let mut fork = dice.fork();
-            server_dies_amid(&mut server, &mut dice, async || {
-                kill_amid(&node, &mut fork, stage).await;
+            let mut fork = rng.fork();
+            kill_server_during(&mut server, &mut rng, async || {
+                kill_during(&node, &mut fork, stage).await;
             })
             .await;
             node.restart().await;
-            node.until_ok("staged", stage).await;
+            node.retry_until_ok("staged", stage).await;
             node.publish(&volume, "pod").await.unwrap();
             is_there(&content, &volume, &node.target(&volume, "pod"));
             node.unpublish(&volume, "pod").await.unwrap();
             let unstage = async || node.unstage(&volume).await;
-            let mut fork = dice.fork();
-            server_dies_amid(&mut server, &mut dice, async || {
-                kill_amid(&node, &mut fork, unstage).await;
+            let mut fork = rng.fork();
+            kill_server_during(&mut server, &mut rng, async || {
+                kill_during(&node, &mut fork, unstage).await;
             })
             .await;
             node.restart().await;
-            node.until_ok("unstaged", unstage).await;
+            node.retry_until_ok("unstaged", unstage).await;
         }
         node.assert_clean().await;
     });

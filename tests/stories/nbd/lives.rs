@@ -54,7 +54,7 @@ fn sixteen_at_once() {
         futures_util::future::join_all(downs).await;
         for volume in &volumes {
             let target = node.up(volume, "pod").await;
-            Content::new(&volume.handle).is_in(&target.join("file"));
+            Content::new(&volume.handle).assert_in(&target.join("file"));
             node.down(volume, "pod").await;
         }
         node.assert_clean().await;
@@ -193,7 +193,7 @@ fn with_a_server_that_fails_at_times() {
             written.unwrap_err();
             node.unpublish(&volume, "pod").await.unwrap();
             works();
-            node.until_ok("unstaged", async || node.unstage(&volume).await)
+            node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
                 .await;
             let target = node.up(&volume, "pod").await;
             super::is_there(&content, &volume, &target);

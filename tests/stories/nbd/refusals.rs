@@ -98,7 +98,7 @@ fn exports_that_are_too_small_are_not_written() {
             assert_eq!(sha256(&image).unwrap(), before);
             file.set_len(*bytes).unwrap();
             let target = node.up(&volume, "pod").await;
-            Content::new(&volume.handle).is_in(&target.join("file"));
+            Content::new(&volume.handle).assert_in(&target.join("file"));
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
@@ -157,7 +157,7 @@ fn read_only_exports_are_mounted_read_only() {
         let server = NbdServer::qemu(sandbox, false, &volume.handle, &["-r"]).await;
         let reader = over(&server, &volume.handle, "ext4").mode(Mode::SingleNodeReaderOnly);
         let target = node.up(&reader, "pod").await;
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
         assert!(fs::write(target.join("file"), "x").is_err());
         node.down(&reader, "pod").await;
         node.assert_clean().await;
@@ -245,14 +245,14 @@ fn a_device_that_is_held_open_goes_with_its_holder() {
         node.up(&volume, "pod").await;
         node.unpublish(&volume, "pod").await.unwrap();
         let device = nbds_over(sandbox.dir().to_str().unwrap()).pop().unwrap();
-        let holder = fs::File::open(&device).unwrap();
+        let opener = fs::File::open(&device).unwrap();
         node.timeout.set(Duration::from_secs(2));
         refused(node.unstage(&volume).await, DeadlineExceeded, &["gone"]);
         node.timeout.set(Duration::from_secs(60));
         // The kernel tells of it; the same call is waiting for that.
         tokio::join!(async { node.unstage(&volume).await.unwrap() }, async {
             tokio::time::sleep(Duration::from_millis(200)).await;
-            drop(holder);
+            drop(opener);
         });
         node.assert_clean().await;
     });

@@ -47,9 +47,9 @@ fn pods_outlive_the_agent_and_a_server_that_moves_meanwhile() {
             for when in ["before", "during", "after"] {
                 let content = Content::new(&format!("{when} {}", volume.handle));
                 if volume.is_block() {
-                    content.is_at(&target, place(when));
+                    content.assert_at(&target, place(when));
                 } else {
-                    content.is_in(&target.join(when));
+                    content.assert_in(&target.join(when));
                 }
             }
             node.down(volume, "pod").await;

@@ -4,7 +4,7 @@ use std::{fs, io::Write as _};
 
 use futures_util::future::join_all;
 use rustix::fs::{CWD, Mode, mkfifoat};
-use testkit::{Ceph, Node, StandIn, ceph_story, eventually, rbds_over, spec_of};
+use testkit::{Ceph, Node, ProgramStub, ceph_story, eventually, rbds_over, spec_of};
 
 use super::{encrypted, whole_life};
 use crate::telling::{free_port, get};
@@ -29,7 +29,7 @@ fn another_image_that_gets_the_device_is_left_alone() {
         let script = TAKES_OVER
             .replace("CONF", conf.to_str().unwrap())
             .replace("OTHER", &spec_of(&other));
-        let stand_in = StandIn::new("cryptsetup", &script);
+        let stub = ProgramStub::new("cryptsetup", &script);
         let node = ceph.node(sandbox).await;
         let volume = encrypted::volume(ceph, "ext4");
         let _ = node.stage(&volume).await;
@@ -42,7 +42,7 @@ fn another_image_that_gets_the_device_is_left_alone() {
         );
         assert!(rbds_over(&other).is_empty());
         whole_life(&node, &volume).await;
-        let tried = fs::read_to_string(&stand_in.reached).unwrap();
+        let tried = fs::read_to_string(&stub.reached).unwrap();
         for what in ["luksFormat", "luksOpen"] {
             assert!(tried.contains(what), "{tried}");
         }
@@ -60,8 +60,8 @@ exec cryptsetup "$@""#;
 #[test]
 fn so_many_cryptsetup_of_a_cluster_run_at_once_also_where_they_hang() {
     ceph_story(async |sandbox, ceph| {
-        let stand_in = StandIn::new("cryptsetup", HANGS);
-        let programs = stand_in.reached.parent().unwrap();
+        let stub = ProgramStub::new("cryptsetup", HANGS);
+        let programs = stub.reached.parent().unwrap();
         let fifo = programs.join("fifo");
         mkfifoat(CWD, &fifo, Mode::RUSR | Mode::WUSR).unwrap();
         let begun = || {
@@ -89,7 +89,7 @@ fn so_many_cryptsetup_of_a_cluster_run_at_once_also_where_they_hang() {
             .await;
             assert_eq!(begun(), 3);
             // What is of another cluster has the places.
-            fs::write(stand_in.reached.with_extension("pass"), "").unwrap();
+            fs::write(stub.reached.with_extension("pass"), "").unwrap();
             whole_life(&node, &encrypted::volume(&another, "ext4")).await;
             let metrics = get(port, "/metrics").unwrap();
             assert!(metrics.contains("uring_csi_admission_waiting{step=\"cryptsetup\"} 2\n"));
@@ -105,7 +105,7 @@ fn so_many_cryptsetup_of_a_cluster_run_at_once_also_where_they_hang() {
         for (volume, staged) in volumes.iter().zip(staged) {
             if staged.is_err() {
                 // Its caller's deadline came first.
-                node.until_ok("staged", async || node.stage(volume).await)
+                node.retry_until_ok("staged", async || node.stage(volume).await)
                     .await;
             }
             node.unstage(volume).await.unwrap();

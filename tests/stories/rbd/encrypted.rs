@@ -105,7 +105,7 @@ fn what_is_stored_is_not_what_was_written() {
         content.write_at(&target, 0).unwrap();
         let mapped = rbds_over(&volume).pop().unwrap();
         let shown = format!("/dev/mapper/{}", mapping_of(&volume.handle));
-        content.is_at(std::path::Path::new(&shown), 0);
+        content.assert_at(std::path::Path::new(&shown), 0);
         let mapped = mapped.to_str().unwrap();
         let header = run(&["cryptsetup", "luksDump", mapped]);
         assert!(header.contains("Version:       \t2"), "{header}");
@@ -153,7 +153,7 @@ fn a_wrong_passphrase_opens_and_changes_nothing() {
             assert!(refused.message().contains("elsewhere"), "{refused:?}");
             assert!(rbds_over(&volume).is_empty());
             let target = node.up(&volume, "pod").await;
-            Content::new(&volume.handle).is_in(&target.join("file"));
+            Content::new(&volume.handle).assert_in(&target.join("file"));
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
@@ -219,7 +219,7 @@ fn clones_open_with_their_source_s_passphrase() {
         let target = node.up(&source, "pod").await;
         let copy = node.up(&clone, "pod").await;
         for target in [&target, &copy] {
-            Content::new(&source.handle).is_in(&target.join("file"));
+            Content::new(&source.handle).assert_in(&target.join("file"));
         }
         node.down(&clone, "pod").await;
         node.down(&source, "pod").await;
@@ -239,7 +239,7 @@ fn clones_open_with_their_source_s_passphrase() {
         let resealed = encryption::seal(&with, &clone.handle, &own);
         note(ceph, &clone, encryption::SEALED_KEY, &resealed);
         let copy = node.up(&clone, "pod").await;
-        Content::new(&source.handle).is_in(&copy.join("file"));
+        Content::new(&source.handle).assert_in(&copy.join("file"));
         node.down(&clone, "pod").await;
         node.assert_clean().await;
     });

@@ -13,8 +13,8 @@ use std::{
 };
 
 use testkit::{
-    Ceph, Content, Controller, ControllerSetup, Holder, KINDS, MIB, Machine, Node, NodeSetup,
-    Sandbox, Volume, claim, eventually, lonely_ceph_story, provisioned, rbds_over, refused, run,
+    Ceph, Content, Controller, ControllerSetup, KINDS, MIB, Machine, Node, NodeSetup, Sandbox,
+    Supervisor, Volume, claim, eventually, own_cluster_story, provisioned, rbds_over, refused, run,
 };
 use tonic::Code::Unavailable;
 
@@ -110,18 +110,18 @@ fn client_of(device: &Path) -> String {
 
 #[test]
 fn what_a_lost_node_writes_does_not_reach_the_image() {
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         for node in ["node-a", "node-b"] {
             sandbox.kubelet(node);
         }
         let it = Fencing::new(sandbox, ceph).await;
-        let holder = Holder::start(sandbox).await;
+        let supervisor = Supervisor::start(sandbox).await;
         let setup = NodeSetup {
             node_id: "node-b",
-            machine: Machine::Another,
+            machine: Machine::OtherHost,
             ..ceph.setup(sandbox)
         };
-        let socket = holder.socket().display().to_string();
+        let socket = supervisor.socket().display().to_string();
         let other = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
         let volume = it.volume("v", "block").await;
         let [before, after] = ["before", "after"].map(Content::new);
@@ -133,14 +133,14 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
         it.node.kill9().await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
         assert!(it.blocklist().contains(&client));
-        it.controller.logged("fencing a node's client").await;
+        it.controller.wait_for_log("fencing a node's client").await;
         let late = pod
             .write_all_at(&[7; 4096], 0)
             .and_then(|()| pod.sync_all());
         late.unwrap_err();
         let elsewhere = volume.clone().with("mounter", "rbd-nbd");
         let there = it.up(&other, "node-b", &elsewhere).await;
-        before.is_at(&there, 0);
+        before.assert_at(&there, 0);
         after.write_at(&there, MIB).unwrap();
         pod.write_all_at(&[7; 4096], MIB)
             .and_then(|()| pod.sync_all())
@@ -153,8 +153,8 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
         it.node.restart().await;
         it.node.down(&volume, "pod").await;
         let target = it.up(&it.node, "node-a", &volume).await;
-        before.is_at(&target, 0);
-        after.is_at(&target, MIB);
+        before.assert_at(&target, 0);
+        after.assert_at(&target, MIB);
         assert_ne!(client_of(&rbds_over(&volume)[0]), client);
         it.node.down(&volume, "pod").await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
@@ -168,7 +168,7 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
 #[test]
 fn what_is_published_anew_is_entered_anew() {
     const KEY: &str = "uring-csi.node.node-a";
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         let it = Fencing::new(sandbox, ceph).await;
         let volume = it.volume("v", "block").await;
         it.up(&it.node, "node-a", &volume).await;
@@ -197,7 +197,7 @@ fn what_is_published_anew_is_entered_anew() {
 
 #[test]
 fn a_node_stages_while_a_fenced_client_still_has_devices() {
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         let it = Fencing::new(sandbox, ceph).await;
         let [lost, beside] = [
             it.volume("lost", "block").await,
@@ -214,7 +214,7 @@ fn a_node_stages_while_a_fenced_client_still_has_devices() {
         let content = Content::new("again");
         let target = it.up(&it.node, "node-a", &lost).await;
         content.write_at(&target, 0).unwrap();
-        content.is_at(&target, 0);
+        content.assert_at(&target, 0);
         let own = client_of(&rbds_over(&lost)[0]);
         assert_ne!(own, client);
         // A graceful unpublish fences nobody, and the fence stays while there is
@@ -237,7 +237,7 @@ fn a_node_stages_while_a_fenced_client_still_has_devices() {
 
 #[test]
 fn file_systems_of_a_fenced_client_are_unstaged_and_staged_again() {
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         let it = Fencing::new(sandbox, ceph).await;
         let mut volumes = Vec::new();
         for kind in ["ext4", "xfs", "btrfs"] {
@@ -260,7 +260,7 @@ fn file_systems_of_a_fenced_client_are_unstaged_and_staged_again() {
         }
         for (volume, content) in &volumes {
             let target = it.up(&it.node, "node-a", volume).await;
-            content.is_in(&target.join("kept"));
+            content.assert_in(&target.join("kept"));
             it.node.down(volume, "pod").await;
         }
         it.node.assert_clean().await;

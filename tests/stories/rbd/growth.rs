@@ -1,6 +1,6 @@
 //! Volumes that grow while they are used.
 
-use testkit::{Content, KINDS, MIB, ceph_story, grown_in_use, refused, spec_of};
+use testkit::{Content, KINDS, MIB, ceph_story, grow_published, refused, spec_of};
 use tonic::Code::FailedPrecondition;
 
 #[test]
@@ -11,7 +11,7 @@ fn volumes_grow_in_use() {
             let volume = ceph.volume(kind);
             node.up(&volume, "pod").await;
             let grow = |bytes| ceph.resize(&volume, bytes);
-            grown_in_use(&node, &volume, small, "was not grown", grow).await;
+            grow_published(&node, &volume, small, "was not grown", grow).await;
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
@@ -36,7 +36,7 @@ fn what_grew_while_nobody_used_it_is_used_whole() {
                 let target = node.up(volume, "pod").await;
                 let total = node.stats(volume, &target).await.unwrap()[0].total;
                 assert!(total > small + small / 2, "{kind}: {total}");
-                content.is_in(&target.join("file"));
+                content.assert_in(&target.join("file"));
                 node.down(volume, "pod").await;
             }
         }

@@ -2,7 +2,7 @@
 //! the note in the image's metadata, and nothing else is taken for half made.
 
 use testkit::{
-    Ceph, Content, Halfway, LUKS_FORMAT, MKFS, Mode, Node, Sandbox, Volume, ceph_story,
+    Ceph, Content, InterruptedProgram, LUKS_FORMAT, MKFS, Mode, Node, Sandbox, Volume, ceph_story,
     files_below, mapping_of, rbds_over, refused, run, run_err, spec_of,
 };
 use tonic::Code::FailedPrecondition;
@@ -31,8 +31,8 @@ fn blank(ceph: &Ceph, is_encrypted: bool) -> Volume {
 /// What a machine leaves that is switched off while a program of its agent is half-way.
 async fn left_half_made(sandbox: &Sandbox, ceph: &Ceph, volume: &Volume, at: (&str, &str)) {
     let node = ceph.node(sandbox).await;
-    Halfway::new(at)
-        .killed(&node, async || node.stage(volume).await)
+    InterruptedProgram::new(at)
+        .kill_agent_at_stop(&node, async || node.stage(volume).await)
         .await;
     for file in files_below(&node.run_dir) {
         std::fs::remove_file(file).unwrap();

@@ -7,8 +7,8 @@ use std::{
 };
 
 use testkit::{
-    Content, Dice, KINDS, MIB, Node, Volume, ceph_story, files_below, kill_within,
-    killed_at_each_step, mounts_below, rbds_of, rbds_over,
+    Content, KINDS, MIB, Node, Rng, Volume, ceph_story, crash_lifecycle_at_each_step, files_below,
+    kill_within, mounts_below, rbds_of, rbds_over,
 };
 
 use super::{assert_nothing_staged, devices_over, encrypted, kept};
@@ -78,7 +78,7 @@ fn killed_at_some_steps_of_a_blank_image() {
         let devices = |volume: &Volume| rbds_over(volume).len();
         for kind in ["ext4", "block"] {
             let volume = || ceph.volume(kind);
-            killed_at_each_step(&node, 16, volume, devices, ceph.doubling()).await;
+            crash_lifecycle_at_each_step(&node, 16, volume, devices, ceph.doubling()).await;
         }
         node.assert_clean().await;
     });
@@ -90,7 +90,7 @@ fn killed_at_some_steps_of_an_encrypted_image() {
         let node = ceph.node(sandbox).await;
         let devices = |volume: &Volume| rbds_over(volume).len();
         let volume = || encrypted::volume(ceph, "ext4");
-        killed_at_each_step(&node, 32, volume, devices, ceph.doubling()).await;
+        crash_lifecycle_at_each_step(&node, 32, volume, devices, ceph.doubling()).await;
         node.assert_clean().await;
     });
 }
@@ -104,17 +104,17 @@ fn killed_after_the_bind_of_a_raw_image() {
         node.kill9().await;
         // Each begins where the one before died, as long as nothing is bound.
         for steps in 0.. {
-            node.start_doomed(steps).await;
+            node.start_crashing_at(steps).await;
             if node.stage(&volume).await.is_ok() {
                 break;
             }
-            node.ended().await;
+            node.wait_for_exit().await;
             if mounts_below(&node.staging(&volume)).is_empty() {
                 continue;
             }
             deaths += 1;
             node.restart().await;
-            node.until_ok("unstaged", async || node.unstage(&volume).await)
+            node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
                 .await;
             assert_nothing_staged(&node, &volume);
             assert!(rbds_over(&volume).is_empty());
@@ -133,9 +133,9 @@ fn killed_after_the_bind_of_a_raw_image() {
 fn killed_at_any_instant() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         for kind in ["xfs", "block"] {
-            killed_in_each_call(&node, &mut dice, &ceph.volume(kind)).await;
+            kill_in_each_call(&node, &mut rng, &ceph.volume(kind)).await;
         }
         assert!(rbds_of(sandbox.dir()).is_empty());
         node.assert_clean().await;
@@ -147,14 +147,14 @@ fn killed_at_any_instant_of_an_encrypted_volume() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = encrypted::volume(ceph, "ext4");
-        killed_in_each_call(&node, &mut Dice::new(), &volume).await;
+        kill_in_each_call(&node, &mut Rng::new(), &volume).await;
         assert!(rbds_of(sandbox.dir()).is_empty());
         node.assert_clean().await;
     });
 }
 
 /// Ups and downs, each call cut short and repeated.
-pub async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) {
+pub async fn kill_in_each_call(node: &Node, rng: &mut Rng, volume: &Volume) {
     let content = Content::new(&volume.handle);
     let first = Instant::now();
     node.stage(volume).await.unwrap();
@@ -163,32 +163,29 @@ pub async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) 
     node.unstage(volume).await.unwrap();
     let calls = Duration::from_millis(40);
     for round in 0..3 {
-        kill_within(staging, node, dice, async || node.stage(volume).await).await;
+        kill_within(staging, node, rng, async || node.stage(volume).await).await;
         node.restart().await;
-        node.until_ok("staged", async || node.stage(volume).await)
+        node.retry_until_ok("staged", async || node.stage(volume).await)
             .await;
         assert_eq!(devices_over(volume).len(), 1);
 
-        kill_within(calls, node, dice, async || {
-            node.publish(volume, "pod").await
-        })
-        .await;
+        kill_within(calls, node, rng, async || node.publish(volume, "pod").await).await;
         node.restart().await;
-        node.until_ok("published", async || node.publish(volume, "pod").await)
+        node.retry_until_ok("published", async || node.publish(volume, "pod").await)
             .await;
         kept(volume, &node.target(volume, "pod"), &content, round == 0);
 
-        kill_within(calls, node, dice, async || {
+        kill_within(calls, node, rng, async || {
             node.unpublish(volume, "pod").await
         })
         .await;
         node.restart().await;
-        node.until_ok("unpublished", async || node.unpublish(volume, "pod").await)
+        node.retry_until_ok("unpublished", async || node.unpublish(volume, "pod").await)
             .await;
 
-        kill_within(calls, node, dice, async || node.unstage(volume).await).await;
+        kill_within(calls, node, rng, async || node.unstage(volume).await).await;
         node.restart().await;
-        node.until_ok("unstaged", async || node.unstage(volume).await)
+        node.retry_until_ok("unstaged", async || node.unstage(volume).await)
             .await;
         assert!(devices_over(volume).is_empty());
         assert_nothing_staged(node, volume);
@@ -199,7 +196,7 @@ pub async fn killed_in_each_call(node: &Node, dice: &mut Dice, volume: &Volume) 
 fn killed_in_the_first_stage_of_a_blank_image() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
-        killed_in_the_first_stage(&node, 6, || ceph.volume("ext4")).await;
+        kill_in_first_stage(&node, 6, || ceph.volume("ext4")).await;
     });
 }
 
@@ -207,13 +204,13 @@ fn killed_in_the_first_stage_of_a_blank_image() {
 fn killed_while_a_blank_image_is_encrypted() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
-        killed_in_the_first_stage(&node, 2, || encrypted::volume(ceph, "ext4")).await;
+        kill_in_first_stage(&node, 2, || encrypted::volume(ceph, "ext4")).await;
     });
 }
 
 /// A blank image's first stage is cut short, again and again.
-pub async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> Volume) {
-    let mut dice = Dice::new();
+pub async fn kill_in_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> Volume) {
+    let mut rng = Rng::new();
     let whole = blank();
     let began = Instant::now();
     node.stage(&whole).await.unwrap();
@@ -221,16 +218,16 @@ pub async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn(
     node.unstage(&whole).await.unwrap();
     for round in 0..rounds {
         let volume = blank();
-        kill_within(longest, node, &mut dice, async || node.stage(&volume).await).await;
+        kill_within(longest, node, &mut rng, async || node.stage(&volume).await).await;
         node.restart().await;
         // Either kubelet gives it up, or it comes back.
         if round % 2 == 0 {
-            node.until_ok("unstaged", async || node.unstage(&volume).await)
+            node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
                 .await;
             assert!(devices_over(&volume).is_empty());
             assert_nothing_staged(node, &volume);
         }
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
         node.publish(&volume, "pod").await.unwrap();
         let content = Content::new(&volume.handle);
@@ -244,7 +241,7 @@ pub async fn killed_in_the_first_stage(node: &Node, rounds: u32, blank: impl Fn(
 fn killed_while_it_grows_a_volume() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         for (kind, small) in [KINDS[0], KINDS[1]] {
             let volume = ceph.volume(kind);
             let target = node.up(&volume, "pod").await;
@@ -254,7 +251,7 @@ fn killed_while_it_grows_a_volume() {
                 let bytes = small + 64 * step * MIB;
                 ceph.resize(&volume, bytes);
                 let longest = Duration::from_millis(20);
-                kill_within(longest, &node, &mut dice, async || {
+                kill_within(longest, &node, &mut rng, async || {
                     node.expand(&volume, &target, bytes).await
                 })
                 .await;

@@ -1,7 +1,7 @@
 //! A volume whose handle names a cluster that it is not in any more, and a cluster
 //! whose monitor is not where it was.
 
-use testkit::{Ceph, Content, Holder, ceph_story, lonely_ceph_story, refused, spec_of};
+use testkit::{Ceph, Content, Supervisor, ceph_story, own_cluster_story, refused, spec_of};
 use tonic::Code::NotFound;
 
 use super::{
@@ -42,9 +42,9 @@ fn an_image_is_followed_to_the_cluster_that_stands_in() {
 
 #[test]
 fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+    own_cluster_story(async |sandbox, ceph| {
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let volumes = [ceph.volume("ext4"), served(ceph.volume("ext4"))];
         for volume in &volumes {
             let target = node.up(volume, "pod").await;

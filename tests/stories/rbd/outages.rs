@@ -4,7 +4,7 @@ use std::{net::TcpListener, thread, time::Duration};
 
 use serde_json::json;
 use testkit::{
-    Ceph, Content, Node, Sandbox, Volume, ceph_story, eventually, lonely_ceph_story, rbds_of,
+    Ceph, Content, Node, Sandbox, Volume, ceph_story, eventually, own_cluster_story, rbds_of,
     refused, run,
 };
 use tonic::Code::{Aborted, DeadlineExceeded, Unavailable};
@@ -79,7 +79,7 @@ fn monitors_that_moved_are_found_when_the_configuration_says_where() {
 
 #[test]
 fn an_osd_that_stands_still_delays_and_loses_nothing() {
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let other = Ceph::another(sandbox);
         for kind in ["ext4", "block"] {
@@ -104,7 +104,7 @@ fn an_osd_that_stands_still_delays_and_loses_nothing() {
             };
             node.timeout.set(Duration::from_secs(60));
             writer.join().unwrap();
-            node.until_ok("staged", async || node.stage(&fresh).await)
+            node.retry_until_ok("staged", async || node.stage(&fresh).await)
                 .await;
             node.publish(&fresh, "pod").await.unwrap();
             for volume in [&used, &fresh] {
@@ -118,7 +118,7 @@ fn an_osd_that_stands_still_delays_and_loses_nothing() {
 
 #[test]
 fn an_osd_that_restarts_under_a_volume_loses_nothing() {
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "xfs"] {
             let volume = ceph.volume(kind);
@@ -140,7 +140,7 @@ fn an_osd_that_restarts_under_a_volume_loses_nothing() {
 
 #[test]
 fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_its_work() {
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
         let dying = {
@@ -149,7 +149,7 @@ fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_i
             let late = node.stage(&volume).await.unwrap_err();
             assert_eq!(late.code(), DeadlineExceeded, "{late:?}");
             // A thread of it is in the driver, where no signal reaches it.
-            let dying = node.abandon();
+            let dying = node.kill_and_detach();
             node.restart().await;
             let early = node.stage(&volume).await.unwrap_err();
             assert!(
@@ -160,7 +160,7 @@ fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_i
             dying
         };
         node.timeout.set(Duration::from_secs(60));
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
         assert_eq!(rbds_of(sandbox.dir()).len(), 1, "one map, whoever made it");
         eventually("the old agent is gone", async || {
@@ -174,7 +174,7 @@ fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_i
 
 #[test]
 fn a_node_that_the_cluster_has_shut_out_lets_go() {
-    lonely_ceph_story(async |sandbox, ceph| {
+    own_cluster_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
         let target = node.up(&volume, "pod").await;
@@ -184,7 +184,7 @@ fn a_node_that_the_cluster_has_shut_out_lets_go() {
             .and_then(|file| file.sync_all())
             .unwrap_err();
         node.unpublish(&volume, "pod").await.unwrap();
-        node.until_ok("unstaged", async || node.unstage(&volume).await)
+        node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
         node.assert_clean().await;
     });
@@ -207,9 +207,9 @@ pub async fn is_kept(node: &Node, volume: &Volume) {
     let target = node.up(volume, "pod").await;
     let content = Content::new(&volume.handle);
     if volume.is_block() {
-        content.is_at(&target, 0);
+        content.assert_at(&target, 0);
     } else {
-        content.is_in(&target.join("file"));
+        content.assert_in(&target.join("file"));
     }
     node.down(volume, "pod").await;
 }

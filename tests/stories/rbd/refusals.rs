@@ -2,7 +2,7 @@
 //! nothing.
 
 use testkit::{
-    Ceph, Holder, KINDS, Machine, Mode, Node, NodeSetup, Volume, ceph_story, rbds_of, refused,
+    Ceph, KINDS, Machine, Mode, Node, NodeSetup, Supervisor, Volume, ceph_story, rbds_of, refused,
 };
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated, Unavailable};
 
@@ -64,10 +64,10 @@ fn what_is_not_there_is_named() {
 #[test]
 fn rbd_nbd_is_refused_in_the_same_words() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
+        let supervisor = Supervisor::start(sandbox).await;
         // The agent itself asks the cluster before a map, or rbd-nbd alone does.
         for (machine, node_id) in [
-            (Machine::Usual, "node-a"),
+            (Machine::Host, "node-a"),
             (Machine::WithoutLibrbd, "node-b"),
         ] {
             let setup = NodeSetup {
@@ -75,7 +75,7 @@ fn rbd_nbd_is_refused_in_the_same_words() {
                 machine,
                 ..ceph.setup(sandbox)
             };
-            let socket = holder.socket().display().to_string();
+            let socket = supervisor.socket().display().to_string();
             let node = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
             let volume = served(ceph.volume("ext4"));
             for (name, value) in [("userKey", &*ceph.cluster.admin_key), ("userID", "nobody")] {
@@ -92,7 +92,7 @@ fn rbd_nbd_is_refused_in_the_same_words() {
             refused(node.stage(&away).await, Unavailable, &[]);
             for volume in [&volume, &image, &pool, &away] {
                 assert!(nbds(volume).is_empty());
-                assert!(holder.held(volume).await.is_none());
+                assert!(supervisor.status(volume).await.is_none());
             }
             whole_life(&node, &volume).await;
             node.assert_clean().await;

@@ -10,7 +10,7 @@ use std::{
     thread,
 };
 
-use testkit::{Ceph, Holder, Node, Sandbox, Volume, ceph_story, files_below, rbds_over};
+use testkit::{Ceph, Node, Sandbox, Supervisor, Volume, ceph_story, files_below, rbds_over};
 
 use super::{encrypted, lives::config_of, served::served};
 
@@ -26,9 +26,9 @@ fn no_secret_is_where_others_read() {
 #[test]
 fn no_secret_is_where_others_read_of_rbd_nbd() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
+        let supervisor = Supervisor::start(sandbox).await;
         let setup = ceph.setup(sandbox).arg("--log-level").arg("trace");
-        let socket = holder.socket().display().to_string();
+        let socket = supervisor.socket().display().to_string();
         let node = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
         let volume = served(encrypted::volume(ceph, "ext4"));
         nowhere_told(sandbox, ceph, &node, volume).await;

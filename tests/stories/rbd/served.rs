@@ -1,4 +1,4 @@
-//! Images that rbd-nbd serves, its daemons kept by the holder.
+//! Images that rbd-nbd serves, its daemons kept by the supervisor.
 
 mod deaths;
 mod taken;
@@ -10,16 +10,16 @@ use rustix::{
     process::{Pid, Signal, kill_process},
 };
 use testkit::{
-    Ceph, Content, Holder, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox, Volume, ceph_story,
-    eventually, grown_in_use, nbds_over, rbds_over, refused, run, spec_of,
+    Ceph, Content, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox, Supervisor, Volume, ceph_story,
+    eventually, grow_published, nbds_over, rbds_over, refused, run, spec_of,
 };
 use tonic::Code::FailedPrecondition;
 
 use super::{encrypted, kept, lives, whole_life};
 
-pub async fn node_with(sandbox: &Sandbox, ceph: &Ceph, holder: &Holder) -> Node {
+pub async fn node_with(sandbox: &Sandbox, ceph: &Ceph, supervisor: &Supervisor) -> Node {
     let setup = ceph.setup(sandbox).arg("--alpha-capabilities");
-    let socket = holder.socket().display().to_string();
+    let socket = supervisor.socket().display().to_string();
     Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await
 }
 
@@ -31,7 +31,7 @@ pub(super) fn nbds(volume: &Volume) -> Vec<String> {
     nbds_over(&volume.handle)
 }
 
-/// SIGKILL to the rbd-nbd of a volume whose device no holder has locked, and waits for
+/// SIGKILL to the rbd-nbd of a volume whose device no supervisor has locked, and waits for
 /// its end. The device is locked meanwhile: udevd has the partitions read again when
 /// the daemon's descriptor of the device is closed. It may send that request while
 /// the daemon's socket is still open, and none is ever answered: whoever opens the
@@ -51,8 +51,8 @@ async fn kill_unlocked(volume: &Volume, daemon: Pid) {
 #[test]
 fn whole_lives_of_every_kind_by_rbd_nbd() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for (kind, _) in KINDS {
             whole_life(&node, &served(ceph.volume(kind))).await;
         }
@@ -65,7 +65,7 @@ fn whole_lives_of_every_kind_by_rbd_nbd() {
                 assert!(rbds_over(&volume).is_empty());
             }
             node.down(&volume, "pod").await;
-            assert!(nbds(&volume).is_empty() && holder.held(&volume).await.is_none());
+            assert!(nbds(&volume).is_empty() && supervisor.status(&volume).await.is_none());
         }
         node.assert_clean().await;
     });
@@ -74,8 +74,8 @@ fn whole_lives_of_every_kind_by_rbd_nbd() {
 #[test]
 fn an_image_is_not_asked_for_what_an_export_could() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let server = NbdServer::start(sandbox).await;
         let name = ceph.image_name();
         NbdServer::image(sandbox, &name, 64 * MIB);
@@ -97,13 +97,13 @@ fn an_image_is_not_asked_for_what_an_export_could() {
 #[test]
 fn volumes_that_rbd_nbd_serves_grow_in_use() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for (kind, small) in [KINDS[0], KINDS[1], KINDS[3]] {
             let volume = served(ceph.volume(kind));
             node.up(&volume, "pod").await;
             let grow = |bytes| ceph.resize(&volume, bytes);
-            grown_in_use(&node, &volume, small, "was not grown", grow).await;
+            grow_published(&node, &volume, small, "was not grown", grow).await;
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
@@ -113,8 +113,8 @@ fn volumes_that_rbd_nbd_serves_grow_in_use() {
 #[test]
 fn what_krbd_cannot_map_another_mounter_may() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let features = "layering,exclusive-lock,journaling";
         let args = ["--image-feature", features];
         let volume = ceph
@@ -150,8 +150,8 @@ fn a_node_without_a_holder_says_what_it_lacks() {
 #[test]
 fn records_of_served_volumes_are_rebuilt() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let volumes = ["ext4", "block"].map(|kind| served(ceph.volume(kind)));
         for volume in &volumes {
             let target = node.up(volume, "pod").await;
@@ -175,12 +175,12 @@ fn records_of_served_volumes_are_rebuilt() {
 #[test]
 fn sixteen_at_once() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let volumes: Vec<_> = lives::sixteen(ceph).into_iter().map(served).collect();
         lives::at_once(&node, &volumes).await;
         for volume in &volumes {
-            assert!(nbds(volume).is_empty() && holder.held(volume).await.is_none());
+            assert!(nbds(volume).is_empty() && supervisor.status(volume).await.is_none());
         }
         node.assert_clean().await;
     });
@@ -189,8 +189,8 @@ fn sixteen_at_once() {
 #[test]
 fn readers_read_and_encrypted_volumes_live() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["ext4", "xfs", "block"] {
             lives::read_and_not_written(&node, &served(ceph.volume(kind))).await;
         }
@@ -204,8 +204,8 @@ fn readers_read_and_encrypted_volumes_live() {
 #[test]
 fn clones_have_what_their_source_had_and_keep_their_own() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["ext4", "xfs", "block"] {
             lives::cloned(&node, ceph, kind, served).await;
         }
@@ -216,7 +216,7 @@ fn clones_have_what_their_source_had_and_keep_their_own() {
 #[test]
 fn one_image_has_one_driver_and_one_writer() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
+        let supervisor = Supervisor::start(sandbox).await;
         let another = Node::start_with(
             sandbox,
             NodeSetup {
@@ -225,7 +225,7 @@ fn one_image_has_one_driver_and_one_writer() {
             },
         )
         .await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let plain = ceph.volume("ext4");
         let volume = served(plain.clone());
         // By whoever has mapped it first.

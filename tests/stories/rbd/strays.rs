@@ -54,7 +54,7 @@ fn a_number_that_went_to_another_image_is_not_the_volume_s() {
         assert_nothing_staged(&node, &volume);
         // The other is whose it was.
         assert_eq!(rbds_of(sandbox.dir()), std::slice::from_ref(&device));
-        theirs.is_at(&device, 0);
+        theirs.assert_at(&device, 0);
         unmap(&device);
         node.assert_clean().await;
     });

@@ -5,8 +5,8 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
 use serde_json::Value;
 use testkit::{
-    Ceph, Content, MIB, NOTE, Node, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi,
-    rbds_of, rbds_over, run, unstage_as_ceph_csi,
+    Ceph, Content, MIB, Node, STAGE_FILE, Volume, ceph_csi_stage_file, ceph_story,
+    publish_as_ceph_csi, rbds_of, rbds_over, run, unstage_as_ceph_csi,
 };
 
 use super::{assert_nothing_staged, encrypted, kept};
@@ -109,9 +109,9 @@ pub async fn unstaged_by_ceph_csi(node: &Node, volume: &Volume, target: &Path) {
 /// Letter for letter, and mode for mode.
 fn assert_staged_as_ceph_csi_does(node: &Node, volume: &Volume) {
     let staging = node.staging(volume);
-    let file = staging.join(NOTE);
+    let file = staging.join(STAGE_FILE);
     let text = fs::read_to_string(&file).unwrap();
-    assert_eq!(text, note_of_ceph_csi(volume));
+    assert_eq!(text, ceph_csi_stage_file(volume));
     assert_eq!(
         fs::metadata(&file).unwrap().permissions().mode() & 0o777,
         0o600
@@ -121,7 +121,7 @@ fn assert_staged_as_ceph_csi_does(node: &Node, volume: &Volume) {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
-    let mut expected = [&*volume.handle, NOTE];
+    let mut expected = [&*volume.handle, STAGE_FILE];
     expected.sort_unstable();
     assert_eq!(names, expected);
     let point = staging.join(&volume.handle);
@@ -134,7 +134,7 @@ fn the_note_says_all_that_ceph_csi_asks_of_it() {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4").with("unmapOptions", "krbd:force");
         node.stage(&volume).await.unwrap();
-        let text = fs::read(node.staging(&volume).join(NOTE)).unwrap();
+        let text = fs::read(node.staging(&volume).join(STAGE_FILE)).unwrap();
         let stash: Value = serde_json::from_slice(&text).unwrap();
         // As Go's map options are after ceph-csi has taken krbd's part of them.
         assert_eq!(stash["unmapOptions"], "force");
@@ -156,9 +156,9 @@ fn the_note_says_all_that_ceph_csi_asks_of_it() {
         ceph.cluster.rbd(&create);
         let volume = ceph.over(&name, "ext4");
         node.stage(&volume).await.unwrap();
-        let text = fs::read_to_string(node.staging(&volume).join(NOTE)).unwrap();
+        let text = fs::read_to_string(node.staging(&volume).join(STAGE_FILE)).unwrap();
         let known = volume.clone().with("radosNamespace", &ceph.cluster_id);
-        assert_eq!(text, note_of_ceph_csi(&known));
+        assert_eq!(text, ceph_csi_stage_file(&known));
         node.kill9().await;
         unstage_as_ceph_csi(&node, &volume);
         node.restart().await;
@@ -178,7 +178,7 @@ fn a_stage_that_ceph_csi_did_not_end_is_ended() {
                     let volume = ceph.volume(kind);
                     let staging = node.staging(&volume);
                     fs::create_dir_all(&staging).unwrap();
-                    fs::write(staging.join(NOTE), note_of_ceph_csi(&volume)).unwrap();
+                    fs::write(staging.join(STAGE_FILE), ceph_csi_stage_file(&volume)).unwrap();
                     if maps {
                         ceph.map_by_rbd(&volume, "noudev");
                     }

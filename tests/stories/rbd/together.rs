@@ -3,7 +3,7 @@
 use std::{collections::HashMap, fs, path::Path};
 
 use testkit::{
-    Ceph, Content, Controller, ControllerSetup, Holder, MIB, Node, Sandbox, Volume, ceph_story,
+    Ceph, Content, Controller, ControllerSetup, MIB, Node, Sandbox, Supervisor, Volume, ceph_story,
     claim, from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
 };
 use tonic::Code::FailedPrecondition;
@@ -19,7 +19,7 @@ struct Class<'a> {
     controller: Controller,
     node: Node,
     /// Where the class is served by rbd-nbd.
-    holder: Option<Holder>,
+    supervisor: Option<Supervisor>,
     parameters: Vec<(&'static str, String)>,
 }
 
@@ -53,10 +53,10 @@ impl<'a> Class<'a> {
         ];
         parameters.extend(more.iter().map(|(key, value)| (*key, (*value).to_owned())));
         let mut node = ceph.setup(sandbox).arg("--kms-config").arg(kms);
-        let mut holder = None;
+        let mut supervisor = None;
         if more.contains(&("mounter", "rbd-nbd")) {
-            let holder = holder.insert(Holder::start(sandbox).await);
-            let socket = holder.socket().display().to_string();
+            let supervisor = supervisor.insert(Supervisor::start(sandbox).await);
+            let socket = supervisor.socket().display().to_string();
             node = node.arg("--holder").arg(&socket);
         }
         Self {
@@ -64,7 +64,7 @@ impl<'a> Class<'a> {
             pool,
             controller: Controller::start_with(sandbox, setup).await,
             node: Node::start_with(sandbox, node).await,
-            holder,
+            supervisor,
             parameters,
         }
     }
@@ -98,8 +98,8 @@ impl<'a> Class<'a> {
         let content = Content::new(kind);
         let target = node.up(&volume, "pod").await;
         kept(&volume, &target, &content, true);
-        if let Some(holder) = &self.holder {
-            assert!(holder.held(&volume).await.is_some());
+        if let Some(supervisor) = &self.supervisor {
+            assert!(supervisor.status(&volume).await.is_some());
         }
         if kind != "block" {
             run(&["sync", "-f", target.to_str().unwrap()]);

@@ -23,7 +23,7 @@ fn another_client_is_waited_for() {
         drop(other);
         node.timeout.set(Duration::from_secs(20));
         let began = Instant::now();
-        node.until_ok("staged", async || node.stage(&volume).await)
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
         assert!(
             began.elapsed() < Duration::from_secs(10),

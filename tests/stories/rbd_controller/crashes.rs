@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use testkit::{
-    Controller, Dice, MIB, TestCluster, eventually, from_snapshot, from_volume, kill_amid, story,
+    Controller, MIB, Rng, TestCluster, eventually, from_snapshot, from_volume, kill_during, story,
 };
 
 use super::{Ceph, GIB};
@@ -40,10 +40,10 @@ impl Ceph {
 /// succeeds.
 async fn killed_amid<T>(
     controller: &Controller,
-    dice: &mut Dice,
+    rng: &mut Rng,
     call: impl AsyncFn() -> Result<T, tonic::Status>,
 ) -> T {
-    kill_amid(controller, dice, &call).await;
+    kill_during(controller, rng, &call).await;
     controller.start().await;
     eventually("a repeat succeeds", async || call().await.ok()).await
 }
@@ -57,15 +57,15 @@ fn a_controller_may_be_killed_at_any_instant() {
         let mut setup = ceph.setup(sandbox);
         setup.args.extend(ceph.own_secret(sandbox));
         let controller = Controller::start_with(sandbox, setup).await;
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         for round in 0..4 {
             let claim = |name: &str| ceph.claim(&format!("{name}{round}"), 64 * MIB);
             let source = claim("source");
             let source = async || controller.create(source.clone()).await;
-            let source = killed_amid(&controller, &mut dice, source).await.volume_id;
+            let source = killed_amid(&controller, &mut rng, source).await.volume_id;
             let name = format!("snapshot{round}");
             let take = async || controller.snapshot(&source, &name).await;
-            let snapshot = killed_amid(&controller, &mut dice, take).await.snapshot_id;
+            let snapshot = killed_amid(&controller, &mut rng, take).await.snapshot_id;
             let mut volumes = vec![source.clone()];
             for (name, from) in [
                 ("restored", from_snapshot(&snapshot)),
@@ -74,19 +74,19 @@ fn a_controller_may_be_killed_at_any_instant() {
                 let mut copy = claim(name);
                 copy.volume_content_source = Some(from);
                 let copy = async || controller.create(copy.clone()).await;
-                volumes.push(killed_amid(&controller, &mut dice, copy).await.volume_id);
+                volumes.push(killed_amid(&controller, &mut rng, copy).await.volume_id);
             }
             let grow = async || controller.expand(&source, GIB).await;
-            let (bytes, _) = killed_amid(&controller, &mut dice, grow).await;
+            let (bytes, _) = killed_amid(&controller, &mut rng, grow).await;
             assert_eq!(bytes.unsigned_abs(), GIB);
             // The two, and what stands between the clone and its source.
             assert_eq!(ceph.images().len(), 5);
 
             let delete = async || controller.delete_snapshot(&snapshot).await;
-            killed_amid(&controller, &mut dice, delete).await;
+            killed_amid(&controller, &mut rng, delete).await;
             for volume in &volumes {
                 let delete = async || controller.delete(volume).await;
-                killed_amid(&controller, &mut dice, delete).await;
+                killed_amid(&controller, &mut rng, delete).await;
             }
             assert!(ceph.images().is_empty());
         }

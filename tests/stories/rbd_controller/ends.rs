@@ -10,7 +10,7 @@ use std::{
 };
 
 use futures_util::future::join3;
-use testkit::{Controller, Dice, MIB, program, story};
+use testkit::{Controller, MIB, Rng, program, story};
 
 use super::{CEPH, Ceph};
 
@@ -67,7 +67,7 @@ fn a_controller_ends_well_whatever_its_connections_do() {
         let own_volumes = ["--instance-id".to_owned(), ceph.pool.clone()];
         setup.args.extend(own_volumes);
         let controller = Controller::start_with(sandbox, setup).await;
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         let _load = Load::new();
         let create = |cluster: &str| {
             let mut request = ceph.claim(&format!("of {cluster}"), MIB);
@@ -77,12 +77,12 @@ fn a_controller_ends_well_whatever_its_connections_do() {
         };
         for end in 0..ends() {
             let told = async {
-                tokio::time::sleep(Duration::from_millis(dice.below(200) as u64)).await;
+                tokio::time::sleep(Duration::from_millis(rng.below(200) as u64)).await;
                 controller.terminate();
             };
             // They are refused where they come too late.
             let _ = join3(create(CEPH), create("second"), told).await;
-            let status = controller.ended().await;
+            let status = controller.wait_for_exit().await;
             assert!(status.success(), "end {end}: {status}");
             controller.start().await;
         }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use testkit::{
-    Controller, Dice, MIB, Mode, Sandbox, Volume, eventually, provisioned, refused, story,
+    Controller, MIB, Mode, Rng, Sandbox, Volume, eventually, provisioned, refused, story,
 };
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unimplemented};
 use uring_csi::proto::csi::ControllerPublishVolumeRequest;
@@ -125,7 +125,7 @@ fn only_a_client_that_the_node_entered_is_fenced() {
         ceph.enter_client(&volume, "node-a", &address);
         controller.unpublish(&volume, "node-a").await.unwrap();
         assert!(ceph.is_blocklisted(&address));
-        controller.logged("fencing a node's client").await;
+        controller.wait_for_log("fencing a node's client").await;
         controller.delete(&volume.handle).await.unwrap();
         drop(user);
     });
@@ -138,14 +138,14 @@ fn a_fence_that_was_interrupted_is_finished() {
             return;
         };
         let (controller, volume) = fencing(sandbox, &ceph, "1").await;
-        let mut dice = Dice::new();
+        let mut rng = Rng::new();
         for _ in 0..3 {
             controller.publish(&volume, "node-a").await.unwrap();
             let user = ceph.user_of(&volume.context["imageName"]);
             let address = ceph.watcher(&volume);
             ceph.enter_client(&volume, "node-a", &address);
             let unpublish = async || controller.unpublish(&volume, "node-a").await;
-            let soon = Duration::from_millis(dice.below(1500) as u64);
+            let soon = Duration::from_millis(rng.below(1500) as u64);
             let _ = tokio::time::timeout(soon, unpublish()).await;
             controller.kill9().await;
             controller.start().await;

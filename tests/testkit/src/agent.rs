@@ -24,28 +24,28 @@ pub struct Agent {
     args: Vec<String>,
     endpoint: Endpoint,
     log: PathBuf,
-    /// What the program and its arguments are given to.
-    through: &'static [&'static str],
-    /// What it logs goes into a pipe that nobody reads.
-    is_unread: Cell<bool>,
+    /// The command that runs the program with its arguments.
+    wrapper: &'static [&'static str],
+    /// Its log goes into a pipe that nobody reads.
+    log_is_unread: Cell<bool>,
     process: RefCell<Option<Child>>,
 }
 
 /// What an agent runs on.
 #[derive(Clone, Copy, Debug)]
 pub enum Machine {
-    /// That of the rest of the story.
-    Usual,
-    /// One of its own: it sees no RBD devices of the kernel's.
-    Another,
-    /// It has none of Ceph's libraries.
+    /// The story's own.
+    Host,
+    /// Another one: no RBD devices of this kernel are visible.
+    OtherHost,
+    /// Without Ceph's libraries.
     WithoutLibrbd,
     /// Nothing is written to its root but where the manifests mount something.
     ReadOnlyRoot,
 }
 
-/// A machine of its own, as far as the kernel's RBD devices are concerned.
-const ANOTHER_MACHINE: &[&str] = &[
+/// Another machine, as far as the kernel's RBD devices are concerned.
+const ON_OTHER_HOST: &[&str] = &[
     "unshare",
     "--mount",
     "--propagation=unchanged",
@@ -88,32 +88,32 @@ impl Agent {
             args,
             endpoint,
             log,
-            through: &[],
-            is_unread: Cell::default(),
+            wrapper: &[],
+            log_is_unread: Cell::default(),
             process: RefCell::default(),
         }
     }
 
-    /// As if it ran on such a machine.
-    pub fn on(&mut self, machine: Machine) {
-        self.through = match machine {
-            Machine::Usual => &[],
-            Machine::Another => ANOTHER_MACHINE,
+    /// Runs it as on such a machine.
+    pub fn run_on(&mut self, machine: Machine) {
+        self.wrapper = match machine {
+            Machine::Host => &[],
+            Machine::OtherHost => ON_OTHER_HOST,
             Machine::WithoutLibrbd => WITHOUT_LIBRBD,
             Machine::ReadOnlyRoot => ON_READ_ONLY_ROOT,
         };
     }
 
-    /// Nobody reads what it logs, until [`Agent::take_logged`].
-    pub fn unread(&self) {
-        self.is_unread.set(true);
+    /// Its log goes into a pipe that nobody reads, until [`Agent::take_log_pipe`].
+    pub fn leave_log_unread(&self) {
+        self.log_is_unread.set(true);
     }
 
-    /// The end of the pipe into which an agent that is [`Agent::unread`] logs.
-    pub fn take_logged(&self) -> ChildStderr {
+    /// The pipe of an agent with [`Agent::leave_log_unread`].
+    pub fn take_log_pipe(&self) -> ChildStderr {
         let mut process = self.process.borrow_mut();
         let stderr = process.as_mut().and_then(|process| process.stderr.take());
-        stderr.expect("an agent that is unread")
+        stderr.expect("an agent whose log goes into a pipe")
     }
 
     /// Starts the process without waiting for anything.
@@ -123,30 +123,30 @@ impl Agent {
 
     /// Starts a process that ends by itself after `steps` of its steps (see
     /// `crash_point`), and waits until it is ready or has ended.
-    pub async fn start_doomed(&self, steps: usize) {
+    pub async fn start_crashing_at(&self, steps: usize) {
         self.spawn_with(&[("CRASH_AT", steps.to_string())]);
         eventually("the agent is ready, or ends", async || {
-            let ready = self.exited().is_some() || self.probe().await == Some(true);
+            let ready = self.exit_status().is_some() || self.probe().await == Some(true);
             ready.then_some(())
         })
         .await;
     }
 
-    /// Starts a process that stands still after `steps` of its steps (see
-    /// `crash_point`), and waits until it is ready or stands still.
-    pub async fn start_stalling(&self, steps: usize) {
+    /// Starts a process that stops (SIGSTOP) after `steps` of its steps (see
+    /// `crash_point`), and waits until it is ready or has stopped.
+    pub async fn start_stopping_at(&self, steps: usize) {
         self.spawn_with(&[("STALL_AT", steps.to_string())]);
-        eventually("the agent is ready, or stands still", async || {
-            // One that stands still does not answer.
+        eventually("the agent is ready, or has stopped", async || {
+            // A stopped one does not answer.
             let asked = tokio::time::timeout(Duration::from_secs(1), self.probe()).await;
-            let ready = asked == Ok(Some(true)) || self.stands_still();
+            let ready = asked == Ok(Some(true)) || self.is_stopped();
             ready.then_some(())
         })
         .await;
     }
 
     /// Whether it has been stopped by a signal.
-    pub fn stands_still(&self) -> bool {
+    pub fn is_stopped(&self) -> bool {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).expect("procfs");
         // Behind the program's name, which is in parentheses (proc_pid_stat(5)).
         stat.rsplit(')')
@@ -154,8 +154,8 @@ impl Agent {
             .is_some_and(|rest| rest.starts_with(" T"))
     }
 
-    /// Ends a standstill.
-    pub fn go_on(&self) {
+    /// SIGCONT.
+    pub fn resume(&self) {
         self.signal(Signal::CONT);
     }
 
@@ -168,7 +168,7 @@ impl Agent {
             .expect("a log file");
         // Whatever ends the story ends the agent, even a killed test runner.
         let stdout = log.try_clone().expect("a descriptor");
-        let stderr = if self.is_unread.get() {
+        let stderr = if self.log_is_unread.get() {
             Stdio::piped()
         } else {
             Stdio::from(log)
@@ -176,7 +176,7 @@ impl Agent {
         let program = program(self.program);
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
-            .args(self.through)
+            .args(self.wrapper)
             .arg(program)
             .args(&self.args)
             .env("HOLD_AT", self.holds())
@@ -195,11 +195,11 @@ impl Agent {
 
     /// Holds up the agent wherever it comes to this step of this volume (see
     /// `hold_point`), until what is returned is dropped.
-    pub fn hold(&self, step: &str, volume_id: &str) -> HeldUp {
+    pub fn hold(&self, step: &str, volume_id: &str) -> StepHold {
         let fifo = self.holds().join(format!("{step}-{volume_id}"));
         fs::create_dir_all(self.holds()).expect("a directory");
         mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a FIFO");
-        HeldUp(fifo)
+        StepHold(fifo)
     }
 
     fn holds(&self) -> PathBuf {
@@ -210,7 +210,7 @@ impl Agent {
     pub async fn start(&self) {
         self.spawn();
         eventually("the agent is ready", async || {
-            if let Some(status) = self.exited() {
+            if let Some(status) = self.exit_status() {
                 panic!("{} ended at once: {status}\n{}", self.program, self.log());
             }
             (self.probe().await == Some(true)).then_some(())
@@ -253,18 +253,18 @@ impl Agent {
 
     /// Waits until it has printed these words: a running agent writes its log a
     /// moment after its answers.
-    pub async fn logged(&self, words: &str) {
+    pub async fn wait_for_log(&self, words: &str) {
         eventually(words, async || self.log().contains(words).then_some(())).await;
     }
 
-    fn exited(&self) -> Option<ExitStatus> {
+    fn exit_status(&self) -> Option<ExitStatus> {
         let mut process = self.process.borrow_mut();
         process.as_mut()?.try_wait().expect("a child of ours")
     }
 
     /// Whether it has ended; then it can be started again.
-    pub fn has_ended(&self) -> bool {
-        let ended = self.exited().is_some();
+    pub fn has_exited(&self) -> bool {
+        let ended = self.exit_status().is_some();
         if ended {
             self.process.take();
         }
@@ -272,8 +272,8 @@ impl Agent {
     }
 
     /// Waits for its end.
-    pub async fn ended(&self) -> ExitStatus {
-        let status = eventually("the agent ends", async || self.exited()).await;
+    pub async fn wait_for_exit(&self) -> ExitStatus {
+        let status = eventually("the agent ends", async || self.exit_status()).await;
         self.process.take();
         status
     }
@@ -281,17 +281,17 @@ impl Agent {
     /// SIGKILL, and the process is gone.
     pub async fn kill9(&self) {
         self.signal(Signal::KILL);
-        self.ended().await;
+        self.wait_for_exit().await;
     }
 
     /// SIGKILL to a process with a thread that no signal reaches: it stays for
     /// as long as that thread does.
-    pub fn abandon(&self) -> Dying {
+    pub fn kill_and_detach(&self) -> DyingAgent {
         self.signal(Signal::KILL);
-        Dying(RefCell::new(self.process.take().expect("a running agent")))
+        DyingAgent(RefCell::new(self.process.take().expect("a running agent")))
     }
 
-    /// SIGTERM; see [`Agent::ended`].
+    /// SIGTERM; see [`Agent::wait_for_exit`].
     pub fn terminate(&self) {
         self.signal(Signal::TERM);
     }
@@ -310,10 +310,10 @@ pub fn program(name: &str) -> PathBuf {
     built.join(name)
 }
 
-/// Where an agent is held up.
-pub struct HeldUp(PathBuf);
+/// Holds up an agent at a step until dropped.
+pub struct StepHold(PathBuf);
 
-impl Drop for HeldUp {
+impl Drop for StepHold {
     fn drop(&mut self) {
         // Whoever waits for a writer goes on, and nobody comes after it.
         let writer = fs::File::options().read(true).write(true).open(&self.0);
@@ -323,9 +323,9 @@ impl Drop for HeldUp {
 }
 
 /// A killed process that may take its time to end.
-pub struct Dying(RefCell<Child>);
+pub struct DyingAgent(RefCell<Child>);
 
-impl Dying {
+impl DyingAgent {
     pub fn is_gone(&self) -> bool {
         let mut child = self.0.borrow_mut();
         child.try_wait().expect("a child of ours").is_some()

@@ -25,8 +25,8 @@ use super::{
 /// How many images rbd-nbd was begun for.
 static SERVED: AtomicU32 = AtomicU32::new(0);
 
-/// The file beside the mount.
-pub const NOTE: &str = "image-meta.json";
+/// ceph-csi's stage file, beside the mount.
+pub const STAGE_FILE: &str = "image-meta.json";
 
 impl Ceph {
     /// Maps a volume's image by the program `rbd` and krbd; the device.
@@ -79,10 +79,10 @@ impl Ceph {
     pub fn stage_as_ceph_csi(&self, node: &Node, volume: &Volume) -> PathBuf {
         let staging = node.staging(volume);
         fs::create_dir_all(&staging).expect("kubelet's directory");
-        write_private(&staging.join(NOTE), &note_of_ceph_csi(volume));
+        write_private(&staging.join(STAGE_FILE), &ceph_csi_stage_file(volume));
         let mapped = if is_served(volume) {
             let device = self.serve_by_rbd(volume);
-            write_private(&staging.join(NOTE), &note_of_ceph_csi(volume));
+            write_private(&staging.join(STAGE_FILE), &ceph_csi_stage_file(volume));
             device
         } else {
             self.map_by_rbd(volume, "noudev")
@@ -121,7 +121,7 @@ impl Ceph {
     }
 }
 
-/// Unstages a volume, whoever staged it: by its note alone.
+/// Unstages a volume, whoever staged it: by its stage file alone.
 pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
     let staging = node.staging(volume);
     let point = staging.join(&volume.handle);
@@ -131,7 +131,7 @@ pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
     } else {
         fs::remove_dir(&point).expect("the directory");
     }
-    let text = fs::read(staging.join(NOTE)).expect("a note");
+    let text = fs::read(staging.join(STAGE_FILE)).expect("a stage file");
     let stash: Value = serde_json::from_slice(&text).expect("JSON");
     let part = |key: &str| stash[key].as_str().expect("a string").to_owned();
     let mut mapped = [part("pool"), part("radosNamespace"), part("image")]
@@ -160,7 +160,7 @@ pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
     while let Err(said) = run_err(&unmap) {
         assert!(Instant::now() < timeout, "{said}");
     }
-    fs::remove_file(staging.join(NOTE)).expect("the note");
+    fs::remove_file(staging.join(STAGE_FILE)).expect("the stage file");
 }
 
 /// Publishes a volume for a pod.
@@ -180,7 +180,7 @@ pub fn publish_as_ceph_csi(node: &Node, volume: &Volume, pod: &str) -> PathBuf {
 
 /// `rbdImageMetadataStash` of a volume, as Go writes it; of one that rbd-nbd serves,
 /// once that does. A log of rbd-nbd is not configured.
-pub fn note_of_ceph_csi(volume: &Volume) -> String {
+pub fn ceph_csi_stage_file(volume: &Volume) -> String {
     let context = |key: &str| volume.context.get(key).cloned().unwrap_or_default();
     let image = match context("imageName") {
         name if name.is_empty() => volume.handle.clone(),

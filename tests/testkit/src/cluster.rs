@@ -26,7 +26,7 @@ use std::{
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-use super::left_out::left_out_uninstalled;
+use super::skipped::skip_uninstalled;
 
 /// A running cluster, which runs at least as long as this is there.
 pub struct TestCluster {
@@ -120,7 +120,7 @@ impl TestCluster {
     #[track_caller]
     fn tool(&self, program: &str, args: &[&str]) -> String {
         // Where something is wrong they would wait for ever, and silently.
-        let ran = answer_of(
+        let ran = output_despite_abort(
             Command::new("timeout")
                 .args(["100", program, "--conf"])
                 .arg(self.dir.join("ceph.conf"))
@@ -258,7 +258,7 @@ impl TestCluster {
 /// those of Ceph 16.2 may abort as they exit, in the destructors of librados, with
 /// their work done. What it has printed counts then; one that has printed nothing is
 /// run again, and says perhaps that all is done already.
-pub fn answer_of(command: &mut Command) -> io::Result<Output> {
+pub fn output_despite_abort(command: &mut Command) -> io::Result<Output> {
     const ABORTED: [Option<i32>; 2] = [Some(libc::SIGABRT), Some(libc::SIGSEGV)];
     const DONE: [Option<i32>; 2] = [Some(libc::EEXIST), Some(libc::ENOENT)];
     let mut again = 0;
@@ -313,7 +313,7 @@ fn installed() -> bool {
         .into_iter()
         .find(|program| !env::split_paths(&path).any(|dir| dir.join(program).exists()));
     if let Some(program) = missing {
-        left_out_uninstalled(&format!("{program} is not installed here (make setup)"));
+        skip_uninstalled(&format!("{program} is not installed here (make setup)"));
     }
     missing.is_none()
 }

@@ -11,7 +11,7 @@ use std::{
 
 use sha2::{Digest as _, Sha256};
 
-use super::{MIB, Volume, cluster::answer_of};
+use super::{MIB, Volume, cluster::output_despite_abort};
 
 /// Runs a command that must succeed; what it printed.
 #[track_caller]
@@ -23,7 +23,7 @@ pub fn run(command: &[&str]) -> String {
 pub fn run_err(command: &[&str]) -> Result<String, String> {
     let mut program = Command::new(command[0]);
     let output = match program.args(&command[1..]) {
-        of_ceph if command[0] == "rbd" => answer_of(of_ceph),
+        of_ceph if command[0] == "rbd" => output_despite_abort(of_ceph),
         other => other.output(),
     };
     let output = output.map_err(|error| error.to_string())?;
@@ -100,24 +100,24 @@ impl Content {
 
     /// Asserts that what was [`Content::put`] there is there.
     #[track_caller]
-    pub fn is_kept(&self, volume: &Volume, target: &Path) {
+    pub fn assert_kept(&self, volume: &Volume, target: &Path) {
         if volume.is_block() {
-            self.is_at(target, MIB);
+            self.assert_at(target, MIB);
         } else {
-            self.is_in(&target.join("file"));
+            self.assert_in(&target.join("file"));
         }
     }
 
     /// Asserts that the file holds just these bytes.
     #[track_caller]
-    pub fn is_in(&self, file: &Path) {
+    pub fn assert_in(&self, file: &Path) {
         let found = fs::read(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
         assert!(found == self.bytes, "{} has changed", file.display());
     }
 
     /// Asserts that the device or image holds these bytes at `offset`.
     #[track_caller]
-    pub fn is_at(&self, path: &Path, offset: u64) {
+    pub fn assert_at(&self, path: &Path, offset: u64) {
         let mut found = vec![0; self.bytes.len()];
         fs::File::open(path)
             .and_then(|file| file.read_exact_at(&mut found, offset))

@@ -1,4 +1,4 @@
-//! What volumes stand on, and how it dies and comes back.
+//! Faults of what volumes are on: files, pools, servers, an OSD.
 
 use std::{
     fs,
@@ -10,16 +10,16 @@ use std::{
 use super::{
     Ceph, MIB, NbdServer, Node, NodeSetup, Sandbox, StuckFile, StuckTree, Volume, eventually,
     nbds_over,
-    rbd::{Frozen, Stopped, spec_of},
+    rbd::{FrozenOsd, StoppedOsd, spec_of},
     run,
 };
 
-/// How many volumes a fault hurts.
-pub const HURT: usize = 8;
+/// How many volumes a fault affects.
+pub const AFFECTED: usize = 8;
 
 /// What a volume is doing when its device dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Moment {
+pub enum Phase {
     /// It is attached, and not probed yet.
     Probe,
     /// It is probed, and not mounted yet.
@@ -36,21 +36,21 @@ pub enum Moment {
     Growth,
 }
 
-/// Something that dies, with the volumes on it.
+/// A device, pool or server that fails, and the volumes on it.
 pub trait Fault {
-    /// They hang while it is dead.
-    fn hurt(&self) -> &[Volume];
+    /// The volumes that hang during the fault.
+    fn affected(&self) -> &[Volume];
 
     /// Gives a volume's source more bytes, while it lives.
     fn grow(&self, volume: &Volume, bytes: u64);
 
-    /// It dies at this moment of its volumes' lives.
-    async fn stop(&mut self, moment: Moment);
+    /// It stops answering in this phase of its volumes' lives.
+    async fn stop(&mut self, phase: Phase);
 
-    /// The first calls to its volumes are under way.
-    async fn meanwhile(&mut self, _moment: Moment) {}
+    /// Called when the first calls to its volumes are under way.
+    async fn while_calls_hang(&mut self, _phase: Phase) {}
 
-    /// It comes back.
+    /// It answers again.
     async fn resume(&mut self);
 }
 
@@ -64,7 +64,7 @@ pub fn bytes_for(kind: &str) -> u64 {
 }
 
 fn names(prefix: &str) -> impl Iterator<Item = String> {
-    (0..HURT).map(move |number| format!("{prefix}{number}"))
+    (0..AFFECTED).map(move |number| format!("{prefix}{number}"))
 }
 
 /// Directories of kubelet's, on a disk that stops answering.
@@ -80,7 +80,7 @@ impl HungDirectories {
         let root = sandbox.dir().join("hung.root");
         fs::create_dir(&root).expect("a mount point");
         let disk = StuckTree::new(&root);
-        let volumes: Vec<_> = names("hurt")
+        let volumes: Vec<_> = names("affected")
             .map(|name| sandbox.volume_in("main", &name, kind, bytes_for(kind)))
             .collect();
         let on_disk = |volume: &Volume| {
@@ -100,7 +100,7 @@ impl HungDirectories {
 }
 
 impl Fault for HungDirectories {
-    fn hurt(&self) -> &[Volume] {
+    fn affected(&self) -> &[Volume] {
         &self.volumes
     }
 
@@ -108,12 +108,12 @@ impl Fault for HungDirectories {
         unreachable!("no story grows what is in them");
     }
 
-    async fn stop(&mut self, _: Moment) {
+    async fn stop(&mut self, _: Phase) {
         self.disk.stop_all();
     }
 
     async fn resume(&mut self) {
-        self.disk.go_on();
+        self.disk.resume();
     }
 }
 
@@ -125,7 +125,7 @@ pub struct HungFiles {
 
 impl HungFiles {
     pub fn new(sandbox: &Sandbox, kind: &str) -> Self {
-        let (files, volumes) = names("hurt")
+        let (files, volumes) = names("affected")
             .map(|name| {
                 let image = format!("{name}.img");
                 let file = StuckFile::new(&sandbox.pool("main").join(&image), bytes_for(kind));
@@ -138,7 +138,7 @@ impl HungFiles {
 }
 
 impl Fault for HungFiles {
-    fn hurt(&self) -> &[Volume] {
+    fn affected(&self) -> &[Volume] {
         &self.volumes
     }
 
@@ -150,18 +150,18 @@ impl Fault for HungFiles {
         self.files[file.expect("one of its volumes")].grow(bytes);
     }
 
-    async fn stop(&mut self, moment: Moment) {
+    async fn stop(&mut self, phase: Phase) {
         for file in &self.files {
-            match moment {
-                Moment::Mount => file.stop_writes(),
-                Moment::Use => file.stop_all(),
+            match phase {
+                Phase::Mount => file.stop_writes(),
+                Phase::Use => file.stop_all(),
                 _ => file.stop_data(),
             }
         }
     }
 
     async fn resume(&mut self) {
-        self.files.iter().for_each(StuckFile::go_on);
+        self.files.iter().for_each(StuckFile::resume);
     }
 }
 
@@ -227,7 +227,7 @@ impl HungPool {
             device,
         ]);
         run(&["mount", device, &pool.display().to_string()]);
-        let volumes = names("hurt")
+        let volumes = names("affected")
             .map(|name| sandbox.volume_in(Self::NAME, &name, kind, bytes_for(kind)))
             .collect();
         Self {
@@ -239,7 +239,7 @@ impl HungPool {
 }
 
 impl Fault for HungPool {
-    fn hurt(&self) -> &[Volume] {
+    fn affected(&self) -> &[Volume] {
         &self.volumes
     }
 
@@ -251,7 +251,7 @@ impl Fault for HungPool {
             .expect("a larger image");
     }
 
-    async fn stop(&mut self, _: Moment) {
+    async fn stop(&mut self, _: Phase) {
         match &self.disk {
             Disk::File(file) => file.stop_data(),
             Disk::Mapped(name) => {
@@ -262,7 +262,7 @@ impl Fault for HungPool {
 
     async fn resume(&mut self) {
         match &self.disk {
-            Disk::File(file) => file.go_on(),
+            Disk::File(file) => file.resume(),
             Disk::Mapped(name) => {
                 run(&["dmsetup", "resume", name]);
             }
@@ -291,20 +291,20 @@ pub struct DeadServer {
 }
 
 impl DeadServer {
-    pub async fn new(sandbox: &Sandbox, kind: &str, moment: Moment) -> Self {
+    pub async fn new(sandbox: &Sandbox, kind: &str, phase: Phase) -> Self {
         let control = sandbox.dir().join("pause.sock");
         let pause = format!("pause-control={}", control.display());
         let server = NbdServer::start_with(sandbox, false, &["--filter=pause", &pause]).await;
         // No other story's volume has the name.
         let prefix = format!(
-            "{}.hurt",
+            "{}.affected",
             sandbox.dir().file_name().expect("a name").display()
         );
         let mut files = Vec::new();
         let volumes = names(&prefix)
             .map(|name| {
                 let image = NbdServer::image(sandbox, &name, bytes_for(kind));
-                if moment == Moment::Mount {
+                if phase == Phase::Mount {
                     files.push(StuckFile::new(&image, bytes_for(kind)));
                 }
                 server
@@ -322,7 +322,7 @@ impl DeadServer {
 }
 
 impl Fault for DeadServer {
-    fn hurt(&self) -> &[Volume] {
+    fn affected(&self) -> &[Volume] {
         &self.volumes
     }
 
@@ -334,20 +334,20 @@ impl Fault for DeadServer {
             .expect("a larger image");
     }
 
-    async fn stop(&mut self, moment: Moment) {
-        match moment {
-            Moment::Probe => {
+    async fn stop(&mut self, phase: Phase) {
+        match phase {
+            Phase::Probe => {
                 let mut control = UnixStream::connect(&self.control).expect("nbdkit's filter");
                 control.write_all(b"p").expect("a command");
                 control.read_exact(&mut [0]).expect("its answer");
             }
-            Moment::Mount => self.files.iter().for_each(StuckFile::stop_writes),
+            Phase::Mount => self.files.iter().for_each(StuckFile::stop_writes),
             _ => self.server.kill9(),
         }
     }
 
-    async fn meanwhile(&mut self, moment: Moment) {
-        if moment == Moment::Probe {
+    async fn while_calls_hang(&mut self, phase: Phase) {
+        if phase == Phase::Probe {
             eventually("all are attached", async || {
                 let attached = |volume: &Volume| !nbds_over(&volume.handle).is_empty();
                 self.volumes.iter().all(attached).then_some(())
@@ -363,7 +363,7 @@ impl Fault for DeadServer {
             let _ = fs::remove_file(&self.control);
             self.server.restart().await;
         }
-        self.files.iter().for_each(StuckFile::go_on);
+        self.files.iter().for_each(StuckFile::resume);
     }
 }
 
@@ -371,7 +371,7 @@ impl Drop for DeadServer {
     /// Where the story failed, an agent's thread may wait for a device, and the agent
     /// with it, until the device's deadline for dead connections.
     fn drop(&mut self) {
-        self.files.iter().for_each(StuckFile::go_on);
+        self.files.iter().for_each(StuckFile::resume);
         self.server.kill9();
         let attached = self.volumes.iter().flat_map(|of| nbds_over(&of.handle));
         for device in attached {
@@ -389,22 +389,22 @@ pub struct DeadOsd<'a> {
 
 #[allow(dead_code, reason = "they work by being dropped")]
 enum Dead<'a> {
-    Frozen(Frozen<'a>),
-    Stopped(Stopped<'a>),
+    Frozen(FrozenOsd<'a>),
+    Stopped(StoppedOsd<'a>),
 }
 
 impl<'a> DeadOsd<'a> {
     pub fn new(ceph: &'a Ceph, kind: &str) -> Self {
         Self {
             ceph,
-            volumes: (0..HURT).map(|_| ceph.volume(kind)).collect(),
+            volumes: (0..AFFECTED).map(|_| ceph.volume(kind)).collect(),
             dead: None,
         }
     }
 }
 
 impl Fault for DeadOsd<'_> {
-    fn hurt(&self) -> &[Volume] {
+    fn affected(&self) -> &[Volume] {
         &self.volumes
     }
 
@@ -416,10 +416,10 @@ impl Fault for DeadOsd<'_> {
             .rbd(&["resize", "--no-progress", "--size", &size, &spec]);
     }
 
-    async fn stop(&mut self, moment: Moment) {
-        self.dead = Some(match moment {
+    async fn stop(&mut self, phase: Phase) {
+        self.dead = Some(match phase {
             // Its clients see their connections end.
-            Moment::Use => Dead::Stopped(self.ceph.stop()),
+            Phase::Use => Dead::Stopped(self.ceph.stop()),
             _ => Dead::Frozen(self.ceph.freeze()),
         });
     }

@@ -1,4 +1,4 @@
-//! What an agent has left behind.
+//! Mounts, devices, files and descriptors that an agent has left behind.
 
 use std::{
     collections::BTreeSet,
@@ -15,11 +15,11 @@ use super::{
 /// Descriptors and threads that an idle agent may have gained since its start:
 /// lanes that wait for work, connections that are just being closed, and those to
 /// Ceph clusters, which are kept for minutes and have some fifteen of each.
-const MAY_GAIN: usize = 64;
+const TOLERANCE: usize = 64;
 
-/// What can be seen of an agent from outside.
+/// What an agent has, as seen from outside.
 #[derive(Default)]
-pub struct Traces {
+pub struct LeakSnapshot {
     mounts: Vec<PathBuf>,
     loops: Vec<String>,
     /// Whose server's socket lies in the sandbox, or whose volume's handle names it.
@@ -32,9 +32,9 @@ pub struct Traces {
     threads: usize,
 }
 
-impl Traces {
+impl LeakSnapshot {
     /// Those of the agent `pid`, which keeps its files in `own`, in the sandbox `root`.
-    pub fn find(root: &Path, own: [&PathBuf; 2], pid: u32) -> Self {
+    pub fn take(root: &Path, own: [&PathBuf; 2], pid: u32) -> Self {
         let mut files = files_below(&root.join("pools"));
         files.retain(|file| is_claim(file));
         files.extend(own.into_iter().flat_map(|dir| files_below(dir)));
@@ -52,30 +52,30 @@ impl Traces {
         }
     }
 
-    /// What is here and was not in `before`, in words.
-    pub fn beyond(&self, before: &Self) -> Vec<String> {
+    /// What is here and was not in `baseline`, in words.
+    pub fn leaked_since(&self, baseline: &Self) -> Vec<String> {
         let mut left = Vec::new();
         for mounted in &self.mounts {
-            if !before.mounts.contains(mounted) {
+            if !baseline.mounts.contains(mounted) {
                 left.push(format!("mount {}", mounted.display()));
             }
         }
         for device in &self.loops {
-            if !before.loops.contains(device) {
+            if !baseline.loops.contains(device) {
                 left.push(format!("loop device {device}"));
             }
         }
         for device in &self.nbds {
-            if !before.nbds.contains(device) {
+            if !baseline.nbds.contains(device) {
                 left.push(format!("NBD device {device}"));
             }
         }
         for device in &self.rbds {
-            if !before.rbds.contains(device) {
+            if !baseline.rbds.contains(device) {
                 left.push(format!("mapped image {device}"));
             }
         }
-        for file in self.files.difference(&before.files) {
+        for file in self.files.difference(&baseline.files) {
             left.push(format!("file {}", file.display()));
         }
         // Whatever the number: a descriptor of a device or of an image pins it.
@@ -88,13 +88,13 @@ impl Traces {
                 left.push(format!("descriptor of {target}"));
             }
         }
-        if self.descriptors.len() > before.descriptors.len() + MAY_GAIN {
+        if self.descriptors.len() > baseline.descriptors.len() + TOLERANCE {
             left.push(format!("descriptors: {:?}", self.descriptors));
         }
-        if self.threads > before.threads + MAY_GAIN {
+        if self.threads > baseline.threads + TOLERANCE {
             left.push(format!(
                 "{} threads, {} before",
-                self.threads, before.threads
+                self.threads, baseline.threads
             ));
         }
         left

@@ -20,53 +20,54 @@ mod agent;
 mod ceph_csi;
 mod cluster;
 mod controller;
-mod dice;
 mod disk;
 mod faults;
-mod footprint;
-mod halfway;
-mod holder;
-mod hurt;
+mod isolation;
 mod leaks;
-mod left_out;
-mod lives;
+mod lifecycle;
 mod nbd;
 mod node;
+mod program_stubs;
 mod rbd;
+mod resource_usage;
+mod rng;
 mod sandbox;
+mod skipped;
 mod stuck;
+mod supervisor;
 mod volume;
 
 use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::{Agent, Machine, program, request};
-pub use ceph_csi::{NOTE, note_of_ceph_csi, publish_as_ceph_csi, unstage_as_ceph_csi};
-pub use cluster::{TestCluster, answer_of};
+pub use ceph_csi::{STAGE_FILE, ceph_csi_stage_file, publish_as_ceph_csi, unstage_as_ceph_csi};
+pub use cluster::{TestCluster, output_despite_abort};
 pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned, range,
 };
-pub use dice::Dice;
 pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
 pub use faults::{
-    DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Moment, bytes_for,
+    DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Phase, bytes_for,
 };
-pub use footprint::Footprint;
-pub use halfway::{Halfway, LUKS_FORMAT, MKFS, StandIn};
-pub use holder::Holder;
-pub use hurt::{HEALTHY, call, healthy, hurts_its_own_volumes_alone};
+pub use isolation::{HEALTHY, assert_fault_isolated, call_in_phase, healthy_volumes};
 pub use leaks::{files_below, mounts_below};
-pub use left_out::{left_out, not_tested};
-pub use lives::{
-    Grow, at_each_step, grown_in_use, kill_amid, kill_within, killed_amid_each, killed_at_each_step,
+pub use lifecycle::{
+    GrowSource, crash_at_each_step, crash_lifecycle_at_each_step, grow_published, kill_during,
+    kill_during_each_call, kill_within,
 };
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};
+pub use program_stubs::{InterruptedProgram, LUKS_FORMAT, MKFS, ProgramStub};
 pub use rbd::{
-    Ceph, KINDS, ceph_story, lonely_ceph_story, mapping_of, mappings_of, rbds_of, rbds_over,
+    Ceph, KINDS, ceph_story, mapping_of, mappings_of, own_cluster_story, rbds_of, rbds_over,
     spec_of,
 };
+pub use resource_usage::ResourceUsage;
+pub use rng::Rng;
 pub use sandbox::Sandbox;
+pub use skipped::{report_not_tested, skip_test};
 pub use stuck::{StuckFile, StuckTree};
+pub use supervisor::Supervisor;
 use tonic::{Code, Status};
 pub use volume::{Mode, Volume};
 

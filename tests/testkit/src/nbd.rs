@@ -9,14 +9,14 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
-use super::{Sandbox, Volume, eventually, left_out, run_err};
+use super::{Sandbox, Volume, eventually, run_err, skip_test};
 
 /// Whether this kernel can attach NBD exports. Stories that need it tell
 /// nothing elsewhere.
 pub fn kernel_has_nbd() -> bool {
     let there = Path::new("/sys/module/nbd").exists();
     if !there {
-        left_out("the kernel module nbd is not loaded here");
+        skip_test("the kernel module nbd is not loaded here");
     }
     there
 }

@@ -25,7 +25,7 @@ use super::{
     controller::range,
     disk::hex,
     eventually,
-    leaks::{Traces, files_below},
+    leaks::{LeakSnapshot, files_below},
 };
 
 /// The default driver name, a part of kubelet's paths.
@@ -50,7 +50,7 @@ impl NodeSetup {
             node_id: "node-a",
             pools: vec![format!("main={},shared", sandbox.pool("main").display())],
             symlinked: false,
-            machine: Machine::Usual,
+            machine: Machine::Host,
             args: Vec::new(),
         }
     }
@@ -69,8 +69,8 @@ pub struct Node {
     pub kubelet: PathBuf,
     pub run_dir: PathBuf,
     pub state_dir: PathBuf,
-    /// What stood around before the first volume.
-    before: Traces,
+    /// Taken before the first volume.
+    baseline: LeakSnapshot,
     pub timeout: Cell<Duration>,
 }
 
@@ -91,14 +91,14 @@ impl Node {
     /// A ready node.
     pub async fn start_with(sandbox: &Sandbox, setup: NodeSetup) -> Self {
         let mut node = Self::prepare(sandbox, setup);
-        node.begin().await;
+        node.start_first().await;
         node
     }
 
-    /// Its first life, after which there is to be what there is now.
-    pub async fn begin(&mut self) {
+    /// Starts the agent and takes the baseline for [`Node::assert_clean`].
+    pub async fn start_first(&mut self) {
         self.agent.start().await;
-        self.before = self.traces();
+        self.baseline = self.leak_snapshot();
     }
 
     /// A node whose agent is not started yet.
@@ -134,24 +134,24 @@ impl Node {
             sandbox.dir().join(format!("{name}.log")),
             args,
         );
-        agent.on(setup.machine);
+        agent.run_on(setup.machine);
         Self {
             agent,
             root: sandbox.dir().to_owned(),
             kubelet,
             run_dir,
             state_dir,
-            before: Traces::default(),
+            baseline: LeakSnapshot::default(),
             timeout: Cell::new(CALL_TIMEOUT),
         }
     }
 
-    /// Another life after [`Agent::kill9`] or [`Agent::ended`].
+    /// Starts the agent again after [`Agent::kill9`] or [`Agent::wait_for_exit`].
     pub async fn restart(&self) {
         self.agent.start().await;
     }
 
-    /// Another life of the agent, without the records of the one before.
+    /// Kills the agent, and starts it without its records.
     pub async fn restart_without_records(&self) {
         self.agent.kill9().await;
         for file in files_below(&self.run_dir) {
@@ -164,7 +164,7 @@ impl Node {
     pub async fn assert_clean(&self) {
         let mut left = Vec::new();
         for _ in 0..500 {
-            left = self.traces().beyond(&self.before);
+            left = self.leak_snapshot().leaked_since(&self.baseline);
             if left.is_empty() {
                 return;
             }
@@ -173,9 +173,9 @@ impl Node {
         panic!("left behind: {left:#?}");
     }
 
-    fn traces(&self) -> Traces {
+    fn leak_snapshot(&self) -> LeakSnapshot {
         let own = [&self.run_dir, &self.state_dir];
-        Traces::find(&self.root, own, self.agent.pid())
+        LeakSnapshot::take(&self.root, own, self.agent.pid())
     }
 }
 
@@ -355,7 +355,7 @@ impl Node {
     }
 
     /// Makes calls with another deadline, beside others that keep theirs.
-    pub async fn within<T>(&self, timeout: Duration, calls: impl Future<Output = T>) -> T {
+    pub async fn with_timeout<T>(&self, timeout: Duration, calls: impl Future<Output = T>) -> T {
         let mut calls = pin!(calls);
         poll_fn(|context| {
             let others = self.timeout.replace(timeout);
@@ -366,18 +366,22 @@ impl Node {
         .await
     }
 
-    /// Takes a volume down, however often that has to be called for.
-    pub async fn until_down(&self, volume: &Volume, pods: &[&str]) {
+    /// Unpublishes and unstages a volume, and repeats each call until it succeeds.
+    pub async fn retry_until_down(&self, volume: &Volume, pods: &[&str]) {
         for pod in pods {
-            self.until_ok("unpublished", async || self.unpublish(volume, pod).await)
+            self.retry_until_ok("unpublished", async || self.unpublish(volume, pod).await)
                 .await;
         }
-        self.until_ok("unstaged", async || self.unstage(volume).await)
+        self.retry_until_ok("unstaged", async || self.unstage(volume).await)
             .await;
     }
 
-    /// Repeats a call as kubelet does, until it ends well.
-    pub async fn until_ok(&self, what: &str, mut call: impl AsyncFnMut() -> Result<(), Status>) {
+    /// Repeats a call as kubelet does, until it succeeds.
+    pub async fn retry_until_ok(
+        &self,
+        what: &str,
+        mut call: impl AsyncFnMut() -> Result<(), Status>,
+    ) {
         let last = Cell::new(None);
         eventually(what, async || match call().await {
             Ok(()) => Some(()),

@@ -18,10 +18,10 @@ use serde_json::{Value, json};
 use uring_csi::internals::Handle;
 use uuid::Uuid;
 
-mod left;
+mod cleanup;
 
 use super::{
-    MIB, Node, NodeSetup, Sandbox, TestCluster, Volume, bytes_for, left_out, run_err, story,
+    MIB, Node, NodeSetup, Sandbox, TestCluster, Volume, bytes_for, run_err, skip_test, story,
 };
 
 /// Each kind of volume, with bytes enough for it.
@@ -32,13 +32,13 @@ pub const KINDS: [(&str, u64); 4] = [
     ("block", 64 * MIB),
 ];
 
-/// A story on the cluster that all share; told where the kernel maps images.
+/// A story on the cluster that all share; skipped where the kernel cannot map images.
 pub fn ceph_story(body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
     on(TestCluster::shared, true, body);
 }
 
 /// A story on a cluster of its own, whose daemons it may stop.
-pub fn lonely_ceph_story(body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
+pub fn own_cluster_story(body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
     on(TestCluster::own, false, body);
 }
 
@@ -48,7 +48,7 @@ fn on(
     body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send,
 ) {
     if !Path::new("/sys/bus/rbd").exists() {
-        return left_out("the kernel module rbd is not loaded here");
+        return skip_test("the kernel module rbd is not loaded here");
     }
     story(async |sandbox| {
         if let Some(cluster) = start() {
@@ -244,20 +244,20 @@ impl Ceph {
     }
 
     /// A client that has a volume's image open for writing, as a node does.
-    pub fn open_elsewhere(&self, volume: &Volume) -> Client {
-        Client::start(&self.cluster, volume)
+    pub fn open_elsewhere(&self, volume: &Volume) -> ImageOpener {
+        ImageOpener::start(&self.cluster, volume)
     }
 
     /// The OSD stops answering until the guard goes.
-    pub fn freeze(&self) -> Frozen<'_> {
+    pub fn freeze(&self) -> FrozenOsd<'_> {
         self.cluster.freeze_osd();
-        Frozen(&self.cluster)
+        FrozenOsd(&self.cluster)
     }
 
     /// The OSD is down until the guard goes.
-    pub fn stop(&self) -> Stopped<'_> {
+    pub fn stop(&self) -> StoppedOsd<'_> {
         self.cluster.stop_osd();
-        Stopped(&self.cluster)
+        StoppedOsd(&self.cluster)
     }
 }
 
@@ -321,7 +321,7 @@ pub fn mappings_of(root: &Path) -> Vec<String> {
 }
 
 /// A process of Ceph's own libraries that has an image open.
-pub struct Client(Child);
+pub struct ImageOpener(Child);
 
 const OPEN: &str = "
 import rados, rbd, sys
@@ -332,7 +332,7 @@ with rados.Rados(conffile=conf, name='client.admin') as cluster:
         sys.stdin.read()
 ";
 
-impl Client {
+impl ImageOpener {
     fn start(cluster: &TestCluster, volume: &Volume) -> Self {
         let mut child = Command::new("/usr/bin/python3")
             .args(["-c", OPEN])
@@ -355,7 +355,7 @@ impl Client {
     }
 }
 
-impl Drop for Client {
+impl Drop for ImageOpener {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
         let _ = self.0.wait();
@@ -363,18 +363,18 @@ impl Drop for Client {
 }
 
 /// See [`Ceph::freeze`].
-pub struct Frozen<'a>(&'a TestCluster);
+pub struct FrozenOsd<'a>(&'a TestCluster);
 
-impl Drop for Frozen<'_> {
+impl Drop for FrozenOsd<'_> {
     fn drop(&mut self) {
         self.0.thaw_osd();
     }
 }
 
 /// See [`Ceph::stop`].
-pub struct Stopped<'a>(&'a TestCluster);
+pub struct StoppedOsd<'a>(&'a TestCluster);
 
-impl Drop for Stopped<'_> {
+impl Drop for StoppedOsd<'_> {
     fn drop(&mut self) {
         self.0.start_osd();
     }
@@ -385,7 +385,7 @@ impl Drop for Ceph {
         self.unmap_all();
         if self.is_shared {
             // What of it fails, the story has told of.
-            let _ = left::remove(&self.cluster, &self.prefix());
+            let _ = cleanup::remove(&self.cluster, &self.prefix());
         }
     }
 }
@@ -413,8 +413,7 @@ fn mebibytes(bytes: u64) -> String {
     format!("{}M", bytes / MIB)
 }
 
-/// What is in the names of all that a sandbox has in a cluster.
-/// What no other sandbox is called.
+/// The sandbox's name, a part of all names in a cluster that it makes.
 pub(super) fn name_of(root: &Path) -> String {
     let name = root.file_name().expect("a directory");
     name.to_str().expect("UTF-8").to_owned()

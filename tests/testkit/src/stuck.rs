@@ -25,7 +25,7 @@ use rustix::{
     mount::{MountFlags, UnmountFlags, mount, unmount},
 };
 
-use super::{eventually, left_out};
+use super::{eventually, skip_test};
 
 /// Bytes of one write request's data at most.
 const MAX_WRITE: u32 = 128 << 10;
@@ -90,7 +90,7 @@ impl StuckFile {
     pub fn possible() -> bool {
         let there = fs::exists("/dev/fuse").unwrap_or(false);
         if !there {
-            left_out("there is no /dev/fuse here");
+            skip_test("there is no /dev/fuse here");
         }
         there
     }
@@ -139,7 +139,7 @@ impl StuckFile {
     }
 
     /// Everything goes on.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.gate.set(Answers::All);
     }
 }
@@ -160,7 +160,7 @@ impl StuckFile {
 
 impl Drop for StuckFile {
     fn drop(&mut self) {
-        self.go_on();
+        self.resume();
     }
 }
 
@@ -176,14 +176,14 @@ impl StuckTree {
     }
 
     /// Everything goes on.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.0.set(Answers::All);
     }
 }
 
 impl Drop for StuckTree {
     fn drop(&mut self) {
-        self.go_on();
+        self.resume();
     }
 }
 

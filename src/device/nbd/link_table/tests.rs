@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use testkit::left_out;
+use testkit::skip_test;
 
 use super::{
     super::client::tests::{NBDKIT, Running},
@@ -29,7 +29,7 @@ impl Attached {
     /// One that is not in the list yet, and its connections.
     fn new() -> Option<(Self, LinkState)> {
         if !fs::exists("/sys/module/nbd").unwrap() {
-            left_out("the kernel module nbd is not loaded here");
+            skip_test("the kernel module nbd is not loaded here");
             return None;
         }
         let server = Running::start(NBDKIT, 1 << 20);

@@ -4,22 +4,22 @@
 use std::{fs::File, os::unix::fs::FileExt as _, path::PathBuf, time::Duration};
 
 use testkit::{
-    Ceph, Content, Holder, KINDS, MIB, Node, Sandbox, Volume, eventually, lonely_ceph_story,
-    nbds_over, refused, spec_of,
+    Ceph, Content, KINDS, MIB, Node, Sandbox, Supervisor, Volume, eventually, nbds_over,
+    own_cluster_story, refused, spec_of,
 };
 use tonic::Code::Unavailable;
 
 use super::{Fencing, direct};
 
-/// Fencing, on a node that has a holder.
-async fn with_holder<'a>(sandbox: &Sandbox, ceph: &'a Ceph) -> (Fencing<'a>, Holder) {
+/// Fencing, on a node that has a supervisor.
+async fn with_supervisor<'a>(sandbox: &Sandbox, ceph: &'a Ceph) -> (Fencing<'a>, Supervisor) {
     let mut it = Fencing::new(sandbox, ceph).await;
     it.node.terminate();
-    it.node.ended().await;
-    let holder = Holder::start(sandbox).await;
-    let socket = holder.socket().display().to_string();
+    it.node.wait_for_exit().await;
+    let supervisor = Supervisor::start(sandbox).await;
+    let socket = supervisor.socket().display().to_string();
     it.node = Node::start_with(sandbox, ceph.setup(sandbox).arg("--holder").arg(&socket)).await;
-    (it, holder)
+    (it, supervisor)
 }
 
 impl Fencing<'_> {
@@ -51,8 +51,8 @@ fn late(pod: &File) {
 
 #[test]
 fn what_rbd_nbd_serves_is_fenced_alone() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let (it, _holder) = with_holder(sandbox, ceph).await;
+    own_cluster_story(async |sandbox, ceph| {
+        let (it, _supervisor) = with_supervisor(sandbox, ceph).await;
         let (served, target) = it.served("served").await;
         let beside = it.volume("beside", "block").await;
         let content = Content::new("kept");
@@ -68,7 +68,7 @@ fn what_rbd_nbd_serves_is_fenced_alone() {
         it.node.down(&served, "pod").await;
 
         let target = it.up(&it.node, "node-a", &served).await;
-        content.is_at(&target, 0);
+        content.assert_at(&target, 0);
         content.write_at(&target, MIB).unwrap();
         it.node.down(&served, "pod").await;
         it.controller.unpublish(&served, "node-a").await.unwrap();
@@ -80,13 +80,13 @@ fn what_rbd_nbd_serves_is_fenced_alone() {
 
 #[test]
 fn who_took_a_dead_daemon_s_place_is_fenced() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let (it, holder) = with_holder(sandbox, ceph).await;
+    own_cluster_story(async |sandbox, ceph| {
+        let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;
         let content = Content::new("kept");
         let pod = direct(&target);
         let first = it.clients(&volume);
-        holder.kill_daemon(&volume).await;
+        supervisor.kill_daemon(&volume).await;
         // It waits for the next.
         content.write_at(&target, 0).unwrap();
         let next = it.clients(&volume);
@@ -98,7 +98,7 @@ fn who_took_a_dead_daemon_s_place_is_fenced() {
 
         // Nobody is left but the daemon.
         it.node.kill9().await;
-        holder.kill9().await;
+        supervisor.kill9().await;
         eventually(
             "it is fenced, and the first one's watch is over",
             async || it.controller.unpublish(&volume, "node-a").await.ok(),
@@ -111,11 +111,11 @@ fn who_took_a_dead_daemon_s_place_is_fenced() {
         drop(pod);
 
         // The node is back, and was not rebooted.
-        holder.restart().await;
+        supervisor.restart().await;
         it.node.restart().await;
         it.node.down(&volume, "pod").await;
         let target = it.up(&it.node, "node-a", &volume).await;
-        content.is_at(&target, 0);
+        content.assert_at(&target, 0);
         content.write_at(&target, MIB).unwrap();
         it.node.down(&volume, "pod").await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
@@ -126,20 +126,20 @@ fn who_took_a_dead_daemon_s_place_is_fenced() {
 
 #[test]
 fn a_daemon_that_nobody_came_to_enter_is_fenced() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let (it, holder) = with_holder(sandbox, ceph).await;
+    own_cluster_story(async |sandbox, ceph| {
+        let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let volume = it.volume("v", "block").await.with("mounter", "rbd-nbd");
         let mut stage = it.node.stage_request(&volume);
         stage.publish_context = it.controller.publish(&volume, "node-a").await.unwrap();
         std::fs::create_dir_all(it.node.staging(&volume)).unwrap();
         // It has entered that a daemon is starting, and the daemon is there. Where
         // somebody else took its device, it has not come so far.
-        holder.kill9().await;
+        supervisor.kill9().await;
         let mut entry = serde_json::Value::Null;
         while entry["starting"].is_null() {
-            holder.restart_doomed(1).await;
+            supervisor.restart_crashing_at(1).await;
             it.node.send_stage(stage.clone()).await.unwrap_err();
-            holder.ended().await;
+            supervisor.wait_for_exit().await;
             entry = it.entry(sandbox, &volume);
         }
         assert!(entry["address"].is_null(), "{entry}");
@@ -163,11 +163,11 @@ fn a_daemon_that_nobody_came_to_enter_is_fenced() {
         late(&pod);
         drop(pod);
 
-        holder.restart().await;
+        supervisor.restart().await;
         it.node.restart().await;
         it.node.unstage(&volume).await.unwrap();
         let target = it.up(&it.node, "node-a", &volume).await;
-        content.is_at(&target, 0);
+        content.assert_at(&target, 0);
         it.node.down(&volume, "pod").await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
         assert!(!it.blocklist().contains(&client), "nothing is left of it");
@@ -177,8 +177,8 @@ fn a_daemon_that_nobody_came_to_enter_is_fenced() {
 
 #[test]
 fn no_daemon_is_begun_for_what_is_not_published() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let (it, holder) = with_holder(sandbox, ceph).await;
+    own_cluster_story(async |sandbox, ceph| {
+        let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;
         let content = Content::new("kept");
         content.write_at(&target, 0).unwrap();
@@ -190,10 +190,10 @@ fn no_daemon_is_begun_for_what_is_not_published() {
             if again {
                 it.controller.publish(&volume, "node-a").await.unwrap();
             }
-            holder.kill_daemon(&volume).await;
+            supervisor.kill_daemon(&volume).await;
             let said = "is not published to node node-a";
             eventually("it is told why nobody serves it", async || {
-                let held = holder.held(&volume).await.unwrap();
+                let held = supervisor.status(&volume).await.unwrap();
                 (held.pid == 0 && held.trouble.contains(said)).then_some(())
             })
             .await;
@@ -208,8 +208,8 @@ fn no_daemon_is_begun_for_what_is_not_published() {
                 withdrawn(true).await;
             }
             let target = it.up(&it.node, "node-a", &volume).await;
-            content.is_at(&target, 0);
-            let held = holder.held(&volume).await.unwrap();
+            content.assert_at(&target, 0);
+            let held = supervisor.status(&volume).await.unwrap();
             assert!(held.pid != 0 && held.trouble.is_empty(), "{held:?}");
         }
         it.node.down(&volume, "pod").await;
@@ -225,23 +225,23 @@ fn no_daemon_is_begun_for_what_is_not_published() {
 
 #[test]
 fn each_that_replaces_another_is_entered() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let (it, holder) = with_holder(sandbox, ceph).await;
+    own_cluster_story(async |sandbox, ceph| {
+        let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;
         let entry = || it.entry(sandbox, &volume);
         let entered = || entry()["address"].as_str().map(str::to_owned);
         let is_entered = || assert!(it.clients(&volume).contains(&entered().unwrap()));
         is_entered();
 
-        // A next holder's takes the place of the one that it does not hear. Before it
+        // A next supervisor's takes the place of the one that it does not hear. Before it
         // is there, nobody could enter any.
         let first = entered();
-        holder.kill9().await;
+        supervisor.kill9().await;
         let mut stage = it.node.stage_request(&volume);
         stage.publish_context = it.controller.publish(&volume, "node-a").await.unwrap();
         let without = it.node.send_stage(stage.clone()).await;
         refused(without, Unavailable, &["uring-csi-holder does not answer"]);
-        holder.restart().await;
+        supervisor.restart().await;
         it.node.send_stage(stage).await.unwrap();
         is_entered();
         assert_ne!(entered(), first);
@@ -256,9 +256,9 @@ fn each_that_replaces_another_is_entered() {
         // One that does not come up is not said to be starting.
         let (name, away) = (spec_of(&volume), format!("{}/away", it.pool));
         ceph.cluster.rbd(&["rename", &name, &away]);
-        holder.kill_daemon(&volume).await;
+        supervisor.kill_daemon(&volume).await;
         eventually("it is said to have none", async || {
-            let held = holder.held(&volume).await.unwrap();
+            let held = supervisor.status(&volume).await.unwrap();
             let entry = entry();
             let is_none = entry["address"].is_null() && entry["starting"].is_null();
             (held.pid == 0 && held.trouble.contains("no image") && is_none).then_some(())
@@ -266,7 +266,7 @@ fn each_that_replaces_another_is_entered() {
         .await;
         ceph.cluster.rbd(&["rename", &away, &name]);
         eventually("it comes up again", async || {
-            let held = holder.held(&volume).await.unwrap();
+            let held = supervisor.status(&volume).await.unwrap();
             (held.pid != 0 && held.trouble.is_empty()).then_some(())
         })
         .await;

@@ -1,4 +1,4 @@
-//! Each of the three that take part dies: the agent, the holder, a daemon; and the
+//! Each of the three that take part dies: the agent, the supervisor, a daemon; and the
 //! cluster's OSD stops.
 
 use std::{
@@ -9,8 +9,8 @@ use std::{
 };
 
 use testkit::{
-    Content, Dice, Holder, MIB, Node, Sandbox, Volume, ceph_story, eventually, kill_within,
-    killed_at_each_step, lonely_ceph_story, program, refused,
+    Content, MIB, Node, Rng, Sandbox, Supervisor, Volume, ceph_story, crash_lifecycle_at_each_step,
+    eventually, kill_within, own_cluster_story, program, refused,
 };
 use tonic::Code::{FailedPrecondition, Unavailable};
 
@@ -20,8 +20,8 @@ use crate::rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, o
 #[test]
 fn each_of_three_processes_dies_and_data_stays() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["ext4", "block"] {
             let volume = served(ceph.volume(kind));
             let content = Content::new(&volume.handle);
@@ -35,27 +35,27 @@ fn each_of_three_processes_dies_and_data_stays() {
             assert!(conditions(&node, &volume, &target).await.is_empty());
 
             // A daemon, with requests under way: they are done by the next.
-            holder.kill_daemon(&volume).await;
+            supervisor.kill_daemon(&volume).await;
             write(&volume, &target, "without a daemon");
 
-            // The holder: its daemons run on, and it is said that they are alone.
-            holder.kill9().await;
-            write(&volume, &target, "without a holder");
+            // The supervisor: its daemons run on, and it is said that they are alone.
+            supervisor.kill9().await;
+            write(&volume, &target, "without a supervisor");
             // Kubelet, started anew: nobody takes the key, nor needs it now.
             node.stage(&volume).await.unwrap();
-            holder.restart().await;
+            supervisor.restart().await;
             until(&node, &volume, &target, &["ServerUnkept"]).await;
 
             // A stage brings the key, so that a daemon may die again.
             node.stage(&volume).await.unwrap();
             until(&node, &volume, &target, &[]).await;
-            holder.kill_daemon(&volume).await;
+            supervisor.kill_daemon(&volume).await;
             write(&volume, &target, "again");
 
             // All of them.
-            let daemon = holder.daemon(&volume).await;
+            let daemon = supervisor.daemon(&volume).await;
             node.kill9().await;
-            holder.kill9().await;
+            supervisor.kill9().await;
             kill_unlocked(&volume, daemon).await;
             node.restart().await;
             let said = "no rbd-nbd serves it";
@@ -66,9 +66,9 @@ fn each_of_three_processes_dies_and_data_stays() {
                     .then(|| refused(staged, Unavailable, &[said]))
             })
             .await;
-            holder.restart().await;
+            supervisor.restart().await;
             until(&node, &volume, &target, &["ServerAway"]).await;
-            reattach(&node, &holder, &volume, sandbox);
+            reattach(&node, &supervisor, &volume, sandbox);
             until(&node, &volume, &target, &[]).await;
 
             kept(&volume, &target, &content, false);
@@ -82,11 +82,11 @@ fn each_of_three_processes_dies_and_data_stays() {
 #[test]
 fn the_agent_is_killed_at_some_steps_of_a_blank_image() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let devices = |volume: &Volume| devices_over(volume).len();
         let volume = || served(ceph.volume("ext4"));
-        killed_at_each_step(&node, 18, volume, devices, ceph.doubling()).await;
+        crash_lifecycle_at_each_step(&node, 18, volume, devices, ceph.doubling()).await;
         node.assert_clean().await;
     });
 }
@@ -95,10 +95,10 @@ fn write(volume: &Volume, target: &Path, what: &str) {
     let content = Content::new(what);
     if volume.is_block() {
         content.write_at(target, 8 * MIB).unwrap();
-        content.is_at(target, 8 * MIB);
+        content.assert_at(target, 8 * MIB);
     } else {
         content.write(&target.join("other"));
-        content.is_in(&target.join("other"));
+        content.assert_in(&target.join("other"));
     }
 }
 
@@ -109,7 +109,7 @@ async fn until(node: &Node, volume: &Volume, target: &Path, wanted: &[&str]) {
     .await;
 }
 
-fn reattach(node: &Node, holder: &Holder, volume: &Volume, sandbox: &Sandbox) {
+fn reattach(node: &Node, supervisor: &Supervisor, volume: &Volume, sandbox: &Sandbox) {
     let secrets: PathBuf = sandbox.dir().join("secret");
     std::fs::create_dir_all(&secrets).unwrap();
     for (name, value) in &volume.secrets {
@@ -118,7 +118,7 @@ fn reattach(node: &Node, holder: &Holder, volume: &Volume, sandbox: &Sandbox) {
     let mut command = Command::new(program("uringctl"));
     let sockets = [
         ("--node-endpoint", node.socket()),
-        ("--holder-endpoint", holder.socket()),
+        ("--holder-endpoint", supervisor.socket()),
     ];
     for (flag, socket) in sockets {
         command.arg(flag).arg(socket);
@@ -141,12 +141,12 @@ async fn conditions(node: &Node, volume: &Volume, target: &Path) -> Vec<String> 
 #[test]
 fn the_agent_is_killed_at_any_instant() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["xfs", "block"] {
             let volume = served(ceph.volume(kind));
-            killed::killed_in_each_call(&node, &mut Dice::new(), &volume).await;
-            assert!(holder.held(&volume).await.is_none());
+            killed::kill_in_each_call(&node, &mut Rng::new(), &volume).await;
+            assert!(supervisor.status(&volume).await.is_none());
         }
         node.assert_clean().await;
     });
@@ -155,27 +155,27 @@ fn the_agent_is_killed_at_any_instant() {
 #[test]
 fn the_agent_is_killed_in_the_first_stage_of_a_blank_image() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
-        killed::killed_in_the_first_stage(&node, 2, || served(ceph.volume("ext4"))).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
+        killed::kill_in_first_stage(&node, 2, || served(ceph.volume("ext4"))).await;
         let secret = || served(encrypted::volume(ceph, "ext4"));
-        killed::killed_in_the_first_stage(&node, 1, secret).await;
+        killed::kill_in_first_stage(&node, 1, secret).await;
     });
 }
 
 #[test]
 fn an_agent_that_died_before_its_second_look_has_it_made_up_for() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         let volume = served(ceph.volume("block"));
         // It dies as soon as there is a device: one step earlier there was none.
         node.kill9().await;
         for steps in 0.. {
-            node.start_doomed(steps).await;
+            node.start_crashing_at(steps).await;
             let staged = node.stage(&volume).await;
             assert!(staged.is_err(), "it has died in no stage");
-            node.ended().await;
+            node.wait_for_exit().await;
             if !nbds(&volume).is_empty() {
                 break;
             }
@@ -201,9 +201,9 @@ fn an_agent_that_died_before_its_second_look_has_it_made_up_for() {
 #[test]
 fn the_holder_is_killed_at_any_instant() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
-        let mut dice = Dice::new();
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
+        let mut rng = Rng::new();
         for kind in ["ext4", "block"] {
             let volume = served(ceph.volume(kind));
             let content = Content::new(&volume.handle);
@@ -213,18 +213,18 @@ fn the_holder_is_killed_at_any_instant() {
             node.unstage(&volume).await.unwrap();
             for round in 0..3 {
                 let stage = async || node.stage(&volume).await;
-                kill_within(longest, &holder, &mut dice, stage).await;
-                holder.restart().await;
-                node.until_ok("staged", stage).await;
+                kill_within(longest, &supervisor, &mut rng, stage).await;
+                supervisor.restart().await;
+                node.retry_until_ok("staged", stage).await;
                 assert_eq!(devices_over(&volume).len(), 1);
                 node.publish(&volume, "pod").await.unwrap();
                 kept(&volume, &node.target(&volume, "pod"), &content, round == 0);
                 node.unpublish(&volume, "pod").await.unwrap();
 
                 let unstage = async || node.unstage(&volume).await;
-                kill_within(longest / 2, &holder, &mut dice, unstage).await;
-                holder.restart().await;
-                node.until_ok("unstaged", unstage).await;
+                kill_within(longest / 2, &supervisor, &mut rng, unstage).await;
+                supervisor.restart().await;
+                node.retry_until_ok("unstaged", unstage).await;
                 assert!(devices_over(&volume).is_empty());
                 assert_nothing_staged(&node, &volume);
             }
@@ -235,9 +235,9 @@ fn the_holder_is_killed_at_any_instant() {
 
 #[test]
 fn an_osd_that_stops_delays_and_loses_nothing() {
-    lonely_ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+    own_cluster_story(async |sandbox, ceph| {
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["ext4", "block"] {
             let volume = served(ceph.volume(kind));
             let target = node.up(&volume, "pod").await;

@@ -6,7 +6,8 @@ use std::{fs, path::Path};
 
 use rustix::process::Pid;
 use testkit::{
-    Content, Holder, MIB, NOTE, Volume, ceph_story, note_of_ceph_csi, publish_as_ceph_csi, run,
+    Content, MIB, STAGE_FILE, Supervisor, Volume, ceph_csi_stage_file, ceph_story,
+    publish_as_ceph_csi, run,
 };
 
 use super::{kill_unlocked, nbds, node_with, served};
@@ -23,8 +24,8 @@ fn connected(volume: &Volume) -> Pid {
 #[test]
 fn what_ceph_csi_had_served_is_used_and_unstaged() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         // Or whoever unmounts it waits for five minutes.
         let soon = |volume: Volume| served(volume).with("mapOptions", "nbd:reattach-timeout=2");
         for volume in [
@@ -55,7 +56,7 @@ fn what_ceph_csi_had_served_is_used_and_unstaged() {
             }
             node.down(&volume, "pod").await;
             assert_nothing_staged(&node, &volume);
-            assert!(nbds(&volume).is_empty() && holder.held(&volume).await.is_none());
+            assert!(nbds(&volume).is_empty() && supervisor.status(&volume).await.is_none());
             // It was the same volume all the time.
             let target = node.up(&volume, "pod").await;
             kept(&volume, &target, &content, false);
@@ -68,8 +69,8 @@ fn what_ceph_csi_had_served_is_used_and_unstaged() {
 #[test]
 fn what_we_have_served_is_unstaged_by_ceph_csi() {
     ceph_story(async |sandbox, ceph| {
-        let holder = Holder::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &holder).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
         for volume in [
             served(ceph.volume("ext4")).with("unmapOptions", "krbd:force"),
             served(ceph.volume("block")),
@@ -78,8 +79,8 @@ fn what_we_have_served_is_unstaged_by_ceph_csi() {
             let content = Content::new(&volume.handle);
             let target = node.up(&volume, "pod").await;
             kept(&volume, &target, &content, true);
-            let left = fs::read_to_string(node.staging(&volume).join(NOTE)).unwrap();
-            assert_eq!(left, note_of_ceph_csi(&volume));
+            let left = fs::read_to_string(node.staging(&volume).join(STAGE_FILE)).unwrap();
+            assert_eq!(left, ceph_csi_stage_file(&volume));
             unstaged_by_ceph_csi(&node, &volume, &target).await;
             assert!(nbds(&volume).is_empty());
             let target = node.up(&volume, "pod").await;

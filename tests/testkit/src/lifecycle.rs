@@ -1,4 +1,4 @@
-//! What volumes of every backend go through: growth, and an agent that is killed.
+//! The life of a volume of any backend: growth, and an agent that is killed or crashes.
 
 use std::{
     cell::Cell,
@@ -12,11 +12,11 @@ use tonic::{
     Status,
 };
 
-use super::{Agent, Content, Dice, MIB, Node, Volume, can_resize_ext4, eventually, refused};
+use super::{Agent, Content, MIB, Node, Rng, Volume, can_resize_ext4, eventually, refused};
 
 /// Grows a published volume, which has `small` bytes, to twice of that. `grow` has the
 /// source grown to so many bytes, before which the node says `refusal`.
-pub async fn grown_in_use(
+pub async fn grow_published(
     node: &Node,
     volume: &Volume,
     small: u64,
@@ -39,52 +39,52 @@ pub async fn grown_in_use(
     }
     if volume.is_block() {
         content.write_at(&target, large - MIB).unwrap();
-        content.is_at(&target, large - MIB);
+        content.assert_at(&target, large - MIB);
     } else {
         let total = node.stats(volume, &target).await.unwrap()[0].total;
         assert!(total.unsigned_abs() > small + small / 2, "{total}");
     }
-    content.is_kept(volume, &target);
+    content.assert_kept(volume, &target);
 }
 
-/// Makes a call and kills the agent at some instant of it, or just after.
-pub async fn kill_amid<T>(agent: &Agent, dice: &mut Dice, call: impl AsyncFnOnce() -> T) {
-    kill_within(Duration::from_millis(25), agent, dice, call).await;
+/// Makes a call and kills the agent at a random instant of it, or just after.
+pub async fn kill_during<T>(agent: &Agent, rng: &mut Rng, call: impl AsyncFnOnce() -> T) {
+    kill_within(Duration::from_millis(25), agent, rng, call).await;
 }
 
 /// Makes a volume's calls from stage to unstage, each in two lives of the agent:
 /// killed amid the call, it is started again and called until the call succeeds.
 /// `attached`: the devices that the volume has.
-pub async fn killed_amid_each(
+pub async fn kill_during_each_call(
     node: &Node,
-    dice: &mut Dice,
+    rng: &mut Rng,
     volume: &Volume,
     attached: impl Fn() -> usize,
     in_use: impl FnOnce(&Path),
 ) {
     let stage = async || node.stage(volume).await;
-    kill_amid(node, dice, stage).await;
+    kill_during(node, rng, stage).await;
     node.restart().await;
-    node.until_ok("staged", stage).await;
+    node.retry_until_ok("staged", stage).await;
     assert_eq!(attached(), 1);
     let publish = async || node.publish(volume, "pod").await;
-    kill_amid(node, dice, publish).await;
+    kill_during(node, rng, publish).await;
     node.restart().await;
-    node.until_ok("published", publish).await;
+    node.retry_until_ok("published", publish).await;
     in_use(&node.target(volume, "pod"));
     let unpublish = async || node.unpublish(volume, "pod").await;
-    kill_amid(node, dice, unpublish).await;
+    kill_during(node, rng, unpublish).await;
     node.restart().await;
-    node.until_ok("unpublished", unpublish).await;
+    node.retry_until_ok("unpublished", unpublish).await;
     let unstage = async || node.unstage(volume).await;
-    kill_amid(node, dice, unstage).await;
+    kill_during(node, rng, unstage).await;
     node.restart().await;
-    node.until_ok("unstaged", unstage).await;
+    node.retry_until_ok("unstaged", unstage).await;
     assert_eq!(attached(), 0);
 }
 
-/// How a volume's source becomes larger where that is not for the node to do.
-pub trait Grow {
+/// Grows a volume's source, where the node does not.
+pub trait GrowSource {
     /// Makes it larger; its new size in bytes.
     fn grow(&self, volume: &Volume) -> u64;
 
@@ -94,64 +94,67 @@ pub trait Grow {
     }
 }
 
-impl<F: Fn(&Volume) -> u64> Grow for F {
+impl<F: Fn(&Volume) -> u64> GrowSource for F {
     fn grow(&self, volume: &Volume) -> u64 {
         self(volume)
     }
 }
 
-/// What an orchestrator calls for once an agent has died in a call.
+/// What an orchestrator calls after an agent died in a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Then {
-    /// The same again.
-    Same,
-    /// What undoes it, then the same again.
-    Opposite,
+enum Recovery {
+    /// The same call.
+    Retry,
+    /// The opposite call, then the same again.
+    UndoAndRetry,
 }
 
-/// Tells a story once for each step of the agent, which ends at that step as if by
-/// SIGKILL. Of `of` steps that follow each other, one is taken; with `EVERY_STEP` set,
-/// each.
-pub async fn at_each_step(node: &Node, of: usize, mut story: impl AsyncFnMut(&Doomed<'_>)) {
+/// Runs a story with an agent that ends at one of its steps as if by SIGKILL: once for
+/// every `of`-th step, or with `EVERY_STEP` set for each.
+pub async fn crash_at_each_step(
+    node: &Node,
+    of: usize,
+    mut story: impl AsyncFnMut(&CrashingAgent<'_>),
+) {
     let of = env::var_os("EVERY_STEP").map_or(of, |_| 1);
-    for then in [Then::Same, Then::Opposite] {
-        let (begun, mut deaths) = (Instant::now(), 0);
-        let mut at = Dice::new().below(of);
+    for recovery in [Recovery::Retry, Recovery::UndoAndRetry] {
+        let (begun, mut crashes) = (Instant::now(), 0);
+        let mut at = Rng::new().below(of);
         loop {
             node.kill9().await;
-            node.start_doomed(at).await;
-            let doomed = Doomed {
+            node.start_crashing_at(at).await;
+            let crashing = CrashingAgent {
                 node,
-                then,
-                has_died: Cell::new(false),
+                recovery,
+                has_crashed: Cell::new(false),
             };
-            story(&doomed).await;
-            if !doomed.has_died.get() {
+            story(&crashing).await;
+            if !crashing.has_crashed.get() {
                 break;
             }
-            deaths += 1;
+            crashes += 1;
             at += of;
         }
         // None at all in a build without debug assertions.
         assert!(at > 20, "the story has more than {at} steps");
         eprintln!(
-            "crash matrix: {deaths} deaths, {then:?}, {} s",
+            "crash matrix: {crashes} crashes, {recovery:?}, {} s",
             begun.elapsed().as_secs()
         );
     }
 }
 
 /// An agent that ends at one of its steps.
-pub struct Doomed<'a> {
+pub struct CrashingAgent<'a> {
     node: &'a Node,
-    then: Then,
-    has_died: Cell<bool>,
+    recovery: Recovery,
+    has_crashed: Cell<bool>,
 }
 
-impl Doomed<'_> {
+impl CrashingAgent<'_> {
     /// Makes a call until it succeeds. Where the agent dies of it, it is started again,
     /// and `opposite` made first where that is what the orchestrator calls for.
-    pub async fn finished(
+    pub async fn complete(
         &self,
         what: &str,
         call: impl AsyncFn() -> Result<(), Status>,
@@ -161,10 +164,10 @@ impl Doomed<'_> {
             if call().await.is_ok() {
                 return Some(());
             }
-            if self.node.has_ended() {
-                assert!(!self.has_died.replace(true), "{what}: it ends once");
+            if self.node.has_exited() {
+                assert!(!self.has_crashed.replace(true), "{what}: it ends once");
                 self.node.restart().await;
-                if self.then == Then::Opposite {
+                if self.recovery == Recovery::UndoAndRetry {
                     opposite().await;
                 }
             }
@@ -173,9 +176,9 @@ impl Doomed<'_> {
         .await;
     }
 
-    /// From here on it does not end any more.
-    pub async fn outlived(&self) {
-        if !self.has_died.get() {
+    /// From here on the agent runs on.
+    pub async fn stop_crashing(&self) {
+        if !self.has_crashed.get() {
             // It may have died after its last answer.
             self.node.kill9().await;
             self.node.restart().await;
@@ -183,28 +186,28 @@ impl Doomed<'_> {
     }
 }
 
-/// Takes a volume through its life once for each step of the agent ([`at_each_step`]).
+/// Takes a volume through its life once for each step of the agent ([`crash_at_each_step`]).
 /// `volume` gives a fresh volume for each; `attached`: the devices that it has.
-pub async fn killed_at_each_step(
+pub async fn crash_lifecycle_at_each_step(
     node: &Node,
     of: usize,
     mut volume: impl FnMut() -> Volume,
     attached: impl Fn(&Volume) -> usize,
-    grow: impl Grow,
+    grow: impl GrowSource,
 ) {
-    at_each_step(node, of, async |doomed| {
-        live(node, doomed, &volume(), &attached, &grow).await;
+    crash_at_each_step(node, of, async |crashing| {
+        lifecycle(node, crashing, &volume(), &attached, &grow).await;
     })
     .await;
 }
 
-/// One of those lives.
-async fn live(
+/// One life of a volume.
+async fn lifecycle(
     node: &Node,
-    doomed: &Doomed<'_>,
+    crashing: &CrashingAgent<'_>,
     volume: &Volume,
     attached: impl Fn(&Volume) -> usize,
-    grow: &impl Grow,
+    grow: &impl GrowSource,
 ) {
     let content = Content::new(&volume.handle);
     let target = node.target(volume, "pod");
@@ -213,19 +216,19 @@ async fn live(
     let unpublish = async || node.unpublish(volume, "pod").await;
     let unstage = async || node.unstage(volume).await;
     let up = async || {
-        node.until_ok("staged", stage).await;
-        node.until_ok("published", publish).await;
+        node.retry_until_ok("staged", stage).await;
+        node.retry_until_ok("published", publish).await;
     };
     let down = async || {
-        node.until_ok("unpublished", unpublish).await;
-        node.until_ok("unstaged", unstage).await;
+        node.retry_until_ok("unpublished", unpublish).await;
+        node.retry_until_ok("unstaged", unstage).await;
         assert_eq!(attached(volume), 0);
     };
-    doomed.finished("staged", stage, down).await;
+    crashing.complete("staged", stage, down).await;
     assert_eq!(attached(volume), 1);
-    doomed
-        .finished("published", publish, async || {
-            node.until_ok("unpublished", unpublish).await;
+    crashing
+        .complete("published", publish, async || {
+            node.retry_until_ok("unpublished", unpublish).await;
         })
         .await;
     content.put(volume, &target);
@@ -247,37 +250,37 @@ async fn live(
             down().await;
             up().await;
         };
-        doomed.finished("grown", expand, opposite).await;
+        crashing.complete("grown", expand, opposite).await;
     }
-    doomed
-        .finished("unpublished", unpublish, async || {
-            node.until_ok("published", publish).await;
-            content.is_kept(volume, &target);
+    crashing
+        .complete("unpublished", unpublish, async || {
+            node.retry_until_ok("published", publish).await;
+            content.assert_kept(volume, &target);
         })
         .await;
-    doomed
-        .finished("unstaged", unstage, async || {
+    crashing
+        .complete("unstaged", unstage, async || {
             up().await;
-            content.is_kept(volume, &target);
-            node.until_ok("unpublished", unpublish).await;
+            content.assert_kept(volume, &target);
+            node.retry_until_ok("unpublished", unpublish).await;
         })
         .await;
     assert_eq!(attached(volume), 0);
-    doomed.outlived().await;
+    crashing.stop_crashing().await;
     up().await;
-    content.is_kept(volume, &target);
+    content.assert_kept(volume, &target);
     down().await;
 }
 
-/// As [`kill_amid`], for calls that take so long.
+/// As [`kill_during`], at an instant within `longest`.
 pub async fn kill_within<T>(
     longest: Duration,
     agent: &Agent,
-    dice: &mut Dice,
+    rng: &mut Rng,
     call: impl AsyncFnOnce() -> T,
 ) {
     let instants = usize::try_from(longest.as_micros()).expect("not for ever");
-    let instant = Duration::from_micros(dice.below(instants) as u64);
+    let instant = Duration::from_micros(rng.below(instants) as u64);
     tokio::join!(call(), async {
         tokio::time::sleep(instant).await;
         agent.kill9().await;

@@ -1,14 +1,14 @@
-//! Programs that an agent runs and that stop half-way, as seen by whoever has the
-//! device next.
+//! Scripts in place of programs that an agent runs: ones that stop half-way, or that find
+//! a device busy.
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
 
 use super::{Node, eventually, run, run_err};
 
 /// Where agents look for programs first.
-const FIRST: &str = "/usr/local/sbin";
+const STUB_DIR: &str = "/usr/local/sbin";
 
-/// All that mke2fs writes, but for what it writes at last.
+/// mkfs.ext4 before its last write, of the superblock.
 pub const MKFS: (&str, &str) = (
     "mkfs.ext4",
     "dd if=/dev/zero of=\"$device\" bs=1024 seek=1 count=1 conv=notrunc,fsync status=none",
@@ -20,24 +20,24 @@ pub const LUKS_FORMAT: (&str, &str) = (
     "[ \"$1\" = luksFormat ] || exit 0\ncryptsetup -q luksErase \"$device\"",
 );
 
-/// In place of a program, for as long as this is there: a script.
-pub struct StandIn {
+/// A script in place of a program, removed on drop.
+pub struct ProgramStub {
     /// A file that the script makes when it has come to its point.
     pub reached: PathBuf,
 }
 
-impl StandIn {
+impl ProgramStub {
     /// In a story's own mount namespace. `script` has the program's arguments, the
     /// last of them as `$device`, and `$reached`.
     pub fn new(program: &str, script: &str) -> Self {
-        run(&["mount", "-t", "tmpfs", "none", FIRST]);
-        let reached = PathBuf::from(FIRST).join("reached");
+        run(&["mount", "-t", "tmpfs", "none", STUB_DIR]);
+        let reached = PathBuf::from(STUB_DIR).join("reached");
         let script = format!(
             "#!/bin/sh -e\nPATH=/usr/sbin:/usr/bin:/sbin:/bin\nfor device; do :; done\n\
              reached={}\n{script}\n",
             reached.display()
         );
-        let path = PathBuf::from(FIRST).join(program);
+        let path = PathBuf::from(STUB_DIR).join(program);
         fs::write(&path, script).expect("a program");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a mode");
         Self { reached }
@@ -45,7 +45,7 @@ impl StandIn {
 
     /// The program as it is, but the first time while another program has the device
     /// open exclusively.
-    pub fn busy_at_first(program: &str) -> Self {
+    pub fn busy_once(program: &str) -> Self {
         const HOLD: &str = "import os, subprocess, sys\n\
              held = os.open(sys.argv[1], os.O_RDONLY | os.O_EXCL)\n\
              sys.exit(subprocess.call(sys.argv[2:]))";
@@ -57,25 +57,25 @@ impl StandIn {
     }
 }
 
-impl Drop for StandIn {
+impl Drop for ProgramStub {
     fn drop(&mut self) {
-        let _ = run_err(&["umount", "-l", FIRST]);
+        let _ = run_err(&["umount", "-l", STUB_DIR]);
     }
 }
 
-/// In place of a program, for as long as this is there: once it has run, `undo` takes
-/// back what it does at last, and it does not end.
-pub struct Halfway(StandIn);
+/// A program that does not end, and lacks its last write: the script runs it, and then
+/// `undo`.
+pub struct InterruptedProgram(ProgramStub);
 
-impl Halfway {
+impl InterruptedProgram {
     /// In a story's own mount namespace.
     pub fn new((program, undo): (&str, &str)) -> Self {
         let script = format!("{program} \"$@\"\n{undo}\n: > \"$reached\"\nexec sleep 600");
-        Self(StandIn::new(program, &script))
+        Self(ProgramStub::new(program, &script))
     }
 
-    /// Makes a call of a node whose agent is killed when the program stops.
-    pub async fn killed<T>(&self, node: &Node, call: impl AsyncFnOnce() -> T) {
+    /// Makes a call and kills the node's agent when the program stops.
+    pub async fn kill_agent_at_stop<T>(&self, node: &Node, call: impl AsyncFnOnce() -> T) {
         tokio::join!(call(), async {
             let reached = async || self.0.reached.exists().then_some(());
             eventually("the program stops half-way", reached).await;

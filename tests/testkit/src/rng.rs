@@ -1,10 +1,10 @@
-//! Random choices that can be made again.
+//! Random choices that can be repeated.
 
 /// A small generator (splitmix64); the seed is printed, and taken from
 /// `STORY_SEED` if that is set.
-pub struct Dice(u64);
+pub struct Rng(u64);
 
-impl Dice {
+impl Rng {
     pub fn new() -> Self {
         let seed = std::env::var("STORY_SEED")
             .ok()
@@ -18,7 +18,7 @@ impl Dice {
         Self(seed)
     }
 
-    /// One that goes its own way from here.
+    /// Another, independent generator.
     pub fn fork(&mut self) -> Self {
         Self(self.next())
     }

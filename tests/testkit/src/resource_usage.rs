@@ -2,16 +2,16 @@
 
 use std::fs;
 
-/// Numbers of a process, as procfs has them.
+/// What a process uses, by procfs.
 #[derive(Clone, Copy, Debug)]
-pub struct Footprint {
+pub struct ResourceUsage {
     pub threads: usize,
     pub descriptors: usize,
     /// Memory of its own, in KiB (`RssAnon`, proc_pid_status(5)).
     pub memory_kib: usize,
 }
 
-impl Footprint {
+impl ResourceUsage {
     pub fn of(pid: u32) -> Self {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("procfs");
         let number = |key: &str| {

@@ -1,4 +1,4 @@
-//! The holder of rbd-nbd's daemons.
+//! The supervisor of rbd-nbd's daemons.
 
 use std::{fs, ops::Deref};
 
@@ -7,9 +7,9 @@ use uring_csi::proto::holder::{Held, ListRequest, holder_client::HolderClient};
 
 use super::{Agent, Sandbox, Volume, eventually};
 
-pub struct Holder(Agent);
+pub struct Supervisor(Agent);
 
-impl Deref for Holder {
+impl Deref for Supervisor {
     type Target = Agent;
 
     fn deref(&self) -> &Agent {
@@ -17,35 +17,35 @@ impl Deref for Holder {
     }
 }
 
-impl Holder {
-    /// One that answers.
+impl Supervisor {
+    /// One that is ready.
     pub async fn start(sandbox: &Sandbox) -> Self {
-        let run_dir = sandbox.dir().join("holder");
-        let holder = Self(Agent::new(
+        let run_dir = sandbox.dir().join("supervisor");
+        let supervisor = Self(Agent::new(
             "uring-csi-holder",
             &run_dir.join("holder.sock"),
-            sandbox.dir().join("holder.log"),
+            sandbox.dir().join("supervisor.log"),
             vec!["--run-dir".to_owned(), run_dir.display().to_string()],
         ));
         fs::create_dir_all(run_dir).unwrap();
-        holder.restart().await;
-        holder
+        supervisor.restart().await;
+        supervisor
     }
 
-    /// Another life after [`Agent::kill9`].
+    /// Starts it again after [`Agent::kill9`].
     pub async fn restart(&self) {
         self.restart_with(&[]).await;
     }
 
-    /// Another life, which ends by itself after `steps` of its steps (see
+    /// Starts it again, to end by itself after `steps` of its steps (see
     /// `crash_point`).
-    pub async fn restart_doomed(&self, steps: usize) {
+    pub async fn restart_crashing_at(&self, steps: usize) {
         self.restart_with(&[("CRASH_AT", steps.to_string())]).await;
     }
 
     async fn restart_with(&self, environment: &[(&str, String)]) {
         self.spawn_with(environment);
-        eventually("the holder answers", async || self.list().await).await;
+        eventually("the supervisor answers", async || self.list().await).await;
     }
 
     async fn list(&self) -> Option<Vec<Held>> {
@@ -54,18 +54,18 @@ impl Holder {
         Some(answer.into_inner().volumes)
     }
 
-    /// What it says of a volume; none where it does not keep it.
-    pub async fn held(&self, volume: &Volume) -> Option<Held> {
+    /// What it reports of a volume; none where it has no such volume.
+    pub async fn status(&self, volume: &Volume) -> Option<Held> {
         let mut volumes = self.list().await.expect("an answer").into_iter();
-        volumes.find(|held| held.volume_id == volume.handle)
+        volumes.find(|status| status.volume_id == volume.handle)
     }
 
     /// A volume's rbd-nbd.
     pub async fn daemon(&self, volume: &Volume) -> Pid {
         // One that has just ended is being replaced.
         eventually("it has a daemon", async || {
-            let held = self.held(volume).await.expect("a volume that is kept");
-            Pid::from_raw(held.pid)
+            let status = self.status(volume).await.expect("a volume that is kept");
+            Pid::from_raw(status.pid)
         })
         .await
     }
