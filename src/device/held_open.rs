@@ -114,6 +114,10 @@ mod tests {
         assert!(source.is_still(&device) && device.still_matches());
         let node = device.node.to_str().unwrap();
         losetup(&["--detach", node]);
+        // udevd, which looks at new devices, may put the detach off.
+        while source.is_still(&device) {
+            std::thread::yield_now();
+        }
         let elsewhere = tempfile::tempdir_in("/dev/shm").unwrap();
         let other = elsewhere
             .path()
