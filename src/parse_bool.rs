@@ -15,7 +15,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_go_understands_is_understood() {
+    fn booleans_are_parsed_as_by_go() {
         for on in ["1", "t", "T", "true", "TRUE", "True"] {
             assert_eq!(parse_bool(on), Some(true), "{on}");
         }

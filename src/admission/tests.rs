@@ -24,7 +24,7 @@ fn waits(asked: Result<Asked, Full>) -> oneshot::Receiver<Place> {
 }
 
 #[test]
-fn places_are_given_in_turn() {
+fn places_are_granted_in_order_of_arrival() {
     let gate = gate(1, 8);
     let first = admitted(gate.ask("a"));
     let mut second = waits(gate.ask("a"));
@@ -65,7 +65,7 @@ fn a_full_queue_refuses_and_says_so() {
 }
 
 #[test]
-fn a_stuck_holder_gives_its_place_back_and_one_that_lives_does_not() {
+fn a_stuck_step_loses_its_place_and_a_renewed_one_keeps_it() {
     let gate = gate(1, 8);
     let stuck = admitted(gate.ask("a"));
     let mut second = waits(gate.ask("a"));
@@ -93,7 +93,7 @@ fn a_stuck_holder_gives_its_place_back_and_one_that_lives_does_not() {
 }
 
 #[test]
-fn what_is_stuck_may_count_against_its_domain_until_it_ends() {
+fn stuck_steps_count_against_their_domain_until_they_end() {
     let gate = Gate::new(Bounds {
         counts_stuck: true,
         ..gate(4, 64).0.bounds
@@ -117,7 +117,7 @@ fn what_is_stuck_may_count_against_its_domain_until_it_ends() {
 }
 
 #[test]
-fn who_has_gone_holds_up_nobody() {
+fn a_caller_that_gave_up_takes_no_place() {
     let gate = gate(1, 8);
     let first = admitted(gate.ask("a"));
     drop(waits(gate.ask("a")));
@@ -128,7 +128,7 @@ fn who_has_gone_holds_up_nobody() {
 }
 
 #[test]
-fn a_lane_waits_too() {
+fn a_lane_waits_for_a_place() {
     let gate = gate(1, usize::MAX);
     let first = admitted(gate.ask("a"));
     std::thread::scope(|scope| {

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn the_servers_sentence_is_ours() {
+    fn the_servers_message_is_shown() {
         let error = refused(Code::Aborted, "volume data is being formatted for 3 s");
         assert_eq!(
             error.to_string(),

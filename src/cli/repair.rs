@@ -171,7 +171,7 @@ mod tests {
     use crate::pool::{Pool, claim::Sharing};
 
     #[test]
-    fn a_dead_nodes_claims_go_when_confirmed_and_nobody_elses() {
+    fn release_removes_only_the_dead_nodes_claims_once_confirmed() {
         let dir = tempfile::tempdir().unwrap();
         let spec: PoolSpec = format!("shared={}", dir.path().display()).parse().unwrap();
         let pool = spec.clone().or(Scope::Shared);

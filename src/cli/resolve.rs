@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_win_over_names_and_ambiguity_is_told() {
+    fn ids_win_over_names_and_ambiguous_names_are_refused() {
         let volumes = || {
             [
                 volume("1", "a"),

@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_is_where_it_is_said_to_be() {
+    fn topology_segments_are_validated_and_reported() {
         let given: Vec<Segment> = ["zone=a", "rack=r_1.x"]
             .map(|one| one.parse().unwrap())
             .into();

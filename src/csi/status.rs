@@ -63,7 +63,7 @@ mod tests {
     use crate::fs::grow::GrowError;
 
     #[test]
-    fn a_growth_that_somebody_has_to_make_possible_is_not_tried_again() {
+    fn growth_that_needs_an_operator_is_failed_precondition() {
         let code = |error| Status::from(&volume::Cause::Grow(error)).code();
         for source in [
             GrowError::HasErrors,

@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_note_is_for_one_volume_and_goes_once() {
+    fn a_format_marker_is_for_one_volume_and_cleared_once() {
         let dir = tempfile::tempdir().unwrap();
         let markers = NodeFormatMarkers::open(dir.path().join("mkfs")).unwrap();
         let source = "nbd://host/x";
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_is_there_whole_or_not_at_all() {
+    fn a_format_marker_is_replaced_atomically() {
         let dir = tempfile::tempdir().unwrap();
         let markers = NodeFormatMarkers::open(dir.path().to_owned()).unwrap();
         let source = "nbd://host/x";
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_is_fresh_for_a_while() {
+    fn a_format_marker_is_recent_for_a_while() {
         let begun = Duration::from_secs(7);
         assert!(is_recent(begun, begun));
         assert!(is_recent(begun, begun + ALONE_FOR / 2));

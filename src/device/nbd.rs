@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn identifiers_of_others_are_not_ours() {
+    fn identifiers_of_other_drivers_are_ignored() {
         for identifier in [
             "",
             "nbd://host/x",
@@ -243,7 +243,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_the_kernel_is_told_is_read_back(
+        fn a_backend_identifier_parses_back(
             driver in "[a-z0-9.-]{1,63}",
             name in "[^\0]{0,80}",
             volume_id in "[^\0\n]{1,128}",
@@ -255,7 +255,7 @@ mod tests {
         }
 
         #[test]
-        fn any_identifier_is_read_or_passed_over(identifier: String) {
+        fn any_identifier_is_parsed_or_ignored(identifier: String) {
             let _ = Identifier::parse(&identifier);
             let _ = Identifier::parse(&format!("{OURS}{identifier}"));
         }

@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_said_so() {
+    fn an_empty_list_of_openers_is_described() {
         assert_eq!(describe(&[]), "nobody is seen to hold it");
     }
 }

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_nobody_knows_are_refused_by_name() {
+    fn unknown_keys_are_refused_by_name() {
         let of_loop = [("backend", "loop"), ("pool", "p"), ("image", "i.img")];
         let of_nbd = [("backend", "nbd"), ("uri", "nbd://h/x")];
         for base in [&of_loop[..], &of_nbd[..]] {

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_result_that_is_not_busy_is_taken_and_the_last_one_at_any_rate() {
+    fn a_retry_ends_at_the_first_result_that_is_not_busy_or_in_time() {
         let mut calls = 0..;
         let minute = Duration::from_secs(60);
         assert_eq!(

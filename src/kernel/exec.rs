@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_child_goes_first_where_memory_runs_out_and_may_yield_to_others() {
+    fn children_have_the_highest_oom_score_and_background_ones_yield() {
         let script = "cat /proc/self/oom_score_adj; nice; ionice";
         let usual = run("sh", &["-c", script], &[], b"", || {}).unwrap();
         let usual = String::from_utf8(usual.stdout).unwrap();
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_does_something_shows_that_it_lives() {
+    fn a_working_child_reports_activity() {
         let dir = tempfile::tempdir().unwrap();
         let seen = dir.path().join("seen");
         let script = format!("until [ -e {} ]; do :; done", seen.display());
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_has_not_begun_yet_keeps_nothing_open() {
+    fn a_child_before_its_exec_keeps_no_descriptor_open() {
         let dir = tempfile::tempdir().unwrap();
         let fifo = |name: &str| {
             let path = dir.path().join(name);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_works_shows_it_and_one_that_sleeps_does_not() {
+    fn activity_grows_while_a_process_works() {
         let mut works = command("sh", &["-c", "while :; do :; done"])
             .spawn()
             .unwrap();

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_writer_is_seen_and_one_that_comes_later_breaks_it() {
+    fn a_lease_is_refused_while_a_writer_has_the_file_and_broken_by_a_later_one() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = dir.path().join("file");
         let writer = File::create(&path).unwrap();
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_can_be_told_that_is_an_error() {
+    fn a_lease_on_a_device_is_an_error() {
         let file = File::open("/dev/null").unwrap();
         Lease::ask(&file).unwrap_err();
     }

@@ -21,7 +21,7 @@ fn addresses_have_one_spelling() {
 }
 
 #[test]
-fn what_is_no_address_is_refused_and_says_why() {
+fn an_invalid_address_is_refused_with_the_reason() {
     for (given, why) in [
         ("", "begins with"),
         ("http://host/x", "begins with"),

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sweep_leaves_what_a_living_maker_has_locked() {
+    fn the_sweep_leaves_drafts_that_are_locked() {
         let dir = tempfile::tempdir().unwrap();
         let live = Draft::new(dir.path()).unwrap();
         std::fs::write(dir.path().join("dead"), "x").unwrap();

@@ -19,7 +19,7 @@ fn pool() -> (tempfile::TempDir, Pool) {
 }
 
 #[test]
-fn specs_say_what_is_wrong_with_them() {
+fn invalid_pool_specs_name_the_reason() {
     let spec: PoolSpec = "fast=/srv/a".parse().unwrap();
     assert_eq!(spec.scope, None);
     assert_eq!(spec.or(Scope::Shared).scope, Scope::Shared);

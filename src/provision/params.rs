@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_node_needs_goes_into_the_context() {
+    fn node_parameters_go_into_the_volume_context() {
         let parsed = parse(&[
             ("backend", "loop"),
             ("pool", "fast"),
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_served_image_is_told_by_its_address() {
+    fn an_exported_image_is_named_by_its_uri() {
         let parsed = parse(&[
             ("backend", "nbd"),
             ("nbdServer", "Storage:5"),
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn invalid_parameters_are_named() {
         for (name, value) in [
             ("Pool", "x"),
             ("fsType", "zfs"),

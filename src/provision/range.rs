@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_that_nothing_can_satisfy_are_no_ranges() {
+    fn unsatisfiable_ranges_are_refused() {
         assert_eq!(Range::new(4096, 4096).unwrap(), range(4096, 4096));
         for (required, limit) in [(-1, 0), (0, -1), (2, 1)] {
             let error = Range::new(required, limit).unwrap_err();

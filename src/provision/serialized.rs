@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn only_equal_keys_wait_and_nothing_stays() {
+    async fn only_equal_keys_wait_and_free_locks_are_dropped() {
         let keyed = KeyedMutex::default();
         let one = keyed.lock("one").await;
         assert!(keyed.lock("one").now_or_never().is_none());

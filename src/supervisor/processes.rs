@@ -150,7 +150,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_command_line_is_read_or_passed_over(mut bytes: Vec<u8>, ours: bool) {
+        fn any_command_line_is_parsed_or_ignored(mut bytes: Vec<u8>, ours: bool) {
             if ours {
                 bytes.splice(0..0, *b"rbd-nbd\0map\0");
             }
@@ -158,7 +158,7 @@ mod tests {
         }
 
         #[test]
-        fn what_a_daemon_is_told_is_read_back(cookie in "[^\0]{1,128}", image in "[^-\0][^\0]{0,40}") {
+        fn a_daemons_command_line_parses_back(cookie in "[^\0]{1,128}", image in "[^-\0][^\0]{0,40}") {
             let line = format!("rbd-nbd\0map\0{image}\0-f\0--cookie={cookie}\0--read-only\0");
             let server = DaemonProcess::parse(line.as_bytes()).unwrap();
             prop_assert_eq!((server.cookie, server.image), (cookie, image));

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn records_are_of_one_boot_and_what_is_none_stays() {
+    fn records_are_of_one_boot_and_unreadable_ones_stay() {
         let dir = tempfile::tempdir().unwrap();
         let records = |boot: &str| Records::open(dir.path().join("r"), boot.to_owned()).unwrap();
         let here = records("this");

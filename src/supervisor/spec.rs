@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spec_is_said_in_the_words_of_the_program() {
+    fn a_spec_becomes_arguments_of_rbd_nbd() {
         let mut spec = spec("a handle", "pool", "image");
         spec.image.namespace = "ns".to_owned();
         spec.image.snapshot = Some("snap".to_owned());
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_would_be_read_otherwise_are_refused() {
+    fn names_that_rbd_nbd_would_misread_are_refused() {
         let good = || spec("v", "p", "i");
         good().check().unwrap();
         let refused = |change: fn(&mut Spec)| {

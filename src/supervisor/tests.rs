@@ -249,7 +249,7 @@ fn an_image_is_mapped_once_served_and_unmapped() {
 }
 
 #[test]
-fn what_cannot_be_mapped_says_why_and_leaves_nothing() {
+fn a_failed_map_names_the_reason_and_leaves_nothing() {
     let Some(test) = Test::new("refused") else {
         return;
     };

@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn below_is_what_a_slash_parts() {
+    fn below_means_by_path_component() {
         let below = |path, above| is_below(Path::new(path), Path::new(above));
         assert!(below("/a/b", "/a") && below("/a/b/c", "/a"));
         assert!(!below("/a", "/a") && !below("/ab", "/a") && !below("/a", "/a/b"));
@@ -103,7 +103,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn below_is_by_whole_names(path in "(/[ab]{1,2}){1,4}", above in "(/[ab]{1,2}){1,3}") {
+        fn any_path_below_another_starts_with_its_components(path in "(/[ab]{1,2}){1,4}", above in "(/[ab]{1,2}){1,3}") {
             let [path, above] = [&path, &above].map(Path::new);
             prop_assert_eq!(is_below(path, above), path != above && path.starts_with(above));
         }

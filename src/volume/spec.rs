@@ -357,7 +357,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_concerns_one_target_waits_for_nothing_that_leaves_it_alone() {
+    fn a_call_for_one_target_runs_beside_calls_that_leave_it_alone() {
         let publish = |target: &str, usage: Use| {
             Call::Publish(Publish {
                 staging_path: "/s".into(),

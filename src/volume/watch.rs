@@ -83,7 +83,7 @@ mod tests {
     use crate::ring;
 
     #[test]
-    fn what_hangs_is_told_of_beside_what_is_missing_until_both_are_back() {
+    fn hung_and_failing_checks_are_reported_until_both_recover() {
         let (go_on, wait) = channel::<()>();
         let wait = Mutex::new(wait);
         let missing = Arc::new(Mutex::new(true));

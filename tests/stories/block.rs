@@ -169,7 +169,7 @@ fn a_lock_of_this_pods_map_is_released_with_it() {
 }
 
 #[test]
-fn a_device_that_somebody_holds_is_not_detached() {
+fn an_open_device_is_not_detached() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "held", "block", 64 * MIB);
@@ -199,7 +199,7 @@ fn a_device_that_somebody_holds_is_not_detached() {
 }
 
 #[test]
-fn the_agent_holds_the_lock_itself_where_told_so() {
+fn with_block_lock_the_agent_holds_the_lock() {
     story(async |sandbox| {
         let setup = NodeSetup::new(sandbox).arg("--block-lock");
         let node = Node::start_with(sandbox, setup).await;
@@ -220,7 +220,7 @@ fn the_agent_holds_the_lock_itself_where_told_so() {
 }
 
 #[test]
-fn a_device_that_somebody_else_has_mounted_is_not_given_out() {
+fn a_device_mounted_elsewhere_is_not_published() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
@@ -283,7 +283,7 @@ async fn number_taken(node: &Node, volume: &Volume, image: &Path, file: &Path) -
 }
 
 #[test]
-fn a_device_that_took_the_number_of_a_raw_volumes_is_not_given_out() {
+fn a_device_that_reuses_a_raw_volumes_number_is_not_published() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
@@ -304,7 +304,7 @@ fn a_device_that_took_the_number_of_a_raw_volumes_is_not_given_out() {
 }
 
 #[test]
-fn a_number_on_record_gives_out_no_device_that_somebody_else_has_mounted() {
+fn a_recorded_number_publishes_no_device_mounted_elsewhere() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
@@ -332,7 +332,7 @@ fn a_number_on_record_gives_out_no_device_that_somebody_else_has_mounted() {
 }
 
 #[test]
-fn what_is_mounted_at_its_staging_path_is_not_given_out_raw() {
+fn a_device_mounted_at_its_staging_path_is_not_published_raw() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
@@ -356,7 +356,7 @@ fn what_is_mounted_at_its_staging_path_is_not_given_out_raw() {
 }
 
 #[test]
-fn a_loop_device_over_a_dead_file_server_keeps_no_raw_volume() {
+fn a_loop_device_over_a_dead_file_server_delays_no_raw_volume() {
     if !StuckFile::possible() {
         return;
     }

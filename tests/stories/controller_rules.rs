@@ -148,7 +148,7 @@ fn names_may_be_any_text() {
 }
 
 #[test]
-fn what_is_not_there_is_not_found_or_gone() {
+fn unknown_volumes_are_not_found_and_count_as_deleted() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
         for id in ["never-ours", "csi-vol-1", "../main"] {
@@ -183,7 +183,7 @@ fn what_is_not_there_is_not_found_or_gone() {
 }
 
 #[test]
-fn capabilities_are_confirmed_or_explained() {
+fn capabilities_are_confirmed_or_refused_with_the_reason() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
         let made = controller.create(request("v")).await.unwrap();
@@ -348,7 +348,7 @@ fn capacity_is_what_the_pool_has() {
 }
 
 #[test]
-fn growth_is_once_and_upwards() {
+fn growth_is_idempotent_and_never_shrinks() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
         let made = controller.create(request("v")).await.unwrap();

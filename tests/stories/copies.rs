@@ -41,7 +41,7 @@ fn size(fs_type: &str) -> u64 {
 }
 
 #[test]
-fn snapshots_keep_the_moment() {
+fn snapshots_keep_the_data_of_their_moment() {
     story(async |sandbox| {
         let (controller, node) = storage(sandbox).await;
         for pool in ["main", "reflink"] {
@@ -208,7 +208,7 @@ fn a_clone_may_be_larger_never_smaller() {
 }
 
 #[test]
-fn an_image_in_use_is_copied_in_one_moment_or_not_at_all() {
+fn an_image_in_use_is_copied_atomically_or_not_at_all() {
     story(async |sandbox| {
         let (controller, node) = storage(sandbox).await;
         for (pool, at_once) in [("reflink", true), ("main", false)] {

@@ -45,33 +45,33 @@ fn every_fs() -> bool {
 }
 
 #[test]
-fn hung_files_hold_up_their_own_volumes_at_the_probe() {
+fn hung_files_delay_only_their_own_volumes_at_the_probe() {
     hung_files(Phase::Probe);
 }
 
 #[test]
-fn hung_files_hold_up_their_own_volumes_at_the_mount() {
+fn hung_files_delay_only_their_own_volumes_at_the_mount() {
     hung_files(Phase::Mount);
 }
 
 #[test]
-fn hung_files_hold_up_their_own_volumes_in_use() {
+fn hung_files_delay_only_their_own_volumes_in_use() {
     hung_files(Phase::Use);
 }
 
 #[test]
-fn hung_files_hold_up_their_own_volumes_at_the_unmount() {
+fn hung_files_delay_only_their_own_volumes_at_the_unmount() {
     hung_files(Phase::Unmount);
 }
 
 #[test]
-fn hung_files_hold_up_their_own_volumes_at_growth() {
+fn hung_files_delay_only_their_own_volumes_at_growth() {
     hung_files(Phase::Growth);
 }
 
 /// Whatever is logged of the volumes that hang.
 #[test]
-fn a_log_that_nobody_reads_holds_up_nobody() {
+fn an_unread_log_delays_no_volume() {
     hung_files_on(Phase::Probe, async |sandbox| {
         let node = Node::start(sandbox).await;
         node.kill9().await;
@@ -83,7 +83,7 @@ fn a_log_that_nobody_reads_holds_up_nobody() {
 
 /// While they hold connections to `/metrics` open and say nothing.
 #[test]
-fn idle_clients_of_metrics_hold_up_nobody() {
+fn idle_metrics_clients_delay_no_volume() {
     hung_files_on(Phase::Unmount, async |sandbox| {
         // This process has the other ends.
         let limit = getrlimit(Resource::Nofile);
@@ -123,12 +123,12 @@ fn hung_files_on<T>(phase: Phase, start: impl AsyncFn(&Sandbox) -> (Node, T) + S
 }
 
 #[test]
-fn a_hung_root_disk_holds_up_the_volumes_that_are_published_on_it() {
+fn a_hung_root_disk_delays_only_volumes_published_on_it() {
     hung_directories(Phase::Publish);
 }
 
 #[test]
-fn a_hung_root_disk_holds_up_the_volumes_that_are_unpublished_on_it() {
+fn a_hung_root_disk_delays_only_volumes_unpublished_on_it() {
     hung_directories(Phase::Unpublish);
 }
 
@@ -148,40 +148,40 @@ fn hung_directories(phase: Phase) {
 }
 
 #[test]
-fn a_hung_pool_holds_up_its_own_volumes_at_the_probe() {
+fn a_hung_pool_delays_only_its_own_volumes_at_the_probe() {
     hung_pool(Phase::Probe, HungPool::new);
 }
 
 #[test]
-fn a_hung_pool_holds_up_its_own_volumes_in_use() {
+fn a_hung_pool_delays_only_its_own_volumes_in_use() {
     hung_pool(Phase::Use, HungPool::new);
 }
 
 #[test]
-fn a_hung_pool_holds_up_its_own_volumes_at_the_unmount() {
+fn a_hung_pool_delays_only_its_own_volumes_at_the_unmount() {
     hung_pool(Phase::Unmount, HungPool::new);
 }
 
 #[test]
-fn a_hung_pool_holds_up_its_own_volumes_at_growth() {
+fn a_hung_pool_delays_only_its_own_volumes_at_growth() {
     hung_pool(Phase::Growth, HungPool::new);
 }
 
 #[test]
 #[ignore = "takes device-mapper: make test-kernel"]
-fn a_suspended_device_holds_up_its_own_volumes_at_the_probe() {
+fn a_suspended_device_delays_only_its_own_volumes_at_the_probe() {
     hung_pool(Phase::Probe, HungPool::mapped);
 }
 
 #[test]
 #[ignore = "takes device-mapper: make test-kernel"]
-fn a_suspended_device_holds_up_its_own_volumes_at_the_unmount() {
+fn a_suspended_device_delays_only_its_own_volumes_at_the_unmount() {
     hung_pool(Phase::Unmount, HungPool::mapped);
 }
 
 #[test]
 #[ignore = "takes device-mapper: make test-kernel"]
-fn a_suspended_device_holds_up_its_own_volumes_at_growth() {
+fn a_suspended_device_delays_only_its_own_volumes_at_growth() {
     hung_pool(Phase::Growth, HungPool::mapped);
 }
 
@@ -200,27 +200,27 @@ fn hung_pool(phase: Phase, make: fn(&Sandbox, &str) -> HungPool) {
 }
 
 #[test]
-fn a_dead_server_holds_up_its_own_volumes_at_the_probe() {
+fn a_dead_server_delays_only_its_own_volumes_at_the_probe() {
     dead_server(Phase::Probe);
 }
 
 #[test]
-fn a_dead_server_holds_up_its_own_volumes_at_the_mount() {
+fn a_dead_server_delays_only_its_own_volumes_at_the_mount() {
     dead_server(Phase::Mount);
 }
 
 #[test]
-fn a_dead_server_holds_up_its_own_volumes_in_use() {
+fn a_dead_server_delays_only_its_own_volumes_in_use() {
     dead_server(Phase::Use);
 }
 
 #[test]
-fn a_dead_server_holds_up_its_own_volumes_at_the_unmount() {
+fn a_dead_server_delays_only_its_own_volumes_at_the_unmount() {
     dead_server(Phase::Unmount);
 }
 
 #[test]
-fn a_dead_server_holds_up_its_own_volumes_at_growth() {
+fn a_dead_server_delays_only_its_own_volumes_at_growth() {
     dead_server(Phase::Growth);
 }
 
@@ -245,22 +245,22 @@ fn dead_server(phase: Phase) {
 }
 
 #[test]
-fn a_dead_osd_holds_up_its_own_volumes_at_the_map() {
+fn a_dead_osd_delays_only_its_own_volumes_at_the_map() {
     dead_osd(Phase::Probe);
 }
 
 #[test]
-fn a_dead_osd_holds_up_its_own_volumes_in_use() {
+fn a_dead_osd_delays_only_its_own_volumes_in_use() {
     dead_osd(Phase::Use);
 }
 
 #[test]
-fn a_dead_osd_holds_up_its_own_volumes_at_the_unmount() {
+fn a_dead_osd_delays_only_its_own_volumes_at_the_unmount() {
     dead_osd(Phase::Unmount);
 }
 
 #[test]
-fn a_dead_osd_holds_up_its_own_volumes_at_growth() {
+fn a_dead_osd_delays_only_its_own_volumes_at_growth() {
     dead_osd(Phase::Growth);
 }
 

@@ -69,7 +69,7 @@ fn keeps_what_is_written(kind: &'static str) {
 }
 
 #[test]
-fn mount_flags_mean_what_they_say() {
+fn mount_flags_take_effect() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("flags", "ext4").flags(&[
@@ -446,7 +446,7 @@ fn an_interrupted_format_is_made_again() {
 }
 
 #[test]
-fn a_note_of_a_format_outweighs_no_file_system() {
+fn a_format_marker_does_not_outweigh_a_file_system() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");

@@ -35,7 +35,7 @@ fn assert_of_group(path: &Path, group: u32) {
 }
 
 #[test]
-fn the_group_owns_all_that_is_there_and_all_that_comes() {
+fn the_group_owns_existing_and_new_files() {
     story(async |sandbox| {
         let setup = NodeSetup::new(sandbox).arg("--volume-mount-group");
         let node = Node::start_with(sandbox, setup).await;

@@ -101,7 +101,7 @@ fn an_inline_volume_keeps_its_size() {
 }
 
 #[test]
-fn the_image_of_an_inline_volume_goes_once_its_pool_is_back() {
+fn the_image_of_an_inline_volume_is_deleted_once_its_pool_is_back() {
     story(async |sandbox| {
         let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
         let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
@@ -124,7 +124,7 @@ fn the_image_of_an_inline_volume_goes_once_its_pool_is_back() {
 }
 
 #[test]
-fn a_hung_state_directory_holds_up_inline_volumes_alone() {
+fn a_hung_state_directory_delays_only_inline_volumes() {
     if !StuckFile::possible() {
         return;
     }
@@ -193,7 +193,7 @@ fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
 
 /// A pod's author needs no right on the node, and mkfs runs as root on it.
 #[test]
-fn a_pod_reaches_nothing_but_its_own_volume() {
+fn inline_attributes_reach_only_the_pods_own_volume() {
     story(async |sandbox| {
         let node = Node::start_with(sandbox, with_inline(sandbox)).await;
         let theirs = sandbox.dir().join("theirs");
@@ -243,7 +243,7 @@ fn pods_have_inline_volumes_only_where_the_node_allows_it() {
 
 /// A small pool on a file system of its own: pods fill it, and no further.
 #[test]
-fn inline_volumes_never_promise_more_than_their_pool_has() {
+fn inline_volumes_never_overcommit_their_pool() {
     story(async |sandbox| {
         let pool = sandbox.reflink_pool("main");
         let setup = NodeSetup {

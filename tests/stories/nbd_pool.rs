@@ -182,7 +182,7 @@ fn whole_lives_on_nodes_without_the_pool() {
 }
 
 #[test]
-fn an_image_that_was_cut_short_is_not_attached() {
+fn a_truncated_image_is_not_attached() {
     if !kernel_has_nbd() {
         return;
     }
@@ -214,7 +214,7 @@ fn an_image_that_was_cut_short_is_not_attached() {
 }
 
 #[test]
-fn an_operator_needs_one_flag_more() {
+fn uringctl_takes_the_nbd_server_as_a_flag() {
     if !kernel_has_nbd() {
         return;
     }
@@ -251,7 +251,7 @@ fn an_operator_needs_one_flag_more() {
 }
 
 #[test]
-fn what_a_client_has_is_neither_deleted_nor_torn() {
+fn an_export_in_use_is_neither_deleted_nor_copied_torn() {
     story(async |sandbox| {
         let reflink = sandbox.reflink_pool("reflink");
         let setup = ControllerSetup::new(sandbox).pool("reflink", &reflink);
@@ -359,7 +359,7 @@ fn exports_are_complete_images_and_nothing_else() {
 }
 
 #[test]
-fn where_nodes_connect_is_part_of_the_volume() {
+fn the_servers_address_is_part_of_the_volume() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
         let request = |parameters: &[(&str, &str)]| {

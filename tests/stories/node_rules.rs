@@ -180,7 +180,7 @@ fn the_other_calls_refuse_what_is_missing_or_oversized() {
 }
 
 #[test]
-fn what_is_not_there_is_not_found() {
+fn missing_images_and_paths_are_not_found() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let gone = Volume::filesystem("gone", "ext4").over("main", "gone.img");
@@ -353,7 +353,7 @@ fn growth_keeps_to_the_range() {
 }
 
 #[test]
-fn what_a_publish_would_hide_is_kept() {
+fn files_at_a_target_are_not_hidden_by_a_publish() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
@@ -387,7 +387,7 @@ fn what_a_publish_would_hide_is_kept() {
 }
 
 #[test]
-fn a_full_node_says_so() {
+fn a_full_node_is_resource_exhausted() {
     story(async |sandbox| {
         let setup = NodeSetup::new(sandbox).arg("--max-volumes=1");
         let node = Node::start_with(sandbox, setup).await;
@@ -406,7 +406,7 @@ fn a_full_node_says_so() {
 }
 
 #[test]
-fn what_is_not_the_volume_is_not_unmounted() {
+fn only_the_volumes_own_mounts_are_unmounted() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let [volume, unknown] = ["v", "unknown"].map(|name| sandbox.volume(name, "ext4"));
@@ -479,7 +479,7 @@ fn what_is_not_the_volume_is_not_unmounted() {
 
 /// What is published is what is staged, whatever a publish says of its source.
 #[test]
-fn contexts_of_a_publish_lead_to_no_other_volume() {
+fn a_publish_context_selects_no_other_volume() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let [volume, other] = ["v", "other"].map(|name| sandbox.volume(name, "ext4"));

@@ -76,7 +76,7 @@ fn a_shared_image_is_on_one_node_at_a_time() {
 }
 
 #[test]
-fn a_shared_pool_is_taken_for_a_local_one_by_nobody() {
+fn a_shared_pool_is_never_used_as_a_local_one() {
     story(async |sandbox| {
         let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
         // The default of the node agent is local.
@@ -194,7 +194,7 @@ fn a_run_directory_has_one_agent() {
 }
 
 #[test]
-fn a_claim_goes_also_where_its_pool_was_away() {
+fn a_claim_is_removed_once_its_pool_is_back() {
     story(async |sandbox| {
         let (real, pool) = (sandbox.pool("real"), sandbox.pool("away"));
         let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());

@@ -59,7 +59,7 @@ async fn machine(sandbox: &Sandbox) -> (Node, Controller, Operator) {
 }
 
 #[test]
-fn up_and_down() {
+fn uringctl_up_and_down() {
     story(async |sandbox| {
         let (node, _controller, operator) = machine(sandbox).await;
         let path = node.kubelet.join("data");
@@ -98,7 +98,7 @@ fn up_and_down() {
 }
 
 #[test]
-fn exit_codes_tell_what_to_do() {
+fn exit_codes_distinguish_kinds_of_errors() {
     story(async |sandbox| {
         let (node, controller, operator) = machine(sandbox).await;
         let path = node.kubelet.join("data");
@@ -131,7 +131,7 @@ fn exit_codes_tell_what_to_do() {
 }
 
 #[test]
-fn a_list_without_a_pool_that_hangs_says_so() {
+fn an_incomplete_list_names_the_hung_pool() {
     if !StuckFile::possible() {
         return;
     }
@@ -171,7 +171,7 @@ fn a_list_without_a_pool_that_hangs_says_so() {
 }
 
 #[test]
-fn a_list_without_what_cannot_be_reached_says_so() {
+fn an_incomplete_list_names_what_is_unreachable() {
     story(async |sandbox| {
         let mut setup = NodeSetup::new(sandbox);
         setup.pools = vec![format!("main={},shared", sandbox.pool("main").display())];

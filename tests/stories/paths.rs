@@ -74,7 +74,7 @@ fn two_volumes_are_never_mounted_over_one_another() {
 }
 
 #[test]
-fn where_a_volume_is_staged_it_is_neither_published_nor_unpublished() {
+fn nothing_is_published_or_unpublished_at_a_staging_path() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "v", "ext4", 16 * MIB);
@@ -104,7 +104,7 @@ fn where_a_volume_is_staged_it_is_neither_published_nor_unpublished() {
 
 /// A staging mount that an operator took away, with its directory.
 #[test]
-fn a_volume_whose_staging_mount_is_gone_is_to_be_staged_again() {
+fn a_volume_without_its_staging_mount_must_be_staged_again() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "v", "ext4", 16 * MIB);
@@ -129,7 +129,7 @@ fn a_volume_whose_staging_mount_is_gone_is_to_be_staged_again() {
 /// Whatever stands where a volume is to be published: it is not followed, not opened,
 /// not mounted over and not removed.
 #[test]
-fn what_stands_at_a_target_is_left_alone() {
+fn files_and_nodes_at_a_target_are_left_alone() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "v", "ext4", 16 * MIB);

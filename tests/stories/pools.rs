@@ -59,7 +59,7 @@ impl Disk {
 }
 
 #[test]
-fn an_unmounted_pool_is_away_for_a_node() {
+fn an_unmounted_pool_is_unavailable_to_a_node() {
     story(async |sandbox| {
         let (disk, listener) = (Disk::of(sandbox), Listener(free_port()));
         disk.mount();
@@ -91,7 +91,7 @@ fn an_unmounted_pool_is_away_for_a_node() {
 }
 
 #[test]
-fn an_unmounted_pool_is_away_for_a_controller() {
+fn an_unmounted_pool_is_unavailable_to_a_controller() {
     story(async |sandbox| {
         let (disk, listener) = (Disk::of(sandbox), Listener(free_port()));
         let setup = ControllerSetup {
@@ -133,7 +133,7 @@ fn an_unmounted_pool_is_away_for_a_controller() {
 
 /// An agent that has never seen the pool cannot tell by itself.
 #[test]
-fn a_pool_that_must_be_mounted_is_away_until_it_is() {
+fn a_pool_that_must_be_mounted_is_unavailable_until_it_is() {
     story(async |sandbox| {
         let (disk, listener) = (Disk::of(sandbox), Listener(free_port()));
         let mut setup = with_inline(sandbox).arg(&listener.arg());

@@ -17,7 +17,7 @@ use crate::rbd::{
     served::{node_with, served},
 };
 
-/// Tells [`a_child_of_an_agent_tries`] where to write what came of it.
+/// Tells [`forbidden_system_calls_of_a_child`] where to write what came of it.
 const TRIES: &str = "TRIES_WRITTEN_TO";
 
 /// As in docs/security.md, by number (include/uapi/linux/capability.h): chown,
@@ -64,7 +64,7 @@ fn assert_all_confined(pid: u32, kept: &[u32]) {
 }
 
 #[test]
-fn the_node_agent_keeps_what_it_needs() {
+fn the_node_agent_keeps_only_needed_privileges() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
@@ -76,7 +76,7 @@ fn the_node_agent_keeps_what_it_needs() {
 }
 
 #[test]
-fn the_holder_keeps_what_it_needs() {
+fn the_supervisor_keeps_only_needed_privileges() {
     if kernel_has_nbd() {
         story(async |sandbox| {
             let supervisor = Supervisor::start(sandbox).await;
@@ -118,7 +118,7 @@ fn the_node_agent_encrypts_without_writing_to_its_root() {
 }
 
 #[test]
-fn no_program_of_the_agent_takes_the_host_over() {
+fn children_of_the_agent_cannot_take_over_the_host() {
     story(async |sandbox| {
         let written = sandbox.dir().join("tries");
         let _stand_in = trying("mkfs.ext4", &written);
@@ -132,7 +132,7 @@ fn no_program_of_the_agent_takes_the_host_over() {
 }
 
 #[test]
-fn no_program_of_the_holder_takes_the_host_over() {
+fn children_of_the_supervisor_cannot_take_over_the_host() {
     ceph_story(async |sandbox, ceph| {
         let written = sandbox.dir().join("tries");
         let _stand_in = trying("rbd-nbd", &written);
@@ -150,7 +150,7 @@ fn no_program_of_the_holder_takes_the_host_over() {
 fn trying(program: &str, written: &Path) -> ProgramStub {
     let script = format!(
         "cat /proc/self/status > {written}.status\n\
-         {TRIES}={written} {test} --exact privileges::a_child_of_an_agent_tries \
+         {TRIES}={written} {test} --exact privileges::forbidden_system_calls_of_a_child \
          >&2 < /dev/null || exit\n\
          exec {program} \"$@\"",
         written = written.display(),
@@ -168,7 +168,7 @@ fn assert_refused(written: &Path, kept: &[u32]) {
 
 /// Each of what must fail, with arguments that would do no harm if it did not.
 #[test]
-fn a_child_of_an_agent_tries() {
+fn forbidden_system_calls_of_a_child() {
     let Some(written) = env::var_os(TRIES) else {
         return;
     };

@@ -380,7 +380,7 @@ fn calls_without_secrets_use_the_controller_s_own() {
 }
 
 #[test]
-fn mistakes_are_named_and_secrets_are_not() {
+fn invalid_parameters_are_named_and_secrets_are_not() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -448,7 +448,7 @@ fn mistakes_are_named_and_secrets_are_not() {
 }
 
 #[test]
-fn a_dead_cluster_has_a_deadline_and_holds_up_no_other() {
+fn a_dead_cluster_times_out_and_delays_no_other() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -489,7 +489,7 @@ fn a_dead_cluster_has_a_deadline_and_holds_up_no_other() {
 }
 
 #[test]
-fn a_list_without_a_dead_cluster_says_so() {
+fn an_incomplete_list_names_the_dead_cluster() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -543,7 +543,7 @@ fn an_image_in_use_is_not_deleted() {
 }
 
 #[test]
-fn a_controller_without_storage_or_libraries_says_so() {
+fn a_controller_without_storage_or_libraries_names_what_is_missing() {
     story(async |sandbox| {
         let controller = program("uring-csi-controller").display().to_string();
         let endpoint = format!("--endpoint=unix://{}/c.sock", sandbox.dir().display());

@@ -83,7 +83,7 @@ fn a_repeat_with_other_arguments_is_refused() {
 }
 
 #[test]
-fn access_modes_say_how_many_may_use_it() {
+fn access_modes_limit_the_users_of_a_volume() {
     use Mode::{
         MultiNodeReaderOnly, MultiNodeSingleWriter, SingleNodeMultiWriter, SingleNodeReaderOnly,
         SingleNodeSingleWriter, SingleNodeWriter,

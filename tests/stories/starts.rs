@@ -35,7 +35,7 @@ fn begun(node: &Node, count: usize) -> Vec<Volume> {
 }
 
 #[test]
-fn what_a_killed_agent_had_attached_and_not_noted_waits_for_its_pool() {
+fn an_unrecorded_attach_of_a_killed_agent_waits_for_its_pool() {
     story(async |sandbox| {
         let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
         let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
@@ -70,7 +70,7 @@ fn what_a_killed_agent_had_attached_and_not_noted_waits_for_its_pool() {
 }
 
 #[test]
-fn an_agent_serves_before_it_has_taken_up_its_volumes() {
+fn an_agent_serves_before_its_volumes_are_recovered() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");

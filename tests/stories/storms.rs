@@ -59,7 +59,7 @@ async fn ends(node: &Node, stuck: Vec<(StuckFile, Volume)>) {
 }
 
 #[test]
-fn devices_that_hang_use_no_place_up() {
+fn hung_devices_use_up_no_places() {
     if !StuckFile::possible() {
         return;
     }
@@ -126,7 +126,7 @@ fn a_full_queue_refuses_and_the_call_may_be_repeated() {
 const STORM: usize = 48;
 
 #[test]
-fn calls_that_look_for_their_volumes_take_no_thread_each() {
+fn waiting_lookups_take_no_thread_each() {
     if !StuckFile::possible() {
         return;
     }
@@ -172,7 +172,7 @@ fn calls_that_look_for_their_volumes_take_no_thread_each() {
 const IDLE: usize = 2000;
 
 #[test]
-fn idle_clients_of_metrics_take_nothing_from_volumes() {
+fn idle_metrics_clients_take_no_descriptors_from_volumes() {
     story(async |sandbox| {
         // This process has the other ends.
         let limit = getrlimit(Resource::Nofile);
@@ -234,7 +234,7 @@ exec $program \"$@\"
 ";
 
 #[test]
-fn so_many_mkfs_and_fsck_run_at_once_and_no_more() {
+fn concurrent_mkfs_and_fsck_are_limited() {
     story(async |sandbox| {
         let programs = Path::new("/usr/local/sbin");
         run(&["mount", "-t", "tmpfs", "none", "/usr/local/sbin"]);

@@ -53,7 +53,7 @@ async fn another_lives(node: &Node, sandbox: &Sandbox, name: &str) {
 }
 
 #[test]
-fn a_device_that_hangs_in_the_probe_is_told_of() {
+fn a_device_hung_in_the_probe_is_reported() {
     stuck_story(async |sandbox, node, file, volume| {
         file.stop_data();
         node.timeout.set(Duration::from_secs(3));
@@ -77,7 +77,7 @@ fn a_device_that_hangs_in_the_probe_is_told_of() {
 }
 
 #[test]
-fn a_device_that_hangs_in_use_still_has_stats() {
+fn a_device_hung_in_use_still_has_stats() {
     stuck_story(async |sandbox, node, file, volume| {
         let target = node.up(volume, "pod").await;
         std::fs::write(target.join("file"), "dirty").unwrap();
@@ -108,7 +108,7 @@ fn a_device_that_hangs_in_use_still_has_stats() {
 }
 
 #[test]
-fn a_file_server_that_went_away_is_nobody_elses_trouble() {
+fn a_dead_file_server_delays_only_its_own_volumes() {
     stuck_story(async |sandbox, node, file, volume| {
         let target = node.up(volume, "pod").await;
         file.stop_all();
@@ -141,7 +141,7 @@ fn a_file_server_that_went_away_is_nobody_elses_trouble() {
 }
 
 #[test]
-fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
+fn an_agent_killed_with_a_stuck_thread_is_replaced() {
     stuck_story(async |sandbox, node, file, volume| {
         file.stop_data();
         node.timeout.set(Duration::from_secs(3));
@@ -164,7 +164,7 @@ fn an_agent_killed_with_a_stuck_thread_is_succeeded() {
 }
 
 #[test]
-fn a_statfs_that_waits_holds_up_its_own_volume() {
+fn a_hung_statfs_delays_only_its_own_volume() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let [known, unknown] = ["known", "unknown"]
@@ -207,7 +207,7 @@ fn a_statfs_that_waits_holds_up_its_own_volume() {
 }
 
 #[test]
-fn statistics_below_a_directory_that_hangs_hold_up_their_own_volume() {
+fn statistics_below_a_hung_directory_delay_only_their_own_volume() {
     if !StuckFile::possible() {
         return;
     }
@@ -242,7 +242,7 @@ fn statistics_below_a_directory_that_hangs_hold_up_their_own_volume() {
 }
 
 #[test]
-fn a_pool_that_hangs_keeps_no_volume_of_another_pool() {
+fn a_hung_pool_delays_no_unstage_in_another_pool() {
     if !StuckFile::possible() {
         return;
     }
@@ -271,7 +271,7 @@ fn a_pool_that_hangs_keeps_no_volume_of_another_pool() {
 }
 
 #[test]
-fn a_pool_that_hangs_keeps_nothing_that_may_not_be_in_it() {
+fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
     if !StuckFile::possible() {
         return;
     }
@@ -374,7 +374,7 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
 }
 
 #[test]
-fn a_program_that_cannot_be_read_holds_up_its_own_volume() {
+fn a_program_on_a_hung_disk_delays_only_its_own_volume() {
     if !StuckFile::possible() {
         return;
     }

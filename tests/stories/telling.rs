@@ -68,7 +68,7 @@ fn stats_are_what_statfs_says() {
 }
 
 #[test]
-fn a_log_that_nobody_reads_holds_up_nobody() {
+fn an_unread_log_delays_no_call() {
     story(async |sandbox| {
         let port = free_port();
         let setup = NodeSetup::new(sandbox)
@@ -124,7 +124,7 @@ fn a_log_that_nobody_reads_holds_up_nobody() {
 }
 
 #[test]
-fn what_is_wrong_is_told_until_it_is_gone() {
+fn a_file_system_error_is_reported_until_it_is_gone() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
@@ -165,7 +165,7 @@ fn what_is_wrong_is_told_until_it_is_gone() {
 
 /// XFS does so after an error that it cannot undo, and answers no stat(2) then.
 #[test]
-fn a_file_system_that_has_shut_down_is_told_of_and_goes() {
+fn a_shut_down_file_system_is_reported_and_unstaged() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "xfs");
@@ -226,7 +226,7 @@ fn metrics_count_calls_and_steps() {
 }
 
 #[test]
-fn secrets_are_never_told() {
+fn secrets_are_never_logged() {
     story(async |sandbox| {
         let setup = NodeSetup::new(sandbox).arg("--log-level=trace");
         let node = Node::start_with(sandbox, setup).await;
@@ -282,7 +282,7 @@ type MakeReadOnly<'a> = &'a dyn Fn(&Path, &Path);
 /// What `errors=remount-ro` does: kernels before 6.14 make the superblock read-only,
 /// later ones refuse writes and leave it as it is.
 #[test]
-fn a_file_system_that_became_read_only_by_an_error_is_told_of_and_stays_published() {
+fn a_file_system_made_read_only_by_an_error_is_reported_and_stays_published() {
     let error = |_: &Path, device: &Path| {
         let ext4 = Path::new("/sys/fs/ext4").join(device.file_name().unwrap());
         std::fs::write(ext4.join("trigger_fs_error"), "story").unwrap();
@@ -327,7 +327,7 @@ fn a_file_system_that_became_read_only_by_an_error_is_told_of_and_stays_publishe
 }
 
 #[test]
-fn a_node_without_what_it_was_given_is_not_ready_and_comes_back() {
+fn a_node_without_its_pool_or_clusters_is_not_ready_until_they_appear() {
     story(async |sandbox| {
         let port = free_port();
         let [config, pool] = ["clusters.json", "later"].map(|name| sandbox.dir().join(name));

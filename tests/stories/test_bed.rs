@@ -5,7 +5,7 @@ use std::{process::Command, thread, time::Duration};
 use testkit::{TestCluster, output_despite_abort};
 
 #[test]
-fn a_ceph_cluster_of_ones_own_is_started_stopped_and_gone() {
+fn an_own_ceph_cluster_starts_stops_and_is_removed() {
     let Some(cluster) = TestCluster::own() else {
         return;
     };
@@ -23,7 +23,7 @@ fn a_ceph_cluster_of_ones_own_is_started_stopped_and_gone() {
 }
 
 #[test]
-fn a_ceph_cluster_is_the_same_for_all_who_share_it() {
+fn the_shared_ceph_cluster_is_the_same_for_all() {
     let (Some(one), Some(other)) = (TestCluster::shared(), TestCluster::shared()) else {
         return;
     };

@@ -59,7 +59,7 @@ async fn capabilities(node: &Node) -> Vec<NodeRpc> {
 }
 
 #[test]
-fn what_is_optional_is_announced_where_it_was_asked_for() {
+fn optional_capabilities_are_announced_on_request() {
     story(async |sandbox| {
         let optional = [NodeRpc::VolumeMountGroup, NodeRpc::GetVolumeHealth];
         let plain = Node::start(sandbox).await;
@@ -77,7 +77,7 @@ fn what_is_optional_is_announced_where_it_was_asked_for() {
 }
 
 #[test]
-fn the_node_says_who_it_is_and_what_it_can() {
+fn the_node_reports_its_identity_and_capabilities() {
     story(async |sandbox| {
         let setup = NodeSetup::new(sandbox).arg("--topology=zone=a");
         let node = Node::start_with(sandbox, setup).await;
@@ -120,7 +120,7 @@ fn the_node_says_who_it_is_and_what_it_can() {
 }
 
 #[test]
-fn the_controller_says_who_it_is_and_what_it_can() {
+fn the_controller_reports_its_identity_and_capabilities() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
         let can = IdentityClient::new(controller.channel())
@@ -215,7 +215,7 @@ fn an_endpoint_that_is_no_unix_socket_is_refused() {
 }
 
 #[test]
-fn sigterm_finishes_what_runs_and_takes_nothing_new() {
+fn sigterm_finishes_running_calls_and_accepts_no_new_ones() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("last", "ext4");

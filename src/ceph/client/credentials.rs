@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn missing_or_malformed_secrets_are_named() {
         use CredentialsError::{Key, Missing, User};
         let key = good_key();
         let error = |given: &[(&str, &str)]| read(given).unwrap_err();

@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn others_are_named_with_what_they_did() {
+    fn each_failed_monitor_is_named_with_its_error() {
         let (other, thread) = server(b"SSH-2.0-other");
         let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .unwrap()
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn many_that_ask_at_once_share_a_question_and_a_refusal_is_nobody_else_s() {
+    fn concurrent_callers_share_one_greeting_and_no_refusal() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let list = [address.to_string()];

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_passphrase_is_opened_by_whom_it_was_sealed_for() {
+    fn a_sealed_passphrase_opens_only_with_its_key_and_handle() {
         let (with, dek) = (secret("test_passphrase"), generate());
         let sealed = seal(&with, "0001-a", &dek);
         assert!(!sealed.contains(dek.reveal()));
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_implementation_sealed_is_opened() {
+    fn a_passphrase_sealed_by_another_implementation_opens() {
         // Made by Python's hashlib.scrypt and cryptography's AESGCM.
         let sealed = include_str!("encryption/sealed.json");
         let opened = open(
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_older_note_counts_too() {
+    fn the_older_metadata_key_is_read() {
         let note = |key: &str| BTreeMap::from([(key.to_owned(), " encrypted\n".to_owned())]);
         for key in ["rbd.csi.ceph.com/encrypted", ".rbd.csi.ceph.com/encrypted"] {
             assert_eq!(value_of(&note(key), STATE_KEY), Some("encrypted"));

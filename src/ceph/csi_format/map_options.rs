@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_decides_who_asks_for_what_is_refused_by_name() {
+    fn options_that_select_user_image_or_access_are_refused_by_name() {
         for (given, word) in [
             ("secret=AQ==", "secret"),
             ("krbd:name=admin", "name"),
@@ -280,7 +280,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_brings_more_than_options(text in "(krbd:)?[\\PC\\s,;=:]{0,60}") {
+        fn any_text_yields_allowed_map_options_only(text in "(krbd:)?[\\PC\\s,;=:]{0,60}") {
             if let Ok(options) = MapOptions::parse(&text) {
                 for option in options.iter() {
                     let text = option.to_string();

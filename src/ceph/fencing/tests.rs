@@ -21,7 +21,7 @@ fn entry(has: &RegisteredNode) -> NodeEntry {
 }
 
 #[test]
-fn a_node_enters_its_client_only_while_it_is_published_to() {
+fn a_node_registers_its_client_only_while_published() {
     let Some(Place { io, cluster: _test }) = Place::new() else {
         return;
     };
@@ -59,7 +59,7 @@ fn a_node_enters_its_client_only_while_it_is_published_to() {
 }
 
 #[test]
-fn who_is_to_let_go_enters_nothing_more() {
+fn a_node_being_unpublished_registers_no_client() {
     let Some(Place { io, cluster: _test }) = Place::new() else {
         return;
     };
@@ -140,7 +140,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_written_is_read_back(address: String, host: String, pid: i32, began: u64, which in 0..3) {
+    fn a_written_entry_reads_back(address: String, host: String, pid: i32, began: u64, which in 0..3) {
         let has = Client {
             address,
             boot_id: host.clone(),

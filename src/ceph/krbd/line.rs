@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_has_its_place_and_the_volumes_own_options_come_last() {
+    fn the_map_line_ends_with_the_volumes_own_options() {
         assert_eq!(
             line(&image("i"), "ms_mode=crc,notrim", Some("zone:a|host:b")).unwrap(),
             "10.0.0.1:3300 name=csi,key=uring-csi:c:v%201:n,mount_timeout=30,_pool_ns=ns,\
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_part_the_line_elsewhere_is_refused() {
+    fn text_that_would_break_the_map_line_is_refused() {
         for name in ["", "a b", "a\nb"] {
             assert!(line(&image(name), "", None).is_err(), "{name:?}");
         }

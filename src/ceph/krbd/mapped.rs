@@ -257,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_driver_was_told_is_read_back() {
+    fn monitors_and_mark_are_read_from_the_drivers_config() {
         let mark = Mark::new("c", "0001-0001-c-0000000000000001-u");
         let line =
             format!("10.0.0.1:6789,[fd00::1]:3300 name=csi,key={mark},ms_mode=secure rbd a -");
@@ -273,7 +273,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_mark_is_one_word_and_comes_back(cluster_id in "\\PC{0,40}", volume_id in "\\PC{0,128}") {
+        fn a_mark_is_one_word_and_parses_back(cluster_id in "\\PC{0,40}", volume_id in "\\PC{0,128}") {
             let mark = Mark::new(&cluster_id, &volume_id);
             let text = mark.to_string();
             prop_assert!(crate::ceph::csi_format::map_options::is_word(&text) && !text.contains(','));

@@ -193,7 +193,7 @@ fn growth_of_the_image_reaches_its_device() {
 }
 
 #[test]
-fn what_the_cluster_refuses_is_told_apart() {
+fn refusals_of_the_cluster_have_distinct_errors() {
     let Some(test) = Test::new("refused") else {
         return;
     };
@@ -306,7 +306,7 @@ fn an_image_that_others_mapped_is_known_by_its_monitors_or_refused() {
 }
 
 #[test]
-fn monitors_that_do_not_greet_keep_the_driver_out_of_it() {
+fn silent_monitors_are_refused_before_the_driver_maps() {
     let Some(test) = Test::new("silent") else {
         return;
     };

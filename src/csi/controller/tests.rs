@@ -58,7 +58,7 @@ fn block(name: &str, requisite: Vec<Topology>) -> wire::CreateVolumeRequest {
 }
 
 #[tokio::test]
-async fn a_local_volume_is_made_where_it_is_wanted() {
+async fn a_local_volume_satisfies_the_requested_topology() {
     let (_dir, controller) = beside_a_node(false);
     let upper = KEY.to_uppercase();
     let fits = [

@@ -157,7 +157,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn a_pod_gets_a_file_system_of_its_own_or_is_refused_by_name(pairs in hostile()) {
+    fn inline_attributes_are_parsed_or_refused_by_name(pairs in hostile()) {
         let field = "volume_context";
         let asked = validate::map(field, &pairs)
             .and_then(|()| inline::refuse_unlisted(&pairs))
@@ -181,7 +181,7 @@ proptest! {
     }
 
     #[test]
-    fn a_volume_is_what_its_attributes_name_or_is_refused_by_name(pairs in hostile_volume()) {
+    fn volume_attributes_are_parsed_or_refused_by_name(pairs in hostile_volume()) {
         let field = "volume_context";
         let read = validate::map(field, &pairs).and_then(|()| {
             let parsed = Parsed::new(&mounted(Vec::new()), &pairs, false)
@@ -204,7 +204,7 @@ proptest! {
 
     #[cfg(feature = "controller")]
     #[test]
-    fn a_class_makes_volumes_that_nodes_take_or_is_refused_by_name(pairs in hostile()) {
+    fn class_parameters_make_stageable_volumes_or_are_refused_by_name(pairs in hostile()) {
         use crate::provision::Parameters;
 
         let read = validate::map("parameters", &pairs)

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn every_node_knows_what_another_has_begun() {
+    fn a_format_marker_is_seen_by_every_node() {
         use Format::{FileSystem, Luks};
         let Some(Place { io, cluster: _test }) = Place::new() else {
             return;
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_s_note_is_none() {
+    fn a_format_marker_copied_by_a_clone_is_ignored() {
         let Some(Place { io, cluster: _test }) = Place::new() else {
             return;
         };

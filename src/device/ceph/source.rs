@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn an_invalid_attribute_is_named() {
         for (key, value) in [
             ("clusterID", ""),
             ("pool", ""),
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn who_maps_is_as_ceph_csi_has_it() {
+    fn the_mounter_is_chosen_as_by_ceph_csi() {
         let mounter = |pairs: &[(&str, &str)]| {
             let source = parse(HANDLE, &[&BASE[..], pairs].concat()).unwrap();
             let json = serde_json::to_string(&source).unwrap();

@@ -112,7 +112,7 @@ mod tests {
     const HANDLE: &str = "0001-0001-c-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
 
     #[test]
-    fn the_note_is_as_ceph_csi_has_it() {
+    fn the_stage_file_is_that_of_ceph_csi() {
         let context = [
             ("clusterID", "c"),
             ("pool", "rbd"),
@@ -158,7 +158,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_note_is_read_or_refused(text in ".{0,80}|\\{\"Version\":3,\"pool\":.{0,9},\"image\":.{0,9}\\}") {
+        fn any_stage_file_is_read_or_refused(text in ".{0,80}|\\{\"Version\":3,\"pool\":.{0,9},\"image\":.{0,9}\\}") {
             let _ = CephSource::from_stage_file(text.as_bytes(), HANDLE);
         }
     }

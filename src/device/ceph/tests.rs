@@ -76,7 +76,7 @@ fn mapped(cluster: &str, pool_id: i64) -> Mapped {
 }
 
 #[test]
-fn a_note_is_of_no_image_of_another_pool_or_cluster() {
+fn an_image_of_another_pool_or_cluster_belongs_to_another_volume() {
     let home = Home::new();
     assert!(!home.belongs_to_other_volume(&mapped("ours", 4)));
     assert!(home.belongs_to_other_volume(&mapped("ours", 7)));
@@ -87,7 +87,7 @@ fn a_note_is_of_no_image_of_another_pool_or_cluster() {
 }
 
 #[test]
-fn after_a_fail_over_a_note_is_of_the_image_that_stands_in() {
+fn after_a_fail_over_the_mirror_belongs_to_the_volume() {
     let home = Home::new();
     assert!(home.belongs_to_other_volume(&mapped("mirror", 7)));
     let mapping = json!([{
@@ -110,7 +110,7 @@ fn after_a_fail_over_a_note_is_of_the_image_that_stands_in() {
 }
 
 #[test]
-fn who_marked_an_image_knows_whose_it_is() {
+fn a_mark_names_the_volume_of_a_mapped_image() {
     let home = Home::new();
     for (volume_id, is_its) in [(HANDLE, true), ("another", false)] {
         let mut mapped = mapped("theirs", 7);

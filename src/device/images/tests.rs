@@ -73,7 +73,7 @@ fn at_once(other: impl Fn(&ImageFiles) -> Result<(), DeviceError> + Sync) {
 }
 
 #[test]
-fn of_two_growths_at_once_each_counts_the_other() {
+fn concurrent_growths_count_each_others_space() {
     at_once(|images| {
         let source = ImageSource::new("main", "b");
         images.bind(&source).enlarge(40 * MIB)
@@ -81,7 +81,7 @@ fn of_two_growths_at_once_each_counts_the_other() {
 }
 
 #[test]
-fn of_a_growth_and_an_inline_volume_at_once_each_counts_the_other() {
+fn a_growth_and_an_inline_volume_count_each_others_space() {
     at_once(|images| {
         let source = images.inline_source(None, "pod")?;
         let done = images.bind(&source).create_inline("pod", 40 * MIB)?;

@@ -44,7 +44,7 @@ fn a_device_that_another_process_is_making_is_waited_for() {
 }
 
 #[test]
-fn what_is_attached_is_found_resized_and_detached() {
+fn a_loop_device_is_found_resized_and_detached() {
     let image = Scratch::image(MIB);
     let id = FileId::of(image.as_file()).unwrap();
     assert_eq!(find(id, image.path()).unwrap(), []);
@@ -165,7 +165,7 @@ fn an_opener_defers_the_detach() {
 }
 
 #[test]
-fn another_files_device_is_left_alone() {
+fn a_loop_device_of_another_file_is_not_detached() {
     let (one, other) = (Scratch::new(MIB), Scratch::new(MIB));
     assert_eq!(detach(&other.device, one.id()).unwrap(), Detached::Already);
     let _claim = other.device.open(OFlags::RDONLY | OFlags::EXCL).unwrap();
@@ -189,7 +189,7 @@ fn attaches_at_once_get_a_device_each() {
 }
 
 #[test]
-fn a_number_under_way_is_passed_over() {
+fn a_reserved_loop_number_is_skipped() {
     let control = loopctl::open_control().unwrap();
     let reserved = reserved::Reserved::take(&control, 0).unwrap();
     let scratch = Scratch::new(MIB);

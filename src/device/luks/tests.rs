@@ -114,7 +114,7 @@ fn a_mapping_over_another_device_is_not_taken_for_this() {
 }
 
 #[test]
-fn what_is_on_a_device_is_not_taken_for_nothing() {
+fn a_device_with_data_is_not_taken_for_blank() {
     let scratch = Scratch::new(4 * MIB);
     scratch.open().write_all_at(b"data", MIB).unwrap();
     assert_eq!(look(&node(&scratch)).unwrap(), Holds::Unknown(MIB));
@@ -127,7 +127,7 @@ fn what_is_on_a_device_is_not_taken_for_nothing() {
 }
 
 #[test]
-fn a_header_that_is_not_whole_is_known() {
+fn a_partial_luks_header_is_recognised() {
     let Some(name) = Name::new("key") else {
         return;
     };
@@ -157,7 +157,7 @@ fn a_header_that_is_not_whole_is_known() {
 }
 
 #[test]
-fn a_mapping_that_is_going_is_none() {
+fn a_mapping_being_removed_is_ignored() {
     let block = tempfile::tempdir().unwrap();
     let device = block.path().join("dm-7");
     fs::create_dir_all(device.join("dm")).unwrap();

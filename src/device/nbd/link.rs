@@ -235,7 +235,7 @@ mod tests {
     use super::{super::client::tests::pair, *};
 
     #[test]
-    fn dead_connections_are_counted_until_others_are_in_their_place() {
+    fn dead_connections_are_counted_until_replaced() {
         let mut others = Vec::new();
         let mut fresh = |taken| {
             let (connection, other) = pair(taken);

@@ -47,7 +47,7 @@ fn a_loop_device_is_seen_coming_and_growing() {
 }
 
 #[test]
-fn after_lost_events_every_waiter_looks_again() {
+fn after_lost_uevents_every_waiter_checks_again() {
     ring::start(async {
         let uevents = Uevents::start().unwrap();
         let mut looks = 0;
@@ -100,7 +100,7 @@ fn once_the_listener_has_ended_it_is_not_alive() {
 }
 
 #[test]
-fn a_failing_check_ends_the_waiting() {
+fn a_failing_check_ends_the_wait() {
     ring::start(async {
         let uevents = Uevents::start().unwrap();
         let failed = uevents

@@ -127,7 +127,7 @@ fn ext4_grows_once_or_names_the_capability_it_takes() {
 }
 
 #[test]
-fn a_gain_smaller_than_a_block_is_none() {
+fn a_gain_too_small_to_use_needs_no_growth() {
     let info = probe::FsInfo {
         fs: FsType::Xfs,
         uuid: [0; 16],

@@ -13,7 +13,7 @@ fn words(words: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn words_are_split_as_a_shell_does() {
+fn mkfs_options_are_split_as_by_a_shell() {
     for (text, expected) in [
         ("", &[][..]),
         ("  -F\t-q ", &["-F", "-q"]),
@@ -33,7 +33,7 @@ fn words_are_split_as_a_shell_does() {
 }
 
 #[test]
-fn options_are_spelt_out_and_force_is_ours() {
+fn mkfs_options_are_normalised_and_force_is_dropped() {
     for (fs, text, expected) in [
         (
             FsType::Ext4,
@@ -70,7 +70,7 @@ fn options_are_spelt_out_and_force_is_ours() {
 }
 
 #[test]
-fn what_does_something_else_is_refused() {
+fn mkfs_options_beyond_formatting_are_refused() {
     for (fs, text) in [
         (FsType::Ext4, "/dev/sda"),
         (FsType::Ext4, "-- /dev/sda"),
@@ -124,7 +124,7 @@ fn what_does_something_else_is_refused() {
 }
 
 #[test]
-fn command_lines_make_what_they_say() {
+fn mkfs_command_lines_make_a_clean_file_system() {
     let bytes = 320 << 20;
     for fs in FsType::ALL {
         for (options, zero) in [("", true), ("", false), ("-L name", false)] {
@@ -147,7 +147,7 @@ fn command_lines_make_what_they_say() {
 }
 
 #[test]
-fn what_is_refused_is_named_with_its_reason() {
+fn refused_mkfs_options_are_named_with_the_reason() {
     for (fs, text, expected) in [
         (
             FsType::Xfs,
@@ -289,20 +289,20 @@ fn quoted(word: &str) -> String {
 
 proptest! {
     #[test]
-    fn quoted_words_come_back(list in proptest::collection::vec(any::<String>(), 0..6)) {
+    fn quoted_mkfs_options_parse_back(list in proptest::collection::vec(any::<String>(), 0..6)) {
         let text = list.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ");
         prop_assert_eq!(split_options(&text).unwrap(), list);
     }
 
     #[test]
-    fn any_text_is_survived(text in any::<String>()) {
+    fn any_mkfs_options_are_split_without_a_panic(text in any::<String>()) {
         let _ = split_options(&text);
     }
 
     /// No file, no device, nothing that makes something else: said here once
     /// more, in other words than the list's.
     #[test]
-    fn what_is_let_through_names_no_file(list in prop::collection::vec(hostile_option(), 1..4)) {
+    fn accepted_mkfs_options_name_no_file(list in prop::collection::vec(hostile_option(), 1..4)) {
         let text = list.join(" ");
         for fs in FsType::ALL {
             let Ok(args) = parse_options(fs, &text) else { continue };

@@ -61,7 +61,7 @@ fn zeros_are_blank() {
 }
 
 #[test]
-fn what_mkfs_made_is_recognised() {
+fn file_systems_of_mkfs_are_recognised() {
     for (command, fs) in [
         (
             "mkfs.ext4 -q -U 00112233-4455-6677-8899-aabbccddeeff",
@@ -209,7 +209,7 @@ fn ext4_says_when_it_wants_a_check_or_its_journal() {
 }
 
 #[test]
-fn damage_is_not_taken_for_a_file_system_nor_for_nothing() {
+fn a_damaged_superblock_is_neither_a_file_system_nor_blank() {
     for (command, at) in [
         ("mkfs.ext4 -q", 1024 + 0x80),
         ("mkfs.xfs -q", 150),
@@ -226,7 +226,7 @@ fn damage_is_not_taken_for_a_file_system_nor_for_nothing() {
 }
 
 #[test]
-fn backups_tell_of_a_lost_superblock() {
+fn a_lost_superblock_is_found_by_its_backups() {
     for (command, bytes) in [("mkfs.ext4 -q", 320 * MIB), ("mkfs.btrfs -q", 320 * MIB)] {
         let (image, _) = made_by(command, bytes);
         let head = vec![0; usize::try_from(2 * MIB).unwrap()];
@@ -262,7 +262,7 @@ fn what_a_killed_mkfs_leaves_is_partial_format() {
 }
 
 #[test]
-fn two_file_systems_are_none_of_ours() {
+fn superblocks_of_two_file_systems_are_foreign() {
     let (image, _) = made_by("mkfs.btrfs -q", 320 * MIB);
     let mut other = vec![0; 4096];
     image.as_file().read_exact_at(&mut other, 64 * KIB).unwrap();
@@ -273,7 +273,7 @@ fn two_file_systems_are_none_of_ours() {
 }
 
 #[test]
-fn foreign_marks_are_named() {
+fn foreign_signatures_are_named() {
     let size = 64 * MIB + 512;
     let last = size / ALIGN * ALIGN;
     for (at, bytes, what) in [
@@ -343,7 +343,7 @@ fn partition_tables_and_swap_of_the_real_tools_are_named() {
 }
 
 #[test]
-fn marks_at_the_end_count_outside_the_file_system_only() {
+fn signatures_at_the_end_count_outside_the_file_system_only() {
     let size = 320 * MIB;
     let (image, within) = made_by("mkfs.ext4 -q", size);
     let mark = |at| image.as_file().write_all_at(b"EFI PART", at).unwrap();
@@ -362,7 +362,7 @@ fn unknown_data_is_located() {
 }
 
 #[test]
-fn what_was_not_read_is_not_blank() {
+fn a_region_that_was_not_read_is_not_blank() {
     let size = 100 * MIB;
     let mut blocks: Vec<_> = regions(size)
         .into_iter()
@@ -410,7 +410,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_written_is_blank_and_nothing_panics(size in 512_u64..80 * MIB, patches in patches()) {
+    fn only_zeros_are_blank_and_nothing_panics(size in 512_u64..80 * MIB, patches in patches()) {
         let mut blocks: Vec<_> = regions(size)
             .into_iter()
             .map(|region| Block { offset: region.offset, data: vec![0; region.len] })
@@ -427,7 +427,7 @@ proptest! {
     }
 
     #[test]
-    fn any_blocks_at_all_are_survived(
+    fn any_blocks_are_classified_without_a_panic(
         size in any::<u64>(),
         blocks in proptest::collection::vec(
             (any::<u64>(), proptest::collection::vec(any::<u8>(), 0..2048)), 0..4),

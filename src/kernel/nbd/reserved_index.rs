@@ -104,7 +104,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_chosen_suits_or_is_the_next_new_one(
+        fn a_chosen_nbd_index_is_suitable_or_the_next_new_one(
             found in btree_map(0..20_u32, any::<bool>(), 0..20),
             dice: [u128; 30],
         ) {

@@ -85,7 +85,7 @@ fn a_refused_option_is_named_with_the_kernels_reason() {
 }
 
 #[test]
-fn what_can_not_be_mounted_says_why() {
+fn a_failed_mount_names_the_reason() {
     let scratch = Scratch::new();
     let place = scratch.directory("m");
     let blank = LoopDevice::new(&scratch, &[], &[]);

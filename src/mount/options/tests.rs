@@ -25,7 +25,7 @@ fn attributes_and_superblock_options_are_told_apart() {
 }
 
 #[test]
-fn words_for_mount8_are_dropped_and_file_systems_words_are_not() {
+fn options_of_mount8_are_dropped_and_those_of_file_systems_kept() {
     let own = [
         "_netdev,nofail",
         "defaults",
@@ -51,13 +51,13 @@ fn a_quoted_comma_does_not_part() {
 }
 
 #[test]
-fn the_last_of_contradictory_words_wins() {
+fn the_last_of_contradictory_options_wins() {
     assert!(!parsed(&["ro", "rw"]).read_only());
     assert_eq!(parsed(&["noatime,relatime"]), parsed(&["atime"]));
 }
 
 #[test]
-fn what_is_no_mount_of_this_volume_is_refused_by_name() {
+fn options_of_another_kind_of_mount_are_refused_by_name() {
     for word in [
         "bind",
         "rbind",
@@ -108,7 +108,7 @@ fn records_hold_a_sorted_list() {
 }
 
 #[test]
-fn what_is_in_use_is_allowed() {
+fn common_mount_options_are_allowed() {
     for (fs, flags) in [
         (
             "ext4",
@@ -138,7 +138,7 @@ fn what_is_in_use_is_allowed() {
 }
 
 #[test]
-fn what_reaches_out_of_the_volume_is_refused_by_name() {
+fn mount_options_that_reach_beyond_the_volume_are_refused_by_name() {
     for (fs, word) in [
         ("ext4", "journal_dev=0x801"),
         ("ext4", "journal_path=/dev/sda"),
@@ -195,7 +195,7 @@ proptest! {
 
     /// Said in other words than the lists': no path, no device, no halt.
     #[test]
-    fn what_is_allowed_names_no_file(
+    fn allowed_mount_options_name_no_file(
         key in prop::sample::select(vec![
             "journal_path", "journal_dev", "logdev", "rtdev", "device", "subvol", "subvolid",
             "errors", "fatal_errors", "context", "usrjquota", "data", "commit", "discard",

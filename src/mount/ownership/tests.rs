@@ -78,7 +78,7 @@ fn nothing_outside_the_mount_is_changed() {
 }
 
 #[test]
-fn a_root_that_matches_is_believed_and_one_that_does_not_is_not() {
+fn a_tree_is_changed_only_where_its_root_does_not_match() {
     let scratch = Scratch::new();
     let root = scratch.path();
     let _ = apply(root).expect("applied");
@@ -103,7 +103,7 @@ fn a_tree_too_deep_is_named_and_its_root_does_not_match() {
 }
 
 #[test]
-fn a_directory_far_above_is_taken_up_where_it_was_left() {
+fn a_deep_walk_reopens_its_parents_and_continues() {
     let scratch = Scratch::new();
     let mut directory = scratch.path().to_owned();
     let mut all = vec![directory.clone()];
@@ -124,7 +124,7 @@ fn a_directory_far_above_is_taken_up_where_it_was_left() {
 }
 
 #[test]
-fn of_names_with_one_hash_none_is_passed_over() {
+fn names_with_equal_hashes_are_all_visited() {
     let scratch = Scratch::new();
     // The one hash of ext4's that takes no seed: each of these lines is one hash.
     let legacy = "mkfs.ext4 -q $1 && tune2fs -E hash_alg=legacy $1";
@@ -169,7 +169,7 @@ fn of_names_with_one_hash_none_is_passed_over() {
 }
 
 #[test]
-fn what_is_above_a_moved_directory_is_not_taken_for_what_was() {
+fn a_directory_moved_during_the_walk_is_an_error() {
     let scratch = Scratch::new();
     fs::create_dir_all(scratch.path().join("above/below")).expect("created");
     let opened = |name| File::open(scratch.path().join(name)).expect("opens");

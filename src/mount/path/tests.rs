@@ -155,7 +155,7 @@ fn directories_and_files_are_made_once_and_removed_once() {
 }
 
 #[test]
-fn data_and_mounts_are_kept() {
+fn files_with_data_and_mounts_are_not_removed() {
     let scratch = Scratch::new();
     let file = scratch.place("file");
     fs::write(file.path(), "data").expect("written");
@@ -198,7 +198,7 @@ fn below_a_file_there_is_nothing() {
 }
 
 #[test]
-fn a_note_is_replaced_read_and_removed() {
+fn a_small_file_is_replaced_read_and_removed() {
     let scratch = Scratch::new();
     let note = scratch.place("note.json");
     assert_eq!(note.read().expect("reads"), None);

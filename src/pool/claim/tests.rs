@@ -67,7 +67,7 @@ fn shared_claims_stand_side_by_side_and_keep_an_exclusive_one_out() {
 }
 
 #[test]
-fn a_claim_of_an_earlier_boot_or_of_nothing_readable_is_replaced() {
+fn an_own_claim_of_an_earlier_boot_or_unreadable_is_replaced() {
     let (_dir, pool) = pool();
     assert_eq!(
         claim(&pool, IMAGE, &by("a", "1", Sharing::Exclusive)).unwrap(),
@@ -93,7 +93,7 @@ fn a_claim_of_an_earlier_boot_or_of_nothing_readable_is_replaced() {
 }
 
 #[test]
-fn of_many_that_ask_at_once_one_at_most_holds() {
+fn at_most_one_concurrent_exclusive_claim_succeeds() {
     let (_dir, pool) = pool();
     let holding: usize = std::thread::scope(|scope| {
         let asking: Vec<_> = (0..8)
@@ -147,7 +147,7 @@ fn a_controller_s_claim_ends_with_its_draft() {
 }
 
 #[test]
-fn in_a_local_pool_other_boots_count_for_nothing() {
+fn in_a_local_pool_claims_of_other_boots_are_ignored() {
     let (_dir, mut pool) = pool();
     pool.scope = Scope::Local;
     assert_eq!(
@@ -163,7 +163,7 @@ fn in_a_local_pool_other_boots_count_for_nothing() {
 
 proptest! {
     #[test]
-    fn rubbish_is_an_error_and_stays(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn an_unreadable_claim_is_an_error_and_stays(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let (_dir, pool) = pool();
         let path = marker_path(&pool, IMAGE, "x");
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -175,7 +175,7 @@ proptest! {
 }
 
 #[test]
-fn the_way_past_a_claim_is_named_for_another_kernels_alone_and_never_ready_to_run() {
+fn a_claim_of_another_boot_alone_names_uringctl_release() {
     let (_dir, pool) = pool();
     let holder = by("a", "1", Sharing::Exclusive);
     assert_eq!(claim(&pool, IMAGE, &holder).unwrap(), Done::Now);

@@ -199,7 +199,7 @@ async fn many_equal_creates_make_one_image() {
 }
 
 #[tokio::test]
-async fn a_name_means_one_thing() {
+async fn a_name_with_other_parameters_is_refused() {
     let home = home();
     let other = tempfile::tempdir().unwrap();
     let images = images_over(
@@ -255,7 +255,7 @@ async fn a_deleted_volume_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn what_a_node_holds_is_neither_deleted_nor_torn() {
+async fn a_claimed_image_is_neither_deleted_nor_copied_torn() {
     let home = home();
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     home.claim(&made, "node-a");
@@ -356,7 +356,7 @@ async fn copies_hold_the_data_and_may_be_larger() {
 }
 
 #[tokio::test]
-async fn a_deleted_volume_s_note_of_a_mkfs_goes_with_it() {
+async fn the_format_marker_of_a_deleted_volume_is_removed() {
     let home = home();
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     let image = &made.context["image"];

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn writers_are_known_where_no_other_machine_can_be_one() {
+    fn open_writers_are_found_on_a_local_file_system() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let pool = pool(dir.path());
         let path = pool.image_path("i.img");
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn elsewhere_nothing_is_known() {
+    fn open_writers_are_unknown_on_other_file_systems() {
         let pool = pool(Path::new("/proc/self"));
         let path = pool.image_path("status");
         let file = File::open(&path).unwrap();

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_delete_lets_the_trash_pass() {
+    fn a_pass_waits_for_the_deletes_under_way() {
         let deletes = Deletes::default();
         deletes.pass();
         let mut under_way = vec![deletes.begin(), deletes.begin()];

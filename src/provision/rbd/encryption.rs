@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn only_block_devices_are_known_encrypted() {
+    fn only_block_encryption_is_supported() {
         let of = |kms: &str, how: &str| {
             let (kms, encryption) = (kms.to_owned(), how.to_owned());
             Encryption::of_journal(&JournalEntry {

@@ -307,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_measured_is_not_nothing() {
+    fn missing_capacity_is_unknown_not_zero() {
         let df = |stats: serde_json::Value| json!({"pools": [{"id": 3, "stats": stats}]});
         let of = |df: serde_json::Value| available_in(df.to_string().as_bytes(), 3);
         assert_eq!(of(df(json!({"max_avail": 7}))), Some(7));

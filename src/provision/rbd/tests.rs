@@ -246,7 +246,7 @@ async fn what_is_in_use_is_not_deleted() {
 }
 
 #[tokio::test]
-async fn a_member_of_a_group_goes_with_its_group() {
+async fn a_snapshot_of_a_group_is_deleted_only_with_it() {
     let Some(home) = Home::new() else { return };
     let volume = home.make(home.volume("volume", MIB)).await;
     let new = home.snapshot("member", &volume.handle);

@@ -22,7 +22,7 @@ fn over(dir: &std::path::Path) -> Stores {
 }
 
 #[test]
-fn a_handle_or_a_class_says_whose_it_is() {
+fn a_handle_or_a_class_selects_its_store() {
     assert_eq!(StoreKind::of_handle(CEPH_S), Some(StoreKind::Rbd));
     assert_eq!(StoreKind::of_handle(POOL_S), Some(StoreKind::Images));
     let snapshot = POOL_S.replace("vol.", "snap.");
@@ -39,7 +39,7 @@ fn a_handle_or_a_class_says_whose_it_is() {
 }
 
 #[tokio::test]
-async fn what_no_backend_here_has_is_refused_and_not_called_gone() {
+async fn a_volume_of_an_absent_store_is_refused_not_reported_deleted() {
     let dir = tempfile::tempdir().unwrap();
     let pools_alone = over(dir.path());
     let none = Secrets::default;

@@ -63,7 +63,7 @@ fn a_child_sees_our_environment_no_more_than_our_descriptors() {
 }
 
 #[test]
-fn of_much_output_the_end_is_kept() {
+fn the_end_of_long_output_is_kept() {
     ring::start(async {
         let exit = shell("seq 1 200000; echo last").await.wait().await.unwrap();
         assert!(exit.success());
@@ -126,7 +126,7 @@ fn many_children_at_once() {
 }
 
 #[test]
-fn it_dies_with_the_runtime_thread() {
+fn a_child_is_killed_with_the_runtime_thread() {
     let pid =
         std::thread::spawn(|| ring::start(async { shell("exec sleep 1000").await.pid() }).unwrap())
             .join()

@@ -223,7 +223,7 @@ fn once_the_thread_has_ended_it_is_not_alive_and_reads_nothing() {
 }
 
 #[test]
-fn devices_that_do_not_answer_hold_up_nobody() {
+fn hung_devices_delay_no_other_probe() {
     let dir = memory();
     let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
     let dead: Vec<_> = (0..24).map(|_| LoopDevice::over(stuck.path())).collect();

@@ -84,7 +84,7 @@ async fn a_daemon_that_ends_says_why() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_writes_without_end_or_a_line_goes_on() {
+async fn a_daemon_that_floods_its_log_runs_on() {
     let flood = "head -c 300000 /dev/zero; echo; echo /dev/nbd7; exec sleep 60";
     let (daemon, started) = started(flood, LONG).await;
     assert!(matches!(started, Started::Ready), "{started:?}");
@@ -93,7 +93,7 @@ async fn a_daemon_that_writes_without_end_or_a_line_goes_on() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_neither_serves_nor_ends_is_late_and_can_be_ended() {
+async fn a_daemon_that_does_not_start_in_time_can_be_ended() {
     let (daemon, started) = started("exec sleep 60", Duration::from_millis(50)).await;
     assert!(matches!(started, Started::Late), "{started:?}");
     assert!(daemon.end().await);
@@ -101,7 +101,7 @@ async fn a_daemon_that_neither_serves_nor_ends_is_late_and_can_be_ended() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_others_began_is_found_by_its_cookie() {
+async fn a_daemon_started_by_others_is_found_by_its_cookie() {
     let cookie = format!("found-{}", uuid::Uuid::new_v4());
     let lanes = Lanes::new(1);
     assert!(Daemon::find(&lanes, &cookie).await.unwrap().is_none());
@@ -135,7 +135,7 @@ async fn a_daemon_that_others_began_is_found_by_its_cookie() {
 }
 
 #[test]
-fn what_it_says_at_its_end_is_understood() {
+fn a_daemons_exit_is_explained_by_its_log() {
     let spec = spec("v", "pool", "image");
     let usual = "2026-11-21T12:35:30.076+0000 4a684a40  0 ceph version 16.2.15 (618f) pacific (stable), process rbd-nbd, pid 7\n\
                  2026-11-21T12:35:30.076+0000 4a684a40  0 pidfile_write: ignore empty --pid-file\n";
@@ -177,7 +177,7 @@ fn what_it_says_at_its_end_is_understood() {
 
 proptest! {
     #[test]
-    fn any_words_are_understood_somehow(lines in proptest::collection::vec("(20[0-9T:.+-]{0,30} )?[\\PC]{0,80}", 0..6)) {
+    fn any_log_of_a_daemon_is_explained_without_a_panic(lines in proptest::collection::vec("(20[0-9T:.+-]{0,30} )?[\\PC]{0,80}", 0..6)) {
         let mut said = DaemonLog::default();
         for line in &lines {
             said.take(line);

@@ -50,7 +50,7 @@ fn a_daemon_that_is_killed_under_io_comes_back_and_io_goes_on() {
 }
 
 #[test]
-fn daemons_outlive_their_holder_and_the_next_one_says_what_it_lacks() {
+fn daemons_outlive_their_supervisor_and_the_next_reports_missing_keys() {
     let Some(test) = Test::new("outlive") else {
         return;
     };
@@ -134,7 +134,7 @@ fn a_key_that_worked_is_kept_until_another_has() {
 }
 
 #[test]
-fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
+fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
     let Some(test) = Test::new("again") else {
         return;
     };
@@ -192,7 +192,7 @@ fn what_fails_is_told_and_tried_again_and_udevd_is_kept_off_meanwhile() {
 }
 
 #[test]
-fn holder_and_daemon_die_and_a_key_brings_both_back() {
+fn a_key_restores_a_daemon_that_died_with_its_supervisor() {
     let Some(test) = Test::new("both") else {
         return;
     };

@@ -7,7 +7,7 @@ use testkit::{Content, NbdServer, Node, eventually, nbds_over, run};
 use super::{blank, health, nbd_story};
 
 #[test]
-fn pods_notice_nothing_of_a_server_that_comes_back() {
+fn io_continues_once_a_server_is_back() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for tcp in [false, true] {
@@ -45,7 +45,7 @@ fn pods_notice_nothing_of_a_server_that_comes_back() {
 }
 
 #[test]
-fn a_server_that_stays_away_is_an_error_and_the_volume_still_goes() {
+fn a_server_that_stays_away_fails_io_and_the_volume_unstages() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for kind in ["ext4", "xfs", "block"] {
@@ -75,7 +75,7 @@ fn a_server_that_stays_away_is_an_error_and_the_volume_still_goes() {
 }
 
 #[test]
-fn a_server_that_comes_back_otherwise_is_not_used() {
+fn a_server_that_returns_with_another_export_is_not_used() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;
@@ -113,7 +113,7 @@ fn a_server_that_comes_back_otherwise_is_not_used() {
 const STEPS: usize = 40;
 
 #[test]
-fn a_dead_connection_in_a_probe_holds_up_no_other_first_mount() {
+fn a_dead_connection_in_a_probe_delays_no_other_first_mount() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;

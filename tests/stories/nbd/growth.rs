@@ -47,7 +47,7 @@ fn volumes_grow_in_use_and_never_shrink() {
 }
 
 #[test]
-fn growth_after_a_restart_is_proven_or_taken_back() {
+fn growth_after_a_restart_is_verified_or_reverted() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;
@@ -132,7 +132,7 @@ fn growth_under_load_is_done_in_one_call() {
 }
 
 #[test]
-fn a_server_that_dies_amid_growth_holds_up_no_other() {
+fn a_server_that_dies_during_growth_delays_no_other() {
     nbd_story(async |sandbox| {
         let mut rng = Rng::new();
         let node = Node::start(sandbox).await;

@@ -27,7 +27,7 @@ async fn kill_server_during<T>(
 }
 
 #[test]
-fn the_server_at_every_step() {
+fn the_server_is_killed_during_each_call() {
     nbd_story(async |sandbox| {
         let mut rng = Rng::new();
         let node = Node::start(sandbox).await;
@@ -64,7 +64,7 @@ fn the_server_at_every_step() {
 }
 
 #[test]
-fn the_server_between_the_agent_s_steps() {
+fn the_server_is_killed_between_the_agents_steps() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;
@@ -108,7 +108,7 @@ fn the_server_between_the_agent_s_steps() {
 }
 
 #[test]
-fn the_agent_at_every_step() {
+fn the_agent_is_killed_during_each_call() {
     nbd_story(async |sandbox| {
         let mut rng = Rng::new();
         let node = Node::start(sandbox).await;
@@ -154,7 +154,7 @@ impl GrowSource for Growing {
 }
 
 #[test]
-fn the_agent_at_each_step_of_its_own() {
+fn the_agent_is_killed_at_each_of_its_steps() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
@@ -174,7 +174,7 @@ fn the_agent_at_each_step_of_its_own() {
 }
 
 #[test]
-fn both_at_once() {
+fn server_and_agent_are_killed_at_once() {
     nbd_story(async |sandbox| {
         let mut rng = Rng::new();
         let node = Node::start(sandbox).await;

@@ -5,7 +5,7 @@ use testkit::{Content, KINDS, MIB, NbdServer, Node, nbds_over, run};
 use super::{blank, nbd_story, over, own, whole_life};
 
 #[test]
-fn with_nbdkit_over_sockets_of_both_kinds() {
+fn whole_lives_with_nbdkit_over_unix_and_tcp() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for tcp in [false, true] {
@@ -21,7 +21,7 @@ fn with_nbdkit_over_sockets_of_both_kinds() {
 }
 
 #[test]
-fn with_qemu_nbd_over_sockets_of_both_kinds() {
+fn whole_lives_with_qemu_nbd_over_unix_and_tcp() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for tcp in [false, true] {
@@ -37,7 +37,7 @@ fn with_qemu_nbd_over_sockets_of_both_kinds() {
 }
 
 #[test]
-fn sixteen_at_once() {
+fn sixteen_volumes_at_once() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
@@ -93,7 +93,7 @@ fn attribute(volume: &str, name: &str) -> String {
 }
 
 #[test]
-fn as_many_connections_as_wanted_where_the_export_allows_several() {
+fn several_connections_are_made_where_the_export_allows_them() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let one = ["--filter=multi-conn", "multi-conn-mode=disable"];
@@ -116,7 +116,7 @@ fn as_many_connections_as_wanted_where_the_export_allows_several() {
 }
 
 #[test]
-fn the_server_s_block_sizes_are_kept_to() {
+fn requests_keep_to_the_servers_block_sizes() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let strict = [
@@ -146,7 +146,7 @@ fn the_server_s_block_sizes_are_kept_to() {
 }
 
 #[test]
-fn with_a_slow_server() {
+fn whole_lives_with_a_slow_server() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let slow = ["--filter=delay", "rdelay=5ms", "wdelay=5ms"];
@@ -159,7 +159,7 @@ fn with_a_slow_server() {
 }
 
 #[test]
-fn with_a_server_that_fails_at_times() {
+fn whole_lives_with_a_server_that_fails_at_times() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let failing = sandbox.dir().join("failing");

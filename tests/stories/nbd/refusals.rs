@@ -237,7 +237,7 @@ fn a_device_in_use_elsewhere_is_not_disconnected() {
 }
 
 #[test]
-fn a_device_that_is_held_open_goes_with_its_holder() {
+fn an_open_device_is_disconnected_once_it_is_closed() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
@@ -288,7 +288,7 @@ fn drivers_of_other_names_keep_their_devices() {
 }
 
 #[test]
-fn another_volume_s_device_is_not_taken_for_one_s_own() {
+fn the_device_of_another_volume_is_not_used() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
@@ -313,7 +313,7 @@ fn another_volume_s_device_is_not_taken_for_one_s_own() {
 }
 
 #[test]
-fn a_device_that_somebody_else_has_mounted_is_not_given_out() {
+fn a_device_mounted_elsewhere_is_not_published() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
@@ -340,7 +340,7 @@ fn a_device_that_somebody_else_has_mounted_is_not_given_out() {
 }
 
 #[test]
-fn a_kernel_without_the_driver_is_named() {
+fn a_missing_kernel_module_is_named() {
     if std::path::Path::new("/sys/module/nbd").exists() {
         return;
     }

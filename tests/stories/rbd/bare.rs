@@ -6,7 +6,7 @@ use tonic::Code::{FailedPrecondition, Unavailable};
 use super::{encrypted, whole_life};
 
 #[test]
-fn plain_volumes_need_no_library() {
+fn plain_volumes_need_no_librbd() {
     ceph_story(async |sandbox, ceph| {
         let mut setup = ceph.setup(sandbox);
         setup.machine = Machine::WithoutLibrbd;
@@ -35,7 +35,7 @@ fn plain_volumes_need_no_library() {
 }
 
 #[test]
-fn what_needs_the_library_is_refused() {
+fn volumes_that_need_librbd_are_refused_without_it() {
     ceph_story(async |sandbox, ceph| {
         let mut setup = encrypted::setup(sandbox, ceph);
         setup.machine = Machine::WithoutLibrbd;

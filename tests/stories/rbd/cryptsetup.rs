@@ -58,7 +58,7 @@ fifo=${reached%/*}/fifo
 exec cryptsetup "$@""#;
 
 #[test]
-fn so_many_cryptsetup_of_a_cluster_run_at_once_also_where_they_hang() {
+fn concurrent_cryptsetup_of_a_cluster_is_limited_also_where_it_hangs() {
     ceph_story(async |sandbox, ceph| {
         let stub = ProgramStub::new("cryptsetup", HANGS);
         let programs = stub.reached.parent().unwrap();

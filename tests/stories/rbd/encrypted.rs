@@ -96,7 +96,7 @@ async fn encrypted_life(node: &Node, ceph: &Ceph, volume: &Volume) {
 }
 
 #[test]
-fn what_is_stored_is_not_what_was_written() {
+fn the_image_holds_ciphertext() {
     ceph_story(async |sandbox, ceph| {
         let node = node(sandbox, ceph).await;
         let volume = volume(ceph, "block");
@@ -161,7 +161,7 @@ fn a_wrong_passphrase_opens_and_changes_nothing() {
 }
 
 #[test]
-fn what_is_to_be_encrypted_in_another_way_is_not() {
+fn other_encryption_parameters_are_refused() {
     ceph_story(async |sandbox, ceph| {
         let node = node(sandbox, ceph).await;
         let volume = volume(ceph, "ext4");

@@ -109,7 +109,7 @@ fn client_of(device: &Path) -> String {
 }
 
 #[test]
-fn what_a_lost_node_writes_does_not_reach_the_image() {
+fn writes_of_a_lost_node_do_not_reach_the_image() {
     own_cluster_story(async |sandbox, ceph| {
         for node in ["node-a", "node-b"] {
             sandbox.kubelet(node);
@@ -166,7 +166,7 @@ fn what_a_lost_node_writes_does_not_reach_the_image() {
 }
 
 #[test]
-fn what_is_published_anew_is_entered_anew() {
+fn a_republished_volume_is_registered_again() {
     const KEY: &str = "uring-csi.node.node-a";
     own_cluster_story(async |sandbox, ceph| {
         let it = Fencing::new(sandbox, ceph).await;

@@ -19,7 +19,7 @@ fn volumes_grow_in_use() {
 }
 
 #[test]
-fn what_grew_while_nobody_used_it_is_used_whole() {
+fn an_image_grown_while_unstaged_is_used_whole() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "xfs"] {
@@ -45,7 +45,7 @@ fn what_grew_while_nobody_used_it_is_used_whole() {
 }
 
 #[test]
-fn a_restart_does_not_forget_how_to_grow() {
+fn a_volume_grows_after_a_restart() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let (kind, small) = KINDS[1];
@@ -63,7 +63,7 @@ fn a_restart_does_not_forget_how_to_grow() {
 }
 
 #[test]
-fn an_image_that_shrank_is_not_taken_for_a_volume() {
+fn a_shrunk_image_is_refused() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume_of("ext4", 128 * MIB, &[]);

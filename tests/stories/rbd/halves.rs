@@ -71,7 +71,7 @@ fn noted(ceph: &Ceph, volume: &Volume) -> Option<String> {
 }
 
 #[test]
-fn another_node_finishes_what_one_has_begun() {
+fn another_node_finishes_a_partial_format() {
     ceph_story(async |sandbox, ceph| {
         for (at, is_encrypted, said) in HALVES {
             let volume = blank(ceph, is_encrypted);
@@ -94,7 +94,7 @@ fn another_node_finishes_what_one_has_begun() {
 }
 
 #[test]
-fn what_is_half_made_without_a_note_of_its_own_is_left_alone() {
+fn a_partial_format_without_its_own_marker_is_left_alone() {
     ceph_story(async |sandbox, ceph| {
         for (at, is_encrypted, said) in HALVES.into_iter().take(2) {
             let volume = blank(ceph, is_encrypted);
@@ -151,7 +151,7 @@ fn sum(ceph: &Ceph, volume: &Volume) -> String {
 }
 
 #[test]
-fn a_note_outweighs_nothing_that_is_whole_or_somebody_s() {
+fn a_format_marker_outweighs_no_complete_or_foreign_content() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for is_encrypted in [false, true] {

@@ -42,7 +42,7 @@ fn a_volume_staged_behind_a_symlink_has_stats() {
 }
 
 #[test]
-fn sixteen_at_once() {
+fn sixteen_volumes_at_once() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         at_once(&node, &sixteen(ceph)).await;
@@ -71,7 +71,7 @@ pub async fn at_once(node: &Node, volumes: &[Volume]) {
 }
 
 #[test]
-fn a_repeat_changes_nothing_and_one_image_is_one_volume_s() {
+fn a_repeat_changes_nothing_and_an_image_is_one_volumes() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "block"] {
@@ -100,7 +100,7 @@ fn a_repeat_changes_nothing_and_one_image_is_one_volume_s() {
 }
 
 #[test]
-fn readers_read_and_do_not_write() {
+fn read_only_volumes_are_read_and_not_written() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "xfs", "block"] {
@@ -181,7 +181,7 @@ fn sum_of(volume: &Volume, target: &Path) -> String {
 }
 
 #[test]
-fn images_in_namespaces_and_with_pools_for_their_data() {
+fn images_in_namespaces_and_with_data_pools() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let data = ceph.cluster.fresh_pool();
@@ -269,7 +269,7 @@ pub fn config_of(volume: &Volume) -> String {
 }
 
 #[test]
-fn a_migrated_volume_s_names_are_in_its_handle() {
+fn a_migrated_volume_is_named_by_its_handle() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let made = ceph.volume("ext4");

@@ -11,7 +11,7 @@ use super::{
 };
 
 #[test]
-fn an_image_is_followed_to_the_cluster_that_stands_in() {
+fn an_image_is_found_in_the_cluster_it_failed_over_to() {
     ceph_story(async |sandbox, ceph| {
         let other = Ceph::another(sandbox);
         let pool = |ceph: &Ceph| ceph.pool_id(&ceph.cluster.pool).to_string();

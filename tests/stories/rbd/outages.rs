@@ -29,7 +29,7 @@ async fn another_lives(node: &Node, volume: &Volume) {
 }
 
 #[test]
-fn monitors_that_are_silent_hold_up_their_own_volumes_alone() {
+fn silent_monitors_delay_only_their_own_volumes() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -78,7 +78,7 @@ fn monitors_that_moved_are_found_when_the_configuration_says_where() {
 }
 
 #[test]
-fn an_osd_that_stands_still_delays_and_loses_nothing() {
+fn a_frozen_osd_delays_and_loses_nothing() {
     own_cluster_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let other = Ceph::another(sandbox);
@@ -139,7 +139,7 @@ fn an_osd_that_restarts_under_a_volume_loses_nothing() {
 }
 
 #[test]
-fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_its_work() {
+fn an_agent_killed_while_the_osd_is_frozen_is_succeeded() {
     own_cluster_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
@@ -173,7 +173,7 @@ fn an_agent_killed_while_the_cluster_stands_still_is_followed_by_one_that_ends_i
 }
 
 #[test]
-fn a_node_that_the_cluster_has_shut_out_lets_go() {
+fn a_blocklisted_node_unstages() {
     own_cluster_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");

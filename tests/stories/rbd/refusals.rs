@@ -19,7 +19,7 @@ fn with_secret(volume: &Volume, name: &str, value: &str) -> Volume {
 }
 
 #[test]
-fn who_may_not_is_told_so() {
+fn wrong_credentials_are_unauthenticated() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
@@ -42,7 +42,7 @@ fn who_may_not_is_told_so() {
 }
 
 #[test]
-fn what_is_not_there_is_named() {
+fn missing_clusters_pools_and_images_are_named() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let image = ceph.over("no-such-image", "ext4");
@@ -62,7 +62,7 @@ fn what_is_not_there_is_named() {
 }
 
 #[test]
-fn rbd_nbd_is_refused_in_the_same_words() {
+fn rbd_nbd_fails_with_the_errors_of_krbd() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         // The agent itself asks the cluster before a map, or rbd-nbd alone does.
@@ -101,7 +101,7 @@ fn rbd_nbd_is_refused_in_the_same_words() {
 }
 
 #[test]
-fn a_context_that_is_wrong_is_told_by_its_key() {
+fn an_invalid_attribute_is_named_by_its_key() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
@@ -156,7 +156,7 @@ fn features_that_the_driver_lacks_are_named() {
 }
 
 #[test]
-fn a_node_without_clusters_says_how_it_gets_them() {
+fn a_node_without_clusters_names_the_flag() {
     ceph_story(async |sandbox, ceph| {
         let node = Node::start_with(sandbox, NodeSetup::new(sandbox)).await;
         let volume = ceph.volume("ext4");
@@ -170,7 +170,7 @@ fn a_node_without_clusters_says_how_it_gets_them() {
 }
 
 #[test]
-fn what_stands_on_an_image_is_not_formatted() {
+fn an_image_with_content_is_not_formatted() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");

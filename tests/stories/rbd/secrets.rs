@@ -15,7 +15,7 @@ use testkit::{Ceph, Node, Sandbox, Supervisor, Volume, ceph_story, files_below, 
 use super::{encrypted, lives::config_of, served::served};
 
 #[test]
-fn no_secret_is_where_others_read() {
+fn no_secret_is_readable_elsewhere() {
     ceph_story(async |sandbox, ceph| {
         let setup = ceph.setup(sandbox).arg("--log-level").arg("trace");
         let node = Node::start_with(sandbox, setup).await;
@@ -24,7 +24,7 @@ fn no_secret_is_where_others_read() {
 }
 
 #[test]
-fn no_secret_is_where_others_read_of_rbd_nbd() {
+fn no_secret_of_rbd_nbd_is_readable_elsewhere() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let setup = ceph.setup(sandbox).arg("--log-level").arg("trace");

@@ -72,7 +72,7 @@ fn whole_lives_of_every_kind_by_rbd_nbd() {
 }
 
 #[test]
-fn an_image_is_not_asked_for_what_an_export_could() {
+fn rbd_nbd_gets_no_requests_that_only_an_export_allowed() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -95,7 +95,7 @@ fn an_image_is_not_asked_for_what_an_export_could() {
 }
 
 #[test]
-fn volumes_that_rbd_nbd_serves_grow_in_use() {
+fn nbd_backed_volumes_grow_in_use() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -111,7 +111,7 @@ fn volumes_that_rbd_nbd_serves_grow_in_use() {
 }
 
 #[test]
-fn what_krbd_cannot_map_another_mounter_may() {
+fn try_other_mounters_falls_back_to_rbd_nbd() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -138,7 +138,7 @@ fn what_krbd_cannot_map_another_mounter_may() {
 }
 
 #[test]
-fn a_node_without_a_holder_says_what_it_lacks() {
+fn a_node_without_a_supervisor_names_the_flag() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = served(ceph.volume("ext4"));
@@ -148,7 +148,7 @@ fn a_node_without_a_holder_says_what_it_lacks() {
 }
 
 #[test]
-fn records_of_served_volumes_are_rebuilt() {
+fn records_of_nbd_backed_volumes_are_rebuilt() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -173,7 +173,7 @@ fn records_of_served_volumes_are_rebuilt() {
 }
 
 #[test]
-fn sixteen_at_once() {
+fn sixteen_volumes_at_once() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -187,7 +187,7 @@ fn sixteen_at_once() {
 }
 
 #[test]
-fn readers_read_and_encrypted_volumes_live() {
+fn read_only_and_encrypted_volumes_work() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;

@@ -27,7 +27,7 @@ async fn map_as(ceph: &Ceph, volume: &Volume, device: &Path) {
 }
 
 #[test]
-fn a_number_that_went_to_another_image_is_not_the_volume_s() {
+fn a_device_number_reused_by_another_image_is_not_the_volumes() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let [volume, other] = [(); 2].map(|()| ceph.volume("block"));
@@ -87,7 +87,7 @@ fn an_agent_finds_out_after_a_restart_that_a_device_is_gone() {
 }
 
 #[test]
-fn images_of_one_name_in_several_pools_are_several() {
+fn equal_image_names_in_several_pools_are_distinct() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let here = ceph.volume("ext4");
@@ -121,7 +121,7 @@ fn images_of_one_name_in_several_pools_are_several() {
 }
 
 #[test]
-fn a_kernel_without_the_driver_is_named() {
+fn a_missing_kernel_module_is_named() {
     if Path::new("/sys/bus/rbd").exists() {
         return;
     }

@@ -22,7 +22,7 @@ fn volumes(ceph: &Ceph) -> [Volume; 5] {
 }
 
 #[test]
-fn what_ceph_csi_staged_is_used_and_unstaged() {
+fn volumes_staged_by_ceph_csi_are_used_and_unstaged() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for repeats in [false, true] {
@@ -73,7 +73,7 @@ async fn grown(node: &Node, ceph: &Ceph, volume: &Volume) {
 }
 
 #[test]
-fn what_we_staged_is_unstaged_by_ceph_csi() {
+fn ceph_csi_unstages_volumes_of_this_driver() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for volume in volumes(ceph) {
@@ -129,7 +129,7 @@ fn assert_staged_as_ceph_csi_does(node: &Node, volume: &Volume) {
 }
 
 #[test]
-fn the_note_says_all_that_ceph_csi_asks_of_it() {
+fn the_stage_file_has_all_that_ceph_csi_reads() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4").with("unmapOptions", "krbd:force");
@@ -168,7 +168,7 @@ fn the_note_says_all_that_ceph_csi_asks_of_it() {
 }
 
 #[test]
-fn a_stage_that_ceph_csi_did_not_end_is_ended() {
+fn a_stage_that_ceph_csi_began_is_finished() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "block"] {
@@ -199,7 +199,7 @@ fn a_stage_that_ceph_csi_did_not_end_is_ended() {
 }
 
 #[test]
-fn ceph_csi_s_steps_are_what_they_should_be() {
+fn the_emulated_ceph_csi_stages_as_this_driver_does() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for volume in volumes(ceph) {

@@ -162,7 +162,7 @@ impl<'a> Class<'a> {
 }
 
 #[test]
-fn claims_for_file_systems() {
+fn provisioned_file_systems_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[]).await;
         class.whole_life("ext4").await;
@@ -171,7 +171,7 @@ fn claims_for_file_systems() {
 }
 
 #[test]
-fn claims_for_raw_devices() {
+fn provisioned_raw_devices_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[]).await;
         class.whole_life("block").await;
@@ -179,7 +179,7 @@ fn claims_for_raw_devices() {
 }
 
 #[test]
-fn claims_for_volumes_that_rbd_nbd_serves() {
+fn provisioned_nbd_backed_volumes_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let served = ("mounter", "rbd-nbd");
         for (more, kinds) in [
@@ -195,7 +195,7 @@ fn claims_for_volumes_that_rbd_nbd_serves() {
 }
 
 #[test]
-fn claims_for_encrypted_volumes() {
+fn provisioned_encrypted_volumes_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[("encrypted", "true")]).await;
         class.whole_life("ext4").await;
@@ -203,7 +203,7 @@ fn claims_for_encrypted_volumes() {
 }
 
 #[test]
-fn claims_for_volumes_with_passphrases_of_their_own() {
+fn provisioned_volumes_with_own_passphrases_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let more = [("encrypted", "true"), ("encryptionKMSID", "own")];
         let class = Class::new(sandbox, ceph, &more).await;
@@ -212,7 +212,7 @@ fn claims_for_volumes_with_passphrases_of_their_own() {
 }
 
 #[test]
-fn what_the_controller_made_ceph_csi_stages() {
+fn ceph_csi_stages_volumes_of_the_controller() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[]).await;
         let node = &class.node;
@@ -246,7 +246,7 @@ fn secrets_in(sandbox: &Sandbox, secrets: &HashMap<String, String>) -> String {
 }
 
 #[test]
-fn an_operator_formats_what_was_left_half_made() {
+fn uringctl_format_replaces_a_partial_format() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[("encrypted", "true")]).await;
         let (controller, node) = (&class.controller, &class.node);
@@ -277,7 +277,7 @@ fn an_operator_formats_what_was_left_half_made() {
 }
 
 #[test]
-fn an_operator_formats_what_is_not_blank() {
+fn uringctl_format_replaces_unknown_data() {
     ceph_story(async |sandbox, ceph| {
         for more in [&[][..], &[("encrypted", "true")]] {
             let class = Class::new(sandbox, ceph, more).await;

@@ -78,7 +78,7 @@ fn a_client_that_died_is_waited_for() {
 }
 
 #[test]
-fn what_the_program_rbd_has_mapped_is_recognised() {
+fn an_image_mapped_by_the_rbd_command_is_recognised() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "block"] {
@@ -104,7 +104,7 @@ fn what_the_program_rbd_has_mapped_is_recognised() {
 }
 
 #[test]
-fn another_cluster_s_image_of_the_same_names_is_another() {
+fn equal_image_names_in_two_clusters_are_distinct() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let other = Ceph::another(sandbox);

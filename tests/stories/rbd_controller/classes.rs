@@ -36,7 +36,7 @@ fn at(zone: &str) -> TopologyRequirement {
 }
 
 #[test]
-fn an_image_is_as_its_class_says() {
+fn an_image_has_the_properties_of_its_class() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -191,7 +191,7 @@ fn names_may_be_any_text() {
 }
 
 #[test]
-fn a_volume_of_kubernetes_own_plugin_grows_and_goes() {
+fn an_in_tree_rbd_volume_grows_and_is_deleted() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -221,7 +221,7 @@ fn a_volume_of_kubernetes_own_plugin_grows_and_goes() {
 }
 
 #[test]
-fn a_chain_of_clones_is_cut_and_copying_goes_on() {
+fn a_long_chain_of_clones_is_flattened_and_can_be_copied() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;

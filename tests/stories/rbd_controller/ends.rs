@@ -53,7 +53,7 @@ impl Drop for Load {
 /// It is told to amid its first connections: its own, for the trash, and those that
 /// calls need, by both versions of the protocol.
 #[test]
-fn a_controller_ends_well_whatever_its_connections_do() {
+fn a_controller_exits_cleanly_whatever_its_connections_do() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -94,7 +94,7 @@ fn a_controller_ends_well_whatever_its_connections_do() {
 
 /// The child of the process that keeps rbd-nbd, which enters its clients for fencing.
 #[test]
-fn the_child_that_enters_a_client_ends_well() {
+fn the_registration_child_exits_cleanly() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;

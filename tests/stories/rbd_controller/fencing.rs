@@ -53,7 +53,7 @@ impl Ceph {
 }
 
 #[test]
-fn nobody_is_fenced_unless_it_is_asked_for() {
+fn fencing_is_off_by_default() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -72,7 +72,7 @@ fn nobody_is_fenced_unless_it_is_asked_for() {
 }
 
 #[test]
-fn only_a_client_that_the_node_entered_is_fenced() {
+fn only_registered_clients_are_fenced() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -132,7 +132,7 @@ fn only_a_client_that_the_node_entered_is_fenced() {
 }
 
 #[test]
-fn a_fence_that_was_interrupted_is_finished() {
+fn an_interrupted_fence_is_finished() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;

@@ -82,7 +82,7 @@ impl Ceph {
 }
 
 #[test]
-fn what_ceph_csi_made_is_used_and_deleted() {
+fn volumes_made_by_ceph_csi_are_used_and_deleted() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -133,7 +133,7 @@ fn what_ceph_csi_made_is_used_and_deleted() {
 }
 
 #[test]
-fn a_create_that_ceph_csi_did_not_finish_is_finished() {
+fn a_create_that_ceph_csi_began_is_finished() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
@@ -154,7 +154,7 @@ fn a_create_that_ceph_csi_did_not_finish_is_finished() {
 }
 
 #[test]
-fn what_is_made_is_what_ceph_csi_expects() {
+fn created_volumes_are_as_ceph_csi_expects() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;

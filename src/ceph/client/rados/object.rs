@@ -147,7 +147,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_are_known_who_were_notified(
+        fn all_notified_clients_are_read_from_the_reply(
             took in proptest::collection::vec((any::<i64>(), "[a-z]{0,9}"), 0..4),
             silent in proptest::collection::vec(any::<i64>(), 0..4),
             cut: proptest::sample::Index,

@@ -20,7 +20,7 @@ use crate::{
 };
 
 #[test]
-fn a_cluster_is_known_by_what_it_is() {
+fn cluster_and_pools_are_found_by_id_and_name() {
     let Some(test) = TestCluster::shared() else {
         return;
     };
@@ -174,7 +174,7 @@ fn many_threads_share_a_connection() {
 }
 
 #[test]
-fn a_lanes_stack_is_enough() {
+fn librados_fits_the_stack_of_a_lane() {
     let Some(test) = TestCluster::shared() else {
         return;
     };

@@ -127,7 +127,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shown_is_read_again(bits in 0_u64..1 << NAMES.len()) {
+        fn displayed_features_parse_back(bits in 0_u64..1 << NAMES.len()) {
             prop_assert_eq!(Features(bits).to_string().parse(), Ok(Features(bits)));
         }
     }

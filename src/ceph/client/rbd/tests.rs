@@ -76,7 +76,7 @@ fn an_image_grows_and_never_shrinks() {
 }
 
 #[test]
-fn who_has_it_open_is_a_watcher() {
+fn a_client_that_has_the_image_open_is_a_watcher() {
     let Some(Place { io, cluster }) = Place::new() else {
         return;
     };
@@ -98,7 +98,7 @@ fn who_has_it_open_is_a_watcher() {
 }
 
 #[test]
-fn a_mirrored_image_is_known() {
+fn mirroring_of_an_image_is_reported() {
     let Some(cluster) = TestCluster::shared() else {
         return;
     };
@@ -172,7 +172,7 @@ fn clones_live_without_their_snapshot_and_parent() {
 }
 
 #[test]
-fn the_trash_keeps_what_it_took() {
+fn an_image_in_the_trash_is_listed_until_removed() {
     let Some(Place { io, cluster: _test }) = Place::new() else {
         return;
     };

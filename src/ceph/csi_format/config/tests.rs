@@ -67,7 +67,7 @@ fn all_that_concerns_rbd_is_read() {
 }
 
 #[test]
-fn mappings_go_both_ways() {
+fn cluster_mappings_apply_in_both_directions() {
     let dir = TempDir::new().unwrap();
     let mappings = Mappings::new(dir.path().join("config.json"));
     assert_eq!(mappings.of("site1", 1).unwrap(), []);

@@ -281,7 +281,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(
+        fn a_written_entry_reads_back(
             texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
             making in prop_oneof![Just(CreateState::No), Just(CreateState::UnderWay), Just(CreateState::GivenUp)],
         ) {

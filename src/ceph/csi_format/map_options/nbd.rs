@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_that_reach_further_are_refused_by_name() {
+    fn options_of_files_users_and_plugins_are_refused_by_name() {
         for (given, word) in [
             ("nbd:quiesce-hook=/bin/sh", "quiesce_hook"),
             ("nbd:rbd_plugins=evil", "rbd_plugins"),
@@ -174,7 +174,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_brings_another_argument(text in "nbd:[\\PC\\s,;=:_-]{0,60}") {
+        fn any_text_yields_allowed_arguments_only(text in "nbd:[\\PC\\s,;=:_-]{0,60}") {
             if let Ok(options) = NbdOptions::parse(&text) {
                 for argument in options.arguments() {
                     let name = argument.trim_start_matches("--").split('=').next().unwrap();

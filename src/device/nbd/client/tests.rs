@@ -81,7 +81,7 @@ pub(in crate::device::nbd) const NBDKIT: &str = "nbdkit -f -U SOCKET file dir=DI
 const QEMU: &str = "qemu-nbd -t -e 4 -f raw -x disk -k SOCKET IMAGE";
 
 #[test]
-fn servers_of_both_makes_say_what_they_have() {
+fn nbdkit_and_qemu_nbd_report_their_exports() {
     for command in [NBDKIT, QEMU] {
         let running = Running::start(command, 3 << 20);
         let export = running.export("disk");
@@ -106,7 +106,7 @@ fn servers_of_both_makes_say_what_they_have() {
 }
 
 #[test]
-fn read_only_is_told_and_a_shut_connection_is_dead() {
+fn a_read_only_export_is_reported_and_a_shut_connection_is_dead() {
     let running = Running::start("nbdkit -f -r -U SOCKET file dir=DIR", 1 << 20);
     let (connection, info) = Connection::open(&running.export("disk")).unwrap();
     assert_ne!(info.flags & handshake::flags::READ_ONLY, 0);
@@ -115,7 +115,7 @@ fn read_only_is_told_and_a_shut_connection_is_dead() {
 }
 
 #[test]
-fn a_server_that_says_nothing_is_given_up() {
+fn a_silent_server_times_out() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("s");
     let _listener = UnixListener::bind(&path).unwrap();

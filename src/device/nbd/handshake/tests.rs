@@ -100,7 +100,7 @@ fn nothing_is_read_beyond_the_handshake() {
 }
 
 #[test]
-fn a_refusal_has_the_server_s_own_words() {
+fn a_refusal_carries_the_servers_message() {
     let refused = |code, words: &str| go_with(&[(code, words.into())]).unwrap_err();
     let error = refused(ERR_UNKNOWN, "no such disk here");
     assert!(matches!(error, HandshakeError::NoExport { .. }));
@@ -123,7 +123,7 @@ fn a_refusal_has_the_server_s_own_words() {
 }
 
 #[test]
-fn rubbish_is_called_so() {
+fn invalid_replies_are_errors() {
     let ack = || (REP_ACK, Vec::new());
     let cases = [
         vec![ack()],
@@ -155,13 +155,13 @@ fn rubbish_is_called_so() {
 
 proptest! {
     #[test]
-    fn no_server_can_do_harm(says in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn any_bytes_of_a_server_are_survived(says in proptest::collection::vec(any::<u8>(), 0..200)) {
         let _ = go(&mut Script::new(says.clone()), "disk");
         let _ = look(&mut Script::new([greeting(), says].concat()), "disk");
     }
 
     #[test]
-    fn no_answer_can_do_harm(
+    fn any_replies_of_a_server_are_survived(
         replies in proptest::collection::vec(
             (prop_oneof![Just(REP_ACK), Just(REP_INFO), any::<u32>()],
              proptest::collection::vec(any::<u8>(), 0..16)),
@@ -172,7 +172,7 @@ proptest! {
     }
 
     #[test]
-    fn what_a_server_says_arrives(bytes in 0..i64::MAX.unsigned_abs(), flags: u16, shift in 0_u32..16) {
+    fn export_info_is_read_from_the_replies(bytes in 0..i64::MAX.unsigned_abs(), flags: u16, shift in 0_u32..16) {
         let info = go_with(&[
             (REP_INFO, blocks(1 << shift, 1 << 25)),
             (REP_INFO, export(bytes, flags)),

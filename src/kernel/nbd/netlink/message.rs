@@ -227,14 +227,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(attributes in proptest::collection::vec((1_u16..12, any::<u64>()), 0..8)) {
+        fn a_written_message_reads_back(attributes in proptest::collection::vec((1_u16..12, any::<u64>()), 0..8)) {
             let attributes: Vec<_> = attributes.into_iter().map(|(kind, value)| long(kind, value)).collect();
             let said = read::<Message>(&bytes_of(CMD_CONNECT, attributes.clone())).unwrap();
             prop_assert_eq!(said.answer.unwrap().payload.attributes, attributes);
         }
 
         #[test]
-        fn no_datagram_can_do_harm(
+        fn any_datagram_is_survived(
             mut bytes in proptest::collection::vec(any::<u8>(), 0..200),
             whole: bool,
         ) {

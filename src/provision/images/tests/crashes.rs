@@ -114,7 +114,7 @@ fn home_in_memory() -> Home {
 }
 
 #[tokio::test]
-async fn what_was_being_made_is_made_or_undone() {
+async fn an_interrupted_create_is_finished_or_undone() {
     for at in 0.. {
         let home = home_in_memory();
         let crashed = crashes(home.dir.path(), "make", at);
@@ -149,7 +149,7 @@ async fn what_was_being_made_is_made_or_undone() {
 }
 
 #[tokio::test]
-async fn what_was_being_deleted_is_deleted() {
+async fn an_interrupted_delete_is_finished() {
     for at in 0.. {
         let home = home_in_memory();
         make(&home.images).await;

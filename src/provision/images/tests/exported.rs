@@ -13,7 +13,7 @@ fn served(name: &str) -> NewVolume {
 }
 
 #[tokio::test]
-async fn nodes_are_told_of_the_export_in_every_answer() {
+async fn every_answer_names_the_export() {
     let home = home();
     let made = home.images.create_volume(served("pvc")).await.unwrap();
     let id = made.handle.rsplit('.').next().unwrap();
@@ -54,7 +54,7 @@ async fn nodes_are_told_of_the_export_in_every_answer() {
 }
 
 #[tokio::test]
-async fn the_least_size_is_that_of_the_making() {
+async fn the_minimum_size_is_that_at_creation() {
     let home = home();
     let made = home.images.create_volume(served("pvc")).await.unwrap();
     let range = Range {
@@ -81,7 +81,7 @@ async fn the_least_size_is_that_of_the_making() {
 }
 
 #[tokio::test]
-async fn a_local_pool_is_not_served() {
+async fn a_local_pool_is_not_exported() {
     let dir = tempfile::tempdir().unwrap();
     let images = images_over(&[("disk", dir.path(), Scope::Local)], Some("node-a"));
     let error = images.create_volume(served("pvc")).await.unwrap_err();
@@ -92,7 +92,7 @@ async fn a_local_pool_is_not_served() {
 }
 
 #[tokio::test]
-async fn what_a_server_has_open_is_neither_deleted_nor_torn() {
+async fn an_image_open_in_a_server_is_neither_deleted_nor_copied_torn() {
     let home = home();
     let made = home.images.create_volume(served("pvc")).await.unwrap();
     let id = made.handle.rsplit('.').next().unwrap();

@@ -79,7 +79,7 @@ async fn a_page_has_an_end_and_a_bad_record_hides_no_other() {
 }
 
 #[tokio::test]
-async fn a_lost_image_is_told_and_can_be_deleted() {
+async fn a_lost_image_is_reported_and_can_be_deleted() {
     let home = home();
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
     let condition = async || {

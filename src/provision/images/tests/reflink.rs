@@ -5,7 +5,7 @@ use std::process::Command;
 use super::*;
 
 #[test]
-fn an_image_in_use_is_cloned_in_one_moment() {
+fn an_image_in_use_is_cloned_atomically() {
     let dir = tempfile::tempdir().unwrap();
     let (disk, at) = (dir.path().join("disk"), dir.path().join("at"));
     std::fs::File::create(&disk)

@@ -7,7 +7,7 @@ use super::*;
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn in_the_catalogue_is_named_and_stays(
+    fn a_corrupt_catalogue_file_is_named_and_stays(
         bytes in proptest::collection::vec(any::<u8>(), 0..80), record: bool,
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();

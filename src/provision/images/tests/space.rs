@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
+async fn capacity_is_not_overcommitted_unless_the_class_allows_it() {
     let home = home();
     let capacity = async |overcommit: &str| {
         let parameters = HashMap::from([("overcommit".to_owned(), overcommit.to_owned())]);
@@ -39,7 +39,7 @@ async fn no_more_is_promised_than_there_is_unless_the_class_says_so() {
 }
 
 #[tokio::test]
-async fn of_two_volumes_made_at_once_each_counts_the_other() {
+async fn concurrent_creates_count_each_others_space() {
     let home = home();
     let there = home
         .images
@@ -167,7 +167,7 @@ async fn several_nodes_write_only_where_nothing_caches() {
 }
 
 #[tokio::test]
-async fn promised_space_counts_as_taken() {
+async fn reserved_space_counts_as_used() {
     let home = home();
     let capacity = async || {
         let none = HashMap::new();

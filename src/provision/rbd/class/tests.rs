@@ -113,7 +113,7 @@ fn pools_of_parts_of_the_cluster_need_no_other() {
 }
 
 #[test]
-fn mistakes_are_named() {
+fn invalid_parameters_are_named() {
     for (name, value, word) in [
         ("pool", "", "pool"),
         ("imageFeatures", "", "imageFeatures"),

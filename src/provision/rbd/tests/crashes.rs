@@ -222,7 +222,7 @@ impl Home {
 }
 
 #[tokio::test]
-async fn what_was_being_made_is_made() {
+async fn an_interrupted_create_is_finished() {
     let Some(home) = Home::of_its_own() else {
         return;
     };
@@ -243,7 +243,7 @@ async fn what_was_being_made_is_made() {
 }
 
 #[tokio::test]
-async fn what_was_being_deleted_is_deleted() {
+async fn an_interrupted_delete_is_finished() {
     let Some(home) = Home::of_its_own() else {
         return;
     };
@@ -269,7 +269,7 @@ enum Half {
 }
 
 #[tokio::test]
-async fn an_image_that_is_half_made_is_made_anew() {
+async fn a_partial_image_is_created_anew() {
     for half in [Half::Listed, Half::Named] {
         let Some(home) = Home::of_its_own() else {
             return;

@@ -91,13 +91,13 @@ impl Fenced {
 }
 
 #[tokio::test]
-async fn nobody_is_fenced_unless_it_is_asked_for() {
+async fn fencing_is_off_by_default() {
     let Some(home) = Home::new() else { return };
     assert!(!home.rbd.abilities().publishes);
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_let_go_is_fenced_until_it_is_gone() {
+async fn a_client_that_keeps_the_image_open_is_fenced_until_it_is_gone() {
     let Some(it) = Fenced::new().await else {
         return;
     };
@@ -129,7 +129,7 @@ async fn a_client_that_does_not_let_go_is_fenced_until_it_is_gone() {
 }
 
 #[tokio::test]
-async fn who_lets_go_in_time_is_not_fenced() {
+async fn a_client_that_closes_in_time_is_not_fenced() {
     let Some(it) = Fenced::new().await else {
         return;
     };
@@ -156,7 +156,7 @@ async fn who_lets_go_in_time_is_not_fenced() {
 }
 
 #[tokio::test]
-async fn who_is_not_entered_is_named() {
+async fn an_unregistered_client_is_named() {
     let Some(it) = Fenced::new().await else {
         return;
     };
@@ -181,7 +181,7 @@ fn starting(host: &str) -> NodeEntry {
 }
 
 #[tokio::test]
-async fn a_client_that_is_starting_is_waited_for_and_not_entered_any_more() {
+async fn a_starting_client_is_waited_for_and_not_registered_any_more() {
     let Some(it) = Fenced::new().await else {
         return;
     };
@@ -201,7 +201,7 @@ async fn a_client_that_is_starting_is_waited_for_and_not_entered_any_more() {
 }
 
 #[tokio::test]
-async fn of_a_lost_node_the_one_client_that_was_starting_is_fenced() {
+async fn the_only_starting_client_of_a_lost_node_is_fenced() {
     let Some(it) = Fenced::new().await else {
         return;
     };

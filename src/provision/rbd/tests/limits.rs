@@ -58,7 +58,7 @@ async fn growth_leaves_a_limit_that_was_changed() {
 }
 
 #[tokio::test]
-async fn growth_that_came_half_way_is_finished_by_its_repeat() {
+async fn an_interrupted_growth_is_finished_by_a_repeat() {
     let Some(home) = Home::new() else { return };
     let made = home.limited("half-way").await;
     home.image(&made).grow(2 * GIB).unwrap();
@@ -68,7 +68,7 @@ async fn growth_that_came_half_way_is_finished_by_its_repeat() {
 }
 
 #[tokio::test]
-async fn copies_have_notes_of_their_own() {
+async fn copies_have_metadata_of_their_own() {
     const NAME: &str = "csi.storage.k8s.io/pvc/name";
     let Some(home) = Home::new() else { return };
     let source = home.limited("source").await;

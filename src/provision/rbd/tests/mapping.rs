@@ -154,7 +154,7 @@ async fn a_volume_is_followed_to_the_site_that_has_it() {
 }
 
 #[tokio::test]
-async fn a_delete_follows_only_to_what_is_the_volume() {
+async fn a_delete_follows_a_mapping_only_to_the_volumes_own_image() {
     let Some(moved) = Moved::new().await else {
         return;
     };
@@ -183,7 +183,7 @@ async fn a_delete_follows_only_to_what_is_the_volume() {
 }
 
 #[tokio::test]
-async fn a_mirror_in_its_own_place_is_left_and_not_its_primary_deleted() {
+async fn deleting_a_mirror_leaves_it_and_its_primary() {
     let Some(moved) = Moved::new().await else {
         return;
     };

@@ -89,7 +89,7 @@ async fn the_source_of_a_copy_of_ceph_csi_is_known_by_its_parent() {
 }
 
 #[tokio::test]
-async fn a_copy_that_ceph_csi_reserved_is_gone_on_with() {
+async fn a_copy_that_ceph_csi_reserved_is_finished() {
     const RESERVED: &str = "36eaa70e-eb63-11ea-8e79-246e96907f74";
     let Some(origins) = Origins::new().await else {
         return;

@@ -42,7 +42,7 @@ impl Stalled {
 }
 
 #[tokio::test]
-async fn one_that_has_stalled_takes_nothing_away() {
+async fn a_stalled_controller_removes_nothing_when_it_continues() {
     let Some(home) = Home::of_its_own() else {
         return;
     };

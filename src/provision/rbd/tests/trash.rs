@@ -38,7 +38,7 @@ async fn a_snapshot_of_an_interrupted_copy_does_not_keep_an_image() {
 }
 
 #[tokio::test]
-async fn what_a_delete_could_not_move_is_not_removed_later() {
+async fn an_image_that_a_delete_could_not_trash_is_not_removed_later() {
     let Some(home) = Home::new() else { return };
     let made = home.make(home.volume("followed", MIB)).await;
     let name = made.context["imageName"].clone();
@@ -86,7 +86,7 @@ async fn a_member_of_a_group_of_images_stays() {
 }
 
 #[tokio::test]
-async fn what_somebody_keeps_in_the_trash_stays() {
+async fn an_image_that_an_operator_trashed_stays() {
     let Some(home) = Home::new() else { return };
     let made = home.make(home.volume("kept", MIB)).await;
     let name = &made.context["imageName"];

@@ -50,7 +50,7 @@ fn late(pod: &File) {
 }
 
 #[test]
-fn what_rbd_nbd_serves_is_fenced_alone() {
+fn fencing_an_nbd_backed_volume_affects_no_other() {
     own_cluster_story(async |sandbox, ceph| {
         let (it, _supervisor) = with_supervisor(sandbox, ceph).await;
         let (served, target) = it.served("served").await;
@@ -79,7 +79,7 @@ fn what_rbd_nbd_serves_is_fenced_alone() {
 }
 
 #[test]
-fn who_took_a_dead_daemon_s_place_is_fenced() {
+fn the_replacement_of_a_dead_daemon_is_fenced() {
     own_cluster_story(async |sandbox, ceph| {
         let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;
@@ -125,7 +125,7 @@ fn who_took_a_dead_daemon_s_place_is_fenced() {
 }
 
 #[test]
-fn a_daemon_that_nobody_came_to_enter_is_fenced() {
+fn an_unregistered_daemon_is_fenced() {
     own_cluster_story(async |sandbox, ceph| {
         let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let volume = it.volume("v", "block").await.with("mounter", "rbd-nbd");
@@ -176,7 +176,7 @@ fn a_daemon_that_nobody_came_to_enter_is_fenced() {
 }
 
 #[test]
-fn no_daemon_is_begun_for_what_is_not_published() {
+fn no_daemon_is_started_for_a_volume_no_longer_published() {
     own_cluster_story(async |sandbox, ceph| {
         let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;
@@ -224,7 +224,7 @@ fn no_daemon_is_begun_for_what_is_not_published() {
 }
 
 #[test]
-fn each_that_replaces_another_is_entered() {
+fn each_replacement_daemon_is_registered() {
     own_cluster_story(async |sandbox, ceph| {
         let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;

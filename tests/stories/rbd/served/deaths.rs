@@ -18,7 +18,7 @@ use super::{kill_unlocked, nbds, node_with, served};
 use crate::rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, outages};
 
 #[test]
-fn each_of_three_processes_dies_and_data_stays() {
+fn data_survives_the_death_of_agent_supervisor_and_daemon() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -164,7 +164,7 @@ fn the_agent_is_killed_in_the_first_stage_of_a_blank_image() {
 }
 
 #[test]
-fn an_agent_that_died_before_its_second_look_has_it_made_up_for() {
+fn a_check_for_other_clients_missed_in_a_crash_is_made_later() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -199,7 +199,7 @@ fn an_agent_that_died_before_its_second_look_has_it_made_up_for() {
 }
 
 #[test]
-fn the_holder_is_killed_at_any_instant() {
+fn the_supervisor_is_killed_at_any_instant() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;

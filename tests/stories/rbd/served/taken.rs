@@ -22,7 +22,7 @@ fn connected(volume: &Volume) -> Pid {
 }
 
 #[test]
-fn what_ceph_csi_had_served_is_used_and_unstaged() {
+fn rbd_nbd_volumes_staged_by_ceph_csi_are_used_and_unstaged() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -67,7 +67,7 @@ fn what_ceph_csi_had_served_is_used_and_unstaged() {
 }
 
 #[test]
-fn what_we_have_served_is_unstaged_by_ceph_csi() {
+fn ceph_csi_unstages_rbd_nbd_volumes_of_this_driver() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
