@@ -1,29 +1,28 @@
 //! The process that keeps the rbd-nbd daemons: `uring-csi-holder`.
 //!
-//! rbd-nbd serves an image from user space: while its daemon is gone, all I/O of
-//! the volume waits. A daemon that the node agent had started would go with the
-//! agent's container at each update, and could not come back before somebody
-//! brought the key again, which neither the kernel nor kubelet does. So a small
-//! process that nothing ever updates has the daemons and, in locked memory, their
-//! keys:
+//! rbd-nbd serves an image from user space: while its daemon is down, all I/O of the
+//! volume waits. A daemon that the node agent had started would end with the agent's
+//! container at each update, and could not be restarted without the key, which neither
+//! the kernel nor kubelet has. So a small process that updates leave alone starts the
+//! daemons and keeps their keys in locked memory:
 //!
 //! ```text
 //!  node agent ── unix socket ──▶ supervisor ── starts, reads, restarts ──▶ rbd-nbd ──▶ /dev/nbd7
 //!  uringctl reattach ──▶           └── a record on a tmpfs, without the key
 //! ```
 //!
-//! **Recognised** is a device by its cookie, which is the volume's handle
-//! (`/sys/block/nbd7/backend`, Linux 5.14), and a daemon by the cookie in its
-//! command line. ceph-csi calls them the same, so what it mapped is found, too.
+//! **Identity.** A device is found by its cookie, which is the volume's handle
+//! (`/sys/block/nbd7/backend`, Linux 5.14), a daemon by the cookie in its command line.
+//! ceph-csi uses the same cookies, so the supervisor finds what ceph-csi mapped, too.
 //!
-//! **Each of the three dies alone.** The agent: nobody notices. A daemon: the
-//! supervisor starts another, and I/O goes on. The supervisor: its daemons run on; the
-//! next supervisor finds them by its records, and says of each that it could not be
-//! brought back until the next stage or `uringctl reattach` brings the key.
+//! **Failures are independent.** If the agent ends, the daemons run on. If a daemon ends,
+//! the supervisor starts another, and I/O goes on. If the supervisor ends, its daemons run
+//! on; the next supervisor finds them by its records, and reports for each that it cannot
+//! restart it until the next stage or `uringctl reattach` brings the key.
 //!
-//! **One daemon a volume.** Two that serve one device, or have one image mapped,
-//! destroy what they serve. So whatever changes a volume is done by a task of its
-//! own, one after the other, and goes on when its caller has gone.
+//! **One daemon a volume.** Two daemons that serve one device, or that have one image
+//! mapped, destroy its data. So each volume has a task that makes all its changes one
+//! after the other, and finishes them even if the caller disconnects.
 
 use std::time::Duration;
 
@@ -53,8 +52,8 @@ mod watch;
 #[cfg(all(test, feature = "holder"))]
 mod tests;
 
-/// How long the supervisor takes for an answer at most. What is not done by then goes
-/// on, and a repeated call waits for it.
+/// The longest time until the supervisor answers. Work that takes longer goes on, and a
+/// repeated call waits for it.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 
 pub use crate::ceph::csi_format::map_options::NbdOptions;

@@ -1,7 +1,7 @@
-//! The supervisor, as the node agent sees it: blocking code for a lane.
+//! The node agent's client of the supervisor: blocking code for a lane.
 //!
-//! Each call has a connection of its own, so that a supervisor that was started anew
-//! is no matter; it takes a fraction of a millisecond beside what rbd-nbd takes.
+//! Each call opens a connection of its own, so a restart of the supervisor needs no
+//! handling. That takes a fraction of a millisecond, little beside a start of rbd-nbd.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -18,16 +18,16 @@ use crate::{
     secret::Secret,
 };
 
-/// How long a call may take: longer than a supervisor that is there takes for any
-/// answer ([`ANSWERS_WITHIN`]), so one that gives none is taken for away.
+/// The deadline of a call: longer than a running supervisor takes for any answer
+/// ([`ANSWERS_WITHIN`]).
 const WITHIN: Duration = ANSWERS_WITHIN.saturating_add(Duration::from_secs(10));
-/// The same of what waits for nothing.
+/// The deadline of a call that waits for nothing.
 const LIST_WITHIN: Duration = Duration::from_secs(2);
 
-/// Why the supervisor did not do it.
+/// Why a call of the supervisor failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody answers.
+    /// The supervisor does not answer.
     #[error("uring-csi-holder does not answer on {endpoint}; is it running on this node?")]
     Unreachable {
         /// Its socket.
@@ -35,10 +35,10 @@ pub enum ClientError {
         /// What happened.
         source: Box<Status>,
     },
-    /// It refused, or failed; in its own words.
+    /// The supervisor refused or failed; its message.
     #[error("{1}")]
     Refused(Refusal, String),
-    /// There is no way to ask.
+    /// The client could not be set up.
     #[error("cannot ask uring-csi-holder")]
     Io(#[from] std::io::Error),
 }
@@ -92,20 +92,20 @@ impl ClientError {
     }
 }
 
-/// A way to the supervisor of this node.
+/// A client of this node's supervisor.
 #[derive(Clone, Debug)]
 pub struct Client {
     endpoint: Endpoint,
 }
 
 impl Client {
-    /// The supervisor that serves there.
+    /// The supervisor that serves on this endpoint.
     pub fn new(endpoint: Endpoint) -> Self {
         Self { endpoint }
     }
 
-    /// Maps an image, or finds it mapped; where its daemon has died, brings it
-    /// back. Answers the device's node.
+    /// Maps an image, or finds it mapped; restarts its daemon if that has ended.
+    /// Returns the device's node.
     pub fn map(&self, spec: &Spec, key: &Secret) -> Result<(PathBuf, Done), ClientError> {
         let request = MapRequest {
             volume_id: spec.volume_id.clone(),
@@ -127,7 +127,7 @@ impl Client {
         Ok((answer.node.into(), done(answer.already)))
     }
 
-    /// Unmaps it, unless somebody has the device open.
+    /// Unmaps it, unless the device is open.
     pub fn unmap(&self, volume_id: &str) -> Result<Done, ClientError> {
         let request = UnmapRequest {
             volume_id: volume_id.to_owned(),
@@ -138,8 +138,8 @@ impl Client {
         Ok(done(answer.already))
     }
 
-    /// Makes the device as large as its image, unless it has `bytes` already;
-    /// says how many it has then.
+    /// Grows the device to its image's size, unless it has `bytes` already. Returns
+    /// the device's size in bytes.
     pub fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, ClientError> {
         let request = GrowRequest {
             volume_id: volume_id.to_owned(),
@@ -151,7 +151,7 @@ impl Client {
         Ok(answer.bytes)
     }
 
-    /// What it keeps.
+    /// Lists the volumes that it keeps.
     pub fn list(&self) -> Result<Vec<Held>, ClientError> {
         let list =
             async |mut supervisor: HolderClient<Channel>| supervisor.list(ListRequest {}).await;
@@ -172,7 +172,7 @@ impl Client {
             tokio::time::timeout(within, asked).await.map_err(late)?
         });
         answer.map(tonic::Response::into_inner).map_err(|status| {
-            // An error that the client made up has a cause; one that came has none.
+            // Only an error of the client's own has a source.
             let made_up = std::error::Error::source(&status).is_some();
             if made_up || status.code() == Code::DeadlineExceeded {
                 return ClientError::Unreachable {

@@ -1,10 +1,9 @@
-//! A process of rbd-nbd: its beginning, what it says, and its end.
+//! A process of rbd-nbd: its start, its log, and its end.
 //!
-//! It stays in the foreground, so that it is one process from the beginning, and
-//! is in no way bound to this one. The key reaches it by its standard input, a
-//! file in memory that no other process can come by and that is empty again as
-//! soon as it has been read. Its output is read as long as it lives, or it would
-//! stop at a full pipe.
+//! It stays in the foreground, so that it is one process from the start, and outlives
+//! this one. It reads the key from its standard input, a file in memory that no other
+//! process can open and that is emptied once it was read. The supervisor reads its output
+//! to the end: a full pipe would stop it.
 
 use std::{
     io,
@@ -43,11 +42,11 @@ use log_parser::{DaemonLog, explain};
 
 /// The longest line that is taken as one.
 const LINE: u64 = 4096;
-/// How long it may take to read what processes there are.
+/// The longest time to list the processes.
 const FOUND_WITHIN: Duration = Duration::from_secs(5);
-/// How long what an ended process wrote may take to be read.
+/// The longest time to read the output of a process that has ended.
 const READ_WITHIN: Duration = Duration::from_secs(2);
-/// How long a process has for each way to end it: asked, and made.
+/// The longest time until a process ends, after SIGTERM and again after SIGKILL.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
 /// A running daemon. Dropping it lets it run on.
@@ -55,23 +54,23 @@ const END_WITHIN: Duration = Duration::from_secs(10);
 pub struct Daemon {
     pid: Pid,
     pidfd: Arc<AsyncFd<OwnedFd>>,
-    /// None where another supervisor began it, with whom its output went.
+    /// None if another supervisor started it, which had its output.
     said: Option<watch::Receiver<DaemonLog>>,
 }
 
-/// How a start went.
+/// The outcome of a start.
 #[derive(Debug)]
 pub enum Started {
     /// It serves a device.
     Ready,
-    /// It has ended; why, as far as it said.
+    /// It has ended; the reason that it logged, if any.
     Ended(SupervisorError),
     /// Neither, within the time.
     Late,
 }
 
 impl Daemon {
-    /// Starts a process, to which `unseen` is not there.
+    /// Starts a process, from which `unseen` is hidden.
     pub fn start(
         program: &str,
         spec: &Spec,
@@ -112,7 +111,7 @@ impl Daemon {
         })
     }
 
-    /// The process that serves that cookie, whoever began it.
+    /// The process that serves that cookie, whichever program started it.
     pub async fn find(lanes: &Lanes, cookie: &str) -> io::Result<Option<(Self, DaemonProcess)>> {
         let all = lanes.run(cookie, "processes", DaemonProcess::all);
         for (raw, server) in timeout(FOUND_WITHIN, all).await?? {
@@ -129,7 +128,7 @@ impl Daemon {
                 pidfd: Arc::new(pidfd),
                 said: None,
             };
-            // The id may have become another's before the descriptor was there.
+            // The id may have passed to another process before the pidfd was open.
             let again = lanes.run(cookie, "process", move || DaemonProcess::of(raw));
             if timeout(FOUND_WITHIN, again).await?.as_ref() == Some(&server) {
                 return Ok(Some((daemon, server)));
@@ -143,19 +142,19 @@ impl Daemon {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// Another supervisor began it: what it says is not heard.
+    /// Whether another supervisor started it, so that its log is not read.
     pub fn is_unheard(&self) -> bool {
         self.said.is_none()
     }
 
-    /// Whether it has said that it serves a device.
+    /// Whether it has logged that it serves a device.
     pub fn serves(&self) -> bool {
         let said = self.said.as_ref();
         said.is_some_and(|said| said.borrow().serves)
     }
 
-    /// The numbers under which it has joined the cluster so far: some only to read
-    /// its configuration, and one to have the image.
+    /// The client ids under which it has joined the cluster so far: some only to read
+    /// its configuration, one to open the image.
     pub fn clients(&self) -> Vec<i64> {
         let said = self.said.as_ref();
         said.map_or_else(Vec::new, |said| said.borrow().clients.clone())
@@ -180,16 +179,15 @@ impl Daemon {
         }
     }
 
-    /// What its words mean. Its exit code is 1 whatever the reason.
+    /// The reason of its end, from its log: its exit code is always 1.
     fn exit_error(&self, spec: &Spec) -> SupervisorError {
         let said = self.said.as_ref();
         let tail = said.map(|said| said.borrow().tail.clone());
         explain(&tail.unwrap_or_default(), spec)
     }
 
-    /// Waits for its end, or for the first part of it that leaves nobody to serve:
-    /// where somebody else is about to read the device, the last part waits for him,
-    /// and he for a successor.
+    /// Waits until it has ended, or serves no more: where another process reads the
+    /// device, the exit of the daemon waits for that read, and the read for a successor.
     pub async fn ended(&self) {
         tokio::select! {
             () = gone(&self.pidfd) => {}
@@ -212,8 +210,8 @@ impl Daemon {
         std::future::pending::<()>().await;
     }
 
-    /// Waits until it finds its image resized, once more than `known` times; says
-    /// how often it has.
+    /// Waits until it has found its image resized more than `known` times; returns how
+    /// often.
     pub async fn resized(&self, known: usize) -> usize {
         if let Some(said) = &self.said {
             let mut said = said.clone();
@@ -224,12 +222,12 @@ impl Daemon {
         std::future::pending().await
     }
 
-    /// Ends it: asks first. Whether it has ended.
+    /// Ends it, by SIGTERM first. Returns whether it has ended.
     pub async fn end(&self) -> bool {
         self.end_by(&[Signal::TERM, Signal::KILL]).await
     }
 
-    /// Ends it before it writes anything more. Whether it has ended.
+    /// Kills it, before it writes anything more. Returns whether it has ended.
     pub async fn kill(&self) -> bool {
         self.end_by(&[Signal::KILL]).await
     }
@@ -246,25 +244,25 @@ impl Daemon {
         false
     }
 
-    /// Whether it ends by itself within a moment.
+    /// Whether it ends by itself in a short time.
     pub async fn is_ending(&self) -> bool {
         timeout(END_WITHIN, self.ended()).await.is_ok()
     }
 }
 
-/// Waits until nothing is left of the process, and reaps it.
+/// Waits until the process has ended, and reaps it.
 async fn gone(pidfd: &AsyncFd<OwnedFd>) {
     loop {
-        // Once readable it stays so.
+        // A pidfd that is readable stays readable.
         match pidfd.readable().await {
             Ok(_ready) => break,
             Err(error) => {
-                tracing::error!(%error, "a process cannot be watched; trying again");
+                tracing::error!(%error, "cannot watch a process; retrying");
                 tokio::time::sleep(READ_WITHIN).await;
             }
         }
     }
-    // Another supervisor's child is reaped by others.
+    // Init reaps the child of a supervisor that has ended.
     let id = WaitId::PidFd(pidfd.get_ref().as_fd());
     let _ = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
 }
@@ -287,7 +285,7 @@ fn hand_over(key: &Secret) -> io::Result<(Stdio, OwnedFd)> {
     Ok((Stdio::from(file.try_clone()?), file))
 }
 
-/// Reads what a process says until its end. Once it serves a device it has its key.
+/// Reads the log of a process to its end. A process that serves a device has read its key.
 async fn listen(source: pipe::Receiver, say: watch::Sender<DaemonLog>, pid: Pid, key: OwnedFd) {
     let mut key = Some(key);
     let mut source = BufReader::new(source);

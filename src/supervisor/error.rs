@@ -1,5 +1,5 @@
-//! Why the supervisor does not do what it is asked, and how that is told over its
-//! socket: each kind has a gRPC code of its own, and the sentence is the message.
+//! The errors of the supervisor, and their gRPC codes: each kind has one of its own, and
+//! the sentence is the message.
 
 use std::{io, path::PathBuf};
 
@@ -7,13 +7,13 @@ use tonic::{Code, Status};
 
 use super::SpecError;
 
-/// Why the supervisor does not do what it is asked.
+/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
     /// The request cannot be passed on.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// The device is there, and is not what was asked for.
+    /// The device is mapped otherwise than requested.
     #[error("volume {volume_id} is mapped as {node} {how}; unmap it first (rbd-nbd unmap {node})")]
     Otherwise {
         /// The volume's handle.
@@ -38,10 +38,10 @@ pub enum SupervisorError {
     Silent {
         /// The image.
         image: String,
-        /// The daemon's words.
+        /// The daemon's message.
         said: String,
     },
-    /// The daemon ended without a word, which it does where the image is missing.
+    /// The daemon ended without a message, as it does if the image is missing.
     #[error(
         "rbd-nbd ended without a reason, as it does where the cluster has no image {image}, or no such pool, namespace or snapshot"
     )]
@@ -49,15 +49,15 @@ pub enum SupervisorError {
         /// The image.
         image: String,
     },
-    /// The daemon ended, and said why.
+    /// The daemon ended with a message.
     #[error("rbd-nbd cannot serve image {image}: {said}")]
     Failed {
         /// The image.
         image: String,
-        /// The daemon's words.
+        /// The daemon's message.
         said: String,
     },
-    /// Somebody else was faster.
+    /// Another process took the device first.
     #[error("the NBD device that was to be of image {image} is in use")]
     Taken {
         /// The image.
@@ -73,7 +73,7 @@ pub enum SupervisorError {
         /// This node's id.
         node: String,
     },
-    /// A daemon is not begun, or was ended, as nobody could fence it.
+    /// The daemon was not started, or was ended: the controller could not fence it.
     #[error("the client of rbd-nbd for image {image} cannot be registered for fencing: {said}")]
     NotRegistered {
         /// The image.
@@ -81,22 +81,22 @@ pub enum SupervisorError {
         /// Why.
         said: String,
     },
-    /// The daemon does not come to an end, or to a beginning.
+    /// The daemon neither serves nor ends in time.
     #[error("rbd-nbd (process {pid}) for image {image} {how}")]
     Stuck {
         /// The image.
         image: String,
         /// The daemon.
         pid: i32,
-        /// What it does not do, and for how long.
+        /// What it fails to do, and for how long.
         how: &'static str,
     },
-    /// Something takes long; it goes on.
+    /// An earlier call goes on.
     #[error(
         "what was begun with volume {0} is still under way; the next call finds it done, or waits for it"
     )]
     UnderWay(String),
-    /// There is no rbd-nbd.
+    /// rbd-nbd is not installed.
     #[error("cannot start {program}; it is in the package rbd-nbd")]
     NoProgram {
         /// Its name.
@@ -104,12 +104,12 @@ pub enum SupervisorError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// Nothing is known of the volume.
+    /// The supervisor has no such volume.
     #[error(
         "volume {0} is not mapped by rbd-nbd on this node, or the supervisor has no record of it: then a stage brings it back, which kubelet calls for when it is restarted"
     )]
     Unknown(String),
-    /// The key is needed and has gone.
+    /// The supervisor does not have the key.
     #[error(
         "the key of volume {0} is not known any more; the next stage of the volume brings it, or uringctl reattach"
     )]
@@ -120,7 +120,7 @@ pub enum SupervisorError {
         /// The device's node.
         node: PathBuf,
     },
-    /// The image did not get as large as it should.
+    /// The image has not grown to the size.
     #[error(
         "{} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown", node.display()
     )]
@@ -129,9 +129,9 @@ pub enum SupervisorError {
         image: String,
         /// The device's node.
         node: PathBuf,
-        /// What it has.
+        /// Its size.
         bytes: u64,
-        /// What it should have.
+        /// The size required.
         wanted: u64,
     },
     /// The kernel refused something else.
@@ -139,7 +139,7 @@ pub enum SupervisorError {
     Io {
         /// What was tried.
         what: &'static str,
-        /// With what.
+        /// The subject.
         subject: String,
         /// The kernel's answer.
         source: io::Error,
@@ -147,7 +147,7 @@ pub enum SupervisorError {
 }
 
 impl SupervisorError {
-    /// How it is told.
+    /// The gRPC code.
     pub fn code(&self) -> Code {
         match self {
             Self::Spec(_) => Code::InvalidArgument,

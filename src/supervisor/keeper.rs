@@ -27,14 +27,14 @@ use crate::{
 /// Threads that wait for a next call.
 const IDLE_LANES: usize = 2;
 
-/// The volumes that are kept. Clones share them. Must be used on a runtime of
-/// tokio, on which the volumes' tasks live.
+/// All volumes of the supervisor. Clones share them. Must be used on a runtime of tokio,
+/// on which the volumes' tasks run.
 #[derive(Clone, Debug)]
 pub struct Keeper(Arc<Shared>);
 
 impl Keeper {
-    /// Takes up what the records in that directory tell of; `program` is rbd-nbd,
-    /// by its path or looked up in the system's directories.
+    /// Takes up the volumes on record in that directory; `program` is rbd-nbd, by its
+    /// path or looked up in the system's directories.
     pub fn open(program: &str, dir: PathBuf, boot_id: String) -> io::Result<Self> {
         if nbd::reads_partitions() {
             tracing::warn!(
@@ -55,15 +55,14 @@ impl Keeper {
         Ok(keeper)
     }
 
-    /// Maps an image, or finds it mapped; where its daemon has died, brings it
-    /// back.
+    /// Maps an image, or finds it mapped; restarts its daemon if that has ended.
     pub async fn map(&self, spec: Spec, key: Secret) -> Result<(NbdDevice, Done), SupervisorError> {
         let volume_id = spec.volume_id.clone();
         self.ask(&volume_id, |reply| Command::Map(Box::new(spec), key, reply))
             .await
     }
 
-    /// Takes the key of a mapped volume, and brings its daemon back.
+    /// Takes the key of a mapped volume, and restarts its daemon.
     pub async fn reattach(
         &self,
         volume_id: &str,
@@ -74,19 +73,19 @@ impl Keeper {
             .await
     }
 
-    /// Makes the device as large as its image, unless it has `bytes` already;
-    /// says how many it has then.
+    /// Grows the device to its image's size, unless it has `bytes` already. Returns
+    /// the device's size in bytes.
     pub async fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, SupervisorError> {
         self.ask(volume_id, |reply| Command::Grow(bytes, reply))
             .await
     }
 
-    /// Unmaps it, unless somebody has the device open.
+    /// Unmaps it, unless the device is open.
     pub async fn unmap(&self, volume_id: &str) -> Result<Done, SupervisorError> {
         self.ask(volume_id, Command::Unmap).await
     }
 
-    /// What is kept. Of what was not looked at yet nothing is told but that.
+    /// Every volume with its state; a volume that was not examined yet has an empty one.
     pub fn list(&self) -> Vec<(String, Status)> {
         let volumes = self.0.lock();
         let told = |kept: &Kept| {
@@ -110,7 +109,7 @@ impl Keeper {
             let kept = volumes
                 .entry(volume_id.to_owned())
                 .or_insert_with(|| self.begin(volume_id, None));
-            // Its task takes its entry away, under this lock, before it ends.
+            // A task removes its entry, under this lock, before it ends.
             let sent = kept.commands.send(command(reply));
             debug_assert!(sent.is_ok(), "a listed volume has a task");
         }

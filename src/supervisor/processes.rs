@@ -21,7 +21,7 @@ pub struct DaemonProcess {
     pub cookie: String,
     /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
     pub image: String,
-    /// The monitors that it was told, as `mon_host` takes them.
+    /// Its monitors, as `mon_host` takes them.
     pub monitors: Option<String>,
 }
 
@@ -72,7 +72,7 @@ impl DaemonProcess {
         Ok(found)
     }
 
-    /// What the process is, where it is such a one.
+    /// The process, if it is one of rbd-nbd.
     pub fn of(pid: i32) -> Option<Self> {
         // Of one that has ended, or is reaped now, nothing is left to read. The name
         // is the kernel's own; the arguments are in the process's memory, for which

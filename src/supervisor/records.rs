@@ -1,8 +1,8 @@
-//! What a supervisor that starts knows of the volumes of the last one: a file each
-//! on a tmpfs, and never a key.
+//! The records by which a supervisor takes up the volumes of the one before it: a file
+//! each on a tmpfs, never with a key.
 //!
-//! A file is replaced as a whole. One of an earlier boot, should the directory
-//! outlive it, is of no device any more.
+//! A file is replaced as a whole. A record of an earlier boot, should the directory
+//! outlive it, is ignored: its device is gone.
 
 use std::{
     fs,
@@ -30,7 +30,7 @@ struct Record {
 }
 
 impl Records {
-    /// Records below that directory, which is made if missing.
+    /// Opens the records in a directory, which is created if missing.
     pub fn open(dir: PathBuf, boot_id: String) -> io::Result<Self> {
         fs::DirBuilder::new()
             .recursive(true)
@@ -50,8 +50,8 @@ impl Records {
             match serde_json::from_slice::<Record>(&fs::read(&path)?) {
                 Ok(record) if record.boot_id == self.boot_id => specs.push(record.spec),
                 Ok(_) => fs::remove_file(&path)?,
-                // Left for people to look at. A daemon is found without it, too,
-                // when its volume is staged again.
+                // Left for the operator. A daemon is found without it, too, when its
+                // volume is staged again.
                 Err(error) => {
                     tracing::error!(%error, path = %path.display(), "a record cannot be read");
                 }
@@ -60,7 +60,7 @@ impl Records {
         Ok(specs)
     }
 
-    /// Keeps one.
+    /// Writes a record.
     pub fn keep(&self, spec: &Spec) -> io::Result<()> {
         let record = Record {
             boot_id: self.boot_id.clone(),
@@ -76,7 +76,7 @@ impl Records {
         fs::rename(new, path)
     }
 
-    /// Forgets one, if it is there.
+    /// Removes a record, if there is one.
     pub fn forget(&self, volume_id: &str) -> io::Result<()> {
         match fs::remove_file(self.path(volume_id)) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error),

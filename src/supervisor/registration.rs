@@ -1,5 +1,5 @@
 //! Registering rbd-nbd's clients with a volume, for a controller that fences nodes that
-//! keep one ([`crate::ceph::fencing`]).
+//! keep a volume ([`crate::ceph::fencing`]).
 //!
 //! A daemon may be replaced at any time, and the next one is another client of the
 //! cluster. So the supervisor, which starts them, registers them:
@@ -9,11 +9,11 @@
 //!  registered as starting ─▶ rbd-nbd ─▶ registered by its address, else killed
 //! ```
 //!
-//! **Which client is its own** rbd-nbd says itself: it logs each number under which
-//! it joins the cluster, and under one of them it watches the image.
+//! **The daemon's client.** rbd-nbd logs each client id under which it joins the cluster;
+//! under one of them it watches the image.
 //!
-//! The supervisor has nothing of Ceph loaded. It runs itself once more for this, and
-//! that child has librados and the key for a moment.
+//! The supervisor does not load librados. It runs its program once more for each
+//! registration, and only that short-lived child has librados and the key.
 
 use std::{
     io::{self, Read as _},
@@ -47,9 +47,9 @@ use crate::{
 /// The supervisor's argument for a child that registers a client.
 pub const VERB: &str = "enter";
 
-/// How long the child may take in all.
+/// The deadline of the child.
 const WITHIN: Duration = Duration::from_secs(20);
-/// How long the cluster may take, to connect and for each answer.
+/// The deadline of the cluster, to connect and for each answer.
 const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(10),
     operation: Duration::from_secs(10),
@@ -58,13 +58,13 @@ const TIMEOUTS: Timeouts = Timeouts {
 /// What the child registers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Step {
-    /// Nothing: a process begins that writes nothing, if the volume is published.
+    /// Nothing: a process starts that does not write, if the volume is published.
     Looks,
-    /// A daemon that is about to begin.
+    /// A daemon that is starting.
     Begins,
-    /// It has ended before it served: nobody is starting.
+    /// The daemon has ended before it served.
     Ended,
-    /// One that serves: which of these clients of the cluster has the image.
+    /// A daemon that serves: which of these client ids has the image open.
     Serves(Vec<i64>, Option<Process>),
 }
 
@@ -73,15 +73,15 @@ pub(super) enum Step {
 pub(super) struct Lineage {
     /// Its number.
     pub since: Uuid,
-    /// Another that may be registered: the answer was lost.
+    /// A later one that may be registered: the answer was lost.
     pub or: Option<Uuid>,
-    /// Nothing is registered under it yet: a stage asks for that, and what was before
-    /// does not matter.
+    /// Nothing is registered under it yet: a stage does that, and earlier registrations do
+    /// not matter.
     pub is_new: bool,
 }
 
 impl Lineage {
-    /// One that begins now.
+    /// A lineage that starts now.
     pub fn new() -> Self {
         let since = Uuid::new_v4();
         Self {
@@ -91,7 +91,7 @@ impl Lineage {
         }
     }
 
-    /// One that nothing follows: of what was before, nothing is known.
+    /// A lineage that continues no other: earlier ones are unknown.
     pub fn broken() -> Self {
         Self {
             is_new: false,
@@ -110,7 +110,7 @@ struct Order {
     step: Step,
 }
 
-/// How it went.
+/// The child's answer.
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
     Done,
@@ -123,8 +123,8 @@ enum Answer {
     Failed(String),
 }
 
-/// Has a child do it; blocks, no longer than [`WITHIN`]. False where the daemon is
-/// not among the image's watchers, or not yet.
+/// Has a child register it; blocks, no longer than [`WITHIN`]. False if the daemon is not
+/// among the image's watchers yet.
 pub(super) fn register(
     spec: &Spec,
     fencing: &RegistrationKey,
@@ -141,12 +141,12 @@ pub(super) fn register(
         step,
     };
     let order = serde_json::to_string(&order).expect("strings are JSON");
-    // In one piece, so that no copy of the key is left by a text that grows.
+    // Allocated once: a string that grows leaves copies of the key.
     let mut input = Zeroizing::new(Vec::with_capacity(order.len() + key.reveal().len() + 1));
     input.extend_from_slice(order.as_bytes());
     input.push(b'\n');
     input.extend_from_slice(key.reveal().as_bytes());
-    // What runs here, though its file may have been replaced.
+    // The running program, although its file may have been replaced.
     let output = exec::run("/proc/self/exe", &[VERB], &[], &input, || {});
     let output = output.map_err(failed("register the client of", &spec.volume_id))?;
     let image = || spec.image.to_string();

@@ -1,4 +1,4 @@
-//! The supervisor's socket: requests in, what the [`Keeper`] says out.
+//! The supervisor's gRPC service, over the [`Keeper`].
 
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
@@ -22,7 +22,7 @@ pub struct SupervisorService {
 }
 
 impl SupervisorService {
-    /// Serves this keeper's volumes.
+    /// A service for this keeper's volumes.
     pub fn new(keeper: Keeper) -> Self {
         Self { keeper }
     }

@@ -1,7 +1,7 @@
-//! What a daemon serves, and how: all but the key.
+//! The image that a daemon serves, and its options; all but the key.
 //!
-//! Everything here ends up in the arguments of a program that runs as root, so
-//! nothing gets in that could be read as another option.
+//! All of it goes into the arguments of a program that runs as root, so nothing is
+//! accepted that could be read as another option.
 //!
 //! Source: rbd-nbd(8).
 
@@ -32,12 +32,12 @@ pub struct Spec {
     pub options: NbdOptions,
     /// The device refuses writes.
     pub read_only: bool,
-    /// Where the controller fences: what its clients are entered as.
+    /// If the controller fences: under which key to register the daemon's client.
     #[serde(default)]
     pub fencing: Option<RegistrationKey>,
 }
 
-/// Whose clients are entered, and where ([`crate::ceph::fencing`]).
+/// The key under which clients are registered ([`crate::ceph::fencing`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegistrationKey {
     /// This node's id.
@@ -46,13 +46,13 @@ pub struct RegistrationKey {
     pub volume: Uuid,
 }
 
-/// What cannot be said to the program.
+/// A value that cannot be passed to the program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {
     /// A name has characters that the program would read otherwise.
     #[error("rbd-nbd cannot be given {text:?} as the {what}")]
     Unsuited {
-        /// Of what it is the name.
+        /// The kind of name.
         what: &'static str,
         /// The name.
         text: String,
@@ -65,14 +65,14 @@ pub enum SpecError {
 /// What a daemon is started for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verb<'a> {
-    /// To make a device, by its node.
+    /// To attach to a new device, by its node.
     Map(&'a str),
-    /// To serve a device that is there, by its node.
+    /// To serve an existing device, by its node.
     Attach(&'a str),
 }
 
 impl Spec {
-    /// Whether all of it can be said to the program.
+    /// Checks that all of it can be passed to the program.
     pub fn check(&self) -> Result<(), SpecError> {
         let ImageSpec {
             pool,
@@ -126,9 +126,8 @@ impl Spec {
 
     /// The program's arguments; it reads its key from its standard input.
     ///
-    /// Without the monitors' configuration a wrong key could not be told from a
-    /// missing image, so that is asked for; and a file of configuration, which
-    /// would name other monitors, is not.
+    /// It fetches the monitors' configuration, since without that a wrong key looks like a
+    /// missing image; and it reads no configuration file, which would name other monitors.
     pub fn arguments(&self, verb: &Verb<'_>) -> Vec<String> {
         let mut arguments = vec![
             match verb {

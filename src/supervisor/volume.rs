@@ -1,5 +1,4 @@
-//! One volume: its device, its daemon, and whatever is done with them, one thing
-//! after the other.
+//! One volume: its device, its daemon, and all changes to them, one after the other.
 //!
 //! ```text
 //!  map      no device: rbd-nbd map          device without daemon: rbd-nbd attach
@@ -8,18 +7,17 @@
 //!  unmap    claim (O_EXCL) · DISCONNECT · the daemon ends by itself, or is ended
 //! ```
 //!
-//! **One way back.** Whatever leaves a device without a daemon that serves it, a
-//! death, a call, or a supervisor that went, [`Volume::mend`] is what brings one, and
-//! what tells of it and tries again where that fails. Meanwhile udevd is kept off
-//! the device: it would wait for it, and all that waits for udevd with it.
+//! **One way to restart.** Whatever leaves a device without a daemon (a daemon that ended,
+//! a call, a supervisor that ended), [`Volume::mend`] starts one, and reports and retries a
+//! failure. Meanwhile a lock keeps udevd off the device: udevd would wait for it, and
+//! every process that waits for udevd, too.
 //!
-//! **Growth.** The driver is told a size with the socket of whoever attaches, and
-//! it takes one only while nothing is under way, so it waits for what is under way:
-//! for ever, where only the new socket could serve that. So a size is changed
-//! while a daemon serves; the one that changes it ends at once, for its socket was
-//! not needed. The daemon that serves may not have heard yet how large its image
-//! is, and answers what lies beyond without an error and without data; one that
-//! begins now knows.
+//! **Growth.** The driver takes a size together with the socket of an attach, and only
+//! while no request is in flight. It waits for those in flight: for ever, if only the new
+//! socket could serve them. So the size is changed while a daemon serves; the process
+//! that changes it ends at once, since its socket is not needed. The daemon that serves
+//! may not know the image's new size, and answers requests beyond the old one without an
+//! error and without data, so it is replaced by one that knows.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -46,44 +44,44 @@ mod verbs;
 use open::{OpenGuard, open_shared};
 use start_args::StartCandidates;
 
-/// How often a device that comes or goes is looked at.
+/// The time between two looks at a device that comes or goes.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// The time between two tries to bring a daemon back; it doubles.
+/// The time between two attempts to restart a daemon; it doubles.
 const PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
-/// A volume, in the hands of its task.
+/// A volume, as its task has it.
 #[derive(Debug)]
 pub struct Volume {
     id: String,
     shared: Arc<Shared>,
     status: Arc<Mutex<Status>>,
-    /// By what its daemons are begun.
+    /// The arguments and the key by which its daemons are started.
     candidates: StartCandidates,
     daemon: Option<Daemon>,
     /// Since when this node has the volume, where the controller fences.
     lineage: Lineage,
-    /// The image by the command line of a daemon that others began.
+    /// The image, from the command line of a daemon that another process started.
     found: Option<String>,
     /// How often the daemon has complained of the image's size.
     resized: usize,
-    /// It has, and the device did not follow yet.
+    /// Whether it has, and the device did not follow yet.
     is_behind: bool,
-    /// When the daemon is to be seen to again.
+    /// When to restart the daemon again.
     retry: Option<Instant>,
-    /// How long after a failure that is.
+    /// The time after the next failure.
     pause: Duration,
     trouble: Option<String>,
-    /// While a daemon serves the device, which is open for the daemon as well. Were
-    /// that the last to close it when it dies, it would wait for what is being read,
-    /// and that for the daemon's socket, which it closes next.
+    /// The device, open while a daemon serves it. If the daemon were the last to close it
+    /// at its exit, the close would wait for reads in flight, and these for the daemon's
+    /// socket, which it closes after that.
     open_guard: Option<OpenGuard>,
-    /// While no daemon serves the device: udevd does not look into it.
+    /// The lock that keeps udevd off the device while no daemon serves it.
     udev_lock: Option<OpenGuard>,
 }
 
 impl Volume {
-    /// A volume of which there may be a device and a daemon.
+    /// A volume that may have a device and a daemon.
     pub fn new(
         id: &str,
         shared: Arc<Shared>,
@@ -108,8 +106,8 @@ impl Volume {
         }
     }
 
-    /// Handles commands, and restarts the daemon between them, until there is
-    /// nothing left of the volume.
+    /// Handles commands, and restarts the daemon between them, until the volume has
+    /// neither.
     pub async fn live(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
         self.ensure_daemon().await;
         loop {
@@ -138,8 +136,8 @@ impl Volume {
         }
     }
 
-    /// Keeps the device open from when it is served until it is taken down, or may
-    /// have been by others: it would not go for as long as it is open here.
+    /// Keeps the device open from the time a daemon serves it until it is disconnected,
+    /// or may have been by another process: an open device would stay.
     fn hold(&mut self, device: Option<&NbdDevice>) {
         match (device.cloned(), &self.daemon) {
             (Some(device), Some(_)) => {
@@ -155,7 +153,8 @@ impl Volume {
         }
     }
 
-    /// What was begun stays done, whoever has gone meanwhile; what was not is not.
+    /// Handles one command. One that has begun is finished even if its caller has gone;
+    /// one whose caller has gone before is dropped.
     async fn handle_command(&mut self, command: Command) {
         match command {
             Command::Map(spec, key, reply) if !reply.is_closed() => {
@@ -179,10 +178,10 @@ impl Volume {
         if let Some(daemon) = self.daemon.take() {
             tracing::warn!(volume = self.id, pid = daemon.pid(), "rbd-nbd has ended");
         }
-        // Another may take its time.
+        // Starting another may take a while.
         let device = self.device().ok().flatten();
         if device.is_some() {
-            let why = "nothing serves the device, so its I/O waits: rbd-nbd has ended, and another is begun";
+            let why = "nothing serves the device, so its I/O waits: rbd-nbd has ended, and another is starting";
             self.trouble = Some(why.to_owned());
         }
         self.tell(device.as_ref());
@@ -197,15 +196,15 @@ impl Volume {
             Err(error) => Err(error),
         };
         match looked {
-            // It has been told.
+            // It is reported already.
             Ok(Some(device)) => drop(self.mend(&device).await),
-            // Somebody took it down, which ended the daemon.
+            // Another process disconnected it, which ended the daemon.
             Ok(None) => self.mark_healthy(),
             Err(error) => self.mark_unhealthy(&error),
         }
     }
 
-    /// Looks for a daemon that others began.
+    /// Looks for a daemon that another process started.
     async fn look(&mut self) -> Result<(), SupervisorError> {
         if self.daemon.is_some() {
             return Ok(());

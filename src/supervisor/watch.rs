@@ -1,5 +1,4 @@
-//! What the supervisor says of its volumes, asked again and again, for those who must
-//! not wait for an answer.
+//! The supervisor's report on its volumes, polled, for callers that must not wait.
 
 use std::{
     io,
@@ -15,18 +14,18 @@ use super::{
 };
 use crate::{Done, error_chain, proto::holder::Held, secret::Secret};
 
-/// How often it is asked; it answers from its memory.
+/// The time between two polls; the supervisor answers from memory.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// The supervisor, and what it said last. Clones share that.
+/// The supervisor's client with its last report. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Watch {
     client: Client,
     last: Arc<Mutex<Told>>,
 }
 
-/// The newest answer, and the numbers of the questions: an answer may come after
-/// that to a later one.
+/// The newest report, and the numbers of the polls: an answer may come after that to a
+/// later poll.
 #[derive(Debug, Default)]
 struct Told {
     asked: u64,
@@ -39,21 +38,21 @@ enum Last {
     #[default]
     NotAsked,
     Said(Vec<Held>),
-    /// It did not answer, and why.
+    /// Why it did not answer.
     Silent(String),
 }
 
-/// What is wrong with a volume that rbd-nbd serves.
+/// The trouble of a volume that rbd-nbd serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Trouble {
-    /// Nobody serves it now.
+    /// No daemon serves it now.
     NoDaemon(String),
-    /// Should who serves it end, nothing would bring it back.
+    /// If its daemon ends, nothing restarts it.
     Unkept(String),
 }
 
 impl Watch {
-    /// Asks from now on, on a thread of its own.
+    /// Starts to poll, on a thread of its own.
     pub fn start(client: Client) -> io::Result<Self> {
         let last = Arc::<Mutex<Told>>::default();
         let (asks, seen) = (client.clone(), Arc::downgrade(&last));
@@ -70,7 +69,7 @@ impl Watch {
         Ok(Self { client, last })
     }
 
-    /// Asks now. It blocks, as most of what is below.
+    /// Polls once. Blocks.
     fn ask(&self) {
         let number = {
             let mut told = self.last();
@@ -88,7 +87,7 @@ impl Watch {
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was wrong with the volume a moment ago.
+    /// The volume's trouble at the last poll.
     pub fn trouble(&self, volume_id: &str) -> Option<Trouble> {
         let told = self.last();
         let volumes = match &told.last {
@@ -107,8 +106,8 @@ impl Watch {
         }
     }
 
-    /// The image of a volume, `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, as far as the
-    /// supervisor knew a moment ago.
+    /// The image of a volume, `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, if the supervisor knew
+    /// it at the last poll.
     pub fn image(&self, volume_id: &str) -> Option<String> {
         let told = self.last();
         let Last::Said(volumes) = &told.last else {
@@ -118,8 +117,8 @@ impl Watch {
         Some(held.image.clone()).filter(|image| !image.is_empty())
     }
 
-    /// Whether it is mapping the volume's image, or is told to: there is no device
-    /// yet. It blocks: for a lane.
+    /// Whether it is mapping the volume's image, and there is no device yet. Blocks: for
+    /// a lane.
     pub fn is_mapping(&self, volume_id: &str) -> Result<bool, ClientError> {
         let volumes = match self.client.list() {
             Err(ClientError::Unreachable { .. }) => return Ok(false),
@@ -129,20 +128,20 @@ impl Watch {
         Ok(its.any(|held| held.node.is_empty()))
     }
 
-    /// [`Client::map`]. It blocks: for a lane.
+    /// [`Client::map`]. Blocks: for a lane.
     pub fn map(&self, spec: &Spec, key: &Secret) -> Result<(PathBuf, Done), ClientError> {
         let mapped = self.client.map(spec, key);
         self.ask();
         mapped
     }
 
-    /// [`Client::unmap`]. It blocks: for a lane.
+    /// [`Client::unmap`]. Blocks: for a lane.
     pub fn unmap(&self, volume_id: &str) -> Result<Done, ClientError> {
         self.client.unmap(volume_id)
     }
 
-    /// Sees to it that nothing is mapped for the volume, nor will be by what is
-    /// under way. Where the supervisor is not there, nothing is. It blocks: for a lane.
+    /// Makes sure that nothing is mapped for the volume, nor will be by a call under way.
+    /// Without a supervisor nothing is. Blocks: for a lane.
     pub fn forget(&self, volume_id: &str) -> Result<(), ClientError> {
         match self.unmap(volume_id) {
             Ok(_) | Err(ClientError::Unreachable { .. }) => Ok(()),
@@ -150,7 +149,7 @@ impl Watch {
         }
     }
 
-    /// [`Client::grow`]. It blocks: for a lane.
+    /// [`Client::grow`]. Blocks: for a lane.
     pub fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, ClientError> {
         self.client.grow(volume_id, bytes)
     }

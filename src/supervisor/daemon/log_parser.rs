@@ -2,21 +2,21 @@
 
 use crate::supervisor::{Spec, SupervisorError};
 
-/// How much of the output is kept, bytes; the end, for there is the error.
+/// How many bytes of the output are kept; its end, where the error is.
 pub const KEPT: usize = 2048;
 
-/// What a daemon has logged so far.
+/// The state of a daemon, by its log so far.
 #[derive(Debug, Default)]
 pub struct DaemonLog {
     /// It serves a device.
     pub serves: bool,
-    /// Its last words.
+    /// The end of its log.
     pub tail: String,
-    /// As whom it has joined the cluster; one of them has the image.
+    /// The client ids under which it has joined the cluster; one has the image open.
     pub clients: Vec<i64>,
     /// How often its image was found to have another size than the device.
     pub resized: usize,
-    /// It will say no more.
+    /// Its log has ended.
     pub ended: bool,
 }
 
@@ -50,7 +50,7 @@ fn joined_as(line: &str) -> Option<i64> {
     number.parse().ok()
 }
 
-/// Two lines that it says at every start, and no more where the image is missing.
+/// Two lines that it logs at every start, and the only ones if the image is missing.
 const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred set uid:gid"];
 
 /// The error by which a daemon ended, by its last lines.
@@ -80,8 +80,8 @@ pub fn explain(tail: &str, spec: &Spec) -> SupervisorError {
     }
 }
 
-/// The line without time, thread and level, where it has those; nothing where the
-/// level is that of what is no error.
+/// The line without time, thread and level, if it has those; none if its level is not an
+/// error's.
 fn without_prefix(line: &str) -> &str {
     let (time, rest) = first_word(line);
     if !time.starts_with("20") || !time.contains('T') {

@@ -1,5 +1,5 @@
-//! A device that is open here, and neither opened nor closed on the thread that
-//! serves calls: without a daemon either takes as long as that lasts.
+//! A device that the supervisor has open. A lane opens and closes it, never the thread
+//! that serves calls: without a daemon either waits for one.
 
 use std::{fs::File, sync::Arc, time::Duration};
 
@@ -15,13 +15,13 @@ use crate::{
     supervisor::{SupervisorError, error::failed},
 };
 
-/// How long that may take where a daemon serves the device.
+/// The longest time to open a device that a daemon serves.
 const WITHIN: Duration = Duration::from_secs(20);
 
 /// Open, or about to be, until it is dropped.
 #[derive(Debug)]
 pub struct OpenGuard {
-    /// Once it is open; then the file is in `file`.
+    /// Notified once it is open; then the file is in `file`.
     opened: oneshot::Receiver<Result<CloseOnLane, SupervisorError>>,
     file: Option<CloseOnLane>,
 }
@@ -38,7 +38,7 @@ impl Drop for CloseOnLane {
     fn drop(&mut self) {
         let file = self.file.take();
         if let Some(file) = &file {
-            // At once: it is locked already, if for itself alone.
+            // Takes no time: it is locked already, exclusively.
             let shared = flock(file, FlockOperation::NonBlockingLockShared);
             shared.unwrap_or_else(|error| {
                 tracing::warn!(volume = self.volume, %error, "the device's lock is lost");
@@ -50,7 +50,7 @@ impl Drop for CloseOnLane {
 }
 
 impl OpenGuard {
-    /// Opens a volume's device by that function, as soon as that can be.
+    /// Opens a volume's device by `open`, as soon as possible.
     pub fn begin(
         lanes: &Lanes,
         volume: &str,
@@ -64,7 +64,7 @@ impl OpenGuard {
                 lanes: own,
                 volume: of,
             });
-            // Where nobody wants it any more it ends here.
+            // It may be wanted no more.
             drop(tell.send(opened));
         }));
         Self { opened, file: None }
@@ -91,10 +91,10 @@ impl OpenGuard {
     }
 }
 
-/// Opens a device, to have it open. udevd reads its superblocks meanwhile, and no
-/// partitions, for which it wants the device's lock for itself: it would read them
-/// whenever somebody has written, and a daemon that dies right then could not close
-/// the device, nor therefore end. It may block: for a lane.
+/// Opens a device, with a shared lock. So udevd reads its superblocks, but not its
+/// partitions, for which it needs an exclusive lock: it would read them after each write,
+/// and a daemon that ends at that moment could not close the device, and so not end. May
+/// block: for a lane.
 pub fn open_shared(device: &BlockDev) -> Result<Arc<File>, SupervisorError> {
     let file = open(device)?;
     lock(device, &file, FlockOperation::LockShared)?;
@@ -104,13 +104,13 @@ pub fn open_shared(device: &BlockDev) -> Result<Arc<File>, SupervisorError> {
 /// Waits until udevd is done with the device, and keeps it off for as long as the file
 /// is locked so: udevd looks into what it can lock, shared with others, and at
 /// nothing else (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Uses the file that has the
-/// device open already, if there is one: its lock would be in the way. It blocks for as
-/// long as the device does: for a lane.
+/// device open already, if there is one: its lock would be in the way. Blocks as long as
+/// the device does: for a lane.
 pub fn lock_out_udevd(
     device: &BlockDev,
     opened: Option<Arc<File>>,
 ) -> Result<Arc<File>, SupervisorError> {
-    // Not shared first: udevd could share it then, and wait for the device.
+    // Not shared first: udevd could take it, too, and wait for the device.
     let file = opened.map_or_else(|| open(device), Ok)?;
     lock(device, &file, FlockOperation::LockExclusive)?;
     Ok(file)

@@ -1,5 +1,5 @@
-//! Which client of the cluster serves the volume, told to a controller that fences
-//! ([`crate::supervisor::registration`]). Where none does, nothing here is run.
+//! Registers the Ceph client that serves the volume, for a controller that fences
+//! ([`crate::supervisor::registration`]). Without one, nothing here runs.
 
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 const THERE_WITHIN: Duration = Duration::from_secs(5);
 
 impl Volume {
-    /// Does what a stage, or an operator, asks for: the volume is published to this
-    /// node now, and whatever was before does not matter.
+    /// Starts anew, as a stage or an operator asks: the volume is published to this node
+    /// now, and earlier registrations do not matter.
     pub(super) async fn anew<T>(
         &mut self,
         what: impl AsyncFnOnce(&mut Self) -> Result<T, SupervisorError>,
@@ -37,18 +37,18 @@ impl Volume {
         done
     }
 
-    /// A daemon is about to begin, if the volume is published to this node.
+    /// Registers that a daemon is starting, if the volume is published to this node.
     pub(super) async fn begins(&mut self, args: &StartArgs) -> Result<(), SupervisorError> {
         self.register(args, Step::Begins).await.map(drop)
     }
 
-    /// The volume is published to this node.
+    /// Checks that the volume is published to this node.
     pub(super) async fn is_published(&mut self, args: &StartArgs) -> Result<(), SupervisorError> {
         self.register(args, Step::Looks).await.map(drop)
     }
 
-    /// It has ended. Where that is not registered, an unpublish waits for
-    /// it longer than it need.
+    /// Registers that the daemon has ended. If that fails, an unpublish waits longer than
+    /// it needs to.
     pub(super) async fn has_ended(&mut self, args: &StartArgs) {
         if let Err(error) = self.register(args, Step::Ended).await {
             let error = crate::error_chain(&error);
@@ -60,7 +60,7 @@ impl Volume {
         }
     }
 
-    /// The daemon serves.
+    /// Registers the client of the daemon, which serves.
     pub(super) async fn serves(
         &mut self,
         args: &StartArgs,
@@ -71,8 +71,8 @@ impl Volume {
         }
         let since = Instant::now();
         let process = process(daemon.pid());
-        // A look is never given up half-way: it would register a daemon that was killed
-        // meanwhile, when the next one is starting.
+        // A look is never abandoned: it would register a daemon that was killed
+        // meanwhile, while the next one is starting.
         while !self
             .register(args, Step::Serves(daemon.clients(), process))
             .await?

@@ -1,4 +1,4 @@
-//! A volume's daemon: begun, ended, and replaced.
+//! Starting, ending and replacing a volume's daemon.
 
 use std::time::{Duration, Instant};
 
@@ -20,9 +20,9 @@ use crate::{
     },
 };
 
-/// How long a daemon may take until it serves. It looks for monitors half as long.
+/// The deadline until a daemon serves. It looks for monitors half as long.
 const START_WITHIN: Duration = Duration::from_secs(60);
-/// How long one that was found may take to serve or to end.
+/// The deadline until a daemon that was found serves or ends.
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 
 impl Volume {
@@ -61,7 +61,7 @@ impl Volume {
         outcome
     }
 
-    /// The device is served, or there is none.
+    /// Whether a daemon serves the device, or there is no device.
     pub(super) fn mark_healthy(&mut self) {
         if self.trouble.take().is_some() {
             tracing::info!(volume = self.id, "volume recovered");
@@ -79,35 +79,35 @@ impl Volume {
         tracing::error!(volume = self.id, error = text, what);
         self.trouble = Some(format!("{what}: {text}"));
         if matches!(error, SupervisorError::NoKey(_)) {
-            // Nothing changes before somebody brings one.
+            // Nothing changes before a call brings a key.
             return;
         }
         self.udev_lock = None;
         if self.daemon.is_none() {
-            // It may have been taken down by others, and goes now.
+            // Another process may have disconnected it.
             self.open_guard = None;
         }
         self.retry = Some(Instant::now() + self.pause);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
     }
 
-    /// Serves a device that nobody serves.
+    /// Starts a daemon for a device that has none.
     async fn attach(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         self.take_udev_lock(device);
         let node = device.block.node.to_string_lossy();
         self.start(&Verb::Attach(&node)).await
     }
 
-    /// Replaces a daemon that an earlier supervisor began, of whose words this one hears
-    /// none: that its image was resized is one. The first step proves the key while
-    /// the old daemon serves.
+    /// Replaces a daemon that an earlier supervisor started and whose log this one cannot
+    /// read: it would miss that the image was resized. The first step proves the key
+    /// while the old daemon serves.
     async fn adopt(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         self.take_size(device).await?;
         self.end_under_udev_lock(device).await?;
         self.attach(device).await
     }
 
-    /// Locks the device against udevd, from a moment on.
+    /// Locks the device against udevd, as soon as it is open.
     fn take_udev_lock(&mut self, device: &NbdDevice) -> &mut OpenGuard {
         let Self {
             open_guard,
@@ -117,7 +117,7 @@ impl Volume {
         udev_lock.get_or_insert_with(|| {
             let open = open_guard.as_mut().and_then(OpenGuard::file);
             if open.is_none() {
-                // It may be opened yet, and would be in the way.
+                // It may still be opening, and would be in the way.
                 *open_guard = None;
             }
             let device = device.block.clone();
@@ -127,7 +127,7 @@ impl Volume {
         })
     }
 
-    /// Starts the volume's daemon: by what was brought last, else by what has worked.
+    /// Starts the volume's daemon: by the newest arguments, else by those that worked.
     pub(super) async fn start(&mut self, verb: &Verb<'_>) -> Result<(), SupervisorError> {
         let args = self.args()?;
         let Err(error) = self.start_by(args, verb).await else {
@@ -136,7 +136,11 @@ impl Volume {
         match self.candidates.after_failure(&error) {
             Some(other) if self.daemon.is_none() => {
                 let error = crate::error_chain(&error);
-                tracing::warn!(volume = self.id, error, "trying what worked before");
+                tracing::warn!(
+                    volume = self.id,
+                    error,
+                    "starting rbd-nbd by the arguments that worked before"
+                );
                 self.start_by(other, verb).await
             }
             _ => Err(error),
@@ -175,7 +179,7 @@ impl Volume {
             Started::Late => {
                 let stuck = self.stuck(&daemon, "did not begin to serve in time");
                 if !daemon.end().await {
-                    // It may still begin: nobody else may.
+                    // It may still come to serve, so no other may start.
                     self.daemon = Some(daemon);
                 }
                 Err(stuck)
@@ -183,9 +187,9 @@ impl Volume {
         }
     }
 
-    /// Ends a daemon that may not serve, for that reason, before it writes anything
-    /// more. A device that it has just made goes first, which nobody has written to.
-    /// Where anything stays, that is what is told.
+    /// Ends a daemon that must not serve, for that reason, before it writes anything
+    /// more. A device that it has just made, with no data written, is disconnected first.
+    /// Returns the error to report: if anything is left, that.
     async fn kill(&mut self, verb: &Verb<'_>, why: SupervisorError) -> SupervisorError {
         let undone = match verb {
             Verb::Map(_) => self.unmap().await.map(drop),
@@ -217,7 +221,7 @@ impl Volume {
         self.candidates.mark_proven(args);
     }
 
-    /// Leaves it on record for a next supervisor.
+    /// Records it for the next supervisor.
     pub(super) fn record(&mut self, spec: &Spec) -> Result<(), SupervisorError> {
         if self.candidates.recorded.as_ref() != Some(spec) {
             let kept = self.shared.records.keep(spec);
@@ -247,8 +251,8 @@ impl Volume {
 
     /// Gives the device its image's size, while its daemon serves.
     ///
-    /// rbd-nbd refuses to attach while it sees another that serves the device, which
-    /// is right anywhere else: so it is not shown that.
+    /// rbd-nbd refuses to attach while it sees another process that serves the device.
+    /// That is right anywhere else; here the other process is hidden from it.
     pub(super) async fn take_size(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         let args = self.args()?;
         let Err(error) = self.take_size_by(args, device).await else {
@@ -286,8 +290,8 @@ impl Volume {
         }
     }
 
-    /// Ends the daemon, for another to take its place. One that ends while udevd
-    /// reads the device cannot close it, and without its end there is no other.
+    /// Ends the daemon, so that another can take its place. A daemon that ends while udevd
+    /// reads the device cannot close it, and so not end.
     async fn end_under_udev_lock(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         self.take_udev_lock(device).is_open(&device.block).await?;
         self.end().await

@@ -1,28 +1,29 @@
-//! By what a volume's daemons are begun: what to serve, for whom, and his key.
+//! The arguments by which a volume's daemons are started: the image, the user, and the
+//! key.
 //!
-//! A call brings both, and may be wrong: what has worked is kept until something
-//! newer has.
+//! A call brings them, and may be wrong: those that worked are kept until newer ones
+//! work.
 
 use crate::{
     secret::Secret,
     supervisor::{Spec, SupervisorError},
 };
 
-/// All that a daemon is begun by.
+/// The arguments of a start.
 #[derive(Clone, Debug)]
 pub struct StartArgs {
     pub spec: Spec,
     pub key: Secret,
 }
 
-/// What there is of it.
+/// The start arguments at hand.
 #[derive(Debug, Default)]
 pub struct StartCandidates {
-    /// What a next supervisor would know.
+    /// From the record: without a key.
     pub recorded: Option<Spec>,
-    /// A daemon was begun by it.
+    /// A daemon was started by these.
     proven: Option<StartArgs>,
-    /// Brought since, and not tried yet, or in vain for a reason that may pass.
+    /// Brought since, and not tried yet, or failed for a reason that may pass.
     received: Option<StartArgs>,
 }
 
@@ -34,19 +35,19 @@ impl StartCandidates {
         }
     }
 
-    /// What it is to serve, as far as that is known to have worked.
+    /// The image to serve, from the arguments that worked.
     pub fn spec(&self) -> Option<&Spec> {
         let received = || self.received.as_ref().map(|received| &received.spec);
         let proven = self.proven.as_ref().map(|proven| &proven.spec);
         proven.or(self.recorded.as_ref()).or_else(received)
     }
 
-    /// What a daemon is begun by, first of all.
+    /// The arguments to try first.
     pub fn newest(&self) -> Option<&StartArgs> {
         self.received.as_ref().or(self.proven.as_ref())
     }
 
-    /// Whether nodes are fenced is the controller's word, whatever has worked.
+    /// Takes newer arguments. Their word on fencing counts at once: it is the controller's.
     pub fn receive(&mut self, args: StartArgs) {
         if let Some(proven) = &mut self.proven {
             proven.spec.fencing.clone_from(&args.spec.fencing);
@@ -54,12 +55,12 @@ impl StartCandidates {
         self.received = Some(args);
     }
 
-    /// A daemon was begun by it.
+    /// Notes that a daemon was started by them.
     pub fn mark_proven(&mut self, args: StartArgs) {
         (self.proven, self.received) = (Some(args), None);
     }
 
-    /// What was brought did not work. What else may.
+    /// Notes that the newest did not work; returns those to try next.
     pub fn after_failure(&mut self, error: &SupervisorError) -> Option<StartArgs> {
         let other = self.proven.clone()?;
         let received = self.received.as_ref()?;
@@ -71,7 +72,7 @@ impl StartCandidates {
         Some(other)
     }
 
-    /// Nothing is served any more.
+    /// Notes that no daemon is to run any more.
     pub fn forget_keys(&mut self) {
         (self.proven, self.received) = (None, None);
     }

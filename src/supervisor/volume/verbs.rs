@@ -1,4 +1,4 @@
-//! What a volume is asked for.
+//! The commands of a volume: map, reattach, grow, unmap.
 
 use std::time::{Duration, Instant};
 
@@ -12,9 +12,9 @@ use crate::{
     supervisor::{Spec, SupervisorError, error::failed, spec::Verb},
 };
 
-/// How long to choose a device, and to choose again where others take it meanwhile.
+/// The longest time to choose a device, again if another process takes it meanwhile.
 const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
-/// How long the device may take to be opened, and to be gone when its daemon is.
+/// The longest time until a device is open, and until it is gone after its daemon.
 const GONE_WITHIN: Duration = Duration::from_secs(20);
 
 impl Volume {
@@ -28,7 +28,7 @@ impl Volume {
         self.look().await?;
         let mut device = self.device()?;
         if device.is_none() {
-            // It is on its way down, or up, begun by a supervisor that was killed.
+            // A supervisor that was killed was starting or ending it.
             self.await_daemon().await?;
             device = self.device()?;
         }
@@ -70,8 +70,8 @@ impl Volume {
         })
     }
 
-    /// Makes sure that the device is this image's, and served. What is served
-    /// already is success, even if the key is none.
+    /// Makes sure that the device has this image and a daemon. One that has a daemon
+    /// already is success, even without a key.
     async fn serve(
         &mut self,
         device: NbdDevice,
@@ -102,7 +102,7 @@ impl Volume {
             };
             return Err(otherwise(how.to_owned()));
         }
-        // Of what has worked, only whether nodes are fenced may be another matter now.
+        // Of the arguments that worked, only whether nodes are fenced may have changed.
         let mut known = self.candidates.recorded.clone().unwrap_or(spec.clone());
         known.fencing.clone_from(&spec.fencing);
         self.record(&known)?;
@@ -113,7 +113,7 @@ impl Volume {
         }
     }
 
-    /// Takes the key of a mapped volume, and brings its daemon back.
+    /// Takes the key of a mapped volume, and restarts its daemon.
     pub(super) async fn reattach(
         &mut self,
         user: Option<String>,
@@ -131,7 +131,7 @@ impl Volume {
         self.serve(device, spec, key).await
     }
 
-    /// Makes the device as large as its image, if it has fewer bytes than that.
+    /// Grows the device to its image's size, if it has fewer bytes.
     pub(super) async fn grow(&mut self, bytes: u64) -> Result<u64, SupervisorError> {
         let device = self.device()?;
         let device = device.ok_or_else(|| SupervisorError::Unknown(self.id.clone()))?;
@@ -185,7 +185,7 @@ impl Volume {
                 Done::Now
             }
         };
-        // It would not go for as long as it is open here.
+        // An open device would stay.
         self.open_guard = None;
         self.mark_healthy();
         if let Some(daemon) = &self.daemon
@@ -193,7 +193,7 @@ impl Volume {
         {
             self.daemon = None;
         }
-        // And one that a supervisor had begun beside it, and was killed.
+        // And one that a supervisor, killed since, had started beside it.
         loop {
             self.end().await?;
             self.look().await?;
