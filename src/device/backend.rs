@@ -1,7 +1,7 @@
 //! What every backend does: attach, find, grow and detach.
 //!
-//! All of it is blocking code for a lane. Every verb may be repeated: what was
-//! done already is found, not done twice.
+//! All of it is blocking code for a lane. Every verb may be repeated: it finds
+//! what an earlier call did, and does the rest.
 
 use std::{collections::HashMap, fmt, path::PathBuf, sync::Arc};
 
@@ -19,16 +19,16 @@ use crate::{
     secret::Secrets,
 };
 
-/// A volume's block device: what the record keeps and what proves, after a
-/// restart, that the device with this number is still ours.
+/// A volume's block device, as it is recorded, and what proves after a restart that the
+/// device of this number is still the volume's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     /// The device's number.
     pub dev: Dev,
     /// The device's node below `/dev`.
     pub node: PathBuf,
-    /// What is behind it. A device's number is used again by others; this
-    /// tells whose it is.
+    /// What is behind it. The kernel gives a device's number to others again; this tells
+    /// them apart.
     #[serde(rename = "behind")]
     pub backing: Backing,
     /// Attached read-only.
@@ -43,7 +43,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Whether what has its number is still the device that was attached. Asks sysfs,
+    /// Whether the device of its number is still the one that was attached. Asks sysfs,
     /// never the device.
     pub fn still_matches(&self) -> bool {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
@@ -75,16 +75,16 @@ pub enum Backing {
     RbdNbd(String),
 }
 
-/// What is wrong with a device.
+/// The trouble of a device.
 #[derive(Clone, Debug)]
 pub enum Condition {
     /// Nothing is behind it any more.
     Detached,
-    /// What is behind it has no name any more, and goes with the device.
+    /// The file behind it was deleted, and is freed when the device is detached.
     Deleted,
-    /// What is behind it is reached, by a server that nothing would bring back.
+    /// It works, but nothing would restart its server.
     Unkept(String),
-    /// What is behind it cannot be reached.
+    /// Its server does not answer.
     Unreachable {
         /// Whether requests fail; else they wait.
         failing: bool,
@@ -93,12 +93,12 @@ pub enum Condition {
     },
 }
 
-/// Whether the controller fences nodes that do not let go of a volume.
+/// Whether the controller fences nodes that do not release a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fencing {
     /// It does not.
     Off,
-    /// It does, and asks the backend, where that knows how, to enter this node.
+    /// It does, and asks the backend to register this node's client.
     On,
 }
 
@@ -113,42 +113,42 @@ impl Fencing {
     }
 }
 
-/// What a device is attached for.
+/// The purpose of an attach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// To be mounted, with a file system made where it is blank.
     Mount,
-    /// To be used raw: what is in it is its user's from now on.
+    /// To be used raw: its content belongs to its user from now on.
     Raw,
-    /// To be given a file system whatever is on it, as an operator asked for.
+    /// To be formatted whatever its content, by an operator's request.
     Format,
 }
 
 /// How to attach.
 #[derive(Clone, Debug)]
 pub struct AttachOptions {
-    /// Nobody may write through the device.
+    /// The device refuses writes.
     pub read_only: bool,
     /// Other nodes may hold the source at the same time.
     pub shared: bool,
-    /// What for.
+    /// The purpose.
     pub purpose: Purpose,
     /// The volume's handle.
     pub volume_id: String,
-    /// The volume's own device, where one is known: only what was seen to have the
-    /// source behind it still. Of several devices over the source it is taken, and a
-    /// raw volume is given out by it whoever has it open.
+    /// The volume's own device, if known: one that still has the source behind it. It is
+    /// chosen among several devices over the source, and a raw volume is published by it
+    /// although it is open.
     pub known: Option<PathBuf>,
-    /// It is staged, so it was seen that nobody else has it.
+    /// The volume is staged, so no other client had it then.
     pub staged: bool,
-    /// Whether who attaches it is to be entered before anything is written.
+    /// Whether to register the client before anything is written.
     pub fencing: Fencing,
-    /// What the backend's server asks for.
+    /// The secrets for the backend's server.
     pub secrets: Secrets,
 }
 
 impl AttachOptions {
-    /// Whether nobody but its user knows from now on what is in it.
+    /// Whether its content belongs to its user from now on.
     pub fn gives_out_raw(&self) -> bool {
         self.purpose == Purpose::Raw && !self.read_only
     }
@@ -157,9 +157,9 @@ impl AttachOptions {
 /// A source that is attached.
 #[derive(Debug)]
 pub struct Attachment {
-    /// As this device.
+    /// The device.
     pub device: Device,
-    /// Where it is noted that a mkfs is under way.
+    /// The marker of a format under way.
     pub format_marker: Arc<dyn FormatMarker>,
 }
 
@@ -178,18 +178,18 @@ pub trait FormatMarker: fmt::Debug + Send + Sync {
 pub struct FoundDevice {
     /// The device.
     pub device: Device,
-    /// Where its bytes are.
+    /// The source behind it.
     pub source: Source,
 }
 
-/// Whose a device is.
+/// The owner of a device.
 #[derive(Debug)]
 pub enum Owner {
-    /// The volume's of this handle.
+    /// The volume of this handle.
     Volume(String),
-    /// One of this driver's sources is behind it; for which volume, nothing tells.
+    /// One of this driver's sources is behind it, for an unknown volume.
     Source(Box<Source>),
-    /// None of this driver's.
+    /// No volume of this driver.
     Nobody,
 }
 
@@ -197,30 +197,29 @@ pub enum Owner {
 pub trait BackendVolume {
     /// Attaches the source, or finds it attached as it should be.
     fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError>;
-    /// Keeps what keeps the device alive, after a restart.
+    /// Takes up the device's server after a restart of the agent.
     fn take_up(&self, _device: &Device, _volume_id: &str) {}
-    /// What is wrong with the attached device, as far as that can be told
-    /// without touching it.
+    /// The trouble of the attached device, found without touching it.
     fn condition(&self, device: &Device) -> Option<Condition>;
-    /// Whether what serves the device lacks what a stage brings along.
+    /// Whether the device's server needs the secrets of a stage.
     fn wants_secrets(&self, _device: &Device) -> bool {
         false
     }
-    /// Whether this node has it for this volume.
+    /// Whether this node has claimed it for this volume.
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError>;
     /// The device that it is attached as.
     fn attached(&self) -> Result<Option<Device>, DeviceError>;
     /// Detaches the volume's device.
     fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError>;
-    /// Gives the source back, where this node has it for this volume.
+    /// Releases the source, if this node has claimed it for this volume.
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
-    /// Gives back the claim that an earlier agent left on the source for the volume,
+    /// Releases the claim that an earlier agent left on the source for the volume,
     /// unless the source is attached.
     fn release_left(&self, _volume_id: &str) -> Result<Done, DeviceError> {
         Ok(Done::Already)
     }
-    /// Whether a mkfs for this volume was interrupted, the note of it goes with the
-    /// source, and no other node can have written to that yet.
+    /// Whether a mkfs for this volume was interrupted, its marker is lost with the
+    /// source, and no other node can have written to the source yet.
     fn leaves_partial_format(&self, _volume_id: &str) -> Result<bool, DeviceError> {
         Ok(false)
     }
@@ -229,8 +228,8 @@ pub trait BackendVolume {
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {
         Ok(false)
     }
-    /// Makes the device at least `bytes` large, where that is for this node to
-    /// do, and follows the source's size where somebody else has grown it.
+    /// Makes the device at least `bytes` large if this node grows the source, and else
+    /// follows the size that the controller or the server has given it.
     /// Returns the device's size in bytes.
     fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError>;
 }

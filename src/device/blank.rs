@@ -1,4 +1,4 @@
-//! Making a device blank, of which it is known that what is on it is nobody's data.
+//! Blanking a device that holds a partial format and no data.
 
 use std::{fs::File, io, path::Path};
 
@@ -9,10 +9,9 @@ use crate::{
     kernel::{Dev, block, sysfs},
 };
 
-/// Writes zeros where a probe looks, where it finds what a killed mkfs may have left.
-/// Answers whether it did. `is_it` says, of the opened device, which no other
-/// can take the number of, whether it is the one that is meant. Nobody else may have
-/// it in use. May be stuck for as long as the device does not answer.
+/// Overwrites the regions that a probe reads with zeros, if they hold what a killed mkfs
+/// may have left. Returns whether it did. `is_it` checks that the opened device is the one
+/// that is meant. The device must not be in use. Blocks while the device does not answer.
 pub fn blank(node: &Path, dev: Dev, is_it: impl FnOnce() -> bool) -> io::Result<bool> {
     let flags = OFlags::RDWR | OFlags::EXCL;
     let file = File::from(block::open(node, dev, flags)?);

@@ -7,9 +7,9 @@
 //!      krbd: /dev/rbd0                    LUKS, where encrypted: /dev/dm-0
 //! ```
 //!
-//! Volumes pass between this driver and ceph-csi, so all of it is as ceph-csi has
-//! it: the volume context ([`source`]), the note beside the mount ([`note`]), the name of
-//! the encrypted mapping, the image's metadata.
+//! Volumes pass between this driver and ceph-csi, so both use the same volume context
+//! ([`source`]), stage file beside the mount ([`stage_file`]), name of the encrypted
+//! mapping, and image metadata.
 
 use std::sync::Arc;
 
@@ -56,12 +56,12 @@ use lower_device::LowerDevice;
 use map::Known;
 use mounter::Mounter;
 
-/// The Ceph clusters, and what of them is mapped on this node.
+/// The Ceph clusters of this node, and their images that it has mapped.
 #[derive(Clone, Debug)]
 pub struct CephImages {
     /// ceph-csi's `config.json`; none where this node has no clusters.
     pub clusters: Option<Arc<Clusters>>,
-    /// Which of them stand in for which: ceph-csi's `cluster-mapping.json`.
+    /// The clusters to which others fail over: ceph-csi's `cluster-mapping.json`.
     pub mappings: Arc<Mappings>,
     /// ceph-csi's configuration of key management systems.
     pub kms: KmsConfig,
@@ -69,18 +69,18 @@ pub struct CephImages {
     pub connections: Connections,
     /// The kernel's driver.
     pub mapper: Mapper,
-    /// Who keeps rbd-nbd's daemons on this node, if anybody does.
+    /// The supervisor of rbd-nbd's daemons, if this node has one.
     pub supervisor: Option<Watch>,
     /// Where this node is in the CRUSH map, for reads from the nearest copy.
     pub location: Option<String>,
-    /// Which images have a format under way, where their metadata cannot say it.
+    /// This node's format markers, for images whose metadata cannot be changed.
     pub format_markers: NodeFormatMarkers,
-    /// Who is entered as having an image.
+    /// This node, as it is registered for fencing.
     pub this_node: ThisNode,
 }
 
 impl CephImages {
-    /// What an earlier agent mapped for the volume.
+    /// The device that an earlier agent mapped for the volume.
     pub fn find(&self, volume_id: &str) -> Result<Option<FoundDevice>, DeviceError> {
         self.mapper.is_under_way(volume_id)?;
         let found = krbd::find_marked(volume_id).map_err(io("list the mapped images"))?;
@@ -90,8 +90,8 @@ impl CephImages {
         }
     }
 
-    /// The image behind a device, whoever mapped it; what rbd-nbd served may be known
-    /// by the note beside the mount alone.
+    /// The image behind a device, whichever driver mapped it; for a device of rbd-nbd the
+    /// stage file beside the mount may be the only record.
     pub fn find_behind(
         &self,
         dev: Dev,
@@ -111,7 +111,7 @@ impl CephImages {
         }
     }
 
-    /// Whose a device is, where an image of a cluster is behind it.
+    /// The owner of a device that has an image of a cluster behind it.
     pub fn owner_of(dev: Dev) -> Result<Owner, DeviceError> {
         let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         if let Some(mapped) = Mapped::of(lower) {
@@ -120,11 +120,11 @@ impl CephImages {
                 None => Owner::Source(Box::new(found_as(&mapped, "")?.source)),
             });
         }
-        // The cookie of what rbd-nbd serves is the volume's handle.
+        // A device of rbd-nbd has the volume's handle as its cookie.
         Ok(sysfs::nbd_backend(lower).map_or(Owner::Nobody, Owner::Volume))
     }
 
-    /// What ceph-csi left a note of: the image, and its device where it is mapped.
+    /// The image that ceph-csi's stage file describes, and its device if it is mapped.
     pub fn find_by_stage_file(
         &self,
         note: &[u8],
@@ -152,8 +152,8 @@ impl CephImages {
         Ok((Source::Rbd(source), devices.pop()))
     }
 
-    /// Whether a mapped image is another volume's, or another pool's or cluster's: it
-    /// was mapped with monitors that the configuration has, and not for this one.
+    /// Whether a mapped image belongs to another volume, pool or cluster: it was mapped
+    /// by monitors that the configuration names, but not for this image.
     fn belongs_to_other_volume(
         &self,
         mapped: &Mapped,
@@ -182,8 +182,8 @@ impl CephImages {
         !with.is_empty() && !with.into_iter().any(is_its)
     }
 
-    /// Where the image may be: in its own cluster, or one that stands in for that; and
-    /// the id of its pool there, as far as the handle says it.
+    /// The clusters that may have the image: its own, and those to which that fails over;
+    /// each with the id of its pool there, if the handle names it.
     fn places_of(&self, source: &CephSource) -> Vec<(String, Option<i64>)> {
         let own = &source.image.cluster_id;
         let standing_in = source.pool_id.map(|pool_id| self.mappings.of(own, pool_id));
@@ -194,8 +194,7 @@ impl CephImages {
             .collect()
     }
 
-    /// The source with the namespace that its image is in, which the configuration
-    /// may say; without one it stays as it is.
+    /// The source with its image's namespace, which the configuration may name.
     pub fn canonical(&self, source: &CephSource) -> CephSource {
         let mut canonical = source.clone();
         if canonical.image.namespace.is_empty() {
@@ -207,7 +206,7 @@ impl CephImages {
         canonical
     }
 
-    /// An image with all that is needed to work on it.
+    /// The image, bound to this node's clusters.
     pub fn bind<'a>(&'a self, source: &'a CephSource) -> BoundCephImage<'a> {
         BoundCephImage {
             images: self,
@@ -242,7 +241,7 @@ fn found_as(mapped: &Mapped, volume_id: &str) -> Result<FoundDevice, DeviceError
     })
 }
 
-/// The device that shows a mapped image: in the clear, where that is open.
+/// The device that shows a mapped image: its decrypted mapping, if one is open.
 fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
     let device = mapped.device().map_err(io("look at a mapped image"))?;
     as_it_is_shown(LowerDevice::from(device))
@@ -253,7 +252,7 @@ fn as_it_is_shown(lower: LowerDevice) -> Result<Device, DeviceError> {
     Ok(lower.shown(over))
 }
 
-/// An image with all that is needed to work on it.
+/// An image, bound to this node's clusters.
 #[derive(Debug)]
 pub struct BoundCephImage<'a> {
     images: &'a CephImages,
@@ -261,8 +260,8 @@ pub struct BoundCephImage<'a> {
 }
 
 impl BoundCephImage<'_> {
-    /// All that is done on a mapped image before it is given out; the device that shows
-    /// it in the clear.
+    /// Registers the client of a mapped image and decrypts it. Returns the decrypted
+    /// mapping, if any, and the format marker.
     fn open(
         &self,
         known: &Known<'_>,
@@ -352,7 +351,7 @@ impl BackendVolume for BoundCephImage<'_> {
     }
 
     fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
-        // The mapping's number may be another image's by now.
+        // The mapping's number may have gone to another image.
         if self.source.is_behind(device.dev)
             && let Some(mapping) = luks::mapping_of(device.dev)
         {
@@ -362,17 +361,17 @@ impl BackendVolume for BoundCephImage<'_> {
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {
-        // Takes along the lock file of an agent that was killed.
+        // Removes the lock file of an agent that was killed.
         self.images.mapper.is_under_way(volume_id)?;
         if let (Some(served), Some(supervisor)) =
             (self.source.mounter.rbd_nbd(), &self.images.supervisor)
         {
-            // A daemon that was being started for a killed agent may come up yet.
+            // A daemon that was starting for a killed agent may still come up.
             supervisor
                 .forget(&served.cookie)
                 .map_err(CephImageError::from)?;
         }
-        // Whoever has it next may fill it.
+        // The next node that has it may fill it.
         for making in [Format::Luks, Format::FileSystem] {
             self.node_marker(making).clear()?;
         }
@@ -383,7 +382,7 @@ impl BackendVolume for BoundCephImage<'_> {
         self.images.format_markers.is_fresh(self.source, volume_id)
     }
 
-    /// The controller grows the image; here its device follows.
+    /// The controller grows the image; the device follows.
     fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {
         let lower = LowerDevice::of(device);
         let bytes = match &lower.backing {

@@ -1,5 +1,4 @@
-//! Whether what the operator gave this node is there, as far as that can be told
-//! without any volume.
+//! Checks that the pools and the cluster list that the operator configured are there.
 
 use std::{fmt, sync::Arc};
 
@@ -8,10 +7,10 @@ use crate::error_chain;
 
 type CheckFn = dyn Fn() -> Result<(), String> + Send + Sync;
 
-/// One thing that has to be there. To look at it may block: for a lane.
+/// A check of one dependency. It may block: for a lane.
 #[derive(Clone)]
 pub struct Check {
-    /// What it is, for whoever waits.
+    /// The dependency's name, for messages.
     pub what: String,
     look: Arc<CheckFn>,
 }
@@ -23,7 +22,7 @@ impl fmt::Debug for Check {
 }
 
 impl Check {
-    /// A check that is done by `look`.
+    /// A check by `look`.
     pub fn new(
         what: String,
         look: impl Fn() -> Result<(), String> + Send + Sync + 'static,
@@ -32,7 +31,7 @@ impl Check {
         Self { what, look }
     }
 
-    /// Says what is wrong, if anything is.
+    /// Runs it; an error says what is wrong.
     pub fn run(&self) -> Result<(), String> {
         (self.look)()
     }

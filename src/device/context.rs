@@ -23,8 +23,8 @@ pub fn set_by_kubernetes(key: &str) -> bool {
     })
 }
 
-/// What a volume context says whichever the backend: about the file system, and, of
-/// the controller's volumes, where and under which name they are in its catalogue.
+/// The keys of every backend's volume context: of the file system, and of the controller's
+/// catalogue.
 const COMMON: [&str; 4] = ["fsType", "mkfsOptions", "name", "pool"];
 
 /// A volume context, read key by key.
@@ -38,7 +38,7 @@ impl<'a> Context<'a> {
         value.filter(|value| !value.is_empty())
     }
 
-    /// The keys that are none of these, sorted; what Kubernetes sets is left out.
+    /// The keys other than these, sorted, without those that Kubernetes sets.
     pub fn unlisted(self, known: &[&str]) -> Vec<&'a str> {
         let listed =
             |key: &str| known.contains(&key) || COMMON.contains(&key) || set_by_kubernetes(key);
@@ -48,8 +48,7 @@ impl<'a> Context<'a> {
         unlisted
     }
 
-    /// Refuses every key that is none of these: a misspelled one would be passed
-    /// over in silence.
+    /// Refuses every key other than these: a misspelled one would be ignored silently.
     pub fn refuse_unlisted(self, known: &[&str]) -> Result<(), SourceError> {
         match self.unlisted(known).first() {
             None => Ok(()),
@@ -64,7 +63,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// The value, which has to be there.
+    /// The value of a required key.
     pub fn need(self, key: &'static str) -> Result<&'a str, SourceError> {
         let missing = || SourceError {
             key: key.into(),

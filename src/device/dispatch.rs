@@ -20,7 +20,7 @@ use crate::{
     pool::{Pool, PoolError},
 };
 
-/// What the backends need to know of this node.
+/// The backends of this node.
 #[derive(Clone, Debug)]
 pub struct Backends {
     /// Image files.
@@ -41,8 +41,8 @@ impl Backends {
         }
     }
 
-    /// The source as it is named once and for all, whatever the configuration says
-    /// later.
+    /// The source with the names that the configuration gives it now, which later changes
+    /// of the configuration leave as they are.
     pub fn canonical(&self, source: &Source) -> Source {
         match source {
             Source::Rbd(image) => Source::Rbd(self.ceph.canonical(image)),
@@ -50,20 +50,19 @@ impl Backends {
         }
     }
 
-    /// This boot's id: what is of an earlier one is gone.
+    /// This boot's id: devices of an earlier boot are gone.
     pub fn boot_id(&self) -> &str {
         &self.images.boot_id
     }
 
-    /// Keeps what keeps the device alive, after a restart.
+    /// Takes up the device's server after a restart of the agent.
     pub fn take_up(&self, source: &Source, device: &Device, volume_id: &str) {
         if source.is_still(device) {
             self.bind(source).take_up(device, volume_id);
         }
     }
 
-    /// What is wrong with the device, as far as that can be told without
-    /// touching it.
+    /// The trouble of the device, found without touching it.
     pub fn condition(&self, source: &Source, device: &Device) -> Option<Condition> {
         if source.is_still(device) {
             self.bind(source).condition(device)
@@ -72,9 +71,8 @@ impl Backends {
         }
     }
 
-    /// The device of a volume that has no record: what this node claimed
-    /// or attached for it, where that is attached. Devices in `known` are other
-    /// volumes'.
+    /// The device of a volume without a record, by the claim or the identity that this
+    /// node attached it with. Devices in `known` belong to other volumes.
     pub fn find(
         &self,
         volume_id: &str,
@@ -89,9 +87,8 @@ impl Backends {
         }
     }
 
-    /// The source of a mounted device that has no record: what stands behind
-    /// it, where that is ours, or of a driver before us, which may have left a note
-    /// beside the mount.
+    /// The source behind a mounted device without a record, if this driver or one before
+    /// it attached it; `left` is the stage file beside the mount.
     pub fn find_behind(
         &self,
         node: &Path,
@@ -100,7 +97,7 @@ impl Backends {
     ) -> Result<Option<FoundDevice>, DeviceError> {
         let name = node.file_name().map(|name| name.to_string_lossy());
         let by_name = name.and_then(|name| sysfs::dev_of(&name).ok());
-        // A mapping has a name of the device mapper's.
+        // A mapping's node has another name than the device.
         let Some(dev) = by_name.or_else(|| block::dev_behind(node).ok()) else {
             return Ok(None);
         };
@@ -113,7 +110,7 @@ impl Backends {
         }
     }
 
-    /// Whose the device is, as the kernel and the claims beside images tell.
+    /// The device's owner, by the kernel and by the claims beside images.
     pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
         match self.exports.owner_of(dev) {
             Owner::Nobody => {}
@@ -125,7 +122,7 @@ impl Backends {
         }
     }
 
-    /// What another driver has left a note of at the staging path.
+    /// The source and the device that another driver's stage file describes.
     pub fn find_by_stage_file(
         &self,
         note: &[u8],
@@ -134,8 +131,8 @@ impl Backends {
         self.ceph.find_by_stage_file(note, volume_id)
     }
 
-    /// The device of a source that this node has for the volume, where it is
-    /// attached: what a killed agent may have attached and not noted.
+    /// The device of a source that this node has claimed for the volume, if it is
+    /// attached: a killed agent may have attached it before it recorded that.
     pub fn left_by(&self, source: &Source, volume_id: &str) -> Result<Option<Device>, DeviceError> {
         let bound = self.bind(source);
         if bound.is_claimed_for(volume_id)? {
@@ -145,8 +142,8 @@ impl Backends {
         }
     }
 
-    /// Detaches the device and gives the source back. `Deferred`: another
-    /// opener keeps it a moment longer; the source is not given back yet.
+    /// Detaches the device and releases the source. `Deferred`: another opener keeps the
+    /// device a moment longer; the source is not released yet.
     pub fn detach(
         &self,
         source: &Source,
@@ -175,18 +172,17 @@ impl Backends {
         self.images.pools.iter()
     }
 
-    /// Gives back what this node held of the pool before it was rebooted.
+    /// Releases this node's claims in the pool from before a reboot.
     pub fn release_stale_claims(&self, pool: &Pool) {
         self.images.release_stale_claims(pool);
     }
 
-    /// What this node has claimed in a pool, and for which volume; `None` while the pool
-    /// is not there.
+    /// This node's claims in a pool, with their volumes; `None` while the pool is away.
     pub fn claimed_in(&self, pool: &str) -> Result<Option<Vec<(Source, String)>>, DeviceError> {
         self.images.claimed_in(pool)
     }
 
-    /// The pools that were away when a claim in them was to be given back.
+    /// The pools that were away when a claim in them was to be released.
     pub fn owed(&self) -> &Owed {
         &self.images.owed
     }
@@ -217,7 +213,7 @@ impl Backends {
     }
 }
 
-/// The device that somebody holds: the encrypted one, once what showed it is closed.
+/// The device that is busy: the encrypted one, once its mapping is closed.
 fn held(source: &Source, device: &Device) -> Dev {
     match &device.encrypted {
         Some(under) if !source.is_behind(device.dev) => under.dev,

@@ -30,9 +30,8 @@ pub struct ExportSource {
     pub options: nbd::LinkOptions,
 }
 
-/// What exports are attached with unless they say otherwise. A busy disk
-/// behind the server takes seconds to answer at times; a server takes minutes
-/// to be moved to another machine.
+/// The defaults of an attach. A busy disk behind the server takes seconds to answer at
+/// times; moving a server to another machine takes minutes.
 const OPTIONS: nbd::LinkOptions = nbd::LinkOptions {
     connections: 2,
     request_seconds: 30,
@@ -47,7 +46,7 @@ impl fmt::Display for ExportSource {
 }
 
 impl ExportSource {
-    /// An export with nothing special about how it is attached.
+    /// An export, to be attached by the defaults.
     pub fn new(export: Export) -> Self {
         Self {
             export,
@@ -111,7 +110,7 @@ fn minimum_bytes(context: Context<'_>) -> Result<u64, SourceError> {
         })
 }
 
-/// Where the export is: one of three ways to say it, and one only.
+/// The export's address, given in exactly one of three ways.
 fn address(context: Context<'_>) -> Result<Export, SourceError> {
     let bad = |key: &'static str| {
         move |error: BadExport| SourceError {
@@ -152,12 +151,12 @@ fn address(context: Context<'_>) -> Result<Export, SourceError> {
 pub struct Exports {
     /// Their links to the servers.
     pub links: Links,
-    /// Which of them have a file system under way.
+    /// The format markers, which are this node's.
     pub format_markers: NodeFormatMarkers,
 }
 
 impl Exports {
-    /// What is attached for the volume.
+    /// The device that is attached for the volume.
     pub fn find(&self, volume_id: &str) -> Result<Option<FoundDevice>, DeviceError> {
         self.find_any(|identifier| identifier.volume_id == volume_id)
     }
@@ -170,7 +169,7 @@ impl Exports {
         }
     }
 
-    /// Whose a device is, where this driver attached it.
+    /// The owner of a device that this driver attached.
     pub fn owner_of(&self, dev: Dev) -> Owner {
         Identifier::of(dev)
             .filter(|its| *its == self.links.identifier(&its.export, &its.volume_id))
@@ -189,7 +188,7 @@ impl Exports {
         }))
     }
 
-    /// An export with all that is needed to work on it.
+    /// The export, bound to this node's links.
     pub fn bind<'a>(&'a self, source: &'a ExportSource) -> BoundExport<'a> {
         BoundExport {
             exports: self,
@@ -216,7 +215,7 @@ fn block_of(device: &Device) -> BlockDev {
     }
 }
 
-/// An export with all that is needed to work on it.
+/// An export, bound to this node's links.
 #[derive(Debug)]
 pub struct BoundExport<'a> {
     exports: &'a Exports,
@@ -272,7 +271,7 @@ impl BackendVolume for BoundExport<'_> {
         })
     }
 
-    /// The kernel knows for whom it was attached.
+    /// The kernel keeps the volume that it was attached for.
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
         let wanted = self.identifier(volume_id);
         let found = self.exports.find_any(|identifier| *identifier == wanted)?;
@@ -292,7 +291,7 @@ impl BackendVolume for BoundExport<'_> {
     }
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {
-        // Whoever has it next may fill it.
+        // The next node that has it may fill it.
         self.exports.format_markers.clear(self.source)
     }
 
@@ -300,7 +299,7 @@ impl BackendVolume for BoundExport<'_> {
         self.exports.format_markers.is_fresh(self.source, volume_id)
     }
 
-    /// What is behind it grows at the server.
+    /// The export grows at the server.
     fn grow(&self, _: &Device, _: u64) -> Result<u64, DeviceError> {
         Ok(self.exports.links.grow(&self.source.export)?)
     }

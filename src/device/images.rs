@@ -40,7 +40,7 @@ pub struct ImageSource {
     /// system that was made on 512 does not mount on 4096, which the kernel
     /// by itself would choose by the image file's state (Linux 6.11).
     pub sector_size: u32,
-    /// The image's space is reserved, also of what it grows by.
+    /// Allocate the image's space, also when it grows.
     pub preallocate: bool,
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for ImageSource {
 }
 
 impl ImageSource {
-    /// An image with nothing special about it.
+    /// An image, to be attached by the defaults.
     pub fn new(pool: &str, image: &str) -> Self {
         Self {
             pool: pool.to_owned(),
@@ -101,7 +101,7 @@ impl ImageSource {
     }
 }
 
-/// The pools of this node, and who it is to others who share them.
+/// The pools of this node, and its identity for nodes that share them.
 #[derive(Clone, Debug)]
 pub struct ImageFiles {
     /// The pools.
@@ -110,7 +110,7 @@ pub struct ImageFiles {
     pub node_id: String,
     /// This boot's id: a claim of an earlier boot is stale.
     pub boot_id: String,
-    /// In which pools claims may be left.
+    /// The pools in which claims may be left.
     pub owed: Owed,
 }
 
@@ -131,8 +131,8 @@ impl ImageFiles {
         Ok(ImageSource::new(&pool.name, &image))
     }
 
-    /// See [`super::Backends::release_stale_claims`]: no other node
-    /// can tell that what it claimed then is attached no more.
+    /// See [`super::Backends::release_stale_claims`]: no other node can tell that the
+    /// images are no longer attached.
     pub fn release_stale_claims(&self, pool: &Pool) {
         let pool_name = &pool.name;
         let images = claim::claimed_by(pool, &self.node_id).unwrap_or_else(|error| {
@@ -170,7 +170,7 @@ impl ImageFiles {
         Ok(Some(claimed))
     }
 
-    /// An image with all that is needed to work on it.
+    /// The image, bound to this node's pools.
     pub fn bind<'a>(&'a self, source: &'a ImageSource) -> BoundImage<'a> {
         BoundImage {
             images: self,
@@ -179,7 +179,7 @@ impl ImageFiles {
     }
 }
 
-/// An image with all that is needed to work on it.
+/// An image, bound to this node's pools.
 #[derive(Debug)]
 pub struct BoundImage<'a> {
     images: &'a ImageFiles,
@@ -238,7 +238,7 @@ impl BoundImage<'_> {
         if has >= bytes {
             return Ok(());
         }
-        // Of a local pool no controller but this node's own could say so.
+        // Only this node's own controller has a local pool.
         pool.refuse_growth_without_room(image, bytes - has)?;
         let more = if self.source.preallocate {
             fallocate(&file, FallocateFlags::empty(), has, bytes - has)
@@ -280,7 +280,7 @@ impl BackendVolume for BoundImage<'_> {
         let file = pool
             .open_image(image, !options.read_only)
             .or_else(|error| {
-                // What is not in it while it is away is not gone.
+                // An image that is missing while the pool is away is not gone.
                 pool.check_scope()?;
                 Err(error)
             })?;
@@ -342,7 +342,7 @@ impl BackendVolume for BoundImage<'_> {
         match released {
             Ok(true) => return Ok(()),
             Ok(false) => {
-                tracing::warn!(volume_id, source = %self.source, "the pool is away: the claim is given back when it returns");
+                tracing::warn!(volume_id, source = %self.source, "the pool is away; releasing the claim when it is back");
             }
             Err(DeviceError::Claim(claim::ClaimError::Pool(error)) | DeviceError::Pool(error)) => {
                 let error = error_chain(&error);

@@ -1,5 +1,5 @@
-//! An image behind a loop device: putting it there, finding it there, and the
-//! marks that stay on the device's number.
+//! Attaching an image as a loop device, finding it attached, and the read-only mark that
+//! stays on the device's number.
 
 use std::{fs::File, path::Path};
 
@@ -20,7 +20,7 @@ use crate::{
     pool::Pool,
 };
 
-/// Puts the image behind a loop device, or finds it behind one as it should be.
+/// Attaches the image as a loop device, or finds it attached as it should be.
 pub fn attach_loop(
     source: &ImageSource,
     pool: &Pool,
@@ -39,7 +39,7 @@ pub fn attach_loop(
     };
     if let Some(found) = attached_to(id, &source.image, options.known.as_deref())? {
         let is_known = options.known.as_deref() == Some(&*found.attached.device.node);
-        // Other readers keep theirs, we take another.
+        // Other readers keep their device; this one gets another.
         let another = options.shared && options.read_only && found.busy && !is_known;
         match otherwise(&found.attached, options) {
             _ if another => {}
@@ -84,11 +84,11 @@ pub fn attach_loop(
     Ok((attached, Done::Now))
 }
 
-/// One sector: less is no block device.
+/// One sector, the smallest block device.
 const SMALLEST: u64 = 512;
 
-/// A mark by [`set_read_only`] belongs to the device's number and outlives the
-/// image that it was set for: none is taken over, and none is left.
+/// Clears the mark of [`set_read_only`], which belongs to the device's number and outlives
+/// the image that it was set for.
 pub fn clear_read_only_mark(device: &Device) -> Result<(), DeviceError> {
     if device.read_only {
         return Ok(());
@@ -160,7 +160,7 @@ pub fn attached_to(
     Ok(over.into_iter().next())
 }
 
-/// What keeps an attached loop device from being the one that is needed.
+/// The difference between an attached loop device and the one that is needed.
 fn otherwise(found: &AttachedLoop, options: &AttachOptions) -> Option<String> {
     if found.offset != 0 || found.size_limit != 0 {
         return Some(format!(

@@ -1,14 +1,13 @@
 //! Loop devices: image files, and kubelet's locks, behind block devices.
 //!
 //! **Attach.** `LOOP_CTL_GET_FREE` names a free device and `LOOP_CONFIGURE`
-//! takes it; between the two anyone may be quicker, and the next number is
-//! tried.
+//! takes it; if another process takes it first, the next number is tried.
 //!
-//! **Detach.** `LOOP_CLR_FD` succeeds whoever else has the device open, and
-//! takes effect when the last of them closes it. A file system may be alive on
-//! it where we can't see its mount. So the device is claimed first (`O_EXCL`,
-//! which a mounted file system, device mapper and md refuse), what it backs is
-//! checked on that descriptor, and it is gone only when it says so itself.
+//! **Detach.** `LOOP_CLR_FD` succeeds although others have the device open, and takes
+//! effect when the last of them closes it. A file system on it may be mounted in another
+//! mount namespace. So the device is claimed first (`O_EXCL`, which fails under a mounted
+//! file system, device mapper or md), its file is checked on that descriptor, and it
+//! counts as detached only when its status says so.
 //!
 //! All of this may block for as long as the device does: call it on a lane.
 
@@ -38,7 +37,7 @@ mod reserved;
 
 pub use locks::{DescriptorLock, lock_over, locks_on, unlock};
 
-/// How often a free device may be snatched away before an attach gives up.
+/// How many free devices others may take before an attach gives up.
 const TRIES: u32 = 128;
 
 /// A file, whatever its name is.
@@ -96,7 +95,7 @@ impl LoopDevice {
 pub struct LoopOptions<'a> {
     /// The device refuses writes.
     pub read_only: bool,
-    /// Bypass the page cache of the image's file system where it can be.
+    /// Bypass the page cache of the image's file system, if that supports it.
     pub direct_io: bool,
     /// Bytes of a logical sector: 512, 1024, 2048 or 4096; 0 is the kernel's
     /// choice.
@@ -114,8 +113,7 @@ pub struct AttachedLoop {
     pub read_only: bool,
     /// It bypasses the page cache.
     pub direct_io: bool,
-    /// It was told to detach and does so when its last user closes it: nothing
-    /// new may be built on it.
+    /// It detaches when its last opener closes it: nothing new may be built on it.
     pub detaching: bool,
     /// Bytes of the file before the device's start.
     pub offset: u64,
@@ -123,16 +121,16 @@ pub struct AttachedLoop {
     pub size_limit: u64,
 }
 
-/// Why a loop device could not be had, changed or let go.
+/// Why a loop device could not be attached, changed or detached.
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
     /// No loop driver.
     #[error("cannot open /dev/loop-control; load the kernel module \"loop\" on this node")]
     Control(#[source] io::Error),
-    /// The kernel named or made none.
+    /// The kernel offered no free device.
     #[error("cannot get a free loop device")]
     Free(#[source] io::Error),
-    /// Others were quicker every time.
+    /// Others took every free device first.
     #[error("{TRIES} free loop devices in turn were taken by others before {image} got one")]
     NoneFree {
         /// The image's name.
@@ -299,7 +297,7 @@ fn release(
     let file = match block::open_exclusive(&device.node, device.dev, OFlags::RDONLY) {
         Ok(file) => file,
         Err(e) if is_gone(&e) => return Ok(Detached::Already),
-        // It may be another's by now, and busy with that.
+        // It may have another file by now, and be busy with that.
         Err(e) if block::is_busy(&e) && still_ours()? => {
             return Err(LoopError::Busy {
                 node: device.node.clone(),
@@ -391,7 +389,7 @@ fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::Status)>> {
 pub fn backing_files() -> io::Result<Vec<(Dev, PathBuf)>> {
     let mut found = Vec::new();
     for number in sysfs::numbers("loop")? {
-        // It may go meanwhile.
+        // It may be detached meanwhile.
         let dev = sysfs::dev_of(&format!("loop{number}"));
         let file = dev.and_then(|dev| Ok((dev, sysfs::backing_file(dev)?)));
         found.extend(file.ok());
@@ -409,8 +407,8 @@ pub fn file_system_behind(dev: Dev) -> io::Result<Option<Dev>> {
     Ok(found.map(|(_, status)| Dev::from_raw(status.device)))
 }
 
-/// The path of what a loop device backs, as far as it can be seen from here;
-/// that of a deleted file, too.
+/// The path of the file behind a loop device, as this mount namespace shows it; also of a
+/// deleted file.
 fn backing_path(number: u32) -> io::Result<PathBuf> {
     let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
     let path = path.trim_end_matches('\n');

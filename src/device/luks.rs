@@ -1,4 +1,4 @@
-//! LUKS2 over a device, as ceph-csi has it, by `cryptsetup`.
+//! LUKS2 over a device, as ceph-csi sets it up, by `cryptsetup`.
 //!
 //! ```text
 //!  /dev/rbd0 ──▶ luksFormat (once, where it is proven blank)
@@ -7,13 +7,13 @@
 //!
 //! The passphrase goes through a pipe, never into an argument. The volume's key
 //! stays out of the kernel's keyring (`--disable-keyring`), so that a mapping
-//! can be resized without the passphrase. What stands on the device is looked
-//! at before anything is written: only blank ones are formatted, and ones that
-//! the caller knows to hold an interrupted format of its own.
+//! can be resized without the passphrase. Before anything is written the
+//! device's content is read: only a blank device is formatted, or one that the caller
+//! knows to hold an interrupted format of its own.
 //!
-//! All of this blocks: call it on a lane. The `domain` of a call is what the device
-//! depends on ([`crate::device::Source::domain`]): of programs that hang with it there are
-//! so many, and no more.
+//! All of this blocks: call it on a lane. The `domain` of a call is the device's
+//! failure domain ([`crate::device::Source::domain`]), for which the number of programs
+//! that may hang is limited.
 
 use std::{
     fs::{self, File},
@@ -45,7 +45,7 @@ pub enum LuksError {
     Foreign {
         /// The device's node.
         node: PathBuf,
-        /// What stands there.
+        /// Its content.
         what: String,
     },
     /// No key slot opens with it.
@@ -54,7 +54,7 @@ pub enum LuksError {
         /// The device's node.
         node: PathBuf,
     },
-    /// Nothing could open it.
+    /// The header is incomplete.
     #[error(
         "the LUKS header on {} is not whole: its format was interrupted, or it was damaged, or its keys were erased; if all that is there may go: uringctl format",
         node.display()
@@ -63,7 +63,7 @@ pub enum LuksError {
         /// The device's node.
         node: PathBuf,
     },
-    /// Somebody uses the mapping.
+    /// The mapping is in use.
     #[error("the mapping {name} is in use")]
     Busy {
         /// Its name.
@@ -80,13 +80,13 @@ pub enum LuksError {
     /// cryptsetup failed otherwise.
     #[error("cryptsetup {action} of {what} failed ({status}): {said}")]
     Failed {
-        /// What it was told to do.
+        /// The action.
         action: &'static str,
-        /// With what.
+        /// Its subject.
         what: String,
-        /// How it ended.
+        /// Its exit status.
         status: std::process::ExitStatus,
-        /// Its words.
+        /// Its output.
         said: String,
     },
     /// The kernel refused something.
@@ -123,20 +123,20 @@ pub fn name_of(volume_id: &str) -> String {
     format!("luks-rbd-{volume_id}")
 }
 
-/// What a device holds.
+/// The content of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Holds {
     /// Nothing: it is proven blank.
     Nothing,
     /// A LUKS header.
     Luks,
-    /// Something at that byte that is of no known format.
+    /// Unknown data at that byte.
     Unknown(u64),
 }
 
-/// Looks at a device that nobody else uses.
+/// Reads the content of a device that no other process uses.
 pub fn look(under: &BlockDev) -> Result<Holds, LuksError> {
-    // udevd looks at it too, whenever it was written.
+    // udevd opens it, too, after each write.
     let read = block::open_exclusive(&under.node, under.dev, OFlags::RDONLY)
         .map(File::from)
         .and_then(|file| probe::content_of(&file, sysfs::size_bytes(under.dev)?));
@@ -154,13 +154,13 @@ pub fn look(under: &BlockDev) -> Result<Holds, LuksError> {
     })
 }
 
-/// Where a passphrase is from, which says how hard it must be made to guess.
+/// The origin of a passphrase, which decides how costly a guess must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PassphraseOrigin {
-    /// People chose it: each guess costs seconds of a CPU.
+    /// A person chose it: each guess must cost seconds of CPU time.
     People,
-    /// It is made of random bits, more than anybody can try: a guess may be cheap,
-    /// and so is each opening.
+    /// It has more random bits than can be tried: a guess may be cheap, and so is each
+    /// opening.
     Random,
 }
 
@@ -176,9 +176,8 @@ impl PassphraseOrigin {
     }
 }
 
-/// Writes a LUKS header: all that is on the device is lost. The caller has
-/// looked, or knows that what stands there is a format of its own that was
-/// interrupted.
+/// Writes a LUKS header, which destroys the device's content. The caller has proven it
+/// blank, or knows it to hold an interrupted format of its own.
 pub fn format(
     under: &BlockDev,
     passphrase: &Secret,
@@ -203,7 +202,7 @@ pub fn open(
     let node = under.node.to_string_lossy();
     let done = match found()? {
         Some(mapping) if mapping.under == under.dev => {
-            // What is below it may have grown since a killed agent opened it.
+            // The device below may have grown since a killed agent opened it.
             if !read_only {
                 resize(name)?;
             }
@@ -263,7 +262,7 @@ pub fn close(name: &str) -> Result<Done, LuksError> {
     }
 }
 
-/// Makes the mapping as large as what is below it. Returns its size in bytes.
+/// Grows the mapping to the size of the device below. Returns its size in bytes.
 pub fn resize(name: &str) -> Result<u64, LuksError> {
     cryptsetup("resize", &[name], name)?;
     let size = find(name).and_then(|found| match found {
@@ -273,9 +272,8 @@ pub fn resize(name: &str) -> Result<u64, LuksError> {
     size.map_err(failed(format!("read the size of the mapping {name}")))
 }
 
-/// Whether what begins as a LUKS header is one, and has a key. A format that was
-/// interrupted leaves neither: it writes the header's beginning, then its checksum,
-/// and its key at last.
+/// Whether a LUKS header is complete and has a key. An interrupted format leaves neither:
+/// it writes the header's start, then its checksum, and its key last.
 pub fn is_whole(under: &BlockDev) -> Result<bool, LuksError> {
     let node = under.node.to_string_lossy();
     let args = ["--dump-json-metadata", &node];
@@ -310,7 +308,7 @@ pub fn find(name: &str) -> io::Result<Option<Mapping>> {
     Ok(mappings.pop())
 }
 
-/// What the device is a mapping of, where it is one.
+/// The mapping that the device is, if it is one.
 pub fn mapping_of(dev: Dev) -> Option<Mapping> {
     read(&PathBuf::from(format!("/sys/dev/block/{dev}"))).ok()?
 }
@@ -334,10 +332,10 @@ fn mappings(directory: &Path) -> io::Result<Vec<Mapping>> {
 }
 
 /// Reads a device's directory of sysfs (Documentation/ABI/testing/sysfs-block-dm).
-/// None where it is of no mapping, or just going.
+/// None if it is no mapping, or is being removed.
 fn read(device: &Path) -> io::Result<Option<Mapping>> {
     match read_if_there(device) {
-        // Of one that goes, what is below it goes before its name.
+        // While one is removed its directory is emptied before it goes.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         read => read,
     }

@@ -1,7 +1,7 @@
-//! Who keeps a block device busy.
+//! The openers that keep a block device busy.
 //!
-//! Asked only after the kernel refused with `EBUSY`, for the text of the answer:
-//! it reads something of every process. What may be in the way:
+//! Looked for only after the kernel refused with `EBUSY`, for the text of the answer,
+//! since it reads files of every process. An opener is one of these:
 //!
 //! * a mount, also in another mount namespace (a container that was started
 //!   while the volume was mounted keeps a copy);
@@ -10,8 +10,7 @@
 //! * another block device on top (device mapper, md, bcache, a loop device);
 //! * a process that has it open.
 //!
-//! Everything is read as far as it can be: processes end meanwhile, and some
-//! may not be looked into.
+//! The list may be incomplete: processes end meanwhile, and some cannot be read.
 
 use std::{
     collections::HashSet,
@@ -103,7 +102,7 @@ impl fmt::Display for Opener {
     }
 }
 
-/// Whoever can be found to keep the device busy, the most likely first.
+/// The openers of the device that can be found, the most likely first.
 pub fn openers(dev: Dev) -> Vec<Opener> {
     let processes = processes();
     let name = sysfs::name_of(dev).unwrap_or_default();
@@ -159,7 +158,7 @@ fn processes() -> Vec<Process> {
 }
 
 fn mounts(dev: Dev, processes: &[Process]) -> Vec<Opener> {
-    // btrfs shows an anonymous device; there the source's path has to do.
+    // btrfs shows an anonymous device; there the source's path is compared.
     let node = sysfs::node_of(dev).map(OsString::from).unwrap_or_default();
     let mut namespaces = HashSet::new();
     let mut mounts = HashSet::new();

@@ -1,7 +1,7 @@
-//! Claims that could not be given back, because their pool was away.
+//! Claims that could not be released, because their pool was away.
 //!
 //! The volume is unstaged all the same: its device is gone, and kubelet would wait for
-//! the pool for ever. The claim is given back once the pool is there again.
+//! the pool for ever. The claim is released once the pool is back.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 
 use crate::pool::Pools;
 
-/// In which pools claims may be left. Clones are one.
+/// The pools in which claims may be left. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Owed(Arc<BTreeMap<String, Notify>>);
 
@@ -25,14 +25,14 @@ impl Owed {
         self.0.keys()
     }
 
-    /// Says that a claim may be left in the pool.
+    /// Notes that a claim may be left in the pool.
     pub fn add(&self, pool: &str) {
         if let Some(more) = self.0.get(pool) {
             more.notify_one();
         }
     }
 
-    /// Waits until one may be left in it, if none was told of since the last time.
+    /// Waits until a claim may be left in it, noted since the last call.
     pub async fn more(&self, pool: &str) {
         match self.0.get(pool) {
             Some(more) => more.notified().await,

@@ -1,13 +1,12 @@
-//! When a block device is there, by the kernel's own events.
+//! Waiting until a block device is ready, by the kernel's uevents.
 //!
-//! The kernel tells of devices by uevents, on netlink and in sysfs (kernel
+//! The kernel announces devices by uevents, on netlink and in sysfs (kernel
 //! document admin-guide/abi, sysfs-uevent; netlink(7), NETLINK_KOBJECT_UEVENT).
-//! This listens to the kernel and not to udevd, which need not run where we do.
-//! An event only says that something changed: what a waiter wants is looked up
-//! in sysfs, first and then after each event of that device. So an event that
-//! came before the waiting, or one too many, does no harm; and where events are
-//! lost, because they came faster than they were read (ENOBUFS), every waiter
-//! looks again.
+//! This listens to the kernel and not to udevd, which need not run in the agent's
+//! network namespace. An event only says that something changed: a waiter looks into
+//! sysfs, first and then after each event of its device. So an early or a superfluous
+//! event does no harm; and if events are lost, because they came faster than they were
+//! read (ENOBUFS), every waiter looks again.
 //!
 //! The runtime thread listens; any thread may wait. sysfs and devtmpfs are memory, and
 //! nothing here opens a device.
@@ -32,7 +31,7 @@ const BACKLOG: usize = 8 << 20;
 /// How often reading may fail before the next event is waited for.
 const FAILURES: u32 = 16;
 
-/// The kernel's events of block devices. The listening ends when it is dropped.
+/// The kernel's uevents of block devices. Dropping it ends the listening.
 pub struct Uevents {
     waiters: Arc<Waiters>,
     listener: AbortHandle,
@@ -44,7 +43,7 @@ struct Waiters(Mutex<WaiterList>);
 #[derive(Default)]
 struct WaiterList {
     waiters: Vec<Arc<Waiter>>,
-    /// Why there are no more events.
+    /// Why it has ended, if it has.
     ended: Option<(io::ErrorKind, String)>,
 }
 
@@ -54,7 +53,7 @@ struct Waiter {
 }
 
 impl Uevents {
-    /// Begins to listen.
+    /// Starts to listen.
     pub fn start() -> io::Result<Self> {
         let builder = udev::MonitorBuilder::new_kernel()?.match_subsystem("block")?;
         // The first takes CAP_NET_ADMIN, the second is bounded by rmem_max.
@@ -76,10 +75,10 @@ impl Uevents {
         !self.listener.is_finished()
     }
 
-    /// Calls `check` until it finds what is waited for: at once, and after each
-    /// event of the device that sysfs calls `sysname`, e.g. `loop7`.
+    /// Calls `check` until it succeeds: at once, and after each event of the device that
+    /// sysfs calls `sysname`, e.g. `loop7`.
     ///
-    /// Waits for ever where nothing happens: the caller sets the deadline.
+    /// Without an event it waits for ever: the caller sets the deadline.
     pub async fn wait<T>(
         &self,
         sysname: &str,
@@ -136,8 +135,8 @@ impl Waiters {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes those that wait for `sysname`, or all. A wake is kept for a waiter
-    /// that is not waiting just now.
+    /// Wakes the waiters for `sysname`, or all. A waiter that is not waiting at the moment
+    /// sees the wake later.
     fn wake(&self, sysname: Option<&std::ffi::OsStr>) {
         for waiter in &self.lock().waiters {
             if sysname.is_none_or(|sysname| sysname == waiter.sysname.as_str()) {
@@ -167,7 +166,7 @@ async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Events, waiter
     }
 }
 
-/// Takes what the socket holds.
+/// Reads the events that the socket holds.
 fn take_events(socket: &udev::MonitorSocket, waiters: &Waiters) {
     let mut failures = 0;
     while failures < FAILURES {
@@ -191,10 +190,10 @@ fn take_events(socket: &udev::MonitorSocket, waiters: &Waiters) {
     }
 }
 
-/// Why nobody waits on.
+/// Why a wait is given up.
 const ANOTHER: &str = "somebody else has detached it meanwhile; stage the volume again";
 
-/// A block device that can be used.
+/// A block device that is ready.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ready {
     /// Its node, which is that device's.
@@ -213,7 +212,7 @@ pub async fn ready(uevents: &Uevents, source: &Source, device: &Device) -> io::R
 pub fn look(source: &Source, device: &Device) -> io::Result<Option<Ready>> {
     let dev = device.dev;
     if !source.is_still(device) {
-        // Its file is behind it from the first: another one has come.
+        // A loop device has its file from the start: this is another file.
         return match device.diskseq {
             Some(_) if !device.still_matches() => Err(io::Error::other(ANOTHER)),
             _ => Ok(None),
@@ -226,14 +225,14 @@ pub fn look(source: &Source, device: &Device) -> io::Result<Option<Ready>> {
     none_if_missing(found)
 }
 
-/// Waits until the device has let go of its source, as it does when its
-/// last opener closes it. Its number may go to another source at once.
+/// Waits until the device has released its source, as it does when its last opener closes
+/// it. Its number may go to another source at once.
 pub async fn gone(uevents: &Uevents, source: &Source, device: &Device) -> io::Result<()> {
     let check = || Ok((!source.is_still(device)).then_some(()));
     uevents.wait(&sysfs::name_of(device.dev)?, check).await
 }
 
-/// What is missing may come. ENODEV is of a file in sysfs whose device went
+/// Whether a later look may succeed. A file in sysfs answers ENODEV if its device went
 /// while it was open.
 fn none_if_missing<T>(found: io::Result<Option<T>>) -> io::Result<Option<T>> {
     match found {

@@ -1,4 +1,4 @@
-//! What a volume context says about where a volume's bytes are.
+//! Parses a volume context into the volume's source.
 
 use std::{collections::HashMap, fmt};
 
@@ -13,8 +13,8 @@ use super::{
 };
 use crate::{kernel::Dev, nbd::Export};
 
-/// A volume's source, as the volume context names it. Two sources are equal
-/// where they name the same bytes, attached in the same way.
+/// A volume's source, as the volume context names it. Two sources are equal if they name
+/// the same data, attached in the same way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "backend", rename_all = "lowercase")]
 pub enum Source {
@@ -26,13 +26,13 @@ pub enum Source {
     Rbd(CephSource),
 }
 
-/// A file at the staging path by which a volume is unstaged without a record of
-/// ours, by whichever driver.
+/// A file beside a volume's mount by which any driver can unstage the volume without a
+/// record of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageFile {
     /// Its name.
     pub name: &'static str,
-    /// What is in it.
+    /// Its content.
     pub text: Vec<u8>,
 }
 
@@ -75,13 +75,13 @@ impl Source {
         Self::Loop(ImageSource::new(pool, image))
     }
 
-    /// An export with nothing special about how it is attached.
+    /// An export, to be attached by the defaults.
     pub fn export(export: Export) -> Self {
         Self::Nbd(ExportSource::new(export))
     }
 
-    /// Whether this is what the kernel shows behind the device: its number may
-    /// have gone to another image meanwhile. Never waits for the device.
+    /// Whether the kernel shows this source behind the device, whose number may have gone
+    /// to another image. Never waits for the device.
     pub fn is_behind(&self, dev: Dev) -> bool {
         match self {
             Self::Loop(image) => image.is_behind(dev),
@@ -90,15 +90,14 @@ impl Source {
         }
     }
 
-    /// Whether this is what is behind the device, and it is still the device that was
-    /// attached: neither has another source got its number, nor another image of the
-    /// same name. Never waits for the device.
+    /// Whether this source is behind the device, and it is still the device that was
+    /// attached: its number has gone neither to another source nor to another image of
+    /// the same name. Never waits for the device.
     pub fn is_still(&self, device: &Device) -> bool {
         self.is_behind(device.dev) && device.still_matches()
     }
 
-    /// What it shares with other volumes, which fail together: a pool, a server, a
-    /// cluster.
+    /// Its failure domain, shared with other volumes: a pool, a server, a cluster.
     pub fn domain(&self) -> String {
         match self {
             Self::Loop(image) => format!("pool {}", image.pool),
@@ -107,7 +106,7 @@ impl Source {
         }
     }
 
-    /// Whether both name the same bytes, however attached.
+    /// Whether both name the same data, however attached.
     pub fn is_same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Loop(one), Self::Loop(other)) => one.is_same(other),
@@ -118,7 +117,7 @@ impl Source {
     }
 
     /// Whether it is staged below the staging path, under the volume's handle,
-    /// raw ones too, beside a [`Note`]: as ceph-csi does it.
+    /// raw ones too, beside a [`StageFile`]: as ceph-csi does it.
     pub fn is_staged_below(&self) -> bool {
         match self {
             Self::Loop(_) | Self::Nbd(_) => false,
@@ -126,7 +125,7 @@ impl Source {
         }
     }
 
-    /// What another driver has to know to unstage the volume.
+    /// The stage file by which another driver can unstage the volume.
     pub fn stage_file(&self, device: &Device) -> Option<StageFile> {
         match self {
             Self::Loop(_) | Self::Nbd(_) => None,
@@ -134,7 +133,7 @@ impl Source {
         }
     }
 
-    /// The name of the note beside its mount, where it has one.
+    /// The name of the stage file beside its mount, if it has one.
     pub fn stage_file_name(&self) -> Option<&'static str> {
         match self {
             Self::Loop(_) | Self::Nbd(_) => None,

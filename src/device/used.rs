@@ -1,8 +1,8 @@
-//! A device that was attached before, and that somebody uses.
+//! Refusing a raw device that is in use.
 //!
 //! A file system is made or mounted only on a device that nobody else has open
-//! exclusively, which the probe finds out. A raw one is given out as it is found, so
-//! that has to be asked before: its user would write below somebody's mount.
+//! exclusively, which the probe finds out. A raw one is published as it is
+//! found, so this check comes first: its user would write below a mount.
 
 use std::{ffi::OsStr, path::Path};
 
@@ -18,8 +18,8 @@ use crate::{
     mount::table,
 };
 
-/// Refuses a device that is to be given out raw and that is mounted, or open
-/// exclusively, by somebody else than the volume's own user.
+/// Refuses to publish a device raw that is mounted or open exclusively, unless by the
+/// volume's own user.
 pub fn refuse(node: &Path, dev: Dev, options: &AttachOptions) -> Result<(), DeviceError> {
     let is_own = options.staged || options.known.as_deref() == Some(node);
     if options.purpose != Purpose::Raw || is_own {
@@ -36,8 +36,8 @@ pub fn refuse(node: &Path, dev: Dev, options: &AttachOptions) -> Result<(), Devi
     }
 }
 
-/// Whether its node is bound to some path: an agent whose records are lost has
-/// published it, and a pod may do with it what it likes.
+/// Whether its node is bound to a path: an agent whose records are lost published it, so
+/// a pod may have it open.
 fn is_published(dev: Dev) -> Result<bool, DeviceError> {
     let name = sysfs::name_of(dev).map_err(io("find the device"))?;
     let mounts = table::list().map_err(io("list the mounts"))?;

@@ -1,10 +1,9 @@
 //! An encrypted image: formatted before its first use, opened at each.
 //!
-//! Formatted is only what is proven blank. A format takes seconds, and an agent
-//! may be killed meanwhile: then there is a note that one was under way
-//! ([`super::format_marker`]), and on the device either scraps, or a header that is not
-//! whole, which nobody can have written anything through. Both are formatted again, and
-//! where an operator asks for it without a note, too.
+//! Only a device that is proven blank is formatted. A format takes seconds, and an agent
+//! may be killed meanwhile: then a format marker is left ([`super::format_marker`]), and on
+//! the device a partial header, through which no data can have been written. Such a
+//! device is formatted again; without a marker only by an operator's request.
 
 use super::{
     BoundCephImage, CephSource, Format, Known, LowerDevice,
@@ -58,13 +57,13 @@ impl BoundCephImage<'_> {
         held.check()?;
         let (over, _) = luks::open(under, &name, &passphrase, options.read_only, &domain)?;
         if let Some(asked) = asked.filter(|_| !is_encrypted && !options.read_only) {
-            // It holds data from now on.
+            // The image holds data from now on.
             asked.note_encrypted()?;
         }
         Ok(over)
     }
 
-    /// Formats the device where that was never finished.
+    /// Formats the device, unless it has a complete header.
     fn format_once(
         &self,
         known: &Known<'_>,
@@ -80,7 +79,7 @@ impl BoundCephImage<'_> {
         let image = || known.image.to_string();
         let refusal = match luks::look(under)? {
             Holds::Luks if !may_be_partial => return Ok(()),
-            // Whoever finished it died before it said so.
+            // An agent finished it, and died before it removed the marker.
             Holds::Luks if luks::is_whole(under)? => return marker.clear(),
             Holds::Unknown(offset) if !may_be_partial => Some(
                 LuksError::Foreign {
@@ -90,7 +89,7 @@ impl BoundCephImage<'_> {
                 .into(),
             ),
             _ if is_encrypted => Some(CephImageError::Emptied { image: image() }),
-            // Two nodes that format one image at once destroy what either writes.
+            // Two nodes that format one image at once destroy each other's data.
             _ if options.read_only || options.shared => {
                 Some(CephImageError::Blank { image: image() })
             }

@@ -1,9 +1,9 @@
-//! What only the cluster can tell of an image, asked through Ceph's libraries where
-//! they are there: who has it open, its features, its metadata.
+//! An image's watchers, features and metadata, read from its cluster by Ceph's libraries,
+//! where they are installed.
 //!
-//! The kernel's driver tells none of it. Without the libraries plain volumes are
-//! mapped all the same, and nothing but the orchestrator keeps a second writer off:
-//! clients hand an image's exclusive lock on to whoever asks for it.
+//! The kernel's driver shows none of these. Without the libraries plain volumes are mapped
+//! all the same, and only the orchestrator prevents a second writer: a client hands an
+//! image's exclusive lock on to any other that asks for it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -28,25 +28,25 @@ use crate::{
     kernel::busy,
 };
 
-/// How long others may take to let go of an image: the watch of a node that died
+/// The longest time until other clients release an image: the watch of a node that died
 /// ends after 30 seconds (`osd_client_watch_timeout`).
 const FREE_WITHIN: Duration = Duration::from_secs(40);
 
-/// Which of an image's clients is our own.
+/// The client of an image that is this node's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
     /// None yet.
     None,
-    /// The driver's, by its number.
+    /// The kernel driver's, by its client id.
     Client(i64),
     /// One of them: rbd-nbd does not say which.
     Some,
 }
 
-/// An image, as its cluster is asked about it.
+/// An image whose cluster is asked about it.
 ///
-/// The header alone tells mostly all ([`Header`]). Only where others have the image
-/// is it opened, to name them, and to see whether they do any harm.
+/// Mostly the header suffices ([`Header`]). The image is opened only if others have it
+/// open, to name them and to see whether they may write.
 #[derive(Debug)]
 pub struct Asked {
     pool: IoCtx,
@@ -76,7 +76,7 @@ impl Asked {
         };
         let pool = connected.ioctx(&image.pool, &image.namespace)?;
         let header = Header::of(&pool, &image.name)?;
-        // Before who watches is asked, which has no deadline.
+        // Before the watchers are listed, which has no deadline.
         let (features, noted) = header.features_and(format_marker::KEY)?;
         Ok(Some(Self {
             features,
@@ -88,12 +88,12 @@ impl Asked {
         }))
     }
 
-    /// Waits until nobody has the image open but that client, or names who has.
+    /// Waits until only that client has the image open; an error names the others.
     pub fn wait_until_alone(&self, own: Own) -> Result<(), CephImageError> {
         self.alone_within(FREE_WITHIN, own)
     }
 
-    /// Nobody has the image open but that client, or it is named who has.
+    /// Checks that only that client has the image open; an error names the others.
     pub fn is_alone(&self, own: Own) -> Result<(), CephImageError> {
         self.alone_within(Duration::ZERO, own)
     }
@@ -116,8 +116,8 @@ impl Asked {
         self.nobody(watchers)
     }
 
-    /// Who else has the image open, beside this connection and that client. Those who
-    /// mirror it do no harm and are not named.
+    /// The watchers of the image other than this connection and that client. Clients that
+    /// mirror it do not write, and are left out.
     fn others(&self, image: &rbd::Image, own: Own) -> Result<Vec<Watcher>, CephError> {
         let mut others = image.watchers()?;
         others.retain(|watcher| !watcher.own && Own::Client(watcher.client) != own);
@@ -136,7 +136,7 @@ impl Asked {
         })
     }
 
-    /// What its metadata say of its encryption.
+    /// Its encryption, by its metadata.
     pub fn encryption(&self) -> Result<EncryptionMetadata, CephError> {
         let metadata = self.header.metadata()?;
         Ok(EncryptionMetadata {
@@ -156,7 +156,7 @@ impl Asked {
     }
 }
 
-/// What an image's metadata say of its encryption.
+/// The encryption of an image, by its metadata.
 #[derive(Debug, Default)]
 pub struct EncryptionMetadata {
     /// It was encrypted.

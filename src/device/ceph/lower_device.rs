@@ -1,4 +1,4 @@
-//! A mapped image's own device, and what shows it.
+//! A mapped image's own device, and the mapping that decrypts it.
 
 use crate::{
     ceph::krbd::{MappedIds, RbdDevice},
@@ -40,7 +40,7 @@ impl LowerDevice {
         }
     }
 
-    /// What shows it, which is itself where it is not encrypted.
+    /// The device that shows it: itself if it is not encrypted.
     pub fn shown(self, over: Option<BlockDev>) -> Device {
         let (shown, encrypted) = match over {
             Some(over) => (over, Some(self.block)),
@@ -56,7 +56,7 @@ impl LowerDevice {
         }
     }
 
-    /// As the kernel's driver has it.
+    /// As a device of krbd.
     pub fn krbd(&self, identity: &MappedIds) -> RbdDevice {
         RbdDevice {
             dev: self.block.dev,

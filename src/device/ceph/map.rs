@@ -1,5 +1,5 @@
-//! How an image becomes a device: by whom, and for a single writer only while
-//! nobody else has it.
+//! Mapping an image as a device: by which driver, and for a single writer only while no
+//! other client has the image open.
 //!
 //! ```text
 //!  one writer   who has the image open? ─ krbd maps ─ who has it open now?
@@ -25,7 +25,7 @@ use crate::{
     device::AttachOptions,
 };
 
-/// What is known of an image and its cluster, once somebody is to use it.
+/// An image with its cluster and credentials, for one call.
 pub struct Known<'a> {
     pub source: &'a CephSource,
     pub cluster: ClusterConfig,
@@ -33,7 +33,7 @@ pub struct Known<'a> {
     pub image: ImageSpec,
     /// The pool's id, where it is known.
     pool_id: Option<i64>,
-    /// Looked for once, and asked by all who want to know something.
+    /// The image in its cluster, opened once for all questions.
     asked: OnceCell<Option<Asked>>,
 }
 
@@ -133,7 +133,7 @@ impl BoundCephImage<'_> {
         let mut wanted = self.wanted(known, options, &monitors);
         let one_writer = !options.read_only && !options.shared;
         if let Some(device) = krbd::find(&wanted)? {
-            // A killed agent had not looked yet, or was let in late.
+            // A killed agent had not checked yet, or was delayed.
             if one_writer
                 && !options.staged
                 && let Some(asked) = known.asked(&self.images.connections)?
@@ -142,19 +142,19 @@ impl BoundCephImage<'_> {
             }
             return Ok((device, Done::Already));
         }
-        // What a killed agent is mapping would be taken for somebody else's.
+        // The map of a killed agent would be taken for another client's.
         self.images.mapper.is_under_way(&options.volume_id)?;
         let greeting = Greeting::ask(&wanted)?;
-        // A second writer destroys the image. Readers, and those who are told to
-        // share it, mind each other or do no harm.
+        // A second writer destroys the image. Readers do not, nor do writers that share
+        // it by agreement.
         let alone = if one_writer { self.alone(known)? } else { None };
         let Some(asked) = alone else {
             return self.map_now(&wanted, greeting);
         };
         wanted.features = asked.features;
         let mapped = self.map_now(&wanted, greeting)?;
-        // Another node may have looked at the same time. Of two that see each other
-        // neither goes on; nothing has been written yet.
+        // Another node may have checked at the same time. If two see each other, neither
+        // goes on; nothing has been written yet.
         match asked.is_alone(own_client(&mapped.0)) {
             Ok(()) => Ok(mapped),
             Err(cause) => Err(match krbd::unmap(&mapped.0) {
@@ -214,8 +214,7 @@ impl BoundCephImage<'_> {
         }
     }
 
-    /// Waits until nobody has the image open; none where the cluster cannot be
-    /// asked.
+    /// Waits until no client has the image open; none if the cluster cannot be asked.
     pub(super) fn alone<'a>(
         &self,
         known: &'a Known<'_>,
@@ -228,7 +227,7 @@ impl BoundCephImage<'_> {
     }
 }
 
-/// By which client of the cluster the image is mapped.
+/// The client of the cluster that maps the image.
 fn own_client(device: &RbdDevice) -> Own {
     krbd::mapped::client_of(device.dev).map_or(Own::None, Own::Client)
 }

@@ -1,4 +1,4 @@
-//! Who maps an image, as a volume context says it.
+//! The driver that maps an image, from the volume context.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,7 @@ use crate::{
     supervisor::NbdOptions,
 };
 
-/// Who maps an image.
+/// The driver that maps an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mounter {
@@ -20,12 +20,12 @@ pub enum Mounter {
     RbdNbd(RbdNbdArgs),
 }
 
-/// How rbd-nbd serves an image.
+/// The arguments by which rbd-nbd serves an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RbdNbdArgs {
     /// The device's cookie: the volume's handle.
     pub cookie: String,
-    /// What rbd-nbd is told.
+    /// Its options.
     pub options: NbdOptions,
 }
 
@@ -55,7 +55,7 @@ impl Mounter {
         }
     }
 
-    /// How rbd-nbd serves the image, where it may.
+    /// The arguments of rbd-nbd, if it may serve the image.
     pub fn rbd_nbd(&self) -> Option<&RbdNbdArgs> {
         match self {
             Self::Krbd => None,

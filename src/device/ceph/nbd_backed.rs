@@ -2,8 +2,8 @@
 //! `rbd-nbd`.
 //!
 //! The supervisor runs rbd-nbd's daemons ([`crate::supervisor`]); here the agent asks
-//! it to map, grow and unmap. Such a device the agent recognises by itself, by its
-//! cookie, which is the volume's handle.
+//! it to map, grow and unmap. The agent finds such a device by itself, by its cookie,
+//! which is the volume's handle.
 
 use super::{
     BoundCephImage, CephImageError, CephSource, Known, LowerDevice, as_it_is_shown, library::Own,
@@ -41,9 +41,9 @@ pub fn is_nbd_backed(volume_id: &str) -> Result<bool, CephImageError> {
     Ok(found.is_some())
 }
 
-/// The same with its source: the supervisor knows the image, or the command line of
-/// whoever serves it, or else what was noted of it. ceph-csi's daemons end with its
-/// pod, and nothing but its note tells then.
+/// The same with its source: the image from the supervisor, from the daemon's command
+/// line, or else from the stage file. ceph-csi's daemons end with its pod, and then only
+/// its stage file is left.
 pub fn find(
     supervisor: Option<&Watch>,
     volume_id: &str,
@@ -103,7 +103,7 @@ pub fn refuse_nbd_backed(
         return Ok(());
     }
     for (pid, server) in DaemonProcess::all().map_err(ClientError::Io)? {
-        // Where nobody can tell its cluster, it may be this one.
+        // Of a daemon without monitors, the cluster may be this one.
         let its = server.monitors.map(|given| Monitors::resolve(&[given]));
         let is_other = matches!(its, Some(Ok(its)) if !monitors.meet(&its));
         if !is_other && named(&server.image).is_some_and(|named| named.is_named_as(image)) {
@@ -159,7 +159,7 @@ impl BoundCephImage<'_> {
         supervisor.ok_or_else(|| CephImageError::NoSupervisor { image: image() })
     }
 
-    /// Has the image served, or finds that it is; brings the key at any rate.
+    /// Has the supervisor serve the image, or finds it served; passes the key either way.
     pub(super) fn serve(
         &self,
         known: &Known<'_>,
@@ -168,7 +168,7 @@ impl BoundCephImage<'_> {
     ) -> Result<(LowerDevice, Done), CephImageError> {
         let supervisor = self.supervisor()?;
         let look = || NbdDevice::attached_as(&served.cookie).map_err(ClientError::Io);
-        // What was begun for a killed agent is ours, and has the image open.
+        // A daemon that was started for a killed agent has the image open.
         let is_coming = is_coming(Some(supervisor), &served.cookie)?;
         let before = look()?;
         // As with krbd, a second writer destroys the image.
@@ -204,7 +204,7 @@ impl BoundCephImage<'_> {
                 );
                 (device.block.node, Done::Already)
             }
-            // Or no client would be registered.
+            // Otherwise no client would be registered.
             (Err(error @ ClientError::Unreachable { .. }), Some(_))
                 if spec.fencing.is_some() && is_backed_without_supervisor(&spec)? =>
             {
@@ -232,8 +232,8 @@ impl BoundCephImage<'_> {
         if !single_writer {
             return Ok((lower, done));
         }
-        // Somebody else may have looked at the same time, as with krbd. A daemon that
-        // has died since an earlier call watches on for a while.
+        // Another node may have checked at the same time, as with krbd. The watch of a
+        // daemon that died since an earlier call stays for a while.
         let asked = known.asked(&self.images.connections);
         let alone = asked.and_then(|asked| match asked {
             Some(asked) if is_first => asked.is_alone(Own::Some),
@@ -287,7 +287,7 @@ impl BoundCephImage<'_> {
         Ok(self.supervisor()?.grow(cookie, bytes)?)
     }
 
-    /// What the supervisor says is wrong with an image that is served.
+    /// The trouble that the supervisor reports for an image.
     pub(super) fn trouble(&self, lower: &LowerDevice) -> Option<Condition> {
         let Backing::RbdNbd(cookie) = &lower.backing else {
             return None;

@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// This node, this time.
+/// This node in this boot.
 #[derive(Clone, Debug)]
 pub struct ThisNode {
     /// Its id.
@@ -32,8 +32,8 @@ pub struct ThisNode {
 }
 
 impl BoundCephImage<'_> {
-    /// What the supervisor registers rbd-nbd's clients as, where the controller asks for it
-    /// and there is one writer.
+    /// The key under which the supervisor registers rbd-nbd's clients, if the controller
+    /// asks for it and there is a single writer.
     pub(super) fn fencing(&self, options: &AttachOptions) -> Option<supervisor::RegistrationKey> {
         if options.fencing == Fencing::Off || options.read_only || options.shared {
             return None;
@@ -84,7 +84,7 @@ impl BoundCephImage<'_> {
         Ok(())
     }
 
-    /// The kernel's client that has the image for a device.
+    /// The kernel's client that maps the device's image.
     fn client(&self, known: &Known<'_>, lower: &LowerDevice) -> Result<Client, CephImageError> {
         let dev = lower.block.dev;
         let address = mapped::address_of(dev).ok_or_else(|| CephImageError::UnknownClient {
@@ -104,8 +104,8 @@ impl BoundCephImage<'_> {
         })
     }
 
-    /// Says of which fenced clients of this node nothing is left; `nodes` are those of
-    /// the volume that is staged.
+    /// Reports the fenced clients of this node that are gone; `nodes` are those of the
+    /// volume that is staged.
     fn tell_what_is_gone(
         &self,
         fences: &Fences,
@@ -125,7 +125,7 @@ impl BoundCephImage<'_> {
     }
 }
 
-/// Whether something of a client of this boot may still hold data.
+/// Whether a client of this boot may still hold data.
 fn is_left(fence: &Fence, nodes: &RegisteredNodes) -> Result<bool, CephImageError> {
     let io = |error| crate::supervisor::client::ClientError::Io(error);
     let client = &fence.client;
@@ -135,8 +135,8 @@ fn is_left(fence: &Fence, nodes: &RegisteredNodes) -> Result<bool, CephImageErro
             addresses.contains(&client.address)
         }
         (Through::RbdNbd, Some(its)) => process(its.pid) == Some(its),
-        // It was fenced before it was registered: any process of that volume may be its,
-        // except the one registered since.
+        // It was fenced before it was registered: it may belong to any process of that
+        // volume except the one registered since.
         (Through::RbdNbd, None) => {
             let mut nodes = nodes.list()?.into_iter();
             let registered = nodes.find(|one| one.node == fence.node);

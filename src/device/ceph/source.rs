@@ -1,5 +1,5 @@
-//! What a volume context says about a Ceph image: key for key what ceph-csi's
-//! does, see `NodeStageVolume` in its `internal/rbd`.
+//! The volume context of a Ceph image: key for key that of ceph-csi, see
+//! `NodeStageVolume` in its `internal/rbd`.
 
 use std::fmt;
 
@@ -25,40 +25,39 @@ use crate::{
 /// An image of a Ceph cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CephSource {
-    /// The image. Where the context names no namespace it has the one that the
-    /// cluster's configuration says ([`CephImages::canonical`]).
+    /// The image. If the context names no namespace, the cluster's configuration may
+    /// ([`CephImages::canonical`]).
     ///
     /// [`CephImages::canonical`]: super::CephImages::canonical
     pub image: ImageSpec,
-    /// The pool's id, where the handle says it: names may change.
+    /// The pool's id, if the handle has it: names may change.
     pub pool_id: Option<i64>,
-    /// What the class says of its features; none where it says nothing.
+    /// The features that its class names, if it does.
     pub features: Features,
-    /// Who maps it.
+    /// The driver that maps it.
     #[serde(default)]
     pub mounter: Mounter,
-    /// What krbd is told when it maps the image.
+    /// The map options of krbd.
     pub map_options: MapOptions,
-    /// What ceph-csi tells whoever unmaps the image, for each of the two; kept for
-    /// the note.
+    /// ceph-csi's unmap options for both drivers; kept for the stage file.
     #[serde(default)]
     pub unmapping: String,
-    /// Who keeps the passphrase, where the image is encrypted.
+    /// The KMS of the passphrase, if the image is encrypted.
     pub kms: Option<String>,
-    /// It is to be encrypted in another way than ours.
+    /// It is to be encrypted with options that this driver does not support.
     #[serde(default)]
     pub is_tuned: bool,
 }
 
-/// What ceph-csi tells `luksFormat`, beside what it always does. An image that it has
-/// formatted says by its header all that opening it takes.
+/// ceph-csi's optional arguments of `luksFormat`. Opening an image that it formatted needs
+/// only the header.
 pub const TUNING: [&str; 3] = [
     "encryptionCipher",
     "encryptionKeySize",
     "encryptionSectorSize",
 ];
 
-/// The keys that are read here, and those of the controller's that ceph-csi hands on.
+/// The keys that are read here, and those of the controller that ceph-csi passes on.
 const KNOWN: [&str; 26] = [
     "backend",
     "cephLogDir",
@@ -95,7 +94,7 @@ impl fmt::Display for CephSource {
 }
 
 impl CephSource {
-    /// An image that was found served by rbd-nbd, as [`CephSource::found`].
+    /// An image that rbd-nbd was found to serve, as [`CephSource::found`].
     pub fn found_nbd_backed(image: ImageSpec, volume_id: &str) -> Self {
         Self {
             mounter: Mounter::RbdNbd(RbdNbdArgs {
@@ -106,7 +105,7 @@ impl CephSource {
         }
     }
 
-    /// An image that was found mapped: nobody has said how it should be.
+    /// An image that was found mapped: how it was requested is unknown.
     pub fn found(image: ImageSpec, volume_id: &str) -> Self {
         let handle = volume_id.parse().ok();
         let known = handle.as_ref().map(VolumeHandle::cluster_id);
@@ -135,8 +134,8 @@ impl CephSource {
     /// ceph-csi 2.x, the image has the name that its journal gives to the handle:
     /// `volumeNamePrefix` and the uuid.
     pub fn parse(context: Context<'_>, volume_id: &str) -> Result<Self, SourceError> {
-        // A class of ceph-csi's has keys for the controller, and later releases have
-        // keys that nobody here knows; all of them reach the node.
+        // A class of ceph-csi has keys for the controller, and later releases have keys
+        // that this driver does not know; all of them reach the node.
         let unknown = context.unlisted(&KNOWN);
         if !unknown.is_empty() {
             tracing::debug!(
@@ -190,7 +189,7 @@ impl CephSource {
         })
     }
 
-    /// Whether the device is this image's, or what shows it in the clear.
+    /// Whether the device is this image's, or its decrypted mapping.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match self.mounter.rbd_nbd() {

@@ -1,5 +1,5 @@
-//! The note that ceph-csi leaves of an image beside its mount, and reads when it
-//! unstages: `rbdImageMetadataStash` in its `internal/rbd`.
+//! The stage file, which ceph-csi writes beside an image's mount and reads at unstage:
+//! `rbdImageMetadataStash` in its `internal/rbd`.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,7 +19,7 @@ use crate::{
 pub const STAGE_FILE: &str = "image-meta.json";
 
 impl CephSource {
-    /// The note, as ceph-csi reads it.
+    /// The stage file, as ceph-csi reads it.
     pub fn stage_file(&self, device: &Device) -> StageFile {
         let under = device.encrypted.as_ref();
         let lower = under.map_or(device.dev, |under| under.dev);
@@ -32,13 +32,13 @@ impl CephSource {
         let stash = Stash {
             version: 3,
             pool: image.pool.clone(),
-            // Which the cluster's configuration may say, and the context not.
+            // The cluster's configuration may name it instead of the context.
             rados_namespace: image.namespace.clone(),
             image: image.name.clone(),
             unmap_options: part_for(mounter, &self.unmapping)
                 .unwrap_or_default()
                 .to_owned(),
-            // ceph-csi unmaps by it what rbd-nbd serves.
+            // ceph-csi unmaps a device of rbd-nbd by it.
             access_type: is_nbd_backed,
             encrypted: self.kms.is_some(),
             device: node.filter(|_| is_nbd_backed).unwrap_or_default(),
@@ -52,7 +52,7 @@ impl CephSource {
         }
     }
 
-    /// The image that a note is of.
+    /// The image that a stage file describes.
     pub fn from_stage_file(note: &[u8], volume_id: &str) -> serde_json::Result<Self> {
         let stash: Stash = serde_json::from_slice(note)?;
         let image = ImageSpec {

@@ -1,8 +1,8 @@
-//! Whose a loop device is, where no record says so.
+//! The owner of a loop device without a record.
 //!
 //! The kernel is asked before any pool: which files are attached, by which paths, and
-//! on which file systems. So a pool that does not answer holds up only who may have
-//! an image in it attached.
+//! on which file systems. So a pool that does not answer delays only volumes
+//! that may have an image in it attached.
 
 use std::{os::unix::ffi::OsStrExt as _, path::Path};
 
@@ -24,8 +24,8 @@ use crate::{
 };
 
 impl ImageFiles {
-    /// What this node claimed for the volume, where that is attached. A handle of
-    /// ours names its pool: no other is asked. Devices in `known` are other volumes'.
+    /// The attached image that this node claimed for the volume. A handle of this driver
+    /// names its pool: no other is asked. Devices in `known` belong to other volumes.
     ///
     /// Fails as [`Pool::check_mounted`] where the volume's image may be attached, and its
     /// pool is not there to tell.
@@ -69,7 +69,7 @@ impl ImageFiles {
         Ok(None)
     }
 
-    /// The image behind a device, where it is one of ours. Fails as [`Pool::check_mounted`]
+    /// The image behind a device, if it is in a pool of this node. Fails as [`Pool::check_mounted`]
     /// where it may be, and its pool is not there to tell.
     pub fn find_behind(&self, node: &Path, dev: Dev) -> Result<Option<FoundDevice>, DeviceError> {
         let Some(source) = self.source_behind(dev)? else {
@@ -84,7 +84,7 @@ impl ImageFiles {
         Ok(device.map(|device| FoundDevice { device, source }))
     }
 
-    /// Whose a device is, where an image of a pool is behind it. Fails as
+    /// The owner of a device that has an image of a pool behind it. Fails as
     /// [`Pool::check_mounted`] where one may be, and its pool is not there to tell.
     pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
         let Some(source) = self.source_behind(dev)? else {
