@@ -1,8 +1,7 @@
-//! The controller's stores: what makes, deletes, grows, snapshots and clones
-//! volumes.
+//! The controller's stores, which create, delete, grow, snapshot and clone volumes.
 //!
-//! The gRPC face calls [`Stores`], which picks the store that a call is about and
-//! runs the call on a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps
+//! The gRPC services call [`Stores`], which picks the store of a call and runs the call on
+//! a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps
 //! volumes as raw image files in pools, [`rbd`] as images in Ceph clusters. Nothing
 //! here knows gRPC: requests are plain data, and an [`Error`] has a
 //! [`Kind`](crate::Kind) that `csi::status` turns into a code.
@@ -33,43 +32,42 @@ pub use range::Range;
 pub use serialized::within;
 pub use stores::{StoreKind, Stores};
 
-/// A new volume as it is asked for.
+/// A request for a volume.
 #[derive(Clone, Debug)]
 pub struct NewVolume {
-    /// What makes repeated requests one.
+    /// The name, by which a repeated request is recognised.
     pub name: String,
-    /// How large.
+    /// Its size.
     pub range: Range,
-    /// The storage class' parameters, as they came.
+    /// The storage class' parameters, as the request has them.
     pub parameters: HashMap<String, String>,
-    /// The parameters that may be changed later, as they came.
+    /// The parameters that may be changed later, as the request has them.
     pub mutable: HashMap<String, String>,
-    /// How it will be used: all of these.
+    /// The uses that it must support, all of them.
     pub uses: Vec<VolumeUse>,
-    /// What is on it at first.
+    /// Its initial content.
     pub source: Option<ContentSource>,
-    /// Where it is wanted, if a volume that only this node can reach would not
-    /// do.
+    /// Where it is wanted, if a volume that only this node can reach is not enough.
     pub elsewhere: Option<String>,
-    /// Where it is wanted.
+    /// The topology that it must be reachable from.
     pub places: AccessibilityRequirements,
-    /// What the storage asks of its users.
+    /// The secrets of the storage.
     pub secrets: Secrets,
 }
 
 /// A part of the cluster: what all of its nodes have in common (CSI `Topology`).
 pub type TopologySegments = BTreeMap<String, String>;
 
-/// Where a volume has to be within reach (CSI `TopologyRequirement`).
+/// From where a volume must be reachable (CSI `TopologyRequirement`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AccessibilityRequirements {
-    /// In one of these at least; none: anywhere.
+    /// At least one of these; none: anywhere.
     pub requisite: Vec<TopologySegments>,
-    /// Rather in these, the best first.
+    /// Preferably these, the best first.
     pub preferred: Vec<TopologySegments>,
 }
 
-/// What a new volume is a copy of, by handle.
+/// The source of a new volume, by handle.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ContentSource {
@@ -93,28 +91,28 @@ pub struct VolumeUse {
 pub struct VolumeInfo {
     /// Its handle.
     pub handle: String,
-    /// Its size; 0 where it cannot be told.
+    /// Its size; 0 if unknown.
     pub bytes: u64,
-    /// What the node needs to find it.
+    /// The volume context, by which the node finds it.
     pub context: BTreeMap<String, String>,
-    /// What it was copied from.
+    /// The source that it was copied from.
     pub source: Option<ContentSource>,
     /// Only the node of this controller can reach it.
     pub local: bool,
-    /// Only from there it can be reached; empty: the nodes do not matter.
+    /// The topology from which alone it is reachable; empty: from every node.
     pub place: TopologySegments,
 }
 
-/// A new snapshot as it is asked for.
+/// A request for a snapshot.
 #[derive(Clone, Debug)]
 pub struct NewSnapshot {
-    /// What makes repeated requests one.
+    /// The name, by which a repeated request is recognised.
     pub name: String,
     /// The handle of the volume to take it of.
     pub volume: String,
     /// The snapshot class' parameters, without Kubernetes' own.
     pub parameters: HashMap<String, String>,
-    /// What the storage asks of its users.
+    /// The secrets of the storage.
     pub secrets: Secrets,
 }
 
@@ -135,10 +133,10 @@ pub struct SnapshotInfo {
     pub group: Option<String>,
 }
 
-/// Part of a listing, in an order that stays.
+/// Part of a listing, in a stable order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Page<T> {
-    /// What is listed.
+    /// The entries.
     pub entries: Vec<T>,
     /// Where the next page begins, if there is one.
     pub next: Option<String>,
@@ -160,12 +158,12 @@ pub struct ListRequest {
     pub from: Option<String>,
     /// At most so many entries; 0: as many as fit a page.
     pub max: usize,
-    /// Where to say what cannot be listed now, for a caller who takes a list without
-    /// it. None: then there is no list, since what is missing from one looks deleted.
+    /// Collects what cannot be listed now, for a caller that accepts an incomplete list.
+    /// None: the call fails instead, since a missing volume looks deleted.
     pub omitted: Option<Omitted>,
 }
 
-/// What a list leaves out, in sentences.
+/// The omissions of a list, in sentences.
 #[derive(Clone, Debug)]
 pub struct Omitted {
     sentences: Arc<Mutex<Vec<String>>>,
@@ -182,7 +180,7 @@ impl Omitted {
         }
     }
 
-    /// All that was left out.
+    /// The omissions.
     pub fn take(&self) -> Vec<String> {
         let mut all = self
             .sentences
@@ -196,7 +194,7 @@ impl Omitted {
 const LIST_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ListRequest {
-    /// What could be listed, or nothing where the caller takes less than all.
+    /// The list, or an empty one with an omission if the caller accepts that.
     fn or_omit<T: Default, E: std::error::Error + 'static>(
         &self,
         listed: Result<T, E>,
@@ -213,14 +211,14 @@ impl ListRequest {
     }
 }
 
-/// What room is asked for.
+/// A request for capacity.
 #[derive(Clone, Debug, Default)]
 pub struct CapacityRequest {
-    /// The storage class' parameters, as they came.
+    /// The storage class' parameters, as the request has them.
     pub parameters: HashMap<String, String>,
-    /// How volumes will be used.
+    /// The uses that volumes must support.
     pub uses: Vec<VolumeUse>,
-    /// Whether room that only this node can reach would do.
+    /// Whether room that only this node can reach counts.
     pub here_will_do: bool,
     /// Where the room is wanted; empty: anywhere.
     pub place: TopologySegments,
@@ -229,7 +227,7 @@ pub struct CapacityRequest {
 /// Room for new volumes, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capacity {
-    /// What is free and not promised to thin volumes.
+    /// The space that is free and not promised to thin volumes.
     pub available: u64,
     /// The largest volume; none: not known.
     pub maximum: Option<u64>,
@@ -244,15 +242,15 @@ pub struct PublishRequest {
     pub handle: String,
     /// The node's id.
     pub node: String,
-    /// Nobody else may have it at the same time, and this node writes.
+    /// Whether this node is its single writer.
     pub one_writer: bool,
-    /// What the node is told of the volume.
+    /// The volume context.
     pub context: HashMap<String, String>,
-    /// What the storage asks of its users.
+    /// The secrets of the storage.
     pub secrets: Secrets,
 }
 
-/// A volume and who uses it.
+/// A volume with the nodes that use it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublishedVolume {
     /// The volume.
@@ -261,16 +259,16 @@ pub struct PublishedVolume {
     pub nodes: Vec<String>,
 }
 
-/// Why a volume cannot be used at all.
+/// A condition in which a volume cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeCondition {
-    /// A word that stays the same.
+    /// A fixed word, for programs.
     pub reason: &'static str,
-    /// A sentence.
+    /// A sentence for the operator.
     pub message: String,
 }
 
-/// What a provisioner can do beside making volumes.
+/// The optional abilities of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Abilities {
     /// It finds volumes, snapshots and room by itself, without the secrets of a
@@ -278,11 +276,11 @@ pub struct Abilities {
     pub lists: bool,
     /// Volumes have parameters that can be changed.
     pub modifies: bool,
-    /// It wants to know which nodes get a volume, and which have let go of it.
+    /// It must be told which nodes get a volume, and which have released it.
     pub publishes: bool,
 }
 
-/// How far a node has let go of a volume that is unpublished from it.
+/// Whether a node has released a volume that is unpublished from it.
 #[derive(Debug)]
 pub enum Release {
     /// The node does not have the volume.
@@ -295,12 +293,12 @@ pub enum Release {
 /// [`Stores`] runs them on lanes, those on one name or handle one after the other.
 /// Every call may be repeated and then has the same result.
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
-    /// Says what it can do. Does not block.
+    /// Its optional abilities. Does not block.
     fn abilities(&self) -> Abilities;
-    /// Says why it cannot be used, if it cannot.
+    /// Checks that it can be used; an error says why not.
     fn check(&self) -> Result<(), Error>;
-    /// Finishes or undoes what dead controllers left; says what failed. Leaves calls
-    /// under way alone, here and in other controllers.
+    /// Finishes or undoes the work of controllers that have ended; returns the failures.
+    /// Leaves calls under way alone, here and in other controllers.
     fn sweep(&self) -> Vec<Error>;
     /// Makes a volume, or returns the one that an equal request made.
     fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error>;
@@ -345,7 +343,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         parameters: &HashMap<String, String>,
         secrets: &Secrets,
     ) -> Result<Option<String>, Error>;
-    /// Reports what is wrong with a volume, if anything is.
+    /// The condition of a volume, if it cannot be used.
     fn volume_condition(
         &self,
         handle: &str,

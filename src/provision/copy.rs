@@ -22,8 +22,8 @@ pub fn reflink(from: &File, to: &File) -> io::Result<bool> {
 }
 
 /// Copies `len` bytes, leaving holes where `from` has holes. `to` is an empty
-/// file. No point in time, unless nobody writes to `from` meanwhile. Gives up, and
-/// says so by false, once it is not to `go_on`.
+/// file. The copy shows a single point in time only if nothing writes to `from` meanwhile.
+/// Gives up, and returns false, once `go_on` returns false.
 pub fn sparse(
     from: &File,
     to: &File,
@@ -38,7 +38,7 @@ pub fn sparse(
             Ok(_) | Err(Errno::NXIO) => break,
             Err(errno) => return Err(errno.into()),
         };
-        // A file ends in a hole, always (lseek(2)).
+        // Every file ends in a hole (lseek(2)).
         let hole = seek(from, SeekFrom::Hole(data))?.min(len);
         at = data;
         while at < hole {
@@ -81,7 +81,7 @@ fn through_memory(from: &File, to: &File, at: u64, len: usize) -> io::Result<u64
     Ok(len as u64)
 }
 
-/// Bytes between two questions whether to go on.
+/// Bytes between two calls of `go_on`.
 const CHUNK: u64 = 128 << 20;
 /// Bytes in memory at a time.
 const BUFFER: usize = 1 << 20;

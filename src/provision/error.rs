@@ -1,4 +1,4 @@
-//! What can go wrong with a provisioner, and of which kind it is.
+//! The errors of the stores, and their kinds.
 
 use std::{io, path::PathBuf, time::Duration};
 
@@ -8,11 +8,11 @@ use crate::{
     pool::{PoolError, claim::ClaimError},
 };
 
-/// Why a provisioner did not do what it was asked. Whatever had been begun was
-/// undone, or is finished or undone by the next equal call or start.
+/// Why a call failed. Its changes are undone, or the next equal call or start finishes or
+/// undoes them.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No backend knows the parameter.
+    /// No store has such a parameter.
     #[error("unknown parameter {name:?}; there are {known}")]
     UnknownParameter {
         /// Its name.
@@ -33,7 +33,7 @@ pub enum Error {
     /// The capacity range contradicts itself.
     #[error("{0}")]
     Range(String),
-    /// The volume could not be used so.
+    /// The volume does not support the use.
     #[error("{0}")]
     UnsupportedUse(String),
     /// No such volume.
@@ -42,7 +42,7 @@ pub enum Error {
     /// No such snapshot.
     #[error("there is no snapshot {0:?}")]
     NoSnapshot(String),
-    /// The name was used for something else.
+    /// The name belongs to a different volume or snapshot.
     #[error("{name:?} exists already and differs: {how}")]
     Differs {
         /// The name asked for.
@@ -58,7 +58,7 @@ pub enum Error {
         /// Why not.
         why: String,
     },
-    /// The thing is in the local pool of another node.
+    /// The volume or snapshot is in the local pool of another node.
     #[error("{0:?} is in the local pool of another node; only the controller there can reach it")]
     Elsewhere(String),
     /// The source of a copy is in the local pool of another node.
@@ -69,7 +69,7 @@ pub enum Error {
     PoolNotGiven {
         /// The handle.
         handle: String,
-        /// Which pools there are.
+        /// The pools that it was given.
         source: PoolError,
     },
     /// The handle is of a backend that the controller was started without.
@@ -77,18 +77,18 @@ pub enum Error {
     HandleOfNoBackend {
         /// The handle.
         handle: String,
-        /// What would start it for that.
+        /// The missing option.
         option: &'static str,
     },
     /// The class is for a backend that the controller was started without.
     #[error("the class {kind}, and this controller was started for none; add {option}")]
     ClassOfNoBackend {
-        /// What kind of class it is, and how that shows.
+        /// The kind of class, and the parameter that shows it.
         kind: &'static str,
-        /// What would start it for that.
+        /// The missing option.
         option: &'static str,
     },
-    /// The controller was started for nothing.
+    /// The controller was started without a store.
     #[error("this controller was started without any storage; add --pool or --ceph-config")]
     NoBackend,
     /// This node has no such local pool; another may.
@@ -128,7 +128,7 @@ pub enum Error {
          restart the server)"
     )]
     Exported(String),
-    /// Nobody knows whether an NBD server writes to the image.
+    /// It cannot be determined whether an NBD server writes to the image.
     #[error(
         "the file system of pool {pool:?} cannot clone files at one point in time, and it is \
          not one that only this machine can mount, so nobody can tell whether an NBD server \
@@ -140,7 +140,7 @@ pub enum Error {
         /// The image's file name.
         image: String,
     },
-    /// A copy would be no point in time.
+    /// A copy would show no single point in time.
     #[error(
         "the file system of pool {pool:?} cannot clone files at one point in time, and a copy of \
          an image that is being written is none: unstage the volume first, or use a pool on xfs \
@@ -149,17 +149,17 @@ pub enum Error {
     NoPointInTime {
         /// The pool of the image.
         pool: String,
-        /// Who has it.
+        /// Its user.
         #[source]
         holder: Box<Error>,
     },
     /// Another controller works on it.
     #[error("another controller works on {0:?}; try again")]
     Busy(String),
-    /// The token of a listing is none of ours.
+    /// The token of a listing is not one of this driver.
     #[error("starting_token {0:?} is not one that this driver gave out; list from the beginning")]
     BadToken(String),
-    /// A file of the catalogue holds something else.
+    /// A file of the catalogue is invalid.
     #[error("{} of the catalogue cannot be read; mend or remove it by hand", path.display())]
     Corrupt {
         /// The file.
@@ -176,9 +176,9 @@ pub enum Error {
     NoRoom {
         /// The pool's name.
         pool: String,
-        /// What is needed, in bytes.
+        /// The bytes needed.
         more: u64,
-        /// What there is, in bytes.
+        /// The bytes available.
         available: u64,
     },
     /// An image has a reservation and no record.
@@ -192,15 +192,15 @@ pub enum Error {
         image: PathBuf,
         /// Where the record was.
         record: PathBuf,
-        /// What still belongs to it.
+        /// The files that belong to it.
         reservation: PathBuf,
     },
-    /// A pool takes longer than it is waited for.
+    /// A pool has not answered in time.
     #[error("pool {pool:?} has not answered for {} s", after.as_secs())]
     Silent {
         /// The pool's name.
         pool: String,
-        /// How long it was waited for.
+        /// The time waited.
         after: Duration,
     },
     /// Another node holds the image.
@@ -215,17 +215,17 @@ pub enum Error {
     /// A system call failed.
     #[error("cannot {step} {}", path.display())]
     Io {
-        /// What was tried.
+        /// The system call.
         step: &'static str,
-        /// On which file.
+        /// Its file.
         path: PathBuf,
-        /// What the kernel says.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl Error {
-    /// What the caller should make of it.
+    /// What the caller may do about it.
     pub fn kind(&self) -> Kind {
         match self {
             Self::UnknownParameter { .. }

@@ -1,4 +1,4 @@
-//! How large a volume becomes.
+//! The size of a volume, from a capacity range.
 
 use super::Error;
 use crate::fs::FsType;
@@ -52,7 +52,7 @@ impl Range {
         Ok(bytes)
     }
 
-    /// Whether a volume of that size is what was asked for.
+    /// Whether a volume of that size satisfies the range.
     pub fn holds(self, bytes: u64) -> bool {
         bytes >= self.required && (self.limit == 0 || bytes <= self.limit)
     }
@@ -71,9 +71,9 @@ fn size(field: &'static str, why: String) -> Error {
 const MIB: u64 = 1 << 20;
 /// Sizes are whole multiples of it: a page, and any logical block size.
 const BLOCK: u64 = 4096;
-/// Where nothing says how large.
+/// The size if the request names none.
 pub const DEFAULT: u64 = 1 << 30;
-/// What fits an `off_t`, in whole blocks.
+/// The largest `off_t`, in whole blocks.
 pub const MAXIMUM: u64 = i64::MAX.cast_unsigned() / BLOCK * BLOCK;
 
 #[cfg(test)]

@@ -1,15 +1,15 @@
-//! Volumes as images in Ceph clusters (RBD), kept as ceph-csi keeps them, so that
-//! each of the two drivers can go on with what the other made.
+//! Volumes as images in Ceph clusters (RBD), in ceph-csi's formats, so that each of the two
+//! drivers can manage the volumes of the other.
 //!
 //! ```text
 //! store      clusters and journals; lookup: what a handle leads to in them
 //! class      the parameters of a storage class; topology, qos, encryption
-//! create     one CreateVolume; attempt: of which only one comes to its end
+//! create     one CreateVolume; attempt: of several, only one completes
 //! volumes    delete, grow, change
 //! copies     clones; flatten: the length of their chains
 //! snapshots  images that show a moment
-//! fencing    nodes that do not let go of a volume
-//! trash      what was deleted, emptied in the background, after all deletes
+//! fencing    nodes that do not release a volume
+//! trash      deleted images, removed in the background
 //! listing    for calls without secrets
 //! ```
 //!
@@ -74,7 +74,7 @@ use fencing::Fencer;
 use flatten::Flattener;
 use trash::TrashPurger;
 
-/// How the controller was started.
+/// The controller's settings.
 #[derive(Debug)]
 pub struct Settings<'a> {
     /// ceph-csi's `config.json`.
@@ -83,12 +83,12 @@ pub struct Settings<'a> {
     pub mapping: &'a Path,
     /// ceph-csi's configuration of key management systems.
     pub kms_config: &'a Path,
-    /// Which journal: ceph-csi's `--instanceid`.
+    /// The journal's instance: ceph-csi's `--instanceid`.
     pub instance: &'a str,
     /// The users for calls without secrets.
     pub operators: Operators,
-    /// How long a node may take to let go of a volume that is unpublished from it,
-    /// before it is fenced; none: nobody is.
+    /// How long after an unpublish a node that has not released the volume is fenced;
+    /// none: no node is fenced.
     pub fence_after: Option<Duration>,
 }
 
@@ -105,9 +105,9 @@ pub struct RbdStore {
     purger: TrashPurger,
     flattener: Flattener,
     fencing: Fencer,
-    /// Held by what makes or deletes the volume or snapshot of a name.
+    /// Held by creates and deletes, one at a time for each name.
     names: KeyedMutex,
-    /// Pools that are known to be used, by cluster, with who may use them.
+    /// The pools in use, by cluster, with their users.
     used: Mutex<BTreeMap<(String, i64), Credentials>>,
 }
 

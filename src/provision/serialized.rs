@@ -1,6 +1,6 @@
-//! How a store's calls run: they block, so each runs on a lane, and calls on one name
-//! or handle run there one after the other, so that equal ones get the answer of the
-//! first. All others run at once.
+//! Runs a store's calls. They block, so each runs on a lane; calls on one name or handle
+//! run one after the other, so that equal ones get the answer of the first. All others run
+//! at once.
 
 use std::{
     cell::RefCell,
@@ -41,7 +41,7 @@ impl Serialized {
         work: impl FnOnce(&dyn Provisioner) -> T + Send + 'static,
     ) -> BoxFuture<'a, T> {
         Box::pin(async move {
-            // Not set for work of the controller's own.
+            // Not set for the controller's background work.
             let _ = CURRENT.try_with(|current| {
                 current.replace(Some((self.lanes.clone(), key.to_owned())));
             });
@@ -62,7 +62,7 @@ tokio::task_local! {
     static CURRENT: RefCell<Option<(Lanes, String)>>;
 }
 
-/// What a call past its deadline is doing.
+/// The state of a call past its deadline.
 #[derive(Debug)]
 pub struct CallProgress {
     /// The step with its age, and what it waits for; none: it has not begun.
@@ -111,7 +111,7 @@ pub fn snapshot_named(name: &str) -> String {
     format!("snapshot name {name}")
 }
 
-/// A mutex for each key in use, fair to those who wait.
+/// A mutex for each key in use, which waiters get in turn.
 #[derive(Clone, Debug, Default)]
 pub struct KeyedMutex(Arc<Mutex<HashMap<String, Weak<tokio::sync::Mutex<()>>>>>);
 

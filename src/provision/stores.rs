@@ -1,10 +1,9 @@
-//! All stores of a controller: picks the one that a call is about.
+//! All stores of a controller: picks the store of each call.
 //!
-//! A handle says by its form whose it is, a class by its parameter `clusterID`.
-//! Listings go through one backend after the other, and their tokens say in
-//! which of them they go on. What belongs to a backend that the controller was
-//! not started with is refused with the option that is missing: to call it gone
-//! would leak it.
+//! The form of a handle names its store, and the parameter `clusterID` that of a class.
+//! Listings go through one store after the other, and their tokens name the one in which
+//! they go on. A volume of a store that the controller was started without is refused with
+//! the missing option: to answer that it is gone would leak it.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -39,7 +38,7 @@ pub struct Stores {
     rbd: Option<Serialized>,
 }
 
-/// Which of them. The order is that of listings.
+/// The kind of a store, in the order of listings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreKind {
     /// Image files.
@@ -51,7 +50,7 @@ pub enum StoreKind {
 impl StoreKind {
     const ALL: [Self; 2] = [Self::Images, Self::Rbd];
 
-    /// What begins a token of its listings.
+    /// The prefix of its listings' tokens.
     fn prefix(self) -> &'static str {
         match self {
             Self::Images => "images.",
@@ -59,7 +58,7 @@ impl StoreKind {
         }
     }
 
-    /// The option that starts a controller with it.
+    /// The option of the controller that configures it.
     fn option(self) -> &'static str {
         match self {
             Self::Images => "--pool",
@@ -67,7 +66,7 @@ impl StoreKind {
         }
     }
 
-    /// Whose form a handle has.
+    /// The store of a handle, by its form.
     fn of_handle(handle: &str) -> Option<Self> {
         let is_of_a_pool =
             VolumeHandle::from_str(handle).is_ok() || SnapshotHandle::from_str(handle).is_ok();
@@ -78,7 +77,7 @@ impl StoreKind {
         }
     }
 
-    /// Whose class has these parameters; none: they do not say.
+    /// The store of a class with these parameters; none: they do not tell.
     fn of_class(parameters: &HashMap<String, String>) -> Option<Self> {
         let is_rbd = parameters.contains_key("clusterID")
             || parameters.get("backend").is_some_and(|name| name == "rbd");
@@ -112,7 +111,7 @@ impl Stores {
         StoreKind::ALL.into_iter().filter_map(present)
     }
 
-    /// The one that answers where nothing says which.
+    /// The store of a call that names none.
     fn any(&self) -> Result<&Serialized, Error> {
         let first = self.present().next();
         first.map(|(_, it)| it).ok_or(Error::NoBackend)
@@ -196,7 +195,7 @@ impl Stores {
         Ok(Page { entries, next })
     }
 
-    /// Says why a backend cannot be used, if one cannot.
+    /// Checks that every store can be used; an error says why one cannot.
     pub async fn check(&self) -> Result<(), Error> {
         for (_, it) in self.present() {
             it.run("check", "check", Provisioner::check).await?;
@@ -204,14 +203,15 @@ impl Stores {
         Ok(())
     }
 
-    /// Has a backend finish or undo what dead controllers left, and says what failed;
-    /// none: the controller was started without it.
+    /// Has a store finish or undo the work of controllers that have ended; returns the
+    /// failures. None: the controller was started without it.
     pub async fn sweep(&self, backend: StoreKind) -> Option<Vec<Error>> {
         let it = self.get(backend)?;
         Some(it.run("sweep", "sweep", Provisioner::sweep).await)
     }
 
-    /// What all of them list, and any of them does besides.
+    /// The abilities of the controller: it lists if all stores do, and has the others if
+    /// any store does.
     pub fn abilities(&self) -> Abilities {
         let able: Vec<_> = self.present().map(|(_, it)| it.store.abilities()).collect();
         Abilities {
@@ -265,7 +265,7 @@ impl Stores {
     }
 
     /// [`Provisioner::publish_volume`]. A static volume's handle may have any form: its
-    /// context tells that it exists, and no backend fences its nodes.
+    /// context shows that it exists, and no store fences its nodes.
     pub async fn publish_volume(
         &self,
         new: PublishRequest,
@@ -353,7 +353,7 @@ impl Stores {
         .await
     }
 
-    /// [`Provisioner::capacity`]. A cluster that is slow holds up no other.
+    /// [`Provisioner::capacity`]. A slow cluster delays no other.
     pub async fn capacity(&self, room: CapacityRequest) -> Result<Capacity, Error> {
         let cluster_id = room.parameters.get("clusterID");
         let key = format!("capacity of {}", cluster_id.map_or("", String::as_str));

@@ -1,4 +1,4 @@
-//! How much room pools have.
+//! The capacity of pools.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use super::{
 use crate::pool::{Pool, Scope};
 
 impl ImageStore {
-    /// Of the pool named; of all, where none is named and several are given.
+    /// The capacity of the pool that is named, or of all pools.
     pub(super) fn capacity(
         &self,
         parameters: &HashMap<String, String>,
@@ -55,7 +55,7 @@ impl ImageStore {
     }
 }
 
-/// Refuses what a pool has no room for, where it would then need `more` bytes.
+/// Refuses a change that needs `more` bytes, if the pool has less room.
 pub fn refuse_without_room(pool: &Pool, parameters: &Parameters, more: u64) -> Result<(), Error> {
     if parameters.overcommit {
         return Ok(());

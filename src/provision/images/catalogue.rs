@@ -1,4 +1,4 @@
-//! The catalogue of a pool: which names have which volumes and snapshots.
+//! The catalogue of a pool: its volumes and snapshots, by name and id.
 //!
 //! ```text
 //! names/<sha256 of the name>.json   the reservation: name and id
@@ -7,8 +7,8 @@
 //!
 //! and `snapnames/`, `snapshots/` in the same way. The reservation is written
 //! first, then the record as `making`, and only then the image gets its name; a
-//! delete marks the record, and removes it last. So what a crash left tells how
-//! far it was:
+//! delete marks the record, and removes it last. So the state after a crash
+//! shows how far it came:
 //!
 //! | reservation | record   | image | it was            | and is               |
 //! | ---         | ---      | ---   | ---               | ---                  |
@@ -16,16 +16,15 @@
 //! | any         | making   | any   | being made        | deleted              |
 //! | any         | ready    | any   | complete          | left alone           |
 //! | any         | deleting | any   | being deleted     | deleted              |
-//! | yes         | no       | yes   | robbed of its     | left alone, and told |
+//! | yes         | no       | yes   | without its       | left alone, reported |
 //! |             |          |       | record            |                      |
 //!
-//! No step of ours leads to the last line: somebody removed the record, or the
+//! No step of this driver leads to the last line: the record was removed by hand, or the
 //! file system lost it, and the image may be in use on any node.
 //!
-//! Whoever makes or deletes something holds its reservation under flock(2), so
-//! that a second controller keeps off and a start knows the dead from the
-//! living. A file that holds something else is an error that names it; it is
-//! never removed.
+//! A create or delete holds its reservation under flock(2), so that a second controller
+//! waits and a start can tell calls under way from interrupted ones. A file with invalid
+//! content is an error that names it; it is never removed.
 
 use std::{
     fs::{self, File},
@@ -46,29 +45,29 @@ use crate::{
     },
 };
 
-/// What is catalogued.
+/// A kind of entry: volume or snapshot.
 pub trait EntryKind: Serialize + DeserializeOwned {
     /// The directory of the reservations.
     const NAMES: &str;
     /// The directory of the records.
     const RECORDS: &str;
-    /// Whether nodes attach it, so that claims count.
+    /// Whether nodes attach it, so that claims are checked.
     const IS_CLAIMED: bool;
-    /// Whether an NBD server serves it, so that no claim says who uses it.
+    /// Whether an NBD server exports it, so that claims do not show its users.
     fn is_exported(&self) -> bool;
-    /// Where the image of `id` is.
+    /// The path of the image of `id`.
     fn image(pool: &Pool, id: Uuid) -> PathBuf;
 }
 
-/// Whether an entry is there, or on its way in or out.
+/// The state of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EntryState {
-    /// Being made: told to nobody yet, and its image to no node.
+    /// Being made: no caller and no node knows it yet.
     Making,
     /// Complete.
     Ready,
-    /// Being deleted: to callers it is gone.
+    /// Being deleted: callers are answered that it is gone.
     Deleting,
 }
 
@@ -77,15 +76,15 @@ pub enum EntryState {
 pub struct CatalogueEntry<K> {
     /// Part of its handle; increases with time, so that listings keep an order.
     pub id: Uuid,
-    /// What it was asked for by.
+    /// The name of the request that made it.
     pub name: String,
-    /// Whether it is there.
+    /// Its state.
     pub state: EntryState,
-    /// What only this kind has.
+    /// The fields of this kind.
     pub detail: K,
 }
 
-/// A reservation: this name has this id.
+/// A reservation, which maps a name to an id.
 #[derive(Debug, Serialize, Deserialize)]
 struct Reservation {
     name: String,
@@ -103,7 +102,7 @@ pub struct ReservationLock {
 }
 
 impl ReservationLock {
-    /// Takes back a reservation under which nothing was begun.
+    /// Removes a reservation under which nothing was made.
     pub fn give_up(&self) -> Result<(), Error> {
         remove(&self.path).map(drop)
     }
@@ -209,16 +208,15 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         draft::replace(&tmp, &path, &bytes, Durable).map_err(|e| failed("write", &path, e))
     }
 
-    /// Takes back what this process has begun under a reservation and told to
-    /// nobody. The image goes before the record that says whose it is.
+    /// Undoes what this process has made under a reservation and no caller knows. The
+    /// image is removed before the record that names its owner.
     pub fn undo(&self, held: &ReservationLock) -> Result<(), Error> {
         self.remove_image(held.id, "its making failed")?;
         let _ = remove(&self.record(held.id))?;
         held.give_up()
     }
 
-    /// Refuses to go on where an image without a record stands: it may be in
-    /// use, and nothing tells whose it is.
+    /// Refuses an image without a record: it may be in use, and its owner is unknown.
     pub fn refuse_unrecorded(&self, held: &ReservationLock) -> Result<(), Error> {
         let image = K::image(self.pool, held.id);
         match fs::symlink_metadata(&image) {
@@ -233,7 +231,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     }
 
     /// Removes all that belongs to an entry marked as being deleted. `held` is
-    /// its reservation, unless that is gone or another's by now; `why` is for the
+    /// its reservation, unless that is gone or belongs to another entry; `why` is for the
     /// log.
     pub fn erase(
         &self,
@@ -282,7 +280,7 @@ fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, Error>
             let name = read::<Reservation>(path)?.map(|reservation| reservation.name);
             return Err(Error::Busy(name.unwrap_or_default()));
         }
-        // Its last holder may have removed it.
+        // The process that held the lock may have removed it.
         if !draft::is_at(&lock, path) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Where the data of a new image comes from, and how it gets there.
+//! The source of a new image's data, and the copy of it.
 
 use std::{fs::File, io, path::PathBuf};
 
@@ -70,8 +70,8 @@ impl ImageStore {
         CopySource::new(pool, file, path)
     }
 
-    /// Fills an empty draft with the origin's data: by reflink, which is
-    /// atomic, else by copying, for which nobody may be writing.
+    /// Fills an empty draft with the origin's data: by reflink, which is atomic, else by a
+    /// copy, during which nothing may write to the origin.
     pub(super) fn fill(&self, draft: &Draft, origin: &CopySource<'_>) -> Result<(), Error> {
         let cannot = |e| failed("copy", &origin.path, e);
         if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
@@ -81,7 +81,7 @@ impl ImageStore {
             let copied = copy::sparse(&origin.file, draft.file(), origin.bytes, || Ok(true));
             return copied.map(drop).map_err(cannot);
         };
-        // In the pool of the image: that is where others look for its lock.
+        // In the pool of the image, where others look for its lock.
         let tmp = origin.pool.meta_dir("tmp")?;
         let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
         let claim = self.claim_for(&token, Sharing::Readers);
@@ -102,11 +102,11 @@ impl ImageStore {
     }
 }
 
-/// Copies a volume's image to which nobody with a claim writes.
+/// Copies a volume's image while no node has a claim to write to it.
 fn copy_unwritten(draft: &Draft, origin: &CopySource<'_>, image: &str) -> Result<(), Error> {
     let CopySource { pool, path, .. } = origin;
     let cannot = |e| failed("copy", path, e);
-    // Opened anew: NFS looks for what others wrote at an open only.
+    // Opened anew: NFS looks for other clients' writes only at an open.
     let file = pool.open_image(image, false)?;
     let copy = |go_on: &dyn Fn() -> io::Result<bool>| {
         copy::sparse(&file, draft.file(), origin.bytes, go_on).map_err(cannot)
@@ -122,7 +122,7 @@ fn copy_unwritten(draft: &Draft, origin: &CopySource<'_>, image: &str) -> Result
             image: image.to_owned(),
         }),
         Writers::None(lease) => {
-            // Whoever would write waits for the copy to give up, or to be done.
+            // A writer waits until the copy gives up or is done.
             let whole = copy(&|| lease.holds())? && lease.holds().map_err(cannot)?;
             whole.then_some(()).ok_or_else(written)
         }

@@ -23,7 +23,7 @@ use crate::{
     },
 };
 
-/// What the record of a snapshot says of it.
+/// The fields of a snapshot's record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SnapshotDetail {
     /// The handle of the volume, which may be gone by now.
@@ -160,7 +160,7 @@ impl ImageStore {
         })
     }
 
-    /// A snapshot that is there and within reach.
+    /// A snapshot that exists and that this controller can reach.
     pub(super) fn find_snapshot(
         &self,
         handle: &str,

@@ -1,5 +1,4 @@
-//! What volumes and snapshots have in common: where they are, and how an entry
-//! is deleted. All of it blocks.
+//! Finding and deleting entries, for volumes and snapshots alike. All of it blocks.
 
 use std::{io, path::Path};
 
@@ -29,7 +28,7 @@ impl ImageStore {
             handle: handle.to_owned(),
             source,
         })?;
-        // What is not in it while it is away is not gone.
+        // An image that is missing while the pool is away is not gone.
         pool.check_initialized()?;
         Ok(pool)
     }
@@ -46,12 +45,12 @@ impl ImageStore {
         Ok(pool)
     }
 
-    /// What has that name, in whatever pool.
+    /// The entry of that name, in any pool.
     pub(super) fn find_name<K: EntryKind>(&self, name: &str) -> Option<(&Pool, CatalogueEntry<K>)> {
         self.pools.iter().find_map(|pool| {
             match Catalogue::of(pool).by_name(name) {
                 Ok(found) => found.map(|entry| (pool, entry)),
-                // Its own calls say so; it must not stop those for others.
+                // Calls on it report that; it must not stop calls on others.
                 Err(error) => {
                     tracing::warn!(pool = pool.name, %error, "not searched for a name");
                     None
@@ -65,7 +64,7 @@ impl ImageStore {
         Claim::by_controller(token, &self.boot_id, access)
     }
 
-    /// Deletes what `id` stands for, if that is anything.
+    /// Deletes the entry of `id`, if there is one.
     pub(super) fn delete<K: EntryKind>(&self, pool: &Pool, id: Uuid) -> Result<(), Error> {
         let catalogue = Catalogue::<K>::of(pool);
         let Some(entry) = catalogue.get(id)? else {
@@ -75,8 +74,8 @@ impl ImageStore {
         self.delete_entry(pool, entry, held.as_ref())
     }
 
-    /// Deletes an entry. `held` is its name's reservation, as far as there is
-    /// one; it may be another's by now.
+    /// Deletes an entry. `held` is its name's reservation, if there is one;
+    /// it may belong to another entry by now.
     pub(super) fn delete_entry<K: EntryKind>(
         &self,
         pool: &Pool,
@@ -126,9 +125,9 @@ impl ImageStore {
     }
 }
 
-/// A loop device of this machine over an image, whoever attached it: images
-/// have unique names, and sysfs shows them in every mount namespace. One that
-/// cannot write counts only if it matters that it is there.
+/// A loop device of this machine over an image, whichever process attached it: images have
+/// unique names, and sysfs shows them in every mount namespace. A read-only one is ignored
+/// if `may_read`.
 pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
     let devices = match std::fs::read_dir("/sys/block") {
         Ok(devices) => devices,
@@ -137,7 +136,7 @@ pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
     };
     for device in devices {
         let device = device?;
-        // Not there for any but an attached loop device.
+        // Only an attached loop device has it.
         let Ok(backing) = std::fs::read_to_string(device.path().join("loop/backing_file")) else {
             continue;
         };
@@ -156,7 +155,7 @@ pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
     Ok(None)
 }
 
-/// The size of a file that should be there; none: it is not.
+/// The size of a file; none if it is missing.
 pub fn size_of(path: &Path) -> Result<Option<u64>, Error> {
     match std::fs::symlink_metadata(path) {
         Ok(metadata) => Ok(Some(metadata.len())),

@@ -1,4 +1,4 @@
-//! Finishing what dead controllers began.
+//! Finishing the work of controllers that have ended.
 
 use super::{
     super::Error,
@@ -10,7 +10,7 @@ use super::{
 use crate::pool::{Pool, claim, draft};
 
 impl ImageStore {
-    /// Over all pools; says what could not be dealt with.
+    /// Sweeps all pools; returns the failures.
     pub(super) fn sweep(&self) -> Vec<Error> {
         let mut errors = Vec::new();
         for pool in self.pools.iter() {
@@ -34,7 +34,7 @@ impl ImageStore {
     fn sweep_kind<K: EntryKind>(&self, pool: &Pool, errors: &mut Vec<Error>) {
         let catalogue = Catalogue::<K>::of(pool);
         let mut keep_error = |result| match result {
-            // Somebody alive is at it.
+            // A call is under way on it.
             Ok(()) | Err(Error::Busy(_)) => {}
             Err(error) => errors.push(error),
         };
@@ -54,7 +54,7 @@ impl ImageStore {
             }),
             Err(error) => return keep_error(Err(error)),
         }
-        // What ended between removing the reservation and the record.
+        // A delete that ended between its reservation and its record.
         match catalogue.ids() {
             Ok(ids) => ids.into_iter().for_each(|id| {
                 keep_error(catalogue.get(id).and_then(|entry| match entry {

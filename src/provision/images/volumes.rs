@@ -26,11 +26,11 @@ use crate::{
     },
 };
 
-/// What the record of a volume says of it.
+/// The fields of a volume's record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeDetail {
     pub parameters: Parameters,
-    /// What it was copied from.
+    /// The source that it was copied from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<ContentSource>,
     /// Made for several nodes that write.
@@ -146,7 +146,7 @@ impl ImageStore {
         }
         let there = draft.file().metadata();
         let there = there.map_err(|e| failed("look at a draft in", &tmp, e))?;
-        // What was copied is taken already, or shared.
+        // The copied data is allocated already, or shared.
         let more = bytes.saturating_sub(there.blocks() * 512);
         let room = pool.lock_room();
         refuse_without_room(pool, &detail.parameters, more)?;
@@ -307,14 +307,14 @@ impl ImageStore {
         let detail = &entry.detail;
         let mut context = detail.parameters.context(&handle.image());
         context.insert("pool".to_owned(), pool.name.clone());
-        // Nobody else remembers it: uringctl finds volumes by it.
+        // Recorded nowhere else: uringctl finds volumes by it.
         context.insert("name".to_owned(), entry.name.clone());
         if let Some(bytes) = detail.made_bytes {
             context.insert("minSize".to_owned(), bytes.to_string());
         }
         if detail.many_nodes_write && !detail.is_exported() {
-            // Two nodes' page caches know nothing of each other. Those of one
-            // server are one.
+            // The page caches of two nodes are not coherent; clients of one server share
+            // its cache.
             context.insert("directIO".to_owned(), "true".to_owned());
         }
         VolumeInfo {
@@ -335,7 +335,7 @@ impl ImageStore {
         })
     }
 
-    /// A volume that is there and within reach.
+    /// A volume that exists and that this controller can reach.
     pub(super) fn find_volume(
         &self,
         handle: &str,
@@ -362,7 +362,7 @@ fn set_size(file: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
     if preallocate
         && let Err(errno) = rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes)
     {
-        // What was allocated behind the end is given back.
+        // Frees what was allocated beyond the end.
         file.set_len(before)?;
         return Err(errno.into());
     }

@@ -1,13 +1,13 @@
-//! Who writes to an image that an NBD server serves.
+//! The writers of an image that an NBD server exports.
 //!
 //! A node that attaches a loop device claims the image beside it; one that
-//! attaches an export reaches no pool and claims nothing, and the protocol has no
-//! word for asking a server who its clients are. But nbdkit has an image open for
+//! attaches an export reaches no pool and claims nothing, and by the protocol a server
+//! does not name its clients. But nbdkit has an image open for
 //! as long as a client is connected to it, and of a file system that no other
 //! machine can mount the kernel knows every open file: it grants a lease only on
-//! what nobody has open for writing ([`Lease`]). So it is known there whether any
-//! node has the volume attached, whichever node and in whichever container the
-//! server runs. On a network file system nothing is known.
+//! what nobody has open for writing ([`Lease`]). So the lease shows whether any
+//! node has the volume attached, whichever node and in whichever container the server
+//! runs. On a network file system there is no such lease.
 //!
 //! A server that misses the end of its client (a node that lost its power) has
 //! the image open until it notices or is restarted.
@@ -35,14 +35,14 @@ use crate::{
     pool::{Pool, PoolError},
 };
 
-/// What is known of an image.
+/// Whether an image has writers.
 #[derive(Debug)]
 pub enum Writers<'f> {
-    /// Nobody writes to it, as long as the lease holds.
+    /// It has none, as long as the lease holds.
     None(Lease<'f>),
-    /// Somebody has it open for writing.
+    /// A process has it open for writing.
     Some,
-    /// It cannot be told.
+    /// Unknown.
     Unknown,
 }
 
@@ -61,7 +61,7 @@ impl<'f> Writers<'f> {
             match ask() {
                 Ok(Some(lease)) => return Ok(Self::None(lease)),
                 Ok(None) => {}
-                // Another user's file, or leases are switched off.
+                // The file is another user's, or leases are switched off.
                 Err(e) if is_refusal(&e) => return Ok(Self::Unknown),
                 Err(e) => return Err(cannot("ask for a lease on")(e)),
             }
@@ -94,7 +94,7 @@ impl Closings {
         let left = until.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(io::Error::other)?;
         let readable = poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&left))?;
-        // Several at once are as good as one.
+        // Several events count as one.
         let _ = rustix::io::read(&self.0, &mut [0; 4096]);
         Ok(readable > 0)
     }
@@ -105,7 +105,7 @@ fn is_refusal(error: &io::Error) -> bool {
     matches!(error.kind(), InvalidInput | PermissionDenied)
 }
 
-/// Refuses to delete an image of which is known that somebody writes to it.
+/// Refuses to delete an image that is known to have a writer.
 pub fn refuse_written(pool: &Pool, image: &str) -> Result<(), Error> {
     let file = match pool.open_image(image, false) {
         Ok(file) => file,

@@ -1,11 +1,10 @@
 //! Creating the image that a name is reserved for, while another controller may do the same.
 //!
-//! The controller that has lost its lease may still be at work, and go on where it
-//! stalled at any time. So nobody goes on with what this driver has begun and not
-//! completed: it is given up for good, taken away, and made anew under another uuid.
-//! All that an attempt makes is named by its uuid; so neither takes away what the
-//! other has made, and the one that is late finds that it was given up, and takes
-//! away what it has made since.
+//! A controller that has lost its lease may still be at work, or stall and resume at any
+//! time. So no controller continues an incomplete attempt of this driver: it marks the
+//! attempt as given up, removes it, and starts another under a new uuid. An attempt names
+//! all its objects by its uuid, so two attempts do not remove each other's objects; one
+//! that resumes late finds that it was given up, and removes what it has made since.
 
 use super::{
     super::{ContentSource, Error},
@@ -23,7 +22,7 @@ use crate::{
     secret::Secrets,
 };
 
-/// One reservation, and what it is for.
+/// One attempt, under its reservation.
 #[derive(Clone, Copy)]
 pub struct Attempt<'a> {
     pub store: &'a RbdStore,
@@ -38,7 +37,7 @@ pub struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
-    /// Enters what is about to be made, which nobody has reserved before.
+    /// Enters a new attempt.
     pub fn enter(&self, entry: &JournalEntry) -> Result<(), RbdError> {
         let (directory, pool) = (self.directory, self.pool);
         if self.journal.enter(directory, pool, self.reserved, entry)? {
@@ -47,7 +46,7 @@ impl Attempt<'_> {
         Err(self.given_up(&entry.image))
     }
 
-    /// Enters that the image is whole.
+    /// Enters that the image is complete.
     pub fn complete(&self, entry: &JournalEntry) -> Result<(), RbdError> {
         let gone = || self.given_up(&entry.image);
         let id = rbd::image_id(self.pool, &entry.image)?.ok_or_else(gone)?;
@@ -62,8 +61,8 @@ impl Attempt<'_> {
         RbdError::Contended(format!("{}/{image}", self.pool))
     }
 
-    /// What was entered earlier, where it counts: it is complete, or ceph-csi has
-    /// begun it. None: it was neither, and is gone now.
+    /// The earlier entry, if it is complete or ceph-csi's. None: it was neither, and is
+    /// removed now.
     pub fn there(&self, wanted: &JournalEntry) -> Result<Option<JournalEntry>, RbdError> {
         let uuid = self.reserved.uuid;
         loop {
@@ -77,9 +76,8 @@ impl Attempt<'_> {
         }
     }
 
-    /// Takes back what has failed; a repeat does it where this fails. Another
-    /// controller may have given it up and forgotten the entry: so what was made is
-    /// told here.
+    /// Removes a failed attempt; if that fails, a repeat does. `own` is its entry,
+    /// which another controller may have removed.
     pub fn undo(&self, own: &JournalEntry) {
         if let Err(error) = self.give_up(Some(own)) {
             let (name, error) = (self.name, error_chain(&error));
@@ -91,9 +89,8 @@ impl Attempt<'_> {
         }
     }
 
-    /// Gives it up, unless it is complete or not this driver's, and takes away what
-    /// it has made, the name and the entry last. What that is, the entry says, unless
-    /// it is known.
+    /// Gives it up, unless it is complete or not this driver's, and removes its objects,
+    /// the name and the entry last.
     fn give_up(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
         let uuid = self.reserved.uuid;
         if !self.journal.give_up(self.pool, uuid, self.name)? {

@@ -19,30 +19,30 @@ use crate::ceph::{
     csi_format::map_options::{KRBD, MapOptions, NbdOptions, OptionError, part_for},
 };
 
-/// What a storage class says.
+/// A parsed storage class.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Class {
-    /// `clusterID`: which cluster of the configuration.
+    /// `clusterID`: the cluster in the configuration.
     pub cluster_id: String,
-    /// `pool`: of the image, unless `topologyConstrainedPools` says another; empty,
-    /// where that always does.
+    /// `pool`: the image's, unless `topologyConstrainedPools` names another; empty if that
+    /// always does.
     pub pool: String,
-    /// `journalPool`: of the journal's directory; `pool`, if it is not given, and the
-    /// image's, if neither is.
+    /// `journalPool`: that of the journal's directory; by default `pool`, or else the
+    /// image's.
     pub journal_pool: Option<String>,
     /// `dataPool`, `imageFeatures`, `objectSize`, `stripeUnit`, `stripeCount`.
     pub options: ImageOptions,
-    /// `volumeNamePrefix`: what the image's name begins with.
+    /// `volumeNamePrefix`: the prefix of the image's name.
     pub name_prefix: Option<String>,
     /// `encrypted`, `encryptionKMSID`, `encryptionType`.
     pub encryption: Option<Encryption>,
     /// `BaseReadIops` and the like.
     pub limits: QosLimits,
-    /// Whom it is made for: Kubernetes' namespace.
+    /// The Kubernetes namespace of the claim.
     pub owner: String,
     /// `topologyConstrainedPools`.
     constrained: Vec<Constrained>,
-    /// All that goes into the volume's context.
+    /// The part of the volume context that comes from the class.
     context: BTreeMap<String, String>,
 }
 
@@ -55,7 +55,7 @@ pub struct CephPools {
     pub image: String,
     /// Of the image's data, if not the same.
     pub data: Option<String>,
-    /// From where the volume can be reached; empty: from anywhere.
+    /// The topology from which the volume is reachable; empty: from anywhere.
     pub place: TopologySegments,
 }
 
@@ -65,7 +65,7 @@ impl Class {
         let mut class = Self::default();
         let (mut features, mut mounter) = (None, "rbd");
         let (mut unit, mut count) = (None, None);
-        // Sorted, so that of two mistakes always the same one is named.
+        // Sorted, so that of two mistakes the error always names the same one.
         for (name, value) in given.iter().collect::<BTreeMap<_, _>>() {
             match name.as_str() {
                 OWNER => class.owner.clone_from(value),
@@ -184,7 +184,7 @@ impl Class {
         })
     }
 
-    /// What the node is told, beside where the image is.
+    /// The keys of the volume context beside those that name the image.
     pub fn context(&self) -> &BTreeMap<String, String> {
         &self.context
     }
@@ -206,7 +206,7 @@ const HERE: &[&str] = &[
     "imageFormat",
     "thickProvision",
 ];
-/// What is passed on, or read where it belongs.
+/// The keys that are passed on, or read elsewhere.
 const FOR_THE_NODE: &[&str] = &[
     "tryOtherMounters",
     "mapOptions",
@@ -220,7 +220,7 @@ const FOR_THE_NODE: &[&str] = &[
     "cephLogFileEnabled",
 ];
 
-/// The features that a class may ask for, and what each needs beside it.
+/// The features that a class may ask for, with those that each depends on.
 fn checked_features(list: &str, mounter: &str) -> Result<Features, Error> {
     let refuse = |why: String| Err(bad("imageFeatures", list, &why));
     let features = match Features::from_str(list) {

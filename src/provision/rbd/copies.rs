@@ -1,4 +1,4 @@
-//! Images made of other images.
+//! Clones of images.
 //!
 //! A copy shares the data of its source: it is a clone of a snapshot (format 2,
 //! so that the snapshot needs no protection). As ceph-csi does it:
@@ -10,10 +10,9 @@
 //!                                W-temp@W → clone W;      W-temp@W goes
 //! ```
 //!
-//! So a volume keeps no snapshots that a user of it would see, and can be deleted
-//! before its copies. A snapshot that goes while it has clones lives on, nameless,
-//! until they are gone. Each step may be repeated, and each name says whose step
-//! it was.
+//! So a volume keeps no snapshots that its users would see, and can be deleted before its
+//! copies. A snapshot that is deleted while it has clones stays, nameless, until they are
+//! gone. Each step may be repeated, and each name tells its step.
 
 use super::{
     super::ContentSource,
@@ -34,7 +33,7 @@ pub fn temporary(image: &str) -> String {
     format!("{image}-temp")
 }
 
-/// What images that nobody mounts can do.
+/// The features of images that are never mounted.
 fn between() -> ImageOptions {
     ImageOptions {
         features: Some(Features::LAYERING | Features::DEEP_FLATTEN),
@@ -42,8 +41,7 @@ fn between() -> ImageOptions {
     }
 }
 
-/// One step: `to` becomes a clone of `from` as it is now, by way of a snapshot
-/// that goes again.
+/// One step: makes `to` a clone of `from` as it is now, by a temporary snapshot.
 fn clone_now(
     from: (&IoCtx, &str),
     to: (&IoCtx, &str),
@@ -55,7 +53,7 @@ fn clone_now(
     let cloned = or_exists(rbd::clone_snapshot(
         from.0, from.1, snapshot, to.0, to.1, options,
     ));
-    // On failure too: nothing but the clone needs it.
+    // Also after a failure: only the clone needs it.
     let removed = or_missing(source.snapshot_remove(snapshot));
     cloned.and(removed)
 }
@@ -67,7 +65,7 @@ pub fn of_volume(
     options: &ImageOptions,
 ) -> Result<(), CephError> {
     let temp = temporary(to.1);
-    // One that is there holds an earlier attempt's moment: as good.
+    // One that exists shows the time of an earlier attempt, which is as good.
     if rbd::image_id(to.0, &temp)?.is_none() {
         clone_now(from, (to.0, &temp), &between())?;
     }
@@ -107,7 +105,7 @@ pub fn may_be_of(
     Ok(uuid.is_ok_and(|uuid| parent.image.name.ends_with(&uuid.to_string())))
 }
 
-/// Takes away what an interrupted [`of_volume`] left beside its finished image.
+/// Removes what an interrupted [`of_volume`] left beside its complete image.
 pub fn tidy_of_volume(from: Option<(&IoCtx, &str)>, to: (&IoCtx, &str)) -> Result<(), CephError> {
     let temp = temporary(to.1);
     drop_snapshot(to.0, &temp, to.1)?;
@@ -141,7 +139,7 @@ pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), Cep
     or_exists(image.snapshot_create(snapshot))
 }
 
-/// Takes away a snapshot that an interrupted copy left on its source.
+/// Removes a snapshot that an interrupted copy left on its source.
 pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), CephError> {
     match Image::open(pool, image, OpenMode::ReadWrite) {
         Ok(image) => or_missing(image.snapshot_remove(snapshot)),
@@ -149,7 +147,7 @@ pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), Ce
     }
 }
 
-/// Those of these images that are there, with their ids.
+/// The images that exist, with their ids.
 pub fn present(pool: &IoCtx, names: &[String]) -> Result<Vec<Discarded>, CephError> {
     let mut found = Vec::new();
     for name in names {

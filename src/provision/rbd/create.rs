@@ -2,17 +2,17 @@
 //!
 //! ```text
 //! 1. reserve    the name gets a uuid              csi.volumes.<instance>
-//! 2. enter      what is known of the image        csi.volume.<uuid>
+//! 2. enter      the keys of the image             csi.volume.<uuid>
 //! 3. make       the image, blank or a copy        csi-vol-<uuid>
 //! 4. complete   size, limits, encryption
 //! 5. id         the image's id is entered: complete
 //! ```
 //!
-//! A repeat, by whomever, finds the reservation; so a crash needs no cleaning up.
-//! An image that was not completed may be half made, as librbd takes several steps
-//! for each call, and whoever makes it may still be at it: it is given up, and
-//! another made ([`Attempt`]), but for what ceph-csi began, which is gone on with as
-//! ceph-csi does. A failure that is certain is undone.
+//! A repeat, by any controller, finds the reservation; so a crash needs no cleanup. An
+//! incomplete image may be half made, as librbd takes several steps for each call, and its
+//! controller may still be at work: the attempt is given up, and another made
+//! ([`Attempt`]). An attempt of ceph-csi is continued, as ceph-csi does. A definite failure
+//! is undone.
 
 use uuid::Uuid;
 
@@ -39,7 +39,7 @@ mod build;
 
 use build::CopySource;
 
-/// A request, with where it leads.
+/// A request with its cluster, pools and class.
 pub struct Creation<'a> {
     store: &'a RbdStore,
     new: &'a NewVolume,
@@ -52,7 +52,7 @@ pub struct Creation<'a> {
     changeable: Vec<(String, Option<String>)>,
 }
 
-/// What is being made.
+/// The image being made.
 struct NewImage {
     pool: IoCtx,
     reserved: Reserved,
@@ -99,7 +99,7 @@ impl<'a> Creation<'a> {
     pub fn run(&self) -> Result<VolumeInfo, Error> {
         let journal = &self.store.volumes;
         let name = &self.new.name;
-        // A repeat of a copy must not need the source: it may be gone by now.
+        // A repeat of a copy must not need the source, which may be gone.
         let mut known = match &self.new.source {
             Some(_) => journal.find(&self.journal, name).map_err(RbdError::from)?,
             None => None,
@@ -160,7 +160,7 @@ impl<'a> Creation<'a> {
         match made {
             Ok(()) => Ok(self.made(making, bytes)),
             Err(error) => {
-                // Else it may be done yet.
+                // Otherwise it may still take effect.
                 if !error.is_uncertain() {
                     attempt.undo(&making.entry);
                 }
@@ -169,8 +169,8 @@ impl<'a> Creation<'a> {
         }
     }
 
-    /// Goes on with what is reserved already, by this driver and complete, or by
-    /// ceph-csi; none: it was neither, and is gone, as where its pool is.
+    /// Continues what is reserved already, if it is complete or ceph-csi's; none: it was
+    /// neither, and is removed, or its pool is gone.
     fn go_on(&self, reserved: Reserved) -> Result<Option<VolumeInfo>, Error> {
         let pool = match reserved.pool_id.map(|id| self.link.pool(id)) {
             None => self.journal.clone(),

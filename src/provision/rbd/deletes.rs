@@ -1,22 +1,22 @@
-//! The deletes that somebody waits for. The trash gives way to them: to empty it
-//! takes the time of the cluster, and of its manager.
+//! The deletes under way, to which the purge of the trash gives way: it takes time of the
+//! cluster and of its manager.
 
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-/// How long they are waited for: one may hang.
+/// The longest wait for them: one may hang.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many are under way. Clones share the count.
+/// The number under way. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Deletes(Arc<DeleteCount>);
 
 #[derive(Debug, Default)]
 struct DeleteCount {
     under_way: Mutex<usize>,
-    /// One has ended.
+    /// Notified when one ends.
     ended: Condvar,
 }
 
@@ -25,13 +25,13 @@ struct DeleteCount {
 pub struct Delete(Arc<DeleteCount>);
 
 impl Deletes {
-    /// One begins.
+    /// Registers one.
     pub fn begin(&self) -> Delete {
         *self.0.lock() += 1;
         Delete(Arc::clone(&self.0))
     }
 
-    /// Waits until none is under way, though not for ever.
+    /// Waits until none is under way, with a deadline.
     pub fn pass(&self) {
         let some = |under_way: &mut usize| *under_way > 0;
         let waited = self

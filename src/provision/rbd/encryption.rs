@@ -1,10 +1,10 @@
-//! Volumes that the node encrypts (LUKS), as ceph-csi notes them.
+//! Volumes that the node encrypts (LUKS), in ceph-csi's format.
 //!
-//! The journal says who keeps the passphrase (its KMS) and that the block device
-//! is encrypted; the image's notes say how far that is, [`PREPARED`] until the
-//! first stage has formatted it, then `encrypted`, and hold the passphrase, where
-//! it is the volume's own. A copy holds what its source holds, so it has the same
-//! passphrase, sealed anew under its own handle; its KMS may be another.
+//! The journal names the KMS of the passphrase and says that the block device is
+//! encrypted. The image's metadata has the state, [`PREPARED`] until the first stage has
+//! formatted the image, then `encrypted`, and the passphrase if it is the volume's own. A
+//! copy has its source's data, so it has the same passphrase, sealed anew under its own
+//! handle; its KMS may be another.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -29,18 +29,18 @@ use crate::{
     secret::{Secret, Secrets},
 };
 
-/// How a volume is encrypted.
+/// The encryption of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encryption {
-    /// `encryptionKMSID`: who keeps the passphrase.
+    /// `encryptionKMSID`: the KMS of the passphrase.
     pub kms: String,
 }
 
-/// What the journal calls encrypted block devices.
+/// The journal's word for encrypted block devices.
 pub const BLOCK: &str = "block";
 
 impl Encryption {
-    /// What a class asks for.
+    /// The encryption that a class asks for.
     pub fn of_class(given: &HashMap<String, String>) -> Result<Option<Self>, Error> {
         let get = |name: &str| given.get(name).map(String::as_str).unwrap_or_default();
         let encrypted = get("encrypted");
@@ -60,8 +60,8 @@ impl Encryption {
         }))
     }
 
-    /// What the journal says of a volume. Releases of ceph-csi before 3.8 do not say
-    /// what of it is encrypted: its block device.
+    /// The encryption of a volume, by the journal. Releases of ceph-csi before 3.8 do not
+    /// record the type, which is its block device.
     pub fn of_journal(entry: &JournalEntry) -> Result<Option<Self>, RbdError> {
         let kms = entry.kms.clone();
         match entry.encryption.as_str() {
@@ -75,7 +75,7 @@ impl Encryption {
     }
 }
 
-/// Who can open and seal passphrases: the KMSes, and the secrets of a request.
+/// The KMS configuration and a request's secrets, which open and seal passphrases.
 #[derive(Debug)]
 pub struct Keeper<'a> {
     pub config: &'a KmsConfig,
@@ -85,7 +85,7 @@ pub struct Keeper<'a> {
 /// An image by its handle, which salts what is sealed.
 pub type Handled<'a> = (&'a str, &'a Image);
 
-/// What is noted on an image.
+/// The keys of an image's metadata.
 pub type ImageMetadata = BTreeMap<String, String>;
 
 impl Keeper<'_> {
@@ -108,9 +108,9 @@ impl Keeper<'_> {
         Ok(image.metadata_set(STATE_KEY, PREPARED)?)
     }
 
-    /// Refuses to copy what the copy's KMS could not keep, before there is an image:
-    /// the secret's is for volumes that have the secret's passphrase. `kept` says by
-    /// whom the source's is, and the copy's.
+    /// Refuses a copy whose KMS could not keep the source's passphrase, before there is an
+    /// image: the KMS of a secret is for volumes with the secret's passphrase. `kept` is
+    /// the KMS of the source and that of the copy.
     pub fn check_copy(
         &self,
         kept: (&Encryption, &Encryption),

@@ -1,25 +1,24 @@
-//! Taking a node off a cluster that does not let go of a volume.
+//! Fencing a node that does not release a volume.
 //!
-//! Kubernetes has a volume unpublished from a node when the node has let go of it,
-//! or when nobody knows any more whether it has. So where an image, after a grace
-//! time, still has a watcher that the node entered for itself
-//! ([`crate::ceph::fencing`]), that client is blocklisted: whatever it still sends,
-//! no OSD writes. A watcher that nobody entered for the node is named instead.
+//! Kubernetes unpublishes a volume from a node when the node has released it, or when the
+//! node no longer answers. So if an image, after a grace time, still has a watcher that
+//! the node registered for itself ([`crate::ceph::fencing`]), that client is blocklisted:
+//! OSDs reject its writes. An error names a watcher that is not registered for the node.
 //!
 //! ```text
-//! published ─▶ the node enters its client ─▶ unpublished: nobody watches      ─▶ done
-//!                                            its client watches, grace is over ─▶ fenced
-//!                                            somebody else watches             ─▶ refused
+//! published ─▶ node registers its client ─▶ unpublished: no watcher            ─▶ done
+//!                                           its client watches, grace is over ─▶ fenced
+//!                                           another client watches            ─▶ refused
 //! ```
 //!
-//! An image that is still in use when its volume is unpublished is withdrawn first:
-//! its node enters nothing more. A client that is starting then, which is one of
-//! rbd-nbd, may come up yet, so it is waited for as long as that takes
-//! ([`STARTS_WITHIN`]), though nobody watches; by then its node has ended it. If
-//! instead nobody ends it, as the node is lost, it is the one watcher from the
-//! host that the node has entered for it, and that one is fenced; of several none.
+//! An image that is still in use when its volume is unpublished is withdrawn first: its
+//! node registers no more clients. A client of rbd-nbd that is starting at that time may
+//! still come up, so the call waits for as long as a start may take ([`STARTS_WITHIN`]),
+//! even without a watcher; by then its node has ended it. If the node is lost and cannot,
+//! the client is the single watcher from the host that the node registered for it, and is
+//! fenced; of several watchers none is.
 //!
-//! What a crash interrupts, the repeat finds: the watcher is there or not.
+//! After a crash the repeat looks at the watchers again.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -48,13 +47,13 @@ use crate::{
     secret::Secrets,
 };
 
-/// When nodes are taken off.
+/// The fencing of nodes.
 #[derive(Debug)]
 pub struct Fencer {
-    /// How long a node may take to let go; none: nobody is fenced.
+    /// How long a node may take to release a volume; none: no node is fenced.
     pub after: Option<Duration>,
-    /// What was seen in use after it was unpublished from a node, by handle and node.
-    /// A controller that starts anew waits anew.
+    /// Volumes that were in use after their unpublish, by handle and node. A controller
+    /// that restarts waits the whole time again.
     seen: Mutex<HashMap<(String, String), Seen>>,
 }
 
@@ -95,7 +94,7 @@ impl Fencer {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is known of it, seen once more.
+    /// The watcher's entry, updated by this look.
     fn sees(&self, key: (String, String), grace: Duration) -> Seen {
         let mut all = self.seen();
         let seen = all.entry(key).or_insert_with(Seen::now);
@@ -108,7 +107,7 @@ impl Fencer {
 }
 
 impl RbdStore {
-    /// Enters the node, if the volume has one writer; says what the node is told.
+    /// Registers the node, if the volume has a single writer; returns the publish context.
     pub(super) fn publish_volume(
         &self,
         new: &PublishRequest,
@@ -124,7 +123,7 @@ impl RbdStore {
         Ok([(ASKED.to_owned(), "true".to_owned())].into())
     }
 
-    /// Takes the node out, once it does not have the volume; an empty one is all.
+    /// Withdraws the node, once it does not have the volume; an empty one means all.
     pub(super) fn unpublish_volume(
         &self,
         handle: &str,
@@ -220,8 +219,7 @@ impl RbdStore {
     }
 }
 
-/// Lifts the fences of clients of which nothing is left. What fails is tried
-/// again at the next look.
+/// Lifts the fences of clients that are gone. The next look repeats what fails.
 pub fn lift(pool: &IoCtx) {
     let fences = Fences::of(pool);
     let lifted = fences.list().and_then(|all| {
@@ -244,7 +242,7 @@ fn nodes_of(found: &FoundImage) -> Option<RegisteredNodes> {
     Some(RegisteredNodes::of(&found.pool, reserved.uuid))
 }
 
-/// Who has the image, beside the clients of other nodes and those who mirror it.
+/// The watchers of the image, without the clients of other nodes and of mirroring.
 fn users(
     found: &FoundImage,
     attachment: &RegisteredNode,
@@ -269,7 +267,7 @@ fn users(
     Ok(image.harmful(users, 0, found.link.config.mirror_daemons)?)
 }
 
-/// The node's client among those who have the image.
+/// The node's client among the image's watchers.
 fn own_client(attachment: &RegisteredNode, users: &[Watcher]) -> Option<Client> {
     let entry = &attachment.entry;
     if let Some(starting) = &entry.starting {

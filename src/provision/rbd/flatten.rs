@@ -1,8 +1,8 @@
 //! Chains of clones, kept short.
 //!
-//! Each copy makes the chain longer that a read may have to go. Where it gets
-//! long, the link before is flattened: it gets its own data, in the background;
-//! where it is too long, the caller has to wait for that.
+//! Each copy makes the chain longer that a read may have to follow. If a chain is long, the
+//! image before is flattened in the background, that is, it gets data of its own; if it is
+//! too long, the caller waits for that.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -47,7 +47,7 @@ impl Default for Bounds {
     }
 }
 
-/// What cuts chains. Each image is flattened once at a time.
+/// Flattens images, each once at a time.
 #[derive(Clone, Debug)]
 pub struct Flattener {
     lanes: Lanes,
@@ -142,9 +142,9 @@ impl Flattener {
         })
     }
 
-    /// Has images flattened in the background, by Ceph's manager where it runs, else
-    /// here, one after the other: each is copied as a whole. A repeat of what is to
-    /// come, or under way, does nothing.
+    /// Flattens images in the background, by Ceph's manager if it runs, else here, one
+    /// after the other: each is copied as a whole. An image that is queued or under way is
+    /// not queued again.
     fn flatten(&self, why: String, mut images: VecDeque<(IoCtx, String)>) {
         let begins = {
             let mut work = self.work();
@@ -159,7 +159,7 @@ impl Flattener {
         if begins {
             let own = self.clone();
             let turn = why.clone();
-            // It runs whether or not anybody waits for it.
+            // It runs even if the caller is gone.
             drop(self.lanes.run(&turn, "flatten", move || own.work_off(&why)));
         }
     }
@@ -202,7 +202,7 @@ fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
         return Ok(());
     }
     match Image::open(pool, name, OpenMode::ReadWrite)?.flatten() {
-        // It has no parent any more.
+        // It has lost its parent.
         Err(error) if error.is_invalid() => Ok(()),
         result => result,
     }

@@ -1,5 +1,4 @@
-//! What a handle leads to: a cluster, a pool, an image, and what the journal says
-//! of it.
+//! The cluster, pool, image and journal entry of a handle.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -22,7 +21,7 @@ use crate::ceph::{
     },
 };
 
-/// A cluster that can be talked to.
+/// A connected cluster.
 #[derive(Clone, Debug)]
 pub struct ClusterConnection {
     pub cluster: Arc<Cluster>,
@@ -49,23 +48,23 @@ impl ClusterConnection {
     }
 }
 
-/// What a handle leads to.
+/// The volume or snapshot of a handle.
 #[derive(Debug)]
 pub struct FoundImage {
     pub handle: String,
     pub link: ClusterConnection,
-    /// Where the image is.
+    /// The pool of the image.
     pub pool: IoCtx,
-    /// The image's name, and its id, where that is known.
+    /// The image's name, and its id if known.
     pub image: String,
     pub image_id: String,
     /// None for a volume of Kubernetes' own plugin.
     pub recorded: Option<Recorded>,
-    /// It is in another place than its handle says, by `cluster-mapping.json`.
+    /// Whether it is elsewhere than its handle says, by `cluster-mapping.json`.
     pub stands_in: bool,
 }
 
-/// What the journal says of it.
+/// Its entry in the journal.
 #[derive(Debug)]
 pub struct Recorded {
     /// The directory's pool.
@@ -96,13 +95,13 @@ impl FoundImage {
         Ok(rbd::image_id(&self.pool, &self.image)?.is_some())
     }
 
-    /// What the journal says.
+    /// The journal's entry.
     pub fn recorded(&self) -> Result<&Recorded, RbdError> {
         let none = || RbdError::Migrated(self.handle.clone());
         self.recorded.as_ref().ok_or_else(none)
     }
 
-    /// The name that its create was asked by; a handle without a journal has none.
+    /// The name of the request that made it; a handle without a journal has none.
     pub fn name(&self) -> Option<&str> {
         let recorded = self.recorded.as_ref()?;
         Some(&recorded.entry.name)
@@ -110,7 +109,7 @@ impl FoundImage {
             .map(String::as_str)
     }
 
-    /// The volume, as it is told; not the class' part of the context.
+    /// The volume as answered, without the class's part of the context.
     pub fn volume(&self, bytes: u64) -> VolumeInfo {
         let mut context = BTreeMap::from([
             ("clusterID".to_owned(), self.link.config.cluster_id.clone()),
@@ -138,8 +137,8 @@ impl FoundImage {
         }
     }
 
-    /// The volume as listings show it: with the name that its create was asked by,
-    /// and what of its class the journal keeps.
+    /// The volume as listings show it: with the name of the request that
+    /// made it, and the parameters of its class that the journal keeps.
     pub fn listed(&self, bytes: u64) -> VolumeInfo {
         let mut volume = self.volume(bytes);
         let context = &mut volume.context;
@@ -155,8 +154,8 @@ impl FoundImage {
     }
 }
 
-/// A source as the journal has it; where there is none, that is said, too, as
-/// ceph-csi says nothing of it.
+/// A source as the journal has it; that there is none is recorded, too, since ceph-csi
+/// records nothing.
 pub fn name_of(source: Option<&ContentSource>) -> String {
     match source {
         None => "none".to_owned(),
@@ -165,7 +164,7 @@ pub fn name_of(source: Option<&ContentSource>) -> String {
     }
 }
 
-/// The source that the journal tells of.
+/// The source in the journal's entry.
 pub fn source_named(text: &str) -> Option<ContentSource> {
     match text.split_once(' ')? {
         ("snapshot", handle) => Some(ContentSource::Snapshot(handle.to_owned())),
@@ -174,7 +173,7 @@ pub fn source_named(text: &str) -> Option<ContentSource> {
     }
 }
 
-/// What an entry of the journal leads to.
+/// The volume or snapshot of a journal entry.
 pub fn found(
     link: ClusterConnection,
     pool: IoCtx,
@@ -203,7 +202,7 @@ pub fn found(
     })
 }
 
-/// The handle of what has its image in that pool.
+/// The handle of an image in that pool.
 pub fn handle_of(link: &ClusterConnection, pool: &IoCtx, uuid: Uuid) -> String {
     let handle = Handle::new(&link.config.cluster_id, pool.pool_id(), uuid);
     handle.expect("a linked cluster's id fits").to_string()

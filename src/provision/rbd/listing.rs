@@ -1,10 +1,9 @@
-//! What there is, and how much more fits: for calls that carry no secrets, as the
-//! users that this controller was given.
+//! Listings and capacity, for calls without secrets, as the users that this controller was
+//! given.
 //!
-//! Listed is what the journals' directories name, cluster by cluster, pool by
-//! pool, in the order of the names. A token says what was listed last; where that
-//! has been deleted since, nobody knows its name any more, and the listing begins
-//! anew.
+//! A listing has the names of the journals' directories, cluster by cluster, pool by pool,
+//! in the order of the names. A token names the last entry listed; if that was deleted
+//! since, its name is unknown, and the listing starts again.
 
 use std::{fmt, str::FromStr};
 
@@ -34,8 +33,8 @@ use crate::{
 /// Entries in a page, whatever is asked for: each image is opened to see its size.
 pub const LARGEST_PAGE: usize = 200;
 
-/// What was listed last: shorter than the 128 bytes of a string, which name and
-/// handle together may not be.
+/// The last entry listed, in fewer than the 128 bytes of a CSI string, which name and
+/// handle together may exceed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Token {
     /// The first digits of the SHA-256 of the cluster's id.
@@ -127,8 +126,8 @@ impl RbdStore {
         })
     }
 
-    /// The clusters that have a user of this controller's: all, or those that can be
-    /// reached where that will do.
+    /// The clusters for which this controller has a user: all, or those that answer if
+    /// the caller accepts an incomplete list.
     fn listed_links(&self, what: &ListRequest) -> Result<Vec<ClusterConnection>, RbdError> {
         let mut links = Vec::new();
         for id in self.own_cluster_ids()? {
@@ -149,8 +148,8 @@ impl RbdStore {
         Ok(links.collect())
     }
 
-    /// What the class' pool has left, by Ceph's own count (`ceph df`): after
-    /// copies, and before the fullest OSD is full.
+    /// The space available in the class's pool, by Ceph's own count (`ceph df`): after
+    /// replication, and before the fullest OSD is full.
     pub(super) fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
         let class = Class::parse(&room.parameters)?;
         let minimum = least(&Class::file_systems(&room.uses)?);
@@ -181,7 +180,7 @@ impl RbdStore {
 /// Names that are read at once.
 const BATCH: u64 = 200;
 
-/// What a page has room for of what a journal names, and one entry more.
+/// The entries of a journal that fit a page, and one more.
 fn page<T>(
     journal: &Journal,
     links: &[ClusterConnection],
@@ -210,7 +209,7 @@ fn page<T>(
                     Some(pool) => pool?,
                 };
                 let entry = journal.read(&pool, reserved.uuid).map_err(RbdError::from)?;
-                // Begun and not finished: told to nobody yet.
+                // Incomplete: no caller knows it yet.
                 let Some(entry) = entry.filter(|entry| !entry.image_id.is_empty()) else {
                     continue;
                 };
@@ -227,7 +226,7 @@ fn page<T>(
     Ok(entries)
 }
 
-/// Where a token says that a listing goes on: behind which name.
+/// The position after which a token continues a listing.
 fn resume(
     journal: &Journal,
     links: &[ClusterConnection],
@@ -293,7 +292,7 @@ fn available(pool: &IoCtx) -> Result<u64, RbdError> {
     })
 }
 
-/// What `ceph df` says; none where it does not.
+/// The pool's figure from `ceph df`, if it has one.
 fn available_in(df: &[u8], pool_id: i64) -> Option<u64> {
     let df: serde_json::Value = serde_json::from_slice(df).ok()?;
     let mut pools = df["pools"].as_array()?.iter();

@@ -1,11 +1,10 @@
-//! From a handle to what it leads to.
+//! Finds the volume or snapshot of a handle.
 //!
 //! A handle names a cluster and a pool, and there its entry is looked for. After a
 //! fail-over to a mirror, the same image is in another cluster, under an entry of
-//! the same uuid: ceph-csi's `cluster-mapping.json` says where ([`Mappings`]), and
-//! there it is looked for where it is not in its own place. What is found keeps
-//! the handle that it was asked for by: that is what its callers know, and what
-//! its passphrase is sealed with.
+//! the same uuid: ceph-csi's `cluster-mapping.json` names that cluster ([`Mappings`]), and
+//! the lookup goes on there. The volume keeps the handle of the request: its callers know
+//! it by that, and its passphrase is sealed with it.
 //!
 //! [`Mappings`]: crate::ceph::csi_format::config::Mappings
 
@@ -31,8 +30,8 @@ use crate::{
 };
 
 impl RbdStore {
-    /// All that a volume's handle leads to, its own place first: what is to be
-    /// deleted. Empty: nothing, or it was never ours.
+    /// All images of a volume's handle, that in its own place first, for a delete. Empty:
+    /// there is none, or it was never this driver's.
     pub(super) fn all_of_volume(
         &self,
         handle: &str,
@@ -84,8 +83,7 @@ impl RbdStore {
         found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
     }
 
-    /// What a handle leads to in its own place, and, where there is no image, what
-    /// stands in for it.
+    /// The image of a handle in its own place, or else the image that it fails over to.
     fn all(
         &self,
         of: &Journal,
@@ -106,9 +104,9 @@ impl RbdStore {
         let elsewhere = self.elsewhere(of, handle, &places, secrets);
         match (own, elsewhere?) {
             (Ok(own), other) => Ok(own.into_iter().chain(other).collect()),
-            // Its own cluster is not for this user, or not even configured here. One
-            // that does not answer may still have the image: who has made another
-            // the primary has decided which of them counts.
+            // Its own cluster does not admit this user, or is not configured here. One
+            // that does not answer may still have the image: promoting another image
+            // decided which of them counts.
             (Err(error), Some(other))
                 if is_not_ours(&error)
                     || other.open(OpenMode::ReadOnly)?.mirroring()? == Mirroring::Primary =>
@@ -119,7 +117,7 @@ impl RbdStore {
         }
     }
 
-    /// The first image that stands in for a handle's own.
+    /// The first image that a handle's own fails over to.
     fn elsewhere(
         &self,
         of: &Journal,
@@ -148,7 +146,7 @@ impl RbdStore {
         failed.map_or(Ok(None), Err)
     }
 
-    /// What a handle leads to in the cluster and pool that it names.
+    /// The image in the cluster and pool that a handle names.
     fn at(
         &self,
         of: &Journal,
@@ -189,8 +187,8 @@ fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut JournalEntry) -> Result
     Ok(())
 }
 
-/// Whether an error says that a cluster is none of this controller's, or not for
-/// this user: as good as a cluster without the volume.
+/// Whether an error shows that the cluster is not configured or does not admit this user:
+/// it counts as a cluster without the volume.
 fn is_not_ours(error: &RbdError) -> bool {
     match error {
         RbdError::Config(error) => matches!(

@@ -1,8 +1,8 @@
-//! Limits on what a volume's clients may ask of the cluster.
+//! QoS limits of a volume's clients.
 //!
-//! They are notes on the image, `conf_rbd_qos_…`, which librbd obeys and rbd-nbd
-//! with it; krbd does not know them. A class has them by ceph-csi's names, and
-//! may let them grow with the volume; a modification names them as Ceph does.
+//! They are keys of the image's metadata, `conf_rbd_qos_…`, which librbd and rbd-nbd obey
+//! and krbd does not. A class names them as ceph-csi does, and may let them grow with the
+//! volume; a modification names them as Ceph does.
 //!
 //! | of a class, with its part for each GiB above `BaseVolSizeBytes` | the limit |
 //! | --- | --- |
@@ -13,9 +13,9 @@
 //! | `BaseReadBytesPerSecond`, `ReadBpsPerGiB` | `rbd_qos_read_bps_limit` |
 //! | `BaseWriteBytesPerSecond`, `WriteBpsPerGiB` | `rbd_qos_write_bps_limit` |
 //!
-//! What a class says is noted as well, so that a larger volume gets larger
-//! limits, whoever grows it. What a modification says has no such note, so that it
-//! stays as it is.
+//! A class's parameters are kept in the metadata as well, so that a volume that grows gets
+//! larger limits, whichever driver grows it. Those of a modification are not, so they stay
+//! as they are.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -26,7 +26,7 @@ struct Limit {
     base: &'static str,
     per_gib: &'static str,
     name: &'static str,
-    /// The notes that remember what the class says.
+    /// The metadata keys that keep the class's parameters.
     base_note: &'static str,
     per_gib_note: &'static str,
 }
@@ -78,10 +78,10 @@ const LIMITS: [Limit; 6] = [
 /// The size up to which a limit is its base.
 const BASE_SIZE: &str = "BaseVolSizeBytes";
 const BASE_SIZE_NOTE: &str = "rbd_base_qos_vol_size";
-/// What librbd reads its options of an image from begins so.
+/// The prefix of the metadata keys that librbd reads as options.
 const OPTION: &str = "conf_";
 
-/// What a class says of limits, by the names of their notes.
+/// The limits of a class, by the metadata keys that keep them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct QosLimits(BTreeMap<&'static str, u64>);
 
@@ -91,7 +91,7 @@ impl QosLimits {
         noted_as(name).is_some()
     }
 
-    /// Those of a class.
+    /// The limits of a class.
     pub fn of_class(given: &HashMap<String, String>) -> Result<Self, Error> {
         let mut limits = BTreeMap::new();
         for (name, value) in given.iter().filter(|(_, value)| !value.is_empty()) {
@@ -102,7 +102,7 @@ impl QosLimits {
         Ok(Self(limits))
     }
 
-    /// Those that an image's notes remember.
+    /// The limits that an image's metadata keeps.
     pub fn of_notes(notes: &BTreeMap<String, String>) -> Self {
         let known = LIMITS.iter().flat_map(|l| [l.base_note, l.per_gib_note]);
         let found = known.chain([BASE_SIZE_NOTE]).filter_map(|note| {
@@ -112,7 +112,7 @@ impl QosLimits {
         Self(found.collect())
     }
 
-    /// Whether an image of `bytes` with these notes has the limits that they remember.
+    /// Whether an image of `bytes` with this metadata has the limits that it keeps.
     pub fn are_noted(notes: &BTreeMap<String, String>, bytes: u64) -> bool {
         let wanted = Self::of_notes(notes).notes(bytes);
         wanted
@@ -125,7 +125,7 @@ impl QosLimits {
         self.0.is_empty()
     }
 
-    /// What to note on an image of `bytes`.
+    /// The metadata of an image of `bytes`.
     pub fn notes(&self, bytes: u64) -> Vec<(String, String)> {
         let mut notes: Vec<_> = self
             .0
@@ -149,7 +149,7 @@ impl QosLimits {
     }
 }
 
-/// The notes for a modification; none: the note goes.
+/// The metadata keys of a modification; none: the key is removed.
 pub fn modified(mutable: &HashMap<String, String>) -> Result<Vec<(String, Option<String>)>, Error> {
     let mut notes = Vec::new();
     for (name, value) in mutable.iter().collect::<BTreeMap<_, _>>() {
@@ -172,7 +172,7 @@ pub fn modified(mutable: &HashMap<String, String>) -> Result<Vec<(String, Option
     Ok(notes)
 }
 
-/// Whether a note is about limits.
+/// Whether a metadata key is one of a limit.
 pub fn is_of_limits(note: &str) -> bool {
     let option = note.strip_prefix(OPTION);
     option.is_some_and(|option| MODIFIABLE.contains(&option))

@@ -1,4 +1,4 @@
-//! Snapshots: images of their own, clones of what a volume held.
+//! Snapshots: images of their own, cloned from a volume.
 
 use uuid::Uuid;
 
@@ -90,8 +90,8 @@ impl RbdStore {
         })
     }
 
-    /// Goes on with what is reserved already, by this driver and complete, or by
-    /// ceph-csi; none: it was neither, and is gone.
+    /// Continues what is reserved already, if it is complete or ceph-csi's; none: it was
+    /// neither, and is removed.
     fn go_on(
         &self,
         new: &NewSnapshot,
@@ -193,7 +193,7 @@ impl RbdStore {
             }
             Ok(image) => {
                 refuse_if_used(found, &image)?;
-                // While it has clones, it lives on without its name.
+                // While it has clones, it stays without its name.
                 or_missing(image.snapshot_remove(&found.image)).map_err(RbdError::from)?;
             }
             Err(RbdError::Lost { .. }) => {}
@@ -216,7 +216,7 @@ impl RbdStore {
     }
 }
 
-/// A snapshot as it is told.
+/// A snapshot as answered.
 pub fn show_snapshot(found: &FoundImage) -> Result<SnapshotInfo, RbdError> {
     let image = found.open(OpenMode::ReadOnly)?;
     let Recorded { entry, .. } = found.recorded()?;

@@ -1,5 +1,5 @@
-//! What all calls share: connections to clusters, and the pools whose trash this
-//! controller empties.
+//! Shared by all calls: connections to clusters, and the pools whose trash this controller
+//! purges.
 
 use std::sync::PoisonError;
 
@@ -56,8 +56,7 @@ impl RbdStore {
         })
     }
 
-    /// Remembers a pool, and who may use it. Where it was not known, what is left
-    /// in its trash is taken up again.
+    /// Remembers a pool with its user. For a new one, purges what is left in its trash.
     pub(super) fn use_pool(&self, link: &ClusterConnection, pool: &IoCtx) {
         let key = (link.config.cluster_id.clone(), pool.pool_id());
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,9 +65,9 @@ impl RbdStore {
         }
     }
 
-    /// Takes up again what is left in the trash of every pool that is known: those
-    /// that were used, and all that this controller's own users see. Says which
-    /// clusters could not be asked; they hold up no other.
+    /// Purges what is left in the trash of every known pool: those that were used, and all
+    /// that this controller's own users see. Returns the clusters that could not be asked;
+    /// they delay no other.
     pub(super) fn sweep(&self) -> Vec<RbdError> {
         let mut errors = Vec::new();
         let used = self
@@ -109,7 +108,7 @@ impl RbdStore {
         let link = self.link(cluster_id, &Secrets::default())?;
         for name in link.cluster.pools()? {
             match link.pool(&name).and_then(|pool| self.sweep_pool(&pool)) {
-                // It is not for this user, or has gone.
+                // This user has no access to it, or it is gone.
                 Err(error) if error.is_access_denied() || error.is_not_found() => {}
                 result => result?,
             }
@@ -131,9 +130,9 @@ impl RbdStore {
         Ok(own.cloned().collect())
     }
 
-    /// Takes away images that are told to nobody, and never will be. What a crash has
-    /// left half made does not go to the trash, and has no data to remove; of some
-    /// there is only the name in the pool's directory.
+    /// Removes images that no caller knows or will know. An image that a crash left half
+    /// made cannot go to the trash, and has no data; of some only the name in the pool's
+    /// directory exists.
     pub(super) fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
         self.purger.discard(pool, &present(pool, names)?)?;
         for name in names {
@@ -142,7 +141,7 @@ impl RbdStore {
         Ok(())
     }
 
-    /// Who keeps passphrases, for a request with these secrets.
+    /// The KMSes for a request with these secrets.
     pub(super) fn keeper<'a>(&'a self, secrets: &'a Secrets) -> Keeper<'a> {
         let config = &self.kms;
         Keeper { config, secrets }

@@ -1,17 +1,16 @@
-//! Deleted images, on their way out.
+//! Purging deleted images.
 //!
 //! To remove an image takes as long as it has objects, and is impossible while it
 //! has clones. So a delete moves it to the pool's trash, which takes milliseconds,
-//! and answers; the trash is emptied in the background. What is to be emptied is
-//! listed in the pool, in the omap of [`LIST`] (image id → name), before the image
-//! is moved, and not listed any more where the move is refused: other images in the
-//! trash are somebody else's, and are left alone. So are those that somebody has
-//! moved there to be kept for a time, listed or not.
+//! and answers; the trash is purged in the background. An image to purge is listed in the
+//! pool, in the omap of [`LIST`] (image id → name), before it is moved, and removed from the
+//! list if the move is refused: other images in the trash are left alone. So are those
+//! that were moved there with a time to keep them, listed or not.
 //!
-//! Ceph's manager does the work, where it runs (`rbd task add trash remove`): it
-//! repeats what fails and survives us. Else this process does, and with the last
-//! clone of an image goes the image, if it is listed. What is left over is tried
-//! again by [`TrashPurger::sweep`], at the start and every now and then.
+//! Ceph's manager does the work, if it runs (`rbd task add trash remove`): it repeats what
+//! fails, and survives this process. Else this process does, and removes an image with its
+//! last clone, if it is listed. [`TrashPurger::sweep`] retries what is left, at the start
+//! and periodically.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -32,7 +31,7 @@ use crate::{
     lane::Lanes,
 };
 
-/// The object that lists what is to be emptied.
+/// The object that lists the images to purge.
 const LIST: &str = "uring-csi.trash";
 /// Entries listed at once.
 const PAGE: u64 = 1000;
@@ -44,11 +43,11 @@ pub struct Discarded {
     pub name: String,
 }
 
-/// What empties the trash.
+/// Purges the trash.
 #[derive(Clone, Debug)]
 pub struct TrashPurger {
     lanes: Lanes,
-    /// By cluster, so that one that is slow holds up itself alone.
+    /// By cluster, so that a slow one delays no other.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
     /// Which come before it.
     pub deletes: Deletes,
@@ -57,9 +56,9 @@ pub struct TrashPurger {
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<(IoCtx, Discarded)>,
-    /// A lane works on it.
+    /// Whether a lane works on it.
     worked_on: bool,
-    /// What is waiting or being worked on, by pool and id.
+    /// The images that wait or are being removed, by pool and id.
     known: std::collections::HashSet<(i64, String, String)>,
 }
 
@@ -72,8 +71,8 @@ impl TrashPurger {
         }
     }
 
-    /// Moves images to the trash, to be emptied soon. Those that are there, or
-    /// are gone, are no error.
+    /// Moves images to the trash, to be purged soon. Images that are there already, or
+    /// gone, are no error.
     pub fn discard(&self, pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
         if images.is_empty() {
             return Ok(());
@@ -102,15 +101,12 @@ impl TrashPurger {
         let name = format!("trash of {pool}");
         drop(self.lanes.run(&name, "sweep", move || {
             if let Err(error) = purger.sweep(&pool) {
-                tracing::warn!(
-                    error = error_chain(&error),
-                    "what is left in the trash stays there"
-                );
+                tracing::warn!(error = error_chain(&error), "cannot purge the trash now");
             }
         }));
     }
 
-    /// Takes up again what is listed in a pool.
+    /// Queues the images that are listed in a pool.
     pub fn sweep(&self, pool: &IoCtx) -> Result<(), CephError> {
         let mut after = String::new();
         loop {
@@ -144,7 +140,7 @@ impl TrashPurger {
         if begin {
             let purger = self.clone();
             let name = format!("trash of {cluster}");
-            // It runs whether or not anybody waits for it.
+            // It runs even if the caller is gone.
             drop(
                 self.lanes
                     .run(&name, "empty", move || purger.work(&cluster)),
@@ -152,7 +148,7 @@ impl TrashPurger {
         }
     }
 
-    /// Empties what is waiting, until nothing is.
+    /// Purges until nothing waits.
     fn work(&self, cluster: &str) {
         let mut manager = None;
         loop {
@@ -197,9 +193,9 @@ fn key(pool: &IoCtx, image: &Discarded) -> (i64, String, String) {
     )
 }
 
-/// After a refusal: those that still have their names are in use, and not listed
-/// any more, or whoever moved them to the trash later would lose them. What a
-/// move without an answer has done, its repeat sees.
+/// After a refusal: removes images that still have their names from the list, since they
+/// are in use, and would be purged if they were moved to the trash later. A repeat finds
+/// what a move without an answer has done.
 fn keep(pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
     for image in images {
         if rbd::image_id(pool, &image.name)?.as_ref() == Some(&image.id) {
@@ -209,8 +205,8 @@ fn keep(pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
     Ok(())
 }
 
-/// Completes the move of an image that has lost its name: who moved it may have been
-/// killed right then.
+/// Completes the move of an image that has lost its name: the process that moved it may
+/// have been killed at that moment.
 fn complete(pool: &IoCtx, image: &Discarded) -> Result<(), CephError> {
     match trash::get(pool, &image.id) {
         Ok(trashed) if !has_name(pool, image)? => trash::complete_move(pool, &trashed),
@@ -223,8 +219,8 @@ fn has_name(pool: &IoCtx, image: &Discarded) -> Result<bool, CephError> {
     pool.exists(&format!("rbd_id.{}", image.name))
 }
 
-/// Removes an image, or sees to it that the manager will; then it is not listed
-/// any more. Says what may be removable now.
+/// Removes an image, or has the manager do so, and removes it from the list. Returns the
+/// image that may be removable now.
 fn empty(
     pool: &IoCtx,
     image: &Discarded,
@@ -233,8 +229,8 @@ fn empty(
     let trashed = match trash::get(pool, &image.id) {
         Ok(trashed) => trashed,
         Err(error) if error.is_not_found() => {
-            // Gone; or it still has its name, as a delete has listed it and not
-            // yet moved it: then that delete, or its repeat, will.
+            // It is gone; or a delete has listed it and not moved it yet, and it has its
+            // name: then that delete, or its repeat, moves it.
             if !has_name(pool, image)? {
                 pool.omap_remove(LIST, &[&image.id])?;
             }
@@ -254,8 +250,7 @@ fn empty(
     Ok(freed)
 }
 
-/// Frees an image of what would keep it from being removed, by whomever; says its
-/// parent.
+/// Removes what would prevent the removal of an image; returns its parent.
 fn bare(pool: &IoCtx, id: &str) -> Result<Option<LinkedImage>, CephError> {
     match Image::open_by_id(pool, id, OpenMode::ReadOnly) {
         Ok(image) => {
@@ -269,7 +264,7 @@ fn bare(pool: &IoCtx, id: &str) -> Result<Option<LinkedImage>, CephError> {
     }
 }
 
-/// Removes an image; says its parent, if that is on its way out too.
+/// Removes an image; returns its parent, if that is to be purged, too.
 fn remove(
     pool: &IoCtx,
     id: &str,
@@ -288,7 +283,7 @@ fn remove(
     Ok(name.map(|name| (pool, Discarded { id, name })))
 }
 
-/// The addresses of those who have an image open, for the log.
+/// The addresses of an image's watchers, for the log.
 fn users(pool: &IoCtx, id: &str) -> String {
     let opened = Image::open_by_id(pool, id, OpenMode::ReadOnly);
     let watchers = opened.and_then(|image| image.watchers());
@@ -298,7 +293,7 @@ fn users(pool: &IoCtx, id: &str) -> String {
 }
 
 /// An interrupted copy leaves its snapshot on its source, by which the source
-/// could never be removed. With the volume, it has lost its purpose.
+/// could never be removed. Nothing needs it once the volume is deleted.
 fn drop_snapshots(pool: &IoCtx, id: &str, image: Image) -> Result<(), CephError> {
     let left: Vec<_> = image
         .snapshots()?

@@ -53,7 +53,7 @@ impl RbdStore {
         match self.is_free(found) {
             Ok(true) => {}
             Ok(false) => return Ok(()),
-            // The delete was interrupted: the image is on its way out.
+            // The delete was interrupted: the image is being removed.
             Err(error) if error.is_not_found() => {}
             Err(error) => return Err(error.into()),
         }
@@ -61,8 +61,8 @@ impl RbdStore {
         forget(&self.volumes, found)
     }
 
-    /// Whether a delete removes the image, which nobody may have open. The header
-    /// alone tells it mostly; to open the image takes longer.
+    /// Whether a delete removes the image, which no client may have open. Mostly the header
+    /// suffices; opening the image takes longer.
     fn is_free(&self, found: &FoundImage) -> Result<bool, RbdError> {
         let header = Header::of(&found.pool, &found.image)?;
         if header.is_grouped()? {
@@ -144,7 +144,7 @@ impl RbdStore {
         let bytes = image.size().map_err(RbdError::from)?;
         Ok(PublishedVolume {
             volume: found.listed(bytes),
-            // Who has it mapped is known by address, not by node.
+            // Watchers are known by address, not by node.
             nodes: Vec::new(),
         })
     }
@@ -190,7 +190,7 @@ impl RbdStore {
     }
 }
 
-/// Takes what is deleted out of the journal.
+/// Removes a deleted volume from the journal.
 pub fn forget(journal: &Journal, found: &FoundImage) -> Result<(), Error> {
     if let Some(recorded) = &found.recorded {
         let (name, reserved) = (&recorded.entry.name, recorded.reserved);
@@ -209,7 +209,7 @@ pub fn is_to_go(of: &Journal, found: &FoundImage, image: &Image) -> Result<bool,
         Mirroring::Secondary => false,
         Mirroring::Primary => true,
         Mirroring::None if !found.stands_in => true,
-        // The journal's directory and its entry agree on it.
+        // The journal's directory and its entry agree.
         Mirroring::None => {
             let Recorded {
                 journal,
@@ -242,7 +242,7 @@ pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
     )?)
 }
 
-/// Refuses to delete what somebody has open.
+/// Refuses to delete an image that a client has open.
 pub fn refuse_if_used(found: &FoundImage, image: &Image) -> Result<(), RbdError> {
     let mut others = image.watchers()?;
     others.retain(|watcher| !watcher.own);
