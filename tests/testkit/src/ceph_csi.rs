@@ -42,8 +42,11 @@ impl Ceph {
         let given = given.and_then(|options| options.strip_prefix("nbd:"));
         let waits = given.unwrap_or("reattach-timeout=300");
         let cookie = format!("cookie={}", volume.handle);
-        let count = SERVED.fetch_add(1, Relaxed);
-        let own = 1000 + process::id() % 3000 * 10 + count % 10;
+        // Process ids 3000 apart have the same numbers.
+        let own = (0..10)
+            .map(|_| 1000 + process::id() % 3000 * 10 + SERVED.fetch_add(1, Relaxed) % 10)
+            .find(|own| !Path::new(&format!("/sys/block/nbd{own}/pid")).exists())
+            .expect("a device that is not attached");
         let device = format!("device=/dev/nbd{own}");
         self.map(
             volume,
