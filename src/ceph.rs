@@ -4,7 +4,7 @@
 //!  csi_format   ceph-csi's configuration, handles, journal, sealed passphrases
 //!  client       connections to clusters; objects and images, by librados, librbd
 //!  krbd         images as block devices of the kernel's own driver
-//!  fencing      which of a node's clients has a volume, and blocklisting it
+//!  fencing      the clients that have a volume, and blocklisting them
 //! ```
 //!
 //! All of it blocks while a cluster is slow, so it runs on lanes.

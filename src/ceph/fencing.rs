@@ -1,35 +1,33 @@
-//! Which node has a volume, through which client of the cluster, and which clients
-//! were taken off a cluster because they did not let go.
+//! The nodes of a volume with their clients of the cluster, and the clients that are
+//! blocklisted because they did not release it.
 //!
 //! ```text
 //! csi.volume.<uuid>   uring-csi.node.<node>  →  the node's entry, as JSON
 //! uring-csi.fenced    <address>              →  the fence, as JSON
 //! ```
 //!
-//! The upper key is the controller's: it enters a node when the volume is published
-//! to it, and takes it out when it is unpublished. In between, the node enters its
-//! client before it writes a byte, if it is still published to: by comparing what
-//! is there in the same step, so that a node that is late finds that it may not.
+//! The controller writes the first key: it adds a node when the volume is published to it,
+//! and removes the node after the unpublish. In between, the node registers its client
+//! before it writes a byte, if the volume is still published to it: each change compares
+//! the old value in the same step, so that a late node is refused.
 //!
-//! The kernel's client is there before it has anything to write. A process of
-//! rbd-nbd is not: who it is to the cluster is known only once it serves. So it is
-//! entered twice, as one that is starting and then by its address, and what is not
-//! entered within [`STARTS_WITHIN`] is ended by its node. It may also be replaced at
-//! any time, so the controller first says that a node is to let go: from then on it
-//! enters nothing more.
+//! The kernel's client exists before it writes. A process of rbd-nbd learns its client id
+//! only when it serves. So it is registered twice, as starting and then by its address,
+//! and its node ends it if the address is not registered within [`STARTS_WITHIN`]. It may
+//! also be replaced at any time, so the controller first withdraws the node: from then on
+//! the node registers nothing more.
 //!
 //! ```text
 //!  published ──▶ starting, on this host ──▶ client ──▶ starting ──▶ client …
-//!      └────────────┴─── withdrawing: nothing more is entered ──┴──▶ taken out
+//!      └────────────┴── withdrawing: nothing more is registered ──┴──▶ removed
 //! ```
 //!
-//! Whatever is entered has a number of its own, so that nobody who compares takes
-//! what was entered anew for what he has seen.
+//! Each registration has a number of its own, so that a comparison never takes a newer one
+//! for the one that was read.
 //!
-//! The lower one is the controller's too, until the node has said that nothing of
-//! the client is left ([`Fences::is_gone`]); then the controller lifts it. Nobody
-//! else knows: a client that cannot reach its cluster may hold data for as long as
-//! its kernel runs.
+//! The controller writes the second key, the fence, and lifts it once the node reports that
+//! the client is gone ([`Fences::is_gone`]). Only the node can tell: a client that cannot
+//! reach its cluster may hold data as long as its kernel runs.
 
 use std::time::Duration;
 
@@ -47,22 +45,22 @@ use super::{
 /// The key of a publish context by which a node is asked to register its client.
 pub const ASKED: &str = "fencing";
 
-/// How long after a client was entered as one that is starting it may be there
-/// without being entered by its address. Its node has ended it by then, unless who
-/// was to do that was killed: then it has the image open, from that host. Tests of
+/// The longest time from the registration of a client as starting to that of its address.
+/// By then its node has ended it, unless the supervisor was killed: then the client has
+/// the image open, from that host. Tests of
 /// this crate start none.
 pub const STARTS_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 120 });
 
-/// What stands before a node's id in a volume's entry.
+/// The prefix of a node's id in a volume's entry.
 const NODE: &str = "uring-csi.node.";
 
-/// How a node has a volume.
+/// The kind of client by which a node has a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Through {
     /// The kernel's client that all volumes of the node share.
     SharedKrbd,
-    /// A client of the kernel's that no other volume has (`noshare`).
+    /// A kernel client of this volume alone (`noshare`).
     OwnKrbd,
     /// A process of rbd-nbd.
     RbdNbd,
@@ -75,7 +73,7 @@ pub struct Client {
     pub address: String,
     /// The boot of the node that it belongs to.
     pub boot_id: String,
-    /// What it is.
+    /// Its kind.
     pub through: Through,
     /// The process that it ends with; the kernel's has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -87,44 +85,43 @@ pub struct Client {
 pub struct Process {
     /// Its id.
     pub pid: i32,
-    /// When it began, which tells it from a later one with this id (`starttime` of
-    /// `/proc/PID/stat`).
+    /// Its start time, which differs from that of a later process with this id
+    /// (`starttime` of `/proc/PID/stat`).
     pub began: u64,
 }
 
-/// A client that is about to be there.
+/// A client that is starting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Starting {
-    /// From where it will reach the cluster: what stands before the port in its
-    /// address.
+    /// The host part of the address that it will have.
     pub host: String,
     /// The boot of the node that it belongs to.
     pub boot_id: String,
 }
 
-/// What is entered for a node that a volume was published to.
+/// The entry of a node that a volume was published to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeEntry {
     /// Its client, once it has the volume.
     #[serde(flatten)]
     pub client: Option<Client>,
-    /// A client of which nobody knows yet which it is.
+    /// A client that is starting, whose address is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub starting: Option<Starting>,
-    /// Since when the node has the volume without a break, as a number that stays
-    /// while one client follows the other.
+    /// The number of the node's lineage, which stays while one client follows another
+    /// without a break.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Uuid>,
-    /// It is to let go: nothing more is entered.
+    /// The node is withdrawn: it may register nothing more.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub withdrawing: bool,
-    /// Another one each time.
+    /// A new number for each registration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nonce: Option<Uuid>,
 }
 
 impl NodeEntry {
-    /// Anything that cannot be read is a node without a client.
+    /// A value that cannot be parsed is a node without a client.
     fn parse(raw: &str) -> Self {
         let read: Option<Self> = serde_json::from_str(raw).unwrap_or_default();
         read.unwrap_or_default()
@@ -134,13 +131,13 @@ impl NodeEntry {
         serde_json::to_string(self).expect("strings are JSON")
     }
 
-    /// As it is written for the first time.
+    /// A first entry.
     fn anew(mut self) -> String {
         self.nonce = Some(Uuid::new_v4());
         self.write()
     }
 
-    /// Whether its node may enter something else.
+    /// Whether its node may register a client.
     fn is_open(&self, published: Published) -> bool {
         !self.withdrawing
             && match published {
@@ -175,19 +172,19 @@ impl From<Starting> for NodeEntry {
 pub struct RegisteredNode {
     /// The node's id.
     pub node: String,
-    /// What is entered for it.
+    /// Its entry.
     pub entry: NodeEntry,
-    /// As it is written.
+    /// Its value, as stored.
     raw: String,
 }
 
-/// What a node must find to be allowed to enter something.
+/// The condition under which a node may register a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Published {
     /// The volume is published to it.
     Now,
-    /// And was without a break, by that number, or by another one of which nobody
-    /// heard whether it was entered.
+    /// And was without a break, by this number, or by a later one whose registration was
+    /// not confirmed.
     Since(Uuid, Option<Uuid>),
 }
 
@@ -199,7 +196,7 @@ pub struct RegisteredNodes {
 }
 
 impl RegisteredNodes {
-    /// Those of the volume with this entry.
+    /// The nodes of the volume with this entry.
     pub fn of(pool: &IoCtx, uuid: Uuid) -> Self {
         Self {
             pool: pool.clone(),
@@ -207,7 +204,7 @@ impl RegisteredNodes {
         }
     }
 
-    /// All nodes that are entered.
+    /// All nodes of the volume.
     pub fn list(&self) -> Result<Vec<RegisteredNode>, CephError> {
         let keys = match self.pool.omap_list(&self.object, NODE) {
             Err(error) if error.is_not_found() => return Ok(Vec::new()),
@@ -221,14 +218,14 @@ impl RegisteredNodes {
         Ok(keys.into_iter().map(attachment).collect())
     }
 
-    /// Replaces what was found; false where it is something else by now.
+    /// Replaces the value that was read; false if it has changed.
     fn replace(&self, found: &RegisteredNode, raw: &str) -> Result<bool, CephError> {
         let key = format!("{NODE}{}", found.node);
         let op = WriteOp::new().compare(&key, &found.raw);
         self.changed(&op.set([(&*key, raw)]))
     }
 
-    /// Makes a change that compares first; false where that found something else.
+    /// Makes a change that compares first; false if the comparison failed.
     fn changed(&self, op: &WriteOp<'_>) -> Result<bool, CephError> {
         match self.pool.operate(&self.object, op) {
             Ok(()) => Ok(true),
@@ -242,7 +239,7 @@ impl RegisteredNodes {
         Ok(all.into_iter().find(|one| one.node == node))
     }
 
-    /// Enters a node, unless it is entered; one that was to let go need not.
+    /// Adds a node, unless it is there; clears its withdrawal.
     pub fn publish(&self, node: &str) -> Result<(), CephError> {
         let key = format!("{NODE}{node}");
         loop {
@@ -265,14 +262,14 @@ impl RegisteredNodes {
         }
     }
 
-    /// Whether a node may enter something.
+    /// Whether a node may register a client.
     pub fn is_published(&self, node: &str, published: Published) -> Result<bool, CephError> {
         let there = self.of_node(node)?;
         Ok(there.is_some_and(|there| there.entry.is_open(published)))
     }
 
-    /// Enters what a node has; false where the volume is not published to it so, or
-    /// is being unpublished.
+    /// Registers a node's client; false if the volume is not published to the node under
+    /// this condition, or is being unpublished.
     pub fn attach(
         &self,
         node: &str,
@@ -291,8 +288,7 @@ impl RegisteredNodes {
         }
     }
 
-    /// Has a node enter nothing more; none where it has entered something else
-    /// meanwhile.
+    /// Withdraws a node; none if it has registered another client meanwhile.
     pub fn withdraw_soon(
         &self,
         found: &RegisteredNode,
@@ -306,7 +302,7 @@ impl RegisteredNodes {
         Ok(self.replace(found, &last.raw)?.then_some(last))
     }
 
-    /// Takes a node out; false where it has entered something else meanwhile.
+    /// Removes a node; false if it has registered another client meanwhile.
     pub fn withdraw(&self, attachment: &RegisteredNode) -> Result<bool, CephError> {
         let key = format!("{NODE}{}", attachment.node);
         let op = WriteOp::new().compare(&key, &attachment.raw);
@@ -317,7 +313,7 @@ impl RegisteredNodes {
     }
 }
 
-/// What stands before the port in a client's address, `10.0.0.5:0/1234567`, which
+/// The host part of a client's address, `10.0.0.5:0/1234567`, which
 /// librados may give with the version of the protocol before it.
 pub fn host_of(address: &str) -> &str {
     let versions = ["v1:", "v2:", "any:"];

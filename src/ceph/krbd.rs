@@ -6,17 +6,17 @@
 //! ```
 //!
 //! **One lock.** The driver makes its connections to a cluster under one lock
-//! for the whole node: a cluster that does not answer holds up the maps of all
-//! others for as long as `mount_timeout`, and the thread that asked cannot be
-//! interrupted. So a monitor must have answered us before the driver is asked.
+//! for the whole node: a cluster that does not answer delays the maps of all
+//! others by up to `mount_timeout`, and the thread in the driver cannot be interrupted. So
+//! a monitor must have answered the agent before it asks the driver.
 //!
-//! **The key** is handed over in the keyring of the thread that writes, under a
-//! name of its own, and taken away when the write returns. What the driver was
-//! told stays readable in sysfs, so the key is never in it.
+//! **The key** is passed in the keyring of the thread that writes, under a name of its own,
+//! and removed when the write returns. The line itself stays readable in sysfs, so it
+//! never has the key.
 //!
-//! **Recognised** is what an earlier agent mapped by that name ([`Mark`]), else
-//! by the ids and monitors of what is mapped ([`mapped`]). Where neither tells,
-//! nothing is mapped: two clients that write to one image destroy it.
+//! **Identity.** The map of an earlier agent is found by that name ([`Mark`]), others by
+//! the ids and monitors of the mapped image ([`mapped`]). If neither decides, the map is
+//! refused: two clients that write to one image destroy it.
 //!
 //! **Killed meanwhile.** A write to sysfs outlives the agent that made it and
 //! may map the image at any later time. A lock file that the writing process
@@ -67,8 +67,8 @@ pub use recognise::{find, find_marked};
 use error::failed;
 use recognise::marked;
 
-/// How long an image that somebody looks at may stay busy before its holder is
-/// named: udevd looks into whatever was just mapped, or just written.
+/// How long an image may stay busy before its opener is named: udevd opens each device that
+/// was just mapped or written.
 const BUSY_FOR: Duration = Duration::from_secs(10);
 
 /// The driver's files, with one major number for all devices and without.
@@ -124,26 +124,26 @@ pub struct RbdDevice {
     pub dev: Dev,
     /// `/dev/rbd7`.
     pub node: PathBuf,
-    /// What is mapped.
+    /// The image.
     pub identity: MappedIds,
     /// It refuses writes.
     pub read_only: bool,
 }
 
-/// What is to be mapped, and how.
+/// A request to map an image.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     /// The image.
     pub image: &'a ImageSpec,
     /// The volume's handle.
     pub volume_id: &'a str,
-    /// The pool's id, where the handle says it.
+    /// The pool's id, if the handle has it.
     pub pool_id: Option<i64>,
-    /// The image's features, as far as they are known.
+    /// The image's features, if known.
     pub features: Features,
     /// The cluster's monitors.
     pub monitors: &'a Monitors,
-    /// Who asks.
+    /// The user and its key.
     pub credentials: &'a Credentials,
     /// The driver's options.
     pub options: &'a MapOptions,
@@ -154,12 +154,12 @@ pub struct Wanted<'a> {
     pub read_only: bool,
 }
 
-/// What is mapped as `dev`, without waiting for anything, is this image.
+/// Whether this image is mapped as `dev`. Waits for nothing.
 pub fn is_behind(dev: Dev, identity: &MappedIds) -> bool {
     Mapped::of(dev).is_some_and(|mapped| mapped.identity == *identity)
 }
 
-/// Maps images, one directory for the locks of all agents of this node.
+/// Maps images, with one directory for the locks of all agents of this node.
 #[derive(Clone, Debug)]
 pub struct Mapper {
     dir: PathBuf,
@@ -207,7 +207,7 @@ impl Mapper {
         self.lock(volume_id).map(drop)
     }
 
-    /// Locks out other agents for as long as the file is open.
+    /// Locks out other agents while the file is open.
     fn lock(&self, volume_id: &str) -> Result<Lock, KrbdError> {
         let path = self.dir.join(digest::sha256_hex(volume_id));
         let locked = || failed("lock", path.display().to_string());
@@ -228,7 +228,7 @@ impl Mapper {
     }
 }
 
-/// Removed while it is held: whoever opened it before looks again.
+/// Removes the lock file while it is held: an agent that opened it before looks again.
 #[derive(Debug)]
 struct Lock {
     path: PathBuf,
@@ -237,7 +237,7 @@ struct Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // One that stays says nothing.
+        // A file that stays means nothing without its lock.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -260,11 +260,11 @@ fn write(files: [&str; 2], line: &str) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => open(old)?,
         file => file?,
     };
-    // In one piece: each write is a request.
+    // By one write: each is a request.
     io::Write::write_all(&mut file, line.as_bytes())
 }
 
-/// Unmaps the image, unless anybody has the device open: the driver refuses.
+/// Unmaps the image. The driver refuses while the device is open.
 pub fn unmap(device: &RbdDevice) -> Result<Detached, KrbdError> {
     let node = &device.node;
     let mapped = Mapped::of(device.dev);
@@ -286,15 +286,15 @@ pub fn unmap(device: &RbdDevice) -> Result<Detached, KrbdError> {
     match removed {
         Ok(()) => Ok(Detached::Now),
         removed if is(&removed, Errno::NOENT) => Ok(Detached::Already),
-        // Somebody else's removal is under way.
+        // Another process is removing it.
         removed if is(&removed, Errno::INPROGRESS) => Ok(Detached::Deferred),
         removed if is(&removed, Errno::BUSY) => Err(KrbdError::Busy { node: node.clone() }),
         Err(error) => Err(failed("unmap", node.display().to_string())(error)),
     }
 }
 
-/// Makes the driver look how large the image is, which it is told of anyhow,
-/// and answers the device's size in bytes.
+/// Makes the driver read the image's size, of which it is notified anyhow. Returns the
+/// device's size in bytes.
 pub fn refresh(image: &ImageSpec, device: &RbdDevice, wanted: u64) -> Result<u64, KrbdError> {
     let node = &device.node;
     let looked = || failed("look how large the image is of", node.display().to_string());

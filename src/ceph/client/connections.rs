@@ -2,11 +2,11 @@
 //!
 //! A connection costs some ten milliseconds, threads and sockets, and serves any
 //! number of callers at once. It is made anew when a call has found it fenced or
-//! without an answer ([`Cluster::is_lost`]), and ends when nobody has asked for
-//! it for [`IDLE`], on a thread of its own: to end one may block, and the last who
-//! uses it may be where nothing must. Who asks while one is being made waits for that
-//! attempt and shares what it comes to, so a dead cluster costs each caller one
-//! timeout, and callers of other clusters nothing.
+//! without an answer ([`Cluster::is_lost`]), and ends after [`IDLE`]
+//! without a use, on a thread of its own: ending one may block, which its last user must
+//! not. A caller that asks while a connection is being made waits for that attempt and
+//! shares its result, so a dead cluster costs each caller one timeout, and callers of other
+//! clusters nothing.
 
 use std::{
     collections::HashMap,

@@ -1,4 +1,4 @@
-//! Who a request acts as.
+//! The Ceph user of a request.
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use zeroize::Zeroizing;

@@ -1,4 +1,4 @@
-//! What Ceph refused, and what that means.
+//! Errors of Ceph's libraries, and their meaning.
 
 use rustix::io::Errno;
 
@@ -16,17 +16,17 @@ pub enum CephError {
     /// A library answered an error.
     #[error("could not {operation} {object}{}", hint(*errno))]
     Failed {
-        /// What was tried, such as "open".
+        /// The operation, such as "open".
         operation: &'static str,
-        /// On what, such as "image rbd/csi-vol-1".
+        /// Its object, such as "image rbd/csi-vol-1".
         object: String,
-        /// What the library answered.
+        /// The library's answer.
         #[source]
         errno: Errno,
     },
 }
 
-/// To make what is there already has done its work.
+/// Success if the object exists already.
 pub fn or_exists(result: Result<(), CephError>) -> Result<(), CephError> {
     match result {
         Err(error) if error.is_exists() => Ok(()),
@@ -34,7 +34,7 @@ pub fn or_exists(result: Result<(), CephError>) -> Result<(), CephError> {
     }
 }
 
-/// So has to remove what is gone already.
+/// Success if the object is gone already.
 pub fn or_missing(result: Result<(), CephError>) -> Result<(), CephError> {
     match result {
         Err(error) if error.is_not_found() => Ok(()),
@@ -42,7 +42,7 @@ pub fn or_missing(result: Result<(), CephError>) -> Result<(), CephError> {
     }
 }
 
-/// What the bare errno does not say.
+/// A hint on an errno.
 fn hint(errno: Errno) -> &'static str {
     match errno {
         Errno::ACCESS | Errno::PERM => {
@@ -64,7 +64,7 @@ impl CephError {
         }
     }
 
-    /// What the library answered; nothing where it was never called.
+    /// The library's answer; none if it was not called.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::Failed { errno, .. } => Some(*errno),
@@ -81,7 +81,7 @@ impl CephError {
         self.is(Errno::NOENT)
     }
 
-    /// What was to be made exists already.
+    /// The object exists already.
     pub fn is_exists(&self) -> bool {
         self.is(Errno::EXIST)
     }
@@ -118,7 +118,7 @@ impl CephError {
         self.is(Errno::CANCELED)
     }
 
-    /// The state of what was to be changed is another than expected.
+    /// The object is in another state than expected.
     pub fn is_stale(&self) -> bool {
         self.is(Errno::STALE)
     }

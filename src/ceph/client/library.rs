@@ -53,8 +53,7 @@ pub enum MissingLibrary {
 }
 
 impl Libraries {
-    /// Loads both libraries, once for the process; a failure is tried again by
-    /// the next call.
+    /// Loads both libraries, once for the process; the next call repeats a failure.
     pub fn load() -> Result<&'static Self, MissingLibrary> {
         static LOADED: OnceLock<Libraries> = OnceLock::new();
         if let Some(loaded) = LOADED.get() {
@@ -69,10 +68,10 @@ impl Libraries {
     }
 }
 
-/// Has the process, when it ends, end at once. Else the libraries' destructors
-/// would take away what their threads, and calls on lanes, still use, and it would
-/// end by SIGSEGV or SIGABRT. Nothing here needs a destructor: what is under way
-/// is finished by a repeat, as after a crash.
+/// Makes the process exit without running destructors. The libraries' destructors would
+/// free what their threads, and calls on lanes, still use, and the process would end by
+/// SIGSEGV or SIGABRT. Nothing here needs a destructor: a repeat finishes an interrupted
+/// call, as after a crash.
 ///
 /// `on_exit(3)` of glibc: handlers run in the reverse order of their registration,
 /// so this one before those that the libraries have registered by now. They do so
@@ -92,7 +91,7 @@ pub(super) fn end_at_once() {
     unsafe { on_exit(end, std::ptr::null_mut()) };
 }
 
-/// Opens a library for ever.
+/// Opens a library, which is never closed.
 fn open(library: &'static str, package: &'static str) -> Result<&'static Library, MissingLibrary> {
     // SAFETY: the libraries' initialisers set up their own state alone, and
     // nothing is ever unloaded.
@@ -110,10 +109,9 @@ fn open(library: &'static str, package: &'static str) -> Result<&'static Library
     }
 }
 
-/// Has OpenSSL, if the library is linked with it, register no handler that takes it
-/// down at exit. It would do so when a thread of librados first encrypts, later than
-/// [`end_at_once`], and a thread that encrypts afterwards throws, which aborts the
-/// process.
+/// Makes OpenSSL, if the library is linked with it, register no exit handler. It would do
+/// so when a thread of librados first encrypts, later than [`end_at_once`], and a thread
+/// that encrypts afterwards throws, which aborts the process.
 fn keep_openssl(library: &Library) {
     /// `OPENSSL_INIT_NO_ATEXIT`, since OpenSSL 1.1.1.
     const NO_ATEXIT: u64 = 0x0008_0000;

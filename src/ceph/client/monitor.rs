@@ -1,8 +1,8 @@
-//! Whether a cluster's monitors answer, found out without any of Ceph's code.
+//! Checking that a cluster's monitors answer, without Ceph's libraries.
 //!
 //! krbd connects under one lock for the whole node, and librados has deadlines
-//! of its own: neither should be given monitors that are not there. A monitor
-//! greets whoever connects: `ceph v027` in the first version of the messenger
+//! of its own: neither should be called with monitors that are down. A monitor
+//! greets each client that connects: `ceph v027` in the first version of the messenger
 //! protocol, `ceph v2\n` in the second. One greeting is enough.
 
 use std::{
@@ -34,11 +34,11 @@ pub enum Messenger {
 /// One address of a monitor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Address {
-    /// The protocol, where it is said.
+    /// The protocol, if it is given.
     pub messenger: Option<Messenger>,
     /// A name, or a numeric address without brackets.
     pub host: String,
-    /// The port, where it is said.
+    /// The port, if it is given.
     pub port: Option<u16>,
 }
 
@@ -142,7 +142,7 @@ pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, Mon
     ask(monitors, deadline)?.answer()
 }
 
-/// For how long one question does for all that ask the same monitors.
+/// How long callers of the same monitors share one question.
 const SHARED_FOR: Duration = Duration::from_secs(1);
 
 /// The questions under way, by the monitors that are asked.
@@ -160,7 +160,7 @@ struct Question {
 
 #[derive(Debug)]
 struct Answers {
-    /// What each came to, for the error.
+    /// The result of each, for the error.
     tried: Vec<(Address, String)>,
     /// How many have not answered yet.
     open: usize,
@@ -245,7 +245,7 @@ impl Question {
         Ok(question)
     }
 
-    /// Whether it is as good as one that is asked now.
+    /// Whether it is recent enough to be shared.
     fn does(&self, shared_for: Duration, deadline: Instant) -> bool {
         let answers = lock(&self.answers);
         let refused = answers.greeted.is_none() && answers.open == 0;

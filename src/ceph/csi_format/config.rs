@@ -1,4 +1,4 @@
-//! Which clusters there are: ceph-csi's `config.json`, as it is.
+//! The list of clusters: ceph-csi's `config.json`.
 //!
 //! ```json
 //! [{"clusterID": "…", "monitors": ["10.0.0.1:6789"],
@@ -6,9 +6,9 @@
 //!   "readAffinity": {"enabled": true, "crushLocationLabels": ["topology.kubernetes.io/zone"]}}]
 //! ```
 //!
-//! An administrator changes it while we run, so it is read again whenever the
-//! file has changed. What ceph-csi does not know is no error here either; of two
-//! entries with one `clusterID` the first counts.
+//! An administrator changes it while the agent runs, so it is read again whenever the file
+//! has changed. As with ceph-csi, unknown keys are no error, and of two entries with one
+//! `clusterID` the first counts.
 //!
 //! Source: `api/deploy/kubernetes/csi-config-map.go` of ceph-csi.
 

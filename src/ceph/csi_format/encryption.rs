@@ -1,4 +1,4 @@
-//! Whose passphrase opens an encrypted volume, as ceph-csi has it.
+//! The passphrases of encrypted volumes, in ceph-csi's format.
 //!
 //! Two of its key management systems need no service: `default` opens every
 //! volume with the secret's `encryptionPassphrase`; `metadata` gives each volume
@@ -6,8 +6,8 @@
 //! the secret's. Which of them a volume has is told by the storage class's
 //! `encryptionKMSID`, an entry of the file with which ceph-csi is configured.
 //!
-//! Sealed is with AES-256-GCM, under a key that scrypt (N 32768, r 8, p 1) makes
-//! of the secret's passphrase, salted with the volume's handle; the result is
+//! A passphrase is sealed by AES-256-GCM, under a key that scrypt (N 32768, r 8, p 1)
+//! derives from the secret's passphrase, salted with the volume's handle; the result is
 //! JSON, `{"dek": …, "nonce": …}`, both in base64. So a copy of a volume, whose
 //! handle is another, is sealed anew.
 
@@ -29,15 +29,15 @@ use crate::secret::{Secret, Secrets};
 
 /// The image's metadata key under which a sealed passphrase is kept.
 pub const SEALED_KEY: &str = "rbd.csi.ceph.com/dek";
-/// The image's metadata key that says how far encrypting has come: [`PREPARED`],
-/// then [`ENCRYPTED`].
+/// The image's metadata key for the state of the encryption: [`PREPARED`], then
+/// [`ENCRYPTED`].
 pub const STATE_KEY: &str = "rbd.csi.ceph.com/encrypted";
-/// Its passphrase is settled; it is to be encrypted before its first use.
+/// Its passphrase is stored; the image is to be encrypted before its first use.
 pub const PREPARED: &str = "encryptionPrepared";
-/// It has been encrypted.
+/// The image is encrypted.
 pub const ENCRYPTED: &str = "encrypted";
 
-/// What an image's metadata say under a key. Older releases put a dot before it.
+/// The value of a key of an image's metadata. Older releases put a dot before the key.
 pub fn value_of<'a>(metadata: &'a BTreeMap<String, String>, key: &str) -> Option<&'a str> {
     let found = metadata
         .get(key)
@@ -48,7 +48,7 @@ pub fn value_of<'a>(metadata: &'a BTreeMap<String, String>, key: &str) -> Option
 /// The id of the key management system that needs no configuration.
 pub const DEFAULT_KMS: &str = "default";
 
-/// Where a volume's passphrase comes from.
+/// The source of a volume's passphrase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kms {
     /// It is the secret's.
@@ -82,14 +82,14 @@ pub enum EncryptionError {
         /// The file that would have it (`--kms-config`).
         path: PathBuf,
     },
-    /// The key management system is none that this driver has.
+    /// The driver does not support this key management system.
     #[error(
         "encryptionKMSID {id:?}: {what} is not supported; supported are \"metadata\" with the passphrase in the volume's secret, and, without an id, that passphrase itself"
     )]
     Unsupported {
         /// The id.
         id: String,
-        /// What it is or asks for.
+        /// Its type, or the option that it needs.
         what: String,
     },
     /// The configuration cannot be read.
@@ -100,7 +100,7 @@ pub enum EncryptionError {
         /// Why not.
         source: io::Error,
     },
-    /// What is kept of the volume's passphrase was not sealed by anybody.
+    /// The stored passphrase is not a sealed one.
     #[error("the image's metadata {SEALED_KEY} holds no sealed passphrase")]
     Malformed,
     /// It was sealed with another passphrase, or for another volume.

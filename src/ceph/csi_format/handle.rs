@@ -9,8 +9,8 @@
 //! the cluster id too, the rest of the image's name, and the pool's name in hex
 //! ```
 //!
-//! A snapshot's handle looks like a volume's: which of the two it is, the call
-//! says. A text of any other form is no handle of a Ceph volume.
+//! A snapshot's handle has the form of a volume's: the call tells which of the two it is. A
+//! text of any other form is no handle of a Ceph volume.
 
 use std::{fmt, str::FromStr};
 
@@ -20,7 +20,7 @@ use uuid::Uuid;
 /// that the CSI specification allows a string.
 pub const MAX_CLUSTER_ID: usize = 64;
 
-/// What ceph-csi begins the handles that it makes with.
+/// The prefix of the handles that ceph-csi makes.
 const VERSION: &str = "0001";
 
 /// Whether a text is the handle of a Ceph volume or snapshot.
@@ -62,7 +62,7 @@ impl FromStr for VolumeHandle {
     }
 }
 
-/// The handle of what has an entry in the journal: a volume, or a snapshot.
+/// The handle of a volume or snapshot with an entry in the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Handle {
     cluster_id: String,
@@ -92,7 +92,7 @@ impl Handle {
         self.pool_id
     }
 
-    /// What tells it from all others of its pool.
+    /// Its uuid, unique in its pool.
     pub fn uuid(&self) -> Uuid {
         self.uuid
     }
@@ -182,7 +182,7 @@ impl FromStr for Migrated {
     }
 }
 
-/// The text that hex digits, two a byte, stand for.
+/// Decodes a text from hex digits, two a byte.
 fn unhex(digits: &str) -> Option<String> {
     let nibble = |digit: u8| char::from(digit).to_digit(16);
     let byte = |pair: &[u8]| match pair {

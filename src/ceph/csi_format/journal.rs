@@ -1,4 +1,4 @@
-//! ceph-csi's journal: which names have which images, kept in the pool itself.
+//! ceph-csi's journal: the images by the names of their requests, kept in the pool itself.
 //!
 //! ```text
 //! csi.volumes.<instance>    csi.volume.<name>  →  <uuid>, or <pool id>/<uuid>
@@ -12,11 +12,10 @@
 //! the entry, the lower one, leads from a handle to its image. The directory is
 //! in the journal's pool, the entry in the image's, mostly the same.
 //!
-//! What a crash leaves, a repeat finishes, because each call begins and ends with
-//! what its repeats look for: a create reserves the name in the directory first
-//! and takes it back last, a delete removes the entry last. Two controllers may
-//! do the same thing at a time: a name is reserved, and taken back, by comparing
-//! what is there in the same step.
+//! A repeat finishes what a crash interrupted, because each call begins and ends with what
+//! its repeats look for: a create reserves the name in the directory first and removes it
+//! last, a delete removes the entry last. Two controllers may do the same at once: a name
+//! is reserved, and removed, by a change that compares the old value in the same step.
 
 use std::collections::BTreeMap;
 
@@ -70,7 +69,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// That of an instance: ceph-csi's `--instanceid`, mostly `default`.
+    /// The journal of an instance: ceph-csi's `--instanceid`, mostly `default`.
     pub fn new(kind: JournalKind, instance: &str) -> Self {
         let directory = match kind {
             JournalKind::Volume => format!("csi.volumes.{instance}"),
@@ -79,7 +78,7 @@ impl Journal {
         Self { kind, directory }
     }
 
-    /// What it keeps.
+    /// Its kind: volumes or snapshots.
     pub fn kind(&self) -> JournalKind {
         self.kind
     }
@@ -92,7 +91,7 @@ impl Journal {
         format!("{}{uuid}", self.kind.prefix())
     }
 
-    /// Reserves a name, unless it is reserved; says for what it then was.
+    /// Reserves a name, unless it is reserved; returns the reservation that exists then.
     pub fn reserve(
         &self,
         journal: &IoCtx,
@@ -108,7 +107,7 @@ impl Journal {
                 Ok(()) => return Ok(None),
                 Err(error) if error.is_mismatch() => {
                     let found = self.find(journal, name)?;
-                    // None: taken back meanwhile.
+                    // None: removed meanwhile.
                     if found.is_some() {
                         return Ok(found);
                     }
@@ -126,7 +125,7 @@ impl Journal {
         }
     }
 
-    /// What a name is reserved for.
+    /// The reservation of a name.
     pub fn find(&self, journal: &IoCtx, name: &str) -> Result<Option<Reserved>, JournalError> {
         let key = self.key(name);
         let found = or_empty(journal.omap_get(&self.directory, &[&key]))?;
@@ -146,8 +145,8 @@ impl Journal {
     }
 
     /// The names behind `after`, in order, at most `max`, and whether there are
-    /// more. Values that mean nothing are left out, with a warning, and so are those
-    /// that lead from a handle to another, without.
+    /// more. Invalid values are left out with a warning; those that map a handle to
+    /// another are left out without one.
     pub fn page(
         &self,
         journal: &IoCtx,
@@ -166,8 +165,8 @@ impl Journal {
         };
         let entry = |(key, value): (&String, &String)| match self.parse(journal, key, value) {
             Ok(reserved) => Some((key[prefix.len()..].to_owned(), reserved)),
-            // After a fail-over ceph-csi notes, beside the volume's name, which handle
-            // has taken the place of which. Both have the volume's uuid.
+            // After a fail-over ceph-csi records, beside the volume's name, the handle that
+            // replaces another. Both have the volume's uuid.
             Err(_) if value.parse::<Handle>().is_ok() => None,
             Err(error) => {
                 tracing::warn!(%error, "not listed");
@@ -177,8 +176,8 @@ impl Journal {
         Ok((page.entries.iter().filter_map(entry).collect(), page.more))
     }
 
-    /// Enters what a name is newly reserved for; false where somebody has given that
-    /// up already.
+    /// Writes the entry of a new reservation; false if another controller has given it up
+    /// already.
     pub fn enter(
         &self,
         journal: &IoCtx,
@@ -190,15 +189,14 @@ impl Journal {
         let keys = entry.to_keys(self.kind);
         let set = keys.iter().map(|(key, value)| (*key, value.as_str()));
         match pool.operate(&object, &WriteOp::new().create().set(set)) {
-            // Whoever gives a create up takes its name away before its entry.
+            // A controller that gives a create up removes its name before its entry.
             Ok(()) => Ok(self.find(journal, &entry.name)? == Some(reserved)),
             Err(error) if error.is_exists() => Ok(false),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Completes the entry that ceph-csi has begun; what it says already is what
-    /// counts.
+    /// Completes an entry of ceph-csi; the keys that it has already are kept.
     pub fn go_on(
         &self,
         pool: &IoCtx,
@@ -223,7 +221,7 @@ impl Journal {
         Ok(there)
     }
 
-    /// What is known of an image; none: nothing at all.
+    /// The entry of an image, if there is one.
     pub fn read(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<JournalEntry>, JournalError> {
         let object = self.object(uuid);
         let keys = match pool.omap_list(&object, "") {
@@ -242,8 +240,8 @@ impl Journal {
         Ok(Some(entry))
     }
 
-    /// Adds the image's id to its entry: then it is complete. False where somebody
-    /// has given it up meanwhile.
+    /// Adds the image's id to its entry: then it is complete. False if another
+    /// controller has given it up meanwhile.
     pub fn complete(
         &self,
         pool: &IoCtx,
@@ -263,8 +261,8 @@ impl Journal {
         }
     }
 
-    /// Gives up what this driver has begun under a name, so that it can never be
-    /// completed, by whomever; false where it is complete, or not this driver's.
+    /// Gives up this driver's attempt under a name, so that no controller can complete it;
+    /// false if it is complete, or not this driver's.
     pub fn give_up(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
         let object = self.object(uuid);
         let given_up = (entry::MAKING, CreateState::GivenUp.value());
@@ -293,7 +291,7 @@ impl Journal {
         }
     }
 
-    /// Forgets what is deleted: the name, if it leads there, and then the entry.
+    /// Removes a deleted volume or snapshot: the name, if it leads there, then the entry.
     pub fn forget(
         &self,
         journal: &IoCtx,
@@ -305,7 +303,7 @@ impl Journal {
         self.remove_entry(pool, reserved.uuid)
     }
 
-    /// Takes a name back, if it leads there.
+    /// Removes a name, if it leads there.
     pub fn remove_name(
         &self,
         journal: &IoCtx,
@@ -315,7 +313,7 @@ impl Journal {
         let (key, value) = (self.key(name), reserved.to_string());
         let op = WriteOp::new().compare(&key, &value).unset([key.as_str()]);
         match journal.operate(&self.directory, &op) {
-            // It has gone, or belongs to a newer one.
+            // It is gone, or belongs to a newer reservation.
             Err(error) if !(error.is_mismatch() || error.is_not_found()) => Err(error.into()),
             _ => Ok(()),
         }

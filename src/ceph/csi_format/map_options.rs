@@ -1,5 +1,5 @@
-//! What a volume's class and context say about how its image is mapped: the
-//! controller refuses what the node would.
+//! The map options of a volume's class and context: the controller refuses those that the
+//! node would refuse.
 //!
 //! Everything here ends up in one line of text that the driver parts at blanks
 //! and commas, so nothing gets in that could part it elsewhere, and nothing

@@ -1,4 +1,4 @@
-//! The clients that were taken off a cluster.
+//! The clients that are blocklisted.
 
 use std::time::Duration;
 
@@ -13,22 +13,22 @@ use crate::ceph::client::{
 
 /// The object of a pool's fences.
 const FENCES: &str = "uring-csi.fenced";
-/// How long a client stays off a cluster unless its fence is lifted: longer than a
-/// node runs that nobody looks after.
+/// How long a client is blocklisted unless its fence is lifted: longer than a neglected
+/// node runs.
 const FENCED_FOR: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Keys read at once.
 const PAGE: u64 = 1000;
 
-/// A client that was taken off the cluster.
+/// A client that is blocklisted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fence {
     /// The node that it belongs to.
     pub node: String,
     /// The client.
     pub client: Client,
-    /// The volume that it did not let go of.
+    /// The volume that it did not release.
     pub volume: String,
-    /// The node says that nothing of it is left.
+    /// Whether the node reports that it is gone.
     #[serde(default)]
     pub gone: bool,
 }
@@ -38,12 +38,12 @@ pub struct Fence {
 pub struct Fences(IoCtx);
 
 impl Fences {
-    /// Those of this pool.
+    /// The fences of this pool.
     pub fn of(pool: &IoCtx) -> Self {
         Self(pool.clone())
     }
 
-    /// All of them.
+    /// All fences.
     pub fn list(&self) -> Result<Vec<Fence>, CephError> {
         let page = match self.0.omap_page(FENCES, "", "", PAGE) {
             Err(error) if error.is_not_found() => return Ok(Vec::new()),
@@ -63,10 +63,9 @@ impl Fences {
         self.0.omap_set(FENCES, &[(&fence.client.address, &text)])
     }
 
-    /// Takes a client off the cluster: once every OSD knows it, nothing that it
-    /// still sends is written.
+    /// Blocklists a client: once every OSD knows, none of its writes is carried out.
     pub fn raise(&self, fence: &Fence) -> Result<(), CephError> {
-        // Before, so that none is forgotten.
+        // Recorded first, so that no fence is forgotten.
         self.enter(fence)?;
         blocklist(
             self.0.cluster(),
@@ -76,7 +75,7 @@ impl Fences {
         )
     }
 
-    /// Says that nothing is left of a client.
+    /// Records that a client is gone.
     pub fn is_gone(&self, fence: &Fence) -> Result<(), CephError> {
         self.enter(&Fence {
             gone: true,
@@ -84,7 +83,7 @@ impl Fences {
         })
     }
 
-    /// Lets a client that is gone go.
+    /// Lifts the fence of a client that is gone.
     pub fn lift(&self, fence: &Fence) -> Result<(), CephError> {
         let address = &fence.client.address;
         blocklist(self.0.cluster(), "rm", address, None)?;
@@ -92,7 +91,7 @@ impl Fences {
     }
 }
 
-/// `ceph osd blocklist`. To remove takes more than `profile rbd`.
+/// `ceph osd blocklist`. Removing an entry needs more capabilities than `profile rbd`.
 fn blocklist(
     cluster: &Cluster,
     what: &str,

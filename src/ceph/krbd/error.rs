@@ -22,19 +22,19 @@ pub enum KrbdError {
     /// No monitor's name is known.
     #[error("cannot look up the monitor {monitor}")]
     Lookup {
-        /// As it is configured.
+        /// The configured name.
         monitor: String,
         /// The resolver's answer.
         source: io::Error,
     },
-    /// There is no address for the protocol that is to be spoken.
+    /// There is no address for the version of the protocol.
     #[error(
         "ms_mode={mode} needs monitors on the ports of that protocol (3300; 6789 with legacy), but the configuration has {monitors}"
     )]
     WrongVersion {
         /// The mode.
         mode: String,
-        /// What is configured.
+        /// The configured addresses.
         monitors: String,
     },
     /// No monitor answers; the driver was not asked.
@@ -42,10 +42,10 @@ pub enum KrbdError {
     Silent {
         /// The image.
         image: String,
-        /// Which monitors, and for how long.
+        /// The monitors, and the time waited.
         source: MonitorError,
     },
-    /// The driver has not all of the image's features.
+    /// The driver lacks features of the image.
     #[error(
         "image {image} has features that this kernel's RBD driver lacks: {lacking}; it has {supported}"
     )]
@@ -54,7 +54,7 @@ pub enum KrbdError {
         image: String,
         /// The features.
         lacking: Features,
-        /// What the driver has.
+        /// The driver's features.
         supported: Features,
     },
     /// The names do not fit into the driver's line.
@@ -77,7 +77,7 @@ pub enum KrbdError {
         /// What is different about it.
         how: &'static str,
     },
-    /// An image of that name is mapped, and it can't be told whether it is this.
+    /// An image of that name is mapped, and may be another cluster's.
     #[error(
         "image {image}: {node} has an image of that name, mapped by others with {monitors}; whether it is this one cannot be told, so nothing is mapped: unmap it (rbd unmap {node}), or configure a monitor that it was mapped with"
     )]
@@ -86,7 +86,7 @@ pub enum KrbdError {
         image: String,
         /// The device's node.
         node: PathBuf,
-        /// With which monitors.
+        /// Its monitors.
         monitors: String,
     },
     /// The image is mapped several times.
@@ -137,7 +137,7 @@ pub enum KrbdError {
         /// The device's node.
         node: PathBuf,
     },
-    /// The image did not get as large as it should.
+    /// The image has not grown to the size.
     #[error(
         "{node} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown, or the cluster does not tell this node"
     )]
@@ -146,9 +146,9 @@ pub enum KrbdError {
         image: String,
         /// The device's node.
         node: PathBuf,
-        /// What it has.
+        /// Its size.
         bytes: u64,
-        /// What it should have.
+        /// The size required.
         wanted: u64,
     },
     /// The kernel refused something else.
@@ -156,14 +156,14 @@ pub enum KrbdError {
     Device {
         /// What was tried.
         what: &'static str,
-        /// With what.
+        /// The subject.
         subject: String,
         /// The kernel's answer.
         source: io::Error,
     },
 }
 
-/// What the bare answer does not say.
+/// A hint on the kernel's answer.
 fn reason(source: &io::Error) -> &'static str {
     match source.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::NXIO) => {
@@ -212,7 +212,7 @@ impl KrbdError {
         }
     }
 
-    /// Whether another mounter may map the image where this driver can't.
+    /// Whether another mounter may map the image if this driver cannot.
     pub fn is_for_another_mounter(&self) -> bool {
         match self {
             Self::NoDriver(_) | Self::Features { .. } => true,
@@ -221,7 +221,7 @@ impl KrbdError {
         }
     }
 
-    /// Whether the client that it was to share is off the cluster.
+    /// Whether the client that it would share is blocklisted.
     pub fn is_fenced(&self) -> bool {
         match self {
             Self::Map { source, .. } => {
@@ -231,7 +231,7 @@ impl KrbdError {
         }
     }
 
-    /// Whether somebody uses the device.
+    /// Whether the device is in use.
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Busy { .. })
     }

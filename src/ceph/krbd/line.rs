@@ -1,17 +1,16 @@
 //! The line by which the driver maps an image:
 //! `<monitors> <options> <pool> <image> <snapshot>`.
 //!
-//! It is parted at blanks, so no name may have one. Maps with equal options
-//! share one client of the cluster: nothing is in them that differs from volume
-//! to volume without need.
+//! The driver splits it at blanks, so no name may have one. Maps with equal options share
+//! one client of the cluster, so the options differ between volumes only where they must.
 //!
 //! Source: drivers/block/rbd.c, `rbd_add_parse_args`.
 
 use super::{KrbdError, Mark, Wanted, monitors};
 use crate::ceph::csi_format::map_options::{MapOption, is_word};
 
-/// Seconds that a cluster whose monitors went away may hold up all maps of the
-/// node: well below the deadlines of those who call.
+/// Seconds that a cluster whose monitors went away may delay all maps of the node: well
+/// below the deadlines of calls.
 const MOUNT_TIMEOUT: u32 = 30;
 
 /// The longest line that sysfs takes is a page; some room is left.

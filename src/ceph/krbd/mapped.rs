@@ -1,11 +1,9 @@
-//! What is mapped on this node, as sysfs shows it. Reading it never waits for
-//! a device.
+//! The mapped images of this node, by sysfs. Reading it never waits for a device.
 //!
-//! What the driver was told stays readable in `config_info`, and the name of
-//! the key in it is ours to choose: it says for which volume the image was
-//! mapped, so that what a killed agent mapped is found. What others mapped is
-//! known by the ids of pool and image, and by the monitors it was mapped with:
-//! a name alone says nothing, for another cluster may have the same.
+//! The line of a map stays readable in `config_info`, with the key's name, which the agent
+//! chooses: it has the volume's handle, by which the next agent finds the map of one that
+//! was killed. Maps of other programs are identified by the ids of pool and image and by
+//! the monitors: a name alone does not suffice, as another cluster may have the same.
 //!
 //! Source: Documentation/ABI/testing/sysfs-bus-rbd.
 
@@ -24,31 +22,31 @@ use crate::{
 /// Below it is a directory for each mapped image.
 const DEVICES: &str = "/sys/bus/rbd/devices";
 
-/// How sysfs writes that an image is mapped and not a snapshot of it.
+/// sysfs's word for an image that is not a snapshot.
 const NO_SNAPSHOT: &str = "-";
 
 /// The address of the client that has an image open.
 const CLIENT_ADDRESS: &str = "client_addr";
 
-/// Stands before our marks.
+/// The prefix of marks.
 const OURS: &str = "uring-csi";
 
-/// What stands for itself within a part of a mark.
+/// The characters that a part of a mark does not escape.
 const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
 
-/// For which volume an image was mapped: the name of the key it was mapped with.
+/// The volume that an image was mapped for: the name of the key it was mapped with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mark {
     /// The `clusterID` of the configuration that it was mapped by.
     pub cluster_id: String,
     /// The volume's handle.
     pub volume_id: String,
-    /// What no other mark has.
+    /// A value that no other mark has.
     pub nonce: String,
 }
 
 impl Mark {
-    /// A mark that no device has yet.
+    /// A new mark.
     pub fn new(cluster_id: &str, volume_id: &str) -> Self {
         Self {
             cluster_id: cluster_id.to_owned(),
@@ -87,7 +85,7 @@ impl std::fmt::Display for Mark {
     }
 }
 
-/// What makes a mapped image that one and no other, in the cluster's own ids.
+/// The identity of a mapped image, by the cluster's own ids.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MappedIds {
     /// The cluster.
@@ -109,18 +107,18 @@ pub struct Mapped {
     pub image: ImageSpec,
     /// Its ids.
     pub identity: MappedIds,
-    /// What it was mapped by.
+    /// The arguments of its map.
     pub config: MapConfig,
 }
 
-/// What the driver was told, as far as it is of use and no secret.
+/// The arguments of a map that are needed, none of them secret.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MapConfig {
     /// The monitors.
     pub monitors: Vec<SocketAddr>,
-    /// For whom it was mapped, where this or an earlier agent did it.
+    /// Its mark, if an agent of this driver mapped it.
     pub mark: Option<Mark>,
-    /// No other mapped image has its client.
+    /// Whether its client is its own.
     pub noshare: bool,
 }
 
@@ -142,8 +140,8 @@ impl MapConfig {
 }
 
 impl Mapped {
-    /// What is mapped as the device of that number; none where the device is
-    /// another driver's, or gone.
+    /// The image that is mapped as the device of that number; none if the device belongs
+    /// to another driver, or is gone.
     pub fn of(dev: Dev) -> Option<Self> {
         Self::of_id(id_of(dev)?).ok()
     }
@@ -192,7 +190,7 @@ fn id_of(dev: Dev) -> Option<u32> {
 /// The mapped images of that name, whatever their pools; or all.
 pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
     let entries = match fs::read_dir(DEVICES) {
-        // The driver is not there, so neither is what it would have mapped.
+        // Without the driver no image is mapped.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries?,
     };
@@ -215,8 +213,8 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
     Ok(found)
 }
 
-/// The number of the driver's client that has the image open for the device: what
-/// it is called among the image's watchers.
+/// The id of the driver's client that has the image open for the device, as among the
+/// image's watchers.
 pub fn client_of(dev: Dev) -> Option<i64> {
     let text = attribute(id_of(dev)?, "client_id").ok()?;
     text.strip_prefix("client")?.parse().ok()
@@ -239,7 +237,7 @@ pub fn addresses() -> io::Result<Vec<String>> {
     Ok(found)
 }
 
-/// Missing, or of a device that went while the file was open.
+/// Whether the file is missing, or its device went while it was open.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound
         || error.raw_os_error() == Some(Errno::NODEV.raw_os_error())

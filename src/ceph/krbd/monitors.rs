@@ -1,9 +1,9 @@
-//! A cluster's monitors, as the driver wants them: numeric addresses, all of
-//! one version of the messenger protocol.
+//! A cluster's monitors, as the driver takes them: numeric addresses, all of one version
+//! of the messenger protocol.
 //!
 //! The driver speaks the first version unless `ms_mode` says otherwise, and
-//! each version has ports of its own; given the other's it tries until its time
-//! is up. Where the configuration has addresses of the second version only, the
+//! each version has ports of its own; with the other's it tries until its
+//! timeout. Where the configuration has addresses of the second version only, the
 //! mode is chosen for it.
 //!
 //! Sources: rbd(8), `ms_mode`; net/ceph/ceph_common.c, `ceph_parse_ips`; Ceph's
@@ -36,12 +36,12 @@ pub struct Monitors {
     v2: Vec<SocketAddr>,
 }
 
-/// The addresses that the driver is given, and how it is to speak.
+/// The addresses and the mode for the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spoken<'a> {
     /// All of one version.
     pub addresses: &'a [SocketAddr],
-    /// The mode, where the volume does not say it and one is needed.
+    /// The mode, if one is needed and the volume does not name it.
     pub ms_mode: Option<&'static str>,
 }
 
@@ -59,7 +59,7 @@ impl Monitors {
                 });
             }
         }
-        // One that is known is enough.
+        // One known name is enough.
         match missing {
             Some(error) if resolved.v1.is_empty() && resolved.v2.is_empty() => Err(error),
             _ => Ok(resolved),
@@ -69,7 +69,7 @@ impl Monitors {
     fn add(&mut self, address: &Address) -> io::Result<()> {
         let is_v1 = address.messenger != Some(Messenger::V2) && address.port != Some(V2_PORT);
         let is_v2 = address.messenger != Some(Messenger::V1) && address.port != Some(V1_PORT);
-        // Said outright, it may have the other's port.
+        // An explicit one may use the other's port.
         let is_v1 = is_v1 || address.messenger == Some(Messenger::V1);
         let is_v2 = is_v2 || address.messenger == Some(Messenger::V2);
         for (wanted, list, port) in [

@@ -1,8 +1,8 @@
 //! Whether an image is mapped already.
 //!
-//! Another cluster may have an image of the same names, so names alone never
-//! suffice. By whom it was mapped tells, or else the pool's id and the monitors;
-//! where nothing tells, the map is refused.
+//! Another cluster may have an image of the same names, so names alone never suffice. The
+//! mark decides, or else the pool's id and the monitors; if they do not, the map is
+//! refused.
 
 use std::{io, path::PathBuf};
 
@@ -13,7 +13,7 @@ use super::{
     monitors,
 };
 
-/// The device of the image as it is wanted, where it is mapped already.
+/// The device of the requested image, if it is mapped already.
 pub fn find(wanted: &Wanted<'_>) -> Result<Option<RbdDevice>, KrbdError> {
     let Wanted {
         image, read_only, ..
@@ -44,18 +44,18 @@ pub fn find(wanted: &Wanted<'_>) -> Result<Option<RbdDevice>, KrbdError> {
     })
 }
 
-/// What a mapped image of the wanted one's name is.
+/// The relation of a mapped image to the requested one of the same name.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Which {
-    /// The wanted one.
+    /// It is the requested one.
     It,
-    /// Another cluster's.
+    /// It is another cluster's.
     Another,
-    /// Nobody can tell.
+    /// Unknown.
     Doubtful,
 }
 
-/// What the mapped image is, which has the wanted one's names.
+/// Compares a mapped image with the requested one, which has the same names.
 pub fn which(mapped: &Mapped, wanted: &Wanted<'_>) -> Which {
     let mark = mapped.config.mark.as_ref();
     let is_its_pool = wanted.pool_id.map(|id| id == mapped.identity.pool_id);
@@ -66,7 +66,7 @@ pub fn which(mapped: &Mapped, wanted: &Wanted<'_>) -> Which {
     match (is_its_pool, wanted.monitors.share(&mapped.config.monitors)) {
         (Some(false), _) => Which::Another,
         (_, true) => Which::It,
-        // By us, and for another cluster that has no monitor in common.
+        // By this driver, for another cluster without a common monitor.
         (_, false) if mark.is_some() => Which::Another,
         (_, false) => Which::Doubtful,
     }
@@ -113,7 +113,7 @@ pub fn marked(image: &ImageSpec, mark: &Mark) -> Result<RbdDevice, KrbdError> {
     look().map_err(failed("find the device of image", image.to_string()))
 }
 
-/// What was mapped for the volume, where its agent did not note it.
+/// The image that was mapped for the volume, if its agent did not record it.
 pub fn find_marked(volume_id: &str) -> io::Result<Option<Mapped>> {
     let listed = mapped::list(None)?.into_iter();
     let mut its = listed.filter(|mapped| {

@@ -1,4 +1,4 @@
-//! How a connection is made, and within what time.
+//! Making a connection, with its timeouts.
 
 use std::{
     ffi::CStr,
@@ -17,7 +17,7 @@ use crate::ceph::client::{
     monitor,
 };
 
-/// How long a cluster may take. The library counts whole seconds.
+/// The timeouts of a cluster. The library counts whole seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
     /// To connect, from the first packet to the cluster's map.
@@ -38,8 +38,8 @@ impl Default for Timeouts {
 impl Cluster {
     /// Connects to the cluster of these monitors, each as `mon_host` takes it.
     ///
-    /// No `ceph.conf`, keyring or environment is read. The key is handed over in
-    /// memory; the library keeps it for as long as the connection lasts.
+    /// No `ceph.conf`, keyring or environment is read. The key is passed in
+    /// memory; the library keeps it as long as the connection lasts.
     pub fn connect(
         monitors: &[String],
         credentials: &Credentials,

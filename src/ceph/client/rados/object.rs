@@ -1,4 +1,4 @@
-//! An object: its bytes, and who watches it.
+//! An object: its bytes and its watchers.
 
 use std::{ffi::c_int, ptr, time::Duration};
 
@@ -7,8 +7,7 @@ use rustix::io::Errno;
 use super::IoCtx;
 use crate::ceph::client::CephError;
 
-/// How long those who watch an object may take to acknowledge a notification: the
-/// OSDs count whole seconds.
+/// The time for watchers to acknowledge a notification: the OSDs count whole seconds.
 const NOTICED_WITHIN: Duration = Duration::from_secs(1);
 
 impl IoCtx {
@@ -39,7 +38,7 @@ impl IoCtx {
         Ok(bytes)
     }
 
-    /// Has a class of the OSDs' change an object; what it answers is passed over
+    /// Calls a method of an object class, which changes the object, and ignores its output
     /// ([`CephError::is_not_found`]).
     pub(in crate::ceph::client) fn execute(
         &self,
@@ -66,10 +65,10 @@ impl IoCtx {
         })
     }
 
-    /// Sends a notification to all who watch an object, and says who they are: the
-    /// numbers of their connections ([`Cluster::instance_id`]). It takes one round
-    /// trip where nobody does, else until all have acknowledged it, a second at
-    /// most: one that is dead is among them until the cluster ends its watch.
+    /// Notifies the watchers of an object, and returns the ids of their connections
+    /// ([`Cluster::instance_id`]). It takes one round trip without watchers, else until all
+    /// have acknowledged it, a second at most: a dead one is a watcher until the cluster
+    /// ends its watch.
     ///
     /// Blocks while the OSD does not answer: the timeout for operations does not
     /// apply to notifications.

@@ -6,9 +6,9 @@
 //! rbd_mirroring      who is mirrored       <name>.rbd        of format 1
 //! ```
 //!
-//! Whoever has an image mapped or open for writing watches its header to hear of
-//! changes and requests by others; readers do not. So a notification is acknowledged by all of
-//! them, one of a kind that they do not know, too, and nothing else comes of that.
+//! A client that has an image mapped or open for writing watches its header for changes and
+//! requests of others; a reader does not. So all of these clients acknowledge a
+//! notification, also of an unknown kind, which has no other effect.
 //!
 //! Sources: Ceph's `cls_rbd.cc` for what is kept where (in a header's omap `features`,
 //! 64 bits, little endian, and `metadata_<key>`; `mirror::image_key`); librbd's
@@ -25,14 +25,14 @@ use crate::ceph::client::{
     rados::{IoCtx, WriteOp},
 };
 
-/// A notification of a kind that there is not: version and compatible version of its
+/// A notification of an unknown kind: version and compatible version of its
 /// encoding, the length of what follows, and the number of its kind.
 const UNKNOWN: [u8; 10] = [1, 1, 4, 0, 0, 0, 0xff, 0xff, 0xff, 0xff];
 
-/// What stands before the keys of an image's metadata.
+/// The prefix of the keys of an image's metadata.
 const METADATA: &str = "metadata_";
 
-/// Where an image's features are.
+/// The key of an image's features.
 const FEATURES: &str = "features";
 
 /// The key of the group that an image is a member of (`RBD_GROUP_REF`).
@@ -70,8 +70,8 @@ impl Header {
         self.id.as_deref()
     }
 
-    /// The image's features, and, in the same round trip, what is noted under a key of
-    /// its metadata.
+    /// The image's features, and, in the same round trip, the value of a key of its
+    /// metadata.
     pub fn features_and(&self, key: &str) -> Result<(Features, Option<String>), CephError> {
         let key = format!("{METADATA}{key}");
         let mut found = self.io.omap_get_bytes(&self.object, &[FEATURES, &key])?;
@@ -115,28 +115,29 @@ impl Header {
         Ok(found.contains_key(GROUP))
     }
 
-    /// What is noted on the image: all keys with their values.
+    /// The image's metadata: all keys with their values.
     pub fn metadata(&self) -> Result<BTreeMap<String, String>, CephError> {
         let keys = self.io.omap_list(&self.object, METADATA)?;
         let bare = |(key, value): (String, String)| (key[METADATA.len()..].to_owned(), value);
         Ok(keys.into_iter().map(bare).collect())
     }
 
-    /// What is noted under one key; nothing where it is not set.
+    /// The value of one key of the metadata, if it is set.
     pub fn metadata_get(&self, key: &str) -> Result<Option<String>, CephError> {
         let key = format!("{METADATA}{key}");
         Ok(self.io.omap_get(&self.object, &[&key])?.remove(&key))
     }
 
-    /// Notes something. Nobody is told: librbd reads it when it opens the image.
+    /// Sets a key of the metadata, without a notification: librbd reads it when it opens the
+    /// image.
     pub fn metadata_set(&self, key: &str, value: &str) -> Result<(), CephError> {
         let key = format!("{METADATA}{key}");
-        // Else the header of an image that was just removed would be made.
+        // Without it the header of an image that was just removed would be created.
         let op = WriteOp::new().assert_exists().set([(&*key, value)]);
         self.io.operate(&self.object, &op)
     }
 
-    /// Takes a note away, where it is set.
+    /// Removes a key of the metadata, if it is set.
     pub fn metadata_remove(&self, key: &str) -> Result<(), CephError> {
         let key = format!("{METADATA}{key}");
         self.io.omap_remove(&self.object, &[&key])

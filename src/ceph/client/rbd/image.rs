@@ -13,10 +13,10 @@ use crate::ceph::client::{
     rados::IoCtx,
 };
 
-/// What an image is opened for.
+/// The mode in which an image is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenMode {
-    /// To look at it. No watch is set: this client is not among the watchers.
+    /// To read it. No watch is set: this client is not among the watchers.
     ReadOnly,
     /// To change it. This client watches it, until it is closed.
     ReadWrite,
@@ -25,7 +25,7 @@ pub enum OpenMode {
 /// An open image. It is closed when dropped, which may block.
 pub struct Image {
     raw: abi::Image,
-    /// By what it was opened, name or id.
+    /// The name or id by which it was opened.
     name: String,
     io: IoCtx,
 }
@@ -43,7 +43,7 @@ pub struct Watcher {
     pub address: String,
     /// Its number in the cluster.
     pub client: i64,
-    /// Which of its watches.
+    /// The number of its watch.
     pub cookie: u64,
     /// Whether it is this connection.
     pub own: bool,
@@ -68,8 +68,7 @@ impl Image {
         Self::open_by(open, io, name)
     }
 
-    /// Opens the image with that id, whatever it is called and though it be in
-    /// the trash.
+    /// Opens the image with that id, whatever its name, also in the trash.
     pub fn open_by_id(io: &IoCtx, id: &str, access: OpenMode) -> Result<Self, CephError> {
         let functions = &io.cluster().libraries().rbd;
         let open = match access {
@@ -92,7 +91,7 @@ impl Image {
         })
     }
 
-    /// Where it is.
+    /// Its pool and namespace.
     pub fn io(&self) -> &IoCtx {
         &self.io
     }
@@ -165,8 +164,8 @@ impl Image {
         Ok(system_time(time))
     }
 
-    /// Makes it larger; as large already, nothing happens. A smaller size is
-    /// invalid ([`CephError::is_invalid`]).
+    /// Grows it to this size, if it is smaller. A smaller size is invalid
+    /// ([`CephError::is_invalid`]).
     pub fn grow(&self, size: u64) -> Result<(), CephError> {
         let resize = self.functions().rbd_resize2;
         // SAFETY: the image is open; nobody wants to hear of progress.
@@ -174,8 +173,8 @@ impl Image {
         self.call("grow").changed(answer)
     }
 
-    /// Copies all that is still read from the parent, and forgets the parent:
-    /// takes as long as the parent is large. Without a parent it is invalid
+    /// Copies the data that is still read from the parent, and unlinks the parent: the time
+    /// grows with the parent's size. Without a parent it is invalid
     /// ([`CephError::is_invalid`]).
     pub fn flatten(&self) -> Result<(), CephError> {
         // SAFETY: the image is open.
@@ -183,8 +182,8 @@ impl Image {
         self.call("flatten").changed(answer)
     }
 
-    /// Who has it open for writing, or mapped so: the kernel's driver sets no watch
-    /// for what it maps read-only.
+    /// The clients that have it open or mapped for writing: the kernel's driver sets no watch
+    /// for a read-only map.
     pub fn watchers(&self) -> Result<Vec<Watcher>, CephError> {
         let functions = self.functions();
         let mut rows: Vec<abi::Watcher> =

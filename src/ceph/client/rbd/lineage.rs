@@ -1,4 +1,4 @@
-//! Which images are made of which, and which belong together.
+//! Parents, children and groups of images.
 
 use std::{mem, ptr};
 
@@ -51,7 +51,7 @@ unsafe fn linked(raw: &abi::LinkedImage) -> LinkedImage {
 }
 
 impl Image {
-    /// What it was cloned from; nothing where it was not, or was flattened.
+    /// Its parent; none if it is no clone, or was flattened.
     pub fn parent(&self) -> Result<Option<Parent>, CephError> {
         let functions = self.functions();
         // SAFETY: integers, null pointers and false are all zero.

@@ -1,4 +1,4 @@
-//! What is noted on an image: keys and values of text.
+//! The metadata of an image: keys and values of text.
 
 use std::collections::BTreeMap;
 

@@ -1,11 +1,11 @@
-//! What an image is to its mirrors in other clusters.
+//! The role of an image towards its mirrors in other clusters.
 
 use std::{mem, ptr};
 
 use super::{Image, Watcher, abi};
 use crate::ceph::client::CephError;
 
-/// What an image is to its mirrors. Their daemons (`rbd-mirror`) watch it, too.
+/// The role of an image towards its mirrors. Their daemons (`rbd-mirror`) watch it, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mirroring {
     /// It has none.
@@ -17,9 +17,8 @@ pub enum Mirroring {
 }
 
 impl Image {
-    /// These watchers of it, if they are more than do no harm: so many that are known,
-    /// and, where it is mirrored, so many daemons; else none. Which of them is a
-    /// daemon, nobody says.
+    /// These watchers, if there are more than the `known` ones and, for a mirrored image,
+    /// the daemons; else none. A watcher does not tell whether it is a daemon.
     pub fn harmful(
         &self,
         watchers: Vec<Watcher>,

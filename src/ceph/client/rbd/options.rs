@@ -1,11 +1,11 @@
-//! How a new image is laid out.
+//! The layout of a new image.
 
 use std::ptr;
 
 use super::{Features, abi};
 use crate::ceph::client::{CephError, library::Libraries, rados::IoCtx};
 
-/// How a new image is laid out; what is not said is as the cluster is configured.
+/// The layout of a new image; the cluster's configuration gives the rest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageOptions {
     /// Which features it has; those that the other options need come by themselves.

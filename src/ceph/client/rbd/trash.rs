@@ -1,4 +1,4 @@
-//! The trash of a pool: images that are gone by name, and still there by id.
+//! The trash of a pool: images without a name, kept by their id.
 //!
 //! To move an image there takes milliseconds; to remove it takes as long as it
 //! has objects, and waits until its last watcher, snapshot and clone is gone.
@@ -15,7 +15,7 @@ use crate::ceph::client::{CephError, call::owned, or_missing, rados::IoCtx};
 const TRASH: &str = "rbd_trash";
 const NAMES: &str = "rbd_directory";
 
-/// What the trash says of an image (`cls::rbd::TrashImageState`).
+/// The state of an image in the trash (`cls::rbd::TrashImageState`).
 const NORMAL: u8 = 0;
 const MOVING: u8 = 1;
 
@@ -91,7 +91,7 @@ pub fn get(io: &IoCtx, id: &str) -> Result<Trashed, CephError> {
     }
 }
 
-/// All that is in the trash.
+/// All images in the trash.
 pub fn list(io: &IoCtx) -> Result<Vec<Trashed>, CephError> {
     let call = io.cluster().call("list", || format!("the trash of {io}"));
     let functions = &io.cluster().libraries().rbd;
