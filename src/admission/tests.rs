@@ -52,7 +52,7 @@ fn a_domain_leaves_places_to_others() {
 }
 
 #[test]
-fn a_full_queue_refuses_and_says_so() {
+fn a_full_queue_refuses_with_the_reason() {
     let gate = gate(1, 4);
     let _place = admitted(gate.ask("dead"));
     let _waiting: Vec<_> = (0..3).map(|_| waits(gate.ask("dead"))).collect();

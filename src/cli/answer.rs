@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_lines_up_and_says_when_it_is_empty() {
+    fn a_table_is_aligned_and_reports_that_it_is_empty() {
         let rows = [
             ["a".to_owned(), String::new()],
             ["long-name".to_owned(), "x".to_owned()],

@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dying_process_is_known_by_its_status() {
+    fn a_dying_process_is_recognised_by_its_status() {
         let own = fs::read_to_string("/proc/self/status").unwrap();
         assert!(!is_dying(&own));
         assert!(is_dying(

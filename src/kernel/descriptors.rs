@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_limit_is_raised_to_what_is_allowed() {
+    fn the_descriptor_limit_is_raised_to_the_hard_limit() {
         let before = getrlimit(Resource::Nofile);
         let lower = before.maximum.map_or(1024, |hard| hard - 1);
         let lowered = Rlimit {

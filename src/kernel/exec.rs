@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_reads_its_input_and_says_how_it_ended() {
+    fn a_program_reads_its_input_and_reports_its_exit() {
         let output = run(
             "sh",
             &["-c", "cat; echo no >&2; exit 3"],

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_this_threads_alone_and_goes_when_dropped() {
+    fn a_key_is_visible_to_its_thread_only_and_removed_on_drop() {
         let key = ThreadKey::add("user", "uring-csi-test", b"payload").unwrap();
         assert!(is_found("uring-csi-test"));
         assert!(

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_runs_is_not_exiting_and_one_that_nobody_reaped_is() {
+    fn only_a_process_not_yet_reaped_is_exiting() {
         assert!(!is_exiting(rustix::process::getpid()));
         let mut child = crate::kernel::exec::command("true", &[""; 0])
             .spawn()

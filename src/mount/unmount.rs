@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_topmost_mount_goes_first_and_nothing_mounted_is_already_done() {
+    fn unmount_removes_the_topmost_mount_and_is_idempotent() {
         let scratch = Scratch::new();
         let place = scratch.directory("a name with spaces");
         assert_eq!(unmount(&place).expect("nothing"), Done::Already);

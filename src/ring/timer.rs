@@ -50,7 +50,7 @@ mod tests {
     use crate::ring;
 
     #[test]
-    fn sleeps_as_long_as_it_says_and_in_order() {
+    fn timers_fire_in_order_and_not_early() {
         ring::start(async {
             let begun = Instant::now();
             let long = sleep(Duration::from_millis(20));

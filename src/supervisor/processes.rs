@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_is_known_by_its_command_line() {
+    fn a_daemon_is_recognised_by_its_command_line() {
         let monitors = Some("h:6789".to_owned());
         let known = Some(("a handle".to_owned(), "pool/image".to_owned(), monitors));
         let ours = [
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_known_by_when_it_began() {
+    fn a_process_is_identified_by_its_start_time() {
         let own = process(rustix::process::getpid().as_raw_nonzero().get()).unwrap();
         assert!(own.began > process(1).unwrap().began);
         assert_eq!(process(own.pid), Some(own));

@@ -1,4 +1,4 @@
-//! Raw block devices, with kubelet's way of holding on to them.
+//! Raw block volumes: content, growth, and how kubelet keeps their devices open.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! What the specification lays down for each call of the Controller service.
+//! What the CSI specification demands of each call of the Controller service.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -40,7 +40,7 @@ fn images(sandbox: &Sandbox) -> usize {
 }
 
 #[test]
-fn create_refuses_what_is_missing_or_oversized() {
+fn create_refuses_missing_and_oversized_fields() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
         let wrong: &[(&str, Spoil)] = &[
@@ -328,7 +328,7 @@ fn lists_come_in_pages() {
 }
 
 #[test]
-fn capacity_is_what_the_pool_has() {
+fn capacity_is_that_of_the_pool() {
     story(async |sandbox| {
         let controller = Controller::start(sandbox).await;
         let message = GetCapacityRequest {

@@ -1,4 +1,4 @@
-//! Snapshots and clones: what they hold, and when they are refused.
+//! Snapshots and clones: their content, and when they are refused.
 
 use testkit::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim,

@@ -1,5 +1,5 @@
-//! SIGKILL at any instant: the next call, in the agent's next life, finishes or
-//! undoes what was begun, and pods notice nothing.
+//! SIGKILL at any instant: the next call after a restart finishes or undoes the work, and
+//! pods keep running.
 
 use std::{fs, path::Path};
 

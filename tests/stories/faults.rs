@@ -1,9 +1,9 @@
-//! What a dead thing holds up: the eight volumes that stand on it, for as long as it
-//! is dead. Meanwhile 56 others live whole lives, an hour's worth of kubelet's calls to
-//! the eight takes no more of the machine than the first of them did, and when the
-//! thing comes back all ends well.
+//! A fault of a file, pool, server or OSD delays the eight volumes on it, and no others:
+//! 56 others go through their whole lifecycle meanwhile. An hour's worth of kubelet's calls
+//! to the eight takes no more threads, descriptors and memory than the first of them did,
+//! and all eight recover when the fault ends.
 //!
-//! Each story has one file system by turns; with `EVERY_FS` set, each has all three.
+//! Each story picks one file system at random; with `EVERY_FS` set it takes all three.
 
 use std::{env, net::TcpStream};
 
@@ -14,7 +14,7 @@ use testkit::{
     healthy_volumes, kernel_has_nbd, own_cluster_story, report_not_tested, story,
 };
 
-use crate::telling::free_port;
+use crate::observability::free_port;
 
 /// Clients that connect and say nothing.
 const IDLE: usize = 2000;

@@ -1,5 +1,5 @@
-//! Formatted volumes: what is written stays, options mean what they say, and
-//! nothing is formatted that is not proven blank.
+//! Formatted volumes: written data stays, mount and mkfs options take effect, and only what
+//! is proven blank is formatted.
 
 use std::{fs, os::unix::fs::FileExt as _, path::Path};
 
@@ -27,21 +27,21 @@ fn fs_type(at: &Path) -> String {
 }
 
 #[test]
-fn ext4_keeps_what_is_written() {
-    keeps_what_is_written("ext4");
+fn ext4_keeps_written_data() {
+    keeps_written_data("ext4");
 }
 
 #[test]
-fn xfs_keeps_what_is_written() {
-    keeps_what_is_written("xfs");
+fn xfs_keeps_written_data() {
+    keeps_written_data("xfs");
 }
 
 #[test]
-fn btrfs_keeps_what_is_written() {
-    keeps_what_is_written("btrfs");
+fn btrfs_keeps_written_data() {
+    keeps_written_data("btrfs");
 }
 
-fn keeps_what_is_written(kind: &'static str) {
+fn keeps_written_data(kind: &'static str) {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", kind);
@@ -132,7 +132,7 @@ fn a_context_is_refused_by_name_where_selinux_is_off() {
 
 /// Whoever wrote an image, not the node's owner, said what is in its superblock.
 #[test]
-fn an_image_s_own_settings_do_not_reach_the_node() {
+fn mount_settings_in_an_image_do_not_affect_the_node() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
@@ -159,7 +159,7 @@ fn an_image_s_own_settings_do_not_reach_the_node() {
 }
 
 #[test]
-fn an_image_that_is_too_small_says_so() {
+fn an_image_too_small_for_its_file_system_is_refused() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for (name, fs, bytes) in [("tiny", "ext4", 1000), ("small", "xfs", 8 * MIB)] {

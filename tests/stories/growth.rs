@@ -1,4 +1,4 @@
-//! Volumes that grow while they are used, and clones that come larger.
+//! Volumes that grow while a pod uses them, and clones that are larger than their source.
 
 use std::{fs, path::Path};
 

@@ -1,4 +1,4 @@
-//! Inline ephemeral volumes: made by their pod's publish, gone with its unpublish.
+//! Inline ephemeral volumes: created by their pod's publish, deleted by its unpublish.
 
 use std::{fs, time::Duration};
 

@@ -1,10 +1,10 @@
-//! End to end: the real binaries, called through their sockets as kubelet and
-//! the sidecars call them, on real loop devices, file systems and mounts. One
-//! file a story. Needs root. What takes more than that is ignored, and runs in
-//! `make test-kernel`. `STORY_SEED` repeats a random story, `SOAK_OPERATIONS` makes the
-//! long ones longer, `EVERY_STEP` leaves out none at which an agent may be killed,
-//! `EVERY_FS` no file system of those that stories have by turns, and `ENDS` says how
-//! often one ends that must end well.
+//! End to end: the real binaries, called through their sockets as kubelet and the sidecars
+//! call them, on real loop devices, file systems and mounts. Needs root. A story that needs
+//! more than that is ignored, and runs in `make test-kernel`.
+//!
+//! `STORY_SEED` repeats a random story, `SOAK_OPERATIONS` makes the soak longer,
+//! `EVERY_STEP` kills an agent at each of its steps, `EVERY_FS` tests every file system
+//! where a story picks one, and `ENDS` is how often a story of `exits` ends a process.
 
 // The ban on children is the product's, not its tests'.
 #![allow(clippy::disallowed_methods, missing_docs)]
@@ -15,13 +15,16 @@ mod copies;
 mod crashes;
 mod faults;
 mod filesystems;
-mod groups;
+mod fs_group;
 mod growth;
+mod hung_devices;
 mod inline;
+mod limits;
 mod nbd;
 mod nbd_pool;
 mod node_rules;
 mod nodes;
+mod observability;
 mod operator;
 mod paths;
 mod pools;
@@ -29,13 +32,10 @@ mod privileges;
 mod protection;
 mod rbd;
 mod rbd_controller;
+mod recovery;
 mod repeats;
-mod reused;
+mod reused_devices;
 mod soak;
-mod starts;
-mod storms;
-mod stuck;
-mod telling;
 mod test_bed;
 mod udevd;
 mod wire;

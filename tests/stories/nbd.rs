@@ -1,11 +1,10 @@
-//! Exports of NBD servers, on a kernel that has the driver: servers that are
-//! what they should be, that go away and come back, that change, and that are
-//! no servers at all.
+//! Exports of NBD servers, on a kernel that has the driver: servers that work, that stop and
+//! come back, whose exports change, and that do not speak NBD.
 
-mod away;
 mod growth;
 mod killed;
-mod lives;
+mod lifecycle;
+mod outages;
 mod refusals;
 mod restarts;
 
@@ -56,7 +55,7 @@ fn is_there(content: &Content, volume: &Volume, target: &std::path::Path) {
 }
 
 /// Twice up and down; what was written the first time is there the second.
-async fn whole_life(node: &Node, volume: &Volume) {
+async fn lifecycle(node: &Node, volume: &Volume) {
     let content = Content::new(&volume.handle);
     for round in 0..2 {
         let target = node.up(volume, "pod").await;

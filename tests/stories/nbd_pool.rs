@@ -1,6 +1,6 @@
-//! Volumes in the controller's pool, served by nbdkit to nodes that do not have
-//! the pool: made, grown, copied and deleted at the controller, attached as
-//! exports by the node. What needs no NBD device is told on any kernel.
+//! Volumes in the controller's pool that nbdkit exports to nodes without the pool: created,
+//! grown, copied and deleted by the controller, attached by the node. Stories that attach
+//! nothing run on any kernel.
 
 use std::{
     fs,
@@ -70,7 +70,7 @@ fn images(sandbox: &Sandbox, pool: &str) -> Vec<String> {
 
 /// From its making to its deletion, with a snapshot, a clone, and growth in use.
 /// `reflink`: the pool's file system copies by reference, so also while in use.
-async fn whole_life(
+async fn lifecycle(
     controller: &Controller,
     [near, far]: [&Node; 2],
     request: &CreateVolumeRequest,
@@ -149,7 +149,7 @@ async fn whole_life(
 }
 
 #[test]
-fn whole_lives_on_nodes_without_the_pool() {
+fn lifecycle_on_nodes_without_the_pool() {
     if !kernel_has_nbd() {
         return;
     }
@@ -168,7 +168,7 @@ fn whole_lives_on_nodes_without_the_pool() {
             let server = NbdServer::of_pool(sandbox, &sandbox.pool(pool), tcp).await;
             for (kind, bytes) in KINDS {
                 let request = served(&server, &format!("{kind} {pool}"), pool, kind, bytes);
-                whole_life(&controller, [&near, &far], &request, tcp).await;
+                lifecycle(&controller, [&near, &far], &request, tcp).await;
             }
             assert_eq!(images(sandbox, pool), Vec::<String>::new());
         }

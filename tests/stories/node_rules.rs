@@ -1,5 +1,5 @@
-//! What the specification lays down for each call of the Node service: what is
-//! refused, with which code, and that a repeat changes nothing.
+//! What the CSI specification demands of each call of the Node service: which requests are
+//! refused with which code, and that a repeat changes nothing.
 
 use std::{fs, path::PathBuf};
 
@@ -29,7 +29,7 @@ fn big() -> std::collections::HashMap<String, String> {
 }
 
 #[test]
-fn stage_refuses_what_is_missing_or_oversized() {
+fn stage_refuses_missing_and_oversized_fields() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
@@ -90,7 +90,7 @@ fn stage_refuses_what_is_missing_or_oversized() {
 }
 
 #[test]
-fn publish_refuses_what_is_missing_or_oversized() {
+fn publish_refuses_missing_and_oversized_fields() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
@@ -134,7 +134,7 @@ fn publish_refuses_what_is_missing_or_oversized() {
 }
 
 #[test]
-fn the_other_calls_refuse_what_is_missing_or_oversized() {
+fn the_other_calls_refuse_missing_and_oversized_fields() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for (id, path, word) in [

@@ -1,4 +1,4 @@
-//! Several nodes: what is where, and who may have it.
+//! Several nodes: topology of local volumes, and exclusive use of shared ones.
 
 use testkit::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim, eventually,

@@ -1,4 +1,4 @@
-//! An operator with uringctl on one machine: no Kubernetes, the same sockets.
+//! An operator with uringctl on one machine, without Kubernetes.
 
 use std::{process::Command, time::Duration};
 

@@ -1,4 +1,4 @@
-//! What paths may be asked for, and what may stand at them.
+//! Which staging and target paths are allowed, and what may already be there.
 
 use std::{
     fs,

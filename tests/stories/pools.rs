@@ -10,7 +10,7 @@ use uring_csi::proto::csi::ListVolumesRequest;
 
 use crate::{
     inline::{inline, publish, with_inline},
-    telling::{free_port, get},
+    observability::{free_port, get},
 };
 
 /// Where an agent tells whether it is ready.

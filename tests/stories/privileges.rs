@@ -1,5 +1,5 @@
-//! What the agents, and the programs that they run, may not do: tried by such a
-//! program, under the capabilities and the filter of a running agent.
+//! What the agents and the programs that they run may not do: tried by such a program, with
+//! the capabilities and the system call filter of a running agent.
 
 use std::{
     collections::BTreeSet,
@@ -14,7 +14,7 @@ use testkit::{
 
 use crate::rbd::{
     encrypted,
-    served::{node_with, served},
+    rbd_nbd::{node_with, served},
 };
 
 /// Tells [`forbidden_system_calls_of_a_child`] where to write what came of it.
@@ -121,7 +121,7 @@ fn the_node_agent_encrypts_without_writing_to_its_root() {
 fn children_of_the_agent_cannot_take_over_the_host() {
     story(async |sandbox| {
         let written = sandbox.dir().join("tries");
-        let _stand_in = trying("mkfs.ext4", &written);
+        let _stub = forbidden_calls_stub("mkfs.ext4", &written);
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
         let _ = node.up(&volume, "pod").await;
@@ -135,7 +135,7 @@ fn children_of_the_agent_cannot_take_over_the_host() {
 fn children_of_the_supervisor_cannot_take_over_the_host() {
     ceph_story(async |sandbox, ceph| {
         let written = sandbox.dir().join("tries");
-        let _stand_in = trying("rbd-nbd", &written);
+        let _stub = forbidden_calls_stub("rbd-nbd", &written);
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         let volume = served(ceph.volume("ext4"));
@@ -147,7 +147,7 @@ fn children_of_the_supervisor_cannot_take_over_the_host() {
 }
 
 /// In place of a program, which is run once all has been tried.
-fn trying(program: &str, written: &Path) -> ProgramStub {
+fn forbidden_calls_stub(program: &str, written: &Path) -> ProgramStub {
     let script = format!(
         "cat /proc/self/status > {written}.status\n\
          {TRIES}={written} {test} --exact privileges::forbidden_system_calls_of_a_child \

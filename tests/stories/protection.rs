@@ -1,4 +1,4 @@
-//! `nosuid` and `nodev`: what a volume is mounted with unasked, and as it is asked for.
+//! `nosuid` and `nodev`: the defaults, and how a volume overrides them.
 
 use std::path::Path;
 

@@ -1,24 +1,24 @@
-//! Images of Ceph clusters, mapped by the kernel's driver, as volumes of a node:
-//! as ceph-csi describes and stages them. On a real cluster; where the kernel has
-//! no RBD driver, nothing is told.
+//! Images of Ceph clusters, mapped by krbd, as volumes of a node, which ceph-csi describes
+//! and stages in the same way. On a real cluster; skipped where the kernel has no RBD
+//! driver.
 
-mod bare;
 mod cryptsetup;
 pub mod encrypted;
 mod fenced;
 mod growth;
-mod halves;
 mod killed;
-mod lives;
+mod lifecycle;
+mod lost_devices;
 mod moved;
 mod outages;
+mod partial_formats;
+mod provisioned;
+pub mod rbd_nbd;
 mod refusals;
 mod secrets;
-pub mod served;
-mod strays;
 mod takeover;
-mod together;
 mod watchers;
+mod without_librbd;
 
 use std::{
     fs,
@@ -34,7 +34,7 @@ fn devices_over(volume: &Volume) -> Vec<PathBuf> {
 }
 
 /// Writes into a published volume, in the first round, and looks for it in later ones.
-fn kept(volume: &Volume, target: &Path, content: &Content, is_first: bool) {
+fn write_or_check(volume: &Volume, target: &Path, content: &Content, is_first: bool) {
     match (volume.is_block(), is_first) {
         (true, true) => content.write_at(target, MIB).unwrap(),
         (true, false) => content.assert_at(target, MIB),
@@ -44,11 +44,11 @@ fn kept(volume: &Volume, target: &Path, content: &Content, is_first: bool) {
 }
 
 /// Twice up and down, with everything in between that reads.
-async fn whole_life(node: &Node, volume: &Volume) {
+async fn lifecycle(node: &Node, volume: &Volume) {
     let content = Content::new(&volume.handle);
     for round in 0..2 {
         let target = node.up(volume, "pod").await;
-        kept(volume, &target, &content, round == 0);
+        write_or_check(volume, &target, &content, round == 0);
         assert!(!node.stats(volume, &target).await.unwrap().is_empty());
         let conditions = node.health(volume, &target).await.unwrap();
         assert!(conditions.is_empty(), "{conditions:?}");

@@ -1,5 +1,5 @@
-//! The controller and a Ceph cluster: what the sidecars ask of volumes that are
-//! RBD images. Nothing is attached, so no kernel with rbd is needed.
+//! The controller and a Ceph cluster: the sidecars' calls for volumes that are RBD images.
+//! Nothing is attached, so no kernel with rbd is needed.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -32,7 +32,7 @@ use uring_csi::proto::csi::{
 
 mod classes;
 mod crashes;
-mod ends;
+mod exits;
 mod fencing;
 mod takeover;
 
@@ -346,8 +346,11 @@ fn calls_without_secrets_use_the_controller_s_own() {
         });
         modify.await.unwrap();
         let image = format!("{}/{}", ceph.pool, found.volume_context["imageName"]);
-        let noted = ceph.cluster.rbd(&["image-meta", "ls", &image]);
-        assert!(noted.contains("rbd_qos_read_iops_limit  100"), "{noted}");
+        let metadata = ceph.cluster.rbd(&["image-meta", "ls", &image]);
+        assert!(
+            metadata.contains("rbd_qos_read_iops_limit  100"),
+            "{metadata}"
+        );
         let asked = client.validate_volume_capabilities(ValidateVolumeCapabilitiesRequest {
             volume_id: handle,
             volume_capabilities: vec![block],

@@ -1,4 +1,4 @@
-//! The same call again, nearly the same call again, and one more target.
+//! The same call again, a similar call, and a second target.
 
 use futures_util::future::try_join_all;
 use testkit::{MIB, Mode, Node, Volume, loops_over, mounts_below, refused, story};

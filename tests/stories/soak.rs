@@ -1,5 +1,5 @@
-//! Many callers at once, for long, with and without SIGKILLs: whatever order
-//! the calls come in, in the end nothing is left and nothing is lost.
+//! Many concurrent callers, for long, with and without SIGKILLs: whatever the order of calls,
+//! in the end nothing is left behind and no data is lost.
 
 use std::cell::Cell;
 

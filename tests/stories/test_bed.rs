@@ -1,4 +1,4 @@
-//! What other tests stand on.
+//! The testkit itself.
 
 use std::{process::Command, thread, time::Duration};
 

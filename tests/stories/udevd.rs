@@ -1,5 +1,5 @@
-//! udevd opens every device that comes or changes, to see what is on it, whenever
-//! it gets to it: between any two steps of ours.
+//! udevd opens every device that appears or changes, to probe it: between any two steps of
+//! the agent.
 
 use std::{
     fs,
@@ -115,7 +115,7 @@ fn property(told: &str, name: &str) -> String {
 
 /// A pod makes a file system with the UUID of one of the node's on its raw volume.
 #[test]
-fn by_the_shipped_rule_udev_leaves_what_pods_write_alone() {
+fn by_the_shipped_rule_udev_ignores_data_of_pods() {
     if !Udev::is_installed() {
         return skip_test("udev is not installed here");
     }

@@ -1,4 +1,4 @@
-//! Who answers on the socket, and how the socket comes and goes.
+//! The sockets: identity and capabilities, start and end of service.
 
 use std::{collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _};
 

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_management_system_is_what_its_file_says() {
+    fn key_management_systems_are_read_from_their_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         let config = KmsConfig::new(&path);

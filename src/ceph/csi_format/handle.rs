@@ -204,7 +204,7 @@ mod tests {
                            36eaa70e-eb63-11ea-8e79-246e96907f74";
 
     #[test]
-    fn a_handle_says_cluster_pool_and_uuid() {
+    fn a_handle_names_cluster_pool_and_uuid() {
         let handle: Handle = EXAMPLE.parse().unwrap();
         assert_eq!(handle.cluster_id(), "0bba3be9-0a1c-41db-a619-26ffea20161e");
         assert_eq!(handle.pool_id(), 4);
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_migrated_handle_says_cluster_pool_and_image() {
+    fn a_migrated_handle_names_cluster_pool_and_image() {
         // A pool's name may hold what separates the fields.
         let text = "mig_mons-b7f67366bb43f32e07d8a261a7840da9_\
                     image-e0b45b52-7e09-47d3-8f1b-806995fa4412_\

@@ -109,7 +109,7 @@ fn a_node_being_unpublished_registers_no_client() {
 }
 
 #[test]
-fn a_host_is_what_stands_before_the_port() {
+fn a_host_is_an_address_without_its_port() {
     for (address, host) in [
         ("10.0.0.5:0/1234567", "10.0.0.5"),
         ("v2:10.0.0.5:0/1", "10.0.0.5"),

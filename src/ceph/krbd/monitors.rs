@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapped_devices_monitor_is_known_by_either_address() {
+    fn a_mapped_devices_monitor_is_recognised_by_either_address() {
         let monitors = resolved(&["10.0.0.1", "10.0.0.2"]);
         assert!(monitors.share(&["10.0.0.2:3300".parse().unwrap()]));
         assert!(!monitors.share(&["10.0.0.2:6790".parse().unwrap()]));

@@ -262,7 +262,7 @@ fn refusals_of_the_cluster_have_distinct_errors() {
 }
 
 #[test]
-fn an_image_that_others_mapped_is_known_by_its_monitors_or_refused() {
+fn an_image_mapped_by_others_is_recognised_by_its_monitors_or_refused() {
     let Some(test) = Test::new("others") else {
         return;
     };

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_cannot_serve_is_refused() {
+    fn exports_that_the_driver_cannot_serve_are_refused() {
         let read_only = ExportInfo {
             flags: handshake::flags::READ_ONLY,
             ..INFO

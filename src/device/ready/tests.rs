@@ -66,7 +66,7 @@ fn after_lost_uevents_every_waiter_checks_again() {
 }
 
 #[test]
-fn a_socket_that_overflowed_says_so() {
+fn an_overflow_of_the_uevent_socket_is_reported() {
     ring::start(async {
         let builder = udev::MonitorBuilder::new_kernel().unwrap();
         let builder = builder.match_subsystem("block").unwrap();

@@ -185,7 +185,7 @@ fn an_ext4_with_its_journal_inside_or_none_is_not_taken_for_one_with_it_elsewher
 }
 
 #[test]
-fn ext4_says_when_it_wants_a_check_or_its_journal() {
+fn ext4_reports_a_needed_check_or_journal_replay() {
     let (image, clean) = made_by("mkfs.ext4 -q", 64 * MIB);
     for (field, value) in [("state", "3"), ("feature_incompat", "0x2c6")] {
         let request = format!("ssv {field} {value}");
@@ -240,7 +240,7 @@ fn a_lost_superblock_is_found_by_its_backups() {
 }
 
 #[test]
-fn what_a_killed_mkfs_leaves_is_partial_format() {
+fn the_remains_of_a_killed_mkfs_are_a_partial_format() {
     // Each without what it writes at last.
     for (command, at, bytes) in [
         ("mkfs.ext4 -q", 1024, &[0; 1024][..]),

@@ -197,7 +197,7 @@ fn only_a_directory_is_mounted_on() {
 }
 
 #[test]
-fn a_copy_of_a_mounted_btrfs_is_told_from_what_cannot_be_mounted() {
+fn a_copy_of_a_mounted_btrfs_has_an_error_of_its_own() {
     // As Linux before 6.7 answers.
     let of = |fs_type| {
         let new = NewMount {

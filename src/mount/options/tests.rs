@@ -11,7 +11,7 @@ fn fs_options(options: &MountOptions) -> Vec<String> {
 }
 
 #[test]
-fn attributes_and_superblock_options_are_told_apart() {
+fn mount_attributes_and_superblock_options_are_separated() {
     let options = parsed(&["noatime", "discard,data=ordered", "ro"]);
     assert!(options.read_only());
     assert_eq!(fs_options(&options), ["data=ordered", "discard"]);

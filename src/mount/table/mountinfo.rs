@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_superblock_may_be_what_is_read_only() {
+    fn a_mount_of_a_read_only_superblock_is_read_only() {
         let text = b"36 35 98:0 / /mnt rw,noatime - ext4 /dev/vda ro,data=ordered\n";
         let [line] = &parse(text).expect("parsed")[..] else {
             panic!("not one line");
@@ -190,7 +190,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_the_kernel_writes_is_read_back(lines in prop::collection::vec(any_line(), 0..4)) {
+        fn any_mountinfo_lines_read_back(lines in prop::collection::vec(any_line(), 0..4)) {
             let text: Vec<u8> = lines.iter().flat_map(written).collect();
             prop_assert_eq!(parse(&text).expect("parsed"), lines);
         }

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_logged_is_written_before_the_flush_ends() {
+    fn a_flush_writes_all_lines_logged_before_it() {
         let (writer, mut source) = piped(LIMIT);
         for line in ["one\n", "two\n"] {
             (&writer).write_all(line.as_bytes()).unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_nobody_reads_are_dropped_and_counted() {
+    fn unread_lines_are_dropped_and_counted() {
         let (writer, mut source) = piped(1000);
         let lines = writer.clone();
         let subscriber = tracing_subscriber::fmt()
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_that_nobody_can_read_blocks_nothing() {
+    fn a_broken_pipe_blocks_nothing() {
         let (writer, source) = piped(LIMIT);
         drop(source);
         (&writer).write_all(b"lost\n").unwrap();

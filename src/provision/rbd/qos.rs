@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_rbd_can_change_is_changed() {
+    fn qos_changes_only_limits_that_rbd_can_change() {
         let wanted = map(&[("rbd_qos_iops_limit", "50"), ("rbd_qos_bps_limit", "")]);
         let notes = modified(&wanted).unwrap();
         let name = |name: &str| format!("conf_rbd_{name}");

@@ -228,7 +228,7 @@ async fn copies_outlive_their_sources() {
 }
 
 #[tokio::test]
-async fn what_is_in_use_is_not_deleted() {
+async fn an_image_in_use_is_not_deleted() {
     let Some(home) = Home::new() else { return };
     let made = home.make(home.volume("used", MIB)).await;
     let credentials = Credentials::from_secrets(&home.secrets()).unwrap();
@@ -268,7 +268,7 @@ async fn a_snapshot_of_a_group_is_deleted_only_with_it() {
 }
 
 #[tokio::test]
-async fn listings_go_on_where_they_ended() {
+async fn listings_continue_where_they_ended() {
     let Some(home) = Home::new() else { return };
     let mut made = Vec::new();
     for n in 0..3 {

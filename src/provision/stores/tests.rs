@@ -63,7 +63,7 @@ async fn a_volume_of_an_absent_store_is_refused_not_reported_deleted() {
 }
 
 #[tokio::test]
-async fn a_listing_goes_on_in_the_backend_that_its_token_names() {
+async fn a_listing_continues_in_the_store_that_its_token_names() {
     let dir = tempfile::tempdir().unwrap();
     let stores = over(dir.path());
     let list = async |from: Option<&str>, ends: bool| {

@@ -145,7 +145,7 @@ fn a_region_may_end_with_the_device_and_not_behind_it() {
 }
 
 #[test]
-fn an_error_says_where() {
+fn a_read_error_names_its_offset() {
     let dir = memory();
     let path = image(dir.path(), 7, SIZE);
     let device = LoopDevice::over(&path);

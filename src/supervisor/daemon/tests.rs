@@ -51,7 +51,7 @@ async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_ends_says_why() {
+async fn a_daemons_failure_is_reported_with_its_last_line() {
     let (_, ended) = started("echo 'rbd-nbd: no way' >&2; exit 1", LONG).await;
     let Started::Ended(SupervisorError::Failed { said, .. }) = ended else {
         panic!("{ended:?}");

@@ -1,4 +1,4 @@
-//! Exports that become larger, or smaller, under their volumes.
+//! Exports that become larger or smaller under their volumes.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! kill -9 of the agent, and of the server, at any instant of any step.
+//! SIGKILL to the agent and to the server at any instant.
 
 use std::{cell::Cell, fs, time::Duration};
 

@@ -1,4 +1,4 @@
-//! What cannot be attached, and what others hold.
+//! Exports that cannot be attached, and devices that others use.
 
 use std::{
     fs,
@@ -15,10 +15,10 @@ use tonic::Code::{
     Aborted, DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable,
 };
 
-use super::{blank, nbd_story, over, own, whole_life};
+use super::{blank, lifecycle, nbd_story, over, own};
 
 #[test]
-fn what_cannot_be_attached_is_refused_in_the_server_s_words() {
+fn exports_that_cannot_be_attached_are_refused_with_the_servers_message() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         NbdServer::image(sandbox, "q", 64 * MIB);
@@ -75,7 +75,7 @@ fn exports_that_are_too_small_are_not_written() {
                 &["minSize", &bytes.to_string(), &(bytes + 1).to_string()],
             );
             assert_eq!(sha256(&image).unwrap(), before);
-            whole_life(
+            lifecycle(
                 &node,
                 &volume.with("minSize", &format!("{}Mi", bytes / MIB)),
             )
@@ -139,7 +139,7 @@ fn tls_is_refused_and_a_tunnel_helps() {
             &["insists on TLS"],
         );
         let tunnel = NbdServer::tunnel(sandbox, &server, &volume.handle, &keys).await;
-        whole_life(&node, &over(&tunnel, &volume.handle, "ext4")).await;
+        lifecycle(&node, &over(&tunnel, &volume.handle, "ext4")).await;
         node.assert_clean().await;
     });
 }
@@ -282,7 +282,7 @@ fn drivers_of_other_names_keep_their_devices() {
         other.unstage(&volume).await.unwrap();
         super::is_there(&content, &volume, &target);
         node.down(&volume, "pod").await;
-        whole_life(&other, &volume).await;
+        lifecycle(&other, &volume).await;
         node.assert_clean().await;
     });
 }
@@ -307,7 +307,7 @@ fn the_device_of_another_volume_is_not_used() {
         node.unstage(&other).await.unwrap();
         super::is_there(&content, &volume, &target);
         node.down(&volume, "pod").await;
-        whole_life(&node, &other).await;
+        lifecycle(&node, &other).await;
         node.assert_clean().await;
     });
 }

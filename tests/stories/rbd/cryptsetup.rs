@@ -1,4 +1,4 @@
-//! The program that encrypts: whose device it gets, and how many of it run.
+//! cryptsetup: on which device it runs, and how many run at once.
 
 use std::{fs, io::Write as _};
 
@@ -6,8 +6,8 @@ use futures_util::future::join_all;
 use rustix::fs::{CWD, Mode, mkfifoat};
 use testkit::{Ceph, Node, ProgramStub, ceph_story, eventually, rbds_over, spec_of};
 
-use super::{encrypted, whole_life};
-use crate::telling::{free_port, get};
+use super::{encrypted, lifecycle};
+use crate::observability::{free_port, get};
 
 /// Before the program has the device: detaches that, and attaches what is somebody
 /// else's in its place.
@@ -41,7 +41,7 @@ fn another_image_that_gets_the_device_is_left_alone() {
             "nothing was written to it"
         );
         assert!(rbds_over(&other).is_empty());
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         let tried = fs::read_to_string(&stub.reached).unwrap();
         for what in ["luksFormat", "luksOpen"] {
             assert!(tried.contains(what), "{tried}");
@@ -90,7 +90,7 @@ fn concurrent_cryptsetup_of_a_cluster_is_limited_also_where_it_hangs() {
             assert_eq!(begun(), 3);
             // What is of another cluster has the places.
             fs::write(stub.reached.with_extension("pass"), "").unwrap();
-            whole_life(&node, &encrypted::volume(&another, "ext4")).await;
+            lifecycle(&node, &encrypted::volume(&another, "ext4")).await;
             let metrics = get(port, "/metrics").unwrap();
             assert!(metrics.contains("uring_csi_admission_waiting{step=\"cryptsetup\"} 2\n"));
             let mut end = fs::File::options()

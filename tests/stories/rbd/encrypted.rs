@@ -1,5 +1,5 @@
-//! Volumes encrypted as ceph-csi does it: LUKS2, with the passphrase of the secret
-//! or one of the volume's own, sealed in the image's metadata.
+//! Volumes encrypted as by ceph-csi: LUKS2, with the passphrase of the secret or one of the
+//! volume's own, sealed in the image's metadata.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use testkit::{
 use tonic::Code::{FailedPrecondition, InvalidArgument, Unauthenticated};
 use uring_csi::internals::{Secret, Secrets, encryption};
 
-use super::whole_life;
+use super::lifecycle;
 
 const PASSPHRASE: &str = "correct horse battery staple";
 
@@ -37,7 +37,7 @@ fn note(ceph: &Ceph, volume: &Volume, key: &str, value: &str) {
     ceph.cluster.rbd(&set);
 }
 
-fn noted(ceph: &Ceph, volume: &Volume, key: &str) -> String {
+fn metadata_of(ceph: &Ceph, volume: &Volume, key: &str) -> String {
     let said = ceph
         .cluster
         .rbd(&["image-meta", "get", &spec_of(volume), key]);
@@ -67,7 +67,7 @@ pub fn sealed(ceph: &Ceph, volume: Volume) -> Volume {
 }
 
 #[test]
-fn whole_lives_by_the_secret_s_passphrase() {
+fn lifecycle_with_the_secrets_passphrase() {
     ceph_story(async |sandbox, ceph| {
         let node = node(sandbox, ceph).await;
         for kind in ["xfs", "block"] {
@@ -79,7 +79,7 @@ fn whole_lives_by_the_secret_s_passphrase() {
 }
 
 #[test]
-fn whole_lives_by_a_passphrase_of_their_own() {
+fn lifecycle_with_a_passphrase_of_the_volumes_own() {
     ceph_story(async |sandbox, ceph| {
         let node = node(sandbox, ceph).await;
         let volume = sealed(ceph, volume(ceph, "ext4"));
@@ -90,8 +90,8 @@ fn whole_lives_by_a_passphrase_of_their_own() {
 
 /// After it, ceph-csi knows that there is a header.
 async fn encrypted_life(node: &Node, ceph: &Ceph, volume: &Volume) {
-    whole_life(node, volume).await;
-    let state = noted(ceph, volume, encryption::STATE_KEY);
+    lifecycle(node, volume).await;
+    let state = metadata_of(ceph, volume, encryption::STATE_KEY);
     assert_eq!(state, encryption::ENCRYPTED);
 }
 
@@ -137,7 +137,7 @@ fn a_wrong_passphrase_opens_and_changes_nothing() {
     ceph_story(async |sandbox, ceph| {
         let node = node(sandbox, ceph).await;
         for volume in [volume(ceph, "ext4"), sealed(ceph, volume(ceph, "ext4"))] {
-            whole_life(&node, &volume).await;
+            lifecycle(&node, &volume).await;
             let wrong = with_passphrase(volume.clone(), "another");
             refused(node.stage(&wrong).await, Unauthenticated, &["passphrase"]);
             let mut lacking = volume.clone();
@@ -169,9 +169,9 @@ fn other_encryption_parameters_are_refused() {
         let tuned = volume.clone().with(key, "4096");
         refused(node.stage(&tuned).await, FailedPrecondition, &[key]);
         assert!(rbds_over(&volume).is_empty());
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         // How it was, its header says.
-        whole_life(&node, &tuned).await;
+        lifecycle(&node, &tuned).await;
         let more = volume.with("integrityMode", "hmac-sha256");
         refused(node.stage(&more).await, InvalidArgument, &["integrityMode"]);
         node.assert_clean().await;
@@ -213,7 +213,7 @@ fn clones_open_with_their_source_s_passphrase() {
     ceph_story(async |sandbox, ceph| {
         let node = node(sandbox, ceph).await;
         let source = volume(ceph, "ext4");
-        whole_life(&node, &source).await;
+        lifecycle(&node, &source).await;
         let mut clone = ceph.clone_of(&source, "ext4").with("encrypted", "true");
         clone.secrets.clone_from(&source.secrets);
         let target = node.up(&source, "pod").await;
@@ -226,9 +226,9 @@ fn clones_open_with_their_source_s_passphrase() {
 
         // One with a passphrase of its own is sealed anew for its clone.
         let source = sealed(ceph, volume(ceph, "ext4"));
-        whole_life(&node, &source).await;
+        lifecycle(&node, &source).await;
         let with = Secret::new(PASSPHRASE.to_owned());
-        let kept = noted(ceph, &source, encryption::SEALED_KEY);
+        let kept = metadata_of(ceph, &source, encryption::SEALED_KEY);
         let own = encryption::open(&with, &source.handle, &kept).unwrap();
         let mut clone = ceph.clone_of(&source, "ext4");
         clone.secrets.clone_from(&source.secrets);

@@ -1,10 +1,9 @@
-//! A node that does not let go of its volume, as nobody hears of it any more: what
-//! it still writes does not reach the image, and it can be used again once it is
-//! back. The kernel's driver is the machine's, so the second node is one of rbd-nbd and
-//! sees none of that driver's devices; and the kernel's client is the machine's, so each
-//! story has a cluster of its own.
+//! A lost node that keeps its volume attached: its writes do not reach the image any more,
+//! and the node works again once it is back. krbd is one for the machine, so the second node
+//! uses rbd-nbd and sees none of krbd's devices; krbd's client is one for the machine, too,
+//! so each story has a cluster of its own.
 
-mod served;
+mod rbd_nbd;
 
 use std::{
     fs::{File, OpenOptions},

@@ -1,4 +1,4 @@
-//! Volumes that grow while they are used.
+//! Volumes that grow while a pod uses them.
 
 use testkit::{Content, KINDS, MIB, ceph_story, grow_published, refused, spec_of};
 use tonic::Code::FailedPrecondition;

@@ -1,5 +1,5 @@
-//! SIGKILL at any instant: the next call, in the agent's next life, finishes or
-//! undoes what was begun, and pods notice nothing.
+//! SIGKILL at any instant: the next call after a restart finishes or undoes the work, and
+//! pods keep running.
 
 use std::{
     fs,
@@ -11,7 +11,7 @@ use testkit::{
     kill_within, mounts_below, rbds_of, rbds_over,
 };
 
-use super::{assert_nothing_staged, devices_over, encrypted, kept};
+use super::{assert_nothing_staged, devices_over, encrypted, write_or_check};
 
 #[test]
 fn pods_outlive_the_agent() {
@@ -20,7 +20,7 @@ fn pods_outlive_the_agent() {
         let volumes = ["ext4", "block"].map(|kind| ceph.volume(kind));
         for volume in &volumes {
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new(&volume.handle), true);
+            write_or_check(volume, &target, &Content::new(&volume.handle), true);
         }
         let raw = node.target(&volumes[1], "pod");
         node.kill9().await;
@@ -30,7 +30,7 @@ fn pods_outlive_the_agent() {
         for volume in &volumes {
             // Kubelet calls for every volume again when it restarts itself.
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new(&volume.handle), false);
+            write_or_check(volume, &target, &Content::new(&volume.handle), false);
             assert!(!node.stats(volume, &target).await.unwrap().is_empty());
             assert_eq!(rbds_over(volume).len(), 1);
             node.down(volume, "pod").await;
@@ -49,7 +49,7 @@ fn records_that_are_lost_are_rebuilt() {
         for repeats in [false, true] {
             for volume in volumes {
                 let target = node.up(volume, "pod").await;
-                kept(volume, &target, &Content::new(&volume.handle), !repeats);
+                write_or_check(volume, &target, &Content::new(&volume.handle), !repeats);
             }
             node.kill9().await;
             for file in files_below(&node.run_dir) {
@@ -173,7 +173,7 @@ pub async fn kill_in_each_call(node: &Node, rng: &mut Rng, volume: &Volume) {
         node.restart().await;
         node.retry_until_ok("published", async || node.publish(volume, "pod").await)
             .await;
-        kept(volume, &node.target(volume, "pod"), &content, round == 0);
+        write_or_check(volume, &node.target(volume, "pod"), &content, round == 0);
 
         kill_within(calls, node, rng, async || {
             node.unpublish(volume, "pod").await
@@ -231,7 +231,7 @@ pub async fn kill_in_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> V
             .await;
         node.publish(&volume, "pod").await.unwrap();
         let content = Content::new(&volume.handle);
-        kept(&volume, &node.target(&volume, "pod"), &content, true);
+        write_or_check(&volume, &node.target(&volume, "pod"), &content, true);
         node.down(&volume, "pod").await;
     }
     node.assert_clean().await;
@@ -246,7 +246,7 @@ fn killed_while_it_grows_a_volume() {
             let volume = ceph.volume(kind);
             let target = node.up(&volume, "pod").await;
             let content = Content::new(kind);
-            kept(&volume, &target, &content, true);
+            write_or_check(&volume, &target, &content, true);
             for step in 1..=3 {
                 let bytes = small + 64 * step * MIB;
                 ceph.resize(&volume, bytes);
@@ -258,7 +258,7 @@ fn killed_while_it_grows_a_volume() {
                 node.restart().await;
                 let size = node.expand(&volume, &target, bytes).await.unwrap();
                 assert_eq!(size.unsigned_abs(), bytes);
-                kept(&volume, &target, &content, false);
+                write_or_check(&volume, &target, &content, false);
             }
             node.down(&volume, "pod").await;
         }

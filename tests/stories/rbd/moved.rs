@@ -1,13 +1,13 @@
-//! A volume whose handle names a cluster that it is not in any more, and a cluster
-//! whose monitor is not where it was.
+//! A volume that failed over to another cluster than its handle names, and a cluster whose
+//! monitor moved to another address.
 
 use testkit::{Ceph, Content, Supervisor, ceph_story, own_cluster_story, refused, spec_of};
 use tonic::Code::NotFound;
 
 use super::{
-    kept,
-    served::{node_with, served},
-    whole_life,
+    lifecycle,
+    rbd_nbd::{node_with, served},
+    write_or_check,
 };
 
 #[test]
@@ -33,9 +33,9 @@ fn an_image_is_found_in_the_cluster_it_failed_over_to() {
         std::fs::write(&file, mapping.to_string()).unwrap();
         // The clusters of tests have users of one name and each its own keys.
         volume.secrets = other.secrets();
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         ceph.configure(&[other.entry()]);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
 }
@@ -48,14 +48,14 @@ fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
         let volumes = [ceph.volume("ext4"), served(ceph.volume("ext4"))];
         for volume in &volumes {
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new("before"), true);
+            write_or_check(volume, &target, &Content::new("before"), true);
         }
         let moved = ceph.cluster.move_monitor();
         // Where the OSD is from now on, only the new monitor can tell.
         drop(ceph.stop());
         for volume in &volumes {
             let target = node.target(volume, "pod");
-            kept(volume, &target, &Content::new("after"), true);
+            write_or_check(volume, &target, &Content::new("after"), true);
         }
         // What is mapped from now on finds it by the configuration.
         let mut entry = ceph.entry();
@@ -64,7 +64,7 @@ fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
         for volume in &volumes {
             node.down(volume, "pod").await;
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new("after"), false);
+            write_or_check(volume, &target, &Content::new("after"), false);
             node.down(volume, "pod").await;
         }
         node.assert_clean().await;

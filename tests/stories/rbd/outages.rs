@@ -1,4 +1,4 @@
-//! Clusters that do not answer, that stop while they are used, and that move.
+//! Clusters that do not answer, that stop while volumes are in use, and that move.
 
 use std::{net::TcpListener, thread, time::Duration};
 
@@ -9,7 +9,7 @@ use testkit::{
 };
 use tonic::Code::{Aborted, DeadlineExceeded, Unavailable};
 
-use super::whole_life;
+use super::lifecycle;
 
 /// What kubelet would wait for at most, where somebody else's cluster is away.
 const AT_ONCE: Duration = Duration::from_secs(30);
@@ -22,9 +22,9 @@ pub(super) fn of_monitors(ceph: &Ceph, monitors: &[String]) -> Volume {
 }
 
 /// A whole life of another cluster's volume, as if nothing were the matter.
-async fn another_lives(node: &Node, volume: &Volume) {
+async fn lifecycle_beside(node: &Node, volume: &Volume) {
     let kubelets = node.timeout.replace(AT_ONCE);
-    whole_life(node, volume).await;
+    lifecycle(node, volume).await;
     node.timeout.set(kubelets);
 }
 
@@ -40,7 +40,7 @@ fn silent_monitors_delay_only_their_own_volumes() {
         let early = node.stage(&away).await;
         refused(early, DeadlineExceeded, &["attach"]);
         // While it goes on.
-        another_lives(&node, &here).await;
+        lifecycle_beside(&node, &here).await;
         node.timeout.set(Duration::from_secs(60));
         refused(node.stage(&away).await, Unavailable, &[&monitors[0]]);
         assert!(rbds_of(sandbox.dir()).is_empty());
@@ -49,7 +49,7 @@ fn silent_monitors_delay_only_their_own_volumes() {
 }
 
 #[test]
-fn monitors_that_moved_are_found_when_the_configuration_says_where() {
+fn moved_monitors_are_found_by_a_changed_configuration() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let used = ceph.volume("ext4");
@@ -68,7 +68,7 @@ fn monitors_that_moved_are_found_when_the_configuration_says_where() {
         let mut moved = ceph.entry();
         moved["monitors"] = json!([&closed[..], &ceph.cluster.monitors].concat());
         ceph.configure(&[moved]);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         // Unstaging asks nobody where the cluster is.
         std::fs::remove_file(ceph.config()).unwrap();
         node.down(&used, "pod").await;
@@ -98,7 +98,7 @@ fn a_frozen_osd_delays_and_loses_nothing() {
                 assert!(!node.stats(&used, &target).await.unwrap().is_empty());
                 node.publish(&used, "another").await.unwrap();
                 node.unpublish(&used, "another").await.unwrap();
-                another_lives(&node, &other.volume("ext4")).await;
+                lifecycle_beside(&node, &other.volume("ext4")).await;
                 assert!(!writer.is_finished());
                 writer
             };
@@ -179,7 +179,7 @@ fn a_blocklisted_node_unstages() {
         let volume = ceph.volume("ext4");
         let target = node.up(&volume, "pod").await;
         Content::new("before").write(&target.join("file"));
-        shut_out(sandbox, ceph);
+        blocklist_node(sandbox, ceph);
         std::fs::File::create(target.join("lost"))
             .and_then(|file| file.sync_all())
             .unwrap_err();
@@ -191,7 +191,7 @@ fn a_blocklisted_node_unstages() {
 }
 
 /// Blocklists the clients that the driver has for a sandbox's images.
-fn shut_out(sandbox: &Sandbox, ceph: &Ceph) {
+fn blocklist_node(sandbox: &Sandbox, ceph: &Ceph) {
     for device in rbds_of(sandbox.dir()) {
         let id = device.to_str().unwrap().trim_start_matches("/dev/rbd");
         let address = format!("/sys/bus/rbd/devices/{id}/client_addr");

@@ -1,5 +1,5 @@
-//! What cannot be mapped is refused in words that say what to change, and leaves
-//! nothing.
+//! Images that cannot be mapped are refused with an error that names what to change, and
+//! nothing is left behind.
 
 use testkit::{
     Ceph, KINDS, Machine, Mode, Node, NodeSetup, Supervisor, Volume, ceph_story, rbds_of, refused,
@@ -7,9 +7,8 @@ use testkit::{
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated, Unavailable};
 
 use super::{
-    outages,
-    served::{nbds, served},
-    whole_life,
+    lifecycle, outages,
+    rbd_nbd::{nbds, served},
 };
 
 fn with_secret(volume: &Volume, name: &str, value: &str) -> Volume {
@@ -36,7 +35,7 @@ fn wrong_credentials_are_unauthenticated() {
             refused(node.stage(&lacking).await, Unauthenticated, &[name]);
         }
         assert!(rbds_of(sandbox.dir()).is_empty());
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
 }
@@ -94,7 +93,7 @@ fn rbd_nbd_fails_with_the_errors_of_krbd() {
                 assert!(nbds(volume).is_empty());
                 assert!(supervisor.status(volume).await.is_none());
             }
-            whole_life(&node, &volume).await;
+            lifecycle(&node, &volume).await;
             node.assert_clean().await;
         }
     });
@@ -125,7 +124,7 @@ fn an_invalid_attribute_is_named_by_its_key() {
             FailedPrecondition,
             &["map options"],
         );
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
 }
@@ -150,7 +149,7 @@ fn features_that_the_driver_lacks_are_named() {
             "layering,exclusive-lock,object-map,fast-diff",
         ];
         let volume = ceph.volume_of(kind, bytes, &known);
-        whole_life(&node, &volume.with("imageFeatures", known[1])).await;
+        lifecycle(&node, &volume.with("imageFeatures", known[1])).await;
         node.assert_clean().await;
     });
 }
@@ -175,12 +174,12 @@ fn an_image_with_content_is_not_formatted() {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
         let as_xfs = described_as(&volume, ceph, "xfs");
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         refused(node.stage(&as_xfs).await, FailedPrecondition, &["ext4"]);
         // Neither is a blank one that may only be read.
         let reader = ceph.volume("ext4").mode(Mode::MultiNodeReaderOnly);
         refused(node.stage(&reader).await, FailedPrecondition, &[]);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
 }

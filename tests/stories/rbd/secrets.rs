@@ -1,4 +1,4 @@
-//! Nobody reads a key or a passphrase that was not given it.
+//! No key and no passphrase shows in a file, command line, environment or log.
 
 use std::{
     fs,
@@ -12,14 +12,14 @@ use std::{
 
 use testkit::{Ceph, Node, Sandbox, Supervisor, Volume, ceph_story, files_below, rbds_over};
 
-use super::{encrypted, lives::config_of, served::served};
+use super::{encrypted, lifecycle::config_of, rbd_nbd::served};
 
 #[test]
 fn no_secret_is_readable_elsewhere() {
     ceph_story(async |sandbox, ceph| {
         let setup = ceph.setup(sandbox).arg("--log-level").arg("trace");
         let node = Node::start_with(sandbox, setup).await;
-        nowhere_told(sandbox, ceph, &node, encrypted::volume(ceph, "ext4")).await;
+        assert_not_disclosed(sandbox, ceph, &node, encrypted::volume(ceph, "ext4")).await;
     });
 }
 
@@ -31,17 +31,17 @@ fn no_secret_of_rbd_nbd_is_readable_elsewhere() {
         let socket = supervisor.socket().display().to_string();
         let node = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
         let volume = served(encrypted::volume(ceph, "ext4"));
-        nowhere_told(sandbox, ceph, &node, volume).await;
+        assert_not_disclosed(sandbox, ceph, &node, volume).await;
     });
 }
 
-async fn nowhere_told(sandbox: &Sandbox, ceph: &Ceph, node: &Node, volume: Volume) {
+async fn assert_not_disclosed(sandbox: &Sandbox, ceph: &Ceph, node: &Node, volume: Volume) {
     let secrets = ["userKey", "encryptionPassphrase"];
     let secrets = secrets.map(|name| volume.secrets[name].clone());
     let done = Arc::new(AtomicBool::new(false));
     let lines = {
         let (secrets, done) = (secrets.clone(), Arc::clone(&done));
-        thread::spawn(move || told_in_command_lines(&secrets, &done))
+        thread::spawn(move || disclosed_in_command_lines(&secrets, &done))
     };
     let nowhere = |when: &str| {
         let told: Vec<_> = readable(sandbox, node)
@@ -97,7 +97,7 @@ fn tells(file: &Path, secrets: &[String]) -> bool {
 
 /// The command lines and environments with a secret in them, of all processes that
 /// come and go until it is done.
-fn told_in_command_lines(secrets: &[String], done: &AtomicBool) -> Vec<PathBuf> {
+fn disclosed_in_command_lines(secrets: &[String], done: &AtomicBool) -> Vec<PathBuf> {
     let mut told = Vec::new();
     while !done.load(Ordering::Relaxed) {
         for entry in fs::read_dir("/proc").unwrap().flatten() {

@@ -1,4 +1,4 @@
-//! Volumes pass from ceph-csi's node plugin to ours and back while they are in use:
+//! Volumes pass from ceph-csi's node plugin to this driver and back while they are in use:
 //! each unstages what the other has staged, and neither needs the other's records.
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
@@ -9,7 +9,7 @@ use testkit::{
     publish_as_ceph_csi, rbds_of, rbds_over, run, unstage_as_ceph_csi,
 };
 
-use super::{assert_nothing_staged, encrypted, kept};
+use super::{assert_nothing_staged, encrypted, write_or_check};
 
 fn volumes(ceph: &Ceph) -> [Volume; 5] {
     [
@@ -30,7 +30,7 @@ fn volumes_staged_by_ceph_csi_are_used_and_unstaged() {
                 let content = Content::new(&volume.handle);
                 ceph.stage_as_ceph_csi(&node, &volume);
                 let target = publish_as_ceph_csi(&node, &volume, "pod");
-                kept(&volume, &target, &content, true);
+                write_or_check(&volume, &target, &content, true);
                 // The plugins are exchanged.
                 node.kill9().await;
                 node.restart().await;
@@ -41,7 +41,7 @@ fn volumes_staged_by_ceph_csi_are_used_and_unstaged() {
                 assert_eq!(rbds_over(&volume).len(), 1);
                 assert!(!node.stats(&volume, &target).await.unwrap().is_empty());
                 node.publish(&volume, "another").await.unwrap();
-                kept(&volume, &node.target(&volume, "another"), &content, false);
+                write_or_check(&volume, &node.target(&volume, "another"), &content, false);
                 node.unpublish(&volume, "another").await.unwrap();
                 grown(&node, ceph, &volume).await;
                 node.down(&volume, "pod").await;
@@ -49,7 +49,7 @@ fn volumes_staged_by_ceph_csi_are_used_and_unstaged() {
                 assert!(rbds_over(&volume).is_empty());
                 // It was the same volume all the time.
                 let target = node.up(&volume, "pod").await;
-                kept(&volume, &target, &content, false);
+                write_or_check(&volume, &target, &content, false);
                 node.down(&volume, "pod").await;
             }
         }
@@ -79,11 +79,11 @@ fn ceph_csi_unstages_volumes_of_this_driver() {
         for volume in volumes(ceph) {
             let content = Content::new(&volume.handle);
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, true);
+            write_or_check(&volume, &target, &content, true);
             assert_staged_as_ceph_csi_does(&node, &volume);
             unstaged_by_ceph_csi(&node, &volume, &target).await;
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, false);
+            write_or_check(&volume, &target, &content, false);
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
@@ -185,7 +185,7 @@ fn a_stage_that_ceph_csi_began_is_finished() {
                     if ends {
                         let target = node.up(&volume, "pod").await;
                         assert_eq!(rbds_over(&volume).len(), 1);
-                        kept(&volume, &target, &Content::new(kind), true);
+                        write_or_check(&volume, &target, &Content::new(kind), true);
                         node.unpublish(&volume, "pod").await.unwrap();
                     }
                     node.unstage(&volume).await.unwrap();
@@ -206,7 +206,7 @@ fn the_emulated_ceph_csi_stages_as_this_driver_does() {
             for round in 0..2 {
                 ceph.stage_as_ceph_csi(&node, &volume);
                 let target = publish_as_ceph_csi(&node, &volume, "pod");
-                kept(&volume, &target, &Content::new(&volume.handle), round == 0);
+                write_or_check(&volume, &target, &Content::new(&volume.handle), round == 0);
                 assert_staged_as_ceph_csi_does(&node, &volume);
                 run(&["umount", target.to_str().unwrap()]);
                 unstage_as_ceph_csi(&node, &volume);

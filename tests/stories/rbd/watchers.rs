@@ -1,12 +1,12 @@
-//! Who else has an image: on this node, by what is mapped; elsewhere, by who
-//! watches it.
+//! Other users of an image: on this node, by the mapped devices; elsewhere, by the image's
+//! watchers.
 
 use std::time::{Duration, Instant};
 
 use testkit::{Ceph, Content, Mode, ceph_story, rbds_of, rbds_over, refused, run, spec_of};
 use tonic::Code::{Aborted, FailedPrecondition};
 
-use super::{kept, whole_life};
+use super::{lifecycle, write_or_check};
 
 #[test]
 fn another_client_is_waited_for() {
@@ -31,7 +31,7 @@ fn another_client_is_waited_for() {
             began.elapsed()
         );
         node.unstage(&volume).await.unwrap();
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
 }
@@ -43,7 +43,7 @@ fn another_client_that_stays_is_named() {
         let volume = ceph.volume("ext4");
         let readers = volume.clone().mode(Mode::MultiNodeReaderOnly);
         let raw = ceph.volume("block").mode(Mode::MultiNodeMultiWriter);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         let others = [&volume, &raw].map(|volume| ceph.open_elsewhere(volume));
         let watching = ceph.cluster.rbd(&["status", &spec_of(&volume)]);
         let address = watching
@@ -59,7 +59,7 @@ fn another_client_that_stays_is_named() {
         let named = node.stage(&volume).await;
         refused(named, FailedPrecondition, &[address]);
         drop(others);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
 }
@@ -86,7 +86,7 @@ fn an_image_mapped_by_the_rbd_command_is_recognised() {
             let device = ceph.map_by_rbd(&volume, "noudev");
             let target = node.up(&volume, "pod").await;
             assert_eq!(rbds_over(&volume), [device]);
-            kept(&volume, &target, &Content::new(kind), true);
+            write_or_check(&volume, &target, &Content::new(kind), true);
             node.down(&volume, "pod").await;
             assert!(rbds_over(&volume).is_empty());
 
@@ -117,7 +117,7 @@ fn equal_image_names_in_two_clusters_are_distinct() {
         let targets = [node.up(&volume, "pod").await, node.up(&theirs, "pod").await];
         assert_eq!(rbds_of(sandbox.dir()).len(), 2);
         for (volume, target) in [&volume, &theirs].into_iter().zip(&targets) {
-            kept(volume, target, &Content::new(&volume.handle), true);
+            write_or_check(volume, target, &Content::new(&volume.handle), true);
         }
         for volume in [&theirs, &volume] {
             node.down(volume, "pod").await;
@@ -128,7 +128,7 @@ fn equal_image_names_in_two_clusters_are_distinct() {
         }
         for volume in [&volume, &theirs] {
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new(&volume.handle), false);
+            write_or_check(volume, &target, &Content::new(&volume.handle), false);
             node.down(volume, "pod").await;
         }
 
@@ -137,7 +137,7 @@ fn equal_image_names_in_two_clusters_are_distinct() {
         let mapped = mapped.to_str().unwrap();
         refused(node.stage(&volume).await, FailedPrecondition, &[mapped]);
         run(&["rbd", "unmap", "-o", "noudev", mapped]);
-        whole_life(&node, &ceph.volume("ext4")).await;
+        lifecycle(&node, &ceph.volume("ext4")).await;
         node.assert_clean().await;
     });
 }

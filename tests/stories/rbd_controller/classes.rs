@@ -1,4 +1,4 @@
-//! What classes and configurations may say, as the cluster then has it.
+//! StorageClass parameters and configuration, and the images that result.
 
 use std::{fmt::Write as _, fs};
 

@@ -1,5 +1,5 @@
-//! SIGKILL to the controller at any instant: repeats, as the sidecars send them,
-//! finish what was begun, and nothing is left.
+//! SIGKILL to the controller at any instant: the sidecars' repeats finish the work, and
+//! nothing is left behind.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! What the controller does where it is to fence nodes, whose clients are
-//! processes of librbd here; the kernel's client is told of in `rbd::fenced`.
+//! A controller that fences nodes, whose clients are processes with librbd here; for krbd's
+//! client see `rbd::fenced`.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! What ceph-csi has left behind: made here by Ceph's own tools, key by key as
-//! ceph-csi writes it, and then used and deleted under ceph-csi's name.
+//! Volumes and snapshots of ceph-csi: made here by Ceph's own tools, key by key as ceph-csi
+//! writes them, then used and deleted under ceph-csi's driver name.
 
 use std::collections::BTreeMap;
 

@@ -74,7 +74,7 @@ fn address_of(io: &IoCtx) -> String {
 }
 
 #[test]
-fn a_connection_that_nobody_uses_ends() {
+fn an_idle_connection_ends() {
     let Some(test) = TestCluster::shared() else {
         return;
     };

@@ -254,7 +254,7 @@ fn namespaces_are_made_once() {
 }
 
 #[test]
-fn a_header_says_what_the_open_image_does() {
+fn a_header_reports_what_the_open_image_does() {
     let Some(place) = Place::new() else { return };
     let io = &place.io;
     assert!(Header::of(io, "a").unwrap_err().is_not_found());

@@ -78,7 +78,7 @@ fn a_device_is_looked_at_once_it_is_in_the_list() {
 }
 
 #[test]
-fn a_device_is_told_its_size_when_none_of_its_connections_is_dead() {
+fn a_device_gets_its_size_once_no_connection_is_dead() {
     let Some((it, state)) = Attached::new() else {
         return;
     };

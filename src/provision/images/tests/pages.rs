@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn pages_go_on_behind_what_was_deleted() {
+async fn pages_continue_behind_a_deleted_entry() {
     let home = home();
     let mut handles = Vec::new();
     for n in 0..5 {

@@ -96,7 +96,7 @@ async fn a_copy_may_have_another_kms_if_that_can_keep_its_passphrase() {
 }
 
 #[tokio::test]
-async fn a_kms_that_nobody_has_configured_is_named() {
+async fn an_unconfigured_kms_is_named() {
     let Some(home) = Home::new() else { return };
     let new = home.encrypted("lost", "own");
     std::fs::remove_file(home.dir.path().join("kms.json")).unwrap();

@@ -44,7 +44,7 @@ async fn a_name_whose_pool_is_gone_is_free_again() {
 }
 
 #[tokio::test]
-async fn an_image_is_found_by_its_uuid_where_the_journal_says_nothing_of_it() {
+async fn an_image_without_a_journal_entry_is_found_by_its_uuid() {
     let Some(home) = Home::new() else { return };
     let images = home.cluster.fresh_pool();
     let mut new = apart(&home, &images, "ceph-csi");

@@ -1,5 +1,4 @@
-//! Each of the three that take part dies: the agent, the supervisor, a daemon; and the
-//! cluster's OSD stops.
+//! The agent, the supervisor and a daemon are killed, and the cluster's OSD stops.
 
 use std::{
     path::{Path, PathBuf},
@@ -15,7 +14,7 @@ use testkit::{
 use tonic::Code::{FailedPrecondition, Unavailable};
 
 use super::{kill_unlocked, nbds, node_with, served};
-use crate::rbd::{assert_nothing_staged, devices_over, encrypted, kept, killed, outages};
+use crate::rbd::{assert_nothing_staged, devices_over, encrypted, killed, outages, write_or_check};
 
 #[test]
 fn data_survives_the_death_of_agent_supervisor_and_daemon() {
@@ -26,7 +25,7 @@ fn data_survives_the_death_of_agent_supervisor_and_daemon() {
             let volume = served(ceph.volume(kind));
             let content = Content::new(&volume.handle);
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, true);
+            write_or_check(&volume, &target, &content, true);
 
             // The agent: nobody notices.
             node.kill9().await;
@@ -71,7 +70,7 @@ fn data_survives_the_death_of_agent_supervisor_and_daemon() {
             reattach(&node, &supervisor, &volume, sandbox);
             until(&node, &volume, &target, &[]).await;
 
-            kept(&volume, &target, &content, false);
+            write_or_check(&volume, &target, &content, false);
             node.down(&volume, "pod").await;
             assert_nothing_staged(&node, &volume);
         }
@@ -218,7 +217,7 @@ fn the_supervisor_is_killed_at_any_instant() {
                 node.retry_until_ok("staged", stage).await;
                 assert_eq!(devices_over(&volume).len(), 1);
                 node.publish(&volume, "pod").await.unwrap();
-                kept(&volume, &node.target(&volume, "pod"), &content, round == 0);
+                write_or_check(&volume, &node.target(&volume, "pod"), &content, round == 0);
                 node.unpublish(&volume, "pod").await.unwrap();
 
                 let unstage = async || node.unstage(&volume).await;

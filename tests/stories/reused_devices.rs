@@ -1,5 +1,5 @@
-//! A device's number that goes to another image while a volume is staged: somebody
-//! detaches the volume's device between two steps, and attaches what is theirs.
+//! A device number that goes to another image while a volume is staged: between two steps,
+//! somebody detaches the volume's device and attaches another image.
 
 use std::{
     env, fs,
@@ -13,8 +13,8 @@ use testkit::{
 
 use crate::nbd::{blank, nbd_story, own};
 
-/// Somebody who takes devices over.
-trait Thief {
+/// Detaches a volume's device and attaches another image under its number.
+trait DeviceSwapper {
     /// A volume over a blank source.
     fn volume(&self, number: usize) -> Volume;
 
@@ -22,56 +22,55 @@ trait Thief {
     fn attached(&self, volume: &Volume) -> Vec<PathBuf>;
 
     /// Detaches the volume's device, and puts what is theirs behind its number.
-    fn take_over(&mut self, volume: &Volume);
+    fn swap_device(&mut self, volume: &Volume);
 
     /// Detaches what is theirs, and says whether it is still blank.
     fn is_blank(&mut self) -> bool;
 }
 
-/// Stages a volume once for each step of the agent, which stands still there while the
-/// device is taken over. Of `of` steps that follow each other, one is taken; with
-/// `EVERY_STEP` set, each.
-async fn leaves_alone(node: &Node, of: usize, mut thief: impl Thief) {
+/// Stages a volume once for each step of the agent, which stops there while the
+/// device is swapped: at every `of`-th step, or with `EVERY_STEP` set at each.
+async fn assert_left_alone(node: &Node, of: usize, mut swapper: impl DeviceSwapper) {
     let of = env::var_os("EVERY_STEP").map_or(of, |_| 1);
     let mut at = Rng::new().below(of);
     loop {
-        let volume = thief.volume(at);
+        let volume = swapper.volume(at);
         node.kill9().await;
         node.start_stopping_at(at).await;
         if node.is_stopped() {
             // It had not begun to serve.
             node.resume();
         }
-        let mut swapped = false;
-        let swap = eventually("it is staged, or stands still", async || {
+        let mut was_detached = false;
+        let stopped = eventually("it is staged, or the agent has stopped", async || {
             node.is_stopped().then_some(())
         });
         tokio::select! {
             biased;
-            () = swap => {
-                thief.take_over(&volume);
-                swapped = true;
+            () = stopped => {
+                swapper.swap_device(&volume);
+                was_detached = true;
                 node.resume();
             }
             staged = node.stage(&volume) => staged.unwrap(),
         }
-        if !swapped {
-            // It would stand still at a later step.
+        if !was_detached {
+            // It would stop at a later step.
             node.kill9().await;
             node.restart().await;
         }
         node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
-        assert!(thief.is_blank(), "after step {at}");
+        assert!(swapper.is_blank(), "after step {at}");
         // Mounted before it was detached, it is nobody's to use.
         node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
         let target = node.up(&volume, "pod").await;
         Content::new("ours").put(&volume, &target);
-        assert_eq!(thief.attached(&volume).len(), 1);
+        assert_eq!(swapper.attached(&volume).len(), 1);
         node.down(&volume, "pod").await;
-        assert!(thief.attached(&volume).is_empty());
-        if !swapped {
+        assert!(swapper.attached(&volume).is_empty());
+        if !was_detached {
             break;
         }
         at += of;
@@ -96,7 +95,7 @@ fn another_image_that_gets_the_device_is_left_alone() {
     story(async |sandbox| {
         struct Images<'a>(&'a Sandbox, PathBuf, String);
 
-        impl Thief for Images<'_> {
+        impl DeviceSwapper for Images<'_> {
             fn volume(&self, number: usize) -> Volume {
                 self.0.volume(&format!("v{number}"), "ext4")
             }
@@ -105,7 +104,7 @@ fn another_image_that_gets_the_device_is_left_alone() {
                 loops_over(&self.0.image(volume))
             }
 
-            fn take_over(&mut self, volume: &Volume) {
+            fn swap_device(&mut self, volume: &Volume) {
                 for device in self.attached(volume) {
                     let _ = run_err(&["losetup", "-d", text(&device)]);
                     if !all_loops().iter().any(|(taken, _)| *taken == device) {
@@ -124,7 +123,7 @@ fn another_image_that_gets_the_device_is_left_alone() {
 
         let node = Node::start(sandbox).await;
         let (other, sum) = blank_file(sandbox.dir().join("other.img"));
-        leaves_alone(&node, 3, Images(sandbox, other, sum)).await;
+        assert_left_alone(&node, 3, Images(sandbox, other, sum)).await;
     });
 }
 
@@ -138,7 +137,7 @@ fn another_export_that_gets_the_device_is_left_alone() {
             taken: Vec<PathBuf>,
         }
 
-        impl Thief for Exports<'_> {
+        impl DeviceSwapper for Exports<'_> {
             fn volume(&self, number: usize) -> Volume {
                 let volume = blank(self.sandbox, self.server, &format!("v{number}"), "ext4");
                 // Nobody waits for what somebody has disconnected.
@@ -150,7 +149,7 @@ fn another_export_that_gets_the_device_is_left_alone() {
                 devices.into_iter().map(PathBuf::from).collect()
             }
 
-            fn take_over(&mut self, volume: &Volume) {
+            fn swap_device(&mut self, volume: &Volume) {
                 let name = text(Path::new(self.other.0.file_name().unwrap())).to_owned();
                 let uri = self.server.uri();
                 let (_, socket) = uri.split_once("socket=").expect("a unix socket");
@@ -176,13 +175,13 @@ fn another_export_that_gets_the_device_is_left_alone() {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
         let other = NbdServer::image(sandbox, &own(sandbox, "other"), 64 * MIB);
-        let thief = Exports {
+        let swapper = Exports {
             sandbox,
             server: &server,
             other: blank_file(other),
             taken: Vec::new(),
         };
-        leaves_alone(&node, 4, thief).await;
+        assert_left_alone(&node, 4, swapper).await;
     });
 }
 
@@ -196,7 +195,7 @@ fn another_rbd_image_that_gets_the_device_is_left_alone() {
             sum: String,
         }
 
-        impl Thief for Images<'_> {
+        impl DeviceSwapper for Images<'_> {
             fn volume(&self, _: usize) -> Volume {
                 self.ceph.volume("ext4")
             }
@@ -205,7 +204,7 @@ fn another_rbd_image_that_gets_the_device_is_left_alone() {
                 rbds_over(volume)
             }
 
-            fn take_over(&mut self, volume: &Volume) {
+            fn swap_device(&mut self, volume: &Volume) {
                 for device in self.attached(volume) {
                     let _ = run_err(&["rbd", "unmap", "-o", "noudev,force", text(&device)]);
                     // It gets the lowest number that is free.
@@ -229,12 +228,12 @@ fn another_rbd_image_that_gets_the_device_is_left_alone() {
         let node = ceph.node(sandbox).await;
         let (copy, sum) = blank_file(sandbox.dir().join("other.img"));
         let other = ceph.volume("ext4");
-        let thief = Images {
+        let swapper = Images {
             ceph,
             other,
             copy,
             sum,
         };
-        leaves_alone(&node, 6, thief).await;
+        assert_left_alone(&node, 6, swapper).await;
     });
 }

@@ -1,5 +1,5 @@
-//! The same of what rbd-nbd serves, whose process may be replaced by another at any
-//! time, which is another client of the cluster.
+//! Fencing with rbd-nbd, whose daemon may be replaced at any time by another, which is
+//! another client of the cluster.
 
 use std::{fs::File, os::unix::fs::FileExt as _, path::PathBuf, time::Duration};
 

@@ -1,18 +1,18 @@
-//! Whole lives, with servers of all kinds.
+//! The whole lifecycle of a volume, with each kind of server.
 
 use testkit::{Content, KINDS, MIB, NbdServer, Node, nbds_over, run};
 
-use super::{blank, nbd_story, over, own, whole_life};
+use super::{blank, lifecycle, nbd_story, over, own};
 
 #[test]
-fn whole_lives_with_nbdkit_over_unix_and_tcp() {
+fn lifecycle_with_nbdkit_over_unix_and_tcp() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for tcp in [false, true] {
             let server = NbdServer::start_with(sandbox, tcp, &[]).await;
             for (kind, _) in KINDS {
                 let volume = blank(sandbox, &server, &format!("{kind}-{tcp}"), kind);
-                whole_life(&node, &volume).await;
+                lifecycle(&node, &volume).await;
                 assert!(nbds_over(&format!(" {}", volume.handle)).is_empty());
             }
         }
@@ -21,7 +21,7 @@ fn whole_lives_with_nbdkit_over_unix_and_tcp() {
 }
 
 #[test]
-fn whole_lives_with_qemu_nbd_over_unix_and_tcp() {
+fn lifecycle_with_qemu_nbd_over_unix_and_tcp() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         for tcp in [false, true] {
@@ -29,7 +29,7 @@ fn whole_lives_with_qemu_nbd_over_unix_and_tcp() {
                 let name = own(sandbox, &format!("{kind}-{tcp}"));
                 NbdServer::image(sandbox, &name, bytes);
                 let server = NbdServer::qemu(sandbox, tcp, &name, &[]).await;
-                whole_life(&node, &over(&server, &name, kind)).await;
+                lifecycle(&node, &over(&server, &name, kind)).await;
             }
         }
         node.assert_clean().await;
@@ -67,7 +67,7 @@ fn a_server_that_cannot_write_zeroes_is_not_asked_to() {
         let node = Node::start(sandbox).await;
         // Its device goes on as if every server could.
         let able = NbdServer::start(sandbox).await;
-        whole_life(&node, &blank(sandbox, &able, "able", "block")).await;
+        lifecycle(&node, &blank(sandbox, &able, "able", "block")).await;
         let unable = NbdServer::start_with(sandbox, false, &["--filter=nozero"]).await;
         let volumes = ["one", "other"].map(|name| blank(sandbox, &unable, name, "block"));
         let ups = volumes.iter().map(|volume| node.up(volume, "pod"));
@@ -139,27 +139,27 @@ fn requests_keep_to_the_servers_block_sizes() {
                 .unwrap();
             assert!(largest <= 64, "{largest}");
             node.down(&volume, "pod").await;
-            whole_life(&node, &volume).await;
+            lifecycle(&node, &volume).await;
         }
         node.assert_clean().await;
     });
 }
 
 #[test]
-fn whole_lives_with_a_slow_server() {
+fn lifecycle_with_a_slow_server() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let slow = ["--filter=delay", "rdelay=5ms", "wdelay=5ms"];
         let server = NbdServer::start_with(sandbox, false, &slow).await;
         for kind in ["ext4", "block"] {
-            whole_life(&node, &blank(sandbox, &server, kind, kind)).await;
+            lifecycle(&node, &blank(sandbox, &server, kind, kind)).await;
         }
         node.assert_clean().await;
     });
 }
 
 #[test]
-fn whole_lives_with_a_server_that_fails_at_times() {
+fn lifecycle_with_a_server_that_fails_at_times() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let failing = sandbox.dir().join("failing");

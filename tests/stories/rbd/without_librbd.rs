@@ -1,9 +1,9 @@
-//! A node without Ceph's libraries: the kernel's driver needs none of them.
+//! A node without Ceph's libraries: krbd needs none.
 
 use testkit::{MIB, Machine, Node, ceph_story, mappings_of, rbds_of, refused};
 use tonic::Code::{FailedPrecondition, Unavailable};
 
-use super::{encrypted, whole_life};
+use super::{encrypted, lifecycle};
 
 #[test]
 fn plain_volumes_need_no_librbd() {
@@ -12,14 +12,14 @@ fn plain_volumes_need_no_librbd() {
         setup.machine = Machine::WithoutLibrbd;
         let node = Node::start_with(sandbox, setup).await;
         for kind in ["ext4", "block"] {
-            whole_life(&node, &ceph.volume(kind)).await;
+            lifecycle(&node, &ceph.volume(kind)).await;
         }
-        whole_life(&node, &encrypted::volume(ceph, "ext4")).await;
+        lifecycle(&node, &encrypted::volume(ceph, "ext4")).await;
 
         // Nobody can be asked who has it open.
         let volume = ceph.volume("ext4");
         let other = ceph.open_elsewhere(&volume);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         drop(other);
 
         // What the cluster is not asked, the volume's context says.

@@ -1,7 +1,7 @@
-//! Images that rbd-nbd serves, its daemons kept by the supervisor.
+//! Images attached by rbd-nbd, whose daemons the supervisor runs.
 
 mod deaths;
-mod taken;
+mod takeover;
 
 use std::{fs, path::Path};
 
@@ -15,7 +15,7 @@ use testkit::{
 };
 use tonic::Code::FailedPrecondition;
 
-use super::{encrypted, kept, lives, whole_life};
+use super::{encrypted, lifecycle, write_or_check};
 
 pub async fn node_with(sandbox: &Sandbox, ceph: &Ceph, supervisor: &Supervisor) -> Node {
     let setup = ceph.setup(sandbox).arg("--alpha-capabilities");
@@ -49,15 +49,15 @@ async fn kill_unlocked(volume: &Volume, daemon: Pid) {
 }
 
 #[test]
-fn whole_lives_of_every_kind_by_rbd_nbd() {
+fn lifecycle_of_every_kind() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         for (kind, _) in KINDS {
-            whole_life(&node, &served(ceph.volume(kind))).await;
+            lifecycle(&node, &served(ceph.volume(kind))).await;
         }
         let secret = served(encrypted::volume(ceph, "ext4"));
-        whole_life(&node, &secret).await;
+        lifecycle(&node, &secret).await;
         for volume in ["ext4", "block"].map(|kind| served(ceph.volume(kind))) {
             for _ in 0..2 {
                 node.up(&volume, "pod").await;
@@ -80,7 +80,7 @@ fn rbd_nbd_gets_no_requests_that_only_an_export_allowed() {
         let name = ceph.image_name();
         NbdServer::image(sandbox, &name, 64 * MIB);
         // Its device goes on sending WRITE_ZEROES, at which rbd-nbd falls silent.
-        whole_life(&node, &server.over(Volume::filesystem(&name, "ext4"))).await;
+        lifecycle(&node, &server.over(Volume::filesystem(&name, "ext4"))).await;
         let images = [(); 2].map(|()| served(ceph.volume("block")));
         let ups = images.iter().map(|image| node.up(image, "pod"));
         for target in futures_util::future::join_all(ups).await {
@@ -95,7 +95,7 @@ fn rbd_nbd_gets_no_requests_that_only_an_export_allowed() {
 }
 
 #[test]
-fn nbd_backed_volumes_grow_in_use() {
+fn volumes_grow_in_use() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
@@ -127,7 +127,7 @@ fn try_other_mounters_falls_back_to_rbd_nbd() {
         );
         let either = |volume: Volume| volume.with("tryOtherMounters", "true");
         let volume = either(volume);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         // Where krbd can, it does.
         let plain = either(ceph.volume("ext4"));
         node.up(&plain, "pod").await;
@@ -148,14 +148,14 @@ fn a_node_without_a_supervisor_names_the_flag() {
 }
 
 #[test]
-fn records_of_nbd_backed_volumes_are_rebuilt() {
+fn records_that_are_lost_are_rebuilt() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         let volumes = ["ext4", "block"].map(|kind| served(ceph.volume(kind)));
         for volume in &volumes {
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new(&volume.handle), true);
+            write_or_check(volume, &target, &Content::new(&volume.handle), true);
         }
         node.kill9().await;
         for file in testkit::files_below(&node.run_dir) {
@@ -164,7 +164,7 @@ fn records_of_nbd_backed_volumes_are_rebuilt() {
         node.restart().await;
         for volume in &volumes {
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new(&volume.handle), false);
+            write_or_check(volume, &target, &Content::new(&volume.handle), false);
             node.down(volume, "pod").await;
             assert!(nbds(volume).is_empty());
         }
@@ -177,8 +177,8 @@ fn sixteen_volumes_at_once() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
-        let volumes: Vec<_> = lives::sixteen(ceph).into_iter().map(served).collect();
-        lives::at_once(&node, &volumes).await;
+        let volumes: Vec<_> = lifecycle::sixteen(ceph).into_iter().map(served).collect();
+        lifecycle::at_once(&node, &volumes).await;
         for volume in &volumes {
             assert!(nbds(volume).is_empty() && supervisor.status(volume).await.is_none());
         }
@@ -192,10 +192,10 @@ fn read_only_and_encrypted_volumes_work() {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["ext4", "xfs", "block"] {
-            lives::read_and_not_written(&node, &served(ceph.volume(kind))).await;
+            lifecycle::read_and_not_written(&node, &served(ceph.volume(kind))).await;
         }
         for kind in ["xfs", "block"] {
-            whole_life(&node, &served(encrypted::volume(ceph, kind))).await;
+            lifecycle(&node, &served(encrypted::volume(ceph, kind))).await;
         }
         node.assert_clean().await;
     });
@@ -207,7 +207,7 @@ fn clones_have_what_their_source_had_and_keep_their_own() {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["ext4", "xfs", "block"] {
-            lives::cloned(&node, ceph, kind, served).await;
+            lifecycle::cloned(&node, ceph, kind, served).await;
         }
         node.assert_clean().await;
     });
@@ -253,7 +253,7 @@ fn one_image_has_one_driver_and_one_writer() {
         refused(node.stage(&volume).await, FailedPrecondition, &["in use"]);
         assert!(nbds(&volume).is_empty());
         drop(other);
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
 }

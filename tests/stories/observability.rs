@@ -1,4 +1,4 @@
-//! What an agent tells: stats, health, metrics, and never a secret.
+//! Stats, health, metrics and logs, and no secret in them.
 
 use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
@@ -32,7 +32,7 @@ pub fn free_port() -> u16 {
 }
 
 #[test]
-fn stats_are_what_statfs_says() {
+fn stats_are_those_of_statfs() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");

@@ -1,6 +1,6 @@
-//! Volumes that rbd-nbd serves pass from ceph-csi to us and back. ceph-csi's daemons
-//! are in its plugin's pod and end with it: the device stays, and of all that was
-//! known of it the cookie and the note.
+//! Volumes attached by rbd-nbd pass from ceph-csi to this driver and back. ceph-csi's daemons
+//! are in its plugin's pod and end with it; what is left is the device, its cookie and the
+//! stage file.
 
 use std::{fs, path::Path};
 
@@ -11,7 +11,9 @@ use testkit::{
 };
 
 use super::{kill_unlocked, nbds, node_with, served};
-use crate::rbd::{assert_nothing_staged, encrypted, kept, takeover::unstaged_by_ceph_csi};
+use crate::rbd::{
+    assert_nothing_staged, encrypted, takeover::unstaged_by_ceph_csi, write_or_check,
+};
 
 /// The process that connected the device.
 fn connected(volume: &Volume) -> Pid {
@@ -37,7 +39,7 @@ fn rbd_nbd_volumes_staged_by_ceph_csi_are_used_and_unstaged() {
             let content = Content::new(&volume.handle);
             ceph.stage_as_ceph_csi(&node, &volume);
             let target = publish_as_ceph_csi(&node, &volume, "pod");
-            kept(&volume, &target, &content, true);
+            write_or_check(&volume, &target, &content, true);
             if !volume.is_block() {
                 run(&["sync", "-f", target.to_str().unwrap()]);
             }
@@ -47,7 +49,7 @@ fn rbd_nbd_volumes_staged_by_ceph_csi_are_used_and_unstaged() {
             if !volume.context.contains_key("mapOptions") {
                 // As kubelet does after its own restart.
                 node.up(&volume, "pod").await;
-                kept(&volume, &target, &content, false);
+                write_or_check(&volume, &target, &content, false);
                 assert_eq!(nbds(&volume).len(), 1);
                 assert!(node.health(&volume, &target).await.unwrap().is_empty());
                 let larger = 160 * MIB;
@@ -59,7 +61,7 @@ fn rbd_nbd_volumes_staged_by_ceph_csi_are_used_and_unstaged() {
             assert!(nbds(&volume).is_empty() && supervisor.status(&volume).await.is_none());
             // It was the same volume all the time.
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, false);
+            write_or_check(&volume, &target, &content, false);
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;
@@ -78,13 +80,13 @@ fn ceph_csi_unstages_rbd_nbd_volumes_of_this_driver() {
         ] {
             let content = Content::new(&volume.handle);
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, true);
+            write_or_check(&volume, &target, &content, true);
             let left = fs::read_to_string(node.staging(&volume).join(STAGE_FILE)).unwrap();
             assert_eq!(left, ceph_csi_stage_file(&volume));
             unstaged_by_ceph_csi(&node, &volume, &target).await;
             assert!(nbds(&volume).is_empty());
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, false);
+            write_or_check(&volume, &target, &content, false);
             node.down(&volume, "pod").await;
         }
         node.assert_clean().await;

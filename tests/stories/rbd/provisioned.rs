@@ -9,7 +9,7 @@ use testkit::{
 use tonic::Code::FailedPrecondition;
 use uring_csi::proto::csi::CreateVolumeRequest;
 
-use super::{assert_nothing_staged, kept};
+use super::{assert_nothing_staged, write_or_check};
 use crate::operator::Operator;
 
 /// Both, and a storage class with a pool of its own.
@@ -89,7 +89,7 @@ impl<'a> Class<'a> {
     }
 
     /// From a claim to its deletion, with all that a claim may become meanwhile.
-    async fn whole_life(&self, kind: &str) {
+    async fn lifecycle(&self, kind: &str) {
         let Self {
             controller, node, ..
         } = self;
@@ -97,7 +97,7 @@ impl<'a> Class<'a> {
         let volume = self.made(self.claim(kind, "claim", small)).await;
         let content = Content::new(kind);
         let target = node.up(&volume, "pod").await;
-        kept(&volume, &target, &content, true);
+        write_or_check(&volume, &target, &content, true);
         if let Some(supervisor) = &self.supervisor {
             assert!(supervisor.status(&volume).await.is_some());
         }
@@ -122,12 +122,12 @@ impl<'a> Class<'a> {
         let copies = [self.made(restored).await, self.made(cloned).await];
         for copy in &copies {
             let target = node.up(copy, "pod").await;
-            kept(copy, &target, &content, false);
-            kept(copy, &target, &Content::new(&copy.handle), true);
+            write_or_check(copy, &target, &content, false);
+            write_or_check(copy, &target, &Content::new(&copy.handle), true);
         }
         let restored = self.size(&copies[0]).await;
         assert!(restored > small + small / 2, "{kind}: {restored}");
-        kept(&volume, &target, &content, false);
+        write_or_check(&volume, &target, &content, false);
 
         let (size, on_node) = controller.expand(&volume.handle, 2 * small).await.unwrap();
         assert!(on_node, "the node has its part in it");
@@ -165,8 +165,8 @@ impl<'a> Class<'a> {
 fn provisioned_file_systems_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[]).await;
-        class.whole_life("ext4").await;
-        class.whole_life("xfs").await;
+        class.lifecycle("ext4").await;
+        class.lifecycle("xfs").await;
     });
 }
 
@@ -174,7 +174,7 @@ fn provisioned_file_systems_live_from_create_to_delete() {
 fn provisioned_raw_devices_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[]).await;
-        class.whole_life("block").await;
+        class.lifecycle("block").await;
     });
 }
 
@@ -188,7 +188,7 @@ fn provisioned_nbd_backed_volumes_live_from_create_to_delete() {
         ] {
             let class = Class::new(sandbox, ceph, more).await;
             for kind in kinds {
-                class.whole_life(kind).await;
+                class.lifecycle(kind).await;
             }
         }
     });
@@ -198,7 +198,7 @@ fn provisioned_nbd_backed_volumes_live_from_create_to_delete() {
 fn provisioned_encrypted_volumes_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let class = Class::new(sandbox, ceph, &[("encrypted", "true")]).await;
-        class.whole_life("ext4").await;
+        class.lifecycle("ext4").await;
     });
 }
 
@@ -207,7 +207,7 @@ fn provisioned_volumes_with_own_passphrases_live_from_create_to_delete() {
     ceph_story(async |sandbox, ceph| {
         let more = [("encrypted", "true"), ("encryptionKMSID", "own")];
         let class = Class::new(sandbox, ceph, &more).await;
-        class.whole_life("block").await;
+        class.lifecycle("block").await;
     });
 }
 
@@ -219,10 +219,10 @@ fn ceph_csi_stages_volumes_of_the_controller() {
         let volume = class.made(class.claim("ext4", "claim", 128 * MIB)).await;
         let content = Content::new("theirs");
         ceph.stage_as_ceph_csi(node, &volume);
-        kept(&volume, &point(node, &volume), &content, true);
+        write_or_check(&volume, &point(node, &volume), &content, true);
         unstage_as_ceph_csi(node, &volume);
         let target = node.up(&volume, "pod").await;
-        kept(&volume, &target, &content, false);
+        write_or_check(&volume, &target, &content, false);
         node.down(&volume, "pod").await;
         assert!(rbds_of(sandbox.dir()).is_empty());
         class.controller.delete(&volume.handle).await.unwrap();
@@ -269,7 +269,7 @@ fn uringctl_format_replaces_a_partial_format() {
         let format = ["format", handle, "--fs", "ext4", "--confirm", handle];
         operator.json(&[&["--secrets", &secrets], &format[..]].concat());
         let target = node.up(&volume, "pod").await;
-        kept(&volume, &target, &Content::new(handle), true);
+        write_or_check(&volume, &target, &Content::new(handle), true);
         node.down(&volume, "pod").await;
         controller.delete(handle).await.unwrap();
         node.assert_clean().await;
@@ -307,7 +307,7 @@ fn uringctl_format_replaces_unknown_data() {
                 ..volume.clone()
             };
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &noise, true);
+            write_or_check(&volume, &target, &noise, true);
             node.down(&volume, "pod").await;
             assert!(rbds_of(sandbox.dir()).is_empty());
             controller.delete(handle).await.unwrap();

@@ -1,5 +1,5 @@
-//! A node that dies in a volume's first mount: whichever has it next finishes it, by
-//! the note in the image's metadata, and nothing else is taken for half made.
+//! A node that dies in a volume's first mount: the next node to stage the volume finishes the
+//! format by the format marker in the image's metadata, and formats nothing without one.
 
 use testkit::{
     Ceph, Content, InterruptedProgram, LUKS_FORMAT, MKFS, Mode, Node, Sandbox, Volume, ceph_story,
@@ -7,14 +7,15 @@ use testkit::{
 };
 use tonic::Code::FailedPrecondition;
 
-use super::{encrypted, kept};
+use super::{encrypted, write_or_check};
 
 const KEY: &str = "uring-csi/making";
 
-/// What stops half-way, and what it says to who finds it without a note.
-type Half = ((&'static str, &'static str), bool, &'static str);
+/// The program that stops half-way, whether the volume is encrypted, and the error of a
+/// stage that finds no marker.
+type PartialFormat = ((&'static str, &'static str), bool, &'static str);
 
-const HALVES: [Half; 3] = [
+const PARTIAL_FORMATS: [PartialFormat; 3] = [
     (MKFS, false, "first superblock is gone"),
     (LUKS_FORMAT, true, "not whole"),
     (MKFS, true, "first superblock is gone"),
@@ -28,8 +29,8 @@ fn blank(ceph: &Ceph, is_encrypted: bool) -> Volume {
     }
 }
 
-/// What a machine leaves that is switched off while a program of its agent is half-way.
-async fn left_half_made(sandbox: &Sandbox, ceph: &Ceph, volume: &Volume, at: (&str, &str)) {
+/// Leaves what a machine leaves that loses power while its agent formats.
+async fn leave_partial_format(sandbox: &Sandbox, ceph: &Ceph, volume: &Volume, at: (&str, &str)) {
     let node = ceph.node(sandbox).await;
     InterruptedProgram::new(at)
         .kill_agent_at_stop(&node, async || node.stage(volume).await)
@@ -49,8 +50,8 @@ fn set(ceph: &Ceph, volume: &Volume, text: &str) {
     ceph.cluster.rbd(&set);
 }
 
-/// The note of an agent that has begun with a volume's image.
-fn begin(ceph: &Ceph, volume: &Volume, what: &str) {
+/// Sets the format marker that an agent sets before it formats an image.
+fn set_format_marker(ceph: &Ceph, volume: &Volume, what: &str) {
     let info = ["info", "--format", "json", &spec_of(volume)];
     let info: serde_json::Value = serde_json::from_str(&ceph.cluster.rbd(&info)).unwrap();
     let id = info["id"].as_str().unwrap();
@@ -63,20 +64,23 @@ async fn another(sandbox: &Sandbox, ceph: &Ceph) -> Node {
     Node::start_with(sandbox, setup).await
 }
 
-fn noted(ceph: &Ceph, volume: &Volume) -> Option<String> {
+fn format_marker_of(ceph: &Ceph, volume: &Volume) -> Option<String> {
     let list = ["image-meta", "list", "--format", "json", &spec_of(volume)];
-    let noted = ceph.cluster.rbd(&list);
-    let noted: serde_json::Value = serde_json::from_str(&noted).unwrap_or_default();
-    noted[KEY].as_str().map(str::to_owned)
+    let metadata = ceph.cluster.rbd(&list);
+    let metadata: serde_json::Value = serde_json::from_str(&metadata).unwrap_or_default();
+    metadata[KEY].as_str().map(str::to_owned)
 }
 
 #[test]
 fn another_node_finishes_a_partial_format() {
     ceph_story(async |sandbox, ceph| {
-        for (at, is_encrypted, said) in HALVES {
+        for (at, is_encrypted, said) in PARTIAL_FORMATS {
             let volume = blank(ceph, is_encrypted);
-            left_half_made(sandbox, ceph, &volume, at).await;
-            assert!(noted(ceph, &volume).is_some_and(|note| note.ends_with(&volume.handle)));
+            leave_partial_format(sandbox, ceph, &volume, at).await;
+            assert!(
+                format_marker_of(ceph, &volume)
+                    .is_some_and(|marker| marker.ends_with(&volume.handle))
+            );
             let node = another(sandbox, ceph).await;
             // Who only reads finishes nothing.
             let reader = volume.clone().mode(Mode::SingleNodeReaderOnly);
@@ -84,8 +88,8 @@ fn another_node_finishes_a_partial_format() {
             let content = Content::new(&volume.handle);
             for is_first in [true, false] {
                 let target = node.up(&volume, "pod").await;
-                assert_eq!(noted(ceph, &volume), None);
-                kept(&volume, &target, &content, is_first);
+                assert_eq!(format_marker_of(ceph, &volume), None);
+                write_or_check(&volume, &target, &content, is_first);
                 node.down(&volume, "pod").await;
             }
             node.assert_clean().await;
@@ -96,12 +100,12 @@ fn another_node_finishes_a_partial_format() {
 #[test]
 fn a_partial_format_without_its_own_marker_is_left_alone() {
     ceph_story(async |sandbox, ceph| {
-        for (at, is_encrypted, said) in HALVES.into_iter().take(2) {
+        for (at, is_encrypted, said) in PARTIAL_FORMATS.into_iter().take(2) {
             let volume = blank(ceph, is_encrypted);
-            left_half_made(sandbox, ceph, &volume, at).await;
-            let own = noted(ceph, &volume).unwrap();
+            leave_partial_format(sandbox, ceph, &volume, at).await;
+            let own = format_marker_of(ceph, &volume).unwrap();
             let node = another(sandbox, ceph).await;
-            let before = sum(ceph, &volume);
+            let before = checksum(ceph, &volume);
             let left_alone = async |volume: &Volume| {
                 refused(node.stage(volume).await, FailedPrecondition, &[said]);
             };
@@ -114,7 +118,7 @@ fn a_partial_format_without_its_own_marker_is_left_alone() {
                     .get("encrypted")
                     .map(|is| ("encrypted".to_owned(), is.clone())),
             );
-            assert_eq!(noted(ceph, &clone).as_ref(), Some(&own));
+            assert_eq!(format_marker_of(ceph, &clone).as_ref(), Some(&own));
             left_alone(&clone).await;
             // Another volume's; one of something else; none.
             let words: Vec<_> = own.split(' ').collect();
@@ -129,7 +133,7 @@ fn a_partial_format_without_its_own_marker_is_left_alone() {
             ceph.cluster
                 .rbd(&["image-meta", "remove", &spec_of(&volume), KEY]);
             left_alone(&volume).await;
-            assert_eq!(sum(ceph, &volume), before);
+            assert_eq!(checksum(ceph, &volume), before);
             // With its own, all is well.
             set(ceph, &volume, &own);
             node.up(&volume, "pod").await;
@@ -139,8 +143,8 @@ fn a_partial_format_without_its_own_marker_is_left_alone() {
     });
 }
 
-/// Of all that is in an image.
-fn sum(ceph: &Ceph, volume: &Volume) -> String {
+/// The checksum of an exported image.
+fn checksum(ceph: &Ceph, volume: &Volume) -> String {
     let file = ceph.config().with_extension("export");
     let path = file.to_str().unwrap();
     ceph.cluster
@@ -158,14 +162,14 @@ fn a_format_marker_outweighs_no_complete_or_foreign_content() {
             let volume = blank(ceph, is_encrypted);
             let content = Content::new(&volume.handle);
             let target = node.up(&volume, "pod").await;
-            kept(&volume, &target, &content, true);
+            write_or_check(&volume, &target, &content, true);
             node.down(&volume, "pod").await;
             // As an agent leaves it that dies before it takes its note away.
             for what in ["mkfs", "luksFormat"] {
-                begin(ceph, &volume, what);
+                set_format_marker(ceph, &volume, what);
                 let target = node.up(&volume, "pod").await;
-                kept(&volume, &target, &content, false);
-                assert_eq!(noted(ceph, &volume), None);
+                write_or_check(&volume, &target, &content, false);
+                assert_eq!(format_marker_of(ceph, &volume), None);
                 node.down(&volume, "pod").await;
             }
         }
@@ -173,9 +177,9 @@ fn a_format_marker_outweighs_no_complete_or_foreign_content() {
         let raw = ceph.volume("block");
         for mode in [Mode::SingleNodeWriter, Mode::MultiNodeMultiWriter] {
             let raw = raw.clone().mode(mode);
-            begin(ceph, &raw, "mkfs");
+            set_format_marker(ceph, &raw, "mkfs");
             node.up(&raw, "pod").await;
-            assert_eq!(noted(ceph, &raw), None);
+            assert_eq!(format_marker_of(ceph, &raw), None);
             node.down(&raw, "pod").await;
         }
 
@@ -185,7 +189,7 @@ fn a_format_marker_outweighs_no_complete_or_foreign_content() {
         let device = device.to_str().unwrap();
         run(&["mkswap", device]);
         run(&["rbd", "unmap", "-o", "noudev", device]);
-        begin(ceph, &volume, "mkfs");
+        set_format_marker(ceph, &volume, "mkfs");
         refused(node.stage(&volume).await, FailedPrecondition, &["swap"]);
         node.assert_clean().await;
     });

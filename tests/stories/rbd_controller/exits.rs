@@ -1,6 +1,5 @@
-//! Processes that have librados loaded end by what they were told, however many
-//! threads of it are amid something: no handler of librados or OpenSSL takes away at
-//! exit what those still use.
+//! Processes with librados loaded exit with the right code, whatever its threads are doing:
+//! no exit handler of librados or OpenSSL frees what they still use.
 
 use std::{
     env,

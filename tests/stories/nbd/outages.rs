@@ -1,4 +1,4 @@
-//! Servers that go away, for a while or for good.
+//! NBD servers that stop, for a while or for good.
 
 use std::{cell::Cell, fs, time::Duration};
 

@@ -1,4 +1,4 @@
-//! Devices that come and go behind the agent's back.
+//! Devices that others detach and attach while the agent has them on record.
 
 use std::{fs, path::Path};
 
@@ -7,7 +7,7 @@ use testkit::{
     run, story,
 };
 
-use super::{assert_nothing_staged, kept};
+use super::{assert_nothing_staged, write_or_check};
 
 fn unmap(device: &Path) {
     run(&["rbd", "unmap", "-o", "noudev", device.to_str().unwrap()]);
@@ -33,7 +33,7 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
         let [volume, other] = [(); 2].map(|()| ceph.volume("block"));
         let [ours, theirs] = [&volume, &other].map(|volume| Content::new(&volume.handle));
         let target = node.up(&volume, "pod").await;
-        kept(&volume, &target, &ours, true);
+        write_or_check(&volume, &target, &ours, true);
         // Nobody has it open, so it goes.
         let device = rbds_over(&volume).pop().unwrap();
         unmap(&device);
@@ -47,7 +47,7 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
         node.unpublish(&volume, "pod").await.unwrap();
         // Another pod gets the volume or nothing.
         if node.stage(&volume).await.is_ok() && node.publish(&volume, "another").await.is_ok() {
-            kept(&volume, &node.target(&volume, "another"), &ours, false);
+            write_or_check(&volume, &node.target(&volume, "another"), &ours, false);
         }
         node.unpublish(&volume, "another").await.unwrap();
         node.unstage(&volume).await.unwrap();
@@ -61,7 +61,7 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
 }
 
 #[test]
-fn an_agent_finds_out_after_a_restart_that_a_device_is_gone() {
+fn a_restarted_agent_detects_a_lost_device() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for (kind, number_is_taken) in [("block", false), ("block", true)] {
@@ -100,7 +100,7 @@ fn equal_image_names_in_several_pools_are_distinct() {
         let volumes = [&here, &there];
         for volume in volumes {
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new(&volume.handle), true);
+            write_or_check(volume, &target, &Content::new(&volume.handle), true);
         }
         assert_eq!(rbds_of(sandbox.dir()).len(), volumes.len());
         // Each is known again by an agent that has nothing but what is mounted.
@@ -113,7 +113,7 @@ fn equal_image_names_in_several_pools_are_distinct() {
             assert_eq!(rbds_of(sandbox.dir()).len(), volumes.len() - gone);
             node.down(volume, "pod").await;
             let target = node.up(volume, "pod").await;
-            kept(volume, &target, &Content::new(&volume.handle), false);
+            write_or_check(volume, &target, &Content::new(&volume.handle), false);
             node.down(volume, "pod").await;
         }
         node.assert_clean().await;

@@ -1,4 +1,4 @@
-//! Many at once, and what they may not use up.
+//! Many calls, volumes and clients at once, and the limits that they keep to.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use testkit::{
 };
 use tonic::{Code, Status};
 
-use crate::telling::free_port;
+use crate::observability::free_port;
 
 /// Volumes over files that hang when told to, of a pool of their own.
 fn stuck_volumes(sandbox: &Sandbox, count: usize) -> Vec<(StuckFile, Volume)> {

@@ -1,4 +1,4 @@
-//! Whole lives of volumes that nothing happens to.
+//! The whole lifecycle of volumes without faults.
 
 use std::{fs, path::Path};
 
@@ -8,15 +8,15 @@ use testkit::{
     Ceph, Content, KINDS, Mode, Node, Volume, ceph_story, hex, rbds_of, rbds_over, run, sha256,
 };
 
-use super::{assert_nothing_staged, devices_over, kept, whole_life};
+use super::{assert_nothing_staged, devices_over, lifecycle, write_or_check};
 
 #[test]
-fn whole_lives_of_every_kind() {
+fn lifecycle_of_every_kind() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for (kind, _) in KINDS {
-            whole_life(&node, &ceph.volume(kind)).await;
-            whole_life(&node, &ceph.static_volume(kind)).await;
+            lifecycle(&node, &ceph.volume(kind)).await;
+            lifecycle(&node, &ceph.static_volume(kind)).await;
         }
         node.assert_clean().await;
     });
@@ -64,7 +64,7 @@ pub async fn at_once(node: &Node, volumes: &[Volume]) {
         let targets = join_all(volumes.iter().map(|volume| node.up(volume, "pod"))).await;
         for (volume, target) in volumes.iter().zip(&targets) {
             assert_eq!(devices_over(volume).len(), 1);
-            kept(volume, target, &Content::new(&volume.handle), round == 0);
+            write_or_check(volume, target, &Content::new(&volume.handle), round == 0);
         }
         join_all(volumes.iter().map(|volume| node.down(volume, "pod"))).await;
     }
@@ -112,12 +112,12 @@ fn read_only_volumes_are_read_and_not_written() {
 
 pub async fn read_and_not_written(node: &Node, writer: &Volume) {
     let content = Content::new(&writer.handle);
-    kept(writer, &node.up(writer, "pod").await, &content, true);
+    write_or_check(writer, &node.up(writer, "pod").await, &content, true);
     node.down(writer, "pod").await;
     for mode in [Mode::SingleNodeReaderOnly, Mode::MultiNodeReaderOnly] {
         let reader = writer.clone().mode(mode);
         let target = node.up(&reader, "pod").await;
-        kept(&reader, &target, &content, false);
+        write_or_check(&reader, &target, &content, false);
         let device = devices_over(&reader).pop().unwrap();
         let flag = run(&["blockdev", "--getro", device.to_str().unwrap()]);
         assert_eq!(flag.trim(), "1", "{reader:?}");
@@ -148,7 +148,7 @@ pub async fn cloned(node: &Node, ceph: &Ceph, kind: &str, how: impl Fn(Volume) -
     let clone_of = |volume| how(ceph.clone_of(volume, kind));
     let content = Content::new(kind);
     let target = node.up(&source, "pod").await;
-    kept(&source, &target, &content, true);
+    write_or_check(&source, &target, &content, true);
     if kind != "block" {
         run(&["sync", "-f", target.to_str().unwrap()]);
     }
@@ -158,7 +158,7 @@ pub async fn cloned(node: &Node, ceph: &Ceph, kind: &str, how: impl Fn(Volume) -
     for clone in [&clone, &of_clone] {
         let target = node.up(clone, "pod").await;
         assert_eq!(sum_of(clone, &target), sum);
-        kept(clone, &target, &Content::new(&clone.handle), true);
+        write_or_check(clone, &target, &Content::new(&clone.handle), true);
     }
     assert_eq!(sum_of(&source, &target), sum);
     for volume in [&clone, &of_clone, &source] {
@@ -167,7 +167,7 @@ pub async fn cloned(node: &Node, ceph: &Ceph, kind: &str, how: impl Fn(Volume) -
     // A clone of a clone, with what was written into it.
     let again = clone_of(&clone);
     let target = node.up(&again, "pod").await;
-    kept(&again, &target, &Content::new(&clone.handle), false);
+    write_or_check(&again, &target, &Content::new(&clone.handle), false);
     node.down(&again, "pod").await;
 }
 
@@ -187,7 +187,7 @@ fn images_in_namespaces_and_with_data_pools() {
         let data = ceph.cluster.fresh_pool();
         let (kind, bytes) = KINDS[0];
         let apart = ceph.volume_of(kind, bytes, &["--data-pool", &data]);
-        whole_life(&node, &apart.with("dataPool", &data)).await;
+        lifecycle(&node, &apart.with("dataPool", &data)).await;
 
         // As the cluster's configuration says; the volume's context may repeat it.
         let pool = ceph.cluster.fresh_pool();
@@ -202,8 +202,8 @@ fn images_in_namespaces_and_with_data_pools() {
             let spec = format!("{pool}/tenant/{name}");
             let create = ["create", "-s", "64M", "--image-feature", "layering", &spec];
             ceph.cluster.rbd(&create);
-            whole_life(&node, &volume).await;
-            whole_life(&node, &volume.with("radosNamespace", "tenant")).await;
+            lifecycle(&node, &volume).await;
+            lifecycle(&node, &volume.with("radosNamespace", "tenant")).await;
         }
         node.assert_clean().await;
     });
@@ -237,7 +237,7 @@ fn map_options_reach_the_driver() {
 }
 
 #[test]
-fn reads_go_to_the_nearest_copy_where_a_cluster_says_so() {
+fn reads_go_to_the_nearest_replica_where_configured() {
     ceph_story(async |sandbox, ceph| {
         let setup = ceph
             .setup(sandbox)
@@ -245,7 +245,7 @@ fn reads_go_to_the_nearest_copy_where_a_cluster_says_so() {
             .arg("host:test|zone:a");
         let node = Node::start_with(sandbox, setup).await;
         let [plain, near] = [(); 2].map(|()| ceph.volume("ext4"));
-        whole_life(&node, &plain).await;
+        lifecycle(&node, &plain).await;
         let mut entry = ceph.entry();
         entry["readAffinity"] = json!({"enabled": true, "crushLocationLabels": ["zone"]});
         ceph.configure(&[entry]);
@@ -290,7 +290,7 @@ fn a_migrated_volume_is_named_by_its_handle() {
             ]
             .map(|(key, value)| (key.to_owned(), value.to_owned())),
         );
-        whole_life(&node, &volume).await;
+        lifecycle(&node, &volume).await;
         assert_nothing_staged(&node, &volume);
         ceph.cluster.rbd(&["rm", "--no-progress", &to]);
         node.assert_clean().await;

@@ -1,4 +1,4 @@
-//! A device that stops answering holds up its own volume and nobody else.
+//! A device that stops answering delays its own volume and no other.
 
 use std::{path::Path, time::Duration};
 
@@ -9,7 +9,7 @@ use testkit::{
 };
 use tonic::{Code, Status};
 
-use crate::groups::with_group;
+use crate::fs_group::with_group;
 
 /// Tells of a node with a volume over a file that can be made to hang, and looks
 /// that nothing is left of both. Where no such file can be, nothing is told.
@@ -31,7 +31,7 @@ fn stuck_story(body: impl AsyncFnOnce(&Sandbox, &Node, &StuckFile, &Volume) + Se
 /// Makes a call until its caller is told that it waits in `step`, where the device
 /// hangs: on a busy machine its deadline may find it in an earlier one. Each answer is
 /// one after which kubelet comes back, and comes before the caller's own deadline.
-async fn waits_in<T>(step: &str, call: impl AsyncFn() -> Result<T, Status>) {
+async fn assert_waits_in<T>(step: &str, call: impl AsyncFn() -> Result<T, Status>) {
     eventually(step, async || {
         let status = call().await.err().expect("the device hangs");
         let uncertain = [Code::Aborted, Code::Unavailable, Code::DeadlineExceeded];
@@ -42,7 +42,7 @@ async fn waits_in<T>(step: &str, call: impl AsyncFn() -> Result<T, Status>) {
 }
 
 /// A whole life of another volume, while one is stuck.
-async fn another_lives(node: &Node, sandbox: &Sandbox, name: &str) {
+async fn lifecycle_beside(node: &Node, sandbox: &Sandbox, name: &str) {
     let kubelets = node.timeout.replace(Duration::from_secs(60));
     let volume = sandbox.volume(name, "ext4");
     let target = node.up(&volume, "pod").await;
@@ -59,13 +59,16 @@ fn a_device_hung_in_the_probe_is_reported() {
         node.timeout.set(Duration::from_secs(3));
         // A retry joins the work, and is told the same.
         let stage = async || node.stage(volume).await;
-        tokio::join!(waits_in("probe", stage), waits_in("probe", stage));
-        waits_in("probe", stage).await;
+        tokio::join!(
+            assert_waits_in("probe", stage),
+            assert_waits_in("probe", stage)
+        );
+        assert_waits_in("probe", stage).await;
         // Another call is turned away at once.
         let other = node.unstage(volume).await.unwrap_err();
         assert_eq!(other.code(), Code::Aborted, "{other:?}");
         assert!(other.message().contains("probe"), "{other:?}");
-        another_lives(node, sandbox, "other").await;
+        lifecycle_beside(node, sandbox, "other").await;
 
         // What was waited for arrives, and the work goes on by itself.
         file.resume();
@@ -95,10 +98,10 @@ fn a_device_hung_in_use_still_has_stats() {
         for pod in ["pod", "two"] {
             node.unpublish(volume, pod).await.expect("nor does its end");
         }
-        waits_in("unmount", async || node.unstage(volume).await).await;
+        assert_waits_in("unmount", async || node.unstage(volume).await).await;
         let other = node.stage(volume).await.unwrap_err();
         assert_eq!(other.code(), Code::Aborted, "{other:?}");
-        another_lives(node, sandbox, "other").await;
+        lifecycle_beside(node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
         file.resume();
@@ -121,8 +124,8 @@ fn a_dead_file_server_delays_only_its_own_volumes() {
         let second = StuckFile::new(&image, 64 * MIB);
         second.stop_all();
         let new = Volume::filesystem("second", "ext4").over("main", "second.img");
-        waits_in("attach", async || node.stage(&new).await).await;
-        another_lives(node, sandbox, "other").await;
+        assert_waits_in("attach", async || node.stage(&new).await).await;
+        lifecycle_beside(node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
         file.resume();
@@ -146,11 +149,11 @@ fn an_agent_killed_with_a_stuck_thread_is_replaced() {
         file.stop_data();
         node.timeout.set(Duration::from_secs(3));
         // In the attach already, where udevd reads the device first.
-        waits_in("in step", async || node.stage(volume).await).await;
+        assert_waits_in("in step", async || node.stage(volume).await).await;
         // The process cannot end before its thread does; its socket stays open.
         let dying = node.kill_and_detach();
         node.restart().await;
-        another_lives(node, sandbox, "other").await;
+        lifecycle_beside(node, sandbox, "other").await;
         file.resume();
         eventually("the old agent is gone", async || {
             dying.is_gone().then_some(())
@@ -187,7 +190,7 @@ fn a_hung_statfs_delays_only_its_own_volume() {
         }
         let health = node.health(&unknown.1, &targets[1]).await.unwrap();
         assert_eq!(health[0].reason, "FileSystemStuck", "{health:?}");
-        another_lives(&node, sandbox, "other").await;
+        lifecycle_beside(&node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
         drop((held, unknown.0));
@@ -226,7 +229,7 @@ fn statistics_below_a_hung_directory_delay_only_their_own_volume() {
             let health = node.health(volume, target).await.unwrap();
             assert_eq!(health[0].reason, "FileSystemStuck", "{health:?}");
         }
-        another_lives(&node, sandbox, "other").await;
+        lifecycle_beside(&node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
         fault.resume().await;
@@ -343,7 +346,7 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
 
         let kubelets = node.timeout.replace(Duration::from_secs(3));
         file.stop_data();
-        waits_in("in step", async || node.stage(&volume).await).await;
+        assert_waits_in("in step", async || node.stage(&volume).await).await;
         node.unpublish(&volume, "one").await.unwrap();
         file.resume();
         node.retry_until_ok("staged", async || node.stage(&volume).await)
@@ -352,7 +355,7 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
         node.publish(&volume, "one").await.unwrap();
         file.stop_data();
         let grouped = with_group(volume.clone(), "4711");
-        waits_in("chgrp", async || node.publish(&grouped, "two").await).await;
+        assert_waits_in("chgrp", async || node.publish(&grouped, "two").await).await;
         node.unpublish(&volume, "one").await.unwrap();
         assert!(!node.target(&volume, "one").exists());
         // Its own target's, and what else changes the volume, waits.
@@ -387,7 +390,7 @@ fn a_program_on_a_hung_disk_delays_only_its_own_volume() {
         program.stop_data();
         let volume = sandbox.volume("v", "ext4");
         node.timeout.set(Duration::from_secs(3));
-        waits_in("mkfs", async || node.stage(&volume).await).await;
+        assert_waits_in("mkfs", async || node.stage(&volume).await).await;
         node.timeout.set(Duration::from_secs(60));
         let other = sandbox.volume("other", "xfs");
         let target = node.up(&other, "pod").await;

@@ -1,5 +1,4 @@
-//! An agent that starts serves at once, and acts on no volume that it has not taken
-//! up yet.
+//! An agent that starts serves at once, and acts on no volume before it is recovered.
 
 use std::{fs, path::Path, time::Duration};
 

@@ -1,4 +1,4 @@
-//! A pod's fsGroup, applied by the driver where it was told to.
+//! A pod's fsGroup, applied by the driver with `--volume-mount-group`.
 
 use std::{
     fs,
