@@ -7,13 +7,13 @@
 //!  links    LINK_DEAD ─▶ handshake again ─ fresh sockets ─ RECONFIGURE
 //! ```
 //!
-//! **Recognised** is a device by its backend identifier, which the kernel keeps
-//! and sysfs shows (Linux 5.14): ours is the driver's name, the export's address
-//! and the volume's handle. So nothing is attached twice, what a killed agent
-//! attached is found, and drivers of several names share a node.
+//! **The backend identifier** recognises a device: the kernel keeps it and sysfs shows
+//! it (Linux 5.14). Ours has the driver's name, the export's address and the volume's
+//! handle. So no export is attached twice, an agent finds the devices that a killed one
+//! attached, and drivers of several names share a node.
 //!
-//! All of this may block for as long as the device or the server does: call it
-//! on a lane.
+//! Every function may block for as long as the device or the server does: call it on a
+//! lane.
 
 use std::{
     fmt, io,
@@ -55,28 +55,28 @@ use error::{at, failed};
 use handshake::ExportInfo;
 use shape::Shape;
 
-/// Stands before the export's address in a backend identifier, so that what
-/// others attached is not taken for ours.
+/// The prefix of a backend identifier, which tells this driver's devices from those of
+/// other programs.
 const OURS: &str = "uring-csi:";
 
-/// Locks; a panic leaves nothing half-changed in what these mutexes guard.
+/// Locks, also after a panic: no code changes the guarded data in several steps.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How an export is put behind a device.
+/// How a device connects to an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct LinkOptions {
     /// Connections to make where the server allows more than one
     /// (`NBD_FLAG_CAN_MULTI_CONN`).
     pub connections: u8,
-    /// Seconds after which a request that got no answer makes its connection a
-    /// dead one.
+    /// Seconds after which a request without an answer makes the kernel close its
+    /// connection as dead.
     pub request_seconds: u32,
-    /// Seconds that requests wait for the server to come back before they fail.
+    /// Seconds that requests wait for a server that is away before they fail.
     pub dead_seconds: u32,
-    /// The least that the export must have, in bytes; 0 where that is all the
-    /// same. A volume grows, so it may have more.
+    /// The minimum size of the export in bytes; 0 for any. A volume grows, so the
+    /// export may be larger.
     pub minimum_bytes: u64,
 }
 
@@ -92,7 +92,7 @@ pub struct Identifier {
 }
 
 impl fmt::Display for Identifier {
-    /// No space is in a driver's name or an export's address.
+    /// Neither a driver's name nor an export's address has a space.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -113,7 +113,7 @@ impl Identifier {
         })
     }
 
-    /// The identifier of an attached device, where an agent attached it.
+    /// The identifier of an attached device, if an agent of this driver attached it.
     pub fn of(dev: Dev) -> Option<Self> {
         Self::parse(&identifier_of(dev)?)
     }
@@ -131,7 +131,7 @@ pub fn find(
     NbdDevice::find(|text| Identifier::parse(text).filter(&predicate))
 }
 
-/// Makes a device over the export. The caller has looked for one.
+/// Attaches a new device to the export. The caller has found none that is attached.
 fn attach(
     driver: &Driver,
     identifier: &Identifier,
@@ -144,7 +144,7 @@ fn attach(
     large_enough(export, shape.bytes, options)?;
     let mut connections = vec![first];
     if info.flags & handshake::flags::CAN_MULTI_CONN != 0 {
-        // The driver has a queue for each, but no more queues than CPUs.
+        // The kernel has one queue for each connection, but no more queues than CPUs.
         let useful = sysfs::cpus().map_err(failed(Path::new("CPUs"), "count"))?;
         for _ in 1..useful.min(options.connections.into()) {
             connections.push(open(export)?.0);
@@ -164,8 +164,8 @@ fn attach(
     };
     let made = || failed(Path::new("an NBD device"), "make");
     let mut chosen = Vec::new();
-    // Straight after the module was loaded udevd has the nodes open, and the
-    // kernel may choose one just then.
+    // Just after the module was loaded udevd has the nodes open, and the kernel may
+    // choose such a device.
     let index = retry_while_busy(
         || {
             if !shape.writes_zeroes() {
@@ -189,7 +189,7 @@ fn attach(
     Ok((device, connections))
 }
 
-/// An export that was cut short, or is another than was meant, is not touched.
+/// Refuses an export that is smaller than the volume: it was truncated, or is another.
 fn large_enough(export: &Export, has: u64, options: &LinkOptions) -> Result<(), NbdError> {
     if has >= options.minimum_bytes {
         return Ok(());
@@ -203,7 +203,7 @@ fn large_enough(export: &Export, has: u64, options: &LinkOptions) -> Result<(), 
     })
 }
 
-/// Makes sure that a fresh device is what the server has.
+/// Checks a new device against the server's announcement, and limits its requests.
 fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
     let bytes = sysfs::size_bytes(dev)?;
     if bytes != shape.bytes {

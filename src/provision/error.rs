@@ -160,7 +160,7 @@ pub enum Error {
     #[error("starting_token {0:?} is not one that this driver gave out; list from the beginning")]
     BadToken(String),
     /// A file of the catalogue is invalid.
-    #[error("{} of the catalogue cannot be read; mend or remove it by hand", path.display())]
+    #[error("{} of the catalogue cannot be read; correct or remove it by hand", path.display())]
     Corrupt {
         /// The file.
         path: PathBuf,

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! **One way to restart.** Whatever leaves a device without a daemon (a daemon that ended,
-//! a call, a supervisor that ended), [`Volume::mend`] starts one, and reports and retries a
-//! failure. Meanwhile a lock keeps udevd off the device: udevd would wait for it, and
+//! a call, a supervisor that ended), [`Volume::ensure_served`] starts one, and reports
+//! and retries a failure. Meanwhile a lock keeps udevd off the device: udevd would wait for it, and
 //! every process that waits for udevd, too.
 //!
 //! **Growth.** The driver takes a size together with the socket of an attach, and only
@@ -197,7 +197,7 @@ impl Volume {
         };
         match looked {
             // It is reported already.
-            Ok(Some(device)) => drop(self.mend(&device).await),
+            Ok(Some(device)) => drop(self.ensure_served(&device).await),
             // Another process disconnected it, which ended the daemon.
             Ok(None) => self.mark_healthy(),
             Err(error) => self.mark_unhealthy(&error),

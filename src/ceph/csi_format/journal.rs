@@ -38,7 +38,9 @@ pub enum JournalError {
     #[error(transparent)]
     Ceph(#[from] CephError),
     /// A value has no form that ceph-csi or this driver writes.
-    #[error("key {key:?} of object {object} holds {value:?}, which means nothing; mend it by hand")]
+    #[error(
+        "key {key:?} of object {object} holds {value:?}, which means nothing; correct it by hand"
+    )]
     Corrupt {
         /// The object, with its pool.
         object: String,
@@ -49,7 +51,7 @@ pub enum JournalError {
     },
     /// Directory and entry contradict each other.
     #[error(
-        "object {object} belongs to {there:?}, though {name:?} leads to it; mend the journal by hand"
+        "object {object} belongs to {there:?}, though {name:?} leads to it; correct the journal by hand"
     )]
     Contradiction {
         /// The entry's object, with its pool.

@@ -1,8 +1,7 @@
-//! Connections to NBD servers, made ready for the kernel.
+//! Connections to NBD servers: the handshake, before the kernel takes the socket.
 //!
-//! Blocking code for a lane, and never for longer than its patience: a server
-//! that hangs in the handshake, or drips it byte by byte, is given up, and with
-//! the socket everything of it is gone.
+//! Blocking code for a lane, with a timeout: a server that hangs in the handshake, or
+//! sends it byte by byte, fails it, and closing the socket leaves nothing behind.
 
 use std::{
     io::{self, Read, Write},
@@ -23,8 +22,8 @@ use rustix::{
 use super::handshake::{self, ExportInfo, HandshakeError};
 use crate::nbd::{Export, Server};
 
-/// How long a server may take for a whole handshake. A name is looked up by the
-/// C library, with a time limit of its own (resolv.conf(5)).
+/// How long a whole handshake may take. The C library looks names up before it, with a
+/// time limit of its own (resolv.conf(5)).
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A socket in its transmission phase.
@@ -36,10 +35,10 @@ pub struct Connection {
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Nobody answers.
+    /// No server answers.
     #[error("cannot connect to the server")]
     Connect(#[source] io::Error),
-    /// Somebody answers, and not as hoped.
+    /// The handshake failed.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
 }
@@ -53,29 +52,29 @@ impl Connection {
         Ok((Self { socket }, info))
     }
 
-    /// Whether both ends still talk: false once either has shut the socket
-    /// down, as the kernel's driver does with one that it gives up.
+    /// Whether the connection is open: false once either end has shut the socket
+    /// down, as the kernel's driver does with a dead one.
     pub fn is_alive(&self) -> bool {
         let gone = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR | PollFlags::NVAL;
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        // A poll that fails tells nothing against the socket.
+        // A failed poll says nothing about the socket.
         let polled = poll(&mut fds, Some(&Timespec::default()));
         polled.is_err() || !fds[0].revents().intersects(gone)
     }
 
-    /// Whether the kernel's driver uses this socket, after it was offered one.
-    /// It drops what it has no need for and says nothing, neither then nor to
-    /// `NBD_CMD_STATUS`; but on what it takes it sets the device's request timeout
-    /// as the time limit of sends (drivers/block/nbd.c, `nbd_reconnect_socket`,
-    /// since Linux 4.15). A kernel that did not would make connections look like
-    /// an earlier agent's: they would live, and refuse to grow.
+    /// Whether the kernel's driver took this socket when it was offered.
+    /// It drops a socket that it does not need without an error, and
+    /// `NBD_CMD_STATUS` does not tell either; but on a socket that it takes it sets the
+    /// device's request timeout as the send timeout (drivers/block/nbd.c,
+    /// `nbd_reconnect_socket`, since Linux 4.15). On a kernel without that, connections
+    /// would look like an earlier agent's: they would work, but could not grow.
     pub fn is_taken(&self) -> bool {
         sockopt::socket_timeout(&self.socket, Timeout::Send).is_ok_and(|limit| limit.is_some())
     }
 
-    /// Ends the connection for everybody who has this socket, the kernel too.
+    /// Shuts the connection down for every process with this socket, and for the kernel.
     pub fn shut(&self) {
-        // One that is not connected any more needs no shutting.
+        // Fails only on a socket that is not connected any more.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }
@@ -86,14 +85,14 @@ impl AsFd for Connection {
     }
 }
 
-/// Asks the server what the export is, without using it.
+/// Asks the server for the export's size and flags, without entering transmission.
 pub fn look(export: &Export) -> Result<ExportInfo, ConnectError> {
     let mut timed = Timed::connect(export.server())?;
     Ok(handshake::look(&mut timed, export.name())?)
 }
 
-/// A socket whose reads and writes end, all together, before a deadline; the
-/// last of them may begin just before it and take [`PATIENCE`] of its own.
+/// A socket whose reads and writes share a deadline; the last of them may begin just
+/// before it and take another [`PATIENCE`].
 struct Timed {
     socket: OwnedFd,
     deadline: Instant,
@@ -114,7 +113,7 @@ impl Timed {
         Ok(Self { socket, deadline })
     }
 
-    /// Without the time limits, which would bind the kernel's driver as well.
+    /// Removes the time limits, which would apply to the kernel's driver as well.
     fn for_the_kernel(self) -> io::Result<OwnedFd> {
         for which in [Timeout::Recv, Timeout::Send] {
             sockopt::set_socket_timeout(&self.socket, which, None)?;
@@ -151,7 +150,7 @@ impl Write for Timed {
     }
 }
 
-/// A time limit that has passed shows as EAGAIN (socket(7), SO_RCVTIMEO).
+/// An expired time limit is EAGAIN (socket(7), SO_RCVTIMEO).
 fn timed_out(error: io::Error) -> io::Error {
     if matches!(
         error.kind(),
@@ -173,9 +172,9 @@ fn tcp(host: &str, port: u16, deadline: Instant) -> io::Result<OwnedFd> {
         }
         match TcpStream::connect_timeout(&address, left) {
             Ok(stream) => {
-                // Requests are small and none waits for another.
+                // Requests are small, and must not wait for one another (Nagle's algorithm).
                 stream.set_nodelay(true)?;
-                // A server whose machine has gone sends no FIN.
+                // A server whose machine has failed sends no FIN.
                 sockopt::set_socket_keepalive(&stream, true)?;
                 return Ok(stream.into());
             }
@@ -192,7 +191,7 @@ fn unix(path: &str) -> io::Result<OwnedFd> {
         SocketFlags::CLOEXEC,
         None,
     )?;
-    // Bounds the wait for a server that does not accept (unix(7)).
+    // Limits the wait for a server that does not accept (unix(7)).
     sockopt::set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
     connect(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)

@@ -14,15 +14,15 @@ pub enum NbdError {
     /// No NBD driver.
     #[error("the kernel's NBD driver does not answer; load the kernel module \"nbd\" on this node")]
     NoDriver(#[source] io::Error),
-    /// The server is away, or does not serve the export.
+    /// The server is away, or refuses the export.
     #[error("export {export}")]
     Server {
         /// The export.
         export: Export,
-        /// What happened.
+        /// The error of the connection or the handshake.
         source: ConnectError,
     },
-    /// The export is not what the volume needs.
+    /// The export does not fit the volume.
     #[error("export {export} {what}")]
     Unsuited {
         /// The export.
@@ -41,10 +41,10 @@ pub enum NbdError {
         node: PathBuf,
         /// The device's size in bytes.
         had: u64,
-        /// What the server says, in bytes.
+        /// The size that the server announces, in bytes.
         has: u64,
     },
-    /// The export is attached already, but not as it is needed.
+    /// The export is attached already, with other options.
     #[error(
         "export {export} is attached as {node} {how}, which this volume did not do; detach it first (nbd-client -d {node})"
     )]
@@ -53,7 +53,7 @@ pub enum NbdError {
         export: Export,
         /// The device's node.
         node: PathBuf,
-        /// What is different about it.
+        /// The difference.
         how: String,
     },
     /// The device's connections to the server cannot be renewed.
@@ -67,30 +67,30 @@ pub enum NbdError {
         node: PathBuf,
         /// The device's size in bytes.
         had: u64,
-        /// What the server says, in bytes.
+        /// The size that the server announces, in bytes.
         has: u64,
     },
-    /// A file system, device mapper, md or a process holds the device.
+    /// A file system, device mapper, md or a process has the device open.
     #[error("{node} is in use; it stays attached until its user lets go")]
     Busy {
         /// The device's node.
         node: PathBuf,
     },
-    /// The kernel refused something else.
+    /// Another operation on the device failed.
     #[error("cannot {what} {node}")]
     Device {
-        /// The device's node, or what shall become one.
+        /// The device's node, or the driver's control interface.
         node: String,
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl NbdError {
-    /// What the caller may do about it: what the server or the export says stays so
-    /// until somebody changes it.
+    /// What the caller may do about it: an error of the export lasts until an operator
+    /// changes the export.
     pub fn kind(&self) -> Kind {
         match self {
             Self::Unsuited { .. }

@@ -1,32 +1,30 @@
 //! Growth of a device in use.
 //!
-//! The protocol has no word for a new size: it is fixed for a connection when
-//! the connection is made, and a server may refuse what lies beyond the size of
-//! that time. The driver takes fresh sockets in place of dead ones only. So the
-//! old connections are shut down and replaced; requests that were under way on
-//! them are repeated by the kernel once their request timeout is over, the
-//! others go on at once. Then the device is told its size, and the last block
-//! is read to prove it.
+//! The protocol has no message for a new size: a connection keeps the size of its
+//! handshake, and a server may refuse requests beyond that. The kernel's driver takes
+//! fresh sockets only in place of dead ones. So the agent shuts the old connections down
+//! and replaces them; the kernel repeats the requests that were in flight on them once
+//! their request timeout is over, and sends the others at once. Then the agent sets the
+//! device's size, and reads the last block to prove it.
 //!
-//! To set a size the kernel freezes the device's queue (since Linux 6.13): it
-//! waits for every request under way, with the lock held that all of generic
-//! netlink's commands for the driver need. If the server dies just then, no
-//! connection of this node can be renewed until those requests have failed. No
-//! way around it is left to a device that netlink made: `NBD_SET_SIZE` is
-//! refused, and takes the same lock. So the device is told its size only while
-//! it answers, when no request is left on connections that were shut down and
-//! every fresh one is alive; and for that moment, a millisecond, requests wait
-//! for [`RESIZE_PATIENCE`] only, which is then as long as one server's death can
-//! hold up the connections to the others.
+//! To set a size the kernel freezes the device's queue (since Linux 6.13): it waits for
+//! every request in flight, and holds the lock that all netlink commands of the driver
+//! need. If the server dies just then, no connection of this node can be renewed until
+//! those requests have failed. `NBD_SET_SIZE` is no alternative: the driver refuses it on
+//! a device that netlink made, and it takes the same lock. So the agent sets the size only
+//! while the device answers, when no request is left on connections that were shut down
+//! and every fresh one is alive; and for that moment, a millisecond, requests wait for a
+//! server only [`RESIZE_PATIENCE`], which is then as long as one server's death can block
+//! the connections to the others.
 //!
-//! Where a request finds an old connection dead before the receiver of its answers
-//! does, that comes to it when the fresh one is in its place, and ends that instead
-//! (drivers/block/nbd.c, `recv_work`; seen in Linux 7.2). It is mended as any that
-//! dies, and waited for.
+//! If a request finds an old connection dead before the kernel's receiver does, the
+//! receiver sees the error after the fresh socket is in place, and shuts that down instead
+//! (drivers/block/nbd.c, `recv_work`; seen in Linux 7.2). The agent renews it like any
+//! dead connection, and waits for it.
 //!
-//! Connections that an earlier agent made can't be shut down: nobody but the
-//! kernel has their descriptors. Then the size alone is changed, and where the
-//! proof fails it is changed back before anybody could use it.
+//! The agent cannot shut down connections that an earlier agent made: only the kernel has
+//! their sockets. Then it changes the size alone, and if the read of the last block fails,
+//! changes it back before a file system can use it.
 
 use std::{
     fs::File,
@@ -51,28 +49,27 @@ use crate::{
     nbd::Export,
 };
 
-/// How long the driver may take to notice that its connections were shut down.
+/// How long the kernel may take to notice that its connections were shut down.
 const NOTICED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Seconds that requests wait for a live connection, before they fail, while the
 /// device's size is being set.
 const RESIZE_PATIENCE: u32 = 5;
 
-/// The longest time between two offers; an announcement comes first.
+/// The longest time between two offers; an announcement triggers one sooner.
 const OFFER_AGAIN: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
 };
 
-/// The kernel looks for requests that are overdue about so much too late.
+/// The kernel detects overdue requests up to this much too late.
 const ON_TOP: Duration = Duration::from_secs(2);
 
-/// Bytes of the proof, and its alignment in memory and on the device.
+/// Bytes of the read that proves a size, and their alignment in memory and on the device.
 const PROOF: usize = 4096;
 
 impl Links {
-    /// Makes the device as large as its export is now. Answers its size in
-    /// bytes.
+    /// Makes the device as large as its export is now. Returns its size in bytes.
     pub fn grow(&self, export: &Export) -> Result<u64, NbdError> {
         let Some(link) = self.of(export) else {
             let why = io::Error::from(io::ErrorKind::NotFound);
@@ -91,7 +88,7 @@ impl Links {
             has,
         };
         if has == had {
-            // An agent that was killed may have set the size and proven nothing.
+            // A killed agent may have set the size without the read that proves it.
             return link.prove(has).map(|()| has).map_err(|error| {
                 let error = crate::error_chain(&error);
                 tracing::error!(device = %node.display(), error, "its end cannot be read");
@@ -106,7 +103,7 @@ impl Links {
         let renewed = match link.renew(&driver)? {
             Renewed::All => true,
             Renewed::None => false,
-            // The proof may go by a fresh one, and what follows it by an old one.
+            // The read may use a fresh connection, and later requests an old one.
             Renewed::Some => return Err(old()),
         };
         let repeated = Duration::from_secs(link.options.request_seconds.into()) + ON_TOP;
@@ -142,7 +139,7 @@ impl Links {
 /// Which of a device's connections are fresh.
 enum Renewed {
     All,
-    /// None: all are an earlier agent's.
+    /// None: an earlier agent made all of them.
     None,
     Some,
 }
@@ -165,7 +162,7 @@ impl Link {
         };
         let usual = self.options.dead_seconds;
         {
-            // Who offers a connection in place of a dead one sets the patience, too.
+            // A reconnect in another call would set the timeout, too.
             let state = lock(&self.state);
             if !state.are_alive() {
                 return Ok(false);
@@ -177,8 +174,8 @@ impl Link {
         resized.map(|()| true)
     }
 
-    /// Replaces every connection of the device by a fresh one; none where some are
-    /// out of reach.
+    /// Replaces every connection of the device by a fresh one; none if an earlier agent made
+    /// some of them.
     fn renew(&self, driver: &Driver) -> Result<Renewed, NbdError> {
         let node = &self.device.block.node;
         let mut fresh = self.open(self.connections)?;
@@ -203,7 +200,7 @@ impl Link {
                 return Err(failed(node, "renew the connections of")(why));
             }
             while heard.take().is_ok() {}
-            // Woken early or in vain, it offers once more than it must.
+            // An early wake-up only costs one more offer.
             let _ = poll(
                 &mut [PollFd::new(&heard, PollFlags::IN)],
                 Some(&OFFER_AGAIN),
@@ -211,7 +208,7 @@ impl Link {
         }
     }
 
-    /// Waits until requests on connections that were shut down have been given to
+    /// Waits until the kernel has moved the requests of connections that were shut down to
     /// others, and until none of these is dead, unless the server is away.
     fn wait_until_alive(&self, deadline: Instant) -> io::Result<()> {
         let is_settled = || {
@@ -223,7 +220,7 @@ impl Link {
         retry_while_busy_for(time, is_settled, |settled| matches!(settled, Ok(false))).map(drop)
     }
 
-    /// Reads the last block, past every cache.
+    /// Reads the last block with O_DIRECT.
     fn prove(&self, bytes: u64) -> io::Result<()> {
         let now = sysfs::size_bytes(self.device.block.dev)?;
         if now != bytes {

@@ -9,16 +9,16 @@
 //! server  … type ACK, or an error with the server's own words
 //! ```
 //!
-//! All numbers are big-endian. After `NBD_OPT_GO` was acknowledged the stream
-//! is in its transmission phase and belongs to the kernel, so not one byte more
-//! is read than the handshake has. Structured replies, TLS and metadata
-//! contexts are never asked for: the kernel's driver speaks none of them.
+//! All numbers are big-endian. After the server has acknowledged `NBD_OPT_GO` the stream
+//! is in its transmission phase and belongs to the kernel, so the client reads not one
+//! byte beyond the handshake. It never requests structured replies, TLS or metadata
+//! contexts: the kernel's driver supports none of them.
 
 use std::io::{self, Read, Write};
 
 const NBDMAGIC: [u8; 8] = *b"NBDMAGIC";
 const IHAVEOPT: [u8; 8] = *b"IHAVEOPT";
-/// What oldstyle servers have in place of `IHAVEOPT`.
+/// The magic number of oldstyle servers, in place of `IHAVEOPT`.
 const OLDSTYLE: [u8; 8] = 0x0000_4202_8186_1253_u64.to_be_bytes();
 const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 
@@ -41,48 +41,48 @@ const ERR_TLS_REQD: u32 = REP_ERROR | 5;
 const ERR_UNKNOWN: u32 = REP_ERROR | 6;
 const ERR_SHUTDOWN: u32 = REP_ERROR | 7;
 
-/// Bytes of a reply that are taken from a server: the protocol's limit on a
-/// string, and room for what stands around it.
+/// The maximum length of a reply in bytes: the protocol's limit on a string, and room for
+/// the fields around it.
 const LONGEST_REPLY: u32 = 8192;
 
-/// Replies to one option that are taken from a server.
+/// The maximum number of replies to one option.
 const MOST_REPLIES: u32 = 64;
 
-/// The server's transmission flags (doc/proto.md), which the kernel is told.
+/// The server's transmission flags (doc/proto.md), which the kernel needs.
 pub mod flags {
-    /// All that the kernel's driver acts on (include/uapi/linux/nbd.h): that there are
-    /// flags, read-only, flush, FUA, rotational, trim, zeroes, several connections. It
-    /// is told of no other.
+    /// The flags that the kernel's driver acts on (include/uapi/linux/nbd.h): that there
+    /// are flags, read-only, flush, FUA, rotational, trim, zeroes, several connections.
+    /// It gets no other.
     pub const DRIVERS: u16 =
         1 | READ_ONLY | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5 | WRITE_ZEROES | CAN_MULTI_CONN;
     /// The export cannot be written.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// It takes requests to write zeroes.
+    /// The server supports `NBD_CMD_WRITE_ZEROES`.
     pub const WRITE_ZEROES: u16 = 1 << 6;
-    /// Writes on one connection are seen, and flushed, through all of them.
+    /// All connections see, and flush, the writes of each.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
 }
 
-/// What a server says of an export.
+/// The server's announcement of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportInfo {
     /// Its size in bytes.
     pub bytes: u64,
     /// Its transmission flags, see [`flags`].
     pub flags: u16,
-    /// The least unit of requests in bytes; 1 where the server takes any.
+    /// The minimum block size of requests in bytes; 1 where the server accepts any.
     pub minimum_block: u32,
     /// The most bytes of one read or write.
     pub maximum_block: u32,
 }
 
-/// Why there was no handshake.
+/// Why the handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
     /// The server has no such export.
     #[error("the server has no export {name:?}{}", Words(words))]
     NoExport {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
         /// What the server says; may be empty.
         words: String,
@@ -102,7 +102,7 @@ pub enum HandshakeError {
         /// What the server says; may be empty.
         words: String,
     },
-    /// The server is going down.
+    /// The server is shutting down.
     #[error("the server is shutting down{}", Words(words))]
     ShuttingDown {
         /// What the server says; may be empty.
@@ -121,10 +121,10 @@ pub enum HandshakeError {
         "the server does not know NBD_OPT_GO; use a newer one (nbdkit, qemu-nbd and nbd-server have it since 2018)"
     )]
     TooOld,
-    /// What answers is no NBD server, or a broken one.
+    /// The peer is no NBD server, or a broken one.
     #[error("what answers does not speak NBD: {0}")]
     Rubbish(&'static str),
-    /// The connection failed, or its time was over.
+    /// The connection failed, or the timeout expired.
     #[error("the connection broke off in the handshake")]
     Io(#[from] io::Error),
 }
@@ -142,18 +142,18 @@ impl std::fmt::Display for Words<'_> {
 
 type Result<T> = std::result::Result<T, HandshakeError>;
 
-/// Enters the transmission phase of the export `name` (`NBD_OPT_GO`). From
-/// here on the stream is the kernel's.
+/// Enters the transmission phase of the export `name` (`NBD_OPT_GO`). After it the
+/// stream belongs to the kernel.
 pub fn go<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> {
     greet(stream)?;
     ask(stream, OPT_GO, name)
 }
 
-/// Asks what the export `name` is (`NBD_OPT_INFO`) and says good-bye.
+/// Queries the export `name` (`NBD_OPT_INFO`) and ends the session (`NBD_OPT_ABORT`).
 pub fn look<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> {
     greet(stream)?;
     let info = ask(stream, OPT_INFO, name)?;
-    // A courtesy: a server that has gone by now was told as well.
+    // A courtesy: the answer is complete, whether or not the server still listens.
     let _ = option(stream, OPT_ABORT, &[]);
     Ok(info)
 }
@@ -250,7 +250,7 @@ enum InfoReply {
     Other,
 }
 
-/// The payload of `NBD_REP_INFO`. What was not asked for may come all the same.
+/// The payload of `NBD_REP_INFO`. Servers may send types that were not requested.
 fn parse_info(payload: &[u8]) -> Result<InfoReply> {
     let mut fields = Fields::new(payload);
     match u16::from_be_bytes(fields.next()?) {
@@ -309,7 +309,7 @@ impl<B: AsRef<[u8]>> Fields<B> {
         field.ok_or(HandshakeError::Rubbish("what it says is cut off"))
     }
 
-    /// Nothing may be left.
+    /// Fails if bytes are left.
     fn end(&self) -> Result<()> {
         if self.at == self.bytes.as_ref().len() {
             Ok(())

@@ -1,5 +1,4 @@
-//! Links are kept: dead connections are heard of, and mended until they are
-//! alive again.
+//! Keeps links: listens for dead connections, and reconnects until the server is back.
 
 use std::{
     io,
@@ -10,7 +9,7 @@ use std::{
 
 use rustix::event::PollFlags;
 
-use super::{Link, Links, NbdError, Outage, link::Mended, link_table::Event, lock};
+use super::{Link, Links, NbdError, Outage, link::Reconnected, link_table::Event, lock};
 use crate::{
     admission::Gate,
     error_chain,
@@ -19,15 +18,15 @@ use crate::{
     ring::{self, poll, timer},
 };
 
-/// Between the attempts to reach a server that is away: at first, and at most.
+/// The delay between attempts to reach a server that is away: the first, and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
 /// The kernel announces a dead connection a moment before it is shut down.
 const SECOND_LOOK: Duration = Duration::from_millis(100);
 
-/// Keeps all links, for ever. Runs on the runtime thread; what may block goes
-/// to lanes.
+/// Keeps all links, for ever. Runs on the runtime thread; calls that may block run on
+/// lanes.
 pub async fn keep(links: Links, lanes: Lanes, gate: Gate) {
     let Some(mut events) = lock(&links.0.events).take() else {
         return;
@@ -42,7 +41,7 @@ pub async fn keep(links: Links, lanes: Lanes, gate: Gate) {
     }
 }
 
-/// Takes the kernel's announcements of dead connections.
+/// Reads the kernel's announcements of dead connections.
 async fn hear(links: Links, lanes: Lanes, gate: Gate, listener: Listener) {
     let listener = Rc::new(listener);
     let mut ready = match poll::watch(Rc::clone(&listener), PollFlags::IN) {
@@ -64,7 +63,7 @@ async fn hear(links: Links, lanes: Lanes, gate: Gate, listener: Listener) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    tracing::warn!(%error, "announcements of dead NBD connections were lost: all are looked at");
+                    tracing::warn!(%error, "announcements of dead NBD connections were lost: checking all links");
                     let all: Vec<_> = lock(&links.0.links).values().cloned().collect();
                     for link in all {
                         check(&links, &link, &lanes, &gate);
@@ -76,23 +75,23 @@ async fn hear(links: Links, lanes: Lanes, gate: Gate, listener: Listener) {
     }
 }
 
-/// The next attach listens anew.
+/// After an error of the socket: the next attach opens a new one.
 fn deaf(links: &Links, error: &io::Error) {
-    tracing::error!(%error, "dead NBD connections are not heard of");
+    tracing::error!(%error, "cannot listen for dead NBD connections");
     *lock(&links.0.listening) = false;
 }
 
-/// Begins to mend a link, unless that is under way.
+/// Starts to reconnect a link, unless a task does already.
 fn check(links: &Links, link: &Arc<Link>, lanes: &Lanes, gate: &Gate) {
     link.again.store(true, Relaxed);
-    if !link.mending.swap(true, Relaxed) {
+    if !link.reconnecting.swap(true, Relaxed) {
         let (link, lanes) = (Arc::clone(link), lanes.clone());
-        ring::spawn(mend(links.clone(), link, lanes, gate.clone()));
+        ring::spawn(reconnect(links.clone(), link, lanes, gate.clone()));
     }
 }
 
-/// Servers are connected to one at a time each: those that are away hold few threads.
-async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
+/// One lane for each server: servers that are away occupy few threads.
+async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     let mut wait = FIRST_WAIT;
     let mut looked_twice = false;
     let node = link.device.block.node.display();
@@ -108,12 +107,12 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
             let export = link.identifier.export.to_string();
             lanes.run(&export, "reconnect", move || {
                 let _place = place;
-                link.mend(&links)
+                link.reconnect(&links)
             })
         };
         match attempt.await {
-            Ok(Mended::Gone) => break,
-            Ok(Mended::Already) if !looked_twice => {
+            Ok(Reconnected::Gone) => break,
+            Ok(Reconnected::Already) if !looked_twice => {
                 looked_twice = true;
                 timer::sleep(SECOND_LOOK).await;
                 continue;
@@ -122,7 +121,7 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
                 let outage = lock(&link.outage).take();
                 if let Some(outage) = outage {
                     tracing::info!(device = %node, export = %link.identifier.export, seconds = outage.since.elapsed().as_secs(), "the server is back");
-                } else if let Mended::Now = done {
+                } else if let Reconnected::Now = done {
                     tracing::info!(device = %node, export = %link.identifier.export, "connections renewed");
                 }
                 if !link.again.load(Relaxed) {
@@ -136,8 +135,8 @@ async fn mend(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
         timer::sleep(wait).await;
         wait = (wait * 2).min(LONGEST_WAIT);
     }
-    // No await between the last look at `again` and here: nothing is missed.
-    link.mending.store(false, Relaxed);
+    // No await between the last check of `again` and here: no announcement is lost.
+    link.reconnecting.store(false, Relaxed);
 }
 
 fn report_outage(link: &Link, error: &NbdError) {

@@ -1,4 +1,4 @@
-//! A device and its server, and one attempt to mend what is broken between them.
+//! A device's connections to its server, and one attempt to reconnect them.
 
 use std::{
     io,
@@ -21,7 +21,7 @@ use crate::kernel::{
     sysfs,
 };
 
-/// A device and its server.
+/// A device and its connections to the server.
 #[derive(Debug)]
 pub struct Link {
     pub(super) identifier: Identifier,
@@ -30,29 +30,29 @@ pub struct Link {
     pub(super) options: LinkOptions,
     /// How many connections the device has, dead or alive.
     pub(super) connections: usize,
-    /// Those of them that this agent made. Whoever changes the device's
-    /// sockets holds this; never while a server is waited for.
+    /// Those of them that this agent made. Locked while the device's sockets change,
+    /// but never while a server is waited for.
     pub(super) state: Mutex<LinkState>,
     pub(super) outage: Mutex<Option<Outage>>,
-    pub(super) mending: AtomicBool,
-    /// Another connection died while the link was being mended.
+    pub(super) reconnecting: AtomicBool,
+    /// Another connection died during a reconnect.
     pub(super) again: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct LinkState {
     pub(super) connections: Vec<Connection>,
-    /// Dead ones. The driver's receiver may not have noticed yet, and has no
-    /// reference to its socket: where the last one went when the socket was
-    /// replaced, Linux 7.2 was seen to panic.
+    /// Dead ones. The kernel's receiver may not have noticed yet, and has no reference
+    /// to its socket: Linux 7.2 was seen to panic when a replacement dropped the last
+    /// reference.
     retired: Vec<(Instant, Connection)>,
-    /// How many of the dead ones have nothing in their place yet.
+    /// How many of the dead ones have no replacement yet.
     missing: usize,
-    /// The device was taken down: no socket may be offered any more.
+    /// The device was disconnected: no socket may be offered any more.
     pub(super) closed: bool,
 }
 
-/// How long a dead connection is kept.
+/// How long a dead connection's descriptor is kept.
 const KEPT_DEAD: Duration = Duration::from_secs(10);
 
 impl LinkState {
@@ -63,12 +63,12 @@ impl LinkState {
         }
     }
 
-    /// Puts the dead ones aside.
+    /// Moves dead connections to `retired`.
     pub(super) fn retire_dead(&mut self) {
         self.retire(|connection| !connection.is_alive());
     }
 
-    /// Ends all of them.
+    /// Shuts all connections down.
     pub(super) fn shut(&mut self) {
         self.connections.iter().for_each(Connection::shut);
         self.retire(|_| true);
@@ -86,9 +86,9 @@ impl LinkState {
             .extend(gone.into_iter().map(|connection| (now, connection)));
     }
 
-    /// Keeps those that the device has taken, and answers the others.
+    /// Keeps the connections that the device has taken, and returns the others.
     pub(super) fn keep_taken(&mut self, fresh: Vec<Connection>) -> Vec<Connection> {
-        // What they replace may have died a moment ago.
+        // The replaced ones may have died a moment ago.
         self.retire_dead();
         let (taken, left): (Vec<_>, _) = fresh.into_iter().partition(Connection::is_taken);
         self.missing = self.missing.saturating_sub(taken.len());
@@ -101,67 +101,67 @@ impl LinkState {
         self.connections.len() + self.missing
     }
 
-    /// Whether none of them is dead.
+    /// Whether none of the device's connections is dead.
     pub(super) fn are_alive(&self) -> bool {
         self.missing == 0 && self.connections.iter().all(Connection::is_alive)
     }
 }
 
-/// A server that cannot be reached.
+/// An outage of a server.
 #[derive(Clone, Debug)]
 pub struct Outage {
-    /// Since when.
+    /// Its start.
     pub since: Instant,
     /// For how long requests wait before they fail.
     pub timeout: Duration,
-    /// What happened at the last attempt.
+    /// The error of the last attempt.
     pub why: String,
 }
 
-/// What an attempt to mend a link came to.
-pub(super) enum Mended {
+/// The result of an attempt to reconnect a link.
+pub(super) enum Reconnected {
     /// The device has fresh connections.
     Now,
     /// It needed none.
     Already,
-    /// There is no such device any more.
+    /// The device is not attached any more.
     Gone,
 }
 
 impl Link {
     /// One attempt to give the device live connections in place of dead ones.
-    pub(super) fn mend(&self, links: &Links) -> Result<Mended, NbdError> {
+    pub(super) fn reconnect(&self, links: &Links) -> Result<Reconnected, NbdError> {
         let node = &self.device.block.node;
         let missing = {
             let mut state = lock(&self.state);
             if state.closed || !is_behind(self.device.block.dev, &self.identifier.export) {
-                return Ok(Mended::Gone);
+                return Ok(Reconnected::Gone);
             }
             state.retire_dead();
             self.connections - state.connections.len().min(self.connections)
         };
         if missing == 0 {
-            return Ok(Mended::Already);
+            return Ok(Reconnected::Already);
         }
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         links.listen(&driver).map_err(NbdError::NoDriver)?;
         let fresh = self.open(missing)?;
         let mut state = lock(&self.state);
         if state.closed {
-            return Ok(Mended::Gone);
+            return Ok(Reconnected::Gone);
         }
         let offered = self.offer(&driver, &fresh);
         state.keep_taken(fresh);
         if state.missing > 0 {
-            // The kernel is about to find it dead.
+            // The kernel will notice shortly that it is dead.
             self.again.store(true, Relaxed);
         }
         offered
-            .map(|()| Mended::Now)
+            .map(|()| Reconnected::Now)
             .map_err(failed(node, "give fresh connections to"))
     }
 
-    /// Fresh connections to the export, which is what it was, or larger.
+    /// Fresh connections to the export, which has the same flags, and its size or more.
     pub(super) fn open(&self, count: usize) -> Result<Vec<Connection>, NbdError> {
         let mut fresh = Vec::with_capacity(count);
         for _ in 0..count {
@@ -176,7 +176,7 @@ impl Link {
         Ok(fresh)
     }
 
-    /// Makes sure that the export can serve what the device asks for.
+    /// Checks that the export still accepts the device's requests.
     pub(super) fn fits(&self, shape: &Shape) -> Result<(), NbdError> {
         let (dev, node) = (self.device.block.dev, &self.device.block.node);
         let failed = |what| failed(node, what);
@@ -217,13 +217,13 @@ impl Link {
         let sockets: Vec<_> = fresh.iter().map(std::os::fd::AsFd::as_fd).collect();
         let change = Change::Sockets {
             fresh: &sockets,
-            // Also where an agent was killed while it had another set.
+            // Also where a killed agent had set another.
             dead_seconds: self.options.dead_seconds,
         };
         driver.reconfigure(self.index, &self.identifier.to_string(), &change)
     }
 
-    /// What the server says of the export now.
+    /// The server's current announcement of the export.
     pub(super) fn look(&self) -> Result<Shape, NbdError> {
         let info = client::look(&self.identifier.export).map_err(at(&self.identifier.export))?;
         Shape::of(&self.identifier.export, &info, self.device.read_only)
@@ -250,7 +250,7 @@ mod tests {
         is(state, true, 0);
         state.connections[0].shut();
         is(state, false, 0);
-        // Replaced before anybody had looked.
+        // Replaced before this agent had checked them.
         assert!(state.keep_taken(vec![fresh(true)]).is_empty());
         is(state, true, 0);
         state.connections[0].shut();

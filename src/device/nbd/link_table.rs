@@ -1,15 +1,14 @@
-//! The devices' links to their servers, and how they are kept.
+//! The devices' links to their servers.
 //!
-//! A connection dies with its server, or because a request got no answer. The
-//! kernel announces it (`NBD_CMD_LINK_DEAD`, multicast) and lets requests wait
-//! for the dead-connection timeout. Meanwhile [`keep`] shakes hands anew and
-//! offers fresh sockets (`RECONFIGURE`), again and again until one is taken or
-//! the volume is unstaged.
+//! A connection dies with its server, or because a request got no answer. The kernel
+//! announces it (`NBD_CMD_LINK_DEAD`, multicast) and keeps requests for the
+//! dead-connection timeout. Meanwhile [`keep`] connects anew and offers fresh sockets
+//! (`RECONFIGURE`), until the kernel takes one or the volume is unstaged.
 //!
-//! Our own descriptors of the sockets tell which are dead, and shut them down
-//! where a device grows. They go with the agent: after a restart it can't be
-//! told how a device's connections are. So each device is offered a full set
-//! once; a healthy one drops it.
+//! The agent's own descriptors of the sockets show which are dead, and shut them down
+//! where a device grows. They are closed when the agent ends: after a restart it cannot
+//! tell the state of a device's connections. So it offers each device a full set once; a
+//! healthy one drops it.
 
 use std::{
     collections::HashMap,
@@ -57,7 +56,7 @@ pub(super) struct Shared {
 }
 
 impl Links {
-    /// For the CSI driver of this name; links of others are left alone.
+    /// For the CSI driver of this name; it leaves other drivers' links alone.
     pub fn new(driver: &str) -> Self {
         let (tell, events) = mpsc::unbounded_channel();
         Self(Arc::new(Shared {
@@ -86,7 +85,7 @@ impl Links {
         find(|identifier| identifier.driver == self.0.driver && predicate(identifier))
     }
 
-    /// Attaches the export, or finds it attached as it should be.
+    /// Attaches the export, or finds it attached with these options.
     pub fn attach(
         &self,
         identifier: &Identifier,
@@ -97,8 +96,8 @@ impl Links {
         let listed = || failed("/sys/block".as_ref(), "look for the export in");
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         self.listen(&driver).map_err(NbdError::NoDriver)?;
-        // Without a size it is about to go, or a killed agent's call is about to
-        // make it.
+        // Without a size the kernel is detaching it, or is completing a killed agent's
+        // attach.
         let is_between = |found: &io::Result<Option<(NbdDevice, _)>>| matches!(found, Ok(Some((device, _))) if matches!(device.size_bytes(), Ok(0)));
         let found = retry_while_busy(|| find(|found| found.export == *export), is_between);
         if is_between(&found) {
@@ -174,7 +173,7 @@ impl Links {
         }
         let down = || claimed.disconnect(&driver).map_err(failed(node, "detach"));
         match &link {
-            // A socket offered to a disconnected device would bring it back to life.
+            // A socket offered to a disconnected device would reconnect it.
             Some(link) => {
                 let mut state = lock(&link.state);
                 down()?;
@@ -195,13 +194,13 @@ impl Links {
     fn forget(&self, export: &Export) {
         let its = |_: &u32, link: &mut Arc<Link>| link.identifier.export == *export;
         let gone: Vec<_> = lock(&self.0.links).extract_if(its).collect();
-        // One that is being renewed is held, which others need not wait for.
+        // A link that is being renewed is locked; others need not wait for it.
         for (_, link) in gone {
             lock(&link.state).closed = true;
         }
     }
 
-    /// Since when, and why, the export's server cannot be reached.
+    /// The outage of the export's server, if any.
     pub fn outage(&self, export: &Export) -> Option<Outage> {
         self.of(export).and_then(|link| lock(&link.outage).clone())
     }
@@ -232,20 +231,20 @@ impl Links {
             connections,
             state: Mutex::new(state),
             outage: Mutex::default(),
-            mending: AtomicBool::default(),
+            reconnecting: AtomicBool::default(),
             again: AtomicBool::default(),
         });
-        // Somebody else may have taken its device down, and it has another now.
+        // Another program may have disconnected its device, and it has another now.
         self.forget(&identifier.export);
         lock(&self.0.links).insert(index, Arc::clone(&link));
-        // What died before it was in the list was announced to nobody, and of an
-        // earlier agent's connections nothing is known. Nobody listens any more where
-        // this fails: the agent is going down.
+        // The kernel's announcement of a connection that died before the link was in the
+        // list is lost, and the state of an earlier agent's connections is unknown. The
+        // send fails only where the agent is shutting down.
         let _ = self.0.tell.send(Event::Check(link));
         Ok(())
     }
 
-    /// Makes sure that dead connections are heard of, of devices that are in the list.
+    /// Listens for dead connections, if no socket does already.
     pub(super) fn listen(&self, driver: &Driver) -> io::Result<()> {
         let mut listening = lock(&self.0.listening);
         if !*listening {

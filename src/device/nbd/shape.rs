@@ -1,4 +1,4 @@
-//! What a server says of an export, as the driver takes it.
+//! A server's announcement of an export, as settings of the kernel's driver.
 
 use super::{
     NbdError,
@@ -6,13 +6,13 @@ use super::{
 };
 use crate::nbd::Export;
 
-/// Logical block sizes that the driver takes, in bytes.
+/// Logical block sizes that the driver accepts, in bytes.
 const BLOCKS: std::ops::RangeInclusive<u32> = 512..=4096;
 
-/// Bytes of the largest request that the driver sends unasked.
+/// The driver's default maximum request size in bytes.
 const KERNELS_LARGEST: u32 = 32 << 20;
 
-/// An export, as the driver takes it.
+/// The driver's settings for an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub bytes: u64,
@@ -23,7 +23,7 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Whether it takes requests to write zeroes.
+    /// Whether the server supports `NBD_CMD_WRITE_ZEROES`.
     pub fn writes_zeroes(&self) -> bool {
         self.flags & handshake::flags::WRITE_ZEROES != 0
     }
@@ -38,8 +38,8 @@ impl Shape {
                 "is served read-only; stage the volume read-only, or serve it writable".to_owned(),
             ));
         }
-        // The unit of a file system made on it: it must not change with the
-        // server, so it is as small as the server allows.
+        // A file system on it depends on this size, which must not change with the
+        // server: the smallest that the server allows.
         let block_bytes = info.minimum_block.max(*BLOCKS.start());
         if !BLOCKS.contains(&block_bytes) {
             return Err(unsuited(format!(
@@ -97,7 +97,7 @@ mod tests {
             bytes: (10 << 20) + 4095,
             minimum_block: 4096,
             maximum_block: 1 << 20,
-            // Resizing, a cache, and what nobody has defined yet.
+            // Resizing, a cache, and undefined flags.
             flags: 1 << 9 | 1 << 10 | 1 << 15,
         };
         let expected = Shape {

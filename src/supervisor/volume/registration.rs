@@ -92,17 +92,17 @@ impl Volume {
     }
 
     /// Registers the daemon that serves, where none was started for this call;
-    /// `mended` is how it got there.
+    /// `served` is the result of [`Volume::ensure_served`].
     pub(super) async fn ensure_registered(
         &mut self,
-        mended: Result<(), SupervisorError>,
+        served: Result<(), SupervisorError>,
     ) -> Result<(), SupervisorError> {
         let newest = self.candidates.newest().cloned();
         let fenced = newest.filter(|args| args.spec.fencing.is_some());
         let Some(args) = fenced.filter(|_| self.lineage.is_new) else {
             return Ok(());
         };
-        mended?;
+        served?;
         let Some(daemon) = self.daemon.take() else {
             return Ok(());
         };

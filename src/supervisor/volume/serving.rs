@@ -28,8 +28,11 @@ const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 impl Volume {
     /// Ensures that the device has a daemon, whose output this supervisor reads as far as
     /// it has a key, and its image's size.
-    pub(super) async fn mend(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
-        let mended = match &self.daemon {
+    pub(super) async fn ensure_served(
+        &mut self,
+        device: &NbdDevice,
+    ) -> Result<(), SupervisorError> {
+        let served = match &self.daemon {
             None => self.attach(device).await,
             Some(daemon) if daemon.is_unheard() => match self.candidates.newest() {
                 Some(_) => self.adopt(device).await,
@@ -41,7 +44,7 @@ impl Volume {
             Some(_) if self.is_behind => self.take_size(device).await,
             Some(_) => Ok(()),
         };
-        self.report(mended)
+        self.report(served)
     }
 
     /// Ends the daemon and starts another in its place.

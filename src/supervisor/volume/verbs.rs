@@ -107,9 +107,9 @@ impl Volume {
         known.fencing.clone_from(&spec.fencing);
         self.record(&known)?;
         self.candidates.receive(StartArgs { spec, key });
-        match self.mend(&device).await {
+        match self.ensure_served(&device).await {
             Err(error) if self.daemon.is_none() => Err(error),
-            mended => self.ensure_registered(mended).await.map(|()| device),
+            served => self.ensure_registered(served).await.map(|()| device),
         }
     }
 
@@ -146,7 +146,7 @@ impl Volume {
         if had >= bytes {
             return Ok(had);
         }
-        self.mend(&device).await?;
+        self.ensure_served(&device).await?;
         if size(self)? < bytes {
             self.take_size(&device).await?;
             self.replace(&device).await?;

@@ -1,4 +1,4 @@
-//! Against the servers that people run.
+//! Against nbdkit and qemu-nbd.
 
 use std::{
     os::unix::net::{UnixListener, UnixStream},
@@ -24,8 +24,8 @@ impl Drop for Running {
 }
 
 impl Running {
-    /// Starts a server over an image of `bytes` that is called `disk`; the
-    /// words SOCKET, IMAGE and DIR stand for what they say.
+    /// Starts a server of an image of `bytes` with the export name `disk`; SOCKET, IMAGE and
+    /// DIR in its arguments are replaced by paths.
     pub(in crate::device::nbd) fn start(command: &str, bytes: u64) -> Self {
         let dir = TempDir::new().unwrap();
         let images = dir.path().join("images");
@@ -63,7 +63,7 @@ impl Running {
     }
 }
 
-/// A connection, which the kernel's driver uses or not, and its other end.
+/// A connection, as the kernel's driver has it or not, and its other end.
 pub(in crate::device::nbd) fn pair(taken: bool) -> (Connection, OwnedFd) {
     let (socket, other) = rustix::net::socketpair(
         AddressFamily::UNIX,

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A server that has said all it will say, and what it was told.
+/// A server with all its messages prepared, and the client's messages to it.
 struct Script {
     says: Cursor<Vec<u8>>,
     heard: Vec<u8>,

@@ -1,4 +1,4 @@
-//! On a kernel that has the driver.
+//! Tests that need the nbd driver.
 
 use std::fs;
 
@@ -16,7 +16,7 @@ const OPTIONS: LinkOptions = LinkOptions {
     minimum_bytes: 0,
 };
 
-/// A device that goes with the test.
+/// A device that the test disconnects on Drop.
 struct Attached {
     driver: Driver,
     server: Option<Running>,
@@ -26,7 +26,7 @@ struct Attached {
 }
 
 impl Attached {
-    /// One that is not in the list yet, and its connections.
+    /// A link that is not in the list yet, and its connections.
     fn new() -> Option<(Self, LinkState)> {
         if !fs::exists("/sys/module/nbd").unwrap() {
             skip_test("the kernel module nbd is not loaded here");
@@ -68,7 +68,7 @@ fn a_device_is_looked_at_once_it_is_in_the_list() {
     let Some((mut it, state)) = Attached::new() else {
         return;
     };
-    // It is announced now, and to nobody.
+    // The announcement is lost: no socket listens yet.
     it.server = None;
     it.insert(state);
     let event = lock(&it.links.0.events).as_mut().unwrap().try_recv();
@@ -85,13 +85,13 @@ fn a_device_gets_its_size_once_no_connection_is_dead() {
     it.insert(state);
     let link = it.links.of(&it.identifier.export).unwrap();
     let size = || sysfs::size_bytes(it.device.block.dev).unwrap();
-    // As the receiver of one that was replaced does it.
+    // As the kernel's receiver of a replaced connection does.
     lock(&link.state).connections[0].shut();
     assert!(!link.resize(&it.driver, 2 << 20).unwrap());
     assert_eq!(size(), 1 << 20);
-    // The kernel may take a moment to find it dead.
+    // The kernel may take a moment to notice.
     while !link.resize(&it.driver, 2 << 20).unwrap() {
-        link.mend(&it.links).unwrap();
+        link.reconnect(&it.links).unwrap();
     }
     assert_eq!(size(), 2 << 20);
 }
