@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How many nodes may read and write a volume (`VolumeCapability.AccessMode`).
+/// Which nodes may read and write a volume (`VolumeCapability.AccessMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AccessMode {
@@ -27,7 +27,7 @@ impl AccessMode {
         matches!(self, Self::SingleNodeReader | Self::MultiNodeReader)
     }
 
-    /// Whether several nodes may use it at once.
+    /// Whether several nodes may use the volume at once.
     pub fn multi_node(self) -> bool {
         matches!(
             self,
@@ -41,7 +41,7 @@ impl AccessMode {
     }
 }
 
-/// How pods see a volume (`VolumeCapability.access_type`).
+/// How pods access a volume (`VolumeCapability.access_type`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AccessType {
     /// As a raw block device.
@@ -62,6 +62,6 @@ pub enum AccessType {
 pub struct Capability {
     /// Raw block or file system.
     pub access: AccessType,
-    /// How many nodes may use it.
+    /// Which nodes may use it.
     pub mode: AccessMode,
 }

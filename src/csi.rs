@@ -1,7 +1,7 @@
 //! The gRPC services: requests parsed into types, errors mapped to codes.
 //!
-//! Nothing below this module knows gRPC. `run_dir` owns the directory that one
-//! agent has, [`validate`] the rules for every request, [`status`] the one table of
+//! Nothing below this module knows gRPC. `run_dir` locks the run directory for one
+//! agent, [`validate`] has the rules for every request, [`status`] the one table of
 //! codes. [`crate::endpoint`] has the sockets.
 
 #[cfg(feature = "node")]

@@ -1,23 +1,23 @@
-/// What an idempotent change did.
+/// The result of an idempotent change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Done {
-    /// It was made by this call.
+    /// This call made the change.
     Now,
-    /// It had been made before; nothing was changed.
+    /// An earlier call had made it; this one changed nothing.
     Already,
 }
 
-/// What became of a detach.
+/// The result of a detach.
 #[cfg(feature = "node")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Detached {
-    /// The device let go of its backing.
+    /// The device has no backing any more.
     Now,
-    /// It did not have this backing any more.
+    /// The device did not have this backing before the call.
     Already,
-    /// It lets go when another opener closes it: wait for its uevent, then look
-    /// again.
+    /// The kernel detaches it when another opener closes it: wait for its uevent, then
+    /// check again.
     Deferred,
 }

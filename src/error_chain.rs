@@ -1,8 +1,9 @@
-//! Errors in full: their sentences name no cause, so that each cause is said once.
+//! Errors with their causes: an error's own sentence omits its source, so that no cause
+//! appears twice.
 
 use std::error::Error;
 
-/// The error and all that caused it, as one sentence.
+/// The error and its chain of sources, as one sentence.
 pub fn error_chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();

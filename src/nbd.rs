@@ -1,17 +1,16 @@
-//! Where an NBD export is: the address that a storage class and a volume
-//! context hold, and by which a node recognises what it has attached.
+//! The addresses of NBD exports, as a StorageClass and a volume context have them, and by
+//! which a node recognises the devices that it has attached.
 //!
 //! The form is that of the NBD project's own document (doc/uri.md):
-//! `nbd://host:port/export` and `nbd+unix:///export?socket=/path`. What is read
-//! here is written back in one canonical spelling, so that two addresses are
-//! equal where their texts are.
+//! `nbd://host:port/export` and `nbd+unix:///export?socket=/path`. An address is parsed
+//! into one canonical spelling, so that equal addresses have equal texts.
 
 use std::{fmt, ops::RangeInclusive, str::FromStr};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
 
-/// The port that IANA gave to NBD.
+/// NBD's port at IANA.
 const DEFAULT_PORT: u16 = 10809;
 
 /// How many connections a device may have.
@@ -20,16 +19,16 @@ pub const CONNECTIONS: RangeInclusive<u32> = 1..=16;
 /// How many seconds a request may go without an answer.
 pub const REQUEST_SECONDS: RangeInclusive<u32> = 1..=3600;
 
-/// How many seconds a server may be away. At least one: a device that grows has
-/// no live connection for a moment.
+/// How many seconds requests wait for a server that is away. At least one: a device that
+/// grows has no live connection for a moment.
 pub const DEAD_SECONDS: RangeInclusive<u32> = 1..=86400;
 
-/// Bytes of an address in its canonical spelling. The kernel shows it in one
-/// page of sysfs, and the protocol limits names to 4096 bytes.
+/// The maximum length of a canonical address in bytes. The kernel shows it in one page of
+/// sysfs, and the protocol limits names to 4096 bytes.
 const LONGEST: usize = 2048;
 
-/// What stands for itself in a path (RFC 3986), beside letters and digits. The
-/// comma does not: it would part mount options and lists.
+/// The characters of a path that are not percent-encoded (RFC 3986), beside letters and
+/// digits. The comma is encoded: it separates mount options and lists.
 const PATH: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'.')
@@ -41,8 +40,8 @@ const PATH: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'+')
     .remove(b'=');
 
-/// A server of exports. Its text is an NBD URI that names no export; a plain
-/// `host` or `host:port` is read, too.
+/// A server of exports. Its text is an NBD URI without an export; a plain `host` or
+/// `host:port` is parsed as well.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Server {
@@ -69,20 +68,20 @@ pub struct Export {
     name: String,
 }
 
-/// A text that is no address of an export.
+/// The error of a text that is no address of an export.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadExport {
-    /// TLS was asked for.
+    /// The address requires TLS.
     #[error(
         "{0:?} asks for TLS, which the kernel's NBD driver does not speak; let `nbdkit -U SOCKET nbd hostname=HOST export=NAME tls=require` on each node speak it and give nbd+unix:///NAME?socket=SOCKET, or give nbd:// if you trust the network"
     )]
     Tls(String),
-    /// Anything else.
+    /// The text is malformed.
     #[error("{text:?} is no address of an NBD export: {why}")]
     Malformed {
-        /// What was given.
+        /// The text.
         text: String,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
 }
@@ -123,7 +122,7 @@ impl Server {
         })
     }
 
-    /// Writes the address of one of its exports.
+    /// Formats the address of one of its exports.
     fn write(&self, export: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = utf8_percent_encode(export, PATH);
         match self {
@@ -199,7 +198,7 @@ impl Export {
         Ok(export)
     }
 
-    /// Who serves it.
+    /// Its server.
     pub fn server(&self) -> &Server {
         &self.server
     }
@@ -290,7 +289,7 @@ fn decode(text: &str) -> Option<String> {
     decoded.ok().map(std::borrow::Cow::into_owned)
 }
 
-/// Parts `host`, `host:port`, `[v6]` and `[v6]:port`.
+/// Splits `host`, `host:port`, `[v6]` and `[v6]:port`.
 fn split_port(authority: &str) -> Option<(&str, Option<u16>)> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {

@@ -1,7 +1,7 @@
-//! What classes and volume contexts say of what is on or off: as Go reads it, by
-//! whose rules they were written so far (`strconv.ParseBool`).
+//! Booleans of StorageClasses and volume contexts, by the rules of Go's
+//! `strconv.ParseBool`, which the drivers before this one use.
 
-/// Whether it is on; none: the text says neither.
+/// The value; `None` if the text is no boolean.
 pub fn parse_bool(text: &str) -> Option<bool> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),

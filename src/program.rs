@@ -1,6 +1,6 @@
-//! The programs: their flags, the privileges that they give up, and what they start.
-//! Their bodies are in this library so that the compiler finds code that none of them
-//! uses; `src/bin` only calls them.
+//! The programs: their flags, the privileges that they drop, and the services that they
+//! start. Their bodies are in this library so that the compiler finds code that none of
+//! them uses; `src/bin` only calls them.
 
 #[cfg(feature = "controller")]
 pub mod controller;

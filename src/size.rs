@@ -1,4 +1,4 @@
-//! Sizes as people and Kubernetes write them: `10Gi`, `500M`, `1.5Ti`, `4096`.
+//! Sizes in Kubernetes' notation: `10Gi`, `500M`, `1.5Ti`, `4096`.
 //!
 //! Suffixes are those of a Kubernetes quantity, powers of 1024 with an `i` and
 //! of 1000 without; a trailing `B` is allowed. Digits are computed exactly, and
@@ -22,7 +22,7 @@ pub enum BadSize {
 }
 
 impl Size {
-    /// In bytes.
+    /// The number of bytes.
     pub fn bytes(self) -> i64 {
         self.0
     }

@@ -1,4 +1,4 @@
-//! The operator's command line; `uringctl --help` says what it can do.
+//! The entry point of the operator's command line; `uringctl --help` lists its commands.
 
 use std::process::ExitCode;
 

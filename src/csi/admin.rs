@@ -1,5 +1,5 @@
-//! The node agent's own service, beside CSI on the same socket: what an
-//! operator asks that CSI has no call for.
+//! The node agent's own service, on the same socket as CSI: an operator's calls for
+//! which CSI has none.
 
 use tonic::{Request, Response, Status};
 
@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// Answers for one node.
+/// The service of one node agent.
 #[derive(Clone, Debug)]
 pub struct AdminService {
     node: NodeHandle,

@@ -8,14 +8,14 @@ use tracing::Instrument as _;
 
 use crate::observe::{logs, metrics};
 
-/// The timeout of a caller that names none: kubelet's two minutes.
+/// The timeout of a call without `grpc-timeout`: kubelet's two minutes.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The key of a request's metadata by which a caller of ListVolumes or ListSnapshots
 /// accepts a list without the entries of unreachable storage. CSI has no such option, and
 /// no sidecar must get such a list: a missing volume looks deleted to it.
 pub const TAKES_LESS: &str = "uring-csi-takes-less";
-/// The key under which the answer then names the storage left out, a sentence each.
+/// The key under which the answer then names the omitted storage, a sentence each.
 pub const OMITTED: &str = "uring-csi-omitted-bin";
 
 /// Runs one call.
@@ -46,7 +46,8 @@ pub async fn observed<T>(
 }
 
 /// How long a call may wait for its work: a second less than its caller waits, so that
-/// the pod's events show the answer and not a timeout of the transport. Source: the gRPC protocol over HTTP/2, `Timeout`.
+/// the pod's events show the answer and not a timeout of the transport. Source: the gRPC
+/// protocol over HTTP/2, `Timeout`.
 pub fn timeout(metadata: &MetadataMap) -> Duration {
     let told = metadata
         .get("grpc-timeout")

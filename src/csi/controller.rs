@@ -1,7 +1,7 @@
 //! The Controller service: requests parsed and passed to the [`Stores`].
 //!
-//! Volumes are attached by the node itself; that an image is in use is known from
-//! the claims beside it, or from its cluster.
+//! The nodes attach volumes by themselves. The claims beside an image file, or the Ceph
+//! cluster, tell the controller that an image is in use.
 
 use std::collections::HashMap;
 
@@ -45,7 +45,7 @@ pub struct Controller {
 impl Controller {
     /// `node_id`: the node whose local pools are served. `alpha`: announce the
     /// capabilities that are alpha in CSI 1.13, which older sidecars and test
-    /// suites do not know; they work in any case.
+    /// suites do not know; their calls are served in any case.
     pub fn new(stores: Stores, driver_name: &str, node_id: Option<&str>, alpha: bool) -> Self {
         let here = node_id.map(|id| (topology_key(driver_name), id.to_owned()));
         Self {
@@ -80,7 +80,7 @@ impl Controller {
         Ok(self.volume(volume))
     }
 
-    /// The places that are asked for, if this node is not among them.
+    /// The requested topology, if this node is not within it.
     fn elsewhere(&self, requirement: Option<&TopologyRequirement>) -> Option<String> {
         let requisite = requirement.map(|r| r.requisite.as_slice())?;
         let is_here = requisite.is_empty() || requisite.iter().any(|place| self.is_here(place));
@@ -94,14 +94,14 @@ impl Controller {
         })
     }
 
-    /// Whether this node is within a place. Keys are compared without regard to
+    /// Whether this node is within a topology. Keys are compared without regard to
     /// case (CSI specification, `Topology`).
     fn is_here(&self, place: &Topology) -> bool {
         let is_mine = |(key, value): (&String, &String)| {
             let here = self.here.as_ref();
             here.is_some_and(|(my_key, id)| my_key.eq_ignore_ascii_case(key) && id == value)
         };
-        // What else this driver's node says of its place is true of it.
+        // Other segments of this driver come from this node itself, and are true of it.
         let is_beside = |key: &str| {
             let domain = |key: &str| key.split_once('/').map(|(domain, _)| domain.to_lowercase());
             let here = self.here.as_ref();
@@ -216,7 +216,7 @@ impl Controller {
             .await?;
         Ok(wire::ControllerExpandVolumeResponse {
             capacity_bytes: signed(bytes),
-            // The device over the image and its file system must follow.
+            // The node has to expand the device over the image, and its file system.
             node_expansion_required: true,
         })
     }
@@ -264,7 +264,7 @@ impl Controller {
         for volume in page.entries {
             match self.health(volume.handle, secrets.clone()).await {
                 Ok(health) => entries.push(health),
-                // Deleted since it was listed.
+                // Deleted after it was listed.
                 Err(error) if error.kind() == Kind::NotFound => {}
                 Err(error) => return Err(error.into()),
             }
@@ -349,7 +349,7 @@ fn inaccessible(condition: VolumeCondition) -> VolumeHealthEntry {
     }
 }
 
-/// Sizes are at most what a file can have, which fits.
+/// No image is larger than the largest file, whose size fits.
 fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
 }

@@ -1,4 +1,4 @@
-//! The Identity service: who this plugin is and that it is there.
+//! The Identity service: the plugin's name, version, capabilities and readiness.
 
 use std::{str::FromStr, sync::Arc};
 
@@ -17,13 +17,13 @@ use crate::{
 /// The default of `--driver-name`.
 pub const DEFAULT_DRIVER_NAME: &str = "block.uring-csi.dev";
 
-/// The key of the topology segment that names a node: where volumes of a local
-/// pool can be reached.
+/// The key of the topology segment that names a node. Only that node reaches the volumes
+/// of its local pools.
 pub fn topology_key(driver_name: &str) -> String {
     format!("topology.{driver_name}/node")
 }
 
-/// The place of a node: which it is, and what the operator says of where it is.
+/// The topology of a node: the segment of its id, and the operator's segments.
 pub fn topology(driver_name: &str, node_id: &str, segments: &[Segment]) -> Topology {
     let own = (topology_key(driver_name), node_id.to_owned());
     let others = segments.iter().map(|Segment { key, value }| {
@@ -35,7 +35,7 @@ pub fn topology(driver_name: &str, node_id: &str, segments: &[Segment]) -> Topol
     }
 }
 
-/// `KEY=VALUE`: a part of the cluster that a node is in, such as `zone=a`.
+/// `KEY=VALUE`: a part of the cluster that has the node, such as `zone=a`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     key: String,
@@ -45,7 +45,7 @@ pub struct Segment {
 impl FromStr for Segment {
     type Err = String;
 
-    /// Both are what Kubernetes takes for a label: each at most 63 bytes of letters,
+    /// Both must be labels as Kubernetes defines them: at most 63 bytes of letters,
     /// digits, `-`, `_` and `.`, with a letter or digit at both ends.
     fn from_str(text: &str) -> Result<Self, String> {
         let (key, value) = text.split_once('=').ok_or("it is KEY=VALUE")?;
@@ -65,7 +65,7 @@ impl FromStr for Segment {
     }
 }
 
-/// Refuses a key that is given twice.
+/// Refuses a repeated key.
 pub fn once_each(segments: &[Segment]) -> Result<(), String> {
     let mut seen = std::collections::HashSet::new();
     let twice = |one: &&Segment| !seen.insert(one.key.to_ascii_lowercase());
@@ -75,7 +75,7 @@ pub fn once_each(segments: &[Segment]) -> Result<(), String> {
     }
 }
 
-/// Answers for one agent.
+/// The service of one agent.
 #[derive(Clone, Debug)]
 pub struct Identity {
     driver_name: Arc<str>,
@@ -84,8 +84,8 @@ pub struct Identity {
 
 impl Identity {
     /// `driver_name` must have passed [`super::validate::driver_name`].
-    /// `readiness`: whether the plugin can do anything at all; what passes by
-    /// itself, such as a pool that is not mounted yet, is no part of it.
+    /// `readiness`: whether the plugin can serve any volume; a transient condition, such
+    /// as a pool that is not mounted yet, does not clear it.
     pub fn new(driver_name: &str, readiness: Readiness) -> Self {
         Self {
             driver_name: driver_name.into(),
@@ -140,7 +140,7 @@ impl identity_server::Identity for Identity {
         }))
     }
 
-    /// Not ready is an answer with `ready=false`, not an error.
+    /// A plugin that is not ready answers `ready=false`, not an error.
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
         Ok(Response::new(ProbeResponse {
             ready: Some(self.readiness.reason().is_none()),

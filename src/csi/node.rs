@@ -27,14 +27,14 @@ mod service;
 #[cfg(test)]
 mod tests;
 
-/// Answers for one node.
+/// The service of one node.
 #[derive(Clone, Debug)]
 pub struct NodeService {
     node: NodeHandle,
     config: Config,
-    /// Which parts of the cluster the node is in.
+    /// The node's topology segments.
     segments: Vec<Segment>,
-    /// Whether ext4 can be grown while it is mounted.
+    /// Whether this process may grow a mounted ext4.
     can_grow: bool,
 }
 
@@ -62,7 +62,7 @@ impl NodeService {
         outcome.map_err(|error| Status::from(&*error))
     }
 
-    /// Asks what is answered at once.
+    /// Runs a call that does not wait for devices.
     async fn ask<T: Send + 'static>(
         &self,
         ask: impl FnOnce(&Node) -> Result<T, Cause> + Send + 'static,
@@ -273,7 +273,7 @@ fn shutting_down() -> Status {
     Status::unavailable("the node agent is shutting down")
 }
 
-/// Several nodes that write into one ext4, xfs or btrfs destroy it.
+/// Several nodes that mount one ext4, xfs or btrfs for writing destroy it.
 fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
     if capability.mode.multi_node_writer() && capability.access != AccessType::Block {
         let mode = match capability.mode {
@@ -290,7 +290,8 @@ fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
     Ok(())
 }
 
-/// Paths are compared: without a trailing slash, double slashes and dots.
+/// The path without a trailing slash, double slashes and dots, so that equal paths have
+/// equal texts.
 fn clean(path: &str) -> PathBuf {
     PathBuf::from(path).components().collect()
 }

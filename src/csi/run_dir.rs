@@ -1,8 +1,8 @@
 //! One agent for each run directory.
 //!
-//! Two agents with one `--run-dir` would act on the same records under two names.
-//! So an agent locks a file in it (flock(2)), writes its pid there, and touches the
-//! file for as long as its runtime thread runs.
+//! Two agents with one `--run-dir` would both write the same records. So an agent locks
+//! a file in it (flock(2)), writes its pid there, and touches the file for as long as its
+//! runtime thread runs.
 //!
 //! A held lock alone proves nothing: a killed agent with a thread in an
 //! uninterruptible sleep keeps it for as long as the thread sleeps. A successor takes
@@ -10,9 +10,9 @@
 //! [`SILENT_FOR`]. It waits for a touch rather than asking the owner's socket, because
 //! the owner may run in another container, where paths mean other files.
 //!
-//! To take over is to put a lock file of one's own in place of the other's; an owner
-//! that was stopped and goes on sees that. The directory itself is locked meanwhile,
-//! so that of several successors one takes over and the others wait for it.
+//! A successor takes over by replacing the lock file with its own; an owner that was
+//! stopped and continues detects that. The successor locks the directory itself
+//! meanwhile, so that of several successors one takes over and the others wait for it.
 
 use std::{
     fs::{self, File},
@@ -31,23 +31,23 @@ use tokio::time::{Instant, sleep};
 
 /// How often the owner touches the file.
 const TOUCH_EVERY: Duration = Duration::from_secs(5);
-/// An owner that has not touched it for so long does nothing more. Longer than an
-/// agent that was told to stop waits for the calls under way.
+/// An owner that has not touched the file for this long has stalled. It is longer than
+/// the time that an agent has for its running calls after SIGTERM.
 const SILENT_FOR: Duration = Duration::from_secs(30);
-/// How often a lock that is held is tried again.
+/// How often a successor retries a held lock.
 const RETRY_EVERY: Duration = Duration::from_millis(50);
 /// The lock file's name.
 const FILE: &str = "agent.lock";
 
-/// Why a run directory cannot be had.
+/// Why an agent cannot use a run directory.
 #[derive(Debug, thiserror::Error)]
 pub enum RunDirError {
-    /// Another agent has it.
+    /// Another agent uses it.
     #[error("{dir} is in use by another agent{}; stop it, or choose another --run-dir", of_pid(*pid))]
     InUse {
         /// The run directory.
         dir: PathBuf,
-        /// The other agent, as its own pid namespace numbers it, where it is known.
+        /// The other agent's pid in its own pid namespace, if known.
         pid: Option<u32>,
     },
     /// The lock could not be taken.
@@ -67,16 +67,16 @@ fn of_pid(pid: Option<u32>) -> String {
         .unwrap_or_default()
 }
 
-/// What an owner writes into the file.
+/// The content of the lock file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Owner {
     pid: u32,
-    /// Its pid namespace: in another one the number means another process.
+    /// The owner's pid namespace: in another one the pid means another process.
     pid_namespace: PathBuf,
 }
 
 impl Owner {
-    /// Whether it is certain to end: its main thread has ended, or SIGKILL is
+    /// Whether the owner is certain to end: its main thread has ended, or SIGKILL is
     /// pending (proc_pid_status(5)).
     fn is_dying(&self) -> bool {
         pid_namespace().is_ok_and(|ours| ours == self.pid_namespace)
@@ -100,7 +100,7 @@ fn is_dying(status: &str) -> bool {
     })
 }
 
-/// A run directory that is this agent's for as long as this lives.
+/// A run directory that this agent owns until this is dropped.
 #[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
@@ -113,7 +113,8 @@ impl RunDir {
         Self::lock_after(dir, SILENT_FOR).await
     }
 
-    /// As [`RunDir::lock`], from an owner that has been silent for `silent_for`.
+    /// As [`RunDir::lock`]; takes over from an owner that has not touched the file for
+    /// `silent_for`.
     async fn lock_after(dir: &Path, silent_for: Duration) -> Result<Self, RunDirError> {
         let path = dir.join(FILE);
         let failed = |what| {
@@ -122,7 +123,7 @@ impl RunDir {
         };
         fs::create_dir_all(dir).map_err(failed("make the directory of"))?;
         let turn = File::open(dir).map_err(failed("open the directory of"))?;
-        // Another successor has to be done with its waiting.
+        // Another successor may have to wait for the owner first.
         let until = Instant::now() + silent_for + SILENT_FOR;
         while !try_lock(&turn).map_err(failed("lock the directory of"))? {
             if Instant::now() > until {
@@ -146,8 +147,8 @@ impl RunDir {
         Ok(Self { path, lock })
     }
 
-    /// Shows for ever that this agent is alive. Ends where another agent has taken
-    /// the directory over, because this one was stopped for a while.
+    /// Touches the lock file for ever. Returns if another agent has taken the directory
+    /// over, because this one was stopped for a while.
     pub async fn keep(self) {
         while self.is_ours() {
             if let Err(error) = self.lock.set_modified(SystemTime::now()) {
@@ -160,14 +161,14 @@ impl RunDir {
     fn is_ours(&self) -> bool {
         match (fs::metadata(&self.path), self.lock.metadata()) {
             (Ok(there), Ok(ours)) => (there.dev(), there.ino()) == (ours.dev(), ours.ino()),
-            // Somebody cleared the directory, which is no agent's doing.
+            // An operator cleared the directory; no agent removes the file.
             _ => true,
         }
     }
 }
 
-/// Waits until the owner of `lock` does nothing more; its pid, as far as it is
-/// known, where it is alive.
+/// Waits until the owner of `lock` has released it, is dying or has stalled: `None`.
+/// `Some` if it is alive, with its pid if known.
 async fn outlast(lock: &File, silent_for: Duration) -> io::Result<Option<Option<u32>>> {
     let owner: Option<Owner> = serde_json::from_reader(lock).ok();
     let touched = lock.metadata()?.modified()?;
@@ -188,7 +189,7 @@ async fn outlast(lock: &File, silent_for: Duration) -> io::Result<Option<Option<
     Ok(None)
 }
 
-/// Puts a locked file of this process at `path`.
+/// Replaces the lock file at `path` with a locked one of this process.
 fn replace(path: &Path) -> io::Result<File> {
     let owner = Owner {
         pid: std::process::id(),
@@ -202,7 +203,7 @@ fn replace(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Whether the lock could be had.
+/// Whether the lock was free; this process has it now.
 fn try_lock(file: &File) -> io::Result<bool> {
     match flock(file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(true),
@@ -257,7 +258,7 @@ mod tests {
             RunDir::lock_after(dir.path(), soon),
             RunDir::lock_after(dir.path(), soon)
         );
-        // The second waited for the first, which touches nothing here either.
+        // The second waited for the first, which does not touch its file here.
         let (one, other) = (one.unwrap(), other.unwrap());
         assert_ne!(one.is_ours(), other.is_ours());
         assert!(!silent.is_ours());

@@ -2,8 +2,8 @@
 //!
 //! Kubelet takes every code as final except CANCELLED, DEADLINE_EXCEEDED,
 //! UNAVAILABLE, RESOURCE_EXHAUSTED and ABORTED: after a final one it may never
-//! call unstage. So a final code is given only where everything was undone and
-//! a repeat would meet the same refusal; what may pass by itself is UNAVAILABLE.
+//! call unstage. So a call answers a final code only where it has undone everything and
+//! a repeat would be refused as well; a cause that may pass by itself is UNAVAILABLE.
 
 #[cfg(any(feature = "node", feature = "controller"))]
 use tonic::{Code, Status};
@@ -31,7 +31,7 @@ impl From<&volume::Error> for Status {
     }
 }
 
-/// A request that names no volume's call yet.
+/// The error of a request that was refused before it became a volume's call.
 #[cfg(feature = "node")]
 impl From<&volume::Cause> for Status {
     fn from(cause: &volume::Cause) -> Self {

@@ -1,6 +1,6 @@
-//! The rules that every request has to keep before anything is done: required
-//! fields, sizes, and capabilities that make sense (CSI specification, "Size
-//! Limits" and the `REQUIRED` marks of each message).
+//! The checks of every request before its call runs: required fields, sizes, and
+//! consistent capabilities (CSI specification, "Size Limits" and the `REQUIRED` marks of
+//! each message).
 //!
 //! Every failure is `INVALID_ARGUMENT` and names the field.
 
@@ -56,12 +56,12 @@ pub fn node_id<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     text(field, value, MAX_NODE_ID)
 }
 
-/// A required path. Whether it lies where it may is asked later.
+/// A required path. Whether it is below an allowed directory is checked later.
 pub fn path<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     text(field, value, MAX_PATH)
 }
 
-/// A path that may be left out, and is else absolute.
+/// An optional path; absolute if present.
 pub fn optional_path(field: &str, value: &str) -> Result<(), Status> {
     if value.is_empty() {
         return Ok(());
@@ -72,8 +72,8 @@ pub fn optional_path(field: &str, value: &str) -> Result<(), Status> {
     Ok(())
 }
 
-/// A map within its size limit, without control characters but for the white space
-/// that a block of YAML puts into values.
+/// A map within its size limit, without control characters except the white space
+/// of a YAML block in its values.
 pub fn map(field: &str, map: &HashMap<String, String>) -> Result<(), Status> {
     size(field, map)?;
     refuse_control(field, map, |key, value| {
@@ -98,7 +98,7 @@ fn refuse_control(
     has: impl Fn(&str, &str) -> bool,
 ) -> Result<(), Status> {
     let bad = map.iter().filter(|(key, value)| has(key, value));
-    // Sorted, so that of two mistakes always the same one is named.
+    // Sorted, so that of two mistakes the error always names the same one.
     match bad.map(|(key, _)| key).min() {
         None => Ok(()),
         Some(key) => Err(invalid(
@@ -134,7 +134,7 @@ pub fn driver_name(name: &str) -> Result<String, String> {
     }
 }
 
-/// Parses one capability; `field` is how the request calls it.
+/// Parses one capability; `field` is its name in the request.
 pub fn capability(
     field: &'static str,
     capability: Option<&VolumeCapability>,

@@ -1,5 +1,5 @@
-//! The process that keeps rbd-nbd's daemons, in a DaemonSet that is updated only
-//! by hand. `crate::supervisor` says why.
+//! The supervisor of rbd-nbd's daemons, in a DaemonSet that only an operator updates;
+//! `crate::supervisor` gives the reasons.
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
@@ -15,7 +15,7 @@ use crate::{
 use clap::Parser;
 use tonic::service::Routes;
 
-/// Calls that are under way at SIGTERM may take so long.
+/// How long running calls may take after SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Keeps rbd-nbd's daemons, and their keys in locked memory, for the node agent.
@@ -82,7 +82,7 @@ pub fn main() -> ExitCode {
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Gives up privileges, and then starts the second thread, which writes the log.
+/// Drops privileges, and then starts the second thread, which writes the log.
 fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
     memory_lock::lock().map_err(|error| {
         format!("its memory, where keys are, cannot be locked (it needs CAP_IPC_LOCK): {error}")
@@ -100,7 +100,7 @@ fn run(options: Options) -> Result<(), Failure> {
 
 async fn serve(options: Options) -> Result<(), Failure> {
     crate::kernel::descriptors::raise()?;
-    // Taken before anything is looked at: two would each bring daemons back.
+    // Locked before any check: two supervisors would each restart the daemons.
     let listener = options.endpoint.bind().await?;
     let records = options.run_dir.join("volumes");
     let keeper = Keeper::open(&options.rbd_nbd, records, boot_id()?)?;

@@ -1,15 +1,15 @@
 //! The part of the Node service that a controller beside a node serves.
 //!
-//! Started with `--node-deployment`, external-provisioner asks the socket of its
-//! controller for `NodeGetInfo`, to learn which node's volumes it makes. All
-//! else of the service is the node agent's, on a socket of its own.
+//! Started with `--node-deployment`, external-provisioner calls `NodeGetInfo` on the
+//! socket of its controller, to learn for which node it provisions. The node agent
+//! serves all other calls, on its own socket.
 
 use tonic::{Request, Response, Status};
 
 use super::super::identity::topology;
 use crate::proto::csi::{self as wire, node_server};
 
-/// Says which node this is.
+/// Answers the node's id and topology.
 #[derive(Clone, Debug)]
 pub struct WhichNode {
     driver_name: String,
@@ -17,7 +17,7 @@ pub struct WhichNode {
 }
 
 impl WhichNode {
-    /// Beside the node agent of `node_id`.
+    /// The service beside the node agent of `node_id`.
     pub fn new(driver_name: &str, node_id: &str) -> Self {
         Self {
             driver_name: driver_name.to_owned(),
@@ -26,7 +26,7 @@ impl WhichNode {
     }
 }
 
-/// Refuses a call that is the node agent's.
+/// Refuses a call that only the node agent serves.
 macro_rules! of_the_agent {
     ($($call:ident: $request:ident -> $response:ident;)*) => {
         #[tonic::async_trait]
@@ -37,7 +37,7 @@ macro_rules! of_the_agent {
             ) -> Result<Response<wire::NodeGetInfoResponse>, Status> {
                 Ok(Response::new(wire::NodeGetInfoResponse {
                     node_id: self.node_id.clone(),
-                    // How many fit is the node agent's to say.
+                    // Only the node agent knows how many volumes the node takes.
                     max_volumes_per_node: 0,
                     accessible_topology: Some(topology(&self.driver_name, &self.node_id, &[])),
                 }))

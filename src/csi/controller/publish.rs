@@ -1,5 +1,5 @@
-//! ControllerPublishVolume and its opposite: nodes attach volumes by themselves, so
-//! there is something to do only where a backend fences nodes that do not let go.
+//! ControllerPublishVolume and ControllerUnpublishVolume: nodes attach volumes by
+//! themselves, so these act only where a backend fences nodes that do not detach.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The calls of the Controller service, one after the other.
+//! The calls of the Controller service, as tonic's trait has them.
 
 use std::time::Duration;
 
@@ -20,14 +20,14 @@ use crate::{
     provision::{self, NewSnapshot, Omitted},
 };
 
-/// A request, and how long its work may be waited for.
+/// A request, and how long its call may wait for the work.
 fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
     let within = timeout(request.metadata());
     (request.into_inner(), within)
 }
 
-/// Runs one call, and answers it before its caller gives up: what the work waits for
-/// is to reach the claim's events. The work goes on, and the next equal call waits for
+/// Runs one call, and answers it before its caller's timeout, so that the claim's events
+/// name what the work waits for. The work continues, and the next equal call waits for
 /// it.
 async fn answered<T>(
     method: &'static str,
@@ -46,7 +46,7 @@ async fn answered<T>(
     observed(method, subject, in_time).await
 }
 
-/// The answer, with what it leaves out.
+/// The answer, with the omitted storage in its metadata.
 fn telling<T>(mut answer: Response<T>, omitted: Option<&Omitted>) -> Response<T> {
     for sentence in omitted.map(Omitted::take).into_iter().flatten() {
         let value = MetadataValue::from_bytes(sentence.as_bytes());
@@ -109,7 +109,7 @@ impl controller_server::Controller for Controller {
     ) -> Result<Response<wire::ControllerUnpublishVolumeResponse>, Status> {
         let (request, within) = taken(request);
         let id = request.volume_id.clone();
-        // It answers by itself where a node keeps the volume.
+        // It answers at once where a node keeps the volume.
         let work = self.unpublish(request, within.saturating_sub(Duration::from_millis(500)));
         answered("ControllerUnpublishVolume", &id, within, work).await
     }
@@ -358,7 +358,7 @@ const ANNOUNCED: &[Rpc] = &[
     Rpc::ExpandVolume,
     Rpc::SingleNodeMultiWriter,
 ];
-/// The calls that carry no secrets, or may carry none.
+/// The calls without secrets, or with optional ones.
 const LISTING: &[Rpc] = &[
     Rpc::ListVolumes,
     Rpc::GetCapacity,

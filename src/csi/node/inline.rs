@@ -1,4 +1,4 @@
-//! Inline ephemeral volumes: what a pod may ask of the node.
+//! Inline ephemeral volumes: the attributes that a pod may set.
 
 use std::collections::HashMap;
 
@@ -14,15 +14,15 @@ use crate::{
     volume::spec::{Inline, InlineImage, Parsed, Publish, Stage, Use},
 };
 
-/// The attributes that a pod may set for its inline volume. They come from the
-/// pod's author, who need not be trusted with the node: nothing here may steer
-/// what runs as root, as `mkfsOptions` of a class does.
+/// The attributes that a pod may set for its inline volume. The pod's author need not be
+/// trusted with the node: no attribute here may change what runs as root, as
+/// `mkfsOptions` of a class does.
 const ATTRIBUTES: [&str; 3] = ["fsType", "pool", "size"];
 
 /// Refuses every other attribute.
 pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<(), Status> {
     let known = |key: &str| ATTRIBUTES.contains(&key) || set_by_kubernetes(key);
-    // Sorted, so that of two mistakes always the same one is named.
+    // Sorted, so that of two mistakes the error always names the same one.
     let unlisted = attributes.keys().filter(|key| !known(key)).min();
     unlisted.map_or(Ok(()), |key| {
         let known = ATTRIBUTES.join(", ");
@@ -33,12 +33,12 @@ pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<()
     })
 }
 
-/// What an inline volume gets that asks for no size.
+/// The size of an inline volume without a `size` attribute.
 const DEFAULT_BYTES: u64 = 1 << 30;
 
 impl NodeService {
-    /// An inline ephemeral volume: `pool` and `size` come from the pod's
-    /// attributes, the place where it is staged is our own.
+    /// An inline ephemeral volume: `pool` and `size` come from the pod's attributes; the
+    /// agent chooses the staging path.
     pub(super) async fn inline(
         &self,
         request: &NodePublishVolumeRequest,
@@ -71,8 +71,8 @@ impl NodeService {
                 source,
                 staging_path,
                 usage: parsed.usage,
-                // It is made empty: somebody has to write it. A target can
-                // still be read-only.
+                // A new volume is empty, so a pod has to write to it. Its target may still be
+                // read-only.
                 read_only: false,
                 mode: parsed.mode,
                 mkfs_options: parsed.mkfs_options,
@@ -83,7 +83,7 @@ impl NodeService {
         })
     }
 
-    /// How large an inline volume becomes.
+    /// The size of an inline volume.
     fn inline_bytes(&self, asked: Option<&String>, usage: &Use) -> Result<u64, Status> {
         let Some(largest) = self.config.inline_max_bytes else {
             return Err(Status::failed_precondition(

@@ -22,11 +22,11 @@ use crate::proto::csi::{
     node_service_capability::{self, rpc},
 };
 
-/// A call on one volume: its name, its request, and which field names the volume.
+/// A call on one volume: its name, its request, and the field with the volume's id.
 struct VolumeCall<Q>(&'static str, Request<Q>, fn(&Q) -> &String);
 
 impl<Q> VolumeCall<Q> {
-    /// Runs the call within its caller's timeout, logged and measured.
+    /// Runs the call within its caller's timeout, and logs and measures it.
     async fn answer<T, F>(self, work: impl FnOnce(Q, Duration) -> F) -> Result<Response<T>, Status>
     where
         F: Future<Output = Result<T, Status>>,

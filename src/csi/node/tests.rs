@@ -1,5 +1,5 @@
-//! Attributes and parameters as an attacker writes them: refused by name, or such that
-//! nothing but the volume itself can be meant.
+//! Attributes and parameters as an attacker writes them: each is refused by name, or can
+//! affect only the volume itself.
 
 use proptest::{prelude::*, test_runner::TestCaseResult};
 use tonic::Code;
@@ -7,7 +7,7 @@ use tonic::Code;
 use super::*;
 use crate::fs::FsType;
 
-/// What claims, classes and PersistentVolumes may have in them, and what they may not.
+/// Values in claims, classes and PersistentVolumes: valid ones and attacks.
 const KEYS: [&str; 27] = [
     "backend",
     "bogus",
@@ -89,7 +89,7 @@ fn hostile() -> impl Strategy<Value = Pairs> {
     prop::collection::hash_map(key, value, 0..5)
 }
 
-/// The same with what a static volume of that backend has to have.
+/// The same, with the attributes that a static volume of that backend requires.
 fn hostile_volume() -> impl Strategy<Value = Pairs> {
     let own: [&[(&str, &str)]; 4] = [
         &[],
@@ -128,7 +128,7 @@ fn mounted(flags: Vec<String>) -> Capability {
 fn invalid_by_name(status: &Status, field: &str, pairs: &Pairs) -> TestCaseResult {
     prop_assert_eq!(status.code(), Code::InvalidArgument, "{:?}", status);
     let message = status.message();
-    // Errors of the backends quote it, which is another spelling still.
+    // Errors of the backends quote it, in a third spelling.
     let has_key = |key: &String| {
         let spellings = [
             key.clone(),
@@ -143,7 +143,7 @@ fn invalid_by_name(status: &Status, field: &str, pairs: &Pairs) -> TestCaseResul
     Ok(())
 }
 
-/// What mkfs is given has no path in it, and no program of a shell's.
+/// mkfs gets no argument with a path or a shell command.
 fn reaches_nothing(options: &[String]) -> TestCaseResult {
     for option in options {
         prop_assert!(!option.contains(['/', '$', '\n', '\0']), "{:?}", options);

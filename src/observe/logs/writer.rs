@@ -176,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// A writer, and the end of a pipe that what it writes comes out of.
+    /// A writer, and the reading end of the pipe that it writes to.
     fn piped(limit: usize) -> (LineWriter, File) {
         let (source, sink) = pipe().unwrap();
         (
@@ -229,7 +229,7 @@ mod tests {
                 });
                 told.sum::<usize>() + text.lines().filter(|line| line.starts_with('x')).count()
             };
-            // Each line is either there or told of.
+            // Each line is either there or counted as dropped.
             while said(&text) < logged {
                 let count = source.read(&mut chunk).unwrap();
                 text.push_str(std::str::from_utf8(&chunk[..count]).unwrap());
