@@ -50,7 +50,7 @@ mod spec;
 
 pub use spec::{PoolSpec, Pools};
 
-/// On which nodes a pool's directory is mounted.
+/// The nodes on which a pool's directory is mounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scope {
     /// On one node only; volumes stay on that node.
@@ -74,7 +74,7 @@ pub enum PoolError {
     /// A malformed `--pool`.
     #[error("pool {text:?}: {why}; write NAME=DIR[,local|,shared][,mounted]")]
     BadSpec {
-        /// The given text.
+        /// The value of the option.
         text: String,
         /// What is wrong with it.
         why: &'static str,
@@ -85,43 +85,29 @@ pub enum PoolError {
     /// No such pool is configured.
     #[error("there is no pool {name:?} here, only {known}; check the `pool` parameter and --pool")]
     Unknown {
-        /// The name asked for.
         name: String,
-        /// The names there are.
+        /// The configured pools.
         known: String,
     },
     /// The request names no pool and several are configured.
     #[error("name a pool by the parameter `pool`: {known}")]
     Unnamed {
-        /// The names there are.
+        /// The configured pools.
         known: String,
     },
     /// The pool's directory cannot be opened.
     #[error("pool {pool:?}: its directory {} cannot be opened; is it mounted?", dir.display())]
     NotReady {
-        /// The pool's name.
         pool: String,
-        /// Its directory.
         dir: PathBuf,
-        /// What the kernel says.
         source: io::Error,
     },
     /// The pool has the option `mounted`, and its directory is no mount point.
     #[error("pool {pool:?}: nothing is mounted at its directory {}, as its option `mounted` demands", dir.display())]
-    NotMounted {
-        /// The pool's name.
-        pool: String,
-        /// Its directory.
-        dir: PathBuf,
-    },
+    NotMounted { pool: String, dir: PathBuf },
     /// The pool's directory exists, without the scope of a pool that was used.
     #[error("pool {pool:?}: its directory {} holds no pool that was ever used; is it mounted?", dir.display())]
-    Uninitialized {
-        /// The pool's name.
-        pool: String,
-        /// Its directory.
-        dir: PathBuf,
-    },
+    Uninitialized { pool: String, dir: PathBuf },
     /// The pool was set up with another scope.
     #[error(
         "pool {pool:?} in {} is a {found} pool, but this agent is configured for a {given} one and \
@@ -130,9 +116,7 @@ pub enum PoolError {
         dir.display(), dir.display()
     )]
     OtherScope {
-        /// The pool's name.
         pool: String,
-        /// Its directory.
         dir: PathBuf,
         /// The configured scope.
         given: Scope,
@@ -142,32 +126,22 @@ pub enum PoolError {
     /// Not a valid name of an image.
     #[error("image {image:?} in pool {pool:?}: {why}")]
     BadName {
-        /// The pool's name.
         pool: String,
-        /// The name asked for.
         image: String,
         /// What is wrong with it.
         why: &'static str,
     },
     /// The image does not exist.
     #[error("there is no image {image:?} in pool {pool:?}")]
-    NoImage {
-        /// The pool's name.
-        pool: String,
-        /// The image's file name.
-        image: String,
-    },
+    NoImage { pool: String, image: String },
     /// An inline volume is larger than the available space.
     #[error(
         "pool {pool:?} has {available} bytes available beyond the sizes of its volumes, and this \
          inline volume needs {bytes}; free space, or request less (volumeAttributes.size)"
     )]
     NoRoom {
-        /// The pool's name.
         pool: String,
-        /// The size of the volume.
         bytes: u64,
-        /// Bytes that are available.
         available: u64,
     },
     /// An image would grow by more than the available space.
@@ -176,13 +150,10 @@ pub enum PoolError {
          image {image:?} would grow by {more}; free space, or request less"
     )]
     NoRoomToGrow {
-        /// The pool's name.
         pool: String,
-        /// The image's file name.
         image: String,
         /// Bytes to grow by.
         more: u64,
-        /// Bytes that are available.
         available: u64,
     },
     /// Inline volumes need a local pool.
@@ -190,27 +161,21 @@ pub enum PoolError {
         "inline volumes are made in local pools, and pool {pool:?} is shared; \
          name a local one (volumeAttributes.pool)"
     )]
-    NotLocal {
-        /// The pool's name.
-        pool: String,
-    },
+    NotLocal { pool: String },
     /// Any other failure of a system call.
     #[error("pool {pool:?}: cannot {step} {}", path.display())]
     Io {
-        /// The pool's name.
         pool: String,
-        /// What was tried.
+        /// The step that failed, a verb phrase before the path.
         step: &'static str,
-        /// The file.
         path: PathBuf,
-        /// What the kernel says.
         source: io::Error,
     },
 }
 
 impl PoolError {
-    /// What the caller on a node may do about it: a pool that is missing may come back, a
-    /// name that is wrong stays wrong.
+    /// What the caller on a node may do about it: a missing pool may be mounted later, a
+    /// wrong name stays wrong.
     pub fn kind(&self) -> Kind {
         match self {
             Self::BadSpec { .. }
@@ -238,7 +203,7 @@ pub struct Pool {
     pub name: String,
     /// Its directory, an absolute path.
     pub dir: PathBuf,
-    /// On which nodes it is mounted.
+    /// The nodes on which it is mounted.
     pub scope: Scope,
     /// Whether its directory has to be a mount point.
     pub mounted: bool,
@@ -259,7 +224,7 @@ impl Pool {
         let opened = openat2(
             self.open_dir()?,
             image,
-            // NONBLOCK: a FIFO of that name must not hold up the open.
+            // NONBLOCK: the open of a FIFO of that name would wait for its other end.
             access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY,
             Mode::empty(),
             ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
@@ -289,8 +254,8 @@ impl Pool {
         }
     }
 
-    /// The path of an image. For messages and for names that the driver chose; for names
-    /// from requests use [`Pool::open_image`].
+    /// The path of an image, for messages and for names that the driver chose. A name from a
+    /// request goes to [`Pool::open_image`].
     pub fn image_path(&self, image: &str) -> PathBuf {
         self.dir.join(image)
     }
@@ -311,13 +276,12 @@ impl Pool {
     }
 
     /// Makes the sparse image, of `bytes`, of an inline ephemeral volume, and returns its
-    /// name. An existing smaller image is grown, which repairs one that a crash left
-    /// without its size.
+    /// name. It grows an existing smaller image, which a crash left before it had its size.
     ///
-    /// Fails where the pool has no room, by the controller's rule. The image is made
-    /// before the room is counted: two that are made at once, by any process, see each
-    /// other, so together they never exceed the pool. Growth counts first, so it is
-    /// excluded meanwhile within this process.
+    /// Fails where the pool has no room, by the controller's rule. It makes the image before
+    /// it counts the room, so that two processes that make images at once count each other's,
+    /// and together never exceed the pool. A growth counts the room first, so a lock excludes
+    /// growth within this process meanwhile.
     pub fn create_inline(&self, id: &str, bytes: u64) -> Result<(String, Done), PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
@@ -365,8 +329,8 @@ impl Pool {
         Ok((image, done))
     }
 
-    /// Deletes the image of an inline ephemeral volume. Fails while the pool is not mounted,
-    /// as the image would stay in it for ever.
+    /// Deletes the image of an inline ephemeral volume. Fails while the pool is not mounted:
+    /// a success would leave the image in the pool for ever.
     pub fn delete_inline(&self, id: &str) -> Result<Done, PoolError> {
         let image = inline_image(id);
         self.check_name(&image)?;
@@ -379,8 +343,8 @@ impl Pool {
         }
     }
 
-    /// Fails ([`PoolError::Uninitialized`], [`PoolError::NotReady`]) where the pool is not mounted, and
-    /// a missing file proves nothing.
+    /// Fails ([`PoolError::Uninitialized`], [`PoolError::NotReady`]) where the pool is not
+    /// mounted: there a missing file proves nothing.
     pub fn check_mounted(&self) -> Result<(), PoolError> {
         if self.is_initialized()? {
             return Ok(());
@@ -416,7 +380,7 @@ impl Pool {
     /// Bytes and inodes of the pool's file system.
     pub fn statvfs(&self) -> Result<rustix::fs::StatVfs, PoolError> {
         rustix::fs::fstatvfs(self.open_dir()?.as_fd())
-            .map_err(|errno| self.io("ask the free space of", &self.dir, errno))
+            .map_err(|errno| self.io("read the free space of", &self.dir, errno))
     }
 
     fn check_name(&self, image: &str) -> Result<(), PoolError> {

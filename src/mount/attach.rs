@@ -1,13 +1,13 @@
 //! A new mount of a device: fsopen(2), fsconfig(2), fsmount(2), move_mount(2).
 //!
-//! The mount exists, with all its attributes, before it appears at its path, and
-//! each rejected option is known by name: the file system writes its reason to the
-//! context's own log. A bad superblock or an I/O error has an errno only; its message
-//! is in the kernel's log.
+//! The mount exists, with all its attributes, before it appears at its path. The errors
+//! name each rejected option, because options are set one by one, and the file system
+//! writes its reason to the context's own log. A bad superblock or an I/O error gives an
+//! errno only; its message is in the kernel's log.
 //!
 //! **A device that is mounted already** shares its superblock with the new mount,
-//! and the kernel then silently ignores the new options. Where the device was in
-//! exclusive use before, the new mount is kept only if the requested options are
+//! and the kernel then silently ignores the new options. So if the device was in
+//! exclusive use before, [`mount`] keeps the new mount only if the requested options are
 //! in force.
 //!
 //! Every such mount is `nosuid` and `nodev`.
@@ -66,14 +66,14 @@ pub enum MountError {
         device: PathBuf,
         kernel_says: String,
     },
-    /// In exclusive use, mounted elsewhere with the other read-only setting, or, by its
-    /// MMP block, mounted by another node.
+    /// The device is in exclusive use, is mounted elsewhere with the other read-only setting,
+    /// or is mounted by another node, as its MMP block shows.
     #[error(
         "device {device:?} is in use, or mounted elsewhere with a different read-only setting, or \
          its ext4 has the feature mmp and another node has it mounted"
     )]
     Busy { device: PathBuf },
-    /// Mounted elsewhere; the superblock keeps its options.
+    /// The device is mounted elsewhere, and its superblock keeps the options of that mount.
     #[error(
         "device {device:?} is mounted elsewhere without the option {missing:?}; unmount it there, \
          or request the same options"
@@ -86,20 +86,21 @@ pub enum MountError {
         #[source]
         source: UnmountError,
     },
-    /// A copy of a mounted btrfs, on a kernel that mounts each UUID once. Linux 6.7 and
-    /// later give the second a temporary UUID while it is mounted (`temp_fsid`).
+    /// The device has a copy of a mounted btrfs, and the kernel mounts each UUID once. Linux
+    /// 6.7 and later give the second a temporary UUID while it is mounted (`temp_fsid`).
     #[error(
         "device {device:?} is a copy of a btrfs that is mounted here, and Linux before 6.7 mounts \
          only one of them; unmount the other, or use the copy on another node"
     )]
     DuplicateUuid { device: PathBuf },
-    /// A read-only device, to be mounted writable or with a journal to replay.
+    /// A writable mount, or the replay of a journal, of a read-only device.
     #[error(
         "device {device:?} is write-protected; mount it read-only, and writable once before \
          that if its journal is to be replayed"
     )]
     WriteProtected { device: PathBuf },
-    /// Another file system, a damaged one, or (kernels before 6.8) an unknown option.
+    /// The device holds another file system or a damaged one, or (on kernels before 6.8) an
+    /// option is unknown.
     #[error(
         "{device:?} holds no {fs_type} that can be mounted with these options: {kernel_says}; \
          the kernel log says what is wrong with it: correct the options, repair the file \
@@ -223,7 +224,7 @@ fn create(new: &NewMount<'_>) -> Result<OwnedFd, MountError> {
         }
         Err(error) => return Err(failed("open a mount context for")(error)),
     };
-    fsconfig_set_string(&context, "source", new.source).map_err(failed("name the source"))?;
+    fsconfig_set_string(&context, "source", new.source).map_err(failed("set the source"))?;
     for option in new.options.fs_options() {
         set(&context, new, &option.key, option.value.as_deref())?;
     }
@@ -233,7 +234,7 @@ fn create(new: &NewMount<'_>) -> Result<OwnedFd, MountError> {
             None => set(&context, new, option, None)?,
         }
     }
-    // Pods see only bind mounts of this one: nothing on it needs setuid or devices here,
+    // Pods see only bind mounts of this mount: here no file needs setuid or device nodes,
     // whatever the options allow on targets.
     let mut attributes = new.options.attributes().set
         | MountAttrFlags::MOUNT_ATTR_NOSUID
@@ -274,7 +275,7 @@ fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
         Errno::BUSY => MountError::Busy { device },
         Errno::EXIST if new.fs_type == "btrfs" => MountError::DuplicateUuid { device },
         Errno::ROFS | Errno::ACCESS => MountError::WriteProtected { device },
-        // UCLEAN is what ext4 and XFS call corrupted, BADMSG a wrong checksum.
+        // ext4 and XFS answer UCLEAN for corruption, BADMSG for a wrong checksum.
         Errno::INVAL | Errno::UCLEAN | Errno::BADMSG => MountError::BadSuperblock {
             fs_type: new.fs_type.to_owned(),
             device,
@@ -289,8 +290,8 @@ fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
     }
 }
 
-/// Whether something has the block device open exclusively, as a superblock does.
-/// `false` also where the check fails: then the mount fails, too, and says why.
+/// Whether the block device is open exclusively, as by a superblock. `false` also where
+/// the check fails: then the mount fails, too, with its error.
 fn is_in_exclusive_use(device: &Path) -> bool {
     let is_block = stat(device)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
@@ -313,7 +314,7 @@ fn not_in_force(requested: &MountOptions, at: &SafePath) -> Result<Option<String
         return Ok(None);
     }
     let shown = table::super_options(at.open().map_err(failed)?.as_fd()).map_err(failed)?;
-    // An option that cannot be parsed is none of the requested ones.
+    // If the kernel's text cannot be parsed, no requested option counts as in force.
     let shown = MountOptions::parse(&[shown]).unwrap_or_default();
     let mut missing = requested.fs_options().filter(|option| !shown.has(option));
     Ok(missing.next().map(ToString::to_string))

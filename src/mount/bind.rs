@@ -1,6 +1,7 @@
 //! Bind mounts: open_tree(2) clones the mount, mount_setattr(2) sets the clone's
-//! attributes, and move_mount(2) makes it visible. So a read-only one is never visible
-//! writable, and as both ends are descriptors, the checked source is the mounted one.
+//! attributes, and move_mount(2) makes it visible. So a read-only mount is never visible
+//! writable, and as source and target are descriptors, the mounted source is the one that
+//! was checked.
 
 use std::{
     io,
@@ -18,11 +19,11 @@ use super::{
 use crate::kernel::mounts::mount_setattr;
 
 /// Bind-mounts `source`, a directory or a block device node, at `at`, without the
-/// mounts below it. Applies only the attributes of the options; the others stay as at
-/// the source. Never blocks on a device.
+/// mounts below it. Applies only the attributes that the options name; the others are the
+/// source's. Never blocks on a device.
 ///
 /// A read-only bind mount of a block device node does not prevent opening it for
-/// writing: the device itself has to (BLKROSET).
+/// writing: only a read-only device does (BLKROSET).
 pub fn bind(
     source: BorrowedFd<'_>,
     at: &SafePath,

@@ -1,8 +1,8 @@
 //! Mount options: the parser of `mount_flags`.
 //!
-//! A flag may hold several options, separated by commas; quotes keep a comma inside
-//! a value (`context="a:b:c:s0:c1,c2"`) and are not part of it. An option is one
-//! of four things:
+//! A flag may hold several options, separated by commas; a value with a comma is quoted
+//! (`context="a:b:c:s0:c1,c2"`), and the quotes are not part of it. An option is one of
+//! four kinds:
 //!
 //! - one for mount(8) only (`nofail`, `_netdev`, `x-…`): dropped;
 //! - an attribute of the one mount (`ro`, `nosuid`, `noatime`), for fsmount(2)
@@ -14,7 +14,7 @@
 //!   request has to be on the allow-list ([`MountOptions::refuse_unlisted`]); those in
 //!   the mount table or in the record of an earlier agent need not be.
 //!
-//! Two values are equal where they mean the same, whatever the order and the
+//! Two values are equal if they have the same effect, whatever their order and
 //! spelling; the `Display` and serde forms are sorted. The names are those of mount(8)
 //! and mount_setattr(2).
 
@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 
 mod allowed;
 
-/// The options of one volume.
+/// The parsed options of one volume: attributes of the mount, options of the superblock.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Vec<String>", into = "Vec<String>")]
 pub struct MountOptions {
@@ -48,9 +48,9 @@ pub struct FsOption {
 /// Attributes of a mount to set and to clear, as mount_setattr(2) takes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttributeChange {
-    /// To set, after clearing.
+    /// The attributes to set, after clearing.
     pub set: Flags,
-    /// To clear.
+    /// The attributes to clear.
     pub clear: Flags,
 }
 
@@ -87,7 +87,7 @@ pub enum MountOptionError {
     Refused {
         /// The option without its quotes.
         option: String,
-        /// What it would do.
+        /// Its effect, or the owner of the setting.
         why: &'static str,
     },
 }
@@ -174,8 +174,8 @@ impl MountOptions {
             .filter_map(|group| self.attributes.get(&group).copied())
     }
 
-    /// Without the SELinux contexts: those belong to the staged superblock; a bind mount
-    /// cannot have its own.
+    /// The options without the SELinux contexts, which belong to the staged superblock: a bind
+    /// mount cannot have its own.
     #[must_use]
     pub fn for_publish(&self) -> Self {
         let mut options = self.clone();
@@ -344,7 +344,7 @@ enum AttributeGroup {
 impl Attribute {
     fn named(word: &str) -> Option<&'static Self> {
         let word = match word {
-            // All of them mean the kernel's default.
+            // Each of them selects the kernel's default.
             "atime" | "norelatime" | "nostrictatime" => "relatime",
             word => word,
         };
@@ -371,7 +371,7 @@ impl Attribute {
         }
     }
 
-    /// An access-time policy: the kernel wants the whole field cleared first.
+    /// An access-time policy: the kernel demands that the whole field is cleared first.
     const fn atime(word: &'static str, policy: Flags) -> Self {
         Self {
             word,

@@ -1,14 +1,14 @@
 //! fsGroup: the group that a pod wants its volume to belong to.
 //!
 //! The result is that of kubelet's `SetVolumeOwnership` (pkg/volume,
-//! `volume_linux.go`) with `fsGroupChangePolicy: OnRootMismatch`: everything gets
-//! the group, `u+rw,g+rw`, directories also `ug+x` and the setgid bit; symlinks
-//! get the group alone. The root is changed last, so that a matching root proves
+//! `volume_linux.go`) with `fsGroupChangePolicy: OnRootMismatch`: every file gets
+//! the group and `u+rw,g+rw`, a directory also `ug+x` and the setgid bit; a symlink
+//! gets the group alone. The walk changes the root last, so a matching root proves
 //! that an earlier walk completed, and the tree needs no other.
 //!
-//! Pods that use the volume already may change the tree meanwhile. So each file is
-//! opened once, without following a symlink or leaving the mount, and is changed
-//! through that descriptor.
+//! Pods that use the volume already may change the tree meanwhile. So the walk opens each
+//! file once, without following a symlink or leaving the mount, and changes it through
+//! that descriptor.
 
 use std::{
     ffi::CStr,
@@ -40,7 +40,7 @@ pub struct BadGroup(String);
 /// Why the group could not be applied to the whole volume.
 #[derive(Debug, thiserror::Error)]
 pub enum OwnershipError {
-    /// Deeper than a path can be long.
+    /// The tree is deeper than a path can be long.
     #[error("cannot change the group of {path:?}: it is more than {MAX_DEPTH} directories deep")]
     TooDeep { path: PathBuf },
     /// A directory was moved while the walk was below it.
@@ -107,7 +107,7 @@ impl FsGroup {
                 Ok(found) => found,
                 // Removed meanwhile, or the root of another mount.
                 Err(Errno::NOENT | Errno::XDEV) => continue,
-                Err(error) => return Err(failed(here, "open what is in")(error)),
+                Err(error) => return Err(failed(here, "open a file in")(error)),
             };
             let stat = fstat(&found).map_err(failed(found.as_fd(), "look at"))?;
             if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
@@ -147,7 +147,7 @@ impl FsGroup {
         let mode = Mode::from_raw_mode(stat.st_mode);
         // Changing the group clears the set-id bits.
         if new_group || !mode.contains(wanted) {
-            // fchmod(2) takes no O_PATH descriptor; this link leads to the file itself,
+            // fchmod(2) takes no O_PATH descriptor; this link resolves to the file itself,
             // which is no symlink.
             chmod(magic_link(file), mode | wanted).map_err(failed(file, "change the mode of"))?;
         }
@@ -161,11 +161,12 @@ const FILE: Mode = Mode::RUSR
     .union(Mode::WGRP);
 const DIRECTORY: Mode = FILE.union(Mode::XUSR).union(Mode::XGRP).union(Mode::SGID);
 
-/// kubelet walks by paths, and `PATH_MAX` (4096) allows no deeper ones.
+/// The most levels of a tree: kubelet walks by paths, and `PATH_MAX` (4096) allows no
+/// deeper ones.
 const MAX_DEPTH: usize = 2048;
 
-/// How many directories of the stack, the max_depth, are open at once: descriptors are
-/// budgeted for each volume (`crate::kernel::descriptors`).
+/// How many directories of the stack, the deepest ones, are open at once: each volume has
+/// a budget of descriptors (`crate::kernel::descriptors`).
 const MAX_OPEN: usize = 8;
 
 /// A directory on the stack.
@@ -235,14 +236,14 @@ impl Level {
             return Ok(());
         }
         let (mut listing, id) = listing(below, c"..")?;
-        // `below` was moved: its parent is another directory now.
+        // A process moved `below`: its parent is another directory now.
         if id != self.id {
             let path = path_of(below);
             return Err(OwnershipError::Moved { path });
         }
         listing
             .seek(self.next)
-            .map_err(failed(below, "read what is above"))?;
+            .map_err(failed(below, "read the parent directory of"))?;
         self.to_skip = self.read_at_next;
         self.listing = Some(listing);
         Ok(())

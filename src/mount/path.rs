@@ -4,15 +4,15 @@
 //! allowed roots (kubelet's directory and each `--allow-path`) may be symlinks;
 //! they are resolved once, at start. The rest of a path is walked by openat2(2)
 //! with `RESOLVE_BENEATH`, `RESOLVE_NO_SYMLINKS` and `RESOLVE_NO_MAGICLINKS` to
-//! the PARENT of its last name; from then on the name is used only with the
-//! parent's descriptor.
+//! the PARENT of its last name; every later call takes that name with the parent's
+//! descriptor.
 //!
 //! ```text
 //!   /var/lib/kubelet / pods/UID/volumes/kubernetes.io~csi/pvc-1 / mount
 //!   └─ a root ─────┘   └─ openat2: the parent's descriptor ───┘   └ name ┘
 //! ```
 //!
-//! No descriptor of a root is kept, as it would pin the mount it is on; a
+//! [`Roots`] keeps no descriptor of a root, as it would keep the root's mount busy; a
 //! [`SafePath`] is made for one call and dropped with it.
 
 use std::{
@@ -51,9 +51,9 @@ pub struct Roots(Arc<[Root]>);
 
 #[derive(Clone, Debug)]
 struct Root {
-    /// As configured, and as kubelet passes it.
+    /// The path as configured, and as kubelet passes it.
     given: PathBuf,
-    /// With symlinks resolved.
+    /// The path with symlinks resolved.
     real: PathBuf,
 }
 
@@ -91,7 +91,7 @@ impl Roots {
             .map(Self)
     }
 
-    /// Resolves `path`. Its parent must exist; it need not.
+    /// Resolves `path`. Its parent must exist; its last name need not.
     pub fn resolve(&self, path: &str) -> Result<SafePath, PathError> {
         let asked = normalized(path)?;
         let (root, below) = self.innermost_root(&asked)?;
@@ -115,13 +115,13 @@ impl Roots {
         })
     }
 
-    /// Whether the path is below one of them.
+    /// Whether the path is below one of the roots.
     pub fn has(&self, path: &Path) -> bool {
         self.innermost_root(path).is_ok()
     }
 
-    /// The path with its root's symlinks resolved, as [`SafePath::path`] and the mount
-    /// table have it. A path below no root stays as it is.
+    /// The path with its root's symlinks resolved, as in [`SafePath::path`] and the mount
+    /// table. A path below no root is returned unchanged.
     pub fn canonical(&self, path: &Path) -> PathBuf {
         match self.innermost_root(path) {
             Ok((root, below)) => root.join(below),
@@ -153,7 +153,7 @@ impl SafePath {
         &self.path
     }
 
-    /// What stands there now. Never blocks on a device.
+    /// The current kind of the file there. Never blocks on a device.
     pub fn kind(&self) -> io::Result<PathKind> {
         match self.open() {
             Ok(here) => PathKind::of(here.as_fd()),
@@ -169,8 +169,8 @@ impl SafePath {
         Ok(openat(&self.parent, &self.name, flags, Mode::empty())?)
     }
 
-    /// Makes a directory with `mode` (less the umask). An existing one, mounted on or
-    /// not, stays as it is.
+    /// Makes a directory with `mode` (less the umask). Leaves an existing one, mounted on or
+    /// not, unchanged.
     pub fn make_dir(&self, mode: u32) -> Result<Done, PathError> {
         let new = mkdirat(&self.parent, &self.name, Mode::from_raw_mode(mode));
         crash_point();
@@ -185,8 +185,8 @@ impl SafePath {
         }
     }
 
-    /// Makes an empty file with `mode` (less the umask), the target of a device node. An
-    /// existing one, mounted on or not, stays as it is.
+    /// Makes an empty file with `mode` (less the umask), the target of a device node. Leaves
+    /// an existing one, mounted on or not, unchanged.
     pub fn make_file(&self, mode: u32) -> Result<Done, PathError> {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
         let new = openat(&self.parent, &self.name, flags, Mode::from_raw_mode(mode));
@@ -232,8 +232,7 @@ impl SafePath {
             .map_err(|error| self.failed("look at", error))
     }
 
-    /// Removes an empty directory or an empty file. Anything else is kept: it is user
-    /// data.
+    /// Removes an empty directory or an empty file, and refuses any other, which is user data.
     pub fn remove(&self) -> Result<Done, PathError> {
         let path = || self.path.clone();
         let flags = match self.checked_kind()? {
@@ -259,7 +258,7 @@ impl SafePath {
         }
     }
 
-    /// Reads the file; `None` where it does not exist.
+    /// Reads the file, at most 64 KiB; `None` where it does not exist.
     pub fn read(&self) -> Result<Option<Vec<u8>>, PathError> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match openat(&self.parent, &self.name, flags, Mode::empty()) {
@@ -349,8 +348,8 @@ fn normalized(path: &str) -> Result<PathBuf, PathError> {
     Ok(given)
 }
 
-/// Opens `below` in `root`. The root was resolved at start: a component of it that is a
-/// symlink by now is not followed either.
+/// Opens `below` in `root`. The root was resolved at start, so this follows no symlink
+/// among its components either.
 fn walk(root: &Path, below: &Path) -> Result<OwnedFd, Errno> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let no_links = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;

@@ -1,14 +1,13 @@
-//! What stands at a path: one statx(2) and, for a mount, one statmount(2). Neither
-//! accesses the device, so neither hangs with it. Kernels before 6.8 have no
-//! statmount; there fstatfs(2) reports whether a mount is read-only, which can block
-//! on some file systems.
+//! The kind of file at a path, by one statx(2) and, for a mount, one statmount(2). Neither
+//! accesses the device, so neither hangs with it. Kernels before 6.8 have no statmount;
+//! there fstatfs(2), which can block on some file systems, reports whether a mount is
+//! read-only.
 //!
-//! A mount is recognised by `STATX_ATTR_MOUNT_ROOT` (Linux 5.8), not by comparing
-//! devices: a bind mount within one file system has its parent's.
+//! `STATX_ATTR_MOUNT_ROOT` (Linux 5.8) identifies a mount. A comparison of devices would
+//! not: a bind mount within one file system has its parent's device.
 //!
-//! An XFS that has shut down after an error answers `EIO` to statx(2), and has to be
-//! found nevertheless to be unmounted. Then the mount table is read, which accesses no
-//! file system.
+//! An XFS that has shut down after an error answers `EIO` to statx(2), and still has to be
+//! unmounted. The mount table shows such a mount, and reading it accesses no file system.
 
 use std::{
     fs, io,
@@ -30,16 +29,16 @@ use crate::kernel::{
     mounts::{StatMount, wants},
 };
 
-/// What stands at a path.
+/// The kind of file at a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PathKind {
-    /// Nothing.
+    /// No file.
     Absent,
-    /// A directory that nothing is mounted on.
+    /// A directory without a mount on it.
     Dir,
-    /// A regular file that nothing is mounted on.
+    /// A regular file without a mount on it.
     File,
-    /// A block device node of the file system itself.
+    /// A block device node without a mount on it.
     Block(Dev),
     /// Anything else, described: a symlink, a socket.
     Other(&'static str),
@@ -47,13 +46,13 @@ pub enum PathKind {
     Mount(Mounted),
 }
 
-/// A mount, and what it mounts.
+/// A mount, its superblock, and the file that it mounts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mounted {
     /// Its id.
     pub id: MountId,
-    /// The superblock's device, st_dev. btrfs has an anonymous one here and
-    /// names its device in [`super::table::MountEntry::source`] only.
+    /// The superblock's device, st_dev. For btrfs it is an anonymous one, and only
+    /// [`super::table::MountEntry::source`] names the device.
     pub dev: Dev,
     /// The device of a bind-mounted block device node.
     pub rdev: Option<Dev>,
@@ -66,10 +65,10 @@ pub struct Mounted {
     pub shut_down: bool,
 }
 
-/// Names a mount. Ids of the two kinds are never equal.
+/// The id of a mount. Ids of the two kinds are never equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MountId {
-    /// Never used again while the kernel runs (Linux 6.8).
+    /// An id that the kernel never uses again while it runs (Linux 6.8).
     Unique(u64),
     /// The id in mountinfo, which another mount may get after this one is gone.
     Classic(u32),
@@ -79,7 +78,7 @@ pub enum MountId {
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
 impl PathKind {
-    /// The kind of what `at`, possibly an `O_PATH` descriptor, refers to.
+    /// The kind of the file behind `at`, possibly an `O_PATH` descriptor.
     pub fn of(at: BorrowedFd<'_>) -> io::Result<Self> {
         // Kernels before 6.8 ignore the unknown flag.
         match Self::with_id(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE) {
@@ -147,7 +146,7 @@ impl PathKind {
         })
     }
 
-    /// In words, for messages.
+    /// A noun phrase for messages.
     pub(super) fn describe(self) -> &'static str {
         match self {
             Self::Absent => "absent",
@@ -181,7 +180,7 @@ impl Mounted {
 }
 
 impl MountId {
-    /// From a statx(2) that asked for either kind.
+    /// The id in the answer of a statx(2) that asked for either kind.
     fn of(stat: &Statx) -> io::Result<Self> {
         let answered = StatxFlags::from_bits_retain(stat.stx_mask);
         if answered.contains(MNT_ID_UNIQUE) {
@@ -209,8 +208,8 @@ impl MountId {
         Self::of(&statx(at, "", flags, StatxFlags::MNT_ID | MNT_ID_UNIQUE)?)
     }
 
-    /// The id of that mount in mountinfo, from `fdinfo` (proc(5)): on any kernel and file
-    /// system.
+    /// The mountinfo id of the mount that contains `at`, from `fdinfo` (proc(5)), which has it
+    /// on any kernel and file system.
     pub(super) fn classic_covering(at: BorrowedFd<'_>) -> io::Result<u32> {
         let path = format!("/proc/self/fdinfo/{}", at.as_raw_fd());
         let info = fs::read_to_string(path)?;
@@ -256,7 +255,7 @@ mod tests {
         assert_eq!(Mounted { id: old.id, ..new }, old);
     }
 
-    /// Only XFS: the others keep answering statx.
+    /// XFS only: the other file systems still answer statx after a shutdown.
     #[test]
     fn a_file_system_that_has_shut_down_is_found() {
         let scratch = Scratch::new();

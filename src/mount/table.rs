@@ -1,9 +1,10 @@
-//! The mount table: of this process by listmount(2) and statmount(2), where the kernel
-//! has them and reports the source of each mount (Linux 6.16 and later), else by
-//! mountinfo; of other processes by mountinfo.
+//! The mount table. That of this process is read by listmount(2) and statmount(2), where
+//! the kernel has them and reports the source of each mount (Linux 6.16 and later), else
+//! from mountinfo; that of another process from its mountinfo.
 //!
-//! Reading it takes time in proportion to the number of mounts. It is for the
-//! start, for listings and for finding openers; what is mounted at one path is [`SafePath::kind`](super::path::SafePath::kind)'s to tell.
+//! Reading it takes time in proportion to the number of mounts. It serves the agent's
+//! start, listings and the search for openers; the mount at one path is found by
+//! [`SafePath::kind`](super::path::SafePath::kind).
 
 use std::{
     ffi::{OsStr, OsString},
@@ -48,7 +49,7 @@ pub struct MountEntry {
     pub shared: bool,
 }
 
-/// Every mount of the calling thread's namespace below its root directory.
+/// Every mount in the calling thread's mount namespace below its root directory.
 pub fn list() -> io::Result<Vec<MountEntry>> {
     match by_statmount()? {
         Some(entries) => Ok(entries),
@@ -62,7 +63,7 @@ pub fn of_process(pid: u32) -> io::Result<Vec<MountEntry>> {
 }
 
 /// The mount that contains `at`, possibly an `O_PATH` descriptor. `NotFound` where the
-/// mount is not reachable from our root directory.
+/// mount is not reachable from this process's root directory.
 pub fn covering(at: BorrowedFd<'_>) -> io::Result<MountEntry> {
     // A file system that has shut down has no unique id; fdinfo has the classic one.
     if let Ok(MountId::Unique(id)) = MountId::covering(at)
@@ -92,8 +93,8 @@ fn is_shared(path: &Path) -> io::Result<bool> {
     Ok(covering(here.as_fd())?.shared)
 }
 
-/// Whether pods can see our mounts below `path`: our mount namespace is that of
-/// process 1, or the mount that contains `path` is shared
+/// Whether pods can see this process's mounts below `path`: its mount namespace is that
+/// of process 1, or the mount that contains `path` is shared
 /// (`mountPropagation: Bidirectional`). Process 1 is the host's only with hostPID.
 pub fn propagation_reaches_host(path: &Path) -> io::Result<bool> {
     // Comparing /proc/PID/ns/mnt requires permission to trace process 1. A mount is in
@@ -106,10 +107,10 @@ pub fn propagation_reaches_host(path: &Path) -> io::Result<bool> {
     Ok(same || is_shared(path)?)
 }
 
-/// The calling thread's: a thread may have a mount namespace of its own.
+/// The calling thread's mountinfo: a thread may have a mount namespace of its own.
 const OWN_MOUNTINFO: &str = "/proc/thread-self/mountinfo";
 
-/// The fields of a [`MountEntry`].
+/// The fields of statmount(2) that a [`MountEntry`] needs.
 const ALL_FIELDS: u64 = wants::SB_BASIC
     | wants::MNT_BASIC
     | wants::MNT_ROOT
@@ -121,7 +122,7 @@ const ALL_FIELDS: u64 = wants::SB_BASIC
 
 enum Stat {
     Complete(MountEntry),
-    /// Unmounted meanwhile, or not below our root directory.
+    /// The mount is gone by now, or not below this process's root directory.
     NotVisible,
     /// The kernel lacks a field, or a seccomp filter forbids the call.
     Unsupported,
@@ -213,7 +214,7 @@ mod tests {
     #[test]
     fn both_sources_agree() {
         let scratch = Scratch::new();
-        // Longer than what statmount is offered at first.
+        // Longer than the first buffer for statmount.
         let long = "x".repeat(3000);
         for (name, source) in [
             ("a b\tc\\d\n#e", "x y#"),

@@ -39,7 +39,7 @@ impl Scratch {
         self.roots.resolve(path).expect("a place")
     }
 
-    /// A place with a new directory.
+    /// Makes a directory, and resolves its path.
     pub fn directory(&self, below: &str) -> SafePath {
         std::fs::create_dir_all(self.path().join(below)).expect("created");
         self.place(below)
@@ -48,7 +48,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What a test left mounted would keep its directory from being removed.
+        // A mount that a test left would prevent the removal of its directory.
         let path = self.path().canonicalize().expect("there");
         for entry in table::list().expect("listed").iter().rev() {
             if entry.mount_point.starts_with(&path) {
@@ -64,16 +64,16 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// With the file system that `mkfs` makes (a program and its options); blank
-    /// without one.
+    /// Attaches a device with the file system that `mkfs` makes (a program and its
+    /// options), or a blank one if `mkfs` is empty.
     pub fn new(scratch: &Scratch, mkfs: &[&str], losetup: &[&str]) -> Self {
         let image = tempfile::NamedTempFile::new_in(scratch.path()).expect("an image");
         image.as_file().set_len(320 << 20).expect("sparse");
-        // The loop device holds the image; its name can go.
+        // The loop device keeps the image; its name may be removed.
         Self::attach(image.path(), mkfs, losetup)
     }
 
-    /// Over this image, which may back other loop devices, too.
+    /// Attaches a device over this image, which may back other loop devices, too.
     pub fn over(image: &Path, mkfs: &[&str]) -> Self {
         Self::attach(image, mkfs, &[])
     }
@@ -97,7 +97,7 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
-        // Deferred by the kernel while a mount of a test that failed is still there.
+        // The kernel defers the detach while a failed test's mount still exists.
         let _ = Command::new("losetup")
             .arg("--detach")
             .arg(&self.node)

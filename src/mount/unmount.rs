@@ -1,8 +1,8 @@
 //! Unmounting: never lazily, never by force, never through a symlink.
 //!
-//! umount2(2) takes paths only. The parent directory is held open, so
-//! `/proc/self/fd/N/name` with `UMOUNT_NOFOLLOW` names the same mount that was
-//! checked, whatever happens to the directories above.
+//! umount2(2) takes paths only. As the parent directory is held open,
+//! `/proc/self/fd/N/name` with `UMOUNT_NOFOLLOW` names the mount that was checked, even if
+//! a directory above it is moved.
 //!
 //! Success does not mean that the superblock is gone: another mount of it, here or
 //! in another namespace, keeps it and its device.
@@ -24,7 +24,7 @@ use crate::{Done, Kind, kernel::busy::retry_while_busy};
 /// Why the unmount failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UnmountError {
-    /// It is in use: an open file, a working directory, a mount below.
+    /// The mount is in use.
     #[error("{path:?} is in use (an open file, a working directory or a mount below it)")]
     Busy {
         /// The mount point.
@@ -35,7 +35,7 @@ pub enum UnmountError {
     Io {
         /// The mount point.
         path: PathBuf,
-        /// Why not.
+        /// The error of umount2(2).
         #[source]
         source: io::Error,
     },

@@ -1,25 +1,25 @@
-//! Claims: files beside an image that record which node has it attached.
+//! Claims: files beside an image that record the node that has it attached.
 //!
-//! A file lock would not do: it ends with the process, while a loop device and
+//! A file lock does not suffice: it ends with the process, while a loop device and
 //! its mount outlive the agent. So each node writes a small file of its own,
 //! `claims/IMAGE/<hash of the node>.json`, in three steps:
 //!
 //! ```text
-//! 1. write mine as `asking`     (atomically: temporary file, link or rename)
-//! 2. read all others            a conflict: undo mine, name the owner
-//! 3. write mine as `held`       before the image is opened for a device
+//! 1. write its own as `asking`  (atomically: temporary file, link or rename)
+//! 2. read all others            a conflict: undo its own, name the owner
+//! 3. write its own as `held`    before it opens the image for a device
 //! ```
 //!
-//! Of two nodes that ask at once, each sees the other, as both write before they
-//! read; so at most one goes on to hold, perhaps neither, and a retry decides.
-//! A node that holds already need not read again. A claim is valid only for the boot
-//! that made it: one of the same node with another boot id is stale, and is
-//! replaced; in a local pool, which has one node only, any of another boot is
-//! ignored. Hence nothing here is fsynced.
+//! Of two nodes that ask at once, each reads the other's claim, as both write before they
+//! read; so at most one gets to `held`, perhaps neither, and a retry decides.
+//! A node that holds its claim already need not read again. A claim is valid only for the
+//! boot in which it was made: a node replaces its own claim of another boot, which is
+//! stale; in a local pool, which has one node only, it ignores every claim of another
+//! boot. Hence nothing here is fsynced.
 //!
 //! A controller claims an image in the same way while it copies or deletes it,
-//! in the name of a [`Draft`] that it keeps meanwhile: without the draft's lock
-//! that claim is stale, too.
+//! in the name of a [`Draft`] that it keeps locked meanwhile: once the lock is gone, that
+//! claim is stale, too.
 
 use std::{
     collections::BTreeMap,
@@ -40,7 +40,7 @@ use crate::{
     kernel::{BOOT_ID, boot_id},
 };
 
-/// Which other claims a claim allows.
+/// The other claims that a claim allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sharing {
@@ -74,7 +74,7 @@ pub struct Claim {
     /// controller.
     #[serde(default)]
     pub volume_id: String,
-    /// Which other claims it allows.
+    /// The other claims that it allows.
     pub access: Sharing,
     /// The node never writes to it.
     pub read_only: bool,
@@ -127,11 +127,9 @@ pub enum ClaimError {
         .how_to_release
     )]
     OwnedBy {
-        /// The pool's name.
         pool: String,
-        /// The image's file name.
         image: String,
-        /// The owner of the claim.
+        /// The node that owns the claim.
         node: String,
         /// How to release the claim of a node that is down for good; empty where the owner
         /// is this boot.
@@ -139,18 +137,11 @@ pub enum ClaimError {
     },
     /// A controller is deleting or copying the image.
     #[error("a controller is copying or deleting image {image} in pool {pool:?}; retry")]
-    UsedByController {
-        /// The pool's name.
-        pool: String,
-        /// The image's file name.
-        image: String,
-    },
+    UsedByController { pool: String, image: String },
     /// The file of a claim is malformed.
     #[error("cannot parse claim {}; the owner of the image is unknown", path.display())]
     Corrupt {
-        /// The file.
         path: PathBuf,
-        /// The error.
         source: serde_json::Error,
     },
     /// A failure of the pool.
@@ -169,8 +160,8 @@ impl ClaimError {
     }
 }
 
-/// How to release the claim of a node that is down for good; not as a command to paste
-/// unread. Empty where the owner is this boot.
+/// How to release the claim of a node that is down for good; no command to paste without
+/// reading it. Empty where the owner is this boot.
 fn how_to_release(owner: &Claim, pool: &Pool, boot_id: &str) -> String {
     if owner.boot_id == boot_id {
         return String::new();
@@ -190,8 +181,8 @@ pub fn own(pool: &Pool, image: &str, node_id: &str) -> Result<Option<Claim>, Cla
     Ok(marker.map(|marker| marker.claim))
 }
 
-/// Releases a node's claim where it is of another boot than `boot_id`, or malformed, which
-/// a power loss leaves.
+/// Releases a node's claim if it is of another boot than `boot_id`, or malformed, as after
+/// a power loss.
 pub fn release_stale(
     pool: &Pool,
     image: &str,
@@ -208,8 +199,8 @@ pub fn release_stale(
     }
 }
 
-/// The lock for changes of this process's claims in a pool. A pool that hangs blocks only
-/// itself.
+/// The lock for this process's changes of claims, one for each pool, so that a pool that
+/// hangs blocks no other.
 fn process_lock(pool: &Pool) -> Arc<Mutex<()>> {
     static LOCKS: Mutex<BTreeMap<PathBuf, Arc<Mutex<()>>>> = Mutex::new(BTreeMap::new());
     let mut locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -222,7 +213,7 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
     let _locked = lock.lock().unwrap_or_else(PoisonError::into_inner);
     pool.initialize()?;
     let mine = marker_path(pool, image, &claim.node_id);
-    // Our own marker is malformed after a power loss.
+    // A power loss leaves this node's own claim malformed.
     let before = match read(pool, &mine) {
         Err(ClaimError::Corrupt { .. }) => None,
         before => {
@@ -272,8 +263,8 @@ pub fn release(pool: &Pool, image: &str, node_id: &str) -> Result<Done, ClaimErr
     remove(pool, image, &marker_path(pool, image, node_id))
 }
 
-/// The claims of nodes on the image, held and asked for. In a shared pool also stale ones of
-/// other nodes: only a node itself knows that it has rebooted.
+/// The claims of nodes on the image, held or asked for. In a shared pool they include stale
+/// ones of other nodes: only a node itself knows that it has rebooted.
 pub fn owners(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
     let boot_id = boot_id().map_err(|e| pool.io("read", Path::new(BOOT_ID), e))?;
     let found = others(pool, image, Path::new(""), &boot_id)?;
@@ -295,7 +286,7 @@ pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
     let tmp = pool.meta_path("tmp");
     for dir in list(pool, &pool.meta_path(CLAIMS))? {
         for path in list(pool, &dir)? {
-            // The next claim of that image reports a malformed one.
+            // The next claim of that image reports the malformed file.
             let Ok(Some(Marker { claim, .. })) = read(pool, &path) else {
                 continue;
             };
@@ -308,13 +299,13 @@ pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
                     .map_err(|e| pool.io("remove", &path, e))?;
             }
         }
-        // Stays while another claim is in it.
+        // Fails while another claim is in the directory.
         let _ = fs::remove_dir(&dir);
     }
     Ok(())
 }
 
-/// The images that a node has claimed: after a restart it releases stale ones.
+/// The images that a node has claimed; after a restart the node releases stale claims.
 pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError> {
     let mut images = Vec::new();
     for dir in list(pool, &pool.meta_path(CLAIMS))? {
@@ -399,8 +390,8 @@ fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(pool.io("read", path, e).into()),
     };
-    // It was written whole: only a power loss empties it, which in a local pool also ends
-    // the claim.
+    // The file was written whole: only a power loss empties it, and ends the claim of the
+    // one node of a local pool.
     if bytes.is_empty() && pool.scope == Scope::Local {
         return Ok(None);
     }
@@ -432,7 +423,7 @@ fn write(pool: &Pool, path: &Path, claim: &Claim, state: ClaimState) -> Result<(
 
 fn remove(pool: &Pool, image: &str, path: &Path) -> Result<Done, ClaimError> {
     let done = draft::remove(path, Volatile).map_err(|e| pool.io("remove", path, e))?;
-    // Stays while another claim is in it.
+    // Fails while another claim is in the directory.
     let _ = fs::remove_dir(claims_dir(pool, image));
     Ok(done)
 }

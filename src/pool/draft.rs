@@ -2,8 +2,8 @@
 //!
 //! A draft is written under a unique name in the pool's `tmp/` and moved to its path
 //! by link(2) (never over another file) or rename(2). Its writer keeps it locked by
-//! flock(2), so an unlocked file in `tmp/` is of a dead process, and [`sweep`] may
-//! remove it.
+//! flock(2), so the writer of an unlocked file in `tmp/` is dead, and [`sweep`] may
+//! remove the file.
 
 use std::{
     fs::File,
@@ -23,13 +23,13 @@ use crate::{Done, crash_point};
 /// Whether a change must outlive a power cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
-    /// It is valid until the next boot only.
+    /// No: it is valid until the next boot only.
     Volatile,
-    /// fsync of the file and of its directory.
+    /// Yes, by fsync of the file and of its directory.
     Durable,
 }
 
-/// An unfinished file. Dropped before it is placed, it is removed.
+/// An unfinished file. Dropping it before it is placed removes it.
 #[derive(Debug)]
 pub struct Draft {
     file: File,
@@ -37,7 +37,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Makes an empty one in the directory `tmp`.
+    /// Makes an empty draft in the directory `tmp`.
     pub fn new(tmp: &Path) -> io::Result<Self> {
         loop {
             let path = tmp.join(Uuid::new_v4().to_string());
@@ -49,7 +49,7 @@ impl Draft {
                 .open(&path)?;
             crash_point();
             let draft = Self { file, path };
-            // Only a sweep can have it locked, for a moment, and then removes it.
+            // Only a sweep can have locked it, for a moment, and then removes it.
             flock(&draft.file, FlockOperation::LockExclusive)?;
             if is_at(&draft.file, &draft.path) {
                 return Ok(draft);
@@ -110,19 +110,19 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // Gone after a rename; a second name of the inode after a link.
+        // After a rename this name is gone; after a link it is a second name of the inode.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// Replaces a whole file.
+/// Replaces a file atomically, by a draft in `tmp`.
 pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
     let mut draft = Draft::new(tmp)?;
     draft.file.write_all(bytes)?;
     draft.place_over(path, how)
 }
 
-/// Removes a file.
+/// Removes a file; [`Done::Already`] if there is none.
 pub fn remove(path: &Path, how: Durability) -> io::Result<Done> {
     crash_point();
     match std::fs::remove_file(path) {
@@ -135,7 +135,7 @@ pub fn remove(path: &Path, how: Durability) -> io::Result<Done> {
     Ok(Done::Now)
 }
 
-/// Makes the names in a directory durable.
+/// Makes the names in the directory of `path` durable.
 fn sync_parent(path: &Path, how: Durability) -> io::Result<()> {
     match (how, path.parent()) {
         (Durability::Durable, Some(dir)) => File::open(dir)?.sync_all(),
@@ -143,7 +143,7 @@ fn sync_parent(path: &Path, how: Durability) -> io::Result<()> {
     }
 }
 
-/// Whether the draft of this id has a live writer.
+/// Whether the writer of this draft lives.
 pub fn is_live(tmp: &Path, id: &str) -> io::Result<bool> {
     let file = match open_to_lock(&tmp.join(id)) {
         Ok(file) => file,
@@ -175,7 +175,8 @@ pub fn is_at(file: &File, path: &Path) -> bool {
 
 /// Removes the drafts of dead processes; returns how many.
 ///
-/// Also one that was just created and is not yet locked: its writer then makes another.
+/// It may remove a draft that was just created and is not locked yet; its writer then
+/// makes another.
 pub fn sweep(tmp: &Path) -> io::Result<usize> {
     let mut swept = 0;
     for entry in std::fs::read_dir(tmp)? {
@@ -188,7 +189,7 @@ pub fn sweep(tmp: &Path) -> io::Result<usize> {
         if try_lock(&file)? {
             match std::fs::remove_file(&path) {
                 Ok(()) => swept += 1,
-                // Its writer finished just before the lock.
+                // Its writer placed or removed it just before this lock.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => return Err(e),
             }

@@ -1,9 +1,9 @@
-//! Format markers: which images have a mkfs in progress.
+//! Format markers: records that a mkfs of an image is in progress.
 //!
-//! A file beside the image, durable before mkfs starts and removed when it has ended:
-//! a partial format holds no user data and may be formatted again. It is kept in the
-//! pool, not on a node, so that the next node with the image sees it, and no node keeps
-//! one that another has removed.
+//! The agent makes the marker durable before mkfs starts, and removes it when mkfs has
+//! ended: a partial format holds no user data and may be formatted again. The file is in
+//! the pool, not on a node, so that the next node that attaches the image reads it, and no
+//! node keeps a marker that another has removed.
 
 use std::path::PathBuf;
 

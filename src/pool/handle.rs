@@ -6,9 +6,9 @@
 //! snap.….UUID                        the same for snapshots
 //! ```
 //!
-//! A handle locates its image without a catalogue: the pool by name, the image by the
-//! uuid, and for local pools the node, as the first 12 hex digits of the SHA-256 of its
-//! id. A text of any other form is no handle of this driver.
+//! A handle locates its image without a catalogue: it has the pool's name, the image's
+//! uuid, and for local pools the first 12 hex digits of the SHA-256 of the node's id. A
+//! text of any other form is no handle of this driver.
 
 use std::{fmt, str::FromStr};
 
@@ -21,7 +21,7 @@ use crate::digest;
 /// the 128 that the CSI specification allows a string.
 const _: () = assert!(4 + 1 + "local-".len() + 12 + 1 + 63 + 1 + 36 <= 128);
 
-/// Which node a local pool belongs to, by the hash of its id.
+/// The node that a local pool belongs to, by the hash of its id.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeHash(String);
 
@@ -67,7 +67,7 @@ impl Parts {
             None => return None,
         };
         let uuid = Uuid::try_parse(id).ok()?;
-        // Canonical only, or a volume would have many handles.
+        // Only the canonical spelling, or a volume would have several handles.
         (uuid.hyphenated().to_string() == id).then(|| Self {
             node,
             pool: pool.to_owned(),
@@ -110,7 +110,7 @@ macro_rules! handle {
                 &self.0.pool
             }
 
-            /// For a local pool, whether it is that of this node.
+            /// Whether this node can reach the pool: it is shared, or this node's local pool.
             pub fn is_reachable_from(&self, node_id: Option<&str>) -> bool {
                 match &self.0.node {
                     None => true,
@@ -118,7 +118,7 @@ macro_rules! handle {
                 }
             }
 
-            /// Its uuid.
+            /// The uuid, which names the image.
             pub fn id(&self) -> Uuid {
                 self.0.id
             }

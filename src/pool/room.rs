@@ -55,15 +55,15 @@ impl Pool {
         })
     }
 
-    /// Serializes allocations of room in this process. Hold it from reading the room until
-    /// the image has its size: otherwise two at once would both take the same room. A pool
-    /// that hangs blocks only itself.
+    /// Serializes allocations of room in this process. A caller holds it from reading the room
+    /// until the image has its size; without it two at once would take the same room. Each
+    /// pool has a lock of its own, so a pool that hangs blocks no other.
     pub fn lock_room(&self) -> MutexGuard<'static, ()> {
         static LOCKS: Mutex<BTreeMap<PathBuf, &Mutex<()>>> = Mutex::new(BTreeMap::new());
         let mut locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = *locks
             .entry(self.dir.clone())
-            // One for each configured pool, for the life of the process.
+            // One lock for each configured pool, for the life of the process.
             .or_insert_with(|| Box::leak(Box::default()));
         drop(locks);
         lock.lock().unwrap_or_else(PoisonError::into_inner)
@@ -71,7 +71,7 @@ impl Pool {
 
     /// Fails ([`PoolError::NoRoomToGrow`]) where the pool has no room for an image to grow by
     /// `more` bytes, by the controller's rule: a volume of a class with `overcommit` may
-    /// exceed it. Call it with [`Pool::lock_room`].
+    /// exceed the room. The caller holds [`Pool::lock_room`].
     pub fn refuse_growth_without_room(&self, image: &str, more: u64) -> Result<(), PoolError> {
         let available = self.room()?.available();
         if more <= available || self.is_overcommitted(image)? {
@@ -101,7 +101,7 @@ impl Pool {
     }
 }
 
-/// The part that a node reads of the controller's record of a volume
+/// The fields that a node reads of the controller's record of a volume
 /// (`provision::images::catalogue`).
 #[derive(Deserialize)]
 struct Record {

@@ -1,15 +1,15 @@
 //! The scope file of a pool: its scope, and the proof that the pool is mounted.
 //!
-//! In a local pool claims of another boot are ignored, as only the one node can have
-//! made them. So an agent that is configured for a local pool where it is shared would
-//! ignore claims of other nodes, and write to their images. The first use of a pool
-//! therefore writes its scope to it, durably, and an agent with another scope is
-//! refused.
+//! In a local pool an agent ignores claims of another boot, as only its own node can have
+//! made them. So an agent that takes a shared pool for a local one would ignore claims of
+//! other nodes, and write to their images. Therefore the first use of a pool writes its
+//! scope there, durably, and an agent that is configured for another scope refuses the
+//! pool.
 //!
 //! The same file distinguishes a pool from the empty directory below its mount. So only
-//! making a volume or claiming an image writes it, all else only reads it; and once a
-//! pool was seen with the file, no other directory becomes that pool for the life of the
-//! process ([`PoolError::Uninitialized`]).
+//! making a volume or claiming an image writes it, all else only reads it; and once the
+//! process has seen a pool with the file, it takes no other directory for that pool
+//! ([`PoolError::Uninitialized`]).
 
 use std::{
     collections::BTreeMap,
@@ -36,8 +36,8 @@ static SEEN: Mutex<BTreeMap<PathBuf, (u64, u64)>> = Mutex::new(BTreeMap::new());
 
 impl Pool {
     /// Fails where the pool is not mounted or has another scope than configured; writes the
-    /// scope of a new pool. For making a volume and claiming an image. Usually one short
-    /// read.
+    /// scope of a new pool. Making a volume and claiming an image call it. It mostly costs one
+    /// short read.
     pub fn initialize(&self) -> Result<(), PoolError> {
         if let Some(found) = self.scope_in_use()? {
             return self.refuse_other(found);
@@ -58,7 +58,8 @@ impl Pool {
         found.map_or(Ok(()), |found| self.refuse_other(found))
     }
 
-    /// As [`Pool::check_scope`], for existing images: a new pool is not mounted.
+    /// As [`Pool::check_scope`], for existing images: a pool without its scope file has none,
+    /// so it counts as not mounted.
     pub fn check_initialized(&self) -> Result<(), PoolError> {
         match self.scope_in_use()? {
             Some(found) => self.refuse_other(found),
@@ -66,8 +67,7 @@ impl Pool {
         }
     }
 
-    /// Whether the pool is mounted and was used before. Otherwise a missing file proves
-    /// nothing.
+    /// Whether the pool is mounted and was used before. If not, a missing file proves nothing.
     pub fn is_initialized(&self) -> Result<bool, PoolError> {
         let (found, _) = self.read_scope()?;
         Ok(found.is_some())
@@ -109,7 +109,7 @@ impl Pool {
         self.meta_path(SCOPE)
     }
 
-    /// The content of the scope file, and the directory in which it was looked up.
+    /// The scope file's content, and the device and inode of the directory that was searched.
     fn read_scope(&self) -> Result<(Option<Scope>, (u64, u64)), PoolError> {
         let dir = self.open_dir()?;
         let stat = fstat(&dir).map_err(|errno| self.io("look at", &self.dir, errno))?;

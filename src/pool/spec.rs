@@ -85,7 +85,7 @@ pub(super) fn is_name(name: &str) -> bool {
 pub struct Pools(BTreeMap<String, Pool>);
 
 impl Pools {
-    /// Fails where two pools have one name.
+    /// Fails if two pools have one name.
     pub fn new(pools: impl IntoIterator<Item = Pool>) -> Result<Self, PoolError> {
         let mut map = BTreeMap::new();
         for pool in pools {
@@ -120,7 +120,7 @@ impl Pools {
         self.0.values()
     }
 
-    /// The names, for a sentence.
+    /// The names, for messages.
     fn known(&self) -> String {
         if self.0.is_empty() {
             return "none (see --pool)".to_owned();

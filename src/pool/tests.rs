@@ -151,7 +151,7 @@ fn inline_images_are_made_mended_and_deleted() {
     );
     assert_eq!(pool.delete_inline("csi-1").unwrap(), Done::Now);
     assert_eq!(pool.delete_inline("csi-1").unwrap(), Done::Already);
-    // As where the pool is not mounted.
+    // An empty directory, as where the pool is not mounted.
     let (_empty, empty) = self::pool();
     let away = empty.delete_inline("csi-1");
     assert!(matches!(away, Err(PoolError::Uninitialized { .. })));

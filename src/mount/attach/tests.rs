@@ -106,8 +106,8 @@ fn a_failed_mount_names_the_reason() {
     unmounted(&place);
 }
 
-/// Two devices over one image stand for two nodes with one export. The kernel
-/// watches the MMP block for eleven seconds before it says so.
+/// Two devices over one image simulate two nodes with one export. The kernel watches the
+/// MMP block for eleven seconds before it refuses the mount.
 #[test]
 fn an_ext4_with_mmp_is_mounted_by_one_node_at_a_time() {
     let scratch = Scratch::new();
@@ -123,7 +123,7 @@ fn an_ext4_with_mmp_is_mounted_by_one_node_at_a_time() {
     assert!(matches!(error, MountError::Busy { .. }), "{error}");
     assert!(error.to_string().contains("mmp"), "{error}");
     unmounted(&first);
-    // At once, where the other has let go of it in peace.
+    // The mount succeeds at once after a clean unmount of the other.
     mounted(("ext4", &other), "", &second).expect("mounted");
     unmounted(&second);
 }
@@ -198,7 +198,7 @@ fn only_a_directory_is_mounted_on() {
 
 #[test]
 fn a_copy_of_a_mounted_btrfs_has_an_error_of_its_own() {
-    // As Linux before 6.7 answers.
+    // The errno of Linux before 6.7.
     let of = |fs_type| {
         let new = NewMount {
             fs_type,

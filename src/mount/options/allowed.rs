@@ -1,17 +1,17 @@
 //! The allow-list of superblock options.
 //!
-//! They come from a StorageClass or a PersistentVolume. An option is allowed
-//! where it affects only this mount of the volume's own file system: it
-//! names no other device and no file, and does not turn an error of the file system
-//! into one of the node. To allow one more, look it up in the kernel's source:
-//! `ext4_param_specs`, `xfs_fs_parameters`, `btrfs_fs_parameters`.
+//! The options come from a StorageClass or a PersistentVolume. An option is allowed if
+//! it affects only this mount of the volume's own file system: it names no other device
+//! and no file, and does not turn an error of the file system into a failure of the node.
+//! To allow another, look it up in the kernel's source: `ext4_param_specs`,
+//! `xfs_fs_parameters`, `btrfs_fs_parameters`.
 //!
-//! In the lists `#` stands for digits and perhaps a unit, `%` for a word without
-//! a slash, and brackets for a value that may be left out.
+//! In the lists `#` means digits and perhaps a unit, `%` a word without a slash, and
+//! brackets a value that may be left out.
 
 use super::{FsOption, MountOptionError, MountOptions};
 
-/// Any file system's: `vfs_parse_sb_flag` and security modules.
+/// Options of any file system: those of `vfs_parse_sb_flag` and of security modules.
 const ANY: &[&str] = &[
     "async",
     "context=%",
@@ -178,7 +178,7 @@ const BTRFS: &[&str] = &[
 
 const FILE_SYSTEMS: [(&str, &[&str]); 3] = [("ext4", EXT4), ("xfs", XFS), ("btrfs", BTRFS)];
 
-/// Options whose reason to be refused is worth telling, as patterns.
+/// Options that are refused with a reason of their own, as patterns.
 const REFUSED: &[(&str, &str)] = &[
     ("abort", "it shuts the file system down"),
     ("degraded", "a volume is one device"),
@@ -204,8 +204,8 @@ const ELSEWHERE: &str = "it names another device of the node";
 const PART: &str = "a volume is mounted at its file system's root";
 
 impl MountOptions {
-    /// Refuses each option of the superblock that is not allowed for this file
-    /// system; for none of the three, where it is not known yet which it is.
+    /// Refuses each option of the superblock that is not allowed for this file system, or,
+    /// while the file system is unknown (`None`), for none of the three.
     pub fn refuse_unlisted(&self, fs: Option<&str>) -> Result<(), MountOptionError> {
         self.fs_options().try_for_each(|option| {
             let of_fs = FILE_SYSTEMS

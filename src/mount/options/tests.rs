@@ -193,7 +193,7 @@ proptest! {
         prop_assert_eq!(parsed(&words), parsed(&[&words.join(",")]));
     }
 
-    /// Said in other words than the lists': no path, no device, no halt.
+    /// The rule behind the lists, stated independently: no path, no device, no halt.
     #[test]
     fn allowed_mount_options_name_no_file(
         key in prop::sample::select(vec![

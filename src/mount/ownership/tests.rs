@@ -126,7 +126,7 @@ fn a_deep_walk_reopens_its_parents_and_continues() {
 #[test]
 fn names_with_equal_hashes_are_all_visited() {
     let scratch = Scratch::new();
-    // The one hash of ext4's that takes no seed: each of these lines is one hash.
+    // ext4's only hash without a seed, so the names of each line below have one hash.
     let legacy = "mkfs.ext4 -q $1 && tune2fs -E hash_alg=legacy $1";
     let device = LoopDevice::new(&scratch, &["sh", "-c", legacy], &[]);
     let volume = scratch.directory("volume");
@@ -147,7 +147,7 @@ fn names_with_equal_hashes_are_all_visited() {
     ];
     let mut all = Vec::new();
     for name in names.as_flattened() {
-        // So deep that what is above is closed meanwhile.
+        // So deep that the walk closes the directory above meanwhile.
         let deep = volume.path().join(name).join("d/".repeat(MAX_OPEN));
         fs::create_dir_all(&deep).expect("created");
         make(&deep.join("file"), 0o400);

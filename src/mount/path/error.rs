@@ -9,22 +9,22 @@ use crate::Kind;
 /// Why a path cannot be resolved, made or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum PathError {
-    /// Relative, or with a NUL byte.
+    /// The path is relative, or has a NUL byte.
     #[error("path {0:?} is not an absolute path")]
     NotAbsolute(String),
-    /// With a `..`.
+    /// The path has a component `..`.
     #[error("path {0:?} contains \"..\"; pass it resolved")]
     DotDot(String),
-    /// Not strictly below a root.
+    /// The path is not below a root, or is a root itself.
     #[error("path {path:?} is not below {}; allow its directory with --allow-path", list(.roots))]
     Outside { path: PathBuf, roots: Vec<PathBuf> },
-    /// Longer than paths, or names of files, can be.
+    /// The path, or a name in it, is longer than the kernel allows.
     #[error("path {path:?} is longer than paths and the names in them can be")]
     TooLong { path: PathBuf },
     /// Its parent directory is missing; kubelet makes it.
     #[error("the parent directory of {path:?} does not exist")]
     MissingParent { path: PathBuf },
-    /// A symlink among its directories.
+    /// One of its directories is a symlink.
     #[error("path {path:?} leads through a symlink below an allowed root, which is never followed")]
     Symlink { path: PathBuf },
     /// Another kind of file is there.
@@ -34,10 +34,10 @@ pub enum PathError {
         found: &'static str,
         wanted: &'static str,
     },
-    /// It holds data, and is kept.
+    /// The directory or file holds data, and is kept.
     #[error("{path:?} is not empty and is kept; inspect it, then remove it by hand")]
     NotEmpty { path: PathBuf },
-    /// It is a mount point.
+    /// The path is a mount point.
     #[error("{path:?} is a mount point and is kept; unmount it first")]
     Mounted { path: PathBuf },
     /// Any other failure of a system call.

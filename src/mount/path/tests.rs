@@ -268,7 +268,7 @@ fn any_path_is_refused_or_a_name_in_a_directory_below_a_root() {
                 prop_assert!(is_name && !path.contains('\0'), "{:?}", place.name);
                 prop_assert!(place.kind().is_ok(), "{:?}", place.kind());
             }
-            // Which would be said to pass by itself.
+            // An error of this kind would be reported as transient.
             Err(PathError::Io { path, source, .. }) => {
                 prop_assert!(false, "{}: {}", path.display(), source);
             }

@@ -93,8 +93,8 @@ fn text(field: &[u8]) -> String {
     String::from_utf8_lossy(&unescaped(field)).into_owned()
 }
 
-/// Three octal digits after a backslash are one byte; any other backslash stands
-/// for itself.
+/// Replaces a backslash with three octal digits by their byte, and keeps any other
+/// backslash.
 fn unescaped(field: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use crate::kernel::Dev;
 
-    /// As the kernel's mangle() writes a text.
+    /// Escapes a text as the kernel's mangle() does.
     fn escaped(text: &[u8]) -> Vec<u8> {
         let mut field = Vec::new();
         for &byte in text {

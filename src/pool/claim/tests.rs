@@ -57,7 +57,7 @@ fn shared_claims_stand_side_by_side_and_keep_an_exclusive_one_out() {
             Done::Now
         );
     }
-    // `a` would have it alone: refused, and its old claim is still there.
+    // An exclusive claim of `a` is refused, and its old claim is kept.
     claim(&pool, IMAGE, &by("a", "1", Sharing::Exclusive)).unwrap_err();
     assert_eq!(owners(&pool, IMAGE).unwrap().len(), 3);
     assert_eq!(
@@ -82,7 +82,7 @@ fn an_own_claim_of_an_earlier_boot_or_unreadable_is_replaced() {
         claim(&pool, IMAGE, &by("a", "2", Sharing::Exclusive)).unwrap(),
         Done::Now
     );
-    // Somebody else's is an error that names the file, which stays.
+    // A malformed claim of another node is an error that names the file, which is kept.
     fs::write(marker_path(&pool, IMAGE, "b"), "{").unwrap();
     let error = claim(&pool, IMAGE, &by("c", "1", Sharing::Exclusive)).unwrap_err();
     assert!(
