@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use testkit::TestCluster;
+use testkit::{TestCluster, skip_test};
 use tokio::time::sleep;
 
 use super::{keeper::Keeper, *};
@@ -49,6 +49,7 @@ struct Test {
 impl Test {
     fn new(name: &str) -> Option<Self> {
         if !Path::new("/sys/module/nbd").exists() {
+            skip_test("the kernel module nbd is not loaded here");
             return None;
         }
         let cluster = TestCluster::shared()?;

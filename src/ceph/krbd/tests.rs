@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, os::unix::fs::FileExt as _, thread};
 
-use testkit::TestCluster;
+use testkit::{TestCluster, skip_test};
 
 use super::*;
 use crate::{Kind, secret::Secrets};
@@ -28,6 +28,7 @@ struct Test {
 impl Test {
     fn new(name: &str) -> Option<Self> {
         if !Path::new("/sys/bus/rbd").exists() {
+            skip_test("the kernel module rbd is not loaded here");
             return None;
         }
         let cluster = TestCluster::shared()?;
