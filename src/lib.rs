@@ -102,7 +102,7 @@ pub mod internals {
 
     #[cfg(feature = "node")]
     pub mod handshake {
-        pub use crate::device::nbd::handshake::{go, look};
+        pub use crate::device::nbd::handshake::{go, query};
     }
     pub mod rbd {
         pub use crate::ceph::client::rbd::{Image, create, image_id, list};

@@ -65,5 +65,5 @@ fuzz_target!(|data: &[u8]| {
         assert!(info.minimum_block <= info.maximum_block);
         assert!(i64::try_from(info.bytes).is_ok());
     }
-    let _ = handshake::look(&mut Script(Cursor::new(says)), "disk");
+    let _ = handshake::query(&mut Script(Cursor::new(says)), "disk");
 });

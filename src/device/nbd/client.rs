@@ -86,9 +86,9 @@ impl AsFd for Connection {
 }
 
 /// Asks the server for the export's size and flags, without entering transmission.
-pub fn look(export: &Export) -> Result<ExportInfo, ConnectError> {
+pub fn query(export: &Export) -> Result<ExportInfo, ConnectError> {
     let mut timed = Timed::connect(export.server())?;
-    Ok(handshake::look(&mut timed, export.name())?)
+    Ok(handshake::query(&mut timed, export.name())?)
 }
 
 /// A socket whose reads and writes share a deadline; the last of them may begin just

@@ -78,7 +78,7 @@ impl Links {
         let node = &link.device.block.node;
         let had =
             sysfs::size_bytes(link.device.block.dev).map_err(failed(node, "read the size of"))?;
-        let shape = link.look()?;
+        let shape = link.query()?;
         link.fits(&shape)?;
         let has = shape.bytes;
         let old = || NbdError::OldConnections {

@@ -6,7 +6,7 @@
 //! client  flags:32
 //! client  IHAVEOPT option:32 length:32  name-length:32 name  requests:16 [info:16 …]
 //! server  reply-magic option:32 type:32 length:32 payload      any number, until
-//! server  … type ACK, or an error with the server's own words
+//! server  … type ACK, or an error with a message
 //! ```
 //!
 //! All numbers are big-endian. After the server has acknowledged `NBD_OPT_GO` the stream
@@ -80,58 +80,58 @@ pub struct ExportInfo {
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
     /// The server has no such export.
-    #[error("the server has no export {name:?}{}", Words(words))]
+    #[error("the server has no export {name:?}{}", Message(message))]
     NoExport {
         /// The requested name.
         name: String,
-        /// What the server says; may be empty.
-        words: String,
+        /// The server's message; may be empty.
+        message: String,
     },
     /// The server insists on TLS.
     #[error(
-        "the server insists on TLS{}, which the kernel's NBD driver does not speak: let nbdkit speak it on each node (README, \"NBD exports\"), or serve the export in plain, over a network that you trust",
-        Words(words)
+        "the server insists on TLS{}, which the kernel's NBD driver does not support: run nbdkit as a TLS client on each node (README, \"NBD exports\"), or serve the export without TLS, over a network that you trust",
+        Message(message)
     )]
     NeedsTls {
-        /// What the server says; may be empty.
-        words: String,
+        /// The server's message; may be empty.
+        message: String,
     },
     /// The server does not serve this client.
-    #[error("the server refuses{}", Words(words))]
+    #[error("the server refuses{}", Message(message))]
     Policy {
-        /// What the server says; may be empty.
-        words: String,
+        /// The server's message; may be empty.
+        message: String,
     },
     /// The server is shutting down.
-    #[error("the server is shutting down{}", Words(words))]
+    #[error("the server is shutting down{}", Message(message))]
     ShuttingDown {
-        /// What the server says; may be empty.
-        words: String,
+        /// The server's message; may be empty.
+        message: String,
     },
     /// Any other error of the protocol.
-    #[error("the server answers error {:#x}{}", code, Words(words))]
+    #[error("the server answers error {:#x}{}", code, Message(message))]
     Refused {
         /// `NBD_REP_ERR_…`.
         code: u32,
-        /// What the server says; may be empty.
-        words: String,
+        /// The server's message; may be empty.
+        message: String,
     },
-    /// A server of before 2016.
+    /// The server has no NBD_OPT_GO: it is older than 2016.
     #[error(
         "the server does not know NBD_OPT_GO; use a newer one (nbdkit, qemu-nbd and nbd-server have it since 2018)"
     )]
     TooOld,
     /// The peer is no NBD server, or a broken one.
-    #[error("what answers does not speak NBD: {0}")]
-    Rubbish(&'static str),
+    #[error("the peer does not speak NBD: {0}")]
+    Malformed(&'static str),
     /// The connection failed, or the timeout expired.
-    #[error("the connection broke off in the handshake")]
+    #[error("the handshake failed")]
     Io(#[from] io::Error),
 }
 
-struct Words<'a>(&'a str);
+struct Message<'a>(&'a str);
 
-impl std::fmt::Display for Words<'_> {
+impl std::fmt::Display for Message<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.0.is_empty() {
             return Ok(());
@@ -145,27 +145,27 @@ type Result<T> = std::result::Result<T, HandshakeError>;
 /// Enters the transmission phase of the export `name` (`NBD_OPT_GO`). After it the
 /// stream belongs to the kernel.
 pub fn go<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> {
-    greet(stream)?;
-    ask(stream, OPT_GO, name)
+    receive_greeting(stream)?;
+    negotiate(stream, OPT_GO, name)
 }
 
 /// Queries the export `name` (`NBD_OPT_INFO`) and ends the session (`NBD_OPT_ABORT`).
-pub fn look<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> {
-    greet(stream)?;
-    let info = ask(stream, OPT_INFO, name)?;
+pub fn query<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> {
+    receive_greeting(stream)?;
+    let info = negotiate(stream, OPT_INFO, name)?;
     // A courtesy: the answer is complete, whether or not the server still listens.
     let _ = option(stream, OPT_ABORT, &[]);
     Ok(info)
 }
 
-fn greet<S: Read + Write>(stream: &mut S) -> Result<()> {
+fn receive_greeting<S: Read + Write>(stream: &mut S) -> Result<()> {
     let mut greeting = Fields::new(take::<18>(stream)?);
     let (magic, style) = (greeting.next()?, greeting.next()?);
     let flags = u16::from_be_bytes(greeting.next()?);
     match (magic, style) {
         (NBDMAGIC, IHAVEOPT) => {}
         (NBDMAGIC, OLDSTYLE) => return Err(HandshakeError::TooOld),
-        _ => return Err(HandshakeError::Rubbish("its greeting is another")),
+        _ => return Err(HandshakeError::Malformed("no NBD greeting")),
     }
     if flags & FIXED_NEWSTYLE == 0 {
         return Err(HandshakeError::TooOld);
@@ -185,7 +185,7 @@ fn option<S: Write>(stream: &mut S, option: u32, data: &[u8]) -> Result<()> {
     Ok(())
 }
 
-fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<ExportInfo> {
+fn negotiate<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<ExportInfo> {
     let mut data = Vec::with_capacity(8 + name.len());
     data.extend(length(name.as_bytes())?.to_be_bytes());
     data.extend(name.as_bytes());
@@ -198,8 +198,8 @@ fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<ExportI
         let (kind, payload) = reply(stream, what)?;
         match kind {
             REP_ACK => {
-                let (bytes, flags) = export.ok_or(HandshakeError::Rubbish(
-                    "it acknowledged an export and did not say its size",
+                let (bytes, flags) = export.ok_or(HandshakeError::Malformed(
+                    "an acknowledgement before the export's size",
                 ))?;
                 // The protocol's own defaults (doc/proto.md, "Block size
                 // constraints").
@@ -217,10 +217,10 @@ fn ask<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<ExportI
                 InfoReply::Other => {}
             },
             kind if kind & REP_ERROR != 0 => return Err(refusal(kind, name, &payload)),
-            _ => return Err(HandshakeError::Rubbish("its answer is to another question")),
+            _ => return Err(HandshakeError::Malformed("a reply to another option")),
         }
     }
-    Err(HandshakeError::Rubbish("its answer has no end"))
+    Err(HandshakeError::Malformed("too many replies to one option"))
 }
 
 fn reply<S: Read>(stream: &mut S, to: u32) -> Result<(u32, Vec<u8>)> {
@@ -230,13 +230,15 @@ fn reply<S: Read>(stream: &mut S, to: u32) -> Result<(u32, Vec<u8>)> {
     let kind = u32::from_be_bytes(header.next()?);
     let length = u32::from_be_bytes(header.next()?);
     if magic != REPLY_MAGIC {
-        return Err(HandshakeError::Rubbish("its answer begins otherwise"));
+        return Err(HandshakeError::Malformed(
+            "a reply without its magic number",
+        ));
     }
     if option != to {
-        return Err(HandshakeError::Rubbish("its answer is to another question"));
+        return Err(HandshakeError::Malformed("a reply to another option"));
     }
     if length > LONGEST_REPLY {
-        return Err(HandshakeError::Rubbish("its answer is too long"));
+        return Err(HandshakeError::Malformed("a reply that is too long"));
     }
     let mut payload = vec![0; length as usize];
     stream.read_exact(&mut payload)?;
@@ -259,7 +261,7 @@ fn parse_info(payload: &[u8]) -> Result<InfoReply> {
             let flags = u16::from_be_bytes(fields.next()?);
             fields.end()?;
             if i64::try_from(bytes).is_err() {
-                return Err(HandshakeError::Rubbish("the export's size is beyond 2^63"));
+                return Err(HandshakeError::Malformed("an export of 2^63 bytes or more"));
             }
             Ok(InfoReply::Export { bytes, flags })
         }
@@ -269,7 +271,7 @@ fn parse_info(payload: &[u8]) -> Result<InfoReply> {
             let maximum = u32::from_be_bytes(fields.next()?);
             fields.end()?;
             if !minimum.is_power_of_two() || maximum < minimum {
-                return Err(HandshakeError::Rubbish("its block sizes make no sense"));
+                return Err(HandshakeError::Malformed("inconsistent block sizes"));
             }
             Ok(InfoReply::Blocks { minimum, maximum })
         }
@@ -278,17 +280,17 @@ fn parse_info(payload: &[u8]) -> Result<InfoReply> {
 }
 
 fn refusal(code: u32, name: &str, payload: &[u8]) -> HandshakeError {
-    let words = String::from_utf8_lossy(payload).trim().to_owned();
+    let message = String::from_utf8_lossy(payload).trim().to_owned();
     match code {
         ERR_UNKNOWN => HandshakeError::NoExport {
             name: name.to_owned(),
-            words,
+            message,
         },
         ERR_UNSUP => HandshakeError::TooOld,
-        ERR_TLS_REQD => HandshakeError::NeedsTls { words },
-        ERR_POLICY => HandshakeError::Policy { words },
-        ERR_SHUTDOWN => HandshakeError::ShuttingDown { words },
-        code => HandshakeError::Refused { code, words },
+        ERR_TLS_REQD => HandshakeError::NeedsTls { message },
+        ERR_POLICY => HandshakeError::Policy { message },
+        ERR_SHUTDOWN => HandshakeError::ShuttingDown { message },
+        code => HandshakeError::Refused { code, message },
     }
 }
 
@@ -306,7 +308,7 @@ impl<B: AsRef<[u8]>> Fields<B> {
     fn next<const N: usize>(&mut self) -> Result<[u8; N]> {
         let field = self.bytes.as_ref()[self.at..].first_chunk().copied();
         self.at += N;
-        field.ok_or(HandshakeError::Rubbish("what it says is cut off"))
+        field.ok_or(HandshakeError::Malformed("a truncated reply"))
     }
 
     /// Fails if bytes are left.
@@ -314,7 +316,7 @@ impl<B: AsRef<[u8]>> Fields<B> {
         if self.at == self.bytes.as_ref().len() {
             Ok(())
         } else {
-            Err(HandshakeError::Rubbish("it says too much"))
+            Err(HandshakeError::Malformed("a reply with excess bytes"))
         }
     }
 }

@@ -224,8 +224,8 @@ impl Link {
     }
 
     /// The server's current announcement of the export.
-    pub(super) fn look(&self) -> Result<Shape, NbdError> {
-        let info = client::look(&self.identifier.export).map_err(at(&self.identifier.export))?;
+    pub(super) fn query(&self) -> Result<Shape, NbdError> {
+        let info = client::query(&self.identifier.export).map_err(at(&self.identifier.export))?;
         Shape::of(&self.identifier.export, &info, self.device.read_only)
     }
 }

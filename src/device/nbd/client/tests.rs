@@ -85,13 +85,13 @@ fn nbdkit_and_qemu_nbd_report_their_exports() {
     for command in [NBDKIT, QEMU] {
         let running = Running::start(command, 3 << 20);
         let export = running.export("disk");
-        let seen = look(&export).unwrap();
+        let seen = query(&export).unwrap();
         let (connection, info) = Connection::open(&export).unwrap();
         assert_eq!(seen, info);
         assert_eq!(info.bytes, 3 << 20);
         assert_eq!(info.flags & handshake::flags::READ_ONLY, 0);
         assert!(connection.is_alive() && !connection.is_taken());
-        let error = look(&running.export("other")).unwrap_err();
+        let error = query(&running.export("other")).unwrap_err();
         assert!(
             matches!(
                 error,
@@ -101,7 +101,7 @@ fn nbdkit_and_qemu_nbd_report_their_exports() {
         );
         drop(running);
         assert!(!connection.is_alive());
-        assert!(matches!(look(&export), Err(ConnectError::Connect(_))));
+        assert!(matches!(query(&export), Err(ConnectError::Connect(_))));
     }
 }
 

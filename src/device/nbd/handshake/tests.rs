@@ -101,7 +101,7 @@ fn nothing_is_read_beyond_the_handshake() {
 
 #[test]
 fn a_refusal_carries_the_servers_message() {
-    let refused = |code, words: &str| go_with(&[(code, words.into())]).unwrap_err();
+    let refused = |code, message: &str| go_with(&[(code, message.into())]).unwrap_err();
     let error = refused(ERR_UNKNOWN, "no such disk here");
     assert!(matches!(error, HandshakeError::NoExport { .. }));
     assert!(error.to_string().contains("no such disk here"), "{error}");
@@ -138,17 +138,20 @@ fn invalid_replies_are_errors() {
     ];
     for replies in cases {
         let error = go_with(&replies).unwrap_err();
-        assert!(matches!(error, HandshakeError::Rubbish(_)), "{error:?}");
+        assert!(matches!(error, HandshakeError::Malformed(_)), "{error:?}");
     }
     let http = go(&mut Script::new(b"HTTP/1.1 400 Bad Request".to_vec()), "");
-    assert!(matches!(http, Err(HandshakeError::Rubbish(_))), "{http:?}");
+    assert!(
+        matches!(http, Err(HandshakeError::Malformed(_))),
+        "{http:?}"
+    );
     let old = [&NBDMAGIC[..], &OLDSTYLE, &[0; 128]].concat();
     let old = go(&mut Script::new(old), "");
     assert!(matches!(old, Err(HandshakeError::TooOld)), "{old:?}");
     let other = [greeting(), answer(OPT_INFO, REP_ACK, &[])].concat();
     let other = go(&mut Script::new(other), "");
     assert!(
-        matches!(other, Err(HandshakeError::Rubbish(_))),
+        matches!(other, Err(HandshakeError::Malformed(_))),
         "{other:?}"
     );
 }
@@ -157,7 +160,7 @@ proptest! {
     #[test]
     fn any_bytes_of_a_server_are_survived(says in proptest::collection::vec(any::<u8>(), 0..200)) {
         let _ = go(&mut Script::new(says.clone()), "disk");
-        let _ = look(&mut Script::new([greeting(), says].concat()), "disk");
+        let _ = query(&mut Script::new([greeting(), says].concat()), "disk");
     }
 
     #[test]
