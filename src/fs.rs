@@ -1,8 +1,8 @@
 //! File systems on devices: probing, making, checking and growing them.
 //!
-//! Reading superblocks and growing are done here; making and repairing are left
-//! to each file system's own tools, of which this module knows the command
-//! lines and the answers.
+//! This module reads superblocks and grows file systems itself. Each file system's own
+//! tools make and repair it; the module has their command lines and interprets their
+//! results.
 
 use std::{fmt, str::FromStr};
 
@@ -33,7 +33,7 @@ impl FsType {
     /// All supported file systems.
     pub const ALL: [Self; 3] = [Self::Ext4, Self::Xfs, Self::Btrfs];
 
-    /// As `mount -t` and `/proc/filesystems` have it.
+    /// The name for `mount -t`, as in `/proc/filesystems`.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Ext4 => "ext4",
@@ -79,9 +79,9 @@ impl FromStr for FsType {
 /// A program and its arguments, for [`crate::ring::child`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommandLine {
-    /// Looked up in `PATH`.
+    /// The program's name, looked up in `PATH`.
     pub program: &'static str,
-    /// Without the program's own name.
+    /// The arguments, without the program's own name.
     pub args: Vec<String>,
 }
 
@@ -94,10 +94,10 @@ impl fmt::Display for CommandLine {
 
 /// Whether mkfs or fsck refused a device before writing, for a transient reason: the
 /// device is in use, or mkfs.btrfs, which examines all mounted loop devices, found one
-/// that was being detached. No exit code says so, only each program's own message.
+/// that was being detached. No exit code tells this, only each program's own message.
 #[cfg(feature = "node")]
 pub fn reports_busy(output: &str) -> bool {
-    // mke2fs and e2fsck; mkfs.xfs and mkfs.btrfs, by strerror(3).
+    // The messages of mke2fs and e2fsck; of mkfs.xfs and mkfs.btrfs, by strerror(3).
     let messages = [
         "apparently in use by the system",
         " is in use.",

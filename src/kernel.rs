@@ -1,6 +1,7 @@
-//! What rustix lacks: system calls, ioctls, and the numbers they take.
+//! The system calls, ioctls and their numbers that rustix lacks.
 //!
-//! The only unsafe code outside the ring. Of the controller's, only leases.
+//! With `ring` and `ceph::client` the only unsafe code; of this module's the controller uses
+//! only leases.
 
 use std::{fmt, fs, io, str::FromStr};
 
@@ -30,7 +31,7 @@ pub mod privileges;
 #[cfg(feature = "node")]
 pub mod sysfs;
 
-/// Where the kernel shows its boot id.
+/// The file with the kernel's boot id.
 pub(crate) const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// The running kernel's boot id (random(4)).
@@ -38,7 +39,7 @@ pub fn boot_id() -> io::Result<String> {
     Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
 
-/// A block device's number, as `st_rdev`, `st_dev` and sysfs' `dev` have it.
+/// A block device's number, as in `st_rdev`, `st_dev` and sysfs' `dev`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Dev {
     /// The driver's number.
@@ -48,7 +49,7 @@ pub struct Dev {
 }
 
 impl Dev {
-    /// From a `dev_t` as stat(2) gives it.
+    /// Decodes a `dev_t` of stat(2).
     pub fn from_raw(raw: u64) -> Self {
         Self {
             major: rustix::fs::major(raw),
@@ -56,7 +57,7 @@ impl Dev {
         }
     }
 
-    /// As a `dev_t`.
+    /// Encodes it as a `dev_t`.
     pub fn to_raw(self) -> u64 {
         rustix::fs::makedev(self.major, self.minor)
     }
@@ -68,7 +69,7 @@ impl fmt::Display for Dev {
     }
 }
 
-/// The text was not `major:minor`.
+/// The text is not `major:minor`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not a device number of the form major:minor")]
 pub struct BadDev(String);

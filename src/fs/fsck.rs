@@ -1,7 +1,7 @@
 //! Checking file systems before they are mounted.
 //!
-//! Only ext4 has a check for this moment: `e2fsck -p` replays the journal and
-//! repairs what it can without losing data. XFS and btrfs replay their journals when
+//! Only ext4 has a check to run before a mount: `e2fsck -p` replays the journal and
+//! makes the repairs that lose no data. XFS and btrfs replay their journals when
 //! they are mounted; their repair tools can lose data, so running them is an
 //! operator's decision.
 
@@ -13,7 +13,7 @@ use crate::Kind;
 /// The result of a check that left the file system clean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FsckOutcome {
-    /// It had no errors.
+    /// The file system had no errors.
     Clean,
     /// The check repaired its errors.
     Repaired,
@@ -66,7 +66,7 @@ pub fn interpret(
     output: &str,
 ) -> Result<FsckOutcome, FsckError> {
     const CORRECTED: i32 = 1;
-    /// Corrected while mounted, which the caller has ruled out.
+    /// Errors of a mounted file system were corrected; the caller has excluded a mount.
     const REBOOT: i32 = 2;
     const UNCORRECTED: i32 = 4;
     let output = || output.trim().to_owned();

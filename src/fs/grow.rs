@@ -1,10 +1,9 @@
 //! Growing mounted file systems to the size of their device.
 //!
 //! All three grow by an ioctl on the mounted file system, and none reports "already
-//! this large": ext4 demands a capability before it compares sizes, XFS takes a
-//! smaller number for a request to shrink, btrfs starts an operation. So [`grow`]
-//! reads the size first and makes no call where there is nothing to gain, which
-//! makes it idempotent.
+//! this large": ext4 demands a capability before it compares sizes, XFS interprets a
+//! smaller number as a request to shrink, btrfs starts an operation. So [`grow`] reads the
+//! size first and calls the ioctl only if there are bytes to gain: it is idempotent.
 
 use std::{
     io,
@@ -26,10 +25,11 @@ use crate::{
     kernel::{Dev, block, growth, sysfs},
 };
 
-/// A file system cannot use fewer bytes at the end of a device: its largest block size.
+/// The least gain in bytes for which a growth is tried: the largest block size of a file
+/// system, which cannot use a smaller remainder of its device.
 const MIN_GAIN: u64 = 64 << 10;
 
-/// The size before and after growing; equal where there was nothing to gain.
+/// The size before and after growing; the two are equal if there was nothing to gain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Grown {
@@ -88,7 +88,7 @@ pub fn needed(info: &probe::FsInfo, device_bytes: u64) -> bool {
 }
 
 /// Grows the file system that is mounted at `mount_root` (a descriptor of its
-/// root directory, `O_PATH` will do) to its device's `device_bytes`.
+/// root directory; `O_PATH` suffices) to its device's `device_bytes`.
 pub fn grow(fs: FsType, mount_root: BorrowedFd<'_>, device_bytes: u64) -> Result<Grown, GrowError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::openat(mount_root, ".", flags, Mode::empty())
@@ -198,7 +198,7 @@ fn btrfs(root: &OwnedFd, device_bytes: u64) -> Result<Grown, GrowError> {
     }
     growth::btrfs_resize(root, device.id, wanted).map_err(failed("change the size"))?;
     let after = read()?.bytes;
-    // btrfs reports a conflicting operation by a positive result, which is no errno.
+    // btrfs reports a conflicting operation by a positive result, not by an errno.
     if after < wanted {
         return Err(GrowError::Busy { fs: FsType::Btrfs });
     }

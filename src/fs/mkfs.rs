@@ -1,19 +1,19 @@
-//! Making file systems: the command lines, and which options a storage class
-//! may add to them.
+//! Making file systems: the command lines, and the options that a storage class may add
+//! to them.
 //!
 //! The default options avoid work proportional to the size of the device: discarding
 //! all of it, and on ext4 zeroing the inode tables, which the kernel does in the
 //! background. On a device that reads as zeros ext4 needs no zeroing at all. See
 //! mke2fs(8), mkfs.xfs(8) and mkfs.btrfs(8).
 //!
-//! `mkfsOptions` of a class replaces all of these but the force flag: the caller has
-//! verified that the device is blank, or that only a killed mkfs wrote to it. mkfs
-//! runs as root in the agent's mount namespace, and each of these programs has
-//! options that name another device or read and write files. So the text is split as
-//! a shell does, parsed as the program's own getopt would, and compared with an
-//! allow-list of options, suboptions and forms of values (`allowed`). Any other
-//! option is an error. No allowed value can name a file: none holds a slash, and no
-//! allowed option takes a file name.
+//! `mkfsOptions` of a class replaces all of these but the force flag, which the driver
+//! always sets: the caller has verified that the device is blank, or that only a killed
+//! mkfs wrote to it. mkfs runs as root in the agent's mount namespace, and each of these
+//! programs has options that name another device or read and write files. So
+//! [`parse_options`] splits the text as a shell does, parses it as the program's own getopt
+//! would, and compares it with an allow-list of options, suboptions and forms of values
+//! (`allowed`). Any other option is an error. No allowed value can name a file: none holds
+//! a slash, and no allowed option takes a file name.
 
 mod allowed;
 
@@ -28,7 +28,7 @@ pub enum MkfsOptionError {
     /// A quote that is not closed.
     #[error("mkfsOptions {text:?}: a quote is not closed, or a backslash ends the text")]
     Unterminated { text: String },
-    /// A word that is no option: mkfs would take it for a device or a size.
+    /// A word that is no option: mkfs would parse it as a device or a size.
     #[error("mkfsOptions: {word:?} is no option; the driver sets device and size itself")]
     Operand { word: String },
     /// An option that is not on the allow-list.
@@ -39,7 +39,7 @@ pub enum MkfsOptionError {
         option: String,
         allowed: String,
     },
-    /// An option that is rejected for a reason worth stating.
+    /// An option that is rejected with a reason of its own.
     #[error("mkfsOptions: {option} is not allowed: it {why}")]
     Refused {
         /// The option, with its suboption where it has some.
@@ -59,8 +59,8 @@ pub enum MkfsOptionError {
     },
 }
 
-/// The command line that makes a file system. `options` come from [`parse_options`];
-/// where empty, the defaults apply. `reads_as_zero`: every block of the device reads
+/// The command line that makes a file system. `options` come from [`parse_options`]; if
+/// there are none, the defaults apply. `reads_as_zero`: every block of the device reads
 /// as zeros.
 pub fn command(fs: FsType, device: &Path, options: &[String], reads_as_zero: bool) -> CommandLine {
     let (program, defaults): (_, &[&str]) = match (fs, reads_as_zero) {
@@ -128,7 +128,7 @@ pub fn parse_options(fs: FsType, text: &str) -> Result<Vec<String>, MkfsOptionEr
 /// `"…"` and outside quotes a backslash makes the next character literal.
 fn split_options(text: &str) -> Result<Vec<String>, MkfsOptionError> {
     let mut words = Vec::new();
-    // None between words; an empty pair of quotes is a word.
+    // `None` between words; an empty pair of quotes is a word.
     let mut word: Option<String> = None;
     let mut quote = None;
     let mut chars = text.chars();

@@ -1,15 +1,14 @@
 //! Classifies the content of a device by its superblocks and signatures.
 //!
-//! The result decides whether a device may be formatted. So [`regions`] names not
-//! only where the supported superblocks are, but every place where any other format
-//! keeps a signature, backups included, and [`classify`] calls a device blank only
-//! if all of these were read and hold nothing but zeros. It does no I/O and cannot
-//! fail: content that it does not recognise is [`Content::Unknown`], which is never
-//! formatted.
+//! The result decides whether a device may be formatted. So [`regions`] covers the
+//! supported superblocks and every place where another format keeps a signature, backups
+//! included, and [`classify`] calls a device blank only if all of these were read and hold
+//! nothing but zeros. `classify` does no I/O and cannot fail: content that it does not
+//! recognise is [`Content::Unknown`], which is never formatted.
 //!
-//! A signature within the area of a file system may be file data (a disk image,
-//! say). One at the start of the device cannot, and takes precedence over a stale
-//! superblock that an array or an encryption layer left in place.
+//! A signature within the area of a file system may be data of a file, such as a disk
+//! image. A signature at the start of the device cannot, and takes precedence over a stale
+//! superblock that an array or an encryption layer did not overwrite.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -27,14 +26,14 @@ pub(super) use superblock::{EXT_LEN, EXT_OFFSET, ExtSize, ext_size};
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// Offsets and lengths are multiples of it, as `O_DIRECT` demands.
+/// `O_DIRECT` demands that offsets and lengths are multiples of this.
 const ALIGN: u64 = 4 * KIB;
 /// The head of the device holds: partition tables, LUKS, LVM, md, bcache, ext, XFS, btrfs, ZFS.
 const HEAD: u64 = 256 * KIB;
 /// The tail of the device holds: GPT's second table, md, DRBD, ZFS.
 const TAIL: u64 = 512 * KIB;
-/// One block each: the start of the first partition and VMFS' signature; ext's
-/// second superblock with blocks of 1, 2 and 4 KiB; btrfs' second to fourth.
+/// Offsets of one block each: the start of the first partition, with VMFS' signature;
+/// ext's second superblock with blocks of 1, 2 and 4 KiB; btrfs' second to fourth.
 const BETWEEN: [u64; 7] = [
     MIB,
     8 * MIB,
@@ -45,7 +44,7 @@ const BETWEEN: [u64; 7] = [
     1024 * 1024 * GIB,
 ];
 
-/// What a device holds.
+/// The content of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// Zeros in every region: it may be formatted.
@@ -76,7 +75,7 @@ impl Content {
     }
 }
 
-/// What a superblock says of its file system.
+/// The properties of a file system by its superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FsInfo {
     /// The type.
@@ -88,8 +87,8 @@ pub struct FsInfo {
     /// It recorded errors, or was not unmounted cleanly and has no journal: it needs a
     /// check before it is mounted.
     pub dirty: bool,
-    /// The next mount replays a journal. Always false for XFS, whose superblock does
-    /// not say.
+    /// The next mount replays a journal. Always false for XFS, whose superblock does not
+    /// record it.
     pub needs_recovery: bool,
 }
 

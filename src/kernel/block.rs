@@ -26,15 +26,14 @@ const BLKGETDISKSEQ: Opcode = opcode::read::<u64>(0x12, 128);
 /// A block device and its node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockDev {
-    /// Its number.
     pub dev: Dev,
-    /// Below `/dev`, as the kernel names it.
+    /// The node below `/dev`, as the kernel names it.
     #[serde(rename = "path")]
     pub node: PathBuf,
 }
 
 impl BlockDev {
-    /// The device of that number, whose node is there.
+    /// The device of that number; fails if its node is missing or another device's.
     pub fn of(dev: Dev) -> io::Result<Self> {
         let node = sysfs::present_node_of(dev)?;
         Ok(Self { dev, node })
@@ -50,8 +49,8 @@ pub fn size_bytes(device: impl AsFd) -> io::Result<u64> {
 }
 
 /// The disk's sequence number (`BLKGETDISKSEQ`, Linux 5.15), which no other disk has
-/// or had since the machine was booted: a loop device gets another whenever something
-/// is put behind it. None on an older kernel.
+/// or had since the machine was booted: a loop device gets a new one whenever a backing
+/// file is attached. None on an older kernel.
 pub fn diskseq(device: impl AsFd) -> io::Result<Option<u64>> {
     // SAFETY: BLKGETDISKSEQ writes one u64.
     match unsafe { ioctl(device, Getter::<BLKGETDISKSEQ, u64>::new()) } {
@@ -62,8 +61,8 @@ pub fn diskseq(device: impl AsFd) -> io::Result<Option<u64>> {
 }
 
 /// Makes the whole device read-only, or writable again (`BLKROSET`). Unlike a
-/// read-only mount of its node this stops writers; those who have it open for
-/// writing get `EPERM` from then on.
+/// read-only mount of its node this stops writers: from then on a process that has the
+/// device open for writing gets `EPERM`.
 pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
     let value = libc::c_int::from(read_only);
     // SAFETY: BLKROSET reads one int.
@@ -71,8 +70,7 @@ pub fn set_read_only(device: impl AsFd, read_only: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// The device behind a node, or behind a name that leads to one. The node is not
-/// opened.
+/// The device of a node, or of a symlink to one. It does not open the node.
 pub fn dev_behind(node: &Path) -> io::Result<Dev> {
     let metadata = fs::metadata(node)?;
     if metadata.file_type().is_block_device() {
@@ -82,8 +80,8 @@ pub fn dev_behind(node: &Path) -> io::Result<Dev> {
     }
 }
 
-/// Opens a node after which nothing but the device `dev` can be behind the
-/// descriptor: a name in `/dev` may be stale or another's.
+/// Opens a node, and checks that the descriptor is of the device `dev`: a name in `/dev`
+/// may be stale, or another device's.
 pub fn open(node: &Path, dev: Dev, flags: OFlags) -> io::Result<OwnedFd> {
     let file = rustix::fs::open(node, flags | OFlags::CLOEXEC, Mode::empty())?;
     let stat = rustix::fs::fstat(&file)?;
@@ -98,9 +96,9 @@ pub fn open(node: &Path, dev: Dev, flags: OFlags) -> io::Result<OwnedFd> {
     }
 }
 
-/// Opens a device as [`open`] does, so that nobody else has it open exclusively, nor
-/// can open it so: `EBUSY` where it is mounted, or below device mapper or md. Some
-/// others open it so for a moment, so `EBUSY` is not believed at once.
+/// Opens a device as [`open`] does, exclusively: `EBUSY` where another opener has it
+/// exclusively, such as a mount, device mapper or md. Some openers do for a moment only,
+/// so this retries while busy.
 pub fn open_exclusive(node: &Path, dev: Dev, flags: OFlags) -> io::Result<OwnedFd> {
     retry_while_busy(
         || open(node, dev, flags | OFlags::EXCL),

@@ -1,32 +1,32 @@
-//! `EBUSY` that passes.
+//! Retries of calls that a transient `EBUSY` fails.
 //!
-//! A mount is busy for as long as somebody looks at it: a NodeGetVolumeStats, the
-//! node's monitoring, kubelet; a device for as long as udevd reads its superblocks.
-//! Neither is a use of the volume, and neither lasts longer than a busy machine lets
-//! the other process wait for its turn; so whoever is told `EBUSY` tries on for a
-//! moment before saying so to anybody. The same goes for a file that is being closed:
-//! it is told of a moment before it counts as closed. The agent's own children
+//! A mount is busy while a process examines it: a NodeGetVolumeStats, the node's
+//! monitoring, kubelet; a device is busy while udevd reads its superblocks. Neither is a
+//! use of the volume, and neither lasts longer than the other process waits for a
+//! processor on a busy machine. So a caller that gets `EBUSY` retries for a moment before
+//! it reports the error. A file that is being closed is such a cause, too: the kernel
+//! announces the close a moment before the file counts as closed. The agent's own children
 //! are no such cause (`kernel::exec`).
 
 use std::time::{Duration, Instant};
 
 use rustix::thread::{Timespec, nanosleep};
 
-/// After that it is somebody's use of the volume.
+/// An `EBUSY` that lasts longer is caused by a use of the volume.
 const PASSES_WITHIN: Duration = Duration::from_millis(500);
 
-/// The time between two tries, at first.
+/// The time between the first two attempts; it doubles up to [`LONGEST_PAUSE`].
 const PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
-/// Calls `attempt` until its result is not `busy`, for half a second. It blocks:
-/// for a lane.
+/// Calls `attempt` until its result is not `busy`, for half a second. It blocks, and
+/// belongs on a lane.
 pub fn retry_while_busy<T>(attempt: impl FnMut() -> T, busy: impl Fn(&T) -> bool) -> T {
     retry_while_busy_for(PASSES_WITHIN, attempt, busy)
 }
 
-/// Calls `attempt` until its result is not `busy`, less and less often, until the
-/// time is up. It blocks: for a lane.
+/// Calls `attempt` until its result is not `busy`, at growing intervals, until the time is
+/// up. It blocks, and belongs on a lane.
 pub fn retry_while_busy_for<T>(
     time: Duration,
     mut attempt: impl FnMut() -> T,
@@ -45,9 +45,9 @@ pub fn retry_while_busy_for<T>(
 }
 
 fn pause(time: Duration) {
-    // No longer than it is above, so it always fits.
+    // At most LONGEST_PAUSE, so the conversion cannot fail.
     let time = Timespec::try_from(time).unwrap_or_default();
-    // Cut short by a signal, it has served as well.
+    // A sleep that a signal cuts short only makes the next attempt earlier.
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     let _ = nanosleep(&time);
 }

@@ -1,19 +1,19 @@
-//! How many descriptors this process may have open.
+//! The number of descriptors that this process may have open.
 
 use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// What an agent has open beside its volumes: sockets, rings, records, connections
-/// to `/metrics`, and the pipes of children.
+/// Descriptors that an agent may have open beside those of its volumes: sockets, rings,
+/// records, connections to `/metrics`, and the pipes of children.
 const OF_ITS_OWN: u64 = 512;
 
-/// What a volume may have open at once: its device, its mount, files of its pool, and
-/// the connections of an NBD device.
+/// Descriptors that the work on a volume may have open at once: its device, its mount,
+/// files of its pool, and the connections of an NBD device.
 const OF_A_VOLUME: u64 = 16;
 
-/// Raises the limit to what the process may have (setrlimit(2), RLIMIT_NOFILE), and
-/// says what that is; none where there is no limit.
+/// Raises the soft limit to the hard one (setrlimit(2), RLIMIT_NOFILE), and returns it;
+/// none where there is no limit.
 pub fn raise() -> io::Result<Option<u64>> {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {
@@ -26,8 +26,7 @@ pub fn raise() -> io::Result<Option<u64>> {
     Ok(limit.maximum)
 }
 
-/// Why `limit` descriptors are too few for so many volumes; none where they are
-/// enough.
+/// A message if `limit` descriptors are too few for so many volumes; none if they suffice.
 pub fn too_few(limit: Option<u64>, volumes: u64) -> Option<String> {
     let needed = volumes
         .saturating_mul(OF_A_VOLUME)

@@ -1,17 +1,17 @@
-//! How a child process begins: with a small environment and nothing else, in a
-//! process group of its own, and killed when the thread that started it ends
-//! (prctl(2), PR_SET_PDEATHSIG). One that is stuck in the kernel dies late, and
-//! holds its device until then: who opens that exclusively, before every probe
-//! and mkfs, does not race with it.
+//! Starting child processes. A child inherits a small environment and nothing else, is in
+//! a process group of its own, and is killed when the thread that started it ends
+//! (prctl(2), PR_SET_PDEATHSIG). A child that is stuck in the kernel dies late, and has its
+//! device open until then; the exclusive open before every probe and mkfs excludes a race
+//! with it.
 //!
-//! Between fork and exec a child has copies of its parent's descriptors, and keeps
-//! open what the parent closes: a device that another volume is about to detach, a
-//! mount that is about to go. So the thread that forks has a table of descriptors of
-//! its own ([`own_descriptors`]), with nothing in it to copy.
+//! Between fork and exec a child has copies of its parent's descriptors, and so keeps files
+//! open that the parent closes: a device that another volume is about to detach, a mount
+//! that is about to be unmounted. So the thread that forks has a descriptor table of its
+//! own ([`own_descriptors`]) without them.
 //!
-//! Where memory runs out the kernel ends such a child first, not the agent or a pod
-//! (proc_pid_oom_score_adj(5)). A daemon that serves a device begins likewise, and
-//! lasts; it has the score of whoever keeps it.
+//! When memory runs out the kernel kills such a child first, not the agent or a pod
+//! (proc_pid_oom_score_adj(5)). A daemon that serves a device starts in the same way, but
+//! outlives its parent, whose score it has.
 
 use std::{
     ffi::OsStr,
@@ -39,42 +39,43 @@ use rustix::{
 #[cfg(feature = "holder")]
 use std::ffi::CString;
 
-/// Where programs are looked for.
+/// The directories in which programs are looked up.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Bytes of stack of a thread that begins a child.
+/// Bytes of stack of a thread that starts a child.
 pub const STACK: usize = 256 << 10;
 
 /// include/uapi/linux/prctl.h
 #[cfg(feature = "holder")]
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
 
-/// A program, looked up in the system's usual directories, with its arguments.
-/// Nothing of it is connected to this process yet but standard error.
+/// A program, looked up in the system's usual directories, with its arguments. Only its
+/// standard error is connected to this process's.
 pub fn command<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
     let parent = rustix::process::getpid();
     prepared(program, args, move || {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before; then no signal comes.
+        // If the parent died before the prctl, the kernel sends no signal.
         if rustix::process::getppid() != Some(parent) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
-        // Without procfs it runs as well.
+        // The program also runs without procfs.
         let _ = ended_first();
         Ok(())
     })
 }
 
-/// As [`command`], for work that may take its time: of the processor and the disks it
-/// has what others leave (ioprio_set(2): the last of the usual class, as the idle one
-/// gets nothing on a busy disk).
+/// As [`command`], for work without urgency: the program runs at a low priority for the
+/// processor and for the disks (ioprio_set(2): the last of the best-effort class, as the
+/// idle class gets nothing on a busy disk).
 pub fn background<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
     const IOPRIO_WHO_PROCESS: libc::c_int = 1;
     const LAST_OF_BEST_EFFORT: libc::c_int = 2 << 13 | 7;
     const NICE: i32 = 10;
     let mut command = command(program, args);
     let yields = || {
-        // Both fail at most where a filter refuses them; then it runs as others do.
+        // Both fail only if a filter refuses them; then the program runs at the usual
+        // priority.
         let _ = rustix::process::setpriority_process(None, NICE);
         // SAFETY: the call takes numbers only.
         let _ = unsafe {
@@ -93,7 +94,7 @@ pub fn background<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
     command
 }
 
-/// Makes the calling process the first to go where memory runs out.
+/// Makes the calling process the first that the kernel kills when memory runs out.
 fn ended_first() -> io::Result<()> {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     let file = open(c"/proc/self/oom_score_adj", flags, Mode::empty())?;
@@ -101,23 +102,23 @@ fn ended_first() -> io::Result<()> {
     Ok(())
 }
 
-/// How often a child is asked for a sign of life.
+/// How often the activity of a child is read.
 pub const LIFE_EVERY: Duration = Duration::from_secs(1);
 
-/// What a process has done so far, as the kernel counts it: processor time, and bytes
-/// read and written. Two answers differ where it is not stuck. None where it has ended.
+/// The work of a process so far, as the kernel counts it: processor time, and bytes read
+/// and written. Two answers differ unless the process is stuck. None if it has ended.
 pub fn activity(pid: i32) -> Option<(String, String)> {
     let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}"));
     Some((read("stat").ok()?, read("io").unwrap_or_default()))
 }
 
 /// A program that serves a block device from user space, and outlives this
-/// process. Where memory is short it must not wait for what is written to its own
-/// device (prctl(2), PR_SET_IO_FLUSHER, which takes CAP_SYS_RESOURCE and is
-/// inherited; without it the program runs as well).
+/// process. When memory is short, it must not wait for writes to its own device
+/// (prctl(2), PR_SET_IO_FLUSHER, which takes CAP_SYS_RESOURCE and is inherited; the program
+/// also runs without it).
 ///
-/// To the program the process `unseen` is not there: it has a mount namespace of
-/// its own, in which something else hides `/proc/PID`.
+/// The program cannot see the process `unseen`: it has a mount namespace of its own, in
+/// which a tmpfs hides that process's `/proc/PID`.
 #[cfg(feature = "holder")]
 pub fn block_server<A: AsRef<OsStr>>(program: &str, args: &[A], unseen: Option<Pid>) -> Command {
     let hidden = unseen.map(|pid| {
@@ -134,7 +135,7 @@ pub fn block_server<A: AsRef<OsStr>>(program: &str, args: &[A], unseen: Option<P
         let downstream = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
         mount_change(c"/", downstream)?;
         match mount(c"none", path, c"tmpfs", MountFlags::RDONLY, None) {
-            // It has ended meanwhile.
+            // The process has ended meanwhile.
             Err(Errno::NOENT) => Ok(()),
             hidden => Ok(hidden?),
         }
@@ -159,7 +160,7 @@ fn prepared<A: AsRef<OsStr>>(
         .process_group(0);
     let detach = move || {
         first()?;
-        // Ours are all CLOEXEC; what the process inherited may not be.
+        // The process opens all its descriptors with CLOEXEC; inherited ones may lack it.
         close_range(libc::CLOSE_RANGE_CLOEXEC)
     };
     // SAFETY: between fork and exec the closure makes a few system calls and
@@ -168,20 +169,20 @@ fn prepared<A: AsRef<OsStr>>(
     command
 }
 
-/// Gives the calling thread a table of descriptors of its own, in which there are the
-/// standard ones alone; the others are not even copied for a moment. For a new thread,
-/// which owns none yet: numbers of the process's descriptors mean nothing to it, nor
-/// its own to other threads. So it cannot wake the runtime, either.
+/// Gives the calling thread a descriptor table of its own with the standard descriptors
+/// only; the others are not copied even for a moment. For a new thread, which owns no
+/// descriptor yet: the numbers of the process's descriptors are not valid in it, nor its
+/// own in other threads. So it cannot wake the runtime, either.
 ///
-/// The error is the kernel's, as where it has no memory.
+/// Fails as close_range(2), such as for lack of memory.
 pub fn own_descriptors() -> io::Result<()> {
     close_range(libc::CLOSE_RANGE_UNSHARE)
 }
 
 /// close_range(2) of all but the standard descriptors.
 fn close_range(flags: libc::c_uint) -> io::Result<()> {
-    // SAFETY: the call takes numbers only. With either flag it closes nothing of which
-    // this process has an owner: at exec, or in the caller's new table.
+    // SAFETY: the call takes numbers only. With either flag it closes no descriptor that a
+    // value of this process owns: it closes at exec, or in the caller's new table.
     let done = unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, flags) };
     if done == 0 {
         Ok(())
@@ -190,10 +191,10 @@ fn close_range(flags: libc::c_uint) -> io::Result<()> {
     }
 }
 
-/// Runs a program to its end, with `input` for it to read and `environment` beside
-/// what all have: for a lane, which it blocks. The input is less than a pipe holds
-/// (64 KiB, pipe(7)). `lives` is called every second in which the program has done
-/// something.
+/// Runs a program to its end, with `input` as its standard input, and `environment` in
+/// addition to the environment of every child. It blocks, and belongs on a lane. The input
+/// is less than a pipe's capacity (64 KiB, pipe(7)). It calls `lives` every second in which
+/// the program did some work.
 pub fn run<A: AsRef<OsStr>>(
     program: &str,
     args: &[A],
@@ -213,7 +214,7 @@ pub fn run<A: AsRef<OsStr>>(
             })?;
         if let Ok(child) = pid.recv() {
             let mut seen = activity(child);
-            // Until that thread has ended.
+            // Until that thread ends, which drops its sender.
             while pid.recv_timeout(LIFE_EVERY) == Err(RecvTimeoutError::Timeout) {
                 let now = activity(child);
                 if now != seen {
@@ -228,7 +229,7 @@ pub fn run<A: AsRef<OsStr>>(
     output
 }
 
-/// As [`run`], on this thread. Tells the child's process id.
+/// As [`run`], on this thread. Sends the child's process id to `begun`.
 fn run_here(
     mut command: Command,
     environment: &[(&str, &str)],
@@ -241,7 +242,7 @@ fn run_here(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()?;
-    // Who has gone does not listen.
+    // Fails only if the receiver is gone.
     let _ = begun.send(child.id().cast_signed());
     let written = child
         .stdin
@@ -249,7 +250,7 @@ fn run_here(
         .map_or(Ok(()), |mut pipe| pipe.write_all(input));
     let output = child.wait_with_output()?;
     match written {
-        // It ended without reading all; how it ended says why.
+        // The program ended before it read all; its exit status tells the cause.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
         _ => Ok(output),
     }
@@ -292,7 +293,7 @@ mod tests {
             path
         };
         let (has_forked, may_begin) = (fifo("has-forked"), fifo("may-begin"));
-        // Waits for the other end.
+        // Opening a FIFO waits for the opener of its other end.
         let meet =
             |path: &std::path::Path, flags| open(path, flags | OFlags::CLOEXEC, Mode::empty());
         let (source, sink) = rustix::pipe::pipe().unwrap();

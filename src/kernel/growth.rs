@@ -1,8 +1,8 @@
-//! The ioctls of a mounted file system: growing it.
+//! The ioctls that grow a mounted file system.
 //!
 //! Numbers and structures are those of `fs/ext4/ext4.h`, `xfs/libxfs/xfs_fs.h`
 //! and `linux/btrfs.h`. Every call takes a descriptor of any file or directory
-//! of the file system that was opened for reading (`O_PATH` does not do).
+//! of the file system that was opened for reading (`O_PATH` does not suffice).
 
 use std::{io, os::fd::AsFd};
 
@@ -15,15 +15,15 @@ const BTRFS_IOC_RESIZE: Opcode = opcode::write::<BtrfsVolArgs>(0x94, 3);
 const BTRFS_IOC_DEV_INFO: Opcode = opcode::read_write::<BtrfsDevInfo>(0x94, 30);
 const BTRFS_IOC_FS_INFO: Opcode = opcode::read::<BtrfsFsInfo>(0x94, 31);
 
-/// Makes a mounted ext4 `blocks` of its blocks large. The kernel asks for
-/// `CAP_SYS_RESOURCE` before it looks at anything else.
+/// Grows a mounted ext4 to `blocks` of its blocks. The kernel demands
+/// `CAP_SYS_RESOURCE` before it checks anything else.
 pub fn ext4_resize(mounted: impl AsFd, blocks: u64) -> io::Result<()> {
     // SAFETY: EXT4_IOC_RESIZE_FS reads one u64.
     unsafe { ioctl(mounted, Setter::<EXT4_IOC_RESIZE_FS, _>::new(blocks)) }?;
     Ok(())
 }
 
-/// `struct xfs_fsop_geom_v4`: how an XFS is laid out.
+/// `struct xfs_fsop_geom_v4`: the layout of an XFS.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct XfsGeometry {
@@ -69,9 +69,8 @@ pub fn xfs_geometry(mounted: impl AsFd) -> io::Result<XfsGeometry> {
     Ok(unsafe { ioctl(mounted, Getter::<XFS_IOC_FSGEOMETRY_V4, _>::new()) }?)
 }
 
-/// Makes the data section of a mounted XFS `blocks` of its blocks large. The
-/// inodes' share is set by the same call, so it has to be handed back as the
-/// geometry has it.
+/// Grows the data section of a mounted XFS to `blocks` of its blocks. The call also sets
+/// the inodes' share, so the caller passes that of the geometry.
 pub fn xfs_grow(mounted: impl AsFd, blocks: u64, inode_max_percent: u32) -> io::Result<()> {
     let args = XfsGrowfsData {
         new_blocks: blocks,
@@ -89,7 +88,7 @@ struct BtrfsVolArgs {
     name: [u8; 4088],
 }
 
-/// `struct btrfs_ioctl_fs_info_args`, as far as it is needed here.
+/// `struct btrfs_ioctl_fs_info_args`, with the unused fields as padding.
 #[repr(C)]
 struct BtrfsFsInfo {
     max_id: u64,
@@ -100,7 +99,7 @@ struct BtrfsFsInfo {
     rest: [u8; 984],
 }
 
-/// `struct btrfs_ioctl_dev_info_args`, as far as it is needed here.
+/// `struct btrfs_ioctl_dev_info_args`, with the unused fields as padding.
 #[repr(C)]
 struct BtrfsDevInfo {
     devid: u64,
@@ -125,7 +124,7 @@ pub struct BtrfsDevice {
     pub id: u64,
     /// Bytes of the device that the file system uses.
     pub bytes: u64,
-    /// Bytes of a sector: sizes are multiples of it.
+    /// Bytes of a sector, of which sizes are multiples.
     pub sector_size: u32,
 }
 

@@ -1,11 +1,11 @@
-//! A key that exists for one thread, for as long as it is needed.
+//! Keys in the keyring of one thread, for the duration of one request to a driver.
 //!
-//! Kernel drivers that speak to servers take their secrets from the kernel's
-//! keyrings (keyrings(7)): the thread hands a key over by add_key(2), names it
-//! in what it asks of the driver, and the driver looks it up in that thread's
-//! keyrings and copies it. The thread keyring is the narrowest of them. A
-//! process keyring that one thread made is not seen by threads that exist
-//! already, and two volumes with keys of one name would overwrite each other.
+//! Kernel drivers that connect to servers take their secrets from the kernel's
+//! keyrings (keyrings(7)): a thread adds a key by add_key(2) and names it in its request
+//! to the driver; the driver looks the key up in that thread's keyrings and copies it. The
+//! thread keyring is the narrowest of them. A process keyring would not do: threads that
+//! existed before one of them made it do not see it, and two volumes with keys of one name
+//! would overwrite each other's.
 
 use std::{ffi::CString, io, marker::PhantomData};
 
@@ -13,17 +13,17 @@ const KEY_SPEC_THREAD_KEYRING: libc::c_long = -1;
 const KEYCTL_REVOKE: libc::c_long = 3;
 const KEYCTL_UNLINK: libc::c_long = 9;
 
-/// A key in the calling thread's keyring. Dropped, it is revoked and unlinked.
+/// A key in the calling thread's keyring. Dropping it revokes and unlinks the key.
 #[derive(Debug)]
 pub struct ThreadKey {
     serial: libc::c_long,
-    /// Another thread does not have it, and must not drop it.
+    /// Keeps the value on its thread: another thread has no access to the key.
     thread: PhantomData<*const ()>,
 }
 
 impl ThreadKey {
-    /// Hands `payload` to the kernel as a key of that type and description.
-    /// `ENODEV`: no module of that type is loaded.
+    /// Adds `payload` to the thread keyring as a key of that type and description.
+    /// `ENODEV`: no module for that type is loaded.
     pub fn add(key_type: &str, description: &str, payload: &[u8]) -> io::Result<Self> {
         let (key_type, description) = (CString::new(key_type)?, CString::new(description)?);
         // SAFETY: both texts end in NUL, the payload has that many bytes, and the
@@ -50,13 +50,13 @@ impl ThreadKey {
 
 impl Drop for ThreadKey {
     fn drop(&mut self) {
-        // First revoked: what is not linked any more is no longer ours to revoke.
+        // The revocation comes first: the thread may not revoke a key that it has unlinked.
         for (operation, keyring) in [(KEYCTL_REVOKE, 0), (KEYCTL_UNLINK, KEY_SPEC_THREAD_KEYRING)] {
             // SAFETY: neither operation takes a pointer.
             let done = unsafe { libc::syscall(libc::SYS_keyctl, operation, self.serial, keyring) };
             if done < 0 {
                 let error = io::Error::last_os_error();
-                tracing::warn!(%error, "a key stays until its thread ends");
+                tracing::warn!(%error, "cannot remove a key before its thread ends");
             }
         }
     }
@@ -68,7 +68,7 @@ mod tests {
 
     const KEYCTL_SEARCH: libc::c_long = 10;
 
-    /// Looks where the kernel looks for a driver: in this thread's keyrings.
+    /// Searches this thread's keyrings, as the kernel does for a driver.
     fn is_found(description: &str) -> bool {
         let description = CString::new(description).unwrap();
         // SAFETY: both texts end in NUL and are only read.

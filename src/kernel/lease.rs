@@ -1,16 +1,16 @@
-//! Leases: the kernel's word that nobody writes to a file (fcntl(2), "Leases").
+//! Read leases: the kernel's guarantee that no process writes to a file (fcntl(2),
+//! "Leases").
 //!
-//! A read lease is granted only while no descriptor of the file, in whatever
-//! process or container of this machine, is open for writing; while it is held,
-//! whoever opens the file so waits for its end, and the lease counts as broken
-//! from then on. The kernel takes it away from those who do not give it back
-//! (`/proc/sys/fs/lease-break-time`, 45 seconds).
+//! The kernel grants a read lease only while no process or container of this machine has
+//! the file open for writing. A process that then opens the file for writing breaks the
+//! lease, and waits until the holder releases it. The kernel removes a lease that its
+//! holder does not release in time (`/proc/sys/fs/lease-break-time`, 45 seconds).
 
 use std::{fs::File, io, os::fd::AsRawFd as _};
 
 use rustix::io::Errno;
 
-/// Sets the signal that tells of a break (`linux/fcntl.h`; libc lacks it).
+/// Sets the signal that announces a break (`linux/fcntl.h`; libc lacks it).
 const F_SETSIG: libc::c_int = 10;
 
 /// A read lease, held until it is dropped.
@@ -18,12 +18,12 @@ const F_SETSIG: libc::c_int = 10;
 pub struct Lease<'f>(&'f File);
 
 impl<'f> Lease<'f> {
-    /// Asks for one on a file that is open for reading only. None where it is
-    /// open for writing somewhere. An error where the file system knows no leases
+    /// Requests a lease on a file that this process has open for reading only. None if a
+    /// process has it open for writing. An error where the file system has no leases
     /// (EINVAL), or the file is another user's (EACCES).
     pub fn ask(file: &'f File) -> io::Result<Option<Self>> {
-        // Of a break its holder learns by asking; SIGIO, sent otherwise, would
-        // end the process, SIGURG is ignored by default.
+        // The holder asks whether the lease was broken, and needs no signal. The default
+        // signal, SIGIO, would end the process; SIGURG is ignored by default.
         fcntl(file, F_SETSIG, libc::SIGURG)?;
         match fcntl(file, libc::F_SETLEASE, libc::F_RDLCK) {
             Ok(_) => Ok(Some(Self(file))),
@@ -32,7 +32,7 @@ impl<'f> Lease<'f> {
         }
     }
 
-    /// Whether nobody has asked to write since it was granted.
+    /// Whether no process has opened the file for writing since the lease was granted.
     pub fn holds(&self) -> io::Result<bool> {
         Ok(fcntl(self.0, libc::F_GETLEASE, 0)? == libc::F_RDLCK)
     }
@@ -40,13 +40,13 @@ impl<'f> Lease<'f> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        // The kernel's own break may have been faster.
+        // Fails if the kernel has removed the lease already.
         let _ = fcntl(self.0, libc::F_SETLEASE, libc::F_UNLCK);
     }
 }
 
 fn fcntl(file: &File, command: libc::c_int, argument: libc::c_int) -> io::Result<libc::c_int> {
-    // SAFETY: these commands take an int and touch no memory of ours.
+    // SAFETY: these commands take an int and access no memory of this process.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), command, argument) };
     if result < 0 {
         return Err(io::Error::last_os_error());

@@ -17,9 +17,9 @@ const LOOP_CTL_GET_FREE: Opcode = 0x4C82;
 
 /// The device refuses writes (`LO_FLAGS_READ_ONLY`).
 pub const READ_ONLY: u32 = 1;
-/// The device lets go of its file when its last user closes it
-/// (`LO_FLAGS_AUTOCLEAR`); set by the kernel on a device that was told to
-/// detach while others had it open.
+/// The kernel detaches the device when its last opener closes it
+/// (`LO_FLAGS_AUTOCLEAR`). The kernel sets the flag on a device whose detach was requested
+/// while others had it open.
 pub const AUTOCLEAR: u32 = 4;
 /// Reads and writes bypass the page cache of the backing file
 /// (`LO_FLAGS_DIRECT_IO`).
@@ -58,18 +58,18 @@ struct LoopConfig {
 
 const _: () = assert!(size_of::<LoopInfo64>() == 232 && size_of::<LoopConfig>() == 304);
 
-/// What a configured loop device says of itself.
+/// The configuration of a loop device, as `LOOP_GET_STATUS64` reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
     /// `st_dev` of the backing file.
     pub device: u64,
     /// `st_ino` of the backing file.
     pub inode: u64,
-    /// `st_rdev` of the backing file: the device where it is a block device.
+    /// `st_rdev` of the backing file, if that is a block device.
     pub rdevice: u64,
-    /// Bytes of the file before the device's start.
+    /// Offset of the device's start in the file, bytes.
     pub offset: u64,
-    /// Bytes of the file that the device shows; 0 is all of them.
+    /// Bytes of the file that belong to the device; 0 means all.
     pub size_limit: u64,
     /// The device's own number, the 7 of `loop7`.
     pub number: u32,
@@ -77,15 +77,15 @@ pub struct Status {
     pub flags: u32,
 }
 
-/// What a loop device shall be.
+/// The configuration of a new loop device.
 #[derive(Clone, Copy, Debug)]
 pub struct Config<'a> {
-    /// Bytes of a logical sector; 0 leaves it to the kernel.
+    /// Bytes of a logical sector; with 0 the kernel chooses.
     pub sector_size: u32,
-    /// [`READ_ONLY`] and [`DIRECT_IO`]. Direct I/O is a wish: where the file's
-    /// file system does not take it the kernel goes on without.
+    /// [`READ_ONLY`] and [`DIRECT_IO`]. If the file's file system does not support direct
+    /// I/O, the kernel ignores [`DIRECT_IO`].
     pub flags: u32,
-    /// The name it carries, for `losetup -l` on a kernel without sysfs; cut to
+    /// The name of the backing file for `losetup -l` on a kernel without sysfs; cut to
     /// 63 bytes.
     pub name: &'a [u8],
 }
@@ -93,7 +93,7 @@ pub struct Config<'a> {
 /// An ioctl whose answer is its return value.
 struct Returning<const OPCODE: Opcode>(usize);
 
-// SAFETY: the argument is a number that the kernel does not follow.
+// SAFETY: the argument is a number, which the kernel does not dereference.
 unsafe impl<const OPCODE: Opcode> Ioctl for Returning<OPCODE> {
     type Output = u32;
 
@@ -111,7 +111,7 @@ unsafe impl<const OPCODE: Opcode> Ioctl for Returning<OPCODE> {
         out: IoctlOutput,
         _: *mut libc::c_void,
     ) -> rustix::io::Result<Self::Output> {
-        // Failures came back as errors: the number of a device is not negative.
+        // A failure was returned as an error, so the number is not negative.
         Ok(out.unsigned_abs())
     }
 }
@@ -124,21 +124,21 @@ pub fn open_control() -> io::Result<File> {
         .open("/dev/loop-control")
 }
 
-/// The first loop device that backs nothing; made where there is none. Another
-/// process may take it before the caller does.
+/// The number of the first loop device without a backing file; the kernel makes a device
+/// if there is none. Another process may attach it before the caller does.
 pub fn get_free(control: impl AsFd) -> io::Result<u32> {
     // SAFETY: LOOP_CTL_GET_FREE ignores its argument.
     Ok(unsafe { ioctl(control, Returning::<LOOP_CTL_GET_FREE>(0)) }?)
 }
 
-/// Makes the loop device of that number; `AlreadyExists` where there is one.
+/// Makes the loop device of that number; `AlreadyExists` if it exists.
 pub fn add(control: impl AsFd, number: u32) -> io::Result<()> {
     // SAFETY: LOOP_CTL_ADD takes a number.
     unsafe { ioctl(control, Returning::<LOOP_CTL_ADD>(number as usize)) }?;
     Ok(())
 }
 
-/// Removes the loop device of that number, which nobody has open.
+/// Removes the loop device of that number, which must not be open.
 #[cfg(test)]
 pub fn remove(control: impl AsFd, number: u32) -> io::Result<()> {
     const LOOP_CTL_REMOVE: Opcode = 0x4C81;
@@ -147,8 +147,9 @@ pub fn remove(control: impl AsFd, number: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Puts `backing` behind a loop device in one step (`LOOP_CONFIGURE`, Linux
-/// 5.8). `EBUSY`: it backs a file already, or another process has claimed it.
+/// Attaches `backing` to a loop device in one step (`LOOP_CONFIGURE`, Linux 5.8).
+/// `EBUSY`: the device has a backing file already, or another process has it open
+/// exclusively.
 pub fn configure(
     device: impl AsFd,
     backing: BorrowedFd<'_>,
@@ -183,7 +184,7 @@ pub fn configure(
     Ok(())
 }
 
-/// What the device backs; `ENXIO` where it backs nothing.
+/// The device's configuration; `ENXIO` without a backing file.
 pub fn status(device: impl AsFd) -> io::Result<Status> {
     // SAFETY: LOOP_GET_STATUS64 fills one struct loop_info64, of which every
     // bit pattern is valid.
@@ -199,8 +200,8 @@ pub fn status(device: impl AsFd) -> io::Result<Status> {
     })
 }
 
-/// Tells the device to let go of its file (`LOOP_CLR_FD`). Success proves
-/// nothing: the kernel does it when the last descriptor of the device, this
+/// Requests that the device is detached from its file (`LOOP_CLR_FD`). Success does not
+/// prove that it is: the kernel detaches it when the last descriptor of the device, this
 /// one included, is closed.
 pub fn clear(device: impl AsFd) -> io::Result<()> {
     // SAFETY: LOOP_CLR_FD takes no argument.
@@ -208,7 +209,7 @@ pub fn clear(device: impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes the device as large as its file is now (`LOOP_SET_CAPACITY`).
+/// Sets the device's size to its file's current size (`LOOP_SET_CAPACITY`).
 pub fn set_capacity(device: impl AsFd) -> io::Result<()> {
     // SAFETY: LOOP_SET_CAPACITY takes no argument.
     unsafe { ioctl(device, NoArg::<LOOP_SET_CAPACITY>::new()) }?;

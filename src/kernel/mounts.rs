@@ -1,11 +1,10 @@
 //! The mount calls that rustix lacks: mount_setattr(2), statmount(2) and
 //! listmount(2).
 //!
-//! mount_setattr is as old as our kernel floor (5.12). statmount and listmount
-//! came with 6.8 and grew since; before that they answer `ENOSYS`, which is
-//! handed to the caller, who reads mountinfo instead. The numbers and layouts
-//! are those of `linux/mount.h`; the call numbers are the same on every
-//! architecture that Kubernetes runs on.
+//! mount_setattr (Linux 5.12) exists on every supported kernel. statmount and listmount
+//! came with 6.8, and later kernels added fields; before 6.8 they answer `ENOSYS`, and the
+//! caller reads mountinfo instead. The numbers and layouts are those of `linux/mount.h`;
+//! the call numbers are the same on every architecture that Kubernetes runs on.
 
 use std::{
     ffi::OsStr,
@@ -26,7 +25,7 @@ const SYS_LISTMOUNT: libc::c_long = 458;
 /// `LSMT_ROOT`: list from the root of the caller's mount namespace.
 const LSMT_ROOT: u64 = u64::MAX;
 
-/// `STATMOUNT_*`: what statmount(2) is asked for, and what it answered.
+/// `STATMOUNT_*`: the fields that a call of statmount(2) requests, or that it returned.
 pub mod wants {
     /// The superblock's device, and whether it is read-only.
     pub const SB_BASIC: u64 = 0x1;
@@ -34,7 +33,7 @@ pub mod wants {
     pub const MNT_BASIC: u64 = 0x2;
     /// The directory of the file system that is the mount's root.
     pub const MNT_ROOT: u64 = 0x8;
-    /// Where it is mounted, as the caller's root directory sees it.
+    /// The mount point, relative to the caller's root directory.
     pub const MNT_POINT: u64 = 0x10;
     /// The file system's type.
     pub const FS_TYPE: u64 = 0x20;
@@ -42,7 +41,7 @@ pub mod wants {
     pub const FS_SUBTYPE: u64 = 0x100;
     /// The device or other source (6.13).
     pub const SB_SOURCE: u64 = 0x200;
-    /// Which of these the kernel knows at all (6.16).
+    /// The set of these fields that the kernel supports (6.16).
     pub const SUPPORTED_MASK: u64 = 0x1000;
 }
 
@@ -69,8 +68,8 @@ impl MntIdReq {
     }
 }
 
-/// `struct statmount`: the fixed part. Texts follow it; the fields marked so
-/// are their offsets there.
+/// `struct statmount`: the fixed part. Texts follow it; the fields marked `text` are their
+/// offsets in them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Fixed {
@@ -107,8 +106,8 @@ struct Fixed {
 const _: () = assert!(size_of::<MntIdReq>() == MNT_ID_REQ_SIZE_VER0 as usize);
 const _: () = assert!(size_of::<Fixed>() == 512);
 
-/// Changes a mount's own attributes, mount_setattr(2). `clear` goes before
-/// `set`; an access-time policy is set only with `MOUNT_ATTR__ATIME` cleared.
+/// Changes a mount's own attributes, mount_setattr(2): clears `clear`, then sets `set`. An
+/// access-time policy is set only together with clearing `MOUNT_ATTR__ATIME`.
 pub fn mount_setattr(
     mount: BorrowedFd<'_>,
     set: MountAttrFlags,
@@ -135,18 +134,18 @@ pub fn mount_setattr(
     checked(result).map(drop)
 }
 
-/// What statmount(2) told of one mount.
+/// The answer of statmount(2) about one mount.
 pub struct StatMount {
     fixed: Fixed,
     texts: Vec<u8>,
 }
 
 impl StatMount {
-    /// Asks for `mask` (of [`wants`]) of the mount with this unique id. `ENOENT`
-    /// where it is gone, `ENOSYS` before Linux 6.8.
+    /// Requests the fields `mask` (of [`wants`]) of the mount with this unique id. `ENOENT`
+    /// if the mount is gone, `ENOSYS` before Linux 6.8.
     pub fn read(unique_id: u64, mask: u64) -> io::Result<Self> {
         let request = MntIdReq::new(unique_id, mask);
-        // In words, so that the fixed part is aligned.
+        // A vector of u64, so that the fixed part is aligned.
         let mut words = vec![0u64; 256];
         loop {
             // SAFETY: the request is complete and names its size; the kernel
@@ -162,7 +161,7 @@ impl StatMount {
             };
             match checked(result) {
                 Ok(_) => break,
-                // The texts did not fit.
+                // The buffer is too small for the texts.
                 Err(error) if error.raw_os_error() == Some(libc::EOVERFLOW) => {
                     words.resize(words.len() * 4, 0);
                 }
@@ -179,7 +178,7 @@ impl StatMount {
         Ok(Self { fixed, texts })
     }
 
-    /// Which of [`wants`] this kernel knows, as far as it says so.
+    /// The set of [`wants`] that this kernel supports, as far as it reports it.
     pub fn supported(&self) -> u64 {
         if self.has(wants::SUPPORTED_MASK) {
             self.fixed.supported_mask
@@ -196,7 +195,7 @@ impl StatMount {
         }
     }
 
-    /// The id in mountinfo, used again after the mount is gone.
+    /// The id in mountinfo; another mount may get it after this one is gone.
     pub fn id(&self) -> u32 {
         self.fixed.mnt_id_old
     }
@@ -206,13 +205,12 @@ impl StatMount {
         self.fixed.mnt_parent_id_old
     }
 
-    /// Whether nothing can be written, by the mount's attributes or the
-    /// superblock's flags.
+    /// Whether the mount or the superblock is read-only.
     pub fn read_only(&self) -> bool {
         self.own_read_only() || u64::from(self.fixed.sb_flags) & libc::MS_RDONLY != 0
     }
 
-    /// Whether nothing can be written, by the mount's attributes alone.
+    /// Whether the mount itself is read-only.
     pub fn own_read_only(&self) -> bool {
         self.attributes()
             .contains(MountAttrFlags::MOUNT_ATTR_RDONLY)
@@ -220,12 +218,12 @@ impl StatMount {
 
     /// The mount's own attributes.
     pub fn attributes(&self) -> MountAttrFlags {
-        // All that there are have their bits in the lower half.
+        // All attributes are bits of the lower half.
         let bits = self.fixed.mnt_attr & u64::from(u32::MAX);
         MountAttrFlags::from_bits_retain(u32::try_from(bits).expect("32 bits"))
     }
 
-    /// Whether mounts made below it appear in its peers.
+    /// Whether mounts below it propagate to its peers.
     pub fn shared(&self) -> bool {
         self.fixed.mnt_propagation & libc::MS_SHARED != 0
     }
@@ -299,15 +297,15 @@ fn checked(result: libc::c_long) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// Gives the calling thread a mount namespace of its own in which nothing
-/// propagates: what a test mounts there ends with the test's thread.
+/// Gives the calling thread a mount namespace of its own without propagation, so that a
+/// test's mounts end with its thread.
 #[cfg(test)]
 pub(crate) fn private_namespace() {
     use rustix::{
         mount::{MountPropagationFlags, mount_change},
         thread::{UnshareFlags, unshare_unsafe},
     };
-    // SAFETY: the table of descriptors stays shared.
+    // SAFETY: the thread still shares the process's descriptor table.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.expect("tests of mounts run as root");
     let everything = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     mount_change("/", everything).expect("/ becomes private");

@@ -1,19 +1,19 @@
-//! NBD devices, whoever attached them and whatever serves them.
+//! NBD devices, of this driver and of others, whatever their server.
 //!
 //! ```text
 //!  find        backend identifier ─▶ device, by sysfs; nothing is opened
-//!  claim       O_EXCL, and the identifier is still the same
-//!  drain       keep udevd off, wait for the requests in flight
+//!  claim       open with O_EXCL, check that the identifier is still the same
+//!  drain       lock out udevd, wait for the requests in flight
 //!  disconnect  netlink DISCONNECT
 //! ```
 //!
 //! A device is recognised by its backend identifier, which the kernel keeps and
-//! sysfs shows (Linux 5.14). `device::nbd` names the export and the volume in it;
-//! what rbd-nbd calls its cookie is the same, and is the volume's handle.
+//! sysfs shows (Linux 5.14). `device::nbd` writes the export and the volume to it; rbd-nbd
+//! calls the identifier its cookie, and writes the volume's handle to it.
 //!
-//! `DISCONNECT` does not look at openers: where a file system is alive on the
-//! device, in a mount namespace that we can't see, it throws its dirty pages away.
-//! So only a [`Claimed`] device can be disconnected.
+//! `DISCONNECT` ignores openers: if the device's file system is mounted, perhaps in another
+//! mount namespace, its dirty pages are lost. So only a [`Claimed`] device can be
+//! disconnected.
 
 use std::{
     fs::File,
@@ -41,15 +41,14 @@ pub use reserved_index::ReservedIndex;
 
 use netlink::Driver;
 
-/// How long readers and requests in flight are waited for before a disconnect.
+/// How long a disconnect waits for readers and requests in flight.
 const DRAIN_WITHIN: Duration = Duration::from_secs(1);
 
 /// An NBD device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdDevice {
-    /// Its number and node.
     pub block: BlockDev,
-    /// It refuses writes.
+    /// Whether it refuses writes.
     pub read_only: bool,
 }
 
@@ -61,8 +60,8 @@ impl NbdDevice {
         Ok(Self { block, read_only })
     }
 
-    /// The first device whose backend identifier `recognise` accepts, with what it
-    /// made of that. Without a size the device is on its way up or down.
+    /// The first device whose backend identifier `recognise` accepts, with its result. A
+    /// device without a size is being attached or detached.
     pub fn find<T>(recognise: impl Fn(&str) -> Option<T>) -> io::Result<Option<(Self, T)>> {
         for (index, identifier) in identifiers()? {
             if let Some(found) = recognise(&identifier) {
@@ -81,13 +80,13 @@ impl NbdDevice {
         }
     }
 
-    /// Its size.
+    /// Its size in bytes, by sysfs.
     pub fn size_bytes(&self) -> io::Result<u64> {
         sysfs::size_bytes(self.block.dev)
     }
 }
 
-/// The index by which the driver knows the device, the 7 of `nbd7`.
+/// The driver's index of the device, the 7 of `nbd7`.
 pub fn index_of(dev: Dev) -> io::Result<u32> {
     let name = sysfs::name_of(dev)?;
     let index = sysfs::number_in(&name, "nbd");
@@ -98,31 +97,31 @@ pub fn index_of(dev: Dev) -> io::Result<u32> {
 pub fn identifiers() -> io::Result<Vec<(u32, String)>> {
     let mut found = Vec::new();
     for index in sysfs::numbers("nbd")? {
-        // Most have none.
+        // Most devices have none.
         let identifier = sysfs::dev_of(&format!("nbd{index}")).and_then(sysfs::nbd_backend);
         found.extend(identifier.ok().map(|identifier| (index, identifier)));
     }
     Ok(found)
 }
 
-/// The backend identifier of an attached device. sysfs shows it for a moment after
-/// the device was disconnected; then the device has no size.
+/// The backend identifier of an attached device. sysfs still shows it for a moment after
+/// a disconnect; but then the device has no size.
 pub fn identifier_of(dev: Dev) -> Option<String> {
     let identifier = sysfs::nbd_backend(dev).ok()?;
     (sysfs::size_bytes(dev).ok()? > 0).then_some(identifier)
 }
 
-/// Whether the driver was loaded to read partitions. Then whoever opens a device of a
-/// new size first reads from it, and holds up everybody else who opens it: also the
-/// daemon that takes the place of one that has just died.
+/// Whether the driver was loaded to read partitions. Then the first open of a device of a
+/// new size reads from it, and blocks every other open: also that of a daemon that
+/// replaces a dead one.
 #[cfg(feature = "holder")]
 pub fn reads_partitions() -> bool {
     let max_part = std::fs::read_to_string("/sys/module/nbd/parameters/max_part");
     max_part.is_ok_and(|max_part| max_part.trim_end() != "0")
 }
 
-/// A device that no one else has open exclusively, nor can open so. It stays
-/// attached to the same backend for as long as this lives.
+/// A device that this process has open exclusively. It stays attached to the same backend
+/// until this is dropped.
 #[derive(Debug)]
 pub struct Claimed<'a> {
     device: &'a BlockDev,
@@ -130,16 +129,16 @@ pub struct Claimed<'a> {
 }
 
 impl<'a> Claimed<'a> {
-    /// Opens the device exclusively. None where it is not attached under an
-    /// identifier that `matches`; `EBUSY` where somebody uses it. It may block for as
-    /// long as the device does: for a lane.
+    /// Opens the device exclusively. None if it is not attached under an identifier that
+    /// `matches`; `EBUSY` if it has an exclusive opener. It may block as long as the device
+    /// does, and belongs on a lane.
     pub fn new(device: &'a BlockDev, matches: impl Fn(&str) -> bool) -> io::Result<Option<Self>> {
         let still_matches = || identifier_of(device.dev).is_some_and(|has| matches(&has));
         if !still_matches() {
             return Ok(None);
         }
         let opened = block::open_exclusive(&device.node, device.dev, OFlags::RDONLY);
-        // Between the look and the opening it may have become another's, in use there.
+        // Between the check and the open the device may have become another volume's.
         if !still_matches() {
             return Ok(None);
         }
@@ -148,12 +147,11 @@ impl<'a> Claimed<'a> {
     }
 
     /// Waits until the requests in flight are answered, for a second at most, and
-    /// keeps udevd from adding to them: it reads a device that appears or changes,
-    /// unless somebody has it locked (<https://systemd.io/BLOCK_DEVICE_LOCKING>). The
-    /// lock is taken on `open`, where this process has the device open and locked
-    /// already: that lock would be in the way of another. A device that is
-    /// disconnected earlier leaves its server with answers to nobody, on which nbdkit
-    /// 1.32 was seen to abort, for all of its exports.
+    /// prevents that udevd adds to them: udevd reads a device that appears or changes,
+    /// unless it is locked (<https://systemd.io/BLOCK_DEVICE_LOCKING>). If this process has
+    /// the device open and locked already, the lock is taken on that descriptor, `open`, as it
+    /// would conflict with another. After an earlier disconnect the server cannot send its
+    /// answers, whereupon nbdkit 1.32 was seen to abort, for all of its exports.
     pub fn drain(&self, open: Option<&File>) {
         let deadline = Instant::now() + DRAIN_WITHIN;
         let left = || deadline.saturating_duration_since(Instant::now());

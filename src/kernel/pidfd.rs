@@ -1,20 +1,21 @@
-//! Processes by descriptors (pidfd_open(2)), which never mean another process
-//! that has the same number later.
+//! Descriptors of processes (pidfd_open(2)), which never refer to a later process
+//! with the same id.
 
 use std::{fs, io, os::fd::OwnedFd};
 
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// The process of that id, readable for the runtime of tokio when it has ended.
+/// The process of that id as a descriptor that tokio reports as readable when the process
+/// has ended.
 pub fn watched(pid: Pid) -> io::Result<AsyncFd<OwnedFd>> {
     let pidfd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
-    // SAFETY: the owned descriptor is open, and the same one, until it is dropped.
+    // SAFETY: the owned descriptor stays open, and the same, until it is dropped.
     Ok(unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?)
 }
 
-/// Whether the process is on its way out, and runs no more of its program: some
-/// of what it had open may still wait to be closed. It must not have been reaped.
+/// Whether the process is exiting, and no longer runs its program; it may still have files
+/// open. It must not have been reaped.
 pub fn is_exiting(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
     stat.is_ok_and(|stat| flags(&stat).is_some_and(|flags| flags & PF_EXITING != 0))
@@ -23,8 +24,8 @@ pub fn is_exiting(pid: Pid) -> bool {
 /// include/linux/sched.h
 const PF_EXITING: u32 = 4;
 
-/// The ninth word of `/proc/PID/stat` (proc(5)), of which the second, in
-/// parentheses, may have any characters.
+/// The ninth word of `/proc/PID/stat` (proc(5)). The second word, in parentheses, may
+/// have any characters.
 fn flags(stat: &str) -> Option<u32> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_ascii_whitespace().nth(6)?.parse().ok()

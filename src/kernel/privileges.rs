@@ -1,10 +1,10 @@
-//! What this process may do, and giving up what it does not need.
+//! Dropping the privileges that a process does not need.
 //!
 //! The node container has to be privileged, since mount propagation to the host
 //! demands it. The agent itself needs a few capabilities, and its children
-//! (mkfs, fsck) no more than it. So before any other thread exists it empties
-//! its bounding and permitted sets of the rest, sets no_new_privs, and takes the
-//! system calls away with which the rest of the host could be taken over.
+//! (mkfs, fsck) no others. So before any other thread exists it removes the rest from its
+//! bounding and permitted sets, sets no_new_privs, and filters the system calls by which
+//! an attacker could take over the rest of the host.
 //!
 //! Sources: capabilities(7), seccomp(2), Documentation/userspace-api/no_new_privs.
 
@@ -16,7 +16,7 @@ use rustix::thread::{
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
-/// What the agent needs.
+/// The capabilities of the node agent.
 const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
     .union(CapabilitySet::SYS_RESOURCE) // ext4's online resize
     .union(CapabilitySet::DAC_OVERRIDE) // paths and images of others
@@ -24,11 +24,11 @@ const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
     .union(CapabilitySet::CHOWN) // fsGroup
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::FSETID)
-    .union(CapabilitySet::SYS_PTRACE) // who holds a device: /proc/PID/fd, mountinfo
+    .union(CapabilitySet::SYS_PTRACE) // a device's openers: /proc/PID/fd, mountinfo
     .union(CapabilitySet::MKNOD) // cryptsetup's /dev/mapper/NAME
     .union(CapabilitySet::NET_ADMIN); // the uevent socket's buffer
 
-/// What the holder of rbd-nbd's daemons needs, and they.
+/// The capabilities of the supervisor and of rbd-nbd's daemons.
 #[cfg(feature = "holder")]
 const NEEDED_TO_HOLD: CapabilitySet = CapabilitySet::SYS_ADMIN // the NBD driver
     .union(CapabilitySet::IPC_LOCK) // keys stay in memory
@@ -54,7 +54,7 @@ const REFUSED: &[i64] = &[
     libc::SYS_process_mrelease,
     libc::SYS_pidfd_getfd,
     libc::SYS_kcmp,
-    // Any file of a file system, past every mount namespace (CAP_DAC_READ_SEARCH).
+    // With CAP_DAC_READ_SEARCH it opens any file of a file system, in any mount namespace.
     libc::SYS_open_by_handle_at,
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
@@ -75,18 +75,18 @@ const REFUSED: &[i64] = &[
     libc::SYS_userfaultfd,
 ];
 
-/// On x86-64, the mark of the same calls with 32-bit pointers, where the kernel has
-/// them (arch/x86/include/uapi/asm/unistd.h); elsewhere no call has such a number.
+/// On x86-64, the bit in the number of a call with 32-bit pointers, where the kernel has
+/// these (arch/x86/include/uapi/asm/unistd.h); elsewhere no call has such a number.
 const X32: i64 = 0x4000_0000;
 
-/// Gives up what the node agent does not need. Must be called while the process
+/// Drops the privileges that the node agent does not need. Must be called while the process
 /// has one thread. Returns whether ext4 can be grown online (CAP_SYS_RESOURCE).
 pub fn drop_what_is_not_needed() -> io::Result<bool> {
     Ok(drop_all_but(NEEDED)?.contains(CapabilitySet::SYS_RESOURCE))
 }
 
-/// Gives up what the holder and its daemons do not need, such as to load a kernel
-/// module. Must be called while the process has one thread.
+/// Drops the privileges that the supervisor and its daemons do not need, such as to load a
+/// kernel module. Must be called while the process has one thread.
 #[cfg(feature = "holder")]
 pub fn drop_what_no_holder_needs() -> io::Result<()> {
     drop_all_but(NEEDED_TO_HOLD).map(drop)

@@ -1,5 +1,5 @@
-//! What sysfs tells of a block device. Reading it never waits for the device, but
-//! for what is below `queue/` where somebody is changing the limits of one in use.
+//! Properties of block devices in sysfs. Reading them never waits for the device, except
+//! below `queue/` while the limits of a device in use are being changed.
 //!
 //! Sources: Documentation/ABI/stable/sysfs-block, drivers/block/loop.c
 //! (`loop/backing_file`), Documentation/ABI/testing/sysfs-fs-ext4.
@@ -13,11 +13,11 @@ use std::{
 
 use super::Dev;
 
-/// sysfs counts in sectors of 512 bytes, whatever the device's own.
+/// Bytes of a sector in sysfs, whatever the device's sector size.
 const SECTOR: u64 = 512;
 
-/// The numbers of a driver's devices, attached or not: of `nbd`, the 7 of `nbd7`. In
-/// the order of sysfs.
+/// The numbers of a driver's devices, attached or not, in the order of sysfs: for `nbd`,
+/// the 7 of `nbd7`.
 pub fn numbers(driver: &str) -> io::Result<Vec<u32>> {
     let mut numbers = Vec::new();
     for entry in fs::read_dir("/sys/block")? {
@@ -47,8 +47,8 @@ pub fn name_of(dev: Dev) -> io::Result<String> {
         .to_owned())
 }
 
-/// The node of `dev` below `/dev`. It may be missing, or another device's:
-/// [`crate::kernel::block::open`] makes sure.
+/// The path of the node of `dev` below `/dev`. The node may be missing, or another
+/// device's: [`crate::kernel::block::open`] checks it.
 pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
     let uevent = fs::read_to_string(directory(dev).join("uevent"))?;
     let name = uevent
@@ -57,7 +57,7 @@ pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
     Ok(Path::new("/dev").join(name.ok_or_else(|| broken(dev, &uevent))?))
 }
 
-/// The node of `dev`, once it is there and has that number.
+/// The path of the node of `dev`; an error if the node is missing or has another number.
 pub fn present_node_of(dev: Dev) -> io::Result<PathBuf> {
     let node = node_of(dev)?;
     let metadata = fs::metadata(&node)?;
@@ -88,7 +88,7 @@ pub fn is_read_only(dev: Dev) -> io::Result<bool> {
 /// before 5.15.
 pub fn diskseq(dev: Dev) -> io::Result<Option<u64>> {
     match number(dev, "diskseq") {
-        // Of a device that is gone, the whole directory is missing.
+        // For a removed device the whole directory is missing.
         Err(error) if error.kind() == io::ErrorKind::NotFound && directory(dev).exists() => {
             Ok(None)
         }
@@ -96,29 +96,29 @@ pub fn diskseq(dev: Dev) -> io::Result<Option<u64>> {
     }
 }
 
-/// What the kernel appends to the path of a file that was deleted.
+/// The suffix that the kernel appends to the path of a deleted file.
 pub const DELETED: &str = " (deleted)";
 
-/// The file behind a loop device, as the kernel names it, with [`DELETED`] behind it
-/// where it was. `NotFound` where nothing is attached.
+/// The backing file of a loop device, as the kernel names it, with the suffix [`DELETED`]
+/// if it was deleted. `NotFound` if the device is not attached.
 pub fn backing_file(dev: Dev) -> io::Result<PathBuf> {
     let text = fs::read_to_string(directory(dev).join("loop/backing_file"))?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).into())
 }
 
-/// By what an NBD device was made recognisable (Linux 5.14). `NotFound` where
-/// nothing is attached, or by somebody who did not say.
+/// The backend identifier of an NBD device (Linux 5.14). `NotFound` if the device is not
+/// attached, or was attached without an identifier.
 pub fn nbd_backend(dev: Dev) -> io::Result<String> {
     let text = fs::read_to_string(directory(dev).join("backend"))?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
-/// Whether an NBD device is attached, by whomever.
+/// Whether an NBD device is attached, by this driver or another.
 pub fn nbd_is_attached(dev: Dev) -> bool {
     directory(dev).join("pid").exists()
 }
 
-/// The most bytes that one WRITE_ZEROES to the device may be; 0 where it takes none.
+/// The most bytes of one WRITE_ZEROES to the device; 0 where it takes none.
 pub fn most_zeroes(dev: Dev) -> io::Result<u64> {
     number(dev, "queue/write_zeroes_max_bytes")
 }
@@ -128,8 +128,8 @@ pub fn queues(dev: Dev) -> io::Result<usize> {
     Ok(fs::read_dir(directory(dev).join("mq"))?.count())
 }
 
-/// How many CPUs the machine has, at rest or not (Documentation/ABI/testing/
-/// sysfs-devices-system-cpu).
+/// How many CPUs the machine has, online or not
+/// (Documentation/ABI/testing/sysfs-devices-system-cpu).
 pub fn cpus() -> io::Result<usize> {
     let mut count = 0;
     for entry in fs::read_dir("/sys/devices/system/cpu")? {
@@ -157,8 +157,8 @@ pub fn largest_kibibytes(dev: Dev) -> io::Result<u64> {
     number(dev, "queue/max_sectors_kb")
 }
 
-/// Lets no request to the device be larger, where they may be now. The kernel
-/// waits for those under way.
+/// Limits the size of the device's requests to `kibibytes`, unless the limit is lower
+/// already. The kernel waits for the requests in flight.
 pub fn limit_requests(dev: Dev, kibibytes: u32) -> io::Result<()> {
     if largest_kibibytes(dev)? > u64::from(kibibytes) {
         let path = directory(dev).join("queue/max_sectors_kb");
@@ -184,6 +184,6 @@ fn directory(dev: Dev) -> PathBuf {
 }
 
 fn broken(dev: Dev, found: impl Display) -> io::Error {
-    let why = format!("sysfs does not tell what it should of device {dev}: {found}");
+    let why = format!("unexpected text in sysfs for device {dev}: {found}");
     io::Error::new(io::ErrorKind::InvalidData, why)
 }

@@ -11,7 +11,7 @@ use crate::{
 const BEFORE: u64 = 320 << 20;
 const AFTER: u64 = 640 << 20;
 
-/// A mounted file system on a device of its own.
+/// A file system that is mounted from a loop device of its own.
 struct Mounted {
     scratch: Scratch,
     directory: tempfile::TempDir,
@@ -79,7 +79,7 @@ fn grows(mkfs: &[&str], fs: FsType) {
     let small = mounted.capacity();
     assert_eq!(grow(fs, root.as_fd(), BEFORE).unwrap(), same(BEFORE));
     assert_eq!(grow(fs, root.as_fd(), BEFORE / 2).unwrap(), same(BEFORE));
-    // A rest that is no block of any file system.
+    // A remainder that is smaller than a block of any file system.
     mounted.enlarge(AFTER + 512);
     let grown = Grown {
         before: BEFORE,

@@ -1,8 +1,8 @@
 //! The options of the three mkfs programs that a class may set.
 //!
-//! To allow one more, look it up in the program's manual *and* its source: it
-//! may name no file and no device, make nothing but the file system of this
-//! device in its full size, and do so in bounded time.
+//! To allow another, look it up in the program's manual *and* its source: it must
+//! name no file and no device, make nothing but the file system of this device in its
+//! full size, and do so in bounded time.
 
 use super::{FsType, MkfsOptionError};
 
@@ -15,7 +15,7 @@ pub struct Grammar {
     letters: &'static [(char, Form)],
     /// Long options, each with its equivalent letter.
     long: &'static [(&'static str, char)],
-    /// Options and suboptions that are rejected for a reason worth stating.
+    /// Options and suboptions that are rejected with a reason of their own.
     refused: &'static [(&'static str, &'static str)],
 }
 
@@ -30,7 +30,7 @@ enum Form {
     Number,
     /// Digits, perhaps with a fraction.
     Decimal,
-    /// At most so many bytes of text, for labels.
+    /// A label of at most so many bytes.
     Label(usize),
     /// A UUID, or one of these words.
     Uuid(&'static [&'static str]),
@@ -283,7 +283,7 @@ static BTRFS: Grammar = Grammar {
     fs: FsType::Btrfs,
     force: 'f',
     letters: &[
-        // It stands for a long option without a letter.
+        // No letter of mkfs.btrfs: it represents `--checksum` and `--csum` here.
         ('C', Words(&["blake2", "crc32c", "sha256", "xxhash"])),
         ('K', Flag),
         ('L', Label(255)),
@@ -357,7 +357,7 @@ impl Grammar {
         }
     }
 
-    /// The flag that has mkfs overwrite what it finds.
+    /// The flag that makes mkfs overwrite a device with signatures.
     pub fn force_flag(&self) -> String {
         format!("-{}", self.force)
     }
@@ -369,7 +369,7 @@ impl Grammar {
             .ok_or_else(|| self.refuse(spelling, || self.spellings()))
     }
 
-    /// The option of this long name, which is not shortened.
+    /// The option of this long name; unlike getopt, it refuses an abbreviated name.
     pub fn long(&'static self, name: &str) -> Result<AllowedOption, MkfsOptionError> {
         let spelling = format!("--{name}");
         let known = self.long.iter().find(|(known, _)| *known == name);
@@ -421,7 +421,8 @@ impl AllowedOption {
         matches!(self.form, Flag)
     }
 
-    /// Takes the option with its value, which is `attached` or the next word.
+    /// Checks the option with its value, which is `attached` or the next word, and appends
+    /// both to `args`.
     pub fn take(
         self,
         attached: Option<String>,

@@ -175,8 +175,8 @@ fn refused_mkfs_options_are_named_with_the_reason() {
     }
 }
 
-/// The tools themselves, over a file in a directory of its own: each option that
-/// is allowed is taken or refused, and nothing but the image is written.
+/// Runs the programs over an image in a directory of its own: each accepts or refuses
+/// the allowed options, and writes to no file but the image.
 #[test]
 fn no_allowed_option_touches_another_file() {
     use proptest::{strategy::ValueTree as _, test_runner::TestRunner};
@@ -186,7 +186,7 @@ fn no_allowed_option_touches_another_file() {
     let mut runner = TestRunner::default();
     let mut some = || hostile_option().new_tree(&mut runner).unwrap().current();
     let mut allowed = std::collections::BTreeSet::new();
-    // Most of them are refused.
+    // The parser refuses most of them.
     while allowed.len() < 40 {
         let text = some();
         for (number, fs) in FsType::ALL.into_iter().enumerate() {
@@ -211,9 +211,9 @@ fn no_allowed_option_touches_another_file() {
     }
 }
 
-/// Options as somebody spells them who looks for a way out: the letters of all
-/// programs, their suboptions that name files or devices and some that do not,
-/// and values that are paths.
+/// Options of an attacker who tries to reach another file: the letters of all programs,
+/// their suboptions that name files or devices and some that do not, and values that are
+/// paths.
 fn hostile_option() -> impl Strategy<Value = String> {
     let letter = prop::sample::select(
         "CDEFGIJKLMNORSTUVbcdefgijlmnopqrstvzh"
@@ -299,8 +299,8 @@ proptest! {
         let _ = split_options(&text);
     }
 
-    /// No file, no device, nothing that makes something else: said here once
-    /// more, in other words than the list's.
+    /// The rule behind the allow-list, stated independently: no file, no device, no other
+    /// result than a file system.
     #[test]
     fn accepted_mkfs_options_name_no_file(list in prop::collection::vec(hostile_option(), 1..4)) {
         let text = list.join(" ");
@@ -326,7 +326,7 @@ proptest! {
                 };
                 prop_assert!(!bad.contains(&option.as_str()), "{} {:?}", fs, args);
             }
-            // Nothing depends on how it was spelled.
+            // The result does not depend on the spelling.
             let again = args.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ");
             prop_assert_eq!(parse_options(fs, &again).unwrap(), args);
         }

@@ -16,8 +16,8 @@ const ZFS: &str = "a member of a ZFS pool";
 const GPT: &str = "a GPT partition table";
 const DRBD: &str = "a DRBD device";
 
-/// Signatures where a supported file system writes data of its own: found beside its
-/// superblock, they are the newer.
+/// Signatures at offsets where a supported file system writes data of its own: a signature
+/// beside its superblock is newer than the file system.
 const AT_START: &[Signature] = &[
     (0, b"LUKS\xBA\xBE", LUKS),
     (0x4000, b"SKUL\xBA\xBE", LUKS),
@@ -132,7 +132,7 @@ pub(super) fn at_end(disk: &Disk<'_>, claimed: u64) -> Option<&'static str> {
         .then_some(ZFS)
 }
 
-/// Any other format; for devices without a supported file system.
+/// Any other format, on a device without a supported file system.
 pub(super) fn anywhere(disk: &Disk<'_>) -> Option<&'static str> {
     find(disk, ANYWHERE)
 }

@@ -1,7 +1,7 @@
 //! The superblocks of ext, XFS and btrfs.
 //!
 //! A reader returns `None` without its magic number, the content of a valid
-//! superblock, and otherwise a description of what is wrong with it.
+//! superblock, and otherwise a description of the defect.
 //! Layouts: `Documentation/filesystems/ext4/super.rst`, XFS Algorithms & Data
 //! Structures ("Superblocks"), `linux/btrfs_tree.h`.
 
@@ -102,7 +102,7 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     }
     // The kernel and e2fsck would search the node's devices for the journal: e2fsck even
     // without has_journal, or with a journal inode. For an internal journal, or none,
-    // mke2fs and tune2fs leave zeros in these fields.
+    // mke2fs and tune2fs write zeros to these fields.
     let names_device = sb.bytes(EXT_JOURNAL_UUID) != [0; 16] || sb.le32(EXT_JOURNAL_DEVICE) != 0;
     let has_journal = sb.le32(0x5C) & EXT_HAS_JOURNAL != 0;
     if names_device || has_journal && sb.le32(EXT_JOURNAL_INODE) == 0 {
@@ -110,7 +110,7 @@ fn ext(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
             "an ext4 file system whose superblock names a journal device (where it has none, debugfs -w -R 'ssv journal_uuid clear' clears that)",
         ));
     }
-    // These may also name another device, or make the node panic after an error.
+    // The options may also name another device, or make the node panic after an error.
     if raw[EXT_MOUNT_OPTIONS] != 0 {
         return Some(Err(
             "an ext4 file system with mount options in its superblock (tune2fs -E mount_opts= clears them)",
@@ -146,7 +146,8 @@ impl ExtSize {
     }
 }
 
-/// The size in a superblock, which may be mounted, with a stale checksum.
+/// The size in a superblock. It may be that of a mounted file system, whose checksum is
+/// stale.
 pub(in crate::fs) fn ext_size(superblock: &[u8]) -> Option<ExtSize> {
     let sb = Fields(superblock);
     let high = if sb.le32(0x60) & EXT_64BIT == 0 {
@@ -155,7 +156,7 @@ pub(in crate::fs) fn ext_size(superblock: &[u8]) -> Option<ExtSize> {
         u64::from(sb.le32(0x150)) << 32
     };
     let blocks = u64::from(sb.le32(0x4)) | high;
-    // Blocks are of 1 to 64 KiB; a group has some.
+    // A block has 1 to 64 KiB; a group has at least one block.
     let (log_block_size @ 0..=6, 1..) = (sb.le32(0x18), sb.le32(0x20)) else {
         return None;
     };
@@ -224,7 +225,7 @@ fn btrfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     }
     let raw = disk.slice(BTRFS_OFFSET, BTRFS_LEN)?;
     let sb = Fields(raw);
-    // Other checksums (xxhash, sha256, blake2b) are left to the kernel.
+    // The kernel verifies the other checksums (xxhash, sha256, blake2b).
     let crc32c_used = sb.le16(196) == 0;
     if crc32c_used && !crc32c(!0, &raw[32..]) != sb.le32(0) {
         return Some(Err("a btrfs file system whose superblock is damaged"));
@@ -245,7 +246,7 @@ fn btrfs(disk: &Disk<'_>) -> Option<Result<FsInfo, &'static str>> {
     }))
 }
 
-/// A file system whose primary superblock is gone, by a backup superblock.
+/// A file system without its primary superblock, recognised by a backup superblock.
 pub(super) fn backup(disk: &Disk<'_>) -> Option<&'static str> {
     // ext: at the start of block group 1, one KiB further with blocks of 1 KiB.
     let ext = [8 * MIB + KIB, 32 * MIB, 128 * MIB];

@@ -25,7 +25,7 @@ fn run(command: &str, path: &Path) {
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    // e2fsck(8): errors were corrected. Where the journal goes, an orphan file is left.
+    // e2fsck(8): errors were corrected. Removing the journal leaves an orphan file.
     let corrected = command.starts_with("e2fsck") && output.status.code() == Some(1);
     assert!(
         output.status.success() || corrected,
@@ -110,7 +110,7 @@ fn file_systems_of_mkfs_are_recognised() {
     }
 }
 
-/// Both would have the kernel, or e2fsck, open another device of the node.
+/// With either, the kernel or e2fsck would open another device of the node.
 #[test]
 fn an_ext4_that_reaches_beyond_its_device_is_foreign() {
     let (image, _) = made_by("mkfs.ext4 -q", 64 * MIB);
@@ -134,7 +134,8 @@ fn an_ext4_that_reaches_beyond_its_device_is_foreign() {
     assert!(matches!(content(), Content::Fs(_)));
 }
 
-/// e2fsck opens what they name also where there is no journal, or one inside.
+/// e2fsck opens the device that these fields name even if the journal is internal, or
+/// there is none.
 #[test]
 fn an_ext4_that_names_another_device_without_need_is_foreign() {
     for made in ["mkfs.ext4 -q", "mkfs.ext4 -q -O ^has_journal"] {
@@ -159,7 +160,7 @@ fn an_ext4_that_names_another_device_without_need_is_foreign() {
     }
 }
 
-/// What the programs themselves leave where a journal on another device is named.
+/// The content that the programs themselves write to the fields of an external journal.
 #[test]
 fn an_ext4_with_its_journal_inside_or_none_is_not_taken_for_one_with_it_elsewhere() {
     for made in [
@@ -241,7 +242,7 @@ fn a_lost_superblock_is_found_by_its_backups() {
 
 #[test]
 fn the_remains_of_a_killed_mkfs_are_a_partial_format() {
-    // Each without what it writes at last.
+    // Each without its last write.
     for (command, at, bytes) in [
         ("mkfs.ext4 -q", 1024, &[0; 1024][..]),
         ("mkfs.xfs -q", 126, &[1]),
@@ -254,7 +255,7 @@ fn the_remains_of_a_killed_mkfs_are_a_partial_format() {
         let content = probe(image.as_file());
         assert!(content.is_partial_format(), "{command}: {content:?}");
     }
-    // What is damaged was whole once.
+    // A damaged superblock is no partial format: its mkfs had ended.
     let (image, _) = made_by("mkfs.ext4 -q", 320 * MIB);
     image.as_file().write_all_at(&[0xA5], 1024 + 0x80).unwrap();
     assert!(!probe(image.as_file()).is_partial_format());

@@ -1,12 +1,12 @@
 //! The kernel's NBD driver by generic netlink (include/uapi/linux/nbd-netlink.h,
 //! drivers/block/nbd.c).
 //!
-//! The driver serves one command of this family after the other, and with it
-//! most generic netlink families of the machine: every call here may block and
-//! belongs on a lane. Only taking announcements ([`Listener::take`]) never does.
+//! The kernel serves the commands of this family, and of most other generic netlink
+//! families of the machine, one after the other: every call here may block, and belongs
+//! on a lane. Only taking announcements ([`Listener::take`]) never blocks.
 //!
-//! `NBD_CMD_STATUS` is not used: whether a device is configured is all it tells,
-//! and sysfs tells that and by whom, without waiting for anybody.
+//! `NBD_CMD_STATUS` is not used: it tells only whether a device is configured, and sysfs
+//! tells that and the backend identifier without blocking.
 
 use std::{
     io,
@@ -39,22 +39,21 @@ const GROUP: &str = "nbd_mc_group";
 /// Bytes of the largest message; a netlink attribute cannot be longer.
 const LONGEST: usize = 64 * 1024;
 
-/// A device that the kernel shall make.
+/// The parameters of a new connection of a device to its server.
 #[derive(Debug)]
 pub struct Connect<'a> {
-    /// Its number, the 7 of `nbd7`, where it is not the kernel's choice. `EBUSY`
-    /// where that one is in use.
+    /// The device's index, the 7 of `nbd7`; `EBUSY` if that device is in use. Without one
+    /// the kernel chooses.
     pub index: Option<u32>,
-    /// By what it is recognised, `/sys/block/nbd0/backend`.
+    /// Its backend identifier, shown in `/sys/block/nbd0/backend`.
     pub identifier: &'a str,
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: u64,
     /// Its logical block size: a power of two from 512 to a page.
     pub block_bytes: u32,
     /// The protocol's transmission flags.
     pub flags: u16,
-    /// Seconds after which a request that got no answer makes its connection a
-    /// dead one.
+    /// Seconds without an answer to a request after which its connection counts as dead.
     pub request_seconds: u32,
     /// Seconds that requests wait for a live connection before they fail.
     pub dead_seconds: u32,
@@ -62,24 +61,24 @@ pub struct Connect<'a> {
     pub sockets: &'a [BorrowedFd<'a>],
 }
 
-/// What shall be different about a device.
+/// A change of an attached device.
 #[derive(Debug)]
 pub enum Change<'a> {
-    /// These sockets take the place of dead ones. What the device has no need
-    /// for is dropped, and that is success, too.
+    /// These sockets replace dead ones. The driver drops sockets that the device does not
+    /// need, and that is success, too.
     Sockets {
         /// Sockets in their transmission phase.
         fresh: &'a [BorrowedFd<'a>],
         /// As [`Connect::dead_seconds`], from now on.
         dead_seconds: u32,
     },
-    /// Its size.
+    /// Its size in bytes.
     Bytes(u64),
     /// As [`Connect::dead_seconds`], from now on.
     DeadSeconds(u32),
 }
 
-/// A way to the driver.
+/// A netlink socket to the driver.
 #[derive(Debug)]
 pub struct Driver {
     socket: Socket,
@@ -88,7 +87,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Opens the way. `NotFound` where the kernel has no NBD driver loaded.
+    /// Opens the socket. `NotFound` if the kernel has no NBD driver loaded.
     pub fn open() -> io::Result<Self> {
         let socket = open_socket()?;
         let mut asked = NetlinkMessage::from(GenlMessage::from_payload(GenlCtrl {
@@ -112,7 +111,7 @@ impl Driver {
         })
     }
 
-    /// Makes a device and answers its number, the 7 of `nbd7`.
+    /// Attaches a device, and returns its index, the 7 of `nbd7`.
     pub fn connect(&self, connect: &Connect<'_>) -> io::Result<u32> {
         let mut attributes = vec![
             long(ATTR_SIZE_BYTES, connect.bytes),
@@ -130,8 +129,7 @@ impl Driver {
             .ok_or_else(|| broken("it does not name the device that it made"))
     }
 
-    /// Changes a device that is there. The driver refuses where the identifier
-    /// is not the device's.
+    /// Changes an attached device. The driver refuses if the identifier is not the device's.
     pub fn reconfigure(&self, index: u32, identifier: &str, change: &Change<'_>) -> io::Result<()> {
         let mut attributes = vec![
             int(ATTR_INDEX, index),
@@ -153,14 +151,14 @@ impl Driver {
         self.call(CMD_RECONFIGURE, attributes).map(drop)
     }
 
-    /// Takes the device down, whoever has it open: who may do that has made
-    /// sure that nobody has.
+    /// Disconnects the device, even while it is open: the caller has made sure that it has no
+    /// openers.
     pub fn disconnect(&self, index: u32) -> io::Result<()> {
         self.call(CMD_DISCONNECT, vec![int(ATTR_INDEX, index)])
             .map(drop)
     }
 
-    /// Begins to hear which devices lose a connection.
+    /// Subscribes to the announcements of dead connections.
     pub fn listen(&self) -> io::Result<Listener> {
         let socket = open_socket()?;
         socket.set_non_blocking(true)?;
@@ -187,8 +185,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// The number of the next device that lost a connection; `WouldBlock` when
-    /// there is none, `ENOBUFS` when some were lost.
+    /// The index of the next device that lost a connection; `WouldBlock` if there is none,
+    /// `ENOBUFS` if announcements were lost.
     pub fn take(&self) -> io::Result<u32> {
         loop {
             let (bytes, _) = self.socket.recv_from_full()?;
@@ -212,7 +210,7 @@ fn open_socket() -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Sends a request and takes what comes until it is acknowledged.
+/// Sends a request, and receives messages until it is acknowledged.
 fn exchange<F>(
     socket: &Socket,
     mut request: NetlinkMessage<GenlMessage<F>>,
@@ -253,6 +251,6 @@ fn group_of(groups: &[Vec<McastGrpAttrs>]) -> Option<u32> {
 fn broken(why: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
-        format!("the kernel's NBD driver answers otherwise than it should: {why}"),
+        format!("unexpected answer of the kernel's NBD driver: {why}"),
     )
 }

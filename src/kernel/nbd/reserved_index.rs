@@ -1,14 +1,14 @@
-//! The number of an NBD device, for servers that depend on which device they get.
+//! The choice of an NBD device for a server without WRITE_ZEROES.
 //!
-//! A device that had a server with WRITE_ZEROES goes on sending it, also to a later
-//! server without (drivers/block/nbd.c, `nbd_set_size`: the limit is set and never
-//! cleared; the request is there since Linux 6.12, this was seen in 7.2). A server of
-//! exports answers with an error, which fails the file system's write; rbd-nbd (16.2)
-//! stops answering anything, so that mkfs waits for ever. So a server without
-//! WRITE_ZEROES gets a device that never had it, from the end of the list: the kernel
-//! itself chooses from the beginning. Among those it is a random one, since other
-//! processes may be choosing at the same time: of two that choose the same, one has
-//! to choose again, and rbd-nbd opens its image anew for that.
+//! A device that had a server with WRITE_ZEROES still sends it, also to a later server
+//! without (drivers/block/nbd.c, `nbd_set_size` sets the limit and never clears it; Linux
+//! has the request since 6.12, and 7.2 was seen to do this). A server of exports
+//! answers with an error, which fails the file system's write; rbd-nbd (16.2) stops
+//! answering any request, so that mkfs waits for ever. So a server without WRITE_ZEROES
+//! gets a device that never had it, from the end of the list, as the kernel itself chooses
+//! from the beginning. Among those the choice is random, since other processes may choose
+//! at the same time: of two that choose the same device, one has to choose again, and
+//! rbd-nbd opens its image anew for that.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,16 +23,15 @@ use crate::kernel::{Dev, sysfs};
 /// The indexes that this process has reserved.
 static RESERVED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
-/// The index of a device, the 7 of `nbd7`, that this process reserves only once at a
-/// time, until this is dropped.
+/// The index of a device, the 7 of `nbd7`, which this process does not reserve again until
+/// this is dropped.
 #[derive(Debug)]
 pub struct ReservedIndex(u32);
 
 impl ReservedIndex {
-    /// A free device for a server that does not take WRITE_ZEROES. The kernel makes
-    /// the device if there is none of that index, and answers `EBUSY` if another
-    /// process has attached it, or only has it open. A caller that keeps the
-    /// reservation gets another index the next time.
+    /// A free device for a server without WRITE_ZEROES. The kernel makes the device if there
+    /// is none of that index, and answers `EBUSY` if another process has attached it, or only
+    /// has it open. A caller that keeps the reservation gets another index the next time.
     pub fn without_zeroes() -> io::Result<Self> {
         let devices = suitable_devices()?;
         let mut reserved = reserved();
@@ -62,7 +61,7 @@ fn suitable_devices() -> io::Result<BTreeMap<u32, bool>> {
     let mut found = BTreeMap::new();
     for index in sysfs::numbers("nbd")? {
         let suits = match sysfs::dev_of(&format!("nbd{index}")).and_then(is_suitable) {
-            // It is being made, or removed.
+            // The device is being made, or removed.
             Err(error) if error.kind() == io::ErrorKind::NotFound => false,
             suits => suits?,
         };
@@ -72,15 +71,15 @@ fn suitable_devices() -> io::Result<BTreeMap<u32, bool>> {
 }
 
 fn is_suitable(dev: Dev) -> io::Result<bool> {
-    // Reading the limits of a device in use may block: they may be about to change,
-    // which waits for its server.
+    // Reading the limits of a device in use may block: a change of them in progress waits
+    // for the device's server.
     let free = sysfs::size_bytes(dev)? == 0 && !sysfs::nbd_is_attached(dev);
     Ok(free && sysfs::most_zeroes(dev)? == 0)
 }
 
-/// A suitable index before the first gap: rbd-nbd (16.2), which looks for an image's
-/// device by counting from 0 until there is none, would not find a device behind a
-/// gap, nor would ceph-csi, which unmaps by it. `dice` is any number.
+/// A suitable index before the first gap: rbd-nbd (16.2) looks for an image's device by
+/// counting from 0 to the first missing index, and would not find a device behind a gap;
+/// nor would ceph-csi, which unmaps by rbd-nbd. `dice` is any number.
 fn choose(devices: &BTreeMap<u32, bool>, reserved: &BTreeSet<u32>, dice: u128) -> u32 {
     let is_missing = |index: &u32| !devices.contains_key(index);
     let gap = (0..u32::MAX).find(is_missing).unwrap_or(u32::MAX);

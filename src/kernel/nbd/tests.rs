@@ -1,4 +1,4 @@
-//! On a kernel that has the driver.
+//! Tests that need a kernel with the NBD driver.
 
 use std::{
     io::{Read as _, Write as _},
@@ -18,10 +18,10 @@ const READ: u32 = 0;
 const REQUEST: u32 = 0x2560_9513;
 const REPLY: u32 = 0x6744_6698;
 
-/// Whether the server answers, or lets requests wait.
+/// Whether the server answers, or leaves requests unanswered.
 type Answers = Arc<(Mutex<bool>, Condvar)>;
 
-/// A device that goes with the test.
+/// A device that is disconnected at the test's end.
 struct Attached {
     driver: Driver,
     identifier: String,
@@ -41,7 +41,7 @@ impl Attached {
             return None;
         }
         let (socket, server) = UnixStream::pair().unwrap();
-        // udevd reads it, too.
+        // The server answers at first, because udevd reads the device, too.
         let answers = Answers::new((Mutex::new(true), Condvar::new()));
         let its = Arc::clone(&answers);
         thread::spawn(move || serve(server, &its));
@@ -70,7 +70,7 @@ impl Attached {
         Claimed::new(&self.device.block, |has| has == self.identifier)
     }
 
-    /// Begins to read, past every cache, what is not answered yet.
+    /// Starts a read past every cache, which stays unanswered.
     fn read(&self) -> thread::JoinHandle<io::Result<()>> {
         set(&self.answers, false);
         let BlockDev { node, dev } = self.device.block.clone();
@@ -126,7 +126,7 @@ fn a_device_is_found_claimed_and_disconnected_by_its_identifier() {
     let claimed = it.claim().unwrap().unwrap();
     assert!(block::is_busy(&it.claim().unwrap_err()));
     claimed.disconnect(&it.driver).unwrap();
-    // It keeps its configuration for as long as it is open, here or by udevd.
+    // The device keeps its configuration while it is open, here or by udevd.
     drop(claimed);
     while found().is_some() {
         thread::yield_now();

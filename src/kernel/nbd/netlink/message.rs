@@ -1,4 +1,4 @@
-//! What the driver is told and what it says, as bytes.
+//! Encoding and decoding of the driver's messages.
 
 use std::{
     io,
@@ -82,16 +82,17 @@ impl ParseableParametrized<[u8], GenlHeader> for Message {
     }
 }
 
-/// What a datagram holds.
+/// The content of a datagram.
 #[derive(Debug)]
 pub struct Said<F> {
     /// The last answer in it.
     pub answer: Option<GenlMessage<F>>,
-    /// The request was acknowledged: nothing more comes.
+    /// The request was acknowledged: no more messages follow.
     pub end: bool,
 }
 
-/// Reads a datagram of answers to one request. The kernel's refusal is the error.
+/// Decodes a datagram of answers to one request. The error is the kernel's refusal, or of
+/// the decoding.
 pub fn read<F>(mut rest: &[u8]) -> io::Result<Said<F>>
 where
     F: GenlFamily + ParseableParametrized<[u8], GenlHeader> + std::fmt::Debug,
@@ -109,15 +110,14 @@ where
             NetlinkPayload::InnerMessage(inner) => said.answer = Some(inner),
             _ => {}
         }
-        // Each begins at a multiple of four (netlink(7)).
+        // Each message begins at a multiple of four (netlink(7)).
         let length = (message.header.length as usize).next_multiple_of(4).max(4);
         rest = rest.get(length..).unwrap_or_default();
     }
     Ok(said)
 }
 
-/// The number of the device that lost a connection, where that is what a
-/// datagram tells.
+/// The index of the device that lost a connection, if the datagram announces that.
 pub fn announced(bytes: &[u8]) -> Option<u32> {
     match NetlinkMessage::<GenlMessage<Message>>::deserialize(bytes)
         .ok()?
