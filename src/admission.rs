@@ -1,16 +1,16 @@
 //! Limits on how many volumes are in a step at once.
 //!
 //! A [`Gate`] has a number of places for one step, attaching a device for instance, and
-//! a queue for volumes without a place. Three rules keep one dead server from taking
-//! all of them:
+//! a queue for volumes without a place. Three rules prevent that the volumes of one dead
+//! server occupy all places:
 //!
-//! - A place that is held longer than the gate's timeout without progress is freed,
-//!   though the work continues: a device that hangs delays others by that time at most.
-//!   The stuck work is bounded by the number of volumes, or, where the gate says so, by
-//!   the share of its domain, against which it still counts.
+//! - A gate frees a place that is held longer than its timeout without progress, though
+//!   the work continues: a device that hangs delays others by that time at most.
+//!   The number of volumes bounds the stuck work; at a gate with [`Bounds::counts_stuck`]
+//!   the share of its domain does, against which it still counts.
 //! - All volumes of one server, cluster or pool (their *domain*) get three quarters of
 //!   the places and of the queue at most.
-//! - A full queue refuses, so that the caller retries later.
+//! - A gate with a full queue refuses further volumes, so that the caller retries later.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -31,9 +31,9 @@ pub struct Bounds {
     pub flag: &'static str,
     /// How many volumes may be in the step at once.
     pub places: usize,
-    /// How many of them may be of one domain.
+    /// How many volumes of one domain may be in the step at once.
     pub share: usize,
-    /// How many may wait.
+    /// How many volumes may wait for a place.
     pub queue: usize,
     /// How long a place may be held without progress.
     pub timeout: Duration,
@@ -43,7 +43,7 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Three quarters of the places for a domain, no limit to the queue.
+    /// Bounds with three quarters of the places for a domain, and an unlimited queue.
     pub fn new(step: &'static str, flag: &'static str, places: usize, timeout: Duration) -> Self {
         Self {
             step,
@@ -57,7 +57,7 @@ impl Bounds {
     }
 }
 
-/// The share of one domain.
+/// The share of one domain: three quarters, rounded up.
 fn share_of(all: usize) -> usize {
     (all - all / 4).max(1)
 }
@@ -90,7 +90,7 @@ struct GateInner {
 struct GateState {
     last: u64,
     held: BTreeMap<u64, HeldPlace>,
-    /// The domains of stuck work, which lost its place.
+    /// The domains of stuck work that lost its place.
     stuck: BTreeMap<u64, String>,
     waiting: VecDeque<Waiting>,
 }
@@ -98,7 +98,7 @@ struct GateState {
 #[derive(Debug)]
 struct HeldPlace {
     domain: String,
-    /// When it was granted, or last renewed.
+    /// When the place was granted, or last renewed.
     since: Instant,
 }
 
@@ -108,7 +108,7 @@ struct Waiting {
     grant: oneshot::Sender<Place>,
 }
 
-/// A place in a step; freed when dropped.
+/// A place in a step. Dropping it frees the place.
 #[derive(Debug)]
 #[must_use]
 pub struct Place {
@@ -121,7 +121,7 @@ pub struct Place {
 pub enum Asked {
     /// A place was free.
     Admitted(Place),
-    /// The place will arrive on this channel.
+    /// The volume is queued; the gate sends its place to this channel.
     Waits(oneshot::Receiver<Place>),
 }
 
@@ -189,7 +189,7 @@ impl Gate {
         })
     }
 
-    /// Only [`Gate::grant`] takes a waiting volume off the queue.
+    /// Panics: only [`Gate::grant`] removes a waiting volume from the queue.
     fn never(&self) -> ! {
         unreachable!(
             "the gate of step {} dropped a waiting volume",
@@ -221,7 +221,7 @@ impl Gate {
         }
     }
 
-    /// Its current load.
+    /// The current load of the gate.
     pub fn load(&self) -> Load {
         let state = self.lock();
         Load {
@@ -246,7 +246,7 @@ impl Gate {
 
     /// Grants free places to the queue, first to the first volume whose domain has room.
     fn grant(&self, mut state: MutexGuard<'_, GateState>) {
-        // Calls that ended meanwhile take no place.
+        // Calls that ended meanwhile get no place.
         state.waiting.retain(|waiting| !waiting.grant.is_closed());
         let mut granted = Vec::new();
         while let Some(at) = state.next(&self.0.bounds)
@@ -256,12 +256,13 @@ impl Gate {
         }
         drop(state);
         for (grant, place) in granted {
-            // Where the call has just ended, the place is dropped, and freed.
+            // If the call has just ended, this drops the place, and so frees it.
             let _ = grant.send(place);
         }
     }
 
-    /// No foreign code runs under this lock.
+    /// No code of other modules runs under this lock, so the state is consistent even if a
+    /// thread panicked while it had the lock.
     fn lock(&self) -> MutexGuard<'_, GateState> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -279,7 +280,7 @@ impl GateState {
         if self.held.len() >= bounds.places {
             return None;
         }
-        // A domain that has its share is checked once, however many of its volumes wait.
+        // Each domain that has its share is checked once, however many of its volumes wait.
         let mut full: Vec<&str> = Vec::new();
         (self.waiting.iter()).position(|waiting| {
             if full.contains(&waiting.domain.as_str()) {
@@ -355,11 +356,11 @@ fn positive(text: &str) -> Result<usize, String> {
     }
 }
 
-/// For a step that takes milliseconds, or a second at a server.
+/// The timeout of a step that takes milliseconds, or at a server a second.
 const SHORT: Duration = Duration::from_secs(3);
-/// For a step that runs a child, whose work signals progress.
+/// The timeout of a step that runs a child, whose work signals progress.
 const CHILD: Duration = Duration::from_secs(10);
-/// For an attempt to reconnect.
+/// The timeout of an attempt to reconnect.
 const RECONNECT: Duration = Duration::from_secs(15);
 
 /// The gates of a node.
@@ -409,7 +410,7 @@ impl Gates {
             mount: gate("mount", "--max-mounts", limits.max_mounts, SHORT),
             mkfs: gate("mkfs", "--max-mkfs", limits.max_mkfs, CHILD),
             fsck: gate("fsck", "--max-fsck", limits.max_fsck, CHILD),
-            // One that hangs keeps its memory, which is locked.
+            // A cryptsetup that hangs keeps its memory, which is locked.
             cryptsetup: Gate::new(Bounds {
                 counts_stuck: true,
                 ..Bounds::new(

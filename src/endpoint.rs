@@ -2,10 +2,10 @@
 //!
 //! A socket file outlives its process, and a process stuck in the kernel can
 //! outlive its agent with the listening socket still open. So neither the file
-//! nor a successful connect proves that somebody serves: only an answer to
-//! `Probe` within a second does. A socket that answers is left alone; any other
-//! is replaced by renaming the new one over it, so that there is never a moment
-//! without a socket, nor one with the wrong mode.
+//! nor a successful connect proves that a server is alive: only an answer to
+//! `Probe` within a second does. A socket whose server answers is kept; any other
+//! is replaced by renaming the new one over it, so that the path always has a socket, and
+//! with the right mode.
 
 use std::{
     fmt,
@@ -33,7 +33,7 @@ use crate::proto::{
 /// How long a socket's owner may take to answer `Probe` before it counts as dead.
 const ALIVE_WITHIN: Duration = Duration::from_secs(1);
 
-/// Where to serve: `unix:///absolute/path` (`unix:/path` and a bare absolute
+/// The address of a socket, `unix:///absolute/path` (`unix:/path` and a bare absolute
 /// path mean the same).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
@@ -48,24 +48,16 @@ pub enum ServeError {
     BadEndpoint(String),
     /// Another process serves there.
     #[error("{path} is served by a live process; stop it, or choose another --endpoint")]
-    Live {
-        /// The socket.
-        path: PathBuf,
-    },
-    /// Something that is no socket stands there.
+    Live { path: PathBuf },
+    /// The path is a file that is no socket.
     #[error("{path} exists and is no socket; it is left alone: choose another --endpoint")]
-    NotASocket {
-        /// What is in the way.
-        path: PathBuf,
-    },
+    NotASocket { path: PathBuf },
     /// The socket could not be made.
     #[error("cannot {what} {path}")]
     Socket {
-        /// The step that failed.
+        /// The step that failed, a verb phrase before the path.
         what: &'static str,
-        /// The socket.
         path: PathBuf,
-        /// The kernel's answer.
         source: io::Error,
     },
     /// The server itself failed.
@@ -103,11 +95,11 @@ impl Endpoint {
         &self.path
     }
 
-    /// A lazily connected channel to whoever serves here. Each channel is a
-    /// connection of its own.
+    /// A channel to the server of this socket, connected at its first use. Each channel is
+    /// a connection of its own.
     pub fn channel(&self) -> Channel {
         let path = self.path.clone();
-        // The URI is never looked up: the connector below ignores it.
+        // The URI is a placeholder, which the connector below ignores.
         tonic::transport::Endpoint::from_static("http://uring-csi").connect_with_connector_lazy(
             service_fn(move |_: Uri| {
                 let path = path.clone();
@@ -116,13 +108,13 @@ impl Endpoint {
         )
     }
 
-    /// Whether somebody serves the Identity service here, now.
+    /// Whether a live process serves the Identity service here.
     async fn is_alive(&self) -> bool {
         let mut identity = IdentityClient::new(self.channel());
         let answer = tokio::time::timeout(ALIVE_WITHIN, identity.probe(ProbeRequest {})).await;
-        // An answer with an error code is an answer too, unless the client made
-        // it up of an error of its own: nobody listens, or whoever did is ending
-        // and has closed the connection.
+        // An error code is an answer too, unless the client made it of an error of its
+        // own: no process listens, or the one that did is ending and has closed the
+        // connection.
         match answer {
             Ok(Ok(_)) => true,
             Ok(Err(status)) => std::error::Error::source(&status).is_none(),
@@ -135,13 +127,14 @@ impl Endpoint {
         move |source| ServeError::Socket { what, path, source }
     }
 
-    /// Takes the socket over, mode 0600; refuses while a live process serves.
+    /// Replaces the socket by one of this process, mode 0600; fails while a live process
+    /// serves.
     pub async fn bind(&self) -> Result<Listener, ServeError> {
         self.refuse_live().await?;
         self.take()
     }
 
-    /// Refuses while a live process serves, or what is there is no socket.
+    /// Fails while a live process serves, or if the file there is no socket.
     pub async fn refuse_live(&self) -> Result<(), ServeError> {
         let path = || self.path.clone();
         match std::fs::symlink_metadata(&self.path) {
@@ -155,7 +148,8 @@ impl Endpoint {
         }
     }
 
-    /// Takes the socket over, mode 0600, from whoever has been found not to serve.
+    /// Replaces the socket by one of this process, mode 0600. The caller has found that no
+    /// live process serves.
     pub fn take(&self) -> Result<Listener, ServeError> {
         let failed = |what| self.failed(what);
         if let Some(parent) = self.path.parent() {
@@ -164,7 +158,7 @@ impl Endpoint {
         let mut fresh = self.path.clone().into_os_string();
         fresh.push(format!(".{}", std::process::id()));
         let fresh = PathBuf::from(fresh);
-        // A leftover of a process that had the same id.
+        // A file that an earlier process with this id left.
         let _ = std::fs::remove_file(&fresh);
         let listener = UnixListener::bind(&fresh).map_err(failed("bind"))?;
         std::fs::set_permissions(&fresh, std::fs::Permissions::from_mode(0o600))
@@ -186,14 +180,13 @@ impl Endpoint {
 pub struct Listener {
     socket: UnixListener,
     path: PathBuf,
-    /// Tells our socket file from that of an agent that has replaced us.
+    /// Distinguishes this process's socket file from that of a later agent.
     inode: u64,
 }
 
 impl Listener {
-    /// Serves `routes` and server reflection until `stop` resolves. Then the
-    /// socket goes away, so that nothing new comes in, and calls under way get
-    /// `grace` to finish.
+    /// Serves `routes` and server reflection until `stop` resolves. Then it removes the
+    /// socket, so that no new connection is made, and calls in progress get `grace` to finish.
     pub async fn serve(
         self,
         routes: Routes,
@@ -231,7 +224,8 @@ impl Listener {
             finished = server => finished?,
             () = until_told => tracing::warn!(
                 grace_seconds = grace.as_secs(),
-                "calls were still under way at the end of the grace time; the next start takes their work up"
+                "calls were still in progress at the end of the grace time; repeats of them finish \
+                their work after the next start"
             ),
         }
         Ok(())
@@ -244,8 +238,8 @@ pub async fn shutdown_signal() -> io::Result<()> {
     let mut term = signal(SignalKind::terminate())?;
     let mut int = signal(SignalKind::interrupt())?;
     tokio::select! {
-        _ = term.recv() => tracing::info!("SIGTERM: finishing what runs, refusing what is new"),
-        _ = int.recv() => tracing::info!("SIGINT: finishing what runs, refusing what is new"),
+        _ = term.recv() => tracing::info!("SIGTERM: finishing calls in progress, refusing new ones"),
+        _ = int.recv() => tracing::info!("SIGINT: finishing calls in progress, refusing new ones"),
     }
     Ok(())
 }
@@ -289,7 +283,7 @@ mod tests {
     async fn a_socket_that_accepts_but_never_answers_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("csi.sock");
-        // The kernel completes connects to it for ever; nobody answers.
+        // The kernel completes every connect to it; no process answers.
         let _mute = UnixListener::bind(&path).unwrap();
         let endpoint = Endpoint { path: path.clone() };
         let listener = endpoint.bind().await.unwrap();
@@ -318,7 +312,7 @@ mod tests {
             path: dir.path().join("csi.sock"),
         };
         let listener = endpoint.bind().await.unwrap();
-        // A server without this service: UNIMPLEMENTED.
+        // A server without this service answers UNIMPLEMENTED.
         let other = tonic::service::Routes::default();
         let serving = tokio::spawn(
             tonic::transport::Server::builder()

@@ -1,20 +1,18 @@
 //! Threads for calls that can hang.
 //!
 //! A read of a dead device, a mount, the last umount: such a call can sleep in
-//! the kernel for minutes, or for ever, and nothing can end it. So it is made on
-//! a thread of its own, a *lane*, and only that thread is lost meanwhile. The
-//! caller awaits the result on its own runtime; a deadline around that future
-//! ends the waiting and never the work, which goes on and is seen in
-//! [`Lanes::busy`] until the kernel lets go of it.
+//! the kernel for minutes, or for ever, and nothing can end it. So it runs on a thread of
+//! its own, a *lane*, and blocks only that thread. The caller awaits the result on its own
+//! runtime; a deadline around that future ends the waiting, never the work, which continues
+//! and is listed by [`Lanes::busy`] until the kernel returns from the call.
 //!
 //! A job is a closure ([`Lanes::run`]) or a future ([`Lanes::drive`]). A future is polled
 //! on a lane, so the calls between its awaits may block; while it awaits, it has no
 //! thread.
 //!
-//! There is no fixed pool: a fixed number of threads is the number of dead
-//! devices that stops the agent. A job takes an idle thread or a new one, and
-//! the caller sees to it that a volume has one job in flight, so stuck threads
-//! never outnumber stuck volumes. Idle threads go away after [`IDLE`].
+//! There is no pool of a fixed size: as many dead devices would stop the agent. A job gets
+//! an idle thread or a new one, and the caller ensures that a volume has one job at a time,
+//! so stuck threads never outnumber stuck volumes. An idle thread ends after [`IDLE`].
 
 use std::{
     any::Any,
@@ -32,14 +30,14 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use futures_util::FutureExt as _;
 use tokio::sync::oneshot;
 
-/// How long a thread waits for a next job before it ends.
+/// How long a thread waits for another job before it ends.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// Bytes of stack, of which only what is used takes memory. Ceph's libraries use
-/// some hundred KiB of their caller's.
+/// Bytes of a thread's stack, of which only the used pages take memory. Ceph's libraries
+/// use some hundred KiB of their caller's stack.
 pub const STACK: usize = 2 << 20;
 
-/// A job, boxed; it delivers its own result and does not unwind into the lane.
+/// A job's closure, which sends its result itself and does not unwind into the lane.
 type Work = Box<dyn FnOnce() + Send>;
 
 /// A source of threads for blocking calls. Clones share the threads.
@@ -55,11 +53,11 @@ pub struct Busy {
     pub volume: String,
     /// When the step began.
     pub since: Instant,
-    /// The thread's kernel id: `/proc/PID/task/TID/stack` says where it sleeps.
+    /// The thread's kernel id: `/proc/PID/task/TID/stack` shows where it sleeps.
     pub tid: i32,
     /// The step that it is in.
     pub step: &'static str,
-    /// What the job said that it waits for ([`waiting_for`]); may be empty.
+    /// What the job waits for, by [`waiting_for`]; empty if it has not reported it.
     pub waits_for: String,
 }
 
@@ -79,21 +77,20 @@ struct Shared {
 #[derive(Default)]
 struct State {
     next: u64,
-    /// Live threads, waiting or not.
+    /// Live threads, idle or not.
     threads: usize,
-    /// Waiting threads, the last to become idle at the end: it is reused first,
-    /// so a pool that was large once shrinks. Each has its own channel, which
-    /// holds at most the one job that took the thread off this list.
+    /// Idle threads, the last to become idle at the end: it is reused first, so that the
+    /// others reach [`IDLE`] after a burst. Each has its own channel, with at most one
+    /// job: the one for which the thread was removed from this list.
     idle: Vec<(u64, Sender<Job>)>,
     busy: BTreeMap<u64, Busy>,
-    /// Jobs for a thread that is starting, or, where the kernel refused a new
-    /// one, for the next that is free.
+    /// Jobs for a thread that is starting, or, if the kernel refused a new one, for the
+    /// next that is free.
     backlog: VecDeque<Job>,
 }
 
 impl Lanes {
-    /// No thread is made before there is a job; at most `max_idle` are kept
-    /// waiting for one.
+    /// Starts no thread before there is a job, and keeps at most `max_idle` idle ones.
     pub fn new(max_idle: usize) -> Self {
         Self::with_idle_time(max_idle, IDLE)
     }
@@ -110,9 +107,9 @@ impl Lanes {
 
     /// Runs `f` on a lane, for `volume`, as its step `step`.
     ///
-    /// `f` begins at once, whether or not the future is polled, and runs to its
-    /// end even when the future is dropped; its result is then dropped on the
-    /// lane. A panic in `f` goes on in the awaiter.
+    /// `f` starts at once, whether or not the future is polled, and runs to its end even if
+    /// the future is dropped; its result is then dropped on the lane. A panic in `f` continues
+    /// in the task that awaits the future.
     pub fn run<T, F>(
         &self,
         volume: &str,
@@ -128,17 +125,17 @@ impl Lanes {
             volume: volume.to_owned(),
             step,
             work: Box::new(move || {
-                // The caller has gone where this fails; then the result ends here.
+                // Fails if the caller has dropped the future; then this drops the result.
                 let _ = give.send(catch_unwind(AssertUnwindSafe(f)));
             }),
         });
         answer(take)
     }
 
-    /// Runs `future` on lanes, for `volume`: each poll takes one, which the calls
+    /// Runs `future` on lanes, for `volume`: each poll occupies one, which the calls
     /// between its awaits may block. The future reports its steps by [`enter_step`].
     ///
-    /// As with [`Lanes::run`], `future` begins at once, and runs to its end even when the
+    /// As with [`Lanes::run`], `future` starts at once, and runs to its end even if the
     /// returned future is dropped.
     pub fn drive<T, F>(&self, volume: &str, future: F) -> impl Future<Output = T> + Send + use<T, F>
     where
@@ -165,13 +162,13 @@ impl Lanes {
         answer(take)
     }
 
-    /// The jobs that have begun and not ended, the oldest thread first. A job
+    /// The jobs that have started and not ended, the oldest thread first. A job
     /// may be listed for an instant after its future is ready.
     pub fn busy(&self) -> Vec<Busy> {
         self.shared.lock().busy.values().cloned().collect()
     }
 
-    /// How many threads live, the idle ones included.
+    /// The number of live threads, idle ones included.
     pub fn threads(&self) -> usize {
         self.shared.lock().threads
     }
@@ -179,7 +176,7 @@ impl Lanes {
     fn submit(&self, job: Job) {
         let mut state = self.shared.lock();
         if let Some((_, lane)) = state.idle.pop() {
-            // Room for one: the thread left the list with this job alone.
+            // The channel has room for one job, and a listed thread has none.
             lane.send(job).expect("a listed lane receives");
             return;
         }
@@ -203,14 +200,13 @@ impl Lanes {
 }
 
 impl Shared {
-    /// No code of a job runs under this lock, so what it guards is sound even
-    /// if a thread panicked with it.
+    /// No code of a job runs under this lock, so the state is consistent even if a thread
+    /// panicked while it had the lock.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next job for thread `id`; none means that the thread is to end and
-    /// is no longer counted.
+    /// The next job for thread `id`. None: the thread has to end, and is not counted any more.
     fn next_job(&self, id: u64, give: &Sender<Job>, take: &Receiver<Job>) -> Option<Job> {
         let mut state = self.lock();
         if let Some(job) = state.backlog.pop_front() {
@@ -250,18 +246,18 @@ async fn answer<T>(take: oneshot::Receiver<thread::Result<T>>) -> T {
 }
 
 thread_local! {
-    /// Which lane this thread is.
+    /// The lane that this thread is, if it is one.
     static LANE: RefCell<Option<(Arc<Shared>, u64)>> = const { RefCell::new(None) };
 }
 
-/// Says in [`Lanes::busy`] what the job on this thread waits for, until the answer is
-/// dropped. On a thread that is no lane nobody asks.
+/// Reports in [`Lanes::busy`] what the job on this thread waits for, until the returned
+/// value is dropped. On a thread that is no lane it does nothing.
 pub fn waiting_for(what: String) -> Waiting {
     tell(what);
     Waiting(())
 }
 
-/// A job waits for something.
+/// Reports that a job waits, until it is dropped ([`waiting_for`]).
 #[derive(Debug)]
 #[must_use]
 pub struct Waiting(());
@@ -295,7 +291,7 @@ fn change_busy(change: impl FnOnce(&mut Busy)) -> bool {
     })
 }
 
-/// A lane's life: one job after the other, until there was none for a while.
+/// The loop of a lane: runs one job after the other, until there was none for a while.
 fn serve(shared: &Arc<Shared>, id: u64) {
     LANE.set(Some((Arc::clone(shared), id)));
     let (give, take) = bounded(1);
@@ -310,8 +306,8 @@ fn serve(shared: &Arc<Shared>, id: u64) {
             waits_for: String::new(),
         };
         shared.lock().busy.insert(id, busy);
-        // The job catches its own panic; this one is of a result's Drop, which
-        // nobody awaits, and the panic hook has told of it.
+        // The job catches its own panic. This catches that of the Drop of a result that no
+        // task awaits any more; the panic hook has logged it.
         let _: Result<(), Box<dyn Any + Send>> = catch_unwind(AssertUnwindSafe(job.work));
         shared.lock().busy.remove(&id);
     }
@@ -323,7 +319,7 @@ fn name_thread(step: &str) {
     name.truncate(15);
     name.retain(|byte| *byte != 0);
     if let Ok(name) = std::ffi::CString::new(name) {
-        // A name is for people only; without it the job runs as well.
+        // The name is informative only; the job also runs without it.
         let _ = rustix::thread::set_name(&name);
     }
 }
@@ -352,7 +348,7 @@ mod tests {
             .block_on(future)
     }
 
-    /// A lane delivers before it is idle again; this waits for the second.
+    /// Waits for a state of the lanes: a lane sends its result before it is idle again.
     fn until(lanes: &Lanes, met: impl Fn(&State) -> bool) {
         while !met(&lanes.shared.lock()) {
             thread::yield_now();

@@ -1,22 +1,22 @@
 //! io_uring. No other module names tokio-uring or io-uring.
 //!
-//! Three rings serve the agent, because a ring's kernel workers belong to the
-//! thread that submits and are few:
+//! The agent has three rings, because a ring's kernel workers belong to the thread
+//! that submits, and are few:
 //!
 //! - tokio-uring's own, which drives the runtime. [`start`] runs it inside a
-//!   current-thread tokio runtime, so that tonic's epoll'd sockets live on the
-//!   same thread.
+//!   current-thread tokio runtime, so that tonic's sockets, which are polled by epoll, are
+//!   on the same thread.
 //! - A small one for operations that tokio-uring lacks: readiness of descriptors,
 //!   timers, exits of processes ([`poll`], [`timer`], [`child`]).
 //!   No operation on it ever needs a kernel worker.
 //! - One on a thread of its own for reads of devices, which may never complete
 //!   ([`probe`]).
 //!
-//! No child inherits a ring's memory (madvise(2), MADV_DONTFORK): between fork and exec
-//! it needs none, and User-Mode Linux 7.2, which the tests run on, miscounts such
+//! No child inherits a ring's memory (madvise(2), MADV_DONTFORK): a child does not need it
+//! between fork and exec, and User-Mode Linux 7.2, on which the tests run, miscounts such
 //! pages and panics.
 //!
-//! All but [`probe::Prober`] and [`RuntimeHandle`] is `!Send`, belongs to the runtime
+//! All types but [`probe::Prober`] and [`RuntimeHandle`] are `!Send`, belong to the runtime
 //! thread, and must be used within [`start`].
 
 use std::{future::Future, io, pin::Pin};
@@ -104,12 +104,12 @@ pub fn spawn(task: impl Future<Output = ()> + 'static) {
 
 type Job = Box<dyn FnOnce() -> Pin<Box<dyn Future<Output = ()>>> + Send>;
 
-/// The way to the runtime thread from others, for futures that are not `Send`.
+/// Runs futures that are not `Send` on the runtime thread, for other threads.
 #[derive(Clone, Debug)]
 pub struct RuntimeHandle(mpsc::UnboundedSender<Job>);
 
 impl RuntimeHandle {
-    /// Of this thread, which runs [`start`].
+    /// The handle of this thread, which runs [`start`].
     pub fn current() -> Self {
         let (send, mut jobs) = mpsc::unbounded_channel::<Job>();
         spawn(async move {
@@ -128,7 +128,7 @@ impl RuntimeHandle {
         T: Send + 'static,
     {
         let (send, receive) = oneshot::channel();
-        // The request's id goes through every line that its work logs.
+        // The span puts the request's id into every line that its work logs.
         let span = Span::current();
         let job: Job = Box::new(move || {
             let work = span.in_scope(job);

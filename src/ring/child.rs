@@ -5,8 +5,8 @@
 //! The reaper continues when its waiter is dropped, so the child leaves no zombie. It
 //! ends with the child, not with the pipe, which a grandchild may hold open for ever.
 //!
-//! [`exec::background`] starts the child, bound to the life of the thread that calls
-//! it. That thread is the child's own, and ends with the child or with its reaper.
+//! [`exec::background`] starts the child, which is killed when the thread that calls it
+//! ends. That thread serves this child only, and ends with the child or with its reaper.
 
 use std::{
     convert::Infallible,
@@ -33,7 +33,7 @@ use tokio::sync::oneshot;
 use super::poll;
 use crate::{crash_point, kernel::exec};
 
-/// Bytes of the output that are kept: its end, where errors are.
+/// Bytes of the output that are kept: its end, which has the errors.
 const OUTPUT_KEPT: usize = 4096;
 
 /// Bytes of one read.
@@ -42,10 +42,11 @@ const CHUNK: usize = 4096;
 /// The default capacity of a pipe (pipe(7)), bytes.
 const PIPE: usize = 65_536;
 
-/// Between attempts where the kernel has no memory or no descriptor left.
+/// The time between attempts while the kernel has no memory or descriptor left.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A running child. Dropped, it keeps running, and is reaped at its end.
+/// A running child. When this is dropped, the child keeps running, and is reaped at its
+/// end.
 #[derive(Debug)]
 #[must_use]
 pub struct Child {
@@ -53,7 +54,7 @@ pub struct Child {
     exit: oneshot::Receiver<io::Result<Exit>>,
 }
 
-/// How a child ended.
+/// The exit status and output of a child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
     /// Its exit code.
@@ -88,20 +89,20 @@ impl Child {
         let (Launched { pid, source }, parent) = launch(program.to_owned(), args).await?;
         crash_point();
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        // Not reaped yet, so the pid is still this child's.
+        // The child is not reaped yet, so the pid is still its own.
         let (source, pidfd) = open(&source, flags, Mode::empty())
             .and_then(|source| Ok((source, pidfd_open(pid, PidfdFlags::empty())?)))
             .inspect_err(|_| kill_and_reap(pid))?;
         let (give, exit) = oneshot::channel();
         tokio::task::spawn_local(async move {
-            // Fails where the waiter was dropped.
+            // Fails if the waiter was dropped.
             let _ = give.send(wait_and_reap(Rc::new(pidfd), Rc::new(source)).await);
             drop(parent);
         });
         Ok(Self { pid, exit })
     }
 
-    /// Its process id.
+    /// Its process id, valid until it is reaped.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
@@ -168,7 +169,7 @@ fn fork(program: &str, args: &[OsString]) -> io::Result<(Pid, OwnedFd)> {
 }
 
 impl Launched {
-    /// For a child of the calling thread.
+    /// Describes a child of the calling thread.
     fn new(pid: Pid, source: &OwnedFd) -> Self {
         let (thread, number) = (gettid().as_raw_nonzero(), source.as_raw_fd());
         Self {
@@ -178,9 +179,9 @@ impl Launched {
     }
 }
 
-/// Kills and reaps a child without its pidfd, as when no descriptor is left.
+/// Kills and reaps a child without its pidfd, for when the process has no descriptor left.
 fn kill_and_reap(pid: Pid) {
-    // Not reaped yet, so the pid is still this child's.
+    // The child is not reaped yet, so the pid is still its own.
     let _ = rustix::process::kill_process(pid, Signal::KILL);
     tokio::task::spawn_local(async move {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
@@ -214,7 +215,7 @@ async fn wait_and_reap(pidfd: Rc<OwnedFd>, source: Rc<OwnedFd>) -> io::Result<Ex
     })
 }
 
-/// Waits for the process to end. Never fails, as the child has to be reaped: where the
+/// Waits for the process to end. It never fails, as the child has to be reaped: while the
 /// kernel has no memory for a poll, it retries.
 async fn exited(pidfd: &Rc<OwnedFd>) {
     while let Err(error) = poll::readable(Rc::clone(pidfd)).await {
@@ -223,7 +224,7 @@ async fn exited(pidfd: &Rc<OwnedFd>) {
     }
 }
 
-/// Reads until the end of the pipe, and then stays pending.
+/// Reads until the end of the pipe, and is never ready.
 async fn read_all(source: &Rc<OwnedFd>, tail: &mut OutputTail) -> Infallible {
     let read = async {
         let mut ready = poll::watch(Rc::clone(source), PollFlags::IN)?;

@@ -1,20 +1,19 @@
 //! Readiness of descriptors, and timers, on a small ring of its own.
 //!
-//! tokio-uring has no operation for either, so a second ring, the *poller*,
-//! serves the runtime thread. Its own descriptor is watched by tokio's epoll,
-//! and a task takes what completed. Nothing on this ring needs a kernel worker
-//! or a device: a poll sleeps on a wait queue, a timer in the timer wheel.
+//! tokio-uring has no operation for either, so the runtime thread has a second ring, the
+//! *poller*. tokio's epoll watches its descriptor, and a task takes the completions. No
+//! operation on this ring needs a kernel worker or a device: a poll sleeps on a wait
+//! queue, a timer in the timer wheel.
 //!
-//! An operation lives in a table until the kernel's last completion for it, and
-//! with it the descriptor it polls: a future that is dropped asks the kernel to
-//! cancel and leaves the entry behind, so the kernel never looks at a descriptor
-//! number that meanwhile means another file.
+//! A table keeps each operation, and the descriptor that it polls, until the kernel's
+//! last completion for it. When a future is dropped, its operation is cancelled, and its
+//! entry is kept until then, so that the kernel never uses a descriptor's number after it
+//! was closed and reused.
 //!
-//! [`Events`] is a multishot poll (io_uring_enter(2), IORING_POLL_ADD_MULTI):
-//! it reports edges, so its owner takes all there is after each. The kernel may
-//! end a multishot at any time, as it does when completions overflow; the next
-//! call of [`Events::next`] then arms it again, and arming looks at the state
-//! as it is, so no edge is lost.
+//! [`Events`] is a multishot poll (io_uring_enter(2), IORING_POLL_ADD_MULTI): it reports
+//! edges, so its owner reads until EAGAIN after each. The kernel may end a multishot at
+//! any time, as it does when completions overflow; the next call of [`Events::next`] then
+//! arms it again, and arming reports the present state, so no edge is lost.
 
 use std::{
     cell::RefCell,
@@ -31,13 +30,13 @@ use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::event::PollFlags;
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// Entries of the submission ring; each is submitted as it is made.
+/// Entries of the submission ring; each entry is submitted at once.
 const ENTRIES: u32 = 64;
 
 /// The id of cancellations, whose completions are ignored. Operations count from 1.
 const CANCEL: u64 = 0;
 
-/// The longest timer, 136 years; beyond its own range the kernel fails.
+/// The longest timer, 136 years; the kernel refuses a time beyond its own range.
 const MAX_TIMER: Duration = Duration::from_secs(u32::MAX as u64);
 
 thread_local! {
@@ -53,8 +52,8 @@ struct Inner {
     ring: IoUring,
     ops: HashMap<u64, Op>,
     last: u64,
-    /// Operations to drop once nothing is borrowed: a descriptor's Drop may be
-    /// anyone's code.
+    /// Operations to drop after the borrow ends: a descriptor's Drop may run any code, also
+    /// the poller's.
     spent: Vec<Op>,
 }
 
@@ -64,7 +63,7 @@ struct Op {
     seen: Option<io::Result<u32>>,
     /// More completions will come.
     in_kernel: bool,
-    /// Its future was dropped; the last completion removes the entry.
+    /// The future was dropped; the last completion removes the entry.
     abandoned: bool,
     waker: Option<Waker>,
 }
@@ -75,11 +74,11 @@ enum What {
         events: PollFlags,
         multishot: bool,
     },
-    /// Boxed, since the kernel reads it when it takes the submission.
+    /// Boxed, because the kernel reads it at the submission.
     Timer(Box<types::Timespec>),
 }
 
-/// Keeps this thread's poller; dropped at the runtime's end.
+/// Keeps this thread's poller until it is dropped, at the runtime's end.
 pub(super) struct Installed(());
 
 /// Makes this thread's poller and the task that serves it.
@@ -119,7 +118,7 @@ impl AsRawFd for Ring {
 }
 
 async fn serve(ready: AsyncFd<Ring>) {
-    // Fails only when the runtime is being dropped.
+    // Fails only while the runtime is being dropped.
     while let Ok(mut guard) = ready.readable().await {
         guard.get_inner().0.with(Inner::drain);
         guard.clear_ready();
@@ -145,7 +144,7 @@ impl Poller {
 }
 
 impl Inner {
-    /// Hands every completion to its operation.
+    /// Delivers every completion to its operation.
     fn drain(&mut self) {
         loop {
             let mut completions = self.ring.completion();
@@ -156,16 +155,16 @@ impl Inner {
             if !self.ring.submission().cq_overflow() {
                 return;
             }
-            // The kernel holds back what did not fit (IORING_FEAT_NODROP), and
-            // hands it over at the next entry. Should that fail, the entry of
-            // the next operation does it.
+            // The kernel keeps the completions that did not fit (IORING_FEAT_NODROP), and
+            // delivers them at the next entry into it. If this entry fails, that of the
+            // next operation delivers them.
             if self.ring.submit().is_err() {
                 return;
             }
         }
     }
 
-    /// Submits what operation `id` asks for.
+    /// Submits operation `id`.
     fn arm(&mut self, id: u64) -> io::Result<()> {
         let Some(op) = self.ops.get_mut(&id) else {
             return Ok(());
@@ -176,8 +175,8 @@ impl Inner {
     }
 
     fn submit(&mut self, entry: &squeue::Entry) -> io::Result<()> {
-        // SAFETY: all that the entry points to, a descriptor or a boxed time, is
-        // in `ops` until its last completion; a cancellation points to nothing.
+        // SAFETY: `ops` keeps the descriptor or boxed time that the entry refers to until
+        // its last completion; a cancellation refers to no memory.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             self.enter()?;
         }
@@ -189,7 +188,7 @@ impl Inner {
             match self.ring.submit() {
                 Ok(_) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // Linux before 5.19 takes nothing while completions overflow.
+                // Linux before 5.19 accepts no submission while completions overflow.
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => self.drain(),
                 Err(error) => return Err(error),
             }
@@ -235,7 +234,7 @@ impl Op {
     }
 }
 
-/// An operation that is waited for; cancelled when dropped.
+/// A future's operation; dropping this cancels it.
 struct Waiting {
     poller: Rc<Poller>,
     id: u64,
@@ -261,8 +260,8 @@ impl Waiting {
         Ok(waiting)
     }
 
-    /// What the kernel said since the last time. Where it has ended the
-    /// operation with nothing to say, it is armed again.
+    /// The events, or the error, since the last call. Arms the operation again if the kernel
+    /// has ended it without a result.
     fn poll(&self, context: &Context<'_>) -> Poll<io::Result<u32>> {
         self.poller.with(|inner| {
             let Some(op) = inner.ops.get_mut(&self.id) else {
@@ -296,8 +295,8 @@ impl Drop for Waiting {
                 op.abandoned = true;
                 op.waker = None;
                 let cancel = opcode::AsyncCancel::new(self.id).build().user_data(CANCEL);
-                // A cancellation that the kernel has no memory for leaves an
-                // entry in the table until the descriptor is ready after all.
+                // If the kernel has no memory for the cancellation, the entry is kept until
+                // the descriptor is ready, or the timer expires.
                 let _ = inner.submit(&cancel);
             } else {
                 inner.spent.extend(inner.ops.remove(&self.id));
@@ -312,7 +311,7 @@ pub struct Events(Waiting);
 
 /// Watches `fd` for `events` and, always, for `ERR` and `HUP`.
 ///
-/// `fd` is kept open until the kernel has forgotten it, a moment after the
+/// `fd` is kept open until the kernel has ended the poll, a moment after the
 /// [`Events`] is dropped.
 pub fn watch(fd: impl AsFd + 'static, events: PollFlags) -> io::Result<Events> {
     Waiting::new(What::Readiness {
@@ -324,16 +323,16 @@ pub fn watch(fd: impl AsFd + 'static, events: PollFlags) -> io::Result<Events> {
 }
 
 impl Events {
-    /// The events since the last call, once there are any.
+    /// Waits for events since the last call, and returns them.
     ///
-    /// These are edges: read until EAGAIN before the next call. Nothing is lost
-    /// when the future is dropped.
+    /// These are edges: read until EAGAIN before the next call. Dropping the future loses no
+    /// event.
     pub async fn next(&mut self) -> io::Result<PollFlags> {
         self.0.next().await.map(flags)
     }
 }
 
-/// Waits until `fd` is readable, or at its end, or in error.
+/// Waits until `fd` is readable, at its end, or has an error.
 pub async fn readable(fd: impl AsFd + 'static) -> io::Result<PollFlags> {
     let once = Waiting::new(What::Readiness {
         fd: Box::new(fd),
@@ -348,13 +347,13 @@ pub(super) async fn after(time: Duration) -> io::Result<()> {
     let time = types::Timespec::from(time.min(MAX_TIMER));
     let timer = Waiting::new(What::Timer(Box::new(time)))?;
     match timer.next().await {
-        // A timer that ran out "fails" with ETIME (io_uring_enter(2)).
+        // A timer that expired "fails" with ETIME (io_uring_enter(2)).
         Err(error) if error.raw_os_error() != Some(libc::ETIME) => Err(error),
         _ => Ok(()),
     }
 }
 
-/// The 16 bits of poll(2) in a completion's 32.
+/// The events of poll(2), the lower 16 bits of a completion's 32.
 fn flags(events: u32) -> PollFlags {
     PollFlags::from_bits_retain(u16::try_from(events & u32::from(u16::MAX)).unwrap_or_default())
 }

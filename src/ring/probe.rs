@@ -1,19 +1,18 @@
 //! Concurrent reads of devices, none of which waits for another.
 //!
-//! A read of a dead device may never complete, and cannot be cancelled. So
-//! probes have a thread and a ring of their own, apart from the runtime's, and no
-//! read is ever tried on that thread: a kernel worker hands each to the driver, and
-//! is free again unless the driver makes it wait. Reads that hang occupy a slot of the
-//! ring, and some of them a worker. Of the 4096 slots a dead device gets one at a time
-//! once 128 are taken; its further reads are queued.
+//! A read of a dead device may never complete, and cannot be cancelled. So probes have a
+//! thread and a ring of their own, apart from the runtime's, and no read is issued on that
+//! thread: a kernel worker submits each to the driver, and is free again unless the driver
+//! blocks it. A read that hangs occupies a slot of the ring, and perhaps a worker. Once 128
+//! of the 4096 slots are in use, a dead device gets one slot at a time; its further reads
+//! are queued.
 //!
-//! The ring thread owns all buffers until the kernel has finished with them. A
-//! caller, a lane thread, blocks until all its reads have ended, so its descriptor
-//! stays open as long as the kernel may use it, and no read keeps the device busy once
-//! [`Prober::read`] returns.
+//! The ring thread owns each buffer until its read has ended. A caller, a lane thread,
+//! blocks until all its reads have ended, so its descriptor stays open as long as the
+//! kernel may use it, and no read keeps the device busy once [`Prober::read`] returns.
 //!
 //! Reads are O_DIRECT (open(2)): the page cache of a device that was just attached may
-//! still hold pages of its predecessor, and filling it wastes memory.
+//! still have pages of the previous source, and filling it wastes memory.
 
 use std::{
     io,
@@ -59,7 +58,6 @@ pub enum ProbeError {
         offset: u64,
         /// Bytes that were still to be read.
         len: usize,
-        /// The kernel's error.
         source: io::Error,
     },
     /// The device is shorter than the regions.

@@ -1,8 +1,8 @@
 //! Timers on the ring: IORING_OP_TIMEOUT, exact to the kernel's timer slack
 //! where tokio's wheel counts milliseconds.
 //!
-//! A deadline ends the waiting, never the work: [`timeout`] drops the future it
-//! was given, so what must go on is spawned and its handle is awaited here.
+//! [`timeout`] drops its future. A deadline ends the waiting, never the work, so work that
+//! must continue is spawned, and its handle is awaited here.
 
 use std::{
     future::{Future, poll_fn},
@@ -18,10 +18,10 @@ use super::poll;
 #[error("timed out")]
 pub struct Elapsed;
 
-/// Ready after `time`, by the monotonic clock. The time begins at the first poll.
+/// Waits for `time`, by the monotonic clock, from the first poll on.
 pub async fn sleep(time: Duration) {
     if let Err(error) = poll::after(time).await {
-        // The kernel had no memory for a timer. This one is late by up to a millisecond.
+        // The kernel had no memory for a timer. The runtime's is late by up to a millisecond.
         tracing::warn!(%error, "no timer on the ring; using the runtime's");
         tokio::time::sleep(time).await;
     }

@@ -137,7 +137,7 @@ fn a_child_is_killed_with_the_runtime_thread() {
         }
     })
     .unwrap();
-    // Its keeper went with that runtime; here it is reaped for the test's sake.
+    // Its reaper ended with that runtime, so the test reaps it.
     let pid = Pid::from_raw(pid).unwrap();
     waitid(WaitId::Pid(pid), WaitIdOptions::EXITED).unwrap();
 }

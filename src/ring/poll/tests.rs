@@ -15,7 +15,7 @@ fn nonblocking_pipe() -> (Rc<OwnedFd>, OwnedFd) {
     (Rc::new(read), write)
 }
 
-/// Reads until EAGAIN; how many bytes there were.
+/// Reads until EAGAIN; returns how many bytes it read.
 fn take(fd: &OwnedFd) -> usize {
     let mut sum = 0;
     loop {
@@ -53,7 +53,7 @@ fn a_multishot_that_the_kernel_ended_is_armed_again() {
         let (source, sink) = nonblocking_pipe();
         let mut ready = watch(Rc::clone(&source), PollFlags::IN).unwrap();
         let poller = Poller::current();
-        // What an overflow does: a last completion without IORING_CQE_F_MORE.
+        // Like an overflow, this causes a last completion without IORING_CQE_F_MORE.
         let cancel = opcode::AsyncCancel::new(ready.0.id).build();
         poller.with(|inner| inner.submit(&cancel)).unwrap();
         let ended = ready.next().await.unwrap_err();
@@ -74,13 +74,13 @@ fn more_completions_than_the_ring_holds_are_all_delivered() {
             .map(|(source, _)| watch(Rc::clone(source), PollFlags::IN).unwrap())
             .collect();
         for round in 0..3 {
-            // No task runs meanwhile, so 400 completions meet a ring for 128.
+            // No task runs meanwhile, so 400 completions overflow a ring of 128.
             for (_, sink) in &pairs {
                 write(sink, b"x").unwrap();
             }
             let poller = Poller::current();
             let overflow = poller.with(|inner| inner.ring.submission().cq_overflow());
-            // It ends multishots, which are armed again only when waited for.
+            // The overflow ends multishots, which are armed again by the next wait only.
             assert!(overflow || round > 0);
             for ((source, _), ready) in pairs.iter().zip(&mut ready) {
                 assert!(ready.next().await.unwrap().contains(PollFlags::IN));
@@ -122,7 +122,7 @@ fn a_descriptor_that_cannot_be_polled_is_an_error() {
     ring::start(async {
         let file = std::fs::File::open("/proc/self/exe").unwrap();
         let path = open("/", OFlags::PATH, Mode::empty()).unwrap();
-        // A regular file is always ready; an O_PATH descriptor is none to poll.
+        // A regular file is always ready; an O_PATH descriptor cannot be polled.
         assert!(readable(file).await.unwrap().contains(PollFlags::IN));
         let error = readable(path).await.unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EBADF));

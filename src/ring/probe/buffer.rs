@@ -3,7 +3,7 @@
 /// The strictest alignment of O_DIRECT for addresses, offsets and lengths, bytes.
 const ALIGN: usize = 4096;
 
-/// Memory for one region, aligned within a vector that is somewhat larger.
+/// Memory for one region, aligned within a vector that is up to [`ALIGN`] bytes larger.
 #[derive(Debug)]
 pub(super) struct Buffer {
     /// Zeros up to the aligned start, and capacity from there on.
@@ -39,7 +39,7 @@ impl Buffer {
     pub(super) fn into_data(mut self, len: usize) -> Vec<u8> {
         let start = self.memory.len();
         assert!(len <= self.filled, "answered before it was filled");
-        // SAFETY: of the spare capacity the kernel wrote `filled` bytes.
+        // SAFETY: the kernel wrote the first `filled` bytes of the spare capacity.
         unsafe { self.memory.set_len(start + len) };
         self.memory.drain(..start);
         self.memory

@@ -15,7 +15,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 
 use super::{ProbeError, Region, Request, buffer::Buffer};
 
-/// Entries of the submission ring: what one entry into the kernel takes.
+/// Entries of the submission ring: the most reads that one system call submits.
 const BATCH: u32 = 256;
 
 /// Reads in the kernel at once, stuck ones included: the completion ring's
@@ -25,20 +25,21 @@ pub(super) const READS: u32 = 4096;
 /// Reads in the kernel at once for one request.
 const PER_REQUEST: usize = 16;
 
-/// From this many reads in the kernel on, each request gets one at a time: devices that
-/// hang hold one slot each, and leave the rest to the others.
+/// From this many reads in the kernel on, each request has one read at a time: a device
+/// that hangs occupies one slot, and leaves the rest to the others.
 const CROWDED: usize = 128;
 
 /// Kernel workers at once. Each read occupies one until the driver accepts the request:
 /// a dead NBD connection keeps it until the driver gives up. The kernel starts workers
-/// as reads need them and ends idle ones. Its own limit, four for each processor, would
-/// let that few dead devices block the others (io_uring_register(2), IORING_REGISTER_IOWQ_MAX_WORKERS; Linux 5.15).
+/// as reads need them and ends idle ones. With its default limit, four for each processor,
+/// as many dead devices would block the others (io_uring_register(2),
+/// IORING_REGISTER_IOWQ_MAX_WORKERS; Linux 5.15).
 const WORKERS: u32 = READS;
 
 /// The id of the wakeup's read; reads of devices count from 1.
 const WAKEUP: u64 = 0;
 
-/// All that the ring thread owns.
+/// The state of the ring thread.
 pub(super) struct Engine {
     ring: IoUring,
     requests: Receiver<Request>,
@@ -48,7 +49,7 @@ pub(super) struct Engine {
     listening: bool,
     /// Requests in progress.
     active: HashMap<u64, Active>,
-    /// Those that may submit a read, round-robin.
+    /// The requests that may submit a read, in turn.
     ready: VecDeque<u64>,
     /// Reads in the kernel, or in the submission ring.
     in_flight: HashMap<u64, Read>,
@@ -102,7 +103,7 @@ impl Engine {
         })
     }
 
-    /// Serves until the last handle is gone.
+    /// Serves until the last handle is dropped.
     pub(super) fn run(mut self) {
         loop {
             self.listen();
@@ -115,7 +116,7 @@ impl Engine {
                 }
             }
             self.submit_reads();
-            // Sleeps only where a new request wakes it.
+            // Sleeps only if a new request would wake it.
             let enough = usize::from(self.listening);
             if let Err(error) = self.ring.submit_and_wait(enough)
                 && error.kind() != io::ErrorKind::Interrupted
@@ -123,7 +124,7 @@ impl Engine {
                 tracing::warn!(%error, "cannot submit to the probe ring; retrying");
                 #[expect(
                     clippy::disallowed_methods,
-                    reason = "the kernel refuses: nothing tells when it takes more"
+                    reason = "the kernel refuses: no event tells when it accepts more"
                 )]
                 thread::park_timeout(Duration::from_millis(10));
             }
@@ -208,16 +209,17 @@ impl Engine {
         let (at, len) = buffer.rest();
         let offset = read.region.offset + buffer.filled as u64;
         self.last += 1;
-        // Never tried on this thread: if the driver slept, this thread, and with it all
-        // other devices, would wait. Seen on Linux 6.6 and later with a batch of reads of
-        // a dead NBD connection, and with a read of a FUSE file.
+        // The read is never issued on this thread: if the driver slept, this thread, and
+        // with it the reads of all other devices, would wait. Linux 6.6 and later were seen
+        // to do so with a batch of reads of a dead NBD connection, and with a read of a
+        // FUSE file.
         let entry = opcode::Read::new(types::Fd(active.fd), at, len)
             .offset(offset)
             .build()
             .flags(squeue::Flags::ASYNC)
             .user_data(self.last);
         // SAFETY: `in_flight` keeps the buffer until the read has ended, and leaks it
-        // where the engine ends before; the owner of the descriptor waits for the answer.
+        // if the engine ends before; the owner of the descriptor waits for the answer.
         if unsafe { self.ring.submission().push(&entry) }.is_ok() {
             active.in_flight += 1;
             self.in_flight.insert(self.last, read);
@@ -289,7 +291,7 @@ impl Engine {
                 Some(error) => Err(error),
                 None => Ok(active.buffers.into_iter().flatten().collect()),
             };
-            // Fails only where the caller's thread was killed.
+            // Fails only if the caller's thread was killed.
             let _ = active.reply.send(answer);
         }
     }

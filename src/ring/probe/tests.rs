@@ -50,7 +50,7 @@ fn memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").unwrap()
 }
 
-/// An image whose every 512 bytes say which image it is and where they are.
+/// An image with its number and the offset in every 512 bytes.
 fn image(dir: &Path, number: u64, size: u64) -> PathBuf {
     let path = dir.join(format!("image-{number}"));
     let bytes: Vec<u8> = (0..size / 512)
@@ -149,7 +149,7 @@ fn a_read_error_names_its_offset() {
     let dir = memory();
     let path = image(dir.path(), 7, SIZE);
     let device = LoopDevice::over(&path);
-    // The device keeps its size; what the file lost reads as an I/O error.
+    // The device keeps its size; a read beyond the file's end is an I/O error.
     OpenOptions::new()
         .write(true)
         .open(&path)
@@ -230,7 +230,7 @@ fn hung_devices_delay_no_other_probe() {
     let alive = LoopDevice::over(&image(dir.path(), 7, SIZE));
     let prober = Prober::start().unwrap();
     thread::scope(|scope| {
-        // Dropped where the test fails, so that its threads end.
+        // Dropped if the test fails, so that its threads end.
         let stuck = stuck;
         let waiting: Vec<_> = (dead.iter())
             .map(|device| {
@@ -241,8 +241,8 @@ fn hung_devices_delay_no_other_probe() {
                 })
             })
             .collect();
-        // Each device has a worker of its own in the kernel, and reads here
-        // before it is stuck.
+        // Each device has a kernel worker of its own, and sends a read to the
+        // server before it is stuck.
         stuck.wait_for_reads(Duration::from_secs(60));
         for _ in 0..8 {
             let file = alive.open();
@@ -262,7 +262,7 @@ fn hung_devices_delay_no_other_probe() {
     });
 }
 
-/// More descriptors than io_uring gives workers to unless told otherwise.
+/// More descriptors than io_uring has workers by default.
 const MANY: usize = 600;
 
 #[test]
@@ -271,7 +271,7 @@ fn hundreds_of_reads_that_hang_leave_room_for_others() {
     let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
     let alive = LoopDevice::over(&image(dir.path(), 7, SIZE));
     let prober = Prober::start().unwrap();
-    // Of the file itself each read holds a kernel worker.
+    // Each read of the file itself, without a loop device, occupies a kernel worker.
     let open = |_| {
         OpenOptions::new()
             .read(true)
@@ -310,7 +310,7 @@ fn hundreds_of_reads_that_hang_leave_room_for_others() {
             }
             done.send(()).unwrap();
         });
-        // What hangs is let go where this fails, or nothing could end it.
+        // If this fails, dropping `stuck` ends the reads that hang, and so the threads.
         others.recv_timeout(minute).expect("others are held up");
         assert!(waiting.iter().all(|waiting| !waiting.is_finished()));
         stuck.abort();

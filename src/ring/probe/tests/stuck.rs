@@ -34,7 +34,7 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Mounts an image of `size` bytes at `path`, seen by this thread and the
+    /// Mounts an image of `size` bytes at `path`, visible to this thread and the
     /// processes that it starts.
     pub(super) fn mount(path: &Path, size: u64) -> Self {
         private_namespace();
@@ -75,9 +75,9 @@ impl Image {
         self.reads.recv_timeout(at_most).unwrap();
     }
 
-    /// Ends the connection: what is stuck fails (umount2(2), MNT_FORCE).
+    /// Ends the connection: the reads that are stuck fail (umount2(2), MNT_FORCE).
     pub(super) fn abort(&self) {
-        // Busy it stays, loop devices being open over it.
+        // The mount is still busy, as loop devices over it are open.
         let _ = unmount(&self.path, UnmountFlags::FORCE);
     }
 }
@@ -103,8 +103,8 @@ fn serve(mut fuse: File, size: u64, reads: &Sender<()>) {
         let answer = match opcode {
             INIT => words(&[7, 31, 0, 0, 0, 4096, 1], 64),
             GETATTR => attributes(size),
-            // fuse_open_out with FOPEN_KEEP_CACHE: or the next to open the file
-            // waits for reads under way, to drop what is cached.
+            // fuse_open_out with FOPEN_KEEP_CACHE: without it the next open of the file
+            // would wait for the reads in flight, to drop the cached pages.
             OPEN => words(&[0, 0, 2], 16),
             READ => {
                 let _ = reads.send(());
@@ -119,7 +119,7 @@ fn serve(mut fuse: File, size: u64, reads: &Sender<()>) {
         reply.extend(error.to_ne_bytes());
         reply.extend(unique);
         reply.extend(answer);
-        // An answer comes too late where the caller was interrupted.
+        // Fails if the caller was interrupted before the answer.
         let _ = fuse.write(&reply);
     }
 }
@@ -130,7 +130,7 @@ fn attributes(size: u64) -> Vec<u8> {
     for value in [1, size, size / 512, 0, 0, 0] {
         out.extend(value.to_ne_bytes());
     }
-    // Nanoseconds of three times; mode, links.
+    // The nanoseconds of three times; mode and number of links.
     out.extend(words(&[0, 0, 0, libc::S_IFREG | 0o600, 1], 40));
     out
 }
