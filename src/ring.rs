@@ -19,8 +19,14 @@
 //! All types but [`probe::Prober`] and [`RuntimeHandle`] are `!Send`, belong to the runtime
 //! thread, and must be used within [`start`].
 
-use std::{future::Future, io, pin::Pin};
+use std::{
+    future::Future,
+    io,
+    panic::{AssertUnwindSafe, resume_unwind},
+    pin::Pin,
+};
 
+use futures_util::FutureExt as _;
 use tokio::sync::{mpsc, oneshot};
 use tracing::{Instrument as _, Span};
 
@@ -121,7 +127,8 @@ impl RuntimeHandle {
     }
 
     /// Runs `job` on the runtime thread. It runs to its end even if the caller is
-    /// dropped. `None` when the runtime is shutting down.
+    /// dropped; a panic in it continues in the caller. `None` when the runtime is
+    /// shutting down.
     pub async fn run<F, T>(&self, job: impl FnOnce() -> F + Send + 'static) -> Option<T>
     where
         F: Future<Output = T> + 'static,
@@ -133,12 +140,16 @@ impl RuntimeHandle {
         let job: Job = Box::new(move || {
             let work = span.in_scope(job);
             let work = async move {
-                let _ = send.send(work.await);
+                // The caller has gone if this fails.
+                let _ = send.send(AssertUnwindSafe(work).catch_unwind().await);
             };
             Box::pin(work.instrument(span))
         });
         self.0.send(job).ok()?;
-        receive.await.ok()
+        match receive.await.ok()? {
+            Ok(out) => Some(out),
+            Err(panic) => resume_unwind(panic),
+        }
     }
 }
 
@@ -185,6 +196,18 @@ mod tests {
                 give.send(block_on(on_it)).unwrap();
             });
             assert_eq!(ran_on.await.unwrap(), Some(here));
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_panic_on_the_runtime_thread_continues_in_the_caller() {
+        start(async {
+            let runtime = RuntimeHandle::current();
+            let caller = runtime.run(|| async { panic!("on purpose") });
+            let panic = AssertUnwindSafe(caller).catch_unwind().await.unwrap_err();
+            assert_eq!(panic.downcast_ref(), Some(&"on purpose"));
+            assert_eq!(runtime.run(|| async { 7 }).await, Some(7));
         })
         .unwrap();
     }

@@ -39,6 +39,7 @@ mod error;
 mod expand;
 mod format;
 mod health;
+mod heartbeat;
 mod held;
 mod inline;
 mod layout;
@@ -62,6 +63,7 @@ mod watch;
 
 pub use error::{Cause, Error};
 pub use health::Severity;
+pub use heartbeat::Heartbeat;
 pub use held::{Answer, Listed, Outcome};
 pub use stats::{Space, Usage};
 
@@ -110,6 +112,7 @@ pub struct Node {
     volumes: Mutex<HashMap<String, Arc<Volume>>>,
     occupied: Occupied,
     untaken: Untaken,
+    heartbeat: Arc<Heartbeat>,
 }
 
 impl fmt::Debug for Node {
@@ -123,13 +126,14 @@ impl fmt::Debug for Node {
 
 impl Node {
     /// Opens the node's stores. Calls on volumes wait until [`Node::take_up`] has
-    /// taken up what an earlier agent left.
+    /// taken up what an earlier agent left, and their steps for `heartbeat`.
     pub fn open(
         config: Config,
         backends: Backends,
         roots: Roots,
         records: Records,
         lanes: Lanes,
+        heartbeat: Arc<Heartbeat>,
     ) -> io::Result<Arc<Self>> {
         let node = Arc::new(Self {
             config,
@@ -143,6 +147,7 @@ impl Node {
             volumes: Mutex::default(),
             occupied: Occupied::default(),
             untaken: Untaken::default(),
+            heartbeat,
         });
         let (lanes, gates) = (node.lanes.clone(), &node.config.gates);
         ring::spawn(node.backends.keep_connected(lanes, gates.reconnect.clone()));

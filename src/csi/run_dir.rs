@@ -19,6 +19,7 @@ use std::{
     io::{self, Write as _},
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -28,6 +29,8 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 use tokio::time::{Instant, sleep};
+
+use crate::volume::Heartbeat;
 
 /// How often the owner touches the file.
 const TOUCH_EVERY: Duration = Duration::from_secs(5);
@@ -100,11 +103,16 @@ fn is_dying(status: &str) -> bool {
     })
 }
 
+/// No step of a verb begins this long after the owner last touched the file: well before a
+/// successor takes over.
+const STALE_AFTER: Duration = Duration::from_secs(15);
+
 /// A run directory that this agent owns until this is dropped.
 #[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
     lock: File,
+    heartbeat: Arc<Heartbeat>,
 }
 
 impl RunDir {
@@ -144,16 +152,26 @@ impl RunDir {
             Err(error) => return Err(failed("open")(error)),
         }
         let lock = replace(&path).map_err(failed("write"))?;
-        Ok(Self { path, lock })
+        Ok(Self {
+            path,
+            lock,
+            heartbeat: Arc::new(Heartbeat::new(STALE_AFTER)),
+        })
+    }
+
+    /// Beats while [`RunDir::keep`] touches the lock file.
+    pub fn heartbeat(&self) -> Arc<Heartbeat> {
+        Arc::clone(&self.heartbeat)
     }
 
     /// Touches the lock file for ever. Returns if another agent has taken the directory
     /// over, because this one was stopped for a while.
-    pub async fn keep(self) {
+    pub async fn keep(&self) {
         while self.is_ours() {
             if let Err(error) = self.lock.set_modified(SystemTime::now()) {
                 tracing::warn!(%error, path = %self.path.display(), "cannot touch the lock of the run directory");
             }
+            self.heartbeat.beat();
             sleep(TOUCH_EVERY).await;
         }
     }

@@ -48,7 +48,7 @@ use crate::{
     ring::{self, timer},
     size::Size,
     supervisor::{Watch, client::Client},
-    volume::{Config, Node, NodeHandle, record::Records},
+    volume::{Config, Heartbeat, Node, NodeHandle, record::Records},
 };
 use clap::Parser;
 use tonic::service::Routes;
@@ -202,7 +202,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     let begun = Instant::now();
     let readiness = Readiness::default();
     // First of all: two agents must never share a node.
-    let listener = take_node(&options.endpoint, &options.run_dir).await?;
+    let (listener, heartbeat) = take_node(&options.endpoint, &options.run_dir).await?;
     let lanes = Lanes::new(IDLE_LANES);
     let gates = gates(&options)?;
     let listen = options.plugin.metrics_listen;
@@ -265,6 +265,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
         Roots::new(&roots)?,
         records,
         lanes,
+        heartbeat,
     )?;
     // CSI's Probe: permanent conditions, for which Kubernetes restarts the agent.
     let able = Readiness::default();
@@ -300,15 +301,19 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
 }
 
 /// Takes the socket and the run directory over from a dead or stalled agent.
-async fn take_node(endpoint: &Endpoint, run_dir: &Path) -> Result<Listener, Failure> {
+async fn take_node(
+    endpoint: &Endpoint,
+    run_dir: &Path,
+) -> Result<(Listener, Arc<Heartbeat>), Failure> {
     endpoint.refuse_live().await?;
-    let run_dir = RunDir::lock(run_dir).await?;
+    // Locked until the process ends: calls may still run on lanes after the runtime.
+    let run_dir: &RunDir = Box::leak(Box::new(RunDir::lock(run_dir).await?));
     ring::spawn(async {
         run_dir.keep().await;
         tracing::error!("another agent took over the run directory; exiting");
         std::process::exit(1);
     });
-    Ok(endpoint.take()?)
+    Ok((endpoint.take()?, run_dir.heartbeat()))
 }
 
 /// Sets up the gates, and checks the limit of descriptors.

@@ -34,12 +34,6 @@ pub(super) async fn attach_source(
     purpose: Purpose,
     before: Before,
 ) -> Result<Attachment, Cause> {
-    if let Some(other) = cx.other_user(&spec.source) {
-        return Err(Cause::precondition(format!(
-            "{} is in use on this node by volume {other}",
-            spec.source
-        )));
-    }
     let _admission = cx.admit(&cx.node.config.gates.attach, &spec.source).await?;
     let backends = &cx.node.backends;
     if let Some(inline) = &spec.inline {
@@ -98,6 +92,20 @@ pub(super) fn known_device(
 }
 
 impl OnLane<'_> {
+    /// Holds the record of a volume before it is attached. Fails if another volume of this
+    /// node has the same source: of two at the same time, one gets it.
+    pub fn claim(self, record: &Record) -> Result<(), Cause> {
+        let volumes = self.node.volumes();
+        if let Some(other) = self.other_user_of(&volumes, &record.source) {
+            return Err(Cause::precondition(format!(
+                "{} is in use on this node by volume {other}",
+                record.source
+            )));
+        }
+        self.volume.hold_record(record.clone());
+        Ok(())
+    }
+
     /// Another volume of this node with the same source: a second handle of one image
     /// would unstage it under the first.
     pub fn other_user(self, source: &Source) -> Option<String> {

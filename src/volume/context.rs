@@ -98,6 +98,7 @@ impl<'a> Deref for OnLane<'a> {
 impl OnLane<'_> {
     /// Runs one step, which may block: it is named while it runs and counted when it ends.
     pub(super) fn step<T>(self, name: &'static str, work: impl FnOnce() -> T) -> T {
+        self.node.heartbeat.wait();
         self.progress.step(name, work)
     }
 }
@@ -130,6 +131,7 @@ impl OnLane<'_> {
         change: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
         if !is_inline {
+            self.node.heartbeat.wait();
             return change();
         }
         let gate = &self.node.config.gates.record;

@@ -19,21 +19,22 @@ pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Ca
         .filter(|record| record.phase == Phase::Staged)
         .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
     cx.progress.backend(record.source.backend());
+    if is_staged_at(&record, spec) {
+        refuse(&record, spec)?;
+    }
     let spec = spec.clone();
     cx.run_on_lane(move |cx| on_lane(cx, &record, &spec)).await
 }
 
-fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Cause> {
-    // Nothing is mounted where a raw block volume is staged.
-    let staged_there = record.usage == Use::Block
-        && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path);
-    let looks = || stats::usage(&cx.node.places, record, &spec.volume_path).is_ok();
-    if !staged_there && !cx.step("look", looks) {
-        return Err(Cause::NotFound(format!(
-            "it is not at {}",
-            spec.volume_path.display()
-        )));
-    }
+/// Whether the record alone shows that the volume is at the path: nothing is mounted where
+/// a raw block volume is staged.
+fn is_staged_at(record: &Record, spec: &Expand) -> bool {
+    record.usage == Use::Block
+        && [&spec.staging_path, &spec.volume_path].contains(&&record.staging_path)
+}
+
+/// Refuses what the record alone shows to be impossible.
+fn refuse(record: &Record, spec: &Expand) -> Result<(), Cause> {
     if record.inline.is_some() {
         return Err(Cause::precondition(
             "it is an inline volume, which keeps the size that its pod was made with \
@@ -54,6 +55,18 @@ fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Ca
             ),
         });
     }
+    Ok(())
+}
+
+fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Cause> {
+    let looks = || stats::usage(&cx.node.places, record, &spec.volume_path).is_ok();
+    if !is_staged_at(record, spec) && !cx.step("look", looks) {
+        return Err(Cause::NotFound(format!(
+            "it is not at {}",
+            spec.volume_path.display()
+        )));
+    }
+    refuse(record, spec)?;
     let device = record.attached_device()?;
     let now = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
     if spec.limit > 0 && now > spec.limit {

@@ -35,13 +35,13 @@ pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Ca
 }
 
 async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Admission) -> Result<Outcome, Cause> {
+    // Reads a file of the operator's, which is on a disk.
+    let source = cx.step("look", || cx.node.backends.canonical(&spec.source));
+    drop(looking);
     if let Some(record) = cx.volume.record() {
         // An agent that was killed in this call left it.
         unstage::tear_down(cx, &record).await?;
     }
-    // Reads a file of the operator's, which is on a disk.
-    let source = cx.step("look", || cx.node.backends.canonical(&spec.source));
-    drop(looking);
     let attach = Stage {
         source,
         staging_path: PathBuf::new(),
@@ -54,7 +54,11 @@ async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Admission) -> Result<Out
         fencing: Fencing::Off,
     };
     let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), &attach);
-    cx.remember(&record).await?;
+    cx.claim(&record)?;
+    if let Err(cause) = cx.remember(&record).await {
+        cx.volume.hold(None);
+        return Err(cause);
+    }
     let (purpose, before) = (Purpose::Format, Before::default());
     let attaching = attach_source(cx, &attach, purpose, before);
     let attached = match attaching.await {

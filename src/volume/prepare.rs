@@ -38,6 +38,25 @@ pub(super) struct Prepared {
     pub found: Option<FsInfo>,
 }
 
+/// A device that is held open. Closing it is a step: it may block.
+pub(super) struct OpenDevice<'a> {
+    cx: OnLane<'a>,
+    held: Option<HeldOpen>,
+}
+
+impl OpenDevice<'_> {
+    /// See [`HeldOpen::check`].
+    pub fn check(&self) -> Result<(), DeviceError> {
+        self.held.as_ref().map_or(Ok(()), HeldOpen::check)
+    }
+}
+
+impl Drop for OpenDevice<'_> {
+    fn drop(&mut self) {
+        self.cx.step("close", || drop(self.held.take()));
+    }
+}
+
 /// The content of the device; `None` if it is in use.
 fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
     let file = match block::open_exclusive(&device.node, device.dev, OFlags::DIRECT) {
@@ -76,14 +95,17 @@ fn is_unwritten(prober: &Prober, size: u64, under: &BlockDev) -> io::Result<bool
 }
 
 /// Reads the content of the device, which is held open from now on, and changes nothing.
-pub(super) async fn look(
-    cx: OnLane<'_>,
+pub(super) async fn look<'a>(
+    cx: OnLane<'a>,
     source: &Source,
     device: &Device,
-) -> Result<(Content, HeldOpen), Cause> {
+) -> Result<(Content, OpenDevice<'a>), Cause> {
     let _admission = cx.admit(&cx.node.config.gates.probe, source).await?;
     cx.step("probe", || {
-        let held = HeldOpen::new(source, device)?;
+        let held = OpenDevice {
+            cx,
+            held: Some(HeldOpen::new(source, device)?),
+        };
         let failed = Cause::io(format!("read {}", device.node.display()));
         if let Some(content) = content_of(&cx.node.prober, device).map_err(failed)? {
             return Ok((content, held));
@@ -106,12 +128,12 @@ const BUSY_TRIES: u32 = 10;
 ///
 /// If mkfs or fsck finds the device busy, all of this begins again: the opener that kept
 /// the device busy for a moment (see [`crate::kernel::busy`]) may have written to it.
-pub(super) async fn prepare(
-    cx: OnLane<'_>,
+pub(super) async fn prepare<'a>(
+    cx: OnLane<'a>,
     record: &Record,
     attached: &Attachment,
     mkfs_options: &[String],
-) -> Result<(Prepared, HeldOpen), Cause> {
+) -> Result<(Prepared, OpenDevice<'a>), Cause> {
     let (source, device) = (&record.source, &attached.device);
     let mut tries = 0;
     loop {
@@ -142,7 +164,7 @@ pub(super) struct Preparing<'a> {
     /// Its device.
     pub attached: &'a Attachment,
     /// Its descriptor, by which it is held open.
-    pub held: &'a HeldOpen,
+    pub held: &'a OpenDevice<'a>,
 }
 
 impl Preparing<'_> {

@@ -14,7 +14,7 @@ use super::{
     layout, mounted,
     nested::PathOf,
     places::{Places, at_staging},
-    prepare::{self, Prepared},
+    prepare::{self, OpenDevice, Prepared},
     publish,
     record::{Phase, Record},
     spec::{Stage, Use, mount_point},
@@ -23,7 +23,7 @@ use super::{
 use crate::{
     Done,
     admission::Place as Admission,
-    device::{Attachment, Device, Fencing, HeldOpen, ready},
+    device::{Attachment, Device, Fencing, ready},
     fs::{FsType, grow, probe::FsInfo},
     kernel::{Dev, sysfs},
     mount::{
@@ -142,8 +142,20 @@ impl Staging<'_> {
             record.root_dev = before.root_dev;
             record.fs = before.fs;
         }
-        cx.remember(&record).await?;
-        let attached = attach_source(cx, spec, purpose_of(spec), known).await;
+        let attached = match cx.claim(&record) {
+            Ok(()) => {
+                if let Err(cause) = cx.remember(&record).await {
+                    match before {
+                        Some(before) => cx.volume.hold_record(before),
+                        None => cx.volume.hold(None),
+                    }
+                    return Err(cause);
+                }
+                attach_source(cx, spec, purpose_of(spec), known).await
+            }
+            Err(cause) if before.is_none() => return Err(cause),
+            Err(cause) => Err(cause),
+        };
         let cause = match attached {
             Ok(attached) => {
                 record.device = Some(attached.device.clone());
@@ -238,7 +250,7 @@ impl Staging<'_> {
         options: &MountOptions,
         device: &Device,
         prepared: &Prepared,
-        held: HeldOpen,
+        held: OpenDevice<'_>,
     ) -> Result<Dev, Cause> {
         let Self { cx, spec } = self;
         let gate = &cx.node.config.gates.mount;

@@ -30,8 +30,24 @@ use crate::{
 
 /// `NodeUnstageVolume`. A volume that is not staged is success.
 pub(super) async fn unstage(cx: Context<'_>, staging_path: &Path) -> Result<Outcome, Cause> {
+    if let Some(record) = cx.volume.record() {
+        refuse_elsewhere(&record, staging_path)?;
+    }
     let path = staging_path.to_owned();
     cx.on_lane(|cx| Box::pin(on_lane(cx, path))).await
+}
+
+/// Refuses a path at which the volume is not staged. A stage that did not finish has no
+/// staging path yet.
+fn refuse_elsewhere(record: &Record, staging_path: &Path) -> Result<(), Cause> {
+    if record.phase != Phase::Staged || record.staging_path == staging_path {
+        return Ok(());
+    }
+    Err(Cause::precondition(format!(
+        "it is staged at {}, not at {}",
+        record.staging_path.display(),
+        staging_path.display()
+    )))
 }
 
 async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause> {
@@ -43,14 +59,7 @@ async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause
         },
     };
     cx.progress.backend(record.source.backend());
-    // A stage that did not finish has no staging path yet.
-    if record.phase == Phase::Staged && record.staging_path != staging_path {
-        return Err(Cause::precondition(format!(
-            "it is staged at {}, not at {}",
-            record.staging_path.display(),
-            staging_path.display()
-        )));
-    }
+    refuse_elsewhere(&record, &staging_path)?;
     if let Some(target) = cx.live_target() {
         return Err(Cause::precondition(format!(
             "it is still published at {}; unpublish it first",

@@ -1,8 +1,8 @@
 //! The same call again, a similar call, and a second target.
 
-use futures_util::future::try_join_all;
+use futures_util::future::{join_all, try_join_all};
 use testkit::{MIB, Mode, Node, Volume, loops_over, mounts_below, refused, story};
-use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument};
+use tonic::Code::{Aborted, AlreadyExists, FailedPrecondition, InvalidArgument};
 
 #[test]
 fn a_repeat_changes_nothing() {
@@ -35,6 +35,50 @@ fn a_repeat_changes_nothing() {
         let reordered = flags.clone().flags(&["nosuid", "noatime", "noatime"]);
         node.stage(&reordered).await.unwrap();
         node.unstage(&flags).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn of_volumes_with_one_source_one_is_staged() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        sandbox.volume("v", "ext4");
+        let alias = |n| Volume::filesystem(&format!("alias {n}"), "ext4").over("main", "v.img");
+        let volumes: Vec<_> = (0..8).map(alias).collect();
+        for _ in 0..30 {
+            let staged = join_all(volumes.iter().map(|volume| node.stage(volume))).await;
+            let winners = staged
+                .iter()
+                .zip(&volumes)
+                .filter(|(staged, _)| staged.is_ok());
+            let winners: Vec<_> = winners.map(|(_, volume)| volume).collect();
+            assert_eq!(winners.len(), 1, "{staged:?}");
+            node.unstage(winners[0]).await.unwrap();
+            for loser in staged.into_iter().filter(Result::is_err) {
+                refused(loser, FailedPrecondition, &["in use on this node"]);
+            }
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_refused_unstage_interrupts_no_other_call() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        node.stage(&volume).await.unwrap();
+        let elsewhere = node.staging(&volume).join("elsewhere");
+        for _ in 0..30 {
+            let (unstaged, staged) =
+                tokio::join!(node.unstage_at(&volume, &elsewhere), node.stage(&volume));
+            staged.unwrap();
+            // Where the stage came first, it may still be under way.
+            let code = unstaged.unwrap_err().code();
+            assert!(matches!(code, FailedPrecondition | Aborted), "{code}");
+        }
+        node.unstage(&volume).await.unwrap();
         node.assert_clean().await;
     });
 }

@@ -289,9 +289,13 @@ impl Node {
     }
 
     pub async fn unstage(&self, volume: &Volume) -> Result<(), Status> {
+        self.unstage_at(volume, &self.staging(volume)).await
+    }
+
+    pub async fn unstage_at(&self, volume: &Volume, staging: &Path) -> Result<(), Status> {
         let message = NodeUnstageVolumeRequest {
             volume_id: volume.handle.clone(),
-            staging_target_path: text(&self.staging(volume)),
+            staging_target_path: text(staging),
         };
         let message = request(message, self.timeout.get());
         self.client().node_unstage_volume(message).await.map(drop)
