@@ -96,15 +96,16 @@ impl CephImages {
         &self,
         dev: Dev,
         volume_id: &str,
-        note: Option<&[u8]>,
+        stage_file: Option<&[u8]>,
     ) -> Result<Option<FoundDevice>, DeviceError> {
         let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match Mapped::of(lower) {
             Some(mapped) => found_as(&mapped, volume_id).map(Some),
             None if identifier_of(lower).as_deref() == Some(volume_id) => {
-                let noted = note.and_then(|note| CephSource::from_stage_file(note, volume_id).ok());
-                let noted = noted.filter(|noted| noted.mounter.rbd_nbd().is_some());
-                let image = noted.map(|noted| noted.image);
+                let described =
+                    stage_file.and_then(|text| CephSource::from_stage_file(text, volume_id).ok());
+                let described = described.filter(|source| source.mounter.rbd_nbd().is_some());
+                let image = described.map(|source| source.image);
                 nbd_backed::find(self.supervisor.as_ref(), volume_id, image)
             }
             None => Ok(None),
@@ -127,11 +128,12 @@ impl CephImages {
     /// The image that ceph-csi's stage file describes, and its device if it is mapped.
     pub fn find_by_stage_file(
         &self,
-        note: &[u8],
+        stage_file: &[u8],
         volume_id: &str,
     ) -> Result<(Source, Option<Device>), DeviceError> {
-        let read = CephSource::from_stage_file(note, volume_id);
-        let source = read.map_err(|error| io("read the note beside the mount")(error.into()))?;
+        let read = CephSource::from_stage_file(stage_file, volume_id);
+        let source =
+            read.map_err(|error| io("read the stage file beside the mount")(error.into()))?;
         if source.mounter.rbd_nbd().is_some() {
             let device = nbd_backed::device(volume_id)?;
             return Ok((Source::Rbd(source), device));
@@ -372,8 +374,8 @@ impl BackendVolume for BoundCephImage<'_> {
                 .map_err(CephImageError::from)?;
         }
         // The next node that has it may fill it.
-        for making in [Format::Luks, Format::FileSystem] {
-            self.node_marker(making).clear()?;
+        for format in [Format::Luks, Format::FileSystem] {
+            self.node_marker(format).clear()?;
         }
         Ok(())
     }

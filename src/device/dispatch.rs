@@ -88,12 +88,12 @@ impl Backends {
     }
 
     /// The source behind a mounted device without a record, if this driver or one before
-    /// it attached it; `left` is the stage file beside the mount.
+    /// it attached it; `stage_file` is the file beside the mount.
     pub fn find_behind(
         &self,
         node: &Path,
         volume_id: &str,
-        left: Option<&[u8]>,
+        stage_file: Option<&[u8]>,
     ) -> Result<Option<FoundDevice>, DeviceError> {
         let name = node.file_name().map(|name| name.to_string_lossy());
         let by_name = name.and_then(|name| sysfs::dev_of(&name).ok());
@@ -104,7 +104,7 @@ impl Backends {
         if let Some(found) = self.exports.find_behind(dev)? {
             return Ok(Some(found));
         }
-        match self.ceph.find_behind(dev, volume_id, left)? {
+        match self.ceph.find_behind(dev, volume_id, stage_file)? {
             None => self.images.find_behind(node, dev),
             found => Ok(found),
         }
@@ -125,10 +125,10 @@ impl Backends {
     /// The source and the device that another driver's stage file describes.
     pub fn find_by_stage_file(
         &self,
-        note: &[u8],
+        stage_file: &[u8],
         volume_id: &str,
     ) -> Result<(Source, Option<Device>), DeviceError> {
-        self.ceph.find_by_stage_file(note, volume_id)
+        self.ceph.find_by_stage_file(stage_file, volume_id)
     }
 
     /// The device of a source that this node has claimed for the volume, if it is

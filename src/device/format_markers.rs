@@ -1,13 +1,13 @@
-//! Which sources have a file system under way.
+//! Format markers on this node.
 //!
 //! An image of a pool has its marker beside it (`pool::format_marker`), a Ceph image in its
-//! metadata (`ceph::format_marker`), for whichever node has it next. An export, and a Ceph
-//! image where librados is missing, is out of reach: the note is this node's, and holds
-//! only while the volume is this node's. It is on a tmpfs, and goes when the volume is
-//! unstaged. What an interrupted mkfs left is blanked out then, as long as the note is
-//! *fresh*: so recent that no other node can have the volume yet. Later, or after a
-//! reboot, that may be another node's by now, and is formatted again by an operator's
-//! request only.
+//! metadata (`ceph::format_marker`), for the next node that attaches it. An export, and a
+//! Ceph image where librados is missing, cannot have one: this node keeps its marker, which
+//! is valid only while the volume is on this node. It is on a tmpfs, and an unstage removes
+//! it. The unstage also blanks the partial format of an interrupted mkfs, as long as the
+//! marker is *fresh*: so recent that no other node can have the volume yet. Later, or after
+//! a reboot, another node may have the volume; then only an operator's request formats it
+//! again.
 
 use std::{fmt::Display, fs, io, path::PathBuf, time::Duration};
 
@@ -17,12 +17,12 @@ use super::{
 };
 use crate::{crash_point, digest};
 
-/// Before a mkfs a node makes sure that it has the source alone. Another one finds
-/// it free when Ceph has not heard of the first for 30 seconds
+/// Before a mkfs a node checks that no other client has the source open. Another node finds
+/// the source free when Ceph has not heard from the first for 30 seconds
 /// (`osd_client_watch_timeout`); Kubernetes waits for minutes.
 const ALONE_FOR: Duration = Duration::from_secs(20);
 
-/// How long the machine is up (proc(5)), in whole seconds.
+/// The machine's uptime (proc(5)), in whole seconds.
 fn uptime() -> Result<Duration, DeviceError> {
     let text = fs::read_to_string("/proc/uptime").map_err(io("read /proc/uptime"))?;
     let whole = text.split('.').next().and_then(|text| text.parse().ok());
@@ -34,7 +34,7 @@ fn is_recent(since: Duration, now: Duration) -> bool {
     now.saturating_sub(since) < ALONE_FOR
 }
 
-/// The notes of this node.
+/// The format markers of this node.
 #[derive(Clone, Debug)]
 pub struct NodeFormatMarkers {
     dir: PathBuf,
@@ -56,12 +56,12 @@ impl NodeFormatMarkers {
         self.dir.join(digest::sha256_hex(&source.to_string()))
     }
 
-    /// A mkfs of the source is about to begin, for this volume.
+    /// Sets the marker of a source before its mkfs, for this volume.
     pub fn set(&self, source: &dyn Display, volume_id: &str) -> Result<(), DeviceError> {
         let text = format!("{} {volume_id}", uptime()?.as_secs());
         let path = self.path(source);
         let draft = path.with_extension("tmp");
-        // In one step: half a note would be none, and what mkfs leaves somebody's data.
+        // In one step: without a whole marker, a partial format counts as data.
         fs::write(&draft, text)
             .and_then(|()| fs::rename(&draft, &path))
             .map_err(io("set the format marker"))?;
@@ -69,7 +69,7 @@ impl NodeFormatMarkers {
         Ok(())
     }
 
-    /// Whether a mkfs of the source, for this volume, has begun and not ended.
+    /// Whether a mkfs of the source, for this volume, began and did not end.
     pub fn format_in_progress(
         &self,
         source: &dyn Display,
@@ -78,7 +78,7 @@ impl NodeFormatMarkers {
         Ok(self.since(source, volume_id)?.is_some())
     }
 
-    /// Whether that was so recently that no other node can have the source.
+    /// Whether it began so recently that no other node can have the source.
     pub fn is_fresh(&self, source: &dyn Display, volume_id: &str) -> Result<bool, DeviceError> {
         let Some(since) = self.since(source, volume_id)? else {
             return Ok(false);
@@ -86,7 +86,7 @@ impl NodeFormatMarkers {
         Ok(is_recent(since, uptime()?))
     }
 
-    /// When it began, by the machine's uptime.
+    /// The machine's uptime when it began.
     fn since(
         &self,
         source: &dyn Display,
@@ -96,13 +96,13 @@ impl NodeFormatMarkers {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             text => text.map_err(io("read the format marker"))?,
         };
-        let noted = text
+        let owner = text
             .split_once(' ')
-            .filter(|(_, noted)| *noted == volume_id);
-        Ok(noted.and_then(|(since, _)| since.parse().ok().map(Duration::from_secs)))
+            .filter(|(_, owner)| *owner == volume_id);
+        Ok(owner.and_then(|(since, _)| since.parse().ok().map(Duration::from_secs)))
     }
 
-    /// The source holds, or may hold from now on, somebody's data.
+    /// Removes the marker: the source has data, or may have from now on.
     pub fn clear(&self, source: &dyn Display) -> Result<(), DeviceError> {
         let removed = fs::remove_file(self.path(source));
         crash_point();

@@ -55,7 +55,7 @@ pub struct Daemon {
     pid: Pid,
     pidfd: Arc<AsyncFd<OwnedFd>>,
     /// None if another supervisor started it, which had its output.
-    said: Option<watch::Receiver<DaemonLog>>,
+    log: Option<watch::Receiver<DaemonLog>>,
 }
 
 /// The outcome of a start.
@@ -102,12 +102,12 @@ impl Daemon {
         let pidfd = watched(pid).map_err(failed("watch the process", pid))?;
         let source = pipe::Receiver::from_owned_fd(source);
         let source = source.map_err(failed("read the output of process", pid))?;
-        let (say, said) = watch::channel(DaemonLog::default());
-        tokio::spawn(listen(source, say, pid, key));
+        let (write, log) = watch::channel(DaemonLog::default());
+        tokio::spawn(listen(source, write, pid, key));
         Ok(Self {
             pid,
             pidfd: Arc::new(pidfd),
-            said: Some(said),
+            log: Some(log),
         })
     }
 
@@ -126,7 +126,7 @@ impl Daemon {
             let daemon = Self {
                 pid,
                 pidfd: Arc::new(pidfd),
-                said: None,
+                log: None,
             };
             // The id may have passed to another process before the pidfd was open.
             let again = lanes.run(cookie, "process", move || DaemonProcess::of(raw));
@@ -144,31 +144,31 @@ impl Daemon {
 
     /// Whether another supervisor started it, so that its log is not read.
     pub fn is_unheard(&self) -> bool {
-        self.said.is_none()
+        self.log.is_none()
     }
 
     /// Whether it has logged that it serves a device.
     pub fn serves(&self) -> bool {
-        let said = self.said.as_ref();
-        said.is_some_and(|said| said.borrow().serves)
+        let log = self.log.as_ref();
+        log.is_some_and(|log| log.borrow().serves)
     }
 
     /// The client ids under which it has joined the cluster so far: some only to read
     /// its configuration, one to open the image.
     pub fn clients(&self) -> Vec<i64> {
-        let said = self.said.as_ref();
-        said.map_or_else(Vec::new, |said| said.borrow().clients.clone())
+        let log = self.log.as_ref();
+        log.map_or_else(Vec::new, |log| log.borrow().clients.clone())
     }
 
     /// Waits until it serves, or has ended.
     pub async fn ready(&mut self, spec: &Spec, within: Duration) -> Started {
-        let Some(said) = &mut self.said else {
+        let Some(log) = &mut self.log else {
             return Started::Late;
         };
-        let settled = said.wait_for(|said| said.serves || said.ended);
+        let settled = log.wait_for(|log| log.serves || log.ended);
         let serves = match timeout(within, settled).await {
             Err(_) => return Started::Late,
-            Ok(said) => said.is_ok_and(|said| said.serves),
+            Ok(log) => log.is_ok_and(|log| log.serves),
         };
         if serves {
             Started::Ready
@@ -181,8 +181,8 @@ impl Daemon {
 
     /// The reason of its end, from its log: its exit code is always 1.
     fn exit_error(&self, spec: &Spec) -> SupervisorError {
-        let said = self.said.as_ref();
-        let tail = said.map(|said| said.borrow().tail.clone());
+        let log = self.log.as_ref();
+        let tail = log.map(|log| log.borrow().tail.clone());
         explain(&tail.unwrap_or_default(), spec)
     }
 
@@ -200,9 +200,9 @@ impl Daemon {
 
     /// Waits until it has closed its output on its way out.
     async fn exiting(&self) {
-        if let Some(said) = &self.said {
-            let mut said = said.clone();
-            let _ = said.wait_for(|said| said.ended).await;
+        if let Some(log) = &self.log {
+            let mut log = log.clone();
+            let _ = log.wait_for(|log| log.ended).await;
             if is_exiting(self.pid) {
                 return;
             }
@@ -213,10 +213,10 @@ impl Daemon {
     /// Waits until it has found its image resized more than `known` times; returns how
     /// often.
     pub async fn resized(&self, known: usize) -> usize {
-        if let Some(said) = &self.said {
-            let mut said = said.clone();
-            if let Ok(said) = said.wait_for(|said| said.resized > known).await {
-                return said.resized;
+        if let Some(log) = &self.log {
+            let mut log = log.clone();
+            if let Ok(log) = log.wait_for(|log| log.resized > known).await {
+                return log.resized;
             }
         }
         std::future::pending().await
@@ -286,7 +286,7 @@ fn hand_over(key: &Secret) -> io::Result<(Stdio, OwnedFd)> {
 }
 
 /// Reads the log of a process to its end. A process that serves a device has read its key.
-async fn listen(source: pipe::Receiver, say: watch::Sender<DaemonLog>, pid: Pid, key: OwnedFd) {
+async fn listen(source: pipe::Receiver, write: watch::Sender<DaemonLog>, pid: Pid, key: OwnedFd) {
     let mut key = Some(key);
     let mut source = BufReader::new(source);
     let mut line = Vec::new();
@@ -302,10 +302,10 @@ async fn listen(source: pipe::Receiver, say: watch::Sender<DaemonLog>, pid: Pid,
             key.take().map(|key| ftruncate(key, 0));
         }
         tracing::debug!(pid = pid.as_raw_nonzero().get(), "rbd-nbd: {text}");
-        say.send_modify(|said| said.take(text));
+        write.send_modify(|log| log.take(text));
     }
     key.take().map(|key| ftruncate(key, 0));
-    say.send_modify(|said| said.ended = true);
+    write.send_modify(|log| log.ended = true);
 }
 
 #[cfg(test)]

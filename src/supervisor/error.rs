@@ -34,12 +34,12 @@ pub enum SupervisorError {
         user: String,
     },
     /// No monitor answers.
-    #[error("no monitor answers, so image {image} is not mapped: {said}")]
+    #[error("no monitor answers, so image {image} is not mapped: {message}")]
     Silent {
         /// The image.
         image: String,
         /// The daemon's message.
-        said: String,
+        message: String,
     },
     /// The daemon ended without a message, as it does if the image is missing.
     #[error(
@@ -50,12 +50,12 @@ pub enum SupervisorError {
         image: String,
     },
     /// The daemon ended with a message.
-    #[error("rbd-nbd cannot serve image {image}: {said}")]
+    #[error("rbd-nbd cannot serve image {image}: {message}")]
     Failed {
         /// The image.
         image: String,
         /// The daemon's message.
-        said: String,
+        message: String,
     },
     /// Another process took the device first.
     #[error("the NBD device that was to be of image {image} is in use")]
@@ -74,12 +74,12 @@ pub enum SupervisorError {
         node: String,
     },
     /// The daemon was not started, or was ended: the controller could not fence it.
-    #[error("the client of rbd-nbd for image {image} cannot be registered for fencing: {said}")]
+    #[error("the client of rbd-nbd for image {image} cannot be registered for fencing: {message}")]
     NotRegistered {
         /// The image.
         image: String,
         /// Why.
-        said: String,
+        message: String,
     },
     /// The daemon neither serves nor ends in time.
     #[error("rbd-nbd (process {pid}) for image {image} {how}")]

@@ -162,20 +162,23 @@ pub(super) fn register(
             user: spec.user.clone(),
         }),
         Ok(Answer::Missing) => Err(SupervisorError::Missing { image: image() }),
-        Ok(Answer::Silent(said)) => Err(SupervisorError::Silent {
+        Ok(Answer::Silent(message)) => Err(SupervisorError::Silent {
             image: image(),
-            said,
+            message,
         }),
-        Ok(Answer::Failed(said)) => Err(SupervisorError::NotRegistered {
+        Ok(Answer::Failed(message)) => Err(SupervisorError::NotRegistered {
             image: image(),
-            said,
+            message,
         }),
         Err(_) => {
-            let said = String::from_utf8_lossy(&output.stderr);
-            let said = format!("its helper ended by {}, and said {said:?}", output.status);
+            let message = String::from_utf8_lossy(&output.stderr);
+            let message = format!(
+                "its helper ended by {}, and printed {message:?}",
+                output.status
+            );
             Err(SupervisorError::NotRegistered {
                 image: image(),
-                said,
+                message,
             })
         }
     }
@@ -211,15 +214,15 @@ fn read() -> io::Result<(Order, Secret)> {
 }
 
 fn why(error: &CephError) -> Answer {
-    let said = error_chain(error);
+    let message = error_chain(error);
     if error.is_access_denied() {
         Answer::Denied
     } else if error.is_not_found() {
         Answer::Missing
     } else if error.is_timed_out() || matches!(error, CephError::Monitors(_)) {
-        Answer::Silent(said)
+        Answer::Silent(message)
     } else {
-        Answer::Failed(said)
+        Answer::Failed(message)
     }
 }
 

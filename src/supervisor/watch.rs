@@ -21,25 +21,25 @@ const EVERY: Duration = Duration::from_secs(2);
 #[derive(Clone, Debug)]
 pub struct Watch {
     client: Client,
-    last: Arc<Mutex<Told>>,
+    last: Arc<Mutex<Polls>>,
 }
 
-/// The newest report, and the numbers of the polls: an answer may come after that to a
+/// The newest report, and the numbers of the polls: an answer may arrive after that of a
 /// later poll.
 #[derive(Debug, Default)]
-struct Told {
-    asked: u64,
+struct Polls {
+    sent: u64,
     answered: u64,
-    last: Last,
+    last: Report,
 }
 
 #[derive(Debug, Default)]
-enum Last {
+enum Report {
     #[default]
-    NotAsked,
-    Said(Vec<Held>),
-    /// Why it did not answer.
-    Silent(String),
+    None,
+    Listed(Vec<Held>),
+    /// The error of the poll.
+    Failed(String),
 }
 
 /// The trouble of a volume that rbd-nbd serves.
@@ -54,14 +54,14 @@ pub enum Trouble {
 impl Watch {
     /// Starts to poll, on a thread of its own.
     pub fn start(client: Client) -> io::Result<Self> {
-        let last = Arc::<Mutex<Told>>::default();
-        let (asks, seen) = (client.clone(), Arc::downgrade(&last));
+        let last = Arc::<Mutex<Polls>>::default();
+        let (poller, polls) = (client.clone(), Arc::downgrade(&last));
         thread::Builder::new()
             .name("holder".to_owned())
             .spawn(move || {
-                while let Some(last) = seen.upgrade() {
-                    let client = asks.clone();
-                    Self { client, last }.ask();
+                while let Some(last) = polls.upgrade() {
+                    let client = poller.clone();
+                    Self { client, last }.poll();
                     #[expect(clippy::disallowed_methods, reason = "a period")]
                     let _ = crossbeam::channel::after(EVERY).recv();
                 }
@@ -70,30 +70,30 @@ impl Watch {
     }
 
     /// Polls once. Blocks.
-    fn ask(&self) {
+    fn poll(&self) {
         let number = {
-            let mut told = self.last();
-            told.asked += 1;
-            told.asked
+            let mut polls = self.last();
+            polls.sent += 1;
+            polls.sent
         };
-        let said = match self.client.list() {
-            Ok(volumes) => Last::Said(volumes),
-            Err(error) => Last::Silent(error_chain(&error)),
+        let listed = match self.client.list() {
+            Ok(volumes) => Report::Listed(volumes),
+            Err(error) => Report::Failed(error_chain(&error)),
         };
-        self.last().answer(number, said);
+        self.last().answer(number, listed);
     }
 
-    fn last(&self) -> MutexGuard<'_, Told> {
+    fn last(&self) -> MutexGuard<'_, Polls> {
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The volume's trouble at the last poll.
     pub fn trouble(&self, volume_id: &str) -> Option<Trouble> {
-        let told = self.last();
-        let volumes = match &told.last {
-            Last::NotAsked => return None,
-            Last::Said(volumes) => volumes,
-            Last::Silent(why) => return Some(Trouble::Unkept(why.clone())),
+        let polls = self.last();
+        let volumes = match &polls.last {
+            Report::None => return None,
+            Report::Listed(volumes) => volumes,
+            Report::Failed(why) => return Some(Trouble::Unkept(why.clone())),
         };
         let Some(held) = volumes.iter().find(|held| held.volume_id == volume_id) else {
             let why = "uring-csi-holder does not know it: stage the volume again";
@@ -109,8 +109,8 @@ impl Watch {
     /// The image of a volume, `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, if the supervisor knew
     /// it at the last poll.
     pub fn image(&self, volume_id: &str) -> Option<String> {
-        let told = self.last();
-        let Last::Said(volumes) = &told.last else {
+        let polls = self.last();
+        let Report::Listed(volumes) = &polls.last else {
             return None;
         };
         let held = volumes.iter().find(|held| held.volume_id == volume_id)?;
@@ -131,7 +131,7 @@ impl Watch {
     /// [`Client::map`]. Blocks: for a lane.
     pub fn map(&self, spec: &Spec, key: &Secret) -> Result<(PathBuf, Done), ClientError> {
         let mapped = self.client.map(spec, key);
-        self.ask();
+        self.poll();
         mapped
     }
 
@@ -140,7 +140,7 @@ impl Watch {
         self.client.unmap(volume_id)
     }
 
-    /// Makes sure that nothing is mapped for the volume, nor will be by a call under way.
+    /// Ensures that nothing is mapped for the volume, nor will be by a call under way.
     /// Without a supervisor nothing is. Blocks: for a lane.
     pub fn forget(&self, volume_id: &str) -> Result<(), ClientError> {
         match self.unmap(volume_id) {
@@ -155,8 +155,8 @@ impl Watch {
     }
 }
 
-impl Told {
-    fn answer(&mut self, number: u64, last: Last) {
+impl Polls {
+    fn answer(&mut self, number: u64, last: Report) {
         if number > self.answered {
             (self.answered, self.last) = (number, last);
         }
@@ -168,12 +168,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_does_not_replace_that_to_a_later_question() {
-        let mut told = Told::default();
-        told.answer(2, Last::Said(Vec::new()));
-        told.answer(1, Last::Silent("away".to_owned()));
-        assert!(matches!(told.last, Last::Said(_)));
-        told.answer(3, Last::Silent("away".to_owned()));
-        assert!(matches!(told.last, Last::Silent(_)));
+    fn an_answer_does_not_replace_that_of_a_later_poll() {
+        let mut polls = Polls::default();
+        polls.answer(2, Report::Listed(Vec::new()));
+        polls.answer(1, Report::Failed("away".to_owned()));
+        assert!(matches!(polls.last, Report::Listed(_)));
+        polls.answer(3, Report::Failed("away".to_owned()));
+        assert!(matches!(polls.last, Report::Failed(_)));
     }
 }

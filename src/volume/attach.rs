@@ -74,7 +74,7 @@ pub(super) fn known_device(
     record: Option<&Record>,
     usage: &Use,
 ) -> Option<PathBuf> {
-    let noted = record.and_then(|record| {
+    let recorded = record.and_then(|record| {
         let device = record.device.as_ref()?;
         (record.source.is_still(device)).then(|| device.node.clone())
     });
@@ -88,7 +88,7 @@ pub(super) fn known_device(
             .flatten()
             .map(|entry| PathBuf::from(entry.source))
     };
-    noted.or_else(mounted)
+    recorded.or_else(mounted)
 }
 
 impl OnLane<'_> {

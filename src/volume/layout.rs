@@ -82,7 +82,7 @@ pub(super) fn clear(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
             && let Some(place) = absent_is_none(places.staging(&record.staging_path.join(name)))?
         {
             let removed = place.unlink().map_err(at_staging)?;
-            already("remove the note", removed);
+            already("remove the stage file", removed);
         }
         Ok(())
     })

@@ -4,7 +4,7 @@
 //! in a pool and namespace   create, clone_snapshot, list, trash
 //! on an open image          Image: size, features, watchers, snapshots,
 //!                           parent and children, flatten, metadata
-//! on one that is not open   Header: features, watchers, metadata
+//! without opening it        Header: features, watchers, metadata
 //! ```
 //!
 //! A clone needs only a snapshot of its parent, not a protected one (clone v2):
@@ -44,7 +44,7 @@ pub struct ImageName {
     pub name: String,
 }
 
-/// Makes an image of `size` bytes.
+/// Creates an image of `size` bytes.
 pub fn create(io: &IoCtx, name: &str, size: u64, options: &ImageOptions) -> Result<(), CephError> {
     let call = io.call("create", "image", name);
     let text = call.text(name)?;
@@ -54,8 +54,7 @@ pub fn create(io: &IoCtx, name: &str, size: u64, options: &ImageOptions) -> Resu
     call.changed(unsafe { create(io.raw(), text.as_ptr(), size, options.raw()) })
 }
 
-/// Makes an image, `name` in `io`, that reads as a snapshot of another where it
-/// has not been written.
+/// Creates an image, `name` in `io`, as a copy-on-write clone of a snapshot of another.
 pub fn clone_snapshot(
     parent_io: &IoCtx,
     parent: &str,
@@ -83,9 +82,9 @@ pub fn clone_snapshot(
     })
 }
 
-/// The id of the image of that name; none where there is none. Read from the
-/// object that maps the one to the other (`rbd_id.<name>`: the id's length in
-/// 32 bits, little endian, and the id), without opening the image.
+/// The id of the image of that name; `None` if there is no such image. Read from the object
+/// that maps names to ids (`rbd_id.<name>`: the id's length in 32 bits, little endian, and
+/// the id), without opening the image.
 pub fn image_id(io: &IoCtx, name: &str) -> Result<Option<String>, CephError> {
     let bytes = match io.read(&format!("rbd_id.{name}"), MAX_ID) {
         Err(error) if error.is_not_found() => return Ok(None),
@@ -95,11 +94,11 @@ pub fn image_id(io: &IoCtx, name: &str) -> Result<Option<String>, CephError> {
     Ok(Some(String::from_utf8_lossy(id).into_owned()))
 }
 
-/// Bytes of an image's id with its length, and more: ids have some twelve.
+/// The maximum length of the object with an image's id; ids have some twelve bytes.
 const MAX_ID: usize = 256;
 
-/// Removes an image that has a name, and what a crash has left of one: takes as
-/// long as it has objects.
+/// Removes an image, also one that a crash has left incomplete. The time grows with the
+/// number of its objects.
 pub fn remove(io: &IoCtx, name: &str) -> Result<(), CephError> {
     let call = io.call("remove", "image", name);
     let text = call.text(name)?;
@@ -108,7 +107,7 @@ pub fn remove(io: &IoCtx, name: &str) -> Result<(), CephError> {
     call.changed(unsafe { remove(io.raw(), text.as_ptr()) })
 }
 
-/// The images of the pool and namespace, but for those in the trash.
+/// The images of the pool and namespace, except those in the trash.
 pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
     let call = io.cluster().call("list", || format!("the images of {io}"));
     let functions = &io.cluster().libraries().rbd;
@@ -124,12 +123,12 @@ pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
         }
     };
     let names = rows.iter().map(name).collect();
-    // SAFETY: the rows are the library's own, and not used any more.
+    // SAFETY: the library allocated the rows, and they are not used any more.
     unsafe { (functions.rbd_image_spec_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
     Ok(names)
 }
 
-/// Makes a namespace for images in the pool.
+/// Creates a namespace for images in the pool.
 #[cfg(test)]
 pub fn create_namespace(io: &IoCtx, namespace: &str) -> Result<(), CephError> {
     let call = io.call("create", "namespace", namespace);

@@ -6,9 +6,9 @@
 //!   "readAffinity": {"enabled": true, "crushLocationLabels": ["topology.kubernetes.io/zone"]}}]
 //! ```
 //!
-//! An administrator changes it while the agent runs, so it is read again whenever the file
-//! has changed. As with ceph-csi, unknown keys are no error, and of two entries with one
-//! `clusterID` the first counts.
+//! An administrator may change the file while the agent runs, so the agent reads it again
+//! after each change. As with ceph-csi, unknown keys are no error, and of two entries with
+//! one `clusterID` the first counts.
 //!
 //! Source: `api/deploy/kubernetes/csi-config-map.go` of ceph-csi.
 
@@ -30,29 +30,29 @@ pub use mapping::Mappings;
 /// One cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClusterConfig {
-    /// The name that volumes know it by; not its fsid, though often the same.
+    /// The cluster's name in handles; not its fsid, though often the same.
     pub cluster_id: String,
     /// The monitors' addresses, each as `mon_host` takes it; never empty.
     pub monitors: Vec<String>,
     /// The namespace, in every pool, of all images and journals.
     pub rados_namespace: Option<String>,
-    /// The file of the network namespace that images are mapped in.
+    /// The file of the network namespace in which images are mapped.
     pub net_namespace_file: Option<PathBuf>,
     /// How many mirror daemons watch an image that is not in use.
     pub mirror_daemons: u32,
-    /// Whether and how reads go to near OSDs.
+    /// Whether reads go to near OSDs.
     pub read_affinity: ReadAffinity,
 }
 
-/// Reads go to the OSDs that are nearest in the CRUSH map.
+/// Reads from the OSDs that are nearest in the CRUSH map.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct ReadAffinity {
-    /// Whether they do.
+    /// Whether it is on.
     pub enabled: bool,
 }
 
-/// The file does not tell of the cluster.
+/// Why the file has no configuration of the cluster.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// It cannot be read.
@@ -60,15 +60,15 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// It is not what it should be.
-    #[error("{} is not as ceph-csi has it", path.display())]
+    /// It has another form than ceph-csi's.
+    #[error("{} is not in the form of ceph-csi's config.json", path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// Where, and what was expected.
+        /// The position, and what was expected.
         source: serde_json::Error,
     },
     /// It has no such cluster.
@@ -76,7 +76,7 @@ pub enum ConfigError {
     Unknown {
         /// The file.
         path: PathBuf,
-        /// What was sought.
+        /// The requested id.
         cluster_id: String,
     },
     /// The cluster has no monitors.
@@ -89,7 +89,7 @@ pub enum ConfigError {
     },
 }
 
-/// An entry as it is written. Older files had the namespace at the top.
+/// An entry of the file. Older files have the namespace at the top level.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct ClusterEntry {
@@ -116,7 +116,7 @@ struct Rbd {
     mirror_daemon_count: u32,
 }
 
-/// Go reads `null` as nothing said.
+/// Decodes `null` as the default, as Go does.
 fn null_is_default<'de, T, D>(from: D) -> Result<T, D::Error>
 where
     T: Default + Deserialize<'de>,
@@ -133,21 +133,21 @@ impl ClusterEntry {
             monitors: self.monitors,
             rados_namespace: said(self.rbd.rados_namespace).or(said(self.rados_namespace)),
             net_namespace_file: said(self.rbd.net_namespace_file_path).map(PathBuf::from),
-            // One is what ceph-csi expects where nothing is said.
+            // ceph-csi's default is one.
             mirror_daemons: self.rbd.mirror_daemon_count.max(1),
             read_affinity: self.read_affinity,
         }
     }
 }
 
-/// The clusters of a file, as it is at each question.
+/// The clusters of a file, which is read again after a change.
 #[derive(Debug)]
 pub struct Clusters {
     file: Watched<Vec<ClusterConfig>>,
 }
 
 impl Clusters {
-    /// The clusters of that file, which is read when it is first needed.
+    /// The clusters of that file, which is first read when it is needed.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             file: Watched::new(path.into()),
@@ -173,7 +173,7 @@ impl Clusters {
         }
     }
 
-    /// Says what is wrong with the file, if anything is: with one of its clusters, too.
+    /// Checks the file and each of its clusters.
     pub fn check(&self) -> Result<(), ConfigError> {
         let all = self.all()?;
         let mut ids = all.iter().map(|known| &known.cluster_id);
@@ -189,14 +189,14 @@ impl Clusters {
     }
 }
 
-/// A file of JSON that is read again when it has changed.
+/// A JSON file that is read again after a change.
 #[derive(Debug)]
 struct Watched<T> {
     path: PathBuf,
     last: Mutex<Option<(Stamp, Arc<T>)>>,
 }
 
-/// What differs when a file was written or replaced.
+/// Attributes that change when a file is written or replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     inode: (u64, u64),
@@ -212,7 +212,7 @@ impl<T> Watched<T> {
         }
     }
 
-    /// What is made of the file as it is now.
+    /// The value of the current file, made by `settle`.
     fn read<R: DeserializeOwned>(
         &self,
         settle: impl FnOnce(R) -> T,
@@ -228,7 +228,7 @@ impl<T> Watched<T> {
         {
             return Ok(value.clone());
         }
-        // A change between here and the stamp is seen at the next question.
+        // A change between the stamp and here is seen at the next read.
         let text = fs::read(&self.path).map_err(unreadable)?;
         let read = serde_json::from_slice(&text).map_err(|source| ConfigError::Malformed {
             path: self.path.clone(),

@@ -12,7 +12,7 @@ fn client(address: &str) -> Client {
     }
 }
 
-/// How it is known, but for its number.
+/// The node's entry without its nonce.
 fn entry(has: &RegisteredNode) -> NodeEntry {
     NodeEntry {
         nonce: None,
@@ -31,11 +31,11 @@ fn a_node_registers_its_client_only_while_published() {
     assert_eq!(nodes.list().unwrap(), []);
     io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
         .unwrap();
-    let enter = |address: &str| {
+    let attach = |address: &str| {
         let entry = client(address).into();
         nodes.attach("a", &entry, Published::Now).unwrap()
     };
-    assert!(!enter("1:0/1"));
+    assert!(!attach("1:0/1"));
 
     nodes.publish("a").unwrap();
     let published = nodes.list().unwrap();
@@ -43,16 +43,19 @@ fn a_node_registers_its_client_only_while_published() {
         (published[0].node.as_str(), entry(&published[0])),
         ("a", NodeEntry::default())
     );
-    assert!(enter("1:0/1"));
+    assert!(attach("1:0/1"));
     nodes.publish("a").unwrap();
-    assert!(!nodes.withdraw(&published[0]).unwrap(), "it has it by now");
+    assert!(
+        !nodes.withdraw(&published[0]).unwrap(),
+        "it has the volume by now"
+    );
     let attached = nodes.list().unwrap();
     assert_eq!(attached[0].entry.client, Some(client("1:0/1")));
-    assert!(enter("1:0/1"));
+    assert!(attach("1:0/1"));
     let again = nodes.list().unwrap();
-    assert!(!nodes.withdraw(&attached[0]).unwrap(), "entered anew");
+    assert!(!nodes.withdraw(&attached[0]).unwrap(), "registered anew");
     assert!(nodes.withdraw(&again[0]).unwrap());
-    assert!(!enter("1:0/2"));
+    assert!(!attach("1:0/2"));
     assert_eq!(nodes.list().unwrap(), []);
     nodes.publish("a").unwrap();
     assert!(!nodes.withdraw(&published[0]).unwrap(), "published anew");

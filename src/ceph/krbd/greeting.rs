@@ -28,8 +28,8 @@ pub struct Greeting {
 impl Greeting {
     /// Asks those monitors that the driver would be given.
     pub fn ask(wanted: &Wanted<'_>) -> Result<Self, KrbdError> {
-        let spoken = wanted.monitors.spoken(wanted.options)?;
-        let addresses: Vec<_> = spoken.addresses.iter().map(ToString::to_string).collect();
+        let monitors = wanted.monitors.for_driver(wanted.options)?;
+        let addresses: Vec<_> = monitors.addresses.iter().map(ToString::to_string).collect();
         let image = wanted.image.to_string();
         let at = Instant::now();
         match monitor::ask(&addresses, at + WITHIN) {

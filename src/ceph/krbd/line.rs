@@ -47,7 +47,7 @@ pub fn of(wanted: &Wanted<'_>, mark: &Mark) -> Result<String, KrbdError> {
     }
     let option =
         |name: &str, value: &str, why| MapOption::new(name, value).map_err(|_| unsuited(why));
-    let spoken = wanted.monitors.spoken(wanted.options)?;
+    let monitors = wanted.monitors.for_driver(wanted.options)?;
     let user = &wanted.credentials.user;
     let mut ours = vec![
         option("name", user, "the user's id has blanks or commas")?,
@@ -58,7 +58,7 @@ pub fn of(wanted: &Wanted<'_>, mark: &Mark) -> Result<String, KrbdError> {
         let why = "the driver takes no RADOS namespace whose name has blanks or commas";
         ours.push(option("_pool_ns", &image.namespace, why)?);
     }
-    if let Some(mode) = spoken.ms_mode {
+    if let Some(mode) = monitors.ms_mode {
         ours.push(option("ms_mode", mode, "no such mode")?);
     }
     if let Some(location) = wanted.location {
@@ -75,7 +75,7 @@ pub fn of(wanted: &Wanted<'_>, mark: &Mark) -> Result<String, KrbdError> {
         texts.push("ro".to_owned());
     }
     let [(pool, _), (name, _), (snapshot, _)] = words;
-    let monitors = monitors::list(spoken.addresses);
+    let monitors = monitors::list(monitors.addresses);
     let line = format!("{monitors} {} {pool} {name} {snapshot}", texts.join(","));
     if line.len() > LONGEST {
         return Err(unsuited(

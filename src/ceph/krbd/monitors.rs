@@ -1,13 +1,12 @@
-//! A cluster's monitors, as the driver takes them: numeric addresses, all of one version
-//! of the messenger protocol.
+//! A cluster's monitors for the driver: numeric addresses, all of one version of the
+//! messenger protocol.
 //!
-//! The driver speaks the first version unless `ms_mode` says otherwise, and
-//! each version has ports of its own; with the other's it tries until its
-//! timeout. Where the configuration has addresses of the second version only, the
-//! mode is chosen for it.
+//! The driver uses the first version unless `ms_mode` names another. Each version has its
+//! own ports; on the other's port the driver retries until its timeout. If the
+//! configuration has addresses of the second version only, the agent chooses the mode.
 //!
 //! Sources: rbd(8), `ms_mode`; net/ceph/ceph_common.c, `ceph_parse_ips`; Ceph's
-//! src/mon/MonMap.cc for what an address means that names no version.
+//! src/mon/MonMap.cc for addresses without a version.
 
 use std::{
     fmt, io,
@@ -23,10 +22,10 @@ use crate::ceph::{
 const V1_PORT: u16 = 6789;
 const V2_PORT: u16 = 3300;
 
-/// The first version of the protocol, as `ms_mode` has it.
+/// The value of `ms_mode` for the first version of the protocol.
 const LEGACY: &str = "legacy";
-/// What is chosen where only the second version is there: checksums, or
-/// encryption where the monitors insist on it.
+/// The mode where only the second version is there: checksums, or encryption where the
+/// monitors require it.
 const CHOSEN: &str = "prefer-crc";
 
 /// The addresses of a cluster's monitors.
@@ -38,7 +37,7 @@ pub struct Monitors {
 
 /// The addresses and the mode for the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Spoken<'a> {
+pub struct DriverMonitors<'a> {
     /// All of one version.
     pub addresses: &'a [SocketAddr],
     /// The mode, if one is needed and the volume does not name it.
@@ -46,8 +45,8 @@ pub struct Spoken<'a> {
 }
 
 impl Monitors {
-    /// Looks the names of monitors up; `host:port` and all other forms that the
-    /// configuration takes. Blocks for as long as the resolver does.
+    /// Resolves the names of monitors, in every form that the configuration may have.
+    /// Blocks for as long as the resolver does.
     pub fn resolve(monitors: &[String]) -> Result<Self, KrbdError> {
         let mut resolved = Self::default();
         let mut missing = None;
@@ -69,7 +68,7 @@ impl Monitors {
     fn add(&mut self, address: &Address) -> io::Result<()> {
         let is_v1 = address.messenger != Some(Messenger::V2) && address.port != Some(V2_PORT);
         let is_v2 = address.messenger != Some(Messenger::V1) && address.port != Some(V1_PORT);
-        // An explicit one may use the other's port.
+        // An address with a version may use the other version's port.
         let is_v1 = is_v1 || address.messenger == Some(Messenger::V1);
         let is_v2 = is_v2 || address.messenger == Some(Messenger::V2);
         for (wanted, list, port) in [
@@ -88,8 +87,8 @@ impl Monitors {
         Ok(())
     }
 
-    /// Those that the driver is given, for a volume with these options.
-    pub fn spoken(&self, options: &MapOptions) -> Result<Spoken<'_>, KrbdError> {
+    /// The driver's arguments for a volume with these options.
+    pub fn for_driver(&self, options: &MapOptions) -> Result<DriverMonitors<'_>, KrbdError> {
         let (addresses, ms_mode) = match options.get("ms_mode") {
             Some(LEGACY) => (&self.v1, None),
             Some(_) => (&self.v2, None),
@@ -103,15 +102,15 @@ impl Monitors {
                 monitors: self.to_string(),
             });
         }
-        Ok(Spoken { addresses, ms_mode })
+        Ok(DriverMonitors { addresses, ms_mode })
     }
 
-    /// Whether both are of one cluster: they have a monitor in common.
+    /// Whether both are monitors of one cluster: they have one in common.
     pub fn meet(&self, other: &Self) -> bool {
         self.share(&other.v1) || self.share(&other.v2)
     }
 
-    /// Whether one of these addresses is a monitor's here.
+    /// Whether one of these addresses is among the monitors'.
     pub fn share(&self, addresses: &[SocketAddr]) -> bool {
         let mut addresses = addresses.iter();
         addresses.any(|address| self.v1.contains(address) || self.v2.contains(address))
@@ -124,7 +123,7 @@ impl fmt::Display for Monitors {
     }
 }
 
-/// The addresses as the driver takes them.
+/// The addresses in the driver's format.
 pub fn list<'a>(addresses: impl IntoIterator<Item = &'a SocketAddr>) -> String {
     let texts: Vec<_> = addresses.into_iter().map(ToString::to_string).collect();
     texts.join(",")
@@ -139,10 +138,10 @@ mod tests {
         Monitors::resolve(&monitors).unwrap()
     }
 
-    fn spoken(monitors: &[&str], options: &str) -> String {
+    fn for_driver(monitors: &[&str], options: &str) -> String {
         let (monitors, options) = (resolved(monitors), MapOptions::parse(options).unwrap());
-        match monitors.spoken(&options) {
-            Ok(Spoken { addresses, ms_mode }) => {
+        match monitors.for_driver(&options) {
+            Ok(DriverMonitors { addresses, ms_mode }) => {
                 format!("{} {}", list(addresses), ms_mode.unwrap_or("-"))
             }
             Err(error) => error.to_string(),
@@ -170,9 +169,13 @@ mod tests {
             (&["10.0.0.1:7000"], "ms_mode=crc", "10.0.0.1:7000 -"),
             (&["[fd00::1]:6789"], "", "[fd00::1]:6789 -"),
         ] {
-            assert_eq!(spoken(monitors, options), given, "{monitors:?} {options}");
+            assert_eq!(
+                for_driver(monitors, options),
+                given,
+                "{monitors:?} {options}"
+            );
         }
-        let error = spoken(&["10.0.0.1:6789"], "ms_mode=secure");
+        let error = for_driver(&["10.0.0.1:6789"], "ms_mode=secure");
         assert!(
             error.contains("secure") && error.contains("3300"),
             "{error}"

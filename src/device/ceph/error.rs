@@ -107,9 +107,9 @@ pub enum CephImageError {
         /// The image.
         image: String,
     },
-    /// Several mapped images have the names that a note has.
+    /// Several mapped images have the names in a stage file.
     #[error(
-        "{} have the names of image {image}; which of them the volume had, nobody can tell: unmap the others (rbd unmap)",
+        "{} have the names of image {image}; cannot determine which of them the volume has: unmap the others (rbd unmap)",
         list(nodes)
     )]
     Ambiguous {

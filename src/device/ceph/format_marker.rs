@@ -38,7 +38,7 @@ use crate::{
 };
 
 /// Under which key of the image's metadata.
-pub const KEY: &str = "uring-csi/making";
+pub const KEY: &str = "uring-csi/format";
 
 /// The format that is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,22 +85,22 @@ impl ImageFormatMarker {
     }
 
     /// Sets the marker, for this volume. Durable when it returns.
-    pub fn set(&self, making: Format, volume_id: &str) -> Result<(), CephError> {
+    pub fn set(&self, format: Format, volume_id: &str) -> Result<(), CephError> {
         self.may_stand.store(true, Relaxed);
         self.header
-            .metadata_set(KEY, &self.text(making, volume_id))?;
+            .metadata_set(KEY, &self.text(format, volume_id))?;
         crash_point();
         Ok(())
     }
 
     /// Whether the marker says that this format began for this volume and did not end.
     /// Asks the cluster only where there may be a marker.
-    pub fn format_in_progress(&self, making: Format, volume_id: &str) -> Result<bool, CephError> {
+    pub fn format_in_progress(&self, format: Format, volume_id: &str) -> Result<bool, CephError> {
         if !self.may_stand.load(Relaxed) {
             return Ok(false);
         }
-        let noted = self.header.metadata_get(KEY)?;
-        Ok(noted.is_some_and(|noted| noted == self.text(making, volume_id)))
+        let value = self.header.metadata_get(KEY)?;
+        Ok(value.is_some_and(|value| value == self.text(format, volume_id)))
     }
 
     /// Removes the marker: the image holds data, or may from now on.
@@ -113,8 +113,8 @@ impl ImageFormatMarker {
         Ok(())
     }
 
-    fn text(&self, making: Format, volume_id: &str) -> String {
-        format!("{} {} {volume_id}", making.as_str(), self.image_id)
+    fn text(&self, format: Format, volume_id: &str) -> String {
+        format!("{} {} {volume_id}", format.as_str(), self.image_id)
     }
 }
 
@@ -143,22 +143,22 @@ impl BoundCephImage<'_> {
     pub(super) fn marker(
         &self,
         known: &Known<'_>,
-        making: Format,
+        format: Format,
         options: &AttachOptions,
     ) -> Result<Arc<dyn FormatMarker>, CephImageError> {
         if !options.read_only
             && !options.staged
             && let Some(asked) = known.asked(&self.images.connections)?
-            && let Some(note) = &asked.format_marker
+            && let Some(marker) = &asked.format_marker
         {
-            return Ok(Arc::new(MarkerInImage(Arc::clone(note), making)));
+            return Ok(Arc::new(MarkerInImage(Arc::clone(marker), format)));
         }
-        Ok(Arc::new(self.node_marker(making)))
+        Ok(Arc::new(self.node_marker(format)))
     }
 
     /// The marker on this node.
-    pub(super) fn node_marker(&self, making: Format) -> NodeFormatMarker {
-        let what = match making {
+    pub(super) fn node_marker(&self, format: Format) -> NodeFormatMarker {
+        let what = match format {
             Format::FileSystem => self.source.to_string(),
             Format::Luks => format!("LUKS of {}", self.source),
         };
@@ -180,10 +180,10 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// As a node finds it that has the image now.
-    fn note(io: &IoCtx, image: &str) -> Arc<ImageFormatMarker> {
+    fn marker(io: &IoCtx, image: &str) -> Arc<ImageFormatMarker> {
         let header = Header::of(io, image).unwrap();
-        let (_, noted) = header.features_and(KEY).unwrap();
-        ImageFormatMarker::of(&header, noted.is_some()).unwrap()
+        let (_, value) = header.features_and(KEY).unwrap();
+        ImageFormatMarker::of(&header, value.is_some()).unwrap()
     }
 
     fn plain() -> ImageOptions {
@@ -200,10 +200,10 @@ mod tests {
             return;
         };
         rbd::create(&io, "image", MIB, &plain()).unwrap();
-        let one = note(&io, "image");
+        let one = marker(&io, "image");
         assert!(!one.format_in_progress(FileSystem, "v").unwrap());
         one.set(FileSystem, "v").unwrap();
-        let early = note(&io, "image");
+        let early = marker(&io, "image");
         for node in [&one, &early] {
             assert!(node.format_in_progress(FileSystem, "v").unwrap());
             assert!(!node.format_in_progress(FileSystem, "w").unwrap());
@@ -213,7 +213,7 @@ mod tests {
         // It looked before that was over.
         assert!(!early.format_in_progress(FileSystem, "v").unwrap());
         early.clear().unwrap();
-        let late = note(&io, "image");
+        let late = marker(&io, "image");
         assert!(!late.format_in_progress(FileSystem, "v").unwrap());
         // As one that waits for whoever has the image.
         one.set(Luks, "v").unwrap();
@@ -239,18 +239,18 @@ mod tests {
             return;
         };
         rbd::create(&io, "image", MIB, &plain()).unwrap();
-        note(&io, "image").set(Format::FileSystem, "v").unwrap();
+        marker(&io, "image").set(Format::FileSystem, "v").unwrap();
         let image = Image::open(&io, "image", OpenMode::ReadWrite).unwrap();
         image.snapshot_create("half").unwrap();
         rbd::clone_snapshot(&io, "image", "half", &io, "clone", &plain()).unwrap();
-        let clone = note(&io, "clone");
+        let clone = marker(&io, "clone");
         assert!(clone.may_stand.load(Relaxed), "a clone has its parent's");
         assert!(!clone.format_in_progress(Format::FileSystem, "v").unwrap());
         // One of its own takes its place, and the parent keeps its.
         clone.set(Format::FileSystem, "v").unwrap();
         assert!(clone.format_in_progress(Format::FileSystem, "v").unwrap());
         clone.clear().unwrap();
-        let parent = note(&io, "image");
+        let parent = marker(&io, "image");
         assert!(parent.format_in_progress(Format::FileSystem, "v").unwrap());
     }
 }

@@ -54,7 +54,7 @@ pub struct Asked {
     header: Header,
     /// Its features.
     pub features: Features,
-    /// What is noted of a mkfs; none of format 1, whose copies it would count for.
+    /// Its format marker; none for images of format 1, whose copies would have it, too.
     pub format_marker: Option<Arc<ImageFormatMarker>>,
     mirror_daemons: u32,
 }
@@ -77,10 +77,10 @@ impl Asked {
         let pool = connected.ioctx(&image.pool, &image.namespace)?;
         let header = Header::of(&pool, &image.name)?;
         // Before the watchers are listed, which has no deadline.
-        let (features, noted) = header.features_and(format_marker::KEY)?;
+        let (features, marker) = header.features_and(format_marker::KEY)?;
         Ok(Some(Self {
             features,
-            format_marker: ImageFormatMarker::of(&header, noted.is_some()),
+            format_marker: ImageFormatMarker::of(&header, marker.is_some()),
             header,
             pool,
             name: image.name.clone(),
@@ -104,8 +104,8 @@ impl Asked {
         if watching.iter().all(is_own) || own == Own::Some && watching.len() == 1 {
             return Ok(());
         }
-        if let Some(note) = &self.format_marker {
-            note.may_have_come();
+        if let Some(marker) = &self.format_marker {
+            marker.may_have_come();
         }
         let image = self.open(OpenMode::ReadOnly)?;
         let watchers = busy::retry_while_busy_for(

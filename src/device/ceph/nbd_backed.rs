@@ -47,7 +47,7 @@ pub fn is_nbd_backed(volume_id: &str) -> Result<bool, CephImageError> {
 pub fn find(
     supervisor: Option<&Watch>,
     volume_id: &str,
-    noted: Option<ImageSpec>,
+    recorded: Option<ImageSpec>,
 ) -> Result<Option<FoundDevice>, DeviceError> {
     let Some(device) = device(volume_id)? else {
         if is_coming(supervisor, volume_id)? {
@@ -60,7 +60,7 @@ pub fn find(
         let server = server_of(volume_id).map_err(io("look at the processes"))?;
         name = server.map(|server| server.image);
     }
-    let Some(image) = name.as_deref().and_then(named).or(noted) else {
+    let Some(image) = name.as_deref().and_then(named).or(recorded) else {
         tracing::warn!(volume_id, node = %device.node.display(), "no record of the image behind this NBD device");
         return Ok(None);
     };

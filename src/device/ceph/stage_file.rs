@@ -53,8 +53,8 @@ impl CephSource {
     }
 
     /// The image that a stage file describes.
-    pub fn from_stage_file(note: &[u8], volume_id: &str) -> serde_json::Result<Self> {
-        let stash: Stash = serde_json::from_slice(note)?;
+    pub fn from_stage_file(text: &[u8], volume_id: &str) -> serde_json::Result<Self> {
+        let stash: Stash = serde_json::from_slice(text)?;
         let image = ImageSpec {
             cluster_id: String::new(),
             pool: stash.pool,

@@ -1,4 +1,4 @@
-//! Which mapped images a note of ceph-csi may be of.
+//! The mapped images that a stage file of ceph-csi may describe.
 
 use std::fs;
 
@@ -40,8 +40,8 @@ impl Home {
     }
 
     fn belongs_to_other_volume(&self, mapped: &Mapped) -> bool {
-        let note = br#"{"Version": 3, "pool": "pool", "image": "image"}"#;
-        let source = CephSource::from_stage_file(note, HANDLE).unwrap();
+        let stage_file = br#"{"Version": 3, "pool": "pool", "image": "image"}"#;
+        let source = CephSource::from_stage_file(stage_file, HANDLE).unwrap();
         self.images.belongs_to_other_volume(mapped, HANDLE, &source)
     }
 }
@@ -51,7 +51,7 @@ fn monitor_of(cluster: &str) -> String {
     format!("192.0.2.{}:6789", host.unwrap_or(9))
 }
 
-/// The image of the note's names, mapped in a cluster.
+/// An image with the names of the stage file, mapped in a cluster.
 fn mapped(cluster: &str, pool_id: i64) -> Mapped {
     Mapped {
         id: 0,

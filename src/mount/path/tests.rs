@@ -200,16 +200,16 @@ fn below_a_file_there_is_nothing() {
 #[test]
 fn a_small_file_is_replaced_read_and_removed() {
     let scratch = Scratch::new();
-    let note = scratch.place("note.json");
-    assert_eq!(note.read().expect("reads"), None);
+    let file = scratch.place("file.json");
+    assert_eq!(file.read().expect("reads"), None);
     for text in ["long enough", "short"] {
-        note.replace(text.as_bytes()).expect("written");
-        assert_eq!(note.read().expect("reads"), Some(text.into()));
+        file.replace(text.as_bytes()).expect("written");
+        assert_eq!(file.read().expect("reads"), Some(text.into()));
     }
-    let names = fs::read_dir(note.path().parent().expect("a parent")).expect("listed");
+    let names = fs::read_dir(file.path().parent().expect("a parent")).expect("listed");
     assert_eq!(names.count(), 1);
-    assert_eq!(note.unlink().expect("removed"), Done::Now);
-    assert_eq!(note.unlink().expect("removed"), Done::Already);
+    assert_eq!(file.unlink().expect("removed"), Done::Now);
+    assert_eq!(file.unlink().expect("removed"), Done::Already);
 }
 
 fn hostile_path(root: &str) -> impl Strategy<Value = String> + use<> {

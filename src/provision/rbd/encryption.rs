@@ -115,12 +115,12 @@ impl Keeper<'_> {
         &self,
         kept: (&Encryption, &Encryption),
         source: &str,
-        notes: &ImageMetadata,
+        metadata: &ImageMetadata,
     ) -> Result<(), RbdError> {
         let changes = (self.check(kept.0)?, self.check(kept.1)?);
         if changes == (Kms::Metadata, Kms::Secret) {
             let with = passphrase(self.secrets)?;
-            if opened(with, source, notes)?.reveal() != with.reveal() {
+            if opened(with, source, metadata)?.reveal() != with.reveal() {
                 return Err(RbdError::OwnPassphrase(kept.1.kms.clone()));
             }
         }
@@ -134,28 +134,32 @@ impl Keeper<'_> {
         source: Handled<'_>,
         copy: Handled<'_>,
     ) -> Result<(), RbdError> {
-        let notes = source.1.metadata_list()?;
-        self.check_copy(kept, source.0, &notes)?;
+        let metadata = source.1.metadata_list()?;
+        self.check_copy(kept, source.0, &metadata)?;
         if self.check(kept.1)? == Kms::Metadata {
             let with = passphrase(self.secrets)?;
             let own = match self.check(kept.0)? {
                 Kms::Secret => with.clone(),
-                Kms::Metadata => opened(with, source.0, &notes)?,
+                Kms::Metadata => opened(with, source.0, &metadata)?,
             };
             let sealed = seal(with, copy.0, &own);
             copy.1.metadata_set(SEALED_KEY, &sealed)?;
         }
-        let state = value_of(&notes, STATE_KEY).unwrap_or(PREPARED);
+        let state = value_of(&metadata, STATE_KEY).unwrap_or(PREPARED);
         Ok(copy.1.metadata_set(STATE_KEY, state)?)
     }
 }
 
-/// The passphrase of its own that a volume of that handle has.
-fn opened(with: &Secret, handle: &str, notes: &ImageMetadata) -> Result<Secret, EncryptionError> {
+/// The own passphrase of the volume with that handle.
+fn opened(
+    with: &Secret,
+    handle: &str,
+    metadata: &ImageMetadata,
+) -> Result<Secret, EncryptionError> {
     open(
         with,
         handle,
-        value_of(notes, SEALED_KEY).unwrap_or_default(),
+        value_of(metadata, SEALED_KEY).unwrap_or_default(),
     )
 }
 

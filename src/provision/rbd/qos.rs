@@ -27,8 +27,8 @@ struct Limit {
     per_gib: &'static str,
     name: &'static str,
     /// The metadata keys that keep the class's parameters.
-    base_note: &'static str,
-    per_gib_note: &'static str,
+    base_key: &'static str,
+    per_gib_key: &'static str,
 }
 
 const LIMITS: [Limit; 6] = [
@@ -36,48 +36,48 @@ const LIMITS: [Limit; 6] = [
         base: "BaseIops",
         per_gib: "IopsPerGiB",
         name: "rbd_qos_iops_limit",
-        base_note: "rbd_base_qos_iops_limit",
-        per_gib_note: "rbd_iops_per_gib_limit",
+        base_key: "rbd_base_qos_iops_limit",
+        per_gib_key: "rbd_iops_per_gib_limit",
     },
     Limit {
         base: "BaseReadIops",
         per_gib: "ReadIopsPerGiB",
         name: "rbd_qos_read_iops_limit",
-        base_note: "rbd_base_qos_read_iops_limit",
-        per_gib_note: "rbd_read_iops_per_gib_limit",
+        base_key: "rbd_base_qos_read_iops_limit",
+        per_gib_key: "rbd_read_iops_per_gib_limit",
     },
     Limit {
         base: "BaseWriteIops",
         per_gib: "WriteIopsPerGiB",
         name: "rbd_qos_write_iops_limit",
-        base_note: "rbd_base_qos_write_iops_limit",
-        per_gib_note: "rbd_write_iops_per_gib_limit",
+        base_key: "rbd_base_qos_write_iops_limit",
+        per_gib_key: "rbd_write_iops_per_gib_limit",
     },
     Limit {
         base: "BaseBytesPerSecond",
         per_gib: "BpsPerGiB",
         name: "rbd_qos_bps_limit",
-        base_note: "rbd_base_qos_bps_limit",
-        per_gib_note: "rbd_bps_per_gib_limit",
+        base_key: "rbd_base_qos_bps_limit",
+        per_gib_key: "rbd_bps_per_gib_limit",
     },
     Limit {
         base: "BaseReadBytesPerSecond",
         per_gib: "ReadBpsPerGiB",
         name: "rbd_qos_read_bps_limit",
-        base_note: "rbd_base_qos_read_bps_limit",
-        per_gib_note: "rbd_read_bps_per_gib_limit",
+        base_key: "rbd_base_qos_read_bps_limit",
+        per_gib_key: "rbd_read_bps_per_gib_limit",
     },
     Limit {
         base: "BaseWriteBytesPerSecond",
         per_gib: "WriteBpsPerGiB",
         name: "rbd_qos_write_bps_limit",
-        base_note: "rbd_base_qos_write_bps_limit",
-        per_gib_note: "rbd_write_bps_per_gib_limit",
+        base_key: "rbd_base_qos_write_bps_limit",
+        per_gib_key: "rbd_write_bps_per_gib_limit",
     },
 ];
 /// The size up to which a limit is its base.
 const BASE_SIZE: &str = "BaseVolSizeBytes";
-const BASE_SIZE_NOTE: &str = "rbd_base_qos_vol_size";
+const BASE_SIZE_KEY: &str = "rbd_base_qos_vol_size";
 /// The prefix of the metadata keys that librbd reads as options.
 const OPTION: &str = "conf_";
 
@@ -88,36 +88,36 @@ pub struct QosLimits(BTreeMap<&'static str, u64>);
 impl QosLimits {
     /// Whether a class may have a parameter of this name.
     pub fn is_of_class(name: &str) -> bool {
-        noted_as(name).is_some()
+        key_of(name).is_some()
     }
 
     /// The limits of a class.
     pub fn of_class(given: &HashMap<String, String>) -> Result<Self, Error> {
         let mut limits = BTreeMap::new();
         for (name, value) in given.iter().filter(|(_, value)| !value.is_empty()) {
-            if let Some((known, note)) = noted_as(name) {
-                limits.insert(note, natural(known, value)?);
+            if let Some((known, key)) = key_of(name) {
+                limits.insert(key, natural(known, value)?);
             }
         }
         Ok(Self(limits))
     }
 
     /// The limits that an image's metadata keeps.
-    pub fn of_notes(notes: &BTreeMap<String, String>) -> Self {
-        let known = LIMITS.iter().flat_map(|l| [l.base_note, l.per_gib_note]);
-        let found = known.chain([BASE_SIZE_NOTE]).filter_map(|note| {
-            let value = notes.get(note)?.parse().ok()?;
-            Some((note, value))
+    pub fn of_metadata(metadata: &BTreeMap<String, String>) -> Self {
+        let known = LIMITS.iter().flat_map(|l| [l.base_key, l.per_gib_key]);
+        let found = known.chain([BASE_SIZE_KEY]).filter_map(|key| {
+            let value = metadata.get(key)?.parse().ok()?;
+            Some((key, value))
         });
         Self(found.collect())
     }
 
     /// Whether an image of `bytes` with this metadata has the limits that it keeps.
-    pub fn are_noted(notes: &BTreeMap<String, String>, bytes: u64) -> bool {
-        let wanted = Self::of_notes(notes).notes(bytes);
+    pub fn are_set(metadata: &BTreeMap<String, String>, bytes: u64) -> bool {
+        let wanted = Self::of_metadata(metadata).metadata(bytes);
         wanted
             .iter()
-            .all(|(key, value)| notes.get(key) == Some(value))
+            .all(|(key, value)| metadata.get(key) == Some(value))
     }
 
     /// Whether there are none.
@@ -126,32 +126,32 @@ impl QosLimits {
     }
 
     /// The metadata of an image of `bytes`.
-    pub fn notes(&self, bytes: u64) -> Vec<(String, String)> {
-        let mut notes: Vec<_> = self
+    pub fn metadata(&self, bytes: u64) -> Vec<(String, String)> {
+        let mut metadata: Vec<_> = self
             .0
             .iter()
-            .map(|(note, value)| ((*note).to_owned(), value.to_string()))
+            .map(|(key, value)| ((*key).to_owned(), value.to_string()))
             .collect();
         for limit in &LIMITS {
-            let Some(base) = self.0.get(limit.base_note) else {
+            let Some(base) = self.0.get(limit.base_key) else {
                 continue;
             };
-            let more = match (self.0.get(limit.per_gib_note), self.0.get(BASE_SIZE_NOTE)) {
+            let more = match (self.0.get(limit.per_gib_key), self.0.get(BASE_SIZE_KEY)) {
                 (Some(each), Some(size)) => {
                     (bytes.saturating_sub(*size) >> 30).saturating_mul(*each)
                 }
                 _ => 0,
             };
             let value = base.saturating_add(more).to_string();
-            notes.push((format!("{OPTION}{}", limit.name), value));
+            metadata.push((format!("{OPTION}{}", limit.name), value));
         }
-        notes
+        metadata
     }
 }
 
 /// The metadata keys of a modification; none: the key is removed.
 pub fn modified(mutable: &HashMap<String, String>) -> Result<Vec<(String, Option<String>)>, Error> {
-    let mut notes = Vec::new();
+    let mut metadata = Vec::new();
     for (name, value) in mutable.iter().collect::<BTreeMap<_, _>>() {
         let Some(known) = MODIFIABLE.iter().find(|known| *known == name) else {
             return Err(Error::UnknownParameter {
@@ -163,23 +163,23 @@ pub fn modified(mutable: &HashMap<String, String>) -> Result<Vec<(String, Option
             "" => None,
             value => Some(natural(known, value)?.to_string()),
         };
-        notes.push((format!("{OPTION}{known}"), value));
+        metadata.push((format!("{OPTION}{known}"), value));
         if let Some(limit) = LIMITS.iter().find(|limit| limit.name == *known) {
-            let forgotten = [limit.base_note, limit.per_gib_note];
-            notes.extend(forgotten.map(|note| (note.to_owned(), None)));
+            let forgotten = [limit.base_key, limit.per_gib_key];
+            metadata.extend(forgotten.map(|key| (key.to_owned(), None)));
         }
     }
-    Ok(notes)
+    Ok(metadata)
 }
 
 /// Whether a metadata key is one of a limit.
-pub fn is_of_limits(note: &str) -> bool {
-    let option = note.strip_prefix(OPTION);
+pub fn is_of_limits(key: &str) -> bool {
+    let option = key.strip_prefix(OPTION);
     option.is_some_and(|option| MODIFIABLE.contains(&option))
-        || note == BASE_SIZE_NOTE
+        || key == BASE_SIZE_KEY
         || LIMITS
             .iter()
-            .any(|limit| note == limit.base_note || note == limit.per_gib_note)
+            .any(|limit| key == limit.base_key || key == limit.per_gib_key)
 }
 
 /// Ceph's options for limits (`rbd config image`, section Quality of Service).
@@ -198,17 +198,17 @@ const MODIFIABLE: [&str; 12] = [
     "rbd_qos_write_bps_burst",
 ];
 
-fn noted_as(name: &str) -> Option<(&'static str, &'static str)> {
+fn key_of(name: &str) -> Option<(&'static str, &'static str)> {
     let of = |limit: &Limit| {
         [
-            (limit.base, limit.base_note),
-            (limit.per_gib, limit.per_gib_note),
+            (limit.base, limit.base_key),
+            (limit.per_gib, limit.per_gib_key),
         ]
     };
     let all = LIMITS
         .iter()
         .flat_map(of)
-        .chain([(BASE_SIZE, BASE_SIZE_NOTE)]);
+        .chain([(BASE_SIZE, BASE_SIZE_KEY)]);
     all.into_iter().find(|(known, _)| *known == name)
 }
 
@@ -235,16 +235,16 @@ mod tests {
             ("BaseBytesPerSecond", "7"),
         ]);
         let limits = QosLimits::of_class(&class).unwrap();
-        let notes: BTreeMap<_, _> = limits.notes(5 << 30).into_iter().collect();
-        assert_eq!(notes["conf_rbd_qos_read_iops_limit"], "140");
-        assert_eq!(notes["conf_rbd_qos_bps_limit"], "7");
-        assert_eq!(QosLimits::of_notes(&notes), limits);
-        assert!(QosLimits::are_noted(&notes, 5 << 30));
-        assert!(!QosLimits::are_noted(&notes, 6 << 30));
-        assert!(QosLimits::are_noted(&BTreeMap::new(), 6 << 30));
-        assert!(notes.keys().all(|note| is_of_limits(note)));
+        let metadata: BTreeMap<_, _> = limits.metadata(5 << 30).into_iter().collect();
+        assert_eq!(metadata["conf_rbd_qos_read_iops_limit"], "140");
+        assert_eq!(metadata["conf_rbd_qos_bps_limit"], "7");
+        assert_eq!(QosLimits::of_metadata(&metadata), limits);
+        assert!(QosLimits::are_set(&metadata, 5 << 30));
+        assert!(!QosLimits::are_set(&metadata, 6 << 30));
+        assert!(QosLimits::are_set(&BTreeMap::new(), 6 << 30));
+        assert!(metadata.keys().all(|key| is_of_limits(key)));
         assert!(!is_of_limits("conf_rbd_cache"));
-        let small: BTreeMap<_, _> = limits.notes(1 << 20).into_iter().collect();
+        let small: BTreeMap<_, _> = limits.metadata(1 << 20).into_iter().collect();
         assert_eq!(small["conf_rbd_qos_read_iops_limit"], "100");
         assert!(QosLimits::of_class(&map(&[("BaseIops", "x")])).is_err());
     }
@@ -252,10 +252,10 @@ mod tests {
     #[test]
     fn qos_changes_only_limits_that_rbd_can_change() {
         let wanted = map(&[("rbd_qos_iops_limit", "50"), ("rbd_qos_bps_limit", "")]);
-        let notes = modified(&wanted).unwrap();
+        let metadata = modified(&wanted).unwrap();
         let name = |name: &str| format!("conf_rbd_{name}");
         assert_eq!(
-            notes,
+            metadata,
             [
                 (name("qos_bps_limit"), None),
                 ("rbd_base_qos_bps_limit".to_owned(), None),

@@ -109,8 +109,8 @@ impl RbdStore {
         if range.required <= before {
             if range.holds(before) {
                 // An attempt that has grown it may have come no further.
-                let notes = image.metadata_list().map_err(RbdError::from)?;
-                if !QosLimits::are_noted(&notes, before) {
+                let metadata = image.metadata_list().map_err(RbdError::from)?;
+                if !QosLimits::are_set(&metadata, before) {
                     drop(image);
                     grow(&found.open(OpenMode::ReadWrite)?, before)?;
                 }
@@ -133,9 +133,9 @@ impl RbdStore {
         mutable: &HashMap<String, String>,
         secrets: &Secrets,
     ) -> Result<(), Error> {
-        let notes = qos::modified(mutable)?;
+        let metadata = qos::modified(mutable)?;
         let image = self.volume(handle, secrets)?.open(OpenMode::ReadWrite)?;
-        Ok(set_metadata(&image, notes).map_err(RbdError::from)?)
+        Ok(set_metadata(&image, metadata).map_err(RbdError::from)?)
     }
 
     pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
@@ -234,11 +234,11 @@ pub fn leave(found: &FoundImage, image: &Image) {
 /// Grows an image, and its limits with it.
 pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
     image.grow(bytes)?;
-    let limits = QosLimits::of_notes(&image.metadata_list()?);
-    let notes = limits.notes(bytes).into_iter();
+    let limits = QosLimits::of_metadata(&image.metadata_list()?);
+    let metadata = limits.metadata(bytes).into_iter();
     Ok(set_metadata(
         image,
-        notes.map(|(key, value)| (key, Some(value))),
+        metadata.map(|(key, value)| (key, Some(value))),
     )?)
 }
 

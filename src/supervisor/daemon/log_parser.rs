@@ -56,27 +56,27 @@ const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred s
 /// The error by which a daemon ended, by its last lines.
 pub fn explain(tail: &str, spec: &Spec) -> SupervisorError {
     let image = spec.image.to_string();
-    let words = || {
+    let lines = || {
         tail.lines()
             .map(without_prefix)
             .filter(|line| !line.is_empty())
     };
-    let said = words().filter(|line| !AT_EVERY_START.iter().any(|usual| line.contains(usual)));
-    let said: Vec<_> = said.collect();
-    let has = |what: &str| said.iter().any(|line| line.contains(what));
+    let errors = lines().filter(|line| !AT_EVERY_START.iter().any(|usual| line.contains(usual)));
+    let errors: Vec<_> = errors.collect();
+    let has = |what: &str| errors.iter().any(|line| line.contains(what));
     if has("authenticate timed out") {
-        let said = said.join("; ");
-        SupervisorError::Silent { image, said }
+        let message = errors.join("; ");
+        SupervisorError::Silent { image, message }
     } else if has("failed to fetch mon config") {
         let user = spec.user.clone();
         SupervisorError::Denied { image, user }
     } else if has("netlink connect failed: Object busy") {
         SupervisorError::Taken { image }
-    } else if said.is_empty() {
+    } else if errors.is_empty() {
         SupervisorError::Missing { image }
     } else {
-        let said = said.join("; ");
-        SupervisorError::Failed { image, said }
+        let message = errors.join("; ");
+        SupervisorError::Failed { image, message }
     }
 }
 

@@ -39,9 +39,9 @@ async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
     let (daemon, started) = started(lines, LONG).await;
     assert!(matches!(started, Started::Ready), "{started:?}");
     daemon.ended().await;
-    let mut said = daemon.said.clone().unwrap();
-    let said = said.wait_for(|said| said.ended).await.unwrap();
-    let (read, rest) = said.tail.split_once('\n').unwrap();
+    let mut log = daemon.log.clone().unwrap();
+    let log = log.wait_for(|log| log.ended).await.unwrap();
+    let (read, rest) = log.tail.split_once('\n').unwrap();
     assert_eq!(read, "read a key");
     assert!(
         rest.starts_with("empty\n") && rest.contains("--cookie=fault"),
@@ -53,14 +53,14 @@ async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
 #[tokio::test]
 async fn a_daemons_failure_is_reported_with_its_last_line() {
     let (_, ended) = started("echo 'rbd-nbd: no way' >&2; exit 1", LONG).await;
-    let Started::Ended(SupervisorError::Failed { said, .. }) = ended else {
+    let Started::Ended(SupervisorError::Failed { message, .. }) = ended else {
         panic!("{ended:?}");
     };
-    assert_eq!(said, "rbd-nbd: no way");
+    assert_eq!(message, "rbd-nbd: no way");
     // Killed, with a line cut short.
     let (_, ended) = started("printf 'half a li'; kill -9 $$", LONG).await;
     assert!(
-        matches!(&ended, Started::Ended(SupervisorError::Failed { said, .. }) if said == "half a li"),
+        matches!(&ended, Started::Ended(SupervisorError::Failed { message, .. }) if message == "half a li"),
         "{ended:?}"
     );
     // Not that node, and then nothing.
@@ -88,7 +88,7 @@ async fn a_daemon_that_floods_its_log_runs_on() {
     let flood = "head -c 300000 /dev/zero; echo; echo /dev/nbd7; exec sleep 60";
     let (daemon, started) = started(flood, LONG).await;
     assert!(matches!(started, Started::Ready), "{started:?}");
-    assert!(daemon.said.as_ref().unwrap().borrow().tail.len() <= KEPT);
+    assert!(daemon.log.as_ref().unwrap().borrow().tail.len() <= KEPT);
     assert!(daemon.end().await);
 }
 
@@ -149,9 +149,9 @@ fn a_daemons_exit_is_explained_by_its_log() {
             SupervisorError::Missing { .. }
         ));
     }
-    let mut said = DaemonLog::default();
-    joins.lines().for_each(|line| said.take(line));
-    assert_eq!(said.clients, [4106]);
+    let mut log = DaemonLog::default();
+    joins.lines().for_each(|line| log.take(line));
+    assert_eq!(log.clients, [4106]);
     let denied = "failed to fetch mon config (--no-mon-config to skip)";
     assert!(matches!(
         explain(denied, &spec),
@@ -161,7 +161,7 @@ fn a_daemons_exit_is_explained_by_its_log() {
         "2026-11-21T12:35:30.076+0000 4a684a40  0 monclient(hunting): authenticate timed out after 5\n{denied}"
     );
     assert!(
-        matches!(explain(&silent, &spec), SupervisorError::Silent { said, .. } if said.starts_with("monclient"))
+        matches!(explain(&silent, &spec), SupervisorError::Silent { message, .. } if message.starts_with("monclient"))
     );
     let busy =
         "rbd-nbd: netlink connect failed: Object busy\nrbd-nbd: reader_entry: terminate received";
@@ -171,18 +171,18 @@ fn a_daemons_exit_is_explained_by_its_log() {
     ));
     let other = format!("{usual}2026-11-21T12:35:31.076+0000 4a684a40 -1 rbd-nbd: cookie mismatch");
     assert!(
-        matches!(explain(&other, &spec), SupervisorError::Failed { said, .. } if said == "rbd-nbd: cookie mismatch")
+        matches!(explain(&other, &spec), SupervisorError::Failed { message, .. } if message == "rbd-nbd: cookie mismatch")
     );
 }
 
 proptest! {
     #[test]
     fn any_log_of_a_daemon_is_explained_without_a_panic(lines in proptest::collection::vec("(20[0-9T:.+-]{0,30} )?[\\PC]{0,80}", 0..6)) {
-        let mut said = DaemonLog::default();
+        let mut log = DaemonLog::default();
         for line in &lines {
-            said.take(line);
+            log.take(line);
         }
-        prop_assert!(said.tail.len() <= KEPT);
-        let _ = explain(&said.tail, &spec("v", "p", "i"));
+        prop_assert!(log.tail.len() <= KEPT);
+        let _ = explain(&log.tail, &spec("v", "p", "i"));
     }
 }

@@ -164,8 +164,8 @@ fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
     };
     let error = supervisor.map(&late, Secret::new(key)).unwrap_err();
     assert!(matches!(error, SupervisorError::Denied { .. }), "{error}");
-    let said = supervisor.status(&test).trouble.unwrap();
-    assert!(said.contains(&entity), "{said}");
+    let trouble = supervisor.status(&test).trouble.unwrap();
+    assert!(trouble.contains(&entity), "{trouble}");
     let grown = supervisor
         .runtime
         .block_on(supervisor.keeper.grow(&test.spec.volume_id, 128 << 20));

@@ -80,7 +80,7 @@ impl Volume {
             if since.elapsed() > THERE_WITHIN {
                 return Err(SupervisorError::NotRegistered {
                     image: args.spec.image.to_string(),
-                    said: format!(
+                    message: format!(
                         "process {} is not among those who have it open; if it was fenced, the volume is to be unstaged first",
                         daemon.pid()
                     ),

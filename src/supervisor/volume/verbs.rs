@@ -65,7 +65,7 @@ impl Volume {
         let device = self.device()?;
         device.ok_or_else(|| SupervisorError::Failed {
             image: self.image(),
-            said: "it says that it serves a device, and the kernel has none of this volume"
+            message: "it logs that it serves a device, and the kernel has none of this volume"
                 .to_owned(),
         })
     }

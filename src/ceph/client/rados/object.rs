@@ -25,7 +25,7 @@ impl IoCtx {
         }
     }
 
-    /// The first bytes of an object, at most `max` ([`CephError::is_not_found`]).
+    /// Reads the first bytes of an object, at most `max` ([`CephError::is_not_found`]).
     pub fn read(&self, object: &str, max: usize) -> Result<Vec<u8>, CephError> {
         let call = self.call("read", "object", object);
         let name = call.text(object)?;
@@ -49,8 +49,8 @@ impl IoCtx {
         let call = self.call("change", "object", object);
         let (name, class, method) = (call.text(object)?, call.text(class)?, call.text(method)?);
         let execute = self.cluster().libraries.rados.rados_exec;
-        // SAFETY: the three names end in NUL, the input has the length that is told,
-        // and there is no room for output.
+        // SAFETY: the three names end in NUL, the input has the given length, and there is
+        // no output buffer.
         call.changed(unsafe {
             execute(
                 self.raw(),
@@ -79,14 +79,14 @@ impl IoCtx {
         object: &str,
         message: &[u8],
     ) -> Result<Vec<i64>, CephError> {
-        let call = self.call("notify who watches", "object", object);
+        let call = self.call("notify the watchers of", "object", object);
         let name = call.text(object)?;
         let cluster = self.cluster();
         let (mut reply, mut len) = (ptr::null_mut(), 0);
         let within = u64::try_from(NOTICED_WITHIN.as_millis()).unwrap_or(u64::MAX);
         let message_len = c_int::try_from(message.len()).map_err(|_| call.error(Errno::TOOBIG))?;
-        // SAFETY: the name ends in NUL, the message has the length that is told;
-        // the reply is the library's, and `take` frees it.
+        // SAFETY: the name ends in NUL, the message has the given length; the library
+        // allocates the reply, and `take` frees it.
         let (answer, reply) = unsafe {
             let answer = (cluster.libraries.rados.rados_notify2)(
                 self.raw(),
@@ -99,7 +99,7 @@ impl IoCtx {
             );
             (answer, cluster.take(reply, len))
         };
-        // Some have not acknowledged it: they are in the reply.
+        // Watchers that did not acknowledge it are in the reply.
         if answer != -Errno::TIMEDOUT.raw_os_error() || reply.is_empty() {
             call.check(answer)?;
         }
@@ -107,10 +107,10 @@ impl IoCtx {
     }
 }
 
-/// Who was notified, of a reply as `<rados/librados.h>` has it at `rados_notify2`,
-/// all little endian: a 32-bit number of acknowledgements, each 64 bits of who, 64
-/// of which watch, and a text with its 32-bit length; then a number of those who
-/// did not, each who and which.
+/// The notified clients in a reply of `rados_notify2` (`<rados/librados.h>`), all little
+/// endian: a 32-bit count of acknowledgements, each with 64 bits of the client, 64 of its
+/// watch, and a text after its 32-bit length; then a count of watchers that did not
+/// acknowledge, each with client and watch.
 fn notified(reply: &[u8]) -> Option<Vec<i64>> {
     let mut rest = reply;
     let mut who = Vec::new();

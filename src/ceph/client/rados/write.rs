@@ -1,11 +1,11 @@
-//! Changes to an object, all or none of them.
+//! Atomic changes to an object.
 
 use std::ptr;
 
 use super::{IoCtx, abi};
 use crate::ceph::client::CephError;
 
-/// Changes to one object, made together or not at all, in this order.
+/// Changes to one object, which the OSD applies in this order, all or none.
 #[derive(Clone, Debug, Default)]
 pub struct WriteOp<'a> {
     steps: Vec<Step<'a>>,
@@ -22,7 +22,7 @@ enum Step<'a> {
 }
 
 impl<'a> WriteOp<'a> {
-    /// No change yet.
+    /// Without changes.
     pub fn new() -> Self {
         Self::default()
     }
@@ -32,34 +32,32 @@ impl<'a> WriteOp<'a> {
         self
     }
 
-    /// Makes the object; where it exists, the whole fails
-    /// ([`CephError::is_exists`]).
+    /// Creates the object; fails if it exists ([`CephError::is_exists`]).
     #[must_use]
     pub fn create(self) -> Self {
         self.then(Step::Create)
     }
 
-    /// Fails where the object does not exist ([`CephError::is_not_found`]).
+    /// Fails if the object does not exist ([`CephError::is_not_found`]).
     #[must_use]
     pub fn assert_exists(self) -> Self {
         self.then(Step::AssertExists)
     }
 
-    /// Fails where the key has another value ([`CephError::is_mismatch`]), the
-    /// empty one where it is absent; and where the object does not exist
-    /// ([`CephError::is_not_found`]).
+    /// Fails if the key has another value ([`CephError::is_mismatch`]), or the object does
+    /// not exist ([`CephError::is_not_found`]). An absent key has the empty value.
     #[must_use]
     pub fn compare(self, key: &'a str, value: &'a str) -> Self {
         self.then(Step::Compare(key, value))
     }
 
-    /// Sets keys to values; makes the object where it does not exist.
+    /// Sets keys to values; creates the object if it does not exist.
     #[must_use]
     pub fn set(self, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
         self.then(Step::Set(entries.into_iter().collect()))
     }
 
-    /// Removes keys, as far as they exist.
+    /// Removes keys; absent ones are no error.
     #[must_use]
     pub fn unset(self, keys: impl IntoIterator<Item = &'a str>) -> Self {
         self.then(Step::Unset(keys.into_iter().collect()))
@@ -78,7 +76,7 @@ impl IoCtx {
         self.run("remove", object, &WriteOp::new().remove())
     }
 
-    /// Makes changes to one object, all or none.
+    /// Applies changes to one object, all or none.
     pub fn operate(&self, object: &str, op: &WriteOp<'_>) -> Result<(), CephError> {
         self.run("change", object, op)
     }
@@ -97,7 +95,7 @@ impl IoCtx {
         for step in &op.steps {
             add(functions, raw, step);
         }
-        // SAFETY: the operation is whole, the name ends in NUL.
+        // SAFETY: the operation is complete, the name ends in NUL.
         let answer = unsafe {
             let answer = (functions.rados_write_op_operate)(
                 raw,
@@ -113,13 +111,13 @@ impl IoCtx {
     }
 }
 
-/// Adds one step to an operation of the library's, which copies what it is given.
+/// Adds one step to an operation of the library, which copies the arguments.
 fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
     let pointers = |texts: &[&str]| -> (Vec<_>, Vec<_>) {
         let each = texts.iter().map(|text| (text.as_ptr().cast(), text.len()));
         each.unzip()
     };
-    // SAFETY: `op` is open, and every text is given with its length.
+    // SAFETY: `op` is not released, and every text comes with its length.
     unsafe {
         match step {
             Step::Create => {

@@ -1,7 +1,7 @@
-//! The options of rbd-nbd, of which a volume brings along some.
+//! The options of rbd-nbd that a volume may set.
 //!
-//! Source: rbd-nbd(8). What it does not know itself it passes on to librbd, and
-//! that to librados, where an option may name a file to load or another cluster.
+//! Source: rbd-nbd(8). It passes options that it does not know to librbd, and that to
+//! librados, where an option may name a file to load or another cluster.
 
 use std::fmt;
 
@@ -9,11 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{NBD, OptionError, is_text, part_for};
 
-/// Seconds that I/O waits for a daemon to come back before it fails, unless the
-/// volume's class says otherwise. ceph-csi's value.
+/// Seconds that I/O waits for a new daemon before it fails: the default, as in ceph-csi.
 const REATTACH_WITHIN: &str = "300";
 
-/// The options of rbd-nbd that a volume's class brings along.
+/// The options of rbd-nbd in a volume's class.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Vec<String>", into = "Vec<String>")]
 pub struct NbdOptions(Vec<NbdOption>);
@@ -25,7 +24,7 @@ struct NbdOption {
     value: Option<String>,
 }
 
-/// Those that we set where nobody does.
+/// The options that are set if the class does not set them.
 const DEFAULTS: [(&str, &str); 2] = [("reattach_timeout", REATTACH_WITHIN), ("io_timeout", "0")];
 
 impl NbdOptions {
@@ -41,7 +40,7 @@ impl NbdOptions {
         let mut read = Vec::new();
         for word in words {
             let option = NbdOption::parse(word)?;
-            // It always is.
+            // Always set, so it is no setting.
             if option.name != "try_netlink" {
                 read.push(option);
             }
@@ -54,12 +53,12 @@ impl NbdOptions {
         self.0.iter().map(ToString::to_string)
     }
 
-    /// All of them, and what we set where nobody does, as the program takes them.
+    /// All of them and the defaults, as command-line arguments.
     pub fn arguments(&self) -> impl Iterator<Item = String> {
         let given = |name: &str| self.0.iter().any(|option| option.name == name);
         let ours = DEFAULTS.into_iter().filter(move |(name, _)| !given(name));
         let ours = ours.map(|(name, value)| format!("{name}={value}"));
-        // With dashes throughout: its own options are not read otherwise.
+        // With dashes: rbd-nbd does not recognise its own options otherwise.
         ours.chain(self.words())
             .map(|word| match word.split_once('=') {
                 Some((name, value)) => format!("--{}={value}", name.replace('_', "-")),
@@ -96,7 +95,7 @@ impl NbdOption {
             _ => {
                 return Err(OptionError::Refused {
                     name,
-                    why: "of rbd-nbd's options a volume may bring exclusive, io-timeout, reattach-timeout, rbd_… and debug_…",
+                    why: "of rbd-nbd's options a volume may set exclusive, io-timeout, reattach-timeout, rbd_… and debug_…",
                 });
             }
         };
@@ -110,7 +109,7 @@ impl NbdOption {
     }
 }
 
-/// What librbd itself reads. Plugins are code.
+/// Whether librbd reads the option. Plugins are code.
 fn is_of_libraries(name: &str) -> bool {
     (name.starts_with("rbd_") || name.starts_with("debug_")) && name != "rbd_plugins"
 }

@@ -49,8 +49,8 @@ impl Creation<'_> {
             image => image?,
         };
         let bytes = image.size().map_err(RbdError::from)?;
-        let notes = image.metadata_list().map_err(RbdError::from)?;
-        let encryption = self.encryption_of(&found, &notes)?;
+        let metadata = image.metadata_list().map_err(RbdError::from)?;
+        let encryption = self.encryption_of(&found, &metadata)?;
         let flattener = &store.flattener;
         match &self.new.source {
             Some(ContentSource::Volume(_)) => {
@@ -63,7 +63,7 @@ impl Creation<'_> {
             found,
             bytes,
             encryption,
-            foreign: foreign(&notes),
+            foreign: foreign(&metadata),
         }))
     }
 
@@ -71,14 +71,14 @@ impl Creation<'_> {
     fn encryption_of(
         &self,
         source: &FoundImage,
-        notes: &ImageMetadata,
+        metadata: &ImageMetadata,
     ) -> Result<Option<Encryption>, RbdError> {
         let there = Encryption::of_journal(&source.recorded()?.entry)?;
         match (&there, &self.class.encryption) {
             (None, None) => {}
             (Some(from), Some(to)) => {
                 let keeper = self.store.keeper(&self.new.secrets);
-                keeper.check_copy((from, to), &source.handle, notes)?;
+                keeper.check_copy((from, to), &source.handle, metadata)?;
             }
             (there, here) => {
                 let name = |encryption: &Option<Encryption>| match encryption {
@@ -164,13 +164,13 @@ impl Creation<'_> {
         if image.size()? < bytes {
             image.grow(bytes)?;
         }
-        // Of two notes with one key, the later counts.
+        // Of two values of one key, the later counts.
         let foreign = origin.map_or(&[][..], |origin| &origin.foreign);
-        let mut notes: BTreeMap<_, _> = foreign.iter().cloned().collect();
-        let limits = self.class.limits.notes(bytes).into_iter();
-        notes.extend(limits.map(|(key, value)| (key, Some(value))));
-        notes.extend(self.changeable.iter().cloned());
-        set_metadata(&image, notes)?;
+        let mut metadata: BTreeMap<_, _> = foreign.iter().cloned().collect();
+        let limits = self.class.limits.metadata(bytes).into_iter();
+        metadata.extend(limits.map(|(key, value)| (key, Some(value))));
+        metadata.extend(self.changeable.iter().cloned());
+        set_metadata(&image, metadata)?;
         let Some(encryption) = &self.class.encryption else {
             return Ok(());
         };

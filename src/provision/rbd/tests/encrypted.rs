@@ -26,7 +26,7 @@ impl Home {
         new
     }
 
-    fn note(&self, volume: &VolumeInfo, key: &str) -> Option<String> {
+    fn metadata_of(&self, volume: &VolumeInfo, key: &str) -> Option<String> {
         let name = &volume.context["imageName"];
         let image = Image::open(&self.io(), name, OpenMode::ReadOnly).unwrap();
         image.metadata_list().unwrap().remove(key)
@@ -69,13 +69,13 @@ async fn a_copy_may_have_another_kms_if_that_can_keep_its_passphrase() {
     let Some(home) = Home::new() else { return };
     let with = Secret::new(PASSPHRASE.to_owned());
     let opened = |volume: &VolumeInfo| {
-        let sealed = home.note(volume, SEALED_KEY).unwrap();
+        let sealed = home.metadata_of(volume, SEALED_KEY).unwrap();
         let opened = open(&with, &volume.handle, &sealed).unwrap();
         opened.reveal().to_owned()
     };
     let shared = home.make(home.encrypted("shared", "default")).await;
     let own = home.make(home.encrypted("own", "own")).await;
-    assert_eq!(home.note(&shared, SEALED_KEY), None);
+    assert_eq!(home.metadata_of(&shared, SEALED_KEY), None);
     let copy = |of: &VolumeInfo, name: &str, kms: &str| {
         let source = Some(ContentSource::Volume(of.handle.clone()));
         let new = home.encrypted(name, kms);
@@ -83,7 +83,10 @@ async fn a_copy_may_have_another_kms_if_that_can_keep_its_passphrase() {
     };
     let kept = copy(&shared, "shared-kept", "own").await.unwrap();
     assert_eq!(opened(&kept), PASSPHRASE);
-    assert_eq!(home.note(&kept, STATE_KEY).as_deref(), Some(PREPARED));
+    assert_eq!(
+        home.metadata_of(&kept, STATE_KEY).as_deref(),
+        Some(PREPARED)
+    );
     // What has the secret's passphrase goes back.
     copy(&kept, "and-back", "default").await.unwrap();
     let same = copy(&own, "own-kept", "own").await.unwrap();

@@ -22,8 +22,8 @@ struct Node {
 
 impl Node {
     fn is_fenced(&self) -> bool {
-        let noted = self.image.metadata_set("key", "value");
-        noted.is_err_and(|error| error.is_blocklisted())
+        let written = self.image.metadata_set("key", "value");
+        written.is_err_and(|error| error.is_blocklisted())
     }
 }
 

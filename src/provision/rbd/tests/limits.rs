@@ -1,10 +1,10 @@
-//! Limits, and what else is noted on images, as they grow and are copied.
+//! Limits and other metadata of images that grow and are copied.
 
 use super::*;
 use crate::ceph::client::rbd::{Image, OpenMode};
 
 impl Home {
-    /// What is noted on a volume's image.
+    /// The metadata of a volume's image.
     fn metadata(&self, volume: &VolumeInfo) -> BTreeMap<String, String> {
         self.image(volume).metadata_list().unwrap()
     }
@@ -53,8 +53,8 @@ async fn growth_leaves_a_limit_that_was_changed() {
     let modify = home.rbd.modify_volume(handle, changed.into(), secrets);
     modify.await.unwrap();
     home.grow(&made, 4 * GIB).await;
-    let noted = home.metadata(&made);
-    assert_eq!((&*noted[IOPS], &*noted[READ_IOPS]), ("130", "7"));
+    let metadata = home.metadata(&made);
+    assert_eq!((&*metadata[IOPS], &*metadata[READ_IOPS]), ("130", "7"));
 }
 
 #[tokio::test]
@@ -97,8 +97,11 @@ async fn copies_have_metadata_of_their_own() {
         copy.parameters
             .insert("BaseIops".to_owned(), "3".to_owned());
         let limited = home.make(copy).await;
-        let noted = home.metadata(&limited);
-        assert_eq!((noted[IOPS].as_str(), noted.get(READ_IOPS)), ("3", None));
+        let metadata = home.metadata(&limited);
+        assert_eq!(
+            (metadata[IOPS].as_str(), metadata.get(READ_IOPS)),
+            ("3", None)
+        );
     }
     assert_eq!(home.metadata(&source)[NAME], "claim");
 }
