@@ -85,7 +85,7 @@ fn write_debug(
         } else if field_name == "volume_context" {
             writeln!(
                 out,
-                "            .field({field_name:?}, &super::Context(&self.{field_name}))"
+                "            .field({field_name:?}, &super::RedactedContext(&self.{field_name}))"
             )?;
         } else {
             writeln!(

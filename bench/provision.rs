@@ -7,7 +7,7 @@ use criterion::Criterion;
 use futures_util::future::join_all;
 use testkit::{Controller, ControllerSetup, Volume, claim};
 use uring_csi::internals::{
-    Header, ImageOptions, IoCtx, Journal, JournalEntry, JournalKind, Reserved, rbd, trash,
+    Header, ImageOptions, IoCtx, Journal, JournalEntry, JournalKind, NameEntry, rbd, trash,
 };
 use uring_csi::proto::csi::CreateVolumeRequest;
 use uuid::Uuid;
@@ -151,7 +151,7 @@ impl Library {
     fn create(&self) -> Made {
         let (pool, uuid) = (&self.pool, Uuid::new_v4());
         let name = format!("pvc-{uuid}");
-        let reserved = Reserved {
+        let reserved = NameEntry {
             uuid,
             pool_id: None,
         };
@@ -188,7 +188,7 @@ impl Library {
         let header = Header::of(pool, &entry.image).expect("an image");
         assert!(header.watching().expect("its watchers").is_empty());
         trash::move_image(pool, &entry.image, Duration::ZERO).expect("moved to the trash");
-        let reserved = Reserved {
+        let reserved = NameEntry {
             uuid: made.uuid,
             pool_id: None,
         };

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that the modules of src/ use each other as docs/architecture.md says, that
-neither they nor the files within one use each other in a circle, and that no module of
-the runtime thread calls the blocking std::fs.
+neither they nor the files within one use each other in a circle, that no module of the
+runtime thread calls the blocking std::fs, and that no two types share a name.
 
 A module uses another where its code, tests left out, has a path into it: `crate::fs::probe`
 in src/volume is an arrow from `volume` to `fs`.
@@ -26,6 +26,12 @@ BLOCKING = re.compile(r"(?<!rustix::)\bfs::[a-z_]+\(|\bFile::(?:open|create|opti
 RUNTIME = {"admission", "csi", "endpoint", "observe", "ring", "volume"}
 # Files of the agent's own, on a tmpfs or used on lanes, and what is read at its start.
 OWN_FILES = {"csi/run_dir.rs", "endpoint.rs", "ring.rs", "volume/record.rs", "volume/record/file.rs"}
+
+TYPE = re.compile(r"^ *(?:pub(?:\([^)]*\))? )?(?:struct|enum|trait) (\w+)", re.MULTILINE)
+# The commands of uringctl have the names of the calls that they make, C's structures those
+# of their Rust types; each store has its Error and CopySource.
+NAMED_ALIKE = re.compile(r"cli(/|\.rs$)|ceph/client/library/")
+ALIKE = {"CopySource", "Error"}
 
 
 def module_of(path):
@@ -124,6 +130,15 @@ def documented():
     return listed, set(re.findall(r"`(\w+)`", common))
 
 
+def shared_names():
+    files = {}
+    for path in product():
+        if not NAMED_ALIKE.match(str(path.relative_to(SRC))):
+            for name in TYPE.findall(code_of(path)):
+                files.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return {name: paths for name, paths in files.items() if len(paths) > 1 and name not in ALIKE}
+
+
 def main():
     found, of_files = arrows()
     wrong = []
@@ -138,6 +153,7 @@ def main():
     for path in (path for path in product() if module_of(path)[0] in RUNTIME):
         if str(path.relative_to(SRC)) not in OWN_FILES:
             wrong += [f"{path.relative_to(ROOT)} blocks the runtime thread: {call}" for call in BLOCKING.findall(code_of(path))]
+    wrong += [f"{name} is a type in {' and '.join(paths)}" for name, paths in sorted(shared_names().items())]
     if wrong:
         print(*wrong, sep="\n", file=sys.stderr)
     return bool(wrong)

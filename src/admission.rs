@@ -92,7 +92,7 @@ struct GateState {
     held: BTreeMap<u64, HeldPlace>,
     /// The domains of stuck work that lost its place.
     stuck: BTreeMap<u64, String>,
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<QueuedCall>,
 }
 
 #[derive(Debug)]
@@ -103,7 +103,7 @@ struct HeldPlace {
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct QueuedCall {
     domain: String,
     grant: oneshot::Sender<Place>,
 }
@@ -118,7 +118,7 @@ pub struct Place {
 
 /// The answer of a gate.
 #[derive(Debug)]
-pub enum Asked {
+pub enum Entry {
     /// A place was free.
     Admitted(Place),
     /// The volume is queued; the gate sends its place to this channel.
@@ -146,14 +146,14 @@ impl Gate {
     }
 
     /// Requests a place for a volume of `domain`.
-    pub fn ask(&self, domain: &str) -> Result<Asked, Full> {
+    pub fn ask(&self, domain: &str) -> Result<Entry, Full> {
         let bounds = &self.0.bounds;
         let mut state = self.lock();
         let waiting = state.waiting.len();
         let same = || (state.waiting.iter()).filter(|other| other.domain == domain);
         // A waiting volume delays only later ones of its own domain.
         if state.has_room(bounds, domain) && same().next().is_none() {
-            return Ok(Asked::Admitted(self.hold(&mut state, domain)));
+            return Ok(Entry::Admitted(self.hold(&mut state, domain)));
         }
         if bounds.queue != usize::MAX
             && (waiting >= bounds.queue || same().count() >= share_of(bounds.queue))
@@ -166,26 +166,26 @@ impl Gate {
             });
         }
         let (grant, granted) = oneshot::channel();
-        state.waiting.push_back(Waiting {
+        state.waiting.push_back(QueuedCall {
             domain: domain.to_owned(),
             grant,
         });
-        Ok(Asked::Waits(granted))
+        Ok(Entry::Waits(granted))
     }
 
     /// Waits for a place.
     pub async fn enter(&self, domain: &str) -> Result<Place, Full> {
         Ok(match self.ask(domain)? {
-            Asked::Admitted(place) => place,
-            Asked::Waits(granted) => granted.await.unwrap_or_else(|_| self.never()),
+            Entry::Admitted(place) => place,
+            Entry::Waits(granted) => granted.await.unwrap_or_else(|_| self.never()),
         })
     }
 
     /// As [`Gate::enter`], for a lane.
     pub fn enter_on_lane(&self, domain: &str) -> Result<Place, Full> {
         Ok(match self.ask(domain)? {
-            Asked::Admitted(place) => place,
-            Asked::Waits(granted) => granted.blocking_recv().unwrap_or_else(|_| self.never()),
+            Entry::Admitted(place) => place,
+            Entry::Waits(granted) => granted.blocking_recv().unwrap_or_else(|_| self.never()),
         })
     }
 
@@ -250,7 +250,7 @@ impl Gate {
         state.waiting.retain(|waiting| !waiting.grant.is_closed());
         let mut granted = Vec::new();
         while let Some(at) = state.next(&self.0.bounds)
-            && let Some(Waiting { domain, grant }) = state.waiting.remove(at)
+            && let Some(QueuedCall { domain, grant }) = state.waiting.remove(at)
         {
             granted.push((grant, self.hold(&mut state, &domain)));
         }

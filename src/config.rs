@@ -20,7 +20,7 @@ use crate::{
 pub struct ServiceOptions {
     /// The format of log lines.
     #[arg(long, env = "URING_CSI_LOG_FORMAT", default_value = "text")]
-    pub log_format: logs::Format,
+    pub log_format: logs::LogFormat,
     /// The log level, or target=level directives.
     #[arg(
         long,

@@ -43,7 +43,7 @@ type Work = Box<dyn FnOnce() + Send>;
 /// A source of threads for blocking calls. Clones share the threads.
 #[derive(Clone, Debug)]
 pub struct Lanes {
-    shared: Arc<Shared>,
+    shared: Arc<LanesInner>,
 }
 
 /// A job that is running, or stuck.
@@ -68,7 +68,7 @@ struct Job {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct LanesInner {
     max_idle: usize,
     idle_for: Duration,
     state: Mutex<State>,
@@ -97,7 +97,7 @@ impl Lanes {
 
     fn with_idle_time(max_idle: usize, idle_for: Duration) -> Self {
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(LanesInner {
                 max_idle,
                 idle_for,
                 state: Mutex::default(),
@@ -199,7 +199,7 @@ impl Lanes {
     }
 }
 
-impl Shared {
+impl LanesInner {
     /// No code of a job runs under this lock, so the state is consistent even if a thread
     /// panicked while it had the lock.
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -247,22 +247,22 @@ async fn answer<T>(take: oneshot::Receiver<thread::Result<T>>) -> T {
 
 thread_local! {
     /// The lane that this thread is, if it is one.
-    static LANE: RefCell<Option<(Arc<Shared>, u64)>> = const { RefCell::new(None) };
+    static LANE: RefCell<Option<(Arc<LanesInner>, u64)>> = const { RefCell::new(None) };
 }
 
 /// Reports in [`Lanes::busy`] what the job on this thread waits for, until the returned
 /// value is dropped. On a thread that is no lane it does nothing.
-pub fn waiting_for(what: String) -> Waiting {
+pub fn waiting_for(what: String) -> WaitGuard {
     tell(what);
-    Waiting(())
+    WaitGuard(())
 }
 
 /// Reports that a job waits, until it is dropped ([`waiting_for`]).
 #[derive(Debug)]
 #[must_use]
-pub struct Waiting(());
+pub struct WaitGuard(());
 
-impl Drop for Waiting {
+impl Drop for WaitGuard {
     fn drop(&mut self) {
         tell(String::new());
     }
@@ -292,7 +292,7 @@ fn change_busy(change: impl FnOnce(&mut Busy)) -> bool {
 }
 
 /// The loop of a lane: runs one job after the other, until there was none for a while.
-fn serve(shared: &Arc<Shared>, id: u64) {
+fn serve(shared: &Arc<LanesInner>, id: u64) {
     LANE.set(Some((Arc::clone(shared), id)));
     let (give, take) = bounded(1);
     let tid = rustix::thread::gettid().as_raw_nonzero().get();

@@ -84,7 +84,7 @@ pub mod internals {
             },
             csi_format::{
                 handle::Handle,
-                journal::{Journal, JournalEntry, JournalKind, Reserved},
+                journal::{Journal, JournalEntry, JournalKind, NameEntry},
             },
         },
         endpoint::Endpoint,

@@ -44,9 +44,9 @@ impl fmt::Debug for Redacted {
 const TOKENS: &str = "csi.storage.k8s.io/serviceAccount.tokens";
 
 /// Replaces a volume context in `Debug` output.
-struct Context<'a>(&'a HashMap<String, String>);
+struct RedactedContext<'a>(&'a HashMap<String, String>);
 
-impl fmt::Debug for Context<'_> {
+impl fmt::Debug for RedactedContext<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut map = f.debug_map();
         for (key, value) in self.0 {

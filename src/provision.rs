@@ -144,7 +144,7 @@ pub struct Page<T> {
 
 /// One entry of a store's listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed<T> {
+pub struct ListEntry<T> {
     /// A page that continues from here begins behind this entry.
     pub token: String,
     /// The volume or snapshot.
@@ -334,7 +334,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<Listed<VolumeInfo>>, Error>;
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error>;
     /// Says, in a sentence, why a volume does not support these uses, if it does not.
     fn check_uses(
         &self,
@@ -364,5 +364,5 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         pool: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<Listed<SnapshotInfo>>, Error>;
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error>;
 }

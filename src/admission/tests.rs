@@ -9,17 +9,17 @@ fn gate(places: usize, queue: usize) -> Gate {
     })
 }
 
-fn admitted(asked: Result<Asked, Full>) -> Place {
+fn admitted(asked: Result<Entry, Full>) -> Place {
     match asked.unwrap() {
-        Asked::Admitted(place) => place,
-        Asked::Waits(_) => panic!("there is no place"),
+        Entry::Admitted(place) => place,
+        Entry::Waits(_) => panic!("there is no place"),
     }
 }
 
-fn waits(asked: Result<Asked, Full>) -> oneshot::Receiver<Place> {
+fn waits(asked: Result<Entry, Full>) -> oneshot::Receiver<Place> {
     match asked.unwrap() {
-        Asked::Admitted(_) => panic!("there is a place"),
-        Asked::Waits(turn) => turn,
+        Entry::Admitted(_) => panic!("there is a place"),
+        Entry::Waits(turn) => turn,
     }
 }
 

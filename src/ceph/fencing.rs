@@ -68,7 +68,7 @@ pub enum Through {
 
 /// A client of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Client {
+pub struct CephClient {
     /// Its address as the cluster sees it, `10.0.0.5:0/1234567`: what is blocklisted.
     pub address: String,
     /// The boot of the node that it belongs to.
@@ -104,7 +104,7 @@ pub struct Starting {
 pub struct NodeEntry {
     /// Its client, once it has the volume.
     #[serde(flatten)]
-    pub client: Option<Client>,
+    pub client: Option<CephClient>,
     /// A client that is starting, whose address is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub starting: Option<Starting>,
@@ -149,8 +149,8 @@ impl NodeEntry {
     }
 }
 
-impl From<Client> for NodeEntry {
-    fn from(client: Client) -> Self {
+impl From<CephClient> for NodeEntry {
+    fn from(client: CephClient) -> Self {
         Self {
             client: Some(client),
             ..Self::default()

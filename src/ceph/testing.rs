@@ -31,12 +31,12 @@ pub(crate) fn connect(cluster: &TestCluster) -> Arc<Cluster> {
 }
 
 /// A namespace that nobody else uses, for as long as the cluster is used.
-pub(crate) struct Place {
+pub(crate) struct TestPool {
     pub cluster: TestCluster,
     pub io: IoCtx,
 }
 
-impl Place {
+impl TestPool {
     /// None where Ceph is not installed.
     pub fn new() -> Option<Self> {
         let cluster = TestCluster::shared()?;

@@ -42,7 +42,7 @@ impl AccessModeArg {
 
 /// CSI's volume capability.
 #[derive(Args, Clone, Debug, Default)]
-pub struct Use {
+pub struct AccessArgs {
     /// File system; default: the one on the volume, else the driver's default
     #[arg(long, value_name = "TYPE", value_parser = ["ext4", "xfs", "btrfs"])]
     pub fs: Option<String>,
@@ -57,7 +57,7 @@ pub struct Use {
     pub mount_options: Vec<String>,
 }
 
-impl Use {
+impl AccessArgs {
     /// As a CSI message.
     pub fn capability(&self) -> VolumeCapability {
         let access_type = if self.block {
@@ -227,12 +227,12 @@ mod tests {
 
     #[test]
     fn a_published_volume_is_used_as_it_was_staged() {
-        let access = |usage: &Use| usage.capability().access_type.unwrap();
-        let staged = Use::default().or_as_staged("block");
+        let access = |usage: &AccessArgs| usage.capability().access_type.unwrap();
+        let staged = AccessArgs::default().or_as_staged("block");
         assert!(matches!(access(&staged), AccessType::Block(_)));
-        let staged = Use::default().or_as_staged("xfs");
+        let staged = AccessArgs::default().or_as_staged("xfs");
         assert!(matches!(access(&staged), AccessType::Mount(m) if m.fs_type == "xfs"));
-        let told = Use {
+        let told = AccessArgs {
             fs: Some("ext4".to_owned()),
             ..Default::default()
         };

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::{
     answer::Answer,
-    args::{Use, key_value},
+    args::{AccessArgs, key_value},
     context::Context,
     error::CliError,
 };
@@ -55,7 +55,7 @@ pub struct Stage {
     /// Volume, by name or id
     volume: String,
     #[command(flatten)]
-    usage: Use,
+    usage: AccessArgs,
     /// Volume context of a volume without a controller; VOLUME is its id then
     /// (repeatable)
     #[arg(long = "context", value_name = "KEY=VALUE", value_parser = key_value)]
@@ -75,7 +75,7 @@ impl Stage {
             )
         };
         let path = context.staging_path(&volume_id).await?;
-        let staging = Staging {
+        let staging = StagingDir {
             wanted: &self.volume,
             volume_id: &volume_id,
             path: &path,
@@ -111,7 +111,7 @@ pub struct Publish {
     #[arg(long)]
     read_only: bool,
     #[command(flatten)]
-    usage: Use,
+    usage: AccessArgs,
 }
 
 impl Publish {
@@ -120,7 +120,7 @@ impl Publish {
         let path = absolute(&self.path)?;
         let held = context.held_volume(&self.volume).await?;
         let staging_path = PathBuf::from(&held.staging_path);
-        let staging = Staging {
+        let staging = StagingDir {
             wanted: &self.volume,
             volume_id: &held.volume_id,
             path: &staging_path,
@@ -191,7 +191,7 @@ impl Unstage {
             Some(held) if !held.staging_path.is_empty() => PathBuf::from(&held.staging_path),
             _ => context.staging_path(&volume_id).await?,
         };
-        let staging = Staging {
+        let staging = StagingDir {
             wanted: &self.volume,
             volume_id: &volume_id,
             path: &path,
@@ -207,7 +207,7 @@ impl Unstage {
 }
 
 /// A volume and the directory where it is or will be staged.
-pub struct Staging<'a> {
+pub struct StagingDir<'a> {
     /// The volume as given on the command line.
     pub wanted: &'a str,
     /// Its id.
@@ -216,7 +216,7 @@ pub struct Staging<'a> {
     pub path: &'a Path,
 }
 
-impl Staging<'_> {
+impl StagingDir<'_> {
     /// NodeStageVolume. Makes the staging directory first, as the specification
     /// requires of the caller.
     pub async fn stage(

@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use super::{
     answer::{Answer, table},
-    args::{NewVolumeArgs, Use},
-    attach::{Staging, absolute},
+    args::{AccessArgs, NewVolumeArgs},
+    attach::{StagingDir, absolute},
     context::Context,
     error::CliError,
 };
@@ -21,11 +21,11 @@ use crate::size::Size;
 #[derive(Debug, Serialize)]
 pub struct Flow {
     volume_id: String,
-    steps: Vec<Step>,
+    steps: Vec<StepTime>,
 }
 
 #[derive(Debug, Serialize)]
-struct Step {
+struct StepTime {
     name: &'static str,
     milliseconds: f64,
     detail: String,
@@ -48,7 +48,7 @@ impl Flow {
     ) -> Result<T, CliError> {
         let start = Instant::now();
         let done = work.await?;
-        self.steps.push(Step {
+        self.steps.push(StepTime {
             name,
             milliseconds: start.elapsed().as_secs_f64() * 1e3,
             detail: detail.into(),
@@ -93,7 +93,7 @@ pub struct Up {
     #[arg(long)]
     read_only: bool,
     #[command(flatten)]
-    usage: Use,
+    usage: AccessArgs,
     #[command(flatten)]
     origin: NewVolumeArgs,
 }
@@ -108,7 +108,7 @@ impl Up {
         flow.volume_id.clone_from(&volume.volume_id);
 
         let staging_path = context.staging_path(&volume.volume_id).await?;
-        let staging = Staging {
+        let staging = StagingDir {
             wanted: &self.name,
             volume_id: &volume.volume_id,
             path: &staging_path,
@@ -168,7 +168,7 @@ impl Down {
                     .await?;
             }
             if !held.staging_path.is_empty() {
-                let staging = Staging {
+                let staging = StagingDir {
                     wanted,
                     volume_id: &volume_id,
                     path: Path::new(&held.staging_path),

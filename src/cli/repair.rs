@@ -17,7 +17,7 @@ use crate::{
 /// Formats a volume that is not blank, and destroys its data
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Staging formats blank volumes only and refuses everything else; this is the way
+StagingDir formats blank volumes only and refuses everything else; this is the way
 past that refusal. The volume must not be staged or held by anybody.
 
 Example:

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{
     answer::{Answer, fields, table},
-    args::{NewVolumeArgs, Use, at_least, from_snapshot, from_volume},
+    args::{AccessArgs, NewVolumeArgs, at_least, from_snapshot, from_volume},
     context::Context,
     error::CliError,
     resolve::name_of,
@@ -82,7 +82,7 @@ pub struct Create {
     /// Minimum size, such as 10Gi or 500M
     size: Size,
     #[command(flatten)]
-    usage: Use,
+    usage: AccessArgs,
     #[command(flatten)]
     origin: NewVolumeArgs,
 }
@@ -114,7 +114,7 @@ pub struct CloneVolume {
     #[arg(long)]
     size: Option<Size>,
     #[command(flatten)]
-    usage: Use,
+    usage: AccessArgs,
 }
 
 impl CloneVolume {
@@ -168,7 +168,7 @@ impl Context {
         &self,
         name: String,
         size: Size,
-        usage: &Use,
+        usage: &AccessArgs,
         origin: &NewVolumeArgs,
     ) -> Result<Volume, CliError> {
         let volume_content_source = match (&origin.from_snapshot, &origin.from_volume) {
@@ -229,14 +229,14 @@ pub struct List {}
 
 /// The volumes that the controller knows.
 #[derive(Debug, Serialize)]
-pub struct Listed {
+pub struct VolumeList {
     volumes: Vec<VolumeAnswer>,
     /// What the list omits, in sentences.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     omitted: Vec<String>,
 }
 
-impl Listed {
+impl VolumeList {
     /// An error if the list is incomplete.
     pub fn require_complete(self) -> Result<(), CliError> {
         if self.omitted.is_empty() {
@@ -248,14 +248,14 @@ impl Listed {
 
 impl List {
     /// Runs the command.
-    pub async fn run(self, context: &Context) -> Result<Listed, CliError> {
+    pub async fn run(self, context: &Context) -> Result<VolumeList, CliError> {
         let (volumes, omitted) = context.list_what_can_be_reached().await?;
         let volumes = volumes.into_iter().map(VolumeAnswer::from).collect();
-        Ok(Listed { volumes, omitted })
+        Ok(VolumeList { volumes, omitted })
     }
 }
 
-impl Answer for Listed {
+impl Answer for VolumeList {
     fn text(&self) -> String {
         let rows = self.volumes.iter().map(|volume| {
             let context = |key: &str| volume.volume_context.get(key).cloned();
@@ -380,7 +380,11 @@ impl Expand {
                 volume_path: volume_path.clone(),
                 staging_target_path: held.staging_path.clone(),
                 capacity_range: Some(at_least(self.size)),
-                volume_capability: Some(Use::default().or_as_staged(&held.access).capability()),
+                volume_capability: Some(
+                    AccessArgs::default()
+                        .or_as_staged(&held.access)
+                        .capability(),
+                ),
                 secrets: context.secrets.to_wire(),
             };
             let work = context.node(

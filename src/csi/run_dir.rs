@@ -72,13 +72,13 @@ fn of_pid(pid: Option<u32>) -> String {
 
 /// The content of the lock file.
 #[derive(Debug, Serialize, Deserialize)]
-struct Owner {
+struct LockOwner {
     pid: u32,
     /// The owner's pid namespace: in another one the pid means another process.
     pid_namespace: PathBuf,
 }
 
-impl Owner {
+impl LockOwner {
     /// Whether the owner is certain to end: its main thread has ended, or SIGKILL is
     /// pending (proc_pid_status(5)).
     fn is_dying(&self) -> bool {
@@ -188,11 +188,11 @@ impl RunDir {
 /// Waits until the owner of `lock` has released it, is dying or has stalled: `None`.
 /// `Some` if it is alive, with its pid if known.
 async fn outlast(lock: &File, silent_for: Duration) -> io::Result<Option<Option<u32>>> {
-    let owner: Option<Owner> = serde_json::from_reader(lock).ok();
+    let owner: Option<LockOwner> = serde_json::from_reader(lock).ok();
     let touched = lock.metadata()?.modified()?;
     let until = Instant::now() + silent_for;
     while !try_lock(lock)? {
-        if owner.as_ref().is_some_and(Owner::is_dying) || Instant::now() > until {
+        if owner.as_ref().is_some_and(LockOwner::is_dying) || Instant::now() > until {
             tracing::warn!(
                 ?owner,
                 "taking the run directory over from an agent that has not ended"
@@ -209,7 +209,7 @@ async fn outlast(lock: &File, silent_for: Duration) -> io::Result<Option<Option<
 
 /// Replaces the lock file at `path` with a locked one of this process.
 fn replace(path: &Path) -> io::Result<File> {
-    let owner = Owner {
+    let owner = LockOwner {
         pid: std::process::id(),
         pid_namespace: pid_namespace()?,
     };
@@ -234,7 +234,7 @@ fn try_lock(file: &File) -> io::Result<bool> {
 mod tests {
     use super::*;
 
-    fn written(dir: &Path) -> Owner {
+    fn written(dir: &Path) -> LockOwner {
         serde_json::from_slice(&fs::read(dir.join(FILE)).unwrap()).unwrap()
     }
 

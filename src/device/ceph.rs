@@ -51,7 +51,7 @@ pub use registration::ThisNode;
 pub use source::CephSource;
 pub use stage_file::STAGE_FILE;
 
-use format_marker::Format;
+use format_marker::FormatKind;
 use lower_device::LowerDevice;
 use map::Known;
 use mounter::Mounter;
@@ -275,7 +275,7 @@ impl BoundCephImage<'_> {
             Some(kms) => Some(self.decrypt(known, kms, lower, options)?),
             None => None,
         };
-        let marker = self.marker(known, Format::FileSystem, options)?;
+        let marker = self.marker(known, FormatKind::FileSystem, options)?;
         if options.gives_out_raw() {
             marker.clear()?;
         }
@@ -374,7 +374,7 @@ impl BackendVolume for BoundCephImage<'_> {
                 .map_err(CephImageError::from)?;
         }
         // The next node that has it may fill it.
-        for format in [Format::Luks, Format::FileSystem] {
+        for format in [FormatKind::Luks, FormatKind::FileSystem] {
             self.node_marker(format).clear()?;
         }
         Ok(())

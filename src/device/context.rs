@@ -29,9 +29,9 @@ const COMMON: [&str; 4] = ["fsType", "mkfsOptions", "name", "pool"];
 
 /// A volume context, read key by key.
 #[derive(Clone, Copy, Debug)]
-pub struct Context<'a>(pub &'a HashMap<String, String>);
+pub struct VolumeContext<'a>(pub &'a HashMap<String, String>);
 
-impl<'a> Context<'a> {
+impl<'a> VolumeContext<'a> {
     /// The value, where there is one; an empty one is none.
     pub fn get(self, key: &str) -> Option<&'a str> {
         let value = self.0.get(key).map(String::as_str);

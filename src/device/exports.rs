@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
     backend::{Attachment, BackendVolume, FormatMarker as _, FoundDevice, Owner},
-    context::{Context, SourceError},
+    context::{SourceError, VolumeContext},
     error::{DeviceError, io},
     format_markers::NodeFormatMarkers,
     nbd::{self, Identifier, Links},
@@ -57,7 +57,7 @@ impl ExportSource {
     /// Reads `uri`, or `host`, `port` and `export`, or `socket` and `export`; and
     /// `connections`, `requestTimeout` and `deadConnectionTimeout` in seconds,
     /// and `minSize`, as `10Gi`.
-    pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
+    pub fn parse(context: VolumeContext<'_>) -> Result<Self, SourceError> {
         context.refuse_unlisted(&[
             "backend",
             "uri",
@@ -97,7 +97,7 @@ impl ExportSource {
     }
 }
 
-fn minimum_bytes(context: Context<'_>) -> Result<u64, SourceError> {
+fn minimum_bytes(context: VolumeContext<'_>) -> Result<u64, SourceError> {
     let key = "minSize";
     let Some(text) = context.get(key) else {
         return Ok(OPTIONS.minimum_bytes);
@@ -111,7 +111,7 @@ fn minimum_bytes(context: Context<'_>) -> Result<u64, SourceError> {
 }
 
 /// The export's address, given in exactly one of three ways.
-fn address(context: Context<'_>) -> Result<Export, SourceError> {
+fn address(context: VolumeContext<'_>) -> Result<Export, SourceError> {
     let bad = |key: &'static str| {
         move |error: BadExport| SourceError {
             key: key.into(),

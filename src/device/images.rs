@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
     backend::{Attachment, BackendVolume, FormatMarker},
-    context::{Context, SourceError},
+    context::{SourceError, VolumeContext},
     error::{DeviceError, io},
     loop_attach,
     loopdev::{self, FileId},
@@ -65,7 +65,7 @@ impl ImageSource {
     }
 
     /// Reads `pool`, `image`, `directIO`, `sectorSize` and `preallocate`.
-    pub fn parse(context: Context<'_>) -> Result<Self, SourceError> {
+    pub fn parse(context: VolumeContext<'_>) -> Result<Self, SourceError> {
         context.refuse_unlisted(&["backend", "image", "directIO", "sectorSize", "preallocate"])?;
         Ok(Self {
             pool: context.need("pool")?.to_owned(),

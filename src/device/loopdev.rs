@@ -201,7 +201,7 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
     if options.direct_io {
         flags |= loopctl::DIRECT_IO;
     }
-    let config = loopctl::Config {
+    let config = loopctl::LoopSettings {
         sector_size: options.sector_size,
         flags,
         name: options.name.as_os_str().as_bytes(),
@@ -283,7 +283,7 @@ pub fn resize(device: &LoopDevice) -> Result<u64, LoopError> {
 
 fn release(
     device: &LoopDevice,
-    ours: impl Fn(&loopctl::Status) -> bool,
+    ours: impl Fn(&loopctl::LoopStatus) -> bool,
 ) -> Result<Detached, LoopError> {
     let failed = |source| device_error(device, "detach")(source);
     let still_ours = || {
@@ -330,9 +330,9 @@ fn release(
 /// status cannot be read is passed over where `is_foreign` says so of the error.
 fn configured(
     may_be_meant: impl Fn(&Path) -> bool,
-    pleases: impl Fn(&loopctl::Status) -> bool,
+    pleases: impl Fn(&loopctl::LoopStatus) -> bool,
     is_foreign: impl Fn(&io::Error) -> bool,
-) -> io::Result<Vec<(LoopDevice, loopctl::Status)>> {
+) -> io::Result<Vec<(LoopDevice, loopctl::LoopStatus)>> {
     let mut found = Vec::new();
     for number in sysfs::numbers("loop")? {
         if !backing_path(number).is_ok_and(|path| may_be_meant(&path)) {
@@ -349,7 +349,7 @@ fn configured(
 }
 
 /// A loop device and what it backs; none where it backs nothing.
-fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::Status)>> {
+fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::LoopStatus)>> {
     // Not even opened where sysfs knows better: an opener delays a detach.
     if !is_configured(number) {
         return Ok(None);
@@ -424,7 +424,7 @@ fn is_configured(number: u32) -> bool {
     Path::new(&format!("/sys/block/loop{number}/loop")).exists()
 }
 
-pub(super) fn is_over(status: &loopctl::Status, id: FileId) -> bool {
+pub(super) fn is_over(status: &loopctl::LoopStatus, id: FileId) -> bool {
     status.device == id.dev && status.inode == id.ino
 }
 

@@ -29,14 +29,14 @@ use crate::{
 
 /// A process, as an operator finds it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Process {
+pub struct OpenerProcess {
     /// Its id in our PID namespace.
     pub pid: u32,
     /// `/proc/PID/comm`.
     pub name: String,
 }
 
-impl fmt::Display for Process {
+impl fmt::Display for OpenerProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "process {} ({})", self.pid, self.name)
     }
@@ -53,7 +53,7 @@ pub enum Opener {
         /// Where, seen from the process's root directory.
         mount_point: PathBuf,
         /// One process of that mount namespace.
-        process: Process,
+        process: OpenerProcess,
     },
     /// A file system that no process has mounted.
     FileSystem {
@@ -73,7 +73,7 @@ pub enum Opener {
         over: PathBuf,
     },
     /// A process that has it open.
-    Process(Process),
+    Process(OpenerProcess),
 }
 
 impl fmt::Display for Opener {
@@ -144,10 +144,10 @@ fn names(directory: &str) -> impl Iterator<Item = String> + use<> {
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
 }
 
-fn processes() -> Vec<Process> {
+fn processes() -> Vec<OpenerProcess> {
     names("/proc")
         .filter_map(|name| name.parse().ok())
-        .map(|pid| Process {
+        .map(|pid| OpenerProcess {
             pid,
             name: fs::read_to_string(format!("/proc/{pid}/comm"))
                 .unwrap_or_default()
@@ -157,7 +157,7 @@ fn processes() -> Vec<Process> {
         .collect()
 }
 
-fn mounts(dev: Dev, processes: &[Process]) -> Vec<Opener> {
+fn mounts(dev: Dev, processes: &[OpenerProcess]) -> Vec<Opener> {
     // btrfs shows an anonymous device; there the source's path is compared.
     let node = sysfs::node_of(dev).map(OsString::from).unwrap_or_default();
     let mut namespaces = HashSet::new();
@@ -207,7 +207,7 @@ fn file_system(name: &str) -> Option<&'static str> {
         .map(|(fs_type, _)| fs_type)
 }
 
-fn has_open(process: &Process, dev: Dev) -> bool {
+fn has_open(process: &OpenerProcess, dev: Dev) -> bool {
     let directory = format!("/proc/{}/fd", process.pid);
     names(&directory).any(|fd| {
         // Without a question to the server of a file that is on a network.

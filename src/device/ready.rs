@@ -85,7 +85,7 @@ impl Uevents {
         mut check: impl FnMut() -> io::Result<Option<T>>,
     ) -> io::Result<T> {
         // Listed before the first look, so that no event falls between.
-        let listed = Listed::new(&self.waiters, sysname);
+        let listed = Registration::new(&self.waiters, sysname);
         loop {
             if let Some(found) = check()? {
                 return Ok(found);
@@ -105,12 +105,12 @@ impl Drop for Uevents {
 }
 
 /// A waiter on the list, as long as it lives.
-struct Listed<'a> {
+struct Registration<'a> {
     waiters: &'a Waiters,
     waiter: Arc<Waiter>,
 }
 
-impl<'a> Listed<'a> {
+impl<'a> Registration<'a> {
     fn new(waiters: &'a Waiters, sysname: &str) -> Self {
         let waiter = Arc::new(Waiter {
             sysname: sysname.to_owned(),
@@ -121,7 +121,7 @@ impl<'a> Listed<'a> {
     }
 }
 
-impl Drop for Listed<'_> {
+impl Drop for Registration<'_> {
     fn drop(&mut self) {
         let mut list = self.waiters.lock();
         list.waiters

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     Device,
     ceph::{CephSource, STAGE_FILE},
-    context::{Context, SourceError},
+    context::{SourceError, VolumeContext},
     exports::ExportSource,
     images::ImageSource,
 };
@@ -51,7 +51,7 @@ impl Source {
     /// [`ImageSource::parse`], [`ExportSource::parse`], [`CephSource::parse`].
     /// ceph-csi's volumes have a `clusterID` and no such key.
     pub fn parse(context: &HashMap<String, String>, volume_id: &str) -> Result<Self, SourceError> {
-        let context = Context(context);
+        let context = VolumeContext(context);
         let is_ceph = context.get("clusterID").is_some();
         match context.get("backend") {
             Some("loop") => ImageSource::parse(context).map(Self::Loop),

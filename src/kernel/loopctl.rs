@@ -60,7 +60,7 @@ const _: () = assert!(size_of::<LoopInfo64>() == 232 && size_of::<LoopConfig>() 
 
 /// The configuration of a loop device, as `LOOP_GET_STATUS64` reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Status {
+pub struct LoopStatus {
     /// `st_dev` of the backing file.
     pub device: u64,
     /// `st_ino` of the backing file.
@@ -79,7 +79,7 @@ pub struct Status {
 
 /// The configuration of a new loop device.
 #[derive(Clone, Copy, Debug)]
-pub struct Config<'a> {
+pub struct LoopSettings<'a> {
     /// Bytes of a logical sector; with 0 the kernel chooses.
     pub sector_size: u32,
     /// [`READ_ONLY`] and [`DIRECT_IO`]. If the file's file system does not support direct
@@ -153,7 +153,7 @@ pub fn remove(control: impl AsFd, number: u32) -> io::Result<()> {
 pub fn configure(
     device: impl AsFd,
     backing: BorrowedFd<'_>,
-    config: &Config<'_>,
+    config: &LoopSettings<'_>,
 ) -> io::Result<()> {
     let mut file_name = [0; NAME_SIZE];
     let len = config.name.len().min(NAME_SIZE - 1);
@@ -185,11 +185,11 @@ pub fn configure(
 }
 
 /// The device's configuration; `ENXIO` without a backing file.
-pub fn status(device: impl AsFd) -> io::Result<Status> {
+pub fn status(device: impl AsFd) -> io::Result<LoopStatus> {
     // SAFETY: LOOP_GET_STATUS64 fills one struct loop_info64, of which every
     // bit pattern is valid.
     let info = unsafe { ioctl(device, Getter::<LOOP_GET_STATUS64, LoopInfo64>::new()) }?;
-    Ok(Status {
+    Ok(LoopStatus {
         device: info.device,
         inode: info.inode,
         rdevice: info.rdevice,

@@ -61,7 +61,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::mount::{PathKind, testing::Scratch, unmount::unmount};
+    use crate::mount::{PathKind, testing::MountScratch, unmount::unmount};
 
     fn options(words: &str) -> MountOptions {
         MountOptions::parse(&[words]).expect("options")
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn a_directory_appears_with_the_attributes_asked_for() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let (stage, target) = (scratch.directory("stage"), scratch.directory("target"));
         tmpfs(&stage);
         let source = stage.open().expect("opens");
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_device_node_appears_on_a_file() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let target = scratch.place("file");
         let _ = target.make_file(0o640).expect("made");
         let node = Path::new("/dev/loop0");
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_symlink_is_no_target() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let (stage, elsewhere) = (scratch.directory("stage"), scratch.directory("elsewhere"));
         tmpfs(&stage);
         std::os::unix::fs::symlink(elsewhere.path(), scratch.path().join("link")).expect("linked");

@@ -230,7 +230,7 @@ mod tests {
         Done,
         kernel::mounts::listmount,
         mount::{
-            testing::{LoopDevice, Scratch},
+            testing::{MountScratch, TestLoop},
             unmount::unmount,
         },
     };
@@ -238,7 +238,7 @@ mod tests {
     /// Both kinds of id: of Linux 6.8 and later, and of earlier kernels.
     #[test]
     fn a_mount_has_a_unique_id_or_a_classic_one() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         mount("none", scratch.path(), "tmpfs", MountFlags::RDONLY, None).expect("tmpfs");
         let root = File::open(scratch.path()).expect("opens");
 
@@ -258,8 +258,8 @@ mod tests {
     /// XFS only: the other file systems still answer statx after a shutdown.
     #[test]
     fn a_file_system_that_has_shut_down_is_found() {
-        let scratch = Scratch::new();
-        let device = LoopDevice::new(&scratch, &["mkfs.xfs"], &[]);
+        let scratch = MountScratch::new();
+        let device = TestLoop::new(&scratch, &["mkfs.xfs"], &[]);
         let place = scratch.directory("m");
         mount(&device.node, place.path(), "xfs", MountFlags::empty(), None).expect("mounted");
         let below = scratch.directory("m/below").open().expect("opens");
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn kinds_are_distinguished() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let at = |path: &str| {
             let node = File::open(path).expect("opens");
             PathKind::of(node.as_fd()).expect("looks")

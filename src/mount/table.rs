@@ -201,7 +201,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::mount::testing::Scratch;
+    use crate::mount::testing::MountScratch;
 
     fn tmpfs(at: &Path, source: &str) {
         mount(source, at, "tmpfs", MountFlags::empty(), None).expect("tmpfs");
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn both_sources_agree() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         // Longer than the first buffer for statmount.
         let long = "x".repeat(3000);
         for (name, source) in [
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn the_mount_that_covers_a_place_is_found() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let place = scratch.directory("m");
         tmpfs(place.path(), "the source");
         let below = scratch.place("m/below");
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn mounts_reach_the_host_through_a_shared_mount_only() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let place = scratch.directory("m");
         tmpfs(place.path(), "none");
         let below = place.path().join("below");

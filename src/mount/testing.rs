@@ -16,12 +16,12 @@ use crate::kernel::mounts::private_namespace;
 
 /// A directory that is the only allowed root, in a mount namespace that ends
 /// with the test's thread.
-pub struct Scratch {
+pub struct MountScratch {
     roots: Roots,
     directory: tempfile::TempDir,
 }
 
-impl Scratch {
+impl MountScratch {
     pub fn new() -> Self {
         private_namespace();
         let directory = tempfile::tempdir().expect("a directory");
@@ -46,7 +46,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for MountScratch {
     fn drop(&mut self) {
         // A mount that a test left would prevent the removal of its directory.
         let path = self.path().canonicalize().expect("there");
@@ -59,14 +59,14 @@ impl Drop for Scratch {
 }
 
 /// A loop device over a sparse image of 320 MiB, XFS's least.
-pub struct LoopDevice {
+pub struct TestLoop {
     pub node: PathBuf,
 }
 
-impl LoopDevice {
+impl TestLoop {
     /// Attaches a device with the file system that `mkfs` makes (a program and its
     /// options), or a blank one if `mkfs` is empty.
-    pub fn new(scratch: &Scratch, mkfs: &[&str], losetup: &[&str]) -> Self {
+    pub fn new(scratch: &MountScratch, mkfs: &[&str], losetup: &[&str]) -> Self {
         let image = tempfile::NamedTempFile::new_in(scratch.path()).expect("an image");
         image.as_file().set_len(320 << 20).expect("sparse");
         // The loop device keeps the image; its name may be removed.
@@ -95,7 +95,7 @@ impl LoopDevice {
     }
 }
 
-impl Drop for LoopDevice {
+impl Drop for TestLoop {
     fn drop(&mut self) {
         // The kernel defers the detach while a failed test's mount still exists.
         let _ = Command::new("losetup")

@@ -93,7 +93,7 @@ mod tests {
     use rustix::mount::{MountFlags, mount};
 
     use super::*;
-    use crate::mount::testing::Scratch;
+    use crate::mount::testing::MountScratch;
 
     fn tmpfs(at: &Path) {
         mount("none", at, "tmpfs", MountFlags::empty(), None).expect("tmpfs");
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn unmount_removes_the_topmost_mount_and_is_idempotent() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let place = scratch.directory("a name with spaces");
         assert_eq!(unmount(&place).expect("nothing"), Done::Already);
         for layer in ["one", "two", "three"] {
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_mount_in_use_is_busy() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let place = scratch.directory("m");
         tmpfs(place.path());
         let used = File::create(place.path().join("file")).expect("created");
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn a_symlink_to_a_mount_is_not_followed() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         let mounted = scratch.directory("mounted");
         tmpfs(mounted.path());
         std::os::unix::fs::symlink(mounted.path(), scratch.path().join("link")).expect("linked");
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_renamed_parent_does_not_matter() {
-        let scratch = Scratch::new();
+        let scratch = MountScratch::new();
         scratch.directory("parent/m");
         let place = scratch.place("parent/m");
         tmpfs(place.path());

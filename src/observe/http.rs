@@ -58,7 +58,7 @@ async fn listen(addr: SocketAddr, retry: Duration, app: Router) {
 
 /// Serves connections until accept(2) fails.
 async fn accept(listener: &TcpListener, app: &Router) -> std::io::Error {
-    let mut connections = Connections::default();
+    let mut connections = HttpConnections::default();
     loop {
         match listener.accept().await {
             Ok((stream, _)) => connections.serve(stream, app.clone()),
@@ -71,9 +71,9 @@ async fn accept(listener: &TcpListener, app: &Router) -> std::io::Error {
 
 /// The open connections, oldest first.
 #[derive(Default)]
-struct Connections(VecDeque<JoinHandle<()>>);
+struct HttpConnections(VecDeque<JoinHandle<()>>);
 
-impl Connections {
+impl HttpConnections {
     /// Serves another one; above the limit it closes the oldest.
     fn serve(&mut self, stream: TcpStream, app: Router) {
         self.0.retain(|connection| !connection.is_finished());
@@ -97,7 +97,7 @@ impl Connections {
     }
 }
 
-impl Drop for Connections {
+impl Drop for HttpConnections {
     fn drop(&mut self) {
         self.0.iter().for_each(JoinHandle::abort);
     }

@@ -37,7 +37,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Format {
+pub enum LogFormat {
     /// For people: one line, fields as `key=value`.
     #[default]
     Text,
@@ -96,7 +96,7 @@ impl Drop for Logs {
 /// `level` is a level (`info`) for this project's lines, or a comma-separated list of
 /// `target=level` directives, as `tracing_subscriber::EnvFilter` takes them. The
 /// environment is not read. Call it once, before the first line.
-pub fn init(format: Format, level: &str) -> Result<Logs, LogError> {
+pub fn init(format: LogFormat, level: &str) -> Result<Logs, LogError> {
     let filter = filter(level)?;
     let stderr = io::stderr().as_fd().try_clone_to_owned();
     let writer = stderr
@@ -169,7 +169,11 @@ fn filter(level: &str) -> Result<EnvFilter, LogError> {
         })
 }
 
-fn subscriber<W>(format: Format, filter: EnvFilter, writer: W) -> Box<dyn Subscriber + Send + Sync>
+fn subscriber<W>(
+    format: LogFormat,
+    filter: EnvFilter,
+    writer: W,
+) -> Box<dyn Subscriber + Send + Sync>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
@@ -178,8 +182,8 @@ where
         .with_writer(writer)
         .with_ansi(false);
     match format {
-        Format::Text => Box::new(lines.finish()),
-        Format::Json => Box::new(
+        LogFormat::Text => Box::new(lines.finish()),
+        LogFormat::Json => Box::new(
             lines
                 .json()
                 .flatten_event(true)
@@ -211,7 +215,7 @@ mod tests {
         }
     }
 
-    fn written(format: Format, level: &str, body: impl FnOnce()) -> String {
+    fn written(format: LogFormat, level: &str, body: impl FnOnce()) -> String {
         let sink = Sink::default();
         let writer = sink.clone();
         let subscriber = subscriber(format, filter(level).unwrap(), move || writer.clone());
@@ -226,7 +230,7 @@ mod tests {
                 tracing::info_span!("mount").in_scope(|| tracing::warn!(tries = 2, "busy"));
             });
         };
-        let text = written(Format::Text, "warn", body);
+        let text = written(LogFormat::Text, "warn", body);
         assert!(text.contains("request_id="), "{text}");
         assert!(
             text.contains(r#"method="NodeStageVolume" volume_id="vol-1""#),
@@ -234,7 +238,7 @@ mod tests {
         );
 
         let line: serde_json::Value =
-            serde_json::from_str(&written(Format::Json, "warn", body)).unwrap();
+            serde_json::from_str(&written(LogFormat::Json, "warn", body)).unwrap();
         assert_eq!(line["message"], "busy");
         assert_eq!(line["tries"], 2);
         let call = &line["spans"][0];
@@ -245,7 +249,7 @@ mod tests {
 
     #[test]
     fn the_level_filters_by_target() {
-        let text = written(Format::Text, "warn,quiet=error", || {
+        let text = written(LogFormat::Text, "warn,quiet=error", || {
             tracing::info!("too low");
             tracing::warn!(target: "quiet", "also too low");
             tracing::warn!("seen");

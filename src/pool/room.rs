@@ -95,7 +95,7 @@ impl Pool {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
             Err(error) => return Err(self.io("read", &path, error)),
         };
-        let record: Record =
+        let record: CatalogueRecord =
             serde_json::from_slice(&text).map_err(|error| self.io("read", &path, error))?;
         Ok(record.detail.parameters.overcommit)
     }
@@ -104,17 +104,17 @@ impl Pool {
 /// The fields that a node reads of the controller's record of a volume
 /// (`provision::images::catalogue`).
 #[derive(Deserialize)]
-struct Record {
+struct CatalogueRecord {
     detail: Detail,
 }
 
 #[derive(Deserialize)]
 struct Detail {
-    parameters: Parameters,
+    parameters: CatalogueParameters,
 }
 
 #[derive(Deserialize)]
-struct Parameters {
+struct CatalogueParameters {
     #[serde(default)]
     overcommit: bool,
 }

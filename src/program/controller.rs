@@ -60,7 +60,7 @@ struct ControllerOptions {
     )]
     pool: Vec<PoolSpec>,
     #[command(flatten)]
-    clusters: Clusters,
+    clusters: CephStoreOptions,
     /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
     /// LIST_VOLUME_HEALTH); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
@@ -71,7 +71,7 @@ struct ControllerOptions {
 
 /// Options of volumes in Ceph clusters.
 #[derive(Debug, Args)]
-struct Clusters {
+struct CephStoreOptions {
     #[command(flatten)]
     files: config::CephOptions,
     /// A directory with files userID and userKey, for calls without secrets in CSI:
@@ -105,7 +105,7 @@ struct Clusters {
     fence_after: Option<u64>,
 }
 
-impl Clusters {
+impl CephStoreOptions {
     /// The backend, if configured.
     fn backend(self, lanes: &Lanes) -> Result<Option<RbdStore>, Box<dyn Error>> {
         let Some(config) = &self.files.ceph_config else {

@@ -35,7 +35,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume,
+    Abilities, Capacity, CapacityRequest, Error, ListEntry, ListRequest, NewSnapshot, NewVolume,
     Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
     VolumeInfo, VolumeUse,
 };
@@ -142,7 +142,7 @@ impl Provisioner for ImageStore {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
         self.list_volumes(what, pool)
     }
 
@@ -187,7 +187,7 @@ impl Provisioner for ImageStore {
         pool: Option<&str>,
         volume: Option<&str>,
         _: &Secrets,
-    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
         self.list_snapshots(what, pool, volume)
     }
 }

@@ -27,7 +27,7 @@ use std::{
 };
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume,
+    Abilities, Capacity, CapacityRequest, Error, ListEntry, ListRequest, NewSnapshot, NewVolume,
     Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
     VolumeInfo, VolumeUse, serialized::KeyedMutex,
 };
@@ -67,7 +67,7 @@ mod trash;
 mod volumes;
 
 pub use error::RbdError;
-pub use flatten::Bounds;
+pub use flatten::FlattenLimits;
 pub use operators::{Operators, SecretDir};
 
 use fencing::Fencer;
@@ -123,7 +123,7 @@ impl RbdStore {
             snapshots: Journal::new(JournalKind::Snapshot, settings.instance),
             kms: KmsConfig::new(settings.kms_config),
             purger: TrashPurger::new(lanes.clone()),
-            flattener: Flattener::new(lanes.clone(), Bounds::default()),
+            flattener: Flattener::new(lanes.clone(), FlattenLimits::default()),
             fencing: Fencer::new(settings.fence_after),
             names: KeyedMutex::default(),
             used: Mutex::default(),
@@ -203,7 +203,7 @@ impl Provisioner for RbdStore {
         &self,
         what: &ListRequest,
         _: Option<&str>,
-    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
         self.list_volumes(what)
     }
 
@@ -247,7 +247,7 @@ impl Provisioner for RbdStore {
         _: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
         self.list_snapshots(what, volume, secrets)
     }
 }

@@ -15,9 +15,9 @@ use std::{
 use futures_util::future::{BoxFuture, join_all};
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Error, ListRequest, Listed, NewSnapshot, NewVolume, Page,
-    Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
-    VolumeInfo, VolumeUse,
+    Abilities, Capacity, CapacityRequest, Error, ListEntry, ListRequest, NewSnapshot, NewVolume,
+    Page, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
+    VolumeCondition, VolumeInfo, VolumeUse,
     images::ImageStore,
     rbd::RbdStore,
     serialized::{Serialized, snapshot_named, volume_named},
@@ -415,7 +415,7 @@ impl Serialized {
         &self,
         kind: &str,
         mut what: ListRequest,
-        list: impl Fn(&dyn Provisioner, &ListRequest, Option<&str>) -> Result<Vec<Listed<T>>, Error>
+        list: impl Fn(&dyn Provisioner, &ListRequest, Option<&str>) -> Result<Vec<ListEntry<T>>, Error>
         + Clone
         + Send
         + 'static,

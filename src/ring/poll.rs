@@ -44,11 +44,11 @@ thread_local! {
 }
 
 struct Poller {
-    inner: RefCell<Inner>,
+    inner: RefCell<PollerInner>,
     ring: RawFd,
 }
 
-struct Inner {
+struct PollerInner {
     ring: IoUring,
     ops: HashMap<u64, Op>,
     last: u64,
@@ -86,7 +86,7 @@ pub(super) fn install() -> io::Result<Installed> {
     let ring = IoUring::builder().dontfork().build(ENTRIES)?;
     let poller = Rc::new(Poller {
         ring: ring.as_raw_fd(),
-        inner: RefCell::new(Inner {
+        inner: RefCell::new(PollerInner {
             ring,
             ops: HashMap::new(),
             last: CANCEL,
@@ -120,7 +120,7 @@ impl AsRawFd for Ring {
 async fn serve(ready: AsyncFd<Ring>) {
     // Fails only while the runtime is being dropped.
     while let Ok(mut guard) = ready.readable().await {
-        guard.get_inner().0.with(Inner::drain);
+        guard.get_inner().0.with(PollerInner::drain);
         guard.clear_ready();
     }
 }
@@ -133,7 +133,7 @@ impl Poller {
             .expect("polls, timers and children belong inside ring::start")
     }
 
-    fn with<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
+    fn with<T>(&self, change: impl FnOnce(&mut PollerInner) -> T) -> T {
         let mut inner = self.inner.borrow_mut();
         let changed = change(&mut inner);
         let spent = mem::take(&mut inner.spent);
@@ -143,7 +143,7 @@ impl Poller {
     }
 }
 
-impl Inner {
+impl PollerInner {
     /// Delivers every completion to its operation.
     fn drain(&mut self) {
         loop {
@@ -235,12 +235,12 @@ impl Op {
 }
 
 /// A future's operation; dropping this cancels it.
-struct Waiting {
+struct PendingOperation {
     poller: Rc<Poller>,
     id: u64,
 }
 
-impl Waiting {
+impl PendingOperation {
     fn new(what: What) -> io::Result<Self> {
         let poller = Poller::current();
         let id = poller.with(|inner| {
@@ -285,7 +285,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for PendingOperation {
     fn drop(&mut self) {
         self.poller.with(|inner| {
             let Some(op) = inner.ops.get_mut(&self.id) else {
@@ -307,14 +307,14 @@ impl Drop for Waiting {
 
 /// A stream of a descriptor's readiness events, edge-triggered, without end.
 #[must_use]
-pub struct Events(Waiting);
+pub struct Events(PendingOperation);
 
 /// Watches `fd` for `events` and, always, for `ERR` and `HUP`.
 ///
 /// `fd` is kept open until the kernel has ended the poll, a moment after the
 /// [`Events`] is dropped.
 pub fn watch(fd: impl AsFd + 'static, events: PollFlags) -> io::Result<Events> {
-    Waiting::new(What::Readiness {
+    PendingOperation::new(What::Readiness {
         fd: Box::new(fd),
         events,
         multishot: true,
@@ -334,7 +334,7 @@ impl Events {
 
 /// Waits until `fd` is readable, at its end, or has an error.
 pub async fn readable(fd: impl AsFd + 'static) -> io::Result<PollFlags> {
-    let once = Waiting::new(What::Readiness {
+    let once = PendingOperation::new(What::Readiness {
         fd: Box::new(fd),
         events: PollFlags::IN,
         multishot: false,
@@ -345,7 +345,7 @@ pub async fn readable(fd: impl AsFd + 'static) -> io::Result<PollFlags> {
 /// Waits for `time`.
 pub(super) async fn after(time: Duration) -> io::Result<()> {
     let time = types::Timespec::from(time.min(MAX_TIMER));
-    let timer = Waiting::new(What::Timer(Box::new(time)))?;
+    let timer = PendingOperation::new(What::Timer(Box::new(time)))?;
     match timer.next().await {
         // A timer that expired "fails" with ETIME (io_uring_enter(2)).
         Err(error) if error.raw_os_error() != Some(libc::ETIME) => Err(error),

@@ -80,14 +80,14 @@ pub struct Prober {
 #[derive(Debug)]
 struct RingThread {
     /// `Some` until the last handle is dropped.
-    requests: Option<Sender<Request>>,
+    requests: Option<Sender<ProbeRead>>,
     /// An eventfd that the ring thread reads.
     wakeup: Arc<OwnedFd>,
     handle: JoinHandle<()>,
 }
 
 #[derive(Debug)]
-struct Request {
+struct ProbeRead {
     fd: RawFd,
     regions: Vec<Region>,
     reply: Sender<Result<Vec<Buffer>, ProbeError>>,
@@ -132,7 +132,7 @@ impl Prober {
     /// Call it on a lane: for a device that hangs it never returns.
     pub fn read(&self, fd: BorrowedFd<'_>, regions: &[Region]) -> Result<Vec<Block>, ProbeError> {
         let (reply, answer) = bounded(1);
-        let request = Request {
+        let request = ProbeRead {
             fd: fd.as_raw_fd(),
             regions: regions.to_vec(),
             reply,

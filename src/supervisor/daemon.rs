@@ -60,7 +60,7 @@ pub struct Daemon {
 
 /// The outcome of a start.
 #[derive(Debug)]
-pub enum Started {
+pub enum StartOutcome {
     /// It serves a device.
     Ready,
     /// It has ended; the reason that it logged, if any.
@@ -161,21 +161,21 @@ impl Daemon {
     }
 
     /// Waits until it serves, or has ended.
-    pub async fn ready(&mut self, spec: &Spec, within: Duration) -> Started {
+    pub async fn ready(&mut self, spec: &Spec, within: Duration) -> StartOutcome {
         let Some(log) = &mut self.log else {
-            return Started::Late;
+            return StartOutcome::Late;
         };
         let settled = log.wait_for(|log| log.serves || log.ended);
         let serves = match timeout(within, settled).await {
-            Err(_) => return Started::Late,
+            Err(_) => return StartOutcome::Late,
             Ok(log) => log.is_ok_and(|log| log.serves),
         };
         if serves {
-            Started::Ready
+            StartOutcome::Ready
         } else if timeout(READ_WITHIN, self.ended()).await.is_err() {
-            Started::Late
+            StartOutcome::Late
         } else {
-            Started::Ended(self.exit_error(spec))
+            StartOutcome::Ended(self.exit_error(spec))
         }
     }
 

@@ -13,9 +13,9 @@ use tokio::{
 
 use super::{
     Spec, SupervisorError,
-    records::Records,
-    shared::{Command, Kept, Reply, Shared, Status},
-    volume::Volume,
+    records::SpecRecords,
+    shared::{Kept, Reply, Shared, Status, VolumeCommand},
+    volume::ServedVolume,
 };
 use crate::{
     Done,
@@ -43,7 +43,7 @@ impl Keeper {
         }
         let keeper = Self(Arc::new(Shared {
             program: program.to_owned(),
-            records: Records::open(dir, boot_id)?,
+            records: SpecRecords::open(dir, boot_id)?,
             lanes: Lanes::new(IDLE_LANES),
             volumes: Mutex::default(),
         }));
@@ -58,8 +58,10 @@ impl Keeper {
     /// Maps an image, or finds it mapped; restarts its daemon if that has ended.
     pub async fn map(&self, spec: Spec, key: Secret) -> Result<(NbdDevice, Done), SupervisorError> {
         let volume_id = spec.volume_id.clone();
-        self.ask(&volume_id, |reply| Command::Map(Box::new(spec), key, reply))
-            .await
+        self.ask(&volume_id, |reply| {
+            VolumeCommand::Map(Box::new(spec), key, reply)
+        })
+        .await
     }
 
     /// Takes the key of a mapped volume, and restarts its daemon.
@@ -69,20 +71,20 @@ impl Keeper {
         user: Option<String>,
         key: Secret,
     ) -> Result<NbdDevice, SupervisorError> {
-        self.ask(volume_id, |reply| Command::Reattach(user, key, reply))
+        self.ask(volume_id, |reply| VolumeCommand::Reattach(user, key, reply))
             .await
     }
 
     /// Grows the device to its image's size, unless it has `bytes` already. Returns
     /// the device's size in bytes.
     pub async fn grow(&self, volume_id: &str, bytes: u64) -> Result<u64, SupervisorError> {
-        self.ask(volume_id, |reply| Command::Grow(bytes, reply))
+        self.ask(volume_id, |reply| VolumeCommand::Grow(bytes, reply))
             .await
     }
 
     /// Unmaps it, unless the device is open.
     pub async fn unmap(&self, volume_id: &str) -> Result<Done, SupervisorError> {
-        self.ask(volume_id, Command::Unmap).await
+        self.ask(volume_id, VolumeCommand::Unmap).await
     }
 
     /// Every volume with its state; a volume that was not examined yet has an empty one.
@@ -101,7 +103,7 @@ impl Keeper {
     async fn ask<T>(
         &self,
         volume_id: &str,
-        command: impl FnOnce(Reply<T>) -> Command,
+        command: impl FnOnce(Reply<T>) -> VolumeCommand,
     ) -> Result<T, SupervisorError> {
         let (reply, answer) = oneshot::channel();
         {
@@ -127,7 +129,7 @@ impl Keeper {
     fn begin(&self, volume_id: &str, spec: Option<Spec>) -> Kept {
         let (commands, taken) = mpsc::unbounded_channel();
         let status = Arc::<Mutex<Status>>::default();
-        let volume = Volume::new(volume_id, self.0.clone(), status.clone(), spec);
+        let volume = ServedVolume::new(volume_id, self.0.clone(), status.clone(), spec);
         tokio::spawn(volume.live(taken));
         Kept { commands, status }
     }

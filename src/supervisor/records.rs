@@ -18,18 +18,18 @@ use crate::digest;
 
 /// The records.
 #[derive(Clone, Debug)]
-pub struct Records {
+pub struct SpecRecords {
     dir: PathBuf,
     boot_id: String,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Record {
+struct SpecRecord {
     boot_id: String,
     spec: Spec,
 }
 
-impl Records {
+impl SpecRecords {
     /// Opens the records in a directory, which is created if missing.
     pub fn open(dir: PathBuf, boot_id: String) -> io::Result<Self> {
         fs::DirBuilder::new()
@@ -47,7 +47,7 @@ impl Records {
             if path.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }
-            match serde_json::from_slice::<Record>(&fs::read(&path)?) {
+            match serde_json::from_slice::<SpecRecord>(&fs::read(&path)?) {
                 Ok(record) if record.boot_id == self.boot_id => specs.push(record.spec),
                 Ok(_) => fs::remove_file(&path)?,
                 // Left for the operator. A daemon is found without it, too, when its
@@ -62,7 +62,7 @@ impl Records {
 
     /// Writes a record.
     pub fn keep(&self, spec: &Spec) -> io::Result<()> {
-        let record = Record {
+        let record = SpecRecord {
             boot_id: self.boot_id.clone(),
             spec: spec.clone(),
         };
@@ -119,7 +119,8 @@ mod tests {
     #[test]
     fn records_are_of_one_boot_and_unreadable_ones_stay() {
         let dir = tempfile::tempdir().unwrap();
-        let records = |boot: &str| Records::open(dir.path().join("r"), boot.to_owned()).unwrap();
+        let records =
+            |boot: &str| SpecRecords::open(dir.path().join("r"), boot.to_owned()).unwrap();
         let here = records("this");
         here.keep(&spec("a/b\n")).unwrap();
         here.keep(&spec("a/b\n")).unwrap();
@@ -145,7 +146,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_record_is_read_or_refused(text: String, options: Vec<String>) {
-            let _ = serde_json::from_str::<Record>(&text);
+            let _ = serde_json::from_str::<SpecRecord>(&text);
             let mut value = serde_json::to_value(spec("v")).unwrap();
             value["options"] = options.into();
             let _ = serde_json::from_value::<Spec>(value);

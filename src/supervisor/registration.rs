@@ -35,7 +35,7 @@ use crate::{
             rbd::{self, OpenMode},
         },
         fencing::{
-            Client, NodeEntry, Process, Published, RegisteredNodes, Starting, Through, host_of,
+            CephClient, NodeEntry, Process, Published, RegisteredNodes, Starting, Through, host_of,
         },
         krbd::ImageSpec,
     },
@@ -57,7 +57,7 @@ const TIMEOUTS: Timeouts = Timeouts {
 
 /// What the child registers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Step {
+pub(super) enum RegistrationStep {
     /// Nothing: a process starts that does not write, if the volume is published.
     Looks,
     /// A daemon that is starting.
@@ -107,12 +107,12 @@ struct Order {
     user: String,
     fencing: RegistrationKey,
     lineage: Lineage,
-    step: Step,
+    step: RegistrationStep,
 }
 
 /// The child's answer.
 #[derive(Debug, Serialize, Deserialize)]
-enum Answer {
+enum RegistrationAnswer {
     Done,
     /// The image has none of these clients as a watcher.
     NotThere,
@@ -130,7 +130,7 @@ pub(super) fn register(
     fencing: &RegistrationKey,
     key: &Secret,
     lineage: Lineage,
-    step: Step,
+    step: RegistrationStep,
 ) -> Result<bool, SupervisorError> {
     let order = Order {
         image: spec.image.clone(),
@@ -151,22 +151,22 @@ pub(super) fn register(
     let output = output.map_err(failed("register the client of", &spec.volume_id))?;
     let image = || spec.image.to_string();
     match serde_json::from_slice(&output.stdout) {
-        Ok(Answer::Done) => Ok(true),
-        Ok(Answer::NotThere) => Ok(false),
-        Ok(Answer::Unpublished) => Err(SupervisorError::Unpublished {
+        Ok(RegistrationAnswer::Done) => Ok(true),
+        Ok(RegistrationAnswer::NotThere) => Ok(false),
+        Ok(RegistrationAnswer::Unpublished) => Err(SupervisorError::Unpublished {
             image: image(),
             node: fencing.node_id.clone(),
         }),
-        Ok(Answer::Denied) => Err(SupervisorError::Denied {
+        Ok(RegistrationAnswer::Denied) => Err(SupervisorError::Denied {
             image: image(),
             user: spec.user.clone(),
         }),
-        Ok(Answer::Missing) => Err(SupervisorError::Missing { image: image() }),
-        Ok(Answer::Silent(message)) => Err(SupervisorError::Silent {
+        Ok(RegistrationAnswer::Missing) => Err(SupervisorError::Missing { image: image() }),
+        Ok(RegistrationAnswer::Silent(message)) => Err(SupervisorError::Silent {
             image: image(),
             message,
         }),
-        Ok(Answer::Failed(message)) => Err(SupervisorError::NotRegistered {
+        Ok(RegistrationAnswer::Failed(message)) => Err(SupervisorError::NotRegistered {
             image: image(),
             message,
         }),
@@ -190,17 +190,17 @@ pub fn child() -> ExitCode {
     thread::spawn(|| {
         #[expect(clippy::disallowed_methods, reason = "a deadline")]
         let _ = crossbeam::channel::after(WITHIN).recv();
-        answer(&Answer::Silent("it takes too long".to_owned()));
+        answer(&RegistrationAnswer::Silent("it takes too long".to_owned()));
     });
     let carried_out = match memory_lock::lock().and_then(|()| read()) {
         Ok((order, key)) => carry_out(order, key).unwrap_or_else(|error| why(&error)),
-        Err(error) => Answer::Failed(error_chain(&error)),
+        Err(error) => RegistrationAnswer::Failed(error_chain(&error)),
     };
     answer(&carried_out)
 }
 
 /// The first that has an answer ends the process.
-fn answer(answer: &Answer) -> ! {
+fn answer(answer: &RegistrationAnswer) -> ! {
     let text = serde_json::to_string(answer).expect("strings are JSON");
     println!("{text}");
     std::process::exit(0)
@@ -213,23 +213,23 @@ fn read() -> io::Result<(Order, Secret)> {
     Ok((serde_json::from_str(order)?, Secret::new(key.to_owned())))
 }
 
-fn why(error: &CephError) -> Answer {
+fn why(error: &CephError) -> RegistrationAnswer {
     let message = error_chain(error);
     if error.is_access_denied() {
-        Answer::Denied
+        RegistrationAnswer::Denied
     } else if error.is_not_found() {
-        Answer::Missing
+        RegistrationAnswer::Missing
     } else if error.is_timed_out() || matches!(error, CephError::Monitors(_)) {
-        Answer::Silent(message)
+        RegistrationAnswer::Silent(message)
     } else {
-        Answer::Failed(message)
+        RegistrationAnswer::Failed(message)
     }
 }
 
-fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
+fn carry_out(order: Order, key: Secret) -> Result<RegistrationAnswer, CephError> {
     let boot_id = match kernel::boot_id() {
         Ok(boot_id) => boot_id,
-        Err(error) => return Ok(Answer::Failed(error_chain(&error))),
+        Err(error) => return Ok(RegistrationAnswer::Failed(error_chain(&error))),
     };
     let credentials = Credentials {
         user: order.user,
@@ -238,19 +238,19 @@ fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
     let cluster = Cluster::connect(&order.monitors, &credentials, TIMEOUTS)?;
     let pool = cluster.ioctx(&order.image.pool, &order.image.namespace)?;
     let entry = match order.step {
-        Step::Looks => None,
-        Step::Ended => Some(NodeEntry::default()),
-        Step::Begins => Some(NodeEntry::from(Starting {
+        RegistrationStep::Looks => None,
+        RegistrationStep::Ended => Some(NodeEntry::default()),
+        RegistrationStep::Begins => Some(NodeEntry::from(Starting {
             host: host_of(&cluster.address()?).to_owned(),
             boot_id,
         })),
-        Step::Serves(clients, process) => {
+        RegistrationStep::Serves(clients, process) => {
             let image = rbd::Image::open(&pool, &order.image.name, OpenMode::ReadOnly)?;
             let mut watchers = image.watchers()?.into_iter();
             let Some(its) = watchers.find(|one| clients.contains(&one.client)) else {
-                return Ok(Answer::NotThere);
+                return Ok(RegistrationAnswer::NotThere);
             };
-            Some(NodeEntry::from(Client {
+            Some(NodeEntry::from(CephClient {
                 address: its.address,
                 boot_id,
                 through: Through::RbdNbd,
@@ -274,8 +274,8 @@ fn carry_out(order: Order, key: Secret) -> Result<Answer, CephError> {
         }
     };
     Ok(if is_published {
-        Answer::Done
+        RegistrationAnswer::Done
     } else {
-        Answer::Unpublished
+        RegistrationAnswer::Unpublished
     })
 }

@@ -7,7 +7,7 @@ use std::{
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::{Spec, SupervisorError, records::Records};
+use super::{Spec, SupervisorError, records::SpecRecords};
 use crate::{Done, kernel::nbd::NbdDevice, lane::Lanes, secret::Secret};
 
 /// What all volumes share.
@@ -15,7 +15,7 @@ use crate::{Done, kernel::nbd::NbdDevice, lane::Lanes, secret::Secret};
 pub struct Shared {
     /// rbd-nbd.
     pub(super) program: String,
-    pub(super) records: Records,
+    pub(super) records: SpecRecords,
     pub(super) lanes: Lanes,
     pub(super) volumes: Mutex<BTreeMap<String, Kept>>,
 }
@@ -23,13 +23,13 @@ pub struct Shared {
 /// The way to a volume's task, and what it reports.
 #[derive(Debug)]
 pub struct Kept {
-    pub(super) commands: mpsc::UnboundedSender<Command>,
+    pub(super) commands: mpsc::UnboundedSender<VolumeCommand>,
     pub(super) status: Arc<Mutex<Status>>,
 }
 
 /// A request to a volume's task.
 #[derive(Debug)]
-pub enum Command {
+pub enum VolumeCommand {
     /// Map the image, with its key.
     Map(Box<Spec>, Secret, Reply<(NbdDevice, Done)>),
     /// Take the key, and bring the daemon back.
@@ -66,7 +66,11 @@ impl Shared {
 
     /// Removes a volume of which nothing is left from the list and from the records,
     /// unless a request to it waits.
-    pub(super) fn forget(&self, volume_id: &str, asked: &mpsc::UnboundedReceiver<Command>) -> bool {
+    pub(super) fn forget(
+        &self,
+        volume_id: &str,
+        asked: &mpsc::UnboundedReceiver<VolumeCommand>,
+    ) -> bool {
         let mut volumes = self.lock();
         let idle = asked.is_empty();
         if idle {

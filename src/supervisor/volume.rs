@@ -8,7 +8,7 @@
 //! ```
 //!
 //! **One way to restart.** Whatever leaves a device without a daemon (a daemon that ended,
-//! a call, a supervisor that ended), [`Volume::ensure_served`] starts one, and reports
+//! a call, a supervisor that ended), [`ServedVolume::ensure_served`] starts one, and reports
 //! and retries a failure. Meanwhile a lock keeps udevd off the device: udevd would wait for it, and
 //! every process that waits for udevd, too.
 //!
@@ -31,7 +31,7 @@ use super::{
     daemon::Daemon,
     error::failed,
     registration::Lineage,
-    shared::{Command, Shared, Status},
+    shared::{Shared, Status, VolumeCommand},
 };
 use crate::kernel::nbd::NbdDevice;
 
@@ -52,7 +52,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
 /// A volume, as its task has it.
 #[derive(Debug)]
-pub struct Volume {
+pub struct ServedVolume {
     id: String,
     shared: Arc<Shared>,
     status: Arc<Mutex<Status>>,
@@ -80,7 +80,7 @@ pub struct Volume {
     udev_lock: Option<OpenGuard>,
 }
 
-impl Volume {
+impl ServedVolume {
     /// A volume that may have a device and a daemon.
     pub fn new(
         id: &str,
@@ -108,7 +108,7 @@ impl Volume {
 
     /// Handles commands, and restarts the daemon between them, until the volume has
     /// neither.
-    pub async fn live(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
+    pub async fn live(mut self, mut commands: mpsc::UnboundedReceiver<VolumeCommand>) {
         self.ensure_daemon().await;
         loop {
             let device = self.device().ok().flatten();
@@ -155,20 +155,22 @@ impl Volume {
 
     /// Handles one command. One that has begun is finished even if its caller has gone;
     /// one whose caller has gone before is dropped.
-    async fn handle_command(&mut self, command: Command) {
+    async fn handle_command(&mut self, command: VolumeCommand) {
         match command {
-            Command::Map(spec, key, reply) if !reply.is_closed() => {
+            VolumeCommand::Map(spec, key, reply) if !reply.is_closed() => {
                 let mapped = self.anew(async |volume| volume.map(*spec, key).await);
                 drop(reply.send(mapped.await));
             }
-            Command::Reattach(user, key, reply) if !reply.is_closed() => {
+            VolumeCommand::Reattach(user, key, reply) if !reply.is_closed() => {
                 let attached = self.anew(async |volume| volume.reattach(user, key).await);
                 drop(reply.send(attached.await));
             }
-            Command::Grow(bytes, reply) if !reply.is_closed() => {
+            VolumeCommand::Grow(bytes, reply) if !reply.is_closed() => {
                 drop(reply.send(self.grow(bytes).await));
             }
-            Command::Unmap(reply) if !reply.is_closed() => drop(reply.send(self.unmap().await)),
+            VolumeCommand::Unmap(reply) if !reply.is_closed() => {
+                drop(reply.send(self.unmap().await));
+            }
             _ => {}
         }
     }

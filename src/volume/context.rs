@@ -12,7 +12,7 @@ use tracing::Instrument as _;
 
 use super::{Node, error::Cause, held::Volume, progress::Progress, record::Record};
 use crate::{
-    admission::{Asked, Gate, Place as Admission},
+    admission::{Entry, Gate, Place as Admission},
     device::Source,
     secret::Secrets,
 };
@@ -74,8 +74,8 @@ impl Context<'_> {
     /// Waits for a place in a step, unless one is free.
     pub(super) async fn admit(self, gate: &Gate, source: &Source) -> Result<Admission, Cause> {
         let turn = match gate.ask(&source.domain()) {
-            Ok(Asked::Admitted(place)) => return Ok(place),
-            Ok(Asked::Waits(turn)) => turn,
+            Ok(Entry::Admitted(place)) => return Ok(place),
+            Ok(Entry::Waits(turn)) => turn,
             Err(full) => return Err(Cause::Overloaded(full)),
         };
         let waiting = async {

@@ -37,7 +37,7 @@ pub enum Severity {
 
 /// What is wrong with a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Condition {
+pub struct HealthCondition {
     /// How bad it is.
     pub severity: Severity,
     /// One of a few fixed words, for programs.
@@ -46,8 +46,8 @@ pub struct Condition {
     pub message: String,
 }
 
-fn condition(severity: Severity, reason: &'static str, message: String) -> Condition {
-    Condition {
+fn condition(severity: Severity, reason: &'static str, message: String) -> HealthCondition {
+    HealthCondition {
         severity,
         reason,
         message,
@@ -60,7 +60,7 @@ impl Node {
         self: Arc<Self>,
         volume_id: String,
         deadline: Duration,
-    ) -> Result<Vec<Condition>, Error> {
+    ) -> Result<Vec<HealthCondition>, Error> {
         self.taken_up(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(|| {
             Cause::NotFound("this node does not hold it".to_owned()).of(&volume_id)
@@ -116,7 +116,7 @@ impl Node {
         }
     }
 
-    fn check_device(&self, record: &Record, device: &Device, found: &mut Vec<Condition>) {
+    fn check_device(&self, record: &Record, device: &Device, found: &mut Vec<HealthCondition>) {
         let node = device.node.display();
         found.extend(self.backends.condition(&record.source, device).map(|found| match found {
             device::Condition::Detached => condition(
@@ -154,7 +154,7 @@ impl Node {
 }
 
 /// The conditions of the file system at the staging path. On the volume's lane.
-pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<Condition> {
+pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCondition> {
     let Some(device) = &record.device else {
         return Vec::new();
     };

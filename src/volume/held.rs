@@ -22,7 +22,7 @@ use super::{
     progress::{Progress, UnderWay},
     record::{Held, Record, Target},
     spec::{Call, Request, Use},
-    stats::Asked,
+    stats::StatsRequests,
 };
 use crate::{device::Device, fs::FsType, lane::Lanes, mount::PathKind, observe::metrics, ring};
 
@@ -88,7 +88,7 @@ pub struct Volume {
     /// How often it was published; read and changed under the lock of `held`.
     pub published: AtomicU64,
     /// Questions to its file system.
-    pub asked: Arc<Asked>,
+    pub asked: Arc<StatsRequests>,
     /// In the order in which they began: first the volume's task, then calls beside it.
     running: Mutex<Vec<Running>>,
 }

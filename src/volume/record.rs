@@ -27,7 +27,7 @@ use crate::{
 
 mod file;
 
-use file::Durability;
+use file::RecordDurability;
 
 /// A volume that this node holds, or has begun to stage or to unstage.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -258,11 +258,11 @@ impl Records {
         file::remove(&path, durability)
     }
 
-    fn file_of(&self, volume_id: &str, is_inline: bool) -> (PathBuf, Durability) {
+    fn file_of(&self, volume_id: &str, is_inline: bool) -> (PathBuf, RecordDurability) {
         let (directory, durability) = if is_inline {
-            (&self.inline, Durability::Durable)
+            (&self.inline, RecordDurability::Durable)
         } else {
-            (&self.volumes, Durability::Volatile)
+            (&self.volumes, RecordDurability::Volatile)
         };
         let name = digest::sha256_hex(volume_id) + ".json";
         (directory.join(name), durability)

@@ -23,7 +23,7 @@ use tokio::sync::oneshot;
 use super::{
     Error, Node,
     error::Cause,
-    health::{self, Condition},
+    health::{self, HealthCondition},
     places::Places,
     record::Record,
     spec::Use,
@@ -60,18 +60,18 @@ pub enum Usage {
 
 /// Questions about a volume that its task does not answer.
 #[derive(Debug, Default)]
-pub struct Asked(Mutex<AskedState>);
+pub struct StatsRequests(Mutex<StatsState>);
 
 #[derive(Debug, Default)]
-struct AskedState {
-    under_way: Option<Question>,
+struct StatsState {
+    under_way: Option<StatsRequest>,
     /// Its last answers, by where it was asked.
     last: HashMap<PathBuf, Usage>,
 }
 
-impl Asked {
+impl StatsRequests {
     /// Nothing can panic under this lock.
-    fn lock(&self) -> MutexGuard<'_, AskedState> {
+    fn lock(&self) -> MutexGuard<'_, StatsState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -89,12 +89,12 @@ enum About {
 #[derive(Clone, Debug)]
 enum Told {
     Usage(Result<Usage, Arc<Error>>),
-    Health(Vec<Condition>),
+    Health(Vec<HealthCondition>),
 }
 
 /// A question under way, whose answer all callers share.
 #[derive(Clone, Debug)]
-struct Question {
+struct StatsRequest {
     about: About,
     answer: Shared<oneshot::Receiver<Told>>,
 }
@@ -132,10 +132,10 @@ impl Node {
     /// time.
     pub async fn file_system_health(
         &self,
-        asked: &Arc<Asked>,
+        asked: &Arc<StatsRequests>,
         record: &Record,
         deadline: Duration,
-    ) -> Option<Vec<Condition>> {
+    ) -> Option<Vec<HealthCondition>> {
         match self.ask(asked, record, About::Health, deadline).await? {
             Told::Health(found) => Some(found),
             Told::Usage(_) => None,
@@ -146,7 +146,7 @@ impl Node {
     /// long.
     async fn ask(
         &self,
-        asked: &Arc<Asked>,
+        asked: &Arc<StatsRequests>,
         record: &Record,
         about: About,
         deadline: Duration,
@@ -170,13 +170,18 @@ impl Node {
     }
 
     /// The look under way at the volume, or a new one.
-    fn question(&self, shared: &Arc<Asked>, record: &Record, about: &About) -> Question {
+    fn question(
+        &self,
+        shared: &Arc<StatsRequests>,
+        record: &Record,
+        about: &About,
+    ) -> StatsRequest {
         let mut asked = shared.lock();
         if let Some(question) = &asked.under_way {
             return question.clone();
         }
         let (send, receive) = oneshot::channel();
-        let question = Question {
+        let question = StatsRequest {
             about: about.clone(),
             answer: receive.shared(),
         };

@@ -58,8 +58,8 @@ pub async fn submit(
                 )));
             }
             None => match start(node, &volume, Arc::clone(&request)) {
-                Started::Finished(answer) => return answer,
-                Started::Runs(running) => running,
+                VolumeTask::Finished(answer) => return answer,
+                VolumeTask::Runs(running) => running,
             },
         };
         let left = deadline.saturating_sub(begun.elapsed());
@@ -84,14 +84,14 @@ pub async fn submit(
     }
 }
 
-enum Started {
+enum VolumeTask {
     Finished(Answer),
     Runs(Running),
 }
 
 /// Begins a call. A call that needs no lane, such as one that the volume's record
 /// refuses, ends at once.
-fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> Started {
+fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> VolumeTask {
     let progress = Progress::new(&volume.id, request.call.name());
     let (send, receive) = oneshot::channel();
     let running = Running {
@@ -121,7 +121,7 @@ fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> Start
         .as_mut()
         .poll(&mut task::Context::from_waker(Waker::noop()))
     {
-        return Started::Finished(answer);
+        return VolumeTask::Finished(answer);
     }
     let task = async move {
         let answer = work.await;
@@ -129,7 +129,7 @@ fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> Start
         let _ = send.send(answer);
     };
     ring::spawn(task.in_current_span());
-    Started::Runs(running)
+    VolumeTask::Runs(running)
 }
 
 /// Clears a task of the volume when it ends, even by panic.

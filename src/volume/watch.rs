@@ -10,14 +10,14 @@ use crate::{device::Check, lane::Lanes, ring::timer};
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 /// The checks, and those under way.
-pub struct Watch {
+pub struct Checks {
     lanes: Lanes,
     answer_within: Duration,
-    watched: Vec<Watched>,
+    watched: Vec<RunningCheck>,
 }
 
 /// A check with its run under way, so that a pool that hangs takes one thread.
-struct Watched {
+struct RunningCheck {
     check: Check,
     under_way: Option<Look>,
 }
@@ -26,14 +26,14 @@ type Look = Pin<Box<dyn Future<Output = Result<(), String>>>>;
 
 impl Node {
     /// The checks of this node.
-    pub fn watch(&self) -> Watch {
-        Watch::new(self.lanes.clone(), self.backends.checks(), ANSWER_WITHIN)
+    pub fn watch(&self) -> Checks {
+        Checks::new(self.lanes.clone(), self.backends.checks(), ANSWER_WITHIN)
     }
 }
 
-impl Watch {
+impl Checks {
     fn new(lanes: Lanes, checks: Vec<Check>, answer_within: Duration) -> Self {
-        let watched = |check| Watched {
+        let watched = |check| RunningCheck {
             check,
             under_way: None,
         };
@@ -105,7 +105,7 @@ mod tests {
         ];
         ring::start(async move {
             let lanes = Lanes::new(2);
-            let mut watch = Watch::new(lanes.clone(), checks, Duration::from_millis(100));
+            let mut watch = Checks::new(lanes.clone(), checks, Duration::from_millis(100));
             for _ in 0..3 {
                 let said = watch.what_is_wrong().await.unwrap();
                 assert!(said.contains("the hung pool has not answered"), "{said}");

@@ -12,13 +12,13 @@ use super::CephError;
 use crate::crash_point;
 
 /// A call about to be made. `object` says on what, where the call fails.
-pub(super) struct Call<'a, F> {
+pub(super) struct LibraryCall<'a, F> {
     lost: &'a AtomicBool,
     operation: &'static str,
     object: F,
 }
 
-impl<'a, F: Fn() -> String> Call<'a, F> {
+impl<'a, F: Fn() -> String> LibraryCall<'a, F> {
     /// `lost` is set where the call shows that its connection is.
     pub fn new(lost: &'a AtomicBool, operation: &'static str, object: F) -> Self {
         Self {

@@ -55,13 +55,13 @@ struct Key {
 /// The place of one connection.
 #[derive(Debug)]
 struct Slot {
-    state: Mutex<State>,
+    state: Mutex<ConnectionState>,
     /// An attempt has ended.
     ended: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct ConnectionState {
     /// Somebody connects; who comes meanwhile waits.
     connecting: bool,
     /// What the last attempt came to.
@@ -112,7 +112,7 @@ impl Connections {
 impl Default for Slot {
     fn default() -> Self {
         Self {
-            state: Mutex::new(State {
+            state: Mutex::new(ConnectionState {
                 connecting: false,
                 last: None,
                 lost: Vec::new(),
@@ -131,7 +131,7 @@ impl Slot {
         let mut state = lock(&self.state);
         state.asked = Instant::now();
         if state.connecting {
-            let connecting = |state: &mut State| state.connecting;
+            let connecting = |state: &mut ConnectionState| state.connecting;
             let waited = self.ended.wait_while(state, connecting);
             state = waited.unwrap_or_else(PoisonError::into_inner);
             if let Some(outcome) = &state.last {
@@ -147,7 +147,7 @@ impl Slot {
         state.lost.extend(lost.and_then(Result::ok));
         state.connecting = true;
         drop(state);
-        let attempt = Attempt(self);
+        let attempt = ConnectAttempt(self);
         let outcome = connect();
         lock(&self.state).last = Some(outcome.clone());
         drop(attempt);
@@ -172,9 +172,9 @@ impl Slot {
 }
 
 /// Somebody connects, until this is dropped, by a panic too.
-struct Attempt<'a>(&'a Slot);
+struct ConnectAttempt<'a>(&'a Slot);
 
-impl Drop for Attempt<'_> {
+impl Drop for ConnectAttempt<'_> {
     fn drop(&mut self) {
         lock(&self.0.state).connecting = false;
         self.0.ended.notify_all();

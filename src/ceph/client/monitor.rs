@@ -137,7 +137,7 @@ pub enum MonitorError {
 }
 
 /// Waits until one of the monitors greets, and says where: [`ask`] and
-/// [`Asked::answer`].
+/// [`PendingGreeting::answer`].
 pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, MonitorError> {
     ask(monitors, deadline)?.answer()
 }
@@ -146,12 +146,12 @@ pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, Mon
 const SHARED_FOR: Duration = Duration::from_secs(1);
 
 /// The questions under way, by the monitors that are asked.
-static UNDER_WAY: LazyLock<Mutex<HashMap<Vec<String>, Weak<Question>>>> =
+static UNDER_WAY: LazyLock<Mutex<HashMap<Vec<String>, Weak<GreetingRequest>>>> =
     LazyLock::new(Mutex::default);
 
 /// A question to all monitors of a list.
 #[derive(Debug)]
-struct Question {
+struct GreetingRequest {
     begun: Instant,
     deadline: Instant,
     answers: Mutex<Answers>,
@@ -169,8 +169,8 @@ struct Answers {
 
 /// Monitors that were asked to greet.
 #[derive(Debug)]
-pub struct Asked {
-    question: Arc<Question>,
+pub struct PendingGreeting {
+    question: Arc<GreetingRequest>,
     deadline: Instant,
 }
 
@@ -180,7 +180,7 @@ pub struct Asked {
 ///
 /// Many that ask the same monitors within a second share the question, and its
 /// threads, unless it was answered badly already.
-pub fn ask(monitors: &[String], deadline: Instant) -> Result<Asked, MonitorError> {
+pub fn ask(monitors: &[String], deadline: Instant) -> Result<PendingGreeting, MonitorError> {
     ask_within(SHARED_FOR, monitors, deadline)
 }
 
@@ -188,7 +188,7 @@ fn ask_within(
     shared_for: Duration,
     monitors: &[String],
     deadline: Instant,
-) -> Result<Asked, MonitorError> {
+) -> Result<PendingGreeting, MonitorError> {
     let mut under_way = lock(&UNDER_WAY);
     under_way.retain(|_, question| question.strong_count() > 0);
     let shared = under_way.get(monitors).and_then(Weak::upgrade);
@@ -196,14 +196,14 @@ fn ask_within(
     let question = if let Some(question) = shared {
         question
     } else {
-        let question = Question::begin(monitors, deadline)?;
+        let question = GreetingRequest::begin(monitors, deadline)?;
         under_way.insert(monitors.to_vec(), Arc::downgrade(&question));
         question
     };
-    Ok(Asked { question, deadline })
+    Ok(PendingGreeting { question, deadline })
 }
 
-impl Question {
+impl GreetingRequest {
     fn begin(monitors: &[String], deadline: Instant) -> Result<Arc<Self>, MonitorError> {
         let mut tried = Vec::new();
         for address in addresses(monitors)? {
@@ -264,7 +264,7 @@ impl Question {
     }
 }
 
-impl Asked {
+impl PendingGreeting {
     /// Waits for the first that greets, until the deadline at most, and says where
     /// it is.
     pub fn answer(self) -> Result<SocketAddr, MonitorError> {

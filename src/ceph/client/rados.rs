@@ -25,7 +25,7 @@ use std::{
 
 use super::{
     CephError,
-    call::{Call, owned, texts},
+    call::{LibraryCall, owned, texts},
     library::{Libraries, rados as abi},
 };
 
@@ -39,7 +39,7 @@ mod tests;
 mod write;
 
 pub use connect::Timeouts;
-pub use ioctx::{IoCtx, Pool};
+pub use ioctx::{IoCtx, PoolRef};
 pub use write::WriteOp;
 
 /// A connection to a cluster.
@@ -158,7 +158,7 @@ impl Cluster {
     /// A pool, by name or id, and a namespace in it; the empty one is the pool's own.
     pub fn ioctx<'a>(
         self: &Arc<Self>,
-        pool: impl Into<Pool<'a>>,
+        pool: impl Into<PoolRef<'a>>,
         namespace: &str,
     ) -> Result<IoCtx, CephError> {
         IoCtx::new(self, pool.into(), namespace)
@@ -174,8 +174,8 @@ impl Cluster {
         &self,
         operation: &'static str,
         object: F,
-    ) -> Call<'_, F> {
-        Call::new(&self.lost, operation, object)
+    ) -> LibraryCall<'_, F> {
+        LibraryCall::new(&self.lost, operation, object)
     }
 }
 

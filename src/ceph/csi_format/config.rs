@@ -143,14 +143,14 @@ impl ClusterEntry {
 /// The clusters of a file, which is read again after a change.
 #[derive(Debug)]
 pub struct Clusters {
-    file: Watched<Vec<ClusterConfig>>,
+    file: CachedFile<Vec<ClusterConfig>>,
 }
 
 impl Clusters {
     /// The clusters of that file, which is first read when it is needed.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
-            file: Watched::new(path.into()),
+            file: CachedFile::new(path.into()),
         }
     }
 
@@ -191,7 +191,7 @@ impl Clusters {
 
 /// A JSON file that is read again after a change.
 #[derive(Debug)]
-struct Watched<T> {
+struct CachedFile<T> {
     path: PathBuf,
     last: Mutex<Option<(Stamp, Arc<T>)>>,
 }
@@ -204,7 +204,7 @@ struct Stamp {
     changed: (i64, i64),
 }
 
-impl<T> Watched<T> {
+impl<T> CachedFile<T> {
     fn new(path: PathBuf) -> Self {
         Self {
             path,

@@ -29,7 +29,7 @@ use crate::ceph::client::{
 
 mod entry;
 
-pub use entry::{CreateState, JournalEntry, JournalKind, Reserved};
+pub use entry::{CreateState, JournalEntry, JournalKind, NameEntry};
 
 /// A journal that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -98,8 +98,8 @@ impl Journal {
         &self,
         journal: &IoCtx,
         name: &str,
-        wanted: Reserved,
-    ) -> Result<Option<Reserved>, JournalError> {
+        wanted: NameEntry,
+    ) -> Result<Option<NameEntry>, JournalError> {
         let (key, value) = (self.key(name), wanted.to_string());
         let set = [(key.as_str(), value.as_str())];
         loop {
@@ -128,7 +128,7 @@ impl Journal {
     }
 
     /// The reservation of a name.
-    pub fn find(&self, journal: &IoCtx, name: &str) -> Result<Option<Reserved>, JournalError> {
+    pub fn find(&self, journal: &IoCtx, name: &str) -> Result<Option<NameEntry>, JournalError> {
         let key = self.key(name);
         let found = or_empty(journal.omap_get(&self.directory, &[&key]))?;
         let value = found.get(&key);
@@ -137,7 +137,7 @@ impl Journal {
             .transpose()
     }
 
-    fn parse(&self, journal: &IoCtx, key: &str, value: &str) -> Result<Reserved, JournalError> {
+    fn parse(&self, journal: &IoCtx, key: &str, value: &str) -> Result<NameEntry, JournalError> {
         let corrupt = |()| JournalError::Corrupt {
             object: format!("{journal}/{}", self.directory),
             key: key.to_owned(),
@@ -154,7 +154,7 @@ impl Journal {
         journal: &IoCtx,
         after: &str,
         max: u64,
-    ) -> Result<(Vec<(String, Reserved)>, bool), JournalError> {
+    ) -> Result<(Vec<(String, NameEntry)>, bool), JournalError> {
         let prefix = self.kind.prefix();
         let after = match after {
             "" => String::new(),
@@ -184,7 +184,7 @@ impl Journal {
         &self,
         journal: &IoCtx,
         pool: &IoCtx,
-        reserved: Reserved,
+        reserved: NameEntry,
         entry: &JournalEntry,
     ) -> Result<bool, JournalError> {
         let object = self.object(reserved.uuid);
@@ -299,7 +299,7 @@ impl Journal {
         journal: &IoCtx,
         pool: &IoCtx,
         name: &str,
-        reserved: Reserved,
+        reserved: NameEntry,
     ) -> Result<(), JournalError> {
         self.remove_name(journal, name, reserved)?;
         self.remove_entry(pool, reserved.uuid)
@@ -310,7 +310,7 @@ impl Journal {
         &self,
         journal: &IoCtx,
         name: &str,
-        reserved: Reserved,
+        reserved: NameEntry,
     ) -> Result<(), JournalError> {
         let (key, value) = (self.key(name), reserved.to_string());
         let op = WriteOp::new().compare(&key, &value).unset([key.as_str()]);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::Client;
+use super::CephClient;
 use crate::ceph::client::{
     CephError,
     rados::{Cluster, IoCtx},
@@ -25,7 +25,7 @@ pub struct Fence {
     /// The node that it belongs to.
     pub node: String,
     /// The client.
-    pub client: Client,
+    pub client: CephClient,
     /// The volume that it did not release.
     pub volume: String,
     /// Whether the node reports that it is gone.

@@ -1,10 +1,10 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::ceph::testing::Place;
+use crate::ceph::testing::TestPool;
 
-fn client(address: &str) -> Client {
-    Client {
+fn client(address: &str) -> CephClient {
+    CephClient {
         address: address.to_owned(),
         boot_id: "boot".to_owned(),
         through: Through::SharedKrbd,
@@ -22,7 +22,7 @@ fn entry(has: &RegisteredNode) -> NodeEntry {
 
 #[test]
 fn a_node_registers_its_client_only_while_published() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     let uuid = Uuid::new_v4();
@@ -63,7 +63,7 @@ fn a_node_registers_its_client_only_while_published() {
 
 #[test]
 fn a_node_being_unpublished_registers_no_client() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     let uuid = Uuid::new_v4();
@@ -133,7 +133,10 @@ fn entries_of_earlier_releases_are_read() {
     let mut served = client("1:0/1");
     served.process = Some(Process { pid: 7, began: 8 });
     let written = NodeEntry::from(served.clone()).anew();
-    assert_eq!(serde_json::from_str::<Client>(&written).unwrap(), served);
+    assert_eq!(
+        serde_json::from_str::<CephClient>(&written).unwrap(),
+        served
+    );
 }
 
 proptest! {
@@ -144,7 +147,7 @@ proptest! {
 
     #[test]
     fn a_written_entry_reads_back(address: String, host: String, pid: i32, began: u64, which in 0..3) {
-        let has = Client {
+        let has = CephClient {
             address,
             boot_id: host.clone(),
             through: Through::RbdNbd,
@@ -164,7 +167,7 @@ proptest! {
 
 #[test]
 fn a_fence_stays_until_it_is_lifted() {
-    let Some(Place { io, cluster }) = Place::new() else {
+    let Some(TestPool { io, cluster }) = TestPool::new() else {
         return;
     };
     let fences = Fences::of(&io);

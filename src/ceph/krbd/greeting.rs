@@ -21,7 +21,7 @@ const FRESH: Duration = Duration::from_secs(1);
 pub struct Greeting {
     addresses: Vec<String>,
     image: String,
-    asked: monitor::Asked,
+    asked: monitor::PendingGreeting,
     at: Instant,
 }
 

@@ -6,9 +6,9 @@
 //! device is formatted again; without a marker only by an operator's request.
 
 use super::{
-    BoundCephImage, CephSource, Format, Known, LowerDevice,
+    BoundCephImage, CephSource, FormatKind, Known, LowerDevice,
     error::CephImageError,
-    library::{Asked, EncryptionMetadata},
+    library::{EncryptionMetadata, QueriedImage},
 };
 use crate::{
     ceph::csi_format::encryption::{self, Kms},
@@ -39,7 +39,7 @@ impl BoundCephImage<'_> {
         let held = HeldOpen::new(&source, &lower.clone().shown(None))?;
         let (under, domain) = (&lower.block, source.domain());
         let asked = known.asked(&self.images.connections)?;
-        let metadata = asked.map(Asked::encryption).transpose()?;
+        let metadata = asked.map(QueriedImage::encryption).transpose()?;
         let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
         let passphrase = passphrase(kms, known, metadata.as_ref(), options)?;
         let is_encrypted = metadata.is_some_and(|metadata| metadata.encrypted);
@@ -73,7 +73,7 @@ impl BoundCephImage<'_> {
         options: &AttachOptions,
         format: impl FnOnce() -> Result<(), LuksError>,
     ) -> Result<(), DeviceError> {
-        let marker = self.marker(known, Format::Luks, options)?;
+        let marker = self.marker(known, FormatKind::Luks, options)?;
         let interrupted = marker.format_in_progress(&options.volume_id)?;
         let may_be_partial = interrupted || options.purpose == Purpose::Format;
         let image = || known.image.to_string();

@@ -42,14 +42,14 @@ pub const KEY: &str = "uring-csi/format";
 
 /// The format that is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
+pub(super) enum FormatKind {
     /// A file system, maybe on an encrypted device.
     FileSystem,
     /// A LUKS header.
     Luks,
 }
 
-impl Format {
+impl FormatKind {
     fn as_str(self) -> &'static str {
         match self {
             Self::FileSystem => "mkfs",
@@ -85,7 +85,7 @@ impl ImageFormatMarker {
     }
 
     /// Sets the marker, for this volume. Durable when it returns.
-    pub fn set(&self, format: Format, volume_id: &str) -> Result<(), CephError> {
+    pub fn set(&self, format: FormatKind, volume_id: &str) -> Result<(), CephError> {
         self.may_stand.store(true, Relaxed);
         self.header
             .metadata_set(KEY, &self.text(format, volume_id))?;
@@ -95,7 +95,11 @@ impl ImageFormatMarker {
 
     /// Whether the marker says that this format began for this volume and did not end.
     /// Asks the cluster only where there may be a marker.
-    pub fn format_in_progress(&self, format: Format, volume_id: &str) -> Result<bool, CephError> {
+    pub fn format_in_progress(
+        &self,
+        format: FormatKind,
+        volume_id: &str,
+    ) -> Result<bool, CephError> {
         if !self.may_stand.load(Relaxed) {
             return Ok(false);
         }
@@ -113,14 +117,14 @@ impl ImageFormatMarker {
         Ok(())
     }
 
-    fn text(&self, format: Format, volume_id: &str) -> String {
+    fn text(&self, format: FormatKind, volume_id: &str) -> String {
         format!("{} {} {volume_id}", format.as_str(), self.image_id)
     }
 }
 
 /// The marker of one kind of format in the image's metadata.
 #[derive(Debug)]
-struct MarkerInImage(Arc<ImageFormatMarker>, Format);
+struct MarkerInImage(Arc<ImageFormatMarker>, FormatKind);
 
 impl FormatMarker for MarkerInImage {
     fn set(&self, volume_id: &str) -> Result<(), DeviceError> {
@@ -143,7 +147,7 @@ impl BoundCephImage<'_> {
     pub(super) fn marker(
         &self,
         known: &Known<'_>,
-        format: Format,
+        format: FormatKind,
         options: &AttachOptions,
     ) -> Result<Arc<dyn FormatMarker>, CephImageError> {
         if !options.read_only
@@ -157,10 +161,10 @@ impl BoundCephImage<'_> {
     }
 
     /// The marker on this node.
-    pub(super) fn node_marker(&self, format: Format) -> NodeFormatMarker {
+    pub(super) fn node_marker(&self, format: FormatKind) -> NodeFormatMarker {
         let what = match format {
-            Format::FileSystem => self.source.to_string(),
-            Format::Luks => format!("LUKS of {}", self.source),
+            FormatKind::FileSystem => self.source.to_string(),
+            FormatKind::Luks => format!("LUKS of {}", self.source),
         };
         self.images.format_markers.of(what)
     }
@@ -174,7 +178,7 @@ mod tests {
             rados::IoCtx,
             rbd::{self, Features, Image, ImageOptions, OpenMode},
         },
-        testing::Place,
+        testing::TestPool,
     };
 
     const MIB: u64 = 1 << 20;
@@ -195,8 +199,8 @@ mod tests {
 
     #[test]
     fn a_format_marker_is_seen_by_every_node() {
-        use Format::{FileSystem, Luks};
-        let Some(Place { io, cluster: _test }) = Place::new() else {
+        use FormatKind::{FileSystem, Luks};
+        let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
             return;
         };
         rbd::create(&io, "image", MIB, &plain()).unwrap();
@@ -235,22 +239,36 @@ mod tests {
 
     #[test]
     fn a_format_marker_copied_by_a_clone_is_ignored() {
-        let Some(Place { io, cluster: _test }) = Place::new() else {
+        let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
             return;
         };
         rbd::create(&io, "image", MIB, &plain()).unwrap();
-        marker(&io, "image").set(Format::FileSystem, "v").unwrap();
+        marker(&io, "image")
+            .set(FormatKind::FileSystem, "v")
+            .unwrap();
         let image = Image::open(&io, "image", OpenMode::ReadWrite).unwrap();
         image.snapshot_create("half").unwrap();
         rbd::clone_snapshot(&io, "image", "half", &io, "clone", &plain()).unwrap();
         let clone = marker(&io, "clone");
         assert!(clone.may_stand.load(Relaxed), "a clone has its parent's");
-        assert!(!clone.format_in_progress(Format::FileSystem, "v").unwrap());
+        assert!(
+            !clone
+                .format_in_progress(FormatKind::FileSystem, "v")
+                .unwrap()
+        );
         // One of its own takes its place, and the parent keeps its.
-        clone.set(Format::FileSystem, "v").unwrap();
-        assert!(clone.format_in_progress(Format::FileSystem, "v").unwrap());
+        clone.set(FormatKind::FileSystem, "v").unwrap();
+        assert!(
+            clone
+                .format_in_progress(FormatKind::FileSystem, "v")
+                .unwrap()
+        );
         clone.clear().unwrap();
         let parent = marker(&io, "image");
-        assert!(parent.format_in_progress(Format::FileSystem, "v").unwrap());
+        assert!(
+            parent
+                .format_in_progress(FormatKind::FileSystem, "v")
+                .unwrap()
+        );
     }
 }

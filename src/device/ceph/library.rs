@@ -48,7 +48,7 @@ pub enum Own {
 /// Mostly the header suffices ([`Header`]). The image is opened only if others have it
 /// open, to name them and to see whether they may write.
 #[derive(Debug)]
-pub struct Asked {
+pub struct QueriedImage {
     pool: IoCtx,
     name: String,
     header: Header,
@@ -59,7 +59,7 @@ pub struct Asked {
     mirror_daemons: u32,
 }
 
-impl Asked {
+impl QueriedImage {
     /// Looks for the image; none where there is no librbd.
     pub fn of(
         connections: &Connections,

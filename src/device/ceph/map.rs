@@ -11,7 +11,7 @@ use std::{cell::OnceCell, sync::Once};
 
 use super::{
     BoundCephImage, CephImageError, CephSource, Mounter,
-    library::{Asked, Own},
+    library::{Own, QueriedImage},
     lower_device::LowerDevice,
     nbd_backed,
 };
@@ -34,16 +34,19 @@ pub struct Known<'a> {
     /// The pool's id, where it is known.
     pool_id: Option<i64>,
     /// The image in its cluster, opened once for all questions.
-    asked: OnceCell<Option<Asked>>,
+    asked: OnceCell<Option<QueriedImage>>,
 }
 
 impl Known<'_> {
     /// The image as its cluster is asked about it; none where there is no librbd.
-    pub fn asked(&self, connections: &Connections) -> Result<Option<&Asked>, CephImageError> {
+    pub fn asked(
+        &self,
+        connections: &Connections,
+    ) -> Result<Option<&QueriedImage>, CephImageError> {
         if let Some(asked) = self.asked.get() {
             return Ok(asked.as_ref());
         }
-        let asked = Asked::of(connections, &self.cluster, &self.credentials, &self.image)?;
+        let asked = QueriedImage::of(connections, &self.cluster, &self.credentials, &self.image)?;
         Ok(self.asked.get_or_init(|| asked).as_ref())
     }
 }
@@ -218,7 +221,7 @@ impl BoundCephImage<'_> {
     pub(super) fn alone<'a>(
         &self,
         known: &'a Known<'_>,
-    ) -> Result<Option<&'a Asked>, CephImageError> {
+    ) -> Result<Option<&'a QueriedImage>, CephImageError> {
         let asked = known.asked(&self.images.connections)?;
         if let Some(asked) = asked {
             asked.wait_until_alone(Own::None)?;

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    device::{SourceError, context::Context},
+    device::{SourceError, context::VolumeContext},
     supervisor::NbdOptions,
 };
 
@@ -31,7 +31,7 @@ pub struct RbdNbdArgs {
 
 impl Mounter {
     /// Reads `mounter`, `tryOtherMounters` and `mapOptions`.
-    pub fn parse(context: Context<'_>, volume_id: &str) -> Result<Self, SourceError> {
+    pub fn parse(context: VolumeContext<'_>, volume_id: &str) -> Result<Self, SourceError> {
         let rbd_nbd = || {
             let given = context.get("mapOptions").unwrap_or_default();
             let options = NbdOptions::parse(given).map_err(|error| SourceError {

@@ -11,7 +11,7 @@ use super::{BoundCephImage, CephImageError, Known, lower_device::LowerDevice};
 use crate::{
     ceph::{
         csi_format::handle::VolumeHandle,
-        fencing::{Client, Fence, Fences, Published, RegisteredNodes, Through},
+        fencing::{CephClient, Fence, Fences, Published, RegisteredNodes, Through},
         krbd::{Mapped, mapped},
     },
     device::{AttachOptions, Backing, Fencing},
@@ -85,14 +85,14 @@ impl BoundCephImage<'_> {
     }
 
     /// The kernel's client that maps the device's image.
-    fn client(&self, known: &Known<'_>, lower: &LowerDevice) -> Result<Client, CephImageError> {
+    fn client(&self, known: &Known<'_>, lower: &LowerDevice) -> Result<CephClient, CephImageError> {
         let dev = lower.block.dev;
         let address = mapped::address_of(dev).ok_or_else(|| CephImageError::UnknownClient {
             image: known.image.to_string(),
             node: lower.block.node.clone(),
         })?;
         let alone = Mapped::of(dev).is_some_and(|it| it.config.noshare);
-        Ok(Client {
+        Ok(CephClient {
             address,
             boot_id: self.images.this_node.boot_id.clone(),
             through: if alone {

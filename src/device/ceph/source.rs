@@ -17,7 +17,7 @@ use crate::{
         },
         krbd::{ImageSpec, Mapped},
     },
-    device::{SourceError, context::Context, luks},
+    device::{SourceError, context::VolumeContext, luks},
     kernel::{Dev, nbd::identifier_of},
     supervisor::NbdOptions,
 };
@@ -133,7 +133,7 @@ impl CephSource {
     /// one's names are in the handle. Where there is no `imageName`, as in PVs of
     /// ceph-csi 2.x, the image has the name that its journal gives to the handle:
     /// `volumeNamePrefix` and the uuid.
-    pub fn parse(context: Context<'_>, volume_id: &str) -> Result<Self, SourceError> {
+    pub fn parse(context: VolumeContext<'_>, volume_id: &str) -> Result<Self, SourceError> {
         // A class of ceph-csi has keys for the controller, and later releases have keys
         // that this driver does not know; all of them reach the node.
         let unknown = context.unlisted(&KNOWN);
@@ -213,7 +213,10 @@ fn pool_id(handle: &VolumeHandle) -> Option<i64> {
     }
 }
 
-fn image_name(context: Context<'_>, handle: Option<&VolumeHandle>) -> Result<String, SourceError> {
+fn image_name(
+    context: VolumeContext<'_>,
+    handle: Option<&VolumeHandle>,
+) -> Result<String, SourceError> {
     match (context.get("imageName"), handle) {
         (None, Some(VolumeHandle::Journaled(handle))) => {
             let prefix = context.get("volumeNamePrefix");
@@ -223,7 +226,7 @@ fn image_name(context: Context<'_>, handle: Option<&VolumeHandle>) -> Result<Str
     }
 }
 
-fn kms(context: Context<'_>) -> Result<Option<String>, SourceError> {
+fn kms(context: VolumeContext<'_>) -> Result<Option<String>, SourceError> {
     if !context.switch("encrypted", false)? {
         return Ok(None);
     }
@@ -258,7 +261,7 @@ mod tests {
     fn parse(volume_id: &str, pairs: &[(&str, &str)]) -> Result<CephSource, SourceError> {
         let own = |&(key, value): &(&str, &str)| (key.to_owned(), value.to_owned());
         let context: HashMap<_, _> = pairs.iter().map(own).collect();
-        CephSource::parse(Context(&context), volume_id)
+        CephSource::parse(VolumeContext(&context), volume_id)
     }
 
     const BASE: [(&str, &str); 3] = [

@@ -105,7 +105,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        device::{ceph::mounter::Mounter, context::Context},
+        device::{ceph::mounter::Mounter, context::VolumeContext},
         kernel::Dev,
     };
 
@@ -121,7 +121,7 @@ mod tests {
             ("unmapOptions", "krbd:force;nbd:force,x"),
         ];
         let context = context.map(|(key, value)| (key.to_owned(), value.to_owned()));
-        let source = CephSource::parse(Context(&context.into()), HANDLE).unwrap();
+        let source = CephSource::parse(VolumeContext(&context.into()), HANDLE).unwrap();
         let device = Device {
             dev: Dev { major: 1, minor: 0 },
             node: "/dev/rbd0".into(),

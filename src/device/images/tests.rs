@@ -3,12 +3,12 @@ use std::{fs::File, sync::Barrier, thread};
 use rustix::mount::{MountFlags, mount};
 
 use super::*;
-use crate::mount::testing::Scratch;
+use crate::mount::testing::MountScratch;
 
 const MIB: u64 = 1 << 20;
 
 /// With 64 MiB, and as many images as let a look at them take a while.
-fn images(scratch: &Scratch) -> ImageFiles {
+fn images(scratch: &MountScratch) -> ImageFiles {
     let dir = scratch.path();
     let options = Some(c"size=64m");
     mount("none", dir, "tmpfs", MountFlags::empty(), options).expect("a tmpfs");
@@ -34,7 +34,7 @@ fn images(scratch: &Scratch) -> ImageFiles {
 /// Makes or grows images `a` and `b` at once, many times, by 40 MiB each, of which the
 /// pool has room for one.
 fn at_once(other: impl Fn(&ImageFiles) -> Result<(), DeviceError> + Sync) {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let images = images(&scratch);
     let [a, b] = ["a", "b"].map(|image| scratch.path().join(image));
     let source = ImageSource::new("main", "a");

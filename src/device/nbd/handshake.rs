@@ -80,7 +80,7 @@ pub struct ExportInfo {
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
     /// The server has no such export.
-    #[error("the server has no export {name:?}{}", Message(message))]
+    #[error("the server has no export {name:?}{}", ServerMessage(message))]
     NoExport {
         /// The requested name.
         name: String,
@@ -90,26 +90,26 @@ pub enum HandshakeError {
     /// The server insists on TLS.
     #[error(
         "the server insists on TLS{}, which the kernel's NBD driver does not support: run nbdkit as a TLS client on each node (README, \"NBD exports\"), or serve the export without TLS, over a network that you trust",
-        Message(message)
+        ServerMessage(message)
     )]
     NeedsTls {
         /// The server's message; may be empty.
         message: String,
     },
     /// The server does not serve this client.
-    #[error("the server refuses{}", Message(message))]
+    #[error("the server refuses{}", ServerMessage(message))]
     Policy {
         /// The server's message; may be empty.
         message: String,
     },
     /// The server is shutting down.
-    #[error("the server is shutting down{}", Message(message))]
+    #[error("the server is shutting down{}", ServerMessage(message))]
     ShuttingDown {
         /// The server's message; may be empty.
         message: String,
     },
     /// Any other error of the protocol.
-    #[error("the server answers error {:#x}{}", code, Message(message))]
+    #[error("the server answers error {:#x}{}", code, ServerMessage(message))]
     Refused {
         /// `NBD_REP_ERR_…`.
         code: u32,
@@ -129,9 +129,9 @@ pub enum HandshakeError {
     Io(#[from] io::Error),
 }
 
-struct Message<'a>(&'a str);
+struct ServerMessage<'a>(&'a str);
 
-impl std::fmt::Display for Message<'_> {
+impl std::fmt::Display for ServerMessage<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.0.is_empty() {
             return Ok(());
@@ -159,7 +159,7 @@ pub fn query<S: Read + Write>(stream: &mut S, name: &str) -> Result<ExportInfo> 
 }
 
 fn receive_greeting<S: Read + Write>(stream: &mut S) -> Result<()> {
-    let mut greeting = Fields::new(take::<18>(stream)?);
+    let mut greeting = FieldReader::new(take::<18>(stream)?);
     let (magic, style) = (greeting.next()?, greeting.next()?);
     let flags = u16::from_be_bytes(greeting.next()?);
     match (magic, style) {
@@ -224,7 +224,7 @@ fn negotiate<S: Read + Write>(stream: &mut S, what: u32, name: &str) -> Result<E
 }
 
 fn reply<S: Read>(stream: &mut S, to: u32) -> Result<(u32, Vec<u8>)> {
-    let mut header = Fields::new(take::<20>(stream)?);
+    let mut header = FieldReader::new(take::<20>(stream)?);
     let magic = u64::from_be_bytes(header.next()?);
     let option = u32::from_be_bytes(header.next()?);
     let kind = u32::from_be_bytes(header.next()?);
@@ -254,7 +254,7 @@ enum InfoReply {
 
 /// The payload of `NBD_REP_INFO`. Servers may send types that were not requested.
 fn parse_info(payload: &[u8]) -> Result<InfoReply> {
-    let mut fields = Fields::new(payload);
+    let mut fields = FieldReader::new(payload);
     match u16::from_be_bytes(fields.next()?) {
         INFO_EXPORT => {
             let bytes = u64::from_be_bytes(fields.next()?);
@@ -295,12 +295,12 @@ fn refusal(code: u32, name: &str, payload: &[u8]) -> HandshakeError {
 }
 
 /// The fields of a message, one after the other.
-struct Fields<B> {
+struct FieldReader<B> {
     bytes: B,
     at: usize,
 }
 
-impl<B: AsRef<[u8]>> Fields<B> {
+impl<B: AsRef<[u8]>> FieldReader<B> {
     fn new(bytes: B) -> Self {
         Self { bytes, at: 0 }
     }

@@ -13,7 +13,7 @@ use super::{Link, Links, NbdError, Outage, link::Reconnected, link_table::Event,
 use crate::{
     admission::Gate,
     error_chain,
-    kernel::nbd::netlink::Listener,
+    kernel::nbd::netlink::LinkListener,
     lane::Lanes,
     ring::{self, poll, timer},
 };
@@ -42,7 +42,7 @@ pub async fn keep(links: Links, lanes: Lanes, gate: Gate) {
 }
 
 /// Reads the kernel's announcements of dead connections.
-async fn hear(links: Links, lanes: Lanes, gate: Gate, listener: Listener) {
+async fn hear(links: Links, lanes: Lanes, gate: Gate, listener: LinkListener) {
     let listener = Rc::new(listener);
     let mut ready = match poll::watch(Rc::clone(&listener), PollFlags::IN) {
         Ok(ready) => ready,

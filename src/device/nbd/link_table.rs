@@ -29,7 +29,7 @@ use crate::{
         busy::retry_while_busy,
         nbd::{
             Claimed, NbdDevice, index_of,
-            netlink::{Driver, Listener},
+            netlink::{Driver, LinkListener},
         },
         sysfs,
     },
@@ -37,16 +37,16 @@ use crate::{
 };
 
 pub(super) enum Event {
-    Listening(Listener),
+    Listening(LinkListener),
     Check(Arc<Link>),
 }
 
 /// The links of all attached exports. Clones share them.
 #[derive(Clone, Debug)]
-pub struct Links(pub(super) Arc<Shared>);
+pub struct Links(pub(super) Arc<LinksInner>);
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct LinksInner {
     /// This CSI driver's name.
     driver: String,
     pub(super) links: Mutex<HashMap<u32, Arc<Link>>>,
@@ -59,7 +59,7 @@ impl Links {
     /// For the CSI driver of this name; it leaves other drivers' links alone.
     pub fn new(driver: &str) -> Self {
         let (tell, events) = mpsc::unbounded_channel();
-        Self(Arc::new(Shared {
+        Self(Arc::new(LinksInner {
             driver: driver.to_owned(),
             links: Mutex::default(),
             listening: Mutex::default(),

@@ -73,7 +73,7 @@ fn an_overflow_of_the_uevent_socket_is_reported() {
         sockopt::set_socket_recv_buffer_size(&builder, 0).unwrap();
         let socket = builder.listen().unwrap();
         let waiters = Waiters::default();
-        let listed = Listed::new(&waiters, "no-such-device");
+        let listed = Registration::new(&waiters, "no-such-device");
 
         // More events than the smallest buffer holds, of a device at hand: a
         // write of its sysfs uevent repeats the event (sysfs-uevent).

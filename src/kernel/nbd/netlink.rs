@@ -3,7 +3,7 @@
 //!
 //! The kernel serves the commands of this family, and of most other generic netlink
 //! families of the machine, one after the other: every call here may block, and belongs
-//! on a lane. Only taking announcements ([`Listener::take`]) never blocks.
+//! on a lane. Only taking announcements ([`LinkListener::take`]) never blocks.
 //!
 //! `NBD_CMD_STATUS` is not used: it tells only whether a device is configured, and sysfs
 //! tells that and the backend identifier without blocking.
@@ -159,11 +159,11 @@ impl Driver {
     }
 
     /// Subscribes to the announcements of dead connections.
-    pub fn listen(&self) -> io::Result<Listener> {
+    pub fn listen(&self) -> io::Result<LinkListener> {
         let socket = open_socket()?;
         socket.set_non_blocking(true)?;
         socket.add_membership(self.group)?;
-        Ok(Listener { socket })
+        Ok(LinkListener { socket })
     }
 
     fn call(&self, command: u8, attributes: Vec<DefaultNla>) -> io::Result<Option<Message>> {
@@ -180,11 +180,11 @@ impl Driver {
 
 /// The announcements of dead connections.
 #[derive(Debug)]
-pub struct Listener {
+pub struct LinkListener {
     socket: Socket,
 }
 
-impl Listener {
+impl LinkListener {
     /// The index of the next device that lost a connection; `WouldBlock` if there is none,
     /// `ENOBUFS` if announcements were lost.
     pub fn take(&self) -> io::Result<u32> {
@@ -197,7 +197,7 @@ impl Listener {
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for LinkListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

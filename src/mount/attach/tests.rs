@@ -4,7 +4,7 @@ use super::*;
 use crate::{
     Done,
     kernel::Dev,
-    mount::testing::{LoopDevice, Scratch},
+    mount::testing::{MountScratch, TestLoop},
 };
 
 fn parsed(words: &str) -> MountOptions {
@@ -12,7 +12,7 @@ fn parsed(words: &str) -> MountOptions {
 }
 
 fn mounted(
-    (fs_type, device): (&str, &LoopDevice),
+    (fs_type, device): (&str, &TestLoop),
     words: &str,
     at: &SafePath,
 ) -> Result<Mounted, MountError> {
@@ -32,14 +32,14 @@ fn unmounted(at: &SafePath) {
 
 #[test]
 fn each_file_system_is_mounted_and_can_be_unmounted_at_once() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let place = scratch.directory("m");
     for (fs_type, mkfs) in [
         ("ext4", "mkfs.ext4"),
         ("xfs", "mkfs.xfs"),
         ("btrfs", "mkfs.btrfs"),
     ] {
-        let device = LoopDevice::new(&scratch, &[mkfs], &[]);
+        let device = TestLoop::new(&scratch, &[mkfs], &[]);
         let rdev = Dev::from_raw(fs::metadata(&device.node).expect("there").rdev());
 
         let made = mounted((fs_type, &device), "noatime", &place).expect(fs_type);
@@ -61,9 +61,9 @@ fn each_file_system_is_mounted_and_can_be_unmounted_at_once() {
 
 #[test]
 fn a_refused_option_is_named_with_the_kernels_reason() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let place = scratch.directory("m");
-    let device = LoopDevice::new(&scratch, &["mkfs.ext4"], &[]);
+    let device = TestLoop::new(&scratch, &["mkfs.ext4"], &[]);
     for (words, culprit) in [
         ("discard,nosuch=1", "nosuch=1"),
         ("commit=soon", "commit=soon"),
@@ -86,9 +86,9 @@ fn a_refused_option_is_named_with_the_kernels_reason() {
 
 #[test]
 fn a_failed_mount_names_the_reason() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let place = scratch.directory("m");
-    let blank = LoopDevice::new(&scratch, &[], &[]);
+    let blank = TestLoop::new(&scratch, &[], &[]);
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let error = mounted((fs_type, &blank), "", &place).expect_err("blank");
         assert!(matches!(error, MountError::BadSuperblock { .. }), "{error}");
@@ -96,7 +96,7 @@ fn a_failed_mount_names_the_reason() {
     let error = mounted(("nosuchfs", &blank), "", &place).expect_err("unknown");
     assert!(matches!(error, MountError::Unsupported { .. }), "{error}");
 
-    let protected = LoopDevice::new(&scratch, &["mkfs.ext4"], &["--read-only"]);
+    let protected = TestLoop::new(&scratch, &["mkfs.ext4"], &["--read-only"]);
     let error = mounted(("ext4", &protected), "", &place).expect_err("protected");
     assert!(
         matches!(error, MountError::WriteProtected { .. }),
@@ -110,14 +110,14 @@ fn a_failed_mount_names_the_reason() {
 /// MMP block for eleven seconds before it refuses the mount.
 #[test]
 fn an_ext4_with_mmp_is_mounted_by_one_node_at_a_time() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let (first, second) = (scratch.directory("first"), scratch.directory("second"));
     let image = scratch.path().join("image");
     fs::File::create(&image)
         .and_then(|file| file.set_len(64 << 20))
         .expect("sparse");
-    let device = LoopDevice::over(&image, &["mkfs.ext4", "-O", "mmp"]);
-    let other = LoopDevice::over(&image, &[]);
+    let device = TestLoop::over(&image, &["mkfs.ext4", "-O", "mmp"]);
+    let other = TestLoop::over(&image, &[]);
     mounted(("ext4", &device), "", &first).expect("mounted");
     let error = mounted(("ext4", &other), "", &second).expect_err("mounted elsewhere");
     assert!(matches!(error, MountError::Busy { .. }), "{error}");
@@ -130,9 +130,9 @@ fn an_ext4_with_mmp_is_mounted_by_one_node_at_a_time() {
 
 #[test]
 fn a_device_mounted_elsewhere_keeps_its_options() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let (first, second) = (scratch.directory("first"), scratch.directory("second"));
-    let device = LoopDevice::new(&scratch, &["mkfs.ext4"], &[]);
+    let device = TestLoop::new(&scratch, &["mkfs.ext4"], &[]);
     let made = mounted(("ext4", &device), "data=journal,commit=7", &first).expect("mounted");
 
     for words in ["", "commit=7", "noexec,data=journal"] {
@@ -154,12 +154,12 @@ fn a_device_mounted_elsewhere_keeps_its_options() {
 
 #[test]
 fn a_copy_of_an_xfs_is_mounted_with_our_own_option() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let (first, second) = (scratch.directory("first"), scratch.directory("second"));
     let uuid = format!("uuid={}", uuid::Uuid::new_v4());
     let mkfs = ["mkfs.xfs", "-m", &uuid];
-    let one = LoopDevice::new(&scratch, &mkfs, &[]);
-    let two = LoopDevice::new(&scratch, &mkfs, &[]);
+    let one = TestLoop::new(&scratch, &mkfs, &[]);
+    let two = TestLoop::new(&scratch, &mkfs, &[]);
 
     let _ = mounted(("xfs", &one), "", &first).expect("mounted");
     assert!(
@@ -181,11 +181,11 @@ fn a_copy_of_an_xfs_is_mounted_with_our_own_option() {
 
 #[test]
 fn only_a_directory_is_mounted_on() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let (elsewhere, file) = (scratch.directory("elsewhere"), scratch.place("file"));
     let _ = file.make_file(0o600).expect("made");
     std::os::unix::fs::symlink(elsewhere.path(), scratch.path().join("link")).expect("linked");
-    let device = LoopDevice::new(&scratch, &["mkfs.ext4"], &[]);
+    let device = TestLoop::new(&scratch, &["mkfs.ext4"], &[]);
 
     for place in [&file, &scratch.place("link")] {
         let error = mounted(("ext4", &device), "", place).expect_err("refused");

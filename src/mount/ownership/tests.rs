@@ -10,7 +10,7 @@ use rustix::{
 };
 
 use super::*;
-use crate::mount::testing::{LoopDevice, Scratch};
+use crate::mount::testing::{MountScratch, TestLoop};
 
 const GROUP: u32 = 4711;
 
@@ -31,7 +31,7 @@ fn apply(root: &Path) -> Result<Done, OwnershipError> {
 
 #[test]
 fn a_tree_gets_kubelets_group_and_modes() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let root = scratch.path();
     fs::create_dir_all(root.join("a/b")).expect("created");
     for (directory, mode) in [("", 0o700), ("a", 0o700), ("a/b", 0o755)] {
@@ -54,7 +54,7 @@ fn a_tree_gets_kubelets_group_and_modes() {
 
 #[test]
 fn nothing_outside_the_mount_is_changed() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let volume = scratch.directory("volume");
     let outside = scratch.path().join("outside");
     make(&outside, 0o600);
@@ -79,7 +79,7 @@ fn nothing_outside_the_mount_is_changed() {
 
 #[test]
 fn a_tree_is_changed_only_where_its_root_does_not_match() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let root = scratch.path();
     let _ = apply(root).expect("applied");
     make(&root.join("new"), 0o600);
@@ -93,7 +93,7 @@ fn a_tree_is_changed_only_where_its_root_does_not_match() {
 
 #[test]
 fn a_tree_too_deep_is_named_and_its_root_does_not_match() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     fs::create_dir_all(scratch.path().join("1/2/3")).expect("created");
     let root = File::open(scratch.path()).expect("opens");
     let error = FsGroup(GROUP).walk(root.as_fd(), 3).expect_err("too deep");
@@ -104,7 +104,7 @@ fn a_tree_too_deep_is_named_and_its_root_does_not_match() {
 
 #[test]
 fn a_deep_walk_reopens_its_parents_and_continues() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let mut directory = scratch.path().to_owned();
     let mut all = vec![directory.clone()];
     for _ in 0..3 * MAX_OPEN {
@@ -125,10 +125,10 @@ fn a_deep_walk_reopens_its_parents_and_continues() {
 
 #[test]
 fn names_with_equal_hashes_are_all_visited() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     // ext4's only hash without a seed, so the names of each line below have one hash.
     let legacy = "mkfs.ext4 -q $1 && tune2fs -E hash_alg=legacy $1";
-    let device = LoopDevice::new(&scratch, &["sh", "-c", legacy], &[]);
+    let device = TestLoop::new(&scratch, &["sh", "-c", legacy], &[]);
     let volume = scratch.directory("volume");
     let no_data = None::<&CStr>;
     mount(
@@ -170,7 +170,7 @@ fn names_with_equal_hashes_are_all_visited() {
 
 #[test]
 fn a_directory_moved_during_the_walk_is_an_error() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     fs::create_dir_all(scratch.path().join("above/below")).expect("created");
     let opened = |name| File::open(scratch.path().join(name)).expect("opens");
     let below = opened("above/below");

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rustix::mount::{MountFlags, mount};
 
 use super::*;
-use crate::mount::testing::Scratch;
+use crate::mount::testing::MountScratch;
 
 fn tmpfs(at: &SafePath) {
     mount("none", at.path(), "tmpfs", MountFlags::empty(), None).expect("tmpfs");
@@ -119,7 +119,7 @@ fn symlinks_below_a_root_are_never_followed() {
 
 #[test]
 fn directories_and_files_are_made_once_and_removed_once() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let directory = scratch.place("dir");
     assert_eq!(directory.kind().expect("looks"), PathKind::Absent);
     assert_eq!(directory.make_dir(0o750).expect("made"), Done::Now);
@@ -156,7 +156,7 @@ fn directories_and_files_are_made_once_and_removed_once() {
 
 #[test]
 fn files_with_data_and_mounts_are_not_removed() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let file = scratch.place("file");
     fs::write(file.path(), "data").expect("written");
     assert!(matches!(file.remove(), Err(PathError::NotEmpty { .. })));
@@ -174,7 +174,7 @@ fn files_with_data_and_mounts_are_not_removed() {
 
 #[test]
 fn a_parent_that_vanishes_leaves_a_place_where_nothing_is() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let parent = scratch.directory("parent");
     let place = scratch.place("parent/target");
     assert_eq!(parent.remove().expect("removed"), Done::Now);
@@ -199,7 +199,7 @@ fn below_a_file_there_is_nothing() {
 
 #[test]
 fn a_small_file_is_replaced_read_and_removed() {
-    let scratch = Scratch::new();
+    let scratch = MountScratch::new();
     let file = scratch.place("file.json");
     assert_eq!(file.read().expect("reads"), None);
     for text in ["long enough", "short"] {

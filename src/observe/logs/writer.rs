@@ -40,18 +40,18 @@ thread_local! {
 /// Takes log lines without blocking. Clones share the buffer.
 #[derive(Clone, Debug)]
 pub struct LineWriter {
-    buffer: Arc<Buffer>,
+    buffer: Arc<LogBuffer>,
 }
 
 #[derive(Debug)]
-struct Buffer {
+struct LogBuffer {
     limit: usize,
-    queue: Mutex<Queue>,
+    queue: Mutex<PendingLines>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct PendingLines {
     /// Whole lines.
     lines: Vec<u8>,
     /// Lines dropped since `lines` was last taken.
@@ -67,7 +67,7 @@ impl LineWriter {
     }
 
     pub(super) fn with_limit(sink: OwnedFd, limit: usize) -> io::Result<Self> {
-        let buffer = Arc::new(Buffer {
+        let buffer = Arc::new(LogBuffer {
             limit,
             queue: Mutex::default(),
             changed: Condvar::new(),
@@ -82,16 +82,16 @@ impl LineWriter {
 
     /// Waits until everything is written, at most `timeout`: stderr may never be read.
     pub fn flush(&self, timeout: Duration) {
-        let busy = |queue: &mut Queue| queue.writing || !queue.lines.is_empty();
+        let busy = |queue: &mut PendingLines| queue.writing || !queue.lines.is_empty();
         let queue = self.buffer.lock();
         let waited = self.buffer.changed.wait_timeout_while(queue, timeout, busy);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-impl Buffer {
+impl LogBuffer {
     /// Only bytes are copied under this lock, so the queue is sound even after a panic.
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, PendingLines> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -100,7 +100,7 @@ impl Buffer {
         IS_WRITER.set(true);
         let mut batch = Vec::new();
         loop {
-            let nothing = |queue: &mut Queue| queue.lines.is_empty();
+            let nothing = |queue: &mut PendingLines| queue.lines.is_empty();
             let queue = self.changed.wait_while(self.lock(), nothing);
             let mut queue = queue.unwrap_or_else(PoisonError::into_inner);
             std::mem::swap(&mut batch, &mut queue.lines);

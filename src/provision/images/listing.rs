@@ -7,7 +7,7 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, ListRequest, Listed, SnapshotInfo, VolumeInfo},
+    super::{Error, ListEntry, ListRequest, SnapshotInfo, VolumeInfo},
     ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind},
     snapshots::SnapshotDetail,
@@ -21,7 +21,7 @@ impl ImageStore {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
         let pool = self.pools.get_or_only(pool)?;
         entries(pool, what, |entry: &CatalogueEntry<VolumeDetail>| {
             let bytes = size_of(&VolumeDetail::image(pool, entry.id))?;
@@ -34,7 +34,7 @@ impl ImageStore {
         what: &ListRequest,
         pool: Option<&str>,
         volume: Option<&str>,
-    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
         let pool = self.pools.get_or_only(pool)?;
         entries(pool, what, |entry: &CatalogueEntry<SnapshotDetail>| {
             if volume.is_some_and(|volume| volume != entry.detail.source) {
@@ -51,7 +51,7 @@ fn entries<K: EntryKind, T>(
     pool: &Pool,
     what: &ListRequest,
     show: impl Fn(&CatalogueEntry<K>) -> Result<Option<T>, Error>,
-) -> Result<Vec<Listed<T>>, Error> {
+) -> Result<Vec<ListEntry<T>>, Error> {
     let last = what.from.as_ref().map(|token| {
         let id = Uuid::try_parse(token);
         id.map_err(|_| Error::BadToken(token.clone()))
@@ -76,7 +76,7 @@ fn entries<K: EntryKind, T>(
             }
             Err(error) => return Err(error),
         };
-        entries.extend(show(&entry)?.map(|entry| Listed {
+        entries.extend(show(&entry)?.map(|entry| ListEntry {
             token: id.to_string(),
             entry,
         }));

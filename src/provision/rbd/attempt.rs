@@ -16,7 +16,7 @@ use super::{
 use crate::{
     ceph::{
         client::{rados::IoCtx, rbd},
-        csi_format::journal::{CreateState, Journal, JournalEntry, JournalKind, Reserved},
+        csi_format::journal::{CreateState, Journal, JournalEntry, JournalKind, NameEntry},
     },
     error_chain,
     secret::Secrets,
@@ -32,7 +32,7 @@ pub struct Attempt<'a> {
     /// The pool of the entry and the image.
     pub pool: &'a IoCtx,
     pub name: &'a str,
-    pub reserved: Reserved,
+    pub reserved: NameEntry,
     pub secrets: &'a Secrets,
 }
 

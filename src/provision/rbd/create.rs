@@ -32,7 +32,7 @@ use crate::ceph::{
         rados::IoCtx,
         rbd::{Image, OpenMode},
     },
-    csi_format::journal::{self, JournalEntry, Reserved},
+    csi_format::journal::{self, JournalEntry, NameEntry},
 };
 
 mod build;
@@ -55,7 +55,7 @@ pub struct Creation<'a> {
 /// The image being made.
 struct NewImage {
     pool: IoCtx,
-    reserved: Reserved,
+    reserved: NameEntry,
     handle: String,
     entry: JournalEntry,
 }
@@ -113,7 +113,7 @@ impl<'a> Creation<'a> {
             let origin = self.origin()?;
             let bytes = self.bytes(origin.as_ref())?;
             let pool = self.pool_of(&self.pools.image)?;
-            let wanted = Reserved {
+            let wanted = NameEntry {
                 uuid: Uuid::new_v4(),
                 pool_id: (pool.pool_id() != self.journal.pool_id()).then(|| pool.pool_id()),
             };
@@ -132,7 +132,7 @@ impl<'a> Creation<'a> {
         self.link.named_pool(name)
     }
 
-    fn attempt<'s>(&'s self, pool: &'s IoCtx, reserved: Reserved) -> Attempt<'s> {
+    fn attempt<'s>(&'s self, pool: &'s IoCtx, reserved: NameEntry) -> Attempt<'s> {
         Attempt {
             store: self.store,
             journal: &self.store.volumes,
@@ -147,7 +147,7 @@ impl<'a> Creation<'a> {
     fn begin(
         &self,
         pool: &IoCtx,
-        reserved: Reserved,
+        reserved: NameEntry,
         origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<VolumeInfo, Error> {
@@ -171,7 +171,7 @@ impl<'a> Creation<'a> {
 
     /// Continues what is reserved already, if it is complete or ceph-csi's; none: it was
     /// neither, and is removed, or its pool is gone.
-    fn go_on(&self, reserved: Reserved) -> Result<Option<VolumeInfo>, Error> {
+    fn go_on(&self, reserved: NameEntry) -> Result<Option<VolumeInfo>, Error> {
         let pool = match reserved.pool_id.map(|id| self.link.pool(id)) {
             None => self.journal.clone(),
             // Deleted, and the image with it, as ceph-csi takes it, too.
@@ -247,7 +247,7 @@ impl<'a> Creation<'a> {
         Ok(())
     }
 
-    fn entry(&self, reserved: Reserved) -> JournalEntry {
+    fn entry(&self, reserved: NameEntry) -> JournalEntry {
         let prefix = self.class.name_prefix.as_deref();
         let encryption = self.class.encryption.as_ref();
         JournalEntry {
@@ -263,7 +263,7 @@ impl<'a> Creation<'a> {
         }
     }
 
-    fn making(&self, pool: &IoCtx, reserved: Reserved, entry: JournalEntry) -> NewImage {
+    fn making(&self, pool: &IoCtx, reserved: NameEntry, entry: JournalEntry) -> NewImage {
         NewImage {
             pool: pool.clone(),
             reserved,

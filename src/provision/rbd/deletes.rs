@@ -22,13 +22,13 @@ struct DeleteCount {
 
 /// One of them, until this is dropped.
 #[derive(Debug)]
-pub struct Delete(Arc<DeleteCount>);
+pub struct RunningDelete(Arc<DeleteCount>);
 
 impl Deletes {
     /// Registers one.
-    pub fn begin(&self) -> Delete {
+    pub fn begin(&self) -> RunningDelete {
         *self.0.lock() += 1;
-        Delete(Arc::clone(&self.0))
+        RunningDelete(Arc::clone(&self.0))
     }
 
     /// Waits until none is under way, with a deadline.
@@ -50,7 +50,7 @@ impl DeleteCount {
     }
 }
 
-impl Drop for Delete {
+impl Drop for RunningDelete {
     fn drop(&mut self) {
         *self.0.lock() -= 1;
         self.0.ended.notify_all();

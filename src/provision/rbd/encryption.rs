@@ -77,7 +77,7 @@ impl Encryption {
 
 /// The KMS configuration and a request's secrets, which open and seal passphrases.
 #[derive(Debug)]
-pub struct Keeper<'a> {
+pub struct PassphraseStore<'a> {
     pub config: &'a KmsConfig,
     pub secrets: &'a Secrets,
 }
@@ -88,7 +88,7 @@ pub type Handled<'a> = (&'a str, &'a Image);
 /// The keys of an image's metadata.
 pub type ImageMetadata = BTreeMap<String, String>;
 
-impl Keeper<'_> {
+impl PassphraseStore<'_> {
     /// Refuses a passphrase that could not be kept, before there is an image.
     pub fn check(&self, encryption: &Encryption) -> Result<Kms, EncryptionError> {
         passphrase(self.secrets)?;

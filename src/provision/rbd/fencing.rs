@@ -39,8 +39,8 @@ use crate::{
             rbd::{Image, OpenMode, Watcher},
         },
         fencing::{
-            ASKED, Client, Fence, Fences, RegisteredNode, RegisteredNodes, STARTS_WITHIN, Through,
-            host_of,
+            ASKED, CephClient, Fence, Fences, RegisteredNode, RegisteredNodes, STARTS_WITHIN,
+            Through, host_of,
         },
     },
     error_chain,
@@ -268,12 +268,12 @@ fn users(
 }
 
 /// The node's client among the image's watchers.
-fn own_client(attachment: &RegisteredNode, users: &[Watcher]) -> Option<Client> {
+fn own_client(attachment: &RegisteredNode, users: &[Watcher]) -> Option<CephClient> {
     let entry = &attachment.entry;
     if let Some(starting) = &entry.starting {
         let is_from_there = |user: &&Watcher| host_of(&user.address) == starting.host;
         let mut its: Vec<_> = users.iter().filter(is_from_there).collect();
-        return its.pop().filter(|_| its.is_empty()).map(|user| Client {
+        return its.pop().filter(|_| its.is_empty()).map(|user| CephClient {
             address: user.address.clone(),
             boot_id: starting.boot_id.clone(),
             through: Through::RbdNbd,

@@ -25,7 +25,7 @@ use crate::{
 /// How long chains may become, and how many snapshots an image may have: ceph-csi's
 /// defaults. krbd maps chains of 16, and images with 510 snapshots.
 #[derive(Clone, Copy, Debug)]
-pub struct Bounds {
+pub struct FlattenLimits {
     /// From here on the chain is cut in the background.
     pub soft_depth: usize,
     /// From here on nothing is added before it is cut.
@@ -36,7 +36,7 @@ pub struct Bounds {
     pub hard_snapshots: usize,
 }
 
-impl Default for Bounds {
+impl Default for FlattenLimits {
     fn default() -> Self {
         Self {
             soft_depth: 4,
@@ -51,7 +51,7 @@ impl Default for Bounds {
 #[derive(Clone, Debug)]
 pub struct Flattener {
     lanes: Lanes,
-    bounds: Bounds,
+    bounds: FlattenLimits,
     work: Arc<Mutex<Work>>,
 }
 
@@ -65,7 +65,7 @@ struct Work {
 }
 
 impl Flattener {
-    pub fn new(lanes: Lanes, bounds: Bounds) -> Self {
+    pub fn new(lanes: Lanes, bounds: FlattenLimits) -> Self {
         Self {
             lanes,
             bounds,
@@ -233,12 +233,12 @@ mod tests {
     use super::*;
     use crate::ceph::{
         client::rbd::{self, Features, ImageOptions},
-        testing::Place,
+        testing::TestPool,
     };
 
     #[tokio::test]
     async fn clones_of_one_image_are_flattened_one_after_the_other() {
-        let Some(place) = Place::new() else {
+        let Some(place) = TestPool::new() else {
             return;
         };
         let options = ImageOptions {
@@ -253,10 +253,10 @@ mod tests {
             rbd::clone_snapshot(io, name, clone, io, clone, &options).unwrap();
         }
         let lanes = Lanes::new(4);
-        let bounds = Bounds {
+        let bounds = FlattenLimits {
             soft_snapshots: 1,
             hard_snapshots: 100,
-            ..Bounds::default()
+            ..FlattenLimits::default()
         };
         let flattener = Flattener::new(lanes.clone(), bounds);
         flattener.keep_few(&source).unwrap();

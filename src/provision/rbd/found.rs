@@ -11,13 +11,13 @@ use super::{
 use crate::ceph::{
     client::{
         Credentials,
-        rados::{Cluster, IoCtx, Pool},
+        rados::{Cluster, IoCtx, PoolRef},
         rbd::{self, Image, OpenMode},
     },
     csi_format::{
         config::ClusterConfig,
         handle::Handle,
-        journal::{JournalEntry, Reserved},
+        journal::{JournalEntry, NameEntry},
     },
 };
 
@@ -31,7 +31,7 @@ pub struct ClusterConnection {
 
 impl ClusterConnection {
     /// A pool of the cluster, in the namespace that is configured.
-    pub fn pool<'a>(&self, pool: impl Into<Pool<'a>>) -> Result<IoCtx, RbdError> {
+    pub fn pool<'a>(&self, pool: impl Into<PoolRef<'a>>) -> Result<IoCtx, RbdError> {
         let namespace = self.config.rados_namespace.as_deref();
         Ok(self.cluster.ioctx(pool, namespace.unwrap_or_default())?)
     }
@@ -69,7 +69,7 @@ pub struct FoundImage {
 pub struct Recorded {
     /// The directory's pool.
     pub journal: IoCtx,
-    pub reserved: Reserved,
+    pub reserved: NameEntry,
     pub entry: JournalEntry,
 }
 
@@ -196,7 +196,7 @@ pub fn found(
         stands_in: false,
         recorded: Some(Recorded {
             journal,
-            reserved: Reserved { uuid, pool_id },
+            reserved: NameEntry { uuid, pool_id },
             entry,
         }),
     })

@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        Capacity, CapacityRequest, Error, ListRequest, Listed, SnapshotInfo, VolumeInfo,
+        Capacity, CapacityRequest, Error, ListEntry, ListRequest, SnapshotInfo, VolumeInfo,
         range::least,
     },
     RbdStore,
@@ -94,7 +94,7 @@ impl RbdStore {
     pub(super) fn list_volumes(
         &self,
         what: &ListRequest,
-    ) -> Result<Vec<Listed<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
         let links = self.listed_links(what)?;
         page(&self.volumes, &links, what, |found| {
             let bytes = match found.open(OpenMode::ReadOnly) {
@@ -111,7 +111,7 @@ impl RbdStore {
         what: &ListRequest,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<Listed<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
         let links = if secrets.is_empty() {
             self.listed_links(what)?
         } else {
@@ -186,7 +186,7 @@ fn page<T>(
     links: &[ClusterConnection],
     what: &ListRequest,
     show: impl Fn(&FoundImage) -> Result<Option<T>, RbdError>,
-) -> Result<Vec<Listed<T>>, Error> {
+) -> Result<Vec<ListEntry<T>>, Error> {
     let from = match &what.from {
         Some(token) => Some(resume(journal, links, token)?),
         None => None,
@@ -216,7 +216,7 @@ fn page<T>(
                 let token = Token::new(link, &directory, &pool, reserved.uuid).to_string();
                 let found = found(link.clone(), pool, reserved.uuid, entry)?;
                 let Some(entry) = show(&found)? else { continue };
-                entries.push(Listed { token, entry });
+                entries.push(ListEntry { token, entry });
                 if entries.len() > what.max {
                     return Ok(entries);
                 }

@@ -18,7 +18,7 @@ use crate::{
             or_missing,
             rbd::{Features, Image, OpenMode},
         },
-        csi_format::journal::{CreateState, JournalEntry, Reserved},
+        csi_format::journal::{CreateState, JournalEntry, NameEntry},
     },
     secret::Secrets,
 };
@@ -51,7 +51,7 @@ impl RbdStore {
             }
             self.flattener.keep_few(&source)?;
             drop(source);
-            let wanted = Reserved {
+            let wanted = NameEntry {
                 uuid: Uuid::new_v4(),
                 pool_id: of.reserved.pool_id,
             };
@@ -77,7 +77,7 @@ impl RbdStore {
         &'a self,
         new: &'a NewSnapshot,
         volume: &'a FoundImage,
-        reserved: Reserved,
+        reserved: NameEntry,
     ) -> Result<Attempt<'a>, RbdError> {
         Ok(Attempt {
             store: self,
@@ -96,7 +96,7 @@ impl RbdStore {
         &self,
         new: &NewSnapshot,
         volume: &FoundImage,
-        reserved: Reserved,
+        reserved: NameEntry,
         prefix: Option<&str>,
     ) -> Result<Option<SnapshotInfo>, Error> {
         let attempt = self.attempt(new, volume, reserved)?;
@@ -119,7 +119,7 @@ impl RbdStore {
         &self,
         new: &NewSnapshot,
         volume: &FoundImage,
-        reserved: Reserved,
+        reserved: NameEntry,
         prefix: Option<&str>,
     ) -> Result<JournalEntry, RbdError> {
         let of = &volume.recorded()?.entry;

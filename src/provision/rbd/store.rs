@@ -4,7 +4,7 @@
 use std::sync::PoisonError;
 
 use super::{
-    RbdStore, copies::present, encryption::Keeper, error::RbdError, fencing::lift,
+    RbdStore, copies::present, encryption::PassphraseStore, error::RbdError, fencing::lift,
     found::ClusterConnection,
 };
 use crate::{
@@ -142,8 +142,8 @@ impl RbdStore {
     }
 
     /// The KMSes for a request with these secrets.
-    pub(super) fn keeper<'a>(&'a self, secrets: &'a Secrets) -> Keeper<'a> {
+    pub(super) fn keeper<'a>(&'a self, secrets: &'a Secrets) -> PassphraseStore<'a> {
         let config = &self.kms;
-        Keeper { config, secrets }
+        PassphraseStore { config, secrets }
     }
 }

@@ -13,7 +13,7 @@ use std::{
 use crossbeam::channel::{Receiver, Sender, TryRecvError};
 use io_uring::{IoUring, opcode, squeue, types};
 
-use super::{ProbeError, Region, Request, buffer::Buffer};
+use super::{ProbeError, ProbeRead, Region, buffer::Buffer};
 
 /// Entries of the submission ring: the most reads that one system call submits.
 const BATCH: u32 = 256;
@@ -42,7 +42,7 @@ const WAKEUP: u64 = 0;
 /// The state of the ring thread.
 pub(super) struct Engine {
     ring: IoUring,
-    requests: Receiver<Request>,
+    requests: Receiver<ProbeRead>,
     wakeup: Arc<OwnedFd>,
     /// The buffer of the wakeup's read.
     wakeups: Box<[u8; 8]>,
@@ -79,7 +79,7 @@ struct Read {
 }
 
 impl Engine {
-    pub(super) fn new(requests: Receiver<Request>, wakeup: Arc<OwnedFd>) -> io::Result<Self> {
+    pub(super) fn new(requests: Receiver<ProbeRead>, wakeup: Arc<OwnedFd>) -> io::Result<Self> {
         let ring = IoUring::builder()
             .dontfork()
             .setup_cqsize(READS)
@@ -153,7 +153,7 @@ impl Engine {
         self.listening = unsafe { self.ring.submission().push(&entry) }.is_ok();
     }
 
-    fn accept(&mut self, request: Request) {
+    fn accept(&mut self, request: ProbeRead) {
         self.last += 1;
         let id = self.last;
         let reads = request.regions.iter().enumerate();

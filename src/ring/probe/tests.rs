@@ -11,9 +11,9 @@ use super::{engine::READS, *};
 mod stuck;
 
 /// A loop device over `image`, detached when dropped.
-struct LoopDevice(PathBuf);
+struct TestLoop(PathBuf);
 
-impl LoopDevice {
+impl TestLoop {
     fn over(image: &Path) -> Self {
         let output = Command::new("losetup")
             .args(["--find", "--show"])
@@ -33,7 +33,7 @@ impl LoopDevice {
     }
 }
 
-impl Drop for LoopDevice {
+impl Drop for TestLoop {
     fn drop(&mut self) {
         Command::new("losetup")
             .arg("--detach")
@@ -102,7 +102,7 @@ fn regions() -> Vec<Region> {
 fn sixty_four_devices_at_once() {
     let dir = memory();
     let devices: Vec<_> = (0..64)
-        .map(|number| LoopDevice::over(&image(dir.path(), number, SIZE)))
+        .map(|number| TestLoop::over(&image(dir.path(), number, SIZE)))
         .collect();
     let prober = Prober::start().unwrap();
     thread::scope(|scope| {
@@ -123,7 +123,7 @@ fn sixty_four_devices_at_once() {
 fn a_region_may_end_with_the_device_and_not_behind_it() {
     let dir = memory();
     let size = 64 * 1024 + 512;
-    let device = LoopDevice::over(&image(dir.path(), 7, size));
+    let device = TestLoop::over(&image(dir.path(), 7, size));
     let prober = Prober::start().unwrap();
     let last = Region {
         offset: 64 * 1024,
@@ -148,7 +148,7 @@ fn a_region_may_end_with_the_device_and_not_behind_it() {
 fn a_read_error_names_its_offset() {
     let dir = memory();
     let path = image(dir.path(), 7, SIZE);
-    let device = LoopDevice::over(&path);
+    let device = TestLoop::over(&path);
     // The device keeps its size; a read beyond the file's end is an I/O error.
     OpenOptions::new()
         .write(true)
@@ -177,7 +177,7 @@ fn a_read_error_names_its_offset() {
 #[test]
 fn more_reads_than_the_ring_holds_wait_their_turn() {
     let dir = memory();
-    let device = LoopDevice::over(&image(dir.path(), 7, SIZE));
+    let device = TestLoop::over(&image(dir.path(), 7, SIZE));
     let prober = Prober::start().unwrap();
     let file = device.open();
     let many: Vec<_> = (0..2 * u64::from(READS))
@@ -226,8 +226,8 @@ fn once_the_thread_has_ended_it_is_not_alive_and_reads_nothing() {
 fn hung_devices_delay_no_other_probe() {
     let dir = memory();
     let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
-    let dead: Vec<_> = (0..24).map(|_| LoopDevice::over(stuck.path())).collect();
-    let alive = LoopDevice::over(&image(dir.path(), 7, SIZE));
+    let dead: Vec<_> = (0..24).map(|_| TestLoop::over(stuck.path())).collect();
+    let alive = TestLoop::over(&image(dir.path(), 7, SIZE));
     let prober = Prober::start().unwrap();
     thread::scope(|scope| {
         // Dropped if the test fails, so that its threads end.
@@ -269,7 +269,7 @@ const MANY: usize = 600;
 fn hundreds_of_reads_that_hang_leave_room_for_others() {
     let dir = memory();
     let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
-    let alive = LoopDevice::over(&image(dir.path(), 7, SIZE));
+    let alive = TestLoop::over(&image(dir.path(), 7, SIZE));
     let prober = Prober::start().unwrap();
     // Each read of the file itself, without a loop device, occupies a kernel worker.
     let open = |_| {

@@ -19,7 +19,7 @@ fn key() -> Secret {
     Secret::new("a key".to_owned())
 }
 
-async fn started(lines: &str, within: Duration) -> (Daemon, Started) {
+async fn started(lines: &str, within: Duration) -> (Daemon, StartOutcome) {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), lines);
     let spec = spec("fault", "pool", "image");
@@ -37,7 +37,7 @@ async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
                  while [ -n \"$(cat /proc/self/fd/0)\" ]; do :; done; echo empty >&2; \
                  tr '\\0' ' ' </proc/$$/cmdline >&2; env >&2";
     let (daemon, started) = started(lines, LONG).await;
-    assert!(matches!(started, Started::Ready), "{started:?}");
+    assert!(matches!(started, StartOutcome::Ready), "{started:?}");
     daemon.ended().await;
     let mut log = daemon.log.clone().unwrap();
     let log = log.wait_for(|log| log.ended).await.unwrap();
@@ -53,20 +53,20 @@ async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
 #[tokio::test]
 async fn a_daemons_failure_is_reported_with_its_last_line() {
     let (_, ended) = started("echo 'rbd-nbd: no way' >&2; exit 1", LONG).await;
-    let Started::Ended(SupervisorError::Failed { message, .. }) = ended else {
+    let StartOutcome::Ended(SupervisorError::Failed { message, .. }) = ended else {
         panic!("{ended:?}");
     };
     assert_eq!(message, "rbd-nbd: no way");
     // Killed, with a line cut short.
     let (_, ended) = started("printf 'half a li'; kill -9 $$", LONG).await;
     assert!(
-        matches!(&ended, Started::Ended(SupervisorError::Failed { message, .. }) if message == "half a li"),
+        matches!(&ended, StartOutcome::Ended(SupervisorError::Failed { message, .. }) if message == "half a li"),
         "{ended:?}"
     );
     // Not that node, and then nothing.
     let (_, ended) = started("echo ' /dev/nbd7'", LONG).await;
     assert!(
-        matches!(ended, Started::Ended(SupervisorError::Failed { .. })),
+        matches!(ended, StartOutcome::Ended(SupervisorError::Failed { .. })),
         "{ended:?}"
     );
     let missing = Daemon::start(
@@ -87,7 +87,7 @@ async fn a_daemons_failure_is_reported_with_its_last_line() {
 async fn a_daemon_that_floods_its_log_runs_on() {
     let flood = "head -c 300000 /dev/zero; echo; echo /dev/nbd7; exec sleep 60";
     let (daemon, started) = started(flood, LONG).await;
-    assert!(matches!(started, Started::Ready), "{started:?}");
+    assert!(matches!(started, StartOutcome::Ready), "{started:?}");
     assert!(daemon.log.as_ref().unwrap().borrow().tail.len() <= KEPT);
     assert!(daemon.end().await);
 }
@@ -95,7 +95,7 @@ async fn a_daemon_that_floods_its_log_runs_on() {
 #[tokio::test]
 async fn a_daemon_that_does_not_start_in_time_can_be_ended() {
     let (daemon, started) = started("exec sleep 60", Duration::from_millis(50)).await;
-    assert!(matches!(started, Started::Late), "{started:?}");
+    assert!(matches!(started, StartOutcome::Late), "{started:?}");
     assert!(daemon.end().await);
     assert!(daemon.end().await);
 }

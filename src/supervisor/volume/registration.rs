@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
-use super::{Volume, start_args::StartArgs};
+use super::{ServedVolume, start_args::StartArgs};
 use crate::supervisor::{
     SupervisorError,
     daemon::Daemon,
     processes::process,
-    registration::{self, Lineage, Step},
+    registration::{self, Lineage, RegistrationStep},
 };
 
 /// Between two looks for a daemon among the image's watchers.
@@ -20,7 +20,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// [`STARTS_WITHIN`](crate::ceph::fencing::STARTS_WITHIN).
 const THERE_WITHIN: Duration = Duration::from_secs(5);
 
-impl Volume {
+impl ServedVolume {
     /// Starts anew, as a stage or an operator asks: the volume is published to this node
     /// now, and earlier registrations do not matter.
     pub(super) async fn anew<T>(
@@ -39,18 +39,20 @@ impl Volume {
 
     /// Registers that a daemon is starting, if the volume is published to this node.
     pub(super) async fn begins(&mut self, args: &StartArgs) -> Result<(), SupervisorError> {
-        self.register(args, Step::Begins).await.map(drop)
+        self.register(args, RegistrationStep::Begins)
+            .await
+            .map(drop)
     }
 
     /// Checks that the volume is published to this node.
     pub(super) async fn is_published(&mut self, args: &StartArgs) -> Result<(), SupervisorError> {
-        self.register(args, Step::Looks).await.map(drop)
+        self.register(args, RegistrationStep::Looks).await.map(drop)
     }
 
     /// Registers that the daemon has ended. If that fails, an unpublish waits longer than
     /// it needs to.
     pub(super) async fn has_ended(&mut self, args: &StartArgs) {
-        if let Err(error) = self.register(args, Step::Ended).await {
+        if let Err(error) = self.register(args, RegistrationStep::Ended).await {
             let error = crate::error_chain(&error);
             tracing::debug!(
                 volume = self.id,
@@ -74,7 +76,7 @@ impl Volume {
         // A look is never abandoned: it would register a daemon that was killed
         // meanwhile, while the next one is starting.
         while !self
-            .register(args, Step::Serves(daemon.clients(), process))
+            .register(args, RegistrationStep::Serves(daemon.clients(), process))
             .await?
         {
             if since.elapsed() > THERE_WITHIN {
@@ -92,7 +94,7 @@ impl Volume {
     }
 
     /// Registers the daemon that serves, where none was started for this call;
-    /// `served` is the result of [`Volume::ensure_served`].
+    /// `served` is the result of [`ServedVolume::ensure_served`].
     pub(super) async fn ensure_registered(
         &mut self,
         served: Result<(), SupervisorError>,
@@ -111,12 +113,16 @@ impl Volume {
         registered
     }
 
-    async fn register(&mut self, args: &StartArgs, step: Step) -> Result<bool, SupervisorError> {
+    async fn register(
+        &mut self,
+        args: &StartArgs,
+        step: RegistrationStep,
+    ) -> Result<bool, SupervisorError> {
         let Some(fencing) = args.spec.fencing.clone() else {
             return Ok(true);
         };
         let (args, lineage) = (args.clone(), self.lineage);
-        let registers = !matches!(step, Step::Looks);
+        let registers = !matches!(step, RegistrationStep::Looks);
         let register =
             move || registration::register(&args.spec, &fencing, &args.key, lineage, step);
         let registered = self

@@ -6,7 +6,7 @@ use rustix::process::Pid;
 use tokio::time::sleep;
 
 use super::{
-    LONGEST_PAUSE, LOOK_EVERY, OpenGuard, PAUSE, Volume, open::lock_out_udevd,
+    LONGEST_PAUSE, LOOK_EVERY, OpenGuard, PAUSE, ServedVolume, open::lock_out_udevd,
     start_args::StartArgs,
 };
 use crate::{
@@ -14,7 +14,7 @@ use crate::{
     kernel::nbd::NbdDevice,
     supervisor::{
         Spec, SupervisorError,
-        daemon::{Daemon, Started},
+        daemon::{Daemon, StartOutcome},
         error::failed,
         spec::Verb,
     },
@@ -25,7 +25,7 @@ const START_WITHIN: Duration = Duration::from_secs(60);
 /// The deadline until a daemon that was found serves or ends.
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 
-impl Volume {
+impl ServedVolume {
     /// Ensures that the device has a daemon, whose output this supervisor reads as far as
     /// it has a key, and its image's size.
     pub(super) async fn ensure_served(
@@ -166,7 +166,7 @@ impl Volume {
     ) -> Result<(), SupervisorError> {
         let mut daemon = self.begin(args, verb, None)?;
         match daemon.ready(&args.spec, START_WITHIN).await {
-            Started::Ready => {
+            StartOutcome::Ready => {
                 crash_point();
                 let registered = self.serves(args, &daemon).await;
                 self.daemon = Some(daemon);
@@ -178,8 +178,8 @@ impl Volume {
                 self.worked(args.clone());
                 Ok(())
             }
-            Started::Ended(error) => Err(error),
-            Started::Late => {
+            StartOutcome::Ended(error) => Err(error),
+            StartOutcome::Late => {
                 let stuck = self.stuck(&daemon, "did not begin to serve in time");
                 if !daemon.end().await {
                     // It may still come to serve, so no other may start.
@@ -283,12 +283,12 @@ impl Volume {
         let started = beside.ready(&args.spec, START_WITHIN).await;
         let ended = beside.end().await;
         match started {
-            Started::Ready if ended => {
+            StartOutcome::Ready if ended => {
                 self.is_behind = false;
                 self.worked(args.clone());
                 Ok(())
             }
-            Started::Ended(error) => Err(error),
+            StartOutcome::Ended(error) => Err(error),
             _ => Err(self.stuck(&beside, "did not give the device its size")),
         }
     }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::{sleep, timeout};
 
-use super::{LOOK_EVERY, OpenGuard, Volume, open::disconnect, start_args::StartArgs};
+use super::{LOOK_EVERY, OpenGuard, ServedVolume, open::disconnect, start_args::StartArgs};
 use crate::{
     Done,
     kernel::nbd::{NbdDevice, ReservedIndex},
@@ -17,7 +17,7 @@ const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
 /// The longest time until a device is open, and until it is gone after its daemon.
 const GONE_WITHIN: Duration = Duration::from_secs(20);
 
-impl Volume {
+impl ServedVolume {
     /// Maps the image, or finds it mapped, with a daemon afterwards.
     pub(super) async fn map(
         &mut self,

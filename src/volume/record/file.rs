@@ -16,7 +16,7 @@ use crate::crash_point;
 
 /// What a change outlives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Durability {
+pub enum RecordDurability {
     /// A crash of the process.
     Volatile,
     /// A crash of the machine: the call waits for the disk.
@@ -25,7 +25,7 @@ pub enum Durability {
 
 /// Makes `bytes` the content of `path`, at once or not at all. The file is readable by
 /// its owner alone.
-pub fn replace(path: &Path, bytes: &[u8], durability: Durability) -> io::Result<()> {
+pub fn replace(path: &Path, bytes: &[u8], durability: RecordDurability) -> io::Result<()> {
     let (directory, new) = directory_and_draft(path)?;
     let mut file = File::options()
         .write(true)
@@ -34,13 +34,13 @@ pub fn replace(path: &Path, bytes: &[u8], durability: Durability) -> io::Result<
         .mode(0o600)
         .open(&new)?;
     file.write_all(bytes)?;
-    if durability == Durability::Durable {
+    if durability == RecordDurability::Durable {
         file.sync_all()?;
     }
     crash_point();
     fs::rename(&new, path)?;
     crash_point();
-    if durability == Durability::Durable {
+    if durability == RecordDurability::Durable {
         File::open(directory)?.sync_all()?;
     }
     Ok(())
@@ -48,14 +48,14 @@ pub fn replace(path: &Path, bytes: &[u8], durability: Durability) -> io::Result<
 
 /// Removes `path`. Where that is to be durable its directory is synced even if the file
 /// was gone: the call that removed it may have died before it synced.
-pub fn remove(path: &Path, durability: Durability) -> io::Result<()> {
+pub fn remove(path: &Path, durability: RecordDurability) -> io::Result<()> {
     let is_missing = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
     match fs::remove_file(path) {
         Err(error) if !is_missing(&error) => return Err(error),
         _ => {}
     }
     crash_point();
-    if durability == Durability::Volatile {
+    if durability == RecordDurability::Volatile {
         return Ok(());
     }
     let (directory, _) = directory_and_draft(path)?;
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_replaced_file_reads_back_and_leaves_no_draft() {
-        for durability in [Durability::Volatile, Durability::Durable] {
+        for durability in [RecordDurability::Volatile, RecordDurability::Durable] {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("record.json");
             let draft = dir.path().join(".record.json.new");

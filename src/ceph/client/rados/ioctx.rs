@@ -3,30 +3,30 @@
 use std::{fmt, ptr, sync::Arc};
 
 use super::{Cluster, abi};
-use crate::ceph::client::{CephError, call::Call};
+use crate::ceph::client::{CephError, call::LibraryCall};
 
 /// Which pool.
 #[derive(Clone, Copy, Debug)]
-pub enum Pool<'a> {
+pub enum PoolRef<'a> {
     /// By its name.
     Name(&'a str),
     /// By its id, which stays when it is renamed.
     Id(i64),
 }
 
-impl<'a> From<&'a str> for Pool<'a> {
+impl<'a> From<&'a str> for PoolRef<'a> {
     fn from(name: &'a str) -> Self {
         Self::Name(name)
     }
 }
 
-impl<'a> From<&'a String> for Pool<'a> {
+impl<'a> From<&'a String> for PoolRef<'a> {
     fn from(name: &'a String) -> Self {
         Self::Name(name)
     }
 }
 
-impl From<i64> for Pool<'_> {
+impl From<i64> for PoolRef<'_> {
     fn from(id: i64) -> Self {
         Self::Id(id)
     }
@@ -55,12 +55,12 @@ unsafe impl Sync for Inner {}
 impl IoCtx {
     pub(super) fn new(
         cluster: &Arc<Cluster>,
-        pool: Pool<'_>,
+        pool: PoolRef<'_>,
         namespace: &str,
     ) -> Result<Self, CephError> {
         let (pool_id, pool) = match pool {
-            Pool::Name(name) => (cluster.pool_id(name)?, name.to_owned()),
-            Pool::Id(id) => (id, cluster.pool_name(id)?),
+            PoolRef::Name(name) => (cluster.pool_id(name)?, name.to_owned()),
+            PoolRef::Id(id) => (id, cluster.pool_name(id)?),
         };
         let call = cluster.call("use", || format!("pool {pool}"));
         let name = call.text(namespace)?;
@@ -109,7 +109,7 @@ impl IoCtx {
         operation: &'static str,
         kind: &'static str,
         name: &str,
-    ) -> Call<'_, impl Fn() -> String> {
+    ) -> LibraryCall<'_, impl Fn() -> String> {
         let said = move || format!("{kind} {self}/{name}");
         self.0.cluster.call(operation, said)
     }

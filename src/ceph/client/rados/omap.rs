@@ -14,7 +14,7 @@ const PAGE: u64 = 1000;
 
 /// Some of an object's keys with their values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Page {
+pub struct OmapPage {
     /// In the order of the keys.
     pub entries: BTreeMap<String, String>,
     /// Whether there are keys behind the last of these.
@@ -78,7 +78,7 @@ impl IoCtx {
         after: &str,
         prefix: &str,
         max: u64,
-    ) -> Result<Page, CephError> {
+    ) -> Result<OmapPage, CephError> {
         let call = self.call("read keys of", "object", object);
         let (after, prefix) = (call.text(after)?, call.text(prefix)?);
         let functions = &self.cluster().libraries.rados;
@@ -98,7 +98,7 @@ impl IoCtx {
                 );
             }
         })?;
-        Ok(Page {
+        Ok(OmapPage {
             entries: texts(entries),
             more: more != 0,
         })
@@ -115,7 +115,7 @@ impl IoCtx {
             let after = all
                 .last_key_value()
                 .map_or("", |(key, _): (&String, _)| key);
-            let Page { mut entries, more } = self.omap_page(object, after, prefix, PAGE)?;
+            let OmapPage { mut entries, more } = self.omap_page(object, after, prefix, PAGE)?;
             let ended = !more || entries.is_empty();
             all.append(&mut entries);
             if ended {

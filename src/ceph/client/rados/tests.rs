@@ -14,7 +14,7 @@ use super::*;
 use crate::{
     ceph::{
         client::Credentials,
-        testing::{Place, connect, credentials, timeouts},
+        testing::{TestPool, connect, credentials, timeouts},
     },
     secret::Secret,
 };
@@ -95,7 +95,7 @@ fn a_cluster_that_is_silent_costs_the_timeout() {
 
 #[test]
 fn keys_are_written_read_and_removed() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     let create = WriteOp::new().create();
@@ -125,7 +125,7 @@ fn keys_are_written_read_and_removed() {
 
 #[test]
 fn a_long_list_is_read_in_pages() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     let keys: Vec<_> = (0..2500).map(|nr| format!("key.{nr:05}")).collect();
@@ -142,7 +142,7 @@ fn a_long_list_is_read_in_pages() {
 
 #[test]
 fn changes_are_made_together_or_not_at_all() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     io.operate("o", &WriteOp::new().create()).unwrap();
@@ -161,7 +161,7 @@ fn changes_are_made_together_or_not_at_all() {
 
 #[test]
 fn many_threads_share_a_connection() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     let won = thread::scope(|scope| {

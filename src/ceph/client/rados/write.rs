@@ -8,11 +8,11 @@ use crate::ceph::client::CephError;
 /// Changes to one object, which the OSD applies in this order, all or none.
 #[derive(Clone, Debug, Default)]
 pub struct WriteOp<'a> {
-    steps: Vec<Step<'a>>,
+    steps: Vec<WriteStep<'a>>,
 }
 
 #[derive(Clone, Debug)]
-enum Step<'a> {
+enum WriteStep<'a> {
     Create,
     AssertExists,
     Compare(&'a str, &'a str),
@@ -27,7 +27,7 @@ impl<'a> WriteOp<'a> {
         Self::default()
     }
 
-    fn then(mut self, step: Step<'a>) -> Self {
+    fn then(mut self, step: WriteStep<'a>) -> Self {
         self.steps.push(step);
         self
     }
@@ -35,38 +35,38 @@ impl<'a> WriteOp<'a> {
     /// Creates the object; fails if it exists ([`CephError::is_exists`]).
     #[must_use]
     pub fn create(self) -> Self {
-        self.then(Step::Create)
+        self.then(WriteStep::Create)
     }
 
     /// Fails if the object does not exist ([`CephError::is_not_found`]).
     #[must_use]
     pub fn assert_exists(self) -> Self {
-        self.then(Step::AssertExists)
+        self.then(WriteStep::AssertExists)
     }
 
     /// Fails if the key has another value ([`CephError::is_mismatch`]), or the object does
     /// not exist ([`CephError::is_not_found`]). An absent key has the empty value.
     #[must_use]
     pub fn compare(self, key: &'a str, value: &'a str) -> Self {
-        self.then(Step::Compare(key, value))
+        self.then(WriteStep::Compare(key, value))
     }
 
     /// Sets keys to values; creates the object if it does not exist.
     #[must_use]
     pub fn set(self, entries: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
-        self.then(Step::Set(entries.into_iter().collect()))
+        self.then(WriteStep::Set(entries.into_iter().collect()))
     }
 
     /// Removes keys; absent ones are no error.
     #[must_use]
     pub fn unset(self, keys: impl IntoIterator<Item = &'a str>) -> Self {
-        self.then(Step::Unset(keys.into_iter().collect()))
+        self.then(WriteStep::Unset(keys.into_iter().collect()))
     }
 
     /// Removes the object.
     #[must_use]
     pub fn remove(self) -> Self {
-        self.then(Step::Remove)
+        self.then(WriteStep::Remove)
     }
 }
 
@@ -112,7 +112,7 @@ impl IoCtx {
 }
 
 /// Adds one step to an operation of the library, which copies the arguments.
-fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
+fn add(functions: &abi::Functions, op: abi::WriteOp, step: &WriteStep<'_>) {
     let pointers = |texts: &[&str]| -> (Vec<_>, Vec<_>) {
         let each = texts.iter().map(|text| (text.as_ptr().cast(), text.len()));
         each.unzip()
@@ -120,11 +120,11 @@ fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
     // SAFETY: `op` is not released, and every text comes with its length.
     unsafe {
         match step {
-            Step::Create => {
+            WriteStep::Create => {
                 (functions.rados_write_op_create)(op, abi::CREATE_EXCLUSIVE, ptr::null());
             }
-            Step::AssertExists => (functions.rados_write_op_assert_exists)(op),
-            Step::Compare(key, value) => (functions.rados_write_op_omap_cmp2)(
+            WriteStep::AssertExists => (functions.rados_write_op_assert_exists)(op),
+            WriteStep::Compare(key, value) => (functions.rados_write_op_omap_cmp2)(
                 op,
                 key.as_ptr().cast(),
                 abi::COMPARE_EQUAL,
@@ -133,7 +133,7 @@ fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
                 value.len(),
                 ptr::null_mut(),
             ),
-            Step::Set(entries) => {
+            WriteStep::Set(entries) => {
                 let (keys, values): (Vec<_>, Vec<_>) = entries.iter().copied().unzip();
                 let ((keys, key_lens), (values, value_lens)) = (pointers(&keys), pointers(&values));
                 (functions.rados_write_op_omap_set2)(
@@ -145,7 +145,7 @@ fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
                     entries.len(),
                 );
             }
-            Step::Unset(keys) => {
+            WriteStep::Unset(keys) => {
                 let (keys, lens) = pointers(keys);
                 (functions.rados_write_op_omap_rm_keys2)(
                     op,
@@ -154,7 +154,7 @@ fn add(functions: &abi::Functions, op: abi::WriteOp, step: &Step<'_>) {
                     lens.len(),
                 );
             }
-            Step::Remove => (functions.rados_write_op_remove)(op),
+            WriteStep::Remove => (functions.rados_write_op_remove)(op),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::{
 use super::{Features, abi};
 use crate::ceph::client::{
     CephError,
-    call::{Call, owned},
+    call::{LibraryCall, owned},
     rados::IoCtx,
 };
 
@@ -105,7 +105,7 @@ impl Image {
     }
 
     /// A call about this image.
-    pub(super) fn call(&self, operation: &'static str) -> Call<'_, impl Fn() -> String> {
+    pub(super) fn call(&self, operation: &'static str) -> LibraryCall<'_, impl Fn() -> String> {
         self.io.call(operation, "image", &self.name)
     }
 
@@ -115,7 +115,7 @@ impl Image {
         operation: &'static str,
         kind: &'static str,
         name: &str,
-    ) -> Call<'_, impl Fn() -> String> {
+    ) -> LibraryCall<'_, impl Fn() -> String> {
         let said = move || format!("{kind} {name} of image {self}");
         self.io.cluster().call(operation, said)
     }

@@ -4,7 +4,7 @@ use rustix::io::Errno;
 use testkit::TestCluster;
 
 use super::*;
-use crate::ceph::testing::{Place, connect};
+use crate::ceph::testing::{TestPool, connect};
 
 const MIB: u64 = 1 << 20;
 
@@ -18,7 +18,7 @@ fn plain() -> ImageOptions {
 
 #[test]
 fn an_image_is_made_as_it_is_asked_for() {
-    let Some(place) = Place::new() else { return };
+    let Some(place) = TestPool::new() else { return };
     let io = &place.io;
     let data_pool = place.cluster.fresh_pool();
     let asked = ImageOptions {
@@ -59,7 +59,7 @@ fn an_image_is_made_as_it_is_asked_for() {
 
 #[test]
 fn an_image_grows_and_never_shrinks() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     create(&io, "grows", MIB, &plain()).unwrap();
@@ -77,7 +77,7 @@ fn an_image_grows_and_never_shrinks() {
 
 #[test]
 fn a_client_that_has_the_image_open_is_a_watcher() {
-    let Some(Place { io, cluster }) = Place::new() else {
+    let Some(TestPool { io, cluster }) = TestPool::new() else {
         return;
     };
     create(&io, "watched", MIB, &plain()).unwrap();
@@ -131,7 +131,7 @@ fn mirroring_of_an_image_is_reported() {
 
 #[test]
 fn clones_live_without_their_snapshot_and_parent() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     create(&io, "parent", 8 * MIB, &plain()).unwrap();
@@ -173,7 +173,7 @@ fn clones_live_without_their_snapshot_and_parent() {
 
 #[test]
 fn an_image_in_the_trash_is_listed_until_removed() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     create(&io, "a", MIB, &plain()).unwrap();
@@ -203,7 +203,7 @@ fn an_image_in_the_trash_is_listed_until_removed() {
 
 #[test]
 fn metadata_is_kept_with_the_image() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     create(&io, "noted", MIB, &plain()).unwrap();
@@ -226,7 +226,7 @@ fn metadata_is_kept_with_the_image() {
 
 #[test]
 fn lists_longer_than_their_first_buffer_are_whole() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     for nr in 0..20 {
@@ -242,7 +242,7 @@ fn lists_longer_than_their_first_buffer_are_whole() {
 
 #[test]
 fn namespaces_are_made_once() {
-    let Some(Place { io, cluster: _test }) = Place::new() else {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
     let pool = io.cluster().ioctx(io.pool_id(), "").unwrap();
@@ -255,7 +255,7 @@ fn namespaces_are_made_once() {
 
 #[test]
 fn a_header_reports_what_the_open_image_does() {
-    let Some(place) = Place::new() else { return };
+    let Some(place) = TestPool::new() else { return };
     let io = &place.io;
     assert!(Header::of(io, "a").unwrap_err().is_not_found());
     let asked = ImageOptions {
@@ -305,7 +305,7 @@ fn a_header_reports_what_the_open_image_does() {
 
 #[test]
 fn an_image_of_the_first_format_has_a_header_too() {
-    let Some(place) = Place::new() else { return };
+    let Some(place) = TestPool::new() else { return };
     // Nobody makes one any more; this much of it is looked at.
     let create = crate::ceph::client::rados::WriteOp::new().create();
     place.io.operate("old.rbd", &create).unwrap();

@@ -141,12 +141,12 @@ mod tests {
     use super::*;
     use crate::ceph::{
         client::rbd::{ImageOptions, create, image_id, list as images},
-        testing::Place,
+        testing::TestPool,
     };
 
     #[test]
     fn a_move_that_was_interrupted_is_completed() {
-        let Some(place) = Place::new() else { return };
+        let Some(place) = TestPool::new() else { return };
         let io = &place.io;
         create(io, "image", 1 << 20, &ImageOptions::default()).unwrap();
         let id = image_id(io, "image").unwrap().unwrap();

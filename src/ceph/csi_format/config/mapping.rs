@@ -13,11 +13,11 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::Deserialize;
 
-use super::{ConfigError, Watched, null_is_default};
+use super::{CachedFile, ConfigError, null_is_default};
 
 /// One entry of the file.
 #[derive(Debug, Deserialize)]
-struct Mapping {
+struct ClusterMapping {
     #[serde(
         default,
         rename = "clusterIDMapping",
@@ -35,14 +35,14 @@ struct Mapping {
 /// The mappings of a file, as it is at each question.
 #[derive(Debug)]
 pub struct Mappings {
-    file: Watched<Vec<Mapping>>,
+    file: CachedFile<Vec<ClusterMapping>>,
 }
 
 impl Mappings {
     /// The mappings of that file, which need not exist.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
-            file: Watched::new(path.into()),
+            file: CachedFile::new(path.into()),
         }
     }
 

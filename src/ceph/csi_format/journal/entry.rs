@@ -42,14 +42,14 @@ impl JournalKind {
 
 /// What a name leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reserved {
+pub struct NameEntry {
     /// What tells the image from all others.
     pub uuid: Uuid,
     /// The image's pool, where it is not the journal's.
     pub pool_id: Option<i64>,
 }
 
-impl fmt::Display for Reserved {
+impl fmt::Display for NameEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.pool_id {
             Some(id) => write!(f, "{id:016x}/{}", self.uuid),
@@ -58,7 +58,7 @@ impl fmt::Display for Reserved {
     }
 }
 
-impl FromStr for Reserved {
+impl FromStr for NameEntry {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
@@ -235,9 +235,9 @@ mod tests {
 
     #[test]
     fn a_name_leads_to_a_uuid_and_maybe_another_pool() {
-        let elsewhere: Reserved = format!("000000000000000a/{UUID}").parse().unwrap();
+        let elsewhere: NameEntry = format!("000000000000000a/{UUID}").parse().unwrap();
         assert_eq!(elsewhere.pool_id, Some(10));
-        let here: Reserved = UUID.parse().unwrap();
+        let here: NameEntry = UUID.parse().unwrap();
         assert_eq!((here.uuid, here.pool_id), (elsewhere.uuid, None));
         for bad in [
             "",
@@ -246,7 +246,7 @@ mod tests {
             &format!("a/{UUID}"),
             &format!("{UUID}/"),
         ] {
-            assert!(bad.parse::<Reserved>().is_err(), "{bad}");
+            assert!(bad.parse::<NameEntry>().is_err(), "{bad}");
         }
     }
 
@@ -294,13 +294,13 @@ mod tests {
             };
             let keys = entry.to_keys(kind).into_iter().map(|(k, v)| (k.to_owned(), v));
             prop_assert_eq!(JournalEntry::from_keys(kind, keys.collect()), Ok(entry));
-            let reserved = Reserved { uuid: Uuid::from_u128(id), pool_id: pool };
+            let reserved = NameEntry { uuid: Uuid::from_u128(id), pool_id: pool };
             prop_assert_eq!(reserved.to_string().parse(), Ok(reserved));
         }
 
         #[test]
         fn any_value_is_read_or_refused(text in "[0-9a-f/-]{0,60}|.{0,60}") {
-            let _ = text.parse::<Reserved>();
+            let _ = text.parse::<NameEntry>();
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{
     super::{
         super::{ContentSource, Error, range::DEFAULT},
         copies,
-        encryption::{Encryption, ImageMetadata, Keeper},
+        encryption::{Encryption, ImageMetadata, PassphraseStore},
         error::RbdError,
         found::FoundImage,
         image_size,
@@ -174,7 +174,7 @@ impl Creation<'_> {
         let Some(encryption) = &self.class.encryption else {
             return Ok(());
         };
-        let keeper: Keeper<'_> = self.store.keeper(&self.new.secrets);
+        let keeper: PassphraseStore<'_> = self.store.keeper(&self.new.secrets);
         let own = (making.handle.as_str(), &image);
         match origin {
             None => keeper.prepare(encryption, own),

@@ -5,7 +5,7 @@ use super::*;
 use crate::ceph::{
     client::rbd::{Image, OpenMode},
     fencing::{
-        Client, Fence, Fences, NodeEntry, Published, RegisteredNodes, STARTS_WITHIN, Starting,
+        CephClient, Fence, Fences, NodeEntry, Published, RegisteredNodes, STARTS_WITHIN, Starting,
         Through, host_of,
     },
 };
@@ -17,7 +17,7 @@ const GRACE: Duration = Duration::from_millis(300);
 /// A node that has a volume.
 struct Node {
     image: Image,
-    client: Client,
+    client: CephClient,
 }
 
 impl Node {
@@ -46,7 +46,7 @@ impl Fenced {
         let name = &self.volume.context["imageName"];
         let image = Image::open(&self.home.io(), name, OpenMode::ReadWrite).unwrap();
         let own = image.watchers().unwrap().into_iter().find(|one| one.own);
-        let client = Client {
+        let client = CephClient {
             address: own.unwrap().address,
             boot_id: "boot".to_owned(),
             through: Through::OwnKrbd,
