@@ -67,13 +67,12 @@ pub use heartbeat::Heartbeat;
 pub use held::{Answer, Listed, Outcome};
 pub use stats::{Space, Usage};
 
-use context::Context;
 use held::Volume;
 use occupied::Occupied;
 use places::Places;
 use reconcile::Untaken;
 use record::Records;
-use spec::{Call, Request};
+use spec::Request;
 
 /// An operator's settings of a node.
 #[derive(Clone, Debug)]
@@ -231,22 +230,6 @@ async fn expire(gates: Gates) {
     loop {
         timer::sleep(EXPIRE_EVERY).await;
         gates.expire();
-    }
-}
-
-/// Runs one call to its end; a volume has one at a time.
-async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
-    let occupy = |path| cx.node.occupied.occupy(path, &cx.volume.id);
-    let _path = call.mount_path().map(occupy).transpose()?;
-    match call {
-        Call::Stage(spec) => stage::stage(cx, spec).await,
-        Call::Unstage(path) => unstage::unstage(cx, path).await,
-        Call::GiveBack(source) => claims::give_back(cx, source).await,
-        Call::Publish(spec) => publish::publish(cx, spec).await,
-        Call::Inline(spec) => inline::publish(cx, spec).await,
-        Call::Unpublish(path) => unpublish::unpublish(cx, path).await,
-        Call::Expand(spec) => expand::expand(cx, spec).await,
-        Call::Format(spec) => format::format(cx, spec).await,
     }
 }
 

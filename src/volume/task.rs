@@ -23,12 +23,16 @@ use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
 use super::{
-    Node,
+    Node, claims,
     context::Context,
     error::Cause,
-    held::{Answer, Running, Volume},
+    expand, format,
+    held::{Answer, Outcome, Running, Volume},
+    inline,
     progress::Progress,
-    spec::Request,
+    publish,
+    spec::{Call, Request},
+    stage, unpublish, unstage,
 };
 use crate::{Kind, ring};
 
@@ -114,7 +118,7 @@ fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> Volum
             progress: &progress,
             secrets: &request.secrets,
         };
-        let ran = super::run(cx, &request.call).await;
+        let ran = run(cx, &request.call).await;
         ran.map_err(|cause| Arc::new(cause.of(&volume.id)))
     });
     if let Poll::Ready(answer) = work
@@ -130,6 +134,22 @@ fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> Volum
     };
     ring::spawn(task.in_current_span());
     VolumeTask::Runs(running)
+}
+
+/// Runs one call to its end; a volume has one at a time.
+async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
+    let occupy = |path| cx.node.occupied.occupy(path, &cx.volume.id);
+    let _path = call.mount_path().map(occupy).transpose()?;
+    match call {
+        Call::Stage(spec) => stage::stage(cx, spec).await,
+        Call::Unstage(path) => unstage::unstage(cx, path).await,
+        Call::GiveBack(source) => claims::give_back(cx, source).await,
+        Call::Publish(spec) => publish::publish(cx, spec).await,
+        Call::Inline(spec) => inline::publish(cx, spec).await,
+        Call::Unpublish(path) => unpublish::unpublish(cx, path).await,
+        Call::Expand(spec) => expand::expand(cx, spec).await,
+        Call::Format(spec) => format::format(cx, spec).await,
+    }
 }
 
 /// Clears a task of the volume when it ends, even by panic.
