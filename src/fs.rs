@@ -23,7 +23,6 @@ pub mod probe;
 pub enum FsType {
     /// ext4, and the ext2 and ext3 that ext4's driver mounts.
     Ext4,
-    /// XFS.
     Xfs,
     /// btrfs on one device.
     Btrfs,

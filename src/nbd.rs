@@ -49,7 +49,7 @@ pub enum Server {
     Tcp {
         /// A name or an address; without the brackets of IPv6.
         host: String,
-        /// The port.
+        /// The TCP port.
         port: u16,
     },
     /// Over a unix socket of this machine.
@@ -79,7 +79,6 @@ pub enum BadExport {
     /// The text is malformed.
     #[error("{text:?} is no address of an NBD export: {why}")]
     Malformed {
-        /// The text.
         text: String,
         /// The reason.
         why: &'static str,
@@ -198,7 +197,7 @@ impl Export {
         Ok(export)
     }
 
-    /// Its server.
+    /// The server that exports it.
     pub fn server(&self) -> &Server {
         &self.server
     }

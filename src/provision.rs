@@ -71,7 +71,6 @@ pub struct AccessibilityRequirements {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ContentSource {
-    /// A snapshot.
     Snapshot(String),
     /// Another volume.
     Volume(String),
@@ -86,10 +85,8 @@ pub struct VolumeUse {
     pub many_nodes_write: bool,
 }
 
-/// A volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeInfo {
-    /// Its handle.
     pub handle: String,
     /// Its size; 0 if unknown.
     pub bytes: u64,
@@ -119,7 +116,6 @@ pub struct NewSnapshot {
 /// A snapshot; one that exists is ready for use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SnapshotInfo {
-    /// Its handle.
     pub handle: String,
     /// The handle of the volume that it was taken of.
     pub source: String,
@@ -136,7 +132,6 @@ pub struct SnapshotInfo {
 /// Part of a listing, in a stable order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Page<T> {
-    /// The entries.
     pub entries: Vec<T>,
     /// Where the next page begins, if there is one.
     pub next: Option<String>,
@@ -253,7 +248,6 @@ pub struct PublishRequest {
 /// A volume with the nodes that use it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublishedVolume {
-    /// The volume.
     pub volume: VolumeInfo,
     /// The ids of the nodes that have it attached.
     pub nodes: Vec<String>,

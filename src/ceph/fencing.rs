@@ -172,7 +172,6 @@ impl From<Starting> for NodeEntry {
 pub struct RegisteredNode {
     /// The node's id.
     pub node: String,
-    /// Its entry.
     pub entry: NodeEntry,
     /// Its value, as stored.
     raw: String,

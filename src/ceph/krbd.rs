@@ -133,9 +133,7 @@ pub struct RbdDevice {
 /// A request to map an image.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    /// The image.
     pub image: &'a ImageSpec,
-    /// The volume's handle.
     pub volume_id: &'a str,
     /// The pool's id, if the handle has it.
     pub pool_id: Option<i64>,

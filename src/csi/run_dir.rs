@@ -58,7 +58,6 @@ pub enum RunDirError {
     Io {
         /// The step that failed.
         what: &'static str,
-        /// The file.
         path: PathBuf,
         /// The kernel's answer.
         source: io::Error,

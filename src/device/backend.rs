@@ -131,9 +131,7 @@ pub struct AttachOptions {
     pub read_only: bool,
     /// Other nodes may hold the source at the same time.
     pub shared: bool,
-    /// The purpose.
     pub purpose: Purpose,
-    /// The volume's handle.
     pub volume_id: String,
     /// The volume's own device, if known: one that still has the source behind it. It is
     /// chosen among several devices over the source, and a raw volume is published by it
@@ -157,7 +155,6 @@ impl AttachOptions {
 /// A source that is attached.
 #[derive(Debug)]
 pub struct Attachment {
-    /// The device.
     pub device: Device,
     /// The marker of a format under way.
     pub format_marker: Arc<dyn FormatMarker>,
@@ -176,7 +173,6 @@ pub trait FormatMarker: fmt::Debug + Send + Sync {
 /// A device that was found without a record of it.
 #[derive(Debug)]
 pub struct FoundDevice {
-    /// The device.
     pub device: Device,
     /// The source behind it.
     pub source: Source,

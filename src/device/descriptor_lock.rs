@@ -15,7 +15,6 @@ use crate::{Done, kernel::Dev};
 pub enum Unlock {
     /// Those over these paths.
     Over(Vec<PathBuf>),
-    /// All.
     All,
 }
 

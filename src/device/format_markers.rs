@@ -34,7 +34,6 @@ fn is_recent(since: Duration, now: Duration) -> bool {
     now.saturating_sub(since) < ALONE_FOR
 }
 
-/// The format markers of this node.
 #[derive(Clone, Debug)]
 pub struct NodeFormatMarkers {
     dir: PathBuf,

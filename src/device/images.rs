@@ -104,7 +104,6 @@ impl ImageSource {
 /// The pools of this node, and its identity for nodes that share them.
 #[derive(Clone, Debug)]
 pub struct ImageFiles {
-    /// The pools.
     pub pools: Pools,
     /// This node's name, which its claims carry.
     pub node_id: String,

@@ -107,7 +107,6 @@ pub struct LoopOptions<'a> {
 /// A loop device and what it backs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttachedLoop {
-    /// The device.
     pub device: LoopDevice,
     /// It refuses writes.
     pub read_only: bool,

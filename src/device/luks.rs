@@ -43,36 +43,25 @@ pub enum LuksError {
     /// Neither LUKS nor blank.
     #[error("{} holds {what}, not LUKS; it is left as it is", node.display())]
     Foreign {
-        /// The device's node.
         node: PathBuf,
         /// Its content.
         what: String,
     },
     /// No key slot opens with it.
     #[error("the passphrase does not open {}", node.display())]
-    Passphrase {
-        /// The device's node.
-        node: PathBuf,
-    },
+    Passphrase { node: PathBuf },
     /// The header is incomplete.
     #[error(
         "the LUKS header on {} is not whole: its format was interrupted, or it was damaged, or its keys were erased; if all that is there may go: uringctl format",
         node.display()
     )]
-    Unfinished {
-        /// The device's node.
-        node: PathBuf,
-    },
+    Unfinished { node: PathBuf },
     /// The mapping is in use.
     #[error("the mapping {name} is in use")]
-    Busy {
-        /// Its name.
-        name: String,
-    },
+    Busy { name: String },
     /// A mapping of this name is over another device.
     #[error("the mapping {name} is over another device than {}; close it first (cryptsetup close {name})", node.display())]
     Other {
-        /// Its name.
         name: String,
         /// The device that it should be over.
         node: PathBuf,
@@ -80,7 +69,6 @@ pub enum LuksError {
     /// cryptsetup failed otherwise.
     #[error("cryptsetup {action} of {what} failed ({status}): {said}")]
     Failed {
-        /// The action.
         action: &'static str,
         /// Its subject.
         what: String,
@@ -293,7 +281,6 @@ pub fn is_whole(under: &BlockDev) -> Result<bool, LuksError> {
 /// A mapping and what it is over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// Its name.
     pub name: String,
     /// The mapping's device.
     pub over: Dev,

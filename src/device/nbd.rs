@@ -85,7 +85,6 @@ pub struct LinkOptions {
 pub struct Identifier {
     /// The name of the CSI driver that attached it.
     pub driver: String,
-    /// The export.
     pub export: Export,
     /// The handle of the volume that it was attached for.
     pub volume_id: String,

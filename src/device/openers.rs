@@ -56,10 +56,7 @@ pub enum Opener {
         process: OpenerProcess,
     },
     /// A file system that no process has mounted.
-    FileSystem {
-        /// Its type.
-        fs_type: &'static str,
-    },
+    FileSystem { fs_type: &'static str },
     /// A block device on top of it.
     Device {
         /// The kernel's name.

@@ -12,7 +12,6 @@ use crate::kernel::loopctl;
 
 /// Detached and deleted when dropped.
 pub struct Scratch {
-    /// The image.
     pub image: NamedTempFile,
     /// The device over it.
     pub device: LoopDevice,

@@ -30,7 +30,6 @@ pub enum Source {
 /// record of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageFile {
-    /// Its name.
     pub name: &'static str,
     /// Its content.
     pub text: Vec<u8>,

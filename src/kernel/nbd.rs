@@ -44,7 +44,6 @@ use netlink::Driver;
 /// How long a disconnect waits for readers and requests in flight.
 const DRAIN_WITHIN: Duration = Duration::from_secs(1);
 
-/// An NBD device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdDevice {
     pub block: BlockDev,

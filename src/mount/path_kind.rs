@@ -49,7 +49,6 @@ pub enum PathKind {
 /// A mount, its superblock, and the file that it mounts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mounted {
-    /// Its id.
     pub id: MountId,
     /// The superblock's device, st_dev. For btrfs it is an anonymous one, and only
     /// [`super::table::MountEntry::source`] names the device.

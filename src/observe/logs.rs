@@ -67,7 +67,6 @@ pub enum LogError {
     Word {
         /// The given text.
         level: String,
-        /// The word.
         word: String,
     },
     /// The writer thread could not be started.

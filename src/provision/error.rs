@@ -15,7 +15,6 @@ pub enum Error {
     /// No store has such a parameter.
     #[error("unknown parameter {name:?}; there are {known}")]
     UnknownParameter {
-        /// Its name.
         name: String,
         /// The names there are.
         known: String,
@@ -23,9 +22,7 @@ pub enum Error {
     /// The parameter's value makes no sense.
     #[error("parameter {name} = {value:?}: {why}")]
     BadParameter {
-        /// Its name.
         name: &'static str,
-        /// Its value.
         value: String,
         /// What is wrong with it.
         why: String,
@@ -67,7 +64,6 @@ pub enum Error {
     /// The handle names a pool that is not configured.
     #[error("{handle:?} is in a pool that this controller was not given; add it by --pool")]
     PoolNotGiven {
-        /// The handle.
         handle: String,
         /// The pools that it was given.
         source: PoolError,
@@ -75,7 +71,6 @@ pub enum Error {
     /// The handle is of a backend that the controller was started without.
     #[error("{handle:?} is nothing that this controller was started for; add {option}")]
     HandleOfNoBackend {
-        /// The handle.
         handle: String,
         /// The missing option.
         option: &'static str,
@@ -162,7 +157,6 @@ pub enum Error {
     /// A file of the catalogue is invalid.
     #[error("{} of the catalogue cannot be read; correct or remove it by hand", path.display())]
     Corrupt {
-        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         source: serde_json::Error,
@@ -188,7 +182,6 @@ pub enum Error {
         image.display(), record.display(), reservation.display()
     )]
     Unrecorded {
-        /// The image.
         image: PathBuf,
         /// Where the record was.
         record: PathBuf,
@@ -217,7 +210,6 @@ pub enum Error {
     Io {
         /// The system call.
         step: &'static str,
-        /// Its file.
         path: PathBuf,
         /// The kernel's error.
         source: io::Error,

@@ -58,7 +58,6 @@ pub struct Daemon {
     log: Option<watch::Receiver<DaemonLog>>,
 }
 
-/// The outcome of a start.
 #[derive(Debug)]
 pub enum StartOutcome {
     /// It serves a device.

@@ -16,9 +16,7 @@ pub enum SupervisorError {
     /// The device is mapped otherwise than requested.
     #[error("volume {volume_id} is mapped as {node} {how}; unmap it first (rbd-nbd unmap {node})")]
     Otherwise {
-        /// The volume's handle.
         volume_id: String,
-        /// The device's node.
         node: String,
         /// What is different about it.
         how: String,
@@ -28,7 +26,6 @@ pub enum SupervisorError {
         "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"
     )]
     Denied {
-        /// The image.
         image: String,
         /// The user's id.
         user: String,
@@ -36,7 +33,6 @@ pub enum SupervisorError {
     /// No monitor answers.
     #[error("no monitor answers, so image {image} is not mapped: {message}")]
     Silent {
-        /// The image.
         image: String,
         /// The daemon's message.
         message: String,
@@ -45,30 +41,22 @@ pub enum SupervisorError {
     #[error(
         "rbd-nbd ended without a reason, as it does where the cluster has no image {image}, or no such pool, namespace or snapshot"
     )]
-    Missing {
-        /// The image.
-        image: String,
-    },
+    Missing { image: String },
     /// The daemon ended with a message.
     #[error("rbd-nbd cannot serve image {image}: {message}")]
     Failed {
-        /// The image.
         image: String,
         /// The daemon's message.
         message: String,
     },
     /// Another process took the device first.
     #[error("the NBD device that was to be of image {image} is in use")]
-    Taken {
-        /// The image.
-        image: String,
-    },
+    Taken { image: String },
     /// The controller does not want this node to have the volume.
     #[error(
         "image {image} is not published to node {node} (any more), so no rbd-nbd is to write it: another node may have it"
     )]
     Unpublished {
-        /// The image.
         image: String,
         /// This node's id.
         node: String,
@@ -76,7 +64,6 @@ pub enum SupervisorError {
     /// The daemon was not started, or was ended: the controller could not fence it.
     #[error("the client of rbd-nbd for image {image} cannot be registered for fencing: {message}")]
     NotRegistered {
-        /// The image.
         image: String,
         /// Why.
         message: String,
@@ -84,7 +71,6 @@ pub enum SupervisorError {
     /// The daemon neither serves nor ends in time.
     #[error("rbd-nbd (process {pid}) for image {image} {how}")]
     Stuck {
-        /// The image.
         image: String,
         /// The daemon.
         pid: i32,
@@ -116,18 +102,13 @@ pub enum SupervisorError {
     NoKey(String),
     /// A file system, device mapper, md or a process holds the device.
     #[error("{} is in use; it stays mapped until its user lets go", node.display())]
-    Busy {
-        /// The device's node.
-        node: PathBuf,
-    },
+    Busy { node: PathBuf },
     /// The image has not grown to the size.
     #[error(
         "{} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown", node.display()
     )]
     Small {
-        /// The image.
         image: String,
-        /// The device's node.
         node: PathBuf,
         /// Its size.
         bytes: u64,
@@ -139,7 +120,6 @@ pub enum SupervisorError {
     Io {
         /// What was tried.
         what: &'static str,
-        /// The subject.
         subject: String,
         /// The kernel's answer.
         source: io::Error,

@@ -17,7 +17,6 @@ pub fn process(pid: i32) -> Option<Process> {
 /// A process that serves a device, or is about to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DaemonProcess {
-    /// Its cookie.
     pub cookie: String,
     /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
     pub image: String,

@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 use super::Spec;
 use crate::digest;
 
-/// The records.
 #[derive(Clone, Debug)]
 pub struct SpecRecords {
     dir: PathBuf,

@@ -48,7 +48,6 @@ pub type Reply<T> = oneshot::Sender<Result<T, SupervisorError>>;
 pub struct Status {
     /// The image, where it is known.
     pub image: Option<String>,
-    /// The device's node.
     pub node: Option<String>,
     /// The daemon's process id.
     pub pid: Option<i32>,

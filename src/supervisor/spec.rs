@@ -22,7 +22,6 @@ const FIND_CLUSTER_FOR: u32 = 30;
 pub struct Spec {
     /// The volume's handle, and the device's cookie.
     pub volume_id: String,
-    /// The image.
     pub image: ImageSpec,
     /// The addresses of the cluster's monitors, as `mon_host` takes them.
     pub monitors: Vec<String>,
@@ -40,7 +39,6 @@ pub struct Spec {
 /// The key under which clients are registered ([`crate::ceph::fencing`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegistrationKey {
-    /// This node's id.
     pub node_id: String,
     /// The volume's, in its journal.
     pub volume: Uuid,
@@ -57,7 +55,6 @@ pub enum SpecError {
         /// The name.
         text: String,
     },
-    /// An option.
     #[error(transparent)]
     Option(#[from] OptionError),
 }

@@ -84,7 +84,6 @@ pub enum Cause {
         path.display()
     )]
     Occupied {
-        /// The path.
         path: PathBuf,
         /// The other volume's handle.
         other: String,
@@ -160,10 +159,7 @@ pub enum Cause {
     Grow(#[from] GrowError),
     /// The node has as many volumes as it may have.
     #[error("this node holds {limit} volumes already, as many as --max-volumes allows")]
-    Full {
-        /// The limit.
-        limit: i64,
-    },
+    Full { limit: i64 },
     /// Too many volumes wait for a step; nothing was done.
     #[error("{0}")]
     Overloaded(Full),

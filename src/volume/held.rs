@@ -43,7 +43,6 @@ pub type Answer = Result<Outcome, Arc<Error>>;
 /// A call under way, as equal calls join it.
 #[derive(Clone)]
 pub struct Running {
-    /// The request.
     pub request: Arc<Request>,
     /// When it began.
     pub begun: Instant,
@@ -249,7 +248,6 @@ impl Volume {
 /// One volume, as `uringctl volumes` shows it.
 #[derive(Clone, Debug)]
 pub struct Listed {
-    /// The handle.
     pub volume_id: String,
     /// loop, nbd, rbd.
     pub backend: &'static str,

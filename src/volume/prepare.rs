@@ -159,7 +159,6 @@ pub(super) async fn prepare<'a>(
 #[derive(Clone, Copy)]
 pub(super) struct Preparing<'a> {
     pub cx: OnLane<'a>,
-    /// Its record.
     pub record: &'a Record,
     /// Its device.
     pub attached: &'a Attachment,

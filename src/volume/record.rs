@@ -32,7 +32,6 @@ use file::RecordDurability;
 /// A volume that this node holds, or has begun to stage or to unstage.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// The volume's handle.
     pub volume_id: String,
     /// The boot's id: the fields below hold for this boot only.
     pub boot_id: String,
@@ -187,7 +186,6 @@ pub struct Target {
 /// All that this node holds of a volume.
 #[derive(Clone, Debug)]
 pub struct Held {
-    /// Its record.
     pub record: Record,
     /// Where it is published.
     pub targets: BTreeMap<PathBuf, Target>,

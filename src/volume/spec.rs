@@ -128,7 +128,6 @@ pub struct InlineImage {
 pub struct Publish {
     /// Where the volume is staged.
     pub staging_path: PathBuf,
-    /// The target path.
     pub target_path: PathBuf,
     /// Raw or mounted.
     pub usage: Use,
@@ -178,7 +177,6 @@ pub struct Format {
 pub struct Request {
     /// The call, by which requests are compared.
     pub call: Call,
-    /// The secrets.
     pub secrets: Secrets,
 }
 

@@ -271,7 +271,6 @@ impl Staging<'_> {
         Ok(mounted.dev)
     }
 
-    /// The mount point.
     fn mount_point(self) -> PathBuf {
         let spec = self.spec;
         mount_point(&spec.source, &spec.staging_path, &self.cx.volume.id)

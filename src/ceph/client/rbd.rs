@@ -38,9 +38,9 @@ pub use snapshots::SnapshotKind;
 /// An image's name, and the id that stays with it when it is renamed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ImageName {
-    /// The id.
+    /// Unique in the pool.
     pub id: String,
-    /// The name.
+    /// Unique in the namespace.
     pub name: String,
 }
 

@@ -58,7 +58,6 @@ pub enum ConfigError {
     /// It cannot be read.
     #[error("{} cannot be read", path.display())]
     Unreadable {
-        /// The file.
         path: PathBuf,
         /// The error of the system call.
         source: io::Error,
@@ -66,7 +65,6 @@ pub enum ConfigError {
     /// It has another form than ceph-csi's.
     #[error("{} is not in the form of ceph-csi's config.json", path.display())]
     Malformed {
-        /// The file.
         path: PathBuf,
         /// The position, and what was expected.
         source: serde_json::Error,
@@ -74,19 +72,13 @@ pub enum ConfigError {
     /// It has no such cluster.
     #[error("{} has no cluster {cluster_id:?}: add it, or correct the clusterID", path.display())]
     Unknown {
-        /// The file.
         path: PathBuf,
         /// The requested id.
         cluster_id: String,
     },
     /// The cluster has no monitors.
     #[error("{} has no monitors for the cluster {cluster_id:?}", path.display())]
-    NoMonitors {
-        /// The file.
-        path: PathBuf,
-        /// The cluster.
-        cluster_id: String,
-    },
+    NoMonitors { path: PathBuf, cluster_id: String },
 }
 
 /// An entry of the file. Older files have the namespace at the top level.

@@ -66,7 +66,6 @@ pub enum EncryptionError {
     /// No such key management system is configured.
     #[error("encryptionKMSID {id:?} is not in {}", path.display())]
     Unknown {
-        /// The id.
         id: String,
         /// The file with the configuration.
         path: PathBuf,
@@ -77,7 +76,6 @@ pub enum EncryptionError {
         path.display()
     )]
     NoFile {
-        /// The id.
         id: String,
         /// The file that would have it (`--kms-config`).
         path: PathBuf,
@@ -87,7 +85,6 @@ pub enum EncryptionError {
         "encryptionKMSID {id:?}: {what} is not supported; supported are \"metadata\" with the passphrase in the volume's secret, and, without an id, that passphrase itself"
     )]
     Unsupported {
-        /// The id.
         id: String,
         /// Its type, or the option that it needs.
         what: String,

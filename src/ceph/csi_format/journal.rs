@@ -44,9 +44,7 @@ pub enum JournalError {
     Corrupt {
         /// The object, with its pool.
         object: String,
-        /// The key.
         key: String,
-        /// Its value.
         value: String,
     },
     /// Directory and entry contradict each other.

@@ -24,7 +24,6 @@ const PAGE: u64 = 1000;
 pub struct Fence {
     /// The node that it belongs to.
     pub node: String,
-    /// The client.
     pub client: CephClient,
     /// The volume that it did not release.
     pub volume: String,

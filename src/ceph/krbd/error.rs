@@ -32,7 +32,6 @@ pub enum KrbdError {
         "ms_mode={mode} needs monitors on the ports of that protocol (3300; 6789 with legacy), but the configuration has {monitors}"
     )]
     WrongVersion {
-        /// The mode.
         mode: String,
         /// The configured addresses.
         monitors: String,
@@ -40,7 +39,6 @@ pub enum KrbdError {
     /// No monitor answers; the driver was not asked.
     #[error("image {image} is not mapped, and the driver was not asked to")]
     Silent {
-        /// The image.
         image: String,
         /// The monitors, and the time waited.
         source: MonitorError,
@@ -50,7 +48,6 @@ pub enum KrbdError {
         "image {image} has features that this kernel's RBD driver lacks: {lacking}; it has {supported}"
     )]
     Features {
-        /// The image.
         image: String,
         /// The features.
         lacking: Features,
@@ -60,7 +57,6 @@ pub enum KrbdError {
     /// The names do not fit into the driver's line.
     #[error("image {image}: {what}")]
     Unsuited {
-        /// The image.
         image: String,
         /// Why, and what to do.
         what: &'static str,
@@ -70,9 +66,7 @@ pub enum KrbdError {
         "image {image} is mapped as {node} {how}, which this volume did not do; unmap it first (rbd unmap {node})"
     )]
     MappedOtherwise {
-        /// The image.
         image: String,
-        /// The device's node.
         node: PathBuf,
         /// What is different about it.
         how: &'static str,
@@ -82,17 +76,13 @@ pub enum KrbdError {
         "image {image}: {node} has an image of that name, mapped by others with {monitors}; whether it is this one cannot be told, so nothing is mapped: unmap it (rbd unmap {node}), or configure a monitor that it was mapped with"
     )]
     Doubtful {
-        /// The image.
         image: String,
-        /// The device's node.
         node: PathBuf,
-        /// Its monitors.
         monitors: String,
     },
     /// The image is mapped several times.
     #[error("image {image} is mapped as {} and {}; unmap one of them (rbd unmap)", nodes.0, nodes.1)]
     Twice {
-        /// The image.
         image: String,
         /// The devices' nodes.
         nodes: (String, String),
@@ -107,7 +97,6 @@ pub enum KrbdError {
         "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"
     )]
     Denied {
-        /// The image.
         image: String,
         /// The user's id.
         user: String,
@@ -116,35 +105,26 @@ pub enum KrbdError {
     },
     /// Pool, namespace, image or snapshot is missing.
     #[error("the cluster has no image {image}, or no such pool, namespace or snapshot")]
-    Missing {
-        /// The image.
-        image: String,
-    },
+    Missing { image: String },
     /// The driver failed.
     #[error(
         "cannot map image {image}{}; the kernel's log says more",
         reason(source)
     )]
     Map {
-        /// The image.
         image: String,
         /// The kernel's answer.
         source: io::Error,
     },
     /// A file system, device mapper, md or a process holds the device.
     #[error("{node} is in use; it stays mapped until its user lets go")]
-    Busy {
-        /// The device's node.
-        node: PathBuf,
-    },
+    Busy { node: PathBuf },
     /// The image has not grown to the size.
     #[error(
         "{node} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown, or the cluster does not tell this node"
     )]
     Small {
-        /// The image.
         image: String,
-        /// The device's node.
         node: PathBuf,
         /// Its size.
         bytes: u64,
@@ -156,7 +136,6 @@ pub enum KrbdError {
     Device {
         /// What was tried.
         what: &'static str,
-        /// The subject.
         subject: String,
         /// The kernel's answer.
         source: io::Error,

@@ -39,7 +39,6 @@ const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_'
 pub struct Mark {
     /// The `clusterID` of the configuration that it was mapped by.
     pub cluster_id: String,
-    /// The volume's handle.
     pub volume_id: String,
     /// A value that no other mark has.
     pub nonce: String,
@@ -114,7 +113,6 @@ pub struct Mapped {
 /// The arguments of a map that are needed, none of them secret.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MapConfig {
-    /// The monitors.
     pub monitors: Vec<SocketAddr>,
     /// Its mark, if an agent of this driver mapped it.
     pub mark: Option<Mark>,

@@ -28,7 +28,6 @@ pub enum CephImageError {
         "cluster {cluster_id} has netNamespaceFilePath {path}, and this agent enters no network namespace; run it in the host's, and remove the key"
     )]
     NetNamespace {
-        /// The cluster.
         cluster_id: String,
         /// The namespace's file.
         path: PathBuf,
@@ -45,7 +44,6 @@ pub enum CephImageError {
         addresses(watchers)
     )]
     InUse {
-        /// The image.
         image: String,
         /// The others.
         watchers: Vec<Watcher>,
@@ -55,7 +53,6 @@ pub enum CephImageError {
         "image {image} is not published to node {node} (any more), so it is not used there: it may be fenced for another"
     )]
     Unpublished {
-        /// The image.
         image: String,
         /// This node's id.
         node: String,
@@ -65,12 +62,7 @@ pub enum CephImageError {
         "cannot determine which Ceph client maps image {image} on {}, so it could not be fenced: try again",
         node.display()
     )]
-    UnknownClient {
-        /// The image.
-        image: String,
-        /// The device's node.
-        node: PathBuf,
-    },
+    UnknownClient { image: String, node: PathBuf },
     /// The passphrase is not to be had.
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
@@ -78,42 +70,29 @@ pub enum CephImageError {
     #[error(
         "the passphrase of image {image} is in its metadata, which only librbd reads; install librbd1 in the agent's image"
     )]
-    Unreadable {
-        /// The image.
-        image: String,
-    },
+    Unreadable { image: String },
     /// It should hold an encrypted volume, and holds nothing.
     #[error(
         "image {image} was encrypted according to its metadata, but is blank now; it is left as it is"
     )]
-    Emptied {
-        /// The image.
-        image: String,
-    },
+    Emptied { image: String },
     /// It is to be encrypted, by one writer and nobody else.
     #[error(
         "image {image} is blank, and encrypted only for a single writer; stage it once for one"
     )]
-    Blank {
-        /// The image.
-        image: String,
-    },
+    Blank { image: String },
     /// It is to be encrypted in a way that only ceph-csi knows.
     #[error(
         "image {image} is still to be encrypted, and its volume context says how ({}), which this driver does not do: have ceph-csi stage it once, or make it by a class without that",
         TUNING.join(", ")
     )]
-    Tuned {
-        /// The image.
-        image: String,
-    },
+    Tuned { image: String },
     /// Several mapped images have the names in a stage file.
     #[error(
         "{} have the names of image {image}; cannot determine which of them the volume has: unmap the others (rbd unmap)",
         list(nodes)
     )]
     Ambiguous {
-        /// The image.
         image: String,
         /// Their nodes.
         nodes: Vec<PathBuf>,
@@ -130,16 +109,12 @@ pub enum CephImageError {
     #[error(
         "image {image} is to be served by rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
     )]
-    NoSupervisor {
-        /// The image.
-        image: String,
-    },
+    NoSupervisor { image: String },
     /// Two drivers on one image destroy it.
     #[error(
         "image {image} is mapped on this node already, by {by}, and not to be mapped twice; unmap that first"
     )]
     Taken {
-        /// The image.
         image: String,
         /// What has it.
         by: String,
@@ -152,9 +127,7 @@ pub enum CephImageError {
     /// The image's device is there, nobody serves it, and nobody can be asked to.
     #[error("{} is image {image}, and no rbd-nbd serves it: its I/O waits", node.display())]
     Unserved {
-        /// The image.
         image: String,
-        /// The device's node.
         node: PathBuf,
         /// Why nobody can be asked.
         source: ClientError,

@@ -58,7 +58,6 @@ impl FormatKind {
     }
 }
 
-/// An image's format marker.
 #[derive(Debug)]
 pub struct ImageFormatMarker {
     header: Header,

@@ -52,7 +52,6 @@ pub struct QueriedImage {
     pool: IoCtx,
     name: String,
     header: Header,
-    /// Its features.
     pub features: Features,
     /// Its format marker; none for images of format 1, whose copies would have it, too.
     pub format_marker: Option<Arc<ImageFormatMarker>>,

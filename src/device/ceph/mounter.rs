@@ -25,7 +25,6 @@ pub enum Mounter {
 pub struct RbdNbdArgs {
     /// The device's cookie: the volume's handle.
     pub cookie: String,
-    /// Its options.
     pub options: NbdOptions,
 }
 

@@ -25,7 +25,6 @@ use crate::{
 /// This node in this boot.
 #[derive(Clone, Debug)]
 pub struct ThisNode {
-    /// Its id.
     pub id: String,
     /// The running kernel's (`/proc/sys/kernel/random/boot_id`).
     pub boot_id: String,

@@ -17,7 +17,6 @@ pub enum NbdError {
     /// The server is away, or refuses the export.
     #[error("export {export}")]
     Server {
-        /// The export.
         export: Export,
         /// The error of the connection or the handshake.
         source: ConnectError,
@@ -25,7 +24,6 @@ pub enum NbdError {
     /// The export does not fit the volume.
     #[error("export {export} {what}")]
     Unsuited {
-        /// The export.
         export: Export,
         /// What is wrong with it, and what to do.
         what: String,
@@ -35,9 +33,7 @@ pub enum NbdError {
         "export {export} has shrunk from {had} to {has} bytes under {node}, which is refused: make it as large as it was, or restore its data"
     )]
     Shrunk {
-        /// The export.
         export: Export,
-        /// The device's node.
         node: PathBuf,
         /// The device's size in bytes.
         had: u64,
@@ -49,9 +45,7 @@ pub enum NbdError {
         "export {export} is attached as {node} {how}, which this volume did not do; detach it first (nbd-client -d {node})"
     )]
     AttachedOtherwise {
-        /// The export.
         export: Export,
-        /// The device's node.
         node: PathBuf,
         /// The difference.
         how: String,
@@ -61,9 +55,7 @@ pub enum NbdError {
         "export {export} has {has} bytes, but {node} still has connections of an earlier agent, on which the server refuses what lies beyond byte {had}; unstage and stage the volume, or restart the server, then expand again"
     )]
     OldConnections {
-        /// The export.
         export: Export,
-        /// The device's node.
         node: PathBuf,
         /// The device's size in bytes.
         had: u64,
@@ -72,10 +64,7 @@ pub enum NbdError {
     },
     /// A file system, device mapper, md or a process has the device open.
     #[error("{node} is in use; it stays attached until its user lets go")]
-    Busy {
-        /// The device's node.
-        node: PathBuf,
-    },
+    Busy { node: PathBuf },
     /// Another operation on the device failed.
     #[error("cannot {what} {node}")]
     Device {

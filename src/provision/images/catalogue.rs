@@ -59,7 +59,6 @@ pub trait EntryKind: Serialize + DeserializeOwned {
     fn image(pool: &Pool, id: Uuid) -> PathBuf;
 }
 
-/// The state of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EntryState {
@@ -78,7 +77,6 @@ pub struct CatalogueEntry<K> {
     pub id: Uuid,
     /// The name of the request that made it.
     pub name: String,
-    /// Its state.
     pub state: EntryState,
     /// The fields of this kind.
     pub detail: K,

@@ -42,7 +42,6 @@ pub enum Writers<'f> {
     None(Lease<'f>),
     /// A process has it open for writing.
     Some,
-    /// Unknown.
     Unknown,
 }
 

@@ -51,7 +51,6 @@ pub struct Class {
 pub struct CephPools {
     /// Of the journal's directory.
     pub journal: String,
-    /// Of the image.
     pub image: String,
     /// Of the image's data, if not the same.
     pub data: Option<String>,

@@ -34,16 +34,10 @@ pub enum RbdError {
     },
     /// The class names a pool that the cluster does not have.
     #[error("cluster {cluster_id:?} has no pool {pool:?} that this user may see")]
-    NoPool {
-        /// The cluster.
-        cluster_id: String,
-        /// The pool.
-        pool: String,
-    },
+    NoPool { cluster_id: String, pool: String },
     /// There is no connection to the cluster.
     #[error("cluster {cluster_id:?}")]
     Cluster {
-        /// The cluster.
         cluster_id: String,
         /// Why not.
         source: CephError,
@@ -102,7 +96,6 @@ pub enum RbdError {
          being flattened: try again later"
     )]
     Snapshots {
-        /// The image.
         image: String,
         /// How many it has.
         count: usize,
@@ -143,7 +136,6 @@ pub enum RbdError {
          here: have ceph-csi copy it"
     )]
     EncryptedOtherwise {
-        /// The image.
         image: String,
         /// What the journal says.
         how: String,
@@ -167,10 +159,7 @@ pub enum RbdError {
         "the cluster has no figures of pool {pool}: its manager (ceph-mgr) has not measured it, or \
          does not run"
     )]
-    NotMeasured {
-        /// The pool.
-        pool: String,
-    },
+    NotMeasured { pool: String },
     /// The image belongs to a group.
     #[error(
         "image {image} is a member of group {group:?} (rbd group), which it has to leave before \
@@ -187,7 +176,6 @@ pub enum RbdError {
     InGroup {
         /// The snapshot's handle.
         handle: String,
-        /// The group's.
         group: String,
     },
     /// What only volumes with a journal can do.

@@ -79,7 +79,7 @@ impl IoCtx {
         })))
     }
 
-    /// The pool's id.
+    /// The pool's number, which stays when the pool is renamed.
     pub fn pool_id(&self) -> i64 {
         self.0.pool_id
     }

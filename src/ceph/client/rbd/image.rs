@@ -145,7 +145,7 @@ impl Image {
         self.number("read the size of", self.functions().rbd_get_size)
     }
 
-    /// Its features.
+    /// The features, as the cluster has them now.
     pub fn features(&self) -> Result<Features, CephError> {
         let read = self.functions().rbd_get_features;
         self.number("read the features of", read).map(Features)

@@ -8,15 +8,12 @@ use crate::ceph::client::{CephError, call::owned};
 /// A parent, or a child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkedImage {
-    /// Its pool.
     pub pool_id: i64,
     /// The pool's name.
     pub pool: String,
     /// Its namespace there; empty is the pool's own.
     pub namespace: String,
-    /// Its id.
     pub id: String,
-    /// Its name.
     pub name: String,
     /// Whether it is in the trash.
     pub in_trash: bool,
@@ -25,7 +22,6 @@ pub struct LinkedImage {
 /// The snapshot that an image was cloned from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parent {
-    /// The image.
     pub image: LinkedImage,
     /// The snapshot's name, and what it is.
     pub snapshot: String,

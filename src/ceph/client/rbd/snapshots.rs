@@ -14,7 +14,6 @@ pub enum SnapshotKind {
     Group,
     /// It was removed, and lives on for the clones that it has.
     Trash,
-    /// The mirror.
     Mirror,
     /// Something newer than this driver.
     Other,
@@ -37,7 +36,6 @@ impl From<c_int> for SnapshotKind {
 pub struct Snapshot {
     /// Its number in the pool.
     pub id: u64,
-    /// Its name.
     pub name: String,
     /// The size that the image had.
     pub size: u64,

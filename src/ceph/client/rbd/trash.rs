@@ -22,7 +22,6 @@ const MOVING: u8 = 1;
 /// An image in the trash.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trashed {
-    /// Its id.
     pub id: String,
     /// The name that it had.
     pub name: String,

@@ -85,7 +85,7 @@ pub struct JournalEntry {
     pub name: String,
     /// The image's name; empty where releases of ceph-csi before 2.1 made it.
     pub image: String,
-    /// The image's id.
+    /// The image's id; empty until the image exists.
     pub image_id: String,
     /// The pool of the directory, where it is not the image's.
     pub journal_pool: Option<i64>,
