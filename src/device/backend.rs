@@ -1,7 +1,7 @@
 //! What every backend does: attach, find, grow and detach.
 //!
-//! All of it is blocking code for a lane. Every verb may be repeated: it finds
-//! what an earlier call did, and does the rest.
+//! Blocking code for lanes. Every verb may be repeated: it finds what an earlier call did,
+//! and does the rest.
 
 use std::{collections::HashMap, fmt, path::PathBuf, sync::Arc};
 
@@ -27,8 +27,8 @@ pub struct Device {
     pub dev: Dev,
     /// The device's node below `/dev`.
     pub node: PathBuf,
-    /// What is behind it. The kernel gives a device's number to others again; this tells
-    /// them apart.
+    /// What is behind it. The kernel reuses the numbers of devices; this tells two devices
+    /// of one number apart.
     #[serde(rename = "behind")]
     pub backing: Backing,
     /// Attached read-only.
@@ -61,7 +61,7 @@ impl Device {
     }
 }
 
-/// What is behind a device, as the kernel tells it.
+/// What is behind a device, as the kernel reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backing {
@@ -75,7 +75,7 @@ pub enum Backing {
     RbdNbd(String),
 }
 
-/// The trouble of a device.
+/// A defect of a device.
 #[derive(Clone, Debug)]
 pub enum Condition {
     /// Nothing is behind it any more.
@@ -103,7 +103,7 @@ pub enum Fencing {
 }
 
 impl Fencing {
-    /// As the controller has put it into the publish context.
+    /// Parses the publish context, into which the controller puts it.
     pub fn parse(publish_context: &HashMap<String, String>) -> Self {
         if publish_context.contains_key(fencing::ASKED) {
             Self::On

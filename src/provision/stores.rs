@@ -1,9 +1,9 @@
 //! All stores of a controller: picks the store of each call.
 //!
 //! The form of a handle names its store, and the parameter `clusterID` that of a class.
-//! Listings go through one store after the other, and their tokens name the one in which
-//! they go on. A volume of a store that the controller was started without is refused with
-//! the missing option: to answer that it is gone would leak it.
+//! A listing takes one store after the other, and its token names the store of the next
+//! page. If the controller was started without the store of a volume, the error names the
+//! missing option: the answer that the volume is gone would leak it.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -77,7 +77,7 @@ impl StoreKind {
         }
     }
 
-    /// The store of a class with these parameters; none: they do not tell.
+    /// The store of a class with these parameters; `None` if they name none.
     fn of_class(parameters: &HashMap<String, String>) -> Option<Self> {
         let is_rbd = parameters.contains_key("clusterID")
             || parameters.get("backend").is_some_and(|name| name == "rbd");
@@ -90,7 +90,7 @@ impl StoreKind {
 }
 
 impl Stores {
-    /// Over these stores, whose calls run on `lanes`.
+    /// Serves these stores; their calls run on `lanes`.
     pub fn new(images: Option<Arc<ImageStore>>, rbd: Option<Arc<RbdStore>>, lanes: &Lanes) -> Self {
         let over = |store: Arc<dyn Provisioner>| Serialized::new(store, lanes.clone());
         Self {
@@ -203,8 +203,8 @@ impl Stores {
         Ok(())
     }
 
-    /// Has a store finish or undo the work of controllers that have ended; returns the
-    /// failures. None: the controller was started without it.
+    /// Finishes or undoes the work of ended controllers in a store; returns the failures.
+    /// `None` if the controller was started without the store.
     pub async fn sweep(&self, backend: StoreKind) -> Option<Vec<Error>> {
         let it = self.get(backend)?;
         Some(it.run("sweep", "sweep", Provisioner::sweep).await)

@@ -3,8 +3,7 @@
 use std::{fs, path::Path};
 
 use testkit::{
-    Ceph, Content, Node, Volume, ceph_story, eventually, files_below, rbds_of, rbds_over, refused,
-    run, story,
+    Ceph, Content, Node, Volume, ceph_story, files_below, rbds_of, rbds_over, refused, run, story,
 };
 
 use super::{assert_nothing_staged, write_or_check};
@@ -13,17 +12,27 @@ fn unmap(device: &Path) {
     run(&["rbd", "unmap", "-o", "noudev", device.to_str().unwrap()]);
 }
 
-/// Maps an image once it gets this device, whose number other stories may have
-/// for a while.
-async fn map_as(ceph: &Ceph, volume: &Volume, device: &Path) {
-    eventually("the number is used again", async || {
+/// Maps an image at this device, whose number was just freed; false if another story has
+/// the number now. The driver gives an image the lowest free number.
+fn map_as(ceph: &Ceph, volume: &Volume, device: &Path) -> bool {
+    let number = |device: &Path| {
+        let name = device.file_name().unwrap().to_str().unwrap();
+        name.trim_start_matches("rbd").parse::<u32>().unwrap()
+    };
+    let mut others = Vec::new();
+    let is_mapped = loop {
         let mapped = ceph.map_by_rbd(volume, "noudev");
-        if mapped != device {
-            unmap(&mapped);
+        if mapped == device {
+            break true;
         }
-        (mapped == device).then_some(())
-    })
-    .await;
+        let is_beyond = number(&mapped) > number(device);
+        others.push(mapped);
+        if is_beyond {
+            break false;
+        }
+    };
+    others.iter().for_each(|device| unmap(device));
+    is_mapped
 }
 
 #[test]
@@ -32,14 +41,19 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
         let node = ceph.node(sandbox).await;
         let [volume, other] = [(); 2].map(|()| ceph.volume("block"));
         let [ours, theirs] = [&volume, &other].map(|volume| Content::new(&volume.handle));
-        let target = node.up(&volume, "pod").await;
-        write_or_check(&volume, &target, &ours, true);
-        // Nobody has it open, so it goes.
-        let device = rbds_over(&volume).pop().unwrap();
-        unmap(&device);
-        let conditions = node.health(&volume, &target).await.unwrap();
-        assert!(!conditions.is_empty(), "it is gone");
-        map_as(ceph, &other, &device).await;
+        let (target, device) = loop {
+            let target = node.up(&volume, "pod").await;
+            write_or_check(&volume, &target, &ours, true);
+            // No process has it open, so it can be unmapped.
+            let device = rbds_over(&volume).pop().unwrap();
+            unmap(&device);
+            let conditions = node.health(&volume, &target).await.unwrap();
+            assert!(!conditions.is_empty(), "it is gone");
+            if map_as(ceph, &other, &device) {
+                break (target, device);
+            }
+            node.down(&volume, "pod").await;
+        };
         theirs.write_at(&device, 0).unwrap();
 
         let conditions = node.health(&volume, &target).await.unwrap();
@@ -64,22 +78,25 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
 fn a_restarted_agent_detects_a_lost_device() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
-        for (kind, number_is_taken) in [("block", false), ("block", true)] {
-            let volume = ceph.volume(kind);
-            node.up(&volume, "pod").await;
-            node.kill9().await;
-            let device = rbds_over(&volume).pop().unwrap();
-            unmap(&device);
-            let other = ceph.volume(kind);
-            if number_is_taken {
-                map_as(ceph, &other, &device).await;
-            }
-            node.restart().await;
-            node.down(&volume, "pod").await;
-            assert_nothing_staged(&node, &volume);
-            assert_eq!(rbds_of(sandbox.dir()).len(), usize::from(number_is_taken));
-            if number_is_taken {
+        for number_is_taken in [false, true] {
+            loop {
+                let volume = ceph.volume("block");
+                node.up(&volume, "pod").await;
+                node.kill9().await;
+                let device = rbds_over(&volume).pop().unwrap();
                 unmap(&device);
+                let other = ceph.volume("block");
+                let is_mapped = number_is_taken && map_as(ceph, &other, &device);
+                node.restart().await;
+                node.down(&volume, "pod").await;
+                assert_nothing_staged(&node, &volume);
+                assert_eq!(rbds_of(sandbox.dir()).len(), usize::from(is_mapped));
+                if is_mapped {
+                    unmap(&device);
+                }
+                if is_mapped == number_is_taken {
+                    break;
+                }
             }
         }
         node.assert_clean().await;
