@@ -14,8 +14,8 @@ pub struct SourceError {
     pub why: String,
 }
 
-/// Whether Kubernetes and its sidecars set this key: they are told by the domain
-/// before the slash, `csi.storage.k8s.io/pod.name` or
+/// Whether Kubernetes or one of its sidecars sets this key, by the domain before the
+/// slash: `csi.storage.k8s.io/pod.name` or
 /// `storage.kubernetes.io/csiProvisionerIdentity`.
 pub fn set_by_kubernetes(key: &str) -> bool {
     key.split_once('/').is_some_and(|(domain, _)| {

@@ -105,7 +105,7 @@ impl DeviceError {
         }
     }
 
-    /// Whether somebody uses the device.
+    /// Whether the device is in use.
     pub fn is_busy(&self) -> bool {
         match self {
             Self::Loop(error) => matches!(error, LoopError::Busy { .. }),

@@ -1,11 +1,10 @@
-//! A device that is kept open from the look at it until it is mounted.
+//! A device that is kept open from its probe until it is mounted.
 //!
-//! mkfs, fsck and mount take a path, and a device's number goes to another image as
-//! soon as somebody detaches what was behind it. For as long as a descriptor is open
-//! this does not happen: a loop device puts off its detach, an NBD device keeps its
-//! configuration, and krbd refuses to unmap. Where somebody forces it all the same, the
-//! disk behind the descriptor and the one of that number are two by their sequence
-//! numbers, which is looked at again before each step.
+//! mkfs, fsck and mount take a path, and the kernel gives a detached device's number to
+//! another image. An open descriptor prevents that: a loop device defers its detach, an NBD
+//! device keeps its configuration, and krbd refuses to unmap. If another program forces
+//! the detach, the disk behind the descriptor and the disk with that number differ in
+//! their sequence numbers, which are compared before each step.
 //!
 //! It is open for reading, without `O_EXCL`, and so in the way of neither mkfs nor
 //! fsck. Opening, looking and closing may block: all on the volume's lane.
@@ -63,7 +62,8 @@ impl HeldOpen {
         let Backing::Image(id) = &self.device.backing else {
             return Ok(true);
         };
-        // One that is told to detach goes with its last user, and may not be mounted.
+        // A device with a deferred detach goes when its last opener closes it, and must not
+        // be mounted.
         let status = loopctl::status(&self.file)?;
         Ok(loopdev::is_over(&status, *id) && status.flags & loopctl::AUTOCLEAR == 0)
     }

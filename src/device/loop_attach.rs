@@ -141,8 +141,7 @@ pub struct Over {
     pub busy: bool,
 }
 
-/// The loop device over an image: the known one, else one that nobody uses,
-/// where there are several.
+/// The loop device over an image; of several the known one, else one that is not in use.
 pub fn attached_to(
     id: FileId,
     image: &str,

@@ -212,7 +212,7 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
         let device = once_made(|| LoopDevice::of_number(number.get())).map_err(LoopError::Free)?;
         let configured = once_made(|| device.open(open)).and_then(|file| {
             loopctl::configure(&file, image.as_fd(), &config)?;
-            // While it is open, nobody else gets its number.
+            // While it is open, no other image gets its number.
             block::diskseq(&file)
         });
         match configured {
@@ -244,9 +244,8 @@ fn once_made<T>(attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 
 /// The loop devices that back a file, which has the name that `image` ends in.
 ///
-/// Only devices over files of that name are asked: the status of a device is
-/// answered by the file system that its file is on, which may hang, and whoever
-/// has a device open defers its detach.
+/// Queries only devices over files of that name: the file system of the backing file
+/// answers for a device's status, and may hang, and an open device defers its detach.
 pub fn find(id: FileId, image: &Path) -> io::Result<Vec<AttachedLoop>> {
     let found = configured(
         |backing| backing.file_name() == image.file_name(),
@@ -266,12 +265,12 @@ pub fn find(id: FileId, image: &Path) -> io::Result<Vec<AttachedLoop>> {
         .collect())
 }
 
-/// Takes the file `id` from a loop device that nobody uses.
+/// Detaches the file `id` from a loop device; fails if the device is in use.
 pub fn detach(device: &LoopDevice, id: FileId) -> Result<Detached, LoopError> {
     release(device, |status| is_over(status, id))
 }
 
-/// Makes a loop device as large as its file is now; answers its size in bytes.
+/// Makes a loop device as large as its file is now; returns its size in bytes.
 pub fn resize(device: &LoopDevice) -> Result<u64, LoopError> {
     let resized = device.open(OFlags::RDONLY).and_then(|file| {
         loopctl::set_capacity(&file)?;

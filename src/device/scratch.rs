@@ -76,9 +76,9 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Whatever may have it yet: the mount of a namespace whose last process has just
-        // ended, or of a test that failed. Unlike `loopdev::detach` this asks nobody:
-        // the kernel detaches it when the last of them lets go.
+        // A mount may have it open: of a namespace whose last process has just ended, or
+        // of a test that failed. Unlike `loopdev::detach` this does not check: the kernel
+        // detaches it when the last opener closes it.
         let id = self.id();
         if let Ok(node) = File::open(&self.device.node)
             && loopctl::status(&node).is_ok_and(|status| loopdev::is_over(&status, id))

@@ -1,8 +1,8 @@
 //! Refusing a raw device that is in use.
 //!
-//! A file system is made or mounted only on a device that nobody else has open
-//! exclusively, which the probe finds out. A raw one is published as it is
-//! found, so this check comes first: its user would write below a mount.
+//! A file system is made or mounted only on a device without another exclusive opener,
+//! which the probe checks. A raw device is published unprobed, so it is checked here: its
+//! user would write below a mount.
 
 use std::{ffi::OsStr, path::Path};
 

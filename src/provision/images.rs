@@ -13,7 +13,7 @@
 //! and a delete through these:
 //!
 //! ```text
-//! 1. claim      nobody has it attached, nobody may  claims/<id>.img/…
+//! 1. claim      no node has or may attach it        claims/<id>.img/…
 //! 2. mark       the record says `deleting`
 //! 3. erase      image, reservation, record; then the claims
 //! ```

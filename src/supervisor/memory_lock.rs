@@ -11,8 +11,8 @@ use rustix::{
 };
 
 /// Locks the memory of this process, as far as it is used, now and later
-/// (CAP_IPC_LOCK, which must be kept), and lets nobody look into it. The limit on
-/// core dumps goes on to children, the rest does not.
+/// (CAP_IPC_LOCK, which must be kept), and forbids other processes to read it. Children
+/// inherit only the limit on core dumps.
 pub fn lock() -> io::Result<()> {
     let none = Rlimit {
         current: Some(0),

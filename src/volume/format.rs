@@ -89,7 +89,7 @@ async fn steps(
     record: &Record,
 ) -> Result<String, Cause> {
     cx.remember(record).await?;
-    // Refuses where anybody has the device mounted or open exclusively.
+    // Refuses a device that is mounted or open exclusively.
     let (source, device) = (&record.source, &attached.device);
     let (content, held) = prepare::look(cx, source, device).await?;
     let was = prepare::describe(&content);

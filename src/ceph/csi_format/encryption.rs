@@ -2,9 +2,9 @@
 //!
 //! Two of its key management systems need no service: `default` opens every
 //! volume with the secret's `encryptionPassphrase`; `metadata` gives each volume
-//! a passphrase of its own, which is kept in the image's metadata, sealed with
-//! the secret's. Which of them a volume has is told by the storage class's
-//! `encryptionKMSID`, an entry of the file with which ceph-csi is configured.
+//! a passphrase of its own, sealed with the secret's and kept in the image's metadata. The
+//! StorageClass names the one of a volume by `encryptionKMSID`, an entry of ceph-csi's
+//! configuration file.
 //!
 //! A passphrase is sealed by AES-256-GCM, under a key that scrypt (N 32768, r 8, p 1)
 //! derives from the secret's passphrase, salted with the volume's handle; the result is

@@ -266,7 +266,7 @@ impl Journal {
     pub fn give_up(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
         let object = self.object(uuid);
         let given_up = (entry::MAKING, CreateState::GivenUp.value());
-        // It may be reserved, and not entered yet.
+        // The name may be reserved before the journal has its entry.
         let first = WriteOp::new()
             .create()
             .set([(self.kind.name_key(), name), given_up]);

@@ -76,7 +76,7 @@ pub enum CephImageError {
         "image {image} was encrypted according to its metadata, but is blank now; it is left as it is"
     )]
     Emptied { image: String },
-    /// It is to be encrypted, by one writer and nobody else.
+    /// It must be encrypted first, which needs a single writer.
     #[error(
         "image {image} is blank, and encrypted only for a single writer; stage it once for one"
     )]
@@ -105,7 +105,7 @@ pub enum CephImageError {
         /// Why the undo failed.
         undo: String,
     },
-    /// rbd-nbd is asked for, and nobody keeps its daemons.
+    /// The class requests rbd-nbd, and this node has no supervisor.
     #[error(
         "image {image} is to be served by rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
     )]
@@ -124,12 +124,12 @@ pub enum CephImageError {
         "rbd-nbd is about to serve this volume; once it does, or has failed, the call can be repeated"
     )]
     Coming,
-    /// The image's device is there, nobody serves it, and nobody can be asked to.
+    /// The image has a device without a daemon, and the supervisor cannot be reached.
     #[error("{} is image {image}, and no rbd-nbd serves it: its I/O waits", node.display())]
     Unserved {
         image: String,
         node: PathBuf,
-        /// Why nobody can be asked.
+        /// The error of the call to the supervisor.
         source: ClientError,
     },
     /// rbd-nbd, or who keeps its daemons.
@@ -193,8 +193,8 @@ impl CephImageError {
         }
     }
 
-    /// Whether the image is not where it was looked for, or nobody there knows this
-    /// user: it may be in a cluster that stands in.
+    /// Whether the cluster has no such image or user: the image may be in a cluster to
+    /// which this one failed over.
     pub fn is_elsewhere(&self) -> bool {
         let is_unknown = matches!(
             self,
@@ -203,7 +203,7 @@ impl CephImageError {
         is_unknown || matches!(self.kind(), Kind::NotFound | Kind::Unauthenticated)
     }
 
-    /// Whether somebody uses the device.
+    /// Whether the device is in use.
     pub fn is_busy(&self) -> bool {
         match self {
             Self::Rbd(error) => error.is_busy(),

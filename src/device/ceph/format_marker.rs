@@ -8,13 +8,13 @@
 //! While it stands, no node that reads markers has let a pod write. So a partial format,
 //! and nothing else, may be formatted again, by a node that has the image alone:
 //!
-//! - Others, such as ceph-csi, neither read the marker nor remove it. What they make is
-//!   whole, and outweighs it; a node that finds something whole removes it. A device that
-//!   recognisably holds something else than a partial format is not touched either
-//!   ([`Content::is_partial_format`](crate::fs::probe::Content::is_partial_format)). A volume is a raw
-//!   device for all its life or never, so nobody has put bytes there that look like
-//!   nothing. What remains is a file system of others whose beginning was destroyed
-//!   before any node that reads markers has seen it whole.
+//! - Other drivers, such as ceph-csi, neither read the marker nor remove it. A complete
+//!   format of theirs outweighs it; a node that finds one removes the marker. A device with
+//!   recognisable content other than a partial format is not touched either
+//!   ([`Content::is_partial_format`](crate::fs::probe::Content::is_partial_format)). A
+//!   volume is a raw device for all its life or never, so a marked one has no raw data. One
+//!   case remains: another driver's file system whose beginning was destroyed before a node
+//!   that reads markers has seen it complete.
 //! - An image whose metadata say that it is encrypted is never formatted again,
 //!   whatever its marker says.
 //! - Clones and copies have their source's metadata. They do not count there: the marker

@@ -112,7 +112,7 @@ impl QueriedImage {
             || self.others(&image, own),
             |others| others.as_ref().is_ok_and(|some| !some.is_empty()),
         )?;
-        self.nobody(watchers)
+        self.refuse_watched(watchers)
     }
 
     /// The watchers of the image other than this connection and that client. Clients that
@@ -124,8 +124,8 @@ impl QueriedImage {
         image.harmful(others, known, self.mirror_daemons)
     }
 
-    /// Names them, where there is anybody.
-    fn nobody(&self, watchers: Vec<Watcher>) -> Result<(), CephImageError> {
+    /// Fails with the names of the watchers, if there are any.
+    fn refuse_watched(&self, watchers: Vec<Watcher>) -> Result<(), CephImageError> {
         if watchers.is_empty() {
             return Ok(());
         }

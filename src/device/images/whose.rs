@@ -51,7 +51,7 @@ impl ImageFiles {
             let is_its = handle.as_ref().is_some_and(|it| it.image() == image);
             for pool in pools {
                 let claim = claim::own(pool, image, &self.node_id)?;
-                // An image that was deleted with its pool is nobody's whose name is not told.
+                // If an image was deleted with its pool, only the handle shows its owner.
                 let may_be_its = backing.starts_with(&pool.dir) && !is_deleted(&backing);
                 if claim.is_none() && (is_its || may_be_its) {
                     pool.check_mounted()?;

@@ -3,9 +3,9 @@
 //! A node that attaches a loop device claims the image beside it; one that
 //! attaches an export reaches no pool and claims nothing, and by the protocol a server
 //! does not name its clients. But nbdkit has an image open for
-//! as long as a client is connected to it, and of a file system that no other
-//! machine can mount the kernel knows every open file: it grants a lease only on
-//! what nobody has open for writing ([`Lease`]). So the lease shows whether any
+//! as long as a client is connected to it, and on a file system that no other machine can
+//! mount the kernel knows every open file: it grants a lease only on a file that no process
+//! has open for writing ([`Lease`]). So the lease shows whether any
 //! node has the volume attached, whichever node and in whichever container the server
 //! runs. On a network file system there is no such lease.
 //!

@@ -5,7 +5,7 @@
 //! 2. enter      the keys of the image             csi.volume.<uuid>
 //! 3. make       the image, blank or a copy        csi-vol-<uuid>
 //! 4. complete   size, limits, encryption
-//! 5. id         the image's id is entered: complete
+//! 5. id         the journal has the image's id: complete
 //! ```
 //!
 //! A repeat, by any controller, finds the reservation; so a crash needs no cleanup. An

@@ -59,7 +59,7 @@ pub enum RbdError {
         /// The clients' addresses.
         watchers: String,
     },
-    /// A node has not let go yet.
+    /// A node has not detached the volume yet.
     #[error(
         "node {node:?} still has image {image}; it is fenced if it does not let go in time: try \
          again"
@@ -70,13 +70,13 @@ pub enum RbdError {
         /// The node's id.
         node: String,
     },
-    /// Somebody has the image, and nobody knows who.
+    /// A client that no node registered has the image open.
     #[error(
-        "image {image} is still in use by {watchers}, which node {node:?} has not entered as its \
+        "image {image} is still in use by {watchers}, which node {node:?} has not registered as its \
          client, so it is not fenced: end it there, or take it off the cluster (ceph osd \
          blocklist add ADDRESS)"
     )]
-    NotEntered {
+    ClientNotRegistered {
         /// The image, with its pool.
         image: String,
         /// The node's id.
@@ -210,7 +210,7 @@ impl RbdError {
             | Self::OwnSecrets { .. }
             | Self::InUse { .. }
             | Self::Grouped { .. }
-            | Self::NotEntered { .. }
+            | Self::ClientNotRegistered { .. }
             | Self::NoLayering(_)
             | Self::EncryptedOtherwise { .. }
             | Self::Migrated(_) => Kind::Precondition,

@@ -161,7 +161,7 @@ impl RbdStore {
         let is_starting = attachment.entry.starting.is_some();
         let withdraw = |last: &RegisteredNode| -> Result<Release, RbdError> {
             if !nodes.withdraw(last)? {
-                // It has entered its client this very moment.
+                // The node registered its client a moment ago.
                 return Ok(soon());
             }
             self.fencing.seen().remove(&key);
@@ -188,7 +188,7 @@ impl RbdStore {
         }
         let Some(own) = own_client(attachment, &users) else {
             let addresses: Vec<_> = users.into_iter().map(|user| user.address).collect();
-            return Err(RbdError::NotEntered {
+            return Err(RbdError::ClientNotRegistered {
                 image: format!("{}/{}", found.pool, found.image),
                 node: attachment.node.clone(),
                 watchers: addresses.join(", "),

@@ -127,9 +127,9 @@ fn lock(device: &BlockDev, file: &File, how: FlockOperation) -> Result<(), Super
     locked.map_err(|errno| failed("lock", device.node.display())(errno.into()))
 }
 
-/// Disconnects the device with that cookie, unless somebody uses it. A device that a
-/// daemon serves is drained first; `opened` is this process's own file of it. It
-/// blocks for as long as the device does: for a lane.
+/// Disconnects the device with that cookie, unless it is in use. A device that a daemon
+/// serves is drained first; `opened` is this process's own descriptor of it. Blocks for as
+/// long as the device does: for a lane.
 pub fn disconnect(
     device: &BlockDev,
     cookie: &str,

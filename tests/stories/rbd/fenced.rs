@@ -81,7 +81,7 @@ impl<'a> Fencing<'a> {
         cluster.rados(&self.pool, &[&[what, &*entry], args].concat())
     }
 
-    /// What is entered for the node.
+    /// The registration of the node.
     fn entry(&self, sandbox: &Sandbox, volume: &Volume) -> serde_json::Value {
         let told = sandbox.dir().join("entered").display().to_string();
         self.rados(volume, &["getomapval", "uring-csi.node.node-a", &told]);

@@ -1,7 +1,7 @@
-//! What is used of `<rados/librados.h>`.
+//! The functions of `<rados/librados.h>` that the driver uses.
 //!
-//! Handles are opaque pointers. Functions answer a negative errno; those that
-//! fill a buffer answer `-ERANGE` where it is too small.
+//! Handles are opaque pointers. Functions return a negative errno; those that fill a
+//! buffer return `-ERANGE` if it is too small.
 
 use std::ffi::{c_char, c_int, c_uchar, c_void};
 

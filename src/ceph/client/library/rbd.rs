@@ -1,7 +1,7 @@
-//! What is used of `<rbd/librbd.h>`.
+//! The functions and structures of `<rbd/librbd.h>` that the driver uses.
 //!
-//! The structures have been the same since Ceph 14; their sizes are asserted,
-//! for the two that the library is told of and for those that it fills in rows.
+//! The structures have been the same since Ceph 14. Asserted are the sizes of the two
+//! that are passed with their size, and of those in arrays.
 
 use std::ffi::{c_char, c_int, c_void};
 

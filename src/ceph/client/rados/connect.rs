@@ -106,7 +106,7 @@ impl Cluster {
             ("client_mount_timeout", &seconds(timeouts.connect)),
             ("rados_mon_op_timeout", &operation),
             ("rados_osd_op_timeout", &operation),
-            // What happens is told by the error; no file or socket of its own.
+            // Errors are returned; the library needs no log and no socket.
             ("log_to_stderr", "false"),
             ("err_to_stderr", "false"),
             ("log_file", ""),

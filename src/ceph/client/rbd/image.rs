@@ -168,7 +168,7 @@ impl Image {
     /// ([`CephError::is_invalid`]).
     pub fn grow(&self, size: u64) -> Result<(), CephError> {
         let resize = self.functions().rbd_resize2;
-        // SAFETY: the image is open; nobody wants to hear of progress.
+        // SAFETY: the image is open; the progress callback is optional.
         let answer = unsafe { resize(self.raw, size, false, None, ptr::null_mut()) };
         self.call("grow").changed(answer)
     }

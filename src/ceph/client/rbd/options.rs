@@ -29,7 +29,7 @@ impl ImageOptions {
                 abi::option::FEATURES,
                 self.features.map(|features| features.0),
             ),
-            // Of another number than a power of two, the library is told what it
+            // A size that is no power of two becomes an order that the library
             // refuses.
             (
                 abi::option::ORDER,

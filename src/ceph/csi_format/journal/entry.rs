@@ -105,7 +105,7 @@ pub struct JournalEntry {
     pub making: CreateState,
 }
 
-/// How far a create has come, whose image is told to nobody before it is completed.
+/// How far a create has come. Its handle is answered only once it is completed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CreateState {
     /// Completed, or not this driver's.

@@ -91,7 +91,7 @@ fn the_replacement_of_a_dead_daemon_is_fenced() {
         content.write_at(&target, 0).unwrap();
         let next = it.clients(&volume);
         let next = next.into_iter().find(|one| !first.contains(one)).unwrap();
-        eventually("it is entered", async || {
+        eventually("it is registered", async || {
             (it.entry(sandbox, &volume)["address"] == *next).then_some(())
         })
         .await;
@@ -132,7 +132,7 @@ fn an_unregistered_daemon_is_fenced() {
         let mut stage = it.node.stage_request(&volume);
         stage.publish_context = it.controller.publish(&volume, "node-a").await.unwrap();
         std::fs::create_dir_all(it.node.staging(&volume)).unwrap();
-        // It has entered that a daemon is starting, and the daemon is there. Where
+        // It has registered that a daemon is starting, and the daemon is there. Where
         // somebody else took its device, it has not come so far.
         supervisor.kill9().await;
         let mut entry = serde_json::Value::Null;
@@ -229,13 +229,13 @@ fn each_replacement_daemon_is_registered() {
         let (it, supervisor) = with_supervisor(sandbox, ceph).await;
         let (volume, target) = it.served("v").await;
         let entry = || it.entry(sandbox, &volume);
-        let entered = || entry()["address"].as_str().map(str::to_owned);
-        let is_entered = || assert!(it.clients(&volume).contains(&entered().unwrap()));
-        is_entered();
+        let registered = || entry()["address"].as_str().map(str::to_owned);
+        let assert_registered = || assert!(it.clients(&volume).contains(&registered().unwrap()));
+        assert_registered();
 
         // A next supervisor's takes the place of the one that it does not hear. Before it
         // is there, nobody could enter any.
-        let first = entered();
+        let first = registered();
         supervisor.kill9().await;
         let mut stage = it.node.stage_request(&volume);
         stage.publish_context = it.controller.publish(&volume, "node-a").await.unwrap();
@@ -243,15 +243,15 @@ fn each_replacement_daemon_is_registered() {
         refused(without, Unavailable, &["uring-csi-holder does not answer"]);
         supervisor.restart().await;
         it.node.send_stage(stage).await.unwrap();
-        is_entered();
-        assert_ne!(entered(), first);
+        assert_registered();
+        assert_ne!(registered(), first);
 
         // It grows.
         let large = 2 * KINDS[3].1;
         ceph.resize(&volume, large);
         let size = it.node.expand(&volume, &target, large).await.unwrap();
         assert_eq!(size.unsigned_abs(), large);
-        is_entered();
+        assert_registered();
 
         // One that does not come up is not said to be starting.
         let (name, away) = (spec_of(&volume), format!("{}/away", it.pool));
@@ -270,7 +270,7 @@ fn each_replacement_daemon_is_registered() {
             (held.pid != 0 && held.trouble.is_empty()).then_some(())
         })
         .await;
-        is_entered();
+        assert_registered();
         it.node.down(&volume, "pod").await;
         eventually("the watch of the one that was killed is over", async || {
             it.controller.unpublish(&volume, "node-a").await.ok()
