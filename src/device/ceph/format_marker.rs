@@ -37,8 +37,8 @@ use crate::{
     device::{AttachOptions, DeviceError, backend::FormatMarker, format_markers::NodeFormatMarker},
 };
 
-/// Under which key of the image's metadata.
-pub const KEY: &str = "uring-csi/format";
+/// The marker's key in the image's metadata; stored, so it keeps its name.
+pub const KEY: &str = "uring-csi/making";
 
 /// The format that is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
