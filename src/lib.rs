@@ -1,8 +1,8 @@
 //! uring-csi: a CSI driver for block volumes on storage-heavy nodes.
 //!
 //! Arrows run one way, `program → csi → volume → {device, fs, mount} → {ring, lane,
-//! kernel}`; nothing below [`csi`] knows gRPC, nothing above [`device`] knows a
-//! backend's name. See `docs/architecture.md`.
+//! kernel}`; neither [`volume`] nor [`csi`] knows a backend's name. See
+//! `docs/architecture.md`.
 
 // A program with some features only leaves code of the library unused.
 #![cfg_attr(

@@ -12,9 +12,9 @@ use crate::{
 /// Restarts the rbd-nbd daemon of a volume with the key in --secrets
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A holder that was started anew knows its volumes and not their keys. What rbd-nbd
-serves goes on; but where that has ended, I/O of the volume waits until the key is
-here again. A stage of the volume brings it, and so does this.
+A restarted uring-csi-holder knows its volumes, but not their keys. Its rbd-nbd daemons
+continue; but if one ends, I/O of the volume waits until uring-csi-holder has the key
+again: by a stage of the volume, or by this command.
 
 Example:
   uringctl reattach data-1 --secrets /etc/ceph-secret")]

@@ -143,6 +143,8 @@ fn as_attached(context: &HashMap<String, String>) -> HashMap<String, String> {
     let mut parameters: HashMap<_, _> = [
         "pool",
         "backend",
+        "directIO",
+        "sectorSize",
         "connections",
         "requestTimeout",
         "deadConnectionTimeout",
@@ -430,8 +432,14 @@ mod tests {
                 .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
                 .collect()
         };
-        let local = [("backend", "loop"), ("pool", "p"), ("image", "i.img")];
-        assert_eq!(as_attached(&map(&local)), map(&local[..2]));
+        let local = [
+            ("backend", "loop"),
+            ("pool", "p"),
+            ("sectorSize", "4096"),
+            ("directIO", "true"),
+            ("image", "i.img"),
+        ];
+        assert_eq!(as_attached(&map(&local)), map(&local[..4]));
         let served = [
             ("backend", "nbd"),
             ("pool", "p"),

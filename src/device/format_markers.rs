@@ -1,7 +1,7 @@
 //! Format markers on this node.
 //!
 //! An image of a pool has its marker beside it (`pool::format_marker`), a Ceph image in its
-//! metadata (`ceph::format_marker`), for the next node that attaches it. An export, and a
+//! metadata (`device::ceph::format_marker`), for the next node that attaches it. An export, and a
 //! Ceph image where librados is missing, cannot have one: this node keeps its marker, which
 //! is valid only while the volume is on this node. It is on a tmpfs, and an unstage removes
 //! it. The unstage also blanks the partial format of an interrupted mkfs, as long as the

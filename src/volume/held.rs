@@ -249,7 +249,7 @@ impl Volume {
 #[derive(Clone, Debug)]
 pub struct Listed {
     pub volume_id: String,
-    /// loop, nbd, rbd.
+    /// The backend's name.
     pub backend: &'static str,
     /// The device, once attached.
     pub device: Option<Device>,

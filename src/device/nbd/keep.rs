@@ -90,7 +90,8 @@ fn check(links: &Links, link: &Arc<Link>, lanes: &Lanes, gate: &Gate) {
     }
 }
 
-/// One lane for each server: servers that are away occupy few threads.
+/// Reconnects a link until its server is back. The gate has one place for each server, so
+/// servers that are away occupy few threads.
 async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     let mut wait = FIRST_WAIT;
     let mut looked_twice = false;
