@@ -25,7 +25,7 @@ const VERSION: &str = "0001";
 
 /// Whether a text is the handle of a Ceph volume or snapshot.
 pub fn is_ours(text: &str) -> bool {
-    text.parse::<VolumeHandle>().is_ok()
+    text.parse::<CephVolumeHandle>().is_ok()
 }
 
 /// The text is no handle of a Ceph volume.
@@ -35,14 +35,14 @@ pub struct NotOurs;
 
 /// A volume's handle, of either form.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum VolumeHandle {
+pub enum CephVolumeHandle {
     /// Its names are in the journal.
     Journaled(Handle),
     /// Its names are in the handle itself.
     Migrated(Migrated),
 }
 
-impl VolumeHandle {
+impl CephVolumeHandle {
     /// The `clusterID` of the configuration that its cluster is under.
     pub fn cluster_id(&self) -> &str {
         match self {
@@ -52,7 +52,7 @@ impl VolumeHandle {
     }
 }
 
-impl FromStr for VolumeHandle {
+impl FromStr for CephVolumeHandle {
     type Err = NotOurs;
 
     fn from_str(text: &str) -> Result<Self, NotOurs> {
@@ -230,7 +230,7 @@ mod tests {
             handle.image(),
             "kubernetes-dynamic-pvc-e0b45b52-7e09-47d3-8f1b-806995fa4412"
         );
-        let either: VolumeHandle = text.parse().unwrap();
+        let either: CephVolumeHandle = text.parse().unwrap();
         assert_eq!(either.cluster_id(), handle.cluster_id());
     }
 
@@ -272,9 +272,9 @@ mod tests {
         fn any_text_is_a_handle_or_is_not_ours(
             text in "0001-00[0-9a-f]{2}-.{0,40}-[0-9a-f-]{0,54}|mig_mons-.{0,9}_image-.{0,9}_.{0,9}|.{0,80}"
         ) {
-            match text.parse::<VolumeHandle>() {
-                Ok(VolumeHandle::Journaled(handle)) => prop_assert_eq!(handle.to_string(), text),
-                Ok(VolumeHandle::Migrated(handle)) => prop_assert!(!handle.pool().is_empty()),
+            match text.parse::<CephVolumeHandle>() {
+                Ok(CephVolumeHandle::Journaled(handle)) => prop_assert_eq!(handle.to_string(), text),
+                Ok(CephVolumeHandle::Migrated(handle)) => prop_assert!(!handle.pool().is_empty()),
                 Err(NotOurs) => {}
             }
         }

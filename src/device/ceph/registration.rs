@@ -10,7 +10,7 @@
 use super::{BoundCephImage, CephImageError, Known, lower_device::LowerDevice};
 use crate::{
     ceph::{
-        csi_format::handle::VolumeHandle,
+        csi_format::handle::CephVolumeHandle,
         fencing::{CephClient, Fence, Fences, Published, RegisteredNodes, Through},
         krbd::{Mapped, mapped},
     },
@@ -37,7 +37,7 @@ impl BoundCephImage<'_> {
         if options.fencing == Fencing::Off || options.read_only || options.shared {
             return None;
         }
-        let Ok(VolumeHandle::Journaled(handle)) = options.volume_id.parse() else {
+        let Ok(CephVolumeHandle::Journaled(handle)) = options.volume_id.parse() else {
             return None;
         };
         Some(supervisor::RegistrationKey {

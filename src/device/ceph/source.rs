@@ -11,7 +11,7 @@ use crate::{
         client::rbd::Features,
         csi_format::{
             encryption::DEFAULT_KMS,
-            handle::VolumeHandle,
+            handle::CephVolumeHandle,
             journal::JournalKind,
             map_options::{KRBD, MapOptions, OptionError, part_for},
         },
@@ -108,7 +108,7 @@ impl CephSource {
     /// An image that was found mapped: how it was requested is unknown.
     pub fn found(image: ImageSpec, volume_id: &str) -> Self {
         let handle = volume_id.parse().ok();
-        let known = handle.as_ref().map(VolumeHandle::cluster_id);
+        let known = handle.as_ref().map(CephVolumeHandle::cluster_id);
         let cluster_id = match &*image.cluster_id {
             "" => known.unwrap_or_default().to_owned(),
             marked => marked.to_owned(),
@@ -144,9 +144,9 @@ impl CephSource {
                 "keys of the volume context are passed over"
             );
         }
-        let handle: Option<VolumeHandle> = volume_id.parse().ok();
+        let handle: Option<CephVolumeHandle> = volume_id.parse().ok();
         let (pool, name) = match &handle {
-            Some(VolumeHandle::Migrated(migrated)) => {
+            Some(CephVolumeHandle::Migrated(migrated)) => {
                 (migrated.pool(), migrated.image().to_owned())
             }
             _ if context.switch("staticVolume", false)? => {
@@ -206,19 +206,19 @@ impl CephSource {
     }
 }
 
-fn pool_id(handle: &VolumeHandle) -> Option<i64> {
+fn pool_id(handle: &CephVolumeHandle) -> Option<i64> {
     match handle {
-        VolumeHandle::Journaled(handle) => Some(handle.pool_id()),
-        VolumeHandle::Migrated(_) => None,
+        CephVolumeHandle::Journaled(handle) => Some(handle.pool_id()),
+        CephVolumeHandle::Migrated(_) => None,
     }
 }
 
 fn image_name(
     context: VolumeContext<'_>,
-    handle: Option<&VolumeHandle>,
+    handle: Option<&CephVolumeHandle>,
 ) -> Result<String, SourceError> {
     match (context.get("imageName"), handle) {
-        (None, Some(VolumeHandle::Journaled(handle))) => {
+        (None, Some(CephVolumeHandle::Journaled(handle))) => {
             let prefix = context.get("volumeNamePrefix");
             Ok(JournalKind::Volume.image(prefix, handle.uuid()))
         }

@@ -22,7 +22,7 @@ use crate::{
         },
         csi_format::{
             config::ConfigError,
-            handle::{Handle, VolumeHandle},
+            handle::{CephVolumeHandle, Handle},
             journal::{Journal, JournalEntry},
         },
     },
@@ -38,8 +38,8 @@ impl RbdStore {
         secrets: &Secrets,
     ) -> Result<Vec<FoundImage>, RbdError> {
         match handle.parse() {
-            Ok(VolumeHandle::Journaled(parsed)) => self.all(&self.volumes, &parsed, secrets),
-            Ok(VolumeHandle::Migrated(parsed)) => {
+            Ok(CephVolumeHandle::Journaled(parsed)) => self.all(&self.volumes, &parsed, secrets),
+            Ok(CephVolumeHandle::Migrated(parsed)) => {
                 let link = self.link(parsed.cluster_id(), secrets)?;
                 let pool = match link.pool(parsed.pool()) {
                     Err(error) if error.is_not_found() => return Ok(Vec::new()),
