@@ -31,7 +31,9 @@ fn map_as(ceph: &Ceph, volume: &Volume, device: &Path) -> bool {
             break false;
         }
     };
-    others.iter().for_each(|device| unmap(device));
+    for other in &others {
+        unmap(other);
+    }
     is_mapped
 }
 
