@@ -1,4 +1,4 @@
-//! What the tests of this module share: a cluster, and a place in it for each.
+//! Shared by the tests of this module: a cluster, and a namespace in it for each test.
 
 use std::{sync::Arc, time::Duration};
 
@@ -30,7 +30,7 @@ pub(crate) fn connect(cluster: &TestCluster) -> Arc<Cluster> {
     Cluster::connect(&cluster.monitors, &credentials(cluster), timeouts(30)).unwrap()
 }
 
-/// A namespace that nobody else uses, for as long as the cluster is used.
+/// A namespace of one test, in a cluster that lives as long as this.
 pub(crate) struct TestPool {
     pub cluster: TestCluster,
     pub io: IoCtx,

@@ -1,5 +1,5 @@
-//! One call of a library's, around the call itself: its arguments made to what C
-//! takes, its answer to what Rust does, its failure to an error with words.
+//! One call of a library: converts its arguments to C's types, its result to Rust's, and
+//! its failure to a [`CephError`].
 
 use std::{
     ffi::{CStr, CString, c_char, c_int},
@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::CephError;
 use crate::crash_point;
 
-/// A call about to be made. `object` says on what, where the call fails.
+/// A call that is about to be made; its error names `operation` and `object`.
 pub(super) struct LibraryCall<'a, F> {
     lost: &'a AtomicBool,
     operation: &'static str,
@@ -19,7 +19,7 @@ pub(super) struct LibraryCall<'a, F> {
 }
 
 impl<'a, F: Fn() -> String> LibraryCall<'a, F> {
-    /// `lost` is set where the call shows that its connection is.
+    /// Sets `lost` if the call shows that its connection is lost.
     pub fn new(lost: &'a AtomicBool, operation: &'static str, object: F) -> Self {
         Self {
             lost,
@@ -28,7 +28,8 @@ impl<'a, F: Fn() -> String> LibraryCall<'a, F> {
         }
     }
 
-    /// The error that this call answered `errno`.
+    /// The error of this call for `errno`. Sets `lost` if the connection is fenced or does
+    /// not answer.
     pub fn error(&self, errno: Errno) -> CephError {
         if matches!(errno, Errno::SHUTDOWN | Errno::TIMEDOUT | Errno::NOTCONN) {
             self.lost.store(true, Ordering::Relaxed);
@@ -36,23 +37,23 @@ impl<'a, F: Fn() -> String> LibraryCall<'a, F> {
         CephError::new(self.operation, (self.object)(), errno)
     }
 
-    /// The text as C takes it; one with a NUL in it is invalid.
+    /// A text for C; one that contains a NUL is an invalid argument.
     pub fn text(&self, text: &str) -> Result<CString, CephError> {
         CString::new(text).map_err(|_| self.error(Errno::INVAL))
     }
 
-    /// What the call answered: an error where negative.
+    /// Turns a negative result into an error.
     pub fn check(&self, answer: c_int) -> Result<(), CephError> {
         self.check64(answer.into()).map(drop)
     }
 
-    /// The same of a change: where a crash may come, it comes after it.
+    /// [`Self::check`] for a call that makes a change, after which tests crash the process.
     pub fn changed(&self, answer: c_int) -> Result<(), CephError> {
         crash_point();
         self.check(answer)
     }
 
-    /// The same where the answer is a value, too.
+    /// [`Self::check`] for a call whose result is a value.
     pub fn check64(&self, answer: i64) -> Result<i64, CephError> {
         if answer >= 0 {
             return Ok(answer);
@@ -61,8 +62,8 @@ impl<'a, F: Fn() -> String> LibraryCall<'a, F> {
         Err(self.error(Errno::from_raw_os_error(errno)))
     }
 
-    /// Has a text written into a buffer, which grows while it is too small
-    /// (`-ERANGE`).
+    /// Calls `write` with a buffer for a text, and with a larger one while the result is
+    /// `-ERANGE`.
     pub fn string(
         &self,
         mut write: impl FnMut(*mut c_char, usize) -> c_int,
@@ -75,16 +76,16 @@ impl<'a, F: Fn() -> String> LibraryCall<'a, F> {
                 continue;
             }
             self.check(answer)?;
-            // The last byte is a NUL in any case.
+            // The text ends even if the library wrote no NUL.
             buffer.push(0);
             let text = CStr::from_bytes_until_nul(&buffer).unwrap_or_default();
             return Ok(text.to_string_lossy().into_owned());
         }
     }
 
-    /// Has rows written into a buffer, which grows while it is too small: the
-    /// library then answers `-ERANGE` and how many there are. The rows are the
-    /// caller's to clean up.
+    /// Calls `write` with a buffer for rows, and with a larger one while the result is
+    /// `-ERANGE`; the library then sets the number of rows. The caller frees the rows by
+    /// the library's function for that.
     pub fn rows<T>(
         &self,
         mut write: impl FnMut(*mut T, *mut usize) -> c_int,
@@ -105,7 +106,7 @@ impl<'a, F: Fn() -> String> LibraryCall<'a, F> {
     }
 }
 
-/// No name or value in Ceph is near as long.
+/// Bytes; far more than any name or value in Ceph has.
 const MAX_TEXT: usize = 1 << 20;
 
 /// The texts in a buffer that holds one after the other, each ended by a NUL.
@@ -115,7 +116,7 @@ pub(super) fn texts(buffer: &[u8]) -> Vec<String> {
     parts.map(text).collect()
 }
 
-/// A text of the library's; null is the empty one.
+/// Copies a text of the library; null becomes the empty text.
 ///
 /// # Safety
 ///
@@ -124,7 +125,7 @@ pub(super) unsafe fn owned(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: as this function asks for.
+    // SAFETY: as this function requires.
     let text = unsafe { CStr::from_ptr(text) };
     text.to_string_lossy().into_owned()
 }

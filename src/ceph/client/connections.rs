@@ -1,12 +1,12 @@
 //! One connection for each cluster and user, made when it is needed.
 //!
-//! A connection costs some ten milliseconds, threads and sockets, and serves any
-//! number of callers at once. It is made anew when a call has found it fenced or
-//! without an answer ([`Cluster::is_lost`]), and ends after [`IDLE`]
-//! without a use, on a thread of its own: ending one may block, which its last user must
-//! not. A caller that asks while a connection is being made waits for that attempt and
-//! shares its result, so a dead cluster costs each caller one timeout, and callers of other
-//! clusters nothing.
+//! A connection costs some ten milliseconds, threads and sockets, and serves any number of
+//! callers at once. A new one replaces a connection that is fenced or did not answer in time
+//! ([`Cluster::is_lost`]). A thread of its own ends connections that were unused for
+//! [`IDLE`], because ending one may block, and its last user may be on a thread that must
+//! not block. A caller that comes while a connection is being made waits for that attempt
+//! and shares its result, so a dead cluster costs each of its callers one timeout, and
+//! callers of other clusters nothing.
 
 use std::{
     collections::HashMap,
@@ -28,7 +28,7 @@ use crate::digest;
 #[cfg(test)]
 mod tests;
 
-/// How long a connection is kept that nobody asks for.
+/// How long an unused connection is kept.
 pub const IDLE: Duration = Duration::from_secs(300);
 
 /// The connections of a process. Clones share them.
@@ -36,44 +36,44 @@ pub const IDLE: Duration = Duration::from_secs(300);
 pub struct Connections {
     timeouts: Timeouts,
     slots: Arc<Mutex<Slots>>,
-    /// The thread that ends idle ones ends when the last of these is dropped.
+    /// When its last clone is dropped, the thread that ends idle connections ends, too.
     _alive: Sender<()>,
 }
 
 type Slots = HashMap<Key, Arc<Slot>>;
 
-/// Connections are shared by those who would make the very same one. A cluster
-/// whose monitors have moved gets a new one.
+/// Callers with equal keys share a connection. A cluster whose monitors have moved gets a
+/// new one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Key {
     monitors: Vec<String>,
     user: String,
-    /// Of the secret, which need not be kept for this.
+    /// In place of the secret, of which a key needs no copy.
     secret_digest: String,
 }
 
-/// The place of one connection.
+/// One connection, and the attempt to make it.
 #[derive(Debug)]
 struct Slot {
     state: Mutex<ConnectionState>,
-    /// An attempt has ended.
+    /// Notified when an attempt has ended.
     ended: Condvar,
 }
 
 #[derive(Debug)]
 struct ConnectionState {
-    /// Somebody connects; who comes meanwhile waits.
+    /// One caller connects; later ones wait for it.
     connecting: bool,
-    /// What the last attempt came to.
+    /// The result of the last attempt.
     last: Option<Result<Arc<Cluster>, CephError>>,
-    /// What was lost, and may still be in use.
+    /// Lost connections, which may still be in use.
     lost: Vec<Arc<Cluster>>,
-    /// When somebody last asked.
+    /// When a caller last asked for the connection.
     asked: Instant,
 }
 
 impl Connections {
-    /// No connection yet.
+    /// Starts the thread that ends idle connections, and makes no connection.
     pub fn new(timeouts: Timeouts) -> io::Result<Self> {
         Self::with_idle_time(timeouts, IDLE)
     }
@@ -93,7 +93,7 @@ impl Connections {
     }
 
     /// The connection to the cluster of these monitors as this user. Blocks while
-    /// it is made, at most as long as the timeout for connecting says.
+    /// it is made, at most for [`Timeouts::connect`].
     pub fn get(
         &self,
         monitors: &[String],
@@ -154,7 +154,7 @@ impl Slot {
         outcome
     }
 
-    /// Whether nobody has used it for so long.
+    /// Whether it was unused for this long.
     fn is_idle(&self, idle_for: Duration) -> bool {
         let state = lock(&self.state);
         let used = match &state.last {
@@ -164,14 +164,14 @@ impl Slot {
         !used && state.lost.is_empty() && state.asked.elapsed() >= idle_for
     }
 
-    /// What was lost and nobody uses.
+    /// Takes out the lost connections that are no longer in use.
     fn unused(&self) -> Vec<Arc<Cluster>> {
         let unused = |cluster: &mut Arc<Cluster>| Arc::strong_count(cluster) == 1;
         lock(&self.state).lost.extract_if(.., unused).collect()
     }
 }
 
-/// Somebody connects, until this is dropped, by a panic too.
+/// An attempt to connect, which ends when this is dropped, also by a panic.
 struct ConnectAttempt<'a>(&'a Slot);
 
 impl Drop for ConnectAttempt<'_> {
@@ -181,7 +181,7 @@ impl Drop for ConnectAttempt<'_> {
     }
 }
 
-/// Ends idle connections, until `gone` says that nobody can ask any more.
+/// Ends idle connections, until `gone` is closed: the last [`Connections`] was dropped.
 fn sweep(slots: &Mutex<Slots>, idle_for: Duration, gone: &Receiver<()>) {
     while gone.recv_timeout(idle_for / 4) == Err(RecvTimeoutError::Timeout) {
         let idle = |_: &Key, slot: &mut Arc<Slot>| slot.is_idle(idle_for);
@@ -189,10 +189,10 @@ fn sweep(slots: &Mutex<Slots>, idle_for: Duration, gone: &Receiver<()>) {
         let lost: Vec<_> = slots.values().flat_map(|slot| slot.unused()).collect();
         let ended: Vec<_> = slots.extract_if(idle).collect();
         drop(slots);
-        // After the lock, as it may block.
+        // Without the lock, because it may block.
         drop((lost, ended));
     }
-    // The last user may be on a thread that must not block.
+    // Here, because the thread of the last user may not be allowed to block.
     drop(mem::take(&mut *lock(slots)));
 }
 

@@ -14,13 +14,14 @@ pub struct Credentials {
     pub key: Secret,
 }
 
-/// The secrets of a request do not hold credentials. The text never has a key.
+/// Why the secrets of a request hold no credentials. The text never contains a key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CredentialsError {
     /// A secret is missing.
     #[error("the secret has no {0}")]
     Missing(&'static str),
-    /// The user's id has characters that no user of Ceph's may have here.
+    /// The user's id has the prefix `client.`, or characters that the line for krbd does
+    /// not allow.
     #[error("the secret's {0} is no user id: use letters, digits and ._-, without \"client.\"")]
     User(&'static str),
     /// The key's form is wrong.
@@ -72,9 +73,9 @@ impl Credentials {
     }
 }
 
-/// A key is, in base64, its type (16 bits, little endian), the time it was made
-/// (seconds and nanoseconds, 32 bits each), its length (16 bits) and itself:
-/// `CryptoKey::encode` of Ceph's `auth/Crypto.h`.
+/// The format of a key, in base64: type (16 bits, little endian), creation time (seconds and
+/// nanoseconds, 32 bits each), length (16 bits), and the key itself (`CryptoKey::encode` of
+/// Ceph's `auth/Crypto.h`).
 fn decode(key: &str) -> Option<Zeroizing<Vec<u8>>> {
     const HEADER: usize = 12;
     let bytes = Zeroizing::new(BASE64_STANDARD.decode(key).ok()?);
@@ -116,8 +117,8 @@ mod tests {
         assert_eq!(user(&[("adminID", "old"), ("adminKey", &key)]), "old");
         assert_eq!(user(&[("key", &key)]), "admin");
         assert_eq!(user(&[("key", &key), ("adminId", "kube")]), "kube");
-        let lined = format!("{key}\n");
-        let credentials = read(&[("userID", "csi"), ("userKey", &lined)]).unwrap();
+        let with_newline = format!("{key}\n");
+        let credentials = read(&[("userID", "csi"), ("userKey", &with_newline)]).unwrap();
         assert_eq!(credentials.key.reveal(), key);
         assert_eq!(credentials.key_bytes().len(), 28);
     }
@@ -136,7 +137,7 @@ mod tests {
                 User("userID")
             );
         }
-        // The length does not fit what follows.
+        // The length field differs from the length of the key.
         assert_eq!(
             error(&[("userID", "a"), ("userKey", SHORT)]),
             Key("userKey")

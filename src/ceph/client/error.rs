@@ -13,14 +13,14 @@ pub enum CephError {
     /// No monitor of the cluster can be used.
     #[error(transparent)]
     Monitors(#[from] MonitorError),
-    /// A library answered an error.
+    /// A library returned an error.
     #[error("could not {operation} {object}{}", hint(*errno))]
     Failed {
         /// The operation, such as "open".
         operation: &'static str,
         /// Its object, such as "image rbd/csi-vol-1".
         object: String,
-        /// The library's answer.
+        /// The errno that the library returned.
         #[source]
         errno: Errno,
     },
@@ -49,7 +49,9 @@ fn hint(errno: Errno) -> &'static str {
             ", as the cluster refuses the user: check userID, userKey and the user's caps"
         }
         Errno::SHUTDOWN => ", as this client is blocklisted",
-        Errno::TIMEDOUT => ", as no answer came in time (what was asked for may still be done)",
+        Errno::TIMEDOUT => {
+            ", as no answer came in time (the cluster may still carry the request out)"
+        }
         Errno::ROFS => ", as another client holds the image's lock, or a mirror writes it",
         _ => "",
     }
@@ -64,7 +66,7 @@ impl CephError {
         }
     }
 
-    /// The library's answer; none if it was not called.
+    /// The errno that the library returned; none if it was not called.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::Failed { errno, .. } => Some(*errno),
@@ -86,7 +88,7 @@ impl CephError {
         self.is(Errno::EXIST)
     }
 
-    /// It is in use: by a watcher, a snapshot, a child.
+    /// The object is in use, by a watcher, a snapshot or a child.
     pub fn is_busy(&self) -> bool {
         self.is(Errno::BUSY)
     }
@@ -123,7 +125,7 @@ impl CephError {
         self.is(Errno::STALE)
     }
 
-    /// An argument that the library does not take.
+    /// The library does not accept an argument.
     pub fn is_invalid(&self) -> bool {
         self.is(Errno::INVAL)
     }

@@ -1,14 +1,13 @@
 //! librados and librbd, loaded when they are first needed.
 //!
-//! Nothing of Ceph is needed to build, and a node or a controller without RBD
-//! volumes needs none of it to run. So the functions are named by hand, in the
-//! tables of [`rados`](self::rados) and [`rbd`](self::rbd), and looked up by
-//! `dlsym`. All of them are in Ceph 16.2 (Pacific), the oldest release that is
-//! supported; both libraries keep their SONAME and the layout of their structures
-//! since then.
+//! The build needs nothing of Ceph, and a node or a controller without RBD volumes runs
+//! without it. So the tables of [`rados`](self::rados) and [`rbd`](self::rbd) declare the
+//! functions by hand, and `dlsym` finds them. All of them are in Ceph 16.2 (Pacific), the
+//! oldest supported release; both libraries have kept their SONAME and the layout of their
+//! structures since then.
 //!
-//! A library that has been loaded stays: it has threads, and its functions are
-//! copied into tables that live for ever.
+//! A loaded library stays loaded: it has threads, and the tables keep pointers to its
+//! functions.
 
 use std::{
     ffi::{c_int, c_void},
@@ -27,17 +26,17 @@ pub struct Libraries {
     pub(super) rbd: rbd::Functions,
 }
 
-/// A library, or a function in it, is not there.
+/// A library, or a function of it, is missing.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum MissingLibrary {
-    /// The dynamic linker does not find or take it.
+    /// The dynamic linker does not find it, or cannot load it.
     #[error("{library} cannot be loaded ({reason}): install the package {package}")]
     Library {
         /// Its SONAME.
         library: &'static str,
-        /// Debian's name of the package; others call it much the same.
+        /// Debian's name of the package; other distributions have similar names.
         package: &'static str,
-        /// What the dynamic linker says.
+        /// The dynamic linker's error.
         reason: String,
     },
     /// It is older than Ceph 16.2.
@@ -73,9 +72,9 @@ impl Libraries {
 /// SIGSEGV or SIGABRT. Nothing here needs a destructor: a repeat finishes an interrupted
 /// call, as after a crash.
 ///
-/// `on_exit(3)` of glibc: handlers run in the reverse order of their registration,
-/// so this one before those that the libraries have registered by now. They do so
-/// when they are loaded, and some more when they first connect.
+/// Handlers of glibc's `on_exit(3)` run in the reverse order of their registration, so this
+/// one runs before those that the libraries have registered so far: some when they were
+/// loaded, more when they first connected.
 pub(super) fn end_at_once() {
     unsafe extern "C" {
         fn on_exit(
@@ -109,9 +108,10 @@ fn open(library: &'static str, package: &'static str) -> Result<&'static Library
     }
 }
 
-/// Makes OpenSSL, if the library is linked with it, register no exit handler. It would do
-/// so when a thread of librados first encrypts, later than [`end_at_once`], and a thread
-/// that encrypts afterwards throws, which aborts the process.
+/// Makes OpenSSL, if the library is linked with it, register no exit handler. OpenSSL
+/// would register it when a thread of librados first encrypts, later than [`end_at_once`],
+/// so it would run first; a thread that encrypts afterwards throws, which aborts the
+/// process.
 fn keep_openssl(library: &Library) {
     /// `OPENSSL_INIT_NO_ATEXIT`, since OpenSSL 1.1.1.
     const NO_ATEXIT: u64 = 0x0008_0000;
@@ -120,12 +120,12 @@ fn keep_openssl(library: &Library) {
     // SAFETY: the type is that of `<openssl/crypto.h>`. The symbol is also looked for
     // in the libraries that this one is linked with.
     if let Ok(init) = unsafe { library.get::<Init>(b"OPENSSL_init_crypto\0") } {
-        // SAFETY: there may be no settings. A failure shows when OpenSSL is used.
+        // SAFETY: the settings may be null. A failure shows when OpenSSL is used.
         unsafe { init(NO_ATEXIT, std::ptr::null()) };
     }
 }
 
-/// Makes a table: a structure of function pointers, and how it is filled.
+/// Defines a table: a structure of function pointers, and the function that fills it.
 macro_rules! table {
     (
         $library:literal, $package:literal;
@@ -174,8 +174,11 @@ mod tests {
     #[test]
     fn a_missing_library_names_its_package() {
         let error = open("libmissing.so.9", "libmissing9").unwrap_err();
-        let said = error.to_string();
-        assert!(said.contains("libmissing.so.9"), "{said}");
-        assert!(said.ends_with("install the package libmissing9"), "{said}");
+        let error = error.to_string();
+        assert!(error.contains("libmissing.so.9"), "{error}");
+        assert!(
+            error.ends_with("install the package libmissing9"),
+            "{error}"
+        );
     }
 }

@@ -1,8 +1,8 @@
 //! Checking that a cluster's monitors answer, without Ceph's libraries.
 //!
-//! krbd connects under one lock for the whole node, and librados has deadlines
-//! of its own: neither should be called with monitors that are down. A monitor
-//! greets each client that connects: `ceph v027` in the first version of the messenger
+//! krbd connects under one lock for the whole node, and librados waits for its own timeouts,
+//! so neither is called while all monitors are down. A monitor greets each client that
+//! connects: `ceph v027` in the first version of the messenger
 //! protocol, `ceph v2\n` in the second. One greeting is enough.
 
 use std::{
@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The port of the second version of the protocol, and of the first.
+/// The ports of the second version of the protocol and of the first.
 const PORTS: [u16; 2] = [3300, 6789];
 
 /// The greetings, and the length of the shorter.
@@ -72,7 +72,7 @@ impl Address {
         })
     }
 
-    /// The ports to try: the one that is said, or that of the protocol, or both.
+    /// The ports to try: the given one, else that of the given protocol, else both.
     pub fn ports(&self) -> Vec<u16> {
         match (self.port, self.messenger) {
             (Some(port), _) => vec![port],
@@ -84,7 +84,7 @@ impl Address {
 }
 
 impl fmt::Display for Address {
-    /// `host:port`, with brackets about an IPv6 address.
+    /// `host:port`, with brackets around an IPv6 address.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.host.contains(':') {
             write!(f, "[{}]", self.host)?;
@@ -108,8 +108,8 @@ pub fn addresses(monitors: &[String]) -> Result<Vec<Address>, MonitorError> {
         .collect()
 }
 
-/// Takes the brackets off that hold a monitor's addresses together; those of an
-/// IPv6 address stay.
+/// Removes the brackets around the addresses of one monitor, and keeps those of an IPv6
+/// address.
 fn bare(part: &str) -> &str {
     let part = match part.strip_prefix('[') {
         Some(inner) if inner.starts_with("v1:") || inner.starts_with("v2:") => inner,
@@ -122,34 +122,34 @@ fn bare(part: &str) -> &str {
     }
 }
 
-/// No monitor can be used.
+/// Why no monitor can be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MonitorError {
     /// An entry of the list is no address.
-    #[error("{0:?} is no monitor's address: use host:port")]
+    #[error("{0:?} is not the address of a monitor: use host:port")]
     NoAddress(String),
     /// The list is empty.
     #[error("the list of monitors is empty")]
     Empty,
-    /// None greets.
+    /// No monitor greets; each address with its error.
     #[error("no monitor answers ({0})")]
     Unanswered(String),
 }
 
-/// Waits until one of the monitors greets, and says where: [`ask`] and
+/// Waits until one of the monitors greets, and returns its address: [`ask`], then
 /// [`PendingGreeting::answer`].
 pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, MonitorError> {
     ask(monitors, deadline)?.answer()
 }
 
-/// How long callers of the same monitors share one question.
+/// How long callers of the same monitors share one request.
 const SHARED_FOR: Duration = Duration::from_secs(1);
 
-/// The questions under way, by the monitors that are asked.
+/// The requests under way, by their lists of monitors.
 static UNDER_WAY: LazyLock<Mutex<HashMap<Vec<String>, Weak<GreetingRequest>>>> =
     LazyLock::new(Mutex::default);
 
-/// A question to all monitors of a list.
+/// A request to all monitors of a list, to greet.
 #[derive(Debug)]
 struct GreetingRequest {
     begun: Instant,
@@ -160,26 +160,25 @@ struct GreetingRequest {
 
 #[derive(Debug)]
 struct Answers {
-    /// The result of each, for the error.
+    /// Each address with the reason that it has not greeted.
     tried: Vec<(Address, String)>,
-    /// How many have not answered yet.
+    /// The number of addresses without a result yet.
     open: usize,
     greeted: Option<SocketAddr>,
 }
 
-/// Monitors that were asked to greet.
+/// One caller's part in a [`GreetingRequest`], with a deadline of its own.
 #[derive(Debug)]
 pub struct PendingGreeting {
-    question: Arc<GreetingRequest>,
+    request: Arc<GreetingRequest>,
     deadline: Instant,
 }
 
-/// Asks all of the monitors at once, and does not wait for them: names are looked
-/// up and connections made on threads that end by themselves, not much after
-/// `deadline`.
+/// Asks all of the monitors at once, without waiting for their answers. Threads resolve the
+/// names and connect, and end by themselves soon after `deadline`.
 ///
-/// Many that ask the same monitors within a second share the question, and its
-/// threads, unless it was answered badly already.
+/// Callers that ask the same monitors within a second share one request and its threads,
+/// unless the request has failed already.
 pub fn ask(monitors: &[String], deadline: Instant) -> Result<PendingGreeting, MonitorError> {
     ask_within(SHARED_FOR, monitors, deadline)
 }
@@ -190,17 +189,17 @@ fn ask_within(
     deadline: Instant,
 ) -> Result<PendingGreeting, MonitorError> {
     let mut under_way = lock(&UNDER_WAY);
-    under_way.retain(|_, question| question.strong_count() > 0);
+    under_way.retain(|_, request| request.strong_count() > 0);
     let shared = under_way.get(monitors).and_then(Weak::upgrade);
-    let shared = shared.filter(|question| question.does(shared_for, deadline));
-    let question = if let Some(question) = shared {
-        question
+    let shared = shared.filter(|request| request.is_shareable(shared_for, deadline));
+    let request = if let Some(request) = shared {
+        request
     } else {
-        let question = GreetingRequest::begin(monitors, deadline)?;
-        under_way.insert(monitors.to_vec(), Arc::downgrade(&question));
-        question
+        let request = GreetingRequest::begin(monitors, deadline)?;
+        under_way.insert(monitors.to_vec(), Arc::downgrade(&request));
+        request
     };
-    Ok(PendingGreeting { question, deadline })
+    Ok(PendingGreeting { request, deadline })
 }
 
 impl GreetingRequest {
@@ -222,7 +221,7 @@ impl GreetingRequest {
             let why = "no answer in time".to_owned();
             (shown.clone(), why)
         };
-        let question = Arc::new(Self {
+        let request = Arc::new(Self {
             begun: Instant::now(),
             deadline,
             answers: Mutex::new(Answers {
@@ -233,26 +232,26 @@ impl GreetingRequest {
             changed: Condvar::new(),
         });
         for (nr, (_, port, host)) in tried.into_iter().enumerate() {
-            let asking = Arc::clone(&question);
-            let attempt = move || asking.take(nr, greeted(&host, port, deadline));
+            let shared = Arc::clone(&request);
+            let attempt = move || shared.record(nr, host_greeting(&host, port, deadline));
             let begun = thread::Builder::new()
                 .name("ceph-monitor".into())
                 .spawn(attempt);
             if let Err(error) = begun {
-                question.take(nr, Err(error));
+                request.record(nr, Err(error));
             }
         }
-        Ok(question)
+        Ok(request)
     }
 
-    /// Whether it is recent enough to be shared.
-    fn does(&self, shared_for: Duration, deadline: Instant) -> bool {
+    /// Whether a caller with this deadline may share it: it is recent, and has not failed.
+    fn is_shareable(&self, shared_for: Duration, deadline: Instant) -> bool {
         let answers = lock(&self.answers);
-        let refused = answers.greeted.is_none() && answers.open == 0;
-        !refused && self.begun.elapsed() < shared_for && self.deadline + shared_for >= deadline
+        let failed = answers.greeted.is_none() && answers.open == 0;
+        !failed && self.begun.elapsed() < shared_for && self.deadline + shared_for >= deadline
     }
 
-    fn take(&self, nr: usize, result: io::Result<SocketAddr>) {
+    fn record(&self, nr: usize, result: io::Result<SocketAddr>) {
         let mut answers = lock(&self.answers);
         answers.open -= 1;
         match result {
@@ -265,14 +264,14 @@ impl GreetingRequest {
 }
 
 impl PendingGreeting {
-    /// Waits for the first that greets, until the deadline at most, and says where
-    /// it is.
+    /// Waits for the first monitor that greets, at most until the deadline, and returns its
+    /// address.
     pub fn answer(self) -> Result<SocketAddr, MonitorError> {
         let waits = |answers: &mut Answers| answers.greeted.is_none() && answers.open > 0;
-        let question = &self.question;
-        let (answers, _) = question
+        let request = &self.request;
+        let (answers, _) = request
             .changed
-            .wait_timeout_while(lock(&question.answers), remaining(self.deadline), waits)
+            .wait_timeout_while(lock(&request.answers), remaining(self.deadline), waits)
             .unwrap_or_else(PoisonError::into_inner);
         if let Some(address) = answers.greeted {
             return Ok(address);
@@ -294,12 +293,11 @@ fn remaining(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
 }
 
-/// Connects to the first of the host's addresses that takes it, and waits for
-/// the greeting.
-fn greeted(host: &str, port: u16, deadline: Instant) -> io::Result<SocketAddr> {
+/// Connects to the host's addresses in turn until one greets, and returns that one.
+fn host_greeting(host: &str, port: u16, deadline: Instant) -> io::Result<SocketAddr> {
     let mut last = io::Error::other("the name has no address");
     for address in (host, port).to_socket_addrs()? {
-        match greeting_from(address, deadline) {
+        match read_greeting(address, deadline) {
             Ok(()) => return Ok(address),
             Err(e) => last = e,
         }
@@ -307,17 +305,20 @@ fn greeted(host: &str, port: u16, deadline: Instant) -> io::Result<SocketAddr> {
     Err(last)
 }
 
-fn greeting_from(address: SocketAddr, deadline: Instant) -> io::Result<()> {
-    // A timeout of zero would be none at all.
+fn read_greeting(address: SocketAddr, deadline: Instant) -> io::Result<()> {
+    // Zero would mean no timeout.
     let left = || remaining(deadline).max(Duration::from_millis(1));
     let mut stream = TcpStream::connect_timeout(&address, left())?;
     stream.set_read_timeout(Some(left()))?;
-    let mut said = [0; GREETING];
-    stream.read_exact(&mut said)?;
-    if GREETINGS.iter().any(|greeting| greeting.starts_with(&said)) {
+    let mut received = [0; GREETING];
+    stream.read_exact(&mut received)?;
+    if GREETINGS
+        .iter()
+        .any(|greeting| greeting.starts_with(&received))
+    {
         Ok(())
     } else {
-        Err(io::Error::other("what answers there is no monitor"))
+        Err(io::Error::other("the server there is not a monitor"))
     }
 }
 
@@ -332,7 +333,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that says `greeting` to the first who comes, and its address.
+    /// A server that sends `greeting` to its first client, and its address.
     fn server(greeting: &'static [u8]) -> (String, thread::JoinHandle<()>) {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -349,7 +350,7 @@ mod tests {
 
     #[test]
     fn one_monitor_that_greets_is_enough() {
-        // A listener that accepts and never speaks.
+        // A listener that accepts connections and sends nothing.
         let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let silent = silent
             .local_addr()
@@ -372,14 +373,14 @@ mod tests {
             .unwrap();
         let error = answers(&[other.clone(), gone.to_string()], soon()).unwrap_err();
         thread.join().unwrap();
-        let said = error.to_string();
+        let error = error.to_string();
         assert!(
-            said.contains(&format!("{other}: what answers there is no monitor")),
-            "{said}"
+            error.contains(&format!("{other}: the server there is not a monitor")),
+            "{error}"
         );
         assert!(
-            said.contains(&format!("{gone}: Connection refused")),
-            "{said}"
+            error.contains(&format!("{gone}: Connection refused")),
+            "{error}"
         );
         assert_eq!(answers(&[], soon()), Err(MonitorError::Empty));
     }
@@ -404,21 +405,21 @@ mod tests {
             .collect();
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(GREETINGS[0]).unwrap();
-        // One that comes now has the same answer.
+        // A later caller shares the request, too.
         let late = ask_within(hour, &list, soon()).unwrap();
         for asked in asked.into_iter().chain([late]) {
             assert_eq!(asked.answer(), Ok(address));
         }
         listener.set_nonblocking(true).unwrap();
-        assert!(listener.accept().is_err(), "it was asked again");
+        assert!(listener.accept().is_err(), "the monitor was asked again");
         drop((stream, listener));
 
         let refused = ask_within(Duration::ZERO, &list, soon()).unwrap();
-        let kept = Arc::clone(&refused.question);
+        let kept = Arc::clone(&refused.request);
         refused.answer().unwrap_err();
         let listener = TcpListener::bind(address).unwrap();
         let again = ask_within(hour, &list, soon()).unwrap();
-        assert!(!Arc::ptr_eq(&kept, &again.question));
+        assert!(!Arc::ptr_eq(&kept, &again.request));
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(GREETINGS[0]).unwrap();
         assert_eq!(again.answer(), Ok(address));

@@ -7,13 +7,13 @@
 //!        └─ Image    an open image (module rbd)
 //! ```
 //!
-//! Each holds on to what is above it, so a connection ends when the last that
-//! uses it is dropped; that may block, as every call here may, though never
-//! longer than its [`Timeouts`].
+//! Each keeps a reference to the one above it, so a connection ends when its last user is
+//! dropped. That may block, as every call here may, for at most the connection's
+//! [`Timeouts`]; only a notification may block for longer.
 //!
-//! Sources: `<rados/librados.h>`; which of its calls may be made from several
-//! threads at once is said at `rados_ioctx_set_namespace` and the other few that
-//! change a handle, which are made here before a handle is handed out.
+//! Source: `<rados/librados.h>`. Any thread may call a function at any time, except
+//! `rados_ioctx_set_namespace` and the few others that change a handle, as the header says
+//! at each; here they are called before other threads get the handle.
 
 use std::{
     fmt, ptr,
@@ -46,17 +46,17 @@ pub use write::WriteOp;
 pub struct Cluster {
     raw: abi::Cluster,
     libraries: &'static Libraries,
-    /// As which user, for errors.
+    /// The user, for errors.
     user: String,
     fsid: String,
-    /// Whether a call has shown that a new connection is needed.
+    /// Set when a call shows that a new connection is needed.
     lost: AtomicBool,
 }
 
 // SAFETY: a `rados_t` may be used from any thread.
 unsafe impl Send for Cluster {}
 // SAFETY: librados takes its own locks; every function called here takes the
-// handle as const or changes what those locks guard.
+// handle as const, or changes only data under those locks.
 unsafe impl Sync for Cluster {}
 
 impl Cluster {
@@ -65,8 +65,7 @@ impl Cluster {
         &self.fsid
     }
 
-    /// The number that this connection has in the cluster: in an image's watchers,
-    /// it stands for us.
+    /// The number of this connection in the cluster, as in the watchers of an image.
     pub fn instance_id(&self) -> u64 {
         // SAFETY: the handle is connected.
         unsafe { (self.libraries.rados.rados_get_instance_id)(self.raw) }
@@ -78,7 +77,7 @@ impl Cluster {
         let mut text = ptr::null_mut();
         // SAFETY: the handle is connected, and `text` outlives the call.
         let answer = unsafe { (functions.rados_getaddrs)(self.raw, &raw mut text) };
-        self.call("tell", || "the address of this client".to_owned())
+        self.call("read", || "the address of this client".to_owned())
             .check(answer)?;
         // SAFETY: the library made the text, which ends in NUL, and it is not used
         // any more once it is freed.
@@ -89,14 +88,14 @@ impl Cluster {
         }
     }
 
-    /// Whether a call found this connection fenced, or had no answer in time;
-    /// then a new one is to be made.
+    /// Whether a call found this connection fenced, or got no answer in time, so that a new
+    /// connection is needed.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// The id of the pool of that name. A name that is not known is looked up
-    /// again in the cluster's newest map.
+    /// The id of the pool of that name. An unknown name is looked up again in the cluster's
+    /// newest map.
     pub fn pool_id(&self, name: &str) -> Result<i64, CephError> {
         let call = self.call("find", || format!("pool {name}"));
         let text = call.text(name)?;
@@ -118,8 +117,8 @@ impl Cluster {
         })
     }
 
-    /// Looks again in the newest map where the one at hand lacks what is sought:
-    /// it may have been made a moment ago.
+    /// Repeats a lookup that failed in the newest map: the pool may be newer than the map of
+    /// this connection.
     fn in_newest_map<T>(&self, find: impl Fn() -> Result<T, CephError>) -> Result<T, CephError> {
         match find() {
             Err(error) if error.is_not_found() => {
@@ -140,14 +139,14 @@ impl Cluster {
         let mut names = vec![0; 1024];
         loop {
             let space = names.as_mut_ptr().cast();
-            // SAFETY: the library writes at most as many bytes as there are.
+            // SAFETY: the library writes at most `names.len()` bytes.
             let needed =
                 unsafe { (self.libraries.rados.rados_pool_list)(self.raw, space, names.len()) };
             call.check(needed)?;
             let needed = usize::try_from(needed).unwrap_or_default();
             if needed <= names.len() {
                 let mut names = texts(&names[..needed]);
-                // An empty one ends the list.
+                // An empty name ends the list.
                 names.retain(|name| !name.is_empty());
                 return Ok(names);
             }
@@ -164,12 +163,12 @@ impl Cluster {
         IoCtx::new(self, pool.into(), namespace)
     }
 
-    /// What the two libraries offer.
+    /// The functions of both libraries.
     pub(super) fn libraries(&self) -> &'static Libraries {
         self.libraries
     }
 
-    /// A call that is about to be made, with the words for its error.
+    /// A call that is about to be made; its error names `operation` and `object`.
     pub(super) fn call<F: Fn() -> String>(
         &self,
         operation: &'static str,
@@ -188,7 +187,7 @@ impl fmt::Debug for Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: all that was made from this handle held on to it, and is gone.
+            // SAFETY: all handles made from this one kept a reference to it, and are gone.
             unsafe { (self.libraries.rados.rados_shutdown)(self.raw) };
         }
     }

@@ -7,9 +7,8 @@
 //! without opening it        Header: features, watchers, metadata
 //! ```
 //!
-//! A clone needs only a snapshot of its parent, not a protected one (clone v2):
-//! the parent's snapshot, and the parent in the trash, stay until the last clone
-//! is flattened or removed.
+//! The snapshot that a clone is made of need not be protected (clone v2): a snapshot that was
+//! removed, and a parent in the trash, stay until their last clone is flattened or removed.
 //!
 //! Source: `<rbd/librbd.h>`.
 
@@ -63,8 +62,8 @@ pub fn clone_snapshot(
     name: &str,
     options: &ImageOptions,
 ) -> Result<(), CephError> {
-    let said = || format!("image {parent_io}/{parent}@{snapshot} as {io}/{name}");
-    let call = io.cluster().call("clone", said);
+    let objects = || format!("image {parent_io}/{parent}@{snapshot} as {io}/{name}");
+    let call = io.cluster().call("clone", objects);
     let (parent, snapshot) = (call.text(parent)?, call.text(snapshot)?);
     let text = call.text(name)?;
     let options = options.for_clone(io)?;
@@ -123,7 +122,7 @@ pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
         }
     };
     let names = rows.iter().map(name).collect();
-    // SAFETY: the library allocated the rows, and they are not used any more.
+    // SAFETY: the library filled the rows, and they are not used any more.
     unsafe { (functions.rbd_image_spec_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
     Ok(names)
 }

@@ -121,7 +121,7 @@ impl QueriedImage {
         let mut others = image.watchers()?;
         others.retain(|watcher| !watcher.own && Own::Client(watcher.client) != own);
         let known = usize::from(own == Own::Some);
-        image.harmful(others, known, self.mirror_daemons)
+        image.unexpected_watchers(others, known, self.mirror_daemons)
     }
 
     /// Fails with the names of the watchers, if there are any.

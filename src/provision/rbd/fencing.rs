@@ -264,7 +264,7 @@ fn users(
     if users.iter().any(|user| Some(&user.address) == own.as_ref()) {
         return Ok(users);
     }
-    Ok(image.harmful(users, 0, found.link.config.mirror_daemons)?)
+    Ok(image.unexpected_watchers(users, 0, found.link.config.mirror_daemons)?)
 }
 
 /// The node's client among the image's watchers.

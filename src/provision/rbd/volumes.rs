@@ -246,7 +246,7 @@ pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
 pub fn refuse_if_used(found: &FoundImage, image: &Image) -> Result<(), RbdError> {
     let mut others = image.watchers()?;
     others.retain(|watcher| !watcher.own);
-    let others = image.harmful(others, 0, found.link.config.mirror_daemons)?;
+    let others = image.unexpected_watchers(others, 0, found.link.config.mirror_daemons)?;
     if others.is_empty() {
         return Ok(());
     }

@@ -54,7 +54,7 @@ fn a_connection_is_shared_until_it_is_lost() {
     let io = second.ioctx(&test.pool, "").unwrap();
     assert!(!io.exists("x").unwrap());
     fence("rm");
-    // The lost one ends when nobody uses it.
+    // The lost connection ends after its last use.
     let weak = Arc::downgrade(&first);
     drop((all, first));
     while weak.strong_count() > 0 {
@@ -62,7 +62,7 @@ fn a_connection_is_shared_until_it_is_lost() {
     }
 }
 
-/// The address of a connection, as an image that it has open shows it.
+/// The address of a connection, from the watchers of an image that it has open.
 fn address_of(io: &IoCtx) -> String {
     let name = uuid::Uuid::new_v4().to_string();
     rbd::create(io, &name, 1 << 20, &ImageOptions::default()).unwrap();
@@ -106,15 +106,15 @@ fn a_dead_cluster_costs_its_callers_one_timeout_and_others_none() {
     thread::scope(|scope| {
         let get = || connections.get(&dead, &nobody).unwrap_err();
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(get)).collect();
-        // Those of another cluster do not wait for them.
+        // Callers of another cluster do not wait for them.
         let error = connections.get(&closed, &nobody).unwrap_err();
         assert!(error.to_string().contains("refused"), "{error}");
         for thread in threads {
             assert!(thread.join().unwrap().is_timed_out());
         }
     });
-    // Each attempt was one connection, as the listener has seen.
+    // Each attempt made one connection, and the listener has them all.
     silent.set_nonblocking(true).unwrap();
-    let seen = iter::from_fn(|| silent.accept().ok()).count();
-    assert!(seen < 8, "{seen}");
+    let attempts = iter::from_fn(|| silent.accept().ok()).count();
+    assert!(attempts < 8, "{attempts}");
 }

@@ -11,16 +11,16 @@ use super::table;
 pub type Cluster = *mut c_void;
 /// `rados_ioctx_t`, a pool and a namespace in it.
 pub type IoCtx = *mut c_void;
-/// `rados_write_op_t`, changes to one object, made together or not at all.
+/// `rados_write_op_t`, changes to one object, of which all are made or none.
 pub type WriteOp = *mut c_void;
 /// `rados_read_op_t`, reads of one object.
 pub type ReadOp = *mut c_void;
-/// `rados_omap_iter_t`, what a read of an omap found.
+/// `rados_omap_iter_t`, the keys and values that a read of an omap found.
 pub type OmapIter = *mut c_void;
 
 /// `LIBRADOS_CREATE_EXCLUSIVE`: the object must not exist.
 pub const CREATE_EXCLUSIVE: c_int = 1;
-/// `LIBRADOS_CMPXATTR_OP_EQ`, of omap values too.
+/// `LIBRADOS_CMPXATTR_OP_EQ`, also for omap values.
 pub const COMPARE_EQUAL: u8 = 1;
 
 table! {

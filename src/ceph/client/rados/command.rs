@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use super::{Cluster, abi};
 use crate::ceph::client::CephError;
 
-/// `rados_mon_command` and those like it.
+/// The type of `rados_mon_command` and `rados_mgr_command`.
 type CommandFn = unsafe extern "C" fn(
     abi::Cluster,
     *const *const c_char,
@@ -24,13 +24,13 @@ type CommandFn = unsafe extern "C" fn(
 ) -> c_int;
 
 impl Cluster {
-    /// Asks the monitors: one command in JSON, such as
-    /// `{"prefix": "df", "format": "json"}`. The answer is what the command prints.
+    /// Sends the monitors one command in JSON, such as
+    /// `{"prefix": "df", "format": "json"}`, and returns its output.
     pub fn mon_command(&self, command: &serde_json::Value) -> Result<Vec<u8>, CephError> {
         self.command(self.libraries.rados.rados_mon_command, "monitor", command)
     }
 
-    /// Asks the manager, as [`Self::mon_command`] asks the monitors.
+    /// Sends the manager a command, as [`Self::mon_command`] does to the monitors.
     pub fn mgr_command(&self, command: &serde_json::Value) -> Result<Vec<u8>, CephError> {
         self.command(self.libraries.rados.rados_mgr_command, "manager", command)
     }
@@ -38,17 +38,17 @@ impl Cluster {
     fn command(
         &self,
         run: CommandFn,
-        whose: &str,
+        daemon: &str,
         command: &serde_json::Value,
     ) -> Result<Vec<u8>, CephError> {
         let prefix = command["prefix"].as_str().unwrap_or_default();
-        let mut said = String::new();
+        let mut explained = String::new();
         let text = CString::new(command.to_string());
         let text = text.map_err(|_| self.call("run", || prefix.to_owned()).error(Errno::INVAL))?;
         let commands = [text.as_ptr()];
         let (mut output, mut output_len) = (ptr::null_mut(), 0);
         let (mut status, mut status_len) = (ptr::null_mut(), 0);
-        // SAFETY: one command that ends in NUL, no input, and four places for
+        // SAFETY: one command that ends in NUL, no input, and four variables for
         // buffers that the library allocates and `take` frees.
         let (ran, output, status) = unsafe {
             let ran = run(
@@ -69,14 +69,16 @@ impl Cluster {
             )
         };
         if !status.is_empty() {
-            said = format!(" ({})", String::from_utf8_lossy(&status).trim());
+            explained = format!(" ({})", String::from_utf8_lossy(&status).trim());
         }
-        let call = self.call("run", || format!("the {whose} command \"{prefix}\"{said}"));
+        let call = self.call("run", || {
+            format!("the {daemon} command \"{prefix}\"{explained}")
+        });
         call.check(ran)?;
         Ok(output)
     }
 
-    /// Copies a buffer of the library's and frees it.
+    /// Copies a buffer that the library allocated, and frees it.
     ///
     /// # Safety
     ///
@@ -85,7 +87,7 @@ impl Cluster {
         if buffer.is_null() {
             return Vec::new();
         }
-        // SAFETY: as this function asks for.
+        // SAFETY: as this function requires.
         unsafe {
             let bytes = std::slice::from_raw_parts(buffer.cast::<u8>(), len).to_vec();
             (self.libraries.rados.rados_buffer_free)(buffer);

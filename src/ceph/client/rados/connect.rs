@@ -45,10 +45,10 @@ impl Cluster {
         credentials: &Credentials,
         timeouts: Timeouts,
     ) -> Result<Arc<Self>, CephError> {
-        // Since then the process has all that the libraries register at first use.
+        // The libraries register exit handlers also when they first connect.
         static FIRST: Once = Once::new();
         let libraries = Libraries::load()?;
-        // The library would only say that the time is over, not what each monitor did.
+        // The library would only report a timeout, not the error of each monitor.
         let deadline = Instant::now() + timeouts.connect;
         monitor::answers(monitors, deadline)?;
         let timeouts = Timeouts {
@@ -57,12 +57,12 @@ impl Cluster {
         };
         let mut cluster = Self::create(libraries, &credentials.user)?;
         cluster.configure(monitors, credentials, timeouts)?;
-        let joined = || format!("the cluster at {}", monitors.join(","));
-        let call = cluster.call("connect to", joined);
+        let at_monitors = || format!("the cluster at {}", monitors.join(","));
+        let call = cluster.call("connect to", at_monitors);
         // SAFETY: the handle is configured and not yet connected.
         let connected = call.check(unsafe { (libraries.rados.rados_connect)(cluster.raw) });
         connected.map_err(|error| match error.errno() {
-            // There is no such user.
+            // The cluster has no such user.
             Some(Errno::NOENT) => call.error(Errno::ACCESS),
             _ => error,
         })?;
@@ -79,7 +79,7 @@ impl Cluster {
             fsid: String::new(),
             lost: AtomicBool::new(false),
         };
-        let call = cluster.call("be", || format!("client.{user}"));
+        let call = cluster.call("create", || format!("a connection as client.{user}"));
         let name = call.text(&format!("client.{user}"))?;
         let mut raw = ptr::null_mut();
         // SAFETY: both names end in NUL, and `raw` outlives the call.
@@ -118,7 +118,7 @@ impl Cluster {
             let call = self.call("set", || option.to_owned());
             self.set(&call.text(option)?, &call.text(value)?)?;
         }
-        // A `CString` would leave a copy behind.
+        // A `CString` would leave a copy of the key in memory.
         let mut key = Zeroizing::new(credentials.key.reveal().as_bytes().to_vec());
         key.push(0);
         let call = self.call("set", || "key".to_owned());
@@ -128,7 +128,7 @@ impl Cluster {
 
     fn set(&self, option: &CStr, value: &CStr) -> Result<(), CephError> {
         let call = self.call("set", || option.to_string_lossy().into_owned());
-        // SAFETY: both end in NUL and are copied by the library.
+        // SAFETY: both end in NUL, and the library copies them.
         call.check(unsafe {
             (self.libraries.rados.rados_conf_set)(self.raw, option.as_ptr(), value.as_ptr())
         })

@@ -5,12 +5,12 @@ use std::{fmt, ptr, sync::Arc};
 use super::{Cluster, abi};
 use crate::ceph::client::{CephError, call::LibraryCall};
 
-/// Which pool.
+/// A pool, by its name or its id.
 #[derive(Clone, Copy, Debug)]
 pub enum PoolRef<'a> {
-    /// By its name.
+    /// The name, which may be given to another pool later.
     Name(&'a str),
-    /// By its id, which stays when it is renamed.
+    /// The id, which stays when the pool is renamed.
     Id(i64),
 }
 
@@ -48,7 +48,7 @@ struct Inner {
 
 // SAFETY: a `rados_ioctx_t` may be used from any thread.
 unsafe impl Send for Inner {}
-// SAFETY: it is safe from several at once as long as none changes its namespace,
+// SAFETY: several threads may use it at once as long as none changes its namespace,
 // snapshot or locator; the namespace is set before it is shared, the others never.
 unsafe impl Sync for Inner {}
 
@@ -68,7 +68,7 @@ impl IoCtx {
         let functions = &cluster.libraries.rados;
         // SAFETY: the cluster is connected, and `raw` outlives the call.
         call.check(unsafe { (functions.rados_ioctx_create2)(cluster.raw, pool_id, &raw mut raw) })?;
-        // SAFETY: nobody else has the handle yet; the name is copied.
+        // SAFETY: no other thread has the handle yet; the library copies the name.
         unsafe { (functions.rados_ioctx_set_namespace)(raw, name.as_ptr()) };
         Ok(Self(Arc::new(Inner {
             raw,
@@ -84,7 +84,7 @@ impl IoCtx {
         self.0.pool_id
     }
 
-    /// The pool's name, as it was when this was made.
+    /// The pool's name, as it was when this handle was created.
     pub fn pool(&self) -> &str {
         &self.0.pool
     }
@@ -94,7 +94,7 @@ impl IoCtx {
         &self.0.namespace
     }
 
-    /// The connection.
+    /// The connection by which it was created.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.0.cluster
     }
@@ -103,15 +103,15 @@ impl IoCtx {
         self.0.raw
     }
 
-    /// A call about the thing of that kind and name in here.
+    /// A call on an object of this pool and namespace, by its kind and name.
     pub(in crate::ceph::client) fn call(
         &self,
         operation: &'static str,
         kind: &'static str,
         name: &str,
     ) -> LibraryCall<'_, impl Fn() -> String> {
-        let said = move || format!("{kind} {self}/{name}");
-        self.0.cluster.call(operation, said)
+        let object = move || format!("{kind} {self}/{name}");
+        self.0.cluster.call(operation, object)
     }
 }
 

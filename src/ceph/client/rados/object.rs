@@ -7,8 +7,8 @@ use rustix::io::Errno;
 use super::IoCtx;
 use crate::ceph::client::CephError;
 
-/// The time for watchers to acknowledge a notification: the OSDs count whole seconds.
-const NOTICED_WITHIN: Duration = Duration::from_secs(1);
+/// How long watchers may take to acknowledge a notification; OSDs count whole seconds.
+const ACKNOWLEDGED_WITHIN: Duration = Duration::from_secs(1);
 
 impl IoCtx {
     /// Whether the object exists.
@@ -66,9 +66,9 @@ impl IoCtx {
     }
 
     /// Notifies the watchers of an object, and returns the ids of their connections
-    /// ([`Cluster::instance_id`]). It takes one round trip without watchers, else until all
-    /// have acknowledged it, a second at most: a dead one is a watcher until the cluster
-    /// ends its watch.
+    /// ([`Cluster::instance_id`]). Without watchers it takes one round trip, else until
+    /// all have acknowledged it, at most a second: a dead client remains a watcher until the
+    /// cluster ends its watch.
     ///
     /// Blocks while the OSD does not answer: the timeout for operations does not
     /// apply to notifications.
@@ -83,7 +83,7 @@ impl IoCtx {
         let name = call.text(object)?;
         let cluster = self.cluster();
         let (mut reply, mut len) = (ptr::null_mut(), 0);
-        let within = u64::try_from(NOTICED_WITHIN.as_millis()).unwrap_or(u64::MAX);
+        let within = u64::try_from(ACKNOWLEDGED_WITHIN.as_millis()).unwrap_or(u64::MAX);
         let message_len = c_int::try_from(message.len()).map_err(|_| call.error(Errno::TOOBIG))?;
         // SAFETY: the name ends in NUL, the message has the given length; the library
         // allocates the reply, and `take` frees it.
@@ -113,16 +113,16 @@ impl IoCtx {
 /// acknowledge, each with client and watch.
 fn notified(reply: &[u8]) -> Option<Vec<i64>> {
     let mut rest = reply;
-    let mut who = Vec::new();
+    let mut clients = Vec::new();
     for _ in 0..number(&mut rest)? {
-        who.push(watch(&mut rest)?);
+        clients.push(watching_client(&mut rest)?);
         let len = usize::try_from(number(&mut rest)?).ok()?;
         rest = rest.get(len..)?;
     }
     for _ in 0..number(&mut rest)? {
-        who.push(watch(&mut rest)?);
+        clients.push(watching_client(&mut rest)?);
     }
-    Some(who)
+    Some(clients)
 }
 
 fn number(rest: &mut &[u8]) -> Option<u32> {
@@ -131,11 +131,11 @@ fn number(rest: &mut &[u8]) -> Option<u32> {
     Some(u32::from_le_bytes(*number))
 }
 
-fn watch(rest: &mut &[u8]) -> Option<i64> {
-    let (who, after) = rest.split_first_chunk()?;
-    let (_which, after) = after.split_first_chunk::<8>()?;
+fn watching_client(rest: &mut &[u8]) -> Option<i64> {
+    let (client, after) = rest.split_first_chunk()?;
+    let (_watch, after) = after.split_first_chunk::<8>()?;
     *rest = after;
-    Some(i64::from_le_bytes(*who))
+    Some(i64::from_le_bytes(*client))
 }
 
 #[cfg(test)]
@@ -147,22 +147,22 @@ mod tests {
     proptest! {
         #[test]
         fn all_notified_clients_are_read_from_the_reply(
-            took in proptest::collection::vec((any::<i64>(), "[a-z]{0,9}"), 0..4),
+            acknowledged in proptest::collection::vec((any::<i64>(), "[a-z]{0,9}"), 0..4),
             silent in proptest::collection::vec(any::<i64>(), 0..4),
             cut: proptest::sample::Index,
         ) {
             let len = |len: usize| u32::try_from(len).unwrap().to_le_bytes();
-            let mut reply = len(took.len()).to_vec();
-            for (who, text) in &took {
-                reply.extend([who.to_le_bytes(), [7; 8]].concat());
+            let mut reply = len(acknowledged.len()).to_vec();
+            for (client, text) in &acknowledged {
+                reply.extend([client.to_le_bytes(), [7; 8]].concat());
                 reply.extend(len(text.len()));
                 reply.extend(text.bytes());
             }
             reply.extend(len(silent.len()));
-            for who in &silent {
-                reply.extend([who.to_le_bytes(), [7; 8]].concat());
+            for client in &silent {
+                reply.extend([client.to_le_bytes(), [7; 8]].concat());
             }
-            let all = took.iter().map(|(who, _)| *who).chain(silent.iter().copied());
+            let all = acknowledged.iter().map(|(client, _)| *client).chain(silent.iter().copied());
             prop_assert_eq!(notified(&reply), Some(all.collect()));
             prop_assert_eq!(notified(&reply[..cut.index(reply.len())]), None);
         }

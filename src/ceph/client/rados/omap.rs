@@ -1,15 +1,14 @@
-//! The keys and values that objects hold.
+//! The omap of an object: its keys with their values, sorted.
 //!
-//! The omap of an object is a sorted map. ceph-csi keeps its journal in some, all
-//! as text; what is not UTF-8 was written by someone else, and is shown with
-//! replacement characters, so that it matches nothing.
+//! ceph-csi keeps its journal in omaps, all as text. Another program may have written a value
+//! that is not UTF-8; it is read with replacement characters, so that it matches nothing.
 
 use std::{collections::BTreeMap, ffi::CString, ptr, slice};
 
 use super::{IoCtx, WriteOp, abi};
 use crate::ceph::client::CephError;
 
-/// How many keys are read at once: the OSDs answer no more than 1024.
+/// The number of keys per read; OSDs return at most 1024.
 const PAGE: u64 = 1000;
 
 /// Some of an object's keys with their values.
@@ -17,20 +16,20 @@ const PAGE: u64 = 1000;
 pub struct OmapPage {
     /// In the order of the keys.
     pub entries: BTreeMap<String, String>,
-    /// Whether there are keys behind the last of these.
+    /// Whether there are keys after the last of these.
     pub more: bool,
 }
 
 impl IoCtx {
-    /// Sets keys to values; makes the object where it does not exist.
+    /// Sets keys to values; creates the object if it does not exist.
     pub fn omap_set(&self, object: &str, entries: &[(&str, &str)]) -> Result<(), CephError> {
         let op = WriteOp::new().set(entries.iter().copied());
         self.run("write keys of", object, &op)
     }
 
-    /// Removes keys, as far as they exist.
+    /// Removes keys; absent ones are no error.
     pub fn omap_remove(&self, object: &str, keys: &[&str]) -> Result<(), CephError> {
-        // Else the object would be made to remove nothing from it.
+        // Without the assertion the OSD would create a missing object.
         let op = WriteOp::new().assert_exists().unset(keys.iter().copied());
         match self.run("remove keys of", object, &op) {
             Err(error) if error.is_not_found() => Ok(()),
@@ -38,7 +37,7 @@ impl IoCtx {
         }
     }
 
-    /// The values of these keys, as far as they exist.
+    /// The values of those of these keys that exist.
     pub fn omap_get(
         &self,
         object: &str,
@@ -47,7 +46,7 @@ impl IoCtx {
         Ok(texts(self.omap_get_bytes(object, keys)?))
     }
 
-    /// The same, byte for byte: some of Ceph's own are no text.
+    /// [`Self::omap_get`] for values that are not text, as some of Ceph's own.
     pub(in crate::ceph::client) fn omap_get_bytes(
         &self,
         object: &str,
@@ -57,7 +56,7 @@ impl IoCtx {
         let lens: Vec<_> = keys.iter().map(|key| key.len()).collect();
         let functions = &self.cluster().libraries.rados;
         self.read_keys(object, |op, found| {
-            // SAFETY: pointers and lengths of as many keys, which are copied.
+            // SAFETY: there are `keys.len()` pointers and lengths; the library copies the keys.
             unsafe {
                 (functions.rados_read_op_omap_get_vals_by_keys2)(
                     op,
@@ -85,7 +84,7 @@ impl IoCtx {
         let mut more = 0;
         let entries = self.read_keys(object, |op, found| {
             let (after, prefix) = (after.as_ptr(), prefix.as_ptr());
-            // SAFETY: both texts end in NUL and are copied; `more` outlives the read.
+            // SAFETY: both texts end in NUL, the library copies them; `more` outlives the read.
             unsafe {
                 (functions.rados_read_op_omap_get_vals2)(
                     op,
@@ -124,11 +123,11 @@ impl IoCtx {
         }
     }
 
-    /// One read, which `ask` adds to the operation, with a place for what it finds.
+    /// Executes one read: `add` adds it to the operation, to store its result at the pointer.
     fn read_keys(
         &self,
         object: &str,
-        ask: impl FnOnce(abi::ReadOp, *mut abi::OmapIter),
+        add: impl FnOnce(abi::ReadOp, *mut abi::OmapIter),
     ) -> Result<BTreeMap<String, Vec<u8>>, CephError> {
         let call = self.call("read keys of", "object", object);
         let name: CString = call.text(object)?;
@@ -136,9 +135,9 @@ impl IoCtx {
         let mut found = ptr::null_mut();
         // SAFETY: the operation is released below, and only there.
         let op = unsafe { (functions.rados_create_read_op)() };
-        ask(op, &raw mut found);
-        // SAFETY: the operation is whole, the name ends in NUL. What is found
-        // belongs to us from the time it was asked for, and is freed in any case.
+        add(op, &raw mut found);
+        // SAFETY: the operation is complete, the name ends in NUL. `found` must be freed
+        // once the read was added, and is freed whatever the result.
         unsafe {
             let answer = (functions.rados_read_op_operate)(op, self.raw(), name.as_ptr(), 0);
             (functions.rados_release_read_op)(op);
@@ -158,22 +157,22 @@ fn texts(entries: BTreeMap<String, Vec<u8>>) -> BTreeMap<String, String> {
     entries.map(|(key, value)| (key, text(&value))).collect()
 }
 
-/// Copies what a read found.
+/// Copies the keys and values that a read found.
 ///
 /// # Safety
 ///
-/// `found` is what a read that succeeded has filled.
+/// A successful read has filled `found`.
 unsafe fn collect(functions: &abi::Functions, found: abi::OmapIter) -> BTreeMap<String, Vec<u8>> {
     let bytes = |start: *mut std::ffi::c_char, len| match len {
         0 => Vec::new(),
-        // SAFETY: the library says how many bytes there are.
+        // SAFETY: the library has set the number of bytes.
         _ => unsafe { slice::from_raw_parts(start.cast::<u8>(), len) }.to_vec(),
     };
     let mut entries = BTreeMap::new();
     loop {
         let (mut key, mut value) = (ptr::null_mut(), ptr::null_mut());
         let (mut key_len, mut value_len) = (0, 0);
-        // SAFETY: as this function asks for; the four places outlive the call.
+        // SAFETY: as this function requires; the four variables outlive the call.
         let answer = unsafe {
             (functions.rados_omap_get_next2)(
                 found,
@@ -183,7 +182,7 @@ unsafe fn collect(functions: &abi::Functions, found: abi::OmapIter) -> BTreeMap<
                 &raw mut value_len,
             )
         };
-        // It ends with a key of null.
+        // A null key ends the list.
         if answer < 0 || key.is_null() {
             return entries;
         }

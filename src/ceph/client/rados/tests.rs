@@ -31,7 +31,7 @@ fn cluster_and_pools_are_found_by_id_and_name() {
     assert!(cluster.pools().unwrap().contains(&test.pool));
     assert!(cluster.pool_id("missing").unwrap_err().is_not_found());
     assert!(cluster.pool_name(9999).unwrap_err().is_not_found());
-    // One that was made after this connection's map.
+    // A pool that is newer than this connection's map.
     let fresh = test.fresh_pool();
     let io = cluster.ioctx(&fresh, "").unwrap();
     assert_eq!(cluster.ioctx(io.pool_id(), "").unwrap().pool(), fresh);
@@ -58,8 +58,11 @@ fn commands_are_answered_or_refused_with_words() {
     let error = cluster
         .mon_command(&json!({"prefix": "nonsense"}))
         .unwrap_err();
-    let said = error.to_string();
-    assert!(said.contains("\"nonsense\" (command not known)"), "{said}");
+    let error = error.to_string();
+    assert!(
+        error.contains("\"nonsense\" (command not known)"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -117,7 +120,7 @@ fn keys_are_written_read_and_removed() {
     assert!(!io.exists("o").unwrap());
     assert!(io.remove("o").unwrap_err().is_not_found());
     assert!(io.omap_get("o", &["a"]).unwrap_err().is_not_found());
-    // To remove keys of nothing makes nothing.
+    // Removing keys does not create the object.
     io.omap_remove("o", &["a"]).unwrap();
     assert!(!io.exists("o").unwrap());
     assert!(io.exists("with\0nul").unwrap_err().is_invalid());
@@ -188,10 +191,10 @@ fn librados_fits_the_stack_of_a_lane() {
 }
 
 #[test]
-#[ignore = "the process of the test below"]
+#[ignore = "the test below starts it in a process of its own"]
 fn connects_and_ends() {
     static TEST: OnceLock<TestCluster> = OnceLock::new();
-    // By the second version of the protocol, which encrypts what monitors are told.
+    // By the second version of the protocol, which encrypts the messages to monitors.
     extern "C" fn connect() {
         let test = TEST.get().expect("set before");
         let connected = Cluster::connect(&test.monitors_v2, &credentials(test), timeouts(30));
@@ -199,8 +202,8 @@ fn connects_and_ends() {
     }
     let _ = TEST.set(TestCluster::shared().expect("the test below has it"));
     Libraries::load().unwrap();
-    // Handlers run in the reverse order: this one after all that connecting registers.
-    // SAFETY: the handler is there as long as the process.
+    // Handlers run in the reverse order, so this one after those that connecting registers.
+    // SAFETY: the handler is a function of this program.
     assert_eq!(unsafe { libc::atexit(connect) }, 0);
     connect();
 }

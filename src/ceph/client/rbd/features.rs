@@ -1,4 +1,4 @@
-//! What an image can do, and so who can use it.
+//! The features of images, which decide the clients that can use them.
 
 use std::{fmt, str::FromStr};
 
@@ -24,7 +24,7 @@ const NAMES: [&str; 12] = [
     "dirty-cache",
 ];
 
-/// A name that no feature has.
+/// No feature has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("there is no image feature {0:?}; there are {names}", names = NAMES.join(", "))]
 pub struct UnknownFeature(pub String);
@@ -32,22 +32,22 @@ pub struct UnknownFeature(pub String);
 impl Features {
     /// The image can have a parent.
     pub const LAYERING: Self = Self(1);
-    /// The data is striped in a way of its own.
+    /// The data is striped by other than the default values.
     pub const STRIPING: Self = Self(1 << 1);
     /// Only one client writes at a time.
     pub const EXCLUSIVE_LOCK: Self = Self(1 << 2);
-    /// It is known which objects exist.
+    /// A map records the objects that exist.
     pub const OBJECT_MAP: Self = Self(1 << 3);
-    /// What differs between snapshots is known from the object map.
+    /// The object map also records the differences between snapshots.
     pub const FAST_DIFF: Self = Self(1 << 4);
-    /// Flattening reaches the snapshots.
+    /// Flattening includes the snapshots.
     pub const DEEP_FLATTEN: Self = Self(1 << 5);
     /// Every write is journalled, for mirrors.
     pub const JOURNALING: Self = Self(1 << 6);
-    /// The data is in a pool of its own.
+    /// The data is in another pool than the header.
     pub const DATA_POOL: Self = Self(1 << 7);
 
-    /// Whether all of `others` are there.
+    /// Whether all of `others` are set.
     pub fn contains(self, others: Self) -> bool {
         self.0 & others.0 == others.0
     }
@@ -70,7 +70,7 @@ impl std::ops::BitOr for Features {
 impl FromStr for Features {
     type Err = UnknownFeature;
 
-    /// Names, separated by commas; space around them does not count.
+    /// Names, separated by commas; blanks around them are ignored.
     fn from_str(text: &str) -> Result<Self, UnknownFeature> {
         let names = text
             .split(',')

@@ -1,19 +1,18 @@
-//! An image's header, asked without opening the image: what librbd's open reads in
-//! eleven round trips, as far as it is wanted, in one each.
+//! An image's header, read without opening the image: librbd's open takes eleven round
+//! trips, each of the reads here one.
 //!
 //! ```text
 //! rbd_id.<name>      the id                rbd_header.<id>   of format 2
-//! rbd_mirroring      who is mirrored       <name>.rbd        of format 1
+//! rbd_mirroring      mirrored images       <name>.rbd        of format 1
 //! ```
 //!
 //! A client that has an image mapped or open for writing watches its header for changes and
 //! requests of others; a reader does not. So all of these clients acknowledge a
 //! notification, also of an unknown kind, which has no other effect.
 //!
-//! Sources: Ceph's `cls_rbd.cc` for what is kept where (in a header's omap `features`,
-//! 64 bits, little endian, and `metadata_<key>`; `mirror::image_key`); librbd's
-//! `WatchNotifyTypes.cc` and the kernel's drivers/block/rbd.c, `rbd_watch_cb`, for
-//! what a notification is.
+//! Sources: Ceph's `cls_rbd.cc` for the keys (in a header's omap `features`, 64 bits, little
+//! endian, and `metadata_<key>`; `mirror::image_key`); librbd's `WatchNotifyTypes.cc` and the
+//! kernel's drivers/block/rbd.c, `rbd_watch_cb`, for notifications.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +50,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// That of the image of this name ([`CephError::is_not_found`]).
+    /// The header of the image of this name ([`CephError::is_not_found`]).
     pub fn of(io: &IoCtx, name: &str) -> Result<Self, CephError> {
         let id = image_id(io, name)?;
         let object = match &id {
@@ -75,22 +74,22 @@ impl Header {
     pub fn features_and(&self, key: &str) -> Result<(Features, Option<String>), CephError> {
         let key = format!("{METADATA}{key}");
         let mut found = self.io.omap_get_bytes(&self.object, &[FEATURES, &key])?;
-        let noted = found.remove(&key);
-        let noted = noted.map(|value| String::from_utf8_lossy(&value).into_owned());
+        let value = found.remove(&key);
+        let value = value.map(|value| String::from_utf8_lossy(&value).into_owned());
         if self.id.is_none() {
-            return Ok((Features::default(), noted));
+            return Ok((Features::default(), value));
         }
         let features = found
             .remove(FEATURES)
             .and_then(|value| value.try_into().ok());
         let call = self.io.call("read", "header", &self.object);
         let features = features.ok_or_else(|| call.error(Errno::BADMSG))?;
-        Ok((Features(u64::from_le_bytes(features)), noted))
+        Ok((Features(u64::from_le_bytes(features)), value))
     }
 
-    /// The connections that have the image mapped or open for writing; one more
-    /// than once that has done so several times. Takes a second where one of them
-    /// does not answer, and blocks while the OSD does not.
+    /// The ids of the connections that have the image mapped or open for writing, each as
+    /// often as it has done so. Takes a second if one of them does not answer, and blocks
+    /// while the OSD does not answer.
     pub fn watching(&self) -> Result<Vec<i64>, CephError> {
         self.io.notify(&self.object, &UNKNOWN)
     }
@@ -102,14 +101,14 @@ impl Header {
         };
         let key = format!("image_{id}");
         match self.io.omap_get(MIRRORED, &[&key]) {
-            // None of the pool is.
+            // The pool has no mirrored image.
             Err(error) if error.is_not_found() => Ok(false),
             found => Ok(found?.contains_key(&key)),
         }
     }
 
-    /// Whether it is a member of a group, which keeps it from being removed. Older
-    /// releases of Ceph move it to the trash all the same, and there it stays.
+    /// Whether it is a member of a group: then Ceph does not remove it. Older releases move it
+    /// to the trash all the same, where it stays.
     pub fn is_grouped(&self) -> Result<bool, CephError> {
         let found = self.io.omap_get_bytes(&self.object, &[GROUP])?;
         Ok(found.contains_key(GROUP))
@@ -132,7 +131,7 @@ impl Header {
     /// image.
     pub fn metadata_set(&self, key: &str, value: &str) -> Result<(), CephError> {
         let key = format!("{METADATA}{key}");
-        // Without it the header of an image that was just removed would be created.
+        // Without the assertion the OSD would create the header of a removed image.
         let op = WriteOp::new().assert_exists().set([(&*key, value)]);
         self.io.operate(&self.object, &op)
     }

@@ -32,8 +32,8 @@ pub struct Image {
 
 // SAFETY: an `rbd_image_t` may be used from any thread.
 unsafe impl Send for Image {}
-// SAFETY: librbd takes its own locks; what would change the handle itself, such
-// as another snapshot to read, is never called.
+// SAFETY: librbd takes its own locks; no function is called that changes the handle itself,
+// such as the snapshot to read.
 unsafe impl Sync for Image {}
 
 /// A client that has an image open for writing, or mapped.
@@ -49,7 +49,7 @@ pub struct Watcher {
     pub own: bool,
 }
 
-/// `rbd_open` and those like it.
+/// The type of `rbd_open` and its variants.
 type OpenFn = unsafe extern "C" fn(
     crate::ceph::client::library::rados::IoCtx,
     *const std::ffi::c_char,
@@ -104,20 +104,20 @@ impl Image {
         &self.io.cluster().libraries().rbd
     }
 
-    /// A call about this image.
+    /// A call on this image.
     pub(super) fn call(&self, operation: &'static str) -> LibraryCall<'_, impl Fn() -> String> {
         self.io.call(operation, "image", &self.name)
     }
 
-    /// A call about something of this image.
+    /// A call on a part of this image, such as a snapshot.
     pub(super) fn call_on(
         &self,
         operation: &'static str,
         kind: &'static str,
         name: &str,
     ) -> LibraryCall<'_, impl Fn() -> String> {
-        let said = move || format!("{kind} {name} of image {self}");
-        self.io.cluster().call(operation, said)
+        let object = move || format!("{kind} {name} of image {self}");
+        self.io.cluster().call(operation, object)
     }
 
     /// The id, which it keeps when it is renamed.
@@ -128,7 +128,7 @@ impl Image {
         })
     }
 
-    /// Has the library write a number.
+    /// A number that the function `read` of the library writes.
     fn number(
         &self,
         operation: &'static str,
@@ -140,7 +140,7 @@ impl Image {
         self.call(operation).check(answer).map(|()| number)
     }
 
-    /// Bytes of the image.
+    /// The size in bytes.
     pub fn size(&self) -> Result<u64, CephError> {
         self.number("read the size of", self.functions().rbd_get_size)
     }
@@ -151,7 +151,7 @@ impl Image {
         self.number("read the features of", read).map(Features)
     }
 
-    /// When it was made.
+    /// The time of its creation.
     pub fn created(&self) -> Result<SystemTime, CephError> {
         let mut time = libc::timespec {
             tv_sec: 0,
@@ -160,11 +160,11 @@ impl Image {
         // SAFETY: the image is open, `time` outlives the call.
         let answer =
             unsafe { (self.functions().rbd_get_create_timestamp)(self.raw, &raw mut time) };
-        self.call("read the age of").check(answer)?;
+        self.call("read the creation time of").check(answer)?;
         Ok(system_time(time))
     }
 
-    /// Grows it to this size, if it is smaller. A smaller size is invalid
+    /// Grows it to this size in bytes, if it is smaller. A smaller size is invalid
     /// ([`CephError::is_invalid`]).
     pub fn grow(&self, size: u64) -> Result<(), CephError> {
         let resize = self.functions().rbd_resize2;
@@ -200,13 +200,13 @@ impl Image {
             own: u64::try_from(row.id) == Ok(own),
         };
         let watchers = rows.iter().map(watcher).collect();
-        // SAFETY: the rows are the library's own, and not used any more.
+        // SAFETY: the library filled the rows, and they are not used any more.
         unsafe { (functions.rbd_watchers_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
         Ok(watchers)
     }
 }
 
-/// A time of the library's; one before 1970 is none.
+/// Converts a time of the library; one before 1970 becomes 1970.
 pub(super) fn system_time(time: libc::timespec) -> SystemTime {
     let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
     let nanos = u32::try_from(time.tv_nsec).unwrap_or_default();
@@ -228,8 +228,8 @@ impl fmt::Debug for Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // SAFETY: the last user of the image is gone. It is closed even where the
-        // library answers an error.
+        // SAFETY: the last user of the image is gone. The library closes it even if it
+        // returns an error.
         unsafe { (self.functions().rbd_close)(self.raw) };
     }
 }

@@ -23,9 +23,9 @@ pub struct LinkedImage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parent {
     pub image: LinkedImage,
-    /// The snapshot's name, and what it is.
+    /// The snapshot's name.
     pub snapshot: String,
-    /// Removed while it has clones, it lives on in the trash of its image.
+    /// [`SnapshotKind::Trash`] if the snapshot was removed: it stays for its clones.
     pub kind: SnapshotKind,
 }
 
@@ -61,8 +61,7 @@ impl Image {
             Err(error) if error.is_not_found() => return Ok(None),
             Err(error) => return Err(error),
         }
-        // SAFETY: the library has filled both, and they are not used any more
-        // once they are cleaned up.
+        // SAFETY: the library has filled both, which are not used after the clean-up.
         unsafe {
             let parent = Parent {
                 image: linked(&image),
@@ -75,7 +74,7 @@ impl Image {
         }
     }
 
-    /// The group that it is a member of: its name; none has the empty one.
+    /// The name of the group that it is a member of; empty if it is in none.
     pub fn group(&self) -> Result<String, CephError> {
         let functions = self.functions();
         let mut group = abi::GroupInfo {
@@ -83,11 +82,10 @@ impl Image {
             pool: 0,
         };
         let size = mem::size_of_val(&group);
-        // SAFETY: the image is open, the library fills what it is given, of that size.
+        // SAFETY: the image is open, the library fills `group`, of the given size.
         let answer = unsafe { (functions.rbd_get_group)(self.raw(), &raw mut group, size) };
         self.call("read the group of").check(answer)?;
-        // SAFETY: the library has filled it, and it is not used any more once it is
-        // cleaned up.
+        // SAFETY: the library has filled `group`, which is not used after the clean-up.
         unsafe {
             let name = owned(group.name);
             (functions.rbd_group_info_cleanup)(&raw mut group, size);
@@ -106,7 +104,7 @@ impl Image {
         // SAFETY: the library filled the rows.
         let images = rows.iter().map(|row| unsafe { linked(row) }).collect();
         let clean = functions.rbd_linked_image_spec_list_cleanup;
-        // SAFETY: the rows are the library's own, and not used any more.
+        // SAFETY: the library filled the rows, and they are not used any more.
         unsafe { clean(rows.as_mut_ptr(), rows.len()) };
         Ok(images)
     }

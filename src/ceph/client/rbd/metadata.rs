@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::Image;
 use crate::ceph::client::{CephError, call::texts};
 
-/// How many are read at once.
+/// The number of keys per read.
 const PAGE: u64 = 64;
 
 impl Image {
@@ -18,7 +18,7 @@ impl Image {
         call.changed(unsafe { set(self.raw(), name.as_ptr(), value.as_ptr()) })
     }
 
-    /// Removes a key, where it is set.
+    /// Removes a key, if it is set.
     pub fn metadata_remove(&self, key: &str) -> Result<(), CephError> {
         let call = self.call_on("remove", "metadata", key);
         let name = call.text(key)?;
@@ -52,7 +52,7 @@ impl Image {
         loop {
             let (mut keys_len, mut values_len) = (keys.len(), values.len());
             let (keys_at, values_at) = (keys.as_mut_ptr().cast(), values.as_mut_ptr().cast());
-            // SAFETY: the library writes at most as many bytes as there are.
+            // SAFETY: the library writes at most `keys_len` and `values_len` bytes.
             let answer = unsafe {
                 (self.functions().rbd_metadata_list)(
                     self.raw(),

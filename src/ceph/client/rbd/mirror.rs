@@ -8,36 +8,37 @@ use crate::ceph::client::CephError;
 /// The role of an image towards its mirrors. Their daemons (`rbd-mirror`) watch it, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mirroring {
-    /// It has none.
+    /// It is not mirrored.
     None,
-    /// They follow it.
+    /// Its mirrors follow it.
     Primary,
-    /// It follows another: it takes no changes, and goes when that one goes.
+    /// It follows the primary image: it accepts no changes, and is removed with that image.
     Secondary,
 }
 
 impl Image {
-    /// These watchers, if there are more than the `known` ones and, for a mirrored image,
-    /// the daemons; else none. A watcher does not tell whether it is a daemon.
-    pub fn harmful(
+    /// These watchers if there are more of them than `known` plus, for a mirrored image, the
+    /// number of mirror daemons; else none. Ceph does not show which watcher is a daemon, so
+    /// only the numbers are compared.
+    pub fn unexpected_watchers(
         &self,
         watchers: Vec<Watcher>,
         known: usize,
         daemons: u32,
     ) -> Result<Vec<Watcher>, CephError> {
-        let mut harmless = known;
-        if watchers.len() > harmless && self.mirroring()? != Mirroring::None {
-            harmless = harmless.saturating_add(usize::try_from(daemons).unwrap_or(usize::MAX));
+        let mut expected = known;
+        if watchers.len() > expected && self.mirroring()? != Mirroring::None {
+            expected = expected.saturating_add(usize::try_from(daemons).unwrap_or(usize::MAX));
         }
-        Ok(if watchers.len() > harmless {
+        Ok(if watchers.len() > expected {
             watchers
         } else {
             Vec::new()
         })
     }
 
-    /// What it was to its mirrors when it was opened: where they follow its
-    /// snapshots, its own list of those says it.
+    /// Its role when it was opened: for an image that is mirrored by snapshots, librbd finds
+    /// the role in the list of snapshots that it read then.
     pub fn mirroring(&self) -> Result<Mirroring, CephError> {
         let functions = self.functions();
         let mut info = abi::MirrorInfo {
@@ -46,11 +47,11 @@ impl Image {
             primary: false,
         };
         let size = mem::size_of_val(&info);
-        // SAFETY: the library fills what it is given, of that size.
+        // SAFETY: the library fills `info`, of the given size.
         let answer =
             unsafe { (functions.rbd_mirror_image_get_info)(self.raw(), &raw mut info, size) };
-        self.call("ask for the mirroring of").check(answer)?;
-        // SAFETY: the library filled it, and it is not used any more.
+        self.call("read the mirroring of").check(answer)?;
+        // SAFETY: the library filled `info`, which is not used any more.
         unsafe { (functions.rbd_mirror_image_get_info_cleanup)(&raw mut info) };
         Ok(match (info.state, info.primary) {
             (abi::MIRRORED, true) => Mirroring::Primary,

@@ -8,11 +8,11 @@ use crate::ceph::client::{CephError, library::Libraries, rados::IoCtx};
 /// The layout of a new image; the cluster's configuration gives the rest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageOptions {
-    /// Which features it has; those that the other options need come by themselves.
+    /// The features; librbd adds those that the other options need.
     pub features: Option<Features>,
     /// Bytes of an object, a power of two between 4 KiB and 32 MiB.
     pub object_size: Option<u64>,
-    /// Bytes of a stripe's part in one object, and over how many objects it goes.
+    /// The stripe unit in bytes, and the stripe count, in objects.
     pub striping: Option<(u64, u64)>,
     /// The pool for the data.
     pub data_pool: Option<String>,
@@ -73,7 +73,7 @@ impl ImageOptions {
     }
 }
 
-/// The power of two that is this size, else one that no image takes.
+/// The size as a power of two; for any other size, an order that librbd refuses.
 fn order(size: u64) -> u32 {
     if size.is_power_of_two() {
         size.ilog2()
@@ -103,7 +103,7 @@ impl RawOptions {
 
 impl Drop for RawOptions {
     fn drop(&mut self) {
-        // SAFETY: they are ours, and not used any more.
+        // SAFETY: the options are open, and not used any more.
         unsafe { (self.libraries.rbd.rbd_image_options_destroy)(self.raw) };
     }
 }

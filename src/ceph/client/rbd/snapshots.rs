@@ -8,14 +8,14 @@ use crate::ceph::client::{CephError, call::owned};
 /// What made a snapshot (`rbd_snap_namespace_type_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SnapshotKind {
-    /// Somebody, by name.
+    /// A client, by name.
     User,
     /// A snapshot of the image's group.
     Group,
-    /// It was removed, and lives on for the clones that it has.
+    /// It was removed, and stays in the trash for its clones.
     Trash,
     Mirror,
-    /// Something newer than this driver.
+    /// A release of Ceph newer than this driver.
     Other,
 }
 
@@ -37,14 +37,14 @@ pub struct Snapshot {
     /// Its number in the pool.
     pub id: u64,
     pub name: String,
-    /// The size that the image had.
+    /// The size of the image at that time, in bytes.
     pub size: u64,
     /// What made it.
     pub kind: SnapshotKind,
 }
 
 impl Image {
-    /// Makes a snapshot ([`CephError::is_exists`]).
+    /// Creates a snapshot ([`CephError::is_exists`]).
     pub fn snapshot_create(&self, name: &str) -> Result<(), CephError> {
         let call = self.call_on("create", "snapshot", name);
         let text = call.text(name)?;
@@ -52,8 +52,8 @@ impl Image {
         call.changed(unsafe { (self.functions().rbd_snap_create)(self.raw(), text.as_ptr()) })
     }
 
-    /// Removes a snapshot. One with clones (v2) lives on in the trash, until they
-    /// are gone; one that is protected is busy ([`CephError::is_busy`]).
+    /// Removes a snapshot. One with clones (v2) stays in the trash until they are
+    /// gone; a protected one is busy ([`CephError::is_busy`]).
     pub fn snapshot_remove(&self, name: &str) -> Result<(), CephError> {
         let call = self.call_on("remove", "snapshot", name);
         let text = call.text(name)?;
@@ -83,22 +83,22 @@ impl Image {
         let snapshots = rows.iter().map(snapshot).collect();
         let mut rows = rows;
         if !rows.is_empty() {
-            // SAFETY: the rows are the library's own, ended by one of zeroes, and
-            // not used any more.
+            // SAFETY: the library filled the rows and the row of zeroes after them, and
+            // they are not used any more.
             unsafe { (functions.rbd_snap_list_end)(rows.as_mut_ptr()) };
         }
         snapshots
     }
 
-    /// The rows of `rbd_snap_list`, which is unlike the other lists: it answers
-    /// how many there are, and ends them by a row of zeroes.
+    /// The rows of `rbd_snap_list`, which unlike other functions returns their number, and
+    /// writes a row of zeroes after the last.
     fn snapshot_rows(&self) -> Result<Vec<abi::SnapInfo>, CephError> {
         let call = self.call("list the snapshots of");
         let list = self.functions().rbd_snap_list;
         let mut rows: Vec<abi::SnapInfo> = Vec::with_capacity(16);
         loop {
             let mut room = c_int::try_from(rows.capacity()).unwrap_or(c_int::MAX);
-            // SAFETY: there is room for as many rows as are told.
+            // SAFETY: there is room for `room` rows.
             let answer = unsafe { list(self.raw(), rows.as_mut_ptr(), &raw mut room) };
             if answer == -libc::ERANGE {
                 rows.reserve(usize::try_from(room).unwrap_or_default() + 1);

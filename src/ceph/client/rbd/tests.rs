@@ -38,12 +38,12 @@ fn an_image_is_made_as_it_is_asked_for() {
     let more = Features::STRIPING | Features::DATA_POOL;
     assert_eq!(image.features().unwrap(), asked.features.unwrap() | more);
     let spec = format!("{io}/csi-vol-Ω");
-    let said = place.cluster.rbd(&["info", "--format=json", &spec]);
-    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
-    let laid_out = ["size", "object_size", "stripe_unit", "stripe_count"];
-    let laid_out = laid_out.map(|key| said[key].as_u64().unwrap());
-    assert_eq!(laid_out, [64 * MIB, 8 * MIB, 64 * 1024, 4]);
-    assert_eq!(said["data_pool"], *data_pool);
+    let info = place.cluster.rbd(&["info", "--format=json", &spec]);
+    let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+    let layout = ["size", "object_size", "stripe_unit", "stripe_count"];
+    let layout = layout.map(|key| info[key].as_u64().unwrap());
+    assert_eq!(layout, [64 * MIB, 8 * MIB, 64 * 1024, 4]);
+    assert_eq!(info["data_pool"], *data_pool);
     assert!(image.created().unwrap() > SystemTime::UNIX_EPOCH);
     let named = ImageName {
         id: image.id().unwrap(),
@@ -69,8 +69,8 @@ fn an_image_grows_and_never_shrinks() {
         assert_eq!(image.size().unwrap(), size);
     }
     assert!(image.grow(MIB).unwrap_err().is_invalid());
-    let looks = Image::open(&io, "grows", OpenMode::ReadOnly).unwrap();
-    assert_eq!(looks.grow(4 * MIB).unwrap_err().errno(), Some(Errno::ROFS));
+    let reader = Image::open(&io, "grows", OpenMode::ReadOnly).unwrap();
+    assert_eq!(reader.grow(4 * MIB).unwrap_err().errno(), Some(Errno::ROFS));
     let missing = Image::open(&io, "missing", OpenMode::ReadOnly).unwrap_err();
     assert!(missing.is_not_found());
 }
@@ -81,19 +81,19 @@ fn a_client_that_has_the_image_open_is_a_watcher() {
         return;
     };
     create(&io, "watched", MIB, &plain()).unwrap();
-    let looks = Image::open(&io, "watched", OpenMode::ReadOnly).unwrap();
-    assert_eq!(looks.watchers().unwrap(), []);
+    let reader = Image::open(&io, "watched", OpenMode::ReadOnly).unwrap();
+    assert_eq!(reader.watchers().unwrap(), []);
     let other = crate::ceph::testing::connect(&cluster);
-    let their = other.ioctx(&cluster.pool, io.namespace()).unwrap();
-    let image = Image::open(&their, "watched", OpenMode::ReadWrite).unwrap();
-    let watchers = looks.watchers().unwrap();
+    let other_io = other.ioctx(&cluster.pool, io.namespace()).unwrap();
+    let image = Image::open(&other_io, "watched", OpenMode::ReadWrite).unwrap();
+    let watchers = reader.watchers().unwrap();
     assert_eq!(watchers.len(), 1);
     assert!(!watchers[0].own);
     assert_eq!(u64::try_from(watchers[0].client), Ok(other.instance_id()));
     assert!(watchers[0].address.contains(":0/"), "{watchers:?}");
     let busy = trash::move_image(&io, "watched", Duration::ZERO);
     drop(image);
-    // Without a lock to take, a watcher keeps nobody from moving it.
+    // Without the exclusive lock a watcher does not prevent the move.
     assert!(busy.is_ok());
 }
 
@@ -151,7 +151,7 @@ fn clones_live_without_their_snapshot_and_parent() {
     assert_eq!(children.len(), 1);
     assert_eq!(children[0].id, child.id().unwrap());
     assert_eq!(children[0].namespace, io.namespace());
-    // The snapshot and the parent go, and are there still.
+    // The snapshot and the parent are removed, and stay in the trash.
     parent.snapshot_remove("snap").unwrap();
     assert_eq!(parent.snapshots().unwrap()[0].kind, SnapshotKind::Trash);
     drop(parent);
@@ -206,8 +206,8 @@ fn metadata_is_kept_with_the_image() {
     let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;
     };
-    create(&io, "noted", MIB, &plain()).unwrap();
-    let image = Image::open(&io, "noted", OpenMode::ReadWrite).unwrap();
+    create(&io, "described", MIB, &plain()).unwrap();
+    let image = Image::open(&io, "described", OpenMode::ReadWrite).unwrap();
     assert!(image.metadata_list().unwrap().is_empty());
     let long = "x".repeat(9000);
     image.metadata_set("k", &long).unwrap();
@@ -281,10 +281,10 @@ fn a_header_reports_what_the_open_image_does() {
     assert_eq!(header.metadata().unwrap(), reader.metadata_list().unwrap());
     assert_eq!(header.metadata().unwrap()["rbd.csi.ceph.com/a"], "Ω");
     header.metadata_set("k", "Ω").unwrap();
-    let noted = Some("Ω".to_owned());
-    assert_eq!(reader.metadata_list().unwrap().get("k"), noted.as_ref());
-    assert_eq!(header.metadata_get("k").unwrap(), noted);
-    assert_eq!(header.features_and("k").unwrap(), (features, noted));
+    let value = Some("Ω".to_owned());
+    assert_eq!(reader.metadata_list().unwrap().get("k"), value.as_ref());
+    assert_eq!(header.metadata_get("k").unwrap(), value);
+    assert_eq!(header.features_and("k").unwrap(), (features, value));
     for _ in 0..2 {
         header.metadata_remove("k").unwrap();
         assert_eq!(header.metadata_get("k").unwrap(), None);
@@ -306,7 +306,7 @@ fn a_header_reports_what_the_open_image_does() {
 #[test]
 fn an_image_of_the_first_format_has_a_header_too() {
     let Some(place) = TestPool::new() else { return };
-    // Nobody makes one any more; this much of it is looked at.
+    // Ceph creates no such image any more; this is the part of one that is read.
     let create = crate::ceph::client::rados::WriteOp::new().create();
     place.io.operate("old.rbd", &create).unwrap();
     let header = Header::of(&place.io, "old").unwrap();

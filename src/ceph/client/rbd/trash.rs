@@ -1,7 +1,7 @@
 //! The trash of a pool: images without a name, kept by their id.
 //!
-//! To move an image there takes milliseconds; to remove it takes as long as it
-//! has objects, and waits until its last watcher, snapshot and clone is gone.
+//! Moving an image there takes milliseconds. Removing it takes time in proportion to its
+//! objects, and is possible only when its last watcher, snapshot and clone is gone.
 
 use std::{
     mem,
@@ -27,12 +27,12 @@ pub struct Trashed {
     pub name: String,
     /// When it was moved there.
     pub deleted: SystemTime,
-    /// Until when it may not be removed unless forced.
+    /// Before this time only `force` removes it.
     pub deferred_until: SystemTime,
 }
 
-/// Moves an image to the trash; `delay`, in whole seconds, keeps it from being
-/// removed so long. One that is open for writing is busy ([`CephError::is_busy`]).
+/// Moves an image to the trash, from which only `force` removes it before `delay` is over
+/// (whole seconds). An image that is open for writing is busy ([`CephError::is_busy`]).
 pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephError> {
     let call = io.call("move to the trash", "image", name);
     let text = call.text(name)?;
@@ -41,10 +41,11 @@ pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephErr
     call.changed(unsafe { (functions.rbd_trash_move)(io.raw(), text.as_ptr(), delay.as_secs()) })
 }
 
-/// Completes what a move to the trash has left that was interrupted when the image had
-/// lost its id by name: it is still listed by name, and the trash says that it is being
-/// moved, with which nothing can be done (EUCLEAN). librbd does so itself since Ceph
-/// 17.2.6, asked to move it again. An image that is there as it should be stays as it is.
+/// Completes a move to the trash that was interrupted after the object with the image's id
+/// (`rbd_id.<name>`) was removed: the pool still lists the name, and in the trash the image
+/// has the state *moving*, in which every call fails (EUCLEAN). Since Ceph 17.2.6 librbd
+/// completes the move when it is asked to move the image again. An image whose move is
+/// complete stays unchanged.
 ///
 /// Source: Ceph's `cls_rbd.cc`, `dir_remove_image` and `trash_state_set`.
 pub fn complete_move(io: &IoCtx, image: &Trashed) -> Result<(), CephError> {
@@ -58,7 +59,7 @@ pub fn complete_move(io: &IoCtx, image: &Trashed) -> Result<(), CephError> {
     set_state(io, &image.id, MOVING, NORMAL)
 }
 
-/// Where the state is neither of them, it stays.
+/// Changes the state `from` to `to`; any other state stays.
 fn set_state(io: &IoCtx, id: &str, from: u8, to: u8) -> Result<(), CephError> {
     let input = [&encoded(id)[..], &[to, from]].concat();
     match io.execute(TRASH, ("rbd", "trash_state_set"), &input) {
@@ -82,7 +83,7 @@ pub fn get(io: &IoCtx, id: &str) -> Result<Trashed, CephError> {
     let mut info: abi::TrashInfo = unsafe { mem::zeroed() };
     // SAFETY: the id ends in NUL, `info` has the library's layout.
     call.check(unsafe { (functions.rbd_trash_get)(io.raw(), text.as_ptr(), &raw mut info) })?;
-    // SAFETY: the library has filled it; after the clean-up it is not used.
+    // SAFETY: the library has filled `info`, which is not used after the clean-up.
     unsafe {
         let found = trashed(&info);
         (functions.rbd_trash_get_cleanup)(&raw mut info);
@@ -100,12 +101,12 @@ pub fn list(io: &IoCtx) -> Result<Vec<Trashed>, CephError> {
     })?;
     // SAFETY: the library filled the rows.
     let found = rows.iter().map(|row| unsafe { trashed(row) }).collect();
-    // SAFETY: the rows are the library's own, and not used any more.
+    // SAFETY: the library filled the rows, and they are not used any more.
     unsafe { (functions.rbd_trash_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
     Ok(found)
 }
 
-/// Removes an image from the trash, and with it its data: takes as long as it has
+/// Removes an image from the trash, and its data; the time grows with the number of its
 /// objects. `force` removes it before its delay is over.
 pub fn remove(io: &IoCtx, id: &str, force: bool) -> Result<(), CephError> {
     let call = io.call("remove from the trash", "image", id);
@@ -150,7 +151,7 @@ mod tests {
         create(io, "image", 1 << 20, &ImageOptions::default()).unwrap();
         let id = image_id(io, "image").unwrap().unwrap();
         move_image(io, "image", Duration::ZERO).unwrap();
-        // As it is when the last two steps are missing.
+        // The state before the last two steps of a move.
         set_state(io, &id, NORMAL, MOVING).unwrap();
         let names = [encoded("image"), encoded(&id)].concat();
         io.execute(NAMES, ("rbd", "dir_add_image"), &names).unwrap();
