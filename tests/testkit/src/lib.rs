@@ -105,7 +105,7 @@ pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
 
 /// Waits until `check` gives something; panics with `what` if that takes absurdly long.
 pub async fn eventually<T>(what: &str, mut check: impl AsyncFnMut() -> Option<T>) -> T {
-    let timeout = Duration::from_secs(150);
+    let timeout = Duration::from_secs(300);
     tokio::time::timeout(timeout, async {
         loop {
             if let Some(found) = check().await {
