@@ -4,8 +4,8 @@ use std::{path::Path, time::Duration};
 
 use sha2::{Digest as _, Sha256};
 use testkit::{
-    Content, Fault as _, HungDirectories, MIB, Node, NodeSetup, Phase, Sandbox, StuckFile,
-    StuckTree, Volume, eventually, hex, loops_over, refused, run, run_err, story,
+    Content, Fault as _, HungDirectories, MIB, NoOthersHang, Node, NodeSetup, Phase, Sandbox,
+    StuckFile, StuckTree, Volume, eventually, hex, loops_over, refused, run, run_err, story,
 };
 use tonic::{Code, Status};
 
@@ -278,6 +278,8 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
     if !StuckFile::possible() {
         return;
     }
+    // It looks at all attached files of whatever name.
+    let _alone = NoOthersHang::wait();
     story(async |sandbox| {
         let (real, main) = (sandbox.pool("real"), sandbox.pool("main"));
         let [real, main] = [&real, &main].map(|path| path.to_str().unwrap());
@@ -312,8 +314,7 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
         disk.stop_all();
         node.timeout.set(Duration::from_secs(20));
         let ceph_s = "0001-0004-ceph-0000000000000002-01234567-89ab-4cde-8f01-23456789abcd";
-        // Files of other stories, which are strangers' here, may hang for a while.
-        let gone = async |volume: &Volume| node.retry_until_down(volume, &["pod"]).await;
+        let gone = async |volume: &Volume| node.down(volume, "pod").await;
         for handle in [ceph_s, "static-of-another-backend"] {
             gone(&Volume::filesystem(handle, "ext4")).await;
         }

@@ -66,7 +66,7 @@ pub use resource_usage::ResourceUsage;
 pub use rng::Rng;
 pub use sandbox::Sandbox;
 pub use skipped::{report_not_tested, skip_test};
-pub use stuck::{StuckFile, StuckTree};
+pub use stuck::{NoOthersHang, StuckFile, StuckTree};
 pub use supervisor::Supervisor;
 use tonic::{Code, Status};
 pub use volume::{Mode, Volume};

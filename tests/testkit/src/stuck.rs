@@ -14,7 +14,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex,
-        atomic::{AtomicU64, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
     },
     thread,
 };
@@ -61,12 +61,51 @@ enum Answers {
 struct Gate {
     answers: Mutex<Answers>,
     changed: Condvar,
+    /// While it holds something up.
+    lock: Mutex<Option<File>>,
+}
+
+/// Until it is dropped, no other test has a file that hangs.
+pub struct NoOthersHang(File);
+
+/// Whether this process has [`NoOthersHang`].
+static ALONE: AtomicBool = AtomicBool::new(false);
+
+impl NoOthersHang {
+    /// Waits for those that hang now.
+    pub fn wait() -> Self {
+        let lock = Self::unlocked();
+        lock.lock().expect("a lock");
+        ALONE.store(true, SeqCst);
+        Self(lock)
+    }
+
+    /// What all tests lock: shared while they have a file that hangs.
+    fn unlocked() -> File {
+        File::open(env!("CARGO_MANIFEST_DIR")).expect("the directory of this crate")
+    }
+}
+
+impl Drop for NoOthersHang {
+    fn drop(&mut self) {
+        ALONE.store(false, SeqCst);
+        let _ = self.0.unlock();
+    }
 }
 
 impl Gate {
     fn set(&self, answers: Answers) {
+        let mut lock = self.lock.lock().expect("a gate");
+        if answers != Answers::All && lock.is_none() && !ALONE.load(SeqCst) {
+            let shared = NoOthersHang::unlocked();
+            shared.lock_shared().expect("a lock");
+            *lock = Some(shared);
+        }
         *self.answers.lock().expect("a gate") = answers;
         self.changed.notify_all();
+        if answers == Answers::All {
+            *lock = None;
+        }
     }
 
     fn holds_up(&self, opcode: u32) -> bool {
