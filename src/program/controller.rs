@@ -26,7 +26,7 @@ use crate::{
     provision::{
         Error as Failure, StoreKind, Stores,
         images::ImageStore,
-        rbd::{Operators, RbdStore, SecretDir, Settings},
+        rbd::{Operators, PurgeTimes, RbdStore, SecretDir, Settings},
     },
 };
 use clap::{Args, Parser};
@@ -119,6 +119,7 @@ impl CephStoreOptions {
             instance: &self.instance_id,
             operators: Operators::new(self.ceph_secret),
             fence_after: self.fence_after.map(Duration::from_secs),
+            purge: PurgeTimes::default(),
         };
         Ok(Some(RbdStore::new(settings, lanes)?))
     }

@@ -72,6 +72,7 @@ pub use operators::{Operators, SecretDir};
 
 use fencing::Fencer;
 use flatten::Flattener;
+pub use trash::PurgeTimes;
 use trash::TrashPurger;
 
 /// The controller's settings.
@@ -90,6 +91,8 @@ pub struct Settings<'a> {
     /// How long after an unpublish a node that has not released the volume is fenced;
     /// none: no node is fenced.
     pub fence_after: Option<Duration>,
+    /// How long replicas of a controller leave one another alone in the trash.
+    pub purge: PurgeTimes,
 }
 
 /// The store of RBD images: what all calls share. Nearly all of it blocks.
@@ -122,7 +125,7 @@ impl RbdStore {
             volumes: Journal::new(JournalKind::Volume, settings.instance),
             snapshots: Journal::new(JournalKind::Snapshot, settings.instance),
             kms: KmsConfig::new(settings.kms_config),
-            purger: TrashPurger::new(lanes.clone()),
+            purger: TrashPurger::new(lanes.clone(), settings.purge),
             flattener: Flattener::new(lanes.clone(), FlattenLimits::default()),
             fencing: Fencer::new(settings.fence_after),
             names: KeyedMutex::default(),

@@ -32,6 +32,7 @@ use super::{
 mod command;
 mod connect;
 mod ioctx;
+mod lock;
 mod object;
 mod omap;
 #[cfg(test)]

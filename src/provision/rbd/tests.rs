@@ -54,6 +54,11 @@ fn store_over(dir: &Path, fence_after: Option<Duration>) -> RbdStore {
         instance: "default",
         operators: Operators::new(vec![own]),
         fence_after,
+        // What a test has killed is purged at once.
+        purge: PurgeTimes {
+            settle: Duration::ZERO,
+            lock: Duration::from_secs(1),
+        },
     };
     RbdStore::new(settings, &Lanes::new(4)).unwrap()
 }

@@ -11,11 +11,17 @@
 //! fails, and survives this process. Else this process does, and removes an image with its
 //! last clone, if it is listed. [`TrashPurger::sweep`] retries what is left, at the start
 //! and periodically.
+//!
+//! Each replica of a controller sweeps, and librbd does not expect two clients that remove
+//! one image: one breaks the image's lock, and the cluster fences the other; librbd 16.2 may
+//! even abort. So a replica leaves images alone that were moved a moment ago, which the
+//! replica that moved them is about to remove, and removes others while it holds a lock on
+//! the pool's list.
 
 use std::{
     collections::{HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use serde_json::json;
@@ -35,6 +41,28 @@ use crate::{
 const LIST: &str = "uring-csi.trash";
 /// Entries listed at once.
 const PAGE: u64 = 1000;
+/// The lock on the list.
+const LOCK: &str = "purge";
+
+/// How long replicas leave one another alone.
+#[derive(Clone, Copy, Debug)]
+pub struct PurgeTimes {
+    /// An image that was moved to the trash is left to the replica that moved it for that
+    /// long.
+    pub settle: Duration,
+    /// The lock on the list expires after that, if its replica has died. A removal that
+    /// takes longer is protected by the image's own lock.
+    pub lock: Duration,
+}
+
+impl Default for PurgeTimes {
+    fn default() -> Self {
+        Self {
+            settle: Duration::from_secs(10),
+            lock: Duration::from_secs(15),
+        }
+    }
+}
 
 /// An image to be removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +75,7 @@ pub struct Discarded {
 #[derive(Clone, Debug)]
 pub struct TrashPurger {
     lanes: Lanes,
+    times: PurgeTimes,
     /// By cluster, so that a slow one delays no other.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
     /// Which come before it.
@@ -63,9 +92,10 @@ struct Queue {
 }
 
 impl TrashPurger {
-    pub fn new(lanes: Lanes) -> Self {
+    pub fn new(lanes: Lanes, times: PurgeTimes) -> Self {
         Self {
             lanes,
+            times,
             queues: Arc::default(),
             deletes: Deletes::default(),
         }
@@ -116,14 +146,33 @@ impl TrashPurger {
             };
             for (id, name) in page.entries.clone() {
                 let image = Discarded { id, name };
-                complete(pool, &image)?;
-                self.add(pool, image);
+                if self.is_left(pool, &image)? {
+                    self.add(pool, image);
+                }
             }
             match page.entries.last_key_value() {
                 Some((id, _)) if page.more => after.clone_from(id),
                 _ => return Ok(()),
             }
         }
+    }
+
+    /// Whether no replica is about to purge an image. Completes the move of one that has
+    /// lost its name: the process that moved it may have been killed at that moment.
+    fn is_left(&self, pool: &IoCtx, image: &Discarded) -> Result<bool, CephError> {
+        let trashed = match trash::get(pool, &image.id) {
+            Err(error) if error.is_not_found() => return Ok(true),
+            trashed => trashed?,
+        };
+        // The clocks of replicas differ by less.
+        let since = SystemTime::now().duration_since(trashed.deleted);
+        if since.unwrap_or_default() < self.times.settle {
+            return Ok(false);
+        }
+        if !has_name(pool, image)? {
+            trash::complete_move(pool, &trashed)?;
+        }
+        Ok(true)
     }
 
     fn add(&self, pool: &IoCtx, image: Discarded) {
@@ -164,7 +213,7 @@ impl TrashPurger {
             let Some((pool, image)) = next else { return };
             self.deletes.pass();
             let manager = *manager.get_or_insert_with(|| has_manager(&pool));
-            let emptied = empty(&pool, &image, manager);
+            let emptied = self.empty(&pool, &image, manager);
             if let Some(queue) = self.lock().get_mut(cluster) {
                 queue.known.remove(&key(&pool, &image));
             }
@@ -178,6 +227,20 @@ impl TrashPurger {
                 }
             }
         }
+    }
+
+    /// [`empty`], while no other replica does so; with the lock, a later sweep does.
+    fn empty(
+        &self,
+        pool: &IoCtx,
+        image: &Discarded,
+        manager: bool,
+    ) -> Result<Option<(IoCtx, Discarded)>, CephError> {
+        let Some(_lock) = pool.try_lock(LIST, LOCK, self.times.lock)? else {
+            tracing::debug!(image = image.name, "another replica purges the trash");
+            return Ok(None);
+        };
+        empty(pool, image, manager)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Queue>> {
@@ -203,16 +266,6 @@ fn keep(pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
         }
     }
     Ok(())
-}
-
-/// Completes the move of an image that has lost its name: the process that moved it may
-/// have been killed at that moment.
-fn complete(pool: &IoCtx, image: &Discarded) -> Result<(), CephError> {
-    match trash::get(pool, &image.id) {
-        Ok(trashed) if !has_name(pool, image)? => trash::complete_move(pool, &trashed),
-        Err(error) if !error.is_not_found() => Err(error),
-        _ => Ok(()),
-    }
 }
 
 fn has_name(pool: &IoCtx, image: &Discarded) -> Result<bool, CephError> {
@@ -243,7 +296,9 @@ fn empty(
     if trashed.deferred_until <= trashed.deleted {
         let parent = bare(pool, &image.id)?;
         if !(manager && ask_manager(pool, &image.id)) {
-            freed = remove(pool, &image.id, parent)?;
+            // librbd forces the removal of an image that another client has locked, too.
+            let early = trashed.deferred_until > SystemTime::now();
+            freed = remove(pool, &image.id, early, parent)?;
         }
     }
     pool.omap_remove(LIST, &[&image.id])?;
@@ -268,9 +323,10 @@ fn bare(pool: &IoCtx, id: &str) -> Result<Option<LinkedImage>, CephError> {
 fn remove(
     pool: &IoCtx,
     id: &str,
+    force: bool,
     parent: Option<LinkedImage>,
 ) -> Result<Option<(IoCtx, Discarded)>, CephError> {
-    or_missing(trash::remove(pool, id, true))?;
+    or_missing(trash::remove(pool, id, force))?;
     let Some(parent) = parent.filter(|parent| parent.in_trash) else {
         return Ok(None);
     };

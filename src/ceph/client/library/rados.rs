@@ -20,6 +20,8 @@ pub type OmapIter = *mut c_void;
 
 /// `LIBRADOS_CREATE_EXCLUSIVE`: the object must not exist.
 pub const CREATE_EXCLUSIVE: c_int = 1;
+/// `LIBRADOS_LOCK_FLAG_MAY_RENEW`: the caller may have the lock already.
+pub const MAY_RENEW: u8 = 1;
 /// `LIBRADOS_CMPXATTR_OP_EQ`, also for omap values.
 pub const COMPARE_EQUAL: u8 = 1;
 
@@ -63,6 +65,11 @@ table! {
         io: IoCtx, object: *const c_char, class: *const c_char, method: *const c_char,
         input: *const c_char, input_len: usize, output: *mut c_char, output_len: usize,
     ) -> c_int;
+    fn rados_lock_exclusive(
+        io: IoCtx, object: *const c_char, name: *const c_char, cookie: *const c_char,
+        description: *const c_char, duration: *mut libc::timeval, flags: u8,
+    ) -> c_int;
+    fn rados_unlock(io: IoCtx, object: *const c_char, name: *const c_char, cookie: *const c_char) -> c_int;
     fn rados_notify2(
         io: IoCtx, object: *const c_char, message: *const c_char, message_len: c_int,
         timeout_ms: u64, reply: *mut *mut c_char, reply_len: *mut usize,

@@ -97,6 +97,29 @@ fn a_cluster_that_is_silent_costs_the_timeout() {
 }
 
 #[test]
+fn one_connection_at_a_time_has_a_lock() {
+    let Some(TestPool { io, cluster }) = TestPool::new() else {
+        return;
+    };
+    let other = connect(&cluster);
+    let other = other.ioctx(io.pool(), io.namespace()).unwrap();
+    let long = Duration::from_secs(600);
+    let held = io.try_lock("o", "l", long).unwrap().unwrap();
+    assert!(other.try_lock("o", "l", long).unwrap().is_none());
+    assert!(other.try_lock("o", "another", long).unwrap().is_some());
+    drop(held);
+    let held = other.try_lock("o", "l", long).unwrap().unwrap();
+    // The connection that has it may change when it expires.
+    let renewed = other.try_lock("o", "l", Duration::from_millis(1)).unwrap();
+    std::mem::forget((held, renewed));
+    let expired = || io.try_lock("o", "l", long).unwrap().is_some();
+    assert!((0..1000).any(|_| {
+        std::thread::sleep(Duration::from_millis(10));
+        expired()
+    }));
+}
+
+#[test]
 fn keys_are_written_read_and_removed() {
     let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
         return;

@@ -1,6 +1,9 @@
 //! What is in the trash, and whose it is.
 
 use super::{super::trash::Discarded, *};
+use crate::ceph::client::rbd::{image_id, trash};
+
+const ROUNDS: usize = 8;
 
 impl Home {
     fn trash(&self) -> String {
@@ -96,4 +99,43 @@ async fn an_image_that_an_operator_trashed_stays() {
     home.delete(&made.handle).await.unwrap();
     home.sweeps(|| !home.listed().is_empty()).await;
     assert!(home.trash().contains(name));
+}
+
+/// Each of a deployment's replicas purges the trash, at its start and then periodically.
+#[tokio::test]
+async fn replicas_that_purge_one_trash_do_not_fence_each_other() {
+    let Some(home) = Home::of_its_own() else {
+        return;
+    };
+    let replicas: Vec<_> = (0..4).map(|_| rbd_over(home.dir.path())).collect();
+    for round in 0..ROUNDS {
+        let volume = |number| home.volume(&format!("{round}-{number}"), MIB);
+        let made = join_all((0..6).map(|number| home.make(volume(number)))).await;
+        let images: Vec<_> = made
+            .iter()
+            .map(|it| it.context["imageName"].clone())
+            .collect();
+        let pool = home.io();
+        let discarded: Vec<_> = images
+            .iter()
+            .map(|name| Discarded {
+                id: image_id(&pool, name).unwrap().unwrap(),
+                name: name.clone(),
+            })
+            .collect();
+        for image in &discarded {
+            pool.omap_set("uring-csi.trash", &[(&image.id, &image.name)])
+                .unwrap();
+            trash::move_image(&pool, &image.name, Duration::ZERO).unwrap();
+        }
+        let sweep = async |replica: &Stores| {
+            while !home.listed().is_empty() {
+                let failed = replica.sweep(StoreKind::Rbd).await.unwrap();
+                assert!(failed.is_empty(), "{failed:?}");
+            }
+        };
+        join_all(replicas.iter().map(sweep)).await;
+        join_all(made.iter().map(|it| home.delete(&it.handle))).await;
+    }
+    assert_eq!(home.cluster.ceph(&["osd", "blocklist", "ls"]), "");
 }
