@@ -17,16 +17,15 @@
 use std::{
     any::Any,
     cell::RefCell,
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     future::Future,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    thread,
+    thread::{self, Thread},
     time::{Duration, Instant},
 };
 
 use async_task::Runnable;
-use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use futures_util::FutureExt as _;
 use tokio::sync::oneshot;
 
@@ -80,9 +79,10 @@ struct State {
     /// Live threads, idle or not.
     threads: usize,
     /// Idle threads, the last to become idle at the end: it is reused first, so that the
-    /// others reach [`IDLE`] after a burst. Each has its own channel, with at most one
-    /// job: the one for which the thread was removed from this list.
-    idle: Vec<(u64, Sender<Job>)>,
+    /// others reach [`IDLE`] after a burst.
+    idle: Vec<(u64, Thread)>,
+    /// Jobs of threads that were idle.
+    given: HashMap<u64, Job>,
     busy: BTreeMap<u64, Busy>,
     /// Jobs for a thread that is starting, or, if the kernel refused a new one, for the
     /// next that is free.
@@ -175,16 +175,17 @@ impl Lanes {
 
     fn submit(&self, job: Job) {
         let mut state = self.shared.lock();
-        if let Some((_, lane)) = state.idle.pop() {
-            // The channel has room for one job, and a listed thread has none.
-            lane.send(job).expect("a listed lane receives");
+        if let Some((id, thread)) = state.idle.pop() {
+            state.given.insert(id, job);
+            drop(state);
+            thread.unpark();
             return;
         }
         state.backlog.push_back(job);
         state.next += 1;
         let (id, shared) = (state.next, Arc::clone(&self.shared));
         let spawned = thread::Builder::new()
-            .name("lane-idle".to_owned())
+            .name("lane".to_owned())
             .stack_size(STACK)
             .spawn(move || serve(&shared, id));
         match spawned {
@@ -207,7 +208,7 @@ impl LanesInner {
     }
 
     /// The next job for thread `id`. None: the thread has to end, and is not counted any more.
-    fn next_job(&self, id: u64, give: &Sender<Job>, take: &Receiver<Job>) -> Option<Job> {
+    fn next_job(&self, id: u64) -> Option<Job> {
         let mut state = self.lock();
         if let Some(job) = state.backlog.pop_front() {
             return Some(job);
@@ -216,21 +217,21 @@ impl LanesInner {
             state.threads -= 1;
             return None;
         }
-        state.idle.push((id, give.clone()));
-        drop(state);
-        name_thread("idle");
-        match take.recv_timeout(self.idle_for) {
-            Ok(job) => Some(job),
-            Err(RecvTimeoutError::Disconnected) => unreachable!("the lane holds a sender"),
-            Err(RecvTimeoutError::Timeout) => {
-                let mut state = self.lock();
-                if let Some(at) = state.idle.iter().position(|(lane, _)| *lane == id) {
-                    state.idle.remove(at);
-                    state.threads -= 1;
-                    return None;
-                }
-                let job = take.try_recv();
-                Some(job.expect("off the list and sent to under one lock"))
+        state.idle.push((id, thread::current()));
+        let idle_since = Instant::now();
+        loop {
+            drop(state);
+            let left = self.idle_for.saturating_sub(idle_since.elapsed());
+            #[expect(clippy::disallowed_methods, reason = "a submitted job ends the wait")]
+            thread::park_timeout(left);
+            state = self.lock();
+            if let Some(job) = state.given.remove(&id) {
+                return Some(job);
+            }
+            if left.is_zero() {
+                state.idle.retain(|(lane, _)| *lane != id);
+                state.threads -= 1;
+                return None;
             }
         }
     }
@@ -272,32 +273,26 @@ fn tell(what: String) {
     change_busy(|busy| busy.waits_for = what);
 }
 
-/// Names the step that the job on this thread enters, in [`Lanes::busy`] and in `ps -L`.
-/// On a thread that is no lane it does nothing.
+/// Names the step that the job on this thread enters, in [`Lanes::busy`]. On a thread that
+/// is no lane it does nothing.
 pub fn enter_step(step: &'static str) {
-    let change = |busy: &mut Busy| (busy.step, busy.since) = (step, Instant::now());
-    if change_busy(change) {
-        name_thread(step);
-    }
+    change_busy(|busy| (busy.step, busy.since) = (step, Instant::now()));
 }
 
-/// Changes the entry of this thread's job; false on a thread that is no lane.
-fn change_busy(change: impl FnOnce(&mut Busy)) -> bool {
+/// Changes the entry of this thread's job.
+fn change_busy(change: impl FnOnce(&mut Busy)) {
     LANE.with_borrow(|lane| {
-        let Some((shared, id)) = lane else {
-            return false;
-        };
-        shared.lock().busy.get_mut(id).map(change).is_some()
-    })
+        if let Some((shared, id)) = lane {
+            shared.lock().busy.get_mut(id).map(change);
+        }
+    });
 }
 
 /// The loop of a lane: runs one job after the other, until there was none for a while.
 fn serve(shared: &Arc<LanesInner>, id: u64) {
     LANE.set(Some((Arc::clone(shared), id)));
-    let (give, take) = bounded(1);
     let tid = rustix::thread::gettid().as_raw_nonzero().get();
-    while let Some(job) = shared.next_job(id, &give, &take) {
-        name_thread(job.step);
+    while let Some(job) = shared.next_job(id) {
         let busy = Busy {
             volume: job.volume,
             since: Instant::now(),
@@ -310,17 +305,6 @@ fn serve(shared: &Arc<LanesInner>, id: u64) {
         // task awaits any more; the panic hook has logged it.
         let _: Result<(), Box<dyn Any + Send>> = catch_unwind(AssertUnwindSafe(job.work));
         shared.lock().busy.remove(&id);
-    }
-}
-
-/// Shows the step in `ps -L`. The kernel keeps 15 bytes (prctl(2), PR_SET_NAME).
-fn name_thread(step: &str) {
-    let mut name = format!("lane-{step}").into_bytes();
-    name.truncate(15);
-    name.retain(|byte| *byte != 0);
-    if let Ok(name) = std::ffi::CString::new(name) {
-        // The name is informative only; the job also runs without it.
-        let _ = rustix::thread::set_name(&name);
     }
 }
 
@@ -379,15 +363,14 @@ mod tests {
         let (done, ended) = mpsc::channel();
         drop(lanes.run("pvc-1", "mount", move || {
             let _ = wait.recv();
-            let name = std::fs::read_to_string("/proc/thread-self/comm").unwrap();
-            done.send(name).unwrap();
+            done.send(()).unwrap();
         }));
         until(&lanes, |state| !state.busy.is_empty());
         let busy = lanes.busy();
-        assert_eq!(busy[0].volume, "pvc-1");
+        assert_eq!((&*busy[0].volume, busy[0].step), ("pvc-1", "mount"));
         assert!(std::path::Path::new(&format!("/proc/self/task/{}", busy[0].tid)).exists());
         go.send(()).unwrap();
-        assert_eq!(ended.recv().unwrap(), "lane-mount\n");
+        ended.recv().unwrap();
         until(&lanes, |state| state.busy.is_empty());
     }
 
@@ -397,22 +380,25 @@ mod tests {
         let tid = || rustix::thread::gettid();
         let (go, wait) = oneshot::channel::<()>();
         let (began, begins) = oneshot::channel();
+        let (wake, woken) = mpsc::channel::<()>();
         let driven = lanes.drive("pvc-1", async move {
-            let name = || std::fs::read_to_string("/proc/thread-self/comm").unwrap();
             enter_step("attach");
-            began.send(name()).unwrap();
+            began.send(()).unwrap();
             wait.await.unwrap_err();
             enter_step("mount");
-            (tid(), name())
+            woken.recv().unwrap_err();
+            tid()
         });
-        assert_eq!(block_on(begins).unwrap(), "lane-attach\n");
+        block_on(begins).unwrap();
         until(&lanes, |state| {
             state.busy.is_empty() && state.idle.len() == 1
         });
         drop(go);
-        let (ended, name) = block_on(driven);
-        assert_eq!(name, "lane-mount\n");
-        assert_ne!(ended, tid());
+        until(&lanes, |state| {
+            state.busy.values().any(|busy| busy.step == "mount")
+        });
+        drop(wake);
+        assert_ne!(block_on(driven), tid());
         until(&lanes, |state| state.threads == 1 && state.busy.is_empty());
     }
 

@@ -1,15 +1,15 @@
 //! io_uring. No other module names tokio-uring or io-uring.
 //!
-//! The agent has three rings, because a ring's kernel workers belong to the thread
+//! The agent has three kinds of rings, because a ring's kernel workers belong to the thread
 //! that submits, and are few:
 //!
 //! - tokio-uring's own, which drives the runtime. [`start`] runs it inside a
 //!   current-thread tokio runtime, so that tonic's sockets, which are polled by epoll, are
 //!   on the same thread.
-//! - A small one for operations that tokio-uring lacks: readiness of descriptors,
-//!   timers, exits of processes ([`poll`], [`timer`], [`child`]).
+//! - A small one for operations that tokio-uring lacks: readiness of descriptors and
+//!   exits of processes ([`poll`], [`child`]).
 //!   No operation on it ever needs a kernel worker.
-//! - One on a thread of its own for reads of devices, which may never complete
+//! - One for each device that is being read, which may never answer, on the volume's lane
 //!   ([`probe`]).
 //!
 //! No child inherits a ring's memory (madvise(2), MADV_DONTFORK): a child does not need it
@@ -33,7 +33,6 @@ use tracing::{Instrument as _, Span};
 pub(crate) mod child;
 pub(crate) mod poll;
 pub mod probe;
-pub mod timer;
 
 /// A sysctl of Linux 6.6: 0 allows io_uring to all, 1 to the privileged and
 /// `kernel.io_uring_group`, 2 to none (kernel document admin-guide/sysctl/kernel).
@@ -169,7 +168,7 @@ mod tests {
                 let (mut peer, _) = listener.accept().await.unwrap();
                 let mut text = vec![0; 5];
                 peer.read_exact(&mut text).await.unwrap();
-                timer::sleep(std::time::Duration::from_millis(1)).await;
+                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
                 peer.write_all(&text).await.unwrap();
             });
             let mut client = tokio::net::UnixStream::connect(&socket).await.unwrap();
@@ -190,7 +189,7 @@ mod tests {
             let (give, ran_on) = oneshot::channel();
             std::thread::spawn(move || {
                 let on_it = runtime.run(move || async move {
-                    timer::sleep(std::time::Duration::from_millis(1)).await;
+                    tokio::time::sleep(std::time::Duration::from_millis(1)).await;
                     tid()
                 });
                 give.send(block_on(on_it)).unwrap();
@@ -235,7 +234,7 @@ mod tests {
             )
             .unwrap();
             let before = spent();
-            timer::sleep(std::time::Duration::from_millis(500)).await;
+            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
             spent().saturating_sub(before)
         })
         .unwrap();

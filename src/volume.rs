@@ -29,7 +29,7 @@ use crate::{
     device::{Backends, Source, ready::Uevents},
     lane::Lanes,
     mount::path::Roots,
-    ring::{self, RuntimeHandle, probe::Prober, timer},
+    ring::{self, RuntimeHandle, probe::Prober},
 };
 
 mod attach;
@@ -140,7 +140,7 @@ impl Node {
             places: Places::new(roots),
             records,
             lanes,
-            prober: Prober::start()?,
+            prober: Prober::default(),
             uevents: Uevents::start()?,
             runtime: RuntimeHandle::current(),
             volumes: Mutex::default(),
@@ -168,7 +168,7 @@ impl Node {
         task::submit(&self, &volume_id, request, left).await
     }
 
-    /// Runs on the runtime thread what a lane cannot: what uses its timers or children.
+    /// Runs on the runtime thread what a lane cannot: what uses its events or children.
     async fn on_runtime<F, T>(&self, job: impl FnOnce() -> F + Send + 'static) -> T
     where
         F: Future<Output = T> + 'static,
@@ -228,7 +228,7 @@ const EXPIRE_EVERY: Duration = Duration::from_secs(1);
 
 async fn expire(gates: Gates) {
     loop {
-        timer::sleep(EXPIRE_EVERY).await;
+        tokio::time::sleep(EXPIRE_EVERY).await;
         gates.expire();
     }
 }

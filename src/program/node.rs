@@ -45,7 +45,7 @@ use crate::{
         admin::node_admin_server::NodeAdminServer,
         csi::{identity_server::IdentityServer, node_server::NodeServer},
     },
-    ring::{self, timer},
+    ring,
     size::Size,
     supervisor::{Watch, client::Client},
     volume::{Config, Heartbeat, Node, NodeHandle, record::Records},
@@ -398,7 +398,7 @@ async fn watch(node: Arc<Node>, able: Readiness, readiness: Readiness) {
             CHECK_EVERY
         };
         readiness.set(reason);
-        timer::sleep(pause).await;
+        tokio::time::sleep(pause).await;
     }
 }
 

@@ -1,9 +1,9 @@
-//! Readiness of descriptors, and timers, on a small ring of its own.
+//! Readiness of descriptors, on a small ring of its own.
 //!
-//! tokio-uring has no operation for either, so the runtime thread has a second ring, the
+//! tokio-uring has no operation for it, so the runtime thread has a second ring, the
 //! *poller*. tokio's epoll watches its descriptor, and a task takes the completions. No
 //! operation on this ring needs a kernel worker or a device: a poll sleeps on a wait
-//! queue, a timer in the timer wheel.
+//! queue.
 //!
 //! A table keeps each operation, and the descriptor that it polls, until the kernel's
 //! last completion for it. When a future is dropped, its operation is cancelled, and its
@@ -23,7 +23,6 @@ use std::{
     os::fd::{AsFd, AsRawFd, RawFd},
     rc::Rc,
     task::{Context, Poll, Waker},
-    time::Duration,
 };
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
@@ -35,9 +34,6 @@ const ENTRIES: u32 = 64;
 
 /// The id of cancellations, whose completions are ignored. Operations count from 1.
 const CANCEL: u64 = 0;
-
-/// The longest timer, 136 years; the kernel refuses a time beyond its own range.
-const MAX_TIMER: Duration = Duration::from_secs(u32::MAX as u64);
 
 thread_local! {
     static POLLER: RefCell<Option<Rc<Poller>>> = const { RefCell::new(None) };
@@ -58,7 +54,9 @@ struct PollerInner {
 }
 
 struct Op {
-    what: What,
+    fd: Box<dyn AsFd>,
+    events: PollFlags,
+    multishot: bool,
     /// The unread result: events, or an error.
     seen: Option<io::Result<u32>>,
     /// More completions will come.
@@ -66,16 +64,6 @@ struct Op {
     /// The future was dropped; the last completion removes the entry.
     abandoned: bool,
     waker: Option<Waker>,
-}
-
-enum What {
-    Readiness {
-        fd: Box<dyn AsFd>,
-        events: PollFlags,
-        multishot: bool,
-    },
-    /// Boxed, because the kernel reads it at the submission.
-    Timer(Box<types::Timespec>),
 }
 
 /// Keeps this thread's poller until it is dropped, at the runtime's end.
@@ -130,7 +118,7 @@ impl Poller {
     fn current() -> Rc<Self> {
         POLLER
             .with_borrow(Clone::clone)
-            .expect("polls, timers and children belong inside ring::start")
+            .expect("polls and children belong inside ring::start")
     }
 
     fn with<T>(&self, change: impl FnOnce(&mut PollerInner) -> T) -> T {
@@ -175,8 +163,8 @@ impl PollerInner {
     }
 
     fn submit(&mut self, entry: &squeue::Entry) -> io::Result<()> {
-        // SAFETY: `ops` keeps the descriptor or boxed time that the entry refers to until
-        // its last completion; a cancellation refers to no memory.
+        // SAFETY: `ops` keeps the descriptor that the entry refers to until its last
+        // completion, and no entry refers to memory.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             self.enter()?;
         }
@@ -221,16 +209,10 @@ fn complete(ops: &mut HashMap<u64, Op>, spent: &mut Vec<Op>, completion: &cqueue
 
 impl Op {
     fn entry(&self) -> squeue::Entry {
-        match &self.what {
-            What::Readiness {
-                fd,
-                events,
-                multishot,
-            } => opcode::PollAdd::new(types::Fd(fd.as_fd().as_raw_fd()), u32::from(events.bits()))
-                .multi(*multishot)
-                .build(),
-            What::Timer(time) => opcode::Timeout::new(&raw const **time).build(),
-        }
+        let fd = types::Fd(self.fd.as_fd().as_raw_fd());
+        opcode::PollAdd::new(fd, u32::from(self.events.bits()))
+            .multi(self.multishot)
+            .build()
     }
 }
 
@@ -241,12 +223,14 @@ struct PendingOperation {
 }
 
 impl PendingOperation {
-    fn new(what: What) -> io::Result<Self> {
+    fn new(fd: impl AsFd + 'static, events: PollFlags, multishot: bool) -> io::Result<Self> {
         let poller = Poller::current();
         let id = poller.with(|inner| {
             inner.last += 1;
             let op = Op {
-                what,
+                fd: Box::new(fd),
+                events,
+                multishot,
                 seen: None,
                 in_kernel: false,
                 abandoned: false,
@@ -296,7 +280,7 @@ impl Drop for PendingOperation {
                 op.waker = None;
                 let cancel = opcode::AsyncCancel::new(self.id).build().user_data(CANCEL);
                 // If the kernel has no memory for the cancellation, the entry is kept until
-                // the descriptor is ready, or the timer expires.
+                // the descriptor is ready.
                 let _ = inner.submit(&cancel);
             } else {
                 inner.spent.extend(inner.ops.remove(&self.id));
@@ -314,12 +298,7 @@ pub struct Events(PendingOperation);
 /// `fd` is kept open until the kernel has ended the poll, a moment after the
 /// [`Events`] is dropped.
 pub fn watch(fd: impl AsFd + 'static, events: PollFlags) -> io::Result<Events> {
-    PendingOperation::new(What::Readiness {
-        fd: Box::new(fd),
-        events,
-        multishot: true,
-    })
-    .map(Events)
+    PendingOperation::new(fd, events, true).map(Events)
 }
 
 impl Events {
@@ -334,23 +313,8 @@ impl Events {
 
 /// Waits until `fd` is readable, at its end, or has an error.
 pub async fn readable(fd: impl AsFd + 'static) -> io::Result<PollFlags> {
-    let once = PendingOperation::new(What::Readiness {
-        fd: Box::new(fd),
-        events: PollFlags::IN,
-        multishot: false,
-    })?;
+    let once = PendingOperation::new(fd, PollFlags::IN, false)?;
     once.next().await.map(flags)
-}
-
-/// Waits for `time`.
-pub(super) async fn after(time: Duration) -> io::Result<()> {
-    let time = types::Timespec::from(time.min(MAX_TIMER));
-    let timer = PendingOperation::new(What::Timer(Box::new(time)))?;
-    match timer.next().await {
-        // A timer that expired "fails" with ETIME (io_uring_enter(2)).
-        Err(error) if error.raw_os_error() != Some(libc::ETIME) => Err(error),
-        _ => Ok(()),
-    }
 }
 
 /// The events of poll(2), the lower 16 bits of a completion's 32.

@@ -1,34 +1,32 @@
-//! Concurrent reads of devices, none of which waits for another.
+//! Concurrent reads of one device, by one system call where the device answers.
 //!
-//! A read of a dead device may never complete, and cannot be cancelled. So probes have a
-//! thread and a ring of their own, apart from the runtime's, and no read is issued on that
-//! thread: a kernel worker submits each to the driver, and is free again unless the driver
-//! blocks it. A read that hangs occupies a slot of the ring, and perhaps a worker. Once 128
-//! of the 4096 slots are in use, a dead device gets one slot at a time; its further reads
-//! are queued.
-//!
-//! The ring thread owns each buffer until its read has ended. A caller, a lane thread,
-//! blocks until all its reads have ended, so its descriptor stays open as long as the
-//! kernel may use it, and no read keeps the device busy once [`Prober::read`] returns.
+//! A read of a dead device may never complete, and cannot be cancelled. So the caller is a
+//! lane, which the reads may block, and each call has a ring of its own: a ring's kernel
+//! workers belong to the thread that submits, so reads that hang use up the workers of no
+//! other device. A ring is kept for the next call once all its reads have ended.
 //!
 //! Reads are O_DIRECT (open(2)): the page cache of a device that was just attached may
 //! still have pages of the previous source, and filling it wastes memory.
 
 use std::{
-    io,
-    os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
-    sync::Arc,
-    thread::{self, JoinHandle},
+    io, mem,
+    os::fd::{AsRawFd, BorrowedFd},
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::Duration,
 };
 
-use crossbeam::channel::{Sender, bounded, unbounded};
-use rustix::event::{EventfdFlags, eventfd};
+use io_uring::{IoUring, cqueue, opcode, types};
 
 mod buffer;
-mod engine;
 
 use buffer::Buffer;
-use engine::Engine;
+
+/// Entries of a ring: reads of one device at once.
+const ENTRIES: u32 = 16;
+
+/// Rings that are kept while no device is read.
+const KEPT: usize = 16;
 
 /// A range of a device to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,104 +64,160 @@ pub enum ProbeError {
         /// Its end, in bytes.
         end: u64,
     },
-    /// The ring thread panicked.
-    #[error("the thread that reads devices has ended: restart the agent")]
-    Ended,
+    /// The kernel made no ring, or took no read.
+    #[error("the kernel refuses to read through io_uring")]
+    Ring(#[source] io::Error),
 }
 
-/// A handle on the ring thread; clones share it, and it ends with the last.
-#[derive(Clone, Debug)]
+/// The rings for reads of devices. Clones share them.
+#[derive(Clone, Default)]
 pub struct Prober {
-    thread: Arc<RingThread>,
+    idle: Arc<Mutex<Vec<IoUring>>>,
 }
 
-#[derive(Debug)]
-struct RingThread {
-    /// `Some` until the last handle is dropped.
-    requests: Option<Sender<ProbeRead>>,
-    /// An eventfd that the ring thread reads.
-    wakeup: Arc<OwnedFd>,
-    handle: JoinHandle<()>,
-}
-
-#[derive(Debug)]
-struct ProbeRead {
-    fd: RawFd,
-    regions: Vec<Region>,
-    reply: Sender<Result<Vec<Buffer>, ProbeError>>,
+impl std::fmt::Debug for Prober {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Prober").finish_non_exhaustive()
+    }
 }
 
 impl Prober {
-    /// Starts the thread.
-    pub fn start() -> io::Result<Self> {
-        let (give, requests) = unbounded();
-        let wakeup = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
-        let (ready, started) = bounded(1);
-        let awaited = Arc::clone(&wakeup);
-        let handle = thread::Builder::new()
-            .name("probe".to_owned())
-            .spawn(move || match Engine::new(requests, awaited) {
-                Ok(engine) => {
-                    let _ = ready.send(Ok(()));
-                    engine.run();
-                }
-                Err(error) => drop(ready.send(Err(error))),
-            })?;
-        started
-            .recv()
-            .unwrap_or_else(|_| Err(io::Error::other("the probe thread did not start")))?;
-        let thread = Arc::new(RingThread {
-            requests: Some(give),
-            wakeup,
-            handle,
-        });
-        Ok(Self { thread })
-    }
-
-    /// Whether the thread still runs. Once it has ended, only a restart of the
-    /// agent helps.
-    pub fn is_alive(&self) -> bool {
-        !self.thread.handle.is_finished()
-    }
-
     /// Reads `regions` of the device `fd`, opened with O_DIRECT, concurrently. Returns the
     /// blocks in the order of the regions.
     ///
     /// Call it on a lane: for a device that hangs it never returns.
     pub fn read(&self, fd: BorrowedFd<'_>, regions: &[Region]) -> Result<Vec<Block>, ProbeError> {
-        let (reply, answer) = bounded(1);
-        let request = ProbeRead {
-            fd: fd.as_raw_fd(),
-            regions: regions.to_vec(),
-            reply,
-        };
-        let requests = self.thread.requests.as_ref().ok_or(ProbeError::Ended)?;
-        requests.send(request).map_err(|_| ProbeError::Ended)?;
-        self.thread.wake();
-        let buffers = answer.recv().map_err(|_| ProbeError::Ended)??;
-        Ok(regions
-            .iter()
-            .zip(buffers)
-            .map(|(region, buffer)| Block {
-                offset: region.offset,
-                data: buffer.into_data(region.len),
-            })
-            .collect())
+        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = idle().pop();
+        let new = || IoUring::builder().dontfork().build(ENTRIES);
+        let mut ring = kept.map_or_else(new, Ok).map_err(ProbeError::Ring)?;
+        let read = Reads::new(&mut ring, fd, regions).run();
+        let mut idle = idle();
+        if idle.len() < KEPT {
+            idle.push(ring);
+        }
+        drop(idle);
+        let blocks = regions.iter().zip(read?).map(|(region, buffer)| Block {
+            offset: region.offset,
+            data: buffer.into_data(region.len),
+        });
+        Ok(blocks.collect())
     }
 }
 
-impl RingThread {
-    /// Wakes the ring thread. The write fails only after 2^64 - 2 unread ones
-    /// (eventfd(2)).
-    fn wake(&self) {
-        let _ = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
+/// The reads of one call.
+struct Reads<'a> {
+    ring: &'a mut IoUring,
+    fd: BorrowedFd<'a>,
+    regions: &'a [Region],
+    /// One for each region.
+    buffers: Vec<Buffer>,
+    /// The regions to read, or to read on, by their index, the last first.
+    pending: Vec<usize>,
+    /// Reads in the kernel, or in the submission ring.
+    in_flight: u32,
+}
+
+impl<'a> Reads<'a> {
+    fn new(ring: &'a mut IoUring, fd: BorrowedFd<'a>, regions: &'a [Region]) -> Self {
+        let buffers = regions.iter().map(|region| Buffer::new(region.len));
+        Self {
+            ring,
+            fd,
+            regions,
+            buffers: buffers.collect(),
+            pending: (0..regions.len()).rev().collect(),
+            in_flight: 0,
+        }
+    }
+
+    /// Reads all regions, and returns when no read is left in the kernel.
+    fn run(mut self) -> Result<Vec<Buffer>, ProbeError> {
+        let mut outcome = Ok(());
+        loop {
+            if outcome.is_err() {
+                self.pending.clear();
+            }
+            self.fill();
+            if self.in_flight == 0 {
+                return outcome.map(|()| mem::take(&mut self.buffers));
+            }
+            let all = self.in_flight as usize;
+            if let Err(error) = self.ring.submit_and_wait(all)
+                && error.kind() != io::ErrorKind::Interrupted
+            {
+                tracing::warn!(%error, "cannot submit reads to the ring; retrying");
+                #[expect(
+                    clippy::disallowed_methods,
+                    reason = "the kernel refuses: no event tells when it accepts more"
+                )]
+                thread::park_timeout(Duration::from_millis(10));
+            }
+            while let Some(ended) = self.next_ended() {
+                self.in_flight -= 1;
+                let index = usize::try_from(ended.user_data()).unwrap_or(usize::MAX);
+                outcome = outcome.and(self.complete(index, ended.result()));
+            }
+        }
+    }
+
+    /// Puts pending reads into the submission ring while it has room.
+    fn fill(&mut self) {
+        while self.in_flight < ENTRIES
+            && let Some(index) = self.pending.pop()
+        {
+            let buffer = &mut self.buffers[index];
+            let offset = self.regions[index].offset + buffer.filled as u64;
+            let (at, len) = buffer.rest();
+            let entry = opcode::Read::new(types::Fd(self.fd.as_raw_fd()), at, len)
+                .offset(offset)
+                .build()
+                .user_data(index as u64);
+            // SAFETY: the descriptor outlives the reads, and so does the buffer: `run` ends
+            // when all reads have, and a panic in it leaks the buffers.
+            let pushed = unsafe { self.ring.submission().push(&entry) };
+            pushed.expect("as many entries as reads at once");
+            self.in_flight += 1;
+        }
+    }
+
+    fn next_ended(&mut self) -> Option<cqueue::Entry> {
+        self.ring.completion().next()
+    }
+
+    /// Handles the end of a region's read: the bytes read, or a negative errno.
+    fn complete(&mut self, index: usize, result: i32) -> Result<(), ProbeError> {
+        let (region, buffer) = (self.regions[index], &mut self.buffers[index]);
+        let before = buffer.filled;
+        buffer.filled += usize::try_from(result).unwrap_or(0);
+        let offset = region.offset + buffer.filled as u64;
+        if result < 0 {
+            let source = io::Error::from_raw_os_error(-result);
+            if source.kind() != io::ErrorKind::Interrupted {
+                return Err(ProbeError::Read {
+                    offset,
+                    len: region.len - before,
+                    source,
+                });
+            }
+            self.pending.push(index);
+        } else if buffer.filled < region.len {
+            if result == 0 || !buffer.filled.is_multiple_of(512) {
+                // The end of the device.
+                return Err(ProbeError::Short { end: offset });
+            }
+            self.pending.push(index);
+        }
+        Ok(())
     }
 }
 
-impl Drop for RingThread {
+impl Drop for Reads<'_> {
     fn drop(&mut self) {
-        self.requests = None;
-        self.wake();
+        if self.in_flight > 0 {
+            // After a panic the kernel may still write to these.
+            mem::forget(mem::take(&mut self.buffers));
+        }
     }
 }
 

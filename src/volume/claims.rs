@@ -21,7 +21,7 @@ pub(super) fn keep(node: &Arc<Node>) {
 async fn keep_in(node: Arc<Node>, pool: String) {
     loop {
         while !give_back_all(&node, &pool).await {
-            ring::timer::sleep(RETRY).await;
+            tokio::time::sleep(RETRY).await;
         }
         node.backends.owed().more(&pool).await;
     }

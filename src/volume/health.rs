@@ -107,13 +107,8 @@ impl Node {
 
     /// A part of this agent that has ended, and that only a restart brings back.
     pub fn has_ended(&self) -> Option<&'static str> {
-        if !self.uevents.is_alive() {
-            Some("the listener to events of block devices has ended: restart the agent")
-        } else if !self.prober.is_alive() {
-            Some("the thread that reads devices has ended: restart the agent")
-        } else {
-            None
-        }
+        let ended = !self.uevents.is_alive();
+        ended.then_some("the listener to events of block devices has ended: restart the agent")
     }
 
     fn check_device(&self, record: &Record, device: &Device, found: &mut Vec<HealthCondition>) {

@@ -24,7 +24,7 @@ use super::{
     spec::{Call, Request, Use},
     stats::StatsRequests,
 };
-use crate::{device::Device, fs::FsType, lane::Lanes, mount::PathKind, observe::metrics, ring};
+use crate::{device::Device, fs::FsType, lane::Lanes, mount::PathKind, observe::metrics};
 
 /// What a successful call reports back.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Running {
     pub async fn ends_within(&self, left: Duration) -> bool {
         let left = left.min(BRIEF.saturating_sub(self.begun.elapsed()));
         self.request.call.is_brief()
-            && ring::timer::timeout(left, self.answer.clone())
+            && tokio::time::timeout(left, self.answer.clone())
                 .await
                 .is_ok()
     }

@@ -25,7 +25,6 @@ use crate::{
     ring::{
         child::{Child, Exit},
         probe::Prober,
-        timer,
     },
 };
 
@@ -361,7 +360,7 @@ async fn run_child(
         let mut exit = pin!(child.wait());
         let mut seen = exec::activity(pid);
         loop {
-            if let Ok(exit) = timer::timeout(exec::LIFE_EVERY, exit.as_mut()).await {
+            if let Ok(exit) = tokio::time::timeout(exec::LIFE_EVERY, exit.as_mut()).await {
                 return exit;
             }
             let now = exec::activity(pid);

@@ -83,7 +83,7 @@ impl Node {
                 self.untaken.changed.notified().await;
             }
         };
-        let waited = ring::timer::timeout(deadline, taken_up).await;
+        let waited = tokio::time::timeout(deadline, taken_up).await;
         waited.map_err(|_| Cause::NotTakenUp.of(volume_id))
     }
 

@@ -32,7 +32,6 @@ use crate::{
         options::MountOptions,
         path::SafePath,
     },
-    ring::timer,
 };
 
 /// A device is ready within microseconds of its attach, or something is wrong.
@@ -234,7 +233,7 @@ impl Staging<'_> {
             let (node, of, on) = (cx.node.clone(), self.spec.source.clone(), device.clone());
             let wait = move || async move {
                 let ready = ready::ready(&node.uevents, &of, &on);
-                timer::timeout(READY_WITHIN, ready).await
+                tokio::time::timeout(READY_WITHIN, ready).await
             };
             let waited = cx.node.on_runtime(wait).await;
             waited

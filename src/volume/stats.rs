@@ -155,7 +155,7 @@ impl Node {
         loop {
             let question = self.question(asked, record, &about);
             let left = until.saturating_duration_since(Instant::now());
-            match ring::timer::timeout(left, question.answer).await {
+            match tokio::time::timeout(left, question.answer).await {
                 Ok(Ok(answer)) if question.about == about => return Some(answer),
                 // Another question's.
                 Ok(Ok(_)) if !left.is_zero() => {}

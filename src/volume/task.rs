@@ -67,7 +67,7 @@ pub async fn submit(
             },
         };
         let left = deadline.saturating_sub(begun.elapsed());
-        return match ring::timer::timeout(left, running.answer).await {
+        return match tokio::time::timeout(left, running.answer).await {
             Ok(Ok(Err(error)))
                 if error.kind() == Kind::Unauthenticated
                     && running.request.secrets.differ(&request.secrets) =>

@@ -4,7 +4,7 @@
 use std::{future::Future, pin::Pin, time::Duration};
 
 use super::Node;
-use crate::{device::Check, lane::Lanes, ring::timer};
+use crate::{device::Check, lane::Lanes};
 
 /// A check that takes longer is reported; it goes on.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
@@ -58,7 +58,7 @@ impl Checks {
         for watched in &mut self.watched {
             let begun = std::time::Instant::now();
             let look = watched.under_way.as_mut().expect("begun above");
-            match timer::timeout(left, look).await {
+            match tokio::time::timeout(left, look).await {
                 Ok(found) => {
                     watched.under_way = None;
                     wrong.extend(found.err());

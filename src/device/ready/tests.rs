@@ -4,11 +4,13 @@ use super::*;
 use crate::{
     device::{loopdev, scratch::Scratch},
     kernel::Dev,
-    ring::{self, timer::timeout},
+    ring,
 };
 
 async fn soon<F: Future>(future: F) -> F::Output {
-    timeout(Duration::from_secs(20), future).await.unwrap()
+    tokio::time::timeout(Duration::from_secs(20), future)
+        .await
+        .unwrap()
 }
 
 #[test]

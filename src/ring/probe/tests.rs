@@ -6,7 +6,8 @@ use std::{
     time::Duration,
 };
 
-use super::{engine::READS, *};
+use super::*;
+use crossbeam::channel::bounded;
 
 mod stuck;
 
@@ -104,7 +105,7 @@ fn sixty_four_devices_at_once() {
     let devices: Vec<_> = (0..64)
         .map(|number| TestLoop::over(&image(dir.path(), number, SIZE)))
         .collect();
-    let prober = Prober::start().unwrap();
+    let prober = Prober::default();
     thread::scope(|scope| {
         for (number, device) in (0..).zip(&devices) {
             let prober = prober.clone();
@@ -124,7 +125,7 @@ fn a_region_may_end_with_the_device_and_not_behind_it() {
     let dir = memory();
     let size = 64 * 1024 + 512;
     let device = TestLoop::over(&image(dir.path(), 7, size));
-    let prober = Prober::start().unwrap();
+    let prober = Prober::default();
     let last = Region {
         offset: 64 * 1024,
         len: 512,
@@ -156,7 +157,7 @@ fn a_read_error_names_its_offset() {
         .unwrap()
         .set_len(1 << 20)
         .unwrap();
-    let prober = Prober::start().unwrap();
+    let prober = Prober::default();
     let file = device.open();
     match prober.read(file.as_fd(), &regions()) {
         Err(ProbeError::Read {
@@ -178,9 +179,9 @@ fn a_read_error_names_its_offset() {
 fn more_reads_than_the_ring_holds_wait_their_turn() {
     let dir = memory();
     let device = TestLoop::over(&image(dir.path(), 7, SIZE));
-    let prober = Prober::start().unwrap();
+    let prober = Prober::default();
     let file = device.open();
-    let many: Vec<_> = (0..2 * u64::from(READS))
+    let many: Vec<_> = (0..2 * u64::from(ENTRIES))
         .map(|n| Region {
             offset: n % 1024 * 4096,
             len: 4096,
@@ -193,33 +194,15 @@ fn more_reads_than_the_ring_holds_wait_their_turn() {
 }
 
 #[test]
-fn the_thread_ends_with_the_last_handle() {
-    let prober = Prober::start().unwrap();
-    let wakeup = Arc::downgrade(&prober.thread.wakeup);
-    drop(prober.clone());
-    assert!(wakeup.upgrade().is_some());
-    drop(prober);
-    while wakeup.upgrade().is_some() {
-        thread::yield_now();
+fn a_ring_is_kept_for_the_next_call() {
+    let dir = memory();
+    let device = TestLoop::over(&image(dir.path(), 7, SIZE));
+    let prober = Prober::default();
+    let file = device.open();
+    for _ in 0..3 {
+        prober.read(file.as_fd(), &regions()).unwrap();
+        assert_eq!(prober.idle.lock().unwrap().len(), 1);
     }
-}
-
-#[test]
-fn once_the_thread_has_ended_it_is_not_alive_and_reads_nothing() {
-    assert!(Prober::start().unwrap().is_alive());
-    let (give, requests) = unbounded();
-    let thread = Arc::new(RingThread {
-        requests: Some(give),
-        wakeup: Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap()),
-        handle: thread::spawn(|| drop(requests)),
-    });
-    let prober = Prober { thread };
-    while prober.is_alive() {
-        thread::yield_now();
-    }
-    let file = tempfile::tempfile().unwrap();
-    let read = prober.read(file.as_fd(), &regions());
-    assert!(matches!(read, Err(ProbeError::Ended)), "{read:?}");
 }
 
 #[test]
@@ -228,7 +211,7 @@ fn hung_devices_delay_no_other_probe() {
     let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
     let dead: Vec<_> = (0..24).map(|_| TestLoop::over(stuck.path())).collect();
     let alive = TestLoop::over(&image(dir.path(), 7, SIZE));
-    let prober = Prober::start().unwrap();
+    let prober = Prober::default();
     thread::scope(|scope| {
         // Dropped if the test fails, so that its threads end.
         let stuck = stuck;
@@ -241,8 +224,7 @@ fn hung_devices_delay_no_other_probe() {
                 })
             })
             .collect();
-        // Each device has a kernel worker of its own, and sends a read to the
-        // server before it is stuck.
+        // Each device sends a read to the server before it is stuck.
         stuck.wait_for_reads(Duration::from_secs(60));
         for _ in 0..8 {
             let file = alive.open();
@@ -262,7 +244,7 @@ fn hung_devices_delay_no_other_probe() {
     });
 }
 
-/// More descriptors than io_uring has workers by default.
+/// More descriptors than io_uring has workers for one ring by default.
 const MANY: usize = 600;
 
 #[test]
@@ -270,8 +252,8 @@ fn hundreds_of_reads_that_hang_leave_room_for_others() {
     let dir = memory();
     let stuck = stuck::Image::mount(&dir.path().join("stuck"), SIZE);
     let alive = TestLoop::over(&image(dir.path(), 7, SIZE));
-    let prober = Prober::start().unwrap();
-    // Each read of the file itself, without a loop device, occupies a kernel worker.
+    let prober = Prober::default();
+    // Each read of the file itself, without a loop device, blocks the thread that submits.
     let open = |_| {
         OpenOptions::new()
             .read(true)
@@ -280,19 +262,17 @@ fn hundreds_of_reads_that_hang_leave_room_for_others() {
             .unwrap()
     };
     let dead: Vec<_> = (0..MANY).map(open).collect();
-    let places: Vec<_> = (0..9)
-        .map(|n| Region {
-            offset: n * 4096,
-            len: 4096,
-        })
-        .collect();
+    let first = [Region {
+        offset: 0,
+        len: 4096,
+    }];
     let minute = Duration::from_secs(60);
     thread::scope(|scope| {
         let stuck = stuck;
         let waiting: Vec<_> = (dead.iter())
             .map(|file| {
-                let (prober, places) = (prober.clone(), &places);
-                let read = move || prober.read(file.as_fd(), places);
+                let prober = prober.clone();
+                let read = move || prober.read(file.as_fd(), &first);
                 let builder = thread::Builder::new().stack_size(64 << 10);
                 builder.spawn_scoped(scope, read).unwrap()
             })
