@@ -8,7 +8,7 @@ export BIN_DIR
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DIR)/../kustomize/usr/bin)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench counts clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -80,6 +80,11 @@ audit: ## Look for advisories against dependencies (needs the network and cargo-
 # ONLY=nbd: one backend; QUICK=1: a short run, without usable numbers.
 bench: setup ## Measure the cases of PERFORMANCE.md
 	@scripts/bench.sh
+
+# UPDATE=1 writes the counts to the file; NAMES=1 lists the system calls by name.
+counts: build ## Compare the agent's system calls with bench/counts/counts.txt
+	cargo bench --profile dev --bench counts
+export UPDATE NAMES
 
 clean: ## Remove build results
 	cargo clean

@@ -12,7 +12,7 @@ packages=(
   e2fsprogs xfsprogs btrfs-progs          # to make and check file systems
   util-linux mount fdisk procps kmod      # for tests and the demo
   nbdkit qemu-utils                       # servers of NBD exports, for tests
-  nbd-client                              # for comparison in the benches
+  nbd-client strace                       # for comparison in the benches
   ceph-mon ceph-mgr ceph-osd ceph-common  # a Ceph cluster, for tests
   rbd-nbd librbd1 librados2               # and to map its images
   python3 python3-yaml                    # to check the manifests

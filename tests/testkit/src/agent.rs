@@ -28,6 +28,8 @@ pub struct Agent {
     wrapper: &'static [&'static str],
     /// Its log goes into a pipe that nobody reads.
     log_is_unread: Cell<bool>,
+    /// It looks for [`StepHold`]s at each step.
+    has_holds: Cell<bool>,
     process: RefCell<Option<Child>>,
 }
 
@@ -90,6 +92,7 @@ impl Agent {
             log,
             wrapper: &[],
             log_is_unread: Cell::default(),
+            has_holds: Cell::new(true),
             process: RefCell::default(),
         }
     }
@@ -107,6 +110,11 @@ impl Agent {
     /// Its log goes into a pipe that nobody reads, until [`Agent::take_log_pipe`].
     pub fn leave_log_unread(&self) {
         self.log_is_unread.set(true);
+    }
+
+    /// It makes no system calls for [`Agent::hold`], which has no effect on it.
+    pub fn run_without_holds(&self) {
+        self.has_holds.set(false);
     }
 
     /// The pipe of an agent with [`Agent::leave_log_unread`].
@@ -174,12 +182,13 @@ impl Agent {
             Stdio::from(log)
         };
         let program = program(self.program);
+        let holds = self.has_holds.get().then(|| ("HOLD_AT", self.holds()));
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "--"])
             .args(self.wrapper)
             .arg(program)
             .args(&self.args)
-            .env("HOLD_AT", self.holds())
+            .envs(holds)
             .envs(environment.iter().cloned())
             .stdin(Stdio::null())
             .stdout(stdout)

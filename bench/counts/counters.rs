@@ -1,0 +1,189 @@
+//! The kernel's counters of a process: perf_event_open(2), proc_pid_status(5), and
+//! strace's.
+
+use std::{
+    fs,
+    ops::Sub,
+    path::Path,
+    process::{Child, Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+use perf_event::{Builder, Counter, events::Tracepoint};
+use rustix::{
+    mount::{MountFlags, mount},
+    process::{Pid, Signal, kill_process},
+};
+
+/// System calls, and context switches of threads that wait for something: how often a
+/// thread is preempted depends on the load of the machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Count {
+    pub calls: u64,
+    pub switches: u64,
+}
+
+impl Count {
+    /// Within what two runs of one build differ by.
+    pub fn is_near(self, expected: Self) -> bool {
+        let near = |now: u64, then: u64, room: u64| now.abs_diff(then) <= room + then / 20;
+        near(self.calls, expected.calls, 4) && near(self.switches, expected.switches, 3)
+    }
+
+    /// What three quarters of the rounds have at least.
+    pub fn lower_quartile(rounds: &[Self]) -> Self {
+        let quartile = |of: fn(&Self) -> u64| {
+            let mut numbers: Vec<_> = rounds.iter().map(of).collect();
+            numbers.sort_unstable();
+            numbers[numbers.len() / 4]
+        };
+        Self {
+            calls: quartile(|round| round.calls),
+            switches: quartile(|round| round.switches),
+        }
+    }
+}
+
+impl Sub for Count {
+    type Output = Self;
+
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            calls: self.calls - earlier.calls,
+            // A thread that has ended took its own with it.
+            switches: self.switches.saturating_sub(earlier.switches),
+        }
+    }
+}
+
+/// Counters of a process: of each of its threads, and the threads that these start.
+pub struct Counters {
+    pid: u32,
+    calls: Vec<Counter>,
+    checks: Vec<Counter>,
+}
+
+impl Counters {
+    /// None if this kernel has no such events.
+    pub fn of(pid: u32) -> Option<Self> {
+        let [calls, checks] =
+            ["raw_syscalls/sys_enter", "syscalls/sys_enter_fcntl"].map(tracepoint);
+        let tracepoint = |id: u64| Builder::new(Tracepoint::with_id(id));
+        let threads = threads(pid);
+        let each = |mut builder: Builder<'_>| {
+            let counter = |tid: &i32| {
+                builder.observe_pid(*tid).any_cpu().inherit(true);
+                builder.exclude_kernel(false).exclude_hv(false);
+                let mut counter = builder.build().expect("perf events, as root");
+                counter.enable().expect("a counter");
+                counter
+            };
+            threads.iter().map(counter).collect()
+        };
+        Some(Self {
+            pid,
+            calls: each(tracepoint(calls?)),
+            checks: each(tracepoint(checks?)),
+        })
+    }
+
+    /// When the process has done nothing for a moment: it works on after its answers.
+    pub fn read_idle(&mut self) -> Count {
+        let mut before = self.read();
+        loop {
+            thread::sleep(Duration::from_millis(1));
+            let now = self.read();
+            if now == before {
+                return now;
+            }
+            before = now;
+        }
+    }
+
+    fn read(&mut self) -> Count {
+        let sum = |counters: &mut [Counter]| -> u64 {
+            let values = counters.iter_mut().map(Counter::read);
+            values.map(|value| value.expect("a counter")).sum()
+        };
+        // In a debug build, Rust's library asks of each descriptor that it closes whether
+        // it is open.
+        let checks = if cfg!(debug_assertions) {
+            sum(&mut self.checks)
+        } else {
+            0
+        };
+        Count {
+            calls: sum(&mut self.calls) - checks,
+            switches: threads(self.pid)
+                .iter()
+                .map(|tid| waits(self.pid, *tid))
+                .sum(),
+        }
+    }
+
+    /// Lists the process's system calls by name until [`Names::print`].
+    pub fn names(&self, output: &Path) -> Names {
+        let mut strace = Command::new("strace")
+            .args(["-f", "-c", "-U", "calls,errors,name", "-S", "calls", "-o"])
+            .arg(output)
+            .args(["-p", &self.pid.to_string()])
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("strace");
+        while !threads(self.pid)
+            .iter()
+            .all(|tid| is_traced(self.pid, *tid))
+        {
+            assert!(
+                strace.try_wait().expect("a child").is_none(),
+                "strace ended"
+            );
+            thread::yield_now();
+        }
+        Names(strace)
+    }
+}
+
+/// A strace.
+pub struct Names(Child);
+
+impl Names {
+    pub fn print(mut self, output: &Path) {
+        let pid = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw);
+        kill_process(pid.expect("a process id"), Signal::INT).expect("a signal");
+        self.0.wait().expect("a child");
+        print!("{}", fs::read_to_string(output).expect("strace's table"));
+    }
+}
+
+fn threads(pid: u32) -> Vec<i32> {
+    let entries = fs::read_dir(format!("/proc/{pid}/task")).expect("procfs");
+    let tid = |entry: std::io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
+    entries.filter_map(tid).collect()
+}
+
+/// How often a thread has waited; 0 if it has ended meanwhile.
+fn waits(pid: u32, tid: i32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status"));
+    let status = status.unwrap_or_default();
+    let key = "voluntary_ctxt_switches:";
+    let count = status.lines().find_map(|line| line.strip_prefix(key));
+    count.map_or(0, |count| count.trim().parse().expect("a number"))
+}
+
+fn is_traced(pid: u32, tid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status"));
+    status.is_ok_and(|status| !status.contains("TracerPid:\t0\n"))
+}
+
+/// The id of a tracepoint; none on a kernel without FTRACE_SYSCALLS.
+fn tracepoint(name: &str) -> Option<u64> {
+    let tracefs = Path::new("/sys/kernel/tracing");
+    let id = tracefs.join("events").join(name).join("id");
+    if !id.exists() {
+        // In the sandbox's mount namespace alone.
+        mount("tracefs", tracefs, "tracefs", MountFlags::empty(), None).ok()?;
+    }
+    fs::read_to_string(id).ok()?.trim().parse().ok()
+}

@@ -1,0 +1,70 @@
+//! Counts the agent's system calls and context switches in each call.
+//!
+//! Counts are the same on every machine, where times are not. Each case runs many times,
+//! and the lower quartile is taken: the agent's timers, and the moments at which it and
+//! its caller are scheduled, add to the counts of some runs.
+//!
+//! `make counts` fails if a count differs from `bench/counts/counts.txt` by more than its
+//! tolerance: a change that makes more calls has to be justified, and one that makes fewer
+//! updates the file (`UPDATE=1`). `NAMES=1` counts by the name of the system call, with
+//! strace. Needs root.
+
+#![allow(clippy::disallowed_methods, missing_docs)]
+
+mod cases;
+mod counters;
+mod table;
+
+use std::{env, path::Path, process::ExitCode};
+
+use testkit::{Node, NodeSetup, Sandbox, report_not_tested};
+
+use cases::Cases;
+use counters::Counters;
+use table::Table;
+
+/// The numbers of other volumes that are staged meanwhile.
+const OTHERS: [usize; 2] = [0, 100];
+
+fn main() -> ExitCode {
+    let sandbox = Sandbox::new();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    let mut node = Node::prepare(&sandbox, NodeSetup::new(&sandbox));
+    node.run_without_holds();
+    runtime.block_on(node.start_first());
+    let Some(counters) = Counters::of(node.pid()) else {
+        report_not_tested("the number of system calls: this kernel has no tracepoints for them");
+        return ExitCode::SUCCESS;
+    };
+    let mut cases = Cases {
+        node: &node,
+        sandbox: &sandbox,
+        counters,
+        table: Table::default(),
+    };
+    for others in OTHERS {
+        runtime.block_on(cases.run_beside(others));
+    }
+    let measured = cases.table;
+    print!("{measured}");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/counts/counts.txt");
+    if env::var_os("UPDATE").is_some_and(|set| !set.is_empty()) {
+        measured.write(&file);
+        return ExitCode::SUCCESS;
+    }
+    let differences = measured.differences_from(&Table::read(&file));
+    for difference in &differences {
+        eprintln!("{difference}");
+    }
+    if differences.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    eprintln!(
+        "write the new counts to {} by `make counts UPDATE=1`",
+        file.display()
+    );
+    ExitCode::FAILURE
+}
