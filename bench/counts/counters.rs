@@ -75,7 +75,7 @@ impl Counters {
             let counter = |tid: &i32| {
                 builder.observe_pid(*tid).any_cpu().inherit(true);
                 builder.exclude_kernel(false).exclude_hv(false);
-                let mut counter = builder.build().expect("perf events, as root");
+                let mut counter = builder.build().expect("the kernel's events, as root");
                 counter.enable().expect("a counter");
                 counter
             };

@@ -56,6 +56,10 @@ mkdir -p "$own/share"
   printf '%q ' "$@"
 } >"$own/share/job"
 
+# User-Mode Linux keeps a descriptor for each process in it; without one more, its fork(2)
+# fails with ENOMEM.
+ulimit -Sn "$(ulimit -Hn)"
+
 # Runs in its own namespaces. The kernel keeps its memory in a file, on a private tmpfs
 # to which no limit of /dev/shm applies.
 # shellcheck disable=SC2317 # called by name
