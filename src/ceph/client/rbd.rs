@@ -93,6 +93,22 @@ pub fn image_id(io: &IoCtx, name: &str) -> Result<Option<String>, CephError> {
     Ok(Some(String::from_utf8_lossy(id).into_owned()))
 }
 
+/// The id that the pool's list of images has for a name (`rbd_directory`, key `name_<name>`);
+/// `None` if it is not listed. Unlike [`image_id`] it finds an image whose move to the trash
+/// was interrupted ([`trash::complete_move`]).
+pub fn listed_id(io: &IoCtx, name: &str) -> Result<Option<String>, CephError> {
+    let key = format!("name_{name}");
+    let found = match io.omap_get_bytes(DIRECTORY, &[&key]) {
+        Err(error) if error.is_not_found() => return Ok(None),
+        found => found?,
+    };
+    let id = found.get(&key).and_then(|bytes| bytes.get(4..));
+    Ok(id.map(|id| String::from_utf8_lossy(id).into_owned()))
+}
+
+/// The object that lists a pool's images.
+const DIRECTORY: &str = "rbd_directory";
+
 /// The maximum length of the object with an image's id; ids have some twelve bytes.
 const MAX_ID: usize = 256;
 

@@ -147,11 +147,16 @@ pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), Ce
     }
 }
 
-/// The images that exist, with their ids.
+/// The images that exist, with their ids, those whose move to the trash was interrupted among
+/// them.
 pub fn present(pool: &IoCtx, names: &[String]) -> Result<Vec<Discarded>, CephError> {
     let mut found = Vec::new();
     for name in names {
-        if let Some(id) = rbd::image_id(pool, name)? {
+        let id = match rbd::image_id(pool, name)? {
+            None => rbd::listed_id(pool, name)?,
+            id => id,
+        };
+        if let Some(id) = id {
             let name = name.clone();
             found.push(Discarded { id, name });
         }

@@ -41,11 +41,16 @@ fn rbd_over(dir: &Path) -> Stores {
 
 /// The same that fences nodes which do not let go in that time.
 fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Stores {
-    let rbd = store_over(dir, fence_after);
+    // What a test has killed is purged at once.
+    let purge = PurgeTimes {
+        settle: Duration::ZERO,
+        lock: Duration::from_secs(1),
+    };
+    let rbd = store_over(dir, fence_after, purge);
     Stores::new(None, Some(rbd.into()), &Lanes::new(4))
 }
 
-fn store_over(dir: &Path, fence_after: Option<Duration>) -> RbdStore {
+fn store_over(dir: &Path, fence_after: Option<Duration>, purge: PurgeTimes) -> RbdStore {
     let own = dir.display().to_string().parse().unwrap();
     let settings = Settings {
         config: &dir.join("config.json"),
@@ -54,11 +59,7 @@ fn store_over(dir: &Path, fence_after: Option<Duration>) -> RbdStore {
         instance: "default",
         operators: Operators::new(vec![own]),
         fence_after,
-        // What a test has killed is purged at once.
-        purge: PurgeTimes {
-            settle: Duration::ZERO,
-            lock: Duration::from_secs(1),
-        },
+        purge,
     };
     RbdStore::new(settings, &Lanes::new(4)).unwrap()
 }

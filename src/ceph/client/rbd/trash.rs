@@ -8,12 +8,11 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use super::{abi, image::system_time};
+use super::{DIRECTORY, abi, image::system_time};
 use crate::ceph::client::{CephError, call::owned, or_missing, rados::IoCtx};
 
-/// The objects that list a pool's trash, and the names of its images.
+/// The object that lists a pool's trash.
 const TRASH: &str = "rbd_trash";
-const NAMES: &str = "rbd_directory";
 
 /// The state of an image in the trash (`cls::rbd::TrashImageState`).
 const NORMAL: u8 = 0;
@@ -51,7 +50,7 @@ pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephErr
 pub fn complete_move(io: &IoCtx, image: &Trashed) -> Result<(), CephError> {
     let (id, name) = (encoded(&image.id), encoded(&image.name));
     let unlisted = io.execute(
-        NAMES,
+        DIRECTORY,
         ("rbd", "dir_remove_image"),
         &[&name[..], &id].concat(),
     );
@@ -136,11 +135,23 @@ unsafe fn trashed(raw: &abi::TrashInfo) -> Trashed {
     }
 }
 
+/// Moves an image to the trash, except for the last two steps; returns its id.
+#[cfg(test)]
+pub fn interrupt_move(io: &IoCtx, name: &str) -> String {
+    let id = super::image_id(io, name).unwrap().unwrap();
+    move_image(io, name, Duration::ZERO).unwrap();
+    set_state(io, &id, NORMAL, MOVING).unwrap();
+    let names = [encoded(name), encoded(&id)].concat();
+    io.execute(DIRECTORY, ("rbd", "dir_add_image"), &names)
+        .unwrap();
+    id
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::ceph::{
-        client::rbd::{ImageOptions, create, image_id, list as images},
+        client::rbd::{ImageOptions, create, image_id, list as images, listed_id},
         testing::TestPool,
     };
 
@@ -149,18 +160,16 @@ mod tests {
         let Some(place) = TestPool::new() else { return };
         let io = &place.io;
         create(io, "image", 1 << 20, &ImageOptions::default()).unwrap();
-        let id = image_id(io, "image").unwrap().unwrap();
-        move_image(io, "image", Duration::ZERO).unwrap();
-        // The state before the last two steps of a move.
-        set_state(io, &id, NORMAL, MOVING).unwrap();
-        let names = [encoded("image"), encoded(&id)].concat();
-        io.execute(NAMES, ("rbd", "dir_add_image"), &names).unwrap();
+        let id = interrupt_move(io, "image");
+        assert_eq!(image_id(io, "image").unwrap(), None);
+        assert_eq!(listed_id(io, "image").unwrap(), Some(id.clone()));
         assert_eq!(images(io).unwrap().len(), 1);
         remove(io, &id, true).unwrap_err();
 
         for _ in 0..2 {
             complete_move(io, &get(io, &id).unwrap()).unwrap();
             assert!(images(io).unwrap().is_empty());
+            assert_eq!(listed_id(io, "image").unwrap(), None);
         }
         remove(io, &id, true).unwrap();
         assert!(list(io).unwrap().is_empty());

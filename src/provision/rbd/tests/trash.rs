@@ -57,7 +57,7 @@ async fn an_image_that_a_delete_could_not_trash_is_not_removed_later() {
     let id = crate::ceph::client::rbd::image_id(&pool, &name)
         .unwrap()
         .unwrap();
-    let purger = store_over(home.dir.path(), None).purger;
+    let purger = store_over(home.dir.path(), None, PurgeTimes::default()).purger;
     let discarded = [Discarded { id, name }];
     purger.discard(&pool, &discarded).unwrap_err();
     assert_eq!(home.listed(), [""; 0]);
@@ -99,6 +99,27 @@ async fn an_image_that_an_operator_trashed_stays() {
     home.delete(&made.handle).await.unwrap();
     home.sweeps(|| !home.listed().is_empty()).await;
     assert!(home.trash().contains(name));
+}
+
+#[tokio::test]
+async fn a_repeated_delete_completes_interrupted_moves() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("killed", MIB)).await;
+    let name = &made.context["imageName"];
+    let temp = format!("{name}-temp");
+    // What a copy has left beside it.
+    let left = format!("{}/{temp}", home.pool);
+    home.cluster.rbd(&["create", "--size", "1M", &left]);
+    for image in [name, &temp] {
+        trash::interrupt_move(&home.io(), image);
+    }
+    assert_eq!(home.images().len(), 2);
+    // Its sweep leaves what was moved a moment ago alone.
+    let rbd = store_over(home.dir.path(), None, PurgeTimes::default());
+    let stores = Stores::new(None, Some(rbd.into()), &Lanes::new(4));
+    let secrets = home.secrets();
+    stores.delete_volume(made.handle, secrets).await.unwrap();
+    assert_eq!(home.images(), [""; 0]);
 }
 
 /// Each of a deployment's replicas purges the trash, at its start and then periodically.
