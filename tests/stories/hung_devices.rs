@@ -257,12 +257,21 @@ fn a_hung_pool_delays_no_unstage_in_another_pool() {
         let mut volume = sandbox.volume("v", "block");
         volume.handle = "vol.shared.main.01234567-89ab-4cde-8f01-23456789abcd".to_owned();
         node.stage(&volume).await.unwrap();
+        let claim_of = |image: &str| {
+            let claims = dead.join(".uring-csi/claims").join(image);
+            std::fs::create_dir_all(&claims).unwrap();
+            let hash = &hex(&Sha256::digest("node-a"))[..12];
+            claims.join(format!("{hash}.json"))
+        };
+        // An agent that starts releases claims of earlier boots once: not the next one.
+        let stale = claim_of("stale.img");
+        std::fs::write(&stale, "").unwrap();
         node.restart_without_records().await;
+        while stale.exists() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         // What this node claims in the other pool.
-        let claims = dead.join(".uring-csi/claims/other.img");
-        std::fs::create_dir_all(&claims).unwrap();
-        let hash = &hex(&Sha256::digest("node-a"))[..12];
-        let claim = StuckFile::new(&claims.join(format!("{hash}.json")), 4096);
+        let claim = StuckFile::new(&claim_of("other.img"), 4096);
         claim.stop_all();
         node.timeout.set(Duration::from_secs(20));
         node.unstage(&volume).await.expect("it is of another pool");
