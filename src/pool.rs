@@ -34,8 +34,8 @@ use std::{
 };
 
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxAttributes, StatxFlags, fcntl_getfl,
-    fcntl_setfl, fstat, openat2, statx,
+    AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxAttributes, StatxFlags, fcntl_setfl, fstat,
+    openat2, statx,
 };
 
 use crate::{Done, Kind};
@@ -244,7 +244,8 @@ impl Pool {
             Err(errno) => return Err(self.io("open", &self.image_path(image), errno)),
         };
         let checked = fstat(&file).and_then(|stat| {
-            fcntl_setfl(&file, fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
+            // The only flag that was set and that this can change.
+            fcntl_setfl(&file, OFlags::empty())?;
             Ok(FileType::from_raw_mode(stat.st_mode))
         });
         match checked {

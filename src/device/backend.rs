@@ -156,6 +156,9 @@ impl AttachOptions {
 #[derive(Debug)]
 pub struct Attachment {
     pub device: Device,
+    /// Whether its size and its node were seen during the attach; else an event may have
+    /// to be waited for ([`super::ready`]).
+    pub is_ready: bool,
     /// The marker of a format under way.
     pub format_marker: Arc<dyn FormatMarker>,
 }

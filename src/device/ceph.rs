@@ -18,6 +18,7 @@ use super::{
     backend::{Attachment, BackendVolume, FormatMarker, FoundDevice, Owner},
     error::{DeviceError, io},
     format_markers::NodeFormatMarkers,
+    loop_attach::clear_read_only_mark,
     luks, used,
 };
 use crate::{
@@ -296,6 +297,7 @@ impl BackendVolume for BoundCephImage<'_> {
             Ok((over, marker)) => {
                 let attachment = Attachment {
                     device: lower.shown(over),
+                    is_ready: false,
                     format_marker: marker,
                 };
                 Ok((attachment, done))
@@ -354,10 +356,13 @@ impl BackendVolume for BoundCephImage<'_> {
 
     fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
         // The mapping's number may have gone to another image.
-        if self.source.is_behind(device.dev)
-            && let Some(mapping) = luks::mapping_of(device.dev)
-        {
-            let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
+        if self.source.is_behind(device.dev) {
+            if device.still_matches() {
+                clear_read_only_mark(device)?;
+            }
+            if let Some(mapping) = luks::mapping_of(device.dev) {
+                let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
+            }
         }
         Ok(self.unmap(&LowerDevice::of(device))?)
     }

@@ -9,7 +9,7 @@ use super::{
     error::DeviceError,
     exports::Exports,
     images::{BoundImage, ImageFiles},
-    loop_attach, nbd, openers,
+    nbd, openers,
     owed::Owed,
 };
 use crate::{
@@ -150,9 +150,6 @@ impl Backends {
         device: &Device,
         volume_id: &str,
     ) -> Result<Detached, DeviceError> {
-        if source.is_still(device) {
-            loop_attach::clear_read_only_mark(device)?;
-        }
         let bound = self.bind(source);
         match bound.detach(device, volume_id) {
             Err(error) if error.is_busy() => Err(DeviceError::Busy {

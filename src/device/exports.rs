@@ -10,6 +10,7 @@ use super::{
     context::{SourceError, VolumeContext},
     error::{DeviceError, io},
     format_markers::NodeFormatMarkers,
+    loop_attach::clear_read_only_mark,
     nbd::{self, Identifier, Links},
     used,
 };
@@ -244,6 +245,7 @@ impl BackendVolume for BoundExport<'_> {
         }
         let attachment = Attachment {
             device,
+            is_ready: false,
             format_marker: Arc::new(marker),
         };
         Ok((attachment, done))
@@ -286,6 +288,9 @@ impl BackendVolume for BoundExport<'_> {
     }
 
     fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError> {
+        if device.still_matches() {
+            clear_read_only_mark(device)?;
+        }
         let links = &self.exports.links;
         Ok(links.detach(&self.identifier(volume_id), &block_of(device))?)
     }

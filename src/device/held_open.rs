@@ -11,9 +11,12 @@
 
 use std::{fs::File, io};
 
-use rustix::fs::OFlags;
+use rustix::{fs::OFlags, io::Errno};
 
-use super::{Backing, Device, DeviceError, Source, error, loopdev};
+use super::{
+    Backing, Device, DeviceError, Source, error,
+    loopdev::{self, FileId},
+};
 use crate::kernel::{block, loopctl, sysfs};
 
 /// A device that no other source gets the number of.
@@ -52,20 +55,35 @@ impl HeldOpen {
     }
 
     fn is_it(&self) -> io::Result<bool> {
-        // A device mapper's number is the same whatever is below it, and what is below
-        // it cannot go.
-        let same_disk = block::diskseq(&self.file)? == self.diskseq
-            && sysfs::diskseq(self.device.dev)? == self.diskseq;
-        if !same_disk || !self.source.is_still(&self.device) {
+        if block::diskseq(&self.file)? != self.diskseq {
             return Ok(false);
         }
-        let Backing::Image(id) = &self.device.backing else {
-            return Ok(true);
+        match &self.device.backing {
+            Backing::Image(id) => self.is_over_image(*id),
+            // A device mapper's number is the same whatever is below it, and what is below
+            // it cannot go.
+            _ => Ok(sysfs::diskseq(self.device.dev)? == self.diskseq
+                && self.source.is_still(&self.device)),
+        }
+    }
+
+    /// The kernel removes no loop device that is open (LOOP_CTL_REMOVE), so the descriptor
+    /// is of the disk with that number. One with a deferred detach goes when its last
+    /// opener closes it, and must not be mounted.
+    fn is_over_image(&self, id: FileId) -> io::Result<bool> {
+        let same_attach = self.device.diskseq.is_none() || self.device.diskseq == self.diskseq;
+        let status = match loopctl::status(&self.file) {
+            Err(error) if error.raw_os_error() == Some(Errno::NXIO.raw_os_error()) => {
+                return Ok(false);
+            }
+            status => status?,
         };
-        // A device with a deferred detach goes when its last opener closes it, and must not
-        // be mounted.
-        let status = loopctl::status(&self.file)?;
-        Ok(loopdev::is_over(&status, *id) && status.flags & loopctl::AUTOCLEAR == 0)
+        Ok(same_attach && loopdev::is_over(&status, id) && status.flags & loopctl::AUTOCLEAR == 0)
+    }
+
+    /// The device's size in bytes.
+    pub fn size_bytes(&self) -> io::Result<u64> {
+        block::size_bytes(&self.file)
     }
 }
 

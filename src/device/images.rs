@@ -299,6 +299,8 @@ impl BackendVolume for BoundImage<'_> {
         Ok((
             Attachment {
                 device,
+                // LOOP_CONFIGURE sets the size, by a descriptor of the node.
+                is_ready: done == Done::Now,
                 format_marker,
             },
             done,

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     Done,
-    kernel::{block, sysfs},
+    kernel::{block, lease, sysfs},
     pool::Pool,
 };
 
@@ -28,7 +28,8 @@ pub fn attach_loop(
     options: &AttachOptions,
 ) -> Result<(Device, Done), DeviceError> {
     let path = pool.image_path(&source.image);
-    let id = FileId::of(file).map_err(io("look at the image"))?;
+    let metadata = file.metadata().map_err(io("look at the image"))?;
+    let id = FileId::from(&metadata);
     let device = |device: LoopDevice| Device {
         dev: device.dev,
         node: device.node,
@@ -37,7 +38,12 @@ pub fn attach_loop(
         diskseq: device.diskseq,
         encrypted: None,
     };
-    if let Some(found) = attached_to(id, &source.image, options.known.as_deref())? {
+    // Most images are not attached yet, and a look at every loop device would show no more.
+    let found = match lease::is_open_elsewhere(file) {
+        Some(false) => None,
+        Some(true) | None => attached_to(id, &source.image, options.known.as_deref())?,
+    };
+    if let Some(found) = found {
         let is_known = options.known.as_deref() == Some(&*found.attached.device.node);
         // Other readers keep their device; this one gets another.
         let another = options.shared && options.read_only && found.busy && !is_known;
@@ -66,7 +72,7 @@ pub fn attach_loop(
             }
         }
     }
-    let bytes = file.metadata().map_err(io("look at the image"))?.len();
+    let bytes = metadata.len();
     if bytes < SMALLEST {
         return Err(DeviceError::TooSmall { image: path, bytes });
     }
@@ -76,12 +82,7 @@ pub fn attach_loop(
         sector_size: source.sector_size,
         name: &path,
     };
-    let attached = device(loopdev::attach(file, &loop_options)?);
-    if let Err(error) = clear_read_only_mark(&attached) {
-        let _ = loopdev::detach(&loop_device(&attached)?, id)?;
-        return Err(error);
-    }
-    Ok((attached, Done::Now))
+    Ok((device(loopdev::attach(file, &loop_options)?), Done::Now))
 }
 
 /// One sector, the smallest block device.
@@ -115,12 +116,12 @@ pub fn is_all_hole(file: &File) -> std::io::Result<bool> {
     }
 }
 
-/// The loop device of a record.
+/// The loop device of a record. Its node has its number; that it is the device's,
+/// [`block::open`] checks.
 pub fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
-    let number = sysfs::name_of(device.dev)
-        .map_err(io("find the device"))?
-        .strip_prefix("loop")
-        .and_then(|number| number.parse().ok())
+    let name = device.node.file_name().and_then(|name| name.to_str());
+    let number = name
+        .and_then(|name| sysfs::number_in(name, "loop"))
         .ok_or_else(|| {
             std::io::Error::other(format!("{} is no loop device", device.node.display()))
         })

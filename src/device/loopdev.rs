@@ -12,7 +12,7 @@
 //! All of this may block for as long as the device does: call it on a lane.
 
 use std::{
-    fs::{self, File},
+    fs::{File, Metadata},
     io,
     os::{
         fd::{AsFd, OwnedFd},
@@ -52,11 +52,16 @@ pub struct FileId {
 impl FileId {
     /// The id of an open file.
     pub fn of(file: &File) -> io::Result<Self> {
-        let metadata = file.metadata()?;
-        Ok(Self {
+        Ok(Self::from(&file.metadata()?))
+    }
+}
+
+impl From<&Metadata> for FileId {
+    fn from(metadata: &Metadata) -> Self {
+        Self {
             dev: metadata.dev(),
             ino: metadata.ino(),
-        })
+        }
     }
 }
 
@@ -205,15 +210,21 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
         flags,
         name: options.name.as_os_str().as_bytes(),
     };
-    let control = loopctl::open_control().map_err(LoopError::Control)?;
+    let control = loopctl::control().map_err(LoopError::Control)?;
     let mut least = 0;
     for _ in 0..TRIES {
-        let number = reserved::Reserved::take(&control, least).map_err(LoopError::Free)?;
+        let number = reserved::Reserved::take(control, least).map_err(LoopError::Free)?;
         let device = once_made(|| LoopDevice::of_number(number.get())).map_err(LoopError::Free)?;
         let configured = once_made(|| device.open(open)).and_then(|file| {
             loopctl::configure(&file, image.as_fd(), &config)?;
             // While it is open, no other image gets its number.
-            block::diskseq(&file)
+            let diskseq =
+                clear_read_only_mark(&file, options.read_only).and_then(|()| block::diskseq(&file));
+            if diskseq.is_err() {
+                // The reason for the failure is what the caller must learn.
+                let _ = loopctl::clear(&file);
+            }
+            diskseq
         });
         match configured {
             Ok(diskseq) => {
@@ -231,6 +242,15 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
         }
     }
     Err(LoopError::NoneFree { image: name() })
+}
+
+/// Clears the mark that a read-only publish leaves on the device's number (BLKROSET), and
+/// that outlives the image. A device that refuses writes itself keeps it.
+fn clear_read_only_mark(device: impl AsFd + Copy, refuses_writes: bool) -> io::Result<()> {
+    if !refuses_writes && block::is_read_only(device)? {
+        block::set_read_only(device, false)?;
+    }
+    Ok(())
 }
 
 /// Waits for what the kernel may be making for another process: a device has its
@@ -304,12 +324,13 @@ fn release(
         Err(e) if block::is_busy(&e) => return Ok(Detached::Already),
         Err(e) => return Err(failed(e)),
     };
-    match loopctl::status(&file) {
-        Ok(status) if ours(&status) => {}
+    let status = match loopctl::status(&file) {
+        Ok(status) if ours(&status) => status,
         Ok(_) => return Ok(Detached::Already),
         Err(e) if is_gone(&e) => return Ok(Detached::Already),
         Err(e) => return Err(failed(e)),
-    }
+    };
+    clear_read_only_mark(&file, status.flags & loopctl::READ_ONLY != 0).map_err(failed)?;
     match loopctl::clear(&file) {
         Ok(()) => {}
         Err(e) if is_gone(&e) => return Ok(Detached::Already),
@@ -408,7 +429,7 @@ pub fn file_system_behind(dev: Dev) -> io::Result<Option<Dev>> {
 /// The path of the file behind a loop device, as this mount namespace shows it; also of a
 /// deleted file.
 fn backing_path(number: u32) -> io::Result<PathBuf> {
-    let path = fs::read_to_string(format!("/sys/block/loop{number}/loop/backing_file"))?;
+    let path = sysfs::attribute(format!("/sys/block/loop{number}/loop/backing_file"))?;
     let path = path.trim_end_matches('\n');
     Ok(path.strip_suffix(sysfs::DELETED).unwrap_or(path).into())
 }

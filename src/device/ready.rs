@@ -8,10 +8,15 @@
 //! event does no harm; and if events are lost, because they came faster than they were
 //! read (ENOBUFS), every waiter looks again.
 //!
+//! Most devices are ready, or gone, at the first look, and the events of a busy node are
+//! many. So the socket is read only while there are waiters; what it holds by then is read
+//! first.
+//!
 //! The runtime thread listens; any thread may wait. sysfs and devtmpfs are memory, and
 //! nothing here opens a device.
 
 use std::{
+    convert::Infallible,
     io,
     path::PathBuf,
     rc::Rc,
@@ -24,9 +29,12 @@ use tokio::{sync::Notify, task::AbortHandle};
 use super::{Device, Source};
 use crate::{kernel::sysfs, ring::poll};
 
-/// Bytes of events the socket holds; a thousand devices that come at once
-/// make some two megabytes of them.
-const BACKLOG: usize = 8 << 20;
+/// Bytes of events that the socket holds, of some two thousand events (the kernel doubles
+/// the number). More are lost.
+const BACKLOG: usize = 1 << 20;
+
+/// Events to read before other tasks of the runtime thread have a turn.
+const AT_ONCE: usize = 64;
 
 /// How often reading may fail before the next event is waited for.
 const FAILURES: u32 = 16;
@@ -38,7 +46,11 @@ pub struct Uevents {
 }
 
 #[derive(Default)]
-struct Waiters(Mutex<WaiterList>);
+struct Waiters {
+    list: Mutex<WaiterList>,
+    /// There is a new one.
+    more: Notify,
+}
 
 #[derive(Default)]
 struct WaiterList {
@@ -60,9 +72,8 @@ impl Uevents {
         sockopt::set_socket_recv_buffer_size_force(&builder, BACKLOG)
             .or_else(|_| sockopt::set_socket_recv_buffer_size(&builder, BACKLOG))?;
         let socket = Rc::new(builder.listen()?);
-        let ready = poll::watch(Rc::clone(&socket), PollFlags::IN)?;
         let waiters = Arc::new(Waiters::default());
-        let listener = tokio::task::spawn_local(listen(socket, ready, Arc::clone(&waiters)));
+        let listener = tokio::task::spawn_local(listen(socket, Arc::clone(&waiters)));
         Ok(Self {
             waiters,
             listener: listener.abort_handle(),
@@ -84,7 +95,10 @@ impl Uevents {
         sysname: &str,
         mut check: impl FnMut() -> io::Result<Option<T>>,
     ) -> io::Result<T> {
-        // Listed before the first look, so that no event falls between.
+        if let Some(found) = check()? {
+            return Ok(found);
+        }
+        // Listed before the next look, so that no event falls between.
         let listed = Registration::new(&self.waiters, sysname);
         loop {
             if let Some(found) = check()? {
@@ -117,6 +131,7 @@ impl<'a> Registration<'a> {
             look: Notify::new(),
         });
         waiters.lock().waiters.push(Arc::clone(&waiter));
+        waiters.more.notify_one();
         Self { waiters, waiter }
     }
 }
@@ -132,7 +147,11 @@ impl Drop for Registration<'_> {
 impl Waiters {
     /// No code that can panic runs under this lock.
     fn lock(&self) -> MutexGuard<'_, WaiterList> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn are_none(&self) -> bool {
+        self.lock().waiters.is_empty()
     }
 
     /// Wakes the waiters for `sysname`, or all. A waiter that is not waiting at the moment
@@ -146,37 +165,46 @@ impl Waiters {
     }
 }
 
-async fn listen(socket: Rc<udev::MonitorSocket>, mut ready: poll::Events, waiters: Arc<Waiters>) {
+async fn listen(socket: Rc<udev::MonitorSocket>, waiters: Arc<Waiters>) {
+    let Err(error) = wake_waiters(&socket, &waiters).await;
+    tracing::error!(%error, "no more events of block devices: restart the agent");
+    let why = format!("events of block devices have ended: {error}");
+    waiters.lock().ended = Some((error.kind(), why));
+    waiters.wake(None);
+}
+
+/// Wakes waiters by the socket's events, until it fails.
+async fn wake_waiters(
+    socket: &Rc<udev::MonitorSocket>,
+    waiters: &Waiters,
+) -> io::Result<Infallible> {
     loop {
-        match ready.next().await {
-            Ok(events) => {
-                if events.contains(PollFlags::ERR) {
-                    waiters.wake(None);
-                }
-                take_events(&socket, &waiters);
-            }
-            Err(error) => {
-                tracing::error!(%error, "no more events of block devices: restart the agent");
-                let why = format!("events of block devices have ended: {error}");
-                waiters.lock().ended = Some((error.kind(), why));
+        while waiters.are_none() {
+            waiters.more.notified().await;
+        }
+        let mut ready = poll::watch(Rc::clone(socket), PollFlags::IN)?;
+        while !waiters.are_none() {
+            if ready.next().await?.contains(PollFlags::ERR) {
                 waiters.wake(None);
-                return;
+            }
+            while take_events(socket, waiters) {
+                tokio::task::yield_now().await;
             }
         }
     }
 }
 
-/// Reads the events that the socket holds.
-fn take_events(socket: &udev::MonitorSocket, waiters: &Waiters) {
+/// Reads events that the socket holds. Whether there may be more.
+fn take_events(socket: &udev::MonitorSocket, waiters: &Waiters) -> bool {
     let mut failures = 0;
-    while failures < FAILURES {
+    for _ in 0..AT_ONCE {
         if let Some(event) = socket.iter().next() {
             waiters.wake(Some(event.sysname()));
             continue;
         }
         // libudev says why in errno (udev_monitor_receive_device(3)).
         match Errno::from_io_error(&io::Error::last_os_error()) {
-            Some(Errno::AGAIN) => return,
+            Some(Errno::AGAIN) => return false,
             Some(Errno::INTR) => {}
             why => {
                 tracing::warn!(
@@ -187,7 +215,11 @@ fn take_events(socket: &udev::MonitorSocket, waiters: &Waiters) {
             }
         }
         failures += 1;
+        if failures == FAILURES {
+            return false;
+        }
     }
+    true
 }
 
 /// Why a wait is given up.

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::{Dev, busy::retry_while_busy, sysfs};
 
 const BLKROSET: Opcode = opcode::none(0x12, 93);
+const BLKROGET: Opcode = opcode::none(0x12, 94);
 const BLKGETSIZE64: Opcode = opcode::read::<usize>(0x12, 114);
 const BLKGETDISKSEQ: Opcode = opcode::read::<u64>(0x12, 128);
 
@@ -58,6 +59,13 @@ pub fn diskseq(device: impl AsFd) -> io::Result<Option<u64>> {
         Err(Errno::NOTTY | Errno::INVAL) => Ok(None),
         Err(errno) => Err(errno.into()),
     }
+}
+
+/// Whether the device refuses writes (`BLKROGET`).
+pub fn is_read_only(device: impl AsFd) -> io::Result<bool> {
+    // SAFETY: BLKROGET writes one int.
+    let is_read_only = unsafe { ioctl(device, Getter::<BLKROGET, libc::c_int>::new()) }?;
+    Ok(is_read_only != 0)
 }
 
 /// Makes the whole device read-only, or writable again (`BLKROSET`). Unlike a

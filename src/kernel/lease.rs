@@ -1,5 +1,6 @@
-//! Read leases: the kernel's guarantee that no process writes to a file (fcntl(2),
-//! "Leases").
+//! Leases on files (fcntl(2), "Leases"). A read lease is the kernel's guarantee that no
+//! process writes to a file; that it grants a write lease shows that no other descriptor
+//! of the file is open.
 //!
 //! The kernel grants a read lease only while no process or container of this machine has
 //! the file open for writing. A process that then opens the file for writing breaks the
@@ -22,10 +23,14 @@ impl<'f> Lease<'f> {
     /// process has it open for writing. An error where the file system has no leases
     /// (EINVAL), or the file is another user's (EACCES).
     pub fn ask(file: &'f File) -> io::Result<Option<Self>> {
+        Self::of_kind(file, libc::F_RDLCK)
+    }
+
+    fn of_kind(file: &'f File, kind: libc::c_int) -> io::Result<Option<Self>> {
         // The holder asks whether the lease was broken, and needs no signal. The default
         // signal, SIGIO, would end the process; SIGURG is ignored by default.
         fcntl(file, F_SETSIG, libc::SIGURG)?;
-        match fcntl(file, libc::F_SETLEASE, libc::F_RDLCK) {
+        match fcntl(file, libc::F_SETLEASE, kind) {
             Ok(_) => Ok(Some(Self(file))),
             Err(error) if error.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => Ok(None),
             Err(error) => Err(error),
@@ -43,6 +48,13 @@ impl Drop for Lease<'_> {
         // Fails if the kernel has removed the lease already.
         let _ = fcntl(self.0, libc::F_SETLEASE, libc::F_UNLCK);
     }
+}
+
+/// Whether this machine has another descriptor of the file open, be it a process's or a
+/// loop device's; `O_PATH` descriptors do not count. None where the kernel grants no
+/// lease: the file is another user's, or its file system has none.
+pub fn is_open_elsewhere(file: &File) -> Option<bool> {
+    Some(Lease::of_kind(file, libc::F_WRLCK).ok()?.is_none())
 }
 
 fn fcntl(file: &File, command: libc::c_int, argument: libc::c_int) -> io::Result<libc::c_int> {
@@ -87,5 +99,24 @@ mod tests {
     fn a_lease_on_a_device_is_an_error() {
         let file = File::open("/dev/null").unwrap();
         Lease::ask(&file).unwrap_err();
+        assert_eq!(is_open_elsewhere(&file), None);
+    }
+
+    #[test]
+    fn every_other_descriptor_of_a_file_is_seen() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = dir.path().join("file");
+        let file = File::create(&path).unwrap();
+        assert_eq!(is_open_elsewhere(&file), Some(false));
+        for writable in [false, true] {
+            let mut options = File::options();
+            let other = options.read(true).write(writable).open(&path).unwrap();
+            assert_eq!(is_open_elsewhere(&file), Some(true));
+            assert_eq!(is_open_elsewhere(&other), Some(true));
+        }
+        assert_eq!(is_open_elsewhere(&file), Some(false));
+        let reader = File::open(&path).unwrap();
+        drop(file);
+        assert_eq!(is_open_elsewhere(&reader), Some(false));
     }
 }

@@ -4,6 +4,7 @@ use std::{
     fs::File,
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
+    sync::OnceLock,
 };
 
 use rustix::ioctl::{Getter, Ioctl, IoctlOutput, NoArg, Opcode, Setter, ioctl};
@@ -116,12 +117,15 @@ unsafe impl<const OPCODE: Opcode> Ioctl for Returning<OPCODE> {
     }
 }
 
-/// Opens `/dev/loop-control`.
-pub fn open_control() -> io::Result<File> {
-    File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/loop-control")
+/// `/dev/loop-control`, which stays open from the first success on.
+pub fn control() -> io::Result<&'static File> {
+    static CONTROL: OnceLock<File> = OnceLock::new();
+    if let Some(control) = CONTROL.get() {
+        return Ok(control);
+    }
+    let mut options = File::options();
+    let control = options.read(true).write(true).open("/dev/loop-control")?;
+    Ok(CONTROL.get_or_init(|| control))
 }
 
 /// The number of the first loop device without a backing file; the kernel makes a device

@@ -6,7 +6,8 @@
 
 use std::{
     fmt::Display,
-    fs, io,
+    fs::{self, File},
+    io::{self, Read as _},
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
 };
@@ -34,7 +35,7 @@ pub fn number_in(name: &str, driver: &str) -> Option<u32> {
 
 /// The number of the device that the kernel calls `name`.
 pub fn dev_of(name: &str) -> io::Result<Dev> {
-    let text = fs::read_to_string(format!("/sys/class/block/{name}/dev"))?;
+    let text = attribute(format!("/sys/class/block/{name}/dev"))?;
     text.parse().map_err(io::Error::other)
 }
 
@@ -50,7 +51,7 @@ pub fn name_of(dev: Dev) -> io::Result<String> {
 /// The path of the node of `dev` below `/dev`. The node may be missing, or another
 /// device's: [`crate::kernel::block::open`] checks it.
 pub fn node_of(dev: Dev) -> io::Result<PathBuf> {
-    let uevent = fs::read_to_string(directory(dev).join("uevent"))?;
+    let uevent = attribute(directory(dev).join("uevent"))?;
     let name = uevent
         .lines()
         .find_map(|line| line.strip_prefix("DEVNAME="));
@@ -102,14 +103,14 @@ pub const DELETED: &str = " (deleted)";
 /// The backing file of a loop device, as the kernel names it, with the suffix [`DELETED`]
 /// if it was deleted. `NotFound` if the device is not attached.
 pub fn backing_file(dev: Dev) -> io::Result<PathBuf> {
-    let text = fs::read_to_string(directory(dev).join("loop/backing_file"))?;
+    let text = attribute(directory(dev).join("loop/backing_file"))?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).into())
 }
 
 /// The backend identifier of an NBD device (Linux 5.14). `NotFound` if the device is not
 /// attached, or was attached without an identifier.
 pub fn nbd_backend(dev: Dev) -> io::Result<String> {
-    let text = fs::read_to_string(directory(dev).join("backend"))?;
+    let text = attribute(directory(dev).join("backend"))?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 
@@ -142,7 +143,7 @@ pub fn cpus() -> io::Result<usize> {
 
 /// How many requests the device has not answered yet.
 pub fn in_flight(dev: Dev) -> io::Result<u64> {
-    let text = fs::read_to_string(directory(dev).join("inflight"))?;
+    let text = attribute(directory(dev).join("inflight"))?;
     let counts = text.split_ascii_whitespace().map(str::parse::<u64>);
     counts.sum::<Result<_, _>>().map_err(|_| broken(dev, &text))
 }
@@ -170,13 +171,22 @@ pub fn limit_requests(dev: Dev, kibibytes: u32) -> io::Result<()> {
 /// How many errors the mounted ext4 on this device has counted.
 pub fn ext4_errors(dev: Dev) -> io::Result<u64> {
     let path = Path::new("/sys/fs/ext4").join(name_of(dev)?);
-    let text = fs::read_to_string(path.join("errors_count"))?;
+    let text = attribute(path.join("errors_count"))?;
     text.trim().parse().map_err(|_| broken(dev, text))
 }
 
 fn number(dev: Dev, name: &str) -> io::Result<u64> {
-    let text = fs::read_to_string(directory(dev).join(name))?;
+    let text = attribute(directory(dev).join(name))?;
     text.trim().parse().map_err(|_| broken(dev, text))
+}
+
+/// The text of an attribute. One read(2) returns it: the kernel writes it whole, into one
+/// page (kernel document filesystems/sysfs).
+pub fn attribute(path: impl AsRef<Path>) -> io::Result<String> {
+    let mut page = [0; 4096];
+    let length = File::open(path)?.read(&mut page)?;
+    let text = std::str::from_utf8(&page[..length]).map_err(io::Error::other)?;
+    Ok(text.to_owned())
 }
 
 fn directory(dev: Dev) -> PathBuf {

@@ -148,7 +148,8 @@ impl MountError {
 /// Mounts `new` at `at`, on top of any mount there. Reads and writes the device, and
 /// can hang with it.
 pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
-    let shared = is_in_exclusive_use(new.source);
+    // The superblock of a device that is mounted already has all options if none is asked for.
+    let shared = new.options.fs_options().len() > 0 && is_in_exclusive_use(new.source);
     let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
     let mounted = move_to(&retry_while_busy(|| create(new), is_busy)?, at)?;
     if shared && let Some(missing) = not_in_force(new.options, at)? {
@@ -310,9 +311,6 @@ fn not_in_force(requested: &MountOptions, at: &SafePath) -> Result<Option<String
         kernel_says: String::new(),
         source,
     };
-    if requested.fs_options().len() == 0 {
-        return Ok(None);
-    }
     let shown = table::super_options(at.open().map_err(failed)?.as_fd()).map_err(failed)?;
     // If the kernel's text cannot be parsed, no requested option counts as in force.
     let shown = MountOptions::parse(&[shown]).unwrap_or_default();

@@ -88,7 +88,7 @@ mod tests {
             ("rw", true, true),
         ] {
             let mounted = bind(source.as_fd(), &target, &options(words), read_only).expect("bound");
-            assert_eq!(mounted.read_only, is_read_only);
+            assert_eq!(target.is_read_only(&mounted).expect("looks"), is_read_only);
             assert_eq!(target.kind().expect("looks"), PathKind::Mount(mounted));
             assert_eq!(writable(&target), !is_read_only);
             let _ = unmount(&target).expect("no descriptor is left");

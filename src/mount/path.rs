@@ -3,13 +3,14 @@
 //! A pod may own directories below kubelet's and put symlinks there. So only the
 //! allowed roots (kubelet's directory and each `--allow-path`) may be symlinks;
 //! they are resolved once, at start. The rest of a path is walked by openat2(2)
-//! with `RESOLVE_BENEATH`, `RESOLVE_NO_SYMLINKS` and `RESOLVE_NO_MAGICLINKS` to
-//! the PARENT of its last name; every later call takes that name with the parent's
-//! descriptor.
+//! with `RESOLVE_NO_SYMLINKS` and `RESOLVE_NO_MAGICLINKS` to the PARENT of its last name;
+//! every later call takes that name with the parent's descriptor. The path has no `..`
+//! either, so the walk, which begins with the root's names, cannot leave the root.
 //!
 //! ```text
 //!   /var/lib/kubelet / pods/UID/volumes/kubernetes.io~csi/pvc-1 / mount
-//!   └─ a root ─────┘   └─ openat2: the parent's descriptor ───┘   └ name ┘
+//!   └─ a root ─────┘                                              └ name ┘
+//!   └─ openat2: the parent's descriptor ──────────────────────┘
 //! ```
 //!
 //! [`Roots`] keeps no descriptor of a root, as it would keep the root's mount busy; a
@@ -32,7 +33,7 @@ use rustix::{
     io::Errno,
 };
 
-use super::PathKind;
+use super::{Mounted, PathKind};
 use crate::{Done, crash_point};
 
 mod error;
@@ -96,10 +97,10 @@ impl Roots {
         let asked = normalized(path)?;
         let (root, below) = self.innermost_root(&asked)?;
         let path = root.join(below);
-        let (Some(parent), Some(name)) = (below.parent(), below.file_name()) else {
+        let (Some(parent), Some(name)) = (path.parent(), below.file_name()) else {
             unreachable!("innermost_root() leaves at least one name below the root");
         };
-        let parent = match walk(root, parent) {
+        let parent = match walk(parent) {
             Ok(parent) => parent,
             Err(Errno::NOENT | Errno::NOTDIR) => return Err(PathError::MissingParent { path }),
             Err(Errno::LOOP | Errno::XDEV) => return Err(PathError::Symlink { path }),
@@ -155,11 +156,17 @@ impl SafePath {
 
     /// The current kind of the file there. Never blocks on a device.
     pub fn kind(&self) -> io::Result<PathKind> {
-        match self.open() {
-            Ok(here) => PathKind::of(here.as_fd()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(PathKind::Absent),
-            Err(error) => Err(error),
+        match PathKind::at(self.parent(), &self.name) {
+            Err(Errno::NOENT) => Ok(PathKind::Absent),
+            // An XFS that has shut down: the mount table shows more.
+            Err(Errno::IO) => PathKind::of(self.open()?.as_fd()),
+            found => Ok(found?),
         }
+    }
+
+    /// Whether the mount there, or its superblock, is read-only.
+    pub fn is_read_only(&self, mounted: &Mounted) -> io::Result<bool> {
+        mounted.is_read_only(self.open()?.as_fd())
     }
 
     /// An `O_PATH` descriptor; of a symlink, the symlink itself. While it is open, a mount
@@ -234,8 +241,13 @@ impl SafePath {
 
     /// Removes an empty directory or an empty file, and refuses any other, which is user data.
     pub fn remove(&self) -> Result<Done, PathError> {
+        self.remove_kind(self.checked_kind()?)
+    }
+
+    /// As [`SafePath::remove`], of a file that was just seen to be of this kind.
+    pub fn remove_kind(&self, kind: PathKind) -> Result<Done, PathError> {
         let path = || self.path.clone();
-        let flags = match self.checked_kind()? {
+        let flags = match kind {
             PathKind::Absent => return Ok(Done::Already),
             PathKind::Dir => AtFlags::REMOVEDIR,
             PathKind::File => {
@@ -348,17 +360,12 @@ fn normalized(path: &str) -> Result<PathBuf, PathError> {
     Ok(given)
 }
 
-/// Opens `below` in `root`. The root was resolved at start, so this follows no symlink
-/// among its components either.
-fn walk(root: &Path, below: &Path) -> Result<OwnedFd, Errno> {
-    let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+/// Opens a directory. The path is absolute, without `..`, and no symlink is followed, so
+/// that it leads below the root that it begins with.
+fn walk(directory: &Path) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let no_links = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    let root = openat2(CWD, root, directory, Mode::empty(), no_links)?;
-    if below.as_os_str().is_empty() {
-        return Ok(root);
-    }
-    let beneath = no_links | ResolveFlags::BENEATH;
-    openat2(root, below, directory, Mode::empty(), beneath)
+    openat2(CWD, directory, flags, Mode::empty(), no_links)
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
-//! The kind of file at a path, by one statx(2) and, for a mount, one statmount(2). Neither
-//! accesses the device, so neither hangs with it. Kernels before 6.8 have no statmount;
-//! there fstatfs(2), which can block on some file systems, reports whether a mount is
-//! read-only.
+//! The kind of file at a path, by one statx(2), and whether a mount is read-only, by one
+//! statmount(2). Neither accesses the device, so neither hangs with it. Kernels before 6.8
+//! have no statmount; there fstatfs(2) tells, which can block on some file systems.
 //!
 //! `STATX_ATTR_MOUNT_ROOT` (Linux 5.8) identifies a mount. A comparison of devices would
 //! not: a bind mount within one file system has its parent's device.
@@ -10,6 +9,7 @@
 //! unmounted. The mount table shows such a mount, and reading it accesses no file system.
 
 use std::{
+    ffi::OsStr,
     fs, io,
     os::fd::{AsRawFd as _, BorrowedFd},
 };
@@ -57,8 +57,6 @@ pub struct Mounted {
     pub rdev: Option<Dev>,
     /// Whether it mounts a directory.
     pub directory: bool,
-    /// Whether the mount or the superblock is read-only.
-    pub read_only: bool,
     /// Whether the file system has shut down: every access fails until its last mount
     /// is unmounted and it is mounted again.
     pub shut_down: bool,
@@ -76,16 +74,23 @@ pub enum MountId {
 /// `STATX_MNT_ID_UNIQUE`.
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
+/// Either id; kernels before 6.8 ignore the unknown flag.
+const ANY_MNT_ID: StatxFlags = StatxFlags::MNT_ID.union(MNT_ID_UNIQUE);
+
 impl PathKind {
     /// The kind of the file behind `at`, possibly an `O_PATH` descriptor.
     pub fn of(at: BorrowedFd<'_>) -> io::Result<Self> {
-        // Kernels before 6.8 ignore the unknown flag.
-        match Self::with_id(at, StatxFlags::MNT_ID | MNT_ID_UNIQUE) {
-            Err(error) if Errno::from_io_error(&error) == Some(Errno::IO) => {
-                Self::shut_down(at)?.ok_or(error)
-            }
-            kind => kind,
+        match Self::with_id(at, OsStr::new(""), ANY_MNT_ID) {
+            Err(Errno::IO) => Ok(Self::shut_down(at)?.ok_or(Errno::IO)?),
+            kind => Ok(kind?),
         }
+    }
+
+    /// The kind of the file of that name in the directory `parent`; of a symlink, the
+    /// symlink itself. Of a file system that has shut down only [`PathKind::of`] shows the
+    /// mount; this fails with `EIO`.
+    pub(super) fn at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<Self, Errno> {
+        Self::with_id(parent, name, ANY_MNT_ID)
     }
 
     /// The root of a mount whose file system has shut down; `None` for any other file in
@@ -102,34 +107,32 @@ impl PathKind {
             dev: entry.dev,
             rdev: None,
             directory: openat(CWD, &link, directory, Mode::empty()).is_ok(),
-            read_only: entry.read_only,
             shut_down: true,
         })))
     }
 
-    fn with_id(at: BorrowedFd<'_>, id: StatxFlags) -> io::Result<Self> {
-        let stat = statx(
-            at,
-            "",
-            AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC,
-            StatxFlags::TYPE | StatxFlags::INO | id,
-        )?;
+    fn with_id(at: BorrowedFd<'_>, name: &OsStr, id: StatxFlags) -> Result<Self, Errno> {
+        let mut flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+        flags |= AtFlags::STATX_DONT_SYNC;
+        if name.is_empty() {
+            flags |= AtFlags::EMPTY_PATH;
+        }
+        let wanted = StatxFlags::TYPE | StatxFlags::INO | id;
+        let stat = statx(at, name, flags, wanted)?;
         let kind = FileType::from_raw_mode(stat.stx_mode.into());
         let rdev = (kind == FileType::BlockDevice).then_some(Dev {
             major: stat.stx_rdev_major,
             minor: stat.stx_rdev_minor,
         });
         if stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
-            let id = MountId::of(&stat)?;
             return Ok(Self::Mount(Mounted {
-                id,
+                id: MountId::of(&stat),
                 dev: Dev {
                     major: stat.stx_dev_major,
                     minor: stat.stx_dev_minor,
                 },
                 rdev,
                 directory: kind == FileType::Directory,
-                read_only: id.is_read_only(at)?,
                 shut_down: false,
             }));
         }
@@ -159,6 +162,20 @@ impl PathKind {
 }
 
 impl Mounted {
+    /// Whether the mount or the superblock is read-only. `at` is its root.
+    pub fn is_read_only(&self, at: BorrowedFd<'_>) -> io::Result<bool> {
+        if self.shut_down {
+            return Ok(table::covering(at)?.read_only);
+        }
+        if let MountId::Unique(id) = self.id
+            && let Ok(told) = StatMount::read(id, wants::SB_BASIC | wants::MNT_BASIC)
+        {
+            return Ok(told.read_only());
+        }
+        let flags = fstatvfs(at)?.f_flag;
+        Ok(flags.contains(StatVfsMountFlags::RDONLY))
+    }
+
     /// Which of `nosuid`, `nodev` and `noexec` the mount has. `at` is its root.
     pub fn protection(&self, at: BorrowedFd<'_>) -> io::Result<MountAttrFlags> {
         const ALL: [(MountAttrFlags, StatVfsMountFlags); 3] = [
@@ -180,31 +197,19 @@ impl Mounted {
 
 impl MountId {
     /// The id in the answer of a statx(2) that asked for either kind.
-    fn of(stat: &Statx) -> io::Result<Self> {
+    fn of(stat: &Statx) -> Self {
         let answered = StatxFlags::from_bits_retain(stat.stx_mask);
         if answered.contains(MNT_ID_UNIQUE) {
-            return Ok(Self::Unique(stat.stx_mnt_id));
+            return Self::Unique(stat.stx_mnt_id);
         }
-        u32::try_from(stat.stx_mnt_id)
-            .map(Self::Classic)
-            .map_err(|_| io::Error::other("statx gave a mount id of more than 32 bits"))
-    }
-
-    /// Whether this mount, which contains `at`, or its superblock is read-only.
-    fn is_read_only(self, at: BorrowedFd<'_>) -> io::Result<bool> {
-        if let Self::Unique(id) = self
-            && let Ok(told) = StatMount::read(id, wants::SB_BASIC | wants::MNT_BASIC)
-        {
-            return Ok(told.read_only());
-        }
-        let flags = fstatvfs(at)?.f_flag;
-        Ok(flags.contains(StatVfsMountFlags::RDONLY))
+        // The kernel's own is an int.
+        Self::Classic(u32::try_from(stat.stx_mnt_id).unwrap_or(u32::MAX))
     }
 
     /// The mount that contains `at`.
     pub(super) fn covering(at: BorrowedFd<'_>) -> io::Result<Self> {
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-        Self::of(&statx(at, "", flags, StatxFlags::MNT_ID | MNT_ID_UNIQUE)?)
+        Ok(Self::of(&statx(at, "", flags, ANY_MNT_ID)?))
     }
 
     /// The mountinfo id of the mount that contains `at`, from `fdinfo` (proc(5)), which has it
@@ -241,7 +246,7 @@ mod tests {
         mount("none", scratch.path(), "tmpfs", MountFlags::RDONLY, None).expect("tmpfs");
         let root = File::open(scratch.path()).expect("opens");
 
-        let look = |id| PathKind::with_id(root.as_fd(), id).expect("looks");
+        let look = |id| PathKind::with_id(root.as_fd(), OsStr::new(""), id).expect("looks");
         let PathKind::Mount(new) = look(StatxFlags::MNT_ID | MNT_ID_UNIQUE) else {
             panic!("not seen as a mount");
         };
@@ -250,7 +255,10 @@ mod tests {
         };
         assert_eq!(matches!(new.id, MountId::Unique(_)), listmount().is_ok());
         assert!(matches!(old.id, MountId::Classic(_)), "{old:?}");
-        assert!(old.read_only && old.directory && old.rdev.is_none());
+        assert!(old.directory && old.rdev.is_none());
+        for seen in [old, new] {
+            assert!(seen.is_read_only(root.as_fd()).expect("looks"));
+        }
         assert_eq!(Mounted { id: old.id, ..new }, old);
     }
 

@@ -65,15 +65,12 @@ fn unmount_once(at: &SafePath) -> Result<Done, UnmountError> {
         path: at.path().to_owned(),
         source,
     };
-    if !is_mount(at).map_err(failed)? {
-        return Ok(Done::Already);
-    }
     let parent = format!("/proc/self/fd/{}", at.parent().as_raw_fd());
     let path = Path::new(&parent).join(at.name());
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     match umount2(&path, UnmountFlags::NOFOLLOW) {
         Ok(()) => Ok(Done::Now),
-        // Another process unmounted it meanwhile.
+        // Nothing is mounted there, or nothing is there.
         Err(Errno::INVAL | Errno::NOENT) if !is_mount(at).map_err(failed)? => Ok(Done::Already),
         Err(Errno::BUSY) => Err(UnmountError::Busy {
             path: at.path().to_owned(),

@@ -23,7 +23,8 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
+    fs::{self, File},
+    io::{self, Read as _},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -385,11 +386,13 @@ fn list(pool: &Pool, dir: &Path) -> Result<Vec<PathBuf>, PoolError> {
 }
 
 fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
-    let bytes = match fs::read(path) {
-        Ok(bytes) => bytes,
+    let mut bytes = Vec::with_capacity(MARKER);
+    let found = File::open(path).and_then(|file| file.take(LONGEST).read_to_end(&mut bytes));
+    match found {
+        Ok(_) => {}
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(pool.io("read", path, e).into()),
-    };
+    }
     // The file was written whole: only a power loss empties it, and ends the claim of the
     // one node of a local pool.
     if bytes.is_empty() && pool.scope == Scope::Local {
@@ -408,16 +411,37 @@ fn write(pool: &Pool, path: &Path, claim: &Claim, state: ClaimState) -> Result<(
         state,
     })
     .expect("a claim is plain strings");
-    let tmp = pool.meta_dir("tmp")?;
     let dir = path.parent().expect("a marker is in a directory");
+    let tmp = pool.meta_path("tmp");
+    // Mostly it is the first claim on the image.
+    let mut make_dir = state == ClaimState::Asking;
     loop {
-        fs::create_dir_all(dir).map_err(|e| pool.io("make directory", dir, e))?;
+        if make_dir {
+            create_dir(pool, dir)?;
+        }
         match draft::replace(&tmp, path, &bytes, Volatile) {
             Ok(()) => return Ok(()),
             // Another node released the last claim, and removed the directory.
-            Err(e) if e.kind() == io::ErrorKind::NotFound && !dir.exists() => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound && !(dir.exists() && tmp.exists()) => {
+                pool.meta_dir("tmp")?;
+                make_dir = true;
+            }
             Err(e) => return Err(pool.io("write", path, e).into()),
         }
+    }
+}
+
+/// Makes the directory of an image's claims, if it is missing.
+fn create_dir(pool: &Pool, dir: &Path) -> Result<(), PoolError> {
+    match fs::create_dir(dir) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            pool.meta_dir(CLAIMS)?;
+            fs::create_dir_all(dir).map_err(|e| pool.io("make directory", dir, e))
+        }
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+            Err(pool.io("make directory", dir, e))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -429,6 +453,10 @@ fn remove(pool: &Pool, image: &str, path: &Path) -> Result<Done, ClaimError> {
 }
 
 const CLAIMS: &str = "claims";
+/// Bytes of a marker, about.
+const MARKER: usize = 512;
+/// Bytes of a marker at most.
+const LONGEST: u64 = 64 << 10;
 /// No node id begins so: node names of Kubernetes have no slash.
 const CONTROLLER: &str = "controller/";
 

@@ -1,15 +1,19 @@
 //! Atomic creation and replacement of files.
 //!
 //! A draft is written under a unique name in the pool's `tmp/` and moved to its path
-//! by link(2) (never over another file) or rename(2). Its writer keeps it locked by
-//! flock(2), so the writer of an unlocked file in `tmp/` is dead, and [`sweep`] may
-//! remove the file.
+//! by link(2) (never over another file) or rename(2). The writer of a [`Draft`] keeps it
+//! locked by flock(2), so the writer of an unlocked file in `tmp/` is dead or about to
+//! move it ([`replace`]), and [`sweep`] may remove the file.
 
 use std::{
     fs::File,
     io::{self, Write as _},
     os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use rustix::{
@@ -40,14 +44,8 @@ impl Draft {
     /// Makes an empty draft in the directory `tmp`.
     pub fn new(tmp: &Path) -> io::Result<Self> {
         loop {
-            let path = tmp.join(Uuid::new_v4().to_string());
-            let file = File::options()
-                .read(true)
-                .write(true)
-                .create_new(true)
-                .mode(0o600)
-                .open(&path)?;
-            crash_point();
+            let path = tmp.join(unique_name());
+            let file = create(&path)?;
             let draft = Self { file, path };
             // Only a sweep can have locked it, for a moment, and then removes it.
             flock(&draft.file, FlockOperation::LockExclusive)?;
@@ -60,7 +58,7 @@ impl Draft {
     /// Its unique name in `tmp`.
     pub fn id(&self) -> &str {
         let name = self.path.file_name().and_then(|name| name.to_str());
-        name.expect("a draft is named by a uuid")
+        name.expect("a draft has an ASCII name")
     }
 
     /// The file to write to.
@@ -91,15 +89,6 @@ impl Draft {
         Ok((done == Done::Now).then_some(lock))
     }
 
-    /// Moves it to `path`, over any file there.
-    pub fn place_over(self, path: &Path, durability: Durability) -> io::Result<()> {
-        self.flush(durability)?;
-        crash_point();
-        std::fs::rename(&self.path, path)?;
-        crash_point();
-        sync_parent(path, durability)
-    }
-
     fn flush(&self, durability: Durability) -> io::Result<()> {
         match durability {
             Durability::Durable => self.file.sync_all(),
@@ -115,11 +104,53 @@ impl Drop for Draft {
     }
 }
 
-/// Replaces a file atomically, by a draft in `tmp`.
+/// Replaces a file atomically, by a file in `tmp`. That one has no lock: if a sweep
+/// removes it, this makes another.
 pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
-    let mut draft = Draft::new(tmp)?;
-    draft.file.write_all(bytes)?;
-    draft.place_over(path, how)
+    loop {
+        let draft = tmp.join(unique_name());
+        match write_and_move(&draft, path, bytes, how) {
+            Ok(()) => return sync_parent(path, how),
+            // Not the directories are missing, so it was the file.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && both_exist(tmp, path) => {}
+            Err(e) => {
+                let _ = std::fs::remove_file(&draft);
+                return Err(e);
+            }
+        }
+    }
+}
+
+fn write_and_move(draft: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
+    let mut file = create(draft)?;
+    file.write_all(bytes)?;
+    if how == Durability::Durable {
+        file.sync_all()?;
+    }
+    crash_point();
+    std::fs::rename(draft, path)?;
+    crash_point();
+    Ok(())
+}
+
+fn both_exist(tmp: &Path, path: &Path) -> bool {
+    tmp.is_dir() && path.parent().is_some_and(Path::is_dir)
+}
+
+/// A file of that name, which does not exist yet.
+fn create(path: &Path) -> io::Result<File> {
+    let mut options = File::options();
+    let options = options.read(true).write(true).create_new(true);
+    let file = options.mode(0o600).open(path)?;
+    crash_point();
+    Ok(file)
+}
+
+/// A name that no other draft has or had, of this process or any other.
+fn unique_name() -> String {
+    static PROCESS: LazyLock<Uuid> = LazyLock::new(Uuid::new_v4);
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    format!("{}-{}", *PROCESS, NEXT.fetch_add(1, Relaxed))
 }
 
 /// Removes a file; [`Done::Already`] if there is none.

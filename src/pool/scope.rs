@@ -14,7 +14,7 @@
 use std::{
     collections::BTreeMap,
     fs::File,
-    io::{self, Write as _},
+    io::{self, Read as _, Write as _},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
 };
@@ -121,12 +121,15 @@ impl Pool {
             Err(Errno::NOENT) => return Ok((None, at)),
             Err(errno) => return Err(self.io("open", &path, errno)),
         };
-        let text = io::read_to_string(file).map_err(|e| self.io("read", &path, e))?;
-        let found = match text.trim() {
-            "local" => Scope::Local,
-            "shared" => Scope::Shared,
+        let mut text = [0; 64];
+        let read = (&file).read(&mut text);
+        let text = &text[..read.map_err(|e| self.io("read", &path, e))?];
+        let found = match text.trim_ascii() {
+            b"local" => Scope::Local,
+            b"shared" => Scope::Shared,
             other => {
-                let why = format!("it holds {other:?}, neither `local` nor `shared`");
+                let other = other.escape_ascii();
+                let why = format!("it holds \"{other}\", neither `local` nor `shared`");
                 return Err(self.io("read", &path, io::Error::other(why)));
             }
         };

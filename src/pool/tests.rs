@@ -82,7 +82,11 @@ fn only_regular_files_directly_in_the_pool_are_images() {
     .unwrap();
 
     let file = pool.open_image("disk.img", false).unwrap();
-    assert!(!fcntl_getfl(&file).unwrap().contains(OFlags::NONBLOCK));
+    assert!(
+        !rustix::fs::fcntl_getfl(&file)
+            .unwrap()
+            .contains(OFlags::NONBLOCK)
+    );
     file.write_at(b"x", 0).unwrap_err();
     pool.open_image("disk.img", true)
         .unwrap()

@@ -82,11 +82,11 @@ pub(super) fn known_device(
         if *usage == Use::Block {
             return None;
         }
-        let opened = place.open().ok()?;
-        matches!(PathKind::of(opened.as_fd()), Ok(PathKind::Mount(_)))
-            .then(|| table::covering(opened.as_fd()).ok())
-            .flatten()
-            .map(|entry| PathBuf::from(entry.source))
+        let Ok(PathKind::Mount(_)) = place.kind() else {
+            return None;
+        };
+        let entry = table::covering(place.open().ok()?.as_fd()).ok()?;
+        Some(PathBuf::from(entry.source))
     };
     recorded.or_else(mounted)
 }
@@ -130,8 +130,8 @@ impl OnLane<'_> {
         source: &Source,
     ) -> Option<String> {
         let other = volumes.values().find(|other| {
-            let is_same = |record: Record| record.source.is_same(source);
-            other.id != self.volume.id && other.record().is_some_and(is_same)
+            let is_same = |held: &Held| held.record.source.is_same(source);
+            other.id != self.volume.id && other.held().as_ref().is_some_and(is_same)
         });
         other.map(|other| other.id.clone())
     }

@@ -169,7 +169,8 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCond
                     format!("the file system at {path} has shut down: {RESTAGE}"),
                 ));
             } else if !record.read_only
-                && (mounted.read_only || refuses_writes(record, device, &place))
+                && (place.is_read_only(&mounted).unwrap_or(false)
+                    || refuses_writes(record, device, &place))
             {
                 found.push(condition(
                     Severity::Degraded,

@@ -35,6 +35,8 @@ pub(super) struct Prepared {
     pub fs: FsType,
     /// Its superblock; `None` if it was made just now.
     pub found: Option<FsInfo>,
+    /// The device's size in bytes.
+    pub device_bytes: u64,
 }
 
 /// A device that is held open. Closing it is a step: it may block.
@@ -47,6 +49,11 @@ impl OpenDevice<'_> {
     /// See [`HeldOpen::check`].
     pub fn check(&self) -> Result<(), DeviceError> {
         self.held.as_ref().map_or(Ok(()), HeldOpen::check)
+    }
+
+    fn size_bytes(&self) -> Result<u64, Cause> {
+        let size = self.held.as_ref().map_or(Ok(0), HeldOpen::size_bytes);
+        size.map_err(Cause::io("read the device's size"))
     }
 }
 
@@ -63,7 +70,7 @@ fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
         Err(error) if block::is_busy(&error) => return Ok(None),
         Err(error) => return Err(error),
     };
-    let size = sysfs::size_bytes(device.dev)?;
+    let size = block::size_bytes(&file)?;
     let blocks = prober
         .read(file.as_fd(), &probe::regions(size))
         .map_err(io::Error::other)?;
@@ -177,7 +184,8 @@ impl Preparing<'_> {
             unreachable!("only mounted volumes are prepared");
         };
         let device = &attached.device;
-        not_cut_short(record, device, &content)?;
+        let device_bytes = self.held.size_bytes()?;
+        not_cut_short(record, device_bytes, &content)?;
         let info = match content {
             Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,
             other => {
@@ -204,22 +212,25 @@ impl Preparing<'_> {
                 }
                 let fs = wanted.unwrap_or(FsType::Ext4);
                 self.make(fs, mkfs_options).await?;
-                return Ok(Prepared { fs, found: None });
+                return Ok(Prepared {
+                    fs,
+                    found: None,
+                    device_bytes,
+                });
             }
         };
         if !record.read_only {
             // An agent may have finished it, and died before it removed the marker.
-            self.marked(|marker, _| {
-                marker.clear()?;
-                self.held.check()
-            })?;
+            self.marked(|marker, _| marker.clear())?;
             if info.dirty {
+                self.held.check()?;
                 self.check(info.fs).await?;
             }
         }
         Ok(Prepared {
             fs: info.fs,
             found: Some(info),
+            device_bytes,
         })
     }
 
@@ -307,11 +318,10 @@ impl Preparing<'_> {
 
 /// Refuses a file system that is larger than its device: fsck, and at times the mount,
 /// would repair it by dropping the data beyond the end.
-fn not_cut_short(record: &Record, device: &Device, content: &Content) -> Result<(), Cause> {
+fn not_cut_short(record: &Record, has: u64, content: &Content) -> Result<(), Cause> {
     let Content::Fs(info) = content else {
         return Ok(());
     };
-    let has = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
     if info.bytes <= has {
         return Ok(());
     }

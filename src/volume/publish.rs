@@ -141,8 +141,9 @@ impl Publishing<'_> {
     /// Checks that an existing target is as the call asks.
     fn refuse_other_access(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
         self.refuse_other_protection(place, mounted)?;
-        let is_read_only =
-            mounted.read_only && (self.record.read_only || self.is_bound_read_only(place)?);
+        let failed = Cause::io(format!("look at {}", place.path().display()));
+        let is_read_only = place.is_read_only(mounted).map_err(failed)?
+            && (self.record.read_only || self.is_bound_read_only(place)?);
         if is_read_only == self.read_only {
             return Ok(());
         }
@@ -181,11 +182,12 @@ impl Publishing<'_> {
     /// Whether a target that cannot be written was published so: a file system becomes
     /// read-only by errors, too, and kubelet repeats the calls for its pods all the same.
     fn is_bound_read_only(self, target: &SafePath) -> Result<bool, Cause> {
+        let is_writable = |staged: SafePath| match staged.kind() {
+            Ok(PathKind::Mount(mounted)) => staged.is_read_only(&mounted).is_ok_and(|it| !it),
+            _ => false,
+        };
         let staged = self.cx.node.places.staging(&self.record.mount_point());
-        let staged = staged.map(|place| place.kind());
-        if self.record.usage == Use::Block
-            || matches!(staged, Ok(Ok(PathKind::Mount(it))) if !it.read_only)
-        {
+        if self.record.usage == Use::Block || staged.is_ok_and(is_writable) {
             return Ok(true);
         }
         let entry = target
@@ -197,12 +199,12 @@ impl Publishing<'_> {
 
     fn bind_mount(self, place: &SafePath) -> Result<(), Cause> {
         let staging = self.cx.node.places.staging(&self.record.mount_point())?;
-        refuse_shut_down(&staging)?;
+        let staged = self.staged(&staging)?;
         if let Some(group) = self.spec.group.filter(|_| !self.read_only) {
             let own = || mounted::own(&staging, group);
             self.cx.step("chgrp", own)?;
         }
-        let mount = self.staged(&staging)?.ok_or_else(|| {
+        let mount = staged.ok_or_else(|| {
             Cause::precondition(format!(
                 "its mount at {} is gone; stage it again",
                 staging.path().display()
@@ -217,7 +219,8 @@ impl Publishing<'_> {
         })
     }
 
-    /// The staging mount; `None` when the volume is not what is mounted there.
+    /// The staging mount; `None` when the volume is not what is mounted there. Rejects a
+    /// file system that was shut down.
     fn staged(self, staging: &SafePath) -> Result<Option<OwnedFd>, Cause> {
         let failed = || Cause::io(format!("open {}", staging.path().display()));
         let opened = match staging.open() {
@@ -225,12 +228,13 @@ impl Publishing<'_> {
             opened => opened.map_err(failed())?,
         };
         let look = PathKind::of(opened.as_fd()).map_err(failed())?;
-        Ok(match look {
+        match look {
+            PathKind::Mount(mounted) if mounted.shut_down => Err(shut_down(staging)),
             PathKind::Mount(mounted) if self.record.appears_at(self.device, &mounted) => {
-                Some(opened)
+                Ok(Some(opened))
             }
-            _ => None,
-        })
+            _ => Ok(None),
+        }
     }
 
     /// A read-only bind of a device node does not stop a writer who opens it: the
@@ -315,12 +319,16 @@ fn publish_options(record: &Record, spec: &Publish) -> Result<MountOptions, Caus
 /// Rejects a file system that was shut down.
 pub(super) fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {
     match staging.kind() {
-        Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(Cause::precondition(format!(
-            "its file system at {} has shut down: {RESTAGE}",
-            staging.path().display()
-        ))),
+        Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(shut_down(staging)),
         _ => Ok(()),
     }
+}
+
+fn shut_down(staging: &SafePath) -> Cause {
+    Cause::precondition(format!(
+        "its file system at {} has shut down: {RESTAGE}",
+        staging.path().display()
+    ))
 }
 
 /// Binds; a failure removes what was made for the target.

@@ -185,7 +185,9 @@ impl Staging<'_> {
     async fn steps(self, record: &mut Record, attached: &Attachment) -> Result<(), Cause> {
         let Self { cx, spec } = self;
         let device = &attached.device;
-        self.wait_until_ready(device).await?;
+        if !attached.is_ready {
+            self.wait_until_ready(device).await?;
+        }
         if record.mounts() {
             // Recorded before anything is mounted: after a crash the next agent must know
             // which device to look for.
@@ -205,11 +207,8 @@ impl Staging<'_> {
                     prepare::prepare(cx, record, attached, &spec.mkfs_options).await?;
                 let root_dev = self.mount(options, device, &prepared, held).await?;
                 (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
-                let larger = |info: &FsInfo| {
-                    sysfs::size_bytes(device.dev).map(|size| grow::needed(info, size))
-                };
-                let grows = prepared.found.as_ref().map_or(Ok(false), larger);
-                if !spec.read_only && grows.map_err(Cause::io("read the device's size"))? {
+                let larger = |info: &FsInfo| grow::needed(info, prepared.device_bytes);
+                if !spec.read_only && prepared.found.as_ref().is_some_and(larger) {
                     self.grow_to_device(device, prepared.fs)?;
                 }
             }
@@ -314,13 +313,16 @@ impl Staging<'_> {
 /// Makes the mount point, at which nothing else may be mounted.
 fn make_room(places: &Places, mount_point: &Path) -> Result<SafePath, Cause> {
     let place = places.staging(mount_point)?;
-    if matches!(place.kind(), Ok(PathKind::Mount(_))) {
-        return Err(Cause::precondition(format!(
-            "something else is mounted at the staging path {}; unmount it first",
-            place.path().display()
-        )));
-    }
-    let done = place.make_dir(0o750).map_err(at_staging)?;
+    let done = match place.kind() {
+        Ok(PathKind::Mount(_)) => {
+            return Err(Cause::precondition(format!(
+                "something else is mounted at the staging path {}; unmount it first",
+                place.path().display()
+            )));
+        }
+        Ok(PathKind::Dir) => Done::Already,
+        _ => place.make_dir(0o750).map_err(at_staging)?,
+    };
     already("make the staging directory", done);
     Ok(place)
 }

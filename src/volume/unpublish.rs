@@ -73,11 +73,13 @@ impl Unpublishing<'_> {
         let Some(place) = absent_is_none(self.cx.node.places.target(target_path))? else {
             return Ok(());
         };
-        while let PathKind::Mount(mounted) = place.kind().map_err(looking_at(&place))? {
+        let mut kind = place.kind().map_err(looking_at(&place))?;
+        while let PathKind::Mount(mounted) = kind {
             self.is_the_volume(&place, &mounted)?;
             self.unmount(&place)?;
+            kind = place.kind().map_err(looking_at(&place))?;
         }
-        let removed = place.remove().map_err(at_target)?;
+        let removed = place.remove_kind(kind).map_err(at_target)?;
         already("unpublish", removed);
         Ok(())
     }

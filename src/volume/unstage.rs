@@ -146,7 +146,14 @@ fn is_mounted(record: &Record, place: &SafePath, device: &Device) -> Result<bool
         let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
         return Ok(matches!(look, PathKind::Mount(mounted) if record.appears_at(device, &mounted)));
     }
-    Ok(mounted::fs_of(place, device)?.is_some())
+    let look = place.kind();
+    let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
+    match look {
+        PathKind::Mount(mounted) if mounted.dev == device.dev => Ok(true),
+        // btrfs has a number of its own.
+        PathKind::Mount(_) => Ok(mounted::fs_of(place, device)?.is_some()),
+        _ => Ok(false),
+    }
 }
 
 /// Releases every descriptor lock that is left over the device. Called when no target is

@@ -29,17 +29,17 @@ fn let_go(device: &LoopDevice, id: FileId) {
 
 #[test]
 fn a_device_that_another_process_is_making_is_waited_for() {
-    let control = loopctl::open_control().unwrap();
+    let control = loopctl::control().unwrap();
     // No other test's, and the kernel has a million.
     let number = 500_000 + std::process::id() % 500_000;
     let device = once_made(|| {
         let found = LoopDevice::of_number(number);
         if found.is_err() {
-            loopctl::add(&control, number).unwrap();
+            loopctl::add(control, number).unwrap();
         }
         found
     });
-    loopctl::remove(&control, number).unwrap();
+    loopctl::remove(control, number).unwrap();
     assert_eq!(device.unwrap().number, number);
 }
 
@@ -190,8 +190,8 @@ fn attaches_at_once_get_a_device_each() {
 
 #[test]
 fn a_reserved_loop_number_is_skipped() {
-    let control = loopctl::open_control().unwrap();
-    let reserved = reserved::Reserved::take(&control, 0).unwrap();
+    let control = loopctl::control().unwrap();
+    let reserved = reserved::Reserved::take(control, 0).unwrap();
     let scratch = Scratch::new(MIB);
     assert_ne!(scratch.device.number, reserved.get());
 }
