@@ -1,8 +1,8 @@
 //! The gRPC services: requests parsed into types, errors mapped to codes.
 //!
-//! Nothing below this module knows gRPC. `run_dir` locks the run directory for one
-//! agent, [`validate`] has the rules for every request, [`status`] the one table of
-//! codes. [`crate::endpoint`] has the sockets.
+//! Neither `volume` nor `provision` knows gRPC. `run_dir` locks the run directory for one
+//! agent, [`validate`] has the rules for every request, [`status`] the one table of codes,
+//! [`crate::endpoint`] the sockets.
 
 #[cfg(feature = "node")]
 pub mod admin;

@@ -49,7 +49,7 @@ pub struct AccessArgs {
     /// Use a raw block device instead of a file system
     #[arg(long, conflicts_with_all = ["fs", "mount_options"])]
     pub block: bool,
-    /// AccessModeArg mode
+    /// Access mode
     #[arg(long, value_enum, default_value_t)]
     pub access: AccessModeArg,
     /// Mount option, such as `noatime` or `discard` (repeatable)

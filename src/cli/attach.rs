@@ -185,8 +185,8 @@ impl Unstage {
     pub async fn run(self, context: &Context) -> Result<Attached, CliError> {
         let volume_id = context.volume_id(&self.volume).await?;
         let held = context.held().await?;
-        // For a volume that is no longer on the node the default path does: the
-        // agent answers that there is nothing to do.
+        // The agent does not know a volume that has left the node, and answers success
+        // for any path.
         let path = match held.iter().find(|held| held.volume_id == volume_id) {
             Some(held) if !held.staging_path.is_empty() => PathBuf::from(&held.staging_path),
             _ => context.staging_path(&volume_id).await?,

@@ -252,7 +252,7 @@ impl Answer for StatsAnswer {
     }
 }
 
-/// Shows what is wrong with volumes on this node
+/// Shows the health of volumes on this node
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:

@@ -44,7 +44,7 @@ impl Context {
         };
         let watch = async {
             loop {
-                // Where the node can't be asked, the label alone has to do.
+                // If the node does not answer, the spinner shows the label alone.
                 let held = self.held().await.unwrap_or_default();
                 let volume = held.iter().find(|volume| volume.volume_id == volume_id);
                 bar.set_message(message(label, volume));

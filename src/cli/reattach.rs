@@ -1,4 +1,4 @@
-//! `reattach`: passes the key of a volume whose rbd-nbd daemon could not be restarted.
+//! `reattach`: gives the supervisor the key that it needs to restart a volume's daemon.
 
 use clap::Args;
 use serde::Serialize;
@@ -13,8 +13,8 @@ use crate::{
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A restarted uring-csi-holder knows its volumes, but not their keys. Its rbd-nbd daemons
-continue; but if one ends, I/O of the volume waits until uring-csi-holder has the key
-again: by a stage of the volume, or by this command.
+continue; but if one ends, I/O of the volume waits until a stage of the volume, or this
+command, brings the key.
 
 Example:
   uringctl reattach data-1 --secrets /etc/ceph-secret")]
@@ -23,7 +23,7 @@ pub struct Reattach {
     volume: String,
 }
 
-/// A volume that is served.
+/// A volume, and the device by which rbd-nbd serves it.
 #[derive(Debug, Serialize)]
 pub struct Reattached {
     volume_id: String,
@@ -52,9 +52,9 @@ impl Reattach {
         })
     }
 
-    /// By its id alone neither agent is needed, which may be away as well.
+    /// An id is looked up at the supervisor alone: both agents may be away.
     async fn volume_id(&self, context: &Context) -> Result<String, CliError> {
-        let doing = "list what rbd-nbd serves";
+        let doing = "list the volumes of rbd-nbd";
         let listed = context
             .holder(doing, ListRequest {}, async |mut client, request| {
                 client.list(request).await
@@ -70,6 +70,6 @@ impl Reattach {
 
 impl Answer for Reattached {
     fn text(&self) -> String {
-        format!("{} is served by rbd-nbd as {}", self.volume_id, self.device)
+        format!("rbd-nbd serves {} as {}", self.volume_id, self.device)
     }
 }

@@ -17,8 +17,8 @@ use crate::{
 /// Formats a volume that is not blank, and destroys its data
 #[derive(Args, Debug)]
 #[command(after_help = "\
-StagingDir formats blank volumes only and refuses everything else; this is the way
-past that refusal. The volume must not be staged or held by anybody.
+A stage formats blank volumes only, and refuses all others; this command formats those,
+too. The volume must not be staged, and no process may have its device open.
 
 Example:
   uringctl format data-1 --fs ext4 --confirm data-1")]
@@ -89,10 +89,10 @@ impl Answer for Formatted {
 /// Removes a dead node's claims on a pool's images
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A node marks each image that it has attached, so that no second node writes to
-it. A node that died for good never takes its marks back; this does it, on the
-pool's directory itself. While that node is alive, two nodes would then write to
-one file system and destroy it: be sure that it is off.
+A node claims each image that it attaches, so that no second node writes to it. A node
+that is down for good releases no claim; this command removes its claims from the pool's
+directory. If that node is alive, two nodes then write to one file system and destroy
+it: be sure that it is off.
 
 Examples:
   uringctl release --pool shared=/srv/pool --node worker-3
@@ -152,7 +152,7 @@ impl Release {
 impl Answer for Released {
     fn text(&self) -> String {
         if self.released.is_empty() {
-            return format!("{} claims nothing there", self.node);
+            return format!("{} claims no image of that pool", self.node);
         }
         let lines: Vec<String> = self
             .released

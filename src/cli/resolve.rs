@@ -102,7 +102,7 @@ impl Context {
 
     /// The id of the volume that `wanted` stands for, on this node or not.
     pub async fn volume_id(&self, wanted: &str) -> Result<String, CliError> {
-        // A node that can't be asked is no reason not to ask the controller.
+        // The controller may know the volume even if the node does not answer.
         let held = self.held().await.unwrap_or_default();
         match find_held(wanted, &held) {
             Some(at) => Ok(held[at].volume_id.clone()),

@@ -341,7 +341,7 @@ pub struct Expanded {
     capacity_bytes: i64,
     /// Whether this node grew the device and the file system as well.
     grown_on_node: bool,
-    /// Whether the node that stages it has yet to do that.
+    /// Whether a node still has to grow the device and the file system.
     node_expansion_required: bool,
 }
 
@@ -369,8 +369,7 @@ impl Expand {
             grown_on_node: false,
             node_expansion_required: grown.node_expansion_required,
         };
-        // The volume may be on another node, or on none: then that node grows
-        // it when it stages or expands it.
+        // Another node grows its device when it stages or expands the volume.
         let held = context.held().await.unwrap_or_default();
         let here = held.into_iter().find(|held| held.volume_id == volume_id);
         if let Some(held) =
@@ -412,7 +411,7 @@ impl Answer for Expanded {
         let then = if self.grown_on_node {
             ", grown on this node"
         } else if self.node_expansion_required {
-            "; the node that stages it next grows what is on it"
+            "; its node grows the device and the file system at the next stage or expand"
         } else {
             ""
         };

@@ -1,5 +1,5 @@
-//! The node agent's own service, on the same socket as CSI: an operator's calls for
-//! which CSI has none.
+//! The node agent's own service, on the same socket as CSI: the operator's calls that CSI
+//! does not define.
 
 use tonic::{Request, Response, Status};
 

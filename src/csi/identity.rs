@@ -35,7 +35,7 @@ pub fn topology(driver_name: &str, node_id: &str, segments: &[Segment]) -> Topol
     }
 }
 
-/// `KEY=VALUE`: a part of the cluster that has the node, such as `zone=a`.
+/// `KEY=VALUE`: a part of the cluster to which the node belongs, such as `zone=a`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     key: String,

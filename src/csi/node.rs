@@ -283,7 +283,7 @@ fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
         return Err(validate::invalid(
             "volume_capability",
             format!(
-                "{mode} is possible for raw block volumes only: a file system of one node is destroyed by another that writes"
+                "only raw block volumes support {mode}: several nodes that write to one file system destroy it"
             ),
         ));
     }

@@ -130,7 +130,7 @@ impl RunDir {
         };
         fs::create_dir_all(dir).map_err(failed("make the directory of"))?;
         let turn = File::open(dir).map_err(failed("open the directory of"))?;
-        // Another successor may have to wait for the owner first.
+        // Another successor may hold the lock while it waits for the owner.
         let until = Instant::now() + silent_for + SILENT_FOR;
         while !try_lock(&turn).map_err(failed("lock the directory of"))? {
             if Instant::now() > until {

@@ -159,7 +159,7 @@ fn describe() {
     describe_counter!(
         LOG_LINES_DROPPED,
         Unit::Count,
-        "Log lines that were dropped because nobody read stderr."
+        "Log lines that the agent dropped because stderr was not read."
     );
     describe_gauge!(
         ADMISSION_PLACES,
@@ -194,7 +194,7 @@ fn describe() {
     describe_gauge!(
         BUILD_INFO,
         Unit::Count,
-        "Always 1; the labels tell the build."
+        "Always 1; the labels describe the build."
     );
 }
 

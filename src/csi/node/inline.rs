@@ -87,7 +87,7 @@ impl NodeService {
     fn inline_bytes(&self, asked: Option<&String>, usage: &Use) -> Result<u64, Status> {
         let Some(largest) = self.config.inline_max_bytes else {
             return Err(Status::failed_precondition(
-                "this node makes no inline volumes: its agent was not given --inline-max-size; \
+                "this node makes no inline volumes: its agent runs without --inline-max-size; \
                  use a claim, or a generic ephemeral volume, instead",
             ));
         };
