@@ -19,8 +19,8 @@ pub const CONNECTIONS: RangeInclusive<u32> = 1..=16;
 /// How many seconds a request may go without an answer.
 pub const REQUEST_SECONDS: RangeInclusive<u32> = 1..=3600;
 
-/// How many seconds requests wait for a server that is away. At least one: a device that
-/// grows has no live connection for a moment.
+/// How many seconds requests wait for a server that is away. At least one: a device has no
+/// live connection for a moment while it grows.
 pub const DEAD_SECONDS: RangeInclusive<u32> = 1..=86400;
 
 /// The maximum length of a canonical address in bytes. The kernel shows it in one page of
@@ -68,12 +68,12 @@ pub struct Export {
     name: String,
 }
 
-/// The error of a text that is no address of an export.
+/// The error of an invalid address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadExport {
     /// The address requires TLS.
     #[error(
-        "{0:?} asks for TLS, which the kernel's NBD driver does not speak; let `nbdkit -U SOCKET nbd hostname=HOST export=NAME tls=require` on each node speak it and give nbd+unix:///NAME?socket=SOCKET, or give nbd:// if you trust the network"
+        "{0:?} requires TLS, which the kernel's NBD driver does not support; run `nbdkit -U SOCKET nbd hostname=HOST export=NAME tls=require` on each node and use nbd+unix:///NAME?socket=SOCKET, or use nbd:// if you trust the network"
     )]
     Tls(String),
     /// The text is malformed.
@@ -153,7 +153,7 @@ impl FromStr for Server {
             return if export.name.is_empty() {
                 Ok(export.server)
             } else {
-                Err(bad("it names an export, where a server is asked for"))
+                Err(bad("it names an export; a server's address has none"))
             };
         }
         let (host, port) = split_port(text)
@@ -227,7 +227,7 @@ impl FromStr for Export {
             None => (rest, None),
         };
         if rest.contains('#') || query.is_some_and(|query| query.contains('#')) {
-            return Err(bad("a fragment (#) means nothing here"));
+            return Err(bad("an address has no fragment (#)"));
         }
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
         let name = decode(path).ok_or_else(|| bad("the export's name is not UTF-8"))?;

@@ -80,7 +80,7 @@ fn a_stuck_step_loses_its_place_and_a_renewed_one_keeps_it() {
         waiting: 0,
     };
     assert_eq!(gate.load(), load);
-    // What comes late from it gives no place back that it has not.
+    // Its end frees no place: it has none any more.
     let mut third = waits(gate.ask("a"));
     drop(stuck);
     assert!(third.try_recv().is_err());

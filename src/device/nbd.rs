@@ -181,7 +181,7 @@ fn attach(
         let undone = driver.disconnect(index);
         tracing::debug!(
             ?undone,
-            "a device that is not as it should be was taken down"
+            "disconnected a device whose size or limits are wrong"
         );
         return Err(failed(&device.block.node, "use")(source));
     }
@@ -210,7 +210,8 @@ fn complete(dev: Dev, shape: &Shape) -> io::Result<()> {
         return Err(io::Error::other(why));
     }
     if !shape.writes_zeroes() && sysfs::most_zeroes(dev)? > 0 {
-        let why = "it would write zeroes as an earlier export could, and this one cannot";
+        let why =
+            "the kernel would send it write-zeroes requests, which its server does not support";
         return Err(io::Error::other(why));
     }
     let limit = shape.largest_kibibytes;

@@ -18,21 +18,21 @@ use tonic::service::Routes;
 /// How long running calls may take after SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Keeps rbd-nbd's daemons, and their keys in locked memory, for the node agent.
+/// Runs the rbd-nbd daemons for the node agent, and keeps their keys in locked memory.
 #[derive(Debug, Parser)]
 #[command(
     version,
     after_help = "Every option can also be given as a key of the --config file, by its name without the dashes."
 )]
 struct Options {
-    /// The socket on which the node agent reaches it.
+    /// The socket to serve the node agent on.
     #[arg(
         long,
         env = "URING_CSI_HOLDER_ENDPOINT",
         default_value = "unix:///run/uring-csi-holder/holder.sock"
     )]
     endpoint: Endpoint,
-    /// For its records, without keys: a directory on a tmpfs.
+    /// A directory for records without keys, on a tmpfs.
     #[arg(
         long,
         env = "URING_CSI_HOLDER_RUN_DIR",
@@ -40,7 +40,7 @@ struct Options {
         value_name = "DIR"
     )]
     run_dir: PathBuf,
-    /// The program that serves images, by its path or its name.
+    /// The program rbd-nbd, by its path or its name.
     #[arg(
         long,
         env = "URING_CSI_RBD_NBD",
@@ -71,10 +71,7 @@ pub fn main() -> ExitCode {
     match run(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(
-                error = error_chain(&*error),
-                "rbd-nbd's daemons cannot be kept"
-            );
+            tracing::error!(error = error_chain(&*error), "the supervisor cannot run");
             ExitCode::FAILURE
         }
     }
@@ -85,7 +82,7 @@ type Failure = Box<dyn std::error::Error>;
 /// Drops privileges, and then starts the second thread, which writes the log.
 fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
     memory_lock::lock().map_err(|error| {
-        format!("its memory, where keys are, cannot be locked (it needs CAP_IPC_LOCK): {error}")
+        format!("cannot lock the memory that holds keys (this needs CAP_IPC_LOCK): {error}")
     })?;
     privileges::drop_what_no_holder_needs()?;
     Ok(logs::init(service.log_format, &service.log_level)?)
@@ -100,7 +97,7 @@ fn run(options: Options) -> Result<(), Failure> {
 
 async fn serve(options: Options) -> Result<(), Failure> {
     crate::kernel::descriptors::raise()?;
-    // Locked before any check: two supervisors would each restart the daemons.
+    // Takes the lock before any check: two supervisors would each restart the daemons.
     let listener = options.endpoint.bind().await?;
     let records = options.run_dir.join("volumes");
     let keeper = Keeper::open(&options.rbd_nbd, records, boot_id()?)?;

@@ -62,12 +62,12 @@ impl Connection {
         polled.is_err() || !fds[0].revents().intersects(gone)
     }
 
-    /// Whether the kernel's driver took this socket when it was offered.
-    /// It drops a socket that it does not need without an error, and
-    /// `NBD_CMD_STATUS` does not tell either; but on a socket that it takes it sets the
-    /// device's request timeout as the send timeout (drivers/block/nbd.c,
-    /// `nbd_reconnect_socket`, since Linux 4.15). On a kernel without that, connections
-    /// would look like an earlier agent's: they would work, but could not grow.
+    /// Whether the kernel's driver took this socket when the agent offered it. The driver
+    /// drops a socket that it does not need without an error, and `NBD_CMD_STATUS` does not
+    /// report that. But on a socket that it takes, it sets the device's request timeout as
+    /// the send timeout (drivers/block/nbd.c, `nbd_reconnect_socket`, since Linux 4.15). On
+    /// an older kernel connections would look like an earlier agent's: they would work, but
+    /// could not grow.
     pub fn is_taken(&self) -> bool {
         sockopt::socket_timeout(&self.socket, Timeout::Send).is_ok_and(|limit| limit.is_some())
     }

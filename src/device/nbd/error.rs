@@ -25,12 +25,12 @@ pub enum NbdError {
     #[error("export {export} {what}")]
     Unsuited {
         export: Export,
-        /// What is wrong with it, and what to do.
+        /// The defect, and its remedy.
         what: String,
     },
     /// The export became smaller than the device over it.
     #[error(
-        "export {export} has shrunk from {had} to {has} bytes under {node}, which is refused: make it as large as it was, or restore its data"
+        "export {export} has shrunk from {had} to {has} bytes under {node}; make it as large as before, or restore its data"
     )]
     Shrunk {
         export: Export,
@@ -42,7 +42,7 @@ pub enum NbdError {
     },
     /// The export is attached already, with other options.
     #[error(
-        "export {export} is attached as {node} {how}, which this volume did not do; detach it first (nbd-client -d {node})"
+        "export {export} is attached already, as {node}, {how}; detach it first (nbd-client -d {node})"
     )]
     AttachedOtherwise {
         export: Export,
@@ -52,7 +52,7 @@ pub enum NbdError {
     },
     /// The device's connections to the server cannot be renewed.
     #[error(
-        "export {export} has {has} bytes, but {node} still has connections of an earlier agent, on which the server refuses what lies beyond byte {had}; unstage and stage the volume, or restart the server, then expand again"
+        "export {export} has {has} bytes, but {node} still has connections of an earlier agent, on which the server refuses requests beyond byte {had}; unstage and stage the volume, or restart the server, then expand again"
     )]
     OldConnections {
         export: Export,
@@ -63,7 +63,7 @@ pub enum NbdError {
         has: u64,
     },
     /// A file system, device mapper, md or a process has the device open.
-    #[error("{node} is in use; it stays attached until its user lets go")]
+    #[error("{node} is in use; it stays attached until its opener closes it")]
     Busy { node: PathBuf },
     /// Another operation on the device failed.
     #[error("cannot {what} {node}")]
@@ -78,8 +78,7 @@ pub enum NbdError {
 }
 
 impl NbdError {
-    /// What the caller may do about it: an error of the export lasts until an operator
-    /// changes the export.
+    /// Its kind: an error of the export lasts until an operator changes the export.
     pub fn kind(&self) -> Kind {
         match self {
             Self::Unsuited { .. }

@@ -91,7 +91,7 @@ impl Links {
             // A killed agent may have set the size without the read that proves it.
             return link.prove(has).map(|()| has).map_err(|error| {
                 let error = crate::error_chain(&error);
-                tracing::error!(device = %node.display(), error, "its end cannot be read");
+                tracing::error!(device = %node.display(), error, "cannot read the end of the device");
                 old()
             });
         }
@@ -149,7 +149,7 @@ impl Link {
         let why = lock(&self.outage).as_ref().map(|outage| outage.why.clone());
         let why = why.unwrap_or_else(|| "a connection has died".to_owned());
         let why = io::Error::new(io::ErrorKind::NotConnected, why);
-        failed(&self.device.block.node, "grow, whose server is away,")(why)
+        failed(&self.device.block.node, "reach the server of")(why)
     }
 
     /// Sets the device's size; false where a connection has died.

@@ -18,7 +18,7 @@ use std::io::{self, Read, Write};
 
 const NBDMAGIC: [u8; 8] = *b"NBDMAGIC";
 const IHAVEOPT: [u8; 8] = *b"IHAVEOPT";
-/// The magic number of oldstyle servers, in place of `IHAVEOPT`.
+/// The magic number that oldstyle servers send in place of `IHAVEOPT`.
 const OLDSTYLE: [u8; 8] = 0x0000_4202_8186_1253_u64.to_be_bytes();
 const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 

@@ -30,8 +30,8 @@ pub struct Link {
     pub(super) options: LinkOptions,
     /// How many connections the device has, dead or alive.
     pub(super) connections: usize,
-    /// Those of them that this agent made. Locked while the device's sockets change,
-    /// but never while a server is waited for.
+    /// Those of them that this agent made. Locked while the device's sockets change, but
+    /// never while the agent waits for a server.
     pub(super) state: Mutex<LinkState>,
     pub(super) outage: Mutex<Option<Outage>>,
     pub(super) reconnecting: AtomicBool,
@@ -193,7 +193,7 @@ impl Link {
         let largest = sysfs::largest_kibibytes(dev).map_err(failed("read the limits of"))?;
         let what = if u64::from(shape.block_bytes) > block {
             format!(
-                "takes requests of {} bytes at least by now, and {} sends some of {block}",
+                "now requires requests of at least {} bytes, and {} sends some of {block}",
                 shape.block_bytes,
                 node.display()
             )
@@ -201,7 +201,7 @@ impl Link {
             && limit < largest
         {
             format!(
-                "takes requests of {limit} KiB at most by now, and {} sends some of {largest} KiB",
+                "now allows requests of at most {limit} KiB, and {} sends some of {largest} KiB",
                 node.display()
             )
         } else {
@@ -209,7 +209,7 @@ impl Link {
         };
         Err(NbdError::Unsuited {
             export: self.identifier.export.clone(),
-            what: format!("{what}; serve it as before, or unstage and stage the volume"),
+            what: format!("{what}; serve it with the old limits, or unstage and stage the volume"),
         })
     }
 

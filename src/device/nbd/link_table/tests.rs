@@ -64,7 +64,7 @@ impl Drop for Attached {
 }
 
 #[test]
-fn a_device_is_looked_at_once_it_is_in_the_list() {
+fn a_device_is_checked_once_it_is_in_the_list() {
     let Some((mut it, state)) = Attached::new() else {
         return;
     };
