@@ -1,9 +1,9 @@
-//! The backend `rbd`: images of Ceph clusters, mapped by the kernel's driver, or
-//! served by rbd-nbd where that is asked for ([`nbd_backed`]).
+//! The backend `rbd`: images of Ceph clusters, mapped by the kernel's driver, or by
+//! rbd-nbd if the class requests that ([`nbd_backed`]).
 //!
 //! ```text
 //!  clusterID ─▶ config.json ─▶ monitors, namespace      secrets ─▶ user and key
-//!      librados, where it is there: features, who else has the image open, metadata
+//!      librados, where installed: features, other clients of the image, metadata
 //!      krbd: /dev/rbd0                    LUKS, where encrypted: /dev/dm-0
 //! ```
 //!
@@ -72,11 +72,11 @@ pub struct CephImages {
     pub mapper: Mapper,
     /// The supervisor of rbd-nbd's daemons, if this node has one.
     pub supervisor: Option<Watch>,
-    /// Where this node is in the CRUSH map, for reads from the nearest copy.
+    /// This node's location in the CRUSH map, for reads from the nearest replica.
     pub location: Option<String>,
     /// This node's format markers, for images whose metadata cannot be changed.
     pub format_markers: NodeFormatMarkers,
-    /// This node, as it is registered for fencing.
+    /// This node, by which its clients are registered for fencing.
     pub this_node: ThisNode,
 }
 

@@ -41,7 +41,7 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum LuksError {
     /// Neither LUKS nor blank.
-    #[error("{} holds {what}, not LUKS; it is left as it is", node.display())]
+    #[error("{} holds {what}, not LUKS; the agent does not change it", node.display())]
     Foreign {
         node: PathBuf,
         /// Its content.
@@ -52,7 +52,7 @@ pub enum LuksError {
     Passphrase { node: PathBuf },
     /// The header is incomplete.
     #[error(
-        "the LUKS header on {} is not whole: its format was interrupted, or it was damaged, or its keys were erased; if all that is there may go: uringctl format",
+        "the LUKS header on {} is incomplete: its format was interrupted, or it was damaged, or its keys were erased; if all data on it may be lost: uringctl format",
         node.display()
     )]
     Unfinished { node: PathBuf },
@@ -77,10 +77,10 @@ pub enum LuksError {
         /// Its output.
         said: String,
     },
-    /// The kernel refused something.
+    /// A system call failed.
     #[error("cannot {what}")]
     Io {
-        /// What was tried.
+        /// The operation.
         what: String,
         /// The kernel's answer.
         source: io::Error,
@@ -88,7 +88,7 @@ pub enum LuksError {
 }
 
 impl LuksError {
-    /// What the caller may do about it.
+    /// The kind of the error.
     pub fn kind(&self) -> Kind {
         match self {
             Self::Passphrase { .. } => Kind::Unauthenticated,
@@ -100,7 +100,7 @@ impl LuksError {
     }
 }
 
-/// Turns the kernel's answer into an error that says what was tried.
+/// Turns the kernel's answer into an error that names the operation.
 pub fn failed<W: Into<String>>(what: W) -> impl FnOnce(io::Error) -> LuksError {
     let what = what.into();
     move |source| LuksError::Io { what, source }
@@ -153,9 +153,8 @@ pub enum PassphraseOrigin {
 }
 
 impl PassphraseOrigin {
-    /// The derivation of the key (cryptsetup(8), "NOTES ON PASSPHRASES"). Argon2
-    /// takes a gigabyte unless told otherwise, at each opening: sixteen at once
-    /// would end the agent.
+    /// The derivation of the key (cryptsetup(8), "NOTES ON PASSPHRASES"). By default Argon2
+    /// takes a gigabyte at each opening: sixteen at once would end the agent.
     fn derivation(self) -> &'static [&'static str] {
         match self {
             Self::People => &["--pbkdf=argon2id", "--pbkdf-memory=32768"],
@@ -278,7 +277,7 @@ pub fn is_whole(under: &BlockDev) -> Result<bool, LuksError> {
         .is_none_or(|slots| !slots.is_empty()))
 }
 
-/// A mapping and what it is over.
+/// A mapping, and the device below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
     pub name: String,
@@ -366,9 +365,9 @@ pub fn bound(gate: Gate) {
     let _ = GATE.set(gate);
 }
 
-/// Runs an action that derives a key from the passphrase: one that takes memory, and
-/// locks it, and a processor for seconds. So it waits for its turn, as no other does: a
-/// mapping is closed however many hang on their cluster.
+/// Runs an action that derives a key from the passphrase, which locks memory and takes a
+/// processor for seconds. So it waits for a place; other actions do not, and a mapping can
+/// be closed while any number of them hang.
 fn derive_key(
     action: &'static str,
     args: &[&str],

@@ -1,4 +1,4 @@
-//! Why a Ceph image is no device, or a device does not go.
+//! Why a Ceph image could not be attached, opened or detached.
 
 use std::{error::Error, path::PathBuf};
 
@@ -14,33 +14,33 @@ use crate::{
     supervisor::client::{ClientError, Refusal},
 };
 
-/// Why a Ceph image is no device, or a device does not go.
+/// Why a Ceph image could not be attached, opened or detached.
 #[derive(Debug, thiserror::Error)]
 pub enum CephImageError {
-    /// This node was not told of any cluster.
+    /// The agent has no list of clusters.
     #[error("this node knows no Ceph clusters; start its agent with --ceph-config")]
     NotConfigured,
-    /// It was not told of this one.
+    /// The list lacks the cluster, or is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The cluster is to be reached from another network namespace.
+    /// The configuration requires another network namespace.
     #[error(
-        "cluster {cluster_id} has netNamespaceFilePath {path}, and this agent enters no network namespace; run it in the host's, and remove the key"
+        "cluster {cluster_id} has netNamespaceFilePath {path}, and this agent enters no other network namespace; run the agent in the host's, and remove the key"
     )]
     NetNamespace {
         cluster_id: String,
         /// The namespace's file.
         path: PathBuf,
     },
-    /// The request's secrets are none.
+    /// The request's secrets lack the user or the key.
     #[error(transparent)]
     Credentials(#[from] CredentialsError),
-    /// The cluster refused something.
+    /// An operation of the cluster failed.
     #[error(transparent)]
     Cluster(#[from] CephError),
-    /// Others have the image open.
+    /// Other clients have the image open.
     #[error(
-        "image {image} is in use by {}; it is not mapped for a single writer before they let go",
+        "image {image} is in use by {}; it is mapped for a single writer once they close it",
         addresses(watchers)
     )]
     InUse {
@@ -48,9 +48,9 @@ pub enum CephImageError {
         /// The others.
         watchers: Vec<Watcher>,
     },
-    /// The controller does not want this node to have the volume.
+    /// The controller has not published the volume to this node, or has unpublished it.
     #[error(
-        "image {image} is not published to node {node} (any more), so it is not used there: it may be fenced for another"
+        "image {image} is not published to node {node} (any more), so the agent does not use it: another node may have it"
     )]
     Unpublished {
         image: String,
@@ -59,11 +59,11 @@ pub enum CephImageError {
     },
     /// The client to fence is unknown.
     #[error(
-        "cannot determine which Ceph client maps image {image} on {}, so it could not be fenced: try again",
+        "cannot determine which Ceph client maps image {image} on {}, so the controller could not fence it: try again",
         node.display()
     )]
     UnknownClient { image: String, node: PathBuf },
-    /// The passphrase is not to be had.
+    /// The passphrase is missing, or cannot be unsealed.
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
     /// The passphrase is in the image's metadata, which cannot be read.
@@ -71,19 +71,19 @@ pub enum CephImageError {
         "the passphrase of image {image} is in its metadata, which only librbd reads; install librbd1 in the agent's image"
     )]
     Unreadable { image: String },
-    /// It should hold an encrypted volume, and holds nothing.
+    /// Its metadata say that it is encrypted, and it is blank.
     #[error(
-        "image {image} was encrypted according to its metadata, but is blank now; it is left as it is"
+        "image {image} is encrypted according to its metadata, but is blank; the agent does not format it"
     )]
     Emptied { image: String },
-    /// It must be encrypted first, which needs a single writer.
+    /// It needs a LUKS header, and only a single writer may write that.
     #[error(
-        "image {image} is blank, and encrypted only for a single writer; stage it once for one"
+        "image {image} is blank, and the agent encrypts it only for a single writer; stage it for one first"
     )]
     Blank { image: String },
-    /// It is to be encrypted in a way that only ceph-csi knows.
+    /// Its class has options of luksFormat that only ceph-csi supports.
     #[error(
-        "image {image} is still to be encrypted, and its volume context says how ({}), which this driver does not do: have ceph-csi stage it once, or make it by a class without that",
+        "image {image} is blank, and this driver does not support the encryption options of its volume context ({}): stage it by ceph-csi first, or create it by a class without them",
         TUNING.join(", ")
     )]
     Tuned { image: String },
@@ -97,31 +97,31 @@ pub enum CephImageError {
         /// Their nodes.
         nodes: Vec<PathBuf>,
     },
-    /// It failed, and what it had done could not be undone.
-    #[error("{cause}; and it stays mapped ({undo}): the next call takes it up")]
+    /// The call failed, and the image could not be unmapped.
+    #[error("{cause}; the image stays mapped ({undo}), and the next call continues")]
     NotUndone {
-        /// Why it failed.
+        /// The error of the call.
         cause: String,
-        /// Why the undo failed.
+        /// The error of the undo.
         undo: String,
     },
     /// The class requests rbd-nbd, and this node has no supervisor.
     #[error(
-        "image {image} is to be served by rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
+        "image {image} requires rbd-nbd; start uring-csi-holder on this node, and its agent with --holder"
     )]
     NoSupervisor { image: String },
     /// Two drivers on one image destroy it.
     #[error(
-        "image {image} is mapped on this node already, by {by}, and not to be mapped twice; unmap that first"
+        "image {image} is mapped on this node already, by {by}, and a second mapping would destroy it; unmap the first one"
     )]
     Taken {
         image: String,
-        /// What has it.
+        /// The driver, and its device or process.
         by: String,
     },
-    /// rbd-nbd is being started for it, by the order of an agent that was killed.
+    /// The supervisor is starting rbd-nbd for a call of an agent that was killed.
     #[error(
-        "rbd-nbd is about to serve this volume; once it does, or has failed, the call can be repeated"
+        "uring-csi-holder is starting rbd-nbd for this volume; repeat the call once rbd-nbd serves it or has failed"
     )]
     Coming,
     /// The image has a device without a daemon, and the supervisor cannot be reached.
@@ -132,13 +132,13 @@ pub enum CephImageError {
         /// The error of the call to the supervisor.
         source: ClientError,
     },
-    /// rbd-nbd, or who keeps its daemons.
+    /// The supervisor of rbd-nbd failed.
     #[error(transparent)]
     Supervisor(#[from] ClientError),
-    /// krbd.
+    /// krbd failed.
     #[error(transparent)]
     Rbd(#[from] krbd::KrbdError),
-    /// The encryption layer.
+    /// The encryption layer failed.
     #[error(transparent)]
     Luks(#[from] LuksError),
 }
@@ -157,7 +157,7 @@ fn list(nodes: &[PathBuf]) -> String {
 }
 
 impl CephImageError {
-    /// `cause`, after which what was done could not be undone either.
+    /// The error of a call whose undo failed, too.
     pub fn not_undone(cause: &dyn Error, undo: &dyn Error) -> Self {
         Self::NotUndone {
             cause: error_chain(cause),
@@ -165,7 +165,7 @@ impl CephImageError {
         }
     }
 
-    /// What the caller may do about it.
+    /// The kind of the error.
     pub fn kind(&self) -> Kind {
         match self {
             Self::Config(error) => match error {

@@ -1,5 +1,5 @@
 //! The format marker of an image: its metadata record that a mkfs or luksFormat is
-//! under way. The next node that has the image may repeat what a killed one began.
+//! under way. The next node that has the image may repeat the format of a killed one.
 //!
 //! ```text
 //! marker ─ durable ─▶ mkfs ─▶ marker removed ─▶ mounted, or given out raw
@@ -15,15 +15,15 @@
 //!   volume is a raw device for all its life or never, so a marked one has no raw data. One
 //!   case remains: another driver's file system whose beginning was destroyed before a node
 //!   that reads markers has seen it complete.
-//! - An image whose metadata say that it is encrypted is never formatted again,
-//!   whatever its marker says.
-//! - Clones and copies have their source's metadata. They do not count there: the marker
-//!   names the image by its id. Nor do they in another cluster, where a mirrored copy
-//!   has an id of its own.
-//! - To roll an image back changes no metadata: back to a partial format, its
-//!   marker is gone.
-//! - The marker says what was under way, so that one of a mkfs inside a LUKS volume says
-//!   nothing of its header; and for which volume.
+//! - The agent never formats again an image whose metadata say that it is encrypted, also
+//!   where it has a marker.
+//! - Clones and copies have their source's metadata. The marker does not count there,
+//!   because it names the image by its id. Nor does it count in another cluster, where a
+//!   mirrored copy has an id of its own.
+//! - A rollback changes no metadata: an image that is rolled back to a partial format has no
+//!   marker.
+//! - The marker names the format, so that one of a mkfs inside a LUKS volume does not apply
+//!   to its header; and the volume.
 
 use std::sync::{
     Arc,
@@ -62,13 +62,13 @@ impl FormatKind {
 pub struct ImageFormatMarker {
     header: Header,
     image_id: String,
-    /// One was there when the image was asked for it, or may have come since.
+    /// The image had a marker when the agent read it, or may have got one since.
     may_stand: AtomicBool,
 }
 
 impl ImageFormatMarker {
-    /// That of an image, which has one now or not. None where nothing tells the image
-    /// from its copies.
+    /// The marker of an image; `stands`: it has one now. None where no id distinguishes the
+    /// image from its copies.
     pub fn of(header: &Header, stands: bool) -> Option<Arc<Self>> {
         let image_id = header.id()?.to_owned();
         Some(Arc::new(Self {
@@ -141,8 +141,8 @@ impl FormatMarker for MarkerInImage {
 
 impl BoundCephImage<'_> {
     /// The format marker of the image: in its metadata, for a node that may write it,
-    /// where librados is there. A staged image is not being formatted, and the cluster is
-    /// not asked.
+    /// where librados is installed. A staged image is not being formatted, so the agent
+    /// does not query the cluster.
     pub(super) fn marker(
         &self,
         known: &Known<'_>,
@@ -218,7 +218,7 @@ mod tests {
         early.clear().unwrap();
         let late = marker(&io, "image");
         assert!(!late.format_in_progress(FileSystem, "v").unwrap());
-        // As one that waits for whoever has the image.
+        // As a node that waits until the other has released the image.
         one.set(Luks, "v").unwrap();
         assert!(!late.format_in_progress(Luks, "v").unwrap());
         late.may_have_come();

@@ -39,14 +39,14 @@ pub enum Own {
     None,
     /// The kernel driver's, by its client id.
     Client(i64),
-    /// One of them: rbd-nbd does not say which.
+    /// Any one client: rbd-nbd does not report its id.
     Some,
 }
 
-/// An image whose cluster is asked about it.
+/// An image, and the connection by which the agent queries it.
 ///
-/// Mostly the header suffices ([`Header`]). The image is opened only if others have it
-/// open, to name them and to see whether they may write.
+/// Mostly the header suffices ([`Header`]). The agent opens the image only if other clients
+/// have it open, to name them and to learn whether they may write.
 #[derive(Debug)]
 pub struct QueriedImage {
     pool: IoCtx,
@@ -68,7 +68,7 @@ impl QueriedImage {
     ) -> Result<Option<Self>, CephImageError> {
         let connected = match connections.get(&cluster.monitors, credentials) {
             Err(CephError::Library(missing)) => {
-                tracing::debug!(%missing, "the cluster is not asked");
+                tracing::debug!(%missing, "not querying the cluster");
                 return Ok(None);
             }
             connected => connected?,

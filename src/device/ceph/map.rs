@@ -2,9 +2,9 @@
 //! other client has the image open.
 //!
 //! ```text
-//!  one writer   who has the image open? ─ krbd maps ─ who has it open now?
+//!  one writer   no other client? ─ krbd maps ─ still no other client?
 //!  others       krbd maps
-//!  rbd-nbd      likewise, unless krbd has it on this node; nor the other way round
+//!  rbd-nbd      likewise; an image has krbd or rbd-nbd on a node, never both
 //! ```
 
 use std::{cell::OnceCell, sync::Once};
@@ -33,12 +33,12 @@ pub struct Known<'a> {
     pub image: ImageSpec,
     /// The pool's id, where it is known.
     pool_id: Option<i64>,
-    /// The image in its cluster, opened once for all questions.
+    /// The image in its cluster, opened once for all queries.
     asked: OnceCell<Option<QueriedImage>>,
 }
 
 impl Known<'_> {
-    /// The image as its cluster is asked about it; none where there is no librbd.
+    /// The image, for queries to its cluster; none where librbd is missing.
     pub fn asked(
         &self,
         connections: &Connections,
@@ -118,7 +118,7 @@ impl BoundCephImage<'_> {
             }
             Mounter::Either(served) => match krbd() {
                 Err(CephImageError::Rbd(error)) if error.is_for_another_mounter() => {
-                    tracing::info!(%error, "rbd-nbd is to serve it");
+                    tracing::info!(%error, "krbd cannot map the image; mapping it by rbd-nbd");
                     self.serve(known, served, options)
                 }
                 mapped => mapped,
@@ -167,8 +167,8 @@ impl BoundCephImage<'_> {
         }
     }
 
-    /// Volumes share the kernel's client, and after a fence the devices that are left
-    /// keep it, so what is mapped now needs one of its own.
+    /// Volumes share the kernel's client. After a fence the remaining devices keep the
+    /// fenced client, so a new mapping gets a client of its own.
     fn map_now(
         &self,
         wanted: &Wanted<'_>,
@@ -180,7 +180,7 @@ impl BoundCephImage<'_> {
                 let image = wanted.image.to_string();
                 tracing::warn!(
                     image,
-                    "the client of this node's volumes was fenced: it gets one of its own; pods with volumes from before must be started anew"
+                    "the client that this node's volumes share was fenced: this image gets a client of its own; restart the pods with older volumes of that cluster"
                 );
                 let options = &wanted.options.alone();
                 let wanted = Wanted { options, ..*wanted };
@@ -201,7 +201,7 @@ impl BoundCephImage<'_> {
             static SAID: Once = Once::new();
             SAID.call_once(|| {
                 let cluster_id = &known.cluster.cluster_id;
-                tracing::warn!(cluster_id, "readAffinity is enabled, and this agent does not know where its node is (--crush-location): reads go to any copy");
+                tracing::warn!(cluster_id, "readAffinity is enabled, but --crush-location is not set: reads go to any replica");
             });
         }
         Wanted {

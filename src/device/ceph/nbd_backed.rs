@@ -1,9 +1,9 @@
 //! Images that rbd-nbd serves: those that krbd cannot map, and those of the mounter
 //! `rbd-nbd`.
 //!
-//! The supervisor runs rbd-nbd's daemons ([`crate::supervisor`]); here the agent asks
-//! it to map, grow and unmap. The agent finds such a device by itself, by its cookie,
-//! which is the volume's handle.
+//! The supervisor runs rbd-nbd's daemons ([`crate::supervisor`]), and maps, grows and
+//! unmaps for the agent. The agent finds such a device by itself, by its cookie, which is
+//! the volume's handle.
 
 use super::{
     BoundCephImage, CephImageError, CephSource, Known, LowerDevice, as_it_is_shown, library::Own,
@@ -68,7 +68,7 @@ pub fn find(
     Ok(Some(FoundDevice { device, source }))
 }
 
-/// Whether rbd-nbd is being started for it, on behalf of an agent that was killed.
+/// Whether the supervisor is starting rbd-nbd for it, for a call of a killed agent.
 fn is_coming(supervisor: Option<&Watch>, volume_id: &str) -> Result<bool, CephImageError> {
     let mapping = supervisor.map(|supervisor| supervisor.is_mapping(volume_id));
     if mapping.transpose()? == Some(true) {
@@ -159,7 +159,7 @@ impl BoundCephImage<'_> {
         supervisor.ok_or_else(|| CephImageError::NoSupervisor { image: image() })
     }
 
-    /// Has the supervisor serve the image, or finds it served; passes the key either way.
+    /// Maps the image by the supervisor, or finds it mapped; passes the key either way.
     pub(super) fn serve(
         &self,
         known: &Known<'_>,
@@ -168,7 +168,7 @@ impl BoundCephImage<'_> {
     ) -> Result<(LowerDevice, Done), CephImageError> {
         let supervisor = self.supervisor()?;
         let look = || NbdDevice::attached_as(&served.cookie).map_err(ClientError::Io);
-        // A daemon that was started for a killed agent has the image open.
+        // A daemon that a killed agent's call started has the image open.
         let is_coming = is_coming(Some(supervisor), &served.cookie)?;
         let before = look()?;
         // As with krbd, a second writer destroys the image.
@@ -225,7 +225,7 @@ impl BoundCephImage<'_> {
         crash_point();
         let device = look()?.filter(|device| device.block.node == node);
         let device = device.ok_or_else(|| {
-            let why = format!("{} went while it was looked at", node.display());
+            let why = format!("{} disappeared after rbd-nbd was started", node.display());
             ClientError::Io(std::io::Error::other(why))
         })?;
         let lower = lower(device, &served.cookie);

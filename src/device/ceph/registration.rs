@@ -1,5 +1,5 @@
-//! Registering this node's client with a volume, for a controller that fences nodes
-//! that keep one, and telling the controller which fences it may lift.
+//! Registering this node's client with a volume, for a controller that fences nodes which
+//! do not release it, and reporting to the controller which fences it may lift.
 //!
 //! A client is registered before anything is written through it, and only while the
 //! volume is published to this node ([`crate::ceph::fencing`]): the kernel's here,

@@ -44,7 +44,7 @@ pub struct CephSource {
     pub unmapping: String,
     /// The KMS of the passphrase, if the image is encrypted.
     pub kms: Option<String>,
-    /// It is to be encrypted with options that this driver does not support.
+    /// Its encryption has options that this driver does not support.
     #[serde(default)]
     pub is_tuned: bool,
 }
@@ -128,11 +128,10 @@ impl CephSource {
         }
     }
 
-    /// Reads `clusterID`, `pool`, `imageName` and all else that ceph-csi has for
-    /// the node. A static volume's image is named as its handle is; a migrated
-    /// one's names are in the handle. Where there is no `imageName`, as in PVs of
-    /// ceph-csi 2.x, the image has the name that its journal gives to the handle:
-    /// `volumeNamePrefix` and the uuid.
+    /// Reads `clusterID`, `pool`, `imageName` and the other keys of ceph-csi for the node. A
+    /// static volume's image has the name of its handle; a migrated one's names are in the
+    /// handle. Where there is no `imageName`, as in PVs of ceph-csi 2.x, the image has the
+    /// name that its journal gives to the handle: `volumeNamePrefix` and the uuid.
     pub fn parse(context: VolumeContext<'_>, volume_id: &str) -> Result<Self, SourceError> {
         // A class of ceph-csi has keys for the controller, and later releases have keys
         // that this driver does not know; all of them reach the node.
@@ -141,7 +140,7 @@ impl CephSource {
             tracing::debug!(
                 volume_id,
                 ?unknown,
-                "keys of the volume context are passed over"
+                "ignoring unknown keys of the volume context"
             );
         }
         let handle: Option<CephVolumeHandle> = volume_id.parse().ok();
@@ -242,7 +241,7 @@ fn kms(context: VolumeContext<'_>) -> Result<Option<String>, SourceError> {
     if context.get("integrityMode").is_some() {
         return Err(SourceError {
             key: "integrityMode".into(),
-            why: "is not available: the volume has one more layer, which nobody here knows"
+            why: "is not available: this driver does not support dm-integrity below LUKS"
                 .to_owned(),
         });
     }

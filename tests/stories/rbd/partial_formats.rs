@@ -17,7 +17,7 @@ type PartialFormat = ((&'static str, &'static str), bool, &'static str);
 
 const PARTIAL_FORMATS: [PartialFormat; 3] = [
     (MKFS, false, "first superblock is gone"),
-    (LUKS_FORMAT, true, "not whole"),
+    (LUKS_FORMAT, true, "is incomplete"),
     (MKFS, true, "first superblock is gone"),
 ];
 

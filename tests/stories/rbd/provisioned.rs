@@ -251,14 +251,14 @@ fn uringctl_format_replaces_a_partial_format() {
         let class = Class::new(sandbox, ceph, &[("encrypted", "true")]).await;
         let (controller, node) = (&class.controller, &class.node);
         let volume = class.made(class.claim("ext4", "claim", 128 * MIB)).await;
-        // Without a note of ours: a LUKS header, or what stands there before.
+        // Without a format marker: a LUKS header without keys.
         let mapped = ceph.map_by_rbd(&volume, "noudev");
         let mapped = mapped.to_str().unwrap();
         fs::write(sandbox.dir().join("key"), "any").unwrap();
         let key = sandbox.dir().join("key").display().to_string();
         run(&["cryptsetup", "luksFormat", "-q", mapped, &key]);
         run(&["cryptsetup", "luksErase", "-q", mapped]);
-        let words = ["not whole", "uringctl format"];
+        let words = ["is incomplete", "uringctl format"];
         let unmap = ["rbd", "unmap", "-o", "noudev", mapped];
         run(&unmap);
         refused(node.stage(&volume).await, FailedPrecondition, &words);
