@@ -32,18 +32,18 @@ pub enum ClientError {
     Unreachable {
         /// Its socket.
         endpoint: Endpoint,
-        /// What happened.
+        /// The error of the connection.
         source: Box<Status>,
     },
     /// The supervisor refused or failed; its message.
     #[error("{1}")]
     Refused(Refusal, String),
     /// The client could not be set up.
-    #[error("cannot ask uring-csi-holder")]
+    #[error("cannot call uring-csi-holder")]
     Io(#[from] std::io::Error),
 }
 
-/// What a refusal means to the agent.
+/// The agent's reading of a refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// The request is invalid, or the volume is mapped otherwise.
@@ -80,7 +80,7 @@ impl Refusal {
 }
 
 impl ClientError {
-    /// What the caller may do about it.
+    /// The kind of the error.
     pub fn kind(&self) -> Kind {
         match self {
             Self::Refused(Refusal::Precondition, _) => Kind::Precondition,

@@ -1,9 +1,9 @@
 //! A process of rbd-nbd: its start, its log, and its end.
 //!
-//! It stays in the foreground, so that it is one process from the start, and outlives
-//! this one. It reads the key from its standard input, a file in memory that no other
-//! process can open and that is emptied once it was read. The supervisor reads its output
-//! to the end: a full pipe would stop it.
+//! The daemon stays in the foreground, so that it is one process from the start, and
+//! outlives the supervisor. It reads the key from its standard input, a file in memory that
+//! no other process can open; the supervisor empties the file after that. The supervisor
+//! reads the daemon's output to the end: a full pipe would stop the daemon.
 
 use std::{
     io,
@@ -238,7 +238,11 @@ impl Daemon {
             if timeout(END_WITHIN, self.ended()).await.is_ok() {
                 return true;
             }
-            tracing::warn!(pid = self.pid(), ?signal, "rbd-nbd does not end");
+            tracing::warn!(
+                pid = self.pid(),
+                ?signal,
+                "rbd-nbd does not end after the signal"
+            );
         }
         false
     }

@@ -10,7 +10,7 @@ use super::SpecError;
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
-    /// The request cannot be passed on.
+    /// The request has a value that rbd-nbd would misread.
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// The device is mapped otherwise than requested.
@@ -18,7 +18,7 @@ pub enum SupervisorError {
     Otherwise {
         volume_id: String,
         node: String,
-        /// What is different about it.
+        /// The difference.
         how: String,
     },
     /// The cluster refused the user.
@@ -39,7 +39,7 @@ pub enum SupervisorError {
     },
     /// The daemon ended without a message, as it does if the image is missing.
     #[error(
-        "rbd-nbd ended without a reason, as it does where the cluster has no image {image}, or no such pool, namespace or snapshot"
+        "rbd-nbd ended without a message, as it does if the cluster has no image {image}, or no such pool, namespace or snapshot"
     )]
     Missing { image: String },
     /// The daemon ended with a message.
@@ -50,11 +50,11 @@ pub enum SupervisorError {
         message: String,
     },
     /// Another process took the device first.
-    #[error("the NBD device that was to be of image {image} is in use")]
+    #[error("another process took the NBD device that was chosen for image {image}")]
     Taken { image: String },
-    /// The controller does not want this node to have the volume.
+    /// The controller has not published the volume to this node, or has unpublished it.
     #[error(
-        "image {image} is not published to node {node} (any more), so no rbd-nbd is to write it: another node may have it"
+        "image {image} is not published to node {node} (any more), so the supervisor starts no rbd-nbd for it: another node may have it"
     )]
     Unpublished {
         image: String,
@@ -62,10 +62,10 @@ pub enum SupervisorError {
         node: String,
     },
     /// The daemon was not started, or was ended: the controller could not fence it.
-    #[error("the client of rbd-nbd for image {image} cannot be registered for fencing: {message}")]
+    #[error("cannot register the client of rbd-nbd for image {image} for fencing: {message}")]
     NotRegistered {
         image: String,
-        /// Why.
+        /// The reason.
         message: String,
     },
     /// The daemon neither serves nor ends in time.
@@ -74,13 +74,11 @@ pub enum SupervisorError {
         image: String,
         /// The daemon.
         pid: i32,
-        /// What it fails to do, and for how long.
+        /// Its failure, a verb phrase after the process.
         how: &'static str,
     },
-    /// An earlier call goes on.
-    #[error(
-        "what was begun with volume {0} is still under way; the next call finds it done, or waits for it"
-    )]
+    /// An earlier call is still under way.
+    #[error("work on volume {0} is still under way; repeat the call, which waits for it")]
     UnderWay(String),
     /// rbd-nbd is not installed.
     #[error("cannot start {program}; it is in the package rbd-nbd")]
@@ -92,20 +90,20 @@ pub enum SupervisorError {
     },
     /// The supervisor has no such volume.
     #[error(
-        "volume {0} is not mapped by rbd-nbd on this node, or the supervisor has no record of it: then a stage brings it back, which kubelet calls for when it is restarted"
+        "rbd-nbd does not map volume {0} on this node, or the supervisor has no record of it: stage the volume again (kubelet does when it restarts)"
     )]
     Unknown(String),
     /// The supervisor does not have the key.
     #[error(
-        "the key of volume {0} is not known any more; the next stage of the volume brings it, or uringctl reattach"
+        "the supervisor has no key of volume {0}; the next stage of the volume brings it, or uringctl reattach"
     )]
     NoKey(String),
     /// A file system, device mapper, md or a process holds the device.
-    #[error("{} is in use; it stays mapped until its user lets go", node.display())]
+    #[error("{} is in use; it stays mapped until its opener closes it", node.display())]
     Busy { node: PathBuf },
     /// The image has not grown to the size.
     #[error(
-        "{} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown", node.display()
+        "{} has {bytes} bytes, fewer than the required {wanted}: image {image} was not grown", node.display()
     )]
     Small {
         image: String,
@@ -115,10 +113,10 @@ pub enum SupervisorError {
         /// The size required.
         wanted: u64,
     },
-    /// The kernel refused something else.
+    /// Another operation failed.
     #[error("cannot {what} {subject}")]
     Io {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         subject: String,
         /// The kernel's answer.
@@ -153,7 +151,7 @@ impl From<SupervisorError> for Status {
     }
 }
 
-/// Turns the kernel's answer into an error that says what was tried.
+/// Turns the kernel's answer into an error that names the operation.
 #[cfg(feature = "holder")]
 pub(super) fn failed(
     what: &'static str,

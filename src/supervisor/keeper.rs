@@ -38,7 +38,7 @@ impl Keeper {
     pub fn open(program: &str, dir: PathBuf, boot_id: String) -> io::Result<Self> {
         if nbd::reads_partitions() {
             tracing::warn!(
-                "the kernel module nbd was not loaded with max_part=0: if an rbd-nbd dies in the moment in which partitions of a device of a new size are read, no other can take its place and all I/O of that device waits; have it loaded so (in /etc/modprobe.d: options nbd max_part=0) when the node boots next"
+                "the kernel module nbd was not loaded with max_part=0: if an rbd-nbd dies while the kernel reads the partitions of a resized device, no other can replace it, and all I/O of that device waits; add `options nbd max_part=0` to /etc/modprobe.d and reboot the node"
             );
         }
         let keeper = Self(Arc::new(Shared {
@@ -119,7 +119,7 @@ impl Keeper {
         let answer = answer.map_err(|_| SupervisorError::UnderWay(volume_id.to_owned()))?;
         answer.unwrap_or_else(|_| {
             Err(SupervisorError::Io {
-                what: "do what was asked of",
+                what: "finish the call on",
                 subject: volume_id.to_owned(),
                 source: io::Error::other("its task has ended"),
             })

@@ -1,5 +1,5 @@
-//! Keeps what is in memory there: not in swap, not in a core dump, and not for
-//! another process of the same user to read.
+//! Keeps the process's memory out of swap and core dumps, and from other processes of the
+//! same user.
 //!
 //! Sources: mlock(2), core(5), PR_SET_DUMPABLE(2const).
 
@@ -10,8 +10,8 @@ use rustix::{
     process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit},
 };
 
-/// Locks the memory of this process, as far as it is used, now and later
-/// (CAP_IPC_LOCK, which must be kept), and forbids other processes to read it. Children
+/// Locks the used pages of this process, present and future ones, and forbids other
+/// processes to read them. The process needs CAP_IPC_LOCK, and must keep it. Children
 /// inherit only the limit on core dumps.
 pub fn lock() -> io::Result<()> {
     let none = Rlimit {

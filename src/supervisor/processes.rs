@@ -73,9 +73,8 @@ impl DaemonProcess {
 
     /// The process, if it is one of rbd-nbd.
     pub fn of(pid: i32) -> Option<Self> {
-        // Of one that has ended, or is reaped now, nothing is left to read. The name
-        // is the kernel's own; the arguments are in the process's memory, for which
-        // a reader may have to wait.
+        // A process that has ended has neither file any more. The name is in the kernel; the
+        // arguments are in the process's memory, for which a reader may have to wait.
         let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
         if read("comm") != b"rbd-nbd\n" {
             return None;

@@ -1,5 +1,5 @@
-//! The records by which a supervisor takes up the volumes of the one before it: a file
-//! each on a tmpfs, never with a key.
+//! The records by which a supervisor takes up the volumes of its predecessor: one file a
+//! volume on a tmpfs, never with a key.
 //!
 //! A file is replaced as a whole. A record of an earlier boot, should the directory
 //! outlive it, is ignored: its device is gone.
@@ -52,7 +52,7 @@ impl SpecRecords {
                 // Left for the operator. A daemon is found without it, too, when its
                 // volume is staged again.
                 Err(error) => {
-                    tracing::error!(%error, path = %path.display(), "a record cannot be read");
+                    tracing::error!(%error, path = %path.display(), "cannot read a record");
                 }
             }
         }

@@ -123,8 +123,8 @@ enum RegistrationAnswer {
     Failed(String),
 }
 
-/// Has a child register it; blocks, no longer than [`WITHIN`]. False if the daemon is not
-/// among the image's watchers yet.
+/// Starts a child that registers the client; blocks, no longer than [`WITHIN`]. False if
+/// the daemon is not among the image's watchers yet.
 pub(super) fn register(
     spec: &Spec,
     fencing: &RegistrationKey,
@@ -173,7 +173,7 @@ pub(super) fn register(
         Err(_) => {
             let message = String::from_utf8_lossy(&output.stderr);
             let message = format!(
-                "its helper ended by {}, and printed {message:?}",
+                "the child that registers clients ended by {} and printed {message:?}",
                 output.status
             );
             Err(SupervisorError::NotRegistered {
@@ -184,13 +184,15 @@ pub(super) fn register(
     }
 }
 
-/// What the child does: reads the order and the key, and answers.
+/// The child's main function: reads the order and the key, and answers.
 pub fn child() -> ExitCode {
-    // What waits for an OSD has no deadline everywhere.
+    // Not every call of librados that waits for an OSD has a deadline.
     thread::spawn(|| {
         #[expect(clippy::disallowed_methods, reason = "a deadline")]
         let _ = crossbeam::channel::after(WITHIN).recv();
-        answer(&RegistrationAnswer::Silent("it takes too long".to_owned()));
+        answer(&RegistrationAnswer::Silent(
+            "an OSD does not answer".to_owned(),
+        ));
     });
     let carried_out = match memory_lock::lock().and_then(|()| read()) {
         Ok((order, key)) => carry_out(order, key).unwrap_or_else(|error| why(&error)),
@@ -199,7 +201,7 @@ pub fn child() -> ExitCode {
     answer(&carried_out)
 }
 
-/// The first that has an answer ends the process.
+/// Prints the answer and ends the process: of two threads, the first one counts.
 fn answer(answer: &RegistrationAnswer) -> ! {
     let text = serde_json::to_string(answer).expect("strings are JSON");
     println!("{text}");

@@ -1,4 +1,4 @@
-//! What all volumes of the supervisor share, and how their tasks are reached.
+//! The state that all volumes of the supervisor share, and the commands to their tasks.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::{Spec, SupervisorError, records::SpecRecords};
 use crate::{Done, kernel::nbd::NbdDevice, lane::Lanes, secret::Secret};
 
-/// What all volumes share.
+/// The state that all volumes share.
 #[derive(Debug)]
 pub struct Shared {
     /// rbd-nbd.
@@ -20,7 +20,7 @@ pub struct Shared {
     pub(super) volumes: Mutex<BTreeMap<String, Kept>>,
 }
 
-/// The way to a volume's task, and what it reports.
+/// The commands to a volume's task, and its last report.
 #[derive(Debug)]
 pub struct Kept {
     pub(super) commands: mpsc::UnboundedSender<VolumeCommand>,
@@ -51,9 +51,9 @@ pub struct Status {
     pub node: Option<String>,
     /// The daemon's process id.
     pub pid: Option<i32>,
-    /// The key is there.
+    /// The supervisor has the key.
     pub has_key: bool,
-    /// What is wrong.
+    /// The defect, if the volume is unhealthy.
     pub trouble: Option<String>,
 }
 
@@ -63,8 +63,8 @@ impl Shared {
         self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes a volume of which nothing is left from the list and from the records,
-    /// unless a request to it waits.
+    /// Removes a volume without a device and a daemon from the list and from the records,
+    /// unless a command to it waits.
     pub(super) fn forget(
         &self,
         volume_id: &str,
@@ -76,7 +76,7 @@ impl Shared {
             volumes.remove(volume_id);
             // The next supervisor finds no device for a record that stays, and removes it.
             if let Err(error) = self.records.forget(volume_id) {
-                tracing::error!(volume = volume_id, %error, "a record is left");
+                tracing::error!(volume = volume_id, %error, "cannot remove the volume's record");
             }
         }
         idle

@@ -48,7 +48,7 @@ pub struct RegistrationKey {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {
     /// A name has characters that the program would read otherwise.
-    #[error("rbd-nbd cannot be given {text:?} as the {what}")]
+    #[error("rbd-nbd would misread {text:?} as the {what}")]
     Unsuited {
         /// The kind of name.
         what: &'static str,
@@ -145,7 +145,7 @@ impl Spec {
             format!("--cookie={}", self.volume_id),
         ];
         arguments.extend(self.options.arguments());
-        // It says as whom it joins the cluster. The last one counts.
+        // At this level it logs its client id. The last option of a name counts.
         arguments.push("--debug-monc=5".to_owned());
         if self.read_only {
             arguments.push("--read-only".to_owned());

@@ -63,7 +63,7 @@ impl Test {
     }
 
     /// The next supervisor; the last one must have been dropped, with its runtime. It has
-    /// looked at what there is.
+    /// looked for devices and daemons.
     fn supervisor(&self) -> Supervisor {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -76,7 +76,7 @@ impl Test {
         let supervisor = Supervisor { runtime, keeper };
         let is_new =
             |status: &super::shared::Status| status.pid.is_none() && status.trouble.is_none();
-        supervisor.until("a look at what there is", || {
+        supervisor.until("a look for devices and daemons", || {
             let listed = supervisor.keeper.list();
             !listed.iter().any(|(_, status)| is_new(status))
         });

@@ -7,10 +7,10 @@
 //!  unmap    claim (O_EXCL) · DISCONNECT · the daemon ends by itself, or is ended
 //! ```
 //!
-//! **One way to restart.** Whatever leaves a device without a daemon (a daemon that ended,
-//! a call, a supervisor that ended), [`ServedVolume::ensure_served`] starts one, and reports
-//! and retries a failure. Meanwhile a lock keeps udevd off the device: udevd would wait for it, and
-//! every process that waits for udevd, too.
+//! **One way to restart.** A device may lose its daemon by the end of the daemon, by a
+//! call, or by the end of a supervisor. In each case [`ServedVolume::ensure_served`] starts
+//! one, and reports and retries a failure. Meanwhile a lock keeps udevd off the device:
+//! udevd would wait for the device, and every process that waits for udevd would, too.
 //!
 //! **Growth.** The driver takes a size together with the socket of an attach, and only
 //! while no request is in flight. It waits for those in flight: for ever, if only the new
@@ -63,9 +63,9 @@ pub struct ServedVolume {
     lineage: Lineage,
     /// The image, from the command line of a daemon that another process started.
     found: Option<String>,
-    /// How often the daemon has complained of the image's size.
+    /// How often the daemon has logged that the image has another size than the device.
     resized: usize,
-    /// Whether it has, and the device did not follow yet.
+    /// Whether the image was resized, and the device does not have its size yet.
     is_behind: bool,
     /// When to restart the daemon again.
     retry: Option<Instant>,
@@ -136,8 +136,8 @@ impl ServedVolume {
         }
     }
 
-    /// Keeps the device open from the time a daemon serves it until it is disconnected,
-    /// or may have been by another process: an open device would stay.
+    /// Opens the device once a daemon serves it, and closes it once this or another process
+    /// has disconnected it: an open device would stay.
     fn hold(&mut self, device: Option<&NbdDevice>) {
         match (device.cloned(), &self.daemon) {
             (Some(device), Some(_)) => {
@@ -198,7 +198,7 @@ impl ServedVolume {
             Err(error) => Err(error),
         };
         match looked {
-            // It is reported already.
+            // `ensure_served` reports its failure itself.
             Ok(Some(device)) => drop(self.ensure_served(&device).await),
             // Another process disconnected it, which ended the daemon.
             Ok(None) => self.mark_healthy(),
@@ -239,7 +239,7 @@ impl ServedVolume {
     fn tell(&self, device: Option<&NbdDevice>) {
         let has_key = self.candidates.newest().is_some();
         let doubt = (!has_key && self.daemon.is_some()).then_some(
-            "uring-csi-holder has restarted and has no key: if rbd-nbd ends, it cannot be started again before the next stage or uringctl reattach brings the key",
+            "uring-csi-holder has restarted and has no key: if rbd-nbd ends, nothing restarts it before the next stage or uringctl reattach brings the key",
         );
         let image = self.candidates.spec().map(Spec::name);
         let status = Status {

@@ -96,7 +96,7 @@ impl Watch {
             Report::Failed(why) => return Some(Trouble::Unkept(why.clone())),
         };
         let Some(held) = volumes.iter().find(|held| held.volume_id == volume_id) else {
-            let why = "uring-csi-holder does not know it: stage the volume again";
+            let why = "uring-csi-holder has no record of the volume: stage it again";
             return Some(Trouble::Unkept(why.to_owned()));
         };
         match (held.trouble.as_str(), held.pid) {

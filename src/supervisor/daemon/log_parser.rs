@@ -2,7 +2,7 @@
 
 use crate::supervisor::{Spec, SupervisorError};
 
-/// How many bytes of the output are kept; its end, where the error is.
+/// How many bytes of the output's end, which has the error, are kept.
 pub const KEPT: usize = 2048;
 
 /// The state of a daemon, by its log so far.
@@ -21,7 +21,7 @@ pub struct DaemonLog {
 }
 
 impl DaemonLog {
-    /// Takes a line in.
+    /// Parses a line.
     pub fn take(&mut self, line: &str) {
         if !self.serves && line.starts_with("/dev/nbd") {
             self.serves = true;
@@ -41,8 +41,8 @@ impl DaemonLog {
     }
 }
 
-/// What librados logs, at level 5 of `monc`, when it has joined a cluster (Ceph's
-/// `MonClient::authenticate`): the number is the client's among an image's watchers.
+/// The line that librados logs, at level 5 of `monc`, when it has joined a cluster (Ceph's
+/// `MonClient::authenticate`); it ends with the client's id, as an image's watchers show it.
 const JOINED: &str = "authenticate success, global_id ";
 
 fn joined_as(line: &str) -> Option<i64> {
@@ -50,7 +50,8 @@ fn joined_as(line: &str) -> Option<i64> {
     number.parse().ok()
 }
 
-/// Two lines that it logs at every start, and the only ones if the image is missing.
+/// Parts of the lines that rbd-nbd logs at every start, and its only ones if the image is
+/// missing.
 const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred set uid:gid"];
 
 /// The error by which a daemon ended, by its last lines.

@@ -1,4 +1,4 @@
-//! Each of those who take part dies, and what was under way goes on.
+//! A daemon, the supervisor, or both die, and I/O continues.
 
 use std::{
     fs::{self, File},
@@ -66,14 +66,14 @@ fn daemons_outlive_their_supervisor_and_the_next_reports_missing_keys() {
     let status = supervisor.status(&test);
     assert_eq!((status.pid, status.has_key), (pid, false));
     assert!(status.trouble.unwrap().contains("uringctl reattach"));
-    // A wrong key is told, and the daemon goes on.
+    // A wrong key is reported, and the daemon runs on.
     let wrong = supervisor.map(&test.spec, wrong_key());
     assert_eq!(wrong.unwrap().1, Done::Already);
     let status = supervisor.status(&test);
     assert_eq!(status.pid, pid);
     assert!(status.trouble.unwrap().contains("client.csi"));
-    // With the key there is a daemon that this supervisor hears, and what the last one
-    // was not there to hear is caught up with.
+    // With the key, this supervisor starts a daemon whose log it reads, and applies the
+    // resize that no supervisor has seen.
     assert_eq!(
         test.map(&supervisor).unwrap(),
         (node.clone(), Done::Already)
@@ -119,7 +119,7 @@ fn a_key_that_worked_is_kept_until_another_has() {
     let supervisor = test.supervisor();
     let (node, _) = test.map(&supervisor).unwrap();
     assert!(may_be_looked_at(&node));
-    // Nobody has tried it yet.
+    // No daemon has used it yet.
     assert_eq!(
         supervisor.map(&test.spec, wrong_key()).unwrap().1,
         Done::Already
@@ -212,7 +212,7 @@ fn a_key_restores_a_daemon_that_died_with_its_supervisor() {
         .block_on(supervisor.keeper.grow(&test.spec.volume_id, 1 << 40));
     assert!(matches!(grown, Err(SupervisorError::NoKey(_))), "{grown:?}");
 
-    // A wrong key is told, and another try is not prevented by it.
+    // A wrong key is reported, and prevents no other try.
     let reattach = |key| {
         supervisor
             .runtime

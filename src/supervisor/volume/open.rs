@@ -101,11 +101,11 @@ pub fn open_shared(device: &BlockDev) -> Result<Arc<File>, SupervisorError> {
     Ok(file)
 }
 
-/// Waits until udevd is done with the device, and keeps it off for as long as the file
-/// is locked so: udevd looks into what it can lock, shared with others, and at
-/// nothing else (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Uses the file that has the
-/// device open already, if there is one: its lock would be in the way. Blocks as long as
-/// the device does: for a lane.
+/// Waits until udevd has closed the device, and keeps udevd off while the file is locked:
+/// udevd reads only devices on which it gets a shared lock
+/// (<https://systemd.io/BLOCK_DEVICE_LOCKING>). Uses the file that has the device open
+/// already, if there is one: its shared lock would conflict. Blocks as long as the device
+/// does: for a lane.
 pub fn lock_out_udevd(
     device: &BlockDev,
     opened: Option<Arc<File>>,

@@ -21,8 +21,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(200);
 const THERE_WITHIN: Duration = Duration::from_secs(5);
 
 impl ServedVolume {
-    /// Starts anew, as a stage or an operator asks: the volume is published to this node
-    /// now, and earlier registrations do not matter.
+    /// Runs a command of a stage or an operator under a new lineage: the volume is published
+    /// to this node now, and earlier registrations do not matter.
     pub(super) async fn anew<T>(
         &mut self,
         what: impl AsyncFnOnce(&mut Self) -> Result<T, SupervisorError>,
@@ -57,7 +57,7 @@ impl ServedVolume {
             tracing::debug!(
                 volume = self.id,
                 error,
-                "the daemon that ended stays registered as starting"
+                "cannot register that the daemon ended: it stays registered as starting"
             );
         }
     }
@@ -83,7 +83,7 @@ impl ServedVolume {
                 return Err(SupervisorError::NotRegistered {
                     image: args.spec.image.to_string(),
                     message: format!(
-                        "process {} is not among those who have it open; if it was fenced, the volume is to be unstaged first",
+                        "process {} is not among the image's watchers; if the cluster fenced it, unstage the volume first",
                         daemon.pid()
                     ),
                 });

@@ -74,7 +74,7 @@ impl ServedVolume {
 
     pub(super) fn mark_unhealthy(&mut self, error: &SupervisorError) {
         let what = if self.daemon.is_none() {
-            "nothing serves the device, so its I/O waits"
+            "no rbd-nbd serves the device, so its I/O waits"
         } else {
             "rbd-nbd runs, but the volume is unhealthy"
         };
@@ -173,7 +173,7 @@ impl ServedVolume {
                 if let Err(error) = registered {
                     return Err(self.kill(verb, error).await);
                 }
-                // It was told the image's size with the socket.
+                // The attach has given the device the image's size.
                 (self.resized, self.is_behind) = (0, false);
                 self.worked(args.clone());
                 Ok(())
@@ -190,9 +190,10 @@ impl ServedVolume {
         }
     }
 
-    /// Ends a daemon that must not serve, for that reason, before it writes anything
-    /// more. A device that it has just made, with no data written, is disconnected first.
-    /// Returns the error to report: if anything is left, that.
+    /// Ends a daemon that must not serve, for the reason `why`, before it writes more. If
+    /// the daemon has just made the device, which has no data yet, the device is
+    /// disconnected first. Returns the error to report: that of the undo if it failed, else
+    /// `why`.
     async fn kill(&mut self, verb: &Verb<'_>, why: SupervisorError) -> SupervisorError {
         let undone = match verb {
             Verb::Map(_) => self.unmap().await.map(drop),
@@ -254,8 +255,8 @@ impl ServedVolume {
 
     /// Gives the device its image's size, while its daemon serves.
     ///
-    /// rbd-nbd refuses to attach while it sees another process that serves the device.
-    /// That is right anywhere else; here the other process is hidden from it.
+    /// rbd-nbd refuses to attach while it sees another process that serves the device. That
+    /// refusal protects the data elsewhere; here the supervisor hides the other process.
     pub(super) async fn take_size(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         let args = self.args()?;
         let Err(error) = self.take_size_by(args, device).await else {

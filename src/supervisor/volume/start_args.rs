@@ -1,8 +1,8 @@
 //! The arguments by which a volume's daemons are started: the image, the user, and the
 //! key.
 //!
-//! A call brings them, and may be wrong: those that worked are kept until newer ones
-//! work.
+//! A call brings new arguments, which may be wrong: the supervisor keeps those that worked
+//! until the new ones have worked.
 
 use crate::{
     secret::Secret,
@@ -23,7 +23,7 @@ pub struct StartCandidates {
     pub recorded: Option<Spec>,
     /// A daemon was started by these.
     proven: Option<StartArgs>,
-    /// Brought since, and not tried yet, or failed for a reason that may pass.
+    /// From a later call, and not tried yet, or failed for a transient reason.
     received: Option<StartArgs>,
 }
 
@@ -47,7 +47,7 @@ impl StartCandidates {
         self.received.as_ref().or(self.proven.as_ref())
     }
 
-    /// Takes newer arguments. Their word on fencing counts at once: it is the controller's.
+    /// Takes newer arguments. Their fencing, which the controller decides, applies at once.
     pub fn receive(&mut self, args: StartArgs) {
         if let Some(proven) = &mut self.proven {
             proven.spec.fencing.clone_from(&args.spec.fencing);
@@ -72,7 +72,7 @@ impl StartCandidates {
         Some(other)
     }
 
-    /// Notes that no daemon is to run any more.
+    /// Drops the keys of a volume that is unmapped.
     pub fn forget_keys(&mut self) {
         (self.proven, self.received) = (None, None);
     }

@@ -65,7 +65,7 @@ impl ServedVolume {
         let device = self.device()?;
         device.ok_or_else(|| SupervisorError::Failed {
             image: self.image(),
-            message: "it logs that it serves a device, and the kernel has none of this volume"
+            message: "it logged that it serves a device, but the kernel has none for this volume"
                 .to_owned(),
         })
     }
@@ -193,7 +193,7 @@ impl ServedVolume {
         {
             self.daemon = None;
         }
-        // And one that a supervisor, killed since, had started beside it.
+        // A supervisor that was killed may have started another daemon beside it.
         loop {
             self.end().await?;
             self.look().await?;
@@ -211,7 +211,10 @@ impl ServedVolume {
             gone?;
         } else {
             // Another opener, such as udevd, keeps it a moment longer.
-            tracing::warn!(volume = self.id, "the device does not go");
+            tracing::warn!(
+                volume = self.id,
+                "the kernel has not removed the device yet: another process has it open"
+            );
         }
         self.candidates.forget_keys();
         Ok(done)
