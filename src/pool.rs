@@ -76,7 +76,7 @@ pub enum PoolError {
     BadSpec {
         /// The value of the option.
         text: String,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
     /// Two pools have one name.
@@ -106,7 +106,7 @@ pub enum PoolError {
     #[error("pool {pool:?}: nothing is mounted at its directory {}, as its option `mounted` demands", dir.display())]
     NotMounted { pool: String, dir: PathBuf },
     /// The pool's directory exists, without the scope of a pool that was used.
-    #[error("pool {pool:?}: its directory {} holds no pool that was ever used; is it mounted?", dir.display())]
+    #[error("pool {pool:?}: no volume was ever made or attached in its directory {}; is it mounted?", dir.display())]
     Uninitialized { pool: String, dir: PathBuf },
     /// The pool was set up with another scope.
     #[error(
@@ -128,7 +128,7 @@ pub enum PoolError {
     BadName {
         pool: String,
         image: String,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
     /// The image does not exist.

@@ -1,10 +1,10 @@
 //! The controller's stores, which create, delete, grow, snapshot and clone volumes.
 //!
 //! The gRPC services call [`Stores`], which picks the store of a call and runs the call on
-//! a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps
-//! volumes as raw image files in pools, [`rbd`] as images in Ceph clusters. Nothing
-//! here knows gRPC: requests are plain data, and an [`Error`] has a
-//! [`Kind`](crate::Kind) that `csi::status` turns into a code.
+//! a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps volumes as raw image
+//! files in pools, [`rbd`] as images in Ceph clusters. This module does not know gRPC:
+//! requests are plain data, and `csi::status` makes a code of the
+//! [`Kind`](crate::Kind) of an [`Error`].
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -55,7 +55,7 @@ pub struct NewVolume {
     pub secrets: Secrets,
 }
 
-/// A part of the cluster: what all of its nodes have in common (CSI `Topology`).
+/// The segments that all nodes of a part of the cluster have in common (CSI `Topology`).
 pub type TopologySegments = BTreeMap<String, String>;
 
 /// From where a volume must be reachable (CSI `TopologyRequirement`).
@@ -185,7 +185,7 @@ impl Omitted {
     }
 }
 
-/// How long a pool may take to list what it has, before a list omits it.
+/// How long a pool may take to list its entries, before a list omits it.
 const LIST_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ListRequest {
@@ -270,7 +270,7 @@ pub struct Abilities {
     pub lists: bool,
     /// Volumes have parameters that can be changed.
     pub modifies: bool,
-    /// It must be told which nodes get a volume, and which have released it.
+    /// It needs the publish and unpublish calls of its volumes.
     pub publishes: bool,
 }
 
@@ -292,7 +292,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// Checks that it can be used; an error says why not.
     fn check(&self) -> Result<(), Error>;
     /// Finishes or undoes the work of controllers that have ended; returns the failures.
-    /// Leaves calls under way alone, here and in other controllers.
+    /// Does not touch calls under way, of this and of other controllers.
     fn sweep(&self) -> Vec<Error>;
     /// Makes a volume, or returns the one that an equal request made.
     fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error>;

@@ -161,15 +161,15 @@ impl ClaimError {
     }
 }
 
-/// How to release the claim of a node that is down for good; no command to paste without
-/// reading it. Empty where the owner is this boot.
+/// How to release the claim of a node that is down for good: a command that only lists, as
+/// an operator may paste it without reading. Empty where the owner is this boot.
 fn how_to_release(owner: &Claim, pool: &Pool, boot_id: &str) -> String {
     if owner.boot_id == boot_id {
         return String::new();
     }
     format!(
-        " (where that node is off and stays off, `uringctl release --pool {}={} --node {}` shows \
-         what it claims and how to free it)",
+        " (where that node is off and stays off, `uringctl release --pool {}={} --node {}` lists \
+         its claims and how to release them)",
         pool.name,
         pool.dir.display(),
         owner.node_id
@@ -264,7 +264,7 @@ pub fn release(pool: &Pool, image: &str, node_id: &str) -> Result<Done, ClaimErr
     remove(pool, image, &marker_path(pool, image, node_id))
 }
 
-/// The claims of nodes on the image, held or asked for. In a shared pool they include stale
+/// The claims of nodes on the image, held or requested. In a shared pool they include stale
 /// ones of other nodes: only a node itself knows that it has rebooted.
 pub fn owners(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
     let boot_id = boot_id().map_err(|e| pool.io("read", Path::new(BOOT_ID), e))?;

@@ -8,9 +8,9 @@ use rustix::{
     io::Errno,
 };
 
-/// Makes `to` share all of the data of `from` (ioctl_ficlone(2)). Atomic: `to`
-/// shows one point in time even while `from` is written. False where the file
-/// system cannot, or the two are not on one.
+/// Makes `to` share all of the data of `from` (ioctl_ficlone(2)). Atomic: `to` shows one
+/// point in time even while a process writes to `from`. False if the file system does not
+/// support that, or the two are on different ones.
 pub fn reflink(from: &File, to: &File) -> io::Result<bool> {
     match ioctl_ficlone(to, from) {
         Ok(()) => Ok(true),

@@ -16,7 +16,7 @@ pub enum Error {
     #[error("unknown parameter {name:?}; there are {known}")]
     UnknownParameter {
         name: String,
-        /// The names there are.
+        /// The known names.
         known: String,
     },
     /// The parameter's value makes no sense.
@@ -24,7 +24,7 @@ pub enum Error {
     BadParameter {
         name: &'static str,
         value: String,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// The capacity range contradicts itself.
@@ -62,21 +62,21 @@ pub enum Error {
     #[error("the source {0:?} is in the local pool of another node; make the volume on that node")]
     SourceElsewhere(String),
     /// The handle names a pool that is not configured.
-    #[error("{handle:?} is in a pool that this controller was not given; add it by --pool")]
+    #[error("{handle:?} is in a pool that this controller does not serve; add it by --pool")]
     PoolNotGiven {
         handle: String,
-        /// The pools that it was given.
+        /// The pools that it serves.
         source: PoolError,
     },
     /// The handle is of a backend that the controller was started without.
-    #[error("{handle:?} is nothing that this controller was started for; add {option}")]
+    #[error("this controller does not serve the backend of {handle:?}; add {option}")]
     HandleOfNoBackend {
         handle: String,
         /// The missing option.
         option: &'static str,
     },
     /// The class is for a backend that the controller was started without.
-    #[error("the class {kind}, and this controller was started for none; add {option}")]
+    #[error("the class {kind}, a backend that this controller does not serve; add {option}")]
     ClassOfNoBackend {
         /// The kind of class, and the parameter that shows it.
         kind: &'static str,
@@ -125,9 +125,9 @@ pub enum Error {
     Exported(String),
     /// It cannot be determined whether an NBD server writes to the image.
     #[error(
-        "the file system of pool {pool:?} cannot clone files at one point in time, and it is \
-         not one that only this machine can mount, so nobody can tell whether an NBD server \
-         writes to image {image}, and a copy of it might be torn; use a pool on xfs or btrfs"
+        "the file system of pool {pool:?} cannot clone files at one point in time, and other \
+         machines can mount it, so the controller cannot determine whether an NBD server \
+         writes to image {image}, and a copy might be torn; use a pool on xfs or btrfs"
     )]
     WritersUnknown {
         /// The pool of the image.
@@ -138,8 +138,8 @@ pub enum Error {
     /// A copy would show no single point in time.
     #[error(
         "the file system of pool {pool:?} cannot clone files at one point in time, and a copy of \
-         an image that is being written is none: unstage the volume first, or use a pool on xfs \
-         or btrfs"
+         an image that is being written would be torn: unstage the volume first, or use a pool \
+         on xfs or btrfs"
     )]
     NoPointInTime {
         /// The pool of the image.
@@ -152,20 +152,19 @@ pub enum Error {
     #[error("another controller works on {0:?}; try again")]
     Busy(String),
     /// The token of a listing is not one of this driver.
-    #[error("starting_token {0:?} is not one that this driver gave out; list from the beginning")]
+    #[error("starting_token {0:?} is not one of this driver's; list from the beginning")]
     BadToken(String),
     /// A file of the catalogue is invalid.
-    #[error("{} of the catalogue cannot be read; correct or remove it by hand", path.display())]
+    #[error("cannot parse {} of the catalogue; correct or remove it by hand", path.display())]
     Corrupt {
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         source: serde_json::Error,
     },
     /// The pool has less room than the volume may take.
     #[error(
-        "pool {pool:?} has {available} bytes left beside what its volumes were promised, and \
-         this needs {more}; make room, or let the class promise more than there is \
-         (parameter overcommit)"
+        "pool {pool:?} has {available} bytes available beyond the sizes of its volumes, and \
+         this needs {more}; free space, or let the class exceed the pool (parameter overcommit)"
     )]
     NoRoom {
         /// The pool's name.
@@ -177,8 +176,9 @@ pub enum Error {
     },
     /// An image has a reservation and no record.
     #[error(
-        "image {} has lost its record {}, so that nothing tells whether it is in use; it is left \
-         alone: put the record back, or, if nobody needs the image, remove it and then {}",
+        "image {} has lost its record {}, so the controller cannot determine whether it is in \
+         use, and keeps it: restore the record, or, if the image is not needed, remove it and \
+         then {}",
         image.display(), record.display(), reservation.display()
     )]
     Unrecorded {
@@ -217,7 +217,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the caller may do about it.
+    /// The kind of the error.
     pub fn kind(&self) -> Kind {
         match self {
             Self::UnknownParameter { .. }

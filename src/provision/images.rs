@@ -22,15 +22,15 @@
 //! apart, and the next equal call, or the next start ([`ImageStore::sweep`]),
 //! finishes or undoes it. The truth of a volume's size is its file's size.
 //!
-//! Nodes attach images as loop devices, or, with `backend: nbd`, as exports of an
-//! NBD server over the pool's directory. Which of the two is part of a volume's
-//! record; all else is the same, but for how it is known who uses an image:
-//! claims beside it, or [`writers`]. Exports are named by files directly in that
-//! directory, so a server shows complete images only.
+//! Nodes attach images as loop devices, or, with `backend: nbd`, as exports of an NBD server
+//! over the pool's directory. A volume's record has its backend. The backends differ in how
+//! the controller finds the users of an image: by claims beside it, or by [`writers`]. An
+//! export has the name of a file directly in that directory, so a server exports complete
+//! images only.
 //!
-//! Images are thin: a sparse file takes space as it is written. What is promised
-//! counts as taken, in [`ImageStore::capacity`] and where a volume is made or
-//! grown, unless its class says `overcommit`; only `preallocate` makes sure.
+//! Images are thin: a sparse file takes space as it is written. A volume's full size counts
+//! as taken, in [`ImageStore::capacity`] and where a volume is made or grown, unless its
+//! class has `overcommit`; only `preallocate` guarantees the space.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -81,7 +81,7 @@ impl Provisioner for ImageStore {
         }
     }
 
-    /// Checks that every pool's directory is there, and used as it is given here.
+    /// Checks that every pool's directory is there, and has the configured scope.
     fn check(&self) -> Result<(), Error> {
         let mut pools = self.pools.iter();
         pools.try_for_each(|pool| Ok(pool.check_scope()?))

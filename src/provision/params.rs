@@ -15,8 +15,8 @@ mod export;
 
 pub use export::ExportParameters;
 
-/// What a storage class may say. Also part of a volume's record, where it
-/// decides whether a repeated request is equal.
+/// The parameters of a storage class. A volume's record has them, too: they decide whether
+/// a repeated request is equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Parameters {
@@ -32,7 +32,7 @@ pub struct Parameters {
     /// `preallocate`: whether space is reserved for the whole image at once.
     #[serde(default)]
     pub preallocate: bool,
-    /// `overcommit`: whether more may be promised than the pool has.
+    /// `overcommit`: whether volumes may exceed the pool's space together.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub overcommit: bool,
     /// `directIO`: whether the loop device bypasses the page cache.
@@ -58,8 +58,8 @@ impl Parameters {
                 name: "backend",
                 value: "nbd".to_owned(),
                 why: format!(
-                    "pool {:?} is local to one node, and a volume on {} is not: any node may ask \
-                     for it, and any controller must be able to delete it; use a shared pool \
+                    "pool {:?} is local to one node, and a volume on {} is not: any node may \
+                     attach it, and any controller must be able to delete it; use a shared pool \
                      (--pool {}=DIR,shared at the controller; nodes need not have it)",
                     pool.name, served.server, pool.name
                 ),
@@ -69,7 +69,7 @@ impl Parameters {
             if volume_use.fs_type.is_some() {
                 return Err(Error::UnsupportedUse(
                     "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
-                     among them destroy the file system; ask for a block volume or for reading only"
+                     among them destroy the file system; request a block volume, or read-only access"
                         .to_owned(),
                 ));
             }
@@ -83,7 +83,8 @@ impl Parameters {
                 return Err(Error::BadParameter {
                     name: "directIO",
                     value: "false".to_owned(),
-                    why: "where several nodes write, their loop devices must not cache".to_owned(),
+                    why: "the loop devices of nodes that write to one image must not cache"
+                        .to_owned(),
                 });
             }
         }
@@ -92,7 +93,7 @@ impl Parameters {
 
     /// Parses a storage class' parameters.
     pub fn parse(given: &HashMap<String, String>) -> Result<Self, Error> {
-        // Sorted, so that of two mistakes always the same one is named.
+        // Sorted, so that of two mistakes the error always names the same one.
         let given: BTreeMap<&str, &str> = given
             .iter()
             .map(|(name, value)| (name.as_str(), value.as_str()))
@@ -132,8 +133,7 @@ impl Parameters {
         Ok(parsed)
     }
 
-    /// What tells the node of a volume how to attach its image, and what to put
-    /// on it.
+    /// The volume context, by which the node attaches the image and formats the device.
     pub fn context(&self, image: &str) -> BTreeMap<String, String> {
         let mut context = BTreeMap::new();
         let mut tell = |key: &str, value: String| context.insert(key.to_owned(), value);

@@ -30,7 +30,7 @@ impl Range {
         Ok(range)
     }
 
-    /// The size of a new volume: what is required, else `default`, at least
+    /// The size of a new volume: the required bytes, else `default`, at least
     /// `least`, in whole blocks.
     pub fn choose(self, default: u64, least: u64) -> Result<u64, Error> {
         let Self { required, limit } = self;

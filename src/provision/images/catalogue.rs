@@ -66,7 +66,7 @@ pub enum EntryState {
     Making,
     /// Complete.
     Ready,
-    /// Being deleted: callers are answered that it is gone.
+    /// Being deleted: for callers it is gone.
     Deleting,
 }
 
@@ -206,10 +206,10 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         draft::replace(&tmp, &path, &bytes, Durable).map_err(|e| failed("write", &path, e))
     }
 
-    /// Undoes what this process has made under a reservation and no caller knows. The
-    /// image is removed before the record that names its owner.
+    /// Undoes a failed create of this process, of which no caller knows. It removes the
+    /// image before the record that names its owner.
     pub fn undo(&self, held: &ReservationLock) -> Result<(), Error> {
-        self.remove_image(held.id, "its making failed")?;
+        self.remove_image(held.id, "its creation failed")?;
         let _ = remove(&self.record(held.id))?;
         held.give_up()
     }

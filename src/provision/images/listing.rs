@@ -1,8 +1,8 @@
 //! Listings in pages.
 //!
 //! Ids increase with the time of their making, entries are listed by id, and a
-//! token is the last id that was listed. So a page goes on behind it whether or
-//! not that entry is still there, and what is made meanwhile comes at the end.
+//! token is the last id that was listed. So a page continues behind it whether or not that
+//! entry is still there, and entries that are made meanwhile come at the end.
 
 use uuid::Uuid;
 
@@ -84,6 +84,6 @@ fn entries<K: EntryKind, T>(
     Ok(entries)
 }
 
-/// Entries in a page, whatever is asked for: clients in Go refuse messages of
-/// more than 4 MiB, and an entry has some hundred bytes, at worst a few thousand.
+/// The most entries of a page: clients in Go refuse messages of more than 4 MiB, and an
+/// entry has some hundred bytes, at worst a few thousand.
 pub const LARGEST_PAGE: usize = 1000;

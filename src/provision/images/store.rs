@@ -103,9 +103,9 @@ impl ImageStore {
             }
             crash_point();
             let why = match entry.state {
-                EntryState::Making => "it was never finished",
-                EntryState::Ready => "it was asked for",
-                EntryState::Deleting => "its deletion had begun",
+                EntryState::Making => "its creation was interrupted",
+                EntryState::Ready => "a call deletes it",
+                EntryState::Deleting => "its deletion was interrupted",
             };
             entry.state = EntryState::Deleting;
             catalogue.record_as(&entry)?;

@@ -36,9 +36,8 @@ pub struct VolumeDetail {
     /// Made for several nodes that write.
     #[serde(default)]
     pub many_nodes_write: bool,
-    /// The bytes that a served volume was made with, which tell nodes of an export
-    /// that was cut short. Not those that it grew to: the same volume has the same
-    /// context for all its life.
+    /// The size of an exported volume at its creation, by which nodes detect a truncated
+    /// export. A growth does not change it: the context of a volume never changes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made_bytes: Option<u64>,
 }
@@ -185,11 +184,11 @@ impl ImageStore {
         let bytes = self.size(pool, entry)?;
         let there = &entry.detail;
         let how = if there.parameters != detail.parameters {
-            "its parameters are others".to_owned()
+            "its parameters differ".to_owned()
         } else if there.source != detail.source {
-            "its content source is another".to_owned()
+            "its content source differs".to_owned()
         } else if detail.many_nodes_write && !there.many_nodes_write {
-            "it was not made for several nodes that write".to_owned()
+            "it does not support several nodes that write".to_owned()
         } else if !range.holds(bytes) {
             format!("it has {bytes} bytes")
         } else {
@@ -267,8 +266,8 @@ impl ImageStore {
                     || entry.detail.is_exported()
                     || entry.detail.parameters.direct_io == Some(true);
                 (!ready).then(|| {
-                    "the volume was not made for several nodes that write: its loop devices \
-                     cache, each on its own"
+                    "the volume does not support several nodes that write: each node's loop \
+                     device has a cache of its own"
                         .to_owned()
                 })
             }
@@ -278,7 +277,7 @@ impl ImageStore {
         if refused.is_none() && !parameters.is_empty() {
             return Ok(match Parameters::parse(parameters) {
                 Ok(parsed) if parsed == entry.detail.parameters => None,
-                Ok(_) => Some("the volume was made with other parameters".to_owned()),
+                Ok(_) => Some("the volume has other parameters".to_owned()),
                 Err(error) => Some(error.to_string()),
             });
         }
@@ -362,7 +361,7 @@ fn set_size(file: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
     if preallocate
         && let Err(errno) = rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes)
     {
-        // Frees what was allocated beyond the end.
+        // Frees the blocks beyond the end.
         file.set_len(before)?;
         return Err(errno.into());
     }

@@ -78,7 +78,7 @@ impl<'f> Writers<'f> {
     }
 }
 
-/// Tells when a file that was open for writing is closed (inotify(7)).
+/// Reports when a process closes a file that it had open for writing (inotify(7)).
 struct Closings(OwnedFd);
 
 impl Closings {

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::{Error, bad};
 use crate::nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server};
 
-/// Who serves the pool, and how nodes attach what is served. What is not said
-/// the node decides.
+/// The server of the pool, and the options by which nodes attach its exports. For a missing
+/// option the node has a default.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ExportParameters {
@@ -45,7 +45,7 @@ impl ExportParameters {
                 return Err(bad(
                     name,
                     value,
-                    "loop devices have that, NBD devices do not",
+                    "only loop devices have it, NBD devices do not",
                 ));
             }
         }
@@ -70,7 +70,7 @@ impl ExportParameters {
         })
     }
 
-    /// What tells the node of an image.
+    /// The part of the volume context that names an image's export.
     pub fn context(&self, image: &str) -> impl Iterator<Item = (&'static str, String)> {
         let export = Export::new(self.server.clone(), image).expect("an image has a short name");
         let number = |name, number: Option<u32>| number.map(|n| (name, n.to_string()));

@@ -123,13 +123,13 @@ impl Class {
         Ok(class)
     }
 
-    /// Refuses what would destroy data; says the file systems it may hold.
+    /// Refuses uses that would destroy data; returns the file systems that the volume may hold.
     pub fn file_systems(uses: &[VolumeUse]) -> Result<Vec<&'static str>, Error> {
         let several = uses.iter().find(|volume_use| volume_use.many_nodes_write);
         if several.is_some_and(|volume_use| volume_use.fs_type.is_some()) {
             return Err(Error::UnsupportedUse(
                 "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
-                 among them destroy the file system; ask for a block volume or for reading only"
+                 among them destroy the file system; request a block volume, or read-only access"
                     .to_owned(),
             ));
         }

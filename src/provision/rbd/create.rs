@@ -239,10 +239,10 @@ impl<'a> Creation<'a> {
             (origin, _) => origin == name_of(source),
         };
         if !is_same {
-            return Err(self.differs("its content source is another".to_owned()));
+            return Err(self.differs("its content source differs".to_owned()));
         }
         if Encryption::of_journal(entry)? != self.class.encryption {
-            return Err(self.differs("its encryption is another".to_owned()));
+            return Err(self.differs("its encryption differs".to_owned()));
         }
         Ok(())
     }

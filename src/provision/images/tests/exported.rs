@@ -114,7 +114,7 @@ async fn an_image_open_in_a_server_is_neither_deleted_nor_copied_torn() {
     let error = snapshot().await.unwrap_err();
     assert_eq!(error.kind(), Kind::Precondition);
     assert!(crate::error_chain(&error).contains("NBD server"), "{error}");
-    // That it grows disturbs nobody.
+    // A growth needs no lease.
     let range = Range {
         required: 2 * MIB,
         limit: 0,

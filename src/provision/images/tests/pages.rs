@@ -1,4 +1,4 @@
-//! What is listed, and what is done about what is lost.
+//! Listings in pages, and entries that have lost their image or record.
 
 use super::*;
 
