@@ -9,7 +9,7 @@ use testkit::{
 };
 use tonic::Code::FailedPrecondition;
 
-/// As the controller does it where the pool is shared.
+/// As the controller does in a shared pool.
 fn enlarge(sandbox: &Sandbox, volume: &Volume, bytes: u64) {
     fs::File::options()
         .write(true)
@@ -43,7 +43,7 @@ fn ext4_grows_in_use() {
 fn ext4_does_not_grow_in_use_without_the_capability() {
     story(async |sandbox| {
         if can_resize_ext4() {
-            // Of this thread, and so of the agent that it starts.
+            // Dropped in this thread, and so in the agent that it starts.
             remove_capability_from_bounding_set(CapabilitySet::SYS_RESOURCE).unwrap();
         }
         let node = Node::start(sandbox).await;
@@ -132,8 +132,8 @@ fn a_file_system_smaller_than_its_device_grows_when_staged() {
     });
 }
 
-/// Of a local pool the node makes images larger itself, where no controller that is
-/// asked reaches it.
+/// In a local pool the node grows the image itself, if the controller that gets the call
+/// does not reach the pool.
 #[test]
 fn a_node_lets_no_volume_grow_beyond_its_pool() {
     story(async |sandbox| {
@@ -182,7 +182,7 @@ fn a_node_lets_no_volume_grow_beyond_its_pool() {
         let other = node.up(&over, "pod").await;
         let bytes = node.expand(&over, &other, too_much).await.unwrap();
         assert_eq!(u64::try_from(bytes).unwrap(), too_much);
-        // What is promised beyond the pool leaves nothing to others.
+        // A volume that exceeds the pool leaves no space to others.
         let answer = node.expand(&thin, &target, 129 * MIB).await;
         refused(answer, FailedPrecondition, &["has 0 bytes available"]);
         for volume in [&thin, &over] {

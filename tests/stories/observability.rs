@@ -79,7 +79,7 @@ fn an_unread_log_delays_no_call() {
         node.restart().await;
         let missing = Volume::filesystem("missing", "ext4").over("main", "no.img");
         let flood = async || {
-            // More than the pipe holds, and what waits for it.
+            // More than the pipe and the agent's buffer hold.
             for _ in 0..300 {
                 node.stage(&missing).await.expect_err("no such image");
             }
@@ -98,7 +98,7 @@ fn an_unread_log_delays_no_call() {
         })
         .await;
 
-        // The log goes on, and says what is missing.
+        // The log continues, and counts the missing lines.
         let mut log = BufReader::new(node.take_log_pipe());
         let read = thread::spawn(move || {
             let mut line = String::new();
@@ -115,7 +115,7 @@ fn an_unread_log_delays_no_call() {
         .await;
         let log = read.join().expect("a line");
 
-        // Nor does its end wait for a reader.
+        // Nor does the agent's exit wait for a reader.
         flood().await;
         node.terminate();
         assert!(node.wait_for_exit().await.success());
@@ -137,10 +137,13 @@ fn a_file_system_error_is_reported_until_it_is_gone() {
         std::fs::write(trigger, "story").unwrap();
         // The kernel counts it on a worker of its own (ext4, s_sb_upd_work); that the
         // file system is read-only from then on is how the agent mounts an ext4.
-        let health = eventually("the error and what follows are told", async || {
-            let health = node.health(&volume, &target).await.unwrap();
-            (health.len() == 2).then_some(health)
-        })
+        let health = eventually(
+            "health reports the error and the read-only mount",
+            async || {
+                let health = node.health(&volume, &target).await.unwrap();
+                (health.len() == 2).then_some(health)
+            },
+        )
         .await;
         let reasons: Vec<_> = health.iter().map(|entry| &*entry.reason).collect();
         assert_eq!(reasons, ["ReadOnly", "FileSystemErrors"], "{health:?}");
@@ -240,7 +243,7 @@ fn secrets_are_never_logged() {
         let target = node.target(&volume, "pod");
         node.expand(&volume, &target, 64 * MIB).await.unwrap();
 
-        // The log tells of the calls.
+        // The log has the calls.
         node.wait_for_log("NodeStageVolume").await;
         node.wait_for_log("NodeExpandVolume").await;
         let mut places = vec![("the log", node.log())];
@@ -279,7 +282,7 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
 /// Given a volume's staging path and its device.
 type MakeReadOnly<'a> = &'a dyn Fn(&Path, &Path);
 
-/// What `errors=remount-ro` does: kernels before 6.14 make the superblock read-only,
+/// The effect of `errors=remount-ro`: kernels before 6.14 make the superblock read-only,
 /// later ones refuse writes and leave it as it is.
 #[test]
 fn a_file_system_made_read_only_by_an_error_is_reported_and_stays_published() {
@@ -299,7 +302,7 @@ fn a_file_system_made_read_only_by_an_error_is_reported_and_stays_published() {
             node.publish_read_only(&volume, "reader").await.unwrap();
             let device = loops_over(&sandbox.image(&volume)).pop().unwrap();
             make_read_only(&node.staging(&volume), &device);
-            eventually("the error is told", async || {
+            eventually("health reports the error", async || {
                 let health = node.health(&volume, &target).await.unwrap();
                 let told = health.iter().any(|entry| entry.reason == "ReadOnly");
                 told.then_some(())
@@ -335,7 +338,7 @@ fn a_node_without_its_pool_or_clusters_is_not_ready_until_they_appear() {
             .arg(&format!("--metrics-listen=127.0.0.1:{port}"))
             .arg(&format!("--ceph-config={}", config.display()));
         setup.pools.push(format!("later={}", pool.display()));
-        // To be probed as not ready would have it restarted, which mounts no pool.
+        // Kubernetes restarts an agent whose probe is not ready, and a restart mounts no pool.
         let node = Node::start_with(sandbox, setup).await;
         let until = async |status: &str, words: &[&str]| {
             eventually(
@@ -355,7 +358,7 @@ fn a_node_without_its_pool_or_clusters_is_not_ready_until_they_appear() {
             assert!(node.log().contains(word), "{word}: {}", node.log());
         }
         assert_eq!(node.probe().await, Some(true));
-        // What is there is served.
+        // Volumes of reachable pools and clusters work.
         let volume = sandbox.volume("v", "ext4");
         node.up(&volume, "pod").await;
         node.down(&volume, "pod").await;

@@ -13,7 +13,7 @@ use crate::{
     observability::{free_port, get},
 };
 
-/// Where an agent tells whether it is ready.
+/// The listener by which an agent reports whether it is ready.
 struct Listener(u16);
 
 impl Listener {
@@ -31,7 +31,7 @@ impl Listener {
     }
 }
 
-/// What stands in for the file system of pool `main`.
+/// A directory that is bind-mounted in place of the file system of pool `main`.
 struct Disk {
     real: String,
     pool: String,
@@ -48,7 +48,7 @@ impl Disk {
         run(&["mount", "--bind", &self.real, &self.pool]);
     }
 
-    /// Whatever is attached keeps it alive.
+    /// Lazily: attached loop devices keep the file system in use.
     fn unmount(&self) {
         run(&["umount", "--lazy", &self.pool]);
     }
@@ -99,7 +99,7 @@ fn an_unmounted_pool_is_unavailable_to_a_controller() {
             ..ControllerSetup::new(sandbox)
         };
         let controller = Controller::start_with(sandbox, setup).await;
-        // By now it has looked.
+        // By then the controller has read the directory.
         listener.says("200", "").await;
         disk.assert_empty();
 
@@ -113,7 +113,7 @@ fn an_unmounted_pool_is_unavailable_to_a_controller() {
             Unavailable,
             &["is it mounted?"],
         );
-        // It would be lost: who is told that it is gone asks no more.
+        // A success would leak the volume: a caller does not repeat a delete that succeeded.
         let answer = controller.delete(&made.volume_id).await;
         refused(answer, Unavailable, &["is it mounted?"]);
         listener.says("503", "is it mounted?").await;
@@ -131,7 +131,7 @@ fn an_unmounted_pool_is_unavailable_to_a_controller() {
     });
 }
 
-/// An agent that has never seen the pool cannot tell by itself.
+/// An agent that has never seen the pool cannot distinguish its mount point from it.
 #[test]
 fn a_pool_that_must_be_mounted_is_unavailable_until_it_is() {
     story(async |sandbox| {

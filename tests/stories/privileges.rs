@@ -1,5 +1,5 @@
-//! What the agents and the programs that they run may not do: tried by such a program, with
-//! the capabilities and the system call filter of a running agent.
+//! System calls that the agents and their child programs may not make: such a program tries
+//! them, with the capabilities and the system call filter of a running agent.
 
 use std::{
     collections::BTreeSet,
@@ -17,7 +17,7 @@ use crate::rbd::{
     rbd_nbd::{node_with, served},
 };
 
-/// Tells [`forbidden_system_calls_of_a_child`] where to write what came of it.
+/// The variable with the file for the results of [`forbidden_system_calls_of_a_child`].
 const TRIES: &str = "TRIES_WRITTEN_TO";
 
 /// As in docs/security.md, by number (include/uapi/linux/capability.h): chown,
@@ -27,7 +27,7 @@ const OF_THE_NODE: [u32; 10] = [0, 1, 2, 3, 4, 12, 19, 21, 24, 27];
 /// `dac_override`, `net_admin`, `ipc_lock`, `sys_admin`, `sys_resource`.
 const OF_THE_SUPERVISOR: [u32; 5] = [1, 12, 14, 21, 24];
 
-/// What procfs says of a process, or of a thread: `/proc/…/status`.
+/// The status of a process or a thread in procfs: `/proc/…/status`.
 fn assert_confined(status: &Path, kept: &[u32]) {
     let text = fs::read_to_string(status).expect("procfs");
     let field = |name: &str| {
@@ -56,7 +56,7 @@ fn assert_all_confined(pid: u32, kept: &[u32]) {
     assert!(!threads.is_empty());
     for thread in threads {
         let status = thread.path().join("status");
-        // A lane that has ended meanwhile.
+        // A lane whose thread has ended meanwhile.
         if status.exists() {
             assert_confined(&status, kept);
         }
@@ -159,22 +159,21 @@ fn forbidden_calls_stub(program: &str, written: &Path) -> ProgramStub {
     ProgramStub::new(program, &script)
 }
 
-/// What came of it.
+/// Its results.
 fn assert_refused(written: &Path, kept: &[u32]) {
     assert_confined(&written.with_extension("status"), kept);
-    let allowed = fs::read_to_string(written).expect("what it wrote");
+    let allowed = fs::read_to_string(written).expect("the results");
     assert_eq!(allowed, "", "these were not refused");
 }
 
-/// Each of what must fail, with arguments that would do no harm if it did not.
+/// Each system call that must fail, with arguments that are harmless if it does not.
 #[test]
 fn forbidden_system_calls_of_a_child() {
     let Some(written) = env::var_os(TRIES) else {
         return;
     };
     let null = ptr::null::<u8>() as i64;
-    // Of several arguments that are wrong one is enough: who may not call at all is
-    // told so first.
+    // One invalid argument suffices: the kernel checks permissions first.
     let tries = [
         ("init_module", libc::SYS_init_module, [null, 0, null]),
         ("finit_module", libc::SYS_finit_module, [-1, null, 0]),

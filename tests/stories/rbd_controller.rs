@@ -65,7 +65,7 @@ impl Ceph {
         ceph
     }
 
-    /// Writes which clusters there are.
+    /// Writes the list of clusters.
     fn configure(&self, clusters: &[(&str, &[String])]) {
         let entry = |(id, monitors): &(&str, &[String])| serde_json::json!({"clusterID": id, "monitors": monitors});
         let entries: Vec<_> = clusters.iter().map(entry).collect();
@@ -113,7 +113,7 @@ impl Ceph {
         self.cluster.rados(&self.pool, args)
     }
 
-    /// What `rbd info` says of an image.
+    /// The output of `rbd info` for an image.
     fn info(&self, image: &str) -> serde_json::Value {
         let said = self.cluster.rbd(&["info", "--format", "json", image]);
         serde_json::from_str(&said).expect("JSON")
@@ -456,7 +456,7 @@ fn a_dead_cluster_times_out_and_delays_no_other() {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
         };
-        // It takes connections, and never says a word.
+        // It accepts connections, and sends nothing.
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = silent.local_addr().unwrap().to_string();
         let monitors = &ceph.cluster.monitors;
@@ -486,7 +486,7 @@ fn a_dead_cluster_times_out_and_delays_no_other() {
             "{live:?}, {:?}",
             dead.1
         );
-        // It is no reason to be restarted.
+        // Kubernetes must not restart the controller for that.
         assert_eq!(controller.probe().await, Some(true));
     });
 }
@@ -519,7 +519,7 @@ fn an_incomplete_list_names_the_dead_cluster() {
             .flat_map(|it| &it.volume)
             .map(|it| &it.volume_id);
         assert!(ids.any(|id| *id == made.volume_id), "{entries:?}");
-        // A sidecar would take what is missing for deleted.
+        // A sidecar would take a missing volume for deleted.
         let what = request(ListVolumesRequest::default(), Duration::from_secs(60));
         let answer = controller.client().list_volumes(what).await;
         refused(answer, Unavailable, &[&address]);

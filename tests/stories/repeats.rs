@@ -106,7 +106,7 @@ fn a_repeat_with_other_arguments_is_refused() {
         let alias = Volume::filesystem("alias", "ext4").over("main", "v.img");
         refused(node.stage(&alias).await, FailedPrecondition, &["volume v"]);
 
-        // Secrets, and what Kubernetes adds, do not make it another request.
+        // Secrets, and the keys that Kubernetes adds, do not make it another request.
         let mut same = volume.clone().with("csi.storage.k8s.io/pod.name", "p");
         same.secrets.insert("key".to_owned(), "value".to_owned());
         node.stage(&same).await.unwrap();
@@ -149,7 +149,7 @@ fn access_modes_limit_the_users_of_a_volume() {
             } else {
                 refused(answer, FailedPrecondition, &[&name]);
                 assert!(!node.target(&volume, "two").exists());
-                // The first pod's own call is a repeat, and stays welcome.
+                // The first pod's own call is a repeat, and succeeds.
                 node.publish(&volume, "one").await.unwrap();
             }
             node.down(&volume, "one").await;
@@ -168,7 +168,7 @@ fn access_modes_limit_the_users_of_a_volume() {
             node.down(&reader, "one").await;
         }
 
-        // A local file system that several nodes write is soon none.
+        // Several nodes that write to a local file system destroy it.
         for mode in [MultiNodeSingleWriter, Mode::MultiNodeMultiWriter] {
             let shared = writer.clone().mode(mode);
             let refusal = node.stage(&shared).await.unwrap_err();
@@ -181,8 +181,8 @@ fn access_modes_limit_the_users_of_a_volume() {
     });
 }
 
-/// Kubelet begins them all at once, and comes back after half a second where one is
-/// told that another is under way.
+/// Kubelet begins them all at once, and repeats a call half a second after an answer that
+/// another is under way.
 #[test]
 fn pods_that_share_a_volume_come_and_go_at_once() {
     story(async |sandbox| {

@@ -58,7 +58,7 @@ const RULES: &str = "/run/udev/rules.d";
 const UUID: &str = "11111111-2222-4333-8444-555555555555";
 
 impl Udev {
-    /// For the device that the kernel calls so.
+    /// For the device of this kernel name.
     fn of(device: &str) -> Self {
         for dir in ["/run/udev", "/dev/disk"] {
             fs::create_dir_all(dir).unwrap();
@@ -81,7 +81,7 @@ impl Udev {
         assert!(property(&told, "DEVLINKS").contains(&link()), "{told}");
     }
 
-    /// By the rules that we ship.
+    /// By the rules of `deploy/host`.
     fn assert_leaves_alone(&self) {
         let ours = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/host");
         let ours = fs::read_dir(ours).unwrap().map(|file| file.unwrap().path());
@@ -96,7 +96,7 @@ impl Udev {
         assert!(!property(&told, "DEVLINKS").contains(&link()), "{told}");
     }
 
-    /// What udev does when the device has changed.
+    /// The properties that udev sets when the device has changed.
     fn told(&self) -> String {
         let sysfs = self.sysfs.to_str().unwrap();
         run(&["udevadm", "test", "-a", "change", sysfs])
@@ -155,7 +155,7 @@ fn encrypted_volumes_are_left_alone(renamed: &[(&str, &str)]) {
         let udev = Udev::of(&mapped.kernel_name());
         for (from, to) in renamed {
             fs::copy(Path::new(SYSTEMS).join(from), Path::new(RULES).join(to)).unwrap();
-            // Hides the system's.
+            // Hides the system's rules.
             fs::write(Path::new(RULES).join(from), "").unwrap();
         }
         udev.assert_looks();
@@ -163,7 +163,7 @@ fn encrypted_volumes_are_left_alone(renamed: &[(&str, &str)]) {
     });
 }
 
-/// What is named as an encrypted volume is that is open, with an ext4.
+/// A mapping with the name of an open encrypted volume, with an ext4.
 struct Mapped {
     name: String,
 }

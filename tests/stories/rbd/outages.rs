@@ -11,7 +11,7 @@ use tonic::Code::{Aborted, DeadlineExceeded, Unavailable};
 
 use super::lifecycle;
 
-/// What kubelet would wait for at most, where somebody else's cluster is away.
+/// The longest time that kubelet waits while another volume's cluster is away.
 const AT_ONCE: Duration = Duration::from_secs(30);
 
 /// A volume of a cluster whose monitors are these.
@@ -21,7 +21,7 @@ pub(super) fn of_monitors(ceph: &Ceph, monitors: &[String]) -> Volume {
     ceph.volume("ext4").with("clusterID", &id)
 }
 
-/// A whole life of another cluster's volume, as if nothing were the matter.
+/// A whole life of another cluster's volume, without delay.
 async fn lifecycle_beside(node: &Node, volume: &Volume) {
     let kubelets = node.timeout.replace(AT_ONCE);
     lifecycle(node, volume).await;
@@ -39,7 +39,7 @@ fn silent_monitors_delay_only_their_own_volumes() {
         node.timeout.set(Duration::from_secs(3));
         let early = node.stage(&away).await;
         refused(early, DeadlineExceeded, &["attach"]);
-        // While it goes on.
+        // While the stage is under way.
         lifecycle_beside(&node, &here).await;
         node.timeout.set(Duration::from_secs(60));
         refused(node.stage(&away).await, Unavailable, &[&monitors[0]]);
@@ -60,7 +60,7 @@ fn moved_monitors_are_found_by_a_changed_configuration() {
         ceph.configure(&[away]);
         let volume = ceph.volume("ext4");
         refused(node.stage(&volume).await, Unavailable, &[&closed[0]]);
-        // What is in use has its connections.
+        // The devices in use have their own connections.
         Content::new("used").write(&target.join("file"));
         node.publish(&used, "another").await.unwrap();
         node.unpublish(&used, "another").await.unwrap();
@@ -69,7 +69,7 @@ fn moved_monitors_are_found_by_a_changed_configuration() {
         moved["monitors"] = json!([&closed[..], &ceph.cluster.monitors].concat());
         ceph.configure(&[moved]);
         lifecycle(&node, &volume).await;
-        // Unstaging asks nobody where the cluster is.
+        // Unstage calls no monitor.
         std::fs::remove_file(ceph.config()).unwrap();
         node.down(&used, "pod").await;
         refused(node.stage(&volume).await, Unavailable, &["config.json"]);
@@ -88,7 +88,7 @@ fn a_frozen_osd_delays_and_loses_nothing() {
             let writer = {
                 let _frozen = ceph.freeze();
                 let writer = write_in_thread(&used, &target);
-                // A map asks the OSD.
+                // A map calls the OSD.
                 node.timeout.set(Duration::from_secs(3));
                 let late = node.stage(&fresh).await.unwrap_err();
                 assert_eq!(late.code(), DeadlineExceeded, "{late:?}");
@@ -148,7 +148,7 @@ fn an_agent_killed_while_the_osd_is_frozen_is_succeeded() {
             node.timeout.set(Duration::from_secs(4));
             let late = node.stage(&volume).await.unwrap_err();
             assert_eq!(late.code(), DeadlineExceeded, "{late:?}");
-            // A thread of it is in the driver, where no signal reaches it.
+            // One of its threads is in the driver, where no signal reaches it.
             let dying = node.kill_and_detach();
             node.restart().await;
             let early = node.stage(&volume).await.unwrap_err();
@@ -162,7 +162,11 @@ fn an_agent_killed_while_the_osd_is_frozen_is_succeeded() {
         node.timeout.set(Duration::from_secs(60));
         node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
-        assert_eq!(rbds_of(sandbox.dir()).len(), 1, "one map, whoever made it");
+        assert_eq!(
+            rbds_of(sandbox.dir()).len(),
+            1,
+            "one map, of the old agent or the new"
+        );
         eventually("the old agent is gone", async || {
             dying.is_gone().then_some(())
         })
@@ -201,7 +205,7 @@ fn blocklist_node(sandbox: &Sandbox, ceph: &Ceph) {
     }
 }
 
-/// What [`write_in_thread`] wrote is there after the caches are gone.
+/// Checks the data of [`write_in_thread`] on the device, without the page cache.
 pub async fn is_kept(node: &Node, volume: &Volume) {
     run(&["sh", "-c", "echo 3 > /proc/sys/vm/drop_caches"]);
     let target = node.up(volume, "pod").await;

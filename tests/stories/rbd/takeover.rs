@@ -31,7 +31,7 @@ fn volumes_staged_by_ceph_csi_are_used_and_unstaged() {
                 ceph.stage_as_ceph_csi(&node, &volume);
                 let target = publish_as_ceph_csi(&node, &volume, "pod");
                 write_or_check(&volume, &target, &content, true);
-                // The plugins are exchanged.
+                // This driver replaces ceph-csi, or the reverse.
                 node.kill9().await;
                 node.restart().await;
                 if repeats {
@@ -90,8 +90,8 @@ fn ceph_csi_unstages_volumes_of_this_driver() {
     });
 }
 
-/// Has ceph-csi take down what is published by an agent that is killed before. Ours
-/// comes back, with records of what is gone.
+/// ceph-csi unpublishes and unstages the volume of an agent that was killed. The agent
+/// restarts, with records of a volume that is gone.
 pub async fn unstaged_by_ceph_csi(node: &Node, volume: &Volume, target: &Path) {
     node.kill9().await;
     run(&["umount", target.to_str().unwrap()]);
@@ -140,8 +140,8 @@ fn the_stage_file_has_all_that_ceph_csi_reads() {
         assert_eq!(stash["unmapOptions"], "force");
         node.unstage(&volume).await.unwrap();
 
-        // A namespace that only the cluster's configuration has: `rbd unmap` is
-        // told it.
+        // A namespace that only the cluster's configuration has: `rbd unmap` gets
+        // it as an argument.
         ceph.cluster.rbd(&[
             "namespace",
             "create",
@@ -172,7 +172,7 @@ fn a_stage_that_ceph_csi_began_is_finished() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         for kind in ["ext4", "block"] {
-            // After the note; after the map.
+            // Killed after the stage file was written; killed after the map.
             for maps in [false, true] {
                 for ends in [false, true] {
                     let volume = ceph.volume(kind);

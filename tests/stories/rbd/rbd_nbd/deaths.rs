@@ -27,20 +27,20 @@ fn data_survives_the_death_of_agent_supervisor_and_daemon() {
             let target = node.up(&volume, "pod").await;
             write_or_check(&volume, &target, &content, true);
 
-            // The agent: nobody notices.
+            // The agent: I/O continues.
             node.kill9().await;
             write(&volume, &target, "without an agent");
             node.restart().await;
             assert!(conditions(&node, &volume, &target).await.is_empty());
 
-            // A daemon, with requests under way: they are done by the next.
+            // A daemon, with requests in flight: its successor completes them.
             supervisor.kill_daemon(&volume).await;
             write(&volume, &target, "without a daemon");
 
-            // The supervisor: its daemons run on, and it is said that they are alone.
+            // The supervisor: its daemons run on, and health reports that nothing restarts them.
             supervisor.kill9().await;
             write(&volume, &target, "without a supervisor");
-            // Kubelet, started anew: nobody takes the key, nor needs it now.
+            // Kubelet restarts: no supervisor takes the key, and no daemon needs it now.
             node.stage(&volume).await.unwrap();
             supervisor.restart().await;
             until(&node, &volume, &target, &["ServerUnkept"]).await;
@@ -58,7 +58,7 @@ fn data_survives_the_death_of_agent_supervisor_and_daemon() {
             kill_unlocked(&volume, daemon).await;
             node.restart().await;
             let said = "no rbd-nbd serves it";
-            eventually("nobody serves it", async || {
+            eventually("health reports that no daemon serves it", async || {
                 let staged = node.stage(&volume).await;
                 staged
                     .is_err()
@@ -102,7 +102,7 @@ fn write(volume: &Volume, target: &Path, what: &str) {
 }
 
 async fn until(node: &Node, volume: &Volume, target: &Path, wanted: &[&str]) {
-    eventually("the volume's health is told", async || {
+    eventually("health reports the volume's condition", async || {
         (conditions(node, volume, target).await == wanted).then_some(())
     })
     .await;
@@ -131,7 +131,7 @@ fn reattach(node: &Node, supervisor: &Supervisor, volume: &Volume, sandbox: &San
     assert!(said.status.success(), "{said:?}");
 }
 
-/// What the agent says of a volume's health, by the first word of each.
+/// The reasons of a volume's conditions, as the agent reports them.
 async fn conditions(node: &Node, volume: &Volume, target: &Path) -> Vec<String> {
     let told = node.health(volume, target).await.unwrap();
     told.into_iter().map(|entry| entry.reason).collect()
@@ -173,7 +173,7 @@ fn a_check_for_other_clients_missed_in_a_crash_is_made_later() {
         for steps in 0.. {
             node.start_crashing_at(steps).await;
             let staged = node.stage(&volume).await;
-            assert!(staged.is_err(), "it has died in no stage");
+            assert!(staged.is_err(), "the agent did not die during a stage");
             node.wait_for_exit().await;
             if !nbds(&volume).is_empty() {
                 break;
@@ -185,7 +185,7 @@ fn a_check_for_other_clients_missed_in_a_crash_is_made_later() {
         assert!(nbds(&volume).is_empty());
         drop(other);
         node.stage(&volume).await.unwrap();
-        // Staged, it is not looked for others again.
+        // The agent does not check a staged volume for other clients again.
         let other = ceph.open_elsewhere(&volume);
         node.kill9().await;
         node.restart().await;
@@ -245,7 +245,7 @@ fn an_osd_that_stops_delays_and_loses_nothing() {
                 let writer = outages::write_in_thread(&volume, &target);
                 thread::sleep(Duration::from_millis(300));
                 assert!(!writer.is_finished());
-                // Its requests wait in a daemon, which is as well as ever.
+                // Its requests wait in a daemon that is healthy.
                 assert!(conditions(&node, &volume, &target).await.is_empty());
                 writer
             };
