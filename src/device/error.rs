@@ -42,17 +42,17 @@ pub enum DeviceError {
         /// What is different about it.
         how: String,
     },
-    /// Somebody keeps the device open exclusively or mounted.
+    /// A process or a mount has the device open exclusively.
     #[error("{device} is busy")]
     Busy {
         /// The device's node.
         device: PathBuf,
-        /// Who holds it.
+        /// Its openers.
         openers: Vec<Opener>,
     },
     /// The device's number is another's by now, or about to be.
     #[error(
-        "{device} is being detached, or was, by somebody else; it is left alone; stage the volume again"
+        "another process has detached {device}, or is detaching it; the agent does not touch it; stage the volume again"
     )]
     Changed {
         /// The device's node.
@@ -146,7 +146,7 @@ impl From<NbdError> for DeviceError {
     }
 }
 
-/// Turns the kernel's answer into an error that says what was tried.
+/// Turns the kernel's answer into an error that names the operation.
 pub fn io(what: &'static str) -> impl FnOnce(io::Error) -> DeviceError {
     move |source| DeviceError::Io { what, source }
 }

@@ -44,7 +44,7 @@ impl HeldOpen {
         Ok(held)
     }
 
-    /// Makes sure that the device is still what it was, and goes on being it.
+    /// Ensures that the device is still the one that was opened, and stays it.
     pub fn check(&self) -> Result<(), DeviceError> {
         if self.is_it().map_err(error::io(LOOK))? {
             return Ok(());
@@ -60,8 +60,8 @@ impl HeldOpen {
         }
         match &self.device.backing {
             Backing::Image(id) => self.is_over_image(*id),
-            // A device mapper's number is the same whatever is below it, and what is below
-            // it cannot go.
+            // A device mapper's number does not depend on its lower device, which stays while
+            // the mapping is open.
             _ => Ok(sysfs::diskseq(self.device.dev)? == self.diskseq
                 && self.source.is_still(&self.device)),
         }
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
     use crate::device::scratch::Scratch;
 
-    /// What an operator does, who does not know whose device it is.
+    /// As an operator who does not know the device's owner.
     fn losetup(args: &[&str]) {
         let _ = Command::new("losetup").args(args).output().unwrap();
     }
@@ -141,7 +141,7 @@ mod tests {
             .path()
             .join(scratch.image.path().file_name().unwrap());
         File::create_new(&other).unwrap().set_len(1 << 20).unwrap();
-        // Somebody else may have been quicker: then it is theirs.
+        // Another process may have attached the device first: then it is theirs.
         losetup(&[node, other.to_str().unwrap()]);
         let found = (source.is_still(&device), HeldOpen::new(&source, &device));
         if sysfs::backing_file(device.dev).is_ok_and(|file| file == other) {

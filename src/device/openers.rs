@@ -127,7 +127,7 @@ pub fn openers(dev: Dev) -> Vec<Opener> {
 /// One sentence about all of them.
 pub fn describe(openers: &[Opener]) -> String {
     if openers.is_empty() {
-        return "nobody is seen to hold it".to_owned();
+        return "no opener was found".to_owned();
     }
     let clauses: Vec<_> = openers.iter().map(Opener::to_string).collect();
     clauses.join("; ")
@@ -338,6 +338,6 @@ mod tests {
 
     #[test]
     fn an_empty_list_of_openers_is_described() {
-        assert_eq!(describe(&[]), "nobody is seen to hold it");
+        assert_eq!(describe(&[]), "no opener was found");
     }
 }

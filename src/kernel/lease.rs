@@ -81,7 +81,7 @@ mod tests {
         assert!(Lease::ask(&file).unwrap().is_none());
         drop(writer);
 
-        let lease = Lease::ask(&file).unwrap().expect("nobody writes");
+        let lease = Lease::ask(&file).unwrap().expect("no writer");
         let reader = File::open(&path).unwrap();
         assert!(lease.holds().unwrap());
         drop(reader);

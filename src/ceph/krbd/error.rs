@@ -62,9 +62,7 @@ pub enum KrbdError {
         what: &'static str,
     },
     /// The image is mapped already, but not as it is needed.
-    #[error(
-        "image {image} is mapped as {node} {how}, which this volume did not do; unmap it first (rbd unmap {node})"
-    )]
+    #[error("image {image} is mapped already, as {node}, {how}; unmap it first (rbd unmap {node})")]
     MappedOtherwise {
         image: String,
         node: PathBuf,
@@ -73,7 +71,7 @@ pub enum KrbdError {
     },
     /// An image of that name is mapped, and may be another cluster's.
     #[error(
-        "image {image}: {node} has an image of that name, mapped by others with {monitors}; whether it is this one cannot be told, so nothing is mapped: unmap it (rbd unmap {node}), or configure a monitor that it was mapped with"
+        "image {image}: another program mapped an image of that name as {node}, by the monitors {monitors}; the agent cannot determine whether it is this image, and maps nothing: unmap it (rbd unmap {node}), or configure one of these monitors"
     )]
     Doubtful {
         image: String,
@@ -89,7 +87,7 @@ pub enum KrbdError {
     },
     /// An agent that was killed meanwhile is still mapping it.
     #[error(
-        "an agent that was ended is still mapping its image, which nothing can stop; what it maps is taken up by a later call"
+        "an agent that was killed is still mapping the image, and cannot be stopped; a later call takes up the device"
     )]
     UnderWay,
     /// The cluster refused the user.
@@ -117,11 +115,11 @@ pub enum KrbdError {
         source: io::Error,
     },
     /// A file system, device mapper, md or a process holds the device.
-    #[error("{node} is in use; it stays mapped until its user lets go")]
+    #[error("{node} is in use; it stays mapped until its opener closes it")]
     Busy { node: PathBuf },
     /// The image has not grown to the size.
     #[error(
-        "{node} has {bytes} bytes, fewer than the {wanted} that are wanted: image {image} was not grown, or the cluster does not tell this node"
+        "{node} has {bytes} bytes, fewer than the required {wanted}: image {image} was not grown, or the cluster has not notified this node"
     )]
     Small {
         image: String,
@@ -216,7 +214,7 @@ impl KrbdError {
     }
 }
 
-/// Turns the kernel's answer into an error that says what was tried.
+/// Turns the kernel's answer into an error that names the operation.
 pub(super) fn failed(what: &'static str, subject: String) -> impl FnOnce(io::Error) -> KrbdError {
     move |source| KrbdError::Device {
         what,

@@ -61,8 +61,8 @@ pub enum RbdError {
     },
     /// A node has not detached the volume yet.
     #[error(
-        "node {node:?} still has image {image}; it is fenced if it does not let go in time: try \
-         again"
+        "node {node:?} still has image {image}; the controller fences it if it does not release \
+         the image in time: try again"
     )]
     StillAttached {
         /// The image, with its pool.
@@ -225,7 +225,7 @@ impl RbdError {
         }
     }
 
-    /// Whether what was asked for may have been done all the same, or may be yet.
+    /// Whether the operation may have taken effect, or may do so later.
     pub fn is_uncertain(&self) -> bool {
         match self {
             Self::Cluster { source: error, .. }
