@@ -1,9 +1,8 @@
 //! From a volume's source to a block device and back.
 //!
-//! The verbs of [`crate::volume`] know a [`Source`] (what the volume context
-//! names) and a [`Device`] (what the kernel made of it); this module alone chooses the
-//! backend. Everything but [`Source::parse`] may
-//! hang with the device and runs on a lane.
+//! The verbs of [`crate::volume`] know a [`Source`], which the volume context names, and a
+//! [`Device`] of the kernel; this module alone chooses the backend. Everything but
+//! [`Source::parse`] may hang with the device and runs on a lane.
 
 mod backend;
 mod blank;

@@ -47,7 +47,7 @@ pub struct NewVolume {
     pub uses: Vec<VolumeUse>,
     /// Its initial content.
     pub source: Option<ContentSource>,
-    /// Where it is wanted, if a volume that only this node can reach is not enough.
+    /// The requested topology, if this node is not within it.
     pub elsewhere: Option<String>,
     /// The topology that it must be reachable from.
     pub places: AccessibilityRequirements,
@@ -153,7 +153,7 @@ pub struct ListRequest {
     pub from: Option<String>,
     /// At most so many entries; 0: as many as fit a page.
     pub max: usize,
-    /// Collects what cannot be listed now, for a caller that accepts an incomplete list.
+    /// Collects the omissions, for a caller that accepts an incomplete list.
     /// None: the call fails instead, since a missing volume looks deleted.
     pub omitted: Option<Omitted>,
 }
@@ -215,7 +215,7 @@ pub struct CapacityRequest {
     pub uses: Vec<VolumeUse>,
     /// Whether room that only this node can reach counts.
     pub here_will_do: bool,
-    /// Where the room is wanted; empty: anywhere.
+    /// The requested topology; empty: any.
     pub place: TopologySegments,
 }
 

@@ -13,7 +13,7 @@
 //!
 //! **Identity.** A device is found by its cookie, which is the volume's handle
 //! (`/sys/block/nbd7/backend`, Linux 5.14), a daemon by the cookie in its command line.
-//! ceph-csi uses the same cookies, so the supervisor finds what ceph-csi mapped, too.
+//! ceph-csi uses the same cookies, so the supervisor finds its devices and daemons, too.
 //!
 //! **Failures are independent.** If the agent ends, the daemons run on. If a daemon ends,
 //! the supervisor starts another, and I/O goes on. If the supervisor ends, its daemons run

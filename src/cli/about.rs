@@ -1,4 +1,4 @@
-//! `info` and `capabilities`: the agents behind the sockets, and what they support.
+//! `info` and `capabilities`: the agents behind the sockets, and their capabilities.
 
 use clap::Args;
 use serde::Serialize;

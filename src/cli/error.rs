@@ -17,7 +17,7 @@ Exit codes:
   5  in use, or not in the state that the command requires
   6  not finished: repeat the command, which resumes or joins the work";
 
-/// The agent that a call goes to.
+/// The agent that serves a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Agent {
     /// uring-csi-node.
@@ -73,7 +73,7 @@ pub enum CliError {
         /// The error of connect(2).
         why: io::Error,
     },
-    /// The agent's answer lacks what the interface requires.
+    /// The agent's answer lacks a field that the interface requires.
     #[error("cannot {doing}: the answer has no {missing}")]
     MissingField {
         /// The call.

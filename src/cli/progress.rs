@@ -1,4 +1,4 @@
-//! Shows on a terminal what a call waits for.
+//! Shows the step of a call on a terminal.
 //!
 //! A stage with a large mkfs takes a while, and a stage of a device that hangs never
 //! ends. A spinner on stderr shows the step, which the node agent reports. Without a

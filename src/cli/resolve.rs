@@ -33,7 +33,7 @@ pub fn take_less<T>(request: &mut Request<T>) {
     request.metadata_mut().insert(TAKES_LESS, yes);
 }
 
-/// Metadata: what such a list omits, in sentences.
+/// Metadata: the omissions of such a list, in sentences.
 pub fn omitted_from<T>(page: &Response<T>) -> Vec<String> {
     let said = page.metadata().get_all_bin(OMITTED).into_iter();
     let said = said.filter_map(|value| value.to_bytes().ok());
@@ -48,7 +48,7 @@ impl Context {
         Ok(volumes)
     }
 
-    /// The volumes that the controller can list now, and what it omits.
+    /// The volumes that the controller can list now, and the omissions.
     pub async fn list_what_can_be_reached(&self) -> Result<(Vec<Volume>, Vec<String>), CliError> {
         self.list_pages(true).await
     }
@@ -118,7 +118,7 @@ fn find_held(wanted: &str, held: &[HeldVolume]) -> Option<usize> {
 }
 
 /// An id is unique and takes precedence; a name may be ambiguous (one volume in each
-/// of two pools), which the operator has to resolve.
+/// of two pools), which the operator must resolve.
 fn pick(wanted: &str, volumes: impl Iterator<Item = Volume>) -> Result<Volume, CliError> {
     let mut named = Vec::new();
     for volume in volumes {

@@ -1,7 +1,7 @@
 //! The Controller service: requests parsed and passed to the [`Stores`].
 //!
-//! The nodes attach volumes by themselves. The claims beside an image file, or the Ceph
-//! cluster, tell the controller that an image is in use.
+//! The nodes attach volumes by themselves. The controller learns that an image is in use
+//! from the claims beside an image file, or from the Ceph cluster.
 
 use std::collections::HashMap;
 

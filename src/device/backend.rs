@@ -1,7 +1,7 @@
-//! What every backend does: attach, find, grow and detach.
+//! The interface of every backend: attach, find, grow and detach.
 //!
-//! Blocking code for lanes. Every verb may be repeated: it finds what an earlier call did,
-//! and does the rest.
+//! Blocking code for lanes. Every verb may be repeated: it continues from the state that an
+//! earlier call left.
 
 use std::{collections::HashMap, fmt, path::PathBuf, sync::Arc};
 
@@ -19,16 +19,16 @@ use crate::{
     secret::Secrets,
 };
 
-/// A volume's block device, as it is recorded, and what proves after a restart that the
-/// device of this number is still the volume's.
+/// A volume's block device, as in its record, with the identity by which an agent
+/// recognises it after a restart.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     /// The device's number.
     pub dev: Dev,
     /// The device's node below `/dev`.
     pub node: PathBuf,
-    /// What is behind it. The kernel reuses the numbers of devices; this tells two devices
-    /// of one number apart.
+    /// The source behind it, as the kernel shows it. The kernel reuses the numbers of
+    /// devices; this distinguishes two devices of one number.
     #[serde(rename = "behind")]
     pub backing: Backing,
     /// Attached read-only.
@@ -61,7 +61,7 @@ impl Device {
     }
 }
 
-/// What is behind a device, as the kernel reports it.
+/// The source behind a device, as the kernel reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backing {
@@ -88,7 +88,7 @@ pub enum Condition {
     Unreachable {
         /// Whether requests fail; else they wait.
         failing: bool,
-        /// Since when, and what happened.
+        /// The age of the outage, and its cause.
         why: String,
     },
 }
@@ -120,7 +120,7 @@ pub enum Purpose {
     Mount,
     /// To be used raw: its content belongs to its user from now on.
     Raw,
-    /// To be formatted whatever its content, by an operator's request.
+    /// To be formatted by an operator's request, also where it has data.
     Format,
 }
 
@@ -198,7 +198,7 @@ pub trait BackendVolume {
     fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError>;
     /// Takes up the device's server after a restart of the agent.
     fn take_up(&self, _device: &Device, _volume_id: &str) {}
-    /// The trouble of the attached device, found without touching it.
+    /// The condition of the attached device, found without I/O on it.
     fn condition(&self, device: &Device) -> Option<Condition>;
     /// Whether the device's server needs the secrets of a stage.
     fn wants_secrets(&self, _device: &Device) -> bool {

@@ -9,9 +9,9 @@ use crate::{
     kernel::{Dev, block, sysfs},
 };
 
-/// Overwrites the regions that a probe reads with zeros, if they hold what a killed mkfs
-/// may have left. Returns whether it did. `is_it` checks that the opened device is the one
-/// that is meant. The device must not be in use. Blocks while the device does not answer.
+/// Overwrites the regions that a probe reads with zeros, if they hold a partial format.
+/// Returns whether it did. `is_it` checks that the opened device is the intended one. The
+/// device must not be in use. Blocks while the device does not answer.
 pub fn blank(node: &Path, dev: Dev, is_it: impl FnOnce() -> bool) -> io::Result<bool> {
     let flags = OFlags::RDWR | OFlags::EXCL;
     let file = File::from(block::open(node, dev, flags)?);

@@ -31,7 +31,7 @@ impl Check {
         Self { what, look }
     }
 
-    /// Runs it; an error says what is wrong.
+    /// Runs it; the error is a sentence for the operator.
     pub fn run(&self) -> Result<(), String> {
         (self.look)()
     }

@@ -18,7 +18,7 @@ pub enum Unlock {
     All,
 }
 
-/// Releases descriptor locks over a device; returns what was released.
+/// Releases descriptor locks over a device; returns the released locks.
 pub fn unlock(dev: Dev, which: &Unlock) -> Result<Vec<DescriptorLock>, DeviceError> {
     let known: &[PathBuf] = match which {
         Unlock::Over(paths) => paths,

@@ -62,7 +62,7 @@ impl Backends {
         }
     }
 
-    /// The trouble of the device, found without touching it.
+    /// The condition of the device, found without I/O on it.
     pub fn condition(&self, source: &Source, device: &Device) -> Option<Condition> {
         if source.is_still(device) {
             self.bind(source).condition(device)
@@ -185,7 +185,7 @@ impl Backends {
     }
 
     /// Reconnects devices to their servers, for as long as the agent runs. On the runtime
-    /// thread; what may block goes to lanes.
+    /// thread; calls that may block run on lanes.
     pub fn keep_connected(
         &self,
         lanes: Lanes,

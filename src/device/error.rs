@@ -32,14 +32,14 @@ pub enum DeviceError {
     Ceph(Box<CephImageError>),
     /// The image is attached already, but not as it is needed.
     #[error(
-        "image {image} is attached as {device} {how}, which this volume did not do; detach it first (losetup -d {device})"
+        "image {image} is attached already, as {device}, {how}; detach it first (losetup -d {device})"
     )]
     AttachedOtherwise {
         /// The image file.
         image: PathBuf,
         /// The loop device's node.
         device: PathBuf,
-        /// What is different about it.
+        /// The difference.
         how: String,
     },
     /// A process or a mount has the device open exclusively.
@@ -79,7 +79,7 @@ pub enum DeviceError {
     Extend {
         /// The image file.
         image: PathBuf,
-        /// The size asked for.
+        /// The requested size.
         bytes: u64,
         /// The file system's answer.
         source: io::Error,

@@ -158,7 +158,7 @@ mod tests {
         let markers = NodeFormatMarkers::open(dir.path().to_owned()).unwrap();
         let source = "nbd://host/x";
         markers.set(&source, "v").unwrap();
-        // Whoever has it open meanwhile goes on reading the one that was there.
+        // A reader that has the old file open still reads the old marker.
         let before = dir.path().join("before");
         fs::hard_link(markers.path(&source), &before).unwrap();
         markers.set(&source, "w").unwrap();

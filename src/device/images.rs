@@ -89,7 +89,7 @@ impl ImageSource {
 
     /// Whether a file of the image's name is behind the device. Its directory is not
     /// compared: an agent that runs in another container than the one that attached it
-    /// sees another path. Which file it is, [`Device::still_matches`] tells.
+    /// sees another path. [`Device::still_matches`] identifies the file.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let shown = sysfs::backing_file(dev).ok();
         shown.is_some_and(|path| whose::name_of(&path) == Some(&*self.image))
@@ -130,7 +130,7 @@ impl ImageFiles {
         Ok(ImageSource::new(&pool.name, &image))
     }
 
-    /// See [`super::Backends::release_stale_claims`]: no other node can tell that the
+    /// See [`super::Backends::release_stale_claims`]: no other node knows that the
     /// images are no longer attached.
     pub fn release_stale_claims(&self, pool: &Pool) {
         let pool_name = &pool.name;
@@ -290,7 +290,7 @@ impl BackendVolume for BoundImage<'_> {
         }
         let attached = loop_attach::attach_loop(self.source, pool, &file, options);
         if attached.is_err() && claimed == Done::Now {
-            // The reason for the failure is what the caller must learn.
+            // The caller gets the error of the attach.
             if let Err(error) = claim::release(pool, image, &self.images.node_id) {
                 tracing::warn!(%error, image, "the claim on an image that was not attached stays");
             }

@@ -321,7 +321,7 @@ fn mappings(directory: &Path) -> io::Result<Vec<Mapping>> {
 /// None if it is no mapping, or is being removed.
 fn read(device: &Path) -> io::Result<Option<Mapping>> {
     match read_if_there(device) {
-        // While one is removed its directory is emptied before it goes.
+        // The kernel empties the directory of a mapping before it removes it.
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         read => read,
     }

@@ -55,8 +55,8 @@ use error::{at, failed};
 use handshake::ExportInfo;
 use shape::Shape;
 
-/// The prefix of a backend identifier, which tells this driver's devices from those of
-/// other programs.
+/// The prefix of a backend identifier, which distinguishes this driver's devices from those
+/// of other programs.
 const OURS: &str = "uring-csi:";
 
 /// Locks, also after a panic: no code changes the guarded data in several steps.

@@ -161,8 +161,8 @@ fn mounts(dev: Dev, processes: &[OpenerProcess]) -> Vec<Opener> {
     let mut mounts = HashSet::new();
     let mut found = Vec::new();
     for process in processes {
-        // Where the namespace's name may not be read its mounts' ids, which are
-        // those of the whole system, tell what was seen before.
+        // If the name of the namespace cannot be read, the ids of its mounts, which are
+        // unique in the system, show which were seen before.
         if let Ok(namespace) = fs::read_link(format!("/proc/{}/ns/mnt", process.pid))
             && !namespaces.insert(namespace)
         {

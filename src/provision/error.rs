@@ -42,7 +42,7 @@ pub enum Error {
     /// The name belongs to a different volume or snapshot.
     #[error("{name:?} exists already and differs: {how}")]
     Differs {
-        /// The name asked for.
+        /// The requested name.
         name: String,
         /// What differs.
         how: String,
@@ -100,12 +100,12 @@ pub enum Error {
         /// Where the image was.
         path: PathBuf,
     },
-    /// A volume in a local pool would not be where it is wanted.
+    /// The requested topology does not include the node of the local pool.
     #[error("pool {pool:?} is local to this node, and the volume is wanted on {wanted}")]
     NotHere {
         /// The pool's name.
         pool: String,
-        /// Where it is wanted.
+        /// The requested topology.
         wanted: String,
     },
     /// A loop device of this machine uses the image.
@@ -262,7 +262,7 @@ impl Error {
 }
 
 /// The scheduler handles a full file system, the caller a file too large for it, the
-/// administrator what it does not support (preallocate); all else may pass.
+/// administrator an unsupported operation (preallocate); other errors may pass.
 fn of_io(error: &io::Error) -> Kind {
     use io::ErrorKind as E;
     match error.kind() {

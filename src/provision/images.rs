@@ -18,9 +18,9 @@
 //! 3. erase      image, reservation, record; then the claims
 //! ```
 //!
-//! A failure undoes its create; a crash leaves what [`catalogue`] can tell
-//! apart, and the next equal call, or the next start ([`ImageStore::sweep`]),
-//! finishes or undoes it. The truth of a volume's size is its file's size.
+//! A failure undoes its create. After a crash [`catalogue`] shows how far a call came, and
+//! the next equal call, or the next start ([`ImageStore::sweep`]), finishes or undoes it. A
+//! volume's size is its file's size.
 //!
 //! Nodes attach images as loop devices, or, with `backend: nbd`, as exports of an NBD server
 //! over the pool's directory. A volume's record has its backend. The backends differ in how

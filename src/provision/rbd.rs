@@ -2,7 +2,7 @@
 //! drivers can manage the volumes of the other.
 //!
 //! ```text
-//! store      clusters and journals; lookup: what a handle leads to in them
+//! store      clusters and journals; lookup: the image of a handle
 //! class      the parameters of a storage class; topology, qos, encryption
 //! create     one CreateVolume; attempt: of several, only one completes
 //! volumes    delete, grow, change
@@ -95,7 +95,7 @@ pub struct Settings<'a> {
     pub purge: PurgeTimes,
 }
 
-/// The store of RBD images: what all calls share. Nearly all of it blocks.
+/// The store of RBD images, which all calls share. Most of its functions block.
 #[derive(Debug)]
 pub struct RbdStore {
     clusters: Clusters,

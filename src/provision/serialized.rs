@@ -101,7 +101,7 @@ fn under_way(current: Option<&(Lanes, String)>) -> CallProgress {
     CallProgress { step }
 }
 
-/// The key of calls that make or delete the volume of a name.
+/// The key of calls that create or delete the volume of a name.
 pub fn volume_named(name: &str) -> String {
     format!("volume name {name}")
 }

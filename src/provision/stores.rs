@@ -152,7 +152,7 @@ impl Stores {
         store.run(&key, step, move |it| work(it, &handle)).await
     }
 
-    /// A page of a listing that goes through all stores.
+    /// A page of a listing of all stores.
     async fn page<'a, T>(
         &'a self,
         what: ListRequest,
@@ -410,7 +410,7 @@ impl Stores {
 
 impl Serialized {
     /// A page of a store's listing. Each pool is listed under a key and on a lane of its
-    /// own, so that one that hangs holds up only a caller who accepts no list without it.
+    /// own, so that a pool that hangs delays only callers that accept no list without it.
     async fn page<T: Send + 'static>(
         &self,
         kind: &str,

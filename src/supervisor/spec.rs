@@ -1,7 +1,7 @@
 //! The image that a daemon serves, and its options; all but the key.
 //!
-//! All of it goes into the arguments of a program that runs as root, so nothing is
-//! accepted that could be read as another option.
+//! All of it goes into the arguments of a program that runs as root, so a value that the
+//! program could read as another option is refused.
 //!
 //! Source: rbd-nbd(8).
 

@@ -166,7 +166,7 @@ fn wrong_key() -> Secret {
     Secret::new("AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==".to_owned())
 }
 
-/// Writes in the background, past the page cache, and says when it has.
+/// Writes in the background, past the page cache; returns how long it took.
 fn write(node: &Path, at: u64, byte: u8, count: usize) -> std::thread::JoinHandle<Duration> {
     let mut file = fs::OpenOptions::new().write(true).open(node).unwrap();
     file.seek(std::io::SeekFrom::Start(at)).unwrap();

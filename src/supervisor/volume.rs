@@ -17,7 +17,7 @@
 //! socket could serve them. So the size is changed while a daemon serves; the process
 //! that changes it ends at once, since its socket is not needed. The daemon that serves
 //! may not know the image's new size, and answers requests beyond the old one without an
-//! error and without data, so it is replaced by one that knows.
+//! error and without data, so the supervisor replaces it by a daemon of the new size.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -44,7 +44,7 @@ mod verbs;
 use open::{OpenGuard, open_shared};
 use start_args::StartCandidates;
 
-/// The time between two looks at a device that comes or goes.
+/// The time between two checks for a device that appears or disappears.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// The time between two attempts to restart a daemon; it doubles.
 const PAUSE: Duration = Duration::from_millis(500);

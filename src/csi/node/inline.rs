@@ -15,8 +15,8 @@ use crate::{
 };
 
 /// The attributes that a pod may set for its inline volume. The pod's author need not be
-/// trusted with the node: no attribute here may change what runs as root, as
-/// `mkfsOptions` of a class does.
+/// trusted with the node: no attribute here may change the arguments of a program that runs
+/// as root, as `mkfsOptions` of a class does.
 const ATTRIBUTES: [&str; 3] = ["fsType", "pool", "size"];
 
 /// Refuses every other attribute.

@@ -2,8 +2,8 @@
 //! where they are installed.
 //!
 //! The kernel's driver shows none of these. Without the libraries plain volumes are mapped
-//! all the same, and only the orchestrator prevents a second writer: a client hands an
-//! image's exclusive lock on to any other that asks for it.
+//! all the same, and only the orchestrator prevents a second writer: a client passes an
+//! image's exclusive lock to any other that requests it.
 
 use std::{sync::Arc, time::Duration};
 

@@ -156,8 +156,8 @@ impl BoundCephImage<'_> {
         };
         wanted.features = asked.features;
         let mapped = self.map_now(&wanted, greeting)?;
-        // Another node may have checked at the same time. If two see each other, neither
-        // goes on; nothing has been written yet.
+        // Another node may have checked at the same time. If two see each other, both
+        // unmap; neither has written yet.
         match asked.is_alone(own_client(&mapped.0)) {
             Ok(()) => Ok(mapped),
             Err(cause) => Err(match krbd::unmap(&mapped.0) {
@@ -217,7 +217,7 @@ impl BoundCephImage<'_> {
         }
     }
 
-    /// Waits until no client has the image open; none if the cluster cannot be asked.
+    /// Waits until no client has the image open; none where librbd is missing.
     pub(super) fn alone<'a>(
         &self,
         known: &'a Known<'_>,

@@ -81,7 +81,7 @@ fn an_image_of_another_pool_or_cluster_belongs_to_another_volume() {
     assert!(!home.belongs_to_other_volume(&mapped("ours", 4)));
     assert!(home.belongs_to_other_volume(&mapped("ours", 7)));
     assert!(home.belongs_to_other_volume(&mapped("theirs", 4)));
-    // Monitors of which the configuration says nothing may have been its.
+    // Monitors that the configuration does not name may have been the cluster's.
     assert!(!home.belongs_to_other_volume(&mapped("unknown", 4)));
     assert!(home.belongs_to_other_volume(&mapped("unknown", 7)));
 }

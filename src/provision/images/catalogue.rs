@@ -23,7 +23,7 @@
 //! file system lost it, and the image may be in use on any node.
 //!
 //! A create or delete holds its reservation under flock(2), so that a second controller
-//! waits and a start can tell calls under way from interrupted ones. A file with invalid
+//! waits and a start distinguishes calls under way from interrupted ones. A file with invalid
 //! content is an error that names it; it is never removed.
 
 use std::{

@@ -45,7 +45,7 @@ impl ImageStore {
     }
 }
 
-/// A pool's first entries behind a token: those of a page, and one more, which tells
+/// A pool's first entries behind a token: those of a page, and one more, which shows
 /// that the page is not the last.
 fn entries<K: EntryKind, T>(
     pool: &Pool,

@@ -1,4 +1,4 @@
-//! What a daemon says, and programs that behave as rbd-nbd should not.
+//! The log of a daemon, and programs that misbehave in place of rbd-nbd.
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
@@ -32,7 +32,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 #[tokio::test]
 async fn a_daemon_reads_its_key_once_and_has_it_nowhere_else() {
-    // What it read, and what is there to be read once it serves.
+    // Prints the key that it read, and waits until the file is empty.
     let lines = "key=$(cat /proc/self/fd/0); echo /dev/nbd7; echo \"read $key\" >&2; \
                  while [ -n \"$(cat /proc/self/fd/0)\" ]; do :; done; echo empty >&2; \
                  tr '\\0' ' ' </proc/$$/cmdline >&2; env >&2";
@@ -105,7 +105,7 @@ async fn a_daemon_started_by_others_is_found_by_its_cookie() {
     let cookie = format!("found-{}", uuid::Uuid::new_v4());
     let lanes = Lanes::new(1);
     assert!(Daemon::find(&lanes, &cookie).await.unwrap().is_none());
-    // A shell by another name; what follows its script are its arguments.
+    // A shell by another name; the words after its script are its arguments.
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("rbd-nbd");
     std::os::unix::fs::symlink("/bin/sh", &program).unwrap();

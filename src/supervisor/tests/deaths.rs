@@ -58,7 +58,7 @@ fn daemons_outlive_their_supervisor_and_the_next_reports_missing_keys() {
     let (node, _) = test.map(&supervisor).unwrap();
     let pid = supervisor.status(&test).pid;
     drop(supervisor);
-    // I/O goes on without any.
+    // I/O continues without a supervisor.
     write(&node, 0, 3, 4 * MIB).join().unwrap();
     test.resize("96M");
 
@@ -150,7 +150,7 @@ fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
     drop(lock);
     supervisor.until("udevd is kept off", || !may_be_looked_at(&node));
 
-    // A stage by a user who does not exist yet.
+    // A stage by a user that does not exist yet.
     let user = format!("late-{}", uuid::Uuid::new_v4().simple());
     let entity = format!("client.{user}");
     let caps = ["mon", "profile rbd", "osd", "profile rbd"];

@@ -64,7 +64,7 @@ impl OpenGuard {
                 lanes: own,
                 volume: of,
             });
-            // It may be wanted no more.
+            // The guard may have been dropped; then the lane closes the device.
             drop(tell.send(opened));
         }));
         Self { opened, file: None }
