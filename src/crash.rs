@@ -1,6 +1,9 @@
 //! Points at which tests crash a process, to check the recovery of the next one, or block
 //! a thread, to check what else it delays.
 
+#[cfg(all(feature = "node", debug_assertions))]
+use std::{path::PathBuf, sync::LazyLock};
+
 /// Between two steps after which a crash must be recoverable.
 #[cfg(not(debug_assertions))]
 pub(crate) fn crash_point() {}
@@ -36,15 +39,31 @@ pub(crate) fn crash_point() {
 #[cfg(all(feature = "node", not(debug_assertions)))]
 pub(crate) fn hold_point(_step: &str, _of: &str) {}
 
+/// Whether [`hold_point`] would block now.
+#[cfg(all(feature = "node", not(debug_assertions)))]
+pub(crate) fn is_held(_step: &str, _of: &str) -> bool {
+    false
+}
+
+/// Whether [`hold_point`] would block now.
+#[cfg(all(feature = "node", debug_assertions))]
+pub(crate) fn is_held(step: &str, of: &str) -> bool {
+    let held = |directory: &PathBuf| directory.join(format!("{step}-{of}")).exists();
+    HOLD_AT.as_ref().is_some_and(held)
+}
+
+/// The directory of the environment variable `HOLD_AT`.
+#[cfg(all(feature = "node", debug_assertions))]
+static HOLD_AT: LazyLock<Option<PathBuf>> =
+    LazyLock::new(|| std::env::var_os("HOLD_AT").map(PathBuf::from));
+
 /// Blocks the calling thread while there is a FIFO named `STEP-OF` in the directory of the
 /// environment variable `HOLD_AT`, until its writer closes it. Only in debug builds.
 #[cfg(all(feature = "node", debug_assertions))]
 pub(crate) fn hold_point(step: &str, of: &str) {
-    use std::{fs::File, io, path::PathBuf, sync::LazyLock};
+    use std::{fs::File, io};
 
-    static DIRECTORY: LazyLock<Option<PathBuf>> =
-        LazyLock::new(|| std::env::var_os("HOLD_AT").map(PathBuf::from));
-    if let Some(directory) = &*DIRECTORY
+    if let Some(directory) = &*HOLD_AT
         && let Ok(mut held) = File::open(directory.join(format!("{step}-{of}")))
     {
         let _ = io::copy(&mut held, &mut io::sink());

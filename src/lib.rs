@@ -63,7 +63,7 @@ mod volume;
 
 pub(crate) use crash::crash_point;
 #[cfg(feature = "node")]
-pub(crate) use crash::hold_point;
+pub(crate) use crash::{hold_point, is_held};
 #[cfg(feature = "node")]
 pub use done::Detached;
 pub use done::Done;

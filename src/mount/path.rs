@@ -43,6 +43,9 @@ pub(crate) use error::PathError;
 /// Bytes that [`SafePath::read`] reads at most.
 const MAX_FILE: u64 = 64 << 10;
 
+/// Follows no link, wherever it is in a path.
+const NO_LINKS: ResolveFlags = ResolveFlags::NO_SYMLINKS.union(ResolveFlags::NO_MAGICLINKS);
+
 /// Bytes of a name in a directory (`NAME_MAX`).
 const LONGEST_NAME: usize = 255;
 
@@ -114,6 +117,17 @@ impl Roots {
             name: name.to_owned(),
             parent: Arc::new(parent),
         })
+    }
+
+    /// An `O_PATH` descriptor of the file at `path`, where the kernel gets there without
+    /// waiting for a disk (openat2(2), `RESOLVE_CACHED`). None also for any path that
+    /// [`Roots::resolve`] refuses.
+    pub fn open_cached(&self, path: &Path) -> Option<OwnedFd> {
+        let path = normalized(path.to_str()?).ok()?;
+        let (root, below) = self.innermost_root(&path).ok()?;
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let cached = NO_LINKS | ResolveFlags::CACHED;
+        openat2(CWD, root.join(below), flags, Mode::empty(), cached).ok()
     }
 
     /// Whether the path is below one of the roots.
@@ -364,8 +378,7 @@ fn normalized(path: &str) -> Result<PathBuf, PathError> {
 /// that it leads below the root that it begins with.
 fn walk(directory: &Path) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let no_links = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    openat2(CWD, directory, flags, Mode::empty(), no_links)
+    openat2(CWD, directory, flags, Mode::empty(), NO_LINKS)
 }
 
 #[cfg(test)]

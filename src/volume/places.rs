@@ -2,9 +2,12 @@
 //!
 //! A path leads through kubelet's directories. They are on the root disk as a rule, which
 //! may hang as any disk. So only lanes resolve paths: a verb takes a copy of
-//! [`Places`] to the volume's lane, opens what it needs there and closes it there.
+//! [`Places`] to the volume's lane, opens what it needs there and closes it there. Only
+//! statistics use [`Places::open_cached`] elsewhere, which never waits.
 
 use std::path::{Path, PathBuf};
+
+use rustix::fd::OwnedFd;
 
 use super::error::Cause;
 use crate::mount::path::{PathError, Roots, SafePath};
@@ -32,6 +35,11 @@ impl Places {
     /// Where a volume is published.
     pub fn target(&self, path: &Path) -> Result<SafePath, Cause> {
         self.place(path).map_err(at_target)
+    }
+
+    /// What is at the path, if the kernel gets there without waiting for a disk.
+    pub fn open_cached(&self, path: &Path) -> Option<OwnedFd> {
+        self.0.open_cached(path)
     }
 
     fn place(&self, path: &Path) -> Result<SafePath, PathError> {

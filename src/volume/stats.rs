@@ -4,8 +4,11 @@
 //! But the directories on the way to it are on a disk that may hang, and some file
 //! systems' statfs waits for their device: of XFS in Linux 5.15 to 5.18
 //! (`xfs_inodegc_flush` in `xfs_fs_statfs`), and of ext4 and XFS with project quotas,
-//! which may read a limit (`ext4_statfs_project`, `xfs_qm_statvfs`). So the
-//! volume's lane asks, for one call at a time. A caller that would wait too long gets the
+//! which may read a limit (`ext4_statfs_project`, `xfs_qm_statvfs`).
+//!
+//! So the runtime thread asks where neither can be: the walk takes names from the kernel's
+//! cache only ([`Places::open_cached`]), and the file system is one whose statfs never waits.
+//! Else the volume's lane asks, for one call at a time. A caller that would wait too long gets the
 //! last answer, or a transient error if there is none.
 
 use std::{
@@ -17,7 +20,10 @@ use std::{
 };
 
 use futures_util::{FutureExt as _, future::Shared};
-use rustix::{fd::AsFd as _, fs::fstatvfs};
+use rustix::{
+    fd::{AsFd as _, OwnedFd},
+    fs::fstatvfs,
+};
 use tokio::sync::oneshot;
 
 use super::{
@@ -28,7 +34,7 @@ use super::{
     record::Record,
     spec::Use,
 };
-use crate::{hold_point, kernel::sysfs, mount::PathKind, ring};
+use crate::{fs::FsType, hold_point, is_held, kernel::sysfs, mount::PathKind, ring};
 
 /// How long a call waits for the file system.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
@@ -76,6 +82,12 @@ impl StatsRequests {
     }
 }
 
+impl StatsState {
+    fn answered(&mut self, path: PathBuf, usage: Usage) {
+        self.last.insert(path, usage);
+    }
+}
+
 /// The subject of a question.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum About {
@@ -115,6 +127,10 @@ impl Node {
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.canonical(&path);
+        if let Some(usage) = usage_in_memory(&self.places, &record, &path) {
+            volume.asked.lock().answered(path, usage);
+            return Ok(usage);
+        }
         let about = About::Usage(path.clone());
         if let Some(Told::Usage(answer)) = self.ask(&volume.asked, &record, about, deadline).await {
             return answer;
@@ -209,10 +225,10 @@ impl Node {
             let mut asked = shared.lock();
             asked.under_way = None;
             match (about, &told) {
-                (About::Usage(path), Told::Usage(Ok(usage))) => asked.last.insert(path, *usage),
-                (About::Usage(path), _) => asked.last.remove(&path),
-                (About::Health, _) => None,
-            };
+                (About::Usage(path), Told::Usage(Ok(usage))) => asked.answered(path, *usage),
+                (About::Usage(path), _) => drop(asked.last.remove(&path)),
+                (About::Health, _) => {}
+            }
             drop(asked);
             // All callers may have gone.
             let _ = send.send(told);
@@ -223,28 +239,56 @@ impl Node {
 
 /// The usage of the volume that is staged or published at the path. On the volume's lane.
 pub(super) fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Cause> {
-    let gone = || Cause::NotFound(format!("it is not what is mounted at {}", path.display()));
-    let device = record.device.as_ref().ok_or_else(gone)?;
-    let below;
-    let path = if path == record.staging_path {
-        below = record.mount_point();
-        &below
-    } else {
-        path
-    };
+    let path = &mount_at(record, path);
     // Whatever keeps the path from being resolved, our mount is not there.
-    let place = places.target(path).map_err(|_| gone())?;
-    let opened = place.open().map_err(|_| gone())?;
+    let place = places.target(path).map_err(|_| gone(path))?;
+    let opened = place.open().map_err(|_| gone(path))?;
     hold_point("statfs", &record.volume_id);
+    usage_of(&opened, record, path)
+}
+
+/// The same, where the kernel has it in memory; `None` where it might wait for a disk.
+fn usage_in_memory(places: &Places, record: &Record, path: &Path) -> Option<Usage> {
+    if !never_waits(record) || is_held("statfs", &record.volume_id) {
+        return None;
+    }
+    let path = &mount_at(record, path);
+    usage_of(&places.open_cached(path)?, record, path).ok()
+}
+
+/// Whether the statfs of the volume's file system waits for no device, on any kernel.
+/// XFS may keep quotas in its superblock; for ext4 they need an option, which no request
+/// may have, but another driver's mount.
+fn never_waits(record: &Record) -> bool {
+    let in_memory = matches!(record.fs, Some(FsType::Ext4 | FsType::Btrfs));
+    record.usage == Use::Block || in_memory && !record.found
+}
+
+/// The path of the mount that is meant by a staging or target path.
+fn mount_at(record: &Record, path: &Path) -> PathBuf {
+    if path == record.staging_path {
+        record.mount_point()
+    } else {
+        path.to_owned()
+    }
+}
+
+fn gone(path: &Path) -> Cause {
+    Cause::NotFound(format!("it is not what is mounted at {}", path.display()))
+}
+
+/// The usage of the file system, or of the device, that is opened.
+fn usage_of(opened: &OwnedFd, record: &Record, path: &Path) -> Result<Usage, Cause> {
+    let device = record.device.as_ref().ok_or_else(|| gone(path))?;
     match PathKind::of(opened.as_fd()) {
         Ok(PathKind::Mount(mounted)) if record.appears_at(device, &mounted) => {}
-        _ => return Err(gone()),
+        _ => return Err(gone(path)),
     }
     if record.usage == Use::Block {
         let bytes = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
         return Ok(Usage::Block(bytes));
     }
-    let fs = fstatvfs(&opened)
+    let fs = fstatvfs(opened)
         .map_err(|errno| Cause::io(format!("statfs {}", path.display()))(errno.into()))?;
     let bytes = Space {
         total: fs.f_blocks * fs.f_frsize,

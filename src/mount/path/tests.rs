@@ -276,3 +276,19 @@ fn any_path_is_refused_or_a_name_in_a_directory_below_a_root() {
         }
     });
 }
+
+#[test]
+fn cached_paths_are_opened_without_a_symlink_or_not_at_all() {
+    let scratch = MountScratch::new();
+    let roots = Roots::new(&[scratch.path().to_owned()]).expect("roots");
+    let inner = scratch.directory("outer/inner");
+    symlink("outer", scratch.path().join("link")).expect("linked");
+    assert_eq!(inner.kind().expect("looks"), PathKind::Dir);
+    let opened = |path: &str| roots.open_cached(&scratch.path().join(path));
+    let found = opened("outer/inner").expect("it was just looked up");
+    assert_eq!(PathKind::of(found.as_fd()).expect("looks"), PathKind::Dir);
+    for refused in ["link/inner", "outer/../outer/inner", "outer/absent"] {
+        assert!(opened(refused).is_none(), "{refused}");
+    }
+    assert!(roots.open_cached(Path::new("/etc/passwd")).is_none());
+}
