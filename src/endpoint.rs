@@ -10,15 +10,17 @@
 use std::{
     fmt,
     io::{self, ErrorKind},
-    os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt},
+    os::unix::{
+        fs::{FileTypeExt, MetadataExt, PermissionsExt},
+        net::UnixListener,
+    },
     path::{Path, PathBuf},
     str::FromStr,
     time::Duration,
 };
 
 use hyper_util::rt::TokioIo;
-use tokio::net::{UnixListener, UnixStream};
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio::net::UnixStream;
 use tonic::{
     service::Routes,
     transport::{Channel, Server, Uri},
@@ -29,6 +31,8 @@ use crate::proto::{
     DESCRIPTORS,
     csi::{ProbeRequest, identity_client::IdentityClient},
 };
+
+mod connection;
 
 /// How long a socket's owner may take to answer `Probe` before it counts as dead.
 const ALIVE_WITHIN: Duration = Duration::from_secs(1);
@@ -206,9 +210,14 @@ impl Listener {
                     .build_v1alpha()?,
             );
         let (stopping, stopped) = tokio::sync::oneshot::channel::<()>();
+        let incoming = connection::incoming(self.socket).map_err(|source| ServeError::Socket {
+            what: "listen on",
+            path: self.path.clone(),
+            source,
+        })?;
         let server = Server::builder()
             .add_routes(routes)
-            .serve_with_incoming_shutdown(UnixListenerStream::new(self.socket), async {
+            .serve_with_incoming_shutdown(incoming, async {
                 // A dropped sender means the same as a message: stop.
                 let _ = stopped.await;
             });
@@ -296,7 +305,7 @@ mod tests {
     async fn a_socket_whose_owner_ends_amid_the_answer_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("csi.sock");
-        let dying = UnixListener::bind(&path).unwrap();
+        let dying = tokio::net::UnixListener::bind(&path).unwrap();
         let endpoint = Endpoint { path };
         let (bound, ()) = tokio::join!(endpoint.bind(), async {
             drop(dying.accept().await.unwrap());
@@ -317,9 +326,7 @@ mod tests {
         let serving = tokio::spawn(
             tonic::transport::Server::builder()
                 .add_routes(other)
-                .serve_with_incoming(tokio_stream::wrappers::UnixListenerStream::new(
-                    listener.socket,
-                )),
+                .serve_with_incoming(connection::incoming(listener.socket).unwrap()),
         );
         assert!(matches!(
             endpoint.bind().await,

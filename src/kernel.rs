@@ -1,7 +1,7 @@
 //! The system calls, ioctls and their numbers that rustix lacks.
 //!
 //! With `ring` and `ceph::client` the only unsafe code; of this module's the controller uses
-//! only leases.
+//! only leases and watched sockets.
 
 use std::{fmt, fs, io, str::FromStr};
 
@@ -30,6 +30,7 @@ pub mod pidfd;
 pub mod privileges;
 #[cfg(feature = "node")]
 pub mod sysfs;
+pub mod watched;
 
 /// The file with the kernel's boot id.
 pub(crate) const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";

@@ -61,7 +61,7 @@ one() {
 }
 export -f one
 # A test that takes longer exits with 124, or with 137 if it had to be killed.
-export longest=300
+export longest=600
 # A test with every file system, or with every step at which an agent may be killed.
 [[ -z ${EVERY_FS:-} ]] || longest=1800
 [[ -z ${EVERY_STEP:-} ]] || longest=7200
