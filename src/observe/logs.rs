@@ -25,7 +25,12 @@ use std::{
 };
 
 use tracing::{Level, Span, Subscriber, level_filters::LevelFilter};
-use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
+use tracing_subscriber::{
+    filter::Targets,
+    fmt::{self, MakeWriter},
+    layer::SubscriberExt as _,
+    registry,
+};
 
 mod writer;
 
@@ -48,26 +53,15 @@ pub enum LogFormat {
 /// Why logging could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
-    /// The level is neither a level nor a list of directives.
+    /// A part of the list is neither a level nor a directive.
     #[error(
-        "invalid log level {level:?}; \
+        "invalid log level {level:?}: {part:?} is neither a level nor TARGET=LEVEL; \
          give error, warn, info, debug, trace, or directives such as info,uring_csi::mount=debug"
     )]
     Level {
         /// The given text.
         level: String,
-        /// The filter's error.
-        source: tracing_subscriber::filter::ParseError,
-    },
-    /// A directive is one word and no level: it would silence everything else.
-    #[error(
-        "invalid log level {level:?}: {word:?} is no level; \
-         give error, warn, info, debug, trace, or directives such as info,uring_csi::mount=debug"
-    )]
-    Word {
-        /// The given text.
-        level: String,
-        word: String,
+        part: String,
     },
     /// The writer thread could not be started.
     #[error("cannot start the thread that writes log lines")]
@@ -93,8 +87,8 @@ impl Drop for Logs {
 /// privileges that need a single-threaded process before.
 ///
 /// `level` is a level (`info`) for this project's lines, or a comma-separated list of
-/// `target=level` directives, as `tracing_subscriber::EnvFilter` takes them. The
-/// environment is not read. Call it once, before the first line.
+/// levels and of `target=level` directives; the longest target that begins a line's counts.
+/// The environment is not read. Call it once, before the first line.
 pub fn init(format: LogFormat, level: &str) -> Result<Logs, LogError> {
     let filter = filter(level)?;
     let stderr = io::stderr().as_fd().try_clone_to_owned();
@@ -142,54 +136,54 @@ fn request_id() -> String {
 
 /// A bare level applies to this project's own lines only: the libraries log each frame of
 /// each connection.
-fn directives(level: &str) -> String {
-    if level.parse::<Level>().is_ok() {
-        format!("warn,uring_csi={level}")
-    } else {
-        level.to_owned()
+///
+/// Not `EnvFilter`: its directives for spans take a library for regular expressions, and
+/// it takes a mistyped level for a target, and then passes no other lines.
+fn filter(level: &str) -> Result<Targets, LogError> {
+    if let Ok(level) = level.parse::<Level>() {
+        return Ok(Targets::new()
+            .with_default(Level::WARN)
+            .with_target("uring_csi", level));
     }
+    let mut filter = Targets::new();
+    for part in level.split(',') {
+        let (target, word) = match part.split_once('=') {
+            Some((target, word)) => (Some(target), word),
+            None => (None, part),
+        };
+        let is_target = |target: &str| !target.is_empty() && !target.contains(['[', '=']);
+        // An empty word would parse, as `error`.
+        filter = match (target, word.parse::<LevelFilter>()) {
+            (None, Ok(level)) if !word.is_empty() => filter.with_default(level),
+            (Some(target), Ok(level)) if !word.is_empty() && is_target(target) => {
+                filter.with_target(target, level)
+            }
+            _ => {
+                return Err(LogError::Level {
+                    level: level.to_owned(),
+                    part: part.to_owned(),
+                });
+            }
+        };
+    }
+    Ok(filter)
 }
 
-fn filter(level: &str) -> Result<EnvFilter, LogError> {
-    // The filter takes a single word for a target, and then passes no other lines.
-    let is_level = |word: &str| !word.is_empty() && word.parse::<LevelFilter>().is_ok();
-    let is_valid = |word: &&str| word.contains(['=', '[']) || is_level(word);
-    if let Some(word) = level.split(',').find(|word| !is_valid(word)) {
-        return Err(LogError::Word {
-            level: level.to_owned(),
-            word: word.to_owned(),
-        });
-    }
-    EnvFilter::builder()
-        .parse(directives(level))
-        .map_err(|source| LogError::Level {
-            level: level.to_owned(),
-            source,
-        })
-}
-
-fn subscriber<W>(
-    format: LogFormat,
-    filter: EnvFilter,
-    writer: W,
-) -> Box<dyn Subscriber + Send + Sync>
+fn subscriber<W>(format: LogFormat, filter: Targets, writer: W) -> Box<dyn Subscriber + Send + Sync>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(writer)
-        .with_ansi(false);
+    let lines = fmt::layer().with_writer(writer).with_ansi(false);
     match format {
-        LogFormat::Text => Box::new(lines.finish()),
-        LogFormat::Json => Box::new(
-            lines
+        LogFormat::Text => Box::new(registry().with(lines).with(filter)),
+        LogFormat::Json => {
+            let lines = lines
                 .json()
                 .flatten_event(true)
                 .with_current_span(false)
-                .with_span_list(true)
-                .finish(),
-        ),
+                .with_span_list(true);
+            Box::new(registry().with(lines).with(filter))
+        }
     }
 }
 
@@ -265,17 +259,15 @@ mod tests {
             "uring_csi",
             "",
             "info,",
+            "=",
+            "x=",
+            "x=info=debug",
+            "[call]=trace",
         ] {
             let error = filter(bad).unwrap_err().to_string();
             assert!(error.contains(&format!("{bad:?}")), "{error}");
         }
-        for good in [
-            "WARN",
-            "off",
-            "info,uring_csi::mount=debug",
-            "[call]=trace",
-            "x=1",
-        ] {
+        for good in ["WARN", "off", "info,uring_csi::mount=debug", "x=1"] {
             filter(good).unwrap();
         }
     }
