@@ -197,18 +197,10 @@ impl Listener {
         stop: impl Future<Output = ()>,
         grace: Duration,
     ) -> Result<(), ServeError> {
-        use tonic_reflection::server::Builder;
-        let routes = routes
-            .add_service(
-                Builder::configure()
-                    .register_encoded_file_descriptor_set(DESCRIPTORS)
-                    .build_v1()?,
-            )
-            .add_service(
-                Builder::configure()
-                    .register_encoded_file_descriptor_set(DESCRIPTORS)
-                    .build_v1alpha()?,
-            );
+        let reflection = tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(DESCRIPTORS)
+            .build_v1()?;
+        let routes = routes.add_service(reflection);
         let (stopping, stopped) = tokio::sync::oneshot::channel::<()>();
         let incoming = connection::incoming(self.socket).map_err(|source| ServeError::Socket {
             what: "listen on",
