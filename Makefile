@@ -8,7 +8,7 @@ export BIN_DIR
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DIR)/../kustomize/usr/bin)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench counts clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench counts sizes clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -85,6 +85,9 @@ bench: setup ## Measure the cases of PERFORMANCE.md
 counts: build ## Compare the agent's system calls with bench/counts/counts.txt
 	cargo bench --profile dev --bench counts
 export UPDATE NAMES
+
+sizes: setup ## Build what the images carry, and compare its sizes with scripts/sizes.txt
+	nice scripts/sizes.sh
 
 clean: ## Remove build results
 	cargo clean
