@@ -13,18 +13,30 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DI
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: ## Install what the build and the tests need
+setup: ## Install what the build, the tests and the demos need
 	@scripts/setup.sh
 
-build: setup ## Build both agents and uringctl
+build: ## Build the agents, the supervisor and uringctl
+	@scripts/setup.sh build
 	cargo build --profile $(PROFILE) --bins
 
 # BACKEND=nbd or rbd; on the test kernel if this kernel lacks the driver.
-demo: build ## Show the whole life of volumes on this machine
+demo: ## Show the whole life of volumes on this machine
+	@$(first_time)
+	@scripts/setup.sh demo
+	cargo build --profile $(PROFILE) $(AGENTS)
 	@scripts/demo.sh
 
-run: build ## Run both agents with a fresh pool until ^C
+run: ## Run both agents with a fresh pool until ^C
+	@$(first_time)
+	@scripts/setup.sh run
+	cargo build --profile $(PROFILE) $(AGENTS)
 	@scripts/run.sh
+
+# Neither runs the supervisor.
+AGENTS := --bin uring-csi-node --bin uring-csi-controller --bin uringctl
+first_time = [ -x $(BIN_DIR)/uringctl ] || \
+	echo "$@: installs packages where some are missing, then builds: some minutes the first time"
 
 test: lint unit test-kernel ## Check and test everything, on this kernel and another
 
@@ -82,11 +94,12 @@ bench: setup ## Measure the cases of PERFORMANCE.md
 	@scripts/bench.sh
 
 # UPDATE=1 writes the counts to the file; NAMES=1 lists the system calls by name.
-counts: build ## Compare the agent's system calls with bench/counts/counts.txt
+counts: setup build ## Compare the agent's system calls with bench/counts/counts.txt
 	cargo bench --profile dev --bench counts
 export UPDATE NAMES
 
-sizes: setup ## Build what the images carry, and compare its sizes with scripts/sizes.txt
+sizes: ## Build what the images carry, and compare its sizes with scripts/sizes.txt
+	@scripts/setup.sh build
 	nice scripts/sizes.sh
 
 clean: ## Remove build results

@@ -77,6 +77,7 @@ trap 'exit 130' INT TERM
 # A pool on its own XFS, which copies by reference, so that a snapshot can be taken of a
 # volume in use.
 make_pool() {
+  echo "making a pool, on an XFS of its own below $work"
   mkdir "$work/pool"
   truncate -s 8G "$work/pool.img"
   mkfs.xfs -q -m reflink=1 "$work/pool.img"
@@ -93,6 +94,7 @@ serve_loop() {
 
 serve_nbd() {
   make_pool
+  echo "starting an NBD server of it"
   nbdkit --foreground --unix "$work/nbd.sock" file dir="$work/pool" 2>>"$work/agents.log" &
   pids+=($!)
   controller_flags=(--pool "demo=$work/pool,shared")
@@ -102,6 +104,7 @@ serve_nbd() {
 serve_rbd() {
   local name value
   declare -A its
+  echo "starting a Ceph cluster in memory: some seconds"
   mkdir "$work/ceph" "$work/secret"
   # The cluster runs while another process has this locked, so it must not inherit the
   # lock.
@@ -125,6 +128,7 @@ JSON
 start_agents() {
   mkdir -p "$work"/{run,state,kubelet,mnt}
   "serve_$backend"
+  echo "starting the agents"
   uring-csi-node \
     --endpoint "$URING_CSI_NODE_ENDPOINT" \
     --node-id demo \

@@ -17,8 +17,8 @@ from pathlib import Path
 
 # Words that are also names of programs.
 WORDS = {"file", "look", "node", "red", "time", "write"}
-# setup.sh installs curl if needed, the README git, and ip is busybox's.
-SEEN_TO = {"curl", "git", "ip"}
+# setup.sh installs curl and cargo if needed, the README make and git, and ip is busybox's.
+SEEN_TO = {"curl", "git", "ip", "make"}
 # Run if they are installed; otherwise the code prints that they are missing.
 OPTIONAL = {"kubectl", "kustomize", "mmdebstrap"}
 
@@ -50,8 +50,8 @@ def allowed():
             provides.setdefault(name, []).append(package)
         if essential == "yes":
             wanted.add(package)
-    listed = re.search(r"^packages=\((.*?)^\)", (ROOT / "scripts/setup.sh").read_text(), re.M | re.S)
-    wanted.update(re.sub(r"#.*", "", listed[1]).split())
+    for listed in re.findall(r"^  [a-z]+=\((.+)\)$", (ROOT / "scripts/setup.sh").read_text(), re.M):
+        wanted.update(listed.split())
     found = set()
     while wanted:
         package = wanted.pop()

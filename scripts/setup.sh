@@ -1,23 +1,30 @@
 #!/usr/bin/env bash
-# Installs the missing packages for the build, the tests and the demo: on Debian and
-# Ubuntu as root; elsewhere it lists them. Returns at once when none is missing. With
-# `lint` also rustfmt, clippy, and a tool that builds the manifests.
+# setup.sh [PART]: installs the missing packages of that part, on Debian and Ubuntu as
+# root; elsewhere it lists them. Returns at once when none is missing. The parts:
+#
+#   build  a compiler and what the programs link
+#   demo   build, and what the demo of BACKEND (loop, nbd or rbd) runs
+#   run    demo, and the tools of all file systems
+#   lint   test, and rustfmt, clippy, a tool that builds the manifests
+#   test   all of these packages; the default
 #
 # Rust comes from the first of these that is new enough: the distribution's cargo, the
 # distribution's rustup, rustup's own installer.
 set -euo pipefail
 
-packages=(
-  build-essential pkg-config libudev-dev  # to build
-  e2fsprogs xfsprogs btrfs-progs          # to make and check file systems
-  util-linux mount fdisk procps kmod      # for tests and the demo
-  nbdkit qemu-utils                       # servers of NBD exports, for tests
-  nbd-client strace                       # for comparison in the benches
-  ceph-mon ceph-mgr ceph-osd ceph-common  # a Ceph cluster, for tests
-  rbd-nbd librbd1 librados2               # and to map its images
-  python3 python3-yaml                    # to check the manifests
-  busybox-static patchelf udev            # for the test kernel
-)
+# shellcheck disable=SC2034 # read by name
+{
+  build=(gcc libc6-dev pkg-config libudev-dev)
+  demo=(xfsprogs util-linux mount kmod)
+  # The servers of the volumes. python3 runs the cluster.
+  nbd=(nbdkit nbd-client)
+  rbd=(ceph-mon ceph-mgr ceph-osd ceph-common librbd1 librados2 python3)
+  # User-Mode Linux, for kernels without the backend's driver.
+  kernel=(busybox-static patchelf udev)
+  run=(e2fsprogs btrfs-progs)
+  # strace is for the benches, python3-yaml for the manifests.
+  test=(fdisk procps qemu-utils rbd-nbd strace python3-yaml)
+}
 
 fail() {
   printf 'setup: %s\n' "$*" >&2
@@ -31,17 +38,46 @@ can_install() {
 
 # A fresh machine or container has no package lists.
 update_lists() {
-  [[ -n ${updated:-} ]] || apt-get update -qq
+  [[ -z ${updated:-} ]] || return 0
+  echo "setup: reading the lists of packages"
+  apt-get update -qq
   updated=yes
 }
 
 install() {
-  printf 'setup: installing %s\n' "$*"
   update_lists
-  DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@"
+  printf 'setup: installing %s\n' "$*"
+  # -q, not -qq: downloads show.
+  DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@"
+}
+
+# The packages of the part.
+packages() {
+  local groups=(build) group
+  case $part in
+    build) ;;
+    demo) groups+=(demo) ;;
+    run) groups+=(demo run) ;;
+    *) groups+=(demo nbd rbd kernel run test) ;;
+  esac
+  case $part:${BACKEND:-loop} in
+    *:loop) ;;
+    demo:nbd | demo:rbd | run:nbd | run:rbd)
+      groups+=("$BACKEND")
+      modprobe -q "$BACKEND" 2>/dev/null || groups+=(kernel)
+      ;;
+    demo:* | run:*) fail "BACKEND=$BACKEND: must be loop, nbd or rbd" ;;
+  esac
+  for group in "${groups[@]}"; do
+    local -n those=$group
+    printf '%s\n' "${those[@]}"
+  done
 }
 
 install_packages() {
+  local listed packages
+  listed=$(packages)
+  mapfile -t packages <<<"$listed"
   command -v dpkg-query >/dev/null || {
     command -v cc >/dev/null && command -v mkfs.xfs >/dev/null && return
     fail "this is neither Debian nor Ubuntu; install the contents of these packages: ${packages[*]}"
@@ -79,18 +115,17 @@ install_rust() {
   update_lists
   packaged=$(candidate cargo)
   if [[ -n $packaged ]] && at_most "$wanted" "$packaged"; then
-    install cargo rustfmt rust-clippy
+    install cargo
   elif command -v rustup >/dev/null || [[ -n $(candidate rustup) ]]; then
     command -v rustup >/dev/null || install rustup ca-certificates
-    rustup toolchain install stable --profile minimal --component clippy --component rustfmt
+    rustup toolchain install stable --profile minimal
     rustup default stable
   else
     install curl ca-certificates
     # As https://rustup.rs says. The distribution's old cargo may stay: the Makefile
     # searches ~/.cargo/bin first.
     curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs |
-      RUSTUP_INIT_SKIP_PATH_CHECK=yes sh -s -- -y --no-modify-path \
-        --profile minimal --component clippy --component rustfmt
+      RUSTUP_INIT_SKIP_PATH_CHECK=yes sh -s -- -y --no-modify-path --profile minimal
   fi
   hash -r
 }
@@ -135,12 +170,13 @@ check_kustomize() {
 }
 
 cd "$(dirname "$0")/.."
+part=${1:-test}
 kustomize=${CARGO_TARGET_DIR:-target}/kustomize
 PATH=$PATH:$(realpath -m "$kustomize/usr/bin")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
 check_cargo
-if [[ ${1:-} == lint ]]; then
+if [[ $part == lint ]]; then
   check_linters
   check_kustomize
 fi

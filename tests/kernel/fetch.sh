@@ -20,6 +20,7 @@ fail() {
   exit 1
 }
 
+echo "fetch: getting User-Mode Linux and its modules: some 60 MB"
 work=$dir.new
 rm -rf "$work"
 trap 'rm -rf "$work"' EXIT
