@@ -2,7 +2,7 @@
 
 use std::{fs, path::PathBuf};
 
-use testkit::{MIB, NbdServer, Sandbox, Volume};
+use testkit::{BareVolume, MIB, NbdServer, Sandbox, Volume};
 use uring_csi::internals::{Export, Server};
 
 use crate::by_exec::ByExec;
@@ -23,6 +23,11 @@ pub trait Backend {
 
     /// A new one, as programs reach it.
     fn exec(&self, name: &str, fs_type: &str) -> ByExec;
+
+    /// A new one with an ext4, as bare system calls reach it.
+    fn bare(&self, _name: &str) -> Option<BareVolume> {
+        None
+    }
 }
 
 /// Images in a pool, by loop devices.
@@ -53,6 +58,10 @@ impl Backend for Images<'_> {
         self.blank(name);
         let attach = format!("losetup -f --show {}", self.image(name).display());
         ByExec::new(self.0.dir(), name, fs_type, &attach, ["losetup", "-d"])
+    }
+
+    fn bare(&self, name: &str) -> Option<BareVolume> {
+        Some(BareVolume::new(self.0.dir(), name, SIZE))
     }
 }
 

@@ -4,7 +4,7 @@ use std::{cell::RefCell, thread};
 
 use criterion::Criterion;
 use futures_util::future::join_all;
-use testkit::Volume;
+use testkit::{BareVolume, Volume};
 
 use crate::{backends::Backend, by_exec::ByExec, rig::Rig};
 
@@ -20,7 +20,7 @@ pub fn first(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
 pub fn formatted(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a 1 GiB ext4, formatted");
     Lives::new(rig, over, "again", "ext4", 1)
-        .formatted()
+        .formatted(over)
         .measure(criterion, &case, 20, |_| {});
 }
 
@@ -28,7 +28,7 @@ pub fn formatted(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
 pub fn at_once(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend, many: usize) {
     let case = over.title(&format!("{many} lives at once, formatted"));
     Lives::new(rig, over, "many", "ext4", many)
-        .formatted()
+        .formatted(over)
         .measure(criterion, &case, 10, |_| {});
 }
 
@@ -42,6 +42,7 @@ pub fn raw(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
 struct Lives<'a> {
     rig: &'a Rig,
     volumes: Vec<Volume>,
+    bares: Vec<BareVolume>,
     execs: Vec<ByExec>,
     /// Where those are attached.
     devices: RefCell<Vec<String>>,
@@ -55,6 +56,7 @@ impl<'a> Lives<'a> {
             volumes: numbered("socket")
                 .map(|name| over.volume(&name, fs_type))
                 .collect(),
+            bares: Vec::new(),
             execs: numbered("exec")
                 .map(|name| over.exec(&name, fs_type))
                 .collect(),
@@ -63,7 +65,9 @@ impl<'a> Lives<'a> {
     }
 
     /// After a first life.
-    fn formatted(self) -> Self {
+    fn formatted(mut self, over: &dyn Backend) -> Self {
+        let bare = |exec: &ByExec| over.bare(&exec.name);
+        self.bares = self.execs.iter().filter_map(bare).collect();
         self.up_by_socket();
         self.down_by_socket();
         self.up_by_exec();
@@ -93,6 +97,11 @@ impl<'a> Lives<'a> {
             || self.up_by_socket(),
             || self.down_by_socket(),
         );
+        if !self.bares.is_empty() {
+            self.rig.measure(&mut group, case, "bare", || {
+                on_threads(self.bares.iter(), BareVolume::live);
+            });
+        }
         self.rig.measure_life(
             &mut group,
             case,

@@ -6,6 +6,7 @@
 //! - *socket*: the real agent, called as kubelet calls it, on a new connection
 //!   each time (*kept*: on one that is kept);
 //! - *in process*: the library, without gRPC;
+//! - *bare*: the system calls that the case cannot do without (image files only);
 //! - *exec*: what attaches (`losetup`, `nbd-client`, `rbd`), `blkid`, `fsck`, `mkfs`,
 //!   `mount`, `umount`, as drivers built on mount-utils run them.
 //!

@@ -48,6 +48,15 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
         .block_on(rig.node.unstage(&volume))
         .expect("unstaged");
 
+    if let Some(bare) = over.bare("publish") {
+        let device = bare.stage();
+        rig.measure(&mut group, CASE, "bare", || {
+            bare.publish();
+            bare.unpublish();
+        });
+        bare.unstage(&device);
+    }
+
     let exec = over.exec("publish-exec", "ext4");
     let device = exec.stage();
     rig.measure(&mut group, CASE, "exec", || {

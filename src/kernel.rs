@@ -16,7 +16,7 @@ pub mod exec;
 pub mod growth;
 #[cfg(feature = "node")]
 pub mod keys;
-#[cfg(feature = "controller")]
+#[cfg(any(feature = "node", feature = "controller"))]
 pub mod lease;
 #[cfg(feature = "node")]
 pub mod loopctl;

@@ -3,7 +3,7 @@
 use std::{env, fs};
 
 use futures_util::future::join_all;
-use testkit::{Node, Sandbox, Volume, request};
+use testkit::{BareVolume, MIB, Node, Sandbox, Volume, request};
 use tonic::transport::Channel;
 use uring_csi::proto::csi::{
     GetPluginInfoRequest, NodeGetVolumeStatsRequest, NodeUnpublishVolumeRequest,
@@ -11,7 +11,7 @@ use uring_csi::proto::csi::{
 };
 
 use crate::{
-    counters::{Count, Counters},
+    counters::{Count, Counters, of_this_thread},
     table::Table,
 };
 
@@ -42,6 +42,25 @@ impl Cases<'_> {
         for some in others.chunks(16) {
             join_all(some.iter().map(|volume| node.down(volume, "pod"))).await;
         }
+    }
+
+    /// The same by the system calls that a life cannot do without.
+    pub fn run_bare(&mut self) {
+        let volume = BareVolume::new(self.sandbox.dir(), "counted", 64 * MIB);
+        volume.live();
+        let of = |run: &dyn Fn()| of_this_thread(ROUNDS as u64, run).expect("the kernel's events");
+        self.table.add(
+            "life of a formatted ext4, bare calls",
+            of(&|| volume.live()),
+        );
+        let node = volume.stage();
+        let published = of(&|| {
+            volume.publish();
+            volume.unpublish();
+        });
+        self.table
+            .add("publish and unpublish, bare calls", published);
+        volume.unstage(&node);
     }
 
     async fn run(&mut self, others: usize) {

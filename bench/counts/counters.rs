@@ -60,17 +60,44 @@ impl Sub for Count {
 /// Counters of a process: of each of its threads, and the threads that these start.
 pub struct Counters {
     pid: u32,
+    tids: Vec<i32>,
+    /// Of all threads of the process, also those that it starts later.
+    of_all: bool,
     calls: Vec<Counter>,
     checks: Vec<Counter>,
+}
+
+/// What this thread does in one of `rounds` runs of `work`, on average. None if this
+/// kernel has no such events.
+pub fn of_this_thread(rounds: u64, work: impl Fn()) -> Option<Count> {
+    let mut counters = Counters::of_threads(std::process::id(), &[gettid()])?;
+    let before = counters.read();
+    for _ in 0..rounds {
+        work();
+    }
+    let all = counters.read() - before;
+    Some(Count {
+        calls: all.calls / rounds,
+        switches: all.switches / rounds,
+    })
+}
+
+fn gettid() -> i32 {
+    rustix::thread::gettid().as_raw_nonzero().get()
 }
 
 impl Counters {
     /// None if this kernel has no such events.
     pub fn of(pid: u32) -> Option<Self> {
+        let mut counters = Self::of_threads(pid, &threads(pid))?;
+        counters.of_all = true;
+        Some(counters)
+    }
+
+    fn of_threads(pid: u32, threads: &[i32]) -> Option<Self> {
         let [calls, checks] =
             ["raw_syscalls/sys_enter", "syscalls/sys_enter_fcntl"].map(tracepoint);
         let tracepoint = |id: u64| Builder::new(Tracepoint::with_id(id));
-        let threads = threads(pid);
         let each = |mut builder: Builder<'_>| {
             let counter = |tid: &i32| {
                 builder.observe_pid(*tid).any_cpu().inherit(true);
@@ -83,6 +110,8 @@ impl Counters {
         };
         Some(Self {
             pid,
+            tids: threads.to_owned(),
+            of_all: false,
             calls: each(tracepoint(calls?)),
             checks: each(tracepoint(checks?)),
         })
@@ -113,12 +142,14 @@ impl Counters {
         } else {
             0
         };
+        let threads = if self.of_all {
+            &threads(self.pid)
+        } else {
+            &self.tids
+        };
         Count {
             calls: sum(&mut self.calls) - checks,
-            switches: threads(self.pid)
-                .iter()
-                .map(|tid| waits(self.pid, *tid))
-                .sum(),
+            switches: threads.iter().map(|tid| waits(self.pid, *tid)).sum(),
         }
     }
 

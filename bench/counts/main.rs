@@ -48,6 +48,7 @@ fn main() -> ExitCode {
     for others in OTHERS {
         runtime.block_on(cases.run_beside(others));
     }
+    cases.run_bare();
     let measured = cases.table;
     print!("{measured}");
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/counts/counts.txt");

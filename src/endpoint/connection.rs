@@ -97,15 +97,18 @@ impl AsyncRead for ServedConnection {
         loop {
             let mut readable = ready!(self.socket.poll_read_ready(context))?;
             let room = buffer.initialize_unfilled();
-            match readable.try_io(|socket| socket.get_ref().read(room)) {
-                Ok(Ok(length)) => {
+            match self.socket.get_ref().read(room) {
+                Ok(length) => {
+                    // More data makes it readable anew (epoll(7), EPOLLET).
+                    if 0 < length && length < room.len() {
+                        readable.clear_ready();
+                    }
                     buffer.advance(length);
                     return Poll::Ready(Ok(()));
                 }
-                Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(Err(error)) => return Poll::Ready(Err(error)),
-                // It waits again.
-                Err(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => readable.clear_ready(),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Poll::Ready(Err(error)),
             }
         }
     }

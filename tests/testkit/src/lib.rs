@@ -17,6 +17,7 @@
 )]
 
 mod agent;
+mod bare;
 mod ceph_csi;
 mod cluster;
 mod controller;
@@ -40,6 +41,7 @@ mod volume;
 use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::{Agent, Machine, program, request};
+pub use bare::BareVolume;
 pub use ceph_csi::{STAGE_FILE, ceph_csi_stage_file, publish_as_ceph_csi, unstage_as_ceph_csi};
 pub use cluster::{TestCluster, output_despite_abort};
 pub use controller::{
