@@ -187,7 +187,7 @@ async fn down(node: &Node, volumes: &[Volume], phase: Phase) {
 
 /// Does `work` while the volumes are called for again and again.
 async fn beside(node: &Node, volumes: &[Volume], phase: Phase, work: impl Future<Output = ()>) {
-    let asked = volumes.iter().map(async |volume| {
+    let calls = volumes.iter().map(async |volume| {
         loop {
             let _ = call_in_phase(node, volume, phase).await;
             tokio::time::sleep(PAUSE).await;
@@ -195,7 +195,7 @@ async fn beside(node: &Node, volumes: &[Volume], phase: Phase, work: impl Future
     });
     tokio::select! {
         () = work => (),
-        _ = join_all(asked) => unreachable!("they are asked without end"),
+        _ = join_all(calls) => unreachable!("they are asked without end"),
     }
 }
 

@@ -16,15 +16,15 @@ mod exports;
 mod format_markers;
 mod held_open;
 mod images;
+mod in_use;
 mod loop_attach;
 pub mod loopdev;
 pub mod luks;
 pub mod nbd;
 pub mod openers;
-mod owed;
+mod pending_releases;
 pub mod ready;
 mod source;
-mod used;
 
 #[cfg(test)]
 pub(crate) mod scratch;
@@ -43,5 +43,5 @@ pub use format_markers::NodeFormatMarkers;
 pub use held_open::HeldOpen;
 pub use images::{ImageFiles, ImageSource};
 pub use loop_attach::set_read_only;
-pub use owed::Owed;
+pub use pending_releases::PendingReleases;
 pub use source::{Source, StageFile};

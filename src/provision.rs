@@ -213,8 +213,8 @@ pub struct CapacityRequest {
     pub parameters: HashMap<String, String>,
     /// The uses that volumes must support.
     pub uses: Vec<VolumeUse>,
-    /// Whether room that only this node can reach counts.
-    pub here_will_do: bool,
+    /// Whether the room of local pools counts: only this node can reach it.
+    pub includes_local: bool,
     /// The requested topology; empty: any.
     pub place: TopologySegments,
 }

@@ -59,4 +59,4 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(80);
 pub use crate::ceph::csi_format::map_options::NbdOptions;
 pub use error::SupervisorError;
 pub use spec::{RegistrationKey, Spec, SpecError};
-pub use watch::{Trouble, Watch};
+pub use watch::{DaemonCondition, Watch};

@@ -70,7 +70,7 @@ pub use stats::{Space, Usage};
 use held::Volume;
 use occupied::Occupied;
 use places::Places;
-use reconcile::Untaken;
+use reconcile::Unrecovered;
 use record::Records;
 use spec::Request;
 
@@ -110,7 +110,7 @@ pub struct Node {
     runtime: RuntimeHandle,
     volumes: Mutex<HashMap<String, Arc<Volume>>>,
     occupied: Occupied,
-    untaken: Untaken,
+    unrecovered: Unrecovered,
     heartbeat: Arc<Heartbeat>,
 }
 
@@ -124,8 +124,8 @@ impl fmt::Debug for Node {
 }
 
 impl Node {
-    /// Opens the node's stores. Calls on volumes wait until [`Node::take_up`] has
-    /// taken up what an earlier agent left, and their steps for `heartbeat`.
+    /// Opens the node's stores. Calls on volumes wait until [`Node::recover`] has
+    /// recovered what an earlier agent left, and their steps for `heartbeat`.
     pub fn open(
         config: Config,
         backends: Backends,
@@ -145,7 +145,7 @@ impl Node {
             runtime: RuntimeHandle::current(),
             volumes: Mutex::default(),
             occupied: Occupied::default(),
-            untaken: Untaken::default(),
+            unrecovered: Unrecovered::default(),
             heartbeat,
         });
         let (lanes, gates) = (node.lanes.clone(), &node.config.gates);
@@ -163,7 +163,7 @@ impl Node {
     ) -> Answer {
         request.call = request.call.with_paths(|path| self.places.canonical(path));
         let begun = Instant::now();
-        self.taken_up(&volume_id, deadline).await?;
+        self.recovered(&volume_id, deadline).await?;
         let left = deadline.saturating_sub(begun.elapsed());
         task::submit(&self, &volume_id, request, left).await
     }

@@ -9,15 +9,15 @@ fn gate(places: usize, queue: usize) -> Gate {
     })
 }
 
-fn admitted(asked: Result<Entry, Full>) -> Place {
-    match asked.unwrap() {
+fn admitted(entry: Result<Entry, Full>) -> Place {
+    match entry.unwrap() {
         Entry::Admitted(place) => place,
         Entry::Waits(_) => panic!("there is no place"),
     }
 }
 
-fn waits(asked: Result<Entry, Full>) -> oneshot::Receiver<Place> {
-    match asked.unwrap() {
+fn waits(entry: Result<Entry, Full>) -> oneshot::Receiver<Place> {
+    match entry.unwrap() {
         Entry::Admitted(_) => panic!("there is a place"),
         Entry::Waits(turn) => turn,
     }

@@ -25,8 +25,8 @@
 //! Each registration has a number of its own, so that a comparison never takes a newer one
 //! for the one that was read.
 //!
-//! The controller writes the second key, the fence, and lifts it once the node reports that
-//! the client is gone ([`Fences::is_gone`]). Only the node can tell: a client that cannot
+//! The controller writes the second key, the fence, and lifts it once the node reports
+//! that the client has ended ([`Fences::record_ended`]). Only the node knows: a client that cannot
 //! reach its cluster may hold data as long as its kernel runs.
 
 use std::time::Duration;
@@ -42,8 +42,9 @@ use super::{
     csi_format::journal::entry_of,
 };
 
-/// The key of a publish context by which a node is asked to register its client.
-pub const ASKED: &str = "fencing";
+/// The key of a publish context by which the controller requests that the node register its
+/// client.
+pub const PUBLISH_CONTEXT_KEY: &str = "fencing";
 
 /// The longest time from the registration of a client as starting to that of its address.
 /// By then its node has ended it, unless the supervisor was killed: then the client has

@@ -232,12 +232,12 @@ mod tests {
         assert!(matches!(access(&staged), AccessType::Block(_)));
         let staged = AccessArgs::default().or_as_staged("xfs");
         assert!(matches!(access(&staged), AccessType::Mount(m) if m.fs_type == "xfs"));
-        let told = AccessArgs {
+        let given = AccessArgs {
             fs: Some("ext4".to_owned()),
             ..Default::default()
         };
-        let told = told.or_as_staged("xfs");
-        assert!(matches!(access(&told), AccessType::Mount(m) if m.fs_type == "ext4"));
+        let given = given.or_as_staged("xfs");
+        assert!(matches!(access(&given), AccessType::Mount(m) if m.fs_type == "ext4"));
     }
 
     proptest! {

@@ -186,7 +186,7 @@ impl Controller {
         let room = CapacityRequest {
             parameters: request.parameters,
             uses,
-            here_will_do: place.as_ref().is_none_or(|place| self.is_here(place)),
+            includes_local: place.as_ref().is_none_or(|place| self.is_here(place)),
             place: place.map(segments).unwrap_or_default(),
         };
         let capacity = self.stores.capacity(room).await?;
@@ -230,11 +230,11 @@ impl Controller {
         what.omitted = omitted.cloned();
         let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());
         let secrets = request.secrets.into();
-        let asked = &self.stores;
+        let stores = &self.stores;
         if request.snapshot_id.is_empty() {
-            return Ok(asked.list_snapshots(what, of_volume, secrets).await?);
+            return Ok(stores.list_snapshots(what, of_volume, secrets).await?);
         }
-        let entries = match asked.get_snapshot(request.snapshot_id, secrets).await {
+        let entries = match stores.get_snapshot(request.snapshot_id, secrets).await {
             Ok(one) if of_volume.is_none_or(|volume| volume == one.source) => vec![one],
             Ok(_) => Vec::new(),
             Err(error) if error.kind() == Kind::NotFound => Vec::new(),
@@ -245,8 +245,8 @@ impl Controller {
     }
 
     async fn health(&self, handle: String, secrets: Secrets) -> Result<wire::VolumeHealth, Error> {
-        let asked = &self.stores;
-        let condition = asked.volume_condition(handle.clone(), secrets).await?;
+        let stores = &self.stores;
+        let condition = stores.volume_condition(handle.clone(), secrets).await?;
         Ok(wire::VolumeHealth {
             volume_id: handle,
             health_statuses: condition.into_iter().map(inaccessible).collect(),

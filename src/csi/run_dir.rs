@@ -141,8 +141,8 @@ impl RunDir {
         }
         match File::open(&path) {
             Ok(before) => {
-                let gone = outlast(&before, silent_for).await;
-                if let Some(pid) = gone.map_err(failed("lock"))? {
+                let ended = outlast(&before, silent_for).await;
+                if let Some(pid) = ended.map_err(failed("lock"))? {
                     let dir = dir.to_owned();
                     return Err(RunDirError::InUse { dir, pid });
                 }

@@ -83,7 +83,7 @@ pub enum Condition {
     /// The file behind it was deleted, and is freed when the device is detached.
     Deleted,
     /// It works, but nothing would restart its server.
-    Unkept(String),
+    Unsupervised(String),
     /// Its server does not answer.
     Unreachable {
         /// Whether requests fail; else they wait.
@@ -105,7 +105,7 @@ pub enum Fencing {
 impl Fencing {
     /// Parses the publish context, into which the controller puts it.
     pub fn parse(publish_context: &HashMap<String, String>) -> Self {
-        if publish_context.contains_key(fencing::ASKED) {
+        if publish_context.contains_key(fencing::PUBLISH_CONTEXT_KEY) {
             Self::On
         } else {
             Self::Off
@@ -189,15 +189,15 @@ pub enum Owner {
     /// One of this driver's sources is behind it, for an unknown volume.
     Source(Box<Source>),
     /// No volume of this driver.
-    Nobody,
+    None,
 }
 
 /// A source with all that its backend needs to work on it.
 pub trait BackendVolume {
     /// Attaches the source, or finds it attached as it should be.
     fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError>;
-    /// Takes up the device's server after a restart of the agent.
-    fn take_up(&self, _device: &Device, _volume_id: &str) {}
+    /// Recovers the device's link to its server after a restart of the agent.
+    fn recover(&self, _device: &Device, _volume_id: &str) {}
     /// The condition of the attached device, found without I/O on it.
     fn condition(&self, device: &Device) -> Option<Condition>;
     /// Whether the device's server needs the secrets of a stage.
@@ -214,7 +214,7 @@ pub trait BackendVolume {
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
     /// Releases the claim that an earlier agent left on the source for the volume,
     /// unless the source is attached.
-    fn release_left(&self, _volume_id: &str) -> Result<Done, DeviceError> {
+    fn release_pending(&self, _volume_id: &str) -> Result<Done, DeviceError> {
         Ok(Done::Already)
     }
     /// Whether a mkfs for this volume was interrupted, its marker is lost with the

@@ -18,8 +18,9 @@ use super::{
     backend::{Attachment, BackendVolume, FormatMarker, FoundDevice, Owner},
     error::{DeviceError, io},
     format_markers::NodeFormatMarkers,
+    in_use,
     loop_attach::clear_read_only_mark,
-    luks, used,
+    luks,
 };
 use crate::{
     Detached, Done,
@@ -123,7 +124,7 @@ impl CephImages {
             });
         }
         // A device of rbd-nbd has the volume's handle as its cookie.
-        Ok(sysfs::nbd_backend(lower).map_or(Owner::Nobody, Owner::Volume))
+        Ok(sysfs::nbd_backend(lower).map_or(Owner::None, Owner::Volume))
     }
 
     /// The image that ceph-csi's stage file describes, and its device if it is mapped.
@@ -291,7 +292,7 @@ impl BackendVolume for BoundCephImage<'_> {
             let over = luks::over(lower.block.dev);
             let over = over.map_err(io("look for what is over a mapped image"))?;
             let shown = over.as_ref().unwrap_or(&lower.block);
-            used::refuse(&shown.node, shown.dev, options)?;
+            in_use::refuse(&shown.node, shown.dev, options)?;
         }
         match self.open(&known, &lower, options) {
             Ok((over, marker)) => {
@@ -318,14 +319,14 @@ impl BackendVolume for BoundCephImage<'_> {
 
     fn condition(&self, device: &Device) -> Option<Condition> {
         if device.still_matches() {
-            self.trouble(&LowerDevice::of(device))
+            self.daemon_condition(&LowerDevice::of(device))
         } else {
             Some(Condition::Detached)
         }
     }
 
     fn wants_secrets(&self, device: &Device) -> bool {
-        self.trouble(&LowerDevice::of(device)).is_some()
+        self.daemon_condition(&LowerDevice::of(device)).is_some()
     }
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {

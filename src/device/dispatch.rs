@@ -10,7 +10,7 @@ use super::{
     exports::Exports,
     images::{BoundImage, ImageFiles},
     nbd, openers,
-    owed::Owed,
+    pending_releases::PendingReleases,
 };
 use crate::{
     Detached,
@@ -55,10 +55,10 @@ impl Backends {
         &self.images.boot_id
     }
 
-    /// Takes up the device's server after a restart of the agent.
-    pub fn take_up(&self, source: &Source, device: &Device, volume_id: &str) {
+    /// Recovers the device's link to its server after a restart of the agent.
+    pub fn recover(&self, source: &Source, device: &Device, volume_id: &str) {
         if source.is_still(device) {
-            self.bind(source).take_up(device, volume_id);
+            self.bind(source).recover(device, volume_id);
         }
     }
 
@@ -113,11 +113,11 @@ impl Backends {
     /// The device's owner, by the kernel and by the claims beside images.
     pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
         match self.exports.owner_of(dev) {
-            Owner::Nobody => {}
+            Owner::None => {}
             owner => return Ok(owner),
         }
         match CephImages::owner_of(dev)? {
-            Owner::Nobody => self.images.owner_of(dev),
+            Owner::None => self.images.owner_of(dev),
             owner => Ok(owner),
         }
     }
@@ -180,8 +180,8 @@ impl Backends {
     }
 
     /// The pools that were away when a claim in them was to be released.
-    pub fn owed(&self) -> &Owed {
-        &self.images.owed
+    pub fn pending_releases(&self) -> &PendingReleases {
+        &self.images.pending_releases
     }
 
     /// Reconnects devices to their servers, for as long as the agent runs. On the runtime

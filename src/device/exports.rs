@@ -10,9 +10,9 @@ use super::{
     context::{SourceError, VolumeContext},
     error::{DeviceError, io},
     format_markers::NodeFormatMarkers,
+    in_use,
     loop_attach::clear_read_only_mark,
     nbd::{self, Identifier, Links},
-    used,
 };
 use crate::{
     Detached, Done, error_chain,
@@ -159,13 +159,13 @@ pub struct Exports {
 impl Exports {
     /// The device that is attached for the volume.
     pub fn find(&self, volume_id: &str) -> Result<Option<FoundDevice>, DeviceError> {
-        self.find_any(|identifier| identifier.volume_id == volume_id)
+        self.find_where(|identifier| identifier.volume_id == volume_id)
     }
 
     /// The export behind a device, where this or an earlier agent attached it.
     pub fn find_behind(&self, dev: Dev) -> Result<Option<FoundDevice>, DeviceError> {
         match Identifier::of(dev) {
-            Some(identifier) => self.find_any(|other| *other == identifier),
+            Some(identifier) => self.find_where(|other| *other == identifier),
             None => Ok(None),
         }
     }
@@ -174,10 +174,10 @@ impl Exports {
     pub fn owner_of(&self, dev: Dev) -> Owner {
         Identifier::of(dev)
             .filter(|its| *its == self.links.identifier(&its.export, &its.volume_id))
-            .map_or(Owner::Nobody, |its| Owner::Volume(its.volume_id))
+            .map_or(Owner::None, |its| Owner::Volume(its.volume_id))
     }
 
-    fn find_any(
+    fn find_where(
         &self,
         predicate: impl Fn(&Identifier) -> bool,
     ) -> Result<Option<FoundDevice>, DeviceError> {
@@ -241,7 +241,7 @@ impl BackendVolume for BoundExport<'_> {
         let (device, done) = links.attach(&identifier, options.read_only, &self.source.options)?;
         let device = device_of(device, &self.source.export);
         if done == Done::Already {
-            used::refuse(&device.node, device.dev, options)?;
+            in_use::refuse(&device.node, device.dev, options)?;
         }
         let attachment = Attachment {
             device,
@@ -251,16 +251,16 @@ impl BackendVolume for BoundExport<'_> {
         Ok((attachment, done))
     }
 
-    fn take_up(&self, device: &Device, volume_id: &str) {
+    fn recover(&self, device: &Device, volume_id: &str) {
         let (links, identifier) = (&self.exports.links, self.identifier(volume_id));
         let device = NbdDevice {
             block: block_of(device),
             read_only: device.read_only,
         };
-        let taken = links.take_up(&identifier, &device, &self.source.options);
-        if let Err(error) = taken {
+        let recovered = links.recover(&identifier, &device, &self.source.options);
+        if let Err(error) = recovered {
             let error = error_chain(&error);
-            tracing::error!(error, volume_id, "its connections are not kept");
+            tracing::error!(error, volume_id, "cannot recover the link to the server");
         }
     }
 
@@ -276,14 +276,16 @@ impl BackendVolume for BoundExport<'_> {
     /// The kernel keeps the volume that it was attached for.
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
         let wanted = self.identifier(volume_id);
-        let found = self.exports.find_any(|identifier| *identifier == wanted)?;
+        let found = self
+            .exports
+            .find_where(|identifier| *identifier == wanted)?;
         Ok(found.is_some())
     }
 
     fn attached(&self) -> Result<Option<Device>, DeviceError> {
         let found = self
             .exports
-            .find_any(|identifier| identifier.export == self.source.export)?;
+            .find_where(|identifier| identifier.export == self.source.export)?;
         Ok(found.map(|found| found.device))
     }
 

@@ -13,7 +13,7 @@ use super::{
     error::{DeviceError, io},
     loop_attach,
     loopdev::{self, FileId},
-    owed::Owed,
+    pending_releases::PendingReleases,
 };
 use crate::{
     Detached, Done, digest, error_chain,
@@ -25,7 +25,7 @@ use crate::{
     },
 };
 
-mod whose;
+mod owner;
 
 /// An image file in a pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,7 +92,7 @@ impl ImageSource {
     /// sees another path. [`Device::still_matches`] identifies the file.
     pub fn is_behind(&self, dev: Dev) -> bool {
         let shown = sysfs::backing_file(dev).ok();
-        shown.is_some_and(|path| whose::name_of(&path) == Some(&*self.image))
+        shown.is_some_and(|path| owner::name_of(&path) == Some(&*self.image))
     }
 
     /// Whether both are the same image, however attached.
@@ -110,7 +110,7 @@ pub struct ImageFiles {
     /// This boot's id: a claim of an earlier boot is stale.
     pub boot_id: String,
     /// The pools in which claims may be left.
-    pub owed: Owed,
+    pub pending_releases: PendingReleases,
 }
 
 impl ImageFiles {
@@ -265,7 +265,7 @@ impl BoundImage<'_> {
 }
 
 impl BackendVolume for BoundImage<'_> {
-    fn release_left(&self, volume_id: &str) -> Result<Done, DeviceError> {
+    fn release_pending(&self, volume_id: &str) -> Result<Done, DeviceError> {
         if !self.is_claimed_for(volume_id)? || self.attached()?.is_some() {
             return Ok(Done::Already);
         }
@@ -309,7 +309,7 @@ impl BackendVolume for BoundImage<'_> {
 
     fn condition(&self, device: &Device) -> Option<Condition> {
         let path = sysfs::backing_file(device.dev).ok()?;
-        whose::is_deleted(&path).then_some(Condition::Deleted)
+        owner::is_deleted(&path).then_some(Condition::Deleted)
     }
 
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError> {
@@ -351,7 +351,7 @@ impl BackendVolume for BoundImage<'_> {
             }
             Err(error) => return Err(error),
         }
-        self.images.owed.add(&pool.name);
+        self.images.pending_releases.add(&pool.name);
         Ok(())
     }
 

@@ -11,8 +11,9 @@ use rustix::{
 use super::{
     AttachOptions, Backing, Device, ImageSource,
     error::{DeviceError, io},
+    in_use,
     loopdev::{self, AttachedLoop, FileId, LoopDevice, LoopOptions},
-    openers, used,
+    openers,
 };
 use crate::{
     Done,
@@ -57,7 +58,7 @@ pub fn attach_loop(
             }
             None => {
                 let attached = device(found.attached.device);
-                used::refuse(&attached.node, attached.dev, options)?;
+                in_use::refuse(&attached.node, attached.dev, options)?;
                 if !found.busy {
                     clear_read_only_mark(&attached)?;
                 }

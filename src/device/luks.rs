@@ -111,30 +111,30 @@ pub fn name_of(volume_id: &str) -> String {
     format!("luks-rbd-{volume_id}")
 }
 
-/// The content of a device.
+/// The content of a device that is to hold a LUKS volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Holds {
-    /// Nothing: it is proven blank.
-    Nothing,
+pub enum LuksContent {
+    /// It is proven blank.
+    Blank,
     /// A LUKS header.
-    Luks,
+    Header,
     /// Unknown data at that byte.
     Unknown(u64),
 }
 
 /// Reads the content of a device that no other process uses.
-pub fn look(under: &BlockDev) -> Result<Holds, LuksError> {
+pub fn look(under: &BlockDev) -> Result<LuksContent, LuksError> {
     // udevd opens it, too, after each write.
     let read = block::open_exclusive(&under.node, under.dev, OFlags::RDONLY)
         .map(File::from)
         .and_then(|file| probe::content_of(&file, sysfs::size_bytes(under.dev)?));
     let content = read.map_err(failed(format!("read {}", under.node.display())))?;
     let what = match content {
-        Content::Blank => return Ok(Holds::Nothing),
-        Content::Foreign { what } if what == probe::LUKS => return Ok(Holds::Luks),
+        Content::Blank => return Ok(LuksContent::Blank),
+        Content::Foreign { what } if what == probe::LUKS => return Ok(LuksContent::Header),
         Content::Foreign { what } => what.to_owned(),
         Content::Fs(info) => format!("{} with data", info.fs.as_str()),
-        Content::Unknown { offset } => return Ok(Holds::Unknown(offset)),
+        Content::Unknown { offset } => return Ok(LuksContent::Unknown(offset)),
     };
     Err(LuksError::Foreign {
         node: under.node.clone(),

@@ -17,7 +17,7 @@ use rustix::thread::{
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
 /// The capabilities of the node agent.
-const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
+const NODE_NEEDS: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
     .union(CapabilitySet::SYS_RESOURCE) // ext4's online resize
     .union(CapabilitySet::DAC_OVERRIDE) // paths and images of others
     .union(CapabilitySet::DAC_READ_SEARCH)
@@ -30,7 +30,7 @@ const NEEDED: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
 
 /// The capabilities of the supervisor and of rbd-nbd's daemons.
 #[cfg(feature = "holder")]
-const NEEDED_TO_HOLD: CapabilitySet = CapabilitySet::SYS_ADMIN // the NBD driver
+const SUPERVISOR_NEEDS: CapabilitySet = CapabilitySet::SYS_ADMIN // the NBD driver
     .union(CapabilitySet::IPC_LOCK) // keys stay in memory
     .union(CapabilitySet::SYS_RESOURCE) // PR_SET_IO_FLUSHER
     .union(CapabilitySet::NET_ADMIN)
@@ -81,15 +81,15 @@ const X32: i64 = 0x4000_0000;
 
 /// Drops the privileges that the node agent does not need. Must be called while the process
 /// has one thread. Returns whether ext4 can be grown online (CAP_SYS_RESOURCE).
-pub fn drop_what_is_not_needed() -> io::Result<bool> {
-    Ok(drop_all_but(NEEDED)?.contains(CapabilitySet::SYS_RESOURCE))
+pub fn drop_for_node() -> io::Result<bool> {
+    Ok(drop_all_but(NODE_NEEDS)?.contains(CapabilitySet::SYS_RESOURCE))
 }
 
 /// Drops the privileges that the supervisor and its daemons do not need, such as to load a
 /// kernel module. Must be called while the process has one thread.
 #[cfg(feature = "holder")]
-pub fn drop_what_no_holder_needs() -> io::Result<()> {
-    drop_all_but(NEEDED_TO_HOLD).map(drop)
+pub fn drop_for_supervisor() -> io::Result<()> {
+    drop_all_but(SUPERVISOR_NEEDS).map(drop)
 }
 
 fn drop_all_but(needed: CapabilitySet) -> io::Result<CapabilitySet> {

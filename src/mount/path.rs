@@ -97,8 +97,8 @@ impl Roots {
 
     /// Resolves `path`. Its parent must exist; its last name need not.
     pub fn resolve(&self, path: &str) -> Result<SafePath, PathError> {
-        let asked = normalized(path)?;
-        let (root, below) = self.innermost_root(&asked)?;
+        let requested = normalized(path)?;
+        let (root, below) = self.innermost_root(&requested)?;
         let path = root.join(below);
         let (Some(parent), Some(name)) = (path.parent(), below.file_name()) else {
             unreachable!("innermost_root() leaves at least one name below the root");

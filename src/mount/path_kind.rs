@@ -168,9 +168,9 @@ impl Mounted {
             return Ok(table::covering(at)?.read_only);
         }
         if let MountId::Unique(id) = self.id
-            && let Ok(told) = StatMount::read(id, wants::SB_BASIC | wants::MNT_BASIC)
+            && let Ok(mount) = StatMount::read(id, wants::SB_BASIC | wants::MNT_BASIC)
         {
-            return Ok(told.read_only());
+            return Ok(mount.read_only());
         }
         let flags = fstatvfs(at)?.f_flag;
         Ok(flags.contains(StatVfsMountFlags::RDONLY))
@@ -184,10 +184,10 @@ impl Mounted {
             (MountAttrFlags::MOUNT_ATTR_NOEXEC, StatVfsMountFlags::NOEXEC),
         ];
         if let MountId::Unique(id) = self.id
-            && let Ok(told) = StatMount::read(id, wants::MNT_BASIC)
+            && let Ok(mount) = StatMount::read(id, wants::MNT_BASIC)
         {
             let protection = ALL.iter().map(|(attribute, _)| *attribute).collect();
-            return Ok(told.attributes().intersection(protection));
+            return Ok(mount.attributes().intersection(protection));
         }
         let flags = fstatvfs(at)?.f_flag;
         let has = ALL.iter().filter(|(_, flag)| flags.contains(*flag));

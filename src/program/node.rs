@@ -28,7 +28,8 @@ use crate::{
         validate,
     },
     device::{
-        Backends, CephImages, Exports, ImageFiles, NodeFormatMarkers, Owed, ThisNode, luks, nbd,
+        Backends, CephImages, Exports, ImageFiles, NodeFormatMarkers, PendingReleases, ThisNode,
+        luks, nbd,
     },
     endpoint::{Endpoint, Listener, shutdown_signal},
     error_chain,
@@ -185,8 +186,8 @@ type Failure = Box<dyn std::error::Error>;
 
 /// Drops privileges, and then starts the second thread, which writes the log.
 fn begin(service: &config::ServiceOptions) -> Result<(bool, Logs), Failure> {
-    let can_grow = privileges::drop_what_is_not_needed()
-        .map_err(|error| format!("cannot drop privileges: {error}"))?;
+    let can_grow =
+        privileges::drop_for_node().map_err(|error| format!("cannot drop privileges: {error}"))?;
     let logs = logs::init(service.log_format, &service.log_level)?;
     Ok((can_grow, logs))
 }
@@ -229,7 +230,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     let format_markers = NodeFormatMarkers::open(options.run_dir.join("mkfs"))?;
     let backends = Backends {
         images: ImageFiles {
-            owed: Owed::of(&pools),
+            pending_releases: PendingReleases::of(&pools),
             pools,
             node_id: options.node_id,
             boot_id: boot_id()?,
@@ -356,7 +357,7 @@ async fn serve_until_shutdown(
     node: Arc<Node>,
 ) -> Result<(), Failure> {
     let restore_failed = async {
-        match node.take_up().await {
+        match node.recover().await {
             Ok(()) => pending().await,
             Err(error) => format!("cannot restore the volumes of an earlier agent: {error}"),
         }

@@ -84,7 +84,7 @@ fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
     memory_lock::lock().map_err(|error| {
         format!("cannot lock the memory that holds keys (this needs CAP_IPC_LOCK): {error}")
     })?;
-    privileges::drop_what_no_holder_needs()?;
+    privileges::drop_for_supervisor()?;
     Ok(logs::init(service.log_format, &service.log_level)?)
 }
 

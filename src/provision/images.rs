@@ -165,7 +165,7 @@ impl Provisioner for ImageStore {
     }
 
     fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
-        self.capacity(&room.parameters, &room.uses, room.here_will_do)
+        self.capacity(&room.parameters, &room.uses, room.includes_local)
     }
 
     fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error> {

@@ -446,7 +446,7 @@ impl Serialized {
         match &what.omitted {
             _ if pools.is_empty() => entries = of_pool(None).await?,
             Some(omitted) => {
-                let asked = pools.iter().map(|pool| {
+                let lists = pools.iter().map(|pool| {
                     let listed = tokio::time::timeout(omitted.timeout, of_pool(Some(pool)));
                     async {
                         let listed = listed.await.unwrap_or_else(|_| {
@@ -461,7 +461,7 @@ impl Serialized {
                         }
                     }
                 });
-                for listed in join_all(asked).await {
+                for listed in join_all(lists).await {
                     entries.extend(listed?);
                 }
             }

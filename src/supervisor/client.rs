@@ -167,9 +167,9 @@ impl Client {
             .enable_all()
             .build()?;
         let answer = runtime.block_on(async {
-            let asked = ask(HolderClient::new(self.endpoint.channel()));
+            let answer = ask(HolderClient::new(self.endpoint.channel()));
             let late = |_| Status::deadline_exceeded("no answer in time");
-            tokio::time::timeout(within, asked).await.map_err(late)?
+            tokio::time::timeout(within, answer).await.map_err(late)?
         });
         answer.map(tonic::Response::into_inner).map_err(|status| {
             // Only an error of the client's own has a source.

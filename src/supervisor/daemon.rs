@@ -119,7 +119,7 @@ impl Daemon {
             };
             let pidfd = match watched(pid) {
                 Ok(pidfd) => pidfd,
-                Err(error) if is_gone(&error) => continue,
+                Err(error) if has_exited(&error) => continue,
                 Err(error) => return Err(error),
             };
             let daemon = Self {
@@ -189,10 +189,10 @@ impl Daemon {
     /// device, the exit of the daemon waits for that read, and the read for a successor.
     pub async fn ended(&self) {
         tokio::select! {
-            () = gone(&self.pidfd) => {}
+            () = exited(&self.pidfd) => {}
             () = self.exiting() => {
                 let pidfd = Arc::clone(&self.pidfd);
-                tokio::spawn(async move { gone(&pidfd).await });
+                tokio::spawn(async move { exited(&pidfd).await });
             }
         }
     }
@@ -254,7 +254,7 @@ impl Daemon {
 }
 
 /// Waits until the process has ended, and reaps it.
-async fn gone(pidfd: &AsyncFd<OwnedFd>) {
+async fn exited(pidfd: &AsyncFd<OwnedFd>) {
     loop {
         // A pidfd that is readable stays readable.
         match pidfd.readable().await {
@@ -270,9 +270,10 @@ async fn gone(pidfd: &AsyncFd<OwnedFd>) {
     let _ = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
 }
 
-fn is_gone(error: &io::Error) -> bool {
-    let gone = [Errno::SRCH, Errno::INVAL];
-    gone.iter()
+fn has_exited(error: &io::Error) -> bool {
+    let exited = [Errno::SRCH, Errno::INVAL];
+    exited
+        .iter()
         .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 

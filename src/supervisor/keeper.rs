@@ -33,7 +33,7 @@ const IDLE_LANES: usize = 2;
 pub struct Keeper(Arc<Shared>);
 
 impl Keeper {
-    /// Takes up the volumes on record in that directory; `program` is rbd-nbd, by its
+    /// Recovers the volumes on record in that directory; `program` is rbd-nbd, by its
     /// path or looked up in the system's directories.
     pub fn open(program: &str, dir: PathBuf, boot_id: String) -> io::Result<Self> {
         if nbd::reads_partitions() {
@@ -90,13 +90,13 @@ impl Keeper {
     /// Every volume with its state; a volume that was not examined yet has an empty one.
     pub fn list(&self) -> Vec<(String, Status)> {
         let volumes = self.0.lock();
-        let told = |kept: &Kept| {
+        let entry = |kept: &Kept| {
             let status = kept.status.lock();
             status.unwrap_or_else(PoisonError::into_inner).clone()
         };
         volumes
             .iter()
-            .map(|(id, kept)| (id.clone(), told(kept)))
+            .map(|(id, kept)| (id.clone(), entry(kept)))
             .collect()
     }
 

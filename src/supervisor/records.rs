@@ -1,4 +1,4 @@
-//! The records by which a supervisor takes up the volumes of its predecessor: one file a
+//! The records by which a supervisor recovers the volumes of its predecessor: one file a
 //! volume on a tmpfs, never with a key.
 //!
 //! A file is replaced as a whole. A record of an earlier boot, should the directory

@@ -68,10 +68,10 @@ impl Shared {
     pub(super) fn forget(
         &self,
         volume_id: &str,
-        asked: &mpsc::UnboundedReceiver<VolumeCommand>,
+        commands: &mpsc::UnboundedReceiver<VolumeCommand>,
     ) -> bool {
         let mut volumes = self.lock();
-        let idle = asked.is_empty();
+        let idle = commands.is_empty();
         if idle {
             volumes.remove(volume_id);
             // The next supervisor finds no device for a record that stays, and removes it.

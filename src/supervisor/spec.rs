@@ -228,8 +228,8 @@ mod tests {
         let entries = ["a:6789,b:6789", "[v2:10.0.0.3:3300/0,v1:10.0.0.3:6789/0]"];
         spec.monitors = entries.map(str::to_owned).to_vec();
         spec.check().unwrap();
-        let told = format!("--mon-host={}", entries.join(","));
-        assert!(spec.arguments(&Verb::Map("/dev/nbd0")).contains(&told));
+        let argument = format!("--mon-host={}", entries.join(","));
+        assert!(spec.arguments(&Verb::Map("/dev/nbd0")).contains(&argument));
     }
 
     #[test]

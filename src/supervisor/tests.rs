@@ -37,7 +37,7 @@ pub(super) fn spec(volume_id: &str, pool: &str, image: &str) -> Spec {
 
 const MIB: usize = 1 << 20;
 /// Longer than the time after which a dead client's lock on an image passes on.
-const PATIENCE: Duration = Duration::from_secs(150);
+const TIMEOUT: Duration = Duration::from_secs(150);
 
 /// An image that is unmapped and removed with it.
 struct Test {
@@ -154,7 +154,7 @@ impl Supervisor {
         let begun = Instant::now();
         self.runtime.block_on(async {
             while !so() {
-                assert!(begun.elapsed() < PATIENCE, "{what}");
+                assert!(begun.elapsed() < TIMEOUT, "{what}");
                 sleep(Duration::from_millis(10)).await;
             }
         });

@@ -42,13 +42,13 @@ enum Report {
     Failed(String),
 }
 
-/// The trouble of a volume that rbd-nbd serves.
+/// The condition of a volume that rbd-nbd serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum DaemonCondition {
     /// No daemon serves it now.
-    NoDaemon(String),
+    NotRunning(String),
     /// If its daemon ends, nothing restarts it.
-    Unkept(String),
+    Unsupervised(String),
 }
 
 impl Watch {
@@ -87,22 +87,22 @@ impl Watch {
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The volume's trouble at the last poll.
-    pub fn trouble(&self, volume_id: &str) -> Option<Trouble> {
+    /// The volume's condition at the last poll.
+    pub fn condition(&self, volume_id: &str) -> Option<DaemonCondition> {
         let polls = self.last();
         let volumes = match &polls.last {
             Report::None => return None,
             Report::Listed(volumes) => volumes,
-            Report::Failed(why) => return Some(Trouble::Unkept(why.clone())),
+            Report::Failed(why) => return Some(DaemonCondition::Unsupervised(why.clone())),
         };
         let Some(held) = volumes.iter().find(|held| held.volume_id == volume_id) else {
             let why = "uring-csi-holder has no record of the volume: stage it again";
-            return Some(Trouble::Unkept(why.to_owned()));
+            return Some(DaemonCondition::Unsupervised(why.to_owned()));
         };
         match (held.trouble.as_str(), held.pid) {
             ("", _) => None,
-            (why, 0) => Some(Trouble::NoDaemon(why.to_owned())),
-            (why, _) => Some(Trouble::Unkept(why.to_owned())),
+            (why, 0) => Some(DaemonCondition::NotRunning(why.to_owned())),
+            (why, _) => Some(DaemonCondition::Unsupervised(why.to_owned())),
         }
     }
 

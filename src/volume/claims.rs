@@ -1,4 +1,4 @@
-//! Claims that outlived their volumes: released once their pool is back.
+//! Pending releases: claims whose volumes are unstaged, released once their pool is back.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,36 +13,37 @@ const RETRY: Duration = Duration::from_secs(5);
 
 /// Starts to look for claims in each pool: an earlier agent may have left some.
 pub(super) fn keep(node: &Arc<Node>) {
-    for pool in node.backends.owed().pools() {
+    for pool in node.backends.pending_releases().pools() {
         ring::spawn(keep_in(Arc::clone(node), pool.clone()));
     }
 }
 
 async fn keep_in(node: Arc<Node>, pool: String) {
     loop {
-        while !give_back_all(&node, &pool).await {
+        while !release_pending(&node, &pool).await {
             tokio::time::sleep(RETRY).await;
         }
-        node.backends.owed().more(&pool).await;
+        node.backends.pending_releases().added(&pool).await;
     }
 }
 
-/// Whether the pool could be read and no such claim is left in it.
-async fn give_back_all(node: &Arc<Node>, pool: &str) -> bool {
-    match left_in(node, pool).await {
-        Ok(Some(left)) => {
+/// Releases the pending claims of a pool. Returns whether the pool could be read and none
+/// is left in it.
+async fn release_pending(node: &Arc<Node>, pool: &str) -> bool {
+    match pending_in(node, pool).await {
+        Ok(Some(pending)) => {
             let mut all = true;
-            for (source, id) in left {
-                let call = Call::GiveBack(source);
-                let given = Arc::clone(node)
+            for (source, id) in pending {
+                let call = Call::ReleaseClaim(source);
+                let released = Arc::clone(node)
                     .submit(id.clone(), call.into(), Duration::MAX)
                     .await;
-                if let Err(error) = given {
+                if let Err(error) = released {
                     tracing::warn!(
                         volume_id = id,
                         pool,
                         error = error_chain(&*error),
-                        "cannot release a claim that is left"
+                        "cannot release the claim of an unstaged volume"
                     );
                     all = false;
                 }
@@ -63,7 +64,7 @@ async fn give_back_all(node: &Arc<Node>, pool: &str) -> bool {
 
 /// The sources that are claimed, but neither held nor attached, with their volumes. An
 /// attached one is a volume whose record is lost: its unstage releases the claim.
-async fn left_in(
+async fn pending_in(
     node: &Arc<Node>,
     pool: &str,
 ) -> Result<Option<Vec<(Source, String)>>, DeviceError> {
@@ -81,28 +82,28 @@ async fn left_in(
         return Ok(Some(claimed));
     }
     let backends = Arc::clone(&node.backends);
-    let left = move || {
-        let mut left = Vec::new();
+    let unattached = move || {
+        let mut pending = Vec::new();
         for (source, id) in claimed {
             if backends.bind(&source).attached()?.is_none() {
-                left.push((source, id));
+                pending.push((source, id));
             }
         }
-        Ok(Some(left))
+        Ok(Some(pending))
     };
-    node.lanes.run("", "claims", left).await
+    node.lanes.run("", "claims", unattached).await
 }
 
 /// Releases the claim of a volume that this node does not hold.
-pub(super) async fn give_back(cx: Context<'_>, source: &Source) -> Result<Outcome, Cause> {
+pub(super) async fn release_claim(cx: Context<'_>, source: &Source) -> Result<Outcome, Cause> {
     if cx.volume.record().is_some() {
         return Ok(Outcome::Done);
     }
     let source = source.clone();
     cx.run_on_lane(move |cx| {
         let bound = cx.node.backends.bind(&source);
-        let done = cx.step("release", || bound.release_left(&cx.volume.id))?;
-        already("give the claim back", done);
+        let done = cx.step("release", || bound.release_pending(&cx.volume.id))?;
+        already("release the claim", done);
         Ok(Outcome::Done)
     })
     .await

@@ -148,7 +148,7 @@ impl OnLane<'_> {
             return None;
         }
         let live = self.step("look", || targets.live(&self.node.places, &record));
-        self.volume.forget_gone(&targets);
+        self.volume.forget_unmounted(&targets);
         live
     }
 }

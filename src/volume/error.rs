@@ -88,9 +88,9 @@ pub enum Cause {
         /// The other volume's handle.
         other: String,
     },
-    /// The agent has just started, and has not taken up its volumes yet.
-    #[error("this node's agent has just started and is still taking up its volumes")]
-    NotTakenUp,
+    /// The agent has just started, and has not recovered its volumes yet.
+    #[error("this node's agent has just started and is still recovering its volumes")]
+    NotRecovered,
     /// The caller's deadline passed; the work goes on.
     #[error("{} goes on beyond this call's deadline, {}; the next equal call joins it", .0.call, .0)]
     Deadline(UnderWay),
@@ -188,7 +188,7 @@ pub enum Cause {
     Kept(Box<Cause>),
     /// A call failed, and what it had done could not be undone.
     #[error(
-        "{}; and what was done could not be undone ({}): the next call takes it up",
+        "{}; and what was done could not be undone ({}): the next call finishes that",
         error_chain(cause),
         error_chain(undo)
     )]
@@ -247,7 +247,7 @@ impl Cause {
             | Self::Kept(_)
             // Not OUT_OF_RANGE: kubelet takes that as infeasible and tries no more.
             | Self::NotGrown { .. }
-            | Self::NotTakenUp
+            | Self::NotRecovered
             | Self::NotUndone { .. } => Kind::Transient,
         }
     }

@@ -61,7 +61,7 @@ impl Node {
         volume_id: String,
         deadline: Duration,
     ) -> Result<Vec<HealthCondition>, Error> {
-        self.taken_up(&volume_id, deadline).await?;
+        self.recovered(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(|| {
             Cause::NotFound("this node does not hold it".to_owned()).of(&volume_id)
         })?;
@@ -126,7 +126,7 @@ impl Node {
                     "the image behind {node} was deleted; its data is lost when the volume is unstaged"
                 ),
             ),
-            device::Condition::Unkept(why) => condition(
+            device::Condition::Unsupervised(why) => condition(
                 Severity::Degraded,
                 "ServerUnkept",
                 format!("if the server of {node} ends, nothing restarts it: {why}"),

@@ -181,7 +181,7 @@ pub(super) struct Targets {
     /// How often the volume had been published by then.
     published: u64,
     /// The targets at which the volume no longer appears.
-    gone: Vec<PathBuf>,
+    unmounted: Vec<PathBuf>,
 }
 
 impl Targets {
@@ -197,9 +197,9 @@ impl Targets {
             },
             Err(error) => !matches!(absent_is_none(Err(error)), Ok(None)),
         };
-        let (live, gone) = self.paths.drain(..).partition(appears);
+        let (live, unmounted) = self.paths.drain(..).partition(appears);
         self.paths = live;
-        self.gone.extend::<Vec<_>>(gone);
+        self.unmounted.extend::<Vec<_>>(unmounted);
         self.paths.first().cloned()
     }
 }
@@ -213,18 +213,19 @@ impl Volume {
                 .flat_map(|held| held.targets.keys().cloned())
                 .collect(),
             published: self.published.load(Relaxed),
-            gone: Vec::new(),
+            unmounted: Vec::new(),
         }
     }
 
     /// Forgets targets that others have unmounted, unless the volume was published
     /// meanwhile: then a target may be back, and a later look decides.
-    pub(super) fn forget_gone(&self, targets: &Targets) {
+    pub(super) fn forget_unmounted(&self, targets: &Targets) {
         let mut held = self.held();
         if let Some(held) = held.as_mut()
             && targets.published == self.published.load(Relaxed)
         {
-            held.targets.retain(|path, _| !targets.gone.contains(path));
+            held.targets
+                .retain(|path, _| !targets.unmounted.contains(path));
         }
     }
 
@@ -268,7 +269,7 @@ pub struct Listed {
 impl Node {
     /// Every volume that this node holds or works on, by handle.
     pub async fn list(self: Arc<Self>, deadline: Duration) -> Result<Vec<Listed>, Error> {
-        self.taken_up("", deadline).await?;
+        self.recovered("", deadline).await?;
         let mut volumes: Vec<_> = self.volumes().values().cloned().collect();
         volumes.sort_by(|a, b| a.id.cmp(&b.id));
         Ok(volumes.iter().map(|volume| self.listed(volume)).collect())

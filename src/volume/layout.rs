@@ -47,7 +47,7 @@ pub(super) fn make_place(
 }
 
 /// Writes the stage file of the volume, for the driver that unstages it.
-pub(super) fn write_note(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
+pub(super) fn write_stage_file(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let Some(file) = record
         .device
         .as_ref()
@@ -63,7 +63,10 @@ pub(super) fn write_note(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
 }
 
 /// The stage file at the staging path, whichever driver wrote it. Blocks.
-pub(super) fn read_note(places: &Places, staging_path: &Path) -> Result<Option<Vec<u8>>, Cause> {
+pub(super) fn read_stage_file(
+    places: &Places,
+    staging_path: &Path,
+) -> Result<Option<Vec<u8>>, Cause> {
     let Some(place) = absent_is_none(places.staging(&staging_path.join(STAGE_FILE)))? else {
         return Ok(None);
     };

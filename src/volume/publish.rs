@@ -134,7 +134,7 @@ impl Publishing<'_> {
     fn live_target(self) -> Option<PathBuf> {
         let mut targets = self.cx.volume.targets();
         let live = targets.live(&self.cx.node.places, self.record);
-        self.cx.volume.forget_gone(&targets);
+        self.cx.volume.forget_unmounted(&targets);
         live
     }
 
@@ -160,17 +160,20 @@ impl Publishing<'_> {
     /// Options that the call names must hold. Defaults may differ: an earlier version of
     /// the agent may have mounted the target.
     fn refuse_other_protection(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
-        let Use::Mount { options: asked, .. } = &self.spec.usage else {
+        let Use::Mount {
+            options: requested, ..
+        } = &self.spec.usage
+        else {
             return Ok(());
         };
-        if mounted.shut_down || !asked.sets_protection() {
+        if mounted.shut_down || !requested.sets_protection() {
             return Ok(());
         }
         let path = place.path().display();
         let has = place
             .open()
             .and_then(|target| mounted.protection(target.as_fd()));
-        match asked.first_not_in_force(has.map_err(Cause::io(format!("look at {path}")))?) {
+        match requested.first_not_in_force(has.map_err(Cause::io(format!("look at {path}")))?) {
             None => Ok(()),
             Some(word) => Err(Cause::Incompatible {
                 have: format!("published without {word} at {path}"),

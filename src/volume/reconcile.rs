@@ -1,4 +1,4 @@
-//! After a restart: taking up the volumes that this node holds.
+//! After a restart: the recovery of the volumes that this node holds.
 //!
 //! The records say what an agent set out to do, the mount table how far it came. Nothing
 //! is undone here: its caller repeats a call that was under way, and the repeat finishes
@@ -47,10 +47,10 @@ use crate::{
 /// How many volumes of another driver are examined at once.
 const AT_ONCE: usize = 8;
 
-/// Volumes of an earlier agent, or of another driver, that are not taken up yet: no call
+/// Volumes of an earlier agent, or of another driver, that are not recovered yet: no call
 /// may act on them.
 #[derive(Debug, Default)]
-pub struct Untaken {
+pub struct Unrecovered {
     /// The records are read.
     are_read: AtomicBool,
     /// Volumes without a record, which may be another driver's.
@@ -58,7 +58,7 @@ pub struct Untaken {
     changed: Notify,
 }
 
-impl Untaken {
+impl Unrecovered {
     /// Nothing can panic under this lock.
     fn volumes(&self) -> MutexGuard<'_, HashSet<String>> {
         self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
@@ -75,56 +75,56 @@ impl Untaken {
 }
 
 impl Node {
-    /// Waits until the volume, if there is one, is taken up.
-    pub async fn taken_up(&self, volume_id: &str, deadline: Duration) -> Result<(), Error> {
-        let taken_up = async {
-            while self.untaken.has(volume_id) {
+    /// Waits until the volume, if there is one, is recovered.
+    pub async fn recovered(&self, volume_id: &str, deadline: Duration) -> Result<(), Error> {
+        let recovered = async {
+            while self.unrecovered.has(volume_id) {
                 // Changed on this thread alone: not before this is polled.
-                self.untaken.changed.notified().await;
+                self.unrecovered.changed.notified().await;
             }
         };
-        let waited = tokio::time::timeout(deadline, taken_up).await;
-        waited.map_err(|_| Cause::NotTakenUp.of(volume_id))
+        let waited = tokio::time::timeout(deadline, recovered).await;
+        waited.map_err(|_| Cause::NotRecovered.of(volume_id))
     }
 
-    /// Takes up every record of an earlier agent, and the volumes that another driver has
-    /// staged. The node serves meanwhile; calls on volumes wait.
-    pub async fn take_up(self: Arc<Self>) -> io::Result<()> {
+    /// Recovers the volumes of an earlier agent, by its records, and those that another
+    /// driver has staged. The node serves meanwhile; calls on volumes wait.
+    pub async fn recover(self: Arc<Self>) -> io::Result<()> {
         release_stale_claims(&self);
         let (backends, records) = (Arc::clone(&self.backends), self.records.clone());
         let places = self.places.clone();
-        let read = self.lanes.run("", "take-up", move || {
-            hold_point("take-up", "records");
-            Left::read(&backends, &records, &places)
+        let read = self.lanes.run("", "recover", move || {
+            hold_point("recover", "records");
+            Inventory::read(&backends, &records, &places)
         });
-        let left = read.await?;
-        for (record, targets) in left.volumes {
+        let inventory = read.await?;
+        for (record, targets) in inventory.volumes {
             tracing::info!(
                 volume_id = record.volume_id,
                 state = record.phase.as_str(),
                 targets = targets.len(),
-                "taken up"
+                "recovered from its record"
             );
             let volume = self.volume(&record.volume_id);
             volume.hold(Some(Held { record, targets }));
             // Other calls are answered meanwhile.
             tokio::task::yield_now().await;
         }
-        let others: HashSet<_> = left.others.iter().map(|(id, _)| id.clone()).collect();
-        *self.untaken.volumes() = others;
-        self.untaken.are_read.store(true, Relaxed);
-        self.untaken.changed.notify_waiters();
-        for (id, target) in left.orphans {
+        let others: HashSet<_> = inventory.others.iter().map(|(id, _)| id.clone()).collect();
+        *self.unrecovered.volumes() = others;
+        self.unrecovered.are_read.store(true, Relaxed);
+        self.unrecovered.changed.notify_waiters();
+        for (id, target) in inventory.orphans {
             delete_orphan(&self, id, target);
         }
         claims::keep(&self);
-        take_over(&self, left.others).await;
+        take_over(&self, inventory.others).await;
         Ok(())
     }
 }
 
 /// The state that an earlier agent or another driver left.
-struct Left {
+struct Inventory {
     volumes: Vec<(Record, BTreeMap<PathBuf, Target>)>,
     /// Inline volumes whose pod is gone, and where they were published.
     orphans: Vec<(String, PathBuf)>,
@@ -133,14 +133,14 @@ struct Left {
     others: Vec<(String, PathBuf)>,
 }
 
-impl Left {
+impl Inventory {
     /// Reads the records and the mount table.
     fn read(backends: &Backends, records: &Records, places: &Places) -> io::Result<Self> {
         let boot_id = backends.boot_id();
         let records = records.load(boot_id)?;
         let mounts = table::list()?;
         let index = Index::of(&mounts);
-        let mut left = Self {
+        let mut inventory = Self {
             volumes: Vec::with_capacity(records.len()),
             orphans: Vec::new(),
             others: Vec::new(),
@@ -159,31 +159,35 @@ impl Left {
                 .map(|device| targets(index.of_device(device), &record, device))
                 .unwrap_or_default();
             if let Some(device) = &record.device {
-                backends.take_up(&record.source, device, &record.volume_id);
+                backends.recover(&record.source, device, &record.volume_id);
             }
             if let Some(target) = &record.inline
                 && targets.is_empty()
                 && matches!(absent_is_none(places.target(target)), Ok(None))
             {
-                left.orphans
+                inventory
+                    .orphans
                     .push((record.volume_id.clone(), target.clone()));
             }
-            left.volumes.push((record, targets));
+            inventory.volumes.push((record, targets));
         }
-        let devices = left.volumes.iter().flat_map(|(record, _)| &record.device);
+        let devices = inventory
+            .volumes
+            .iter()
+            .flat_map(|(record, _)| &record.device);
         let known: HashSet<_> = devices.map(|device| device.dev).collect();
-        let ids: HashSet<_> = left
+        let ids: HashSet<_> = inventory
             .volumes
             .iter()
             .map(|(record, _)| &record.volume_id[..])
             .collect();
-        left.others = mounts
+        inventory.others = mounts
             .iter()
             .filter(|entry| !known.contains(&entry.dev))
             .filter_map(|entry| unknown(entry, places))
             .filter(|(id, _)| !ids.contains(&id[..]))
             .collect();
-        Ok(left)
+        Ok(inventory)
     }
 }
 
@@ -230,17 +234,17 @@ impl<'a> Index<'a> {
     }
 }
 
-/// Takes up the volumes that another driver has staged: their pods keep running, and
+/// Recovers the volumes that another driver has staged: their pods keep running, and
 /// kubelet stages no volume again that it knows as staged.
 async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
     let one = |(id, staging_path): (String, PathBuf)| async move {
         let (places, at) = (node.places.clone(), staging_path.clone());
-        let is_noted = node.lanes.run(&id, "find", move || {
+        let has_stage_file = node.lanes.run(&id, "find", move || {
             let place = places.staging(&at);
             let is_dir = place.is_ok_and(|place| matches!(place.kind(), Ok(PathKind::Dir)));
-            is_dir && matches!(layout::read_note(&places, &at), Ok(Some(_)))
+            is_dir && matches!(layout::read_stage_file(&places, &at), Ok(Some(_)))
         });
-        if is_noted.await && node.known(&id).is_none() {
+        if has_stage_file.await && node.known(&id).is_none() {
             let volume = node.volume(&id);
             let progress = &Progress::new(&id, "take over");
             let cx = Context {
@@ -255,12 +259,12 @@ async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
                 tracing::error!(
                     volume_id = id,
                     error,
-                    "cannot take up another driver's volume"
+                    "cannot recover another driver's volume"
                 );
             }
             node.forget_if_empty(&id);
         }
-        node.untaken.remove(&id);
+        node.unrecovered.remove(&id);
     };
     stream::iter(others).for_each_concurrent(AT_ONCE, one).await;
 }
@@ -404,7 +408,7 @@ fn find(
     let left = if mounted.is_some() && path == staging_path {
         None
     } else {
-        layout::read_note(places, staging_path)?
+        layout::read_stage_file(places, staging_path)?
     };
     let (behind, left) = (behind.as_deref(), left.as_deref());
     let found = source_of(backends, volume_id, behind, left, known)?;

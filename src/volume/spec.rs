@@ -66,9 +66,13 @@ impl Use {
     pub fn satisfies(&self, other: &Self, resolved: Option<FsType>) -> bool {
         match (self, other) {
             (Self::Block, Self::Block) => true,
-            (Self::Mount { options, .. }, Self::Mount { fs, options: asked }) => {
-                options == asked && (fs.is_none() || resolved.is_none() || *fs == resolved)
-            }
+            (
+                Self::Mount { options, .. },
+                Self::Mount {
+                    fs,
+                    options: requested,
+                },
+            ) => options == requested && (fs.is_none() || resolved.is_none() || *fs == resolved),
             _ => false,
         }
     }
@@ -195,7 +199,7 @@ pub enum Call {
     /// `NodeUnstageVolume`, with its staging path.
     Unstage(PathBuf),
     /// The agent's own: releases the claim that was left on this source.
-    GiveBack(Source),
+    ReleaseClaim(Source),
     /// `NodePublishVolume`.
     Publish(Publish),
     /// `NodePublishVolume` of an inline volume.
@@ -234,7 +238,7 @@ impl Call {
                 spec.volume_path = respell(&spec.volume_path);
                 spec.staging_path = respell(&spec.staging_path);
             }
-            Self::Format(_) | Self::GiveBack(_) => {}
+            Self::Format(_) | Self::ReleaseClaim(_) => {}
         }
         self
     }
@@ -263,7 +267,7 @@ impl Call {
                 Some(&spec.target_path)
             }
             Self::Unstage(path) | Self::Unpublish(path) => Some(path),
-            Self::Expand(_) | Self::Format(_) | Self::GiveBack(_) => None,
+            Self::Expand(_) | Self::Format(_) | Self::ReleaseClaim(_) => None,
         }
     }
 
@@ -277,7 +281,7 @@ impl Call {
         match self {
             Self::Stage(_) => "NodeStageVolume",
             Self::Unstage(_) => "NodeUnstageVolume",
-            Self::GiveBack(_) => "release",
+            Self::ReleaseClaim(_) => "release",
             Self::Publish(_) | Self::Inline(_) => "NodePublishVolume",
             Self::Unpublish(_) => "NodeUnpublishVolume",
             Self::Expand(_) => "NodeExpandVolume",

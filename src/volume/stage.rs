@@ -218,7 +218,7 @@ impl Staging<'_> {
         } else if record.mounts() {
             self.bind_node(device)?;
         }
-        layout::write_note(cx, record)?;
+        layout::write_stage_file(cx, record)?;
         record.phase = Phase::Staged;
         cx.remember(record).await
     }
@@ -342,7 +342,11 @@ fn not_undone(cause: Cause, undo: Cause) -> Cause {
 /// second mount of one UUID, so clones need `nouuid`; a read-only device cannot
 /// replay its log. An ext4 superblock says what happens after an error, and the author
 /// of an image may have chosen a panic of the node; so the mount always says it.
-fn extra_options(prepared: &Prepared, read_only: bool, asked: &MountOptions) -> Vec<&'static str> {
+fn extra_options(
+    prepared: &Prepared,
+    read_only: bool,
+    requested: &MountOptions,
+) -> Vec<&'static str> {
     let replay = prepared
         .found
         .as_ref()
@@ -354,7 +358,7 @@ fn extra_options(prepared: &Prepared, read_only: bool, asked: &MountOptions) -> 
         (FsType::Btrfs, true) if replay => vec!["rescue=nologreplay"],
         _ => Vec::new(),
     };
-    if prepared.fs == FsType::Ext4 && !asked.fs_options().any(|option| option.key == "errors") {
+    if prepared.fs == FsType::Ext4 && !requested.fs_options().any(|option| option.key == "errors") {
         extra.push("errors=remount-ro");
     }
     extra

@@ -123,7 +123,7 @@ impl Node {
             let what = format!("it is not at {} on this node", path.display());
             Cause::NotFound(what).of(&volume_id)
         };
-        self.taken_up(&volume_id, deadline).await?;
+        self.recovered(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.canonical(&path);

@@ -143,7 +143,7 @@ async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
     match call {
         Call::Stage(spec) => stage::stage(cx, spec).await,
         Call::Unstage(path) => unstage::unstage(cx, path).await,
-        Call::GiveBack(source) => claims::give_back(cx, source).await,
+        Call::ReleaseClaim(source) => claims::release_claim(cx, source).await,
         Call::Publish(spec) => publish::publish(cx, spec).await,
         Call::Inline(spec) => inline::publish(cx, spec).await,
         Call::Unpublish(path) => unpublish::unpublish(cx, path).await,

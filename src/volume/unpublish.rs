@@ -120,7 +120,7 @@ impl Unpublishing<'_> {
                 Some(other) => refused(format!("volume {other}, {what},")),
                 None => Ok(()),
             },
-            Owner::Nobody => refused(what),
+            Owner::None => refused(what),
         }
     }
 
@@ -176,12 +176,12 @@ async fn release_lock(
     };
     for lock in cx.step("unlock", unlock)? {
         // While another opener has it open, as udevd does, the target stays busy.
-        let gone = || Ok((!lock.is_held()).then_some(()));
-        let gone = async {
+        let released = || Ok((!lock.is_held()).then_some(()));
+        let released = async {
             let name = sysfs::name_of(lock.device.dev)?;
-            cx.node.uevents.wait(&name, gone).await
+            cx.node.uevents.wait(&name, released).await
         };
-        cx.wait("gone", gone).await.map_err(Cause::io(format!(
+        cx.wait("gone", released).await.map_err(Cause::io(format!(
             "wait for {} to go",
             lock.device.node.display()
         )))?;

@@ -184,7 +184,7 @@ async fn detach(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     if let (Some(device), Detached::Deferred) = (device, detached) {
         // Another opener delays the detach: udevd for a moment, or one of these.
         let openers = cx.step("holders", || openers::openers(device.dev));
-        let gone = async {
+        let detached = async {
             cx.progress.waits_for(format!(
                 "{}: {}",
                 device.node.display(),
@@ -192,7 +192,7 @@ async fn detach(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
             ));
             ready::gone(&cx.node.uevents, source, &device).await
         };
-        cx.wait("gone", gone).await.map_err(Cause::io(format!(
+        cx.wait("gone", detached).await.map_err(Cause::io(format!(
             "wait for {} to go",
             device.node.display()
         )))?;

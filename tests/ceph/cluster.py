@@ -33,7 +33,7 @@ import rados
 import rbd
 
 POOL = "rbd"
-PATIENCE = 60  # seconds until a cluster that does not come up is given up
+TIMEOUT = 60  # seconds until a cluster that does not come up is given up
 
 # What ceph-csi asks of its user, for every pool, and what fencing takes besides:
 # the profile allows to add to the blocklist and not to remove from it.
@@ -120,7 +120,7 @@ class Cluster:
         # Every cluster has the usual ports, at a loopback address of its own.
         self.address = "127." + ".".join(str(random.randint(1, 254)) for _ in range(3))
         self.daemons = {}
-        self.deadline = time.monotonic() + PATIENCE
+        self.deadline = time.monotonic() + TIMEOUT
 
     def up(self):
         keys = {name: new_key() for name in ("mon.", "client.admin", "osd.0", "mgr.x")}
@@ -205,7 +205,7 @@ class Cluster:
     @staticmethod
     def command(admin, prefix, **arguments):
         request = json.dumps({"prefix": prefix, "format": "json", **arguments})
-        code, answer, said = admin.mon_command(request, b"", timeout=PATIENCE)
+        code, answer, said = admin.mon_command(request, b"", timeout=TIMEOUT)
         if code:
             sys.exit(f"{prefix}: {errno.errorcode.get(-code, code)} {said}")
         return json.loads(answer) if answer.strip() else None

@@ -145,10 +145,10 @@ fn mount_settings_in_an_image_do_not_affect_the_node() {
         assert!(shown.iter().any(|o| o == "errors=remount-ro"), "{shown:?}");
         node.down(&volume, "pod").await;
 
-        let asked = volume.clone().flags(&["errors=continue"]);
-        let shown = options(&node.up(&asked, "pod").await);
+        let with_flag = volume.clone().flags(&["errors=continue"]);
+        let shown = options(&node.up(&with_flag, "pod").await);
         assert!(!shown.iter().any(|o| o == "errors=remount-ro"), "{shown:?}");
-        node.down(&asked, "pod").await;
+        node.down(&with_flag, "pod").await;
 
         run(&["tune2fs", "-E", "mount_opts=errors=panic", image]);
         let words = ["mount options", "tune2fs"];

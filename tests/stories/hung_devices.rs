@@ -194,8 +194,8 @@ fn a_hung_statfs_delays_only_its_own_volume() {
         assert_eq!(node.probe().await, Some(true));
 
         drop((held, unknown.0));
-        let asked = async || node.stats(&unknown.1, &targets[1]).await.map(drop);
-        node.retry_until_ok("stats", asked).await;
+        let stats = async || node.stats(&unknown.1, &targets[1]).await.map(drop);
+        node.retry_until_ok("stats", stats).await;
         let health = node.health(&unknown.1, &targets[1]).await.unwrap();
         assert_eq!(health, []);
         for volume in [&known.1, &unknown.1] {
@@ -233,8 +233,8 @@ fn statistics_below_a_hung_directory_delay_only_their_own_volume() {
         assert_eq!(node.probe().await, Some(true));
 
         fault.resume().await;
-        let asked = async || node.stats(&unknown, &targets[1]).await.map(drop);
-        node.retry_until_ok("stats", asked).await;
+        let stats = async || node.stats(&unknown, &targets[1]).await.map(drop);
+        node.retry_until_ok("stats", stats).await;
         let health = node.health(&unknown, &targets[1]).await.unwrap();
         assert_eq!(health, []);
         for volume in [&known, &unknown] {
@@ -323,12 +323,12 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
         disk.stop_all();
         node.timeout.set(Duration::from_secs(20));
         let ceph_s = "0001-0004-ceph-0000000000000002-01234567-89ab-4cde-8f01-23456789abcd";
-        let gone = async |volume: &Volume| node.down(volume, "pod").await;
+        let down = async |volume: &Volume| node.down(volume, "pod").await;
         for handle in [ceph_s, "static-of-another-backend"] {
-            gone(&Volume::filesystem(handle, "ext4")).await;
+            down(&Volume::filesystem(handle, "ext4")).await;
         }
         for volume in &volumes {
-            gone(volume).await;
+            down(volume).await;
         }
         disk.resume();
         run(&["losetup", "-d", loops_over(&strange)[0].to_str().unwrap()]);

@@ -157,8 +157,8 @@ fn a_hung_state_directory_delays_only_inline_volumes() {
         disk.resume().await;
         node.timeout.set(kubelets);
         for volume in &volumes {
-            let gone = async || node.unpublish(volume, "pod").await;
-            node.retry_until_ok("unpublished", gone).await;
+            let unpublish = async || node.unpublish(volume, "pod").await;
+            node.retry_until_ok("unpublished", unpublish).await;
         }
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
@@ -317,17 +317,17 @@ fn the_agent_of_an_inline_volume_may_be_killed_at_each_step() {
             pods += 1;
             let volume = inline(&pods.to_string());
             let made = async || node.send_publish(publish(&node, &volume)).await;
-            let gone = async || node.unpublish(&volume, "pod").await;
+            let unpublish = async || node.unpublish(&volume, "pod").await;
             crashing
                 .complete("published", made, async || {
-                    node.retry_until_ok("unpublished", gone).await;
+                    node.retry_until_ok("unpublished", unpublish).await;
                     assert_eq!(images(sandbox), [""; 0]);
                 })
                 .await;
             let file = node.target(&volume, "pod").join("file");
             Content::new("x").write(&file);
             crashing
-                .complete("unpublished", gone, async || {
+                .complete("unpublished", unpublish, async || {
                     node.retry_until_ok("published", made).await;
                     // What it had may be gone.
                     Content::new("y").write(&file);
@@ -336,7 +336,7 @@ fn the_agent_of_an_inline_volume_may_be_killed_at_each_step() {
             crashing.stop_crashing().await;
             // The next agent has nothing left to delete.
             assert_eq!(images(sandbox), [""; 0]);
-            node.retry_until_ok("unpublished again", gone).await;
+            node.retry_until_ok("unpublished again", unpublish).await;
         })
         .await;
         node.assert_clean().await;

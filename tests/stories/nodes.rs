@@ -183,7 +183,11 @@ fn a_run_directory_has_one_agent() {
         for words in [format!("pid {}", a.pid()), "--run-dir".to_owned()] {
             assert!(b.log().contains(&words), "{words}: {}", b.log());
         }
-        assert!(!b.log().contains("taken up"), "{}", b.log());
+        assert!(
+            !b.log().contains("recovered from its record"),
+            "{}",
+            b.log()
+        );
         a.stats(&volume, &target).await.unwrap();
         a.down(&volume, "pod").await;
         a.assert_clean().await;

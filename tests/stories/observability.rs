@@ -304,8 +304,8 @@ fn a_file_system_made_read_only_by_an_error_is_reported_and_stays_published() {
             make_read_only(&node.staging(&volume), &device);
             eventually("health reports the error", async || {
                 let health = node.health(&volume, &target).await.unwrap();
-                let told = health.iter().any(|entry| entry.reason == "ReadOnly");
-                told.then_some(())
+                let reported = health.iter().any(|entry| entry.reason == "ReadOnly");
+                reported.then_some(())
             })
             .await;
             std::fs::write(target.join("file"), "").unwrap_err();

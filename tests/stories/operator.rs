@@ -154,8 +154,8 @@ fn an_incomplete_list_names_the_hung_pool() {
             let (code, out, err) = operator.run(args);
             assert_eq!(code, 1, "{args:?}: {err}");
             assert!(out.contains(shown), "{args:?}: {out}");
-            let told = "pool \"hung\" has not answered";
-            assert!(err.contains(told) && err.contains("incomplete"), "{err}");
+            let warning = "pool \"hung\" has not answered";
+            assert!(err.contains(warning) && err.contains("incomplete"), "{err}");
         }
         // Who takes no less is told for what it waits.
         let whole = request(ListVolumesRequest::default(), Duration::from_secs(4));

@@ -21,9 +21,9 @@ async fn is_in(node: &Node, volume: &Volume, step: &str) {
     let words = format!("in step {step} for");
     eventually("the step begins", async || {
         // Changes nothing where nothing is under way.
-        let asked = node.expand(volume, &node.staging(volume), 0).await;
-        let told = asked.err()?;
-        told.message().contains(&words).then_some(())
+        let expanded = node.expand(volume, &node.staging(volume), 0).await;
+        let error = expanded.err()?;
+        error.message().contains(&words).then_some(())
     })
     .await;
 }

@@ -18,7 +18,7 @@ pub fn protection_at(path: &Path) -> Vec<String> {
 fn targets_are_as_asked_for_and_staging_paths_protected() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
-        let asked: [(&[&str], &[&str]); 5] = [
+        let options: [(&[&str], &[&str]); 5] = [
             (&[], &["nodev"]),
             (&["nosuid"], &["nosuid", "nodev"]),
             (&["noexec", "suid"], &["nodev", "noexec"]),
@@ -27,7 +27,7 @@ fn targets_are_as_asked_for_and_staging_paths_protected() {
         ];
         let fs = ["ext4", "xfs", "btrfs"];
         for (number, ((flags, has), fs)) in
-            asked.into_iter().zip(fs.into_iter().cycle()).enumerate()
+            options.into_iter().zip(fs.into_iter().cycle()).enumerate()
         {
             let volume = sandbox.volume(&format!("v{number}"), fs).flags(flags);
             let target = node.up(&volume, "pod").await;

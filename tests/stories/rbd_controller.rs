@@ -223,10 +223,10 @@ fn a_name_is_one_image_for_its_whole_life() {
         assert!(made.into_iter().all(|one| one.unwrap() == first));
         assert_eq!(ceph.images().len(), 1);
         assert!(first.volume_id.starts_with("0001-0004-ceph-"));
-        let told = &first.volume_context;
-        assert_eq!(told["clusterID"], CEPH);
-        assert_eq!(told["pool"], ceph.pool);
-        assert!(ceph.images().contains(&told["imageName"]));
+        let context = &first.volume_context;
+        assert_eq!(context["clusterID"], CEPH);
+        assert_eq!(context["pool"], ceph.pool);
+        assert!(ceph.images().contains(&context["imageName"]));
 
         let larger = controller.create(ceph.claim("pvc-1", GIB)).await;
         refused(larger, AlreadyExists, &["pvc-1", "104857600"]);
@@ -253,8 +253,8 @@ fn a_name_is_one_image_for_its_whole_life() {
         let source = controller.delete(&first.volume_id).await;
         source.expect("copies do not need their source");
         controller.delete(&first.volume_id).await.expect("is gone");
-        let gone = controller.expand(&first.volume_id, GIB).await;
-        refused(gone, NotFound, &[&first.volume_id]);
+        let expanded = controller.expand(&first.volume_id, GIB).await;
+        refused(expanded, NotFound, &[&first.volume_id]);
         for _ in 0..2 {
             let deleted = controller.delete_snapshot(&snapshot.snapshot_id).await;
             deleted.unwrap();
@@ -351,12 +351,12 @@ fn calls_without_secrets_use_the_controller_s_own() {
             metadata.contains("rbd_qos_read_iops_limit  100"),
             "{metadata}"
         );
-        let asked = client.validate_volume_capabilities(ValidateVolumeCapabilitiesRequest {
+        let validated = client.validate_volume_capabilities(ValidateVolumeCapabilitiesRequest {
             volume_id: handle,
             volume_capabilities: vec![block],
             ..Default::default()
         });
-        assert!(asked.await.unwrap().into_inner().confirmed.is_some());
+        assert!(validated.await.unwrap().into_inner().confirmed.is_some());
         let room = async || {
             let message = GetCapacityRequest {
                 parameters: ceph.claim("any", 0).parameters,

@@ -79,7 +79,7 @@ fn an_agent_serves_before_its_volumes_are_recovered() {
         node.kill9().await;
         let begun = begun(&node, 300);
 
-        let held = node.hold("take-up", "records");
+        let held = node.hold("recover", "records");
         node.restart().await;
         let mut identity = IdentityClient::new(node.channel());
         identity

@@ -194,12 +194,12 @@ fn pods_that_share_a_volume_come_and_go_at_once() {
         let publish = async |pod: &String| node.publish(&volume, pod).await;
         let unpublish = async |pod: &String| node.unpublish(&volume, pod).await;
         try_join_all(first.iter().map(publish)).await.unwrap();
-        let (gone, come) = tokio::join!(
+        let (unstaged, staged) = tokio::join!(
             try_join_all(first.iter().map(unpublish)),
             try_join_all(second.iter().map(publish))
         );
-        gone.unwrap();
-        come.unwrap();
+        unstaged.unwrap();
+        staged.unwrap();
         try_join_all(second.iter().map(unpublish)).await.unwrap();
         node.unstage(&volume).await.unwrap();
         node.assert_clean().await;

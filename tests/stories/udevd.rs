@@ -76,9 +76,12 @@ impl Udev {
     }
 
     fn assert_looks(&self) {
-        let told = self.told();
-        assert_eq!(property(&told, "ID_FS_TYPE"), "ext4", "{told}");
-        assert!(property(&told, "DEVLINKS").contains(&link()), "{told}");
+        let properties = self.properties();
+        assert_eq!(property(&properties, "ID_FS_TYPE"), "ext4", "{properties}");
+        assert!(
+            property(&properties, "DEVLINKS").contains(&link()),
+            "{properties}"
+        );
     }
 
     /// By the rules of `deploy/host`.
@@ -88,16 +91,19 @@ impl Udev {
         for rule in ours {
             fs::copy(&rule, Path::new(RULES).join(rule.file_name().unwrap())).unwrap();
         }
-        let told = self.told();
-        assert_eq!(property(&told, "ID_FS_TYPE"), "", "{told}");
-        assert_eq!(property(&told, "SYSTEMD_READY"), "0", "{told}");
-        let lvm = property(&told, "DM_UDEV_DISABLE_OTHER_RULES_FLAG");
-        assert_eq!(lvm, "1", "{told}");
-        assert!(!property(&told, "DEVLINKS").contains(&link()), "{told}");
+        let properties = self.properties();
+        assert_eq!(property(&properties, "ID_FS_TYPE"), "", "{properties}");
+        assert_eq!(property(&properties, "SYSTEMD_READY"), "0", "{properties}");
+        let lvm = property(&properties, "DM_UDEV_DISABLE_OTHER_RULES_FLAG");
+        assert_eq!(lvm, "1", "{properties}");
+        assert!(
+            !property(&properties, "DEVLINKS").contains(&link()),
+            "{properties}"
+        );
     }
 
     /// The properties that udev sets when the device has changed.
-    fn told(&self) -> String {
+    fn properties(&self) -> String {
         let sysfs = self.sysfs.to_str().unwrap();
         run(&["udevadm", "test", "-a", "change", sysfs])
     }
@@ -107,8 +113,8 @@ fn link() -> String {
     format!("/dev/disk/by-uuid/{UUID}")
 }
 
-fn property(told: &str, name: &str) -> String {
-    let mut lines = told.lines().map(str::trim);
+fn property(properties: &str, name: &str) -> String {
+    let mut lines = properties.lines().map(str::trim);
     let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
     value.unwrap_or_default().to_owned()
 }
@@ -192,7 +198,7 @@ impl Mapped {
 
     /// `dm-0`, for instance.
     fn kernel_name(&self) -> String {
-        let told = run(&[
+        let properties = run(&[
             "dmsetup",
             "info",
             "-c",
@@ -201,7 +207,7 @@ impl Mapped {
             "blkdevname",
             &self.name,
         ]);
-        told.trim().to_owned()
+        properties.trim().to_owned()
     }
 }
 

@@ -69,7 +69,7 @@ struct ConnectionState {
     /// Lost connections, which may still be in use.
     lost: Vec<Arc<Cluster>>,
     /// When a caller last asked for the connection.
-    asked: Instant,
+    last_used: Instant,
 }
 
 impl Connections {
@@ -80,11 +80,11 @@ impl Connections {
 
     fn with_idle_time(timeouts: Timeouts, idle_for: Duration) -> io::Result<Self> {
         let slots = Arc::<Mutex<Slots>>::default();
-        let (alive, gone) = channel();
+        let (alive, dropped) = channel();
         let swept = slots.clone();
         thread::Builder::new()
             .name("ceph-idle".into())
-            .spawn(move || sweep(&swept, idle_for, &gone))?;
+            .spawn(move || sweep(&swept, idle_for, &dropped))?;
         Ok(Self {
             timeouts,
             slots,
@@ -116,7 +116,7 @@ impl Default for Slot {
                 connecting: false,
                 last: None,
                 lost: Vec::new(),
-                asked: Instant::now(),
+                last_used: Instant::now(),
             }),
             ended: Condvar::new(),
         }
@@ -129,7 +129,7 @@ impl Slot {
         connect: impl FnOnce() -> Result<Arc<Cluster>, CephError>,
     ) -> Result<Arc<Cluster>, CephError> {
         let mut state = lock(&self.state);
-        state.asked = Instant::now();
+        state.last_used = Instant::now();
         if state.connecting {
             let connecting = |state: &mut ConnectionState| state.connecting;
             let waited = self.ended.wait_while(state, connecting);
@@ -161,7 +161,7 @@ impl Slot {
             Some(Ok(cluster)) => Arc::strong_count(cluster) > 1,
             _ => state.connecting,
         };
-        !used && state.lost.is_empty() && state.asked.elapsed() >= idle_for
+        !used && state.lost.is_empty() && state.last_used.elapsed() >= idle_for
     }
 
     /// Takes out the lost connections that are no longer in use.
@@ -182,8 +182,8 @@ impl Drop for ConnectAttempt<'_> {
 }
 
 /// Ends idle connections, until `gone` is closed: the last [`Connections`] was dropped.
-fn sweep(slots: &Mutex<Slots>, idle_for: Duration, gone: &Receiver<()>) {
-    while gone.recv_timeout(idle_for / 4) == Err(RecvTimeoutError::Timeout) {
+fn sweep(slots: &Mutex<Slots>, idle_for: Duration, dropped: &Receiver<()>) {
+    while dropped.recv_timeout(idle_for / 4) == Err(RecvTimeoutError::Timeout) {
         let idle = |_: &Key, slot: &mut Arc<Slot>| slot.is_idle(idle_for);
         let mut slots = lock(slots);
         let lost: Vec<_> = slots.values().flat_map(|slot| slot.unused()).collect();

@@ -400,18 +400,21 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let list = [address.to_string()];
         let hour = Duration::from_secs(3600);
-        let asked: Vec<_> = (0..100)
+        let pending: Vec<_> = (0..100)
             .map(|_| ask_within(hour, &list, soon()).unwrap())
             .collect();
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(GREETINGS[0]).unwrap();
         // A later caller shares the request, too.
         let late = ask_within(hour, &list, soon()).unwrap();
-        for asked in asked.into_iter().chain([late]) {
-            assert_eq!(asked.answer(), Ok(address));
+        for pending in pending.into_iter().chain([late]) {
+            assert_eq!(pending.answer(), Ok(address));
         }
         listener.set_nonblocking(true).unwrap();
-        assert!(listener.accept().is_err(), "the monitor was asked again");
+        assert!(
+            listener.accept().is_err(),
+            "the monitor got another request"
+        );
         drop((stream, listener));
 
         let refused = ask_within(Duration::ZERO, &list, soon()).unwrap();

@@ -27,9 +27,9 @@ pub struct Fence {
     pub client: CephClient,
     /// The volume that it did not release.
     pub volume: String,
-    /// Whether the node reports that it is gone.
-    #[serde(default)]
-    pub gone: bool,
+    /// Whether the node reports that the client has ended.
+    #[serde(default, rename = "gone")]
+    pub ended: bool,
 }
 
 /// The fences of a pool.
@@ -74,15 +74,15 @@ impl Fences {
         )
     }
 
-    /// Records that a client is gone.
-    pub fn is_gone(&self, fence: &Fence) -> Result<(), CephError> {
+    /// Records that a client has ended.
+    pub fn record_ended(&self, fence: &Fence) -> Result<(), CephError> {
         self.enter(&Fence {
-            gone: true,
+            ended: true,
             ..fence.clone()
         })
     }
 
-    /// Lifts the fence of a client that is gone.
+    /// Lifts the fence of a client that has ended.
     pub fn lift(&self, fence: &Fence) -> Result<(), CephError> {
         let address = &fence.client.address;
         blocklist(self.0.cluster(), "rm", address, None)?;

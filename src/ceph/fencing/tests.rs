@@ -176,14 +176,14 @@ fn a_fence_stays_until_it_is_lifted() {
         node: "a".to_owned(),
         client: client("127.9.9.9:0/12345"),
         volume: "v".to_owned(),
-        gone: false,
+        ended: false,
     };
     let listed = || cluster.ceph(&["osd", "blocklist", "ls"]);
     fences.raise(&fence).unwrap();
     assert!(listed().contains(&fence.client.address));
     assert_eq!(fences.list().unwrap(), std::slice::from_ref(&fence));
-    fences.is_gone(&fence).unwrap();
-    assert!(fences.list().unwrap()[0].gone);
+    fences.record_ended(&fence).unwrap();
+    assert!(fences.list().unwrap()[0].ended);
     for _ in 0..2 {
         fences.lift(&fence).unwrap();
         assert!(!listed().contains(&fence.client.address));

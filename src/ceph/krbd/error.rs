@@ -87,7 +87,7 @@ pub enum KrbdError {
     },
     /// An agent that was killed meanwhile is still mapping it.
     #[error(
-        "an agent that was killed is still mapping the image, and cannot be stopped; a later call takes up the device"
+        "an agent that was killed is still mapping the image, and cannot be stopped; a later call finds the device"
     )]
     UnderWay,
     /// The cluster refused the user.

@@ -21,7 +21,7 @@ const FRESH: Duration = Duration::from_secs(1);
 pub struct Greeting {
     addresses: Vec<String>,
     image: String,
-    asked: monitor::PendingGreeting,
+    pending: monitor::PendingGreeting,
     at: Instant,
 }
 
@@ -33,10 +33,10 @@ impl Greeting {
         let image = wanted.image.to_string();
         let at = Instant::now();
         match monitor::ask(&addresses, at + WITHIN) {
-            Ok(asked) => Ok(Self {
+            Ok(pending) => Ok(Self {
                 addresses,
                 image,
-                asked,
+                pending,
                 at,
             }),
             Err(source) => Err(KrbdError::Silent { image, source }),
@@ -49,7 +49,7 @@ impl Greeting {
             addresses, image, ..
         } = self;
         let answer = if self.at.elapsed() < FRESH {
-            self.asked.answer()
+            self.pending.answer()
         } else {
             monitor::answers(&addresses, Instant::now() + WITHIN)
         };

@@ -47,8 +47,8 @@ impl Controller {
         validate::secrets(&request.secrets)?;
         let (handle, node) = (request.volume_id, request.node_id);
         let secrets = request.secrets.into();
-        let asked = &self.stores;
-        asked
+        let stores = &self.stores;
+        stores
             .unpublish_volume(handle, node, within, secrets)
             .await?;
         Ok(wire::ControllerUnpublishVolumeResponse {})

@@ -47,7 +47,7 @@ async fn answered<T>(
 }
 
 /// The answer, with the omitted storage in its metadata.
-fn telling<T>(mut answer: Response<T>, omitted: Option<&Omitted>) -> Response<T> {
+fn with_omitted<T>(mut answer: Response<T>, omitted: Option<&Omitted>) -> Response<T> {
     for sentence in omitted.map(Omitted::take).into_iter().flatten() {
         let value = MetadataValue::from_bytes(sentence.as_bytes());
         answer.metadata_mut().append_bin(OMITTED, value);
@@ -79,8 +79,8 @@ impl controller_server::Controller for Controller {
         answered("DeleteVolume", &volume_id, within, async {
             required("volume_id", &volume_id)?;
             validate::secrets(&secrets)?;
-            let asked = &self.stores;
-            asked
+            let stores = &self.stores;
+            stores
                 .delete_volume(volume_id.clone(), secrets.into())
                 .await?;
             Ok(wire::DeleteVolumeResponse {})
@@ -150,7 +150,7 @@ impl controller_server::Controller for Controller {
                 next_token: page.next.unwrap_or_default(),
             })
         });
-        Ok(telling(listed.await?, omitted.as_ref()))
+        Ok(with_omitted(listed.await?, omitted.as_ref()))
     }
 
     async fn controller_list_volume_health(
@@ -252,8 +252,8 @@ impl controller_server::Controller for Controller {
         answered("DeleteSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
-            let asked = &self.stores;
-            asked
+            let stores = &self.stores;
+            stores
                 .delete_snapshot(id.clone(), request.secrets.into())
                 .await?;
             Ok(wire::DeleteSnapshotResponse {})
@@ -279,7 +279,7 @@ impl controller_server::Controller for Controller {
                 next_token: page.next.unwrap_or_default(),
             })
         });
-        Ok(telling(listed.await?, omitted.as_ref()))
+        Ok(with_omitted(listed.await?, omitted.as_ref()))
     }
 
     async fn get_snapshot(
@@ -293,8 +293,8 @@ impl controller_server::Controller for Controller {
         } = request;
         answered("GetSnapshot", &id, within, async {
             required("snapshot_id", &id)?;
-            let asked = &self.stores;
-            let found = asked.get_snapshot(id.clone(), secrets.into()).await?;
+            let stores = &self.stores;
+            let found = stores.get_snapshot(id.clone(), secrets.into()).await?;
             let snapshot = Some(self.snapshot(found));
             Ok(wire::GetSnapshotResponse { snapshot })
         })
@@ -340,9 +340,9 @@ impl controller_server::Controller for Controller {
             required("volume_id", &id)?;
             validate::secrets(&request.secrets)?;
             validate::map("mutable_parameters", &request.mutable_parameters)?;
-            let asked = &self.stores;
+            let stores = &self.stores;
             let parameters = request.mutable_parameters;
-            asked
+            stores
                 .modify_volume(id.clone(), parameters, request.secrets.into())
                 .await?;
             Ok(wire::ControllerModifyVolumeResponse {})

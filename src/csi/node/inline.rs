@@ -84,7 +84,7 @@ impl NodeService {
     }
 
     /// The size of an inline volume.
-    fn inline_bytes(&self, asked: Option<&String>, usage: &Use) -> Result<u64, Status> {
+    fn inline_bytes(&self, requested: Option<&String>, usage: &Use) -> Result<u64, Status> {
         let Some(largest) = self.config.inline_max_bytes else {
             return Err(Status::failed_precondition(
                 "this node makes no inline volumes: its agent runs without --inline-max-size; \
@@ -92,7 +92,7 @@ impl NodeService {
             ));
         };
         let field = "volume_context.size";
-        let bytes = match asked {
+        let bytes = match requested {
             None => DEFAULT_BYTES.min(largest),
             Some(text) => {
                 let size: Size = text

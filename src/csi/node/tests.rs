@@ -159,13 +159,13 @@ proptest! {
     #[test]
     fn inline_attributes_are_parsed_or_refused_by_name(pairs in hostile()) {
         let field = "volume_context";
-        let asked = validate::map(field, &pairs)
+        let context = validate::map(field, &pairs)
             .and_then(|()| inline::refuse_unlisted(&pairs))
             .and_then(|()| {
                 let parsed = Parsed::new(&mounted(Vec::new()), &pairs, false);
                 parsed.map_err(|error| Status::from(&error))
             });
-        match asked {
+        match context {
             Err(status) => invalid_by_name(&status, field, &pairs)?,
             Ok(parsed) => {
                 prop_assert_eq!(parsed.mkfs_options, Vec::<String>::new());

@@ -16,7 +16,7 @@ use crate::{
         AttachOptions, HeldOpen, Source,
         backend::Purpose,
         error::DeviceError,
-        luks::{self, Holds, LuksError, PassphraseOrigin},
+        luks::{self, LuksContent, LuksError, PassphraseOrigin},
     },
     kernel::block::BlockDev,
     secret::Secret,
@@ -38,8 +38,8 @@ impl BoundCephImage<'_> {
         });
         let held = HeldOpen::new(&source, &lower.clone().shown(None))?;
         let (under, domain) = (&lower.block, source.domain());
-        let asked = known.asked(&self.images.connections)?;
-        let metadata = asked.map(QueriedImage::encryption).transpose()?;
+        let queried = known.queried(&self.images.connections)?;
+        let metadata = queried.map(QueriedImage::encryption).transpose()?;
         let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
         let passphrase = passphrase(kms, known, metadata.as_ref(), options)?;
         let is_encrypted = metadata.is_some_and(|metadata| metadata.encrypted);
@@ -56,9 +56,9 @@ impl BoundCephImage<'_> {
         let name = luks::name_of(&options.volume_id);
         held.check()?;
         let (over, _) = luks::open(under, &name, &passphrase, options.read_only, &domain)?;
-        if let Some(asked) = asked.filter(|_| !is_encrypted && !options.read_only) {
+        if let Some(queried) = queried.filter(|_| !is_encrypted && !options.read_only) {
             // The image holds data from now on.
-            asked.note_encrypted()?;
+            queried.set_encrypted()?;
         }
         Ok(over)
     }
@@ -78,10 +78,10 @@ impl BoundCephImage<'_> {
         let may_be_partial = interrupted || options.purpose == Purpose::Format;
         let image = || known.image.to_string();
         let refusal = match luks::look(under)? {
-            Holds::Luks if !may_be_partial => return Ok(()),
+            LuksContent::Header if !may_be_partial => return Ok(()),
             // An agent finished it, and died before it removed the marker.
-            Holds::Luks if luks::is_whole(under)? => return marker.clear(),
-            Holds::Unknown(offset) if !may_be_partial => Some(
+            LuksContent::Header if luks::is_whole(under)? => return marker.clear(),
+            LuksContent::Unknown(offset) if !may_be_partial => Some(
                 LuksError::Foreign {
                     node: under.node.clone(),
                     what: format!("unknown data at byte {offset}"),
@@ -94,7 +94,7 @@ impl BoundCephImage<'_> {
                 Some(CephImageError::Blank { image: image() })
             }
             _ if known.source.is_tuned => Some(CephImageError::Tuned { image: image() }),
-            Holds::Nothing | Holds::Luks | Holds::Unknown(_) => None,
+            LuksContent::Blank | LuksContent::Header | LuksContent::Unknown(_) => None,
         };
         if let Some(refusal) = refusal {
             return Err(refusal.into());

@@ -123,7 +123,7 @@ pub enum CephImageError {
     #[error(
         "uring-csi-holder is starting rbd-nbd for this volume; repeat the call once rbd-nbd serves it or has failed"
     )]
-    Coming,
+    BeingMapped,
     /// The image has a device without a daemon, and the supervisor cannot be reached.
     #[error("{} is image {image}, and no rbd-nbd serves it: its I/O waits", node.display())]
     Unserved {
@@ -184,7 +184,7 @@ impl CephImageError {
             Self::Supervisor(error) => error.kind(),
             Self::Luks(error) => error.kind(),
             Self::Credentials(_) => Kind::Unauthenticated,
-            Self::Coming => Kind::InUse,
+            Self::BeingMapped => Kind::InUse,
             Self::Cluster(_)
             | Self::NotUndone { .. }
             | Self::UnknownClient { .. }

@@ -63,7 +63,7 @@ pub struct ImageFormatMarker {
     header: Header,
     image_id: String,
     /// The image had a marker when the agent read it, or may have got one since.
-    may_stand: AtomicBool,
+    may_be_set: AtomicBool,
 }
 
 impl ImageFormatMarker {
@@ -74,18 +74,18 @@ impl ImageFormatMarker {
         Some(Arc::new(Self {
             header: header.clone(),
             image_id,
-            may_stand: stands.into(),
+            may_be_set: stands.into(),
         }))
     }
 
-    /// Another client had the image since its marker was read.
-    pub fn may_have_come(&self) {
-        self.may_stand.store(true, Relaxed);
+    /// Discards what was read: another client may have set the marker since.
+    pub fn invalidate(&self) {
+        self.may_be_set.store(true, Relaxed);
     }
 
     /// Sets the marker, for this volume. Durable when it returns.
     pub fn set(&self, format: FormatKind, volume_id: &str) -> Result<(), CephError> {
-        self.may_stand.store(true, Relaxed);
+        self.may_be_set.store(true, Relaxed);
         self.header
             .metadata_set(KEY, &self.text(format, volume_id))?;
         crash_point();
@@ -99,7 +99,7 @@ impl ImageFormatMarker {
         format: FormatKind,
         volume_id: &str,
     ) -> Result<bool, CephError> {
-        if !self.may_stand.load(Relaxed) {
+        if !self.may_be_set.load(Relaxed) {
             return Ok(false);
         }
         let value = self.header.metadata_get(KEY)?;
@@ -108,10 +108,10 @@ impl ImageFormatMarker {
 
     /// Removes the marker: the image holds data, or may from now on.
     pub fn clear(&self) -> Result<(), CephError> {
-        if self.may_stand.load(Relaxed) {
+        if self.may_be_set.load(Relaxed) {
             self.header.metadata_remove(KEY)?;
             crash_point();
-            self.may_stand.store(false, Relaxed);
+            self.may_be_set.store(false, Relaxed);
         }
         Ok(())
     }
@@ -151,8 +151,8 @@ impl BoundCephImage<'_> {
     ) -> Result<Arc<dyn FormatMarker>, CephImageError> {
         if !options.read_only
             && !options.staged
-            && let Some(asked) = known.asked(&self.images.connections)?
-            && let Some(marker) = &asked.format_marker
+            && let Some(queried) = known.queried(&self.images.connections)?
+            && let Some(marker) = &queried.format_marker
         {
             return Ok(Arc::new(MarkerInImage(Arc::clone(marker), format)));
         }
@@ -221,7 +221,7 @@ mod tests {
         // As a node that waits until the other has released the image.
         one.set(Luks, "v").unwrap();
         assert!(!late.format_in_progress(Luks, "v").unwrap());
-        late.may_have_come();
+        late.invalidate();
         assert!(late.format_in_progress(Luks, "v").unwrap());
         late.clear().unwrap();
         assert_eq!(late.header.metadata_get(KEY).unwrap(), None);
@@ -249,7 +249,7 @@ mod tests {
         image.snapshot_create("half").unwrap();
         rbd::clone_snapshot(&io, "image", "half", &io, "clone", &plain()).unwrap();
         let clone = marker(&io, "clone");
-        assert!(clone.may_stand.load(Relaxed), "a clone has its parent's");
+        assert!(clone.may_be_set.load(Relaxed), "a clone has its parent's");
         assert!(
             !clone
                 .format_in_progress(FormatKind::FileSystem, "v")

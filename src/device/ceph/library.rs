@@ -34,13 +34,13 @@ const FREE_WITHIN: Duration = Duration::from_secs(40);
 
 /// The client of an image that is this node's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Own {
+pub enum OwnClient {
     /// None yet.
     None,
-    /// The kernel driver's, by its client id.
-    Client(i64),
-    /// Any one client: rbd-nbd does not report its id.
-    Some,
+    /// The kernel driver's, by its id.
+    Krbd(i64),
+    /// rbd-nbd's: any one client, as it does not report its id.
+    RbdNbd,
 }
 
 /// An image, and the connection by which the agent queries it.
@@ -88,23 +88,23 @@ impl QueriedImage {
     }
 
     /// Waits until only that client has the image open; an error names the others.
-    pub fn wait_until_alone(&self, own: Own) -> Result<(), CephImageError> {
+    pub fn wait_until_alone(&self, own: OwnClient) -> Result<(), CephImageError> {
         self.alone_within(FREE_WITHIN, own)
     }
 
     /// Checks that only that client has the image open; an error names the others.
-    pub fn is_alone(&self, own: Own) -> Result<(), CephImageError> {
+    pub fn is_alone(&self, own: OwnClient) -> Result<(), CephImageError> {
         self.alone_within(Duration::ZERO, own)
     }
 
-    fn alone_within(&self, time: Duration, own: Own) -> Result<(), CephImageError> {
+    fn alone_within(&self, time: Duration, own: OwnClient) -> Result<(), CephImageError> {
         let watching = self.header.watching()?;
-        let is_own = |client: &i64| own == Own::Client(*client);
-        if watching.iter().all(is_own) || own == Own::Some && watching.len() == 1 {
+        let is_own = |client: &i64| own == OwnClient::Krbd(*client);
+        if watching.iter().all(is_own) || own == OwnClient::RbdNbd && watching.len() == 1 {
             return Ok(());
         }
         if let Some(marker) = &self.format_marker {
-            marker.may_have_come();
+            marker.invalidate();
         }
         let image = self.open(OpenMode::ReadOnly)?;
         let watchers = busy::retry_while_busy_for(
@@ -117,10 +117,10 @@ impl QueriedImage {
 
     /// The watchers of the image other than this connection and that client. Clients that
     /// mirror it do not write, and are left out.
-    fn others(&self, image: &rbd::Image, own: Own) -> Result<Vec<Watcher>, CephError> {
+    fn others(&self, image: &rbd::Image, own: OwnClient) -> Result<Vec<Watcher>, CephError> {
         let mut others = image.watchers()?;
-        others.retain(|watcher| !watcher.own && Own::Client(watcher.client) != own);
-        let known = usize::from(own == Own::Some);
+        others.retain(|watcher| !watcher.own && OwnClient::Krbd(watcher.client) != own);
+        let known = usize::from(own == OwnClient::RbdNbd);
         image.unexpected_watchers(others, known, self.mirror_daemons)
     }
 
@@ -145,7 +145,7 @@ impl QueriedImage {
     }
 
     /// Records in its metadata that it holds encrypted data from now on.
-    pub fn note_encrypted(&self) -> Result<(), CephError> {
+    pub fn set_encrypted(&self) -> Result<(), CephError> {
         let image = self.open(OpenMode::ReadWrite)?;
         image.metadata_set(STATE_KEY, ENCRYPTED)
     }

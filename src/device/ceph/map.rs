@@ -11,7 +11,7 @@ use std::{cell::OnceCell, sync::Once};
 
 use super::{
     BoundCephImage, CephImageError, CephSource, Mounter,
-    library::{Own, QueriedImage},
+    library::{OwnClient, QueriedImage},
     lower_device::LowerDevice,
     nbd_backed,
 };
@@ -34,20 +34,20 @@ pub struct Known<'a> {
     /// The pool's id, where it is known.
     pool_id: Option<i64>,
     /// The image in its cluster, opened once for all queries.
-    asked: OnceCell<Option<QueriedImage>>,
+    queried: OnceCell<Option<QueriedImage>>,
 }
 
 impl Known<'_> {
     /// The image, for queries to its cluster; none where librbd is missing.
-    pub fn asked(
+    pub fn queried(
         &self,
         connections: &Connections,
     ) -> Result<Option<&QueriedImage>, CephImageError> {
-        if let Some(asked) = self.asked.get() {
-            return Ok(asked.as_ref());
+        if let Some(queried) = self.queried.get() {
+            return Ok(queried.as_ref());
         }
-        let asked = QueriedImage::of(connections, &self.cluster, &self.credentials, &self.image)?;
-        Ok(self.asked.get_or_init(|| asked).as_ref())
+        let queried = QueriedImage::of(connections, &self.cluster, &self.credentials, &self.image)?;
+        Ok(self.queried.get_or_init(|| queried).as_ref())
     }
 }
 
@@ -97,7 +97,7 @@ impl BoundCephImage<'_> {
             cluster,
             image,
             pool_id,
-            asked: OnceCell::new(),
+            queried: OnceCell::new(),
         })
     }
 
@@ -139,9 +139,9 @@ impl BoundCephImage<'_> {
             // A killed agent had not checked yet, or was delayed.
             if one_writer
                 && !options.staged
-                && let Some(asked) = known.asked(&self.images.connections)?
+                && let Some(queried) = known.queried(&self.images.connections)?
             {
-                asked.is_alone(own_client(&device))?;
+                queried.is_alone(own_client(&device))?;
             }
             return Ok((device, Done::Already));
         }
@@ -151,14 +151,14 @@ impl BoundCephImage<'_> {
         // A second writer destroys the image. Readers do not, nor do writers that share
         // it by agreement.
         let alone = if one_writer { self.alone(known)? } else { None };
-        let Some(asked) = alone else {
+        let Some(queried) = alone else {
             return self.map_now(&wanted, greeting);
         };
-        wanted.features = asked.features;
+        wanted.features = queried.features;
         let mapped = self.map_now(&wanted, greeting)?;
         // Another node may have checked at the same time. If two see each other, both
         // unmap; neither has written yet.
-        match asked.is_alone(own_client(&mapped.0)) {
+        match queried.is_alone(own_client(&mapped.0)) {
             Ok(()) => Ok(mapped),
             Err(cause) => Err(match krbd::unmap(&mapped.0) {
                 Ok(_) => cause,
@@ -222,15 +222,15 @@ impl BoundCephImage<'_> {
         &self,
         known: &'a Known<'_>,
     ) -> Result<Option<&'a QueriedImage>, CephImageError> {
-        let asked = known.asked(&self.images.connections)?;
-        if let Some(asked) = asked {
-            asked.wait_until_alone(Own::None)?;
+        let queried = known.queried(&self.images.connections)?;
+        if let Some(queried) = queried {
+            queried.wait_until_alone(OwnClient::None)?;
         }
-        Ok(asked)
+        Ok(queried)
     }
 }
 
 /// The client of the cluster that maps the image.
-fn own_client(device: &RbdDevice) -> Own {
-    krbd::mapped::client_of(device.dev).map_or(Own::None, Own::Client)
+fn own_client(device: &RbdDevice) -> OwnClient {
+    krbd::mapped::client_of(device.dev).map_or(OwnClient::None, OwnClient::Krbd)
 }

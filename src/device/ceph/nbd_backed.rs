@@ -6,8 +6,8 @@
 //! the volume's handle.
 
 use super::{
-    BoundCephImage, CephImageError, CephSource, Known, LowerDevice, as_it_is_shown, library::Own,
-    mounter::RbdNbdArgs,
+    BoundCephImage, CephImageError, CephSource, Known, LowerDevice, as_it_is_shown,
+    library::OwnClient, mounter::RbdNbdArgs,
 };
 use crate::{
     Detached, Done,
@@ -21,7 +21,7 @@ use crate::{
     error_chain,
     kernel::nbd::{self, NbdDevice},
     supervisor::{
-        Spec, Trouble, Watch,
+        DaemonCondition, Spec, Watch,
         client::{ClientError, Refusal},
         processes::DaemonProcess,
     },
@@ -50,8 +50,8 @@ pub fn find(
     recorded: Option<ImageSpec>,
 ) -> Result<Option<FoundDevice>, DeviceError> {
     let Some(device) = device(volume_id)? else {
-        if is_coming(supervisor, volume_id)? {
-            return Err(CephImageError::Coming.into());
+        if is_being_mapped(supervisor, volume_id)? {
+            return Err(CephImageError::BeingMapped.into());
         }
         return Ok(None);
     };
@@ -69,7 +69,7 @@ pub fn find(
 }
 
 /// Whether the supervisor is starting rbd-nbd for it, for a call of a killed agent.
-fn is_coming(supervisor: Option<&Watch>, volume_id: &str) -> Result<bool, CephImageError> {
+fn is_being_mapped(supervisor: Option<&Watch>, volume_id: &str) -> Result<bool, CephImageError> {
     let mapping = supervisor.map(|supervisor| supervisor.is_mapping(volume_id));
     if mapping.transpose()? == Some(true) {
         return Ok(true);
@@ -169,11 +169,11 @@ impl BoundCephImage<'_> {
         let supervisor = self.supervisor()?;
         let look = || NbdDevice::attached_as(&served.cookie).map_err(ClientError::Io);
         // A daemon that a killed agent's call started has the image open.
-        let is_coming = is_coming(Some(supervisor), &served.cookie)?;
+        let is_being_mapped = is_being_mapped(Some(supervisor), &served.cookie)?;
         let before = look()?;
         // As with krbd, a second writer destroys the image.
         let single_writer = !options.staged && !options.read_only && !options.shared;
-        let is_first = before.is_none() && !is_coming;
+        let is_first = before.is_none() && !is_being_mapped;
         if is_first {
             self.is_not_mapped(known, options)?;
             if single_writer {
@@ -234,10 +234,10 @@ impl BoundCephImage<'_> {
         }
         // Another node may have checked at the same time, as with krbd. The watch of a
         // daemon that died since an earlier call stays for a while.
-        let asked = known.asked(&self.images.connections);
-        let alone = asked.and_then(|asked| match asked {
-            Some(asked) if is_first => asked.is_alone(Own::Some),
-            Some(asked) => asked.wait_until_alone(Own::Some),
+        let queried = known.queried(&self.images.connections);
+        let alone = queried.and_then(|queried| match queried {
+            Some(queried) if is_first => queried.is_alone(OwnClient::RbdNbd),
+            Some(queried) => queried.wait_until_alone(OwnClient::RbdNbd),
             None => Ok(()),
         });
         match alone {
@@ -288,17 +288,17 @@ impl BoundCephImage<'_> {
     }
 
     /// The trouble that the supervisor reports for an image.
-    pub(super) fn trouble(&self, lower: &LowerDevice) -> Option<Condition> {
+    pub(super) fn daemon_condition(&self, lower: &LowerDevice) -> Option<Condition> {
         let Backing::RbdNbd(cookie) = &lower.backing else {
             return None;
         };
         let Some(supervisor) = &self.images.supervisor else {
             let why = "this agent was started without --holder";
-            return Some(Condition::Unkept(why.to_owned()));
+            return Some(Condition::Unsupervised(why.to_owned()));
         };
-        Some(match supervisor.trouble(cookie)? {
-            Trouble::Unkept(why) => Condition::Unkept(why),
-            Trouble::NoDaemon(why) => Condition::Unreachable {
+        Some(match supervisor.condition(cookie)? {
+            DaemonCondition::Unsupervised(why) => Condition::Unsupervised(why),
+            DaemonCondition::NotRunning(why) => Condition::Unreachable {
                 failing: false,
                 why: format!("({why})"),
             },

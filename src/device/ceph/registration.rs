@@ -73,11 +73,11 @@ impl BoundCephImage<'_> {
                 return Err(self.unpublished(known));
             }
         }
-        if let Err(error) = self.tell_what_is_gone(&Fences::of(&pool), &nodes) {
+        if let Err(error) = self.report_ended_clients(&Fences::of(&pool), &nodes) {
             let error = error_chain(&error);
             tracing::warn!(
                 error,
-                "cannot report which fenced clients of this node are gone"
+                "cannot report which fenced clients of this node have ended"
             );
         }
         Ok(())
@@ -103,22 +103,22 @@ impl BoundCephImage<'_> {
         })
     }
 
-    /// Reports the fenced clients of this node that are gone; `nodes` are those of the
+    /// Reports the fenced clients of this node that have ended; `nodes` are those of the
     /// volume that is staged.
-    fn tell_what_is_gone(
+    fn report_ended_clients(
         &self,
         fences: &Fences,
         nodes: &RegisteredNodes,
     ) -> Result<(), CephImageError> {
         let this = &self.images.this_node;
         let all = fences.list()?.into_iter();
-        for fence in all.filter(|fence| fence.node == this.id && !fence.gone) {
+        for fence in all.filter(|fence| fence.node == this.id && !fence.ended) {
             if fence.client.boot_id == this.boot_id && is_left(&fence, nodes)? {
                 continue;
             }
-            fences.is_gone(&fence)?;
+            fences.record_ended(&fence)?;
             let address = &fence.client.address;
-            tracing::info!(address, "fenced client is gone");
+            tracing::info!(address, "fenced client has ended");
         }
         Ok(())
     }

@@ -26,7 +26,7 @@ fn images(scratch: &MountScratch) -> ImageFiles {
     ImageFiles {
         node_id: "node".to_owned(),
         boot_id: "boot".to_owned(),
-        owed: Owed::of(&pools),
+        pending_releases: PendingReleases::of(&pools),
         pools,
     }
 }

@@ -80,11 +80,11 @@ fn a_read_only_device_refuses_writes() {
         attach(&read_only, &options(image.path())),
         Err(LoopError::ReadOnlyImage { .. })
     ));
-    let asked = LoopOptions {
+    let options = LoopOptions {
         read_only: true,
         ..options(image.path())
     };
-    let device = attach(&read_only, &asked).unwrap();
+    let device = attach(&read_only, &options).unwrap();
     let scratch = Scratch { image, device };
     assert!(scratch.found()[0].read_only);
     // Some kernels refuse the open, others the write.
@@ -126,12 +126,12 @@ fn a_writable_device_can_be_made_read_only_and_back() {
 fn sector_size_and_direct_io_are_as_asked() {
     let image = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     image.as_file().set_len(MIB).unwrap();
-    let asked = LoopOptions {
+    let options = LoopOptions {
         direct_io: true,
         sector_size: 4096,
         ..options(image.path())
     };
-    let device = attach(image.as_file(), &asked).unwrap();
+    let device = attach(image.as_file(), &options).unwrap();
     let scratch = Scratch { image, device };
     assert!(scratch.found()[0].direct_io);
     assert_eq!(rustix::fs::ioctl_blksszget(scratch.open()).unwrap(), 4096);
@@ -226,11 +226,11 @@ fn a_lock_is_found_by_its_device_and_removed() {
 #[test]
 fn errors_name_the_device_and_the_image() {
     let image = Scratch::image(MIB);
-    let asked = LoopOptions {
+    let options = LoopOptions {
         sector_size: 1000,
         ..options(image.path())
     };
-    let error = attach(image.as_file(), &asked).unwrap_err();
+    let error = attach(image.as_file(), &options).unwrap_err();
     let text = error.to_string();
     assert!(
         text.contains(&image.path().display().to_string()) && text.contains("/dev/loop"),

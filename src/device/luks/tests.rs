@@ -44,9 +44,9 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     };
     let scratch = Scratch::new(64 * MIB);
     let (under, passphrase) = (node(&scratch), secret("a passphrase"));
-    assert_eq!(look(&under).unwrap(), Holds::Nothing);
+    assert_eq!(look(&under).unwrap(), LuksContent::Blank);
     format(&under, &passphrase, PassphraseOrigin::People, DOMAIN).unwrap();
-    assert_eq!(look(&under).unwrap(), Holds::Luks);
+    assert_eq!(look(&under).unwrap(), LuksContent::Header);
 
     let refused = open(&under, &name.0, &secret("another"), false, DOMAIN);
     assert!(
@@ -117,7 +117,7 @@ fn a_mapping_over_another_device_is_not_taken_for_this() {
 fn a_device_with_data_is_not_taken_for_blank() {
     let scratch = Scratch::new(4 * MIB);
     scratch.open().write_all_at(b"data", MIB).unwrap();
-    assert_eq!(look(&node(&scratch)).unwrap(), Holds::Unknown(MIB));
+    assert_eq!(look(&node(&scratch)).unwrap(), LuksContent::Unknown(MIB));
     let under = node(&scratch);
     let path = under.node.to_string_lossy();
     let made = exec::run("mke2fs", &["-q", "-F", &path], &[], b"", || {}).unwrap();
@@ -138,7 +138,7 @@ fn a_partial_luks_header_is_recognised() {
     let path = under.node.to_string_lossy();
     cryptsetup("luksErase", &["--batch-mode", &path], &path).unwrap();
     let is_refused = |under: &BlockDev| {
-        assert_eq!(look(under).unwrap(), Holds::Luks);
+        assert_eq!(look(under).unwrap(), LuksContent::Header);
         assert!(!is_whole(under).unwrap());
         let refused = open(under, &name.0, &secret("one"), false, DOMAIN);
         assert!(

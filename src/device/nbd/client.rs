@@ -24,7 +24,7 @@ use crate::nbd::{Export, Server};
 
 /// How long a whole handshake may take. The C library looks names up before it, with a
 /// time limit of its own (resolv.conf(5)).
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A socket in its transmission phase.
 #[derive(Debug)]
@@ -55,11 +55,11 @@ impl Connection {
     /// Whether the connection is open: false once either end has shut the socket
     /// down, as the kernel's driver does with a dead one.
     pub fn is_alive(&self) -> bool {
-        let gone = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR | PollFlags::NVAL;
+        let closed = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR | PollFlags::NVAL;
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         // A failed poll says nothing about the socket.
         let polled = poll(&mut fds, Some(&Timespec::default()));
-        polled.is_err() || !fds[0].revents().intersects(gone)
+        polled.is_err() || !fds[0].revents().intersects(closed)
     }
 
     /// Whether the kernel's driver took this socket when the agent offered it. The driver
@@ -92,7 +92,7 @@ pub fn query(export: &Export) -> Result<ExportInfo, ConnectError> {
 }
 
 /// A socket whose reads and writes share a deadline; the last of them may begin just
-/// before it and take another [`PATIENCE`].
+/// before it and take another [`HANDSHAKE_TIMEOUT`].
 struct Timed {
     socket: OwnedFd,
     deadline: Instant,
@@ -100,14 +100,14 @@ struct Timed {
 
 impl Timed {
     fn connect(server: &Server) -> Result<Self, ConnectError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         let socket = match server {
             Server::Tcp { host, port } => tcp(host, *port, deadline),
             Server::Unix { socket } => unix(socket),
         };
         let socket = socket.map_err(|error| ConnectError::Connect(timed_out(error)))?;
         for which in [Timeout::Recv, Timeout::Send] {
-            sockopt::set_socket_timeout(&socket, which, Some(PATIENCE))
+            sockopt::set_socket_timeout(&socket, which, Some(HANDSHAKE_TIMEOUT))
                 .map_err(|errno| ConnectError::Connect(errno.into()))?;
         }
         Ok(Self { socket, deadline })
@@ -156,7 +156,7 @@ fn timed_out(error: io::Error) -> io::Error {
         error.kind(),
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
     ) {
-        let why = format!("no answer within {} s", PATIENCE.as_secs());
+        let why = format!("no answer within {} s", HANDSHAKE_TIMEOUT.as_secs());
         return io::Error::new(io::ErrorKind::TimedOut, why);
     }
     error
@@ -192,7 +192,7 @@ fn unix(path: &str) -> io::Result<OwnedFd> {
         None,
     )?;
     // Limits the wait for a server that does not accept (unix(7)).
-    sockopt::set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
+    sockopt::set_socket_timeout(&socket, Timeout::Send, Some(HANDSHAKE_TIMEOUT))?;
     connect(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)
 }

@@ -14,7 +14,7 @@
 //! a device that netlink made, and it takes the same lock. So the agent sets the size only
 //! while the device answers, when no request is left on connections that were shut down
 //! and every fresh one is alive; and for that moment, a millisecond, requests wait for a
-//! server only [`RESIZE_PATIENCE`], which is then as long as one server's death can block
+//! server only [`RESIZE_TIMEOUT`], which is then as long as one server's death can block
 //! the connections to the others.
 //!
 //! If a request finds an old connection dead before the kernel's receiver does, the
@@ -54,7 +54,7 @@ const NOTICED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Seconds that requests wait for a live connection, before they fail, while the
 /// device's size is being set.
-const RESIZE_PATIENCE: u32 = 5;
+const RESIZE_TIMEOUT: u32 = 5;
 
 /// The longest time between two offers; an announcement triggers one sooner.
 const OFFER_AGAIN: Timespec = Timespec {
@@ -167,7 +167,7 @@ impl Link {
             if !state.are_alive() {
                 return Ok(false);
             }
-            change(Change::DeadSeconds(usual.min(RESIZE_PATIENCE)))?;
+            change(Change::DeadSeconds(usual.min(RESIZE_TIMEOUT)))?;
         }
         let resized = change(Change::Bytes(bytes));
         change(Change::DeadSeconds(usual))?;

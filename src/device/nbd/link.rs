@@ -77,13 +77,13 @@ impl LinkState {
     fn retire(&mut self, which: impl Fn(&Connection) -> bool) {
         self.retired
             .retain(|(since, _)| since.elapsed() < KEPT_DEAD);
-        let (gone, kept) = self.connections.drain(..).partition(which);
+        let (closed, kept) = self.connections.drain(..).partition(which);
         self.connections = kept;
-        let gone: Vec<_> = gone;
-        self.missing += gone.len();
+        let closed: Vec<_> = closed;
+        self.missing += closed.len();
         let now = Instant::now();
         self.retired
-            .extend(gone.into_iter().map(|connection| (now, connection)));
+            .extend(closed.into_iter().map(|connection| (now, connection)));
     }
 
     /// Keeps the connections that the device has taken, and returns the others.

@@ -128,7 +128,7 @@ impl Links {
                 .size_bytes()
                 .map_err(failed(node, "read the size of"))?;
             large_enough(export, has, options)?;
-            self.take_up(&found, &device, options)?;
+            self.recover(&found, &device, options)?;
             return Ok((device, Done::Already));
         }
         let (device, connections) = attach(&driver, identifier, read_only, options)?;
@@ -136,8 +136,8 @@ impl Links {
         Ok((device, Done::Now))
     }
 
-    /// Keeps the link of a device that an earlier agent attached.
-    pub fn take_up(
+    /// Recovers the link of a device that an earlier agent attached.
+    pub fn recover(
         &self,
         identifier: &Identifier,
         device: &NbdDevice,
@@ -193,9 +193,9 @@ impl Links {
 
     fn forget(&self, export: &Export) {
         let its = |_: &u32, link: &mut Arc<Link>| link.identifier.export == *export;
-        let gone: Vec<_> = lock(&self.0.links).extract_if(its).collect();
+        let removed: Vec<_> = lock(&self.0.links).extract_if(its).collect();
         // A link that is being renewed is locked; others need not wait for it.
-        for (_, link) in gone {
+        for (_, link) in removed {
             lock(&link.state).closed = true;
         }
     }

@@ -90,12 +90,12 @@ impl Driver {
     /// Opens the socket. `NotFound` if the kernel has no NBD driver loaded.
     pub fn open() -> io::Result<Self> {
         let socket = open_socket()?;
-        let mut asked = NetlinkMessage::from(GenlMessage::from_payload(GenlCtrl {
+        let mut request = NetlinkMessage::from(GenlMessage::from_payload(GenlCtrl {
             cmd: GenlCtrlCmd::GetFamily,
             nlas: vec![GenlCtrlAttrs::FamilyName(FAMILY.to_owned())],
         }));
-        asked.header.flags = NLM_F_REQUEST | NLM_F_ACK;
-        let answer = exchange(&socket, asked)?.ok_or_else(|| broken("it names no family"))?;
+        request.header.flags = NLM_F_REQUEST | NLM_F_ACK;
+        let answer = exchange(&socket, request)?.ok_or_else(|| broken("it names no family"))?;
         let (mut family, mut group) = (None, None);
         for attribute in answer.payload.nlas {
             match attribute {

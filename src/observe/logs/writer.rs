@@ -223,11 +223,11 @@ mod tests {
             let mut text = String::new();
             let mut chunk = [0; 4096];
             let said = |text: &str| {
-                let told = text.lines().filter_map(|line| {
+                let omitted = text.lines().filter_map(|line| {
                     let (before, _) = line.split_once(" log lines dropped")?;
                     before.rsplit(' ').next()?.parse::<usize>().ok()
                 });
-                told.sum::<usize>() + text.lines().filter(|line| line.starts_with('x')).count()
+                omitted.sum::<usize>() + text.lines().filter(|line| line.starts_with('x')).count()
             };
             // Each line is either there or counted as dropped.
             while said(&text) < logged {

@@ -18,7 +18,7 @@ impl ImageStore {
         &self,
         parameters: &HashMap<String, String>,
         uses: &[VolumeUse],
-        here_will_do: bool,
+        includes_local: bool,
     ) -> Result<Capacity, Error> {
         let parameters = Parameters::parse(parameters)?;
         let pools: Vec<_> = match &parameters.pool {
@@ -34,7 +34,7 @@ impl ImageStore {
             ..Capacity::default()
         };
         for pool in pools {
-            let out_of_reach = pool.scope == Scope::Local && !here_will_do;
+            let out_of_reach = pool.scope == Scope::Local && !includes_local;
             if out_of_reach || parameters.refuse_uses(pool, uses).is_err() {
                 continue;
             }

@@ -77,10 +77,10 @@ fn snapshot_of(name: String, volume: String) -> NewSnapshot {
     }
 }
 
-fn room(parameters: HashMap<String, String>, here_will_do: bool) -> CapacityRequest {
+fn room(parameters: HashMap<String, String>, includes_local: bool) -> CapacityRequest {
     CapacityRequest {
         parameters,
-        here_will_do,
+        includes_local,
         ..CapacityRequest::default()
     }
 }

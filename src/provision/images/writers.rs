@@ -52,7 +52,7 @@ impl<'f> Writers<'f> {
             return Ok(Self::Unknown);
         }
         let cannot = |what| move |e| failed(what, path, e);
-        let ask = || retry_while_busy(|| Lease::ask(image), |asked| matches!(asked, Ok(None)));
+        let ask = || retry_while_busy(|| Lease::ask(image), |lease| matches!(lease, Ok(None)));
         // A server closes an image a moment after its client has gone.
         let until = Instant::now() + CLOSED_WITHIN;
         let mut closings = None;

@@ -48,13 +48,13 @@ impl Attempt<'_> {
 
     /// Enters that the image is complete.
     pub fn complete(&self, entry: &JournalEntry) -> Result<(), RbdError> {
-        let gone = || self.given_up(&entry.image);
-        let id = rbd::image_id(self.pool, &entry.image)?.ok_or_else(gone)?;
+        let given_up = || self.given_up(&entry.image);
+        let id = rbd::image_id(self.pool, &entry.image)?.ok_or_else(given_up)?;
         let (uuid, making) = (self.reserved.uuid, entry.making);
         if self.journal.complete(self.pool, uuid, making, &id)? {
             return Ok(());
         }
-        Err(gone())
+        Err(given_up())
     }
 
     fn given_up(&self, image: &str) -> RbdError {

@@ -136,18 +136,18 @@ impl Class {
         Parameters::default().file_systems(uses)
     }
 
-    fn told(&self, name: &str) -> &str {
+    fn parameter(&self, name: &str) -> &str {
         self.context.get(name).map_or("", String::as_str)
     }
 
     /// Refuses what the node would not map.
     fn check_mapping(&self, mounter: &str) -> Result<(), Error> {
-        let (mapping, unmapping) = (self.told("mapOptions"), self.told("unmapOptions"));
+        let (mapping, unmapping) = (self.parameter("mapOptions"), self.parameter("unmapOptions"));
         let refused = |name, value| move |error: OptionError| bad(name, value, &error.to_string());
         MapOptions::parse(mapping).map_err(refused("mapOptions", mapping))?;
         part_for(KRBD, unmapping).map_err(refused("unmapOptions", unmapping))?;
         let name = "tryOtherMounters";
-        let tries = match self.told(name) {
+        let tries = match self.parameter(name) {
             "" => false,
             text => yes_or_no(name, text)?,
         };
@@ -159,7 +159,7 @@ impl Class {
 
     /// Refuses options with which the node would not make these file systems.
     pub fn check_mkfs(&self, file_systems: &[&'static str]) -> Result<(), Error> {
-        check_mkfs_options(self.told("mkfsOptions"), file_systems)
+        check_mkfs_options(self.parameter("mkfsOptions"), file_systems)
     }
 
     /// The pools for a volume that is wanted in some places.

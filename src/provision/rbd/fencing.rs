@@ -39,8 +39,8 @@ use crate::{
             rbd::{Image, OpenMode, Watcher},
         },
         fencing::{
-            ASKED, CephClient, Fence, Fences, RegisteredNode, RegisteredNodes, STARTS_WITHIN,
-            Through, host_of,
+            CephClient, Fence, Fences, PUBLISH_CONTEXT_KEY, RegisteredNode, RegisteredNodes,
+            STARTS_WITHIN, Through, host_of,
         },
     },
     error_chain,
@@ -120,7 +120,7 @@ impl RbdStore {
         let key = (new.handle.clone(), new.node.clone());
         self.fencing.seen().remove(&key);
         lift(&found.pool);
-        Ok([(ASKED.to_owned(), "true".to_owned())].into())
+        Ok([(PUBLISH_CONTEXT_KEY.to_owned(), "true".to_owned())].into())
     }
 
     /// Withdraws the node, once it does not have the volume; an empty one means all.
@@ -202,7 +202,7 @@ impl RbdStore {
             node: attachment.node.clone(),
             client: own,
             volume: found.handle.clone(),
-            gone: false,
+            ended: false,
         };
         let (node, address) = (&fence.node, &fence.client.address);
         let image = format!("{}/{}", found.pool, found.image);
@@ -223,7 +223,7 @@ impl RbdStore {
 pub fn lift(pool: &IoCtx) {
     let fences = Fences::of(pool);
     let lifted = fences.list().and_then(|all| {
-        for fence in all.iter().filter(|fence| fence.gone) {
+        for fence in all.iter().filter(|fence| fence.ended) {
             fences.lift(fence)?;
             let (node, address) = (&fence.node, &fence.client.address);
             tracing::info!(node, address, "a node is back, and its fence is lifted");

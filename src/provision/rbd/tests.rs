@@ -262,8 +262,8 @@ async fn a_snapshot_of_a_group_is_deleted_only_with_it() {
     let io = home.io();
     io.omap_set(&entry, &[("csi.groupid", "a-group")]).unwrap();
     let (handle, secrets) = (|| member.handle.clone(), || home.secrets());
-    let told = home.rbd.get_snapshot(handle(), secrets()).await.unwrap();
-    assert_eq!(told.group.as_deref(), Some("a-group"));
+    let snapshot = home.rbd.get_snapshot(handle(), secrets()).await.unwrap();
+    assert_eq!(snapshot.group.as_deref(), Some("a-group"));
     let refused = home.rbd.delete_snapshot(handle(), secrets()).await;
     let refused = refused.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Invalid);

@@ -393,12 +393,12 @@ fn ask_manager(pool: &IoCtx, id: &str) -> bool {
         "prefix": "rbd task add trash remove",
         "image_id_spec": format!("{pool}/{id}"),
     });
-    let asked = pool.cluster().mgr_command(&task);
-    if let Err(error) = &asked {
+    let scheduled = pool.cluster().mgr_command(&task);
+    if let Err(error) = &scheduled {
         tracing::debug!(
             error = error_chain(error),
             "the manager does not empty the trash"
         );
     }
-    asked.is_ok()
+    scheduled.is_ok()
 }

@@ -14,7 +14,7 @@ use crate::{
 
 /// The longest time to choose a device, again if another process takes it meanwhile.
 const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
-/// The longest time until a device is open, and until it is gone after its daemon.
+/// The longest time until a device is open, and until it is detached after its daemon.
 const GONE_WITHIN: Duration = Duration::from_secs(20);
 
 impl ServedVolume {
@@ -201,14 +201,14 @@ impl ServedVolume {
                 break;
             }
         }
-        let gone = async {
+        let detached = async {
             while self.device()?.is_some() {
                 sleep(LOOK_EVERY).await;
             }
             Ok::<_, SupervisorError>(())
         };
-        if let Ok(gone) = timeout(GONE_WITHIN, gone).await {
-            gone?;
+        if let Ok(detached) = timeout(GONE_WITHIN, detached).await {
+            detached?;
         } else {
             // Another opener, such as udevd, keeps it a moment longer.
             tracing::warn!(

@@ -145,8 +145,8 @@ fn a_dead_connection_in_a_probe_delays_no_other_first_mount() {
                     if ended.get() {
                         return Some(false);
                     }
-                    let told = node.unstage(&volume).await.err()?;
-                    told.message().contains("step probe").then_some(true)
+                    let error = node.unstage(&volume).await.err()?;
+                    error.message().contains("step probe").then_some(true)
                 })
                 .await;
                 if probed {

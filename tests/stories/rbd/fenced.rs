@@ -41,13 +41,13 @@ impl<'a> Fencing<'a> {
     }
 
     async fn volume(&self, name: &str, kind: &str) -> Volume {
-        let asked = match kind {
+        let requested = match kind {
             "block" => Volume::block(name),
             kind => Volume::filesystem(name, kind),
         };
         let known = KINDS.iter().find(|(known, _)| *known == kind);
         let bytes = known.expect("a kind").1;
-        let mut request = claim(name, &self.pool, &asked.capability, bytes);
+        let mut request = claim(name, &self.pool, &requested.capability, bytes);
         let parameters = [
             ("clusterID", self.ceph.cluster_id.clone()),
             ("imageFeatures", "layering".to_owned()),
@@ -56,17 +56,17 @@ impl<'a> Fencing<'a> {
         let own = parameters.map(|(key, value)| (key.to_owned(), value));
         request.parameters.extend(own);
         let made = self.controller.create(request).await.unwrap();
-        let mut volume = provisioned(&made, &asked.capability);
+        let mut volume = provisioned(&made, &requested.capability);
         volume.secrets.clone_from(&self.controller.secrets);
         volume
     }
 
     /// Published to a node, and up there.
     async fn up(&self, node: &Node, id: &str, volume: &Volume) -> std::path::PathBuf {
-        let told = self.controller.publish(volume, id).await.unwrap();
+        let publish_context = self.controller.publish(volume, id).await.unwrap();
         std::fs::create_dir_all(node.staging(volume)).unwrap();
         let mut stage = node.stage_request(volume);
-        stage.publish_context = told;
+        stage.publish_context = publish_context;
         node.send_stage(stage).await.unwrap();
         node.publish(volume, "pod").await.unwrap();
         node.target(volume, "pod")
@@ -83,9 +83,9 @@ impl<'a> Fencing<'a> {
 
     /// The registration of the node.
     fn entry(&self, sandbox: &Sandbox, volume: &Volume) -> serde_json::Value {
-        let told = sandbox.dir().join("entered").display().to_string();
-        self.rados(volume, &["getomapval", "uring-csi.node.node-a", &told]);
-        serde_json::from_str(&std::fs::read_to_string(&told).unwrap()).unwrap()
+        let file = sandbox.dir().join("entered").display().to_string();
+        self.rados(volume, &["getomapval", "uring-csi.node.node-a", &file]);
+        serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap()
     }
 
     fn blocklist(&self) -> String {

@@ -70,20 +70,20 @@ impl<'a> Class<'a> {
     }
 
     fn claim(&self, kind: &str, name: &str, bytes: u64) -> (CreateVolumeRequest, Volume) {
-        let asked = match kind {
+        let requested = match kind {
             "block" => Volume::block(name),
             kind => Volume::filesystem(name, kind),
         };
-        let mut request = claim(name, &self.pool, &asked.capability, bytes);
+        let mut request = claim(name, &self.pool, &requested.capability, bytes);
         let parameters = self.parameters.iter();
         (request.parameters)
             .extend(parameters.map(|(key, value)| ((*key).to_owned(), value.clone())));
-        (request, asked)
+        (request, requested)
     }
 
-    async fn made(&self, (request, asked): (CreateVolumeRequest, Volume)) -> Volume {
+    async fn made(&self, (request, requested): (CreateVolumeRequest, Volume)) -> Volume {
         let made = self.controller.create(request).await.unwrap();
-        let mut volume = provisioned(&made, &asked.capability);
+        let mut volume = provisioned(&made, &requested.capability);
         volume.secrets.clone_from(&self.controller.secrets);
         volume
     }

@@ -44,11 +44,11 @@ async fn assert_not_disclosed(sandbox: &Sandbox, ceph: &Ceph, node: &Node, volum
         thread::spawn(move || disclosed_in_command_lines(&secrets, &done))
     };
     let nowhere = |when: &str| {
-        let told: Vec<_> = readable(sandbox, node)
+        let found: Vec<_> = readable(sandbox, node)
             .into_iter()
             .filter(|file| tells(file, &secrets))
             .collect();
-        assert!(told.is_empty(), "{when}: {told:?}");
+        assert!(found.is_empty(), "{when}: {found:?}");
     };
     for _ in 0..3 {
         node.up(&volume, "pod").await;
@@ -68,8 +68,8 @@ async fn assert_not_disclosed(sandbox: &Sandbox, ceph: &Ceph, node: &Node, volum
     assert!(!node.log().contains(&ceph.cluster.admin_key));
     nowhere("refused");
     done.store(true, Ordering::Relaxed);
-    let told = lines.join().unwrap();
-    assert!(told.is_empty(), "{told:?}");
+    let found = lines.join().unwrap();
+    assert!(found.is_empty(), "{found:?}");
     node.assert_clean().await;
 }
 
@@ -98,16 +98,16 @@ fn tells(file: &Path, secrets: &[String]) -> bool {
 /// The command lines and environments with a secret in them, of all processes that
 /// come and go until it is done.
 fn disclosed_in_command_lines(secrets: &[String], done: &AtomicBool) -> Vec<PathBuf> {
-    let mut told = Vec::new();
+    let mut found = Vec::new();
     while !done.load(Ordering::Relaxed) {
         for entry in fs::read_dir("/proc").unwrap().flatten() {
             for name in ["cmdline", "environ"] {
                 let file = entry.path().join(name);
                 if tells(&file, secrets) {
-                    told.push(file);
+                    found.push(file);
                 }
             }
         }
     }
-    told
+    found
 }

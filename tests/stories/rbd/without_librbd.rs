@@ -25,8 +25,12 @@ fn plain_volumes_need_no_librbd() {
         // What the cluster is not asked, the volume's context says.
         let features = "exclusive-lock,journaling";
         let journaled = ceph.volume_of("ext4", 64 * MIB, &["--image-feature", features]);
-        let told = journaled.with("imageFeatures", features);
-        refused(node.stage(&told).await, FailedPrecondition, &["journaling"]);
+        let journaled_volume = journaled.with("imageFeatures", features);
+        refused(
+            node.stage(&journaled_volume).await,
+            FailedPrecondition,
+            &["journaling"],
+        );
 
         assert!(rbds_of(sandbox.dir()).is_empty());
         assert!(mappings_of(sandbox.dir()).is_empty());

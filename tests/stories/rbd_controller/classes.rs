@@ -88,8 +88,11 @@ fn images_and_journal_may_be_in_pools_apart() {
         };
         let made = controller.create(request("v", "east")).await.unwrap();
         assert_eq!(made.accessible_topology, [place(&[("zone", "east")])]);
-        let told = &made.volume_context;
-        assert_eq!((&told["pool"], &told["journalPool"]), (&east, &ceph.pool));
+        let context = &made.volume_context;
+        assert_eq!(
+            (&context["pool"], &context["journalPool"]),
+            (&east, &ceph.pool)
+        );
         // The name is in the journal's pool, and says the image's.
         let keys = ceph.rados(&["listomapvals", "csi.volumes.default"]);
         assert!(keys.contains("csi.volume.v"), "{keys}");

@@ -75,12 +75,12 @@ fn a_controller_exits_cleanly_whatever_its_connections_do() {
             controller.create(request)
         };
         for end in 0..ends() {
-            let told = async {
+            let shutdown = async {
                 tokio::time::sleep(Duration::from_millis(rng.below(200) as u64)).await;
                 controller.terminate();
             };
             // They are refused where they come too late.
-            let _ = join3(create(CEPH), create("second"), told).await;
+            let _ = join3(create(CEPH), create("second"), shutdown).await;
             let status = controller.wait_for_exit().await;
             assert!(status.success(), "end {end}: {status}");
             controller.start().await;

@@ -115,8 +115,8 @@ fn only_registered_clients_are_fenced() {
                 .is_empty()
         );
 
-        let told = controller.publish(&volume, "node-a").await.unwrap();
-        assert_eq!(told["fencing"], "true");
+        let context = controller.publish(&volume, "node-a").await.unwrap();
+        assert_eq!(context["fencing"], "true");
         let user = ceph.user_of(&volume.context["imageName"]);
         let address = ceph.watcher(&volume);
         let unknown = controller.unpublish(&volume, "node-a").await;

@@ -146,8 +146,8 @@ impl Agent {
         self.spawn_with(&[("STALL_AT", steps.to_string())]);
         eventually("the agent is ready, or has stopped", async || {
             // A stopped one does not answer.
-            let asked = tokio::time::timeout(Duration::from_secs(1), self.probe()).await;
-            let ready = asked == Ok(Some(true)) || self.is_stopped();
+            let probed = tokio::time::timeout(Duration::from_secs(1), self.probe()).await;
+            let ready = probed == Ok(Some(true)) || self.is_stopped();
             ready.then_some(())
         })
         .await;

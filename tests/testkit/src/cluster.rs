@@ -218,11 +218,11 @@ impl TestCluster {
         // From now on the programs ask the one that stays.
         let conf = fs::read_to_string(file("ceph.conf")).expect("a configuration");
         let host = moved.monitors[0].trim_end_matches(":6789");
-        let told = conf.lines().map(|line| match line.split_once(" = ") {
+        let settings = conf.lines().map(|line| match line.split_once(" = ") {
             Some(("mon host", _)) => format!("mon host = [v2:{host}:3300/0,v1:{host}:6789/0]\n"),
             _ => format!("{line}\n"),
         });
-        fs::write(file("ceph.conf"), told.collect::<String>()).expect("a configuration");
+        fs::write(file("ceph.conf"), settings.collect::<String>()).expect("a configuration");
         let first = self.pid("mon");
         kill_process(first, Signal::KILL).expect("a monitor");
         until("the monitor ends", || test_kill_process(first).is_err());

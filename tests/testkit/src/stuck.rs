@@ -406,8 +406,8 @@ impl Files for Tree {
             }
             // RMDIR.
             11 => {
-                let gone = *directories[at(node)].get(name(body)).ok_or(Errno::NOENT)?;
-                if !directories[at(gone)].is_empty() {
+                let removed = *directories[at(node)].get(name(body)).ok_or(Errno::NOENT)?;
+                if !directories[at(removed)].is_empty() {
                     return Err(Errno::NOTEMPTY);
                 }
                 directories[at(node)].remove(name(body));

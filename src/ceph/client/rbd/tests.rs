@@ -21,14 +21,14 @@ fn an_image_is_made_as_it_is_asked_for() {
     let Some(place) = TestPool::new() else { return };
     let io = &place.io;
     let data_pool = place.cluster.fresh_pool();
-    let asked = ImageOptions {
+    let options = ImageOptions {
         features: Some(Features::LAYERING | Features::EXCLUSIVE_LOCK),
         object_size: Some(8 * MIB),
         striping: Some((64 * 1024, 4)),
         data_pool: Some(data_pool.clone()),
     };
-    create(io, "csi-vol-Ω", 64 * MIB, &asked).unwrap();
-    let error = create(io, "csi-vol-Ω", 64 * MIB, &asked).unwrap_err();
+    create(io, "csi-vol-Ω", 64 * MIB, &options).unwrap();
+    let error = create(io, "csi-vol-Ω", 64 * MIB, &options).unwrap_err();
     assert!(error.is_exists());
     assert_eq!(
         error.to_string(),
@@ -36,7 +36,7 @@ fn an_image_is_made_as_it_is_asked_for() {
     );
     let image = Image::open(io, "csi-vol-Ω", OpenMode::ReadOnly).unwrap();
     let more = Features::STRIPING | Features::DATA_POOL;
-    assert_eq!(image.features().unwrap(), asked.features.unwrap() | more);
+    assert_eq!(image.features().unwrap(), options.features.unwrap() | more);
     let spec = format!("{io}/csi-vol-Ω");
     let info = place.cluster.rbd(&["info", "--format=json", &spec]);
     let info: serde_json::Value = serde_json::from_str(&info).unwrap();
@@ -258,11 +258,11 @@ fn a_header_reports_what_the_open_image_does() {
     let Some(place) = TestPool::new() else { return };
     let io = &place.io;
     assert!(Header::of(io, "a").unwrap_err().is_not_found());
-    let asked = ImageOptions {
+    let options = ImageOptions {
         features: Some(Features::LAYERING | Features::EXCLUSIVE_LOCK),
         ..ImageOptions::default()
     };
-    create(io, "a", MIB, &asked).unwrap();
+    create(io, "a", MIB, &options).unwrap();
     let header = Header::of(io, "a").unwrap();
     let reader = Image::open(io, "a", OpenMode::ReadOnly).unwrap();
     let features = reader.features().unwrap();

@@ -72,7 +72,7 @@ pub(in crate::device::nbd) fn pair(taken: bool) -> (Connection, OwnedFd) {
         None,
     )
     .unwrap();
-    let limit = taken.then_some(PATIENCE);
+    let limit = taken.then_some(HANDSHAKE_TIMEOUT);
     sockopt::set_socket_timeout(&socket, Timeout::Send, limit).unwrap();
     (Connection { socket }, other)
 }

@@ -119,9 +119,9 @@ async fn an_image_whose_record_is_lost_is_left_alone() {
     let files = home.files();
     let image = &made.context["image"];
     let errors = home.images.sweep(StoreKind::Images).await.unwrap();
-    let told: Vec<_> = errors.iter().map(ToString::to_string).collect();
-    assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[0].contains(image) && told[1].contains("snapshots/"));
+    let messages: Vec<_> = errors.iter().map(ToString::to_string).collect();
+    assert_eq!(messages.len(), 2, "{messages:?}");
+    assert!(messages[0].contains(image) && messages[1].contains("snapshots/"));
     let again = home.images.create_volume(new("pvc", MIB)).await;
     assert!(again.unwrap_err().to_string().contains(image));
     home.images

@@ -110,15 +110,15 @@ impl Party<'_> {
 #[tokio::test]
 #[ignore = "the victim of the tests below"]
 async fn victim() {
-    let told = |name: &str| env::var(name).expect("run by the tests below");
-    let rbd = rbd_over(Path::new(&told("VICTIM_DIR")));
-    let pool = told("VICTIM_POOL");
+    let variable = |name: &str| env::var(name).expect("run by the tests below");
+    let rbd = rbd_over(Path::new(&variable("VICTIM_DIR")));
+    let pool = variable("VICTIM_POOL");
     let party = Party {
         rbd: &rbd,
         pool: &pool,
     };
     let list = |name: &str| -> Vec<String> {
-        told(name)
+        variable(name)
             .split_terminator(' ')
             .map(str::to_owned)
             .collect()

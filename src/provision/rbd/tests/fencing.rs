@@ -122,7 +122,7 @@ async fn a_client_that_keeps_the_image_open_is_fenced_until_it_is_gone() {
     let listed = || it.home.cluster.ceph(&["osd", "blocklist", "ls"]);
     it.publish("a", true).await;
     assert!(listed().contains(&fence.client.address), "not gone yet");
-    Fences::of(&it.home.io()).is_gone(&fence).unwrap();
+    Fences::of(&it.home.io()).record_ended(&fence).unwrap();
     it.publish("a", true).await;
     assert!(!listed().contains(&fence.client.address));
     assert_eq!(it.fences(), []);

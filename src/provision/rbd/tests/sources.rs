@@ -54,9 +54,9 @@ async fn a_repeat_asks_for_the_same_source() {
     for (n, source) in origins.sources().into_iter().enumerate() {
         let name = format!("copy-{n}");
         let made = origins.create(&name, source).await.unwrap();
-        for asked in origins.sources() {
-            let repeat = origins.create(&name, asked).await;
-            if asked == source {
+        for requested in origins.sources() {
+            let repeat = origins.create(&name, requested).await;
+            if requested == source {
                 assert_eq!(repeat.unwrap(), made);
             } else {
                 let refused = repeat.unwrap_err();
@@ -76,11 +76,11 @@ async fn the_source_of_a_copy_of_ceph_csi_is_known_by_its_parent() {
         let name = format!("copy-{n}");
         let made = origins.create(&name, Some(source)).await.unwrap();
         origins.forget_origin(&made);
-        for asked in origins.sources() {
-            match origins.create(&name, asked).await {
-                Ok(repeat) => assert_eq!((repeat, asked), (made.clone(), Some(source))),
+        for requested in origins.sources() {
+            match origins.create(&name, requested).await {
+                Ok(repeat) => assert_eq!((repeat, requested), (made.clone(), Some(source))),
                 Err(refused) => {
-                    assert_ne!(asked, Some(source), "{refused}");
+                    assert_ne!(requested, Some(source), "{refused}");
                     assert_eq!(refused.kind(), ErrorKind::Conflict, "{refused}");
                 }
             }

@@ -133,8 +133,8 @@ fn reattach(node: &Node, supervisor: &Supervisor, volume: &Volume, sandbox: &San
 
 /// The reasons of a volume's conditions, as the agent reports them.
 async fn conditions(node: &Node, volume: &Volume, target: &Path) -> Vec<String> {
-    let told = node.health(volume, target).await.unwrap();
-    told.into_iter().map(|entry| entry.reason).collect()
+    let health = node.health(volume, target).await.unwrap();
+    health.into_iter().map(|entry| entry.reason).collect()
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Claims that could not be released, because their pool was away.
+//! Claims whose release is pending, because their pool was away.
 //!
 //! The volume is unstaged all the same: its device is gone, and kubelet would wait for
 //! the pool for ever. The claim is released once the pool is back.
@@ -9,11 +9,11 @@ use tokio::sync::Notify;
 
 use crate::pool::Pools;
 
-/// The pools in which claims may be left. Clones share it.
+/// The pools in which releases may be pending. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Owed(Arc<BTreeMap<String, Notify>>);
+pub struct PendingReleases(Arc<BTreeMap<String, Notify>>);
 
-impl Owed {
+impl PendingReleases {
     /// None yet.
     pub fn of(pools: &Pools) -> Self {
         let names = pools.iter().map(|pool| (pool.name.clone(), Notify::new()));
@@ -25,17 +25,17 @@ impl Owed {
         self.0.keys()
     }
 
-    /// Notes that a claim may be left in the pool.
+    /// Reports that a release may be pending in the pool.
     pub fn add(&self, pool: &str) {
-        if let Some(more) = self.0.get(pool) {
-            more.notify_one();
+        if let Some(added) = self.0.get(pool) {
+            added.notify_one();
         }
     }
 
-    /// Waits until a claim may be left in it, noted since the last call.
-    pub async fn more(&self, pool: &str) {
+    /// Waits until [`Self::add`] has reported the pool since the last wait.
+    pub async fn added(&self, pool: &str) {
         match self.0.get(pool) {
-            Some(more) => more.notified().await,
+            Some(added) => added.notified().await,
             None => std::future::pending().await,
         }
     }

@@ -88,7 +88,7 @@ impl ImageFiles {
     /// [`Pool::check_mounted`] where one may be, and its pool is not there to tell.
     pub fn owner_of(&self, dev: Dev) -> Result<Owner, DeviceError> {
         let Some(source) = self.source_behind(dev)? else {
-            return Ok(Owner::Nobody);
+            return Ok(Owner::None);
         };
         let claim = claim::own(self.pools.get(&source.pool)?, &source.image, &self.node_id)?;
         let volume_id = claim.map(|claim| claim.volume_id);
