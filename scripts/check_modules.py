@@ -29,9 +29,8 @@ OWN_FILES = {"csi/run_dir.rs", "endpoint.rs", "ring.rs", "volume/record.rs", "vo
 
 TYPE = re.compile(r"^ *(?:pub(?:\([^)]*\))? )?(?:struct|enum|trait) (\w+)", re.MULTILINE)
 # The commands of uringctl have the names of the calls that they make, C's structures those
-# of their Rust types; each store has its Error and CopySource.
+# of their Rust types.
 NAMED_ALIKE = re.compile(r"cli(/|\.rs$)|ceph/client/library/")
-ALIKE = {"CopySource", "Error"}
 
 
 def module_of(path):
@@ -136,7 +135,7 @@ def shared_names():
         if not NAMED_ALIKE.match(str(path.relative_to(SRC))):
             for name in TYPE.findall(code_of(path)):
                 files.setdefault(name, []).append(str(path.relative_to(ROOT)))
-    return {name: paths for name, paths in files.items() if len(paths) > 1 and name not in ALIKE}
+    return {name: paths for name, paths in files.items() if len(paths) > 1}
 
 
 def main():

@@ -1,15 +1,15 @@
 //! Limits on how many volumes are in a step at once.
 //!
-//! A [`Gate`] has a number of places for one step, attaching a device for instance, and
-//! a queue for volumes without a place. Three rules prevent that the volumes of one dead
-//! server occupy all places:
+//! A [`Gate`] has a number of permits for one step, attaching a device for instance, and
+//! a queue for volumes without a permit. Three rules prevent that the volumes of one dead
+//! server occupy all permits:
 //!
-//! - A gate frees a place that is held longer than its timeout without progress, though
+//! - A gate frees a permit that is held longer than its timeout without progress, though
 //!   the work continues: a device that hangs delays others by that time at most.
 //!   The number of volumes bounds the stuck work; at a gate with [`Bounds::counts_stuck`]
 //!   the share of its domain does, against which it still counts.
 //! - All volumes of one server, cluster or pool (their *domain*) get three quarters of
-//!   the places and of the queue at most.
+//!   the permits and of the queue at most.
 //! - A gate with a full queue refuses further volumes, so that the caller retries later.
 
 use std::{
@@ -27,15 +27,15 @@ use crate::observe::metrics;
 pub struct Bounds {
     /// The name of the step.
     pub step: &'static str,
-    /// The command-line flag of `places`.
+    /// The command-line flag of `permits`.
     pub flag: &'static str,
     /// How many volumes may be in the step at once.
-    pub places: usize,
+    pub permits: usize,
     /// How many volumes of one domain may be in the step at once.
     pub share: usize,
-    /// How many volumes may wait for a place.
+    /// How many volumes may wait for a permit.
     pub queue: usize,
-    /// How long a place may be held without progress.
+    /// How long a permit may be held without progress.
     pub timeout: Duration,
     /// Whether stuck work counts against its domain's share until it ends, because it
     /// costs more than a thread.
@@ -43,13 +43,13 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Bounds with three quarters of the places for a domain, and an unlimited queue.
-    pub fn new(step: &'static str, flag: &'static str, places: usize, timeout: Duration) -> Self {
+    /// Bounds with three quarters of the permits for a domain, and an unlimited queue.
+    pub fn new(step: &'static str, flag: &'static str, permits: usize, timeout: Duration) -> Self {
         Self {
             step,
             flag,
-            places,
-            share: share_of(places),
+            permits,
+            share: share_of(permits),
             queue: usize::MAX,
             timeout,
             counts_stuck: false,
@@ -72,7 +72,7 @@ pub struct Full {
     pub step: &'static str,
     /// How many volumes wait.
     pub waiting: usize,
-    /// The command-line flag of `places`.
+    /// The command-line flag of `permits`.
     pub flag: &'static str,
 }
 
@@ -89,29 +89,29 @@ struct GateInner {
 #[derive(Debug, Default)]
 struct GateState {
     last: u64,
-    held: BTreeMap<u64, HeldPlace>,
-    /// The domains of stuck work that lost its place.
+    held: BTreeMap<u64, HeldPermit>,
+    /// The domains of stuck work that lost its permit.
     stuck: BTreeMap<u64, String>,
     waiting: VecDeque<QueuedCall>,
 }
 
 #[derive(Debug)]
-struct HeldPlace {
+struct HeldPermit {
     domain: String,
-    /// When the place was granted, or last renewed.
+    /// When the permit was granted, or last renewed.
     since: Instant,
 }
 
 #[derive(Debug)]
 struct QueuedCall {
     domain: String,
-    grant: oneshot::Sender<Place>,
+    grant: oneshot::Sender<Permit>,
 }
 
-/// A place in a step. Dropping it frees the place.
+/// A permit for a step. Dropping it frees the permit.
 #[derive(Debug)]
 #[must_use]
-pub struct Place {
+pub struct Permit {
     gate: Gate,
     id: u64,
 }
@@ -119,10 +119,10 @@ pub struct Place {
 /// The answer of a gate.
 #[derive(Debug)]
 pub enum Entry {
-    /// A place was free.
-    Admitted(Place),
-    /// The volume is queued; the gate sends its place to this channel.
-    Waits(oneshot::Receiver<Place>),
+    /// A permit was free.
+    Admitted(Permit),
+    /// The volume is queued; the gate sends its permit to this channel.
+    Waits(oneshot::Receiver<Permit>),
 }
 
 /// The load of a gate.
@@ -130,14 +130,14 @@ pub enum Entry {
 pub struct Load {
     /// Places that are held.
     pub held: usize,
-    /// Volumes that are stuck in the step and lost their place.
+    /// Volumes that are stuck in the step and lost their permit.
     pub stuck: usize,
-    /// Volumes that wait for a place.
+    /// Volumes that wait for a permit.
     pub waiting: usize,
 }
 
 impl Gate {
-    /// A gate with all places free.
+    /// A gate with all permits free.
     pub fn new(bounds: Bounds) -> Self {
         Self(Arc::new(GateInner {
             bounds,
@@ -145,7 +145,7 @@ impl Gate {
         }))
     }
 
-    /// Requests a place for a volume of `domain`.
+    /// Requests a permit for a volume of `domain`.
     pub fn ask(&self, domain: &str) -> Result<Entry, Full> {
         let bounds = &self.0.bounds;
         let mut state = self.lock();
@@ -173,18 +173,18 @@ impl Gate {
         Ok(Entry::Waits(granted))
     }
 
-    /// Waits for a place.
-    pub async fn enter(&self, domain: &str) -> Result<Place, Full> {
+    /// Waits for a permit.
+    pub async fn enter(&self, domain: &str) -> Result<Permit, Full> {
         Ok(match self.ask(domain)? {
-            Entry::Admitted(place) => place,
+            Entry::Admitted(permit) => permit,
             Entry::Waits(granted) => granted.await.unwrap_or_else(|_| self.never()),
         })
     }
 
     /// As [`Gate::enter`], for a lane.
-    pub fn enter_on_lane(&self, domain: &str) -> Result<Place, Full> {
+    pub fn enter_on_lane(&self, domain: &str) -> Result<Permit, Full> {
         Ok(match self.ask(domain)? {
-            Entry::Admitted(place) => place,
+            Entry::Admitted(permit) => permit,
             Entry::Waits(granted) => granted.blocking_recv().unwrap_or_else(|_| self.never()),
         })
     }
@@ -200,16 +200,19 @@ impl Gate {
     /// What a queued volume waits for, for messages.
     pub fn describe(&self) -> String {
         let Bounds {
-            step, flag, places, ..
+            step,
+            flag,
+            permits,
+            ..
         } = self.0.bounds;
-        format!("one of {places} places in step {step} ({flag})")
+        format!("one of {permits} permits in step {step} ({flag})")
     }
 
-    /// Frees the places that are held without progress.
+    /// Frees the permits that are held without progress.
     pub fn expire(&self, now: Instant) {
         let timeout = self.0.bounds.timeout;
         let mut state = self.lock();
-        let in_time = |held: &HeldPlace| now.saturating_duration_since(held.since) < timeout;
+        let in_time = |held: &HeldPermit| now.saturating_duration_since(held.since) < timeout;
         let all = std::mem::take(&mut state.held).into_iter();
         let (held, stuck): (BTreeMap<_, _>, BTreeMap<_, _>) =
             all.partition(|(_, held)| in_time(held));
@@ -231,22 +234,22 @@ impl Gate {
         }
     }
 
-    fn hold(&self, state: &mut GateState, domain: &str) -> Place {
+    fn hold(&self, state: &mut GateState, domain: &str) -> Permit {
         state.last += 1;
-        let held = HeldPlace {
+        let held = HeldPermit {
             domain: domain.to_owned(),
             since: Instant::now(),
         };
         state.held.insert(state.last, held);
-        Place {
+        Permit {
             gate: self.clone(),
             id: state.last,
         }
     }
 
-    /// Grants free places to the queue, first to the first volume whose domain has room.
+    /// Grants free permits to the queue, first to the first volume whose domain has room.
     fn grant(&self, mut state: MutexGuard<'_, GateState>) {
-        // Calls that ended meanwhile get no place.
+        // Calls that ended meanwhile get no permit.
         state.waiting.retain(|waiting| !waiting.grant.is_closed());
         let mut granted = Vec::new();
         while let Some(at) = state.next(&self.0.bounds)
@@ -255,9 +258,9 @@ impl Gate {
             granted.push((grant, self.hold(&mut state, &domain)));
         }
         drop(state);
-        for (grant, place) in granted {
-            // If the call has just ended, this drops the place, and so frees it.
-            let _ = grant.send(place);
+        for (grant, permit) in granted {
+            // If the call has just ended, this drops the permit, and so frees it.
+            let _ = grant.send(permit);
         }
     }
 
@@ -273,11 +276,11 @@ impl GateState {
         let held = self.held.values().map(|held| &held.domain);
         let stuck = self.stuck.values().filter(|_| bounds.counts_stuck);
         let same = held.chain(stuck).filter(|other| *other == domain);
-        self.held.len() < bounds.places && same.count() < bounds.share
+        self.held.len() < bounds.permits && same.count() < bounds.share
     }
 
     fn next(&self, bounds: &Bounds) -> Option<usize> {
-        if self.held.len() >= bounds.places {
+        if self.held.len() >= bounds.permits {
             return None;
         }
         // Each domain that has its share is checked once, however many of its volumes wait.
@@ -295,7 +298,7 @@ impl GateState {
     }
 }
 
-impl Place {
+impl Permit {
     /// Signals progress: the work is not stuck.
     pub fn renew(&self) {
         if let Some(held) = self.gate.lock().held.get_mut(&self.id) {
@@ -304,7 +307,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         let mut state = self.gate.lock();
         let held = state.held.remove(&self.id).is_some();
@@ -391,7 +394,7 @@ impl Gates {
     /// Gates with these limits.
     pub fn new(limits: &Limits) -> Self {
         let gate =
-            |step, flag, places, timeout| Gate::new(Bounds::new(step, flag, places, timeout));
+            |step, flag, permits, timeout| Gate::new(Bounds::new(step, flag, permits, timeout));
         // These steps use the node's own disk, so the domain does not matter.
         let undivided = |step| {
             Gate::new(Bounds {
@@ -449,7 +452,7 @@ impl Gates {
         ]
     }
 
-    /// Frees the places that are held without progress; to be called every second or so.
+    /// Frees the permits that are held without progress; to be called every second or so.
     pub fn expire(&self) {
         let now = Instant::now();
         self.all().iter().for_each(|gate| gate.expire(now));
@@ -463,8 +466,8 @@ impl Gates {
                 stuck,
                 waiting,
             } = gate.load();
-            let Bounds { step, places, .. } = gate.0.bounds;
-            metrics::admission(step, places, held, stuck, waiting);
+            let Bounds { step, permits, .. } = gate.0.bounds;
+            metrics::admission(step, permits, held, stuck, waiting);
         }
     }
 }

@@ -4,7 +4,7 @@
 //! a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps volumes as raw image
 //! files in pools, [`rbd`] as images in Ceph clusters. This module does not know gRPC:
 //! requests are plain data, and `csi::status` makes a code of the
-//! [`Kind`](crate::Kind) of an [`Error`].
+//! [`Kind`](crate::Kind) of an [`ProvisionError`].
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -26,7 +26,7 @@ pub mod rbd;
 mod serialized;
 mod stores;
 
-pub use error::Error;
+pub use error::ProvisionError;
 pub use params::Parameters;
 pub use range::Range;
 pub use serialized::within;
@@ -50,7 +50,7 @@ pub struct NewVolume {
     /// The requested topology, if this node is not within it.
     pub elsewhere: Option<String>,
     /// The topology that it must be reachable from.
-    pub places: AccessibilityRequirements,
+    pub accessibility: AccessibilityRequirements,
     /// The secrets of the storage.
     pub secrets: Secrets,
 }
@@ -97,7 +97,7 @@ pub struct VolumeInfo {
     /// Only the node of this controller can reach it.
     pub local: bool,
     /// The topology from which alone it is reachable; empty: from every node.
-    pub place: TopologySegments,
+    pub topology: TopologySegments,
 }
 
 /// A request for a snapshot.
@@ -216,7 +216,7 @@ pub struct CapacityRequest {
     /// Whether the room of local pools counts: only this node can reach it.
     pub includes_local: bool,
     /// The requested topology; empty: any.
-    pub place: TopologySegments,
+    pub topology: TopologySegments,
 }
 
 /// Room for new volumes, in bytes.
@@ -280,7 +280,7 @@ pub enum Release {
     /// The node does not have the volume.
     Done,
     /// The node has it; asking again makes sense after so long.
-    Pending(Error, Duration),
+    Pending(ProvisionError, Duration),
 }
 
 /// A store of volumes: image files, or images in Ceph clusters. Its calls block, so
@@ -290,34 +290,42 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// Its optional abilities. Does not block.
     fn abilities(&self) -> Abilities;
     /// Checks that it can be used; an error says why not.
-    fn check(&self) -> Result<(), Error>;
+    fn check(&self) -> Result<(), ProvisionError>;
     /// Finishes or undoes the work of controllers that have ended; returns the failures.
     /// Does not touch calls under way, of this and of other controllers.
-    fn sweep(&self) -> Vec<Error>;
+    fn sweep(&self) -> Vec<ProvisionError>;
     /// Makes a volume, or returns the one that an equal request made.
-    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error>;
+    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError>;
     /// Deletes a volume; a missing one counts as deleted.
-    fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error>;
+    fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), ProvisionError>;
     /// Grows a volume and returns its size; one that is large enough stays.
-    fn expand_volume(&self, handle: &str, range: Range, secrets: &Secrets) -> Result<u64, Error>;
+    fn expand_volume(
+        &self,
+        handle: &str,
+        range: Range,
+        secrets: &Secrets,
+    ) -> Result<u64, ProvisionError>;
     /// Changes parameters of a volume.
     fn modify_volume(
         &self,
         handle: &str,
         mutable: &HashMap<String, String>,
         secrets: &Secrets,
-    ) -> Result<(), Error>;
+    ) -> Result<(), ProvisionError>;
     /// Prepares a volume for a node; returns the publish context.
-    fn publish_volume(&self, new: &PublishRequest) -> Result<BTreeMap<String, String>, Error>;
+    fn publish_volume(
+        &self,
+        new: &PublishRequest,
+    ) -> Result<BTreeMap<String, String>, ProvisionError>;
     /// Ends what [`Self::publish_volume`] began, for a node or (empty) for all.
     fn unpublish_volume(
         &self,
         handle: &str,
         node: &str,
         secrets: &Secrets,
-    ) -> Result<Release, Error>;
+    ) -> Result<Release, ProvisionError>;
     /// Looks a volume up.
-    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error>;
+    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, ProvisionError>;
     /// The pools that are listed apart, so that one that hangs holds up only itself;
     /// none: the store is listed as a whole. Does not block.
     fn listed_pools(&self) -> Vec<String>;
@@ -328,7 +336,7 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error>;
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, ProvisionError>;
     /// Says, in a sentence, why a volume does not support these uses, if it does not.
     fn check_uses(
         &self,
@@ -336,21 +344,22 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         secrets: &Secrets,
-    ) -> Result<Option<String>, Error>;
+    ) -> Result<Option<String>, ProvisionError>;
     /// The condition of a volume, if it cannot be used.
     fn volume_condition(
         &self,
         handle: &str,
         secrets: &Secrets,
-    ) -> Result<Option<VolumeCondition>, Error>;
+    ) -> Result<Option<VolumeCondition>, ProvisionError>;
     /// Measures how much room there is.
-    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error>;
+    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, ProvisionError>;
     /// Takes a snapshot, or returns the one that an equal request took.
-    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error>;
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, ProvisionError>;
     /// Deletes a snapshot; a missing one counts as deleted.
-    fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error>;
+    fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), ProvisionError>;
     /// Looks a snapshot up.
-    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<SnapshotInfo, Error>;
+    fn get_snapshot(&self, handle: &str, secrets: &Secrets)
+    -> Result<SnapshotInfo, ProvisionError>;
     /// The same for snapshots, all or those of one volume.
     fn list_snapshots(
         &self,
@@ -358,5 +367,5 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         pool: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error>;
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError>;
 }

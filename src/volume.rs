@@ -61,7 +61,7 @@ mod unpublish;
 mod unstage;
 mod watch;
 
-pub use error::{Cause, Error};
+pub use error::{Cause, VolumeError};
 pub use health::Severity;
 pub use heartbeat::Heartbeat;
 pub use held::{Answer, Listed, Outcome};

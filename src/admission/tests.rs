@@ -2,29 +2,29 @@ use super::*;
 
 const LONG: Duration = Duration::from_secs(3600);
 
-fn gate(places: usize, queue: usize) -> Gate {
+fn gate(permits: usize, queue: usize) -> Gate {
     Gate::new(Bounds {
         queue,
-        ..Bounds::new("attach", "--max-attaches", places, LONG)
+        ..Bounds::new("attach", "--max-attaches", permits, LONG)
     })
 }
 
-fn admitted(entry: Result<Entry, Full>) -> Place {
+fn admitted(entry: Result<Entry, Full>) -> Permit {
     match entry.unwrap() {
-        Entry::Admitted(place) => place,
-        Entry::Waits(_) => panic!("there is no place"),
+        Entry::Admitted(permit) => permit,
+        Entry::Waits(_) => panic!("there is no permit"),
     }
 }
 
-fn waits(entry: Result<Entry, Full>) -> oneshot::Receiver<Place> {
+fn waits(entry: Result<Entry, Full>) -> oneshot::Receiver<Permit> {
     match entry.unwrap() {
-        Entry::Admitted(_) => panic!("there is a place"),
+        Entry::Admitted(_) => panic!("there is a permit"),
         Entry::Waits(turn) => turn,
     }
 }
 
 #[test]
-fn places_are_granted_in_order_of_arrival() {
+fn permits_are_granted_in_order_of_arrival() {
     let gate = gate(1, 8);
     let first = admitted(gate.ask("a"));
     let mut second = waits(gate.ask("a"));
@@ -39,7 +39,7 @@ fn places_are_granted_in_order_of_arrival() {
 }
 
 #[test]
-fn a_domain_leaves_places_to_others() {
+fn a_domain_leaves_permits_to_others() {
     let gate = gate(8, 64);
     let dead: Vec<_> = (0..6).map(|_| admitted(gate.ask("dead"))).collect();
     let waiting: Vec<_> = (0..40).map(|_| waits(gate.ask("dead"))).collect();
@@ -65,7 +65,7 @@ fn a_full_queue_refuses_with_the_reason() {
 }
 
 #[test]
-fn a_stuck_step_loses_its_place_and_a_renewed_one_keeps_it() {
+fn a_stuck_step_loses_its_permit_and_a_renewed_one_keeps_it() {
     let gate = gate(1, 8);
     let stuck = admitted(gate.ask("a"));
     let mut second = waits(gate.ask("a"));
@@ -80,7 +80,7 @@ fn a_stuck_step_loses_its_place_and_a_renewed_one_keeps_it() {
         waiting: 0,
     };
     assert_eq!(gate.load(), load);
-    // Its end frees no place: it has none any more.
+    // Its end frees no permit: it has none any more.
     let mut third = waits(gate.ask("a"));
     drop(stuck);
     assert!(third.try_recv().is_err());
@@ -103,7 +103,7 @@ fn stuck_steps_count_against_their_domain_until_they_end() {
     gate.expire(Instant::now() + 2 * LONG);
     assert_eq!(gate.load().stuck, 3);
     assert!(next.try_recv().is_err());
-    // All places are free for others.
+    // All permits are free for others.
     let others = ["one", "two", "three", "four"].map(|other| admitted(gate.ask(other)));
     drop(stuck.pop());
     assert!(next.try_recv().is_err(), "the others have them");

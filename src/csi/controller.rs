@@ -20,9 +20,9 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        AccessibilityRequirements, CapacityRequest, ContentSource, Error, ListRequest, NewVolume,
-        Omitted, Page, Range, SnapshotInfo, Stores, TopologySegments, VolumeCondition, VolumeInfo,
-        VolumeUse,
+        AccessibilityRequirements, CapacityRequest, ContentSource, ListRequest, NewVolume, Omitted,
+        Page, ProvisionError, Range, SnapshotInfo, Stores, TopologySegments, VolumeCondition,
+        VolumeInfo, VolumeUse,
     },
     secret::Secrets,
 };
@@ -73,7 +73,7 @@ impl Controller {
             uses,
             source: request.volume_content_source.map(source).transpose()?,
             elsewhere: self.elsewhere(requirement.as_ref()),
-            places: requirement.map(places).unwrap_or_default(),
+            accessibility: requirement.map(accessibility).unwrap_or_default(),
             secrets: request.secrets.into(),
         };
         let volume = self.stores.create_volume(new).await?;
@@ -83,20 +83,21 @@ impl Controller {
     /// The requested topology, if this node is not within it.
     fn elsewhere(&self, requirement: Option<&TopologyRequirement>) -> Option<String> {
         let requisite = requirement.map(|r| r.requisite.as_slice())?;
-        let is_here = requisite.is_empty() || requisite.iter().any(|place| self.is_here(place));
+        let is_here =
+            requisite.is_empty() || requisite.iter().any(|topology| self.is_here(topology));
         (!is_here).then(|| {
-            let places: Vec<_> = requisite
+            let segments: Vec<_> = requisite
                 .iter()
-                .flat_map(|place| &place.segments)
+                .flat_map(|topology| &topology.segments)
                 .map(|(key, value)| format!("{key}={value}"))
                 .collect();
-            places.join(" or ")
+            segments.join(" or ")
         })
     }
 
     /// Whether this node is within a topology. Keys are compared without regard to
     /// case (CSI specification, `Topology`).
-    fn is_here(&self, place: &Topology) -> bool {
+    fn is_here(&self, topology: &Topology) -> bool {
         let is_mine = |(key, value): (&String, &String)| {
             let here = self.here.as_ref();
             here.is_some_and(|(my_key, id)| my_key.eq_ignore_ascii_case(key) && id == value)
@@ -109,15 +110,15 @@ impl Controller {
                 !my_key.eq_ignore_ascii_case(key) && domain(my_key) == domain(key)
             })
         };
-        let segments = &place.segments;
+        let segments = &topology.segments;
         segments.is_empty()
             || segments.iter().any(is_mine)
                 && segments.iter().all(|one| is_mine(one) || is_beside(one.0))
     }
 
-    fn topology(&self, local: bool, place: TopologySegments) -> Vec<Topology> {
+    fn topology(&self, local: bool, own: TopologySegments) -> Vec<Topology> {
         let here = self.here.clone().filter(|_| local);
-        let segments: HashMap<_, _> = here.into_iter().chain(place).collect();
+        let segments: HashMap<_, _> = here.into_iter().chain(own).collect();
         let topology = (!segments.is_empty()).then_some(Topology { segments });
         topology.into_iter().collect()
     }
@@ -128,7 +129,7 @@ impl Controller {
             volume_id: volume.handle,
             volume_context: volume.context.into_iter().collect(),
             content_source: volume.source.map(content_source),
-            accessible_topology: self.topology(volume.local, volume.place),
+            accessible_topology: self.topology(volume.local, volume.topology),
         }
     }
 
@@ -182,12 +183,12 @@ impl Controller {
             [] => Vec::new(),
             list => uses(&validate::capabilities("volume_capabilities", list)?),
         };
-        let place = request.accessible_topology;
+        let topology = request.accessible_topology;
         let room = CapacityRequest {
             parameters: request.parameters,
             uses,
-            includes_local: place.as_ref().is_none_or(|place| self.is_here(place)),
-            place: place.map(segments).unwrap_or_default(),
+            includes_local: topology.as_ref().is_none_or(|it| self.is_here(it)),
+            topology: topology.map(segments).unwrap_or_default(),
         };
         let capacity = self.stores.capacity(room).await?;
         Ok(wire::GetCapacityResponse {
@@ -244,7 +245,11 @@ impl Controller {
         Ok(Page { entries, next })
     }
 
-    async fn health(&self, handle: String, secrets: Secrets) -> Result<wire::VolumeHealth, Error> {
+    async fn health(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<wire::VolumeHealth, ProvisionError> {
         let stores = &self.stores;
         let condition = stores.volume_condition(handle.clone(), secrets).await?;
         Ok(wire::VolumeHealth {
@@ -288,12 +293,12 @@ fn uses(capabilities: &[Capability]) -> Vec<VolumeUse> {
     capabilities.iter().map(volume_use).collect()
 }
 
-fn range(range: Option<CapacityRange>) -> Result<Range, Error> {
+fn range(range: Option<CapacityRange>) -> Result<Range, ProvisionError> {
     let range = range.unwrap_or_default();
     Range::new(range.required_bytes, range.limit_bytes)
 }
 
-fn places(requirement: TopologyRequirement) -> AccessibilityRequirements {
+fn accessibility(requirement: TopologyRequirement) -> AccessibilityRequirements {
     let all = |list: Vec<Topology>| list.into_iter().map(segments).collect();
     AccessibilityRequirements {
         requisite: all(requirement.requisite),

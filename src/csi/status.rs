@@ -18,15 +18,15 @@ use crate::provision;
 use crate::volume;
 
 #[cfg(feature = "controller")]
-impl From<provision::Error> for Status {
-    fn from(error: provision::Error) -> Self {
+impl From<provision::ProvisionError> for Status {
+    fn from(error: provision::ProvisionError) -> Self {
         Self::new(code(error.kind()), error_chain(&error))
     }
 }
 
 #[cfg(feature = "node")]
-impl From<&volume::Error> for Status {
-    fn from(error: &volume::Error) -> Self {
+impl From<&volume::VolumeError> for Status {
+    fn from(error: &volume::VolumeError) -> Self {
         Self::new(code(error.kind()), error_chain(error))
     }
 }

@@ -26,7 +26,7 @@ use rustix::fs::OFlags;
 
 use crate::{
     Done, Kind,
-    admission::{Gate, Place},
+    admission::{Gate, Permit},
     fs::probe::{self, Content},
     kernel::{
         Dev,
@@ -366,7 +366,7 @@ pub fn bound(gate: Gate) {
 }
 
 /// Runs an action that derives a key from the passphrase, which locks memory and takes a
-/// processor for seconds. So it waits for a place; other actions do not, and a mapping can
+/// processor for seconds. So it waits for a permit; other actions do not, and a mapping can
 /// be closed while any number of them hang.
 fn derive_key(
     action: &'static str,
@@ -376,8 +376,8 @@ fn derive_key(
     domain: &str,
 ) -> Result<Vec<u8>, LuksError> {
     // Its queue has no limit.
-    let place = GATE.get().and_then(|gate| gate.enter_on_lane(domain).ok());
-    let lives = || place.iter().for_each(Place::renew);
+    let permit = GATE.get().and_then(|gate| gate.enter_on_lane(domain).ok());
+    let lives = || permit.iter().for_each(Permit::renew);
     run(action, args, what, passphrase.reveal().as_bytes(), lives)
 }
 

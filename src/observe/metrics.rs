@@ -59,10 +59,10 @@ pub fn log_lines_dropped(count: u64) {
     counter!(LOG_LINES_DROPPED).increment(count);
 }
 
-/// Sets the places of a step, how many are held, how many stuck volumes lost theirs, and
+/// Sets the permits of a step, how many are held, how many stuck volumes lost theirs, and
 /// how many volumes wait for one.
-pub fn admission(step: &'static str, places: usize, held: usize, stuck: usize, waiting: usize) {
-    gauge!(ADMISSION_PLACES, "step" => step).set(as_gauge(places));
+pub fn admission(step: &'static str, permits: usize, held: usize, stuck: usize, waiting: usize) {
+    gauge!(ADMISSION_PLACES, "step" => step).set(as_gauge(permits));
     gauge!(ADMISSION_IN_USE, "step" => step).set(as_gauge(held));
     gauge!(ADMISSION_STUCK, "step" => step).set(as_gauge(stuck));
     gauge!(ADMISSION_WAITING, "step" => step).set(as_gauge(waiting));
@@ -169,22 +169,22 @@ fn describe() {
     describe_gauge!(
         ADMISSION_IN_USE,
         Unit::Count,
-        "Volumes in a step whose places are bounded, by step."
+        "Volumes in a step that a gate limits, by step."
     );
     describe_gauge!(
         ADMISSION_STUCK,
         Unit::Count,
-        "Volumes that hang in such a step and hold no place any more, by step."
+        "Volumes that hang in such a step and have lost their permit, by step."
     );
     describe_gauge!(
         ADMISSION_WAITING,
         Unit::Count,
-        "Volumes that wait for a place, by step."
+        "Volumes that wait for a permit, by step."
     );
     describe_counter!(
         ADMISSION_REFUSED,
         Unit::Count,
-        "Calls refused because too many waited for a place, by step."
+        "Calls refused because too many volumes wait for a permit, by step."
     );
     describe_counter!(
         HTTP_DROPPED,

@@ -24,7 +24,7 @@ use crate::{
         node_server::NodeServer,
     },
     provision::{
-        Error as Failure, StoreKind, Stores,
+        ProvisionError, StoreKind, Stores,
         images::ImageStore,
         rbd::{Operators, PurgeTimes, RbdStore, SecretDir, Settings},
     },
@@ -236,7 +236,7 @@ async fn purge_trash(stores: Stores) {
 }
 
 /// Logs transient errors as warnings, all others as errors.
-fn log_errors(errors: &[Failure], what: &str) {
+fn log_errors(errors: &[ProvisionError], what: &str) {
     for error in errors {
         let (error, kind) = (error_chain(error), error.kind());
         if kind == Kind::Transient {

@@ -11,7 +11,7 @@ use crate::{
 /// Why a call failed. Its changes are undone, or the next equal call or start finishes or
 /// undoes them.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum ProvisionError {
     /// No store has such a parameter.
     #[error("unknown parameter {name:?}; there are {known}")]
     UnknownParameter {
@@ -146,7 +146,7 @@ pub enum Error {
         pool: String,
         /// Its user.
         #[source]
-        holder: Box<Error>,
+        holder: Box<ProvisionError>,
     },
     /// Another controller works on it.
     #[error("another controller works on {0:?}; try again")]
@@ -216,7 +216,7 @@ pub enum Error {
     },
 }
 
-impl Error {
+impl ProvisionError {
     /// The kind of the error.
     pub fn kind(&self) -> Kind {
         match self {

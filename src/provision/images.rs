@@ -35,9 +35,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Error, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
-    VolumeInfo, VolumeUse,
+    Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume,
+    ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
+    VolumeCondition, VolumeInfo, VolumeUse,
 };
 use crate::{Kind, pool::Pools, secret::Secrets};
 
@@ -82,25 +82,30 @@ impl Provisioner for ImageStore {
     }
 
     /// Checks that every pool's directory is there, and has the configured scope.
-    fn check(&self) -> Result<(), Error> {
+    fn check(&self) -> Result<(), ProvisionError> {
         let mut pools = self.pools.iter();
         pools.try_for_each(|pool| Ok(pool.check_scope()?))
     }
 
-    fn sweep(&self) -> Vec<Error> {
+    fn sweep(&self) -> Vec<ProvisionError> {
         self.sweep()
     }
 
-    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
+    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError> {
         refuse_any(&new.mutable, "none that can be changed later")?;
         self.create_volume(new)
     }
 
-    fn delete_volume(&self, handle: &str, _: &Secrets) -> Result<(), Error> {
+    fn delete_volume(&self, handle: &str, _: &Secrets) -> Result<(), ProvisionError> {
         self.delete_volume(handle)
     }
 
-    fn expand_volume(&self, handle: &str, range: Range, _: &Secrets) -> Result<u64, Error> {
+    fn expand_volume(
+        &self,
+        handle: &str,
+        range: Range,
+        _: &Secrets,
+    ) -> Result<u64, ProvisionError> {
         self.expand_volume(handle, range)
     }
 
@@ -109,12 +114,15 @@ impl Provisioner for ImageStore {
         _: &str,
         mutable: &HashMap<String, String>,
         _: &Secrets,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ProvisionError> {
         refuse_any(mutable, "none that can be changed later")
     }
 
     /// Nodes claim images by themselves.
-    fn publish_volume(&self, new: &PublishRequest) -> Result<BTreeMap<String, String>, Error> {
+    fn publish_volume(
+        &self,
+        new: &PublishRequest,
+    ) -> Result<BTreeMap<String, String>, ProvisionError> {
         match self.get_volume(&new.handle) {
             // It may be in the local pool of another node.
             Err(error) if error.kind() != Kind::NotFound => Ok(BTreeMap::new()),
@@ -122,11 +130,11 @@ impl Provisioner for ImageStore {
         }
     }
 
-    fn unpublish_volume(&self, _: &str, _: &str, _: &Secrets) -> Result<Release, Error> {
+    fn unpublish_volume(&self, _: &str, _: &str, _: &Secrets) -> Result<Release, ProvisionError> {
         Ok(Release::Done)
     }
 
-    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
+    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, ProvisionError> {
         self.get_volume(handle)
     }
 
@@ -142,7 +150,7 @@ impl Provisioner for ImageStore {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, ProvisionError> {
         self.list_volumes(what, pool)
     }
 
@@ -152,7 +160,7 @@ impl Provisioner for ImageStore {
         uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         _: &Secrets,
-    ) -> Result<Option<String>, Error> {
+    ) -> Result<Option<String>, ProvisionError> {
         self.check_uses(handle, uses, parameters)
     }
 
@@ -160,24 +168,24 @@ impl Provisioner for ImageStore {
         &self,
         handle: &str,
         _: &Secrets,
-    ) -> Result<Option<VolumeCondition>, Error> {
+    ) -> Result<Option<VolumeCondition>, ProvisionError> {
         self.volume_condition(handle)
     }
 
-    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
+    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, ProvisionError> {
         self.capacity(&room.parameters, &room.uses, room.includes_local)
     }
 
-    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error> {
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, ProvisionError> {
         refuse_any(&new.parameters, "none for snapshots")?;
         self.create_snapshot(&new.name, &new.volume)
     }
 
-    fn delete_snapshot(&self, handle: &str, _: &Secrets) -> Result<(), Error> {
+    fn delete_snapshot(&self, handle: &str, _: &Secrets) -> Result<(), ProvisionError> {
         self.delete_snapshot(handle)
     }
 
-    fn get_snapshot(&self, handle: &str, _: &Secrets) -> Result<SnapshotInfo, Error> {
+    fn get_snapshot(&self, handle: &str, _: &Secrets) -> Result<SnapshotInfo, ProvisionError> {
         self.get_snapshot(handle)
     }
 
@@ -187,16 +195,16 @@ impl Provisioner for ImageStore {
         pool: Option<&str>,
         volume: Option<&str>,
         _: &Secrets,
-    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         self.list_snapshots(what, pool, volume)
     }
 }
 
 /// Refuses parameters where there are none.
-fn refuse_any(parameters: &HashMap<String, String>, known: &str) -> Result<(), Error> {
+fn refuse_any(parameters: &HashMap<String, String>, known: &str) -> Result<(), ProvisionError> {
     match parameters.keys().min() {
         None => Ok(()),
-        Some(name) => Err(Error::UnknownParameter {
+        Some(name) => Err(ProvisionError::UnknownParameter {
             name: name.clone(),
             known: known.to_owned(),
         }),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Error, VolumeUse};
+use super::{ProvisionError, VolumeUse};
 use crate::{
     fs::{FsType, mkfs},
     parse_bool::parse_bool,
@@ -48,13 +48,17 @@ pub struct Parameters {
 
 impl Parameters {
     /// Refuses uses that would destroy data in a volume of the pool, with the reason.
-    pub(super) fn refuse_uses(&self, pool: &Pool, uses: &[VolumeUse]) -> Result<(), Error> {
+    pub(super) fn refuse_uses(
+        &self,
+        pool: &Pool,
+        uses: &[VolumeUse],
+    ) -> Result<(), ProvisionError> {
         let file_systems = self.file_systems(uses)?;
         if let Some(options) = &self.mkfs_options {
             check_mkfs_options(options, &file_systems)?;
         }
         if let (Scope::Local, Some(served)) = (pool.scope, &self.nbd) {
-            return Err(Error::BadParameter {
+            return Err(ProvisionError::BadParameter {
                 name: "backend",
                 value: "nbd".to_owned(),
                 why: format!(
@@ -67,20 +71,20 @@ impl Parameters {
         }
         for volume_use in uses.iter().filter(|volume_use| volume_use.many_nodes_write) {
             if volume_use.fs_type.is_some() {
-                return Err(Error::UnsupportedUse(
+                return Err(ProvisionError::UnsupportedUse(
                     "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
                      among them destroy the file system; request a block volume, or read-only access"
                         .to_owned(),
                 ));
             }
             if pool.scope == Scope::Local {
-                return Err(Error::UnsupportedUse(format!(
+                return Err(ProvisionError::UnsupportedUse(format!(
                     "pool {:?} is local to one node, so several nodes cannot write to its volumes",
                     pool.name
                 )));
             }
             if self.direct_io == Some(false) {
-                return Err(Error::BadParameter {
+                return Err(ProvisionError::BadParameter {
                     name: "directIO",
                     value: "false".to_owned(),
                     why: "the loop devices of nodes that write to one image must not cache"
@@ -92,7 +96,7 @@ impl Parameters {
     }
 
     /// Parses a storage class' parameters.
-    pub fn parse(given: &HashMap<String, String>) -> Result<Self, Error> {
+    pub fn parse(given: &HashMap<String, String>) -> Result<Self, ProvisionError> {
         // Sorted, so that of two mistakes the error always names the same one.
         let given: BTreeMap<&str, &str> = given
             .iter()
@@ -122,7 +126,7 @@ impl Parameters {
                     Some(_) if parsed.nbd.is_some() => {}
                     Some(own) => return Err(bad(own, value, "only backend nbd has it")),
                     None => {
-                        return Err(Error::UnknownParameter {
+                        return Err(ProvisionError::UnknownParameter {
                             name: name.to_owned(),
                             known: [&KNOWN[..], &export::OWN].concat().join(", "),
                         });
@@ -165,7 +169,7 @@ impl Parameters {
     }
 
     /// The file systems that a volume with these parameters is to hold.
-    pub fn file_systems(&self, uses: &[VolumeUse]) -> Result<Vec<&'static str>, Error> {
+    pub fn file_systems(&self, uses: &[VolumeUse]) -> Result<Vec<&'static str>, ProvisionError> {
         let mounts = uses
             .iter()
             .filter_map(|volume_use| volume_use.fs_type.as_deref());
@@ -183,7 +187,7 @@ impl Parameters {
 pub(super) fn check_mkfs_options(
     options: &str,
     file_systems: &[&'static str],
-) -> Result<(), Error> {
+) -> Result<(), ProvisionError> {
     let known = FsType::ALL.into_iter();
     for fs in known.filter(|fs| file_systems.contains(&fs.as_str())) {
         mkfs::parse_options(fs, options)
@@ -192,25 +196,25 @@ pub(super) fn check_mkfs_options(
     Ok(())
 }
 
-fn file_system(field: &'static str, name: &str) -> Result<&'static str, Error> {
+fn file_system(field: &'static str, name: &str) -> Result<&'static str, ProvisionError> {
     let known = FILE_SYSTEMS.into_iter().find(|known| *known == name);
     known.ok_or_else(|| bad(field, name, "there are ext4, xfs and btrfs"))
 }
 
-pub(super) fn yes_or_no(name: &'static str, value: &str) -> Result<bool, Error> {
+pub(super) fn yes_or_no(name: &'static str, value: &str) -> Result<bool, ProvisionError> {
     parse_bool(value).ok_or_else(|| bad(name, value, "it is `true` or `false`"))
 }
 
 /// What LOOP_CONFIGURE takes: a power of two from 512 to the page size.
-fn sector_size(value: &str) -> Result<u32, Error> {
+fn sector_size(value: &str) -> Result<u32, ProvisionError> {
     match value.parse() {
         Ok(bytes @ (512 | 1024 | 2048 | 4096)) => Ok(bytes),
         _ => Err(bad("sectorSize", value, "it is 512, 1024, 2048 or 4096")),
     }
 }
 
-pub(super) fn bad(name: &'static str, value: &str, why: &str) -> Error {
-    Error::BadParameter {
+pub(super) fn bad(name: &'static str, value: &str, why: &str) -> ProvisionError {
+    ProvisionError::BadParameter {
         name,
         value: value.to_owned(),
         why: why.to_owned(),
@@ -243,7 +247,7 @@ mod tests {
             .collect()
     }
 
-    fn parse(given: &[(&str, &str)]) -> Result<Parameters, Error> {
+    fn parse(given: &[(&str, &str)]) -> Result<Parameters, ProvisionError> {
         Parameters::parse(&owned(given))
     }
 

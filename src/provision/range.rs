@@ -1,6 +1,6 @@
 //! The size of a volume, from a capacity range.
 
-use super::Error;
+use super::ProvisionError;
 use crate::fs::FsType;
 
 /// A capacity range (CSI `CapacityRange`), in bytes; 0: not given.
@@ -14,16 +14,17 @@ pub struct Range {
 
 impl Range {
     /// As it is on the wire.
-    pub fn new(required: i64, limit: i64) -> Result<Self, Error> {
+    pub fn new(required: i64, limit: i64) -> Result<Self, ProvisionError> {
         let natural = |field: &str, bytes: i64| {
-            u64::try_from(bytes).map_err(|_| Error::Range(format!("{field}: {bytes} is negative")))
+            u64::try_from(bytes)
+                .map_err(|_| ProvisionError::Range(format!("{field}: {bytes} is negative")))
         };
         let range = Self {
             required: natural("required_bytes", required)?,
             limit: natural("limit_bytes", limit)?,
         };
         if limit != 0 && required > limit {
-            return Err(Error::Range(format!(
+            return Err(ProvisionError::Range(format!(
                 "required_bytes: {required} is more than limit_bytes, {limit}"
             )));
         }
@@ -32,7 +33,7 @@ impl Range {
 
     /// The size of a new volume: the required bytes, else `default`, at least
     /// `least`, in whole blocks.
-    pub fn choose(self, default: u64, least: u64) -> Result<u64, Error> {
+    pub fn choose(self, default: u64, least: u64) -> Result<u64, ProvisionError> {
         let Self { required, limit } = self;
         if required > MAXIMUM {
             let why = format!("{required} is more than a file can have, {MAXIMUM}");
@@ -64,8 +65,8 @@ pub fn least(file_systems: &[&str]) -> u64 {
     file_systems.iter().map(of).max().unwrap_or(MIB)
 }
 
-fn size(field: &'static str, why: String) -> Error {
-    Error::Size { field, why }
+fn size(field: &'static str, why: String) -> ProvisionError {
+    ProvisionError::Size { field, why }
 }
 
 const MIB: u64 = 1 << 20;

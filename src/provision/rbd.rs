@@ -27,9 +27,9 @@ use std::{
 };
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Error, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition,
-    VolumeInfo, VolumeUse, serialized::KeyedMutex,
+    Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume,
+    ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
+    VolumeCondition, VolumeInfo, VolumeUse, serialized::KeyedMutex,
 };
 use crate::{
     ceph::{
@@ -146,24 +146,29 @@ impl Provisioner for RbdStore {
 
     /// Checks the files that this controller was given; a cluster that is down does not
     /// keep it from using the others.
-    fn check(&self) -> Result<(), Error> {
+    fn check(&self) -> Result<(), ProvisionError> {
         self.clusters.check().map_err(RbdError::from)?;
         Ok(self.operators.check()?)
     }
 
-    fn sweep(&self) -> Vec<Error> {
-        self.sweep().into_iter().map(Error::from).collect()
+    fn sweep(&self) -> Vec<ProvisionError> {
+        self.sweep().into_iter().map(ProvisionError::from).collect()
     }
 
-    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
+    fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError> {
         self.create_volume(new)
     }
 
-    fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+    fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), ProvisionError> {
         self.delete_volume(handle, secrets)
     }
 
-    fn expand_volume(&self, handle: &str, range: Range, secrets: &Secrets) -> Result<u64, Error> {
+    fn expand_volume(
+        &self,
+        handle: &str,
+        range: Range,
+        secrets: &Secrets,
+    ) -> Result<u64, ProvisionError> {
         self.expand_volume(handle, range, secrets)
     }
 
@@ -172,11 +177,14 @@ impl Provisioner for RbdStore {
         handle: &str,
         mutable: &HashMap<String, String>,
         secrets: &Secrets,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ProvisionError> {
         self.modify_volume(handle, mutable, secrets)
     }
 
-    fn publish_volume(&self, new: &PublishRequest) -> Result<BTreeMap<String, String>, Error> {
+    fn publish_volume(
+        &self,
+        new: &PublishRequest,
+    ) -> Result<BTreeMap<String, String>, ProvisionError> {
         self.publish_volume(new)
     }
 
@@ -185,11 +193,11 @@ impl Provisioner for RbdStore {
         handle: &str,
         node: &str,
         secrets: &Secrets,
-    ) -> Result<Release, Error> {
+    ) -> Result<Release, ProvisionError> {
         self.unpublish_volume(handle, node, secrets)
     }
 
-    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
+    fn get_volume(&self, handle: &str) -> Result<PublishedVolume, ProvisionError> {
         self.get_volume(handle)
     }
 
@@ -206,7 +214,7 @@ impl Provisioner for RbdStore {
         &self,
         what: &ListRequest,
         _: Option<&str>,
-    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, ProvisionError> {
         self.list_volumes(what)
     }
 
@@ -216,7 +224,7 @@ impl Provisioner for RbdStore {
         uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         secrets: &Secrets,
-    ) -> Result<Option<String>, Error> {
+    ) -> Result<Option<String>, ProvisionError> {
         self.check_uses(handle, uses, parameters, secrets)
     }
 
@@ -224,23 +232,27 @@ impl Provisioner for RbdStore {
         &self,
         handle: &str,
         secrets: &Secrets,
-    ) -> Result<Option<VolumeCondition>, Error> {
+    ) -> Result<Option<VolumeCondition>, ProvisionError> {
         self.volume_condition(handle, secrets)
     }
 
-    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
+    fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, ProvisionError> {
         self.capacity(room)
     }
 
-    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error> {
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, ProvisionError> {
         self.create_snapshot(new)
     }
 
-    fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+    fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), ProvisionError> {
         self.delete_snapshot(handle, secrets)
     }
 
-    fn get_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<SnapshotInfo, Error> {
+    fn get_snapshot(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<SnapshotInfo, ProvisionError> {
         self.get_snapshot(handle, secrets)
     }
 
@@ -250,7 +262,7 @@ impl Provisioner for RbdStore {
         _: Option<&str>,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         self.list_snapshots(what, volume, secrets)
     }
 }

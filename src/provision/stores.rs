@@ -15,8 +15,8 @@ use std::{
 use futures_util::future::{BoxFuture, join_all};
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Error, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    Page, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
+    Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume, Page,
+    ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
     VolumeCondition, VolumeInfo, VolumeUse,
     images::ImageStore,
     rbd::RbdStore,
@@ -112,32 +112,37 @@ impl Stores {
     }
 
     /// The store of a call that names none.
-    fn any(&self) -> Result<&Serialized, Error> {
+    fn any(&self) -> Result<&Serialized, ProvisionError> {
         let first = self.present().next();
-        first.map(|(_, it)| it).ok_or(Error::NoBackend)
+        first.map(|(_, it)| it).ok_or(ProvisionError::NoBackend)
     }
 
-    fn of_handle(&self, handle: &str) -> Result<&Serialized, Error> {
+    fn of_handle(&self, handle: &str) -> Result<&Serialized, ProvisionError> {
         let Some(backend) = StoreKind::of_handle(handle) else {
             return self.any();
         };
-        self.get(backend).ok_or_else(|| Error::HandleOfNoBackend {
-            handle: handle.to_owned(),
-            option: backend.option(),
-        })
+        self.get(backend)
+            .ok_or_else(|| ProvisionError::HandleOfNoBackend {
+                handle: handle.to_owned(),
+                option: backend.option(),
+            })
     }
 
-    fn of_class(&self, parameters: &HashMap<String, String>) -> Result<&Serialized, Error> {
+    fn of_class(
+        &self,
+        parameters: &HashMap<String, String>,
+    ) -> Result<&Serialized, ProvisionError> {
         let Some(backend) = StoreKind::of_class(parameters) else {
             return self.any();
         };
-        self.get(backend).ok_or_else(|| Error::ClassOfNoBackend {
-            kind: match backend {
-                StoreKind::Images => "has no clusterID: it is for image files",
-                StoreKind::Rbd => "has a clusterID: it is for images in Ceph",
-            },
-            option: backend.option(),
-        })
+        self.get(backend)
+            .ok_or_else(|| ProvisionError::ClassOfNoBackend {
+                kind: match backend {
+                    StoreKind::Images => "has no clusterID: it is for image files",
+                    StoreKind::Rbd => "has a clusterID: it is for images in Ceph",
+                },
+                option: backend.option(),
+            })
     }
 
     /// Runs a call on the store that a handle belongs to, after other calls on it.
@@ -145,8 +150,8 @@ impl Stores {
         &self,
         handle: String,
         step: &'static str,
-        work: impl FnOnce(&dyn Provisioner, &str) -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
+        work: impl FnOnce(&dyn Provisioner, &str) -> Result<T, ProvisionError> + Send + 'static,
+    ) -> Result<T, ProvisionError> {
         let store = self.of_handle(&handle)?;
         let key = handle.clone();
         store.run(&key, step, move |it| work(it, &handle)).await
@@ -156,14 +161,14 @@ impl Stores {
     async fn page<'a, T>(
         &'a self,
         what: ListRequest,
-        list: impl Fn(&'a Serialized, ListRequest) -> BoxFuture<'a, Result<Page<T>, Error>>,
-    ) -> Result<Page<T>, Error> {
+        list: impl Fn(&'a Serialized, ListRequest) -> BoxFuture<'a, Result<Page<T>, ProvisionError>>,
+    ) -> Result<Page<T>, ProvisionError> {
         let mut rest: Vec<_> = self.present().collect();
         let mut from = None;
         if let Some(token) = &what.from {
             let goes_on = |(backend, _): &(StoreKind, _)| token.starts_with(backend.prefix());
             let at = rest.iter().position(goes_on);
-            let at = at.ok_or_else(|| Error::BadToken(token.clone()))?;
+            let at = at.ok_or_else(|| ProvisionError::BadToken(token.clone()))?;
             rest.drain(..at);
             let own = &token[rest[0].0.prefix().len()..];
             from = Some(own.to_owned()).filter(|own| !own.is_empty());
@@ -196,7 +201,7 @@ impl Stores {
     }
 
     /// Checks that every store can be used; an error says why one cannot.
-    pub async fn check(&self) -> Result<(), Error> {
+    pub async fn check(&self) -> Result<(), ProvisionError> {
         for (_, it) in self.present() {
             it.run("check", "check", Provisioner::check).await?;
         }
@@ -205,7 +210,7 @@ impl Stores {
 
     /// Finishes or undoes the work of ended controllers in a store; returns the failures.
     /// `None` if the controller was started without the store.
-    pub async fn sweep(&self, backend: StoreKind) -> Option<Vec<Error>> {
+    pub async fn sweep(&self, backend: StoreKind) -> Option<Vec<ProvisionError>> {
         let it = self.get(backend)?;
         Some(it.run("sweep", "sweep", Provisioner::sweep).await)
     }
@@ -222,7 +227,7 @@ impl Stores {
     }
 
     /// [`Provisioner::create_volume`].
-    pub async fn create_volume(&self, new: NewVolume) -> Result<VolumeInfo, Error> {
+    pub async fn create_volume(&self, new: NewVolume) -> Result<VolumeInfo, ProvisionError> {
         self.of_class(&new.parameters)?
             .run(&volume_named(&new.name), "create", move |store| {
                 store.create_volume(&new)
@@ -231,7 +236,11 @@ impl Stores {
     }
 
     /// [`Provisioner::delete_volume`].
-    pub async fn delete_volume(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+    pub async fn delete_volume(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<(), ProvisionError> {
         self.on(handle, "delete", move |store, handle| {
             store.delete_volume(handle, &secrets)
         })
@@ -244,7 +253,7 @@ impl Stores {
         handle: String,
         range: Range,
         secrets: Secrets,
-    ) -> Result<u64, Error> {
+    ) -> Result<u64, ProvisionError> {
         self.on(handle, "expand", move |store, handle| {
             store.expand_volume(handle, range, &secrets)
         })
@@ -257,7 +266,7 @@ impl Stores {
         handle: String,
         mutable: HashMap<String, String>,
         secrets: Secrets,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ProvisionError> {
         self.on(handle, "modify", move |store, handle| {
             store.modify_volume(handle, &mutable, &secrets)
         })
@@ -269,9 +278,9 @@ impl Stores {
     pub async fn publish_volume(
         &self,
         new: PublishRequest,
-    ) -> Result<BTreeMap<String, String>, Error> {
+    ) -> Result<BTreeMap<String, String>, ProvisionError> {
         match StoreKind::of_handle(&new.handle) {
-            None if new.context.is_empty() => Err(Error::NoVolume(new.handle)),
+            None if new.context.is_empty() => Err(ProvisionError::NoVolume(new.handle)),
             None => Ok(BTreeMap::new()),
             Some(_) => {
                 self.on(new.handle.clone(), "publish", move |store, _| {
@@ -290,7 +299,7 @@ impl Stores {
         node: String,
         within: Duration,
         secrets: Secrets,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ProvisionError> {
         if StoreKind::of_handle(&handle).is_none()
             || !self.of_handle(&handle)?.store.abilities().publishes
         {
@@ -313,12 +322,15 @@ impl Stores {
     }
 
     /// [`Provisioner::get_volume`].
-    pub async fn get_volume(&self, handle: String) -> Result<PublishedVolume, Error> {
+    pub async fn get_volume(&self, handle: String) -> Result<PublishedVolume, ProvisionError> {
         self.on(handle, "look up", Provisioner::get_volume).await
     }
 
     /// [`Provisioner::list_volumes`], of all stores and pools.
-    pub async fn list_volumes(&self, what: ListRequest) -> Result<Page<VolumeInfo>, Error> {
+    pub async fn list_volumes(
+        &self,
+        what: ListRequest,
+    ) -> Result<Page<VolumeInfo>, ProvisionError> {
         self.page(what, |it, what| {
             Box::pin(it.page("volumes", what, |store, what, pool| {
                 store.list_volumes(what, pool)
@@ -334,7 +346,7 @@ impl Stores {
         uses: Vec<VolumeUse>,
         parameters: HashMap<String, String>,
         secrets: Secrets,
-    ) -> Result<Option<String>, Error> {
+    ) -> Result<Option<String>, ProvisionError> {
         self.on(handle, "check", move |store, handle| {
             store.check_uses(handle, &uses, &parameters, &secrets)
         })
@@ -346,7 +358,7 @@ impl Stores {
         &self,
         handle: String,
         secrets: Secrets,
-    ) -> Result<Option<VolumeCondition>, Error> {
+    ) -> Result<Option<VolumeCondition>, ProvisionError> {
         self.on(handle, "look up", move |store, handle| {
             store.volume_condition(handle, &secrets)
         })
@@ -354,7 +366,7 @@ impl Stores {
     }
 
     /// [`Provisioner::capacity`]. A slow cluster delays no other.
-    pub async fn capacity(&self, room: CapacityRequest) -> Result<Capacity, Error> {
+    pub async fn capacity(&self, room: CapacityRequest) -> Result<Capacity, ProvisionError> {
         let cluster_id = room.parameters.get("clusterID");
         let key = format!("capacity of {}", cluster_id.map_or("", String::as_str));
         self.of_class(&room.parameters)?
@@ -363,7 +375,7 @@ impl Stores {
     }
 
     /// [`Provisioner::create_snapshot`].
-    pub async fn create_snapshot(&self, new: NewSnapshot) -> Result<SnapshotInfo, Error> {
+    pub async fn create_snapshot(&self, new: NewSnapshot) -> Result<SnapshotInfo, ProvisionError> {
         self.of_handle(&new.volume)?
             .run(&snapshot_named(&new.name), "snapshot", move |store| {
                 store.create_snapshot(&new)
@@ -372,7 +384,11 @@ impl Stores {
     }
 
     /// [`Provisioner::delete_snapshot`].
-    pub async fn delete_snapshot(&self, handle: String, secrets: Secrets) -> Result<(), Error> {
+    pub async fn delete_snapshot(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<(), ProvisionError> {
         self.on(handle, "delete", move |store, handle| {
             store.delete_snapshot(handle, &secrets)
         })
@@ -384,7 +400,7 @@ impl Stores {
         &self,
         handle: String,
         secrets: Secrets,
-    ) -> Result<SnapshotInfo, Error> {
+    ) -> Result<SnapshotInfo, ProvisionError> {
         self.on(handle, "look up", move |store, handle| {
             store.get_snapshot(handle, &secrets)
         })
@@ -397,7 +413,7 @@ impl Stores {
         what: ListRequest,
         volume: Option<String>,
         secrets: Secrets,
-    ) -> Result<Page<SnapshotInfo>, Error> {
+    ) -> Result<Page<SnapshotInfo>, ProvisionError> {
         self.page(what, |it, what| {
             let (volume, secrets) = (volume.clone(), secrets.clone());
             Box::pin(it.page("snapshots", what, move |store, what, pool| {
@@ -415,11 +431,15 @@ impl Serialized {
         &self,
         kind: &str,
         mut what: ListRequest,
-        list: impl Fn(&dyn Provisioner, &ListRequest, Option<&str>) -> Result<Vec<ListEntry<T>>, Error>
+        list: impl Fn(
+            &dyn Provisioner,
+            &ListRequest,
+            Option<&str>,
+        ) -> Result<Vec<ListEntry<T>>, ProvisionError>
         + Clone
         + Send
         + 'static,
-    ) -> Result<Page<T>, Error> {
+    ) -> Result<Page<T>, ProvisionError> {
         let largest = self.store.largest_page();
         what.max = match what.max {
             0 => largest,
@@ -450,13 +470,13 @@ impl Serialized {
                     let listed = tokio::time::timeout(omitted.timeout, of_pool(Some(pool)));
                     async {
                         let listed = listed.await.unwrap_or_else(|_| {
-                            Err(Error::Silent {
+                            Err(ProvisionError::Silent {
                                 pool: pool.clone(),
                                 after: omitted.timeout,
                             })
                         });
                         match listed {
-                            Err(Error::BadToken(_)) => listed,
+                            Err(ProvisionError::BadToken(_)) => listed,
                             listed => what.or_omit(listed),
                         }
                     }

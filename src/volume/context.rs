@@ -3,7 +3,7 @@
 //! A verb begins on the runtime thread with what needs no disk, such as a look at the
 //! volume's record. The rest is one function on the volume's lane, from its first to its
 //! last step ([`Context::on_lane`]): its steps block, and it has no thread while it waits
-//! for a place in a step, an event or a child. Only [`OnLane`] has steps.
+//! for a permit for a step, an event or a child. Only [`OnLane`] has steps.
 
 use std::{future::Future, io, ops::Deref, path::PathBuf, sync::Arc};
 
@@ -12,7 +12,7 @@ use tracing::Instrument as _;
 
 use super::{Node, error::Cause, held::Volume, progress::Progress, record::Record};
 use crate::{
-    admission::{Entry, Gate, Place as Admission},
+    admission::{Entry, Gate, Permit},
     device::Source,
     secret::Secrets,
 };
@@ -60,9 +60,9 @@ impl Context<'_> {
         self.on_lane(|cx| Box::pin(async move { work(cx) })).await
     }
 
-    /// Waits for a place to look at the volume: of many calls at once, each would take a
+    /// Waits for a permit to look at the volume: of many calls at once, each would take a
     /// thread.
-    pub(super) async fn admit_look(self, source: &Source) -> Result<Admission, Cause> {
+    pub(super) async fn admit_look(self, source: &Source) -> Result<Permit, Cause> {
         self.admit(&self.node.config.gates.look, source).await
     }
 
@@ -71,10 +71,10 @@ impl Context<'_> {
         self.progress.wait(step, event).await
     }
 
-    /// Waits for a place in a step, unless one is free.
-    pub(super) async fn admit(self, gate: &Gate, source: &Source) -> Result<Admission, Cause> {
+    /// Waits for a permit for a step, unless one is free.
+    pub(super) async fn admit(self, gate: &Gate, source: &Source) -> Result<Permit, Cause> {
         let turn = match gate.ask(&source.domain()) {
-            Ok(Entry::Admitted(place)) => return Ok(place),
+            Ok(Entry::Admitted(permit)) => return Ok(permit),
             Ok(Entry::Waits(turn)) => turn,
             Err(full) => return Err(Cause::Overloaded(full)),
         };

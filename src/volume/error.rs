@@ -21,7 +21,7 @@ use crate::{
 /// A call that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("volume {volume}")]
-pub struct Error {
+pub struct VolumeError {
     /// The volume's handle.
     pub volume: String,
     /// Why it failed.
@@ -29,7 +29,7 @@ pub struct Error {
     pub cause: Cause,
 }
 
-impl Error {
+impl VolumeError {
     /// What the caller may do about it.
     pub fn kind(&self) -> Kind {
         self.cause.kind()
@@ -202,8 +202,8 @@ pub enum Cause {
 
 impl Cause {
     /// The failure of a call on this volume.
-    pub(super) fn of(self, volume: &str) -> Error {
-        Error {
+    pub(super) fn of(self, volume: &str) -> VolumeError {
+        VolumeError {
             volume: volume.to_owned(),
             cause: self,
         }

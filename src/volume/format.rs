@@ -14,7 +14,7 @@ use super::{
     unstage,
 };
 use crate::{
-    admission::Place as Admission,
+    admission::Permit,
     capability::AccessMode,
     device::{Attachment, Fencing, Purpose},
 };
@@ -34,7 +34,7 @@ pub(super) async fn format(cx: Context<'_>, spec: &Format) -> Result<Outcome, Ca
     cx.on_lane(|cx| Box::pin(on_lane(cx, spec, looking))).await
 }
 
-async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Admission) -> Result<Outcome, Cause> {
+async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Permit) -> Result<Outcome, Cause> {
     // Reads a file of the operator's, which is on a disk.
     let source = cx.step("look", || cx.node.backends.canonical(&spec.source));
     drop(looking);

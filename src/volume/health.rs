@@ -4,7 +4,7 @@
 use std::{os::fd::AsFd as _, sync::Arc, time::Duration};
 
 use super::{
-    Error, Node,
+    Node, VolumeError,
     error::Cause,
     places::Places,
     record::{Phase, Record},
@@ -60,7 +60,7 @@ impl Node {
         self: Arc<Self>,
         volume_id: String,
         deadline: Duration,
-    ) -> Result<Vec<HealthCondition>, Error> {
+    ) -> Result<Vec<HealthCondition>, VolumeError> {
         self.recovered(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(|| {
             Cause::NotFound("this node does not hold it".to_owned()).of(&volume_id)

@@ -16,7 +16,7 @@ use futures_util::future::Shared;
 use tokio::sync::oneshot;
 
 use super::{
-    Error, Node,
+    Node, VolumeError,
     error::Cause,
     places::{Places, absent_is_none},
     progress::{Progress, UnderWay},
@@ -38,7 +38,7 @@ pub enum Outcome {
 }
 
 /// A call's answer, shared by all who joined it.
-pub type Answer = Result<Outcome, Arc<Error>>;
+pub type Answer = Result<Outcome, Arc<VolumeError>>;
 
 /// A call under way, as equal calls join it.
 #[derive(Clone)]
@@ -268,7 +268,7 @@ pub struct Listed {
 
 impl Node {
     /// Every volume that this node holds or works on, by handle.
-    pub async fn list(self: Arc<Self>, deadline: Duration) -> Result<Vec<Listed>, Error> {
+    pub async fn list(self: Arc<Self>, deadline: Duration) -> Result<Vec<Listed>, VolumeError> {
         self.recovered("", deadline).await?;
         let mut volumes: Vec<_> = self.volumes().values().cloned().collect();
         volumes.sort_by(|a, b| a.id.cmp(&b.id));

@@ -361,7 +361,7 @@ async fn run_child(
         Run::Mkfs => ("mkfs", &gates.mkfs),
         Run::Fsck => ("fsck", &gates.fsck),
     };
-    let place = cx.admit(gate, source).await?;
+    let permit = cx.admit(gate, source).await?;
     let (progress, program, args) = (cx.progress.clone(), command.program, command.args.clone());
     let run = move || async move {
         let child = Child::spawn(program, &args).await?;
@@ -375,7 +375,7 @@ async fn run_child(
             }
             let now = exec::activity(pid);
             if now != seen {
-                place.renew();
+                permit.renew();
                 seen = now;
             }
         }

@@ -21,7 +21,7 @@ use futures_util::{StreamExt as _, stream};
 use tokio::sync::Notify;
 
 use super::{
-    Error, Node, claims,
+    Node, VolumeError, claims,
     context::{Context, OnLane},
     error::Cause,
     layout,
@@ -76,7 +76,7 @@ impl Unrecovered {
 
 impl Node {
     /// Waits until the volume, if there is one, is recovered.
-    pub async fn recovered(&self, volume_id: &str, deadline: Duration) -> Result<(), Error> {
+    pub async fn recovered(&self, volume_id: &str, deadline: Duration) -> Result<(), VolumeError> {
         let recovered = async {
             while self.unrecovered.has(volume_id) {
                 // Changed on this thread alone: not before this is polled.

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     Done,
-    admission::Place as Admission,
+    admission::Permit,
     device::{Attachment, Device, Fencing, ready},
     fs::{FsType, grow, probe::FsInfo},
     kernel::{Dev, sysfs},
@@ -54,7 +54,7 @@ pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Caus
 }
 
 /// A stage from its first look to its last step, on the volume's lane.
-async fn on_lane(cx: OnLane<'_>, mut spec: Stage, looking: Admission) -> Result<Outcome, Cause> {
+async fn on_lane(cx: OnLane<'_>, mut spec: Stage, looking: Permit) -> Result<Outcome, Cause> {
     let (place, mut before) = cx.step("look", || look(cx, &mut spec))?;
     drop(looking);
     if let Some(record) = cx.volume.record() {

@@ -27,7 +27,7 @@ use rustix::{
 use tokio::sync::oneshot;
 
 use super::{
-    Error, Node,
+    Node, VolumeError,
     error::Cause,
     health::{self, HealthCondition},
     places::Places,
@@ -100,7 +100,7 @@ enum About {
 /// The lane's answer.
 #[derive(Clone, Debug)]
 enum Told {
-    Usage(Result<Usage, Arc<Error>>),
+    Usage(Result<Usage, Arc<VolumeError>>),
     Health(Vec<HealthCondition>),
 }
 
@@ -118,7 +118,7 @@ impl Node {
         volume_id: String,
         path: PathBuf,
         deadline: Duration,
-    ) -> Result<Usage, Arc<Error>> {
+    ) -> Result<Usage, Arc<VolumeError>> {
         let not_there = || {
             let what = format!("it is not at {} on this node", path.display());
             Cause::NotFound(what).of(&volume_id)

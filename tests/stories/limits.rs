@@ -60,7 +60,7 @@ async fn ends(node: &Node, stuck: Vec<(StuckFile, Volume)>) {
 }
 
 #[test]
-fn hung_devices_use_up_no_places() {
+fn hung_devices_use_up_no_permits() {
     if !StuckFile::possible() {
         return;
     }

@@ -31,7 +31,7 @@ fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller) {
     (dir, controller)
 }
 
-fn place(segments: &[(&str, &str)]) -> Topology {
+fn topology(segments: &[(&str, &str)]) -> Topology {
     let owned = segments
         .iter()
         .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
@@ -63,21 +63,27 @@ async fn a_local_volume_satisfies_the_requested_topology() {
     let upper = KEY.to_uppercase();
     let fits = [
         vec![],
-        vec![place(&[])],
-        vec![place(&[(KEY, "node-b")]), place(&[(&upper, "node-a")])],
-        vec![place(&[(KEY, "node-a"), ("topology.test.dev/zone", "z")])],
+        vec![topology(&[])],
+        vec![
+            topology(&[(KEY, "node-b")]),
+            topology(&[(&upper, "node-a")]),
+        ],
+        vec![topology(&[
+            (KEY, "node-a"),
+            ("topology.test.dev/zone", "z"),
+        ])],
     ];
     for (n, requisite) in fits.into_iter().enumerate() {
         let request = Request::new(block(&format!("v{n}"), requisite));
         let made = controller.create_volume(request).await.unwrap();
         let volume = made.into_inner().volume.unwrap();
-        assert_eq!(volume.accessible_topology, [place(&[(KEY, "node-a")])]);
+        assert_eq!(volume.accessible_topology, [topology(&[(KEY, "node-a")])]);
     }
     let unfit = [
-        place(&[(KEY, "node-b")]),
-        place(&[(KEY, "node-b"), ("topology.test.dev/zone", "z")]),
-        place(&[("topology.test.dev/zone", "z")]),
-        place(&[(KEY, "node-a"), ("zone", "z")]),
+        topology(&[(KEY, "node-b")]),
+        topology(&[(KEY, "node-b"), ("topology.test.dev/zone", "z")]),
+        topology(&[("topology.test.dev/zone", "z")]),
+        topology(&[(KEY, "node-a"), ("zone", "z")]),
     ];
     for requisite in unfit {
         let request = Request::new(block("unfit", vec![requisite.clone()]));

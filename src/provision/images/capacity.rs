@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::{
     super::{
-        Capacity, Error, Parameters, VolumeUse,
+        Capacity, Parameters, ProvisionError, VolumeUse,
         range::{MAXIMUM, least},
     },
     ImageStore,
@@ -19,12 +19,12 @@ impl ImageStore {
         parameters: &HashMap<String, String>,
         uses: &[VolumeUse],
         includes_local: bool,
-    ) -> Result<Capacity, Error> {
+    ) -> Result<Capacity, ProvisionError> {
         let parameters = Parameters::parse(parameters)?;
         let pools: Vec<_> = match &parameters.pool {
             Some(name) => match self.pool_for(Some(name)) {
                 Ok(pool) => vec![pool],
-                Err(Error::PoolNotHere(_)) => Vec::new(),
+                Err(ProvisionError::PoolNotHere(_)) => Vec::new(),
                 Err(error) => return Err(error),
             },
             None => self.pools.iter().collect(),
@@ -56,7 +56,11 @@ impl ImageStore {
 }
 
 /// Refuses a change that needs `more` bytes, if the pool has less room.
-pub fn refuse_without_room(pool: &Pool, parameters: &Parameters, more: u64) -> Result<(), Error> {
+pub fn refuse_without_room(
+    pool: &Pool,
+    parameters: &Parameters,
+    more: u64,
+) -> Result<(), ProvisionError> {
     if parameters.overcommit {
         return Ok(());
     }
@@ -64,7 +68,7 @@ pub fn refuse_without_room(pool: &Pool, parameters: &Parameters, more: u64) -> R
     if more <= available {
         return Ok(());
     }
-    Err(Error::NoRoom {
+    Err(ProvisionError::NoRoom {
         pool: pool.name.clone(),
         more,
         available,
@@ -72,7 +76,7 @@ pub fn refuse_without_room(pool: &Pool, parameters: &Parameters, more: u64) -> R
 }
 
 /// The largest file of the pool's file system, where that is known.
-fn largest_file(pool: &Pool) -> Result<Option<u64>, Error> {
+fn largest_file(pool: &Pool) -> Result<Option<u64>, ProvisionError> {
     Ok(match fs_type(pool)? {
         // Block numbers of ext4 files have 32 bits, the last of them is unused.
         Some(EXT4) => Some(pool.statvfs()?.f_bsize * 0xffff_ffff),
@@ -82,7 +86,7 @@ fn largest_file(pool: &Pool) -> Result<Option<u64>, Error> {
 }
 
 /// The number of the pool's file system (statfs(2)).
-pub fn fs_type(pool: &Pool) -> Result<Option<u64>, Error> {
+pub fn fs_type(pool: &Pool) -> Result<Option<u64>, ProvisionError> {
     let fs = rustix::fs::fstatfs(pool.open_dir()?)
         .map_err(|e| failed("ask the type of", &pool.dir, e.into()))?;
     Ok(u64::try_from(fs.f_type).ok())

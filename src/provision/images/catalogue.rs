@@ -36,7 +36,7 @@ use std::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use uuid::Uuid;
 
-use super::super::Error;
+use super::super::ProvisionError;
 use crate::{
     Done, digest,
     pool::{
@@ -101,7 +101,7 @@ pub struct ReservationLock {
 
 impl ReservationLock {
     /// Removes a reservation under which nothing was made.
-    pub fn give_up(&self) -> Result<(), Error> {
+    pub fn give_up(&self) -> Result<(), ProvisionError> {
         remove(&self.path).map(drop)
     }
 }
@@ -121,19 +121,19 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     }
 
     /// The record of an id.
-    pub fn get(&self, id: Uuid) -> Result<Option<CatalogueEntry<K>>, Error> {
+    pub fn get(&self, id: Uuid) -> Result<Option<CatalogueEntry<K>>, ProvisionError> {
         self.pool.open_dir()?;
         read(&self.record(id))
     }
 
     /// The record of an id, unless it is being deleted.
-    pub fn ready(&self, id: Uuid) -> Result<Option<CatalogueEntry<K>>, Error> {
+    pub fn ready(&self, id: Uuid) -> Result<Option<CatalogueEntry<K>>, ProvisionError> {
         let entry = self.get(id)?;
         Ok(entry.filter(|entry| entry.state == EntryState::Ready))
     }
 
     /// The complete entry of a name, without locking it.
-    pub fn by_name(&self, name: &str) -> Result<Option<CatalogueEntry<K>>, Error> {
+    pub fn by_name(&self, name: &str) -> Result<Option<CatalogueEntry<K>>, ProvisionError> {
         self.pool.check_scope()?;
         match read::<Reservation>(&self.reservation(name))? {
             Some(reservation) => self.ready(reservation.id),
@@ -142,7 +142,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     }
 
     /// The ids of all records, in the order of their making.
-    pub fn ids(&self) -> Result<Vec<Uuid>, Error> {
+    pub fn ids(&self) -> Result<Vec<Uuid>, ProvisionError> {
         self.pool.check_scope()?;
         let files = list(&self.pool.meta_path(K::RECORDS))?;
         let mut ids: Vec<_> = files.iter().filter_map(|path| id_of(path)).collect();
@@ -151,13 +151,13 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     }
 
     /// Every name's reservation.
-    pub fn reservations(&self) -> Result<Vec<PathBuf>, Error> {
+    pub fn reservations(&self) -> Result<Vec<PathBuf>, ProvisionError> {
         self.pool.check_scope()?;
         list(&self.pool.meta_path(K::NAMES))
     }
 
     /// Locks a name's reservation, making it if there is none.
-    pub fn reserve(&self, name: &str) -> Result<ReservationLock, Error> {
+    pub fn reserve(&self, name: &str) -> Result<ReservationLock, ProvisionError> {
         self.pool.meta_dir(K::NAMES)?;
         let tmp = self.pool.meta_dir("tmp")?;
         let path = self.reservation(name);
@@ -185,20 +185,20 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     }
 
     /// Locks a name's reservation if there is one.
-    pub fn hold(&self, name: &str) -> Result<Option<ReservationLock>, Error> {
+    pub fn hold(&self, name: &str) -> Result<Option<ReservationLock>, ProvisionError> {
         let path = self.reservation(name);
         let held = hold_at(&path)?;
         if let Some((_, reservation)) = &held
             && reservation.name != name
         {
             let source = serde::de::Error::custom(format!("it is for {:?}", reservation.name));
-            return Err(Error::Corrupt { path, source });
+            return Err(ProvisionError::Corrupt { path, source });
         }
         Ok(held.map(|(held, _)| held))
     }
 
     /// Records that `entry` is complete, or being deleted.
-    pub fn record_as(&self, entry: &CatalogueEntry<K>) -> Result<(), Error> {
+    pub fn record_as(&self, entry: &CatalogueEntry<K>) -> Result<(), ProvisionError> {
         let tmp = self.pool.meta_dir("tmp")?;
         self.pool.meta_dir(K::RECORDS)?;
         let path = self.record(entry.id);
@@ -208,19 +208,19 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
 
     /// Undoes a failed create of this process, of which no caller knows. It removes the
     /// image before the record that names its owner.
-    pub fn undo(&self, held: &ReservationLock) -> Result<(), Error> {
+    pub fn undo(&self, held: &ReservationLock) -> Result<(), ProvisionError> {
         self.remove_image(held.id, "its creation failed")?;
         let _ = remove(&self.record(held.id))?;
         held.give_up()
     }
 
     /// Refuses an image without a record: it may be in use, and its owner is unknown.
-    pub fn refuse_unrecorded(&self, held: &ReservationLock) -> Result<(), Error> {
+    pub fn refuse_unrecorded(&self, held: &ReservationLock) -> Result<(), ProvisionError> {
         let image = K::image(self.pool, held.id);
         match fs::symlink_metadata(&image) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(e) => Err(failed("look at", &image, e)),
-            Ok(_) => Err(Error::Unrecorded {
+            Ok(_) => Err(ProvisionError::Unrecorded {
                 image,
                 record: self.record(held.id),
                 reservation: held.path.clone(),
@@ -236,7 +236,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         entry: &CatalogueEntry<K>,
         held: Option<&ReservationLock>,
         why: &str,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ProvisionError> {
         self.remove_image(entry.id, why)?;
         if let Some(held) = held.filter(|held| held.id == entry.id) {
             let _ = remove(&held.path)?;
@@ -244,7 +244,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         remove(&self.record(entry.id)).map(drop)
     }
 
-    fn remove_image(&self, id: Uuid, why: &str) -> Result<(), Error> {
+    fn remove_image(&self, id: Uuid, why: &str) -> Result<(), ProvisionError> {
         let image = K::image(self.pool, id);
         if remove(&image)? == Done::Now {
             tracing::info!(image = %image.display(), why, "deleted an image");
@@ -263,11 +263,11 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
 }
 
 /// Locks a reservation: it and the name in it. None where there is none.
-pub fn hold_by_path(path: &Path) -> Result<Option<ReservationLock>, Error> {
+pub fn hold_by_path(path: &Path) -> Result<Option<ReservationLock>, ProvisionError> {
     Ok(hold_at(path)?.map(|(held, _)| held))
 }
 
-fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, Error> {
+fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, ProvisionError> {
     loop {
         let lock = match draft::open_to_lock(path) {
             Ok(file) => file,
@@ -276,7 +276,7 @@ fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, Error>
         };
         if !draft::try_lock(&lock).map_err(|e| failed("lock", path, e))? {
             let name = read::<Reservation>(path)?.map(|reservation| reservation.name);
-            return Err(Error::Busy(name.unwrap_or_default()));
+            return Err(ProvisionError::Busy(name.unwrap_or_default()));
         }
         // The process that held the lock may have removed it.
         if !draft::is_at(&lock, path) {
@@ -299,7 +299,7 @@ fn id_of(path: &Path) -> Option<Uuid> {
     Uuid::try_parse(stem).ok()
 }
 
-fn list(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+fn list(dir: &Path) -> Result<Vec<PathBuf>, ProvisionError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -310,7 +310,7 @@ fn list(dir: &Path) -> Result<Vec<PathBuf>, Error> {
         .collect()
 }
 
-fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
+fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, ProvisionError> {
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -318,19 +318,19 @@ fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
     };
     serde_json::from_slice(&bytes)
         .map(Some)
-        .map_err(|source| Error::Corrupt {
+        .map_err(|source| ProvisionError::Corrupt {
             path: path.to_owned(),
             source,
         })
 }
 
-fn remove(path: &Path) -> Result<Done, Error> {
+fn remove(path: &Path) -> Result<Done, ProvisionError> {
     draft::remove(path, Durable).map_err(|e| failed("remove", path, e))
 }
 
-/// An [`Error::Io`].
-pub fn failed(step: &'static str, path: &Path, source: io::Error) -> Error {
-    Error::Io {
+/// A [`ProvisionError::Io`].
+pub fn failed(step: &'static str, path: &Path, source: io::Error) -> ProvisionError {
+    ProvisionError::Io {
         step,
         path: path.to_owned(),
         source,

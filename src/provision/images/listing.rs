@@ -7,7 +7,7 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, ListEntry, ListRequest, SnapshotInfo, VolumeInfo},
+    super::{ListEntry, ListRequest, ProvisionError, SnapshotInfo, VolumeInfo},
     ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind},
     snapshots::SnapshotDetail,
@@ -21,7 +21,7 @@ impl ImageStore {
         &self,
         what: &ListRequest,
         pool: Option<&str>,
-    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, ProvisionError> {
         let pool = self.pools.get_or_only(pool)?;
         entries(pool, what, |entry: &CatalogueEntry<VolumeDetail>| {
             let bytes = size_of(&VolumeDetail::image(pool, entry.id))?;
@@ -34,7 +34,7 @@ impl ImageStore {
         what: &ListRequest,
         pool: Option<&str>,
         volume: Option<&str>,
-    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         let pool = self.pools.get_or_only(pool)?;
         entries(pool, what, |entry: &CatalogueEntry<SnapshotDetail>| {
             if volume.is_some_and(|volume| volume != entry.detail.source) {
@@ -50,11 +50,11 @@ impl ImageStore {
 fn entries<K: EntryKind, T>(
     pool: &Pool,
     what: &ListRequest,
-    show: impl Fn(&CatalogueEntry<K>) -> Result<Option<T>, Error>,
-) -> Result<Vec<ListEntry<T>>, Error> {
+    show: impl Fn(&CatalogueEntry<K>) -> Result<Option<T>, ProvisionError>,
+) -> Result<Vec<ListEntry<T>>, ProvisionError> {
     let last = what.from.as_ref().map(|token| {
         let id = Uuid::try_parse(token);
-        id.map_err(|_| Error::BadToken(token.clone()))
+        id.map_err(|_| ProvisionError::BadToken(token.clone()))
     });
     let last = last.transpose()?;
     let catalogue = Catalogue::of(pool);
@@ -70,7 +70,7 @@ fn entries<K: EntryKind, T>(
             Ok(Some(entry)) => entry,
             Ok(None) => continue,
             // Its own calls fail; it must not hide all the others.
-            Err(error @ (Error::Corrupt { .. } | Error::Io { .. })) => {
+            Err(error @ (ProvisionError::Corrupt { .. } | ProvisionError::Io { .. })) => {
                 tracing::warn!(error = error_chain(&error), "not listed");
                 continue;
             }

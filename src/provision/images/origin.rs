@@ -3,7 +3,7 @@
 use std::{fs::File, io, path::PathBuf};
 
 use super::{
-    super::{ContentSource, Error, copy},
+    super::{ContentSource, ProvisionError, copy},
     ImageStore,
     catalogue::{EntryKind as _, failed},
     snapshots::SnapshotDetail,
@@ -18,7 +18,7 @@ use crate::pool::{
 };
 
 /// An image to copy, opened.
-pub struct CopySource<'s> {
+pub struct SourceFile<'s> {
     pub pool: &'s Pool,
     pub file: File,
     pub bytes: u64,
@@ -31,48 +31,52 @@ pub struct CopySource<'s> {
 
 impl ImageStore {
     /// Opens the source of a copy.
-    pub(super) fn origin(&self, source: &ContentSource) -> Result<CopySource<'_>, Error> {
+    pub(super) fn origin(&self, source: &ContentSource) -> Result<SourceFile<'_>, ProvisionError> {
         let opened = match source {
             ContentSource::Volume(handle) => self.volume_origin(handle),
             ContentSource::Snapshot(handle) => self.snapshot_origin(handle),
         };
         opened.map_err(|error| match error {
-            Error::Elsewhere(handle) => Error::SourceElsewhere(handle),
+            ProvisionError::Elsewhere(handle) => ProvisionError::SourceElsewhere(handle),
             other => other,
         })
     }
 
     /// Opens the image of a volume.
-    pub(super) fn volume_origin(&self, handle: &str) -> Result<CopySource<'_>, Error> {
+    pub(super) fn volume_origin(&self, handle: &str) -> Result<SourceFile<'_>, ProvisionError> {
         let (pool, entry) = self.find_volume(handle)?;
         let image = format!("{}.img", entry.id);
         let path = VolumeDetail::image(pool, entry.id);
         let file = pool
             .open_image(&image, false)
             .map_err(|error| match error {
-                PoolError::NoImage { .. } => Error::Lost {
+                PoolError::NoImage { .. } => ProvisionError::Lost {
                     handle: handle.to_owned(),
                     path: path.clone(),
                 },
                 other => other.into(),
             })?;
-        Ok(CopySource {
+        Ok(SourceFile {
             volume_image: Some(image),
             is_exported: entry.detail.is_exported(),
-            ..CopySource::new(pool, file, path)?
+            ..SourceFile::new(pool, file, path)?
         })
     }
 
-    fn snapshot_origin(&self, handle: &str) -> Result<CopySource<'_>, Error> {
+    fn snapshot_origin(&self, handle: &str) -> Result<SourceFile<'_>, ProvisionError> {
         let (pool, entry) = self.find_snapshot(handle)?;
         let path = SnapshotDetail::image(pool, entry.id);
         let file = File::open(&path).map_err(|e| failed("open", &path, e))?;
-        CopySource::new(pool, file, path)
+        SourceFile::new(pool, file, path)
     }
 
     /// Fills an empty draft with the origin's data: by reflink, which is atomic, else by a
     /// copy, during which nothing may write to the origin.
-    pub(super) fn fill(&self, draft: &Draft, origin: &CopySource<'_>) -> Result<(), Error> {
+    pub(super) fn fill(
+        &self,
+        draft: &Draft,
+        origin: &SourceFile<'_>,
+    ) -> Result<(), ProvisionError> {
         let cannot = |e| failed("copy", &origin.path, e);
         if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
             return Ok(());
@@ -98,13 +102,17 @@ impl ImageStore {
         };
         let released = claim::release(origin.pool, image, &claim.node_id);
         copied?;
-        released.map(drop).map_err(Error::from)
+        released.map(drop).map_err(ProvisionError::from)
     }
 }
 
 /// Copies a volume's image while no node has a claim to write to it.
-fn copy_unwritten(draft: &Draft, origin: &CopySource<'_>, image: &str) -> Result<(), Error> {
-    let CopySource { pool, path, .. } = origin;
+fn copy_unwritten(
+    draft: &Draft,
+    origin: &SourceFile<'_>,
+    image: &str,
+) -> Result<(), ProvisionError> {
+    let SourceFile { pool, path, .. } = origin;
     let cannot = |e| failed("copy", path, e);
     // Opened anew: NFS looks for other clients' writes only at an open.
     let file = pool.open_image(image, false)?;
@@ -114,10 +122,10 @@ fn copy_unwritten(draft: &Draft, origin: &CopySource<'_>, image: &str) -> Result
     if !origin.is_exported {
         return copy(&|| Ok(true)).map(drop);
     }
-    let written = || at_no_point_in_time(pool, Error::Exported(image.to_owned()));
+    let written = || at_no_point_in_time(pool, ProvisionError::Exported(image.to_owned()));
     match Writers::of(pool, &file, path)? {
         Writers::Some => Err(written()),
-        Writers::Unknown => Err(Error::WritersUnknown {
+        Writers::Unknown => Err(ProvisionError::WritersUnknown {
             pool: pool.name.clone(),
             image: image.to_owned(),
         }),
@@ -129,15 +137,15 @@ fn copy_unwritten(draft: &Draft, origin: &CopySource<'_>, image: &str) -> Result
     }
 }
 
-fn at_no_point_in_time(pool: &Pool, holder: Error) -> Error {
-    Error::NoPointInTime {
+fn at_no_point_in_time(pool: &Pool, holder: ProvisionError) -> ProvisionError {
+    ProvisionError::NoPointInTime {
         pool: pool.name.clone(),
         holder: Box::new(holder),
     }
 }
 
-impl<'s> CopySource<'s> {
-    fn new(pool: &'s Pool, file: File, path: PathBuf) -> Result<Self, Error> {
+impl<'s> SourceFile<'s> {
+    fn new(pool: &'s Pool, file: File, path: PathBuf) -> Result<Self, ProvisionError> {
         let metadata = file.metadata();
         let bytes = metadata.map_err(|e| failed("look at", &path, e))?.len();
         Ok(Self {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{
-    super::{Error, SnapshotInfo},
+    super::{ProvisionError, SnapshotInfo},
     ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     store::size_of,
@@ -49,7 +49,11 @@ impl EntryKind for SnapshotDetail {
 type Snapshots<'p> = Catalogue<'p, SnapshotDetail>;
 
 impl ImageStore {
-    pub(super) fn create_snapshot(&self, name: &str, volume: &str) -> Result<SnapshotInfo, Error> {
+    pub(super) fn create_snapshot(
+        &self,
+        name: &str,
+        volume: &str,
+    ) -> Result<SnapshotInfo, ProvisionError> {
         // Before the volume is looked for: a snapshot may outlive it.
         if let Some((pool, entry)) = self.find_name(name) {
             return self.as_taken_before(pool, &entry, volume);
@@ -84,7 +88,7 @@ impl ImageStore {
         held: &ReservationLock,
         name: &str,
         volume: &str,
-    ) -> Result<SnapshotInfo, Error> {
+    ) -> Result<SnapshotInfo, ProvisionError> {
         let origin = self.volume_origin(volume)?;
         let tmp = pool.meta_dir("tmp")?;
         pool.meta_dir(SnapshotDetail::RECORDS)?;
@@ -107,7 +111,7 @@ impl ImageStore {
         Snapshots::of(pool).record_as(&entry)?;
         match draft.place_new(&image, Durable) {
             Ok(Done::Now) => {}
-            Ok(Done::Already) => return Err(Error::Busy(name.to_owned())),
+            Ok(Done::Already) => return Err(ProvisionError::Busy(name.to_owned())),
             Err(e) => return Err(failed("put in place", &image, e)),
         }
         entry.state = EntryState::Ready;
@@ -121,17 +125,17 @@ impl ImageStore {
         pool: &Pool,
         entry: &CatalogueEntry<SnapshotDetail>,
         volume: &str,
-    ) -> Result<SnapshotInfo, Error> {
+    ) -> Result<SnapshotInfo, ProvisionError> {
         if entry.detail.source == volume {
             return self.snapshot(pool, entry);
         }
-        Err(Error::Differs {
+        Err(ProvisionError::Differs {
             name: entry.name.clone(),
             how: format!("it is a snapshot of {:?}", entry.detail.source),
         })
     }
 
-    pub(super) fn delete_snapshot(&self, handle: &str) -> Result<(), Error> {
+    pub(super) fn delete_snapshot(&self, handle: &str) -> Result<(), ProvisionError> {
         let Ok(parsed) = handle.parse::<SnapshotHandle>() else {
             return Ok(());
         };
@@ -139,7 +143,7 @@ impl ImageStore {
         self.delete::<SnapshotDetail>(pool, parsed.id())
     }
 
-    pub(super) fn get_snapshot(&self, handle: &str) -> Result<SnapshotInfo, Error> {
+    pub(super) fn get_snapshot(&self, handle: &str) -> Result<SnapshotInfo, ProvisionError> {
         let (pool, entry) = self.find_snapshot(handle)?;
         self.snapshot(pool, &entry)
     }
@@ -148,7 +152,7 @@ impl ImageStore {
         &self,
         pool: &Pool,
         entry: &CatalogueEntry<SnapshotDetail>,
-    ) -> Result<SnapshotInfo, Error> {
+    ) -> Result<SnapshotInfo, ProvisionError> {
         let detail = &entry.detail;
         Ok(SnapshotInfo {
             handle: SnapshotHandle::new(pool, self.node_id.as_deref(), entry.id).to_string(),
@@ -164,17 +168,21 @@ impl ImageStore {
     pub(super) fn find_snapshot(
         &self,
         handle: &str,
-    ) -> Result<(&Pool, CatalogueEntry<SnapshotDetail>), Error> {
-        let missing = || Error::NoSnapshot(handle.to_owned());
+    ) -> Result<(&Pool, CatalogueEntry<SnapshotDetail>), ProvisionError> {
+        let missing = || ProvisionError::NoSnapshot(handle.to_owned());
         let parsed: SnapshotHandle = handle.parse().map_err(|_| missing())?;
         let pool = self.reach_snapshot(&parsed, handle)?;
         let entry = Snapshots::of(pool).ready(parsed.id())?;
         Ok((pool, entry.ok_or_else(missing)?))
     }
 
-    fn reach_snapshot(&self, parsed: &SnapshotHandle, handle: &str) -> Result<&Pool, Error> {
+    fn reach_snapshot(
+        &self,
+        parsed: &SnapshotHandle,
+        handle: &str,
+    ) -> Result<&Pool, ProvisionError> {
         if !parsed.is_reachable_from(self.node_id.as_deref()) {
-            return Err(Error::Elsewhere(handle.to_owned()));
+            return Err(ProvisionError::Elsewhere(handle.to_owned()));
         }
         self.pool_of(parsed.pool(), handle)
     }

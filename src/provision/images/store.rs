@@ -5,7 +5,7 @@ use std::{io, path::Path};
 use uuid::Uuid;
 
 use super::{
-    super::Error,
+    super::ProvisionError,
     ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
     writers,
@@ -22,9 +22,9 @@ use crate::{
 
 impl ImageStore {
     /// The pool of that name, which is part of `handle`.
-    pub(super) fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, Error> {
+    pub(super) fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, ProvisionError> {
         let found = self.pools.get(name);
-        let pool = found.map_err(|source| Error::PoolNotGiven {
+        let pool = found.map_err(|source| ProvisionError::PoolNotGiven {
             handle: handle.to_owned(),
             source,
         })?;
@@ -35,10 +35,12 @@ impl ImageStore {
 
     /// The pool that a storage class names, or the only one. Beside a node, one
     /// that is unknown may be another node's.
-    pub(super) fn pool_for(&self, name: Option<&str>) -> Result<&Pool, Error> {
+    pub(super) fn pool_for(&self, name: Option<&str>) -> Result<&Pool, ProvisionError> {
         let found = self.pools.get_or_only(name);
         let pool = found.map_err(|error| match error {
-            PoolError::Unknown { .. } if self.node_id.is_some() => Error::PoolNotHere(error),
+            PoolError::Unknown { .. } if self.node_id.is_some() => {
+                ProvisionError::PoolNotHere(error)
+            }
             other => other.into(),
         })?;
         pool.check_scope()?;
@@ -65,7 +67,7 @@ impl ImageStore {
     }
 
     /// Deletes the entry of `id`, if there is one.
-    pub(super) fn delete<K: EntryKind>(&self, pool: &Pool, id: Uuid) -> Result<(), Error> {
+    pub(super) fn delete<K: EntryKind>(&self, pool: &Pool, id: Uuid) -> Result<(), ProvisionError> {
         let catalogue = Catalogue::<K>::of(pool);
         let Some(entry) = catalogue.get(id)? else {
             return Ok(());
@@ -81,7 +83,7 @@ impl ImageStore {
         pool: &Pool,
         mut entry: CatalogueEntry<K>,
         held: Option<&ReservationLock>,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ProvisionError> {
         let catalogue = Catalogue::of(pool);
         let tmp = pool.meta_dir("tmp")?;
         let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
@@ -128,7 +130,7 @@ impl ImageStore {
 /// A loop device of this machine over an image, whichever process attached it: images have
 /// unique names, and sysfs shows them in every mount namespace. A read-only one is ignored
 /// if `may_read`.
-pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
+pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<ProvisionError>> {
     let devices = match std::fs::read_dir("/sys/block") {
         Ok(devices) => devices,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -146,7 +148,7 @@ pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
             ro.is_ok_and(|ro| ro.trim() == "1")
         };
         if backing.file_name() == Some(image.as_ref()) && !(may_read && read_only()) {
-            return Ok(Some(Error::LoopDevice {
+            return Ok(Some(ProvisionError::LoopDevice {
                 image: image.to_owned(),
                 device: device.file_name().to_string_lossy().into_owned(),
             }));
@@ -156,7 +158,7 @@ pub fn loop_device(image: &str, may_read: bool) -> io::Result<Option<Error>> {
 }
 
 /// The size of a file; none if it is missing.
-pub fn size_of(path: &Path) -> Result<Option<u64>, Error> {
+pub fn size_of(path: &Path) -> Result<Option<u64>, ProvisionError> {
     match std::fs::symlink_metadata(path) {
         Ok(metadata) => Ok(Some(metadata.len())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),

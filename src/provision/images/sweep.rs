@@ -1,7 +1,7 @@
 //! Finishing the work of controllers that have ended.
 
 use super::{
-    super::Error,
+    super::ProvisionError,
     ImageStore,
     catalogue::{Catalogue, EntryKind, EntryState, failed, hold_by_path},
     snapshots::SnapshotDetail,
@@ -11,7 +11,7 @@ use crate::pool::{Pool, claim, draft};
 
 impl ImageStore {
     /// Sweeps all pools; returns the failures.
-    pub(super) fn sweep(&self) -> Vec<Error> {
+    pub(super) fn sweep(&self) -> Vec<ProvisionError> {
         let mut errors = Vec::new();
         for pool in self.pools.iter() {
             if let Err(error) = pool.check_scope() {
@@ -26,16 +26,16 @@ impl ImageStore {
             }
             self.sweep_kind::<VolumeDetail>(pool, &mut errors);
             self.sweep_kind::<SnapshotDetail>(pool, &mut errors);
-            errors.extend(claim::sweep(pool).err().map(Error::from));
+            errors.extend(claim::sweep(pool).err().map(ProvisionError::from));
         }
         errors
     }
 
-    fn sweep_kind<K: EntryKind>(&self, pool: &Pool, errors: &mut Vec<Error>) {
+    fn sweep_kind<K: EntryKind>(&self, pool: &Pool, errors: &mut Vec<ProvisionError>) {
         let catalogue = Catalogue::<K>::of(pool);
         let mut keep_error = |result| match result {
             // A call is under way on it.
-            Ok(()) | Err(Error::Busy(_)) => {}
+            Ok(()) | Err(ProvisionError::Busy(_)) => {}
             Err(error) => errors.push(error),
         };
         match catalogue.reservations() {

@@ -59,7 +59,7 @@ fn new(name: &str, required: u64) -> NewVolume {
         mutable: HashMap::new(),
         source: None,
         elsewhere: None,
-        places: AccessibilityRequirements::default(),
+        accessibility: AccessibilityRequirements::default(),
         secrets: none(),
     }
 }
@@ -163,7 +163,7 @@ fn files_below(dir: &Path) -> Vec<String> {
     found
 }
 
-fn kind<T: std::fmt::Debug>(result: Result<T, Error>) -> Kind {
+fn kind<T: std::fmt::Debug>(result: Result<T, ProvisionError>) -> Kind {
     result.unwrap_err().kind()
 }
 

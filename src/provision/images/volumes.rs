@@ -8,8 +8,8 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        ContentSource, Error, NewVolume, Parameters, PublishedVolume, Range, TopologySegments,
-        VolumeCondition, VolumeInfo, VolumeUse,
+        ContentSource, NewVolume, Parameters, ProvisionError, PublishedVolume, Range,
+        TopologySegments, VolumeCondition, VolumeInfo, VolumeUse,
         range::{self, least},
     },
     ImageStore,
@@ -59,12 +59,12 @@ impl EntryKind for VolumeDetail {
 type Volumes<'p> = Catalogue<'p, VolumeDetail>;
 
 impl ImageStore {
-    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
+    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError> {
         let parameters = Parameters::parse(&new.parameters)?;
         let pool = self.pool_for(parameters.pool.as_deref())?;
         parameters.refuse_uses(pool, &new.uses)?;
         if let (Scope::Local, Some(wanted)) = (pool.scope, &new.elsewhere) {
-            return Err(Error::NotHere {
+            return Err(ProvisionError::NotHere {
                 pool: pool.name.clone(),
                 wanted: wanted.clone(),
             });
@@ -83,7 +83,7 @@ impl ImageStore {
         if let Some((other, _)) = self.find_name::<VolumeDetail>(&new.name)
             && other.name != pool.name
         {
-            return Err(Error::Differs {
+            return Err(ProvisionError::Differs {
                 name: new.name.clone(),
                 how: format!("it is in pool {:?}", other.name),
             });
@@ -119,7 +119,7 @@ impl ImageStore {
         new: &NewVolume,
         mut detail: VolumeDetail,
         smallest: u64,
-    ) -> Result<VolumeInfo, Error> {
+    ) -> Result<VolumeInfo, ProvisionError> {
         let origin = match &new.source {
             Some(source) => Some(self.origin(source)?),
             None => None,
@@ -133,7 +133,7 @@ impl ImageStore {
                 "required_bytes"
             };
             let why = format!("{bytes} is less than the {} of the source", from.bytes);
-            return Err(Error::Size { field, why });
+            return Err(ProvisionError::Size { field, why });
         }
 
         detail.made_bytes = detail.is_exported().then_some(bytes);
@@ -162,7 +162,7 @@ impl ImageStore {
         Volumes::of(pool).record_as(&entry)?;
         match draft.place_new(&image, Durable) {
             Ok(Done::Now) => {}
-            Ok(Done::Already) => return Err(Error::Busy(new.name.clone())),
+            Ok(Done::Already) => return Err(ProvisionError::Busy(new.name.clone())),
             Err(e) => return Err(failed("put in place", &image, e)),
         }
         // From here on the image is counted.
@@ -180,7 +180,7 @@ impl ImageStore {
         entry: &CatalogueEntry<VolumeDetail>,
         detail: &VolumeDetail,
         range: Range,
-    ) -> Result<VolumeInfo, Error> {
+    ) -> Result<VolumeInfo, ProvisionError> {
         let bytes = self.size(pool, entry)?;
         let there = &entry.detail;
         let how = if there.parameters != detail.parameters {
@@ -195,10 +195,10 @@ impl ImageStore {
             return Ok(self.volume(pool, entry, bytes));
         };
         let name = entry.name.clone();
-        Err(Error::Differs { name, how })
+        Err(ProvisionError::Differs { name, how })
     }
 
-    pub(super) fn delete_volume(&self, handle: &str) -> Result<(), Error> {
+    pub(super) fn delete_volume(&self, handle: &str) -> Result<(), ProvisionError> {
         let Ok(parsed) = handle.parse::<VolumeHandle>() else {
             return Ok(());
         };
@@ -206,10 +206,10 @@ impl ImageStore {
         self.delete::<VolumeDetail>(pool, parsed.id())
     }
 
-    pub(super) fn expand_volume(&self, handle: &str, range: Range) -> Result<u64, Error> {
+    pub(super) fn expand_volume(&self, handle: &str, range: Range) -> Result<u64, ProvisionError> {
         let (pool, entry) = match self.find_volume(handle) {
             // The node there grows the file itself.
-            Err(Error::Elsewhere(_)) => return range.choose(0, 0),
+            Err(ProvisionError::Elsewhere(_)) => return range.choose(0, 0),
             found => found?,
         };
         let before = self.size(pool, &entry)?;
@@ -217,7 +217,7 @@ impl ImageStore {
             if range.holds(before) {
                 return Ok(before);
             }
-            return Err(Error::Size {
+            return Err(ProvisionError::Size {
                 field: "limit_bytes",
                 why: format!(
                     "the volume has {before} bytes already, and volumes never become smaller"
@@ -230,7 +230,7 @@ impl ImageStore {
         let path = VolumeDetail::image(pool, entry.id);
         let grown = pool
             .open_image(&format!("{}.img", entry.id), true)
-            .map_err(Error::from)
+            .map_err(ProvisionError::from)
             .and_then(|file| {
                 let preallocate = entry.detail.parameters.preallocate;
                 set_size(&file, bytes, preallocate)
@@ -243,7 +243,7 @@ impl ImageStore {
         grown.map(|()| bytes)
     }
 
-    pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
+    pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, ProvisionError> {
         let (pool, entry) = self.find_volume(handle)?;
         let bytes = self.size(pool, &entry)?;
         let holders = claim::owners(pool, &format!("{}.img", entry.id))?;
@@ -258,7 +258,7 @@ impl ImageStore {
         handle: &str,
         uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
-    ) -> Result<Option<String>, Error> {
+    ) -> Result<Option<String>, ProvisionError> {
         let (pool, entry) = self.find_volume(handle)?;
         let refused = match entry.detail.parameters.refuse_uses(pool, uses) {
             Ok(()) if uses.iter().any(|volume_use| volume_use.many_nodes_write) => {
@@ -284,11 +284,14 @@ impl ImageStore {
         Ok(refused)
     }
 
-    pub(super) fn volume_condition(&self, handle: &str) -> Result<Option<VolumeCondition>, Error> {
+    pub(super) fn volume_condition(
+        &self,
+        handle: &str,
+    ) -> Result<Option<VolumeCondition>, ProvisionError> {
         let (pool, entry) = self.find_volume(handle)?;
         match self.size(pool, &entry) {
             Ok(_) => Ok(None),
-            Err(error @ Error::Lost { .. }) => Ok(Some(VolumeCondition {
+            Err(error @ ProvisionError::Lost { .. }) => Ok(Some(VolumeCondition {
                 reason: "ImageMissing",
                 message: error.to_string(),
             })),
@@ -322,13 +325,17 @@ impl ImageStore {
             context,
             source: detail.source.clone(),
             local: pool.scope == Scope::Local,
-            place: TopologySegments::new(),
+            topology: TopologySegments::new(),
         }
     }
 
-    fn size(&self, pool: &Pool, entry: &CatalogueEntry<VolumeDetail>) -> Result<u64, Error> {
+    fn size(
+        &self,
+        pool: &Pool,
+        entry: &CatalogueEntry<VolumeDetail>,
+    ) -> Result<u64, ProvisionError> {
         let path = VolumeDetail::image(pool, entry.id);
-        size_of(&path)?.ok_or_else(|| Error::Lost {
+        size_of(&path)?.ok_or_else(|| ProvisionError::Lost {
             handle: VolumeHandle::new(pool, self.node_id.as_deref(), entry.id).to_string(),
             path,
         })
@@ -338,17 +345,17 @@ impl ImageStore {
     pub(super) fn find_volume(
         &self,
         handle: &str,
-    ) -> Result<(&Pool, CatalogueEntry<VolumeDetail>), Error> {
-        let missing = || Error::NoVolume(handle.to_owned());
+    ) -> Result<(&Pool, CatalogueEntry<VolumeDetail>), ProvisionError> {
+        let missing = || ProvisionError::NoVolume(handle.to_owned());
         let parsed: VolumeHandle = handle.parse().map_err(|_| missing())?;
         let pool = self.reach_volume(&parsed, handle)?;
         let entry = Volumes::of(pool).ready(parsed.id())?;
         Ok((pool, entry.ok_or_else(missing)?))
     }
 
-    fn reach_volume(&self, parsed: &VolumeHandle, handle: &str) -> Result<&Pool, Error> {
+    fn reach_volume(&self, parsed: &VolumeHandle, handle: &str) -> Result<&Pool, ProvisionError> {
         if !parsed.is_reachable_from(self.node_id.as_deref()) {
-            return Err(Error::Elsewhere(handle.to_owned()));
+            return Err(ProvisionError::Elsewhere(handle.to_owned()));
         }
         self.pool_of(parsed.pool(), handle)
     }

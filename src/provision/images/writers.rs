@@ -26,7 +26,7 @@ use rustix::{
 };
 
 use super::{
-    super::Error,
+    super::ProvisionError,
     capacity::{BTRFS, EXT4, TMPFS, XFS, fs_type},
     catalogue::failed,
 };
@@ -47,7 +47,7 @@ pub enum Writers<'f> {
 
 impl<'f> Writers<'f> {
     /// Looks at an image of `pool` that is open for reading only.
-    pub fn of(pool: &Pool, image: &'f File, path: &Path) -> Result<Self, Error> {
+    pub fn of(pool: &Pool, image: &'f File, path: &Path) -> Result<Self, ProvisionError> {
         if !matches!(fs_type(pool)?, Some(EXT4 | XFS | BTRFS | TMPFS)) {
             return Ok(Self::Unknown);
         }
@@ -105,7 +105,7 @@ fn is_refusal(error: &io::Error) -> bool {
 }
 
 /// Refuses to delete an image that is known to have a writer.
-pub fn refuse_written(pool: &Pool, image: &str) -> Result<(), Error> {
+pub fn refuse_written(pool: &Pool, image: &str) -> Result<(), ProvisionError> {
     let file = match pool.open_image(image, false) {
         Ok(file) => file,
         // Deleted before, or lost.
@@ -113,7 +113,7 @@ pub fn refuse_written(pool: &Pool, image: &str) -> Result<(), Error> {
         Err(error) => return Err(error.into()),
     };
     match Writers::of(pool, &file, &pool.image_path(image))? {
-        Writers::Some => Err(Error::Exported(image.to_owned())),
+        Writers::Some => Err(ProvisionError::Exported(image.to_owned())),
         Writers::None(_) | Writers::Unknown => Ok(()),
     }
 }

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, ops::RangeInclusive};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Error, bad};
+use super::{ProvisionError, bad};
 use crate::nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server};
 
 /// The server of the pool, and the options by which nodes attach its exports. For a missing
@@ -39,7 +39,7 @@ const SERVER: &str = "nbdServer";
 
 impl ExportParameters {
     /// Reads the parameters of this backend, beside others.
-    pub fn parse(given: &BTreeMap<&str, &str>) -> Result<Self, Error> {
+    pub fn parse(given: &BTreeMap<&str, &str>) -> Result<Self, ProvisionError> {
         for name in OF_LOOP {
             if let Some(value) = given.get(name) {
                 return Err(bad(
@@ -85,7 +85,11 @@ impl ExportParameters {
     }
 }
 
-fn number(name: &'static str, value: &str, range: &RangeInclusive<u32>) -> Result<u32, Error> {
+fn number(
+    name: &'static str,
+    value: &str,
+    range: &RangeInclusive<u32>,
+) -> Result<u32, ProvisionError> {
     let number = value.parse().ok().filter(|number| range.contains(number));
     number.ok_or_else(|| {
         let (from, to) = (range.start(), range.end());

@@ -7,7 +7,7 @@
 //! that resumes late finds that it was given up, and removes what it has made since.
 
 use super::{
-    super::{ContentSource, Error},
+    super::{ContentSource, ProvisionError},
     RbdStore,
     copies::{drop_snapshot, temporary},
     error::RbdError,
@@ -127,7 +127,7 @@ impl Attempt<'_> {
         };
         match self.store.volume(&handle, self.secrets) {
             Ok(found) => Ok(Some((found.pool, found.image))),
-            Err(Error::Rbd(error)) => Err(error),
+            Err(ProvisionError::Rbd(error)) => Err(error),
             // Gone, and its snapshots with it.
             Err(_) => Ok(None),
         }

@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     super::{
-        AccessibilityRequirements, Error, Parameters, TopologySegments, VolumeUse,
+        AccessibilityRequirements, Parameters, ProvisionError, TopologySegments, VolumeUse,
         params::{bad, check_mkfs_options, yes_or_no},
     },
     encryption::Encryption,
@@ -55,12 +55,12 @@ pub struct CephPools {
     /// Of the image's data, if not the same.
     pub data: Option<String>,
     /// The topology from which the volume is reachable; empty: from anywhere.
-    pub place: TopologySegments,
+    pub topology: TopologySegments,
 }
 
 impl Class {
     /// Parses a storage class' parameters.
-    pub fn parse(given: &HashMap<String, String>) -> Result<Self, Error> {
+    pub fn parse(given: &HashMap<String, String>) -> Result<Self, ProvisionError> {
         let mut class = Self::default();
         let (mut features, mut mounter) = (None, "rbd");
         let (mut unit, mut count) = (None, None);
@@ -101,7 +101,7 @@ impl Class {
                 _ => {
                     let known = [HERE, FOR_THE_NODE].concat().join(", ");
                     let name = name.clone();
-                    return Err(Error::UnknownParameter { name, known });
+                    return Err(ProvisionError::UnknownParameter { name, known });
                 }
             }
             if name != OWNER {
@@ -124,10 +124,10 @@ impl Class {
     }
 
     /// Refuses uses that would destroy data; returns the file systems that the volume may hold.
-    pub fn file_systems(uses: &[VolumeUse]) -> Result<Vec<&'static str>, Error> {
+    pub fn file_systems(uses: &[VolumeUse]) -> Result<Vec<&'static str>, ProvisionError> {
         let several = uses.iter().find(|volume_use| volume_use.many_nodes_write);
         if several.is_some_and(|volume_use| volume_use.fs_type.is_some()) {
-            return Err(Error::UnsupportedUse(
+            return Err(ProvisionError::UnsupportedUse(
                 "ext4, xfs and btrfs are for one node at a time: several nodes with a writer \
                  among them destroy the file system; request a block volume, or read-only access"
                     .to_owned(),
@@ -141,7 +141,7 @@ impl Class {
     }
 
     /// Refuses what the node would not map.
-    fn check_mapping(&self, mounter: &str) -> Result<(), Error> {
+    fn check_mapping(&self, mounter: &str) -> Result<(), ProvisionError> {
         let (mapping, unmapping) = (self.parameter("mapOptions"), self.parameter("unmapOptions"));
         let refused = |name, value| move |error: OptionError| bad(name, value, &error.to_string());
         MapOptions::parse(mapping).map_err(refused("mapOptions", mapping))?;
@@ -158,28 +158,31 @@ impl Class {
     }
 
     /// Refuses options with which the node would not make these file systems.
-    pub fn check_mkfs(&self, file_systems: &[&'static str]) -> Result<(), Error> {
+    pub fn check_mkfs(&self, file_systems: &[&'static str]) -> Result<(), ProvisionError> {
         check_mkfs_options(self.parameter("mkfsOptions"), file_systems)
     }
 
     /// The pools for a volume that is wanted in some places.
-    pub fn pools(&self, places: &AccessibilityRequirements) -> Result<CephPools, Error> {
+    pub fn pools(
+        &self,
+        accessibility: &AccessibilityRequirements,
+    ) -> Result<CephPools, ProvisionError> {
         let journal = self.journal_pool.as_ref().unwrap_or(&self.pool);
-        if self.constrained.is_empty() || *places == AccessibilityRequirements::default() {
+        if self.constrained.is_empty() || *accessibility == AccessibilityRequirements::default() {
             return Ok(CephPools {
                 journal: journal.clone(),
                 image: full("pool", &self.pool)?,
                 data: self.options.data_pool.clone(),
-                place: TopologySegments::new(),
+                topology: TopologySegments::new(),
             });
         }
-        let (pool, place) = topology::choose(&self.constrained, places)?;
+        let (pool, topology) = topology::choose(&self.constrained, accessibility)?;
         let journal = Some(journal).filter(|name| !name.is_empty());
         Ok(CephPools {
             journal: journal.unwrap_or(&pool.name).clone(),
             image: pool.name.clone(),
             data: pool.data.clone(),
-            place,
+            topology,
         })
     }
 
@@ -220,7 +223,7 @@ const FOR_THE_NODE: &[&str] = &[
 ];
 
 /// The features that a class may ask for, with those that each depends on.
-fn checked_features(list: &str, mounter: &str) -> Result<Features, Error> {
+fn checked_features(list: &str, mounter: &str) -> Result<Features, ProvisionError> {
     let refuse = |why: String| Err(bad("imageFeatures", list, &why));
     let features = match Features::from_str(list) {
         Ok(features) => features,
@@ -251,12 +254,12 @@ fn checked_features(list: &str, mounter: &str) -> Result<Features, Error> {
     }
 }
 
-fn mounter_named(value: &str) -> Result<&'static str, Error> {
+fn mounter_named(value: &str) -> Result<&'static str, ProvisionError> {
     let known = ["rbd", "rbd-nbd"].into_iter().find(|known| *known == value);
     known.ok_or_else(|| bad("mounter", value, "there are rbd and rbd-nbd"))
 }
 
-fn full(name: &'static str, value: &str) -> Result<String, Error> {
+fn full(name: &'static str, value: &str) -> Result<String, ProvisionError> {
     match value {
         "" => Err(bad(name, value, "it is required, and must not be empty")),
         value => Ok(value.to_owned()),
@@ -264,7 +267,7 @@ fn full(name: &'static str, value: &str) -> Result<String, Error> {
 }
 
 /// What librbd takes: powers of two, of its `order` from 12 to 25.
-fn object_size(value: &str) -> Result<u64, Error> {
+fn object_size(value: &str) -> Result<u64, ProvisionError> {
     match number("objectSize", value)? {
         bytes if bytes.is_power_of_two() && (1 << 12..=1 << 25).contains(&bytes) => Ok(bytes),
         _ => Err(bad(
@@ -280,7 +283,7 @@ fn striping(
     unit: Option<u64>,
     count: Option<u64>,
     object_size: Option<u64>,
-) -> Result<Option<(u64, u64)>, Error> {
+) -> Result<Option<(u64, u64)>, ProvisionError> {
     let refuse = |unit: u64, why| Err(bad("stripeUnit", &unit.to_string(), why));
     match (unit, count) {
         (None, None) => Ok(None),
@@ -297,7 +300,7 @@ fn striping(
 
 /// A number of bytes, or of anything: decimal, or with Ceph's K, M, G (powers of
 /// 1024).
-fn number(name: &'static str, value: &str) -> Result<u64, Error> {
+fn number(name: &'static str, value: &str) -> Result<u64, ProvisionError> {
     let digits = value.trim_end_matches("iB").trim_end_matches('B');
     let (digits, shift) = match digits.char_indices().last() {
         Some((end, 'K' | 'k')) => (&digits[..end], 10),

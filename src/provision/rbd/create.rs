@@ -17,7 +17,7 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, NewVolume, VolumeInfo},
+    super::{NewVolume, ProvisionError, VolumeInfo},
     RbdStore,
     attempt::Attempt,
     class::{CephPools, Class},
@@ -73,9 +73,9 @@ impl<'a> Creation<'a> {
         class: &'a Class,
         link: &'a ClusterConnection,
         least: u64,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, ProvisionError> {
         let changeable = qos::modified(&new.mutable)?;
-        let pools = class.pools(&new.places)?;
+        let pools = class.pools(&new.accessibility)?;
         if let Some(encryption) = &class.encryption {
             let keeper = store.keeper(&new.secrets);
             keeper.check(encryption).map_err(RbdError::from)?;
@@ -96,7 +96,7 @@ impl<'a> Creation<'a> {
         })
     }
 
-    pub fn run(&self) -> Result<VolumeInfo, Error> {
+    pub fn run(&self) -> Result<VolumeInfo, ProvisionError> {
         let journal = &self.store.volumes;
         let name = &self.new.name;
         // A repeat of a copy must not need the source, which may be gone.
@@ -150,7 +150,7 @@ impl<'a> Creation<'a> {
         reserved: NameEntry,
         origin: Option<&CopySource>,
         bytes: u64,
-    ) -> Result<VolumeInfo, Error> {
+    ) -> Result<VolumeInfo, ProvisionError> {
         let attempt = self.attempt(pool, reserved);
         let making = self.making(pool, reserved, self.entry(reserved));
         let made = attempt
@@ -171,7 +171,7 @@ impl<'a> Creation<'a> {
 
     /// Continues what is reserved already, if it is complete or ceph-csi's; none: it was
     /// neither, and is removed, or its pool is gone.
-    fn go_on(&self, reserved: NameEntry) -> Result<Option<VolumeInfo>, Error> {
+    fn go_on(&self, reserved: NameEntry) -> Result<Option<VolumeInfo>, ProvisionError> {
         let pool = match reserved.pool_id.map(|id| self.link.pool(id)) {
             None => self.journal.clone(),
             // Deleted, and the image with it, as ceph-csi takes it, too.
@@ -223,12 +223,12 @@ impl<'a> Creation<'a> {
         Ok(Some(self.made(making, bytes)))
     }
 
-    fn differs(&self, how: String) -> Error {
+    fn differs(&self, how: String) -> ProvisionError {
         let name = self.new.name.clone();
-        Error::Differs { name, how }
+        ProvisionError::Differs { name, how }
     }
 
-    fn compare(&self, entry: &JournalEntry, image: Option<&Image>) -> Result<(), Error> {
+    fn compare(&self, entry: &JournalEntry, image: Option<&Image>) -> Result<(), ProvisionError> {
         let source = self.new.source.as_ref();
         let is_same = match (entry.origin.as_str(), image) {
             // ceph-csi does not enter it.
@@ -294,7 +294,7 @@ impl<'a> Creation<'a> {
             context.insert("dataPool".to_owned(), data.clone());
         }
         volume.context = context;
-        volume.place = self.pools.place.clone();
+        volume.topology = self.pools.topology.clone();
         volume.source.clone_from(&self.new.source);
         volume
     }

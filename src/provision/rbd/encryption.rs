@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::{
     super::{
-        Error,
+        ProvisionError,
         params::{bad, yes_or_no},
     },
     error::RbdError,
@@ -41,7 +41,7 @@ pub const BLOCK: &str = "block";
 
 impl Encryption {
     /// The encryption that a class asks for.
-    pub fn of_class(given: &HashMap<String, String>) -> Result<Option<Self>, Error> {
+    pub fn of_class(given: &HashMap<String, String>) -> Result<Option<Self>, ProvisionError> {
         let get = |name: &str| given.get(name).map(String::as_str).unwrap_or_default();
         let encrypted = get("encrypted");
         if encrypted.is_empty() || !yes_or_no("encrypted", encrypted)? {
@@ -167,7 +167,7 @@ fn opened(
 mod tests {
     use super::*;
 
-    fn parse(list: &[(&str, &str)]) -> Result<Option<Encryption>, Error> {
+    fn parse(list: &[(&str, &str)]) -> Result<Option<Encryption>, ProvisionError> {
         let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
         Encryption::of_class(&list.iter().map(own).collect())
     }

@@ -27,7 +27,7 @@ use std::{
 };
 
 use super::{
-    super::{Error, PublishRequest, Release},
+    super::{ProvisionError, PublishRequest, Release},
     RbdStore,
     error::RbdError,
     found::{FoundImage, Recorded},
@@ -111,7 +111,7 @@ impl RbdStore {
     pub(super) fn publish_volume(
         &self,
         new: &PublishRequest,
-    ) -> Result<BTreeMap<String, String>, Error> {
+    ) -> Result<BTreeMap<String, String>, ProvisionError> {
         let found = self.volume(&new.handle, &new.secrets)?;
         let Some(nodes) = nodes_of(&found).filter(|_| new.one_writer) else {
             return Ok(BTreeMap::new());
@@ -129,7 +129,7 @@ impl RbdStore {
         handle: &str,
         node: &str,
         secrets: &Secrets,
-    ) -> Result<Release, Error> {
+    ) -> Result<Release, ProvisionError> {
         let Some(found) = self.all_of_volume(handle, secrets)?.pop() else {
             return Ok(Release::Done);
         };
@@ -287,7 +287,7 @@ fn own_client(attachment: &RegisteredNode, users: &[Watcher]) -> Option<CephClie
         .then(|| own.clone())
 }
 
-fn still_attached(found: &FoundImage, attachment: &RegisteredNode) -> Error {
+fn still_attached(found: &FoundImage, attachment: &RegisteredNode) -> ProvisionError {
     let error = RbdError::StillAttached {
         image: format!("{}/{}", found.pool, found.image),
         node: attachment.node.clone(),

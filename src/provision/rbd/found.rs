@@ -133,7 +133,7 @@ impl FoundImage {
             context,
             source: origin.and_then(|origin| source_named(origin)),
             local: false,
-            place: TopologySegments::new(),
+            topology: TopologySegments::new(),
         }
     }
 

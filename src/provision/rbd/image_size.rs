@@ -1,7 +1,7 @@
 //! How large images become: whole MiB below 1 GiB, else whole GiB, as ceph-csi
 //! rounds them; where that goes beyond the limit, whole MiB.
 
-use super::super::{Error, Range};
+use super::super::{ProvisionError, Range};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -10,7 +10,7 @@ const MAXIMUM: u64 = i64::MAX.cast_unsigned() / GIB * GIB;
 
 /// The size for a new image, or for a grown one: what is required, else
 /// `default`, at least `least` (bytes).
-pub fn choose(range: Range, default: u64, least: u64) -> Result<u64, Error> {
+pub fn choose(range: Range, default: u64, least: u64) -> Result<u64, ProvisionError> {
     let Range { required, limit } = range;
     let wanted = match (required, limit) {
         (0, 0) => default,
@@ -20,7 +20,7 @@ pub fn choose(range: Range, default: u64, least: u64) -> Result<u64, Error> {
     let wanted = wanted.max(least).max(1);
     if wanted > MAXIMUM {
         let why = format!("{wanted} is more than an image can have, {MAXIMUM}");
-        return Err(Error::Size {
+        return Err(ProvisionError::Size {
             field: "required_bytes",
             why,
         });
@@ -33,7 +33,7 @@ pub fn choose(range: Range, default: u64, least: u64) -> Result<u64, Error> {
         required == 0 && *bytes >= least.max(MIB)
     });
     let fitting = sizes.into_iter().find(fits).or(floor);
-    fitting.ok_or_else(|| Error::Size {
+    fitting.ok_or_else(|| ProvisionError::Size {
         field: "limit_bytes",
         why: format!(
             "{limit} is too little: the smallest volume that fits has {} bytes",
@@ -48,7 +48,7 @@ mod tests {
 
     use super::*;
 
-    fn of(required: u64, limit: u64) -> Result<u64, Error> {
+    fn of(required: u64, limit: u64) -> Result<u64, ProvisionError> {
         choose(Range { required, limit }, GIB, MIB)
     }
 

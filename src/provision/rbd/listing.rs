@@ -12,8 +12,8 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        Capacity, CapacityRequest, Error, ListEntry, ListRequest, SnapshotInfo, VolumeInfo,
-        range::least,
+        Capacity, CapacityRequest, ListEntry, ListRequest, ProvisionError, SnapshotInfo,
+        VolumeInfo, range::least,
     },
     RbdStore,
     class::Class,
@@ -94,7 +94,7 @@ impl RbdStore {
     pub(super) fn list_volumes(
         &self,
         what: &ListRequest,
-    ) -> Result<Vec<ListEntry<VolumeInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<VolumeInfo>>, ProvisionError> {
         let links = self.listed_links(what)?;
         page(&self.volumes, &links, what, |found| {
             let bytes = match found.open(OpenMode::ReadOnly) {
@@ -111,7 +111,7 @@ impl RbdStore {
         what: &ListRequest,
         volume: Option<&str>,
         secrets: &Secrets,
-    ) -> Result<Vec<ListEntry<SnapshotInfo>>, Error> {
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         let links = if secrets.is_empty() {
             self.listed_links(what)?
         } else {
@@ -150,19 +150,19 @@ impl RbdStore {
 
     /// The space available in the class's pool, by Ceph's own count (`ceph df`): after
     /// replication, and before the fullest OSD is full.
-    pub(super) fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, Error> {
+    pub(super) fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, ProvisionError> {
         let class = Class::parse(&room.parameters)?;
         let minimum = least(&Class::file_systems(&room.uses)?);
         let none = Capacity {
             minimum,
             ..Capacity::default()
         };
-        let mut places = super::super::AccessibilityRequirements::default();
-        if !room.place.is_empty() {
-            places.requisite.push(room.place.clone());
+        let mut accessibility = super::super::AccessibilityRequirements::default();
+        if !room.topology.is_empty() {
+            accessibility.requisite.push(room.topology.clone());
         }
-        let pools = match class.pools(&places) {
-            Err(Error::NotHere { .. }) => return Ok(none),
+        let pools = match class.pools(&accessibility) {
+            Err(ProvisionError::NotHere { .. }) => return Ok(none),
             pools => pools?,
         };
         let link = self.link(&class.cluster_id, &Secrets::default())?;
@@ -186,7 +186,7 @@ fn page<T>(
     links: &[ClusterConnection],
     what: &ListRequest,
     show: impl Fn(&FoundImage) -> Result<Option<T>, RbdError>,
-) -> Result<Vec<ListEntry<T>>, Error> {
+) -> Result<Vec<ListEntry<T>>, ProvisionError> {
     let from = match &what.from {
         Some(token) => Some(resume(journal, links, token)?),
         None => None,
@@ -231,8 +231,8 @@ fn resume(
     journal: &Journal,
     links: &[ClusterConnection],
     token: &str,
-) -> Result<(Token, String), Error> {
-    let bad = || Error::BadToken(token.to_owned());
+) -> Result<(Token, String), ProvisionError> {
+    let bad = || ProvisionError::BadToken(token.to_owned());
     let parsed: Token = token.parse().map_err(|()| bad())?;
     let link = links.iter().find(|link| short(link) == parsed.cluster);
     let pool = link.ok_or_else(bad)?.pool(parsed.pool).map_err(|_| bad())?;

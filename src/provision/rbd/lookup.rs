@@ -9,7 +9,7 @@
 //! [`Mappings`]: crate::ceph::csi_format::config::Mappings
 
 use super::{
-    super::Error,
+    super::ProvisionError,
     RbdStore,
     error::RbdError,
     found::{FoundImage, found},
@@ -72,15 +72,23 @@ impl RbdStore {
     }
 
     /// A volume that must be there.
-    pub(super) fn volume(&self, handle: &str, secrets: &Secrets) -> Result<FoundImage, Error> {
+    pub(super) fn volume(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<FoundImage, ProvisionError> {
         let found = self.all_of_volume(handle, secrets)?.pop();
-        found.ok_or_else(|| Error::NoVolume(handle.to_owned()))
+        found.ok_or_else(|| ProvisionError::NoVolume(handle.to_owned()))
     }
 
     /// A snapshot that must be there.
-    pub(super) fn snapshot(&self, handle: &str, secrets: &Secrets) -> Result<FoundImage, Error> {
+    pub(super) fn snapshot(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<FoundImage, ProvisionError> {
         let found = self.all_of_snapshot(handle, secrets)?.pop();
-        found.ok_or_else(|| Error::NoSnapshot(handle.to_owned()))
+        found.ok_or_else(|| ProvisionError::NoSnapshot(handle.to_owned()))
     }
 
     /// The image of a handle in its own place, or else the image that it fails over to.

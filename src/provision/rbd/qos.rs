@@ -19,7 +19,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::super::{Error, params::bad};
+use super::super::{ProvisionError, params::bad};
 
 /// One limit, by all its names.
 struct Limit {
@@ -92,7 +92,7 @@ impl QosLimits {
     }
 
     /// The limits of a class.
-    pub fn of_class(given: &HashMap<String, String>) -> Result<Self, Error> {
+    pub fn of_class(given: &HashMap<String, String>) -> Result<Self, ProvisionError> {
         let mut limits = BTreeMap::new();
         for (name, value) in given.iter().filter(|(_, value)| !value.is_empty()) {
             if let Some((known, key)) = key_of(name) {
@@ -150,11 +150,13 @@ impl QosLimits {
 }
 
 /// The metadata keys of a modification; none: the key is removed.
-pub fn modified(mutable: &HashMap<String, String>) -> Result<Vec<(String, Option<String>)>, Error> {
+pub fn modified(
+    mutable: &HashMap<String, String>,
+) -> Result<Vec<(String, Option<String>)>, ProvisionError> {
     let mut metadata = Vec::new();
     for (name, value) in mutable.iter().collect::<BTreeMap<_, _>>() {
         let Some(known) = MODIFIABLE.iter().find(|known| *known == name) else {
-            return Err(Error::UnknownParameter {
+            return Err(ProvisionError::UnknownParameter {
                 name: name.clone(),
                 known: MODIFIABLE.join(", "),
             });
@@ -212,7 +214,7 @@ fn key_of(name: &str) -> Option<(&'static str, &'static str)> {
     all.into_iter().find(|(known, _)| *known == name)
 }
 
-fn natural(name: &'static str, value: &str) -> Result<u64, Error> {
+fn natural(name: &'static str, value: &str) -> Result<u64, ProvisionError> {
     let parsed = value.parse();
     parsed.map_err(|_| bad(name, value, "it is a number, without a unit"))
 }

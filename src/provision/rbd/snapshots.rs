@@ -3,7 +3,7 @@
 use uuid::Uuid;
 
 use super::{
-    super::{Error, NewSnapshot, SnapshotInfo, params::bad, serialized::snapshot_named},
+    super::{NewSnapshot, ProvisionError, SnapshotInfo, params::bad, serialized::snapshot_named},
     RbdStore,
     attempt::Attempt,
     copies,
@@ -24,7 +24,10 @@ use crate::{
 };
 
 impl RbdStore {
-    pub(super) fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, Error> {
+    pub(super) fn create_snapshot(
+        &self,
+        new: &NewSnapshot,
+    ) -> Result<SnapshotInfo, ProvisionError> {
         let _name = self.names.lock_on_lane(&snapshot_named(&new.name));
         let prefix = name_prefix(new)?;
         let volume = self.volume(&new.volume, &new.secrets)?;
@@ -42,7 +45,7 @@ impl RbdStore {
                 return Ok(taken);
             }
             let source = match volume.open(OpenMode::ReadOnly) {
-                Err(RbdError::Lost { handle, .. }) => return Err(Error::NoVolume(handle)),
+                Err(RbdError::Lost { handle, .. }) => return Err(ProvisionError::NoVolume(handle)),
                 source => source?,
             };
             let features = source.features().map_err(RbdError::from)?;
@@ -98,7 +101,7 @@ impl RbdStore {
         volume: &FoundImage,
         reserved: NameEntry,
         prefix: Option<&str>,
-    ) -> Result<Option<SnapshotInfo>, Error> {
+    ) -> Result<Option<SnapshotInfo>, ProvisionError> {
         let attempt = self.attempt(new, volume, reserved)?;
         let wanted = JournalEntry {
             making: CreateState::No,
@@ -110,7 +113,7 @@ impl RbdStore {
         if !(entry.source.is_empty() || entry.source == volume.image) {
             let name = new.name.clone();
             let how = "it is a snapshot of another volume".to_owned();
-            return Err(Error::Differs { name, how });
+            return Err(ProvisionError::Differs { name, how });
         }
         Ok(Some(self.take(new, volume, attempt, &entry)?))
     }
@@ -169,7 +172,11 @@ impl RbdStore {
         })
     }
 
-    pub(super) fn delete_snapshot(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+    pub(super) fn delete_snapshot(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
         let _delete = self.purger.deletes.begin();
         for found in self.all_of_snapshot(handle, secrets)? {
             let name = found.name().map(snapshot_named);
@@ -179,7 +186,7 @@ impl RbdStore {
         Ok(())
     }
 
-    fn delete_found_snapshot(&self, found: &FoundImage) -> Result<(), Error> {
+    fn delete_found_snapshot(&self, found: &FoundImage) -> Result<(), ProvisionError> {
         if let Some(Recorded { entry, .. }) = &found.recorded
             && !entry.group.is_empty()
         {
@@ -207,10 +214,10 @@ impl RbdStore {
         &self,
         handle: &str,
         secrets: &Secrets,
-    ) -> Result<SnapshotInfo, Error> {
+    ) -> Result<SnapshotInfo, ProvisionError> {
         let found = self.snapshot(handle, secrets)?;
         match show_snapshot(&found) {
-            Err(RbdError::Lost { .. }) => Err(Error::NoSnapshot(found.handle)),
+            Err(RbdError::Lost { .. }) => Err(ProvisionError::NoSnapshot(found.handle)),
             shown => Ok(shown?),
         }
     }
@@ -244,13 +251,13 @@ fn source_of(found: &FoundImage, entry: &JournalEntry) -> String {
 }
 
 /// The parameters of a snapshot class, as ceph-csi has them.
-fn name_prefix(new: &NewSnapshot) -> Result<Option<&str>, Error> {
+fn name_prefix(new: &NewSnapshot) -> Result<Option<&str>, ProvisionError> {
     const KNOWN: [&str; 3] = ["clusterID", "pool", "snapshotNamePrefix"];
     for (name, value) in &new.parameters {
         let Some(known) = KNOWN.into_iter().find(|known| known == name) else {
             let known = KNOWN.join(", ");
             let name = name.clone();
-            return Err(Error::UnknownParameter { name, known });
+            return Err(ProvisionError::UnknownParameter { name, known });
         };
         if value.is_empty() {
             return Err(bad(known, value, "it must not be empty"));

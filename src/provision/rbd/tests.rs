@@ -82,7 +82,7 @@ fn volume(pool: &str, name: &str, bytes: u64) -> NewVolume {
         }],
         source: None,
         elsewhere: None,
-        places: AccessibilityRequirements::default(),
+        accessibility: AccessibilityRequirements::default(),
         secrets: Secrets::default(),
     }
 }
@@ -143,7 +143,7 @@ impl Home {
         self.rbd.create_volume(new).await.unwrap()
     }
 
-    async fn delete(&self, handle: &str) -> Result<(), Error> {
+    async fn delete(&self, handle: &str) -> Result<(), ProvisionError> {
         let secrets = self.secrets();
         self.rbd.delete_volume(handle.to_owned(), secrets).await
     }

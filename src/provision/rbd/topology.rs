@@ -11,7 +11,7 @@
 
 use serde::Deserialize;
 
-use super::super::{AccessibilityRequirements, Error, TopologySegments, params::bad};
+use super::super::{AccessibilityRequirements, ProvisionError, TopologySegments, params::bad};
 
 /// One pool, and where it is.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -34,41 +34,44 @@ struct Domain {
 }
 
 /// Parses the parameter.
-pub fn parse(text: &str) -> Result<Vec<Constrained>, Error> {
+pub fn parse(text: &str) -> Result<Vec<Constrained>, ProvisionError> {
     let pools: Result<Vec<Constrained>, _> = serde_json::from_str(text);
     pools.map_err(|e| bad("topologyConstrainedPools", text, &e.to_string()))
 }
 
-/// The first pool that fits the places, the preferred ones first; and where it can
-/// be used: of the place, what the pool wants of it, and not which node it is.
+/// The first pool in one of the topologies, the preferred ones first; and the topology in
+/// which it is usable: the segments that the pool requires, without the node's own.
 pub fn choose<'a>(
     pools: &'a [Constrained],
-    places: &AccessibilityRequirements,
-) -> Result<(&'a Constrained, TopologySegments), Error> {
-    let all = places.preferred.iter().chain(&places.requisite);
-    let mut fits = all.filter_map(|place| {
-        let pool = pools.iter().find(|pool| pool.is_in(place))?;
-        Some((pool, pool.part_of(place)))
+    accessibility: &AccessibilityRequirements,
+) -> Result<(&'a Constrained, TopologySegments), ProvisionError> {
+    let all = accessibility
+        .preferred
+        .iter()
+        .chain(&accessibility.requisite);
+    let mut fits = all.filter_map(|topology| {
+        let pool = pools.iter().find(|pool| pool.is_in(topology))?;
+        Some((pool, pool.part_of(topology)))
     });
     fits.next().ok_or_else(|| {
         let names: Vec<_> = pools.iter().map(|pool| pool.name.as_str()).collect();
-        Error::NotHere {
+        ProvisionError::NotHere {
             pool: names.join(", "),
-            wanted: format!("{:?}", places.requisite),
+            wanted: format!("{:?}", accessibility.requisite),
         }
     })
 }
 
 impl Constrained {
     /// Whether it belongs to that part of the cluster.
-    pub fn is_in(&self, place: &TopologySegments) -> bool {
+    pub fn is_in(&self, topology: &TopologySegments) -> bool {
         let mut domains = self.domains.iter();
-        domains.all(|domain| place.iter().any(|segment| domain.is(segment)))
+        domains.all(|domain| topology.iter().any(|segment| domain.is(segment)))
     }
 
-    fn part_of(&self, place: &TopologySegments) -> TopologySegments {
+    fn part_of(&self, topology: &TopologySegments) -> TopologySegments {
         let wanted = |segment: &(&String, &String)| self.domains.iter().any(|one| one.is(*segment));
-        let part = place.iter().filter(wanted);
+        let part = topology.iter().filter(wanted);
         part.map(|(key, value)| (key.clone(), value.clone()))
             .collect()
     }
@@ -94,7 +97,7 @@ mod tests {
          [{"domainLabel": "zone", "value": "w"}, {"domainLabel": "rack", "value": "1"}]}
     ]"#;
 
-    fn place(segments: &[(&str, &str)]) -> TopologySegments {
+    fn topology(segments: &[(&str, &str)]) -> TopologySegments {
         let own = |(label, value): &(&str, &str)| (format!("t.x/{label}"), (*value).to_owned());
         segments.iter().map(own).collect()
     }
@@ -102,21 +105,21 @@ mod tests {
     #[test]
     fn the_first_pool_that_fits_is_chosen() {
         let pools = parse(POOLS).unwrap();
-        let places = AccessibilityRequirements {
+        let accessibility = AccessibilityRequirements {
             requisite: vec![
-                place(&[("zone", "e")]),
-                place(&[("zone", "w"), ("rack", "1")]),
+                topology(&[("zone", "e")]),
+                topology(&[("zone", "w"), ("rack", "1")]),
             ],
-            preferred: vec![place(&[("zone", "w"), ("rack", "1"), ("host", "h")])],
+            preferred: vec![topology(&[("zone", "w"), ("rack", "1"), ("host", "h")])],
         };
-        let (pool, chosen) = choose(&pools, &places).unwrap();
+        let (pool, chosen) = choose(&pools, &accessibility).unwrap();
         // Wherever in the rack: the volume is not its host's.
         assert_eq!(
             (pool.name.as_str(), &chosen),
-            ("west", &places.requisite[1])
+            ("west", &accessibility.requisite[1])
         );
         let nowhere = AccessibilityRequirements {
-            requisite: vec![place(&[("zone", "w"), ("rack", "2")])],
+            requisite: vec![topology(&[("zone", "w"), ("rack", "2")])],
             preferred: vec![],
         };
         let error = choose(&pools, &nowhere).unwrap_err();

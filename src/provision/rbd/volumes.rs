@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::{
     super::{
-        Error, NewVolume, PublishedVolume, Range, VolumeCondition, VolumeInfo, VolumeUse,
+        NewVolume, ProvisionError, PublishedVolume, Range, VolumeCondition, VolumeInfo, VolumeUse,
         range::least, serialized::volume_named,
     },
     RbdStore,
@@ -26,7 +26,7 @@ use crate::{
 };
 
 impl RbdStore {
-    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, Error> {
+    pub(super) fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError> {
         let _name = self.names.lock_on_lane(&volume_named(&new.name));
         let class = Class::parse(&new.parameters)?;
         let file_systems = Class::file_systems(&new.uses)?;
@@ -37,7 +37,11 @@ impl RbdStore {
         creation.run()
     }
 
-    pub(super) fn delete_volume(&self, handle: &str, secrets: &Secrets) -> Result<(), Error> {
+    pub(super) fn delete_volume(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
         let _delete = self.purger.deletes.begin();
         for found in self.all_of_volume(handle, secrets)? {
             // A create of that name must not continue with it meanwhile.
@@ -48,7 +52,7 @@ impl RbdStore {
         Ok(())
     }
 
-    fn delete_found(&self, found: &FoundImage) -> Result<(), Error> {
+    fn delete_found(&self, found: &FoundImage) -> Result<(), ProvisionError> {
         let temp = super::copies::temporary(&found.image);
         match self.is_free(found) {
             Ok(true) => {}
@@ -84,7 +88,11 @@ impl RbdStore {
 
     /// Moves those of these images to the trash that are there, and the one that
     /// the journal knows by its id, where an earlier attempt has moved it.
-    pub(super) fn discard(&self, found: &FoundImage, names: &[String]) -> Result<(), Error> {
+    pub(super) fn discard(
+        &self,
+        found: &FoundImage,
+        names: &[String],
+    ) -> Result<(), ProvisionError> {
         let mut images = present(&found.pool, names).map_err(RbdError::from)?;
         let known = images.iter().any(|image| image.id == found.image_id);
         if !known && !found.image_id.is_empty() {
@@ -102,7 +110,7 @@ impl RbdStore {
         handle: &str,
         range: Range,
         secrets: &Secrets,
-    ) -> Result<u64, Error> {
+    ) -> Result<u64, ProvisionError> {
         let found = self.volume(handle, secrets)?;
         let image = found.open(OpenMode::ReadOnly)?;
         let before = image.size().map_err(RbdError::from)?;
@@ -118,7 +126,7 @@ impl RbdStore {
             }
             let why = format!("the volume has {before} bytes already, and none becomes smaller");
             let field = "limit_bytes";
-            return Err(Error::Size { field, why });
+            return Err(ProvisionError::Size { field, why });
         }
         let bytes = image_size::choose(range, before, before)?;
         drop(image);
@@ -132,13 +140,13 @@ impl RbdStore {
         handle: &str,
         mutable: &HashMap<String, String>,
         secrets: &Secrets,
-    ) -> Result<(), Error> {
+    ) -> Result<(), ProvisionError> {
         let metadata = qos::modified(mutable)?;
         let image = self.volume(handle, secrets)?.open(OpenMode::ReadWrite)?;
         Ok(set_metadata(&image, metadata).map_err(RbdError::from)?)
     }
 
-    pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, Error> {
+    pub(super) fn get_volume(&self, handle: &str) -> Result<PublishedVolume, ProvisionError> {
         let found = self.volume(handle, &Secrets::default())?;
         let image = found.open(OpenMode::ReadOnly)?;
         let bytes = image.size().map_err(RbdError::from)?;
@@ -155,7 +163,7 @@ impl RbdStore {
         uses: &[VolumeUse],
         parameters: &HashMap<String, String>,
         secrets: &Secrets,
-    ) -> Result<Option<String>, Error> {
+    ) -> Result<Option<String>, ProvisionError> {
         let found = self.volume(handle, secrets)?;
         found.open(OpenMode::ReadOnly)?;
         if let Err(error) = Class::file_systems(uses) {
@@ -178,7 +186,7 @@ impl RbdStore {
         &self,
         handle: &str,
         secrets: &Secrets,
-    ) -> Result<Option<VolumeCondition>, Error> {
+    ) -> Result<Option<VolumeCondition>, ProvisionError> {
         match self.volume(handle, secrets)?.open(OpenMode::ReadOnly) {
             Ok(_) => Ok(None),
             Err(error @ RbdError::Lost { .. }) => Ok(Some(VolumeCondition {
@@ -191,7 +199,7 @@ impl RbdStore {
 }
 
 /// Removes a deleted volume from the journal.
-pub fn forget(journal: &Journal, found: &FoundImage) -> Result<(), Error> {
+pub fn forget(journal: &Journal, found: &FoundImage) -> Result<(), ProvisionError> {
     if let Some(recorded) = &found.recorded {
         let (name, reserved) = (&recorded.entry.name, recorded.reserved);
         journal

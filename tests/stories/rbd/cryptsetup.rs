@@ -88,7 +88,7 @@ fn concurrent_cryptsetup_of_a_cluster_is_limited_also_where_it_hangs() {
             })
             .await;
             assert_eq!(begun(), 3);
-            // What is of another cluster has the places.
+            // Volumes of another cluster get permits.
             fs::write(stub.reached.with_extension("pass"), "").unwrap();
             lifecycle(&node, &encrypted::volume(&another, "ext4")).await;
             let metrics = get(port, "/metrics").unwrap();

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn parse(more: &[(&str, &str)]) -> Result<Class, Error> {
+fn parse(more: &[(&str, &str)]) -> Result<Class, ProvisionError> {
     let base = [("clusterID", "ceph"), ("pool", "rbd")];
     let all = base.iter().chain(more);
     let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
@@ -99,16 +99,16 @@ fn pools_of_parts_of_the_cluster_need_no_other() {
     let given = [("clusterID", "ceph"), ("topologyConstrainedPools", pools)];
     let class = Class::parse(&given.map(|(k, v)| (k.to_owned(), v.to_owned())).into()).unwrap();
     let zone = ("topology.rbd.csi.ceph.com/zone".to_owned(), "e".to_owned());
-    let mut places = AccessibilityRequirements::default();
+    let mut accessibility = AccessibilityRequirements::default();
     assert!(
         class
-            .pools(&places)
+            .pools(&accessibility)
             .unwrap_err()
             .to_string()
             .contains("pool")
     );
-    places.requisite.push([zone].into());
-    let chosen = class.pools(&places).unwrap();
+    accessibility.requisite.push([zone].into());
+    let chosen = class.pools(&accessibility).unwrap();
     assert_eq!((&*chosen.journal, &*chosen.image), ("east", "east"));
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{
     super::{
-        super::{ContentSource, Error, range::DEFAULT},
+        super::{ContentSource, ProvisionError, range::DEFAULT},
         copies,
         encryption::{Encryption, ImageMetadata, PassphraseStore},
         error::RbdError,
@@ -27,7 +27,7 @@ pub struct CopySource {
 
 impl Creation<'_> {
     /// Finds the source, and sees to it that it can be copied.
-    pub(super) fn origin(&self) -> Result<Option<CopySource>, Error> {
+    pub(super) fn origin(&self) -> Result<Option<CopySource>, ProvisionError> {
         let store = self.store;
         let found = match &self.new.source {
             None => return Ok(None),
@@ -42,8 +42,8 @@ impl Creation<'_> {
         let image = match found.open(OpenMode::ReadOnly) {
             Err(RbdError::Lost { handle, .. }) => {
                 return Err(match &self.new.source {
-                    Some(ContentSource::Snapshot(_)) => Error::NoSnapshot(handle),
-                    _ => Error::NoVolume(handle),
+                    Some(ContentSource::Snapshot(_)) => ProvisionError::NoSnapshot(handle),
+                    _ => ProvisionError::NoVolume(handle),
                 });
             }
             image => image?,
@@ -92,7 +92,7 @@ impl Creation<'_> {
         Ok(there)
     }
 
-    pub(super) fn bytes(&self, origin: Option<&CopySource>) -> Result<u64, Error> {
+    pub(super) fn bytes(&self, origin: Option<&CopySource>) -> Result<u64, ProvisionError> {
         let (default, least) = match origin {
             Some(origin) => (origin.bytes, self.least.max(origin.bytes)),
             None => (DEFAULT, self.least),

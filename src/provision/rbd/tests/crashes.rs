@@ -19,7 +19,7 @@ pub(super) struct Party<'a> {
 impl Party<'_> {
     /// Repeats a call for as long as a dead process still has an image open, or its
     /// lock: Ceph knows its end by its silence.
-    async fn patiently<T>(&self, call: impl AsyncFn() -> Result<T, Error>) -> T {
+    async fn patiently<T>(&self, call: impl AsyncFn() -> Result<T, ProvisionError>) -> T {
         loop {
             match call().await {
                 Ok(done) => return done,

@@ -78,7 +78,7 @@ impl Fenced {
         self.home.rbd.publish_volume(new).await.unwrap()
     }
 
-    async fn unpublish(&self, node: &str, within: Duration) -> Result<(), Error> {
+    async fn unpublish(&self, node: &str, within: Duration) -> Result<(), ProvisionError> {
         let (handle, node) = (self.volume.handle.clone(), node.to_owned());
         let secrets = self.home.secrets();
         let rbd = &self.home.rbd;

@@ -95,7 +95,7 @@ impl Moved {
         self.home.cluster.rbd(&promote);
     }
 
-    async fn grow(&self, to: u64) -> Result<u64, Error> {
+    async fn grow(&self, to: u64) -> Result<u64, ProvisionError> {
         let (handle, secrets) = (self.volume.handle.clone(), self.home.secrets());
         let range = Range {
             required: to,

@@ -26,7 +26,7 @@ impl Origins {
         &self,
         name: &str,
         source: Option<&ContentSource>,
-    ) -> Result<VolumeInfo, Error> {
+    ) -> Result<VolumeInfo, ProvisionError> {
         let new = NewVolume {
             source: source.cloned(),
             ..self.home.volume(name, MIB)
