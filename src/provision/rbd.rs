@@ -7,7 +7,7 @@
 //! create     one CreateVolume; attempt: of several, only one completes
 //! volumes    delete, grow, change
 //! copies     clones; flatten: the length of their chains
-//! snapshots  images that show a moment
+//! snapshots  images of one point in time
 //! fencing    nodes that do not release a volume
 //! trash      deleted images, removed in the background
 //! listing    for calls without secrets
@@ -15,8 +15,8 @@
 //!
 //! A request carries the user and key of its cluster in its secrets; connections
 //! are shared and kept ([`crate::ceph::client::connections`]). Calls that CSI gives no
-//! secrets use those that the controller was given ([`SecretDir`]), and are not
-//! announced without.
+//! secrets use those of `--ceph-secret` ([`SecretDir`]); without these, the
+//! controller does not announce them.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -91,7 +91,7 @@ pub struct Settings<'a> {
     /// How long after an unpublish a node that has not released the volume is fenced;
     /// none: no node is fenced.
     pub fence_after: Option<Duration>,
-    /// How long replicas of a controller leave one another alone in the trash.
+    /// The intervals that keep replicas of a controller apart in the trash.
     pub purge: PurgeTimes,
 }
 
@@ -144,8 +144,8 @@ impl Provisioner for RbdStore {
         }
     }
 
-    /// Checks the files that this controller was given; a cluster that is down does not
-    /// keep it from using the others.
+    /// Checks the configuration and the secrets; connects to no cluster, so that one that is
+    /// down does not disable the others.
     fn check(&self) -> Result<(), ProvisionError> {
         self.clusters.check().map_err(RbdError::from)?;
         Ok(self.operators.check()?)

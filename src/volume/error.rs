@@ -91,8 +91,8 @@ pub enum Cause {
     /// The agent has just started, and has not recovered its volumes yet.
     #[error("this node's agent has just started and is still recovering its volumes")]
     NotRecovered,
-    /// The caller's deadline passed; the work goes on.
-    #[error("{} goes on beyond this call's deadline, {}; the next equal call joins it", .0.call, .0)]
+    /// The caller's deadline passed; the work continues.
+    #[error("{} continues after this call's deadline, {}; the next equal call joins it", .0.call, .0)]
     Deadline(UnderWay),
     /// Another opener keeps the device busy; nothing was disconnected.
     #[error(

@@ -39,7 +39,7 @@ async fn answered<T>(
         match provision::within(within, work).await {
             Ok(answer) => answer,
             Err(under_way) => Err(Status::deadline_exceeded(format!(
-                "{method} goes on beyond this call's deadline, {under_way}; the next equal call joins it"
+                "{method} continues after this call's deadline, {under_way}; the next equal call joins it"
             ))),
         }
     };

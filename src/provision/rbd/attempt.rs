@@ -1,10 +1,11 @@
-//! Creating the image that a name is reserved for, while another controller may do the same.
+//! Creating the image of a reserved name, while another controller may do the same.
 //!
 //! A controller that has lost its lease may still be at work, or stall and resume at any
 //! time. So no controller continues an incomplete attempt of this driver: it marks the
-//! attempt as given up, removes it, and starts another under a new uuid. An attempt names
+//! attempt as abandoned, removes it, and starts another under a new uuid. An attempt names
 //! all its objects by its uuid, so two attempts do not remove each other's objects; one
-//! that resumes late finds that it was given up, and removes what it has made since.
+//! that resumes late finds that it was abandoned, and removes the objects that it has
+//! created since.
 
 use super::{
     super::{ContentSource, ProvisionError},
@@ -84,12 +85,12 @@ impl Attempt<'_> {
             tracing::warn!(
                 name,
                 error,
-                "what is unfinished stays until its next create"
+                "cannot remove an incomplete image; its next create does"
             );
         }
     }
 
-    /// Gives it up, unless it is complete or not this driver's, and removes its objects,
+    /// Abandons it, unless it is complete or not this driver's, and removes its objects,
     /// the name and the entry last.
     fn give_up(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
         let uuid = self.reserved.uuid;
@@ -128,7 +129,7 @@ impl Attempt<'_> {
         match self.store.volume(&handle, self.secrets) {
             Ok(found) => Ok(Some((found.pool, found.image))),
             Err(ProvisionError::Rbd(error)) => Err(error),
-            // Gone, and its snapshots with it.
+            // Deleted, with its snapshots.
             Err(_) => Ok(None),
         }
     }

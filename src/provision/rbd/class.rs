@@ -24,8 +24,8 @@ use crate::ceph::{
 pub struct Class {
     /// `clusterID`: the cluster in the configuration.
     pub cluster_id: String,
-    /// `pool`: the image's, unless `topologyConstrainedPools` names another; empty if that
-    /// always does.
+    /// `pool`: the image's, unless `topologyConstrainedPools` names another; empty if that names all
+    /// pools.
     pub pool: String,
     /// `journalPool`: that of the journal's directory; by default `pool`, or else the
     /// image's.
@@ -109,7 +109,7 @@ impl Class {
             }
         }
         full("clusterID", &class.cluster_id)?;
-        // Each part of the Kubernetes cluster may have its own, and no other.
+        // Each topology may have a pool of its own, and no other.
         if class.constrained.is_empty() {
             full("pool", &class.pool)?;
         }
@@ -140,7 +140,7 @@ impl Class {
         self.context.get(name).map_or("", String::as_str)
     }
 
-    /// Refuses what the node would not map.
+    /// Refuses map options that the node refuses.
     fn check_mapping(&self, mounter: &str) -> Result<(), ProvisionError> {
         let (mapping, unmapping) = (self.parameter("mapOptions"), self.parameter("unmapOptions"));
         let refused = |name, value| move |error: OptionError| bad(name, value, &error.to_string());
@@ -157,12 +157,12 @@ impl Class {
         Ok(())
     }
 
-    /// Refuses options with which the node would not make these file systems.
+    /// Refuses mkfs options that the node refuses for these file systems.
     pub fn check_mkfs(&self, file_systems: &[&'static str]) -> Result<(), ProvisionError> {
         check_mkfs_options(self.parameter("mkfsOptions"), file_systems)
     }
 
-    /// The pools for a volume that is wanted in some places.
+    /// The pools for a volume with these requirements.
     pub fn pools(
         &self,
         accessibility: &AccessibilityRequirements,
@@ -208,7 +208,7 @@ const HERE: &[&str] = &[
     "imageFormat",
     "thickProvision",
 ];
-/// The keys that are passed on, or read elsewhere.
+/// The keys that the node, or another module, reads.
 const FOR_THE_NODE: &[&str] = &[
     "tryOtherMounters",
     "mapOptions",
@@ -222,7 +222,7 @@ const FOR_THE_NODE: &[&str] = &[
     "cephLogFileEnabled",
 ];
 
-/// The features that a class may ask for, with those that each depends on.
+/// The features that a class may request, each with those that it depends on.
 fn checked_features(list: &str, mounter: &str) -> Result<Features, ProvisionError> {
     let refuse = |why: String| Err(bad("imageFeatures", list, &why));
     let features = match Features::from_str(list) {
@@ -250,13 +250,13 @@ fn checked_features(list: &str, mounter: &str) -> Result<Features, ProvisionErro
         | Features::JOURNALING;
     match features.without(askable) {
         none if none == Features::default() => Ok(features),
-        others => refuse(format!("{others} cannot be asked for")),
+        others => refuse(format!("a class cannot request {others}")),
     }
 }
 
 fn mounter_named(value: &str) -> Result<&'static str, ProvisionError> {
     let known = ["rbd", "rbd-nbd"].into_iter().find(|known| *known == value);
-    known.ok_or_else(|| bad("mounter", value, "there are rbd and rbd-nbd"))
+    known.ok_or_else(|| bad("mounter", value, "it is rbd or rbd-nbd"))
 }
 
 fn full(name: &'static str, value: &str) -> Result<String, ProvisionError> {
@@ -266,7 +266,7 @@ fn full(name: &'static str, value: &str) -> Result<String, ProvisionError> {
     }
 }
 
-/// What librbd takes: powers of two, of its `order` from 12 to 25.
+/// librbd's object sizes: powers of two, of an `order` from 12 to 25.
 fn object_size(value: &str) -> Result<u64, ProvisionError> {
     match number("objectSize", value)? {
         bytes if bytes.is_power_of_two() && (1 << 12..=1 << 25).contains(&bytes) => Ok(bytes),
@@ -278,7 +278,7 @@ fn object_size(value: &str) -> Result<u64, ProvisionError> {
     }
 }
 
-/// How an image is striped, in its objects of a size (4 MiB, if it is not given).
+/// The striping of an image over its objects (of 4 MiB by default).
 fn striping(
     unit: Option<u64>,
     count: Option<u64>,
@@ -293,7 +293,7 @@ fn striping(
         (Some(unit), Some(count)) => Ok(Some((unit, count))),
         (unit, _) => refuse(
             unit.or(count).unwrap_or_default(),
-            "stripeUnit and stripeCount go together",
+            "stripeUnit and stripeCount require each other",
         ),
     }
 }

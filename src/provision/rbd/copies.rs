@@ -12,7 +12,7 @@
 //!
 //! So a volume keeps no snapshots that its users would see, and can be deleted before its
 //! copies. A snapshot that is deleted while it has clones stays, nameless, until they are
-//! gone. Each step may be repeated, and each name tells its step.
+//! removed. Each step may be repeated, and each name shows its step.
 
 use super::{
     super::ContentSource,
@@ -58,7 +58,7 @@ fn clone_now(
     cloned.and(removed)
 }
 
-/// Makes `to` an image of its own that holds what the volume `from` holds now.
+/// Makes `to` an image of its own with the present data of the volume `from`.
 pub fn of_volume(
     from: (&IoCtx, &str),
     to: (&IoCtx, &str),
@@ -72,9 +72,9 @@ pub fn of_volume(
     clone_now((to.0, &temp), to, options)
 }
 
-/// Whether an image, of which only ceph-csi knows what it was made of, may be a copy
-/// of that source, or of none: its parent has the source's uuid in its name. One that
-/// was flattened may be a copy of any.
+/// Whether an image of ceph-csi, whose journal does not record its source, may be a copy of
+/// that source, or of none: the name of its parent has the source's uuid. A flattened image
+/// may be a copy of any.
 pub fn may_be_of(
     image: &Image,
     name: &str,
@@ -105,7 +105,7 @@ pub fn may_be_of(
     Ok(uuid.is_ok_and(|uuid| parent.image.name.ends_with(&uuid.to_string())))
 }
 
-/// Removes what an interrupted [`of_volume`] left beside its complete image.
+/// Removes the temporary image of an interrupted [`of_volume`], whose image is complete.
 pub fn tidy_of_volume(from: Option<(&IoCtx, &str)>, to: (&IoCtx, &str)) -> Result<(), CephError> {
     let temp = temporary(to.1);
     drop_snapshot(to.0, &temp, to.1)?;
@@ -115,7 +115,7 @@ pub fn tidy_of_volume(from: Option<(&IoCtx, &str)>, to: (&IoCtx, &str)) -> Resul
     }
 }
 
-/// Makes `to` what the snapshot image `from` shows.
+/// Makes `to` a copy of the snapshot image `from`.
 pub fn of_snapshot(
     from: (&IoCtx, &str),
     to: (&IoCtx, &str),
@@ -126,8 +126,8 @@ pub fn of_snapshot(
     ))
 }
 
-/// Makes `snapshot`, in the volume's pool, show what the volume holds now; one
-/// that is there already shows an earlier moment, and stays.
+/// Makes `snapshot`, in the volume's pool, a copy of the volume's present data. A snapshot
+/// that exists already is of an earlier moment, and stays.
 pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), CephError> {
     if rbd::image_id(pool, snapshot)?.is_none() {
         clone_now((pool, volume), (pool, snapshot), &between())?;

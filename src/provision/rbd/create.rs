@@ -10,7 +10,7 @@
 //!
 //! A repeat, by any controller, finds the reservation; so a crash needs no cleanup. An
 //! incomplete image may be half made, as librbd takes several steps for each call, and its
-//! controller may still be at work: the attempt is given up, and another made
+//! controller may still be at work: it is abandoned, and another begun
 //! ([`Attempt`]). An attempt of ceph-csi is continued, as ceph-csi does. A definite failure
 //! is undone.
 
@@ -48,11 +48,11 @@ pub struct Creation<'a> {
     least: u64,
     pools: CephPools,
     journal: IoCtx,
-    /// Records in the metadata what may be changed later.
+    /// The metadata that a modification may change later.
     changeable: Vec<(String, Option<String>)>,
 }
 
-/// The image being made.
+/// The image to create.
 struct NewImage {
     pool: IoCtx,
     reserved: NameEntry,
@@ -99,7 +99,7 @@ impl<'a> Creation<'a> {
     pub fn run(&self) -> Result<VolumeInfo, ProvisionError> {
         let journal = &self.store.volumes;
         let name = &self.new.name;
-        // A repeat of a copy must not need the source, which may be gone.
+        // A repeat of a copy must not need the source, which may have been deleted.
         let mut known = match &self.new.source {
             Some(_) => journal.find(&self.journal, name).map_err(RbdError::from)?,
             None => None,
@@ -169,12 +169,12 @@ impl<'a> Creation<'a> {
         }
     }
 
-    /// Continues what is reserved already, if it is complete or ceph-csi's; none: it was
-    /// neither, and is removed, or its pool is gone.
+    /// Continues the reserved volume, if it is complete or ceph-csi's. `None`: it was
+    /// neither, and has been removed, or its pool does not exist.
     fn go_on(&self, reserved: NameEntry) -> Result<Option<VolumeInfo>, ProvisionError> {
         let pool = match reserved.pool_id.map(|id| self.link.pool(id)) {
             None => self.journal.clone(),
-            // Deleted, and the image with it, as ceph-csi takes it, too.
+            // The pool was deleted, with the image; ceph-csi decides alike.
             Some(Err(error)) if error.is_not_found() => {
                 let (journal, name) = (&self.store.volumes, &self.new.name);
                 let forgotten = journal.remove_name(&self.journal, name, reserved);
@@ -204,7 +204,7 @@ impl<'a> Creation<'a> {
             && making.entry.is_complete()
         {
             let size = image.size().map_err(RbdError::from)?;
-            // A copy's own size is not asked for, only that it is large enough.
+            // The request does not fix the size of a copy: it must be large enough.
             if !self.new.range.holds(size) {
                 return Err(self.differs(format!("it has {size} bytes")));
             }

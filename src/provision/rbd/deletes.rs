@@ -1,37 +1,37 @@
-//! The deletes under way, to which the purge of the trash gives way: it takes time of the
-//! cluster and of its manager.
+//! The deletes under way, for which the purge of the trash waits: it would slow down the
+//! cluster and its manager.
 
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-/// The longest wait for them: one may hang.
+/// The longest wait for deletes: one may hang.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The number under way. Clones share it.
+/// The number of deletes under way. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Deletes(Arc<DeleteCount>);
 
 #[derive(Debug, Default)]
 struct DeleteCount {
     under_way: Mutex<usize>,
-    /// Notified when one ends.
+    /// Notified when a delete ends.
     ended: Condvar,
 }
 
-/// One of them, until this is dropped.
+/// A delete under way, until this is dropped.
 #[derive(Debug)]
 pub struct RunningDelete(Arc<DeleteCount>);
 
 impl Deletes {
-    /// Registers one.
+    /// Registers a delete.
     pub fn begin(&self) -> RunningDelete {
         *self.0.lock() += 1;
         RunningDelete(Arc::clone(&self.0))
     }
 
-    /// Waits until none is under way, with a deadline.
+    /// Waits until no delete is under way, with a deadline.
     pub fn pass(&self) {
         let some = |under_way: &mut usize| *under_way > 0;
         let waited = self

@@ -40,7 +40,7 @@ pub struct Encryption {
 pub const BLOCK: &str = "block";
 
 impl Encryption {
-    /// The encryption that a class asks for.
+    /// The encryption of a class.
     pub fn of_class(given: &HashMap<String, String>) -> Result<Option<Self>, ProvisionError> {
         let get = |name: &str| given.get(name).map(String::as_str).unwrap_or_default();
         let encrypted = get("encrypted");
@@ -49,7 +49,13 @@ impl Encryption {
         }
         match get("encryptionType") {
             "" | BLOCK => {}
-            other => return Err(bad("encryptionType", other, "the only one here is `block`")),
+            other => {
+                return Err(bad(
+                    "encryptionType",
+                    other,
+                    "this driver supports `block` alone",
+                ));
+            }
         }
         let kms = match get("encryptionKMSID") {
             "" => DEFAULT_KMS,
@@ -82,20 +88,20 @@ pub struct PassphraseStore<'a> {
     pub secrets: &'a Secrets,
 }
 
-/// An image by its handle, which salts what is sealed.
+/// An image by its handle, with which its passphrase is sealed.
 pub type Handled<'a> = (&'a str, &'a Image);
 
 /// The keys of an image's metadata.
 pub type ImageMetadata = BTreeMap<String, String>;
 
 impl PassphraseStore<'_> {
-    /// Refuses a passphrase that could not be kept, before there is an image.
+    /// Refuses a passphrase that the KMS cannot store, before there is an image.
     pub fn check(&self, encryption: &Encryption) -> Result<Kms, EncryptionError> {
         passphrase(self.secrets)?;
         self.config.get(&encryption.kms)
     }
 
-    /// Records on a blank image that it is to be encrypted, and how.
+    /// Records in a blank image's metadata that it is to be encrypted, and its passphrase.
     pub fn prepare(&self, encryption: &Encryption, of: Handled<'_>) -> Result<(), RbdError> {
         let (handle, image) = of;
         if value_of(&image.metadata_list()?, STATE_KEY).is_some() {
@@ -108,7 +114,7 @@ impl PassphraseStore<'_> {
         Ok(image.metadata_set(STATE_KEY, PREPARED)?)
     }
 
-    /// Refuses a copy whose KMS could not keep the source's passphrase, before there is an
+    /// Refuses a copy whose KMS cannot store the source's passphrase, before there is an
     /// image: the KMS of a secret is for volumes with the secret's passphrase. `kept` is
     /// the KMS of the source and that of the copy.
     pub fn check_copy(

@@ -1,4 +1,4 @@
-//! What can go wrong with RBD volumes, and of which kind it is.
+//! The errors of RBD volumes, and the kind of each.
 
 use crate::{
     Kind,
@@ -8,27 +8,27 @@ use crate::{
     },
 };
 
-/// Why an RBD volume could not be worked on.
+/// A call on an RBD volume failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RbdError {
-    /// The configuration does not tell of the cluster.
+    /// The configuration lacks the cluster, or cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The secrets of the request are of no use.
+    /// The secrets of the request lack a user or its key.
     #[error("secrets: this volume needs the user and key of its cluster")]
     Secrets(#[from] CredentialsError),
-    /// The request has no secrets, and none were given for such.
+    /// The request has no secrets, and the controller has none for the cluster.
     #[error(
-        "cluster {0:?} cannot be asked without a user: the request has no secrets; give the \
-         controller some (--ceph-secret)"
+        "cannot connect to cluster {0:?} without a user: the request has no secrets; start the \
+         controller with --ceph-secret"
     )]
     NoSecrets(String),
-    /// The files of `--ceph-secret` are of no use.
+    /// A directory of `--ceph-secret` has no user or key.
     #[error("--ceph-secret {}: no user and key", path.display())]
     OwnSecrets {
         /// The directory.
         path: std::path::PathBuf,
-        /// What is wrong.
+        /// The error of the read.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -39,19 +39,19 @@ pub enum RbdError {
     #[error("cluster {cluster_id:?}")]
     Cluster {
         cluster_id: String,
-        /// Why not.
+        /// The error of the connection.
         source: CephError,
     },
-    /// The cluster refused.
+    /// The cluster refused an operation.
     #[error(transparent)]
     Ceph(#[from] CephError),
-    /// The journal cannot be used.
+    /// The journal cannot be read or written.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// Somebody has the image open.
+    /// Another client has the image open.
     #[error(
-        "image {image} is in use by {watchers}; unmap it there, or wait until Ceph has given up \
-         a dead client"
+        "image {image} is in use by {watchers}; unmap it there, or wait until the watch of \
+         a dead client has expired"
     )]
     InUse {
         /// The image, with its pool.
@@ -84,31 +84,31 @@ pub enum RbdError {
         /// The clients' addresses.
         watchers: String,
     },
-    /// The chain of clones is as long as it may be, and is being cut.
-    #[error("image {0} is being flattened, as its chain of clones has become long; try again")]
+    /// The chain of clones has its maximum length, and is being flattened.
+    #[error("image {0} is being flattened, because its chain of clones is long; try again")]
     Flattening(String),
-    /// The image was given up while it was being made.
-    #[error("image {0} was given up by another controller while it was being made; try again")]
+    /// Another controller abandoned the image while this one created it.
+    #[error("another controller abandoned image {0} while this one created it; try again")]
     Contended(String),
-    /// The image has as many snapshots as it may have.
+    /// The image has the maximum number of snapshots.
     #[error(
-        "image {image} has {count} snapshots, and the kernel takes {limit}; clones of it are \
-         being flattened: try again later"
+        "image {image} has {count} snapshots, and the kernel maps images with at most {limit}; its \
+         clones are being flattened: try again later"
     )]
     Snapshots {
         image: String,
-        /// How many it has.
+        /// The number of its snapshots.
         count: usize,
-        /// How many are let be.
+        /// The maximum.
         limit: usize,
     },
     /// The image cannot be cloned.
-    #[error("image {0} has no layering, so that no snapshot of it can be a volume")]
+    #[error("image {0} lacks the feature layering, so its snapshots cannot be cloned")]
     NoLayering(String),
-    /// The source of a copy is elsewhere.
+    /// The source of a copy is in another cluster.
     #[error(
-        "the source is in cluster {there:?}, and the class makes volumes in {here:?}: copies stay \
-         in one cluster"
+        "the source is in cluster {there:?}, and the class creates volumes in {here:?}: a copy must \
+         be in the cluster of its source"
     )]
     OtherCluster {
         /// The source's cluster.
@@ -116,54 +116,56 @@ pub enum RbdError {
         /// The class'.
         here: String,
     },
-    /// A copy has to be encrypted as its source is, or not at all.
-    #[error("the source is {there}, and the class asks for {here}; use a class like the source's")]
+    /// The class and the source differ in encryption.
+    #[error(
+        "the source is {there}, and the class requests {here}; use a class with the encryption of the source's"
+    )]
     OtherEncryption {
-        /// How the source is encrypted.
+        /// The encryption of the source.
         there: String,
-        /// What the class says.
+        /// The encryption of the class.
         here: String,
     },
-    /// The copy's KMS could not keep its passphrase.
+    /// The copy's KMS cannot store its passphrase.
     #[error(
-        "the source has a passphrase of its own, and encryptionKMSID {0:?} keeps the secret's \
-         alone: use a class like the source's"
+        "the source has a passphrase of its own, and encryptionKMSID {0:?} stores no passphrases: \
+         use a class with the KMS of the source's"
     )]
     OwnPassphrase(String),
-    /// A copy of it would be without its keys.
+    /// This driver cannot copy the keys of that encryption.
     #[error(
-        "image {image} is encrypted with encryptionType {how:?}, and `block` is the only one \
-         here: have ceph-csi copy it"
+        "image {image} is encrypted with encryptionType {how:?}, and this driver supports `block` \
+         alone: copy it with ceph-csi"
     )]
     EncryptedOtherwise {
         image: String,
-        /// What the journal says.
+        /// The type in the journal.
         how: String,
     },
-    /// There is no passphrase to encrypt with.
+    /// The request has no passphrase, or the KMS no configuration.
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
-    /// The cluster's id does not fit a handle.
+    /// The cluster's id is too long for a handle.
     #[error("clusterID {0:?} is too long for a handle: 64 bytes are allowed")]
     LongId(String),
-    /// The journal knows the volume, and its image is gone.
-    #[error("volume {handle:?} has lost its image {image}; restore it, or delete the volume")]
+    /// The journal has the volume, and its image does not exist.
+    #[error("image {image} of volume {handle:?} does not exist; restore it, or delete the volume")]
     Lost {
         /// The volume's handle.
         handle: String,
         /// The image, with its pool.
         image: String,
     },
-    /// Nothing is known of a pool's room.
+    /// The cluster reports no capacity of the pool.
     #[error(
-        "the cluster has no figures of pool {pool}: its manager (ceph-mgr) has not measured it, or \
-         does not run"
+        "the cluster reports no capacity of pool {pool}: its manager (ceph-mgr) has not measured it, \
+         or does not run"
     )]
     NotMeasured { pool: String },
     /// The image belongs to a group.
     #[error(
-        "image {image} is a member of group {group:?} (rbd group), which it has to leave before \
-         it can be deleted: rbd group image remove"
+        "image {image} is a member of group {group:?}; remove it from the group before the delete \
+         (rbd group image remove)"
     )]
     Grouped {
         /// The image, with its pool.
@@ -172,21 +174,19 @@ pub enum RbdError {
         group: String,
     },
     /// The snapshot belongs to a group.
-    #[error("snapshot {handle:?} is of group {group:?}: delete the group, not its members")]
+    #[error("snapshot {handle:?} belongs to group {group:?}: delete the group, not its members")]
     InGroup {
         /// The snapshot's handle.
         handle: String,
         group: String,
     },
-    /// What only volumes with a journal can do.
-    #[error(
-        "{0:?} was made by Kubernetes' own RBD plugin, which kept no journal: it cannot be copied"
-    )]
+    /// A volume without a journal cannot be copied.
+    #[error("{0:?} cannot be copied: Kubernetes' own RBD plugin created it, without a journal")]
     Migrated(String),
 }
 
 impl RbdError {
-    /// What the caller should make of it.
+    /// What the caller may do about it.
     pub fn kind(&self) -> Kind {
         match self {
             Self::Config(error) => match error {
@@ -242,13 +242,13 @@ impl RbdError {
         matches!(self, Self::Cluster { source: error, .. } | Self::Ceph(error) if error.is_not_found())
     }
 
-    /// Whether the user may not do it.
+    /// Whether the user lacks the capability.
     pub fn is_access_denied(&self) -> bool {
         matches!(self, Self::Cluster { source: error, .. } | Self::Ceph(error) if error.is_access_denied())
     }
 }
 
-/// What the cluster cannot do now, it may do later.
+/// Most of the cluster's errors are transient.
 fn of_ceph(error: &CephError) -> Kind {
     match error {
         CephError::Library(_) => Kind::Precondition,

@@ -13,7 +13,7 @@
 //!
 //! An image that is still in use when its volume is unpublished is withdrawn first: its
 //! node registers no more clients. A client of rbd-nbd that is starting at that time may
-//! still come up, so the call waits for as long as a start may take ([`STARTS_WITHIN`]),
+//! still start, so the call waits for as long as a start may take ([`STARTS_WITHIN`]),
 //! even without a watcher; by then its node has ended it. If the node is lost and cannot,
 //! the client is the single watcher from the host that the node registered for it, and is
 //! fenced; of several watchers none is.
@@ -61,7 +61,7 @@ pub struct Fencer {
 struct Seen {
     first: Instant,
     last: Instant,
-    /// The address of the client that is fenced, whose watches are about to go.
+    /// The address of the client that is fenced, whose watches are about to end.
     fenced: Option<String>,
 }
 
@@ -76,12 +76,12 @@ impl Seen {
     }
 }
 
-/// What was seen longer ago is of another unpublish, which another controller has
-/// ended. external-attacher comes back within five minutes.
+/// An older entry belongs to an earlier unpublish, which another controller has
+/// ended. external-attacher retries within five minutes.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
-/// Between two looks at the watchers.
+/// The time between two looks at the watchers.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// The same once a client is fenced: OSDs drop its watches when they hear of it.
+/// The same once a client is fenced: OSDs drop its watches when they get the new OSD map.
 const HEARS_WITHIN: Duration = Duration::from_millis(100);
 
 impl Fencer {
@@ -219,20 +219,20 @@ impl RbdStore {
     }
 }
 
-/// Lifts the fences of clients that are gone. The next look repeats what fails.
+/// Lifts the fences of clients that have ended. The next look repeats a failed one.
 pub fn lift(pool: &IoCtx) {
     let fences = Fences::of(pool);
     let lifted = fences.list().and_then(|all| {
         for fence in all.iter().filter(|fence| fence.ended) {
             fences.lift(fence)?;
             let (node, address) = (&fence.node, &fence.client.address);
-            tracing::info!(node, address, "a node is back, and its fence is lifted");
+            tracing::info!(node, address, "a fenced node is back, lifted its fence");
         }
         Ok(())
     });
     if let Err(error) = lifted {
         let error = error_chain(&error);
-        tracing::warn!(pool = %pool, error, "the fences of nodes that are back stay for now");
+        tracing::warn!(pool = %pool, error, "cannot lift the fences of nodes that are back yet");
     }
 }
 

@@ -1,8 +1,8 @@
-//! Chains of clones, kept short.
+//! Keeping chains of clones short.
 //!
-//! Each copy makes the chain longer that a read may have to follow. If a chain is long, the
-//! image before is flattened in the background, that is, it gets data of its own; if it is
-//! too long, the caller waits for that.
+//! Each copy lengthens the chain that a read may have to follow. If a chain is long, the
+//! parent is flattened in the background, that is, it gets data of its own; if it is too
+//! long, the caller waits for that.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -26,13 +26,13 @@ use crate::{
 /// defaults. krbd maps chains of 16, and images with 510 snapshots.
 #[derive(Clone, Copy, Debug)]
 pub struct FlattenLimits {
-    /// From here on the chain is cut in the background.
+    /// The length from which the chain is flattened in the background.
     pub soft_depth: usize,
-    /// From here on nothing is added before it is cut.
+    /// The length from which a copy waits until the chain is flattened.
     pub hard_depth: usize,
-    /// From here on clones are flattened in the background.
+    /// The number of snapshots from which clones are flattened in the background.
     pub soft_snapshots: usize,
-    /// Above this none is added before they are.
+    /// The number of snapshots above which a new one waits until clones are flattened.
     pub hard_snapshots: usize,
 }
 
@@ -57,7 +57,7 @@ pub struct Flattener {
 
 #[derive(Debug, Default)]
 struct Work {
-    /// Images that are to be flattened, by why: those of one queue come one after the
+    /// The images to flatten, by reason: those of one queue are flattened one after the
     /// other.
     queues: HashMap<String, VecDeque<(IoCtx, String)>>,
     /// All of these, and those that are being flattened.
@@ -73,8 +73,8 @@ impl Flattener {
         }
     }
 
-    /// Keeps the chain that ends in an image within its bounds, once `more` links
-    /// are added behind it.
+    /// Keeps the chain that ends in an image within its bounds, with `more` links added
+    /// behind it.
     pub fn keep_short(
         &self,
         pool: &IoCtx,
@@ -159,7 +159,7 @@ impl Flattener {
         if begins {
             let own = self.clone();
             let turn = why.clone();
-            // It runs even if the caller is gone.
+            // It runs even if the caller has ended.
             drop(self.lanes.run(&turn, "flatten", move || own.work_off(&why)));
         }
     }
@@ -168,7 +168,7 @@ impl Flattener {
         while let Some((pool, name)) = self.next(why) {
             if let Err(error) = flatten(&pool, &name) {
                 let error = error_chain(&error);
-                tracing::warn!(image = %format!("{pool}/{name}"), error, "not flattened");
+                tracing::warn!(image = %format!("{pool}/{name}"), error, "cannot flatten an image");
             }
             self.work().known.remove(&full_name(&pool, &name));
         }
@@ -208,7 +208,7 @@ fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
     }
 }
 
-/// How many parents an image has, one behind the other.
+/// The length of an image's chain of parents.
 fn depth(image: &Image) -> Result<usize, CephError> {
     let mut depth = 0;
     let mut next = image.parent()?;
@@ -260,7 +260,7 @@ mod tests {
         };
         let flattener = Flattener::new(lanes.clone(), bounds);
         flattener.keep_few(&source).unwrap();
-        // One is let be.
+        // One is allowed.
         while source.children().unwrap().len() > 1 {
             flattener.keep_few(&source).unwrap();
             assert!(lanes.busy().len() <= 1, "{:?}", lanes.busy());

@@ -60,7 +60,7 @@ pub struct FoundImage {
     pub image_id: String,
     /// None for a volume of Kubernetes' own plugin.
     pub recorded: Option<Recorded>,
-    /// Whether it is elsewhere than its handle says, by `cluster-mapping.json`.
+    /// Whether `cluster-mapping.json` maps its handle to another cluster or pool.
     pub stands_in: bool,
 }
 
@@ -74,7 +74,7 @@ pub struct Recorded {
 }
 
 impl FoundImage {
-    /// Opens the image; a journal without one has lost it.
+    /// Opens the image; fails with [`RbdError::Lost`] if the journal has an entry without it.
     pub fn open(&self, access: OpenMode) -> Result<Image, RbdError> {
         match Image::open(&self.pool, &self.image, access) {
             Err(error) if error.is_not_found() => Err(RbdError::Lost {
@@ -101,7 +101,7 @@ impl FoundImage {
         self.recorded.as_ref().ok_or_else(none)
     }
 
-    /// The name of the request that made it; a handle without a journal has none.
+    /// The name of the request that created it; a handle without a journal has none.
     pub fn name(&self) -> Option<&str> {
         let recorded = self.recorded.as_ref()?;
         Some(&recorded.entry.name)
@@ -109,7 +109,7 @@ impl FoundImage {
             .map(String::as_str)
     }
 
-    /// The volume as answered, without the class's part of the context.
+    /// The answer for the volume, without the class's part of the context.
     pub fn volume(&self, bytes: u64) -> VolumeInfo {
         let mut context = BTreeMap::from([
             ("clusterID".to_owned(), self.link.config.cluster_id.clone()),
@@ -137,8 +137,8 @@ impl FoundImage {
         }
     }
 
-    /// The volume as listings show it: with the name of the request that
-    /// made it, and the parameters of its class that the journal keeps.
+    /// The entry of a listing: with the name of the request that
+    /// created it, and the parameters of its class that the journal keeps.
     pub fn listed(&self, bytes: u64) -> VolumeInfo {
         let mut volume = self.volume(bytes);
         let context = &mut volume.context;
@@ -154,8 +154,8 @@ impl FoundImage {
     }
 }
 
-/// A source as the journal has it; that there is none is recorded, too, since ceph-csi
-/// records nothing.
+/// A source in the journal's form. An entry without a source is recorded as such, since
+/// ceph-csi records nothing.
 pub fn name_of(source: Option<&ContentSource>) -> String {
     match source {
         None => "none".to_owned(),
@@ -183,7 +183,7 @@ pub fn found(
     let elsewhere = entry.journal_pool.filter(|id| *id != pool.pool_id());
     let (journal, pool_id) = match elsewhere.map(|id| link.pool(id)) {
         None => (pool.clone(), None),
-        // Deleted, and the names with it: there is none to be looked for.
+        // The pool was deleted, with its names.
         Some(Err(error)) if error.is_not_found() => (pool.clone(), None),
         Some(journal) => (journal?, Some(pool.pool_id())),
     };

@@ -1,5 +1,5 @@
-//! How large images become: whole MiB below 1 GiB, else whole GiB, as ceph-csi
-//! rounds them; where that goes beyond the limit, whole MiB.
+//! The sizes of images: whole MiB below 1 GiB, else whole GiB, as ceph-csi
+//! rounds them; where that exceeds the limit, whole MiB.
 
 use super::super::{ProvisionError, Range};
 
@@ -8,8 +8,8 @@ const GIB: u64 = 1 << 30;
 /// Rounded up, it still fits the sizes of CSI.
 const MAXIMUM: u64 = i64::MAX.cast_unsigned() / GIB * GIB;
 
-/// The size for a new image, or for a grown one: what is required, else
-/// `default`, at least `least` (bytes).
+/// The size of a new or grown image in bytes: the required one, else `default`, at least
+/// `least`.
 pub fn choose(range: Range, default: u64, least: u64) -> Result<u64, ProvisionError> {
     let Range { required, limit } = range;
     let wanted = match (required, limit) {
@@ -19,7 +19,7 @@ pub fn choose(range: Range, default: u64, least: u64) -> Result<u64, ProvisionEr
     };
     let wanted = wanted.max(least).max(1);
     if wanted > MAXIMUM {
-        let why = format!("{wanted} is more than an image can have, {MAXIMUM}");
+        let why = format!("{wanted} exceeds the largest image, {MAXIMUM}");
         return Err(ProvisionError::Size {
             field: "required_bytes",
             why,
@@ -29,14 +29,14 @@ pub fn choose(range: Range, default: u64, least: u64) -> Result<u64, ProvisionEr
     let fits = |bytes: &u64| limit == 0 || *bytes <= limit;
     let sizes = [wanted.next_multiple_of(unit), wanted.next_multiple_of(MIB)];
     let floor = Some(limit - limit % MIB).filter(|bytes| {
-        // Nothing is required: the largest that the limit allows will do.
+        // Without a required size: the largest within the limit.
         required == 0 && *bytes >= least.max(MIB)
     });
     let fitting = sizes.into_iter().find(fits).or(floor);
     fitting.ok_or_else(|| ProvisionError::Size {
         field: "limit_bytes",
         why: format!(
-            "{limit} is too little: the smallest volume that fits has {} bytes",
+            "{limit} is too small: the smallest volume has {} bytes",
             sizes[1]
         ),
     })

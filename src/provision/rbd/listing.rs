@@ -1,5 +1,5 @@
-//! Listings and capacity, for calls without secrets, as the users that this controller was
-//! given.
+//! Listings and capacity, for calls without secrets, as the users of
+//! `--ceph-secret`.
 //!
 //! A listing has the names of the journals' directories, cluster by cluster, pool by pool,
 //! in the order of the names. A token names the last entry listed; if that was deleted
@@ -30,7 +30,8 @@ use crate::{
     secret::Secrets,
 };
 
-/// Entries in a page, whatever is asked for: each image is opened to see its size.
+/// The most entries in a page, also where a request allows more: the image of each is opened
+/// for its size.
 pub const LARGEST_PAGE: usize = 200;
 
 /// The last entry listed, in fewer than the 128 bytes of a CSI string, which name and
@@ -170,14 +171,14 @@ impl RbdStore {
         let available = available(&pool)?;
         Ok(Capacity {
             available,
-            // Images are thin: Ceph makes any.
+            // Images are thin: Ceph creates any size.
             maximum: None,
             minimum,
         })
     }
 }
 
-/// Names that are read at once.
+/// The number of names read at once.
 const BATCH: u64 = 200;
 
 /// The entries of a journal that fit a page, and one more.
@@ -204,12 +205,12 @@ fn page<T>(
                 after = name;
                 let pool = match reserved.pool_id.map(|id| link.pool(id)) {
                     None => directory.clone(),
-                    // Deleted, and all images with it.
+                    // The pool was deleted, with all its images.
                     Some(Err(error)) if error.is_not_found() => continue,
                     Some(pool) => pool?,
                 };
                 let entry = journal.read(&pool, reserved.uuid).map_err(RbdError::from)?;
-                // Incomplete: no caller knows it yet.
+                // Incomplete: no caller has its handle yet.
                 let Some(entry) = entry.filter(|entry| !entry.image_id.is_empty()) else {
                     continue;
                 };
@@ -243,7 +244,7 @@ fn resume(
     Ok((parsed, name.ok_or_else(bad)?))
 }
 
-/// The directories that are still to be listed, each with the name behind which.
+/// The directories still to list, each with the name after which its listing continues.
 fn directories<'a>(
     links: &'a [ClusterConnection],
     from: Option<(Token, String)>,

@@ -1,10 +1,10 @@
 //! Finds the volume or snapshot of a handle.
 //!
-//! A handle names a cluster and a pool, and there its entry is looked for. After a
+//! A handle names a cluster and a pool, which have its entry. After a
 //! fail-over to a mirror, the same image is in another cluster, under an entry of
 //! the same uuid: ceph-csi's `cluster-mapping.json` names that cluster ([`Mappings`]), and
-//! the lookup goes on there. The volume keeps the handle of the request: its callers know
-//! it by that, and its passphrase is sealed with it.
+//! the lookup continues there. The volume keeps the handle of the request: its callers use
+//! that, and its passphrase is sealed with it.
 //!
 //! [`Mappings`]: crate::ceph::csi_format::config::Mappings
 
@@ -30,8 +30,8 @@ use crate::{
 };
 
 impl RbdStore {
-    /// All images of a volume's handle, that in its own place first, for a delete. Empty:
-    /// there is none, or it was never this driver's.
+    /// All images of a volume's handle, that of its own cluster first, for a delete. Empty:
+    /// no image exists, or the handle is not this driver's.
     pub(super) fn all_of_volume(
         &self,
         handle: &str,
@@ -71,7 +71,7 @@ impl RbdStore {
         }
     }
 
-    /// A volume that must be there.
+    /// The volume of a handle; fails where there is none.
     pub(super) fn volume(
         &self,
         handle: &str,
@@ -81,7 +81,7 @@ impl RbdStore {
         found.ok_or_else(|| ProvisionError::NoVolume(handle.to_owned()))
     }
 
-    /// A snapshot that must be there.
+    /// The snapshot of a handle; fails where there is none.
     pub(super) fn snapshot(
         &self,
         handle: &str,
@@ -91,7 +91,7 @@ impl RbdStore {
         found.ok_or_else(|| ProvisionError::NoSnapshot(handle.to_owned()))
     }
 
-    /// The image of a handle in its own place, or else the image that it fails over to.
+    /// The image of a handle in its own cluster, or else the image that it fails over to.
     fn all(
         &self,
         of: &Journal,
@@ -163,7 +163,7 @@ impl RbdStore {
     ) -> Result<Option<FoundImage>, RbdError> {
         let link = self.link(handle.cluster_id(), secrets)?;
         let pool = match link.pool(handle.pool_id()) {
-            // With its pool, all has gone.
+            // The pool was deleted, with its images.
             Err(error) if error.is_not_found() => return Ok(None),
             pool => pool?,
         };
@@ -178,11 +178,11 @@ impl RbdStore {
     }
 }
 
-/// Finds the image of an entry that says nothing, unless it has its default name.
+/// Finds the image of an entry without a name; `None` if it has its default name.
 /// Where a class has its journal in another pool than its images
 /// (`topologyConstrainedPools`), ceph-csi makes the entry in the image's pool, and
-/// writes its keys to an object of the same name in the journal's, which no handle
-/// tells of. Each image's name ends in the uuid, whatever is before it.
+/// writes its keys to an object of the same name in the journal's pool, which no handle
+/// names. Each image's name ends in the uuid, after any prefix.
 fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut JournalEntry) -> Result<(), RbdError> {
     if rbd::image_id(pool, &entry.image)?.is_some() {
         return Ok(());

@@ -27,7 +27,7 @@ pub fn set_metadata(
     Ok(())
 }
 
-/// The keys of a source's metadata that its copies must not have, each without a value.
+/// The keys of a source's metadata that are foreign to its copies, each without a value.
 pub fn foreign(metadata: &BTreeMap<String, String>) -> Vec<(String, Option<String>)> {
     let is_foreign = |key: &&String| key.starts_with(KUBERNETES) || qos::is_of_limits(key);
     let keys = metadata.keys().filter(is_foreign);

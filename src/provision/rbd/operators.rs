@@ -1,10 +1,8 @@
-//! The users that this controller was given for calls without secrets: CSI
-//! gives none to ListVolumes, ControllerGetVolume and GetCapacity, and there are
-//! none when it starts.
+//! The users of `--ceph-secret`, for calls without secrets: ListVolumes,
+//! ControllerGetVolume and GetCapacity have none, nor has the controller at its start.
 //!
-//! Each is a directory with files `userID` and `userKey`: what Kubernetes makes
-//! of a Secret that is mounted. They are read at each use, as a mounted Secret
-//! changes.
+//! Each is a directory with files `userID` and `userKey`, as Kubernetes mounts a Secret.
+//! They are read at each use, because a mounted Secret changes.
 
 use std::{
     path::{Path, PathBuf},
@@ -72,7 +70,7 @@ impl Operators {
         read(dir)
     }
 
-    /// Says which directory has no user, if one has none.
+    /// Fails with the first directory that has no user.
     pub fn check(&self) -> Result<(), RbdError> {
         self.0.iter().try_for_each(|it| read(&it.dir).map(drop))
     }

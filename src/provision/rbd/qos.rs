@@ -1,7 +1,7 @@
 //! QoS limits of a volume's clients.
 //!
-//! They are keys of the image's metadata, `conf_rbd_qos_…`, which librbd and rbd-nbd obey
-//! and krbd does not. A class names them as ceph-csi does, and may let them grow with the
+//! They are keys of the image's metadata, `conf_rbd_qos_…`, which librbd and rbd-nbd apply
+//! and krbd ignores. A class names them as ceph-csi does, and may let them grow with the
 //! volume; a modification names them as Ceph does.
 //!
 //! | of a class, with its part for each GiB above `BaseVolSizeBytes` | the limit |

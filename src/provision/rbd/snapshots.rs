@@ -10,7 +10,7 @@ use super::{
     encryption::Encryption,
     error::RbdError,
     found::{FoundImage, Recorded, handle_of},
-    volumes::{forget, is_to_go, leave, refuse_if_used},
+    volumes::{delete_removes, forget, leave, refuse_if_used},
 };
 use crate::{
     ceph::{
@@ -93,8 +93,8 @@ impl RbdStore {
         })
     }
 
-    /// Continues what is reserved already, if it is complete or ceph-csi's; none: it was
-    /// neither, and is removed.
+    /// Continues the reserved snapshot, if it is complete or ceph-csi's. `None`: it was
+    /// neither, and has been removed.
     fn go_on(
         &self,
         new: &NewSnapshot,
@@ -194,7 +194,7 @@ impl RbdStore {
             return Err(RbdError::InGroup { handle, group }.into());
         }
         match found.open(OpenMode::ReadWrite) {
-            Ok(image) if !is_to_go(&self.snapshots, found, &image)? => {
+            Ok(image) if !delete_removes(&self.snapshots, found, &image)? => {
                 leave(found, &image);
                 return Ok(());
             }
@@ -223,7 +223,7 @@ impl RbdStore {
     }
 }
 
-/// A snapshot as answered.
+/// The answer for a snapshot.
 pub fn show_snapshot(found: &FoundImage) -> Result<SnapshotInfo, RbdError> {
     let image = found.open(OpenMode::ReadOnly)?;
     let Recorded { entry, .. } = found.recorded()?;
@@ -237,7 +237,7 @@ pub fn show_snapshot(found: &FoundImage) -> Result<SnapshotInfo, RbdError> {
     })
 }
 
-/// The handle of the volume that a snapshot was taken of. ceph-csi enters its
+/// The handle of a snapshot's source. ceph-csi enters its
 /// image's name alone, which ends in the uuid.
 fn source_of(found: &FoundImage, entry: &JournalEntry) -> String {
     if !entry.origin.is_empty() {

@@ -18,7 +18,7 @@ use crate::{
 
 impl RbdStore {
     /// Connects to a cluster of the configuration, as the user of the secrets;
-    /// without any, as the one that this controller was given.
+    /// without any, as the user of `--ceph-secret`.
     pub(super) fn link(
         &self,
         cluster_id: &str,
@@ -56,7 +56,7 @@ impl RbdStore {
         })
     }
 
-    /// Remembers a pool with its user. For a new one, purges what is left in its trash.
+    /// Adds a pool, with its user, to those in use. For a new one, purges its trash.
     pub(super) fn use_pool(&self, link: &ClusterConnection, pool: &IoCtx) {
         let key = (link.config.cluster_id.clone(), pool.pool_id());
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
@@ -65,9 +65,9 @@ impl RbdStore {
         }
     }
 
-    /// Purges what is left in the trash of every known pool: those that were used, and all
-    /// that this controller's own users see. Returns the clusters that could not be asked;
-    /// they delay no other.
+    /// Purges the trash of every known pool: those in use, and all that the users of
+    /// `--ceph-secret` see. Returns the errors of clusters that do not answer; they delay no
+    /// other.
     pub(super) fn sweep(&self) -> Vec<RbdError> {
         let mut errors = Vec::new();
         let used = self
@@ -85,7 +85,7 @@ impl RbdStore {
                 .and_then(|link| self.sweep_pool(&link.pool(pool_id)?));
             match swept {
                 Ok(()) => {}
-                // With its pool, all has gone.
+                // The pool was deleted, with its images.
                 Err(error) if error.is_not_found() => {}
                 Err(error) => {
                     errors.push(error);
@@ -108,7 +108,7 @@ impl RbdStore {
         let link = self.link(cluster_id, &Secrets::default())?;
         for name in link.cluster.pools()? {
             match link.pool(&name).and_then(|pool| self.sweep_pool(&pool)) {
-                // This user has no access to it, or it is gone.
+                // This user has no access to it, or it was deleted.
                 Err(error) if error.is_access_denied() || error.is_not_found() => {}
                 result => result?,
             }
@@ -122,7 +122,7 @@ impl RbdStore {
         Ok(())
     }
 
-    /// The ids of the clusters that this controller has users of its own for.
+    /// The ids of the clusters that have a user of `--ceph-secret`.
     pub(super) fn own_cluster_ids(&self) -> Result<Vec<String>, RbdError> {
         let all = self.clusters.all()?;
         let ids = all.iter().map(|cluster| &cluster.cluster_id);
@@ -130,9 +130,9 @@ impl RbdStore {
         Ok(own.cloned().collect())
     }
 
-    /// Removes images that no caller knows or will know. An image that a crash left half
-    /// made cannot go to the trash, and has no data; of some only the name in the pool's
-    /// directory exists.
+    /// Removes images whose names no caller has. librbd cannot move an image that a crash left
+    /// incomplete to the trash; it has no data. Of some only the name in the pool's directory
+    /// exists.
     pub(super) fn take_back(&self, pool: &IoCtx, names: &[String]) -> Result<(), RbdError> {
         self.purger.discard(pool, &present(pool, names)?)?;
         for name in names {

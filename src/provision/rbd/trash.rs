@@ -1,15 +1,15 @@
 //! Purging deleted images.
 //!
-//! To remove an image takes as long as it has objects, and is impossible while it
-//! has clones. So a delete moves it to the pool's trash, which takes milliseconds,
+//! The time to remove an image grows with its objects, and an image with clones cannot be
+//! removed. So a delete moves it to the pool's trash, which takes milliseconds,
 //! and answers; the trash is purged in the background. An image to purge is listed in the
 //! pool, in the omap of [`LIST`] (image id → name), before it is moved, and removed from the
 //! list if the move is refused: other images in the trash are left alone. So are those
-//! that were moved there with a time to keep them, listed or not.
+//! that were moved there with an expiry time, listed or not.
 //!
 //! Ceph's manager does the work, if it runs (`rbd task add trash remove`): it repeats what
 //! fails, and survives this process. Else this process does, and removes an image with its
-//! last clone, if it is listed. [`TrashPurger::sweep`] retries what is left, at the start
+//! last clone, if it is listed. [`TrashPurger::sweep`] retries the rest, at the start
 //! and periodically.
 //!
 //! Each replica of a controller sweeps, and librbd does not expect two clients that remove
@@ -44,7 +44,7 @@ const PAGE: u64 = 1000;
 /// The lock on the list.
 const LOCK: &str = "purge";
 
-/// How long replicas leave one another alone.
+/// The intervals that keep replicas apart.
 #[derive(Clone, Copy, Debug)]
 pub struct PurgeTimes {
     /// An image that was moved to the trash is left to the replica that moved it for that
@@ -76,9 +76,9 @@ pub struct Discarded {
 pub struct TrashPurger {
     lanes: Lanes,
     times: PurgeTimes,
-    /// By cluster, so that a slow one delays no other.
+    /// The queue of each cluster, so that a slow cluster delays no other.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
-    /// Which come before it.
+    /// The deletes under way, which have priority.
     pub deletes: Deletes,
 }
 
@@ -102,7 +102,7 @@ impl TrashPurger {
     }
 
     /// Moves images to the trash, to be purged soon. Images that are there already, or
-    /// gone, are no error.
+    /// removed, are no error.
     pub fn discard(&self, pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
         if images.is_empty() {
             return Ok(());
@@ -125,7 +125,7 @@ impl TrashPurger {
         Ok(())
     }
 
-    /// Has [`TrashPurger::sweep`] run in the background.
+    /// Runs [`TrashPurger::sweep`] in the background.
     pub fn sweep_soon(&self, pool: &IoCtx) {
         let (purger, pool) = (self.clone(), pool.clone());
         let name = format!("trash of {pool}");
@@ -189,7 +189,7 @@ impl TrashPurger {
         if begin {
             let purger = self.clone();
             let name = format!("trash of {cluster}");
-            // It runs even if the caller is gone.
+            // It runs even if the caller has ended.
             drop(
                 self.lanes
                     .run(&name, "empty", move || purger.work(&cluster)),
@@ -223,13 +223,18 @@ impl TrashPurger {
                 Err(error) => {
                     let users = error.is_busy().then(|| users(&pool, &image.id));
                     let (name, error) = (&image.name, error_chain(&error));
-                    tracing::info!(image = name, error, users, "stays in the trash for now");
+                    tracing::info!(
+                        image = name,
+                        error,
+                        users,
+                        "cannot remove an image from the trash yet"
+                    );
                 }
             }
         }
     }
 
-    /// [`empty`], while no other replica does so; with the lock, a later sweep does.
+    /// [`empty`], under the lock; where another replica has it, a later sweep does.
     fn empty(
         &self,
         pool: &IoCtx,
@@ -282,7 +287,7 @@ fn empty(
     let trashed = match trash::get(pool, &image.id) {
         Ok(trashed) => trashed,
         Err(error) if error.is_not_found() => {
-            // It is gone; or a delete has listed it and not moved it yet, and it has its
+            // It was removed; or a delete has listed it and not moved it yet, and it has its
             // name: then that delete, or its repeat, moves it.
             if !has_name(pool, image)? {
                 pool.omap_remove(LIST, &[&image.id])?;
@@ -292,7 +297,7 @@ fn empty(
         Err(error) => return Err(error),
     };
     let mut freed = None;
-    // A delete moves for no time at all.
+    // A delete moves it without an expiry time.
     if trashed.deferred_until <= trashed.deleted {
         let parent = bare(pool, &image.id)?;
         if !(manager && ask_manager(pool, &image.id)) {
@@ -367,16 +372,15 @@ fn drop_snapshots(pool: &IoCtx, id: &str, image: Image) -> Result<(), CephError>
     Ok(())
 }
 
-/// Whether a snapshot has a name that copies give theirs: that of the image that
-/// is made of it, which ends in a uuid.
+/// Whether a snapshot has a copy's name: that of the image that the copy creates, which
+/// ends in a uuid.
 fn is_temporary(name: &str) -> bool {
     let image = name.strip_suffix("-temp").unwrap_or(name);
     let uuid = image.len().checked_sub(36).and_then(|at| image.get(at..));
     uuid.is_some_and(|uuid| uuid::Uuid::try_parse(uuid).is_ok())
 }
 
-/// Whether the cluster has a manager that works; else a command to it would wait
-/// for one.
+/// Whether the cluster has an active manager; without one, a command to it would wait.
 pub fn has_manager(pool: &IoCtx) -> bool {
     let answer = pool
         .cluster()
@@ -387,7 +391,7 @@ pub fn has_manager(pool: &IoCtx) -> bool {
     stat.is_some_and(|stat: serde_json::Value| stat["available"] == true)
 }
 
-/// Has the manager do a task; false where it does not take it.
+/// Adds a task to the manager; false if the manager refuses it.
 fn ask_manager(pool: &IoCtx, id: &str) -> bool {
     let task = json!({
         "prefix": "rbd task add trash remove",

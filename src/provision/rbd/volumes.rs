@@ -78,7 +78,7 @@ impl RbdStore {
             return Ok(true);
         }
         let image = Image::open(&found.pool, &found.image, OpenMode::ReadOnly)?;
-        if !is_to_go(&self.volumes, found, &image)? {
+        if !delete_removes(&self.volumes, found, &image)? {
             leave(found, &image);
             return Ok(false);
         }
@@ -86,8 +86,8 @@ impl RbdStore {
         Ok(true)
     }
 
-    /// Moves those of these images to the trash that are there, and the one that
-    /// the journal knows by its id, where an earlier attempt has moved it.
+    /// Moves those of these images that exist to the trash, and the one whose id the journal
+    /// has, if an earlier attempt moved it.
     pub(super) fn discard(
         &self,
         found: &FoundImage,
@@ -116,7 +116,7 @@ impl RbdStore {
         let before = image.size().map_err(RbdError::from)?;
         if range.required <= before {
             if range.holds(before) {
-                // An attempt that has grown it may have come no further.
+                // An attempt may have ended after it had grown the image.
                 let metadata = image.metadata_list().map_err(RbdError::from)?;
                 if !QosLimits::are_set(&metadata, before) {
                     drop(image);
@@ -124,7 +124,7 @@ impl RbdStore {
                 }
                 return Ok(before);
             }
-            let why = format!("the volume has {before} bytes already, and none becomes smaller");
+            let why = format!("the volume has {before} bytes already, and volumes cannot shrink");
             let field = "limit_bytes";
             return Err(ProvisionError::Size { field, why });
         }
@@ -152,7 +152,7 @@ impl RbdStore {
         let bytes = image.size().map_err(RbdError::from)?;
         Ok(PublishedVolume {
             volume: found.listed(bytes),
-            // Watchers are known by address, not by node.
+            // A watcher has an address, no node id.
             nodes: Vec::new(),
         })
     }
@@ -209,10 +209,9 @@ pub fn forget(journal: &Journal, found: &FoundImage) -> Result<(), ProvisionErro
     Ok(())
 }
 
-/// Whether a delete removes the image. One that follows another is left to
-/// `rbd-mirror`; one that was found in another place than its handle says must
-/// be followed, or be proven the same.
-pub fn is_to_go(of: &Journal, found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
+/// Whether a delete removes the image. A secondary image is left to `rbd-mirror`; an image
+/// that was found by `cluster-mapping.json` must be primary, or proven to be the volume's.
+pub fn delete_removes(of: &Journal, found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
     Ok(match image.mirroring()? {
         Mirroring::Secondary => false,
         Mirroring::Primary => true,
@@ -229,13 +228,13 @@ pub fn is_to_go(of: &Journal, found: &FoundImage, image: &Image) -> Result<bool,
     })
 }
 
-/// Deletes nothing. The entry stays, too: without it, a repeat would go on to the
-/// image that this one follows.
+/// Deletes nothing. The entry stays, too: without it, a repeat would find and delete the
+/// primary image.
 pub fn leave(found: &FoundImage, image: &Image) {
     tracing::info!(
         handle = found.handle,
         %image,
-        "deleted without its image, which follows another or is not proven to be the volume"
+        "deleted a volume without its image, which is secondary or not proven to be the volume's"
     );
 }
 

@@ -1,4 +1,4 @@
-//! The image itself: blank or a copy, and what it needs beside its data.
+//! The image itself: blank or a copy, with its metadata.
 
 use std::collections::BTreeMap;
 
@@ -16,17 +16,17 @@ use super::{
 };
 use crate::ceph::client::rbd::{self, Image, OpenMode};
 
-/// What a copy is made of.
+/// The source of a copy.
 pub struct CopySource {
     found: FoundImage,
     bytes: u64,
     encryption: Option<Encryption>,
-    /// What the copy has to lose.
+    /// The metadata that the copy must not have.
     foreign: Vec<(String, Option<String>)>,
 }
 
 impl Creation<'_> {
-    /// Finds the source, and sees to it that it can be copied.
+    /// Finds the source, and flattens it where its chain is too long for a copy.
     pub(super) fn origin(&self) -> Result<Option<CopySource>, ProvisionError> {
         let store = self.store;
         let found = match &self.new.source {
@@ -67,7 +67,8 @@ impl Creation<'_> {
         }))
     }
 
-    /// How the source is encrypted, if its copy can be: both are, or neither is.
+    /// The encryption of the source. Fails unless source and copy are both encrypted, or
+    /// neither is.
     fn encryption_of(
         &self,
         source: &FoundImage,
@@ -122,7 +123,7 @@ impl Creation<'_> {
         Ok(())
     }
 
-    /// Takes away what an interrupted copy left beside its image.
+    /// Removes the temporary image and snapshots of an interrupted copy.
     pub(super) fn tidy(
         &self,
         making: &NewImage,
@@ -146,7 +147,7 @@ impl Creation<'_> {
             .complete(&making.entry)
     }
 
-    /// What a new image needs beside what it is made with; mostly nothing.
+    /// The metadata of a new image; mostly none.
     fn finish_image(
         &self,
         making: &NewImage,
