@@ -172,7 +172,7 @@ impl Library {
         let id = rbd::image_id(pool, &image)
             .expect("an id")
             .expect("an image");
-        let completed = self.journal.complete(pool, uuid, entry.making, &id);
+        let completed = self.journal.complete(pool, uuid, entry.state, &id);
         assert!(completed.expect("an entry"));
         Made { uuid, name }
     }

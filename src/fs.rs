@@ -93,7 +93,7 @@ impl fmt::Display for CommandLine {
 
 /// Whether mkfs or fsck refused a device before writing, for a transient reason: the
 /// device is in use, or mkfs.btrfs, which examines all mounted loop devices, found one
-/// that was being detached. No exit code tells this, only each program's own message.
+/// that was being detached. No exit code shows this, only each program's own message.
 #[cfg(feature = "node")]
 pub fn reports_busy(output: &str) -> bool {
     // The messages of mke2fs and e2fsck; of mkfs.xfs and mkfs.btrfs, by strerror(3).

@@ -2,7 +2,7 @@
 //! Ceph's own libraries, which are loaded at run time ([`library`]).
 //!
 //! [`Connections`](connections::Connections) keeps one connection for each cluster
-//! and user; [`monitor`] asks monitors for their greeting without any library.
+//! and user; [`monitor`] waits for the greeting of a monitor, without any library.
 
 mod call;
 pub mod connections;

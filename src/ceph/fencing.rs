@@ -26,8 +26,8 @@
 //! for the one that was read.
 //!
 //! The controller writes the second key, the fence, and lifts it once the node reports
-//! that the client has ended ([`Fences::record_ended`]). Only the node knows: a client that cannot
-//! reach its cluster may hold data as long as its kernel runs.
+//! that the client has ended ([`Fences::record_ended`]). Only the node knows that: a client
+//! that cannot reach its cluster may hold data as long as its kernel runs.
 
 use std::time::Duration;
 
@@ -48,8 +48,7 @@ pub const PUBLISH_CONTEXT_KEY: &str = "fencing";
 
 /// The longest time from the registration of a client as starting to that of its address.
 /// By then its node has ended it, unless the supervisor was killed: then the client has
-/// the image open, from that host. Tests of
-/// this crate start none.
+/// the image open, from that host. Tests of this crate start none.
 pub const STARTS_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 120 });
 
 /// The prefix of a node's id in a volume's entry.
@@ -70,7 +69,7 @@ pub enum Through {
 /// A client of a cluster.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CephClient {
-    /// Its address as the cluster sees it, `10.0.0.5:0/1234567`: what is blocklisted.
+    /// Its address as the cluster sees it, `10.0.0.5:0/1234567`, by which it is blocklisted.
     pub address: String,
     /// The boot of the node that it belongs to.
     pub boot_id: String,
@@ -183,7 +182,7 @@ pub struct RegisteredNode {
 pub enum Published {
     /// The volume is published to it.
     Now,
-    /// And was without a break, by this number, or by a later one whose registration was
+    /// And has been without a break, by this number, or by a later one whose registration was
     /// not confirmed.
     Since(Uuid, Option<Uuid>),
 }

@@ -43,7 +43,7 @@ pub struct Grown {
 #[derive(Debug, thiserror::Error)]
 pub enum GrowError {
     /// The agent lacks a capability.
-    #[error("growing a mounted {fs} takes {capability}; add it to the node agent's container")]
+    #[error("growing a mounted {fs} requires {capability}; add it to the node agent's container")]
     NeedsCapability {
         fs: FsType,
         capability: &'static str,

@@ -242,7 +242,7 @@ fn run_here(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()?;
-    // Fails only if the receiver is gone.
+    // Fails only if the receiver was dropped.
     let _ = begun.send(child.id().cast_signed());
     let written = child
         .stdin
@@ -250,7 +250,7 @@ fn run_here(
         .map_or(Ok(()), |mut pipe| pipe.write_all(input));
     let output = child.wait_with_output()?;
     match written {
-        // The program ended before it read all; its exit status tells the cause.
+        // The program ended before it read all; its exit status shows the cause.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
         _ => Ok(output),
     }

@@ -50,7 +50,7 @@ impl ThreadKey {
 
 impl Drop for ThreadKey {
     fn drop(&mut self) {
-        // The revocation comes first: the thread may not revoke a key that it has unlinked.
+        // First the revocation: the thread may not revoke a key that it has unlinked.
         for (operation, keyring) in [(KEYCTL_REVOKE, 0), (KEYCTL_UNLINK, KEY_SPEC_THREAD_KEYRING)] {
             // SAFETY: neither operation takes a pointer.
             let done = unsafe { libc::syscall(libc::SYS_keyctl, operation, self.serial, keyring) };

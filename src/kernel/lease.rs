@@ -27,7 +27,7 @@ impl<'f> Lease<'f> {
     }
 
     fn of_kind(file: &'f File, kind: libc::c_int) -> io::Result<Option<Self>> {
-        // The holder asks whether the lease was broken, and needs no signal. The default
+        // The owner polls whether the lease was broken, and needs no signal. The default
         // signal, SIGIO, would end the process; SIGURG is ignored by default.
         fcntl(file, F_SETSIG, libc::SIGURG)?;
         match fcntl(file, libc::F_SETLEASE, kind) {

@@ -142,7 +142,7 @@ pub struct StatMount {
 
 impl StatMount {
     /// Requests the fields `mask` (of [`wants`]) of the mount with this unique id. `ENOENT`
-    /// if the mount is gone, `ENOSYS` before Linux 6.8.
+    /// if it is unmounted, `ENOSYS` before Linux 6.8.
     pub fn read(unique_id: u64, mask: u64) -> io::Result<Self> {
         let request = MntIdReq::new(unique_id, mask);
         // A vector of u64, so that the fixed part is aligned.
@@ -195,7 +195,7 @@ impl StatMount {
         }
     }
 
-    /// The id in mountinfo; another mount may get it after this one is gone.
+    /// The id in mountinfo; another mount may get it after this one is unmounted.
     pub fn id(&self) -> u32 {
         self.fixed.mnt_id_old
     }

@@ -68,7 +68,7 @@ pub enum MountOptionError {
     Malformed {
         /// The option without its quotes.
         option: String,
-        /// What is wrong with it.
+        /// The defect.
         why: &'static str,
     },
     /// An option that is not on the allow-list.
@@ -304,15 +304,15 @@ fn is_for_mount8(key: &str) -> bool {
 
 fn refusal(key: &str) -> Option<&'static str> {
     match key {
-        "bind" | "rbind" | "move" | "remount" => Some("it asks for another kind of mount"),
+        "bind" | "rbind" | "move" | "remount" => Some("it requests another kind of mount"),
         "shared" | "private" | "slave" | "unbindable" | "rshared" | "rprivate" | "rslave"
         | "runbindable" => Some("propagation is set by kubelet"),
         "loop" | "offset" | "sizelimit" | "encryption" => {
-            Some("it asks mount(8) for a loop device of its own")
+            Some("it requests a loop device from mount(8)")
         }
         "source" => Some("the device is the volume's"),
         _ if key.starts_with("make-") => Some("propagation is set by kubelet"),
-        _ if key.starts_with("X-mount.") => Some("it asks mount(8) to change more than the mount"),
+        _ if key.starts_with("X-mount.") => Some("it makes mount(8) change more than the mount"),
         _ => None,
     }
 }

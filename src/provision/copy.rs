@@ -23,12 +23,12 @@ pub fn reflink(from: &File, to: &File) -> io::Result<bool> {
 
 /// Copies `len` bytes, leaving holes where `from` has holes. `to` is an empty
 /// file. The copy shows a single point in time only if nothing writes to `from` meanwhile.
-/// Gives up, and returns false, once `go_on` returns false.
+/// Gives up, and returns false, once `may_continue` returns false.
 pub fn sparse(
     from: &File,
     to: &File,
     len: u64,
-    go_on: impl Fn() -> io::Result<bool>,
+    may_continue: impl Fn() -> io::Result<bool>,
 ) -> io::Result<bool> {
     to.set_len(len)?;
     let mut at = 0;
@@ -42,7 +42,7 @@ pub fn sparse(
         let hole = seek(from, SeekFrom::Hole(data))?.min(len);
         at = data;
         while at < hole {
-            if !go_on()? {
+            if !may_continue()? {
                 return Ok(false);
             }
             let end = hole.min(at + CHUNK);
@@ -81,7 +81,7 @@ fn through_memory(from: &File, to: &File, at: u64, len: usize) -> io::Result<u64
     Ok(len as u64)
 }
 
-/// Bytes between two calls of `go_on`.
+/// Bytes between two calls of `may_continue`.
 const CHUNK: u64 = 128 << 20;
 /// Bytes in memory at a time.
 const BUFFER: usize = 1 << 20;

@@ -44,7 +44,7 @@ pub enum Cause {
     Invalid {
         /// The request's field.
         field: &'static str,
-        /// What is wrong with it.
+        /// The defect.
         why: String,
     },
     /// The volume context names no usable source.
@@ -58,21 +58,21 @@ pub enum Cause {
     Path {
         /// The request's field.
         field: &'static str,
-        /// What is wrong with it.
+        /// The defect.
         source: PathError,
     },
     /// This node holds no such volume, or not at that path.
     #[error("{0}")]
     NotFound(String),
     /// The volume is there with other arguments than those requested.
-    #[error("it is already {have}; asked: {want}")]
+    #[error("it is already {have}; requested: {want}")]
     Incompatible {
         /// The arguments that it has.
         have: String,
         /// The arguments that were requested.
         want: String,
     },
-    /// The volume is not in the state that the call needs; says what to do.
+    /// The volume is not in the state that the call needs; the text has the remedy.
     #[error("{0}")]
     Precondition(String),
     /// Another call works on the volume.
@@ -112,7 +112,7 @@ pub enum Cause {
     Foreign {
         /// The device's node.
         device: PathBuf,
-        /// What the device holds.
+        /// The content of the device.
         what: String,
         /// The requested file system.
         wanted: &'static str,
@@ -163,7 +163,7 @@ pub enum Cause {
     /// Too many volumes wait for a step; nothing was done.
     #[error("{0}")]
     Overloaded(Full),
-    /// A size that is not possible; says what was requested and what is possible.
+    /// An impossible size; the text has the requested and the possible size.
     #[error("{0}")]
     Range(String),
     /// The source is smaller than requested, and may still grow.
@@ -177,7 +177,7 @@ pub enum Cause {
     /// The kernel refused something else.
     #[error("cannot {what}")]
     Io {
-        /// What was tried.
+        /// The operation.
         what: String,
         /// The kernel's answer.
         source: io::Error,
@@ -186,9 +186,9 @@ pub enum Cause {
     /// would make kubelet forget that, and never unstage it.
     #[error("{}; it stays staged as it was", error_chain(.0))]
     Kept(Box<Cause>),
-    /// A call failed, and what it had done could not be undone.
+    /// A call failed, and so did its undo.
     #[error(
-        "{}; and what was done could not be undone ({}): the next call finishes that",
+        "{}; its undo failed, too ({}); the next call repeats it",
         error_chain(cause),
         error_chain(undo)
     )]
@@ -209,12 +209,12 @@ impl Cause {
         }
     }
 
-    /// The volume is not in the state that the call needs; `what` says what to do.
+    /// The volume is not in the state that the call needs; `what` has the remedy.
     pub(super) fn precondition(what: impl Into<String>) -> Self {
         Self::Precondition(what.into())
     }
 
-    /// The kernel refused what was tried.
+    /// The kernel refused the operation.
     pub(super) fn io<W: Into<String>>(what: W) -> impl FnOnce(io::Error) -> Self + use<W> {
         let what = what.into();
         move |source| Self::Io { what, source }

@@ -4,7 +4,7 @@
 //! callers at once. A new one replaces a connection that is fenced or did not answer in time
 //! ([`Cluster::is_lost`]). A thread of its own ends connections that were unused for
 //! [`IDLE`], because ending one may block, and its last user may be on a thread that must
-//! not block. A caller that comes while a connection is being made waits for that attempt
+//! not block. A caller that arrives while a connection is being made waits for that attempt
 //! and shares its result, so a dead cluster costs each of its callers one timeout, and
 //! callers of other clusters nothing.
 
@@ -68,7 +68,7 @@ struct ConnectionState {
     last: Option<Result<Arc<Cluster>, CephError>>,
     /// Lost connections, which may still be in use.
     lost: Vec<Arc<Cluster>>,
-    /// When a caller last asked for the connection.
+    /// When a caller last got the connection.
     last_used: Instant,
 }
 
@@ -181,7 +181,7 @@ impl Drop for ConnectAttempt<'_> {
     }
 }
 
-/// Ends idle connections, until `gone` is closed: the last [`Connections`] was dropped.
+/// Ends idle connections, until `dropped` is closed: the last [`Connections`] was dropped.
 fn sweep(slots: &Mutex<Slots>, idle_for: Duration, dropped: &Receiver<()>) {
     while dropped.recv_timeout(idle_for / 4) == Err(RecvTimeoutError::Timeout) {
         let idle = |_: &Key, slot: &mut Arc<Slot>| slot.is_idle(idle_for);

@@ -34,7 +34,7 @@ pub fn or_exists(result: Result<(), CephError>) -> Result<(), CephError> {
     }
 }
 
-/// Success if the object is gone already.
+/// Success if the object does not exist.
 pub fn or_missing(result: Result<(), CephError>) -> Result<(), CephError> {
     match result {
         Err(error) if error.is_not_found() => Ok(()),

@@ -27,7 +27,7 @@ use zeroize::Zeroizing;
 
 use crate::secret::{Secret, Secrets};
 
-/// The image's metadata key under which a sealed passphrase is kept.
+/// The image's metadata key for a sealed passphrase.
 pub const SEALED_KEY: &str = "rbd.csi.ceph.com/dek";
 /// The image's metadata key for the state of the encryption: [`PREPARED`], then
 /// [`ENCRYPTED`].
@@ -60,7 +60,7 @@ pub enum Kms {
 /// Why there is no passphrase. The text never has one.
 #[derive(Debug, thiserror::Error)]
 pub enum EncryptionError {
-    /// The secret has none.
+    /// The secret has no passphrase.
     #[error("the secret has no encryptionPassphrase")]
     Missing,
     /// No such key management system is configured.
@@ -70,9 +70,9 @@ pub enum EncryptionError {
         /// The file with the configuration.
         path: PathBuf,
     },
-    /// None is configured at all.
+    /// There is no configuration.
     #[error(
-        "encryptionKMSID {id:?} is nowhere to be looked up: there is no file {}",
+        "encryptionKMSID {id:?} cannot be looked up: there is no file {}",
         path.display()
     )]
     NoFile {
@@ -94,7 +94,7 @@ pub enum EncryptionError {
     Config {
         /// The file with the configuration.
         path: PathBuf,
-        /// Why not.
+        /// The error of the read.
         source: io::Error,
     },
     /// The stored passphrase is not a sealed one.
@@ -166,7 +166,7 @@ impl KmsConfig {
     }
 }
 
-/// A passphrase sealed, as it is kept.
+/// A sealed passphrase, as stored.
 #[derive(Serialize, Deserialize)]
 struct Sealed {
     dek: String,
@@ -199,14 +199,14 @@ pub fn seal(with: &Secret, handle: &str, passphrase: &Secret) -> String {
     serde_json::to_string(&sealed).expect("two strings are JSON")
 }
 
-/// Random bytes of the kernel's.
+/// Random bytes from the kernel.
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).expect("the kernel has random bytes");
     bytes
 }
 
-/// Opens what [`seal`] made.
+/// Opens a passphrase that [`seal`] sealed.
 pub fn open(with: &Secret, handle: &str, sealed: &str) -> Result<Secret, EncryptionError> {
     let bytes = |text: &str| BASE64_STANDARD.decode(text).ok();
     let (dek, nonce) = serde_json::from_str::<Sealed>(sealed)

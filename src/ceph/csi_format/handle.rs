@@ -9,7 +9,7 @@
 //! the cluster id too, the rest of the image's name, and the pool's name in hex
 //! ```
 //!
-//! A snapshot's handle has the form of a volume's: the call tells which of the two it is. A
+//! A snapshot's handle has the form of a volume's: the call decides which of the two it is. A
 //! text of any other form is no handle of a Ceph volume.
 
 use std::{fmt, str::FromStr};
@@ -20,7 +20,7 @@ use uuid::Uuid;
 /// that the CSI specification allows a string.
 pub const MAX_CLUSTER_ID: usize = 64;
 
-/// The prefix of the handles that ceph-csi makes.
+/// The prefix of ceph-csi's handles.
 const VERSION: &str = "0001";
 
 /// Whether a text is the handle of a Ceph volume or snapshot.

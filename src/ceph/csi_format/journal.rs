@@ -8,12 +8,12 @@
 //! ```
 //!
 //! and `csi.snaps.<instance>` and `csi.snap.<uuid>` in the same way. Each line is
-//! a key of an omap. The directory, the upper one, tells repeated creates apart;
+//! a key of an omap. The directory, the upper one, recognises repeated creates;
 //! the entry, the lower one, leads from a handle to its image. The directory is
 //! in the journal's pool, the entry in the image's, mostly the same.
 //!
-//! A repeat finishes what a crash interrupted, because each call begins and ends with what
-//! its repeats look for: a create reserves the name in the directory first and removes it
+//! A repeat finishes what a crash interrupted, because each call begins and ends with the
+//! key that its repeats look for: a create reserves the name in the directory first and removes it
 //! last, a delete removes the entry last. Two controllers may do the same at once: a name
 //! is reserved, and removed, by a change that compares the old value in the same step.
 
@@ -34,13 +34,11 @@ pub use entry::{CreateState, JournalEntry, JournalKind, NameEntry};
 /// A journal that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
-    /// The cluster refused.
+    /// The cluster refused an operation.
     #[error(transparent)]
     Ceph(#[from] CephError),
     /// A value has no form that ceph-csi or this driver writes.
-    #[error(
-        "key {key:?} of object {object} holds {value:?}, which means nothing; correct it by hand"
-    )]
+    #[error("key {key:?} of object {object} has the invalid value {value:?}; correct it by hand")]
     Corrupt {
         /// The object, with its pool.
         object: String,
@@ -49,7 +47,7 @@ pub enum JournalError {
     },
     /// Directory and entry contradict each other.
     #[error(
-        "object {object} belongs to {there:?}, though {name:?} leads to it; correct the journal by hand"
+        "name {name:?} leads to object {object}, which belongs to {there:?}; correct the journal by hand"
     )]
     Contradiction {
         /// The entry's object, with its pool.
@@ -144,7 +142,7 @@ impl Journal {
         value.parse().map_err(corrupt)
     }
 
-    /// The names behind `after`, in order, at most `max`, and whether there are
+    /// The names after `after`, in order, at most `max`, and whether there are
     /// more. Invalid values are left out with a warning; those that map a handle to
     /// another are left out without one.
     pub fn page(
@@ -176,7 +174,7 @@ impl Journal {
         Ok((page.entries.iter().filter_map(entry).collect(), page.more))
     }
 
-    /// Writes the entry of a new reservation; false if another controller has given it up
+    /// Writes the entry of a new reservation; false if another controller has abandoned it
     /// already.
     pub fn enter(
         &self,
@@ -189,15 +187,15 @@ impl Journal {
         let keys = entry.to_keys(self.kind);
         let set = keys.iter().map(|(key, value)| (*key, value.as_str()));
         match pool.operate(&object, &WriteOp::new().create().set(set)) {
-            // A controller that gives a create up removes its name before its entry.
+            // A controller that abandons a create removes its name before its entry.
             Ok(()) => Ok(self.find(journal, &entry.name)? == Some(reserved)),
             Err(error) if error.is_exists() => Ok(false),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Completes an entry of ceph-csi; the keys that it has already are kept.
-    pub fn go_on(
+    /// Resumes a create of ceph-csi; the keys that the entry has already are kept.
+    pub fn resume(
         &self,
         pool: &IoCtx,
         uuid: Uuid,
@@ -241,19 +239,19 @@ impl Journal {
     }
 
     /// Adds the image's id to its entry: then it is complete. False if another
-    /// controller has given it up meanwhile.
+    /// controller has abandoned it meanwhile.
     pub fn complete(
         &self,
         pool: &IoCtx,
         uuid: Uuid,
-        making: CreateState,
+        state: CreateState,
         id: &str,
     ) -> Result<bool, JournalError> {
         let op = WriteOp::new()
             .assert_exists()
-            .compare(entry::MAKING, making.value())
+            .compare(entry::CREATE_STATE, state.value())
             .set([(entry::IMAGE_ID, id)])
-            .unset([entry::MAKING]);
+            .unset([entry::CREATE_STATE]);
         match pool.operate(&self.object(uuid), &op) {
             Ok(()) => Ok(true),
             Err(error) if error.is_mismatch() || error.is_not_found() => Ok(false),
@@ -261,19 +259,19 @@ impl Journal {
         }
     }
 
-    /// Gives up this driver's attempt under a name, so that no controller can complete it;
+    /// Abandons this driver's attempt under a name, so that no controller can complete it;
     /// false if it is complete, or not this driver's.
-    pub fn give_up(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
+    pub fn abandon(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
         let object = self.object(uuid);
-        let given_up = (entry::MAKING, CreateState::GivenUp.value());
+        let abandoned = (entry::CREATE_STATE, CreateState::Abandoned.value());
         // The name may be reserved before the journal has its entry.
         let first = WriteOp::new()
             .create()
-            .set([(self.kind.name_key(), name), given_up]);
+            .set([(self.kind.name_key(), name), abandoned]);
         let begun = WriteOp::new()
             .compare(entry::IMAGE_ID, "")
-            .compare(entry::MAKING, CreateState::UnderWay.value())
-            .set([given_up]);
+            .compare(entry::CREATE_STATE, CreateState::UnderWay.value())
+            .set([abandoned]);
         loop {
             match pool.operate(&object, &first) {
                 Err(error) if error.is_exists() => {}
@@ -282,9 +280,9 @@ impl Journal {
             match pool.operate(&object, &begun) {
                 Err(error) if error.is_mismatch() => {
                     let there = self.read(pool, uuid)?;
-                    return Ok(there.is_none_or(|there| there.making == CreateState::GivenUp));
+                    return Ok(there.is_none_or(|there| there.state == CreateState::Abandoned));
                 }
-                // Gone in between.
+                // Removed in between.
                 Err(error) if error.is_not_found() => {}
                 result => return Ok(result.map(|()| true)?),
             }
@@ -313,7 +311,7 @@ impl Journal {
         let (key, value) = (self.key(name), reserved.to_string());
         let op = WriteOp::new().compare(&key, &value).unset([key.as_str()]);
         match journal.operate(&self.directory, &op) {
-            // It is gone, or belongs to a newer reservation.
+            // It was removed, or belongs to a newer reservation.
             Err(error) if !(error.is_mismatch() || error.is_not_found()) => Err(error.into()),
             _ => Ok(()),
         }

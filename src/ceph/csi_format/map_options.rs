@@ -1,9 +1,8 @@
 //! The map options of a volume's class and context: the controller refuses those that the
 //! node would refuse.
 //!
-//! Everything here ends up in one line of text that the driver parts at blanks
-//! and commas, so nothing gets in that could part it elsewhere, and nothing
-//! that decides whose key is used or what is mapped.
+//! The options become part of one line of text, which the driver splits at blanks and
+//! commas. So an option with these is refused, and one that decides the key or the image.
 //!
 //! Sources: rbd(8), "KERNEL RBD (KRBD) OPTIONS"; drivers/block/rbd.c,
 //! `rbd_parse_options`; net/ceph/ceph_common.c, `ceph_parse_param`.
@@ -32,28 +31,28 @@ pub struct MapOption {
 #[serde(transparent)]
 pub struct MapOptions(Vec<MapOption>);
 
-/// An option that a volume may not bring along.
+/// An option that a volume may not set.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
-    /// It is not of the driver's form.
+    /// It does not have the driver's form.
     #[error(
-        "{0:?} is no option: those are name or name=value, without blanks, commas or control characters"
+        "{0:?} is no option: write name or name=value, without blanks, commas or control characters"
     )]
     Malformed(String),
-    /// It is decided elsewhere.
+    /// Another setting decides it.
     #[error("the option {name} is refused: {why}")]
     Refused {
         /// The option's name.
         name: String,
-        /// Who decides it.
+        /// The setting that decides it.
         why: &'static str,
     },
-    /// It is for a mounter that does not exist.
-    #[error("{0:?} is no mounter: options are written krbd:a,b;nbd:c, or a,b for krbd alone")]
+    /// It names an unknown mounter.
+    #[error("{0:?} is no mounter: write krbd:a,b;nbd:c, or a,b for krbd alone")]
     Mounter(String),
 }
 
-/// Options that decide who asks for what.
+/// Options that decide the user, the key, the namespace or the access mode.
 const REFUSED: &[(&str, &str)] = &[
     ("name", "the user comes from the volume's secret"),
     ("key", "the key comes from the volume's secret"),
@@ -70,8 +69,8 @@ const REFUSED: &[(&str, &str)] = &[
 
 const READ_ONLY: &str = "the access mode decides whether the volume is writable";
 
-/// Options of the program `rbd`, and none of the driver: whether it waits for
-/// udevd. We never do.
+/// Options of the program `rbd`, not of the driver: whether it waits for udevd. This
+/// driver never does.
 const OF_THE_PROGRAM: &[&str] = &["udev", "noudev"];
 
 /// The mounter whose options have no prefix.
@@ -80,7 +79,7 @@ pub const KRBD: &str = "krbd";
 pub const NBD: &str = "nbd";
 
 impl MapOption {
-    /// An option that we set.
+    /// An option that this driver sets.
     pub fn new(name: &str, value: &str) -> Result<Self, OptionError> {
         format!("{name}={value}").parse()
     }

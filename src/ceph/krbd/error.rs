@@ -36,8 +36,8 @@ pub enum KrbdError {
         /// The configured addresses.
         monitors: String,
     },
-    /// No monitor answers; the driver was not asked.
-    #[error("image {image} is not mapped, and the driver was not asked to")]
+    /// No monitor answers; the agent did not ask the driver.
+    #[error("cannot map image {image}")]
     Silent {
         image: String,
         /// The monitors, and the time waited.
@@ -58,7 +58,7 @@ pub enum KrbdError {
     #[error("image {image}: {what}")]
     Unsuited {
         image: String,
-        /// Why, and what to do.
+        /// The reason, and the remedy.
         what: &'static str,
     },
     /// The image is mapped already, but not as it is needed.
@@ -66,7 +66,7 @@ pub enum KrbdError {
     MappedOtherwise {
         image: String,
         node: PathBuf,
-        /// What is different about it.
+        /// The difference.
         how: &'static str,
     },
     /// An image of that name is mapped, and may be another cluster's.

@@ -1,22 +1,22 @@
-//! A monitor's greeting, without which the driver is not asked: see [`super`] for
-//! why.
+//! The greeting of a monitor, without which the agent asks the driver for no map; see
+//! [`super`] for the reason.
 //!
-//! It is asked for first and waited for last, so that what is to be known of the
-//! image is looked at meanwhile. Where that took long, the greeting says nothing
-//! any more, and is asked for again.
+//! The agent requests it first and waits for it last, so that it reads the image's features
+//! and watchers meanwhile. If that took long, the greeting is stale, and the agent requests
+//! another.
 
 use std::time::{Duration, Instant};
 
 use super::{KrbdError, Wanted};
 use crate::ceph::client::monitor::{self, MonitorError};
 
-/// How long the monitors may take to greet.
+/// The longest time until a monitor greets.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// For how long a greeting is one of just now.
+/// The age at which a greeting is stale.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// A greeting that was asked for.
+/// A requested greeting.
 #[derive(Debug)]
 pub struct Greeting {
     addresses: Vec<String>,
@@ -26,7 +26,7 @@ pub struct Greeting {
 }
 
 impl Greeting {
-    /// Asks those monitors that the driver would be given.
+    /// Requests a greeting from the monitors that the driver would get.
     pub fn ask(wanted: &Wanted<'_>) -> Result<Self, KrbdError> {
         let monitors = wanted.monitors.for_driver(wanted.options)?;
         let addresses: Vec<_> = monitors.addresses.iter().map(ToString::to_string).collect();
@@ -43,7 +43,7 @@ impl Greeting {
         }
     }
 
-    /// Waits for it.
+    /// Waits for the greeting.
     pub(super) fn wait(self) -> Result<(), KrbdError> {
         let Self {
             addresses, image, ..

@@ -9,7 +9,7 @@
 use super::{KrbdError, Mark, Wanted, monitors};
 use crate::ceph::csi_format::map_options::{MapOption, is_word};
 
-/// Seconds that a cluster whose monitors went away may delay all maps of the node: well
+/// Seconds that a cluster whose monitors fail may delay all maps of the node: well
 /// below the deadlines of calls.
 const MOUNT_TIMEOUT: u32 = 30;
 

@@ -139,7 +139,7 @@ impl MapConfig {
 
 impl Mapped {
     /// The image that is mapped as the device of that number; none if the device belongs
-    /// to another driver, or is gone.
+    /// to another driver, or is detached.
     pub fn of(dev: Dev) -> Option<Self> {
         Self::of_id(id_of(dev)?).ok()
     }
@@ -203,7 +203,7 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
         };
         match look() {
             Ok(mapped) => found.extend(mapped),
-            // It went meanwhile.
+            // It was unmapped meanwhile.
             Err(error) if is_gone(&error) => {}
             Err(error) => return Err(error),
         }
@@ -235,7 +235,7 @@ pub fn addresses() -> io::Result<Vec<String>> {
     Ok(found)
 }
 
-/// Whether the file is missing, or its device went while it was open.
+/// Whether the file is missing, or its device was unmapped while it was open.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound
         || error.raw_os_error() == Some(Errno::NODEV.raw_os_error())

@@ -46,7 +46,7 @@ use Form::{Decimal, Flag, Label, Number, Parts, Switch, Uuid, Words};
 const COPIES: &str = "copies files of the node into the volume";
 const READS: &str = "reads a file of the node";
 const WRITES: &str = "writes a file of the node";
-const ELSEWHERE: &str = "names another device, a file or another place";
+const ELSEWHERE: &str = "names another device, or a file or directory";
 const FORMATS_NOTHING: &str = "prints something and formats nothing";
 const OTHER_KIND: &str = "makes something else than the volume's file system";
 const SIZE: &str = "sets a size, and the file system is as large as its volume";

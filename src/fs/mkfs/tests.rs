@@ -152,7 +152,7 @@ fn refused_mkfs_options_are_named_with_the_reason() {
         (
             FsType::Xfs,
             "-l name=/etc/passwd",
-            "mkfsOptions: -l name is not allowed: it names another device, a file or another place",
+            "mkfsOptions: -l name is not allowed: it names another device, or a file or directory",
         ),
         (
             FsType::Xfs,

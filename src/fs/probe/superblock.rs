@@ -19,10 +19,10 @@ pub(super) const PARTIAL_FORMATS: [&str; 4] = [
     BTRFS_HEADLESS,
 ];
 
-const EXT_HEADLESS: &str = "an ext file system whose first superblock is gone";
+const EXT_HEADLESS: &str = "an ext file system whose first superblock is missing";
 const XFS_UNFINISHED: &str = "an XFS file system whose mkfs did not end";
 const BTRFS_UNFINISHED: &str = "a btrfs file system whose mkfs did not end";
-const BTRFS_HEADLESS: &str = "a btrfs file system whose first superblock is gone";
+const BTRFS_HEADLESS: &str = "a btrfs file system whose first superblock is missing";
 
 /// A structure on disk, read field by field. A field beyond its end is zero;
 /// none of the readers below reads one.

@@ -234,7 +234,7 @@ fn a_lost_superblock_is_found_by_its_backups() {
         image.as_file().write_all_at(&head, 0).unwrap();
         let content = probe(image.as_file());
         assert!(
-            matches!(content, Content::Foreign { what } if what.contains("is gone")),
+            matches!(content, Content::Foreign { what } if what.contains("is missing")),
             "{command}: {content:?}"
         );
     }

@@ -5,8 +5,8 @@
 //! families of the machine, one after the other: every call here may block, and belongs
 //! on a lane. Only taking announcements ([`LinkListener::take`]) never blocks.
 //!
-//! `NBD_CMD_STATUS` is not used: it tells only whether a device is configured, and sysfs
-//! tells that and the backend identifier without blocking.
+//! `NBD_CMD_STATUS` is not used: it shows only whether a device is configured, and sysfs
+//! shows that and the backend identifier without blocking.
 
 use std::{
     io,

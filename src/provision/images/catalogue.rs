@@ -101,7 +101,7 @@ pub struct ReservationLock {
 
 impl ReservationLock {
     /// Removes a reservation under which nothing was made.
-    pub fn give_up(&self) -> Result<(), ProvisionError> {
+    pub fn abandon(&self) -> Result<(), ProvisionError> {
         remove(&self.path).map(drop)
     }
 }
@@ -211,7 +211,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     pub fn undo(&self, held: &ReservationLock) -> Result<(), ProvisionError> {
         self.remove_image(held.id, "its creation failed")?;
         let _ = remove(&self.record(held.id))?;
-        held.give_up()
+        held.abandon()
     }
 
     /// Refuses an image without a record: it may be in use, and its owner is unknown.

@@ -116,8 +116,8 @@ fn copy_unwritten(
     let cannot = |e| failed("copy", path, e);
     // Opened anew: NFS looks for other clients' writes only at an open.
     let file = pool.open_image(image, false)?;
-    let copy = |go_on: &dyn Fn() -> io::Result<bool>| {
-        copy::sparse(&file, draft.file(), origin.bytes, go_on).map_err(cannot)
+    let copy = |may_continue: &dyn Fn() -> io::Result<bool>| {
+        copy::sparse(&file, draft.file(), origin.bytes, may_continue).map_err(cannot)
     };
     if !origin.is_exported {
         return copy(&|| Ok(true)).map(drop);

@@ -45,7 +45,7 @@ impl ImageStore {
                     match catalogue.get(held.id)? {
                         None => {
                             catalogue.refuse_unrecorded(&held)?;
-                            held.give_up()
+                            held.abandon()
                         }
                         Some(entry) if entry.state == EntryState::Ready => Ok(()),
                         Some(entry) => self.delete_entry(pool, entry, Some(&held)),

@@ -44,21 +44,21 @@ impl Attempt<'_> {
         if self.journal.enter(directory, pool, self.reserved, entry)? {
             return Ok(());
         }
-        Err(self.given_up(&entry.image))
+        Err(self.contended(&entry.image))
     }
 
     /// Enters that the image is complete.
     pub fn complete(&self, entry: &JournalEntry) -> Result<(), RbdError> {
-        let given_up = || self.given_up(&entry.image);
-        let id = rbd::image_id(self.pool, &entry.image)?.ok_or_else(given_up)?;
-        let (uuid, making) = (self.reserved.uuid, entry.making);
-        if self.journal.complete(self.pool, uuid, making, &id)? {
+        let contended = || self.contended(&entry.image);
+        let id = rbd::image_id(self.pool, &entry.image)?.ok_or_else(contended)?;
+        let (uuid, state) = (self.reserved.uuid, entry.state);
+        if self.journal.complete(self.pool, uuid, state, &id)? {
             return Ok(());
         }
-        Err(given_up())
+        Err(contended())
     }
 
-    fn given_up(&self, image: &str) -> RbdError {
+    fn contended(&self, image: &str) -> RbdError {
         RbdError::Contended(format!("{}/{image}", self.pool))
     }
 
@@ -68,10 +68,10 @@ impl Attempt<'_> {
         let uuid = self.reserved.uuid;
         loop {
             let there = self.journal.read(self.pool, uuid)?;
-            if there.is_some_and(|there| there.is_complete() || there.making == CreateState::No) {
-                return Ok(Some(self.journal.go_on(self.pool, uuid, wanted)?));
+            if there.is_some_and(|there| there.is_complete() || there.state == CreateState::None) {
+                return Ok(Some(self.journal.resume(self.pool, uuid, wanted)?));
             }
-            if self.give_up(None)? {
+            if self.abandon(None)? {
                 return Ok(None);
             }
         }
@@ -80,7 +80,7 @@ impl Attempt<'_> {
     /// Removes a failed attempt; if that fails, a repeat does. `own` is its entry,
     /// which another controller may have removed.
     pub fn undo(&self, own: &JournalEntry) {
-        if let Err(error) = self.give_up(Some(own)) {
+        if let Err(error) = self.abandon(Some(own)) {
             let (name, error) = (self.name, error_chain(&error));
             tracing::warn!(
                 name,
@@ -92,9 +92,9 @@ impl Attempt<'_> {
 
     /// Abandons it, unless it is complete or not this driver's, and removes its objects,
     /// the name and the entry last.
-    fn give_up(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
+    fn abandon(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
         let uuid = self.reserved.uuid;
-        if !self.journal.give_up(self.pool, uuid, self.name)? {
+        if !self.journal.abandon(self.pool, uuid, self.name)? {
             return Ok(false);
         }
         let entry = match known {

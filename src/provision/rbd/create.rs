@@ -106,7 +106,7 @@ impl<'a> Creation<'a> {
         };
         loop {
             if let Some(reserved) = known
-                && let Some(volume) = self.go_on(reserved)?
+                && let Some(volume) = self.resume(reserved)?
             {
                 return Ok(volume);
             }
@@ -152,17 +152,17 @@ impl<'a> Creation<'a> {
         bytes: u64,
     ) -> Result<VolumeInfo, ProvisionError> {
         let attempt = self.attempt(pool, reserved);
-        let making = self.making(pool, reserved, self.entry(reserved));
+        let new_image = self.new_image(pool, reserved, self.entry(reserved));
         let made = attempt
-            .enter(&making.entry)
-            .and_then(|()| self.make(&making, origin, bytes))
-            .and_then(|()| self.complete(&making, origin, bytes));
+            .enter(&new_image.entry)
+            .and_then(|()| self.make(&new_image, origin, bytes))
+            .and_then(|()| self.complete(&new_image, origin, bytes));
         match made {
-            Ok(()) => Ok(self.made(making, bytes)),
+            Ok(()) => Ok(self.made(new_image, bytes)),
             Err(error) => {
                 // Otherwise it may still take effect.
                 if !error.is_uncertain() {
-                    attempt.undo(&making.entry);
+                    attempt.undo(&new_image.entry);
                 }
                 Err(error.into())
             }
@@ -171,7 +171,7 @@ impl<'a> Creation<'a> {
 
     /// Continues the reserved volume, if it is complete or ceph-csi's. `None`: it was
     /// neither, and has been removed, or its pool does not exist.
-    fn go_on(&self, reserved: NameEntry) -> Result<Option<VolumeInfo>, ProvisionError> {
+    fn resume(&self, reserved: NameEntry) -> Result<Option<VolumeInfo>, ProvisionError> {
         let pool = match reserved.pool_id.map(|id| self.link.pool(id)) {
             None => self.journal.clone(),
             // The pool was deleted, with the image; ceph-csi decides alike.
@@ -184,7 +184,7 @@ impl<'a> Creation<'a> {
             Some(pool) => pool?,
         };
         let wanted = JournalEntry {
-            making: journal::CreateState::No,
+            state: journal::CreateState::None,
             ..self.entry(reserved)
         };
         let Some(entry) = self.attempt(&pool, reserved).there(&wanted)? else {
@@ -193,34 +193,34 @@ impl<'a> Creation<'a> {
         if pool.pool() != self.pools.image {
             return Err(self.differs(format!("it is in pool {:?}", pool.pool())));
         }
-        let making = self.making(&pool, reserved, entry);
-        let image = match Image::open(&pool, making.image(), OpenMode::ReadOnly) {
+        let new_image = self.new_image(&pool, reserved, entry);
+        let image = match Image::open(&pool, new_image.image(), OpenMode::ReadOnly) {
             Ok(image) => Some(image),
             Err(error) if error.is_not_found() => None,
             Err(error) => return Err(RbdError::from(error).into()),
         };
-        self.compare(&making.entry, image.as_ref())?;
+        self.compare(&new_image.entry, image.as_ref())?;
         if let Some(image) = &image
-            && making.entry.is_complete()
+            && new_image.entry.is_complete()
         {
             let size = image.size().map_err(RbdError::from)?;
             // The request does not fix the size of a copy: it must be large enough.
             if !self.new.range.holds(size) {
                 return Err(self.differs(format!("it has {size} bytes")));
             }
-            return Ok(Some(self.made(making, size)));
+            return Ok(Some(self.made(new_image, size)));
         }
         let is_there = image.is_some();
         drop(image);
         let origin = self.origin()?;
         let bytes = self.bytes(origin.as_ref())?;
         if is_there {
-            self.tidy(&making, origin.as_ref())?;
+            self.tidy(&new_image, origin.as_ref())?;
         } else {
-            self.make(&making, origin.as_ref(), bytes)?;
+            self.make(&new_image, origin.as_ref(), bytes)?;
         }
-        self.complete(&making, origin.as_ref(), bytes)?;
-        Ok(Some(self.made(making, bytes)))
+        self.complete(&new_image, origin.as_ref(), bytes)?;
+        Ok(Some(self.made(new_image, bytes)))
     }
 
     fn differs(&self, how: String) -> ProvisionError {
@@ -258,12 +258,12 @@ impl<'a> Creation<'a> {
             encryption: encryption.map(|_| BLOCK.to_owned()).unwrap_or_default(),
             owner: self.class.owner.clone(),
             origin: name_of(self.new.source.as_ref()),
-            making: journal::CreateState::UnderWay,
+            state: journal::CreateState::UnderWay,
             ..JournalEntry::default()
         }
     }
 
-    fn making(&self, pool: &IoCtx, reserved: NameEntry, entry: JournalEntry) -> NewImage {
+    fn new_image(&self, pool: &IoCtx, reserved: NameEntry, entry: JournalEntry) -> NewImage {
         NewImage {
             pool: pool.clone(),
             reserved,
@@ -273,18 +273,18 @@ impl<'a> Creation<'a> {
     }
 
     /// The answer.
-    fn made(&self, making: NewImage, bytes: u64) -> VolumeInfo {
+    fn made(&self, new_image: NewImage, bytes: u64) -> VolumeInfo {
         let found = FoundImage {
-            handle: making.handle,
+            handle: new_image.handle,
             link: self.link.clone(),
-            pool: making.pool,
-            image: making.entry.image.clone(),
-            image_id: making.entry.image_id.clone(),
+            pool: new_image.pool,
+            image: new_image.entry.image.clone(),
+            image_id: new_image.entry.image_id.clone(),
             stands_in: false,
             recorded: Some(Recorded {
                 journal: self.journal.clone(),
-                reserved: making.reserved,
-                entry: making.entry,
+                reserved: new_image.reserved,
+                entry: new_image.entry,
             }),
         };
         let mut volume = found.volume(bytes);

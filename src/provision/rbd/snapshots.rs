@@ -40,7 +40,7 @@ impl RbdStore {
         let mut known = known.map_err(RbdError::from)?;
         loop {
             if let Some(reserved) = known
-                && let Some(taken) = self.go_on(new, &volume, reserved, prefix)?
+                && let Some(taken) = self.resume(new, &volume, reserved, prefix)?
             {
                 return Ok(taken);
             }
@@ -95,7 +95,7 @@ impl RbdStore {
 
     /// Continues the reserved snapshot, if it is complete or ceph-csi's. `None`: it was
     /// neither, and has been removed.
-    fn go_on(
+    fn resume(
         &self,
         new: &NewSnapshot,
         volume: &FoundImage,
@@ -104,7 +104,7 @@ impl RbdStore {
     ) -> Result<Option<SnapshotInfo>, ProvisionError> {
         let attempt = self.attempt(new, volume, reserved)?;
         let wanted = JournalEntry {
-            making: CreateState::No,
+            state: CreateState::None,
             ..self.entry(new, volume, reserved, prefix)?
         };
         let Some(entry) = attempt.there(&wanted)? else {
@@ -135,7 +135,7 @@ impl RbdStore {
             owner: of.owner.clone(),
             source: volume.image.clone(),
             origin: new.volume.clone(),
-            making: CreateState::UnderWay,
+            state: CreateState::UnderWay,
             ..JournalEntry::default()
         })
     }

@@ -16,9 +16,9 @@ const KEY: &str = "uring-csi/making";
 type PartialFormat = ((&'static str, &'static str), bool, &'static str);
 
 const PARTIAL_FORMATS: [PartialFormat; 3] = [
-    (MKFS, false, "first superblock is gone"),
+    (MKFS, false, "first superblock is missing"),
     (LUKS_FORMAT, true, "is incomplete"),
-    (MKFS, true, "first superblock is gone"),
+    (MKFS, true, "first superblock is missing"),
 ];
 
 fn blank(ceph: &Ceph, is_encrypted: bool) -> Volume {

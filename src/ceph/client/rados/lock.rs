@@ -67,7 +67,7 @@ impl IoCtx {
 
 impl Drop for ObjectLock<'_> {
     fn drop(&mut self) {
-        // One that has expired may be gone; one that cannot be removed expires.
+        // An expired lock may not exist any more; a lock that cannot be removed expires.
         let _ = self.io.unlock(self.object, self.name);
     }
 }

@@ -39,7 +39,7 @@ unsafe impl Sync for Image {}
 /// A client that has an image open for writing, or mapped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Watcher {
-    /// Its address as Ceph shows it, `10.0.0.5:0/1234567`: what is blocklisted.
+    /// Its address as Ceph shows it, `10.0.0.5:0/1234567`, by which it is blocklisted.
     pub address: String,
     /// Its number in the cluster.
     pub client: i64,

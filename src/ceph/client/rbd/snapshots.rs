@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use super::{Image, abi};
 use crate::ceph::client::{CephError, call::owned};
 
-/// What made a snapshot (`rbd_snap_namespace_type_t`).
+/// The origin of a snapshot (`rbd_snap_namespace_type_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SnapshotKind {
     /// A client, by name.
@@ -39,7 +39,7 @@ pub struct Snapshot {
     pub name: String,
     /// The size of the image at that time, in bytes.
     pub size: u64,
-    /// What made it.
+    /// Its origin.
     pub kind: SnapshotKind,
 }
 
@@ -53,7 +53,7 @@ impl Image {
     }
 
     /// Removes a snapshot. One with clones (v2) stays in the trash until they are
-    /// gone; a protected one is busy ([`CephError::is_busy`]).
+    /// removed; a protected one is busy ([`CephError::is_busy`]).
     pub fn snapshot_remove(&self, name: &str) -> Result<(), CephError> {
         let call = self.call_on("remove", "snapshot", name);
         let text = call.text(name)?;

@@ -1,7 +1,7 @@
 //! The trash of a pool: images without a name, kept by their id.
 //!
 //! Moving an image there takes milliseconds. Removing it takes time in proportion to its
-//! objects, and is possible only when its last watcher, snapshot and clone is gone.
+//! objects, and is possible only after its last watcher, snapshot and clone.
 
 use std::{
     mem,
@@ -43,7 +43,7 @@ pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephErr
 /// Completes a move to the trash that was interrupted after the object with the image's id
 /// (`rbd_id.<name>`) was removed: the pool still lists the name, and in the trash the image
 /// has the state *moving*, in which every call fails (EUCLEAN). Since Ceph 17.2.6 librbd
-/// completes the move when it is asked to move the image again. An image whose move is
+/// completes the move when a caller moves the image again. An image whose move is
 /// complete stays unchanged.
 ///
 /// Source: Ceph's `cls_rbd.cc`, `dir_remove_image` and `trash_state_set`.

@@ -1,4 +1,4 @@
-//! Which cluster stands in for which: ceph-csi's `cluster-mapping.json`.
+//! The clusters of the other site, after a fail-over: ceph-csi's `cluster-mapping.json`.
 //!
 //! After a fail-over, the handles of volumes name a cluster and a pool's id of
 //! the other site:
@@ -32,7 +32,7 @@ struct ClusterMapping {
     pools: Vec<BTreeMap<String, String>>,
 }
 
-/// The mappings of a file, as it is at each question.
+/// The mappings of a file, which is read again after a change.
 #[derive(Debug)]
 pub struct Mappings {
     file: CachedFile<Vec<ClusterMapping>>,
@@ -46,8 +46,8 @@ impl Mappings {
         }
     }
 
-    /// Where a volume may be that was in this pool of this cluster: clusters with
-    /// the ids of pools, in the order of the file; none without a mapping.
+    /// The clusters, with the ids of pools, to which a volume of this pool may have failed
+    /// over, in the order of the file; empty without a mapping.
     pub fn of(&self, cluster_id: &str, pool_id: i64) -> Result<Vec<(String, i64)>, ConfigError> {
         let mappings = match self.file.read(|mappings| mappings) {
             Ok(mappings) => mappings,

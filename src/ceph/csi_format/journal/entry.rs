@@ -1,11 +1,11 @@
-//! What a journal says, and how: the keys of its omaps and the forms of their
-//! values, letter for letter as ceph-csi has them.
+//! The entries of a journal: the keys of its omaps and the forms of their values, letter
+//! for letter as ceph-csi has them.
 
 use std::{collections::BTreeMap, fmt, str::FromStr};
 
 use uuid::Uuid;
 
-/// What a journal keeps.
+/// The kind of a journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JournalKind {
     /// Volumes, by ceph-csi's default in images `csi-vol-<uuid>`.
@@ -15,7 +15,7 @@ pub enum JournalKind {
 }
 
 impl JournalKind {
-    /// What the image of `uuid` is called.
+    /// The name of the image of `uuid`.
     pub fn image(self, prefix: Option<&str>, uuid: Uuid) -> String {
         let default = match self {
             Self::Volume => "csi-vol-",
@@ -24,7 +24,7 @@ impl JournalKind {
         format!("{}{uuid}", prefix.unwrap_or(default))
     }
 
-    /// What keys of the directory, and names of entries' objects, begin with.
+    /// The prefix of the directory's keys, and of the names of entries' objects.
     pub(super) fn prefix(self) -> &'static str {
         match self {
             Self::Volume => "csi.volume.",
@@ -40,10 +40,10 @@ impl JournalKind {
     }
 }
 
-/// What a name leads to.
+/// The value of a name in the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NameEntry {
-    /// What tells the image from all others.
+    /// The uuid in the name of the image and of its entry.
     pub uuid: Uuid,
     /// The image's pool, where it is not the journal's.
     pub pool_id: Option<i64>,
@@ -78,65 +78,65 @@ fn parse_pool(text: &str) -> Option<i64> {
     Some(id.cast_signed())
 }
 
-/// What is known of an image. Empty: not known, or not so.
+/// The entry of an image. An empty value: not recorded, or not applicable.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JournalEntry {
-    /// What it was asked for by; empty where a create was interrupted.
+    /// The name of the request; empty where a create was interrupted.
     pub name: String,
-    /// The image's name; empty where releases of ceph-csi before 2.1 made it.
+    /// The image's name; empty where a release of ceph-csi before 2.1 created it.
     pub image: String,
     /// The image's id; empty until the image exists.
     pub image_id: String,
     /// The pool of the directory, where it is not the image's.
     pub journal_pool: Option<i64>,
-    /// Where its passphrase is kept, if it is encrypted.
+    /// The KMS of its passphrase, if it is encrypted.
     pub kms: String,
     /// `block` or `file`, if it is encrypted.
     pub encryption: String,
-    /// The Kubernetes namespace that it was made for.
+    /// The Kubernetes namespace of its claim.
     pub owner: String,
     /// The handle of its group.
     pub group: String,
-    /// Of a snapshot: the name of the image that it was taken of.
+    /// Of a snapshot: the name of its source's image.
     pub source: String,
-    /// What a volume is a copy of; a key of our own, which ceph-csi ignores.
+    /// Of a copy: its source; a key of this driver, which ceph-csi ignores.
     pub origin: String,
-    /// How far this driver's create has come. Of our own, too.
-    pub making: CreateState,
+    /// The state of this driver's create; a key of this driver, too.
+    pub state: CreateState,
 }
 
-/// How far a create has come. Its handle is answered only once it is completed.
+/// The state of a create. The caller gets the handle only once it is complete.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CreateState {
-    /// Completed, or not this driver's.
+    /// Complete, or not this driver's.
     #[default]
-    No,
-    /// Begun: the image may be half made.
+    None,
+    /// Begun: the image may be incomplete.
     UnderWay,
-    /// Never to be completed: whatever is left of it is to be taken away.
-    GivenUp,
+    /// Never to be completed: its remains are to be removed.
+    Abandoned,
 }
 
 impl CreateState {
     pub(super) fn value(self) -> &'static str {
         match self {
-            Self::No => "",
+            Self::None => "",
             Self::UnderWay => "1",
-            Self::GivenUp => "0",
+            Self::Abandoned => "0",
         }
     }
 
     fn of(value: &str) -> Self {
         match value {
-            "" => Self::No,
-            "0" => Self::GivenUp,
+            "" => Self::None,
+            "0" => Self::Abandoned,
             _ => Self::UnderWay,
         }
     }
 }
 
 impl JournalEntry {
-    /// Whether its image is whole.
+    /// Whether its image is complete.
     pub fn is_complete(&self) -> bool {
         !self.image_id.is_empty()
     }
@@ -155,9 +155,9 @@ impl JournalEntry {
             group,
             source,
             origin,
-            making,
+            state,
         } = self;
-        let making = making.value().to_owned();
+        let state = state.value().to_owned();
         let pool = journal_pool.map(|id| format!("{id:016x}"));
         let keys = [
             (kind.name_key(), name),
@@ -170,13 +170,13 @@ impl JournalEntry {
             (GROUP, group),
             (SOURCE, source),
             (ORIGIN, origin),
-            (MAKING, &making),
+            (CREATE_STATE, &state),
         ];
         let full = keys.into_iter().filter(|(_, value)| !value.is_empty());
         full.map(|(key, value)| (key, value.clone())).collect()
     }
 
-    /// On failure: the key whose value means nothing.
+    /// On failure: the key whose value is invalid.
     pub(super) fn from_keys(
         kind: JournalKind,
         mut keys: BTreeMap<String, String>,
@@ -202,7 +202,7 @@ impl JournalEntry {
             group,
             source: take(SOURCE),
             origin: take(ORIGIN),
-            making: CreateState::of(&take(MAKING)),
+            state: CreateState::of(&take(CREATE_STATE)),
         })
     }
 }
@@ -214,11 +214,11 @@ const KMS: &str = "csi.volume.encryptKMS";
 const ENCRYPTION: &str = "csi.volume.encryptionType";
 const OWNER: &str = "csi.volume.owner";
 const GROUP: &str = "csi.groupid";
-/// What older releases of ceph-csi wrote by mistake.
+/// The key that older releases of ceph-csi wrote by mistake.
 const OLD_GROUP: &str = "csi.csi.groupid";
 const SOURCE: &str = "csi.source";
 const ORIGIN: &str = "uring-csi.origin";
-pub(super) const MAKING: &str = "uring-csi.making";
+pub(super) const CREATE_STATE: &str = "uring-csi.making";
 
 #[cfg(test)]
 mod tests {
@@ -283,14 +283,14 @@ mod tests {
         #[test]
         fn a_written_entry_reads_back(
             texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
-            making in prop_oneof![Just(CreateState::No), Just(CreateState::UnderWay), Just(CreateState::GivenUp)],
+            state in prop_oneof![Just(CreateState::None), Just(CreateState::UnderWay), Just(CreateState::Abandoned)],
         ) {
             let kind = if snap { JournalKind::Snapshot } else { JournalKind::Volume };
             let [name, image, image_id, kms, encryption, owner, group, source, origin] =
                 texts.try_into().unwrap();
             let entry = JournalEntry {
                 name, image, image_id, journal_pool: pool, kms, encryption, owner, group, source,
-                origin, making,
+                origin, state,
             };
             let keys = entry.to_keys(kind).into_iter().map(|(k, v)| (k.to_owned(), v));
             prop_assert_eq!(JournalEntry::from_keys(kind, keys.collect()), Ok(entry));

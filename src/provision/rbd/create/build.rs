@@ -103,13 +103,13 @@ impl Creation<'_> {
 
     pub(super) fn make(
         &self,
-        making: &NewImage,
+        new_image: &NewImage,
         origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<(), RbdError> {
         let mut options = self.class.options.clone();
         options.data_pool.clone_from(&self.pools.data);
-        let to = (&making.pool, making.image());
+        let to = (&new_image.pool, new_image.image());
         match origin {
             None => rbd::create(to.0, to.1, bytes, &options)?,
             Some(CopySource { found, .. }) => {
@@ -126,31 +126,31 @@ impl Creation<'_> {
     /// Removes the temporary image and snapshots of an interrupted copy.
     pub(super) fn tidy(
         &self,
-        making: &NewImage,
+        new_image: &NewImage,
         origin: Option<&CopySource>,
     ) -> Result<(), RbdError> {
         let from = origin.map(|o| (&o.found.pool, o.found.image.as_str()));
         if let Some(ContentSource::Volume(_)) = &self.new.source {
-            copies::tidy_of_volume(from, (&making.pool, making.image()))?;
+            copies::tidy_of_volume(from, (&new_image.pool, new_image.image()))?;
         }
         Ok(())
     }
 
     pub(super) fn complete(
         &self,
-        making: &NewImage,
+        new_image: &NewImage,
         origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<(), RbdError> {
-        self.finish_image(making, origin, bytes)?;
-        self.attempt(&making.pool, making.reserved)
-            .complete(&making.entry)
+        self.finish_image(new_image, origin, bytes)?;
+        self.attempt(&new_image.pool, new_image.reserved)
+            .complete(&new_image.entry)
     }
 
     /// The metadata of a new image; mostly none.
     fn finish_image(
         &self,
-        making: &NewImage,
+        new_image: &NewImage,
         origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<(), RbdError> {
@@ -161,7 +161,7 @@ impl Creation<'_> {
         if plain {
             return Ok(());
         }
-        let image = Image::open(&making.pool, making.image(), OpenMode::ReadWrite)?;
+        let image = Image::open(&new_image.pool, new_image.image(), OpenMode::ReadWrite)?;
         if image.size()? < bytes {
             image.grow(bytes)?;
         }
@@ -176,7 +176,7 @@ impl Creation<'_> {
             return Ok(());
         };
         let keeper: PassphraseStore<'_> = self.store.keeper(&self.new.secrets);
-        let own = (making.handle.as_str(), &image);
+        let own = (new_image.handle.as_str(), &image);
         match origin {
             None => keeper.prepare(encryption, own),
             Some(origin) => {
