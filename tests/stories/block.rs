@@ -44,8 +44,8 @@ fn kubelet_maps(node: &Node, volume: &Volume, pod: &str) -> Mapped {
     }
 }
 
-/// Counts what was attached to and detached from the machine's disks: a number that
-/// was free for a moment has another (`diskseq` of Documentation/ABI/stable/sysfs-block).
+/// The sequence number of a disk, which each attach changes (`diskseq` of
+/// Documentation/ABI/stable/sysfs-block).
 fn sequence_of(device: &Path) -> Option<String> {
     let name = device.file_name()?;
     fs::read_to_string(Path::new("/sys/block").join(name).join("diskseq")).ok()
@@ -148,8 +148,8 @@ fn a_lock_of_this_pods_map_is_released_with_it() {
         let one = kubelet_maps(&node, &volume, "one");
         let two = kubelet_maps(&node, &volume, "two");
 
-        // Kubelet was gone before it unmapped the first pod: its lock is orphaned,
-        // that of the second pod is in use.
+        // Kubelet ended before it unmapped the first pod: that lock is orphaned, the second
+        // pod's is in use.
         node.unpublish(&volume, "one").await.unwrap();
         assert!(!one.is_locked() && two.is_locked());
         one.unmount("-n");
@@ -158,8 +158,7 @@ fn a_lock_of_this_pods_map_is_released_with_it() {
         node.unstage(&volume).await.expect_err("it is published");
         assert!(two.is_locked());
 
-        // With no target left, any lock on the device is an orphan, whatever
-        // its path has become.
+        // Without a target, any lock on the device is an orphan, also at another path.
         two.unmount("-l");
         node.unpublish(&volume, "two").await.unwrap();
         node.unstage(&volume).await.unwrap();
@@ -179,7 +178,7 @@ fn an_open_device_is_not_detached() {
         content.write_at(&device, 0).unwrap();
         let held = fs::File::open(&device).unwrap();
         node.unpublish(&volume, "pod").await.unwrap();
-        // Called unstaged only when it is gone; until then the opener is named.
+        // Unstaged only once it is detached; until then the error names the opener.
         node.timeout.set(Duration::from_secs(3));
         let refusal = node.unstage(&volume).await.unwrap_err();
         assert!(
@@ -250,7 +249,7 @@ fn a_device_mounted_elsewhere_is_not_published() {
         let claims = sandbox.pool("main").join(".uring-csi/claims");
         assert!(files_below(&claims).is_empty());
         run(&["umount", theirs.to_str().unwrap()]);
-        // What a pod has open exclusively is its own, whatever became of the records.
+        // A device that a pod has open exclusively is the pod's own, also without records.
         let target = node.up(&volume, "pod").await;
         let used = fs::File::options()
             .read(true)
@@ -266,15 +265,15 @@ fn a_device_mounted_elsewhere_is_not_published() {
     });
 }
 
-/// Detaches a volume's device behind the agent's back, and has its number taken by a
-/// device over `file`. Where somebody else was faster, the volume is staged anew.
+/// Detaches a volume's device behind the agent's back, and attaches `file` under its
+/// number. If another process takes the number first, the volume is staged anew.
 async fn number_taken(node: &Node, volume: &Volume, image: &Path, file: &Path) -> PathBuf {
     eventually("its number is taken", async || {
         node.stage(volume).await.unwrap();
         // The detach of the last attempt may have been deferred until now.
         let device = loops_over(image).pop()?;
         let name = device.to_str().unwrap();
-        // While somebody else had it open, it was only to go at the last close.
+        // If another process had it open, the detach was deferred to the last close.
         let _ = run_err(&["losetup", "-d", name]);
         run_err(&["losetup", name, file.to_str().unwrap()])
             .is_ok()
@@ -317,7 +316,7 @@ fn a_recorded_number_publishes_no_device_mounted_elsewhere() {
         let device = number_taken(&node, &volume, &image, &image).await;
         let [from, to] = [&device, &theirs].map(|path| path.to_str().unwrap());
         run(&["mount", from, to]);
-        // Nor can what is on record be undone: it would detach the image.
+        // Nor can the recorded stage be undone: that would detach the image.
         refused(
             node.stage(&volume).await,
             Code::Unavailable,
@@ -365,7 +364,7 @@ fn a_loop_device_over_a_dead_file_server_delays_no_raw_volume() {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "block");
         node.up(&volume, "pod").await;
-        // Of somebody else, at a path where locks are, too.
+        // Another driver's, at a path with locks, too.
         let map = (node.kubelet).join("plugins/kubernetes.io/csi/volumeDevices/map");
         fs::create_dir_all(map.parent().unwrap()).unwrap();
         let file = StuckFile::new(&map, 16 * MIB);

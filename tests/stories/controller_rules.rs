@@ -1,4 +1,4 @@
-//! What the CSI specification demands of each call of the Controller service.
+//! The demands of the CSI specification on each call of the Controller service.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -376,7 +376,7 @@ fn the_reason_reaches_a_caller_before_its_deadline() {
         return skip_test("librados and librbd are not installed here");
     }
     story(async |sandbox| {
-        // It takes connections and greets nobody.
+        // It accepts connections and sends no greeting.
         let monitor = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = monitor.local_addr().unwrap().to_string();
         let clusters = sandbox.dir().join("clusters.json");

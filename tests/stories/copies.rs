@@ -64,7 +64,7 @@ fn snapshots_keep_the_data_of_their_moment() {
             new.write(&node.up(&source, "pod").await.join("file"));
             node.down(&source, "pod").await;
 
-            // Deleting the source leaves what was taken of it.
+            // Deleting the source leaves its copies.
             controller.delete(&source.handle).await.unwrap();
             let restore = CreateVolumeRequest {
                 volume_content_source: Some(from_snapshot(&snapshot.snapshot_id)),

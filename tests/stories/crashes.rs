@@ -96,7 +96,7 @@ fn an_unstage_without_a_record_waits_for_its_pool() {
             volume.handle = format!("vol.shared.main.{id}");
             volume
         });
-        // Whatever directory the kernel shows.
+        // Under any path in sysfs.
         let attached = |volume: &&Volume| {
             let image = Path::new(&volume.context["image"]).file_name();
             (all_loops().iter()).any(|(_, backing)| backing.file_name() == image)
@@ -104,7 +104,7 @@ fn an_unstage_without_a_record_waits_for_its_pool() {
         for volume in &volumes {
             node.stage(volume).await.unwrap();
         }
-        // Whatever is attached keeps it alive.
+        // The attached images keep it alive.
         run(&["umount", "--lazy", pool]);
         node.restart_without_records().await;
         for volume in &volumes {

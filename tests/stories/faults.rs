@@ -19,9 +19,8 @@ use crate::observability::free_port;
 /// Clients that connect and say nothing.
 const IDLE: usize = 2000;
 
-/// The file systems to tell a story on: none where it is not told. In the test kernel,
-/// where each takes minutes beside others, they are told in `make test-matrix` alone,
-/// which sets `EVERY_FS`.
+/// The file systems of a story; none where it is skipped. On the test kernel, where each
+/// takes minutes beside others, `make test-matrix` alone runs it, with `EVERY_FS`.
 fn kinds(phase: Phase) -> Vec<&'static str> {
     if !every_fs() {
         report_not_tested("only make test-matrix tests this; it sets EVERY_FS");
@@ -69,7 +68,7 @@ fn hung_files_delay_only_their_own_volumes_at_growth() {
     hung_files(Phase::Growth);
 }
 
-/// Whatever is logged of the volumes that hang.
+/// The log lines about the volumes that hang.
 #[test]
 fn an_unread_log_delays_no_volume() {
     hung_files_on(Phase::Probe, async |sandbox| {
@@ -106,7 +105,7 @@ fn hung_files(phase: Phase) {
     hung_files_on(phase, async |sandbox| (Node::start(sandbox).await, ()));
 }
 
-/// On a node that suffers something besides, for as long as what comes with it is there.
+/// The same on a node with another fault, which lasts as long as `T`.
 fn hung_files_on<T>(phase: Phase, start: impl AsyncFn(&Sandbox) -> (Node, T) + Sync) {
     if !StuckFile::possible() {
         return;

@@ -130,7 +130,7 @@ fn a_context_is_refused_by_name_where_selinux_is_off() {
     });
 }
 
-/// Whoever wrote an image, not the node's owner, said what is in its superblock.
+/// The superblock of an image is untrusted: its author may not be the node's owner.
 #[test]
 fn mount_settings_in_an_image_do_not_affect_the_node() {
     story(async |sandbox| {
@@ -199,7 +199,7 @@ fn a_volume_for_readers_is_never_written() {
             assert_eq!(sha256(&sandbox.image(&flagged)).unwrap(), before, "{kind}");
         }
 
-        // Blank, and nobody may write: there is nothing to read, and nothing is made.
+        // Blank and read-only: there is nothing to read, and nothing is made.
         let blank = sandbox
             .volume("blank", "ext4")
             .mode(Mode::SingleNodeReaderOnly);
@@ -314,7 +314,7 @@ fn the_file_system_on_the_volume_wins_over_none_and_loses_to_another() {
     });
 }
 
-/// What it is called, words of the refusal, and how it comes onto the image.
+/// Its name, words of the refusal, and the command that writes it to the image.
 type Foreign<'a> = (&'a str, &'a [&'a str], &'a dyn Fn(&Path));
 
 #[test]
@@ -459,7 +459,7 @@ fn a_format_marker_does_not_outweigh_a_file_system() {
         let left = dir.join(sandbox.image(&volume).file_name().unwrap());
         fs::write(&left, "v").unwrap();
         content.assert_in(&node.up(&volume, "pod").await.join("file"));
-        assert!(!left.exists(), "the note outlives what it was for");
+        assert!(!left.exists(), "the format marker outlives its image");
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });

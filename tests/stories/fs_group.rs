@@ -10,7 +10,7 @@ use testkit::{Node, NodeSetup, Volume, refused, run, story};
 
 const SETGID: u32 = 0o2000;
 
-/// The volume as kubelet asks for it for a pod with an fsGroup.
+/// The volume in kubelet's request for a pod with an fsGroup.
 pub fn with_group(mut volume: Volume, group: &str) -> Volume {
     let Some(uring_csi::proto::csi::volume_capability::AccessType::Mount(mount)) =
         &mut volume.capability.access_type
@@ -21,8 +21,8 @@ pub fn with_group(mut volume: Volume, group: &str) -> Volume {
     volume
 }
 
-/// As kubelet leaves it (pkg/volume/volume_linux.go): the group owns it and may
-/// do what the owner may, and what is made below belongs to the group, too.
+/// As kubelet leaves it (pkg/volume/volume_linux.go): the group owns it, has the owner's
+/// permissions, and owns new files below it as well.
 fn assert_of_group(path: &Path, group: u32) {
     let found = fs::metadata(path).unwrap();
     let mode = found.permissions().mode();

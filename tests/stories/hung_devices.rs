@@ -11,8 +11,8 @@ use tonic::{Code, Status};
 
 use crate::fs_group::with_group;
 
-/// Tells of a node with a volume over a file that can be made to hang, and looks
-/// that nothing is left of both. Where no such file can be, nothing is told.
+/// Runs a story on a node with a volume over a file that can hang, and checks that both are
+/// removed. Skipped where such a file is impossible.
 fn stuck_story(body: impl AsyncFnOnce(&Sandbox, &Node, &StuckFile, &Volume) + Send) {
     if !StuckFile::possible() {
         return;
@@ -28,9 +28,9 @@ fn stuck_story(body: impl AsyncFnOnce(&Sandbox, &Node, &StuckFile, &Volume) + Se
     });
 }
 
-/// Makes a call until its caller is told that it waits in `step`, where the device
-/// hangs: on a busy machine its deadline may find it in an earlier one. Each answer is
-/// one after which kubelet comes back, and comes before the caller's own deadline.
+/// Makes a call until the answer names `step` as the one that hangs: on a busy machine the
+/// deadline may pass in an earlier step. After each answer kubelet retries, and each
+/// arrives before the caller's own deadline.
 async fn assert_waits_in<T>(step: &str, call: impl AsyncFn() -> Result<T, Status>) {
     eventually(step, async || {
         let status = call().await.err().expect("the device hangs");
@@ -57,7 +57,7 @@ fn a_device_hung_in_the_probe_is_reported() {
     stuck_story(async |sandbox, node, file, volume| {
         file.stop_data();
         node.timeout.set(Duration::from_secs(3));
-        // A retry joins the work, and is told the same.
+        // A retry joins the work, and gets the same answer.
         let stage = async || node.stage(volume).await;
         tokio::join!(
             assert_waits_in("probe", stage),
@@ -70,7 +70,7 @@ fn a_device_hung_in_the_probe_is_reported() {
         assert!(other.message().contains("probe"), "{other:?}");
         lifecycle_beside(node, sandbox, "other").await;
 
-        // What was waited for arrives, and the work goes on by itself.
+        // The awaited answer arrives, and the work continues by itself.
         file.resume();
         node.retry_until_ok("staged", async || node.stage(volume).await)
             .await;
@@ -155,7 +155,7 @@ fn an_agent_killed_with_a_stuck_thread_is_replaced() {
         node.restart().await;
         lifecycle_beside(node, sandbox, "other").await;
         file.resume();
-        eventually("the old agent is gone", async || {
+        eventually("the old agent has ended", async || {
             dying.is_gone().then_some(())
         })
         .await;
@@ -274,7 +274,7 @@ fn a_hung_pool_delays_no_unstage_in_another_pool() {
         let claim = StuckFile::new(&claim_of("other.img"), 4096);
         claim.stop_all();
         node.timeout.set(Duration::from_secs(20));
-        node.unstage(&volume).await.expect("it is of another pool");
+        node.unstage(&volume).await.expect("its pool is another");
         claim.resume();
         claim.remove().await;
         std::fs::remove_dir_all(dead.join(".uring-csi")).unwrap();
@@ -287,7 +287,7 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
     if !StuckFile::possible() {
         return;
     }
-    // It looks at all attached files of whatever name.
+    // It examines all attached files, of any name.
     let _alone = NoOthersHang::wait();
     story(async |sandbox| {
         let (real, main) = (sandbox.pool("real"), sandbox.pool("main"));
@@ -298,7 +298,7 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
         let mut setup = NodeSetup::new(sandbox);
         setup.pools.push(format!("dead={},shared", dead.display()));
         let node = Node::start_with(sandbox, setup).await;
-        // Goes on before the agent is waited for, should this fail.
+        // Resumes before the agent is awaited, also if this fails.
         let disk = disk;
         let volumes = [("raw", "block"), ("v", "ext4")].map(|(name, kind)| {
             let image = sandbox.volume_in("main", name, kind, 64 * MIB);
@@ -311,7 +311,8 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
             node.up(volume, "pod").await;
         }
         node.restart_without_records().await;
-        // What is attached has a path now that says nothing, as has a stranger's.
+        // The attached image now has a path that does not identify it, and so has a
+        // stranger's.
         run(&["umount", "--lazy", main]);
         run(&["mount", "--bind", real, main]);
         let strange = sandbox.dir().join("strange.img");
@@ -349,7 +350,7 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
         let image = sandbox.pool("main").join("stuck.img");
         let file = StuckFile::new(&image, 64 * MIB);
         let volume = Volume::filesystem("stuck", "ext4").over("main", "stuck.img");
-        // Nothing of it is in memory when it is staged the next time.
+        // The page cache has none of it at the next stage.
         let target = node.up(&volume, "one").await;
         std::fs::create_dir(target.join("directory")).unwrap();
         node.down(&volume, "one").await;
@@ -408,10 +409,10 @@ fn a_program_on_a_hung_disk_delays_only_its_own_volume() {
         node.down(&other, "pod").await;
         assert_eq!(node.probe().await, Some(true));
 
-        // What is there is no program; then it is gone.
+        // The file there is no program; then it is removed.
         program.resume();
         let removed = async || run_err(&["umount", "/usr/local/sbin/mkfs.ext4"]).ok();
-        eventually("nobody begins it", removed).await;
+        eventually("no call begins it", removed).await;
         node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
         node.unstage(&volume).await.unwrap();

@@ -109,7 +109,7 @@ fn the_image_of_an_inline_volume_is_deleted_once_its_pool_is_back() {
         let node = Node::start_with(sandbox, with_inline(sandbox)).await;
         let volume = inline("away");
         node.send_publish(publish(&node, &volume)).await.unwrap();
-        // Whatever is attached keeps it alive.
+        // The attached image keeps it alive.
         run(&["umount", "--lazy", pool]);
         let answer = node.unpublish(&volume, "pod").await;
         refused(answer, Unavailable, &["is it mounted?"]);
@@ -263,7 +263,7 @@ fn inline_volumes_never_overcommit_their_pool() {
             ResourceExhausted,
             &["bytes available", "free space"],
         );
-        // What is there stays, also where it is asked for again.
+        // The existing volume stays, also when it is published again.
         node.send_publish(publish(&node, &volumes[1]))
             .await
             .unwrap();
@@ -329,7 +329,7 @@ fn the_agent_of_an_inline_volume_may_be_killed_at_each_step() {
             crashing
                 .complete("unpublished", unpublish, async || {
                     node.retry_until_ok("published", made).await;
-                    // What it had may be gone.
+                    // Its data may be lost.
                     Content::new("y").write(&file);
                 })
                 .await;

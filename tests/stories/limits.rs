@@ -18,7 +18,7 @@ use tonic::{Code, Status};
 
 use crate::observability::free_port;
 
-/// Volumes over files that hang when told to, of a pool of their own.
+/// Volumes over files that can hang, in a pool of their own.
 fn stuck_volumes(sandbox: &Sandbox, count: usize) -> Vec<(StuckFile, Volume)> {
     (0..count)
         .map(|number| {
@@ -43,7 +43,7 @@ async fn at_once<F: Future>(calls: impl Iterator<Item = F>) -> Vec<F::Output> {
     futures_util::future::join_all(calls).await
 }
 
-/// What hung goes on, and all of it goes.
+/// The files answer again, and all volumes are removed.
 async fn ends(node: &Node, stuck: Vec<(StuckFile, Volume)>) {
     for (file, _) in &stuck {
         file.resume();
@@ -125,12 +125,12 @@ fn a_full_queue_refuses_and_the_call_may_be_repeated() {
 #[track_caller]
 fn assert_deadline_exceeded<T: std::fmt::Debug>(answer: Result<T, Status>) {
     let status = answer.expect_err("a file hangs");
-    // The client answers CANCELLED by itself, if the agent's answer comes too late.
+    // The client itself answers CANCELLED if the agent's answer is late.
     let codes = [Code::DeadlineExceeded, Code::Cancelled];
     assert!(codes.contains(&status.code()), "{status:?}");
 }
 
-/// Calls that come while kubelet's directories hang.
+/// Calls that arrive while kubelet's directories hang.
 const STORM: usize = 48;
 
 #[test]
@@ -211,7 +211,7 @@ fn idle_metrics_clients_take_no_descriptors_from_volumes() {
                 .count()
         };
         assert!(open() < 500, "{} descriptors are open", open());
-        // Who asks is answered.
+        // The endpoint answers.
         let mut stream = TcpStream::connect(address).unwrap();
         stream
             .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -226,7 +226,7 @@ fn idle_metrics_clients_take_no_descriptors_from_volumes() {
     });
 }
 
-/// Stands in for a program, tells how many of it run, and runs it.
+/// A wrapper of a program: counts its running instances, and runs it.
 const COUNTING: &str = "#!/bin/sh -e
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 program=$(basename $0)

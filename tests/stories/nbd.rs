@@ -1,5 +1,5 @@
-//! Exports of NBD servers, on a kernel that has the driver: servers that work, that stop and
-//! come back, whose exports change, and that do not speak NBD.
+//! Exports of NBD servers, on a kernel that has the driver: servers that work, that stop
+//! and restart, whose exports change, and that do not speak NBD.
 
 mod growth;
 mod killed;
@@ -54,7 +54,7 @@ fn is_there(content: &Content, volume: &Volume, target: &std::path::Path) {
     content.assert_kept(volume, target);
 }
 
-/// Twice up and down; what was written the first time is there the second.
+/// Two full lives; the second finds the data of the first.
 async fn lifecycle(node: &Node, volume: &Volume) {
     let content = Content::new(&volume.handle);
     for round in 0..2 {

@@ -194,7 +194,7 @@ fn a_truncated_image_is_not_attached() {
             let request = served(&server, kind, "main", kind, bytes);
             let made = controller.create(request.clone()).await.unwrap();
             let image = sandbox.pool("main").join(&images(sandbox, "main")[0]);
-            // Before anything is on it that could tell.
+            // Before it has any content that could identify it.
             let file = fs::File::options().write(true).open(&image).unwrap();
             file.set_len(bytes - MIB).unwrap();
             let volume = provisioned(&made, &request.volume_capabilities[0]);
@@ -337,7 +337,7 @@ fn exports_are_complete_images_and_nothing_else() {
             );
         }
 
-        // What is no image cannot be named either.
+        // A file that is no image cannot be named either.
         let pool = sandbox.pool("main");
         let hidden = files_below(&pool.join(".uring-csi"));
         assert!(
@@ -422,7 +422,7 @@ fn the_servers_address_is_part_of_the_volume() {
 
         controller.kill9().await;
         controller.start().await;
-        // It looks through the pool first, and has what it looks at to itself.
+        // It examines the pool first, and locks the volume meanwhile.
         let again = async || controller.create(request(&class)).await.ok();
         assert_eq!(eventually("the same", again).await, made);
         let get = ControllerGetVolumeRequest {

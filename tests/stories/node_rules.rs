@@ -1,5 +1,5 @@
-//! What the CSI specification demands of each call of the Node service: which requests are
-//! refused with which code, and that a repeat changes nothing.
+//! The demands of the CSI specification on each call of the Node service: the code of each
+//! refused request, and that a repeat changes nothing.
 
 use std::{fs, path::PathBuf};
 
@@ -201,7 +201,7 @@ fn missing_images_and_paths_are_not_found() {
         let other = node.target(&gone, "pod");
         refused(node.expand(&gone, &other, MIB).await, NotFound, &[]);
 
-        // What is gone already is gone: kubelet calls these without knowing.
+        // Kubelet repeats these calls: they succeed without the volume.
         node.unpublish(&volume, "other").await.unwrap();
         node.unpublish(&gone, "pod").await.unwrap();
         node.unstage(&gone).await.unwrap();
@@ -419,7 +419,7 @@ fn only_the_volumes_own_mounts_are_unmounted() {
         run(&["mkfs.ext4", "-q", foreign.to_str().unwrap()]);
         let theirs = node.up(&volume, "pod").await;
         let device = node.up(&raw, "pod").await;
-        // Kubelet tears down by what it finds on its disk, whatever an agent knows.
+        // Kubelet tears down by its own disk, also volumes without a record.
         node.restart_without_records().await;
         let target = node.target(&unknown, "pod");
         std::fs::create_dir_all(&target).unwrap();
@@ -477,7 +477,7 @@ fn only_the_volumes_own_mounts_are_unmounted() {
     });
 }
 
-/// What is published is what is staged, whatever a publish says of its source.
+/// A publish binds the staged volume, also with the context of another source.
 #[test]
 fn a_publish_context_selects_no_other_volume() {
     story(async |sandbox| {

@@ -62,7 +62,7 @@ fn a_shared_image_is_on_one_node_at_a_time() {
         a.down(&volume, "pod").await;
         content.assert_in(&b.up(&volume, "pod").await.join("file"));
         refused(a.stage(&volume).await, FailedPrecondition, &["node-b"]);
-        // A node that dies keeps what it has until its next life lets go.
+        // A node that dies keeps its volumes until its successor releases them.
         b.kill9().await;
         refused(a.stage(&volume).await, FailedPrecondition, &["node-b"]);
         b.restart().await;
@@ -126,7 +126,7 @@ fn a_local_volume_stays_on_its_node() {
             .await
             .unwrap()
             .into_inner();
-        // External-provisioner asks the controller beside the node.
+        // External-provisioner calls the controller beside the node.
         let mut beside = NodeClient::new(controller_a.channel());
         let answer = beside.node_get_info(NodeGetInfoRequest {}).await.unwrap();
         assert_eq!(answer.into_inner(), info);
@@ -211,7 +211,7 @@ fn a_claim_is_removed_once_its_pool_is_back() {
             node.up(&volume, "pod").await;
             let claims = sandbox.pool("real").join(".uring-csi/claims");
             assert_eq!(files_below(&claims).len(), 1);
-            // Whatever is attached keeps it alive.
+            // The attached images keep it alive.
             run(&["umount", "--lazy", pool]);
             node.down(&volume, "pod").await;
             if lives == 2 {

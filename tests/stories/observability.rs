@@ -271,7 +271,7 @@ fn a_node_whose_mounts_do_not_reach_pods_is_not_ready() {
         run(&["mount", "--make-private", kubelet]);
         node.spawn();
         let ready = testkit::eventually("an answer", async || node.probe().await).await;
-        assert!(!ready, "no pod would see what is mounted");
+        assert!(!ready, "no pod would see the mounts");
         let answer = get(port, "/readyz").unwrap();
         assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
         assert!(answer.contains("mountPropagation"), "{answer}");

@@ -28,7 +28,7 @@ impl Operator {
         }
     }
 
-    /// The exit code, and what was printed on stdout and on stderr.
+    /// The exit code, stdout and stderr.
     pub fn run(&self, args: &[&str]) -> (i32, String, String) {
         let output = Command::new(program("uringctl"))
             .args(&self.endpoints)
@@ -145,7 +145,7 @@ fn an_incomplete_list_names_the_hung_pool() {
         operator.json(&["create", "here", "64Mi", "--pool", "main"]);
         operator.json(&["snapshot", "create", "here", "as-it-was"]);
         disk.stop_all();
-        // What the first one left hanging keeps no other.
+        // The hanging call of the first does not delay the others.
         for (args, shown) in [
             (&["list"][..], "here"),
             (&["snapshot", "list"], "here"),
@@ -157,7 +157,7 @@ fn an_incomplete_list_names_the_hung_pool() {
             let warning = "pool \"hung\" has not answered";
             assert!(err.contains(warning) && err.contains("incomplete"), "{err}");
         }
-        // Who takes no less is told for what it waits.
+        // A caller that accepts no incomplete list gets an error that names the pool.
         let whole = request(ListVolumesRequest::default(), Duration::from_secs(4));
         let answer = controller.client().list_volumes(whole).await;
         refused(answer, DeadlineExceeded, &["pool \"hung\""]);
@@ -196,11 +196,11 @@ fn an_incomplete_list_names_what_is_unreachable() {
         let part: Value = serde_json::from_str(&out).unwrap();
         assert_eq!(part["volumes"].as_array().unwrap().len(), 1, "{part}");
         assert!(part["omitted"].to_string().contains("away"), "{part}");
-        // A sidecar would take what is missing for deleted.
+        // A sidecar would take a missing volume for a deleted one.
         let message = ListVolumesRequest::default();
         let answer = controller.client().list_volumes(message).await;
         refused(answer, Unavailable, &["away"]);
-        // So would who looks a name up.
+        // So would a lookup by name.
         let (code, _, err) = operator.run(&["delete", "there"]);
         assert_ne!(code, 3, "{err}");
         std::fs::rename(away.with_extension("moved"), &away).unwrap();

@@ -1,4 +1,4 @@
-//! Which staging and target paths are allowed, and what may already be there.
+//! The allowed staging and target paths, and the content that they may have.
 
 use std::{
     fs,
@@ -126,8 +126,7 @@ fn a_volume_without_its_staging_mount_must_be_staged_again() {
     });
 }
 
-/// Whatever stands where a volume is to be published: it is not followed, not opened,
-/// not mounted over and not removed.
+/// A file at the target path is not followed, not opened, not mounted over and not removed.
 #[test]
 fn files_and_nodes_at_a_target_are_left_alone() {
     story(async |sandbox| {

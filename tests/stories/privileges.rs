@@ -219,8 +219,8 @@ fn forbidden_system_calls_of_a_child() {
     ];
     let mut allowed = BTreeSet::new();
     for (name, number, [a, b, c]) in tries {
-        // SAFETY: every pointer is null or no address; of what is allowed after all
-        // the kernel refuses the arguments.
+        // SAFETY: every pointer is null or no address; if a call is allowed after all, the
+        // kernel refuses the arguments.
         let answer = unsafe { libc::syscall(number, a, b, c, 0, 0) };
         let error = std::io::Error::last_os_error();
         if answer != -1 || error.raw_os_error() != Some(libc::EPERM) {

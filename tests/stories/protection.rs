@@ -37,7 +37,7 @@ fn targets_are_as_asked_for_and_staging_paths_protected() {
                 staging.starts_with(&["nosuid".into(), "nodev".into()]),
                 "{staging:?}"
             );
-            // Who publishes without options gets those of the stage.
+            // A publish without options gets those of the stage.
             let unsaid = volume.clone().flags(&[]);
             node.publish(&unsaid, "other").await.unwrap();
             assert_eq!(

@@ -27,7 +27,7 @@ use std::{
 
 use testkit::{Content, MIB, Node, Volume, nbds_over, rbds_over};
 
-/// The devices of a volume, whoever mapped its image.
+/// The devices of a volume, mapped by any program.
 fn devices_over(volume: &Volume) -> Vec<PathBuf> {
     let nbds = nbds_over(&volume.handle).into_iter().map(PathBuf::from);
     rbds_over(volume).into_iter().chain(nbds).collect()

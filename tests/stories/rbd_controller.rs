@@ -40,8 +40,7 @@ const GIB: u64 = 1 << 30;
 /// The cluster's id in the configuration.
 const CEPH: &str = "ceph";
 
-/// A pool of its own in the cluster of all tests, and what a controller needs to
-/// know of it.
+/// A pool of its own in the cluster of all tests, and a controller's configuration for it.
 struct Ceph {
     cluster: TestCluster,
     pool: String,
@@ -252,7 +251,7 @@ fn a_name_is_one_image_for_its_whole_life() {
 
         let source = controller.delete(&first.volume_id).await;
         source.expect("copies do not need their source");
-        controller.delete(&first.volume_id).await.expect("is gone");
+        controller.delete(&first.volume_id).await.expect("deleted");
         let expanded = controller.expand(&first.volume_id, GIB).await;
         refused(expanded, NotFound, &[&first.volume_id]);
         for _ in 0..2 {
@@ -291,8 +290,8 @@ fn calls_without_secrets_use_the_controller_s_own() {
         able.terminate();
         able.wait_for_exit().await;
 
-        // Both kinds of volumes, and an instance of its own, so that what other
-        // tests have in the cluster is not listed.
+        // Both kinds of volumes, and an instance of its own, so that the volumes of other
+        // tests are not listed.
         setup = ceph.setup(sandbox);
         setup.pools = ControllerSetup::new(sandbox).pools;
         setup.args.extend(ceph.own_secret(sandbox));

@@ -49,7 +49,7 @@ fn an_unrecorded_attach_of_a_killed_agent_waits_for_its_pool() {
         record["phase"] = json!("staging");
         record["device"] = Value::Null;
         fs::write(file, record.to_string()).unwrap();
-        // What is attached keeps it alive.
+        // The attached image keeps it alive.
         run(&["umount", "--lazy", pool]);
         node.restart().await;
 
@@ -106,7 +106,7 @@ fn an_agent_serves_before_its_volumes_are_recovered() {
         assert_eq!(node.probe().await, Some(true));
         node.timeout.set(patient);
 
-        // Those that still wait are right once it is known what is there.
+        // The calls that wait get the right answer once the volumes are recovered.
         let mut admin = NodeAdminClient::new(node.channel());
         let resume = async {
             node.probe().await.expect("it answers");

@@ -74,7 +74,7 @@ fn a_refused_unstage_interrupts_no_other_call() {
             let (unstaged, staged) =
                 tokio::join!(node.unstage_at(&volume, &elsewhere), node.stage(&volume));
             staged.unwrap();
-            // Where the stage came first, it may still be under way.
+            // If the stage was first, it may still be under way.
             let code = unstaged.unwrap_err().code();
             assert!(matches!(code, FailedPrecondition | Aborted), "{code}");
         }

@@ -1,5 +1,5 @@
 //! A device number that goes to another image while a volume is staged: between two steps,
-//! somebody detaches the volume's device and attaches another image.
+//! another process detaches the volume's device and attaches another image.
 
 use std::{
     env, fs,
@@ -21,10 +21,10 @@ trait DeviceSwapper {
     /// The devices that it has.
     fn attached(&self, volume: &Volume) -> Vec<PathBuf>;
 
-    /// Detaches the volume's device, and puts what is theirs behind its number.
+    /// Detaches the volume's device, and attaches a foreign image under its number.
     fn swap_device(&mut self, volume: &Volume);
 
-    /// Detaches what is theirs, and says whether it is still blank.
+    /// Detaches the foreign image; whether it is still blank.
     fn is_blank(&mut self) -> bool;
 }
 
@@ -62,7 +62,7 @@ async fn assert_left_alone(node: &Node, of: usize, mut swapper: impl DeviceSwapp
         node.retry_until_ok("staged", async || node.stage(&volume).await)
             .await;
         assert!(swapper.is_blank(), "after step {at}");
-        // Mounted before it was detached, it is nobody's to use.
+        // Mounted before it was detached, it is unusable.
         node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
             .await;
         let target = node.up(&volume, "pod").await;
@@ -140,7 +140,7 @@ fn another_export_that_gets_the_device_is_left_alone() {
         impl DeviceSwapper for Exports<'_> {
             fn volume(&self, number: usize) -> Volume {
                 let volume = blank(self.sandbox, self.server, &format!("v{number}"), "ext4");
-                // Nobody waits for what somebody has disconnected.
+                // A request to a device that was disconnected by hand soon fails.
                 volume.with("deadConnectionTimeout", "1")
             }
 
@@ -156,7 +156,7 @@ fn another_export_that_gets_the_device_is_left_alone() {
                 for device in self.attached(volume) {
                     let node = text(&device);
                     let _ = run_err(&["nbd-client", "-d", node]);
-                    // Fails for as long as somebody has it open.
+                    // Fails while the device is open.
                     let attach = ["nbd-client", "-unix", socket, node, "-N", &name];
                     if run_err(&attach).is_ok() {
                         self.taken.push(device);

@@ -1,5 +1,5 @@
-//! Many concurrent callers, for long, with and without SIGKILLs: whatever the order of calls,
-//! in the end nothing is left behind and no data is lost.
+//! Many concurrent callers, for long, with and without SIGKILLs: after any order of calls
+//! nothing is left behind and no data is lost.
 
 use std::cell::Cell;
 
@@ -83,7 +83,7 @@ async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
     };
     tokio::join!(join_all(callers), killer);
 
-    // Every volume still has what was written at first, and lets go.
+    // Every volume has its first content, and can be unstaged.
     join_all(volumes.iter().map(async |volume| {
         node.retry_until_ok("staged", async || node.stage(volume).await)
             .await;
@@ -120,7 +120,7 @@ async fn one_call(node: &Node, volume: &Volume, pod: &str, verb: usize) -> Resul
 fn assert_expected(outcome: Result<(), Status>, killed: bool) {
     let Err(status) = outcome else { return };
     let by_order = [Code::Aborted, Code::FailedPrecondition, Code::NotFound];
-    // The connection broke, or nobody listened.
+    // The connection broke, or no agent listened.
     let by_kill = [
         Code::Unavailable,
         Code::Unknown,

@@ -42,7 +42,7 @@ async fn services(agent: &Agent) -> BTreeSet<String> {
     }
 }
 
-/// What the node announces that it can.
+/// The node's announced capabilities.
 async fn capabilities(node: &Node) -> Vec<NodeRpc> {
     let can = node
         .client()
@@ -178,7 +178,7 @@ fn the_socket_has_one_owner() {
         let mode = fs::metadata(node.socket()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
 
-        // A second agent on the same socket goes away and says why.
+        // A second agent on the same socket exits with an error.
         let second = Node::prepare(sandbox, NodeSetup::new(sandbox));
         second.spawn();
         assert!(!second.wait_for_exit().await.success());
@@ -230,7 +230,7 @@ fn sigterm_finishes_running_calls_and_accepts_no_new_ones() {
         assert!(node.wait_for_exit().await.success());
         assert!(!node.socket().exists(), "nothing new can come in");
 
-        // What is staged stays staged: pods outlive their node's agent.
+        // The volume stays staged: pods outlive their node's agent.
         assert_eq!(loops_over(&sandbox.image(&volume)).len(), 1);
         node.restart().await;
         node.stage(&volume).await.expect("staged already");

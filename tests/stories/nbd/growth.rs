@@ -70,7 +70,7 @@ fn growth_after_a_restart_is_verified_or_reverted() {
         let device = nbds_over(sandbox.dir().to_str().unwrap()).pop().unwrap();
         let bytes = run(&["blockdev", "--getsize64", &device]);
         assert_eq!(bytes.trim(), small.to_string());
-        // A server that comes back has none.
+        // A restarted server has no such connection.
         server.kill9();
         server.restart().await;
         eventually("connections are this agent's", async || {
@@ -83,7 +83,7 @@ fn growth_after_a_restart_is_verified_or_reverted() {
     });
 }
 
-/// Reads from a device, past every cache, until it is told to stop.
+/// Reads from a device, past every cache, until `stop` is set.
 fn read_on(device: &std::path::Path, stop: &AtomicBool) {
     let file = fs::File::options()
         .read(true)
@@ -103,7 +103,7 @@ fn growth_under_load_is_done_in_one_call() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
-        // What is under way on a connection that is replaced waits for so long.
+        // A request in flight on a connection that is replaced waits that long.
         let volume = blank(sandbox, &server, "v", "block").with("requestTimeout", "1");
         let target = node.up(&volume, "pod").await;
         let image = fs::File::options()

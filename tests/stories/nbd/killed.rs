@@ -69,7 +69,7 @@ fn the_server_is_killed_between_the_agents_steps() {
         let node = Node::start(sandbox).await;
         let mut server = NbdServer::start(sandbox).await;
         for steps in 0.. {
-            // Longer than the story waits: a connection that nobody renews fails it.
+            // Longer than the story: a connection that the agent does not renew fails it.
             let volume = blank(sandbox, &server, "v", "ext4").with("deadConnectionTimeout", "120");
             node.kill9().await;
             node.start_stopping_at(steps).await;
@@ -131,9 +131,9 @@ fn the_agent_is_killed_during_each_call() {
     });
 }
 
-/// A server that tells a connection its export's size at the handshake alone. An agent
-/// does not replace connections of an earlier one, and grows nothing over those: the
-/// server's clients connect anew once it is started again.
+/// A server that sends an export's size in the handshake alone. An agent does not replace
+/// connections of an earlier one, and grows nothing over those: the server's clients
+/// connect anew once it is restarted.
 struct Growing(Mutex<NbdServer>);
 
 impl GrowSource for Growing {

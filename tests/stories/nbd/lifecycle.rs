@@ -65,7 +65,7 @@ fn sixteen_volumes_at_once() {
 fn a_server_that_cannot_write_zeroes_is_not_asked_to() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
-        // Its device goes on as if every server could.
+        // A device that had a server with WRITE_ZEROES sends it to a later server, too.
         let able = NbdServer::start(sandbox).await;
         lifecycle(&node, &blank(sandbox, &able, "able", "block")).await;
         let unable = NbdServer::start_with(sandbox, false, &["--filter=nozero"]).await;
@@ -169,7 +169,7 @@ fn lifecycle_with_a_server_that_fails_at_times() {
         for kind in ["ext4", "xfs", "block"] {
             let volume = blank(sandbox, &server, kind, kind);
             let content = Content::new(kind);
-            // What cannot be read is not proven blank, and is not written.
+            // Unreadable content is not proven blank, and is not overwritten.
             let fails = || std::fs::write(&failing, "").unwrap();
             let works = || std::fs::remove_file(&failing).unwrap();
             if kind != "block" {

@@ -129,13 +129,13 @@ fn a_dead_connection_in_a_probe_delays_no_other_first_mount() {
                 let _ = node.stage(&volume).await;
                 ended.set(true);
             };
-            // The server goes when the agent has come that far; whether the volume
-            // is probed then.
+            // The server ends when the agent is at this step; then the agent may or may not
+            // probe the volume.
             let meanwhile = async {
                 let paused = async || (ended.get() || node.is_stopped()).then_some(());
-                eventually("the agent stands still, or is done", paused).await;
+                eventually("the agent is stopped, or has staged the volume", paused).await;
                 stood.set(stood.get() + usize::from(node.is_stopped()));
-                // Whoever opens a device first reads its partitions.
+                // The first opener of a device reads its partitions.
                 for device in nbds_over(&format!(" {}", volume.handle)) {
                     fs::File::open(device).expect("it is attached");
                 }

@@ -180,7 +180,7 @@ fn servers_that_hang_or_talk_rubbish_leave_nothing_behind() {
             let (mut peer, _) = listener.accept().unwrap();
             peer.write_all(&[b'x'; 4096]).unwrap();
             drop(peer);
-            // Accepts, and says no word until the other side is tired of it.
+            // Accepts, and sends nothing until the agent closes the connection.
             let (mut peer, _) = listener.accept().unwrap();
             let _ = peer.read_to_end(&mut Vec::new());
         });
@@ -193,7 +193,7 @@ fn servers_that_hang_or_talk_rubbish_leave_nothing_behind() {
         node.timeout.set(Duration::from_secs(2));
         refused(node.stage(&silent).await, DeadlineExceeded, &["attach"]);
         node.timeout.set(Duration::from_secs(60));
-        // The same call joins what goes on.
+        // The same call joins the work.
         refused(
             node.stage(&silent).await,
             Unavailable,
@@ -249,7 +249,7 @@ fn an_open_device_is_disconnected_once_it_is_closed() {
         node.timeout.set(Duration::from_secs(2));
         refused(node.unstage(&volume).await, DeadlineExceeded, &["gone"]);
         node.timeout.set(Duration::from_secs(60));
-        // The kernel tells of it; the same call is waiting for that.
+        // The kernel reports the disconnect; the same call waits for that.
         tokio::join!(async { node.unstage(&volume).await.unwrap() }, async {
             tokio::time::sleep(Duration::from_millis(200)).await;
             drop(opener);
@@ -278,7 +278,7 @@ fn drivers_of_other_names_keep_their_devices() {
             FailedPrecondition,
             &["attached", "by the driver block.uring-csi.dev"],
         );
-        // It has no such volume, whatever else has that handle.
+        // It has no such volume, though another has that handle.
         other.unstage(&volume).await.unwrap();
         super::is_there(&content, &volume, &target);
         node.down(&volume, "pod").await;

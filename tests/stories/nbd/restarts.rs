@@ -29,7 +29,7 @@ fn pods_outlive_the_agent_and_a_server_that_moves_meanwhile() {
         write("before");
         node.kill9().await;
         write("during");
-        // Nobody hears the kernel tell of it.
+        // No agent receives the kernel's announcement.
         server.kill9();
         server.restart().await;
         node.restart().await;
@@ -58,7 +58,7 @@ fn pods_outlive_the_agent_and_a_server_that_moves_meanwhile() {
     });
 }
 
-/// Where a raw block device has what was written then.
+/// The offset of that write on a raw block device.
 fn place(when: &str) -> u64 {
     match when {
         "before" => MIB,

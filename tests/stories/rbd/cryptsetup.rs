@@ -9,8 +9,8 @@ use testkit::{Ceph, Node, ProgramStub, ceph_story, eventually, rbds_over, spec_o
 use super::{encrypted, lifecycle};
 use crate::observability::{free_port, get};
 
-/// Before the program has the device: detaches that, and attaches what is somebody
-/// else's in its place.
+/// Before the program has the device: detaches it, and attaches a foreign image under its
+/// number.
 const TAKES_OVER: &str = r#"
 for word; do case "$word" in /dev/rbd*) device=$word;; esac; done
 case "$1" in luksFormat|luksOpen)
@@ -50,7 +50,7 @@ fn another_image_that_gets_the_device_is_left_alone() {
     });
 }
 
-/// Tells that it runs; hangs for as long as nobody writes to a FIFO, unless told to pass.
+/// Reports that it runs; hangs until a write to a FIFO, unless a file lets it pass.
 const HANGS: &str = r#"
 fifo=${reached%/*}/fifo
 : > "$reached.$$"
@@ -104,7 +104,7 @@ fn concurrent_cryptsetup_of_a_cluster_is_limited_also_where_it_hangs() {
         let (staged, _end) = tokio::join!(calls, story);
         for (volume, staged) in volumes.iter().zip(staged) {
             if staged.is_err() {
-                // Its caller's deadline came first.
+                // The deadline of its caller was earlier.
                 node.retry_until_ok("staged", async || node.stage(volume).await)
                     .await;
             }

@@ -109,7 +109,7 @@ fn the_image_holds_ciphertext() {
         let mapped = mapped.to_str().unwrap();
         let header = run(&["cryptsetup", "luksDump", mapped]);
         assert!(header.contains("Version:       \t2"), "{header}");
-        // What it takes to open it, in KiB: no more than a small container has.
+        // The memory to open it, in KiB: no more than a small container has.
         let memory = header.split("Memory:").nth(1).and_then(|rest| {
             let word = rest.split_whitespace().next()?;
             word.parse::<u32>().ok()
@@ -120,7 +120,7 @@ fn the_image_holds_ciphertext() {
         let [size, below] = [size, below].map(|text| text.trim().parse::<u64>().unwrap());
         assert!(size < below, "the header has its room");
         node.down(&volume, "pod").await;
-        // Its first bytes, as they are stored, for whoever has no passphrase.
+        // Its first bytes as stored, without a passphrase.
         let stored = sandbox.dir().join("stored");
         let stored = stored.to_str().unwrap();
         let spec = spec_of(&volume);
@@ -187,7 +187,7 @@ fn encrypted_volumes_grow_in_use() {
             let target = node.up(&volume, "pod").await;
             let before = size_of(&node, &volume).await;
             ceph.resize(&volume, 192 * MIB);
-            // After a restart, too: the passphrase is not asked for again.
+            // After a restart, too: the passphrase is not needed again.
             node.kill9().await;
             node.restart().await;
             for _ in 0..2 {

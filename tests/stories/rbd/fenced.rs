@@ -72,7 +72,7 @@ impl<'a> Fencing<'a> {
         node.target(volume, "pod")
     }
 
-    /// What is done to a volume's entry, `csi.volume.<uuid>`.
+    /// Runs `rados` on a volume's entry, `csi.volume.<uuid>`.
     fn rados(&self, volume: &Volume, what: &[&str]) -> String {
         let uuid = &volume.handle[volume.handle.len() - 36..];
         let entry = format!("csi.volume.{uuid}");
@@ -174,8 +174,8 @@ fn a_republished_volume_is_registered_again() {
         let client = client_of(&rbds_over(&volume)[0]);
         let is_entered = || it.entry(sandbox, &volume)["address"] == *client;
         assert!(is_entered());
-        // The node was cut off, so that nobody watched the image when it was
-        // unpublished; the mount stayed.
+        // The node was cut off, so that the image had no watcher when it was unpublished;
+        // the mount stayed.
         it.rados(&volume, &["rmomapkey", KEY]);
         let staged = it.node.stage(&volume).await;
         staged.expect("without fencing it is as it was");
@@ -216,8 +216,8 @@ fn a_node_stages_while_a_fenced_client_still_has_devices() {
         content.assert_at(&target, 0);
         let own = client_of(&rbds_over(&lost)[0]);
         assert_ne!(own, client);
-        // A graceful unpublish fences nobody, and the fence stays while there is
-        // something left of the client.
+        // A graceful unpublish fences no node, and the fence stays while the client's
+        // devices exist.
         it.node.down(&lost, "pod").await;
         it.controller.unpublish(&lost, "node-a").await.unwrap();
         assert!(it.blocklist().contains(&client));

@@ -220,7 +220,7 @@ pub async fn kill_in_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> V
         let volume = blank();
         kill_within(longest, node, &mut rng, async || node.stage(&volume).await).await;
         node.restart().await;
-        // Either kubelet gives it up, or it comes back.
+        // Either kubelet stops trying, or it retries.
         if round % 2 == 0 {
             node.retry_until_ok("unstaged", async || node.unstage(&volume).await)
                 .await;

@@ -22,7 +22,7 @@ fn lifecycle_of_every_kind() {
     });
 }
 
-/// What is staged below its staging path, under whatever name kubelet's directory has.
+/// The volume is mounted below its staging path, for any name of kubelet's directory.
 #[test]
 fn a_volume_staged_behind_a_symlink_has_stats() {
     ceph_story(async |sandbox, ceph| {
@@ -80,7 +80,7 @@ fn a_repeat_changes_nothing_and_an_image_is_one_volumes() {
                 node.up(&volume, "pod").await;
                 assert_eq!(rbds_over(&volume).len(), 1);
             }
-            // What a repeat with another secret asks for is the same volume.
+            // A repeat with another secret is the same volume.
             let mut other = volume.clone();
             other
                 .secrets
@@ -164,14 +164,14 @@ pub async fn cloned(node: &Node, ceph: &Ceph, kind: &str, how: impl Fn(Volume) -
     for volume in [&clone, &of_clone, &source] {
         node.down(volume, "pod").await;
     }
-    // A clone of a clone, with what was written into it.
+    // A clone of a clone, with the data written to it.
     let again = clone_of(&clone);
     let target = node.up(&again, "pod").await;
     write_or_check(&again, &target, &Content::new(&clone.handle), false);
     node.down(&again, "pod").await;
 }
 
-/// Of what the volume's first content is in.
+/// The checksum of the volume's first content.
 fn sum_of(volume: &Volume, target: &Path) -> String {
     if volume.is_block() {
         sha256(target).unwrap()
@@ -261,7 +261,7 @@ fn reads_go_to_the_nearest_replica_where_configured() {
     });
 }
 
-/// What the driver was told when it mapped a volume's image.
+/// The driver's options in the map of a volume's image.
 pub fn config_of(volume: &Volume) -> String {
     let device = rbds_over(volume).pop().expect("a mapped image");
     let id = device.to_str().unwrap().trim_start_matches("/dev/rbd");

@@ -50,7 +50,7 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
             let device = rbds_over(&volume).pop().unwrap();
             unmap(&device);
             let conditions = node.health(&volume, &target).await.unwrap();
-            assert!(!conditions.is_empty(), "it is gone");
+            assert!(!conditions.is_empty(), "its device is detached");
             if map_as(ceph, &other, &device) {
                 break (target, device);
             }
@@ -122,7 +122,7 @@ fn equal_image_names_in_several_pools_are_distinct() {
             write_or_check(volume, &target, &Content::new(&volume.handle), true);
         }
         assert_eq!(rbds_of(sandbox.dir()).len(), volumes.len());
-        // Each is known again by an agent that has nothing but what is mounted.
+        // An agent without records recognises each by its mount.
         node.kill9().await;
         for file in files_below(&node.run_dir) {
             fs::remove_file(file).unwrap();

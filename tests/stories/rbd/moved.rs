@@ -51,13 +51,13 @@ fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
             write_or_check(volume, &target, &Content::new("before"), true);
         }
         let moved = ceph.cluster.move_monitor();
-        // Where the OSD is from now on, only the new monitor can tell.
+        // From now on only the new monitor knows the OSD's address.
         drop(ceph.stop());
         for volume in &volumes {
             let target = node.target(volume, "pod");
             write_or_check(volume, &target, &Content::new("after"), true);
         }
-        // What is mapped from now on finds it by the configuration.
+        // Later maps find it by the configuration.
         let mut entry = ceph.entry();
         entry["monitors"] = serde_json::json!(moved.monitors);
         ceph.configure(&[entry]);

@@ -167,7 +167,7 @@ fn an_agent_killed_while_the_osd_is_frozen_is_succeeded() {
             1,
             "one map, of the old agent or the new"
         );
-        eventually("the old agent is gone", async || {
+        eventually("the old agent has ended", async || {
             dying.is_gone().then_some(())
         })
         .await;

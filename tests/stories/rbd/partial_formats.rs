@@ -29,7 +29,7 @@ fn blank(ceph: &Ceph, is_encrypted: bool) -> Volume {
     }
 }
 
-/// Leaves what a machine leaves that loses power while its agent formats.
+/// Leaves the state of a machine that lost power during a format.
 async fn leave_partial_format(sandbox: &Sandbox, ceph: &Ceph, volume: &Volume, at: (&str, &str)) {
     let node = ceph.node(sandbox).await;
     InterruptedProgram::new(at)
@@ -82,7 +82,7 @@ fn another_node_finishes_a_partial_format() {
                     .is_some_and(|marker| marker.ends_with(&volume.handle))
             );
             let node = another(sandbox, ceph).await;
-            // Who only reads finishes nothing.
+            // A reader finishes no format.
             let reader = volume.clone().mode(Mode::SingleNodeReaderOnly);
             refused(node.stage(&reader).await, FailedPrecondition, &[said]);
             let content = Content::new(&volume.handle);
@@ -183,7 +183,7 @@ fn a_format_marker_outweighs_no_complete_or_foreign_content() {
             node.down(&raw, "pod").await;
         }
 
-        // What no mkfs leaves.
+        // Content that no mkfs leaves.
         let volume = ceph.volume("ext4");
         let device = ceph.map_by_rbd(&volume, "noudev");
         let device = device.to_str().unwrap();

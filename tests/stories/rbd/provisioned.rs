@@ -42,7 +42,7 @@ impl<'a> Class<'a> {
         let passphrase = ("encryptionPassphrase", "correct horse battery staple");
         let secrets = [passphrase].map(|(name, value)| (name.to_owned(), value.to_owned()));
         setup.secrets.extend(secrets);
-        // For what is listed.
+        // For listings.
         let own = secrets_in(sandbox, &setup.secrets);
         setup.args.extend(["--ceph-secret".to_owned(), own]);
         let pool = ceph.cluster.fresh_pool();

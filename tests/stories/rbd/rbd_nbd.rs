@@ -32,10 +32,10 @@ pub(super) fn nbds(volume: &Volume) -> Vec<String> {
 }
 
 /// SIGKILL to the rbd-nbd of a volume whose device no supervisor has locked, and waits for
-/// its end. The device is locked meanwhile: udevd has the partitions read again when
-/// the daemon's descriptor of the device is closed. It may send that request while
-/// the daemon's socket is still open, and none is ever answered: whoever opens the
-/// device waits for it, whatever its reattach timeout.
+/// its end. The device is locked meanwhile: udevd has the partitions read again when the
+/// daemon's descriptor of the device is closed. It may send that request while the daemon's
+/// socket is still open, and no daemon answers it: each opener of the device then waits for
+/// it, beyond the reattach timeout.
 async fn kill_unlocked(volume: &Volume, daemon: Pid) {
     let device = nbds(volume).pop().expect("a device");
     let locked = fs::File::open(&device).unwrap();
@@ -79,7 +79,7 @@ fn rbd_nbd_gets_no_requests_that_only_an_export_allowed() {
         let server = NbdServer::start(sandbox).await;
         let name = ceph.image_name();
         NbdServer::image(sandbox, &name, 64 * MIB);
-        // Its device goes on sending WRITE_ZEROES, at which rbd-nbd falls silent.
+        // Its device still sends WRITE_ZEROES, after which rbd-nbd answers no request.
         lifecycle(&node, &server.over(Volume::filesystem(&name, "ext4"))).await;
         let images = [(); 2].map(|()| served(ceph.volume("block")));
         let ups = images.iter().map(|image| node.up(image, "pod"));
@@ -228,7 +228,7 @@ fn one_image_has_one_driver_and_one_writer() {
         let node = node_with(sandbox, ceph, &supervisor).await;
         let plain = ceph.volume("ext4");
         let volume = served(plain.clone());
-        // By whoever has mapped it first.
+        // By the program that mapped it first.
         let device = ceph.map_by_rbd(&plain, "noudev");
         let device = device.to_str().unwrap();
         refused(node.stage(&volume).await, FailedPrecondition, &[device]);

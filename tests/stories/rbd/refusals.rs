@@ -1,4 +1,4 @@
-//! Images that cannot be mapped are refused with an error that names what to change, and
+//! Images that cannot be mapped are refused with an error that names the remedy, and
 //! nothing is left behind.
 
 use testkit::{
@@ -64,7 +64,7 @@ fn missing_clusters_pools_and_images_are_named() {
 fn rbd_nbd_fails_with_the_errors_of_krbd() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
-        // The agent itself asks the cluster before a map, or rbd-nbd alone does.
+        // The agent itself connects to the cluster before a map, or rbd-nbd alone does.
         for (machine, node_id) in [
             (Machine::Host, "node-a"),
             (Machine::WithoutLibrbd, "node-b"),

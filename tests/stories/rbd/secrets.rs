@@ -60,7 +60,7 @@ async fn assert_not_disclosed(sandbox: &Sandbox, ceph: &Ceph, node: &Node, volum
         node.down(&volume, "pod").await;
         nowhere("unstaged");
     }
-    // What is refused is told of, too.
+    // The agent logs refused requests, too.
     let mut wrong = volume.clone();
     let key = wrong.secrets.get_mut("userKey").unwrap();
     key.clone_from(&ceph.cluster.admin_key);
@@ -73,7 +73,7 @@ async fn assert_not_disclosed(sandbox: &Sandbox, ceph: &Ceph, node: &Node, volum
     node.assert_clean().await;
 }
 
-/// What an agent writes, and what the kernel shows of it and of what is mapped.
+/// The files that an agent writes, and the kernel's files about it and its mapped images.
 fn readable(sandbox: &Sandbox, node: &Node) -> Vec<PathBuf> {
     let mut files: Vec<_> = files_below(sandbox.dir()).into_iter().collect();
     // The administrator's own.
@@ -89,14 +89,13 @@ fn readable(sandbox: &Sandbox, node: &Node) -> Vec<PathBuf> {
 }
 
 fn tells(file: &Path, secrets: &[String]) -> bool {
-    // Sockets cannot be read, and what is gone tells nothing.
+    // Sockets cannot be read, and removed files have no text.
     let text = fs::read(file).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
     secrets.iter().any(|secret| text.contains(secret))
 }
 
-/// The command lines and environments with a secret in them, of all processes that
-/// come and go until it is done.
+/// The command lines and environments with a secret in them, of all processes until `done`.
 fn disclosed_in_command_lines(secrets: &[String], done: &AtomicBool) -> Vec<PathBuf> {
     let mut found = Vec::new();
     while !done.load(Ordering::Relaxed) {

@@ -91,7 +91,7 @@ fn ceph_csi_unstages_volumes_of_this_driver() {
 }
 
 /// ceph-csi unpublishes and unstages the volume of an agent that was killed. The agent
-/// restarts, with records of a volume that is gone.
+/// restarts, with records of a volume that is no longer staged.
 pub async fn unstaged_by_ceph_csi(node: &Node, volume: &Volume, target: &Path) {
     node.kill9().await;
     run(&["umount", target.to_str().unwrap()]);

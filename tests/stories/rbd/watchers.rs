@@ -132,7 +132,7 @@ fn equal_image_names_in_two_clusters_are_distinct() {
             node.down(volume, "pod").await;
         }
 
-        // Mapped by others, who do not say for which volume: nothing is risked.
+        // Mapped by other programs, which do not name the volume: the agent refuses.
         let mapped = other.map_by_rbd(&theirs, "noudev");
         let mapped = mapped.to_str().unwrap();
         refused(node.stage(&volume).await, FailedPrecondition, &[mapped]);

@@ -16,13 +16,14 @@ fn plain_volumes_need_no_librbd() {
         }
         lifecycle(&node, &encrypted::volume(ceph, "ext4")).await;
 
-        // Nobody can be asked who has it open.
+        // The agent cannot list the openers.
         let volume = ceph.volume("ext4");
         let other = ceph.open_elsewhere(&volume);
         lifecycle(&node, &volume).await;
         drop(other);
 
-        // What the cluster is not asked, the volume's context says.
+        // The volume's context has the features, which the agent cannot read from the
+        // cluster.
         let features = "exclusive-lock,journaling";
         let journaled = ceph.volume_of("ext4", 64 * MIB, &["--image-feature", features]);
         let journaled_volume = journaled.with("imageFeatures", features);

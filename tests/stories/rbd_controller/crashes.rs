@@ -17,7 +17,7 @@ impl Ceph {
         Some(Self::over(sandbox, cluster))
     }
 
-    /// What is in the pool of volumes, snapshots and names, by object.
+    /// The contents of the pool of volumes, snapshots and names, by object.
     fn left(&self) -> Vec<String> {
         const STAY: [&str; 4] = ["rbd_directory", "rbd_info", "rbd_children", "rbd_trash"];
         let mut left = Vec::new();
@@ -90,9 +90,9 @@ fn a_controller_may_be_killed_at_any_instant() {
             }
             assert!(ceph.images().is_empty());
         }
-        // A dead manager's tasks are repeated by itself; ours at each start.
-        // Each life gets more time: what has it open when it ends is not removed for
-        // as long as Ceph remembers it.
+        // A restarted manager repeats its tasks; the controller at each start. Each life
+        // gets more time: the cluster keeps the watches of a dead life, and an image with a
+        // watcher is not removed.
         let mut life = Duration::from_millis(500);
         let emptied = async || {
             let left = ceph.left();

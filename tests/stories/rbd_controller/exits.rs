@@ -1,5 +1,5 @@
-//! Processes with librados loaded exit with the right code, whatever its threads are doing:
-//! no exit handler of librados or OpenSSL frees what they still use.
+//! Processes with librados loaded exit with the right code, also while its threads work: no
+//! exit handler of librados or OpenSSL frees memory that they still use.
 
 use std::{
     env,
@@ -49,8 +49,8 @@ impl Drop for Load {
     }
 }
 
-/// It is told to amid its first connections: its own, for the trash, and those that
-/// calls need, by both versions of the protocol.
+/// It is stopped amid its first connections: its own, for the trash, and those of calls, by
+/// both versions of the protocol.
 #[test]
 fn a_controller_exits_cleanly_whatever_its_connections_do() {
     story(async |sandbox| {
@@ -79,7 +79,7 @@ fn a_controller_exits_cleanly_whatever_its_connections_do() {
                 tokio::time::sleep(Duration::from_millis(rng.below(200) as u64)).await;
                 controller.terminate();
             };
-            // They are refused where they come too late.
+            // Late calls are refused.
             let _ = join3(create(CEPH), create("second"), shutdown).await;
             let status = controller.wait_for_exit().await;
             assert!(status.success(), "end {end}: {status}");

@@ -93,7 +93,7 @@ fn only_registered_clients_are_fenced() {
         };
         refused(controller.publish(&absent, "node-a").await, NotFound, &[]);
         controller.unpublish(&absent, "node-a").await.unwrap();
-        // A static volume's handle says nothing.
+        // A static volume's handle names no pool.
         let fixed = Volume {
             handle: "image".to_owned(),
             ..volume.clone()

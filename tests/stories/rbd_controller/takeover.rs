@@ -145,7 +145,7 @@ fn a_create_that_ceph_csi_began_is_finished() {
         let made = controller.create(ceph.claim("pvc-1", MIB)).await.unwrap();
         assert_eq!(made.volume_id, ceph.handle(VOLUME));
         assert_eq!(ceph.images().len(), 1);
-        // The image has gone, and its entry has not: garbage, and no error.
+        // The image was removed, its entry was not: garbage, and no error.
         let image = ceph.spec(&format!("csi-vol-{VOLUME}"));
         ceph.cluster.rbd(&["rm", "--no-progress", &image]);
         controller.delete(&made.volume_id).await.unwrap();

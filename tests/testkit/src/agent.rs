@@ -26,14 +26,14 @@ pub struct Agent {
     log: PathBuf,
     /// The command that runs the program with its arguments.
     wrapper: &'static [&'static str],
-    /// Its log goes into a pipe that nobody reads.
+    /// Its log goes into a pipe without a reader.
     log_is_unread: Cell<bool>,
     /// It looks for [`StepHold`]s at each step.
     has_holds: Cell<bool>,
     process: RefCell<Option<Child>>,
 }
 
-/// What an agent runs on.
+/// The machine of an agent.
 #[derive(Clone, Copy, Debug)]
 pub enum Machine {
     /// The story's own.
@@ -57,7 +57,7 @@ const ON_OTHER_HOST: &[&str] = &[
     "sh",
 ];
 
-/// A machine without Ceph's libraries: what the linker finds of them is no library.
+/// A machine without Ceph's libraries: the linker finds files that are no libraries.
 const WITHOUT_LIBRBD: &[&str] = &[
     "unshare",
     "--mount",
@@ -81,7 +81,7 @@ const ON_READ_ONLY_ROOT: &[&str] = &[
 ];
 
 impl Agent {
-    /// Not started yet. What it prints goes to `log`.
+    /// Not started yet. Its output goes to `log`.
     pub fn new(program: &'static str, socket: &Path, log: PathBuf, args: Vec<String>) -> Self {
         let endpoint: Endpoint = socket.display().to_string().parse().expect("a socket");
         let args = [vec!["--endpoint".to_owned(), endpoint.to_string()], args].concat();
@@ -107,7 +107,7 @@ impl Agent {
         };
     }
 
-    /// Its log goes into a pipe that nobody reads, until [`Agent::take_log_pipe`].
+    /// Its log goes into a pipe without a reader, until [`Agent::take_log_pipe`].
     pub fn leave_log_unread(&self) {
         self.log_is_unread.set(true);
     }
@@ -174,7 +174,7 @@ impl Agent {
             .append(true)
             .open(&self.log)
             .expect("a log file");
-        // Whatever ends the story ends the agent, even a killed test runner.
+        // The agent ends with the story, also with a killed test runner.
         let stdout = log.try_clone().expect("a descriptor");
         let stderr = if self.log_is_unread.get() {
             Stdio::piped()
@@ -202,8 +202,8 @@ impl Agent {
         );
     }
 
-    /// Holds up the agent wherever it comes to this step of this volume (see
-    /// `hold_point`), until what is returned is dropped.
+    /// Holds the agent at this step of this volume (see `hold_point`), until the returned
+    /// guard is dropped.
     pub fn hold(&self, step: &str, volume_id: &str) -> StepHold {
         let fifo = self.holds().join(format!("{step}-{volume_id}"));
         fs::create_dir_all(self.holds()).expect("a directory");
@@ -227,7 +227,7 @@ impl Agent {
         .await;
     }
 
-    /// What Probe says; None while nobody answers.
+    /// The answer of Probe; None while no agent answers.
     pub async fn probe(&self) -> Option<bool> {
         let answer = IdentityClient::new(self.channel())
             .probe(ProbeRequest {})
@@ -287,7 +287,7 @@ impl Agent {
         status
     }
 
-    /// SIGKILL, and the process is gone.
+    /// SIGKILL, and waits for the end of the process.
     pub async fn kill9(&self) {
         self.signal(Signal::KILL);
         self.wait_for_exit().await;
@@ -324,7 +324,7 @@ pub struct StepHold(PathBuf);
 
 impl Drop for StepHold {
     fn drop(&mut self) {
-        // Whoever waits for a writer goes on, and nobody comes after it.
+        // The reader that waits for a writer continues, and no later reader waits.
         let writer = fs::File::options().read(true).write(true).open(&self.0);
         let _ = fs::remove_file(&self.0);
         drop(writer);

@@ -34,9 +34,8 @@ impl Ceph {
         self.map(volume, "krbd", &[options])
     }
 
-    /// Has it served by rbd-nbd, which goes on by itself. Its device is one of its
-    /// own, for ceph-csi would take one that an export had (`kernel::nbd::ReservedIndex`), of
-    /// another story.
+    /// Serves it by rbd-nbd, which runs on by itself. It gets a device of its own: ceph-csi
+    /// would take one that another story's export had (`kernel::nbd::ReservedIndex`).
     fn serve_by_rbd(&self, volume: &Volume) -> PathBuf {
         let given = volume.context.get("mapOptions");
         let given = given.and_then(|options| options.strip_prefix("nbd:"));
@@ -124,7 +123,7 @@ impl Ceph {
     }
 }
 
-/// Unstages a volume, whoever staged it: by its stage file alone.
+/// Unstages a volume of either driver: by its stage file alone.
 pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
     let staging = node.staging(volume);
     let point = staging.join(&volume.handle);
@@ -224,7 +223,7 @@ fn encrypt(under: &Path, handle: &str, passphrase: &str) -> PathBuf {
             "sha256",
             "--disable-keyring",
         ];
-        // Cheap: what it costs to guess it is not tried here.
+        // Cheap: the cost of a guess is not tested here.
         let cheap = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
         cryptsetup(
             &[&format[..], &cheap, &[under, "-d", "-"]].concat(),

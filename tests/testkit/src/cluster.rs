@@ -1,12 +1,11 @@
 //! A Ceph cluster to test against: real daemons, started by
 //! tests/ceph/cluster.py, for the library's own tests and for stories.
 //!
-//! Most tests share one, whichever process of a run they are in: the first that
-//! asks starts it, which takes half a second, and it ends by itself when for a
-//! few seconds no process has had a [`TestCluster`]. A test that stops the
-//! daemons has one of its own. Nobody has to end anything, not even a test that
-//! is killed: a lock on a file says who uses a cluster, and the kernel knows
-//! whose locks are gone.
+//! Most tests share one, in all processes of a run: the first user starts it, which takes
+//! half a second, and it ends by itself when no process has had a [`TestCluster`] for a few
+//! seconds. A test that stops the daemons has one of its own. No test has to end a cluster,
+//! not even one that is killed: each user of a cluster locks a file, and the kernel unlocks
+//! the files of a dead process.
 
 use std::{
     collections::HashMap,
@@ -30,8 +29,8 @@ use super::skipped::skip_uninstalled;
 
 /// A running cluster, which runs at least as long as this is there.
 pub struct TestCluster {
-    /// The monitors, `address:port` for the first messenger protocol, which krbd
-    /// speaks unless told otherwise, and librados.
+    /// The monitors, `address:port` for the first messenger protocol, which krbd uses by
+    /// default, and librados.
     pub monitors: Vec<String>,
     /// The same for the second, which `ms_mode` chooses.
     pub monitors_v2: Vec<String>,
@@ -93,26 +92,26 @@ impl TestCluster {
         }
     }
 
-    /// Runs `ceph` as the administrator, and says what it printed.
+    /// Runs `ceph` as the administrator, and returns its output.
     #[track_caller]
     pub fn ceph(&self, args: &[&str]) -> String {
         self.tool("ceph", args)
     }
 
-    /// Runs `rbd` as the administrator, and says what it printed.
+    /// Runs `rbd` as the administrator, and returns its output.
     #[track_caller]
     pub fn rbd(&self, args: &[&str]) -> String {
         self.tool("rbd", args)
     }
 
-    /// Runs `rados` on a pool as the administrator, and says what it printed.
+    /// Runs `rados` on a pool as the administrator, and returns its output.
     #[track_caller]
     pub fn rados(&self, pool: &str, args: &[&str]) -> String {
         self.tool("rados", &[&["--pool", pool], args].concat())
     }
 
-    /// Where its files are: `ceph.conf` makes an administrator of Ceph's programs.
-    /// Gone when the cluster is.
+    /// The directory of its files: with `ceph.conf` Ceph's programs run as the
+    /// administrator. It is removed with the cluster.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -146,19 +145,19 @@ impl TestCluster {
         kill_process(self.osd(), Signal::STOP).expect("an OSD");
     }
 
-    /// It goes on.
+    /// Continues it.
     pub fn thaw_osd(&self) {
         kill_process(self.osd(), Signal::CONT).expect("an OSD");
     }
 
-    /// The OSD ends; what was written is kept.
+    /// The OSD ends; its data is kept.
     pub fn stop_osd(&self) {
         let osd = self.osd();
         kill_process(osd, Signal::TERM).expect("an OSD");
         until("the OSD ends", || test_kill_process(osd).is_err());
     }
 
-    /// It comes back; whoever needs it waits, as for any OSD that starts.
+    /// Starts it again; its clients wait, as for any OSD that starts.
     pub fn start_osd(&self) {
         kill_process(self.pid("cluster"), Signal::USR1).expect("a cluster");
     }
@@ -226,10 +225,10 @@ impl TestCluster {
         let first = self.pid("mon");
         kill_process(first, Signal::KILL).expect("a monitor");
         until("the monitor ends", || test_kill_process(first).is_err());
-        // Nor does it come back with those that are started again.
+        // Nor does it return with the restarted ones.
         fs::remove_dir_all(file("mon")).expect("its data");
-        // Not by `mon remove`: the one that leaves may end before the other has been
-        // told, which then waits for it for ever.
+        // Not by `mon remove`: the removed monitor may end before the other gets the new
+        // map, and then the other waits for it for ever.
         moved.end();
         done(monitor(&["--extract-monmap", &map]));
         let mut without = Command::new("monmaptool");
@@ -254,10 +253,10 @@ impl TestCluster {
     }
 }
 
-/// Runs one of Ceph's programs until it has answered, which is not always at once:
-/// those of Ceph 16.2 may abort as they exit, in the destructors of librados, with
-/// their work done. What it has printed counts then; one that has printed nothing is
-/// run again, and says perhaps that all is done already.
+/// Runs one of Ceph's programs until it has answered, at times more than once: those of
+/// Ceph 16.2 may abort as they exit, in the destructors of librados, with their work done.
+/// Then its output counts; a program without output runs again, and may report that all is
+/// done already.
 pub fn output_despite_abort(command: &mut Command) -> io::Result<Output> {
     const ABORTED: [Option<i32>; 2] = [Some(libc::SIGABRT), Some(libc::SIGSEGV)];
     const DONE: [Option<i32>; 2] = [Some(libc::EEXIST), Some(libc::ENOENT)];
@@ -318,7 +317,7 @@ fn installed() -> bool {
     missing.is_none()
 }
 
-/// Makes the directory and keeps what is in it from ending.
+/// Makes the directory and locks it, so that its cluster stays.
 fn enter(dir: &Path) -> File {
     let path = dir.join("users");
     loop {
@@ -329,7 +328,7 @@ fn enter(dir: &Path) -> File {
             Err(error) => panic!("{}: {error}", path.display()),
         };
         users.lock_shared().expect("a lock");
-        // The cluster may have gone, and its directory with it, while this waited.
+        // The cluster may have ended, and removed its directory, during the wait.
         let inode = |of: fs::Metadata| (of.dev(), of.ino());
         let here = fs::metadata(&path).ok().map(inode);
         if here.is_some() && here == users.metadata().ok().map(inode) {
@@ -363,6 +362,6 @@ fn start(dir: &Path, linger: &str) {
         let said = fs::read_to_string(dir.join("said")).unwrap_or_default();
         panic!("the cluster in {} did not start: {said}", dir.display());
     }
-    // Waited for when it ends, or it would look alive to whoever counts processes.
+    // Reaps it when it ends, or it would look alive to a test that counts processes.
     thread::spawn(move || cluster.wait());
 }

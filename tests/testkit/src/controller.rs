@@ -24,7 +24,7 @@ pub struct ControllerSetup {
     pub pools: Vec<String>,
     /// More arguments.
     pub args: Vec<String>,
-    /// What the sidecars send with each call that may carry secrets.
+    /// The secrets that the sidecars send with each call that may have them.
     pub secrets: HashMap<String, String>,
 }
 
@@ -136,7 +136,7 @@ impl Controller {
             .map(drop)
     }
 
-    /// ControllerPublishVolume: what the node is told.
+    /// ControllerPublishVolume: the publish context.
     pub async fn publish(
         &self,
         volume: &Volume,

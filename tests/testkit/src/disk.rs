@@ -13,13 +13,13 @@ use sha2::{Digest as _, Sha256};
 
 use super::{MIB, Volume, cluster::output_despite_abort};
 
-/// Runs a command that must succeed; what it printed.
+/// Runs a command that must succeed; its output.
 #[track_caller]
 pub fn run(command: &[&str]) -> String {
     run_err(command).unwrap_or_else(|said| panic!("{command:?}: {said}"))
 }
 
-/// Runs a command; what it printed, as an error if it failed.
+/// Runs a command; its output, as an error if it failed.
 pub fn run_err(command: &[&str]) -> Result<String, String> {
     let mut program = Command::new(command[0]);
     let output = match program.args(&command[1..]) {
@@ -98,7 +98,7 @@ impl Content {
         }
     }
 
-    /// Asserts that what was [`Content::put`] there is there.
+    /// Asserts that the content of [`Content::put`] is there.
     #[track_caller]
     pub fn assert_kept(&self, volume: &Volume, target: &Path) {
         if volume.is_block() {

@@ -17,7 +17,7 @@ use super::{
 /// How many volumes a fault affects.
 pub const AFFECTED: usize = 8;
 
-/// What a volume is doing when its device dies.
+/// The phase of a volume in which its device dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// It is attached, and not probed yet.
@@ -286,7 +286,7 @@ pub struct DeadServer {
     files: Vec<StuckFile>,
     server: NbdServer,
     volumes: Vec<Volume>,
-    /// Where the server is told to hold every request back.
+    /// The file by which the server holds every request back.
     control: PathBuf,
 }
 

@@ -20,8 +20,8 @@ const CONCURRENT: usize = 8;
 /// In place of kubelet's two minutes.
 const DEADLINE: Duration = Duration::from_secs(1);
 
-/// What later calls may take beyond the first: lanes that wait for work, connections
-/// that are just being closed, and what the allocator keeps.
+/// The allowance of later calls beyond the first: lanes that wait for work, connections
+/// that are being closed, and memory that the allocator keeps.
 const MARGIN: ResourceUsage = ResourceUsage {
     threads: 16,
     descriptors: 32,
@@ -73,9 +73,8 @@ async fn run_lifecycles(node: &Node, volumes: &[Volume]) {
     node.unstage(&unknown).await.expect("unstaged");
 }
 
-/// As kubelet, which comes back after ABORTED: where 56 volumes share one slow
-/// processor, the children that other calls begin keep a device busy for longer than
-/// the agent waits.
+/// As kubelet, which retries after ABORTED: where 56 volumes share one slow processor, the
+/// children that other calls begin keep a device busy for longer than the agent waits.
 async fn retry_while_aborted(
     node: &Node,
     what: &str,
@@ -208,7 +207,7 @@ pub async fn assert_fault_isolated(
 
     fault.resume().await;
     join_all(affected.iter().map(async |volume| {
-        node.retry_until_ok("what it waited for", async || {
+        node.retry_until_ok("the step that it waited for", async || {
             call_in_phase(node, volume, phase).await
         })
         .await;

@@ -17,7 +17,7 @@ use super::{
 /// Ceph clusters, which are kept for minutes and have some fifteen of each.
 const TOLERANCE: usize = 64;
 
-/// What an agent has, as seen from outside.
+/// The resources of an agent, as seen from outside.
 #[derive(Default)]
 pub struct LeakSnapshot {
     mounts: Vec<PathBuf>,
@@ -52,7 +52,7 @@ impl LeakSnapshot {
         }
     }
 
-    /// What is here and was not in `baseline`, in words.
+    /// The resources that were not in `baseline`, in words.
     pub fn leaked_since(&self, baseline: &Self) -> Vec<String> {
         let mut left = Vec::new();
         for mounted in &self.mounts {
@@ -78,7 +78,7 @@ impl LeakSnapshot {
         for file in self.files.difference(&baseline.files) {
             left.push(format!("file {}", file.display()));
         }
-        // Whatever the number: a descriptor of a device or of an image pins it.
+        // Regardless of their number: a descriptor of a device or of an image pins it.
         for target in &self.descriptors {
             let device = target.starts_with("/dev/loop") && target != "/dev/loop-control"
                 || ["/dev/nbd", "/dev/rbd", "/dev/dm-"]
@@ -137,7 +137,7 @@ pub fn files_below(dir: &Path) -> BTreeSet<PathBuf> {
     files
 }
 
-/// What a process's descriptors point at: paths, `socket:[…]`, `anon_inode:…`.
+/// The targets of a process's descriptors: paths, `socket:[…]`, `anon_inode:…`.
 fn descriptors(pid: u32) -> Vec<String> {
     fs::read_dir(format!("/proc/{pid}/fd"))
         .into_iter()
@@ -148,7 +148,7 @@ fn descriptors(pid: u32) -> Vec<String> {
         .collect()
 }
 
-/// Whether a file in a pool says that somebody has an image in use.
+/// Whether a file in a pool is a claim or a lock on an image.
 fn is_claim(file: &Path) -> bool {
     file.to_string_lossy().contains("/.uring-csi/claims/")
 }

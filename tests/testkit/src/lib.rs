@@ -1,10 +1,10 @@
-//! What unit tests, stories and benches share: a private corner of the machine ([`Sandbox`]),
-//! the real binaries started in it ([`Agent`]), and callers that behave as
+//! The common part of unit tests, stories and benches: an isolated environment
+//! ([`Sandbox`]), the real binaries started in it ([`Agent`]), and callers that behave as
 //! kubelet and the sidecars do ([`Node`], [`Controller`]).
 //!
 //! A story runs on a thread of its own in a mount namespace of its own, so that
-//! stories run side by side and nothing they mount is seen outside. Nothing
-//! waits for a time: whoever waits, waits for a condition ([`eventually`]).
+//! stories run side by side, and their mounts are invisible outside. A story never
+//! waits for a time, only for a condition ([`eventually`]).
 
 // The ban on children is the product's, not its tests'; the rest is for an interface that
 // others use.
@@ -75,7 +75,7 @@ pub use volume::{Mode, Volume};
 
 pub const MIB: u64 = 1 << 20;
 
-/// No story may take longer, whatever hangs.
+/// The longest time of a story, also of one that hangs.
 fn longest() -> Duration {
     // One that has every step is as many stories as there are steps.
     let times = env::var_os("EVERY_STEP").map_or(1, |_| 12);

@@ -88,7 +88,8 @@ pub trait GrowSource {
     /// Makes it larger; its new size in bytes.
     fn grow(&self, volume: &Volume) -> u64;
 
-    /// A later agent cannot grow what a dead one attached, and has said what it takes.
+    /// A later agent cannot grow a device that a dead one attached; its error names the
+    /// remedy.
     async fn refused(&self, status: &Status) {
         panic!("growth was refused: {status:?}");
     }
@@ -100,7 +101,7 @@ impl<F: Fn(&Volume) -> u64> GrowSource for F {
     }
 }
 
-/// What an orchestrator calls after an agent died in a call.
+/// The orchestrator's next call after an agent died in a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Recovery {
     /// The same call.
@@ -152,8 +153,8 @@ pub struct CrashingAgent<'a> {
 }
 
 impl CrashingAgent<'_> {
-    /// Makes a call until it succeeds. Where the agent dies of it, it is started again,
-    /// and `opposite` made first where that is what the orchestrator calls for.
+    /// Makes a call until it succeeds. If the agent dies of it, it is started again, and
+    /// `opposite` made first if the orchestrator would call that.
     pub async fn complete(
         &self,
         what: &str,

@@ -11,8 +11,8 @@ use std::{
 
 use super::{Sandbox, Volume, eventually, run_err, skip_test};
 
-/// Whether this kernel can attach NBD exports. Stories that need it tell
-/// nothing elsewhere.
+/// Whether this kernel can attach NBD exports. Stories that need that are skipped
+/// elsewhere.
 pub fn kernel_has_nbd() -> bool {
     let there = Path::new("/sys/module/nbd").exists();
     if !there {
@@ -120,8 +120,8 @@ impl NbdServer {
         client
     }
 
-    /// The exports that it lists, each with its size in bytes. An error where one
-    /// went while it was asked for its size.
+    /// The exports that it lists, each with its size in bytes. An error if one disappeared
+    /// before its size was read.
     pub fn exports(&self) -> Result<Vec<(String, u64)>, String> {
         let Address::Unix(socket) = &self.address else {
             panic!("qemu-nbd is given a unix socket here");
@@ -247,7 +247,7 @@ pub fn nbds_over(part: &str) -> Vec<String> {
     devices
 }
 
-/// Whoever takes it meanwhile is bad luck.
+/// Another process may take it first.
 fn free_port() -> Address {
     let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
     Address::Tcp(free.expect("a free port").port())

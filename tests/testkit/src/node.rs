@@ -160,7 +160,7 @@ impl Node {
         self.restart().await;
     }
 
-    /// Asserts that nothing is left of any volume. The agent must be running.
+    /// Asserts that all volumes are removed. The agent must be running.
     pub async fn assert_clean(&self) {
         let mut left = Vec::new();
         for _ in 0..500 {

@@ -22,7 +22,7 @@ pub const LUKS_FORMAT: (&str, &str) = (
 
 /// A script in place of a program, removed on drop.
 pub struct ProgramStub {
-    /// A file that the script makes when it has come to its point.
+    /// A file that the script makes at its hold point.
     pub reached: PathBuf,
 }
 

@@ -1,9 +1,8 @@
 //! Images of a Ceph cluster, and their volumes as ceph-csi describes them to a node.
 //!
-//! Mapped images are the machine's, whatever the mount namespace. So that stories
-//! side by side keep out of each other's way, the sandbox's name is in everything
-//! that one makes: in its clusters' ids, which every handle has, and in images'
-//! names.
+//! Mapped images belong to the machine, not to a mount namespace. So that concurrent
+//! stories stay apart, all names that a story makes have the sandbox's: its clusters' ids,
+//! which every handle has, and its images' names.
 
 use std::{
     cell::RefCell,
@@ -61,11 +60,11 @@ fn on(
 pub struct Ceph {
     pub cluster: TestCluster,
     pub cluster_id: String,
-    /// It goes on after the story.
+    /// It outlives the story.
     is_shared: bool,
     /// Where the sandbox is.
     pub(super) root: PathBuf,
-    /// By name: the program that tells them takes its time.
+    /// By name: the program that lists them is slow.
     pool_ids: RefCell<HashMap<String, i64>>,
 }
 
@@ -248,13 +247,13 @@ impl Ceph {
         ImageOpener::start(&self.cluster, volume)
     }
 
-    /// The OSD stops answering until the guard goes.
+    /// The OSD stops answering until the guard is dropped.
     pub fn freeze(&self) -> FrozenOsd<'_> {
         self.cluster.freeze_osd();
         FrozenOsd(&self.cluster)
     }
 
-    /// The OSD is down until the guard goes.
+    /// The OSD is down until the guard is dropped.
     pub fn stop(&self) -> StoppedOsd<'_> {
         self.cluster.stop_osd();
         StoppedOsd(&self.cluster)
@@ -384,7 +383,7 @@ impl Drop for Ceph {
     fn drop(&mut self) {
         self.unmap_all();
         if self.is_shared {
-            // What of it fails, the story has told of.
+            // The story has reported a failure of it.
             let _ = cleanup::remove(&self.cluster, &self.prefix());
         }
     }

@@ -1,8 +1,8 @@
-//! What an agent takes of its machine.
+//! The resources that an agent uses.
 
 use std::fs;
 
-/// What a process uses, by procfs.
+/// The resources that a process uses, by procfs.
 #[derive(Clone, Copy, Debug)]
 pub struct ResourceUsage {
     pub threads: usize,

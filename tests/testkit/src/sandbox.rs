@@ -107,9 +107,8 @@ impl Sandbox {
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
-        // Before they are unmounted: then their numbers are still theirs, and
-        // the kernel lets go of each with its mount. Later ones may lie over
-        // earlier ones.
+        // Before they are unmounted: then their numbers are still theirs, and the kernel
+        // detaches each with its mount. Later ones may lie over earlier ones.
         for device in leaks::loops_below(self.dir()).iter().rev() {
             let _ = super::run_err(&["losetup", "-d", device]);
         }

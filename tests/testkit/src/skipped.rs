@@ -1,6 +1,6 @@
-//! Reports what was not tested because this machine lacks something: nobody reads the
-//! output of a test that passes. `make unit` and `make test-kernel` list it
-//! at their ends, from the file that `NOT_TESTED` names.
+//! Reports the tests that were skipped because this machine lacks something: a test that
+//! passes shows no output. `make unit` and `make test-kernel` list them at their ends, from
+//! the file that `NOT_TESTED` names.
 
 use std::{env, fs::File, io::Write as _};
 

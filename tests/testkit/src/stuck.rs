@@ -1,10 +1,10 @@
-//! A file, or a tree of directories, that stops answering when told to: a FUSE file
-//! system (linux/fuse.h, protocol 7.31 and later), whose root is one regular file or an
-//! empty directory.
+//! A file, or a tree of directories, that can stop answering: a FUSE file system
+//! (linux/fuse.h, protocol 7.31 and later), whose root is one regular file or an empty
+//! directory.
 //!
-//! What comes while it is stuck waits in the kernel, and with it every thread
-//! that needs it. Reads and writes alone can be stuck, as on a disk that died, or
-//! every request, as on a file server that went away.
+//! Requests that arrive while it is stuck wait in the kernel, and with them every thread
+//! that needs them. Reads and writes alone can be stuck, as on a disk that died, or every
+//! request, as on a file server that failed.
 
 use std::{
     collections::BTreeMap,
@@ -34,18 +34,18 @@ const READ: u32 = 15;
 const WRITE: u32 = 16;
 const FALLOCATE: u32 = 43;
 
-/// The mounted file; dropped, everything that waits for it goes on.
+/// The mounted file; when it is dropped, all waiting requests continue.
 pub struct StuckFile {
     path: PathBuf,
     gate: Arc<Gate>,
     server: Arc<Server<OneFile>>,
 }
 
-/// The mounted tree; dropped, everything that waits for it goes on. The kernel
-/// remembers no name in it, and asks for each whenever it is walked.
+/// The mounted tree; when it is dropped, all waiting requests continue. The kernel caches
+/// no name in it, and looks each up at every walk.
 pub struct StuckTree(Arc<Gate>);
 
-/// What is answered.
+/// The requests that are answered.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum Answers {
     #[default]
@@ -134,8 +134,8 @@ impl StuckFile {
         there
     }
 
-    /// Mounts over `path` (made if missing) a file of `bytes` zeros. It answers
-    /// until told to stop.
+    /// Mounts over `path` (made if missing) a file of `bytes` zeros. It answers until it is
+    /// stopped.
     pub fn new(path: &Path, bytes: u64) -> Self {
         File::create(path).expect("a mount point");
         let store = tempfile::tempfile().expect("a file");
@@ -177,14 +177,14 @@ impl StuckFile {
         self.gate.set(Answers::Nothing);
     }
 
-    /// Everything goes on.
+    /// All requests continue.
     pub fn resume(&self) {
         self.gate.set(Answers::All);
     }
 }
 
 impl StuckFile {
-    /// Its server is gone for good: whatever is asked fails (umount2(2), MNT_FORCE).
+    /// Ends its server for good: every request fails (umount2(2), MNT_FORCE).
     pub fn end(&self) {
         // It is busy, but the connection has ended.
         let _ = unmount(&self.path, UnmountFlags::FORCE);
@@ -193,7 +193,7 @@ impl StuckFile {
     /// Unmounts it, once udevd has closed a loop device over it.
     pub async fn remove(self) {
         let unmounted = async || unmount(&self.path, UnmountFlags::empty()).ok();
-        eventually("nobody uses the file", unmounted).await;
+        eventually("the file is not in use", unmounted).await;
     }
 }
 
@@ -204,7 +204,7 @@ impl Drop for StuckFile {
 }
 
 impl StuckTree {
-    /// Mounts over the directory `path` an empty one. It answers until told to stop.
+    /// Mounts an empty directory over `path`. It answers until it is stopped.
     pub fn new(path: &Path) -> Self {
         Self(Server::mount(path, 0o040_755, Tree::default()).0)
     }
@@ -214,7 +214,7 @@ impl StuckTree {
         self.0.set(Answers::Nothing);
     }
 
-    /// Everything goes on.
+    /// All requests continue.
     pub fn resume(&self) {
         self.0.set(Answers::All);
     }
@@ -231,7 +231,7 @@ struct Server<F> {
     files: F,
 }
 
-/// What a file system has in it.
+/// The contents of a file system.
 trait Files: Send + Sync + 'static {
     /// Answers a request about a node, the root being 1.
     fn answer(&self, opcode: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, Errno>;
@@ -264,7 +264,7 @@ impl<F: Files> Server<F> {
         (gate, server)
     }
 
-    /// Until the file system is unmounted and its last user gone.
+    /// Until the file system is unmounted and its last user has closed it.
     fn serve(self: Arc<Self>, gate: &Arc<Gate>) {
         let mut buffer = vec![0; MAX_WRITE as usize + 4096];
         while let Ok(length) = (&self.device).read(&mut buffer) {
@@ -316,7 +316,7 @@ impl<F: Files> Server<F> {
         answer.extend_from_slice(&error.to_le_bytes());
         answer.extend_from_slice(&request[8..16]);
         answer.extend_from_slice(&payload);
-        // Fails when the request was given up meanwhile.
+        // Fails if the kernel dropped the request meanwhile.
         let _ = (&self.device).write_all(&answer);
     }
 }
@@ -413,7 +413,7 @@ impl Files for Tree {
                 directories[at(node)].remove(name(body));
                 Ok(Vec::new())
             }
-            // READDIR: handle, then the offset; all is told at once.
+            // READDIR: handle, then the offset; one answer has all entries.
             28 if u64_at(body, 8) == 0 => Ok((1..)
                 .zip(&directories[at(node)])
                 .flat_map(|(offset, (name, node))| listed(*node, offset, name))

@@ -54,7 +54,7 @@ impl Supervisor {
         Some(answer.into_inner().volumes)
     }
 
-    /// What it reports of a volume; none where it has no such volume.
+    /// Its report on a volume; none if it has no such volume.
     pub async fn status(&self, volume: &Volume) -> Option<Held> {
         let mut volumes = self.list().await.expect("an answer").into_iter();
         volumes.find(|status| status.volume_id == volume.handle)

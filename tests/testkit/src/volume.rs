@@ -9,7 +9,7 @@ use uring_csi::proto::csi::{
 
 pub use access_mode::Mode;
 
-/// What a PersistentVolume says, from which every request is made.
+/// The contents of a PersistentVolume, from which every request is made.
 #[derive(Clone, Debug)]
 pub struct Volume {
     pub handle: String,
@@ -21,7 +21,7 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// A formatted volume; an empty `fs_type` asks for the default.
+    /// A formatted volume; an empty `fs_type` requests the default.
     pub fn filesystem(handle: &str, fs_type: &str) -> Self {
         Self::new(
             handle,
@@ -78,7 +78,7 @@ impl Volume {
         self
     }
 
-    /// The file system that is asked for; empty where none is.
+    /// The requested file system; empty where none is.
     pub fn fs_type(&self) -> &str {
         match &self.capability.access_type {
             Some(AccessType::Mount(mount)) => &mount.fs_type,

@@ -30,7 +30,7 @@ impl Fencing<'_> {
         (volume, target)
     }
 
-    /// The addresses of those who have the image.
+    /// The addresses of the clients that have the image open.
     fn clients(&self, volume: &Volume) -> Vec<String> {
         let status = ["status", "--format", "json", &spec_of(volume)];
         let status = self.ceph.cluster.rbd(&status);
@@ -41,8 +41,8 @@ impl Fencing<'_> {
     }
 }
 
-/// What a pod writes that has been fenced. librbd, which holds writes back, may say
-/// that it is well; it does not reach the image.
+/// The write of a fenced pod. librbd, which holds writes back, may report success; it does
+/// not reach the image.
 fn late(pod: &File) {
     let _ = pod
         .write_all_at(&[7; 4096], 0)
@@ -72,7 +72,7 @@ fn fencing_an_nbd_backed_volume_affects_no_other() {
         content.write_at(&target, MIB).unwrap();
         it.node.down(&served, "pod").await;
         it.controller.unpublish(&served, "node-a").await.unwrap();
-        assert!(!it.blocklist().contains(client), "nothing is left of it");
+        assert!(!it.blocklist().contains(client), "the client has ended");
         it.node.down(&beside, "pod").await;
         it.node.assert_clean().await;
     });
@@ -96,7 +96,7 @@ fn the_replacement_of_a_dead_daemon_is_fenced() {
         })
         .await;
 
-        // Nobody is left but the daemon.
+        // The daemon alone is left.
         it.node.kill9().await;
         supervisor.kill9().await;
         eventually(
@@ -119,7 +119,7 @@ fn the_replacement_of_a_dead_daemon_is_fenced() {
         content.write_at(&target, MIB).unwrap();
         it.node.down(&volume, "pod").await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
-        assert!(!it.blocklist().contains(&next), "nothing is left of it");
+        assert!(!it.blocklist().contains(&next), "the client has ended");
         it.node.assert_clean().await;
     });
 }
@@ -132,8 +132,8 @@ fn an_unregistered_daemon_is_fenced() {
         let mut stage = it.node.stage_request(&volume);
         stage.publish_context = it.controller.publish(&volume, "node-a").await.unwrap();
         std::fs::create_dir_all(it.node.staging(&volume)).unwrap();
-        // It has registered that a daemon is starting, and the daemon is there. Where
-        // somebody else took its device, it has not come so far.
+        // It has registered that a daemon is starting, and the daemon runs. If another
+        // process took its device, it has not got that far.
         supervisor.kill9().await;
         let mut entry = serde_json::Value::Null;
         while entry["starting"].is_null() {
@@ -170,7 +170,7 @@ fn an_unregistered_daemon_is_fenced() {
         content.assert_at(&target, 0);
         it.node.down(&volume, "pod").await;
         it.controller.unpublish(&volume, "node-a").await.unwrap();
-        assert!(!it.blocklist().contains(&client), "nothing is left of it");
+        assert!(!it.blocklist().contains(&client), "the client has ended");
         it.node.assert_clean().await;
     });
 }
@@ -182,9 +182,8 @@ fn no_daemon_is_started_for_a_volume_no_longer_published() {
         let (volume, target) = it.served("v").await;
         let content = Content::new("kept");
         content.write_at(&target, 0).unwrap();
-        // The node was cut off, so that nobody watched the image when it was
-        // unpublished; and it is published again, by which nobody knows who has had
-        // it meanwhile.
+        // The node was cut off, so that the image had no watcher when it was unpublished;
+        // and it is published again, and may have had another client meanwhile.
         let withdrawn = async |again: bool| {
             it.rados(&volume, &["rmomapkey", "uring-csi.node.node-a"]);
             if again {
@@ -192,7 +191,7 @@ fn no_daemon_is_started_for_a_volume_no_longer_published() {
             }
             supervisor.kill_daemon(&volume).await;
             let said = "is not published to node node-a";
-            eventually("it is told why nobody serves it", async || {
+            eventually("the report names the reason", async || {
                 let held = supervisor.status(&volume).await.unwrap();
                 (held.pid == 0 && held.trouble.contains(said)).then_some(())
             })
@@ -233,8 +232,8 @@ fn each_replacement_daemon_is_registered() {
         let assert_registered = || assert!(it.clients(&volume).contains(&registered().unwrap()));
         assert_registered();
 
-        // A next supervisor's takes the place of the one that it does not hear. Before it
-        // is there, nobody could enter any.
+        // The next supervisor replaces the daemon of its dead predecessor, and registers the
+        // new one. Until it runs, no client can be registered.
         let first = registered();
         supervisor.kill9().await;
         let mut stage = it.node.stage_request(&volume);
@@ -253,11 +252,11 @@ fn each_replacement_daemon_is_registered() {
         assert_eq!(size.unsigned_abs(), large);
         assert_registered();
 
-        // One that does not come up is not said to be starting.
+        // A daemon that fails to start is not reported as starting.
         let (name, away) = (spec_of(&volume), format!("{}/away", it.pool));
         ceph.cluster.rbd(&["rename", &name, &away]);
         supervisor.kill_daemon(&volume).await;
-        eventually("it is said to have none", async || {
+        eventually("the report has no daemon", async || {
             let held = supervisor.status(&volume).await.unwrap();
             let entry = entry();
             let is_none = entry["address"].is_null() && entry["starting"].is_null();
@@ -265,7 +264,7 @@ fn each_replacement_daemon_is_registered() {
         })
         .await;
         ceph.cluster.rbd(&["rename", &away, &name]);
-        eventually("it comes up again", async || {
+        eventually("it starts again", async || {
             let held = supervisor.status(&volume).await.unwrap();
             (held.pid != 0 && held.trouble.is_empty()).then_some(())
         })

@@ -1,6 +1,6 @@
-//! Volumes attached by rbd-nbd pass from ceph-csi to this driver and back. ceph-csi's daemons
-//! are in its plugin's pod and end with it; what is left is the device, its cookie and the
-//! stage file.
+//! Volumes attached by rbd-nbd pass from ceph-csi to this driver and back. ceph-csi's
+//! daemons are in its plugin's pod and end with it; the device, its cookie and the stage
+//! file stay.
 
 use std::{fs, path::Path};
 
@@ -28,7 +28,7 @@ fn rbd_nbd_volumes_staged_by_ceph_csi_are_used_and_unstaged() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
-        // Or whoever unmounts it waits for five minutes.
+        // Else the unmount waits for five minutes.
         let soon = |volume: Volume| served(volume).with("mapOptions", "nbd:reattach-timeout=2");
         for volume in [
             served(ceph.volume("ext4")),

@@ -9,8 +9,8 @@ use uring_csi::internals::{
 
 use super::TestCluster;
 
-/// Removes the images whose names begin so, copies before what they were made of,
-/// as far as they can be removed.
+/// Removes the images with this prefix, copies before their sources, as far as they can be
+/// removed.
 pub fn remove(cluster: &TestCluster, prefix: &str) -> Result<(), CephError> {
     let admin = Credentials {
         user: "admin".to_owned(),
@@ -27,7 +27,7 @@ pub fn remove(cluster: &TestCluster, prefix: &str) -> Result<(), CephError> {
         }
         before = images.len();
         for image in images {
-            // One with copies goes in a later round.
+            // An image with copies is removed in a later round.
             let _ = remove_image(&io, &image);
         }
     }
