@@ -19,7 +19,7 @@ use uring_csi::proto::csi::{
     ListVolumesRequest, ValidateVolumeCapabilitiesRequest,
 };
 
-/// Makes one thing wrong in a request.
+/// Puts one defect into a request.
 type Spoil = fn(&mut CreateVolumeRequest);
 
 fn request(name: &str) -> CreateVolumeRequest {
@@ -407,7 +407,7 @@ fn the_reason_reaches_a_caller_before_its_deadline() {
         }
         let at_last = create(Duration::from_secs(120)).await;
         refused(at_last, Unavailable, &words);
-        // Others go on meanwhile.
+        // Other calls continue meanwhile.
         let made = claim("two", "main", &Volume::block("any").capability, 64 * MIB);
         controller.create(made).await.unwrap();
     });

@@ -16,7 +16,7 @@ use testkit::{
 
 use crate::observability::free_port;
 
-/// Clients that connect and say nothing.
+/// Clients that connect and send nothing.
 const IDLE: usize = 2000;
 
 /// The file systems of a story; none where it is skipped. On the test kernel, where each
@@ -80,7 +80,7 @@ fn an_unread_log_delays_no_volume() {
     });
 }
 
-/// While they hold connections to `/metrics` open and say nothing.
+/// While they hold connections to `/metrics` open and send nothing.
 #[test]
 fn idle_metrics_clients_delay_no_volume() {
     hung_files_on(Phase::Unmount, async |sandbox| {
@@ -228,7 +228,7 @@ fn dead_server(phase: Phase) {
         return;
     }
     let kinds = match phase {
-        // The one that the test kernel is never without.
+        // The test kernel always has it.
         Phase::Unmount if !every_fs() => vec!["ext4"],
         _ => kinds(phase),
     };

@@ -50,7 +50,7 @@ fn keeps_written_data(kind: &'static str) {
         assert_eq!(fs_type(&target), kind);
         content.write(&target.join("file"));
 
-        // A second pod on the node sees the same files, read-only if it says so.
+        // A second pod on the node sees the same files, read-only if it requests that.
         node.publish_read_only(&volume, "two").await.unwrap();
         let second = node.target(&volume, "two");
         content.assert_in(&second.join("file"));
@@ -60,7 +60,7 @@ fn keeps_written_data(kind: &'static str) {
         node.down(&volume, "one").await;
         assert!(loops_over(&sandbox.image(&volume)).is_empty());
 
-        // Elsewhere and later: nothing was formatted again.
+        // At another path, and later: nothing was formatted again.
         let target = node.up(&volume, "three").await;
         content.assert_in(&target.join("file"));
         node.down(&volume, "three").await;
@@ -77,7 +77,7 @@ fn mount_flags_take_effect() {
             "nosuid,nodev",
             "data=writeback",
             "discard",
-            // mount(8)'s own, which no kernel knows.
+            // Options of mount(8) alone.
             "_netdev,nofail",
             "x-systemd.automount",
             "comment=a",
@@ -114,7 +114,7 @@ fn mount_flags_take_effect() {
     });
 }
 
-/// Where SELinux is off the kernel knows no contexts, and its refusal names them.
+/// Without SELinux the kernel refuses a context, and its error names it.
 #[test]
 fn a_context_is_refused_by_name_where_selinux_is_off() {
     if Path::new("/sys/fs/selinux/enforce").exists() {
@@ -413,7 +413,7 @@ fn a_device_that_is_busy_for_a_moment_is_formatted_and_checked() {
 #[test]
 fn an_interrupted_format_is_made_again() {
     story(async |sandbox| {
-        // Slow enough to be caught: the inode tables are written at once.
+        // Slow enough to be observed: the inode tables are written at once.
         let node = Node::start_with(sandbox, NodeSetup::new(sandbox)).await;
         let volume = sandbox.volume_in("main", "big", "ext4", 40_960 * MIB).with(
             "mkfsOptions",
@@ -454,12 +454,12 @@ fn a_format_marker_does_not_outweigh_a_file_system() {
         content.write(&node.up(&volume, "pod").await.join("file"));
         node.down(&volume, "pod").await;
 
-        // As an agent leaves it that dies between the end of mkfs and its note.
+        // The marker of an agent that died after mkfs, before it removed the marker.
         let dir = sandbox.pool("main").join(".uring-csi/mkfs");
         let left = dir.join(sandbox.image(&volume).file_name().unwrap());
         fs::write(&left, "v").unwrap();
         content.assert_in(&node.up(&volume, "pod").await.join("file"));
-        assert!(!left.exists(), "the format marker outlives its image");
+        assert!(!left.exists(), "the format marker outlives its mkfs");
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });

@@ -64,7 +64,7 @@ fn a_device_hung_in_the_probe_is_reported() {
             assert_waits_in("probe", stage)
         );
         assert_waits_in("probe", stage).await;
-        // Another call is turned away at once.
+        // Another call is refused at once.
         let other = node.unstage(volume).await.unwrap_err();
         assert_eq!(other.code(), Code::Aborted, "{other:?}");
         assert!(other.message().contains("probe"), "{other:?}");
@@ -119,7 +119,7 @@ fn a_dead_file_server_delays_only_its_own_volumes() {
         node.stats(volume, &target)
             .await
             .expect("stats ask no file server");
-        // A second volume from there cannot even be looked at.
+        // The node cannot even examine a second volume of that pool.
         let image = sandbox.pool("main").join("second.img");
         let second = StuckFile::new(&image, 64 * MIB);
         second.stop_all();
@@ -179,7 +179,7 @@ fn a_hung_statfs_delays_only_its_own_volume() {
         drop(known.0);
         let before = node.stats(&known.1, &targets[0]).await.unwrap();
         let held = node.hold("statfs", "known");
-        // The last answer, where there is one.
+        // The last answer, if there is one.
         assert_eq!(node.stats(&known.1, &targets[0]).await.unwrap(), before);
         let (first, retry) = tokio::join!(
             node.stats(&unknown.1, &targets[1]),
@@ -270,7 +270,7 @@ fn a_hung_pool_delays_no_unstage_in_another_pool() {
         while stale.exists() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        // What this node claims in the other pool.
+        // This node's claims in the other pool.
         let claim = StuckFile::new(&claim_of("other.img"), 4096);
         claim.stop_all();
         node.timeout.set(Duration::from_secs(20));
@@ -337,8 +337,8 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
     });
 }
 
-/// A pod that ends waits for nothing that is done for another: neither while its
-/// volume is staged again nor while a pod's group is applied.
+/// The end of a pod waits for no work for another pod: neither a repeated stage of its
+/// volume nor a change of group.
 #[test]
 fn unpublish_waits_for_no_other_work_on_its_volume() {
     if !StuckFile::possible() {
@@ -369,7 +369,7 @@ fn unpublish_waits_for_no_other_work_on_its_volume() {
         assert_waits_in("chgrp", async || node.publish(&grouped, "two").await).await;
         node.unpublish(&volume, "one").await.unwrap();
         assert!(!node.target(&volume, "one").exists());
-        // Its own target's, and what else changes the volume, waits.
+        // A call on its own target, or one that changes the volume, waits.
         for other in [
             node.unpublish(&volume, "two").await,
             node.publish(&volume, "three").await,

@@ -40,7 +40,7 @@ pub fn publish(node: &Node, volume: &Volume) -> NodePublishVolumeRequest {
     }
 }
 
-/// What takes space in a pool besides empty directories.
+/// The files in a pool.
 fn images(sandbox: &Sandbox) -> Vec<String> {
     let pool = sandbox.pool("main");
     testkit::files_below(&pool)
@@ -65,7 +65,7 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
         content.write(&target.join("file"));
         assert_eq!(node.stats(&volume, &target).await.unwrap().len(), 2);
 
-        // A new agent takes it over as it is.
+        // A new agent recovers it.
         node.kill9().await;
         node.restart().await;
         node.send_publish(publish(&node, &volume)).await.unwrap();

@@ -1,4 +1,4 @@
-//! Many calls, volumes and clients at once, and the limits that they keep to.
+//! Many calls, volumes and clients at once, and their limits.
 
 use std::{
     fs,
@@ -112,7 +112,7 @@ fn a_full_queue_refuses_and_the_call_may_be_repeated() {
             .filter_map(Result::err)
             .filter(|status| status.code() == Code::ResourceExhausted)
             .collect();
-        assert!(!refused.is_empty(), "one place, one that may wait, and 8");
+        assert!(!refused.is_empty(), "one permit, one that may wait, and 8");
         for status in refused {
             for word in ["step attach", "--max-waiting"] {
                 assert!(status.message().contains(word), "{status:?}");
@@ -157,7 +157,7 @@ fn waiting_lookups_take_no_thread_each() {
         let kubelets = node.timeout.replace(Duration::from_secs(3));
         let answers = at_once(requests.into_iter().map(|it| node.send_stage(it))).await;
         let looking = ResourceUsage::of(node.pid()).threads.saturating_sub(idle);
-        // A place is given back after seconds.
+        // A stuck volume loses its permit after seconds.
         assert!(looking <= STORM / 4, "{looking} threads look");
         for answer in answers {
             assert_deadline_exceeded(answer);
@@ -173,7 +173,7 @@ fn waiting_lookups_take_no_thread_each() {
     });
 }
 
-/// Clients that connect and say nothing.
+/// Clients that connect and send nothing.
 const IDLE: usize = 2000;
 
 #[test]

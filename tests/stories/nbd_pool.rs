@@ -68,7 +68,7 @@ fn images(sandbox: &Sandbox, pool: &str) -> Vec<String> {
     names
 }
 
-/// From its making to its deletion, with a snapshot, a clone, and growth in use.
+/// From creation to deletion, with a snapshot, a clone, and growth in use.
 /// `reflink`: the pool's file system copies by reference, so also while in use.
 async fn lifecycle(
     controller: &Controller,
@@ -89,7 +89,7 @@ async fn lifecycle(
     let target = near.up(&source, "pod").await;
     old.put(&source, &target);
 
-    // In use: a copy is one of a moment, or none.
+    // In use: a copy shows one point in time, or fails.
     let taken = controller.snapshot(&source.handle, &request.name).await;
     let snapshot = if reflink {
         taken.unwrap()

@@ -15,7 +15,7 @@ use uring_csi::proto::csi::{
     NodeUnstageVolumeRequest, VolumeCapability, volume_capability::AccessMode,
 };
 
-/// A request with one thing wrong, and the words that the refusal must have.
+/// A request with one defect, and the words that the refusal must have.
 type Wrong<T> = (&'static str, fn(&mut T));
 
 /// Longer than any id may be.
@@ -291,7 +291,7 @@ fn no_path_of_a_volume_is_above_or_below_another() {
             }
             assert_eq!(mounts_below(sandbox.dir()), mounts);
             if kind == "ext4" {
-                // A pod did it, or an earlier version let it be.
+                // A pod changed it, or an earlier version allowed it.
                 let below = target.join("below");
                 fs::create_dir(&below).unwrap();
                 let below = below.display().to_string();
@@ -319,7 +319,7 @@ fn growth_keeps_to_the_range() {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume("v", "ext4");
         let target = node.up(&volume, "pod").await;
-        // As large already.
+        // It has that size already.
         let bytes = node.expand(&volume, &target, 64 * MIB).await.unwrap();
         assert_eq!(u64::try_from(bytes).unwrap(), 64 * MIB);
         let message = NodeExpandVolumeRequest {

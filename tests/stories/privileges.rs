@@ -146,7 +146,7 @@ fn children_of_the_supervisor_cannot_take_over_the_host() {
     });
 }
 
-/// In place of a program, which is run once all has been tried.
+/// Runs in place of a program, then runs that program.
 fn forbidden_calls_stub(program: &str, written: &Path) -> ProgramStub {
     let script = format!(
         "cat /proc/self/status > {written}.status\n\

@@ -33,7 +33,7 @@ fn devices_over(volume: &Volume) -> Vec<PathBuf> {
     rbds_over(volume).into_iter().chain(nbds).collect()
 }
 
-/// Writes into a published volume, in the first round, and looks for it in later ones.
+/// Writes into a published volume in the first round, and checks that content in later ones.
 fn write_or_check(volume: &Volume, target: &Path, content: &Content, is_first: bool) {
     match (volume.is_block(), is_first) {
         (true, true) => content.write_at(target, MIB).unwrap(),
@@ -43,7 +43,7 @@ fn write_or_check(volume: &Volume, target: &Path, content: &Content, is_first: b
     }
 }
 
-/// Twice up and down, with everything in between that reads.
+/// Two full lives, with every call that reads.
 async fn lifecycle(node: &Node, volume: &Volume) {
     let content = Content::new(&volume.handle);
     for round in 0..2 {

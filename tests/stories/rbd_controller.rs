@@ -406,7 +406,7 @@ fn invalid_parameters_are_named_and_secrets_are_not() {
             let answer = controller.create(request).await;
             refused(answer, InvalidArgument, &[word]);
         }
-        // Another backend's class says which option is missing.
+        // The error for another backend's class names the missing option.
         let block = Volume::block("any").capability;
         let of_a_pool = controller.create(claim("v", "main", &block, MIB)).await;
         refused(of_a_pool, InvalidArgument, &["--pool"]);

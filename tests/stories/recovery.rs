@@ -11,8 +11,7 @@ use uring_csi::proto::{
     csi::{GetPluginInfoRequest, NodeGetInfoRequest, identity_client::IdentityClient},
 };
 
-/// Records of so many volumes that a killed agent had begun to stage, made after the
-/// one that is there.
+/// Copies the existing record, for so many volumes that a killed agent had begun to stage.
 fn begun(node: &Node, count: usize) -> Vec<Volume> {
     let files = files_below(&node.run_dir.join("volumes"));
     assert_eq!(files.len(), 1, "{files:?}");

@@ -11,7 +11,7 @@ const CALLERS: usize = 64;
 const VOLUMES: usize = 32;
 const PODS: [&str; 2] = ["one", "two"];
 
-/// Calls in all; minutes' worth where the environment says so.
+/// The number of calls; `SOAK_OPERATIONS` makes it minutes' worth.
 fn operations() -> usize {
     std::env::var("SOAK_OPERATIONS")
         .ok()
@@ -116,7 +116,7 @@ async fn one_call(node: &Node, volume: &Volume, pod: &str, verb: usize) -> Resul
 }
 
 /// Calls in any order meet volumes in any state: not staged, in use, busy with
-/// another call. Anything else is a fault.
+/// another call. Any other code is a fault.
 fn assert_expected(outcome: Result<(), Status>, killed: bool) {
     let Err(status) = outcome else { return };
     let by_order = [Code::Aborted, Code::FailedPrecondition, Code::NotFound];

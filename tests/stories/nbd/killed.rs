@@ -35,7 +35,7 @@ fn the_server_is_killed_during_each_call() {
         for (kind, _) in KINDS {
             let volume = blank(sandbox, &server, kind, kind);
             let content = Content::new(kind);
-            // The first time mkfs is killed under, too.
+            // In the first round mkfs may lose the server, too.
             for round in 0..3 {
                 let _ =
                     kill_server_during(&mut server, &mut rng, async || node.stage(&volume).await)

@@ -84,7 +84,7 @@ fn a_server_that_cannot_write_zeroes_is_not_asked_to() {
     });
 }
 
-/// What sysfs says of the volume's device.
+/// An attribute of the volume's device in sysfs.
 fn attribute(volume: &str, name: &str) -> String {
     let device = nbds_over(&format!(" {volume}")).pop().expect("a device");
     let device = device.trim_start_matches("/dev/");
@@ -97,7 +97,7 @@ fn several_connections_are_made_where_the_export_allows_them() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let one = ["--filter=multi-conn", "multi-conn-mode=disable"];
-        // More than there are CPUs are of no use.
+        // More connections than CPUs are useless.
         let cpus = std::thread::available_parallelism().unwrap().get();
         for (name, args, wanted) in [("many", &[][..], cpus.min(5)), ("one", &one[..], 1)] {
             let server = NbdServer::start_with(sandbox, true, args).await;

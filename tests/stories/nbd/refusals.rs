@@ -83,7 +83,7 @@ fn exports_that_are_too_small_are_not_written() {
         }
         let bad = over(&server, "bad", "ext4").with("minSize", "much");
         refused(node.stage(&bad).await, InvalidArgument, &["minSize"]);
-        // One that has lost the end of its file system.
+        // An export without the end of its file system.
         for (kind, bytes) in KINDS.iter().filter(|(kind, _)| *kind != "block") {
             let volume = over(&server, &own(sandbox, kind), kind);
             let image = server.image_of(&volume);
@@ -212,7 +212,7 @@ fn a_device_in_use_elsewhere_is_not_disconnected() {
         let volume = blank(sandbox, &server, "v", "ext4");
         node.up(&volume, "pod").await;
         node.unpublish(&volume, "pod").await.unwrap();
-        // Another mount of the file system that the node knows nothing of.
+        // Another mount of the file system, unknown to the agent.
         let elsewhere = sandbox.dir().join("elsewhere");
         fs::create_dir(&elsewhere).unwrap();
         let elsewhere = elsewhere.to_str().unwrap();

@@ -20,9 +20,9 @@ pub fn volume(ceph: &Ceph, kind: &str) -> Volume {
     described(ceph, ceph.volume_of(kind, bytes, &[]))
 }
 
-/// Notes in the image's metadata that the volume is to be encrypted.
+/// Records in the image's metadata that the volume is to be encrypted.
 fn described(ceph: &Ceph, volume: Volume) -> Volume {
-    note(ceph, &volume, encryption::STATE_KEY, encryption::PREPARED);
+    set_metadata(ceph, &volume, encryption::STATE_KEY, encryption::PREPARED);
     with_passphrase(volume.with("encrypted", "true"), PASSPHRASE)
 }
 
@@ -32,7 +32,7 @@ fn with_passphrase(mut volume: Volume, passphrase: &str) -> Volume {
     volume
 }
 
-fn note(ceph: &Ceph, volume: &Volume, key: &str, value: &str) {
+fn set_metadata(ceph: &Ceph, volume: &Volume, key: &str, value: &str) {
     let set = ["image-meta", "set", &spec_of(volume), key, value];
     ceph.cluster.rbd(&set);
 }
@@ -44,7 +44,7 @@ fn metadata_of(ceph: &Ceph, volume: &Volume, key: &str) -> String {
     said.trim().to_owned()
 }
 
-/// A node that knows the key management system `own`: a passphrase for each volume.
+/// A node with the key management system `own`: a passphrase for each volume.
 pub fn setup(sandbox: &Sandbox, ceph: &Ceph) -> NodeSetup {
     let config = sandbox.dir().join("kms.json");
     std::fs::write(&config, r#"{"own": {"encryptionKMSType": "metadata"}}"#).unwrap();
@@ -62,7 +62,7 @@ pub fn sealed(ceph: &Ceph, volume: Volume) -> Volume {
     let secrets = Secrets::from(secrets);
     let with = encryption::passphrase(&secrets).unwrap();
     let own = encryption::seal(with, &volume.handle, &encryption::generate());
-    note(ceph, &volume, encryption::SEALED_KEY, &own);
+    set_metadata(ceph, &volume, encryption::SEALED_KEY, &own);
     volume.with("encryptionKMSID", "own")
 }
 
@@ -88,7 +88,7 @@ fn lifecycle_with_a_passphrase_of_the_volumes_own() {
     });
 }
 
-/// After it, ceph-csi knows that there is a header.
+/// Afterwards ceph-csi expects a header.
 async fn encrypted_life(node: &Node, ceph: &Ceph, volume: &Volume) {
     lifecycle(node, volume).await;
     let state = metadata_of(ceph, volume, encryption::STATE_KEY);
@@ -170,7 +170,7 @@ fn other_encryption_parameters_are_refused() {
         refused(node.stage(&tuned).await, FailedPrecondition, &[key]);
         assert!(rbds_over(&volume).is_empty());
         lifecycle(&node, &volume).await;
-        // How it was, its header says.
+        // Its header shows the format.
         lifecycle(&node, &tuned).await;
         let more = volume.with("integrityMode", "hmac-sha256");
         refused(node.stage(&more).await, InvalidArgument, &["integrityMode"]);
@@ -224,7 +224,7 @@ fn clones_open_with_their_source_s_passphrase() {
         node.down(&clone, "pod").await;
         node.down(&source, "pod").await;
 
-        // One with a passphrase of its own is sealed anew for its clone.
+        // A volume's own passphrase is sealed anew for its clone.
         let source = sealed(ceph, volume(ceph, "ext4"));
         lifecycle(&node, &source).await;
         let with = Secret::new(PASSPHRASE.to_owned());
@@ -235,9 +235,9 @@ fn clones_open_with_their_source_s_passphrase() {
         clone = clone
             .with("encrypted", "true")
             .with("encryptionKMSID", "own");
-        note(ceph, &clone, encryption::STATE_KEY, encryption::ENCRYPTED);
+        set_metadata(ceph, &clone, encryption::STATE_KEY, encryption::ENCRYPTED);
         let resealed = encryption::seal(&with, &clone.handle, &own);
-        note(ceph, &clone, encryption::SEALED_KEY, &resealed);
+        set_metadata(ceph, &clone, encryption::SEALED_KEY, &resealed);
         let copy = node.up(&clone, "pod").await;
         Content::new(&source.handle).assert_in(&copy.join("file"));
         node.down(&clone, "pod").await;

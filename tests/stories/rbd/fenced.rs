@@ -1,7 +1,7 @@
 //! A lost node that keeps its volume attached: its writes do not reach the image any more,
-//! and the node works again once it is back. krbd is one for the machine, so the second node
-//! uses rbd-nbd and sees none of krbd's devices; krbd's client is one for the machine, too,
-//! so each story has a cluster of its own.
+//! and the node works again once it is back. krbd belongs to the machine, so the second node
+//! uses rbd-nbd, without krbd's devices; so does krbd's client, so each story has a cluster
+//! of its own.
 
 mod rbd_nbd;
 
@@ -61,7 +61,7 @@ impl<'a> Fencing<'a> {
         volume
     }
 
-    /// Published to a node, and up there.
+    /// Publishes a volume to a node, and stages it there.
     async fn up(&self, node: &Node, id: &str, volume: &Volume) -> std::path::PathBuf {
         let publish_context = self.controller.publish(volume, id).await.unwrap();
         std::fs::create_dir_all(node.staging(volume)).unwrap();
@@ -245,7 +245,7 @@ fn file_systems_of_a_fenced_client_are_unstaged_and_staged_again() {
             let content = Content::new(kind);
             content.write(&target.join("kept"));
             run(&["sync", "-f", target.to_str().unwrap()]);
-            // This is not to be written before the fence, and cannot be after it.
+            // The cache must not write this before the fence, and cannot after it.
             std::fs::write(target.join("late"), vec![7; 1 << 20]).unwrap();
             volumes.push((volume, content));
         }

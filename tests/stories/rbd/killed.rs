@@ -153,7 +153,7 @@ fn killed_at_any_instant_of_an_encrypted_volume() {
     });
 }
 
-/// Ups and downs, each call cut short and repeated.
+/// Full lives, with each call killed and repeated.
 pub async fn kill_in_each_call(node: &Node, rng: &mut Rng, volume: &Volume) {
     let content = Content::new(&volume.handle);
     let first = Instant::now();
@@ -208,7 +208,7 @@ fn killed_while_a_blank_image_is_encrypted() {
     });
 }
 
-/// A blank image's first stage is cut short, again and again.
+/// The first stage of a blank image is killed, again and again.
 pub async fn kill_in_first_stage(node: &Node, rounds: u32, blank: impl Fn() -> Volume) {
     let mut rng = Rng::new();
     let whole = blank();

@@ -57,7 +57,7 @@ pub fn sixteen(ceph: &Ceph) -> Vec<Volume> {
         .collect()
 }
 
-/// Twice up and down, all of them at the same time.
+/// Two full lives of each, all at the same time.
 pub async fn at_once(node: &Node, volumes: &[Volume]) {
     for round in 0..2 {
         // No call is repeated: the first answer must be the right one.

@@ -68,7 +68,7 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
         node.unpublish(&volume, "another").await.unwrap();
         node.unstage(&volume).await.unwrap();
         assert_nothing_staged(&node, &volume);
-        // The other is whose it was.
+        // The other device is untouched.
         assert_eq!(rbds_of(sandbox.dir()), std::slice::from_ref(&device));
         theirs.assert_at(&device, 0);
         unmap(&device);

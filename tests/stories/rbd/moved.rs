@@ -31,7 +31,7 @@ fn an_image_is_found_in_the_cluster_it_failed_over_to() {
             .rbd(&[&create[..], &[&spec_of(&volume)]].concat());
         refused(node.stage(&volume).await, NotFound, &[]);
         std::fs::write(&file, mapping.to_string()).unwrap();
-        // The clusters of tests have users of one name and each its own keys.
+        // The test clusters have users of equal names, with keys of their own.
         volume.secrets = other.secrets();
         lifecycle(&node, &volume).await;
         ceph.configure(&[other.entry()]);

@@ -64,7 +64,7 @@ fn moved_monitors_are_found_by_a_changed_configuration() {
         Content::new("used").write(&target.join("file"));
         node.publish(&used, "another").await.unwrap();
         node.unpublish(&used, "another").await.unwrap();
-        // One of several is enough.
+        // One monitor of several is enough.
         let mut moved = ceph.entry();
         moved["monitors"] = json!([&closed[..], &ceph.cluster.monitors].concat());
         ceph.configure(&[moved]);

@@ -109,7 +109,7 @@ fn a_partial_format_without_its_own_marker_is_left_alone() {
             let left_alone = async |volume: &Volume| {
                 refused(node.stage(volume).await, FailedPrecondition, &[said]);
             };
-            // A clone has its parent's note.
+            // A clone has its parent's marker.
             let mut clone = ceph.clone_of(&volume, "ext4");
             clone.secrets.clone_from(&volume.secrets);
             clone.context.extend(
@@ -120,7 +120,7 @@ fn a_partial_format_without_its_own_marker_is_left_alone() {
             );
             assert_eq!(format_marker_of(ceph, &clone).as_ref(), Some(&own));
             left_alone(&clone).await;
-            // Another volume's; one of something else; none.
+            // Another volume's marker; one of another format; none.
             let words: Vec<_> = own.split(' ').collect();
             let others = [
                 format!("{} {} {}", words[0], words[1], clone.handle),
@@ -134,7 +134,7 @@ fn a_partial_format_without_its_own_marker_is_left_alone() {
                 .rbd(&["image-meta", "remove", &spec_of(&volume), KEY]);
             left_alone(&volume).await;
             assert_eq!(checksum(ceph, &volume), before);
-            // With its own, all is well.
+            // With its own marker it is formatted again.
             set(ceph, &volume, &own);
             node.up(&volume, "pod").await;
             node.down(&volume, "pod").await;
@@ -164,7 +164,7 @@ fn a_format_marker_outweighs_no_complete_or_foreign_content() {
             let target = node.up(&volume, "pod").await;
             write_or_check(&volume, &target, &content, true);
             node.down(&volume, "pod").await;
-            // As an agent leaves it that dies before it takes its note away.
+            // The marker of an agent that died before it removed the marker.
             for what in ["mkfs", "luksFormat"] {
                 set_format_marker(ceph, &volume, what);
                 let target = node.up(&volume, "pod").await;
@@ -173,7 +173,7 @@ fn a_format_marker_outweighs_no_complete_or_foreign_content() {
                 node.down(&volume, "pod").await;
             }
         }
-        // Given out raw, it may hold anything from now on.
+        // Given out raw, it may have any content from now on.
         let raw = ceph.volume("block");
         for mode in [Mode::SingleNodeWriter, Mode::MultiNodeMultiWriter] {
             let raw = raw.clone().mode(mode);

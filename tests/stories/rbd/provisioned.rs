@@ -88,7 +88,7 @@ impl<'a> Class<'a> {
         volume
     }
 
-    /// From a claim to its deletion, with all that a claim may become meanwhile.
+    /// From a claim to its deletion, with growth, snapshots and clones.
     async fn lifecycle(&self, kind: &str) {
         let Self {
             controller, node, ..

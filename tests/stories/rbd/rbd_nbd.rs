@@ -128,7 +128,7 @@ fn try_other_mounters_falls_back_to_rbd_nbd() {
         let either = |volume: Volume| volume.with("tryOtherMounters", "true");
         let volume = either(volume);
         lifecycle(&node, &volume).await;
-        // Where krbd can, it does.
+        // krbd maps the image if it can.
         let plain = either(ceph.volume("ext4"));
         node.up(&plain, "pod").await;
         assert_eq!((rbds_over(&plain).len(), nbds(&plain).len()), (1, 0));

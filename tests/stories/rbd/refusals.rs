@@ -22,7 +22,7 @@ fn wrong_credentials_are_unauthenticated() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let volume = ceph.volume("ext4");
-        // The administrator's key is a key, and not this user's.
+        // The administrator's key is valid, but not this user's.
         for (name, value) in [("userKey", &*ceph.cluster.admin_key), ("userID", "nobody")] {
             let other = with_secret(&volume, name, value);
             refused(node.stage(&other).await, Unauthenticated, &["userKey"]);
@@ -117,7 +117,7 @@ fn an_invalid_attribute_is_named_by_its_key() {
             let wrong = volume.clone().with(key, value);
             refused(node.stage(&wrong).await, InvalidArgument, &[key]);
         }
-        // Of a driver's form, and unknown to it.
+        // A well-formed option that the driver does not have.
         let unknown = volume.clone().with("mapOptions", "no_such_option=1");
         refused(
             node.stage(&unknown).await,
@@ -135,7 +135,7 @@ fn features_that_the_driver_lacks_are_named() {
         let node = ceph.node(sandbox).await;
         let (kind, bytes) = KINDS[0];
         let journaling = ["--image-feature", "layering,exclusive-lock,journaling"];
-        // Whether the class says so, or the image alone.
+        // By the class, or by the image alone.
         let made = ceph.volume_of(kind, bytes, &journaling);
         for volume in [made.clone(), made.with("imageFeatures", "journaling")] {
             refused(
@@ -176,7 +176,7 @@ fn an_image_with_content_is_not_formatted() {
         let as_xfs = described_as(&volume, ceph, "xfs");
         lifecycle(&node, &volume).await;
         refused(node.stage(&as_xfs).await, FailedPrecondition, &["ext4"]);
-        // Neither is a blank one that may only be read.
+        // Neither is a blank one that is read-only.
         let reader = ceph.volume("ext4").mode(Mode::MultiNodeReaderOnly);
         refused(node.stage(&reader).await, FailedPrecondition, &[]);
         lifecycle(&node, &volume).await;

@@ -149,7 +149,7 @@ fn a_device_in_use_elsewhere_stays_mapped() {
         let volume = ceph.volume("ext4");
         node.up(&volume, "pod").await;
         node.unpublish(&volume, "pod").await.unwrap();
-        // Another mount of the file system that the node knows nothing of.
+        // Another mount of the file system, unknown to the agent.
         let elsewhere = sandbox.dir().join("elsewhere");
         std::fs::create_dir(&elsewhere).unwrap();
         let point = node.staging(&volume).join(&volume.handle);

@@ -27,7 +27,7 @@ fn place(segments: &[(&str, &str)]) -> Topology {
     }
 }
 
-/// Wanted on a node there.
+/// The requirement of a node there.
 fn at(zone: &str) -> TopologyRequirement {
     TopologyRequirement {
         requisite: vec![place(&[("node", "node-a"), ("zone", zone)])],
@@ -93,7 +93,7 @@ fn images_and_journal_may_be_in_pools_apart() {
             (&context["pool"], &context["journalPool"]),
             (&east, &ceph.pool)
         );
-        // The name is in the journal's pool, and says the image's.
+        // The name is in the journal's pool, and leads to the image's.
         let keys = ceph.rados(&["listomapvals", "csi.volumes.default"]);
         assert!(keys.contains("csi.volume.v"), "{keys}");
         assert!(ceph.images().is_empty());

@@ -10,7 +10,7 @@ use testkit::{
 use super::{Ceph, GIB};
 
 impl Ceph {
-    /// One that forgets its dead soon.
+    /// A cluster that soon ends the watches of dead clients.
     fn forgetful(sandbox: &testkit::Sandbox) -> Option<Self> {
         let cluster = TestCluster::own()?;
         cluster.ceph(&["config", "set", "osd", "osd_client_watch_timeout", "2"]);
@@ -79,7 +79,7 @@ fn a_controller_may_be_killed_at_any_instant() {
             let grow = async || controller.expand(&source, GIB).await;
             let (bytes, _) = killed_amid(&controller, &mut rng, grow).await;
             assert_eq!(bytes.unsigned_abs(), GIB);
-            // The two, and what stands between the clone and its source.
+            // The two, and the temporary image between the clone and its source.
             assert_eq!(ceph.images().len(), 5);
 
             let delete = async || controller.delete_snapshot(&snapshot).await;

@@ -91,7 +91,7 @@ fn a_controller_exits_cleanly_whatever_its_connections_do() {
     });
 }
 
-/// The child of the process that keeps rbd-nbd, which enters its clients for fencing.
+/// The child of the process that keeps rbd-nbd, which registers its clients for fencing.
 #[test]
 fn the_registration_child_exits_cleanly() {
     story(async |sandbox| {

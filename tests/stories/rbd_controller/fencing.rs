@@ -32,7 +32,7 @@ impl Ceph {
         address.expect("a watcher").to_owned()
     }
 
-    /// Has a node's entry say that it is this client's.
+    /// Registers this client for a node.
     fn enter_client(&self, volume: &Volume, node: &str, address: &str) {
         let uuid = &volume.handle[volume.handle.len() - 36..];
         let client = serde_json::json!({

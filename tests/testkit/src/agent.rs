@@ -18,7 +18,7 @@ use uring_csi::{proto::csi::ProbeRequest, proto::csi::identity_client::IdentityC
 
 use super::eventually;
 
-/// How to start it, and, after [`Agent::start`], the process.
+/// The command to start it, and, after [`Agent::start`], the process.
 pub struct Agent {
     program: &'static str,
     args: Vec<String>,
@@ -215,7 +215,7 @@ impl Agent {
         self.log.with_extension("holds")
     }
 
-    /// Starts the process and waits until it says that it is ready.
+    /// Starts the process and waits until it is ready.
     pub async fn start(&self) {
         self.spawn();
         eventually("the agent is ready", async || {
@@ -253,7 +253,7 @@ impl Agent {
             .id()
     }
 
-    /// Everything it has printed so far.
+    /// Its output so far.
     pub fn log(&self) -> String {
         fs::read(&self.log)
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())

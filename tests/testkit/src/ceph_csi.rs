@@ -1,5 +1,5 @@
-//! What ceph-csi's node plugin does with krbd and rbd-nbd, by the same programs, with
-//! the same arguments, to the same files.
+//! The work of ceph-csi's node plugin with krbd and rbd-nbd, by the same programs, with
+//! the same arguments, on the same files.
 //!
 //! Source: ceph-csi's `internal/rbd/nodeserver.go`, `rbd_attach.go`, and
 //! `rbdImageMetadataStash` in `rbd_util.go`.
@@ -22,7 +22,7 @@ use super::{
     run, run_err,
 };
 
-/// How many images rbd-nbd was begun for.
+/// The number of images that rbd-nbd was started for.
 static SERVED: AtomicU32 = AtomicU32::new(0);
 
 /// ceph-csi's stage file, beside the mount.
@@ -150,7 +150,7 @@ pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
         device.expect("a device").trim().clone_into(&mut mapped);
         run(&["cryptsetup", "luksClose", &mapping]);
     }
-    // Kubelet repeats what failed: udevd may be looking at the device.
+    // Kubelet repeats a failed call: udevd may have the device open.
     let timeout = Instant::now() + Duration::from_secs(30);
     let unmap = ["rbd", "unmap", &mapped, "--device-type"];
     let how = if stash["accessType"] == true {

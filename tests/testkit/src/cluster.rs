@@ -27,7 +27,7 @@ use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 use super::skipped::skip_uninstalled;
 
-/// A running cluster, which runs at least as long as this is there.
+/// A running cluster, which runs at least until this is dropped.
 pub struct TestCluster {
     /// The monitors, `address:port` for the first messenger protocol, which krbd uses by
     /// default, and librados.
@@ -37,8 +37,8 @@ pub struct TestCluster {
     pub fsid: String,
     /// A pool initialised for RBD.
     pub pool: String,
-    /// A user without `client.`; it may do what ceph-csi's documents ask for, in
-    /// every pool, and edit the blocklist.
+    /// A user without `client.`; it has the capabilities of ceph-csi's documents, in
+    /// every pool, and may edit the blocklist.
     pub user: String,
     /// Its key, base64.
     pub key: String,
@@ -50,8 +50,8 @@ pub struct TestCluster {
 }
 
 impl TestCluster {
-    /// The one that all tests of this checkout share, now; they keep out of each
-    /// other's way by pools ([`TestCluster::fresh_pool`]) or names. None, and a
+    /// The one that all tests of this checkout share; they are kept apart by
+    /// pools ([`TestCluster::fresh_pool`]) or names. None, and a
     /// sentence on standard error, where Ceph is not installed.
     pub fn shared() -> Option<Self> {
         let mut checkout = DefaultHasher::new();
@@ -68,7 +68,7 @@ impl TestCluster {
 
     fn at(dir: PathBuf, linger: &str) -> Self {
         let users = enter(&dir);
-        // One looks, and starts it, while others wait.
+        // One test looks for it and starts it, while others wait.
         let starting = File::create(dir.join("starting")).expect("a file");
         starting.lock().expect("a lock");
         if !is_alive(&dir) {
@@ -276,7 +276,7 @@ pub fn output_despite_abort(command: &mut Command) -> io::Result<Output> {
     }
 }
 
-/// Waits, and not for ever.
+/// Waits, with a timeout.
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(100);
     while !is_so() {

@@ -58,7 +58,7 @@ pub fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Bytes that are written somewhere now and looked for again later.
+/// Bytes that a story writes, and checks later.
 pub struct Content {
     bytes: Vec<u8>,
 }

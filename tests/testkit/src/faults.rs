@@ -1,4 +1,4 @@
-//! Faults of what volumes are on: files, pools, servers, an OSD.
+//! Faults of the storage below volumes: files, pools, servers, an OSD.
 
 use std::{
     fs,
@@ -282,7 +282,7 @@ impl Drop for HungPool {
 
 /// Exports of an NBD server.
 pub struct DeadServer {
-    // They go on before the server is waited for.
+    // They resume before the server is awaited.
     files: Vec<StuckFile>,
     server: NbdServer,
     volumes: Vec<Volume>,

@@ -54,7 +54,7 @@ pub async fn kill_during<T>(agent: &Agent, rng: &mut Rng, call: impl AsyncFnOnce
 
 /// Makes a volume's calls from stage to unstage, each in two lives of the agent:
 /// killed amid the call, it is started again and called until the call succeeds.
-/// `attached`: the devices that the volume has.
+/// `attached`: the volume's devices.
 pub async fn kill_during_each_call(
     node: &Node,
     rng: &mut Rng,

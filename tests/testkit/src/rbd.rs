@@ -56,7 +56,7 @@ fn on(
     });
 }
 
-/// A cluster as the administrator of a sandbox knows it.
+/// A cluster with the administrator's configuration in a sandbox.
 pub struct Ceph {
     pub cluster: TestCluster,
     pub cluster_id: String,
@@ -89,7 +89,7 @@ impl Ceph {
         TestCluster::shared().map(|cluster| Self::new(sandbox, cluster, true))
     }
 
-    /// One more cluster, which the sandbox's nodes know too.
+    /// One more cluster in the configuration of the sandbox's nodes.
     pub fn another(sandbox: &Sandbox) -> Self {
         let cluster = TestCluster::own().expect("where there is one, there is another");
         Self::new(sandbox, cluster, false)
@@ -110,7 +110,7 @@ impl Ceph {
         config(&self.root)
     }
 
-    /// A node that knows the sandbox's clusters.
+    /// A node with the sandbox's clusters in its configuration.
     pub fn setup(&self, sandbox: &Sandbox) -> NodeSetup {
         let config = self.config();
         NodeSetup::new(sandbox)
@@ -390,7 +390,7 @@ impl Drop for Ceph {
 }
 
 impl Ceph {
-    /// While the cluster is there: nothing can be written back after it.
+    /// Before the cluster ends: afterwards nothing can be written back.
     fn unmap_all(&self) {
         if rbds_of(&self.root).is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! A private corner of the machine.
+//! The isolated environment of a story.
 
 use std::{
     fs,

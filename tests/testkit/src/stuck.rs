@@ -61,7 +61,7 @@ enum Answers {
 struct Gate {
     answers: Mutex<Answers>,
     changed: Condvar,
-    /// While it holds something up.
+    /// While it delays requests.
     lock: Mutex<Option<File>>,
 }
 
@@ -72,7 +72,7 @@ pub struct NoOthersHang(File);
 static ALONE: AtomicBool = AtomicBool::new(false);
 
 impl NoOthersHang {
-    /// Waits for those that hang now.
+    /// Waits for the files that hang now.
     pub fn wait() -> Self {
         let lock = Self::unlocked();
         lock.lock().expect("a lock");
@@ -80,7 +80,7 @@ impl NoOthersHang {
         Self(lock)
     }
 
-    /// What all tests lock: shared while they have a file that hangs.
+    /// The file that tests lock, shared while they have a file that hangs.
     fn unlocked() -> File {
         File::open(env!("CARGO_MANIFEST_DIR")).expect("the directory of this crate")
     }

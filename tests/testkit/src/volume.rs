@@ -1,4 +1,4 @@
-//! A volume as an orchestrator knows it.
+//! A volume as the orchestrator's objects describe it.
 
 use std::collections::HashMap;
 

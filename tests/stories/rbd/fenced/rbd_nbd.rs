@@ -23,7 +23,7 @@ async fn with_supervisor<'a>(sandbox: &Sandbox, ceph: &'a Ceph) -> (Fencing<'a>,
 }
 
 impl Fencing<'_> {
-    /// A block volume that rbd-nbd serves, published to the node and up there.
+    /// A block volume that rbd-nbd serves, published to the node and staged there.
     async fn served(&self, name: &str) -> (Volume, PathBuf) {
         let volume = self.volume(name, "block").await.with("mounter", "rbd-nbd");
         let target = self.up(&self.node, "node-a", &volume).await;

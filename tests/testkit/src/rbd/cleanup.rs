@@ -1,5 +1,5 @@
-//! What stories leave in the cluster that they share: it is in memory, which all of
-//! it together would fill.
+//! Removes the images that stories leave in their common cluster, which is in memory and
+//! would fill that.
 
 use std::time::Duration;
 
