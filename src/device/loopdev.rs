@@ -314,7 +314,7 @@ fn release(
     // What was just unmounted may be kept for a moment by a child's copy of a descriptor.
     let file = match block::open_exclusive(&device.node, device.dev, OFlags::RDONLY) {
         Ok(file) => file,
-        Err(e) if is_gone(&e) => return Ok(Detached::Already),
+        Err(e) if is_detached(&e) => return Ok(Detached::Already),
         // It may have another file by now, and be busy with that.
         Err(e) if block::is_busy(&e) && still_ours()? => {
             return Err(LoopError::Busy {
@@ -327,13 +327,13 @@ fn release(
     let status = match loopctl::status(&file) {
         Ok(status) if ours(&status) => status,
         Ok(_) => return Ok(Detached::Already),
-        Err(e) if is_gone(&e) => return Ok(Detached::Already),
+        Err(e) if is_detached(&e) => return Ok(Detached::Already),
         Err(e) => return Err(failed(e)),
     };
     clear_read_only_mark(&file, status.flags & loopctl::READ_ONLY != 0).map_err(failed)?;
     match loopctl::clear(&file) {
         Ok(()) => {}
-        Err(e) if is_gone(&e) => return Ok(Detached::Already),
+        Err(e) if is_detached(&e) => return Ok(Detached::Already),
         Err(e) => return Err(failed(e)),
     }
     drop(file);
@@ -398,7 +398,7 @@ fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::LoopStatus)
             ),
         )),
         Ok(found) => Ok(Some(found)),
-        Err(e) if is_gone(&e) || !is_configured(number) => Ok(None),
+        Err(e) if is_detached(&e) || !is_configured(number) => Ok(None),
         Err(e) => Err(e),
     }
 }
@@ -449,7 +449,7 @@ pub(super) fn is_over(status: &loopctl::LoopStatus, id: FileId) -> bool {
 
 /// The device backs nothing, or is about to, or was removed. A missing node is
 /// no such sign: the device may be there all the same.
-fn is_gone(e: &io::Error) -> bool {
+fn is_detached(e: &io::Error) -> bool {
     is(e, Errno::NXIO) || is(e, Errno::NODEV)
 }
 

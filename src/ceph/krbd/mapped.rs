@@ -204,7 +204,7 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
         match look() {
             Ok(mapped) => found.extend(mapped),
             // It was unmapped meanwhile.
-            Err(error) if is_gone(&error) => {}
+            Err(error) if is_unmapped(&error) => {}
             Err(error) => return Err(error),
         }
     }
@@ -228,7 +228,7 @@ pub fn addresses() -> io::Result<Vec<String>> {
     let mut found = Vec::new();
     for mapped in list(None)? {
         match attribute(mapped.id, CLIENT_ADDRESS) {
-            Err(error) if is_gone(&error) => {}
+            Err(error) if is_unmapped(&error) => {}
             address => found.push(address?),
         }
     }
@@ -236,7 +236,7 @@ pub fn addresses() -> io::Result<Vec<String>> {
 }
 
 /// Whether the file is missing, or its device was unmapped while it was open.
-pub fn is_gone(error: &io::Error) -> bool {
+pub fn is_unmapped(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound
         || error.raw_os_error() == Some(Errno::NODEV.raw_os_error())
 }

@@ -9,7 +9,7 @@ use std::{io, path::PathBuf};
 use super::{
     ImageSpec, KrbdError, Mapped, Mark, RbdDevice, Wanted,
     error::failed,
-    mapped::{self, is_gone},
+    mapped::{self, is_unmapped},
     monitors,
 };
 
@@ -23,7 +23,7 @@ pub fn find(wanted: &Wanted<'_>) -> Result<Option<RbdDevice>, KrbdError> {
     };
     let device = match found.device() {
         Ok(device) => device,
-        Err(error) if is_gone(&error) => return Ok(None),
+        Err(error) if is_unmapped(&error) => return Ok(None),
         Err(error) => return Err(failed("look at", format!("rbd{}", found.id))(error)),
     };
     let mark = found.config.mark.as_ref();
