@@ -103,8 +103,9 @@ impl Endpoint {
     /// a connection of its own.
     pub fn channel(&self) -> Channel {
         let path = self.path.clone();
-        // The URI is a placeholder, which the connector below ignores.
-        tonic::transport::Endpoint::from_static("http://uring-csi").connect_with_connector_lazy(
+        // The connector below ignores it; servers see the authority that gRPC's clients in
+        // Go send for a unix socket.
+        tonic::transport::Endpoint::from_static("http://localhost").connect_with_connector_lazy(
             service_fn(move |_: Uri| {
                 let path = path.clone();
                 async move { UnixStream::connect(path).await.map(TokioIo::new) }
