@@ -1,6 +1,10 @@
 //! An operator with uringctl on one machine, without Kubernetes.
 
-use std::{process::Command, time::Duration};
+use std::{
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
 
 use serde_json::Value;
 use testkit::{
@@ -17,24 +21,41 @@ pub struct Operator {
 
 impl Operator {
     pub fn new(node: &Node, controller: &Controller) -> Self {
-        let endpoint = |socket: &std::path::Path| format!("unix://{}", socket.display());
+        Self::with_sockets(node.socket(), controller.socket())
+    }
+
+    pub fn with_sockets(node: &Path, controller: &Path) -> Self {
+        let endpoint = |socket: &Path| format!("unix://{}", socket.display());
         Self {
             endpoints: [
                 "--node-endpoint".to_owned(),
-                endpoint(node.socket()),
+                endpoint(node),
                 "--controller-endpoint".to_owned(),
-                endpoint(controller.socket()),
+                endpoint(controller),
             ],
         }
     }
 
     /// The exit code, stdout and stderr.
     pub fn run(&self, args: &[&str]) -> (i32, String, String) {
-        let output = Command::new(program("uringctl"))
+        Self::end(self.start(args))
+    }
+
+    /// Starts a command whose end is for later.
+    pub fn start(&self, args: &[&str]) -> Child {
+        Command::new(program("uringctl"))
             .args(&self.endpoints)
             .args(args)
-            .output()
-            .expect("uringctl");
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("uringctl")
+    }
+
+    /// What it ended with, as [`Operator::run`].
+    pub fn end(started: Child) -> (i32, String, String) {
+        let output = started.wait_with_output().expect("uringctl");
         let [out, err] = [output.stdout, output.stderr]
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         (output.status.code().expect("no signal"), out, err)
@@ -49,7 +70,8 @@ impl Operator {
     }
 }
 
-async fn machine(sandbox: &Sandbox) -> (Node, Controller, Operator) {
+/// A node, a controller, and an operator of both.
+pub async fn machine(sandbox: &Sandbox) -> (Node, Controller, Operator) {
     let mut setup = NodeSetup::new(sandbox);
     setup.pools = vec![format!("main={},shared", sandbox.pool("main").display())];
     let node = Node::start_with(sandbox, setup).await;
