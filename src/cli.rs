@@ -10,6 +10,7 @@ mod about;
 mod answer;
 mod args;
 mod attach;
+mod bench;
 mod context;
 mod error;
 mod flow;
@@ -135,6 +136,7 @@ enum Command {
     Format(repair::Format),
     Release(repair::Release),
     Reattach(reattach::Reattach),
+    Bench(bench::Bench),
     Completions(Completions),
 }
 
@@ -177,7 +179,9 @@ impl Cli {
                 self.timeout,
             ),
             holder_socket: Socket::new(Agent::Holder, self.holder_endpoint, self.timeout),
-            shows_progress: io::stderr().is_terminal(),
+            // A bench makes calls at the same time.
+            shows_progress: io::stderr().is_terminal()
+                && !matches!(self.command, Command::Bench(_)),
             secrets: secrets?,
         };
         match self.command {
@@ -209,6 +213,11 @@ impl Cli {
             Command::Format(it) => print(&it.run(context).await?, json),
             Command::Release(it) => print(&it.run()?, json),
             Command::Reattach(it) => print(&it.run(context).await?, json),
+            Command::Bench(it) => {
+                let answer = it.run(context).await?;
+                print(&answer, json)?;
+                answer.require_success()
+            }
             Command::Completions(it) => {
                 let mut script = Vec::new();
                 clap_complete::generate(it.shell, &mut Self::command(), "uringctl", &mut script);

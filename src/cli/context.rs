@@ -28,7 +28,8 @@ pub struct Socket {
     /// Where it is.
     pub endpoint: Endpoint,
     channel: Channel,
-    timeout: Duration,
+    /// Of each call.
+    pub timeout: Duration,
 }
 
 impl Socket {

@@ -106,6 +106,29 @@ pub enum CliError {
     /// A list was printed, and is incomplete.
     #[error("the list is incomplete: {}", .0.join("; "))]
     IncompleteList(Vec<String>),
+    /// Arguments that do not go together.
+    #[error("{0}")]
+    BadArguments(String),
+    /// A file of the command line has another form.
+    #[error("cannot use {}: {why}", .path.display())]
+    BadFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Volumes given to `bench run` that something uses.
+    #[error("a bench takes no volume that is in use: {}", .0.join("; "))]
+    InUse(Vec<String>),
+    /// The report was printed, and has errors.
+    #[error("{0} calls failed")]
+    CallsFailed(u64),
+    /// The report was printed, and is incomplete.
+    #[error("interrupted; nothing is left")]
+    Interrupted,
+    /// A run could not undo all that it did.
+    #[error("this is left: {}; `uringctl bench clean` repeats the attempt to undo it", .0.join("; "))]
+    Left(Vec<String>),
     /// A pool's claims could not be read or removed.
     #[error(transparent)]
     Claim(#[from] ClaimError),
@@ -148,11 +171,24 @@ impl CliError {
             Self::Unreachable { .. } => 6,
             Self::IncompleteList(_)
             | Self::MissingField { .. }
+            | Self::CallsFailed(_)
+            | Self::Interrupted
+            | Self::Left(_)
             | Self::Claim(_)
             | Self::Io { .. } => 1,
             Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
-            Self::Ambiguous { .. } | Self::Unconfirmed { .. } | Self::Credentials(_) => 2,
+            Self::Ambiguous { .. }
+            | Self::Unconfirmed { .. }
+            | Self::BadArguments(_)
+            | Self::BadFile { .. }
+            | Self::Credentials(_) => 2,
+            Self::InUse(_) => 5,
         }
+    }
+
+    /// Whether the call may have done its work nevertheless, so that it is to be repeated.
+    pub fn is_uncertain(&self) -> bool {
+        matches!(self, Self::Refused { .. } | Self::Unreachable { .. }) && self.exit_code() == 6
     }
 }
 
