@@ -1,4 +1,4 @@
-//! `bench run|clean`: load for a CSI driver, and what it costs.
+//! `bench run|compare|clean`: load for a CSI driver, and what it costs.
 //!
 //! A run never touches a volume that something else uses, nor a path that it did not make:
 //! it has a fresh directory below kubelet's, and stages only volumes that it has created
@@ -6,6 +6,7 @@
 
 mod caller;
 mod clean;
+mod compare;
 mod in_use;
 mod mounts;
 mod place;
@@ -33,6 +34,7 @@ pub struct Bench {
 #[derive(Debug, Subcommand)]
 enum BenchCommand {
     Run(Box<run::Run>),
+    Compare(compare::Compare),
     Clean(clean::Clean),
 }
 
@@ -41,6 +43,7 @@ impl Bench {
     pub async fn run(self, context: &Context) -> Result<BenchAnswer, CliError> {
         Ok(match self.command {
             BenchCommand::Run(run) => BenchAnswer::Report(Box::new(run.run(context).await?)),
+            BenchCommand::Compare(compare) => BenchAnswer::Comparison(compare.run()?),
             BenchCommand::Clean(clean) => BenchAnswer::Cleaned(clean.run(context).await?),
         })
     }
@@ -52,6 +55,8 @@ impl Bench {
 pub enum BenchAnswer {
     /// Of a run.
     Report(Box<report::Report>),
+    /// Of two runs.
+    Comparison(compare::Comparison),
     /// What is gone.
     Cleaned(clean::Cleaned),
 }
@@ -75,6 +80,7 @@ impl Answer for BenchAnswer {
     fn text(&self) -> String {
         match self {
             Self::Report(report) => report.text(),
+            Self::Comparison(comparison) => comparison.text(),
             Self::Cleaned(cleaned) => cleaned.text(),
         }
     }

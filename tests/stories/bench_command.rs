@@ -88,7 +88,7 @@ async fn until_mounted(node: &Node) {
 }
 
 #[test]
-fn four_callers_are_measured() {
+fn four_callers_are_measured_and_two_runs_compared() {
     story(async |sandbox| {
         let (node, controller, operator) = machine(sandbox).await;
         let load = ["--create", "5", "--callers", "4", "--cycles", "3"];
@@ -122,6 +122,30 @@ fn four_callers_are_measured() {
             }
         }
         assert_nothing_is_left(&node, &controller).await;
+
+        let first = sandbox.dir().join("first.json");
+        fs::write(&first, report.to_string()).unwrap();
+        let kept = [&load[..], &["--kept-connection"]].concat();
+        let second = sandbox.dir().join("second.json");
+        fs::write(&second, operator.json(&bench(&node, &kept)).to_string()).unwrap();
+        let files = [&first, &second].map(|path| path.to_str().unwrap());
+        let compared = operator.json(&["bench", "compare", files[0], files[1]]);
+        let rows = compared["rows"].as_array().unwrap();
+        let published = rows
+            .iter()
+            .find(|row| row["what"] == "NodePublishVolume p50");
+        assert!(
+            published.unwrap()["ratio"].as_f64() > Some(0.0),
+            "{compared}"
+        );
+        assert!(
+            compared["differences"].to_string().contains("connections"),
+            "{compared}"
+        );
+        let (code, table, _) = operator.run(&["bench", "compare", files[0], files[0]]);
+        assert!(code == 0 && table.contains("1.00"), "{table}");
+        let (code, _, err) = operator.run(&["bench", "compare", files[0], "/dev/null"]);
+        assert_eq!(code, 2, "{err}");
 
         let (code, table, err) = operator.run(&bench(&node, &["--create", "1", "--block"]));
         assert_eq!(code, 0, "{err}");

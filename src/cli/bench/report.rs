@@ -1,10 +1,15 @@
-//! The report of a run and its text.
+//! The report of a run: the form that `bench compare` reads, and its text.
+
+use std::{fs, io, path::Path};
 
 use serde::{Deserialize, Serialize};
 
 use super::{process::ProcessUse, samples::CallSummary};
 use crate::{
-    cli::answer::{Answer, fields, table},
+    cli::{
+        answer::{Answer, fields, table},
+        error::CliError,
+    },
     size::human,
 };
 
@@ -56,6 +61,31 @@ pub struct LoadShape {
 }
 
 impl Report {
+    /// Reads one that `--json` printed.
+    pub fn read(path: &Path) -> Result<Self, CliError> {
+        let text = fs::read_to_string(path).map_err(|source: io::Error| CliError::Io {
+            doing: "read",
+            path: path.to_owned(),
+            source,
+        })?;
+        Self::parse(&text).map_err(|why| CliError::BadFile {
+            path: path.to_owned(),
+            why,
+        })
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let report: Self = serde_json::from_str(text)
+            .map_err(|error| format!("no report of `uringctl bench run --json`: {error}"))?;
+        if report.format != FORMAT {
+            let format = report.format;
+            return Err(format!(
+                "a report of form {format}; this uringctl reads {FORMAT}"
+            ));
+        }
+        Ok(report)
+    }
+
     /// CPU time of the driver and of its children for each cycle that was made.
     pub fn cpu_ms_per_cycle(&self) -> Option<f64> {
         let process = self.process.as_ref()?;
@@ -214,25 +244,35 @@ pub fn in_ms(milliseconds: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
+    use serde_json::json;
 
     use super::{super::testing::sample, *};
 
-    fn read(report: Value) -> Report {
-        serde_json::from_value(report).unwrap()
-    }
-
     #[test]
     fn a_report_is_read_as_it_was_written() {
-        let report = read(sample());
+        let report = Report::parse(&sample().to_string()).unwrap();
         assert_eq!(serde_json::to_value(&report).unwrap(), sample());
         assert_eq!(report.failed_calls(), 3);
         assert_eq!(report.cpu_ms_per_cycle(), Some(20.0));
     }
 
     #[test]
+    fn other_files_are_no_reports() {
+        let mut later = sample();
+        later["format"] = json!(2);
+        for (text, why) in [
+            ("", "bench run --json"),
+            ("{}", "bench run --json"),
+            (&later.to_string(), "form 2"),
+        ] {
+            let error = Report::parse(text).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+
+    #[test]
     fn the_text_has_every_call_and_the_first_error() {
-        let text = read(sample()).text();
+        let text = Report::parse(&sample().to_string()).unwrap().text();
         for part in [
             "1 caller, 2 volumes (ext4), a connection for each call",
             "10 cycles in 2.00 s, 5.00 a second; 1 failed",
