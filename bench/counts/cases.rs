@@ -119,7 +119,7 @@ impl Cases<'_> {
             rounds.push(after - before);
             before = after;
         }
-        self.table.add(case, Count::lower_quartile(&rounds));
+        self.table.add(case, Count::lowest_decile(&rounds));
     }
 }
 

@@ -25,22 +25,22 @@ pub struct Count {
 }
 
 impl Count {
-    /// Within what two runs of one build differ by.
-    pub fn is_near(self, expected: Self) -> bool {
-        let near = |now: u64, then: u64, room: u64| now.abs_diff(then) <= room + then / 20;
-        near(self.calls, expected.calls, 4) && near(self.switches, expected.switches, 3)
+    /// Whether this is more than `expected`, and by more than two runs of one build differ.
+    pub fn exceeds(self, expected: Self) -> bool {
+        let exceeds = |now: u64, then: u64, room: u64| now > then + room + then / 10;
+        exceeds(self.calls, expected.calls, 8) || exceeds(self.switches, expected.switches, 4)
     }
 
-    /// What three quarters of the rounds have at least.
-    pub fn lower_quartile(rounds: &[Self]) -> Self {
-        let quartile = |of: fn(&Self) -> u64| {
+    /// What nine tenths of the rounds have at least.
+    pub fn lowest_decile(rounds: &[Self]) -> Self {
+        let decile = |of: fn(&Self) -> u64| {
             let mut numbers: Vec<_> = rounds.iter().map(of).collect();
             numbers.sort_unstable();
-            numbers[numbers.len() / 4]
+            numbers[numbers.len() / 10]
         };
         Self {
-            calls: quartile(|round| round.calls),
-            switches: quartile(|round| round.switches),
+            calls: decile(|round| round.calls),
+            switches: decile(|round| round.switches),
         }
     }
 }

@@ -1,12 +1,12 @@
 //! Counts the agent's system calls and context switches in each call.
 //!
 //! Counts are the same on every machine, where times are not. Each case runs many times,
-//! and the lower quartile is taken: the agent's timers, and the moments at which it and
+//! and the lowest decile is taken: the agent's timers, and the moments at which it and
 //! its caller are scheduled, add to the counts of some runs.
 //!
-//! `make counts` fails if a count differs from `bench/counts/counts.txt` by more than its
-//! tolerance: a change that makes more calls has to be justified, and one that makes fewer
-//! updates the file (`UPDATE=1`). `NAMES=1` counts by the name of the system call, with
+//! `make counts` fails if a count exceeds that of `bench/counts/counts.txt` by more than its
+//! tolerance, or a case is missing: a change that makes more calls has to be justified, and
+//! one that makes fewer updates the file (`UPDATE=1`). `NAMES=1` counts by the name of the system call, with
 //! strace. Needs root.
 
 #![allow(clippy::disallowed_methods, missing_docs)]

@@ -42,13 +42,13 @@ impl Table {
         fs::write(file, format!("{HEAD}{self}")).expect("a file");
     }
 
-    /// The cases whose counts are not near those of `expected`.
+    /// The cases whose counts exceed those of `expected`, or that one of them lacks.
     pub fn differences_from(&self, expected: &Self) -> Vec<String> {
         let cases: BTreeSet<_> = self.0.keys().chain(expected.0.keys()).collect();
         let difference = |case: &&String| {
             let (now, then) = (self.0.get(*case), expected.0.get(*case));
-            let same = now.zip(then).is_some_and(|(now, then)| now.is_near(*then));
-            (!same).then(|| format!("{case}: {}, and {} in the file", words(now), words(then)))
+            let is_less = now.zip(then).is_some_and(|(now, then)| !now.exceeds(*then));
+            (!is_less).then(|| format!("{case}: {}, and {} in the file", words(now), words(then)))
         };
         cases.iter().filter_map(difference).collect()
     }
