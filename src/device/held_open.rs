@@ -40,13 +40,17 @@ impl HeldOpen {
             device: device.clone(),
             diskseq,
         };
-        held.check()?;
+        held.checked(held.is_over_source())?;
         Ok(held)
     }
 
     /// Ensures that the device is still the one that was opened, and stays it.
     pub fn check(&self) -> Result<(), DeviceError> {
-        if self.is_it().map_err(error::io(LOOK))? {
+        self.checked(self.is_it())
+    }
+
+    fn checked(&self, is_it: io::Result<bool>) -> Result<(), DeviceError> {
+        if is_it.map_err(error::io(LOOK))? {
             return Ok(());
         }
         Err(DeviceError::Changed {
@@ -55,9 +59,10 @@ impl HeldOpen {
     }
 
     fn is_it(&self) -> io::Result<bool> {
-        if block::diskseq(&self.file)? != self.diskseq {
-            return Ok(false);
-        }
+        Ok(block::diskseq(&self.file)? == self.diskseq && self.is_over_source()?)
+    }
+
+    fn is_over_source(&self) -> io::Result<bool> {
         match &self.device.backing {
             Backing::Image(id) => self.is_over_image(*id),
             // A device mapper's number does not depend on its lower device, which stays while
@@ -79,11 +84,6 @@ impl HeldOpen {
             status => status?,
         };
         Ok(same_attach && loopdev::is_over(&status, id) && status.flags & loopctl::AUTOCLEAR == 0)
-    }
-
-    /// The device's size in bytes.
-    pub fn size_bytes(&self) -> io::Result<u64> {
-        block::size_bytes(&self.file)
     }
 }
 

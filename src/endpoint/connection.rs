@@ -62,20 +62,18 @@ impl ServedConnection {
             match send(self.socket.get_ref()) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let full = match self.full.take() {
-                        Some(full) => full,
-                        None => {
-                            let duplicate = self.socket.get_ref().try_clone()?;
-                            watch(duplicate, Interest::WRITABLE)?
-                        }
-                    };
-                    let full = self.full.insert(full);
-                    // Cleared before the next try, so that no later room is missed.
-                    ready!(full.poll_write_ready(context))?.clear_ready();
+                    if self.full.is_none() {
+                        let duplicate = self.socket.get_ref().try_clone()?;
+                        self.full = Some(watch(duplicate, Interest::WRITABLE)?);
+                    }
+                    if let Some(full) = &self.full {
+                        // Cleared before the next try, so that no later room is missed.
+                        ready!(full.poll_write_ready(context))?.clear_ready();
+                    }
                 }
-                sent => {
+                written => {
                     self.full = None;
-                    return Poll::Ready(sent);
+                    return Poll::Ready(written);
                 }
             }
         }
@@ -163,7 +161,7 @@ mod tests {
         let mut client = tokio::net::UnixStream::connect(&path).await.unwrap();
         let mut server = accepted.next().await.unwrap().unwrap();
 
-        let sent: Vec<u8> = (0..BYTES).map(|n| (n % 251) as u8).collect();
+        let sent: Vec<u8> = (0..=250).cycle().take(BYTES).collect();
         let mut answer = vec![0; BYTES];
         let echo = async {
             let mut received = vec![0; BYTES];

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     device::{AttachOptions, Attachment, Device, Purpose, Source},
-    mount::{PathKind, path::SafePath, table},
+    mount::{path::SafePath, table},
 };
 
 /// The state of a volume before it is attached.
@@ -24,6 +24,8 @@ pub(super) struct Before {
     pub device: Option<PathBuf>,
     /// Whether it is staged.
     pub is_staged: bool,
+    /// Whether something is mounted where it is to be staged.
+    pub is_mounted: bool,
 }
 
 /// Attaches the source; creates an inline volume's image first. A failure leaves nothing
@@ -71,6 +73,7 @@ pub(super) fn purpose_of(spec: &Stage) -> Purpose {
 /// path: an agent may have died before it recorded that.
 pub(super) fn known_device(
     place: &SafePath,
+    is_mounted: bool,
     record: Option<&Record>,
     usage: &Use,
 ) -> Option<PathBuf> {
@@ -79,12 +82,9 @@ pub(super) fn known_device(
         (record.source.is_still(device)).then(|| device.node.clone())
     });
     let mounted = || {
-        if *usage == Use::Block {
+        if *usage == Use::Block || !is_mounted {
             return None;
         }
-        let Ok(PathKind::Mount(_)) = place.kind() else {
-            return None;
-        };
         let entry = table::covering(place.open().ok()?.as_fd()).ok()?;
         Some(PathBuf::from(entry.source))
     };

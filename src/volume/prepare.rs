@@ -43,17 +43,14 @@ pub(super) struct Prepared {
 pub(super) struct OpenDevice<'a> {
     cx: OnLane<'a>,
     held: Option<HeldOpen>,
+    /// Its size in bytes.
+    bytes: u64,
 }
 
 impl OpenDevice<'_> {
     /// See [`HeldOpen::check`].
     pub fn check(&self) -> Result<(), DeviceError> {
         self.held.as_ref().map_or(Ok(()), HeldOpen::check)
-    }
-
-    fn size_bytes(&self) -> Result<u64, Cause> {
-        let size = self.held.as_ref().map_or(Ok(0), HeldOpen::size_bytes);
-        size.map_err(Cause::io("read the device's size"))
     }
 }
 
@@ -63,8 +60,8 @@ impl Drop for OpenDevice<'_> {
     }
 }
 
-/// The content of the device; `None` if it is in use.
-fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
+/// The content of the device, and its size in bytes; `None` if it is in use.
+fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<(Content, u64)>> {
     let file = match block::open_exclusive(&device.node, device.dev, OFlags::DIRECT) {
         Ok(file) => file,
         Err(error) if block::is_busy(&error) => return Ok(None),
@@ -80,7 +77,7 @@ fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<Content>> {
         }
         (content, _) => content,
     };
-    Ok(Some(content))
+    Ok(Some((content, size)))
 }
 
 /// Whether the encrypted device was never written where `size` bytes of it show:
@@ -108,12 +105,14 @@ pub(super) async fn look<'a>(
 ) -> Result<(Content, OpenDevice<'a>), Cause> {
     let _admission = cx.admit(&cx.node.config.gates.probe, source).await?;
     cx.step("probe", || {
-        let held = OpenDevice {
+        let mut held = OpenDevice {
             cx,
             held: Some(HeldOpen::new(source, device)?),
+            bytes: 0,
         };
         let failed = Cause::io(format!("read {}", device.node.display()));
-        if let Some(content) = content_of(&cx.node.prober, device).map_err(failed)? {
+        if let Some((content, bytes)) = content_of(&cx.node.prober, device).map_err(failed)? {
+            held.bytes = bytes;
             return Ok((content, held));
         }
         drop(held);
@@ -184,7 +183,7 @@ impl Preparing<'_> {
             unreachable!("only mounted volumes are prepared");
         };
         let device = &attached.device;
-        let device_bytes = self.held.size_bytes()?;
+        let device_bytes = self.held.bytes;
         not_cut_short(record, device_bytes, &content)?;
         let info = match content {
             Content::Fs(info) if wanted.is_none_or(|wanted| wanted == info.fs) => info,

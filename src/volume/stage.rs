@@ -103,22 +103,26 @@ fn look(cx: OnLane<'_>, spec: &mut Stage) -> Result<(SafePath, Before), Cause> {
     let place = layout::make_place(&cx.node.places, &cx.volume.id, spec)?;
     let record = cx.volume.record();
     let staged = record.as_ref().filter(|it| it.phase == Phase::Staged);
+    let kind = place.kind();
+    // Where the look fails, the later ones say why.
+    let is_mounted = matches!(kind, Ok(PathKind::Mount(_)) | Err(_));
     let before = Before {
-        is_staged: staged.is_some_and(|record| is_still_there(record, &place)),
-        device: known_device(&place, record.as_ref(), &spec.usage),
+        is_staged: staged.is_some_and(|record| is_still_there(record, kind.as_ref().ok())),
+        device: known_device(&place, is_mounted, record.as_ref(), &spec.usage),
+        is_mounted,
     };
     Ok((place, before))
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.
-fn is_still_there(record: &Record, place: &SafePath) -> bool {
+fn is_still_there(record: &Record, found: Option<&PathKind>) -> bool {
     let Some(device) = &record.device else {
         return false;
     };
     match record.usage {
         Use::Block if !record.mounts() => record.source.is_still(device),
         _ => {
-            matches!(place.kind(), Ok(PathKind::Mount(mounted)) if record.appears_at(device, &mounted))
+            matches!(found, Some(PathKind::Mount(mounted)) if record.appears_at(device, mounted))
         }
     }
 }
@@ -141,6 +145,7 @@ impl Staging<'_> {
             record.root_dev = before.root_dev;
             record.fs = before.fs;
         }
+        let mut is_mounted = true;
         let attached = match cx.claim(&record) {
             Ok(()) => {
                 if let Err(cause) = cx.remember(&record).await {
@@ -150,6 +155,7 @@ impl Staging<'_> {
                     }
                     return Err(cause);
                 }
+                is_mounted = known.is_mounted;
                 attach_source(cx, spec, purpose_of(spec), known).await
             }
             Err(cause) if before.is_none() => return Err(cause),
@@ -158,7 +164,7 @@ impl Staging<'_> {
         let cause = match attached {
             Ok(attached) => {
                 record.device = Some(attached.device.clone());
-                match self.steps(&mut record, &attached).await {
+                match self.steps(&mut record, &attached, is_mounted).await {
                     Ok(()) => return Ok(()),
                     Err(cause) => cause,
                 }
@@ -182,7 +188,14 @@ impl Staging<'_> {
         }
     }
 
-    async fn steps(self, record: &mut Record, attached: &Attachment) -> Result<(), Cause> {
+    /// `is_mounted`: whether something was mounted there before the attach. A mount that
+    /// another process has made since is refused, by the step that mounts.
+    async fn steps(
+        self,
+        record: &mut Record,
+        attached: &Attachment,
+        is_mounted: bool,
+    ) -> Result<(), Cause> {
         let Self { cx, spec } = self;
         let device = &attached.device;
         if !attached.is_ready {
@@ -194,7 +207,11 @@ impl Staging<'_> {
             cx.remember(record).await?;
         }
         if let Use::Mount { options, .. } = &spec.usage {
-            let mounted = self.at_place("look", |place| mounted::fs_of(place, device))?;
+            let mounted = if is_mounted {
+                self.at_place("look", |place| mounted::fs_of(place, device))?
+            } else {
+                None
+            };
             if let Some((fs, root_dev)) = mounted {
                 already("mount", Done::Already);
                 (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
