@@ -30,6 +30,7 @@ mod provision;
 mod publish;
 mod rbd;
 mod rig;
+mod scale;
 
 use std::process::ExitCode;
 
@@ -90,6 +91,7 @@ fn images(criterion: &mut Criterion, rig: &Rig) {
     publish::publish(criterion, rig, &images);
     calls::stats(criterion, rig);
     probe::devices(criterion, rig);
+    scale::volumes(rig, faults::is_quick());
 }
 
 fn exports(criterion: &mut Criterion, rig: &Rig) {

@@ -141,7 +141,7 @@ fn settle() {
     }
 }
 
-fn median(times: &[Duration]) -> Duration {
+pub fn median(times: &[Duration]) -> Duration {
     let mut sorted = times.to_vec();
     sorted.sort();
     sorted[sorted.len() / 2]

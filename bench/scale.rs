@@ -1,0 +1,193 @@
+//! One node with 10, 100 and 1,000 volumes: each call, the agent's restart, and what each
+//! volume takes of the agent's memory, threads and descriptors.
+//!
+//! The volumes are copies of one formatted image. [`AT_ONCE`] callers work through them,
+//! as kubelet does after a reboot; each call has a connection of its own.
+
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use futures_util::{StreamExt as _, stream};
+use testkit::{MIB, ResourceUsage, Volume, run};
+
+use crate::rig::{Rig, median};
+
+/// Callers at once.
+const AT_ONCE: usize = 16;
+
+/// Prints a table, a column for each number of volumes.
+pub fn volumes(rig: &Rig, is_quick: bool) {
+    let numbers: &[usize] = if is_quick {
+        &[10, 100]
+    } else {
+        &[10, 100, 1000]
+    };
+    let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
+    for number in numbers {
+        for (name, value) in rig.runtime.block_on(node_with(rig, *number)) {
+            match rows.iter_mut().find(|(row, _)| *row == name) {
+                Some((_, values)) => values.push(value),
+                None => rows.push((name, vec![value])),
+            }
+        }
+    }
+    print!("\n| a node with so many volumes |");
+    numbers.iter().for_each(|number| print!(" {number} |"));
+    print!("\n| --- |");
+    numbers.iter().for_each(|_| print!(" ---: |"));
+    println!();
+    for (name, values) in rows {
+        println!("| {name} | {} |", values.join(" | "));
+    }
+}
+
+async fn node_with(rig: &Rig, number: usize) -> Vec<(&'static str, String)> {
+    let node = &rig.node;
+    let volumes = images(rig, number).await;
+    let before = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
+
+    let stage = timed(&volumes, async |volume| {
+        node.stage(volume).await.expect("staged");
+    })
+    .await;
+    let publish = timed(&volumes, async |volume| {
+        node.publish(volume, "pod").await.expect("published");
+    })
+    .await;
+    let republish = timed(&volumes, async |volume| {
+        node.publish(volume, "other").await.expect("published");
+        node.unpublish(volume, "other").await.expect("unpublished");
+    })
+    .await;
+    let stats = timed(&volumes, async |volume| {
+        let target = node.target(volume, "pod");
+        node.stats(volume, &target).await.expect("stats");
+    })
+    .await;
+    let again = timed(&volumes, async |volume| {
+        node.stage(volume).await.expect("staged");
+    })
+    .await;
+    let after = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
+
+    let (answers, recovered) = restart(rig, &volumes).await;
+
+    let unpublish = timed(&volumes, async |volume| {
+        node.unpublish(volume, "pod").await.expect("unpublished");
+    })
+    .await;
+    let unstage = timed(&volumes, async |volume| {
+        node.unstage(volume).await.expect("unstaged");
+    })
+    .await;
+    for volume in &volumes {
+        fs::remove_file(rig.sandbox.image(volume)).expect("an image");
+    }
+
+    let tenth = volumes.len().div_ceil(10);
+    let (first, last) = (&stage[..tenth], &stage[stage.len() - tenth..]);
+    let growth = median(last).as_secs_f64() / median(first).as_secs_f64();
+    let of_one = (after.1 - before.1) / u32::try_from(number).expect("a number");
+    let each = |times: &[Duration]| format!("{:.1?}", median(times));
+    vec![
+        ("stage, p50", each(&stage)),
+        (
+            "stage, p50 of the last tenth to the first's",
+            format!("{growth:.2}"),
+        ),
+        ("publish, p50", each(&publish)),
+        (
+            "publish and unpublish of a second target, p50",
+            each(&republish),
+        ),
+        ("stats, p50", each(&stats)),
+        ("stage again, p50", each(&again)),
+        ("restart: first answer", format!("{answers:.1?}")),
+        ("restart: all volumes recovered", format!("{recovered:.1?}")),
+        ("unpublish, p50", each(&unpublish)),
+        ("unstage, p50", each(&unstage)),
+        (
+            "the agent's CPU time a volume, until the restart",
+            format!("{of_one:.1?}"),
+        ),
+        (
+            "the agent's memory of its own",
+            format!("{:.1} MiB", mib(after.0.memory_kib)),
+        ),
+        ("its threads", after.0.threads.to_string()),
+        ("its descriptors", after.0.descriptors.to_string()),
+    ]
+}
+
+/// Copies of one formatted image, as volumes.
+async fn images(rig: &Rig, number: usize) -> Vec<Volume> {
+    let template = rig.sandbox.volume_in("main", "template", "ext4", 64 * MIB);
+    rig.node.stage(&template).await.expect("staged");
+    rig.node.unstage(&template).await.expect("unstaged");
+    let from = rig.sandbox.image(&template);
+    let copy = |n: usize| {
+        let volume = rig
+            .sandbox
+            .volume_in("main", &format!("scale-{n}"), "ext4", MIB);
+        let to = rig.sandbox.image(&volume);
+        let paths = [&from, &to].map(|path| path.to_str().expect("UTF-8"));
+        run(&["cp", "--sparse=always", paths[0], paths[1]]);
+        volume
+    };
+    let volumes = (0..number).map(copy).collect();
+    fs::remove_file(from).expect("an image");
+    volumes
+}
+
+/// The time of each volume's call, in the order in which they ended.
+async fn timed(volumes: &[Volume], call: impl AsyncFn(&Volume)) -> Vec<Duration> {
+    let call = &call;
+    let one = async |volume| {
+        let begun = Instant::now();
+        call(volume).await;
+        begun.elapsed()
+    };
+    let calls = volumes.iter().map(one);
+    stream::iter(calls)
+        .buffer_unordered(AT_ONCE)
+        .collect()
+        .await
+}
+
+/// Kills the agent and starts another: the times until it answers Probe, and until it has
+/// answered for each volume.
+async fn restart(rig: &Rig, volumes: &[Volume]) -> (Duration, Duration) {
+    let node = &rig.node;
+    node.kill9().await;
+    let begun = Instant::now();
+    node.spawn();
+    while node.probe().await.is_none() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let answers = begun.elapsed();
+    timed(volumes, async |volume| {
+        node.stage(volume).await.expect("staged");
+    })
+    .await;
+    (answers, begun.elapsed())
+}
+
+/// The CPU time of the process (proc_pid_stat(5)).
+fn cpu_time(pid: u32) -> Duration {
+    let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
+    let stat = stat.expect("procfs");
+    let fields = stat.rsplit(')').next().expect("the name's end");
+    let ticks = fields.split_ascii_whitespace().skip(11).take(2);
+    let ticks: u64 = ticks
+        .map(|ticks| ticks.parse::<u64>().expect("ticks"))
+        .sum();
+    Duration::from_millis(ticks * 1000 / rustix::param::clock_ticks_per_second())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+fn mib(kib: usize) -> f64 {
+    kib as f64 / 1024.0
+}
