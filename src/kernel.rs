@@ -15,6 +15,8 @@ pub mod exec;
 #[cfg(feature = "node")]
 pub mod growth;
 #[cfg(feature = "node")]
+pub mod heap;
+#[cfg(feature = "node")]
 pub mod keys;
 #[cfg(any(feature = "node", feature = "controller"))]
 pub mod lease;

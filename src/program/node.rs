@@ -33,7 +33,7 @@ use crate::{
     },
     endpoint::{Endpoint, Listener, shutdown_signal},
     error_chain,
-    kernel::{boot_id, descriptors, privileges},
+    kernel::{boot_id, descriptors, heap, privileges},
     lane::Lanes,
     mount::{path::Roots, table},
     observe::{
@@ -186,6 +186,7 @@ type Failure = Box<dyn std::error::Error>;
 
 /// Drops privileges, and then starts the second thread, which writes the log.
 fn begin(service: &config::ServiceOptions) -> Result<(bool, Logs), Failure> {
+    heap::limit_arenas();
     let can_grow =
         privileges::drop_for_node().map_err(|error| format!("cannot drop privileges: {error}"))?;
     let logs = logs::init(service.log_format, &service.log_level)?;
