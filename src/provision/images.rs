@@ -43,6 +43,7 @@ use crate::{Kind, pool::Pools, secret::Secrets};
 
 mod capacity;
 mod catalogue;
+mod file_system;
 mod listing;
 mod origin;
 mod snapshots;

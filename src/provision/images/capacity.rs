@@ -8,7 +8,7 @@ use super::{
         range::{MAXIMUM, least},
     },
     ImageStore,
-    catalogue::failed,
+    file_system::{BTRFS, EXT4, TMPFS, XFS, fs_type},
 };
 use crate::pool::{Pool, Scope};
 
@@ -84,16 +84,3 @@ fn largest_file(pool: &Pool) -> Result<Option<u64>, ProvisionError> {
         _ => None,
     })
 }
-
-/// The number of the pool's file system (statfs(2)).
-pub fn fs_type(pool: &Pool) -> Result<Option<u64>, ProvisionError> {
-    let fs = rustix::fs::fstatfs(pool.open_dir()?)
-        .map_err(|e| failed("ask the type of", &pool.dir, e.into()))?;
-    Ok(u64::try_from(fs.f_type).ok())
-}
-
-/// Numbers from statfs(2).
-pub const EXT4: u64 = 0xef53;
-pub const XFS: u64 = 0x5846_5342;
-pub const BTRFS: u64 = 0x9123_683e;
-pub const TMPFS: u64 = 0x0102_1994;

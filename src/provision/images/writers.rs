@@ -27,8 +27,8 @@ use rustix::{
 
 use super::{
     super::ProvisionError,
-    capacity::{BTRFS, EXT4, TMPFS, XFS, fs_type},
     catalogue::failed,
+    file_system::{BTRFS, EXT4, TMPFS, XFS, fs_type},
 };
 use crate::{
     kernel::{busy::retry_while_busy, lease::Lease},
