@@ -48,6 +48,7 @@ mod room;
 mod scope;
 mod spec;
 
+pub use room::Room;
 pub use spec::{PoolSpec, Pools};
 
 /// The nodes on which a pool's directory is mounted.
@@ -311,6 +312,7 @@ impl Pool {
         } else {
             file.set_len(bytes)
                 .map_err(|e| self.io("set the size of", &path, e))?;
+            self.mark_grown();
             Done::Now
         };
         if is_written {

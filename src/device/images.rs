@@ -245,6 +245,7 @@ impl BoundImage<'_> {
             ftruncate(&file, bytes)
         };
         more.map_err(|errno| failed(errno.into()))?;
+        pool.mark_grown();
         drop(room);
         file.sync_all().map_err(failed)
     }

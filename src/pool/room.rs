@@ -9,6 +9,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
+use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 use serde::Deserialize;
 
 use super::{Pool, PoolError};
@@ -67,6 +68,24 @@ impl Pool {
             .or_insert_with(|| Box::leak(Box::default()));
         drop(locks);
         lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the times of the pool's directory. A growth changes only the image's own times, so
+    /// it calls this afterwards, for a controller that keeps a count of the room
+    /// (`provision::images::room_counts`). Where it fails, that count becomes true in a few
+    /// minutes by itself.
+    pub fn mark_grown(&self) {
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: UTIME_NOW,
+        };
+        let times = Timestamps {
+            last_access: now,
+            last_modification: now,
+        };
+        if let Err(error) = utimensat(CWD, &self.dir, &times, AtFlags::empty()) {
+            tracing::debug!(pool = self.name, %error, "the pool's directory keeps its times");
+        }
     }
 
     /// Fails ([`PoolError::NoRoomToGrow`]) where the pool has no room for an image to grow by

@@ -44,13 +44,19 @@ use crate::{Kind, pool::Pools, secret::Secrets};
 mod capacity;
 mod catalogue;
 mod file_system;
+mod id_lists;
 mod listing;
 mod origin;
+mod room_counts;
 mod snapshots;
+mod stamp;
 mod store;
 mod sweep;
 mod volumes;
 mod writers;
+
+use id_lists::IdLists;
+use room_counts::RoomCounts;
 
 /// The store of image files.
 #[derive(Debug)]
@@ -58,6 +64,8 @@ pub struct ImageStore {
     pools: Pools,
     node_id: Option<String>,
     boot_id: String,
+    id_lists: IdLists,
+    room_counts: RoomCounts,
 }
 
 impl ImageStore {
@@ -68,6 +76,8 @@ impl ImageStore {
             pools,
             node_id,
             boot_id,
+            id_lists: IdLists::default(),
+            room_counts: RoomCounts::default(),
         }
     }
 }

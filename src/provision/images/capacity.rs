@@ -38,9 +38,7 @@ impl ImageStore {
             if out_of_reach || parameters.refuse_uses(pool, uses).is_err() {
                 continue;
             }
-            // The room of the file system that it is mounted on is not the pool's.
-            pool.check_scope()?;
-            let available = pool.room()?.available();
+            let available = self.room_counts.room(pool)?.available();
             let largest = largest_file(pool)?.unwrap_or(MAXIMUM);
             sum.available = sum.available.saturating_add(available);
             // A scheduler that sees a maximum looks at nothing else.

@@ -27,7 +27,8 @@
 //! content is an error that names it; it is never removed.
 
 use std::{
-    fs::{self, File},
+    ffi::OsStr,
+    fs::{self, DirEntry, File},
     io,
     marker::PhantomData,
     path::{Path, PathBuf},
@@ -144,8 +145,9 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     /// The ids of all records, in the order of their making.
     pub fn ids(&self) -> Result<Vec<Uuid>, ProvisionError> {
         self.pool.check_scope()?;
-        let files = list(&self.pool.meta_path(K::RECORDS))?;
-        let mut ids: Vec<_> = files.iter().filter_map(|path| id_of(path)).collect();
+        let mut ids = list(&self.pool.meta_path(K::RECORDS), |entry| {
+            id_of(&entry.file_name())
+        })?;
         ids.sort_unstable();
         Ok(ids)
     }
@@ -153,7 +155,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     /// Every name's reservation.
     pub fn reservations(&self) -> Result<Vec<PathBuf>, ProvisionError> {
         self.pool.check_scope()?;
-        list(&self.pool.meta_path(K::NAMES))
+        list(&self.pool.meta_path(K::NAMES), |entry| Some(entry.path()))
     }
 
     /// Locks a name's reservation, making it if there is none.
@@ -294,19 +296,23 @@ fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, Provis
 }
 
 /// The id in a record's file name, unless the file is something else.
-fn id_of(path: &Path) -> Option<Uuid> {
-    let stem = path.file_name()?.to_str()?.strip_suffix(".json")?;
+fn id_of(file_name: &OsStr) -> Option<Uuid> {
+    let stem = file_name.to_str()?.strip_suffix(".json")?;
     Uuid::try_parse(stem).ok()
 }
 
-fn list(dir: &Path) -> Result<Vec<PathBuf>, ProvisionError> {
+/// What `keep` makes of the entries of a directory, which may be missing.
+fn list<T>(dir: &Path, keep: impl Fn(&DirEntry) -> Option<T>) -> Result<Vec<T>, ProvisionError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(failed("list", dir, e)),
     };
     entries
-        .map(|entry| Ok(entry.map_err(|e| failed("list", dir, e))?.path()))
+        .filter_map(|entry| match entry {
+            Ok(entry) => keep(&entry).map(Ok),
+            Err(e) => Some(Err(failed("list", dir, e))),
+        })
         .collect()
 }
 

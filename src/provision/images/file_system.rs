@@ -10,6 +10,11 @@ pub fn fs_type(pool: &Pool) -> Result<Option<u64>, ProvisionError> {
     Ok(u64::try_from(fs.f_type).ok())
 }
 
+/// Whether one machine alone can mount a file system of this type.
+pub fn is_local(fs_type: u64) -> bool {
+    matches!(fs_type, EXT4 | XFS | BTRFS | TMPFS)
+}
+
 /// Numbers from statfs(2).
 pub const EXT4: u64 = 0xef53;
 pub const XFS: u64 = 0x5846_5342;

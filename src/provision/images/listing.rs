@@ -10,6 +10,7 @@ use super::{
     super::{ListEntry, ListRequest, ProvisionError, SnapshotInfo, VolumeInfo},
     ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind},
+    id_lists::IdLists,
     snapshots::SnapshotDetail,
     store::size_of,
     volumes::VolumeDetail,
@@ -23,7 +24,8 @@ impl ImageStore {
         pool: Option<&str>,
     ) -> Result<Vec<ListEntry<VolumeInfo>>, ProvisionError> {
         let pool = self.pools.get_or_only(pool)?;
-        entries(pool, what, |entry: &CatalogueEntry<VolumeDetail>| {
+        let ids = &self.id_lists;
+        entries(pool, ids, what, |entry: &CatalogueEntry<VolumeDetail>| {
             let bytes = size_of(&VolumeDetail::image(pool, entry.id))?;
             Ok(Some(self.volume(pool, entry, bytes.unwrap_or(0))))
         })
@@ -36,7 +38,8 @@ impl ImageStore {
         volume: Option<&str>,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         let pool = self.pools.get_or_only(pool)?;
-        entries(pool, what, |entry: &CatalogueEntry<SnapshotDetail>| {
+        let ids = &self.id_lists;
+        entries(pool, ids, what, |entry: &CatalogueEntry<SnapshotDetail>| {
             if volume.is_some_and(|volume| volume != entry.detail.source) {
                 return Ok(None);
             }
@@ -49,6 +52,7 @@ impl ImageStore {
 /// that the page is not the last.
 fn entries<K: EntryKind, T>(
     pool: &Pool,
+    ids: &IdLists,
     what: &ListRequest,
     show: impl Fn(&CatalogueEntry<K>) -> Result<Option<T>, ProvisionError>,
 ) -> Result<Vec<ListEntry<T>>, ProvisionError> {
@@ -58,10 +62,10 @@ fn entries<K: EntryKind, T>(
     });
     let last = last.transpose()?;
     let catalogue = Catalogue::of(pool);
-    let mut ids = catalogue.ids()?;
-    ids.retain(|id| last.is_none_or(|last| *id > last));
+    let ids = ids.ids::<K>(pool)?;
+    let from = last.map_or(0, |last| ids.partition_point(|id| *id <= last));
     let mut entries = Vec::new();
-    for id in ids {
+    for &id in &ids[from..] {
         if entries.len() > what.max {
             break;
         }

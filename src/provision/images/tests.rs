@@ -21,6 +21,7 @@ use crate::{
 
 mod crashes;
 mod exported;
+mod kept;
 mod pages;
 mod reflink;
 mod rubbish;

@@ -235,6 +235,7 @@ impl ImageStore {
                 let preallocate = entry.detail.parameters.preallocate;
                 set_size(&file, bytes, preallocate)
                     .and_then(|()| {
+                        pool.mark_grown();
                         drop(room);
                         file.sync_all()
                     })

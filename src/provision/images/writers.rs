@@ -28,7 +28,7 @@ use rustix::{
 use super::{
     super::ProvisionError,
     catalogue::failed,
-    file_system::{BTRFS, EXT4, TMPFS, XFS, fs_type},
+    file_system::{fs_type, is_local},
 };
 use crate::{
     kernel::{busy::retry_while_busy, lease::Lease},
@@ -48,7 +48,7 @@ pub enum Writers<'f> {
 impl<'f> Writers<'f> {
     /// Looks at an image of `pool` that is open for reading only.
     pub fn of(pool: &Pool, image: &'f File, path: &Path) -> Result<Self, ProvisionError> {
-        if !matches!(fs_type(pool)?, Some(EXT4 | XFS | BTRFS | TMPFS)) {
+        if !fs_type(pool)?.is_some_and(is_local) {
             return Ok(Self::Unknown);
         }
         let cannot = |what| move |e| failed(what, path, e);
