@@ -12,8 +12,9 @@
 //!
 //! `make bench` (scripts/bench.sh) for the numbers in PERFORMANCE.md, each backend
 //! on a kernel that has it; the environment variable `BACKEND` says which one it
-//! is here: `loop`, unless it is set; `nbd`; `rbd`, which is Ceph on the node, or
-//! `ceph`, which is Ceph in the controller and takes no driver. Needs root.
+//! is here: `loop`, unless it is set; `nbd`; `rbd`, which is Ceph on the node; `ceph`, which
+//! is Ceph in the controller and takes no driver; or `pools`, image files in the controller.
+//! Needs root.
 
 // The ban on children is the product's, not its benches'.
 #![allow(clippy::disallowed_methods, missing_docs)]
@@ -24,6 +25,7 @@ mod calls;
 mod ceph;
 mod faults;
 mod life;
+mod listings;
 mod nbd;
 mod probe;
 mod provision;
@@ -63,6 +65,10 @@ fn main() -> ExitCode {
             exports(&mut criterion, &rig);
             faults::of_servers()
         }
+        ("pools", _) => {
+            listings::of_pools(&mut criterion, &rig);
+            true
+        }
         ("ceph", Some(ceph)) => {
             provisioning(&mut criterion, &rig, ceph);
             true
@@ -71,7 +77,7 @@ fn main() -> ExitCode {
             ceph_images(&mut criterion, &rig, ceph);
             faults::of_osds()
         }
-        (other, None) => panic!("BACKEND={other}: there are loop, nbd, ceph and rbd"),
+        (other, None) => panic!("BACKEND={other}: there are loop, pools, nbd, ceph and rbd"),
     };
     criterion.final_summary();
     rig.print_summary();

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the benches (bench/), each on a kernel with its drivers: `loop`, and `ceph` (Ceph
-# in the controller), on this machine's kernel; `nbd`, and `rbd` (Ceph on the node), on
-# the test kernel (tests/kernel/in.sh), or with HOST_KERNEL=1 on this machine's.
+# Runs the benches (bench/), each on a kernel with its drivers: `loop`, `pools` and `ceph`
+# (image files, and Ceph, in the controller) on this machine's kernel; `nbd`, and `rbd`
+# (Ceph on the node), on the test kernel (tests/kernel/in.sh), or with HOST_KERNEL=1 on
+# this machine's.
 # ONLY=nbd runs one of them, QUICK=1 a short form. PROFILE=dev uses the tests' build,
 # which shows that the benches run, but gives no usable numbers.
 set -euo pipefail
@@ -15,10 +16,10 @@ command=("$bench" --bench)
 if [[ -n ${QUICK:-} ]]; then command+=(--quick); fi
 
 known=
-for backend in loop ceph nbd rbd; do
+for backend in loop pools ceph nbd rbd; do
   [[ ${ONLY:-$backend} == "$backend" ]] || continue
   known=1
-  if [[ $backend == loop || $backend == ceph ]]; then
+  if [[ $backend == loop || $backend == pools || $backend == ceph ]]; then
     BACKEND=$backend "${command[@]}"
     continue
   fi
