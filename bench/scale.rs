@@ -35,10 +35,11 @@ pub fn volumes(rig: &Rig, is_quick: bool) {
         }
     }
     print!("\n| a node with so many volumes |");
-    numbers.iter().for_each(|number| print!(" {number} |"));
+    for number in numbers {
+        print!(" {number} |");
+    }
     print!("\n| --- |");
-    numbers.iter().for_each(|_| print!(" ---: |"));
-    println!();
+    println!("{}", " ---: |".repeat(numbers.len()));
     for (name, values) in rows {
         println!("| {name} | {} |", values.join(" | "));
     }
@@ -90,7 +91,8 @@ async fn node_with(rig: &Rig, number: usize) -> Vec<(&'static str, String)> {
     let tenth = volumes.len().div_ceil(10);
     let (first, last) = (&stage[..tenth], &stage[stage.len() - tenth..]);
     let growth = median(last).as_secs_f64() / median(first).as_secs_f64();
-    let of_one = (after.1 - before.1) / u32::try_from(number).expect("a number");
+    let of_all = after.1.saturating_sub(before.1);
+    let of_one = of_all / u32::try_from(number).expect("a number");
     let each = |times: &[Duration]| format!("{:.1?}", median(times));
     vec![
         ("stage, p50", each(&stage)),
