@@ -1,7 +1,7 @@
 //! The system calls, ioctls and their numbers that rustix lacks.
 //!
 //! With `ring` and `ceph::client` the only unsafe code; of this module's the controller uses
-//! only leases and watched sockets.
+//! only leases, a clock and watched sockets.
 
 use std::{fmt, fs, io, str::FromStr};
 
@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "node")]
 pub mod block;
 pub mod busy;
+#[cfg(feature = "controller")]
+pub mod clock;
 pub mod descriptors;
 pub mod exec;
 #[cfg(feature = "node")]

@@ -16,12 +16,10 @@
 
 use std::path::Path;
 
-use rustix::{
-    fs::{Mode, OFlags, fstat, fstatfs, open},
-    time::{ClockId, Timespec, clock_gettime},
-};
+use rustix::fs::{Mode, OFlags, fstat, fstatfs, open};
 
 use super::file_system::is_local;
+use crate::kernel::clock;
 
 /// Identifies a directory and its last change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +42,7 @@ impl DirectoryStamp {
         let changed = (stat.st_ctime, i64::try_from(stat.st_ctime_nsec).ok()?);
         // The clock that file systems read: a finer one may be ahead by more than a tick,
         // where the machine's hypervisor held the tick up.
-        let now = clock_gettime(ClockId::RealtimeCoarse);
+        let now = clock::realtime_coarse()?;
         is_past(changed, now).then_some(Self {
             dev: stat.st_dev,
             ino: stat.st_ino,
@@ -54,14 +52,14 @@ impl DirectoryStamp {
 }
 
 /// Whether a change from `now` on cannot have the time `changed`.
-fn is_past((seconds, nanoseconds): (i64, i64), now: Timespec) -> bool {
+fn is_past((seconds, nanoseconds): (i64, i64), now: (i64, i64)) -> bool {
     // Old formats of ext4 keep no fractions of a second.
     if nanoseconds == 0 {
         return false;
     }
     let nanoseconds = nanoseconds + TICK;
     let end = (seconds + nanoseconds / SECOND, nanoseconds % SECOND);
-    end < (now.tv_sec, now.tv_nsec)
+    end < now
 }
 
 const SECOND: i64 = 1_000_000_000;
@@ -74,10 +72,7 @@ mod tests {
 
     #[test]
     fn a_change_in_the_tick_of_another_is_not_past() {
-        let now = Timespec {
-            tv_sec: 7,
-            tv_nsec: 5_000_000,
-        };
+        let now = (7, 5_000_000);
         assert!(is_past((6, 994_999_999), now));
         assert!(!is_past((6, 995_000_000), now));
         assert!(!is_past((7, 5_000_000), now));
