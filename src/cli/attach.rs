@@ -330,7 +330,8 @@ pub fn absolute(path: &Path) -> Result<PathBuf, CliError> {
     std::path::absolute(path).map_err(failed("resolve", path))
 }
 
-fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CliError {
+/// The error of a system call on a path.
+pub fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CliError {
     let path = path.to_owned();
     move |source| CliError::Io {
         doing,

@@ -422,7 +422,7 @@ fn write(pool: &Pool, path: &Path, claim: &Claim, state: ClaimState) -> Result<(
         match draft::replace(&tmp, path, &bytes, Volatile) {
             Ok(()) => return Ok(()),
             // Another node released the last claim, and removed the directory.
-            Err(e) if e.kind() == io::ErrorKind::NotFound && !(dir.exists() && tmp.exists()) => {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 pool.meta_dir("tmp")?;
                 make_dir = true;
             }

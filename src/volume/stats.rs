@@ -12,6 +12,7 @@
 //! last answer, or a transient error if there is none.
 
 use std::{
+    borrow::Cow,
     collections::HashMap,
     io,
     path::{Path, PathBuf},
@@ -265,11 +266,11 @@ fn never_waits(record: &Record) -> bool {
 }
 
 /// The path of the mount that is meant by a staging or target path.
-fn mount_at(record: &Record, path: &Path) -> PathBuf {
+fn mount_at<'a>(record: &Record, path: &'a Path) -> Cow<'a, Path> {
     if path == record.staging_path {
-        record.mount_point()
+        record.mount_point().into()
     } else {
-        path.to_owned()
+        path.into()
     }
 }
 

@@ -13,7 +13,7 @@ use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
 use super::mounts::mounted_below;
-use crate::cli::error::CliError;
+use crate::cli::{attach::failed, error::CliError};
 
 /// The first part of the names of everything that a run makes.
 pub const PREFIX: &str = "uringctl-bench-";
@@ -218,15 +218,6 @@ fn remove(how: impl FnOnce() -> io::Result<()>, path: &Path) -> Result<(), Strin
             Err(format!("{} ({error})", path.display()))
         }
         _ => Ok(()),
-    }
-}
-
-fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CliError {
-    let path = path.to_owned();
-    move |source| CliError::Io {
-        doing,
-        path,
-        source,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read as _, Seek as _},
+    io::{self, Read as _},
     mem,
     os::{
         fd::{AsRawFd as _, OwnedFd},
@@ -71,7 +71,6 @@ impl BareVolume {
             .expect("the device");
         let mut superblock = [0; 4096];
         device.read_exact(&mut superblock).expect("a superblock");
-        device.rewind().expect("a device");
         drop(device);
 
         let context = fsopen("ext4", FsOpenFlags::FSOPEN_CLOEXEC).expect("a context");
