@@ -39,7 +39,12 @@ fn a_device_that_another_process_is_making_is_waited_for() {
         }
         found
     });
-    loopctl::remove(control, number).unwrap();
+    // A test beside this one may look at the device, or attach an image to it:
+    // it is the first free one when those below are in use.
+    while let Err(error) = loopctl::remove(control, number) {
+        assert_eq!(error.raw_os_error(), Some(libc::EBUSY));
+        thread::yield_now();
+    }
     assert_eq!(device.unwrap().number, number);
 }
 
