@@ -154,7 +154,7 @@ pub struct Wanted<'a> {
 
 /// Whether this image is mapped as `dev`. Waits for nothing.
 pub fn is_behind(dev: Dev, identity: &MappedIds) -> bool {
-    Mapped::of(dev).is_some_and(|mapped| mapped.identity == *identity)
+    MappedIds::of(dev).as_ref() == Some(identity)
 }
 
 /// Maps images, with one directory for the locks of all agents of this node.

@@ -96,8 +96,8 @@ pub fn index_of(dev: Dev) -> io::Result<u32> {
 pub fn identifiers() -> io::Result<Vec<(u32, String)>> {
     let mut found = Vec::new();
     for index in sysfs::numbers("nbd")? {
-        // Most devices have none.
-        let identifier = sysfs::dev_of(&format!("nbd{index}")).and_then(sysfs::nbd_backend);
+        // Most devices have none: one system call says so.
+        let identifier = sysfs::nbd_backend_at(index);
         found.extend(identifier.ok().map(|identifier| (index, identifier)));
     }
     Ok(found)

@@ -110,7 +110,16 @@ pub fn backing_file(dev: Dev) -> io::Result<PathBuf> {
 /// The backend identifier of an NBD device (Linux 5.14). `NotFound` if the device is not
 /// attached, or was attached without an identifier.
 pub fn nbd_backend(dev: Dev) -> io::Result<String> {
-    let text = attribute(directory(dev).join("backend"))?;
+    backend(&directory(dev))
+}
+
+/// The same of the NBD device of that index, the 7 of `nbd7`.
+pub fn nbd_backend_at(index: u32) -> io::Result<String> {
+    backend(Path::new(&format!("/sys/block/nbd{index}")))
+}
+
+fn backend(device: &Path) -> io::Result<String> {
+    let text = attribute(device.join("backend"))?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
 }
 

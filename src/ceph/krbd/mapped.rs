@@ -145,24 +145,10 @@ impl Mapped {
     }
 
     fn of_id(id: u32) -> io::Result<Self> {
-        let snapshot = Some(attribute(id, "current_snap")?);
-        let snapshot = snapshot.filter(|name| name != NO_SNAPSHOT);
-        let pool_id = attribute(id, "pool_id")?;
         Ok(Self {
             id,
-            image: ImageSpec {
-                cluster_id: String::new(),
-                pool: attribute(id, "pool")?,
-                namespace: attribute(id, "pool_ns")?,
-                name: attribute(id, "name")?,
-                snapshot: snapshot.clone(),
-            },
-            identity: MappedIds {
-                fsid: attribute(id, "cluster_fsid")?,
-                pool_id: pool_id.parse().map_err(io::Error::other)?,
-                image_id: attribute(id, "image_id")?,
-                snapshot,
-            },
+            image: image_of(id)?,
+            identity: ids_of(id)?,
             config: MapConfig::parse(&attribute(id, "config_info")?),
         })
     }
@@ -177,6 +163,47 @@ impl Mapped {
             read_only: sysfs::is_read_only(dev)?,
         })
     }
+}
+
+impl MappedIds {
+    /// Those of the image that is mapped as the device of that number; none as for
+    /// [`Mapped::of`].
+    pub fn of(dev: Dev) -> Option<Self> {
+        ids_of(id_of(dev)?).ok()
+    }
+}
+
+impl ImageSpec {
+    /// The names of the image that is mapped as the device of that number, without the
+    /// cluster's; none as for [`Mapped::of`].
+    pub fn mapped_as(dev: Dev) -> Option<Self> {
+        image_of(id_of(dev)?).ok()
+    }
+}
+
+fn ids_of(id: u32) -> io::Result<MappedIds> {
+    let pool_id = attribute(id, "pool_id")?;
+    Ok(MappedIds {
+        fsid: attribute(id, "cluster_fsid")?,
+        pool_id: pool_id.parse().map_err(io::Error::other)?,
+        image_id: attribute(id, "image_id")?,
+        snapshot: snapshot_of(id)?,
+    })
+}
+
+fn image_of(id: u32) -> io::Result<ImageSpec> {
+    Ok(ImageSpec {
+        cluster_id: String::new(),
+        pool: attribute(id, "pool")?,
+        namespace: attribute(id, "pool_ns")?,
+        name: attribute(id, "name")?,
+        snapshot: snapshot_of(id)?,
+    })
+}
+
+fn snapshot_of(id: u32) -> io::Result<Option<String>> {
+    let name = attribute(id, "current_snap")?;
+    Ok(Some(name).filter(|name| name != NO_SNAPSHOT))
 }
 
 /// The `7` of the device `rbd7`.
@@ -242,7 +269,7 @@ pub fn is_unmapped(error: &io::Error) -> bool {
 }
 
 fn attribute(id: u32, name: &str) -> io::Result<String> {
-    let text = fs::read_to_string(format!("{DEVICES}/{id}/{name}"))?;
+    let text = sysfs::attribute(format!("{DEVICES}/{id}/{name}"))?;
     Ok(text.trim_end_matches('\n').to_owned())
 }
 

@@ -15,7 +15,7 @@ use crate::{
             journal::JournalKind,
             map_options::{KRBD, MapOptions, OptionError, part_for},
         },
-        krbd::{ImageSpec, Mapped},
+        krbd::ImageSpec,
     },
     device::{SourceError, context::VolumeContext, luks},
     kernel::{Dev, nbd::identifier_of},
@@ -193,7 +193,7 @@ impl CephSource {
         let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
         match self.mounter.rbd_nbd() {
             Some(served) if identifier_of(lower).as_ref() == Some(&served.cookie) => true,
-            _ => Mapped::of(lower).is_some_and(|mapped| self.image.is_named_as(&mapped.image)),
+            _ => ImageSpec::mapped_as(lower).is_some_and(|image| self.image.is_named_as(&image)),
         }
     }
 

@@ -10,7 +10,7 @@ use crate::{
             encryption::DEFAULT_KMS,
             map_options::{KRBD, NBD, part_for},
         },
-        krbd::{ImageSpec, Mapped},
+        krbd::ImageSpec,
     },
     device::{Backing, Device, StageFile},
 };
@@ -27,7 +27,7 @@ impl CephSource {
         let mounter = if is_nbd_backed { NBD } else { KRBD };
         let node = under.map_or(&device.node, |under| &under.node).to_str();
         let node = node.map(str::to_owned);
-        let mapped = Mapped::of(lower).map(|mapped| mapped.image);
+        let mapped = ImageSpec::mapped_as(lower);
         let image = mapped.as_ref().unwrap_or(&self.image);
         let stash = Stash {
             version: 3,
