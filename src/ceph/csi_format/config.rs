@@ -2,7 +2,7 @@
 //!
 //! ```json
 //! [{"clusterID": "…", "monitors": ["10.0.0.1:6789"],
-//!   "rbd": {"netNamespaceFilePath": "", "radosNamespace": "", "mirrorDaemonCount": 1},
+//!   "rbd": {"netNamespaceFilePath": "", "radosNamespace": ""},
 //!   "readAffinity": {"enabled": true, "crushLocationLabels": ["topology.kubernetes.io/zone"]}}]
 //! ```
 //!
@@ -38,8 +38,6 @@ pub struct ClusterConfig {
     pub rados_namespace: Option<String>,
     /// The file of the network namespace in which images are mapped.
     pub net_namespace_file: Option<PathBuf>,
-    /// How many mirror daemons watch an image that is not in use.
-    pub mirror_daemons: u32,
     /// Whether reads go to near OSDs.
     pub read_affinity: ReadAffinity,
 }
@@ -104,8 +102,6 @@ struct Rbd {
     net_namespace_file_path: String,
     #[serde(deserialize_with = "null_is_default")]
     rados_namespace: String,
-    #[serde(deserialize_with = "null_is_default")]
-    mirror_daemon_count: u32,
 }
 
 /// Decodes `null` as the default, as Go does.
@@ -125,8 +121,6 @@ impl ClusterEntry {
             monitors: self.monitors,
             rados_namespace: said(self.rbd.rados_namespace).or(said(self.rados_namespace)),
             net_namespace_file: said(self.rbd.net_namespace_file_path).map(PathBuf::from),
-            // ceph-csi's default is one.
-            mirror_daemons: self.rbd.mirror_daemon_count.max(1),
             read_affinity: self.read_affinity,
         }
     }

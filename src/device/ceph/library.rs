@@ -55,7 +55,6 @@ pub struct QueriedImage {
     pub features: Features,
     /// Its format marker; none for images of format 1, whose copies would have it, too.
     pub format_marker: Option<Arc<ImageFormatMarker>>,
-    mirror_daemons: u32,
 }
 
 impl QueriedImage {
@@ -83,7 +82,6 @@ impl QueriedImage {
             header,
             pool,
             name: image.name.clone(),
-            mirror_daemons: cluster.mirror_daemons,
         }))
     }
 
@@ -109,19 +107,10 @@ impl QueriedImage {
         let image = self.open(OpenMode::ReadOnly)?;
         let watchers = busy::retry_while_busy_for(
             time,
-            || self.others(&image, own),
+            || others(&image, own),
             |others| others.as_ref().is_ok_and(|some| !some.is_empty()),
         )?;
         self.refuse_watched(watchers)
-    }
-
-    /// The watchers of the image other than this connection and that client. Clients that
-    /// mirror it do not write, and are left out.
-    fn others(&self, image: &rbd::Image, own: OwnClient) -> Result<Vec<Watcher>, CephError> {
-        let mut others = image.watchers()?;
-        others.retain(|watcher| !watcher.own && OwnClient::Krbd(watcher.client) != own);
-        let known = usize::from(own == OwnClient::RbdNbd);
-        image.unexpected_watchers(others, known, self.mirror_daemons)
     }
 
     /// Fails with the names of the watchers, if there are any.
@@ -153,6 +142,20 @@ impl QueriedImage {
     fn open(&self, access: OpenMode) -> Result<rbd::Image, CephError> {
         rbd::Image::open(&self.pool, &self.name, access)
     }
+}
+
+/// The watchers of the image other than this connection, that client and those that mirror
+/// it, which do not write.
+fn others(image: &rbd::Image, own: OwnClient) -> Result<Vec<Watcher>, CephError> {
+    let mut others = image.watchers()?;
+    others.retain(|watcher| !watcher.own && OwnClient::Krbd(watcher.client) != own);
+    let others = image.without_mirror_daemons(others)?;
+    let known = usize::from(own == OwnClient::RbdNbd);
+    Ok(if others.len() > known {
+        others
+    } else {
+        Vec::new()
+    })
 }
 
 /// The encryption of an image, by its metadata.

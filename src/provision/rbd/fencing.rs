@@ -264,7 +264,7 @@ fn users(
     if users.iter().any(|user| Some(&user.address) == own.as_ref()) {
         return Ok(users);
     }
-    Ok(image.unexpected_watchers(users, 0, found.link.config.mirror_daemons)?)
+    Ok(image.without_mirror_daemons(users)?)
 }
 
 /// The node's client among the image's watchers.

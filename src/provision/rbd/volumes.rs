@@ -253,7 +253,7 @@ pub fn grow(image: &Image, bytes: u64) -> Result<(), RbdError> {
 pub fn refuse_if_used(found: &FoundImage, image: &Image) -> Result<(), RbdError> {
     let mut others = image.watchers()?;
     others.retain(|watcher| !watcher.own);
-    let others = image.unexpected_watchers(others, 0, found.link.config.mirror_daemons)?;
+    let others = image.without_mirror_daemons(others)?;
     if others.is_empty() {
         return Ok(());
     }

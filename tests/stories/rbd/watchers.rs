@@ -3,7 +3,10 @@
 
 use std::time::{Duration, Instant};
 
-use testkit::{Ceph, Content, Mode, ceph_story, rbds_of, rbds_over, refused, run, spec_of};
+use testkit::{
+    Ceph, Content, ImageOpener, Mode, ceph_story, own_cluster_story, rbds_of, rbds_over, refused,
+    run, spec_of,
+};
 use tonic::Code::{Aborted, FailedPrecondition};
 
 use super::{lifecycle, write_or_check};
@@ -59,6 +62,25 @@ fn another_client_that_stays_is_named() {
         let named = node.stage(&volume).await;
         refused(named, FailedPrecondition, &[address]);
         drop(others);
+        lifecycle(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_mirrored_image_is_refused_to_a_second_writer_as_any_other() {
+    own_cluster_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        let of = |key| &*volume.context[key];
+        let rbd = |args: &[&str]| ceph.cluster.rbd(&[&["mirror"], args].concat());
+        rbd(&["pool", "enable", of("pool"), "image"]);
+        rbd(&["image", "enable", &spec_of(&volume), "snapshot"]);
+        let _daemon = ImageOpener::mirroring(&ceph.cluster, of("pool"), of("imageName"));
+        lifecycle(&node, &volume).await;
+        let other = ceph.open_elsewhere(&volume);
+        refused(node.stage(&volume).await, FailedPrecondition, &["in use"]);
+        drop(other);
         lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });

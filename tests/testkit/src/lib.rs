@@ -61,8 +61,8 @@ pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};
 pub use program_stubs::{InterruptedProgram, LUKS_FORMAT, MKFS, ProgramStub};
 pub use rbd::{
-    Ceph, KINDS, ceph_story, mapping_of, mappings_of, own_cluster_story, rbds_of, rbds_over,
-    spec_of,
+    Ceph, ImageOpener, KINDS, ceph_story, mapping_of, mappings_of, own_cluster_story, rbds_of,
+    rbds_over, spec_of,
 };
 pub use resource_usage::ResourceUsage;
 pub use rng::Rng;

@@ -244,7 +244,8 @@ impl Ceph {
 
     /// A client that has a volume's image open for writing, as a node does.
     pub fn open_elsewhere(&self, volume: &Volume) -> ImageOpener {
-        ImageOpener::start(&self.cluster, volume)
+        let of = |key| &*volume.context[key];
+        ImageOpener::start(&self.cluster, of("pool"), of("imageName"))
     }
 
     /// The OSD stops answering until the guard is dropped.
@@ -323,20 +324,33 @@ pub fn mappings_of(root: &Path) -> Vec<String> {
 pub struct ImageOpener(Child);
 
 const OPEN: &str = "
-import rados, rbd, sys
-conf, pool, name = sys.argv[1:]
+import contextlib, rados, rbd, sys
+conf, pool, name, *watched = sys.argv[1:]
 with rados.Rados(conffile=conf, name='client.admin') as cluster:
-    with cluster.open_ioctx(pool) as pool, rbd.Image(pool, name):
+    with cluster.open_ioctx(pool) as pool, rbd.Image(pool, name), contextlib.ExitStack() as stack:
+        for object in watched:
+            stack.enter_context(pool.watch(object, lambda *_: None))
         print('open', flush=True)
         sys.stdin.read()
 ";
 
 impl ImageOpener {
-    fn start(cluster: &TestCluster, volume: &Volume) -> Self {
+    /// Of an image in the default namespace of a pool.
+    pub fn start(cluster: &TestCluster, pool: &str, image: &str) -> Self {
+        Self::watching(cluster, pool, image, &[])
+    }
+
+    /// Like `rbd-mirror`, which has the image open and reports the status of its mirror.
+    pub fn mirroring(cluster: &TestCluster, pool: &str, image: &str) -> Self {
+        Self::watching(cluster, pool, image, &["rbd_mirroring"])
+    }
+
+    fn watching(cluster: &TestCluster, pool: &str, image: &str, watched: &[&str]) -> Self {
         let mut child = Command::new("/usr/bin/python3")
             .args(["-c", OPEN])
             .arg(cluster.dir().join("ceph.conf"))
-            .args([&volume.context["pool"], &volume.context["imageName"]])
+            .args([pool, image])
+            .args(watched)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -8,11 +8,13 @@
 //!
 //! A client that has an image mapped or open for writing watches its header for changes and
 //! requests of others; a reader does not. So all of these clients acknowledge a
-//! notification, also of an unknown kind, which has no other effect.
+//! notification, also of an unknown kind, which has no other effect. So do the mirror
+//! daemons, which watch the list of mirrored images.
 //!
 //! Sources: Ceph's `cls_rbd.cc` for the keys (in a header's omap `features`, 64 bits, little
-//! endian, and `metadata_<key>`; `mirror::image_key`); librbd's `WatchNotifyTypes.cc` and the
-//! kernel's drivers/block/rbd.c, `rbd_watch_cb`, for notifications.
+//! endian, and `metadata_<key>`; `mirror::image_key`); librbd's `WatchNotifyTypes.cc` and
+//! `MirroringWatcher.cc`, rbd-mirror's `MirrorStatusWatcher.cc` and the kernel's
+//! drivers/block/rbd.c, `rbd_watch_cb`, for notifications.
 
 use std::collections::BTreeMap;
 
@@ -38,7 +40,12 @@ const FEATURES: &str = "features";
 const GROUP: &str = "rbd_group_ref";
 
 /// The object that lists the images of a pool that are mirrored, as `image_<id>`.
-const MIRRORED: &str = "rbd_mirroring";
+pub(super) const MIRRORED: &str = "rbd_mirroring";
+
+/// The ids of the connections that watch an object of librbd's, each as often as it does.
+pub(super) fn clients_watching(io: &IoCtx, object: &str) -> Result<Vec<i64>, CephError> {
+    io.notify(object, &UNKNOWN)
+}
 
 /// An image's header.
 #[derive(Clone, Debug)]
@@ -91,7 +98,7 @@ impl Header {
     /// often as it has done so. Takes a second if one of them does not answer, and blocks
     /// while the OSD does not answer.
     pub fn watching(&self) -> Result<Vec<i64>, CephError> {
-        self.io.notify(&self.object, &UNKNOWN)
+        clients_watching(&self.io, &self.object)
     }
 
     /// Whether it is mirrored, to another cluster or from there, or is about to be.

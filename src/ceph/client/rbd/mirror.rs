@@ -2,7 +2,10 @@
 
 use std::{mem, ptr};
 
-use super::{Image, Watcher, abi};
+use super::{
+    Image, Watcher, abi,
+    header::{MIRRORED, clients_watching},
+};
 use crate::ceph::client::CephError;
 
 /// The role of an image towards its mirrors. Their daemons (`rbd-mirror`) watch it, too.
@@ -17,24 +20,18 @@ pub enum Mirroring {
 }
 
 impl Image {
-    /// These watchers if there are more of them than `known` plus, for a mirrored image, the
-    /// number of mirror daemons; else none. Ceph does not show which watcher is a daemon, so
-    /// only the numbers are compared.
-    pub fn unexpected_watchers(
+    /// These watchers without the mirror daemons. A daemon also watches the list of mirrored
+    /// images, where the status that it reports depends on its watch (rbd-mirror's
+    /// `MirrorStatusWatcher`); no other client of an image does.
+    pub fn without_mirror_daemons(
         &self,
-        watchers: Vec<Watcher>,
-        known: usize,
-        daemons: u32,
+        mut watchers: Vec<Watcher>,
     ) -> Result<Vec<Watcher>, CephError> {
-        let mut expected = known;
-        if watchers.len() > expected && self.mirroring()? != Mirroring::None {
-            expected = expected.saturating_add(usize::try_from(daemons).unwrap_or(usize::MAX));
+        if !watchers.is_empty() && self.mirroring()? != Mirroring::None {
+            let daemons = clients_watching(self.io(), MIRRORED)?;
+            watchers.retain(|watcher| !daemons.contains(&watcher.client));
         }
-        Ok(if watchers.len() > expected {
-            watchers
-        } else {
-            Vec::new()
-        })
+        Ok(watchers)
     }
 
     /// Its role when it was opened: for an image that is mirrored by snapshots, librbd finds

@@ -1,7 +1,7 @@
 use std::time::{Duration, SystemTime};
 
 use rustix::io::Errno;
-use testkit::TestCluster;
+use testkit::{ImageOpener, TestCluster};
 
 use super::*;
 use crate::ceph::testing::{TestPool, connect};
@@ -127,6 +127,36 @@ fn mirroring_of_an_image_is_reported() {
     cluster.rbd(&["mirror", "image", "demote", &format!("{pool}/mirrored")]);
     assert_eq!(mirroring(), Mirroring::Secondary);
     assert!(header.is_mirrored().unwrap());
+}
+
+#[test]
+fn only_a_client_that_watches_the_mirrored_images_is_a_mirror_daemon() {
+    let Some(cluster) = TestCluster::shared() else {
+        return;
+    };
+    let pool = cluster.fresh_pool();
+    cluster.rbd(&["mirror", "pool", "enable", &pool, "image"]);
+    let io = connect(&cluster).ioctx(&pool, "").unwrap();
+    create(&io, "mirrored", MIB, &plain()).unwrap();
+    let spec = format!("{pool}/mirrored");
+    cluster.rbd(&["mirror", "image", "enable", &spec, "snapshot"]);
+    let reader = Image::open(&io, "mirrored", OpenMode::ReadOnly).unwrap();
+    let others = || {
+        let watchers = reader.watchers().unwrap();
+        reader.without_mirror_daemons(watchers).unwrap()
+    };
+    let daemon = ImageOpener::mirroring(&cluster, &pool, "mirrored");
+    assert_eq!(reader.watchers().unwrap().len(), 1);
+    assert_eq!(others(), []);
+    let other = connect(&cluster);
+    let other_io = other.ioctx(&pool, "").unwrap();
+    let writer = Image::open(&other_io, "mirrored", OpenMode::ReadWrite).unwrap();
+    for _ in [Some(daemon), None] {
+        let found: Vec<_> = others().into_iter().map(|other| other.client).collect();
+        assert_eq!(found, [i64::try_from(other.instance_id()).unwrap()]);
+    }
+    drop(writer);
+    assert_eq!(others(), []);
 }
 
 #[test]

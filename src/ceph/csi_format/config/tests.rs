@@ -52,13 +52,12 @@ fn all_that_concerns_rbd_is_read() {
         monitors: vec!["h".into()],
         rados_namespace: Some("ns".into()),
         net_namespace_file: Some("/run/netns/a".into()),
-        mirror_daemons: 2,
         read_affinity: ReadAffinity { enabled: true },
     };
     assert_eq!(clusters.get("full").unwrap(), full);
     let older = clusters.get("older").unwrap();
     assert_eq!(older.rados_namespace.as_deref(), Some("top"));
-    assert_eq!((older.net_namespace_file, older.mirror_daemons), (None, 1));
+    assert_eq!(older.net_namespace_file, None);
     let error = clusters.get("none").unwrap_err().to_string();
     assert!(
         error.contains("no monitors for the cluster \"none\""),
