@@ -15,7 +15,7 @@
 //! never has the key.
 //!
 //! **Identity.** The map of an earlier agent is found by that name ([`Mark`]), others by
-//! the ids and monitors of the mapped image ([`mapped`]). If neither decides, the map is
+//! the ids and monitors of the mapped image ([`mapped`]). If none decides, the map is
 //! refused: two clients that write to one image destroy it.
 //!
 //! **Killed meanwhile.** A write to sysfs outlives the agent that made it and
@@ -137,6 +137,9 @@ pub struct Wanted<'a> {
     pub volume_id: &'a str,
     /// The pool's id, if the handle has it.
     pub pool_id: Option<i64>,
+    /// The cluster's id, if known. Only the cluster itself tells it, so it is not asked for
+    /// before it is needed ([`KrbdError::Doubtful`]).
+    pub fsid: Option<&'a str>,
     /// The image's features, if known.
     pub features: Features,
     /// The cluster's monitors.

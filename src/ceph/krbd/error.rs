@@ -71,7 +71,7 @@ pub enum KrbdError {
     },
     /// An image of that name is mapped, and may be another cluster's.
     #[error(
-        "image {image}: another program mapped an image of that name as {node}, by the monitors {monitors}; the agent cannot determine whether it is this image, and maps nothing: unmap it (rbd unmap {node}), or configure one of these monitors"
+        "image {image}: another program mapped an image of that name as {node}, by the monitors {monitors}; the agent cannot determine whether it is this image, and maps nothing: unmap it (rbd unmap {node}), configure one of these monitors, or install librbd, by which the agent asks the cluster for its fsid"
     )]
     Doubtful {
         image: String,
@@ -196,6 +196,11 @@ impl KrbdError {
             Self::Map { source, .. } => source.raw_os_error() == Some(Errno::NXIO.raw_os_error()),
             _ => false,
         }
+    }
+
+    /// Whether the cluster's fsid decides.
+    pub fn is_doubtful(&self) -> bool {
+        matches!(self, Self::Doubtful { .. })
     }
 
     /// Whether the client that it would share is blocklisted.

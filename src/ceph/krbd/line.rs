@@ -110,6 +110,7 @@ mod tests {
             image,
             volume_id: "v 1",
             pool_id: None,
+            fsid: None,
             features: Features::default(),
             monitors: &Monitors::resolve(&["10.0.0.1".to_owned()]).unwrap(),
             credentials: &Credentials::from_secrets(&secrets).unwrap(),

@@ -1,8 +1,9 @@
 //! Whether an image is mapped already.
 //!
 //! Another cluster may have an image of the same names, so names alone never suffice. The
-//! mark decides, or else the pool's id and the monitors; if they do not, the map is
-//! refused.
+//! mark decides, or else the pool's id and the monitors. A device keeps the monitors that
+//! it was mapped by, and a cluster may replace all of them: if none is known any more, the
+//! cluster's fsid decides ([`Wanted::fsid`]), and without that the map is refused.
 
 use std::{io, path::PathBuf};
 
@@ -63,12 +64,17 @@ pub fn which(mapped: &Mapped, wanted: &Wanted<'_>) -> Which {
     if is_ours && is_its_pool != Some(false) {
         return Which::It;
     }
-    match (is_its_pool, wanted.monitors.share(&mapped.config.monitors)) {
-        (Some(false), _) => Which::Another,
-        (_, true) => Which::It,
+    let shares_monitors = wanted.monitors.share(&mapped.config.monitors);
+    let is_its_cluster = wanted.fsid.map(|fsid| fsid == mapped.identity.fsid);
+    match (
+        is_its_pool,
+        is_its_cluster.or(shares_monitors.then_some(true)),
+    ) {
+        (Some(false), _) | (_, Some(false)) => Which::Another,
+        (_, Some(true)) => Which::It,
         // By this driver, for another cluster without a common monitor.
-        (_, false) if mark.is_some() => Which::Another,
-        (_, false) => Which::Doubtful,
+        (_, None) if mark.is_some() => Which::Another,
+        (_, None) => Which::Doubtful,
     }
 }
 

@@ -57,6 +57,7 @@ impl Test {
             image: &self.image,
             volume_id: &self.image.name,
             pool_id: None,
+            fsid: None,
             features: Features::LAYERING,
             monitors: &self.monitors,
             credentials: &self.credentials,
@@ -290,6 +291,16 @@ fn an_image_mapped_by_others_is_recognised_by_its_monitors_or_refused() {
         error.to_string().contains(&named) && error.kind() == Kind::Precondition,
         "{error}"
     );
+
+    // A cluster whose monitors were all replaced is known by its fsid.
+    for (fsid, which) in [
+        (&*device.identity.fsid, recognise::Which::It),
+        ("another", recognise::Which::Another),
+    ] {
+        let fsid = Some(fsid);
+        let mapped = Mapped::of(device.dev).unwrap();
+        assert_eq!(recognise::which(&mapped, &Wanted { fsid, ..away }), which);
+    }
 
     // A pool of another id is another cluster's: there nobody answers.
     let another = Wanted {

@@ -85,6 +85,11 @@ impl QueriedImage {
         }))
     }
 
+    /// The id of its cluster.
+    pub fn fsid(&self) -> &str {
+        self.pool.cluster().fsid()
+    }
+
     /// Waits until only that client has the image open; an error names the others.
     pub fn wait_until_alone(&self, own: OwnClient) -> Result<(), CephImageError> {
         self.alone_within(FREE_WITHIN, own)

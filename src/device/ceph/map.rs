@@ -135,7 +135,7 @@ impl BoundCephImage<'_> {
         nbd_backed::refuse_nbd_backed(&known.image, &options.volume_id, &monitors)?;
         let mut wanted = self.wanted(known, options, &monitors);
         let one_writer = !options.read_only && !options.shared;
-        if let Some(device) = krbd::find(&wanted)? {
+        if let Some(device) = self.find_mapped(known, &mut wanted)? {
             // A killed agent had not checked yet, or was delayed.
             if one_writer
                 && !options.staged
@@ -208,12 +208,30 @@ impl BoundCephImage<'_> {
             image: &known.image,
             volume_id: &options.volume_id,
             pool_id: known.pool_id,
+            fsid: None,
             features: known.source.features,
             monitors,
             credentials: &known.credentials,
             options: &known.source.map_options,
             location: self.images.location.as_deref().filter(|_| nearest),
             read_only: options.read_only,
+        }
+    }
+
+    /// The device of the image, if krbd has mapped it. Asks the cluster for its fsid where
+    /// the monitors do not tell whether a device is of this cluster.
+    pub(super) fn find_mapped<'a>(
+        &self,
+        known: &'a Known<'_>,
+        wanted: &mut Wanted<'a>,
+    ) -> Result<Option<RbdDevice>, CephImageError> {
+        match krbd::find(wanted) {
+            Err(error) if error.is_doubtful() => {
+                let queried = known.queried(&self.images.connections)?;
+                wanted.fsid = queried.map(QueriedImage::fsid);
+                Ok(krbd::find(wanted)?)
+            }
+            found => Ok(found?),
         }
     }
 

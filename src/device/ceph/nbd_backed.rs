@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Detached, Done,
-    ceph::krbd::{self, ImageSpec, Monitors},
+    ceph::krbd::{ImageSpec, Monitors},
     crash_point,
     device::{
         AttachOptions, Backing, Condition, Device, Source,
@@ -256,7 +256,8 @@ impl BoundCephImage<'_> {
         options: &AttachOptions,
     ) -> Result<(), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        match krbd::find(&self.wanted(known, options, &monitors))? {
+        let mut wanted = self.wanted(known, options, &monitors);
+        match self.find_mapped(known, &mut wanted)? {
             None => Ok(()),
             Some(device) => Err(CephImageError::Taken {
                 image: known.image.to_string(),

@@ -50,6 +50,9 @@ fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
             let target = node.up(volume, "pod").await;
             write_or_check(volume, &target, &Content::new("before"), true);
         }
+        // A device keeps the monitors that ceph-csi mapped it by.
+        let theirs = ceph.volume("ext4");
+        ceph.stage_as_ceph_csi(&node, &theirs);
         let moved = ceph.cluster.move_monitor();
         // From now on only the new monitor knows the OSD's address.
         drop(ceph.stop());
@@ -61,6 +64,9 @@ fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
         let mut entry = ceph.entry();
         entry["monitors"] = serde_json::json!(moved.monitors);
         ceph.configure(&[entry]);
+        node.kill9().await;
+        node.restart().await;
+        lifecycle(&node, &theirs).await;
         for volume in &volumes {
             node.down(volume, "pod").await;
             let target = node.up(volume, "pod").await;

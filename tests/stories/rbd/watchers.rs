@@ -154,11 +154,14 @@ fn equal_image_names_in_two_clusters_are_distinct() {
             node.down(volume, "pod").await;
         }
 
-        // Mapped by other programs, which do not name the volume: the agent refuses.
+        // Mapped by another program, which does not name the volume: the fsid tells.
         let mapped = other.map_by_rbd(&theirs, "noudev");
-        let mapped = mapped.to_str().unwrap();
-        refused(node.stage(&volume).await, FailedPrecondition, &[mapped]);
-        run(&["rbd", "unmap", "-o", "noudev", mapped]);
+        let target = node.up(&volume, "pod").await;
+        write_or_check(&volume, &target, &Content::new(&volume.handle), false);
+        assert_eq!(rbds_of(sandbox.dir()).len(), 2);
+        node.down(&volume, "pod").await;
+        assert_eq!(rbds_of(sandbox.dir()), std::slice::from_ref(&mapped));
+        run(&["rbd", "unmap", "-o", "noudev", mapped.to_str().unwrap()]);
         lifecycle(&node, &ceph.volume("ext4")).await;
         node.assert_clean().await;
     });
