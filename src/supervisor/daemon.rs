@@ -17,7 +17,7 @@ use rustix::{
     fs::{MemfdFlags, ftruncate, memfd_create},
     io::Errno,
     pipe::{PipeFlags, pipe_with},
-    process::{Pid, Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid},
+    process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_send_signal, waitid},
 };
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader, unix::AsyncFd},
@@ -170,26 +170,29 @@ impl Daemon {
             Ok(log) => log.is_ok_and(|log| log.serves),
         };
         if serves {
-            StartOutcome::Ready
-        } else if timeout(READ_WITHIN, self.ended()).await.is_err() {
+            return StartOutcome::Ready;
+        }
+        let exit = timeout(READ_WITHIN, exited(&self.pidfd)).await;
+        let exit = exit.ok().flatten();
+        if exit.is_none() && timeout(READ_WITHIN, self.ended()).await.is_err() {
             StartOutcome::Late
         } else {
-            StartOutcome::Ended(self.exit_error(spec))
+            StartOutcome::Ended(self.exit_error(spec, exit.as_ref()))
         }
     }
 
-    /// The reason of its end, from its log: its exit code is always 1.
-    fn exit_error(&self, spec: &Spec) -> SupervisorError {
+    /// The reason of its end, from its log and the way in which it ended, if that is known.
+    fn exit_error(&self, spec: &Spec, exit: Option<&WaitIdStatus>) -> SupervisorError {
         let log = self.log.as_ref();
         let tail = log.map(|log| log.borrow().tail.clone());
-        explain(&tail.unwrap_or_default(), spec)
+        explain(&tail.unwrap_or_default(), exit, spec)
     }
 
     /// Waits until it has ended, or serves no more: where another process reads the
     /// device, the exit of the daemon waits for that read, and the read for a successor.
     pub async fn ended(&self) {
         tokio::select! {
-            () = exited(&self.pidfd) => {}
+            _ = exited(&self.pidfd) => {}
             () = self.exiting() => {
                 let pidfd = Arc::clone(&self.pidfd);
                 tokio::spawn(async move { exited(&pidfd).await });
@@ -253,8 +256,9 @@ impl Daemon {
     }
 }
 
-/// Waits until the process has ended, and reaps it.
-async fn exited(pidfd: &AsyncFd<OwnedFd>) {
+/// Waits until the process has ended, and reaps it. Returns how it ended, if it is a child
+/// that was not reaped before.
+async fn exited(pidfd: &AsyncFd<OwnedFd>) -> Option<WaitIdStatus> {
     loop {
         // A pidfd that is readable stays readable.
         match pidfd.readable().await {
@@ -267,7 +271,9 @@ async fn exited(pidfd: &AsyncFd<OwnedFd>) {
     }
     // Init reaps the child of a supervisor that has ended.
     let id = WaitId::PidFd(pidfd.get_ref().as_fd());
-    let _ = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+    waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
+        .ok()
+        .flatten()
 }
 
 fn has_exited(error: &io::Error) -> bool {

@@ -1,5 +1,7 @@
 //! Parses the log of rbd-nbd.
 
+use rustix::process::WaitIdStatus;
+
 use crate::supervisor::{Spec, SupervisorError};
 
 /// How many bytes of the output's end, which has the error, are kept.
@@ -54,8 +56,13 @@ fn joined_as(line: &str) -> Option<i64> {
 /// missing.
 const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred set uid:gid"];
 
-/// The error by which a daemon ended, by its last lines.
-pub fn explain(tail: &str, spec: &Spec) -> SupervisorError {
+/// The exit code of rbd-nbd after every error; librbd logs no error for an image that is
+/// missing.
+const FAILED: i32 = 1;
+
+/// The error by which a daemon ended, by its last lines and the way in which it ended, if
+/// that is known. One that was killed has not said that its image is missing.
+pub fn explain(tail: &str, exit: Option<&WaitIdStatus>, spec: &Spec) -> SupervisorError {
     let image = spec.image.to_string();
     let lines = || {
         tail.lines()
@@ -74,7 +81,14 @@ pub fn explain(tail: &str, spec: &Spec) -> SupervisorError {
     } else if has("netlink connect failed: Object busy") {
         SupervisorError::Taken { image }
     } else if errors.is_empty() {
-        SupervisorError::Missing { image }
+        if exit.and_then(WaitIdStatus::exit_status) == Some(FAILED) {
+            return SupervisorError::Missing { image };
+        }
+        let message = match exit.and_then(WaitIdStatus::terminating_signal) {
+            Some(signal) => format!("it was killed by signal {signal} as it started"),
+            None => "it ended without a message".to_owned(),
+        };
+        SupervisorError::Failed { image, message }
     } else {
         let message = errors.join("; ");
         SupervisorError::Failed { image, message }

@@ -63,6 +63,22 @@ async fn a_daemons_failure_is_reported_with_its_last_line() {
         matches!(&ended, StartOutcome::Ended(SupervisorError::Failed { message, .. }) if message == "half a li"),
         "{ended:?}"
     );
+    // Killed before it logged anything: only its own exit says that the image is missing.
+    let (_, ended) = started("kill -9 $$", LONG).await;
+    assert!(
+        matches!(&ended, StartOutcome::Ended(SupervisorError::Failed { message, .. }) if message.contains("signal 9")),
+        "{ended:?}"
+    );
+    let (_, ended) = started("exit 1", LONG).await;
+    assert!(
+        matches!(ended, StartOutcome::Ended(SupervisorError::Missing { .. })),
+        "{ended:?}"
+    );
+    let (_, ended) = started("exit 0", LONG).await;
+    assert!(
+        matches!(ended, StartOutcome::Ended(SupervisorError::Failed { .. })),
+        "{ended:?}"
+    );
     // Not that node, and then nothing.
     let (_, ended) = started("echo ' /dev/nbd7'", LONG).await;
     assert!(
@@ -134,9 +150,20 @@ async fn a_daemon_started_by_others_is_found_by_its_cookie() {
     assert!(Daemon::find(&lanes, &cookie).await.unwrap().is_none());
 }
 
+/// How a shell ends.
+fn exit_of(script: &str) -> WaitIdStatus {
+    let mut shell = exec::command("sh", &["-c", script]).spawn().unwrap();
+    let id = WaitId::Pid(Pid::from_child(&shell));
+    let exit = waitid(id, WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
+    shell.wait().unwrap();
+    exit.unwrap().unwrap()
+}
+
 #[test]
 fn a_daemons_exit_is_explained_by_its_log() {
     let spec = spec("v", "pool", "image");
+    let failed = exit_of("exit 1");
+    let failed = Some(&failed);
     let usual = "2026-11-21T12:35:30.076+0000 4a684a40  0 ceph version 16.2.15 (618f) pacific (stable), process rbd-nbd, pid 7\n\
                  2026-11-21T12:35:30.076+0000 4a684a40  0 pidfile_write: ignore empty --pid-file\n";
     let joins = format!(
@@ -145,7 +172,7 @@ fn a_daemons_exit_is_explained_by_its_log() {
     );
     for usual in [usual, &joins] {
         assert!(matches!(
-            explain(usual, &spec),
+            explain(usual, failed, &spec),
             SupervisorError::Missing { .. }
         ));
     }
@@ -154,24 +181,24 @@ fn a_daemons_exit_is_explained_by_its_log() {
     assert_eq!(log.clients, [4106]);
     let denied = "failed to fetch mon config (--no-mon-config to skip)";
     assert!(matches!(
-        explain(denied, &spec),
+        explain(denied, failed, &spec),
         SupervisorError::Denied { .. }
     ));
     let silent = format!(
         "2026-11-21T12:35:30.076+0000 4a684a40  0 monclient(hunting): authenticate timed out after 5\n{denied}"
     );
     assert!(
-        matches!(explain(&silent, &spec), SupervisorError::Silent { message, .. } if message.starts_with("monclient"))
+        matches!(explain(&silent, failed, &spec), SupervisorError::Silent { message, .. } if message.starts_with("monclient"))
     );
     let busy =
         "rbd-nbd: netlink connect failed: Object busy\nrbd-nbd: reader_entry: terminate received";
     assert!(matches!(
-        explain(busy, &spec),
+        explain(busy, failed, &spec),
         SupervisorError::Taken { .. }
     ));
     let other = format!("{usual}2026-11-21T12:35:31.076+0000 4a684a40 -1 rbd-nbd: cookie mismatch");
     assert!(
-        matches!(explain(&other, &spec), SupervisorError::Failed { message, .. } if message == "rbd-nbd: cookie mismatch")
+        matches!(explain(&other, failed, &spec), SupervisorError::Failed { message, .. } if message == "rbd-nbd: cookie mismatch")
     );
 }
 
@@ -183,6 +210,6 @@ proptest! {
             log.take(line);
         }
         prop_assert!(log.tail.len() <= KEPT);
-        let _ = explain(&log.tail, &spec("v", "p", "i"));
+        let _ = explain(&log.tail, None, &spec("v", "p", "i"));
     }
 }
