@@ -21,14 +21,26 @@ pub fn is_exiting(pid: Pid) -> bool {
     stat.is_ok_and(|stat| flags(&stat).is_some_and(|flags| flags & PF_EXITING != 0))
 }
 
+/// Whether the main thread of the process runs, or waits for a disk or a page: it is about
+/// to do something else.
+pub fn is_running(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    stat.is_ok_and(|stat| matches!(words(&stat).next(), Some("R" | "D")))
+}
+
 /// include/linux/sched.h
 const PF_EXITING: u32 = 4;
 
-/// The ninth word of `/proc/PID/stat` (proc(5)). The second word, in parentheses, may
-/// have any characters.
+/// The ninth word of `/proc/PID/stat` (proc(5)).
 fn flags(stat: &str) -> Option<u32> {
-    let (_, rest) = stat.rsplit_once(')')?;
-    rest.split_ascii_whitespace().nth(6)?.parse().ok()
+    words(stat).nth(6)?.parse().ok()
+}
+
+/// The words of `/proc/PID/stat` from the third, the state, on. The second word, in
+/// parentheses, may have any characters.
+fn words(stat: &str) -> impl Iterator<Item = &str> {
+    let rest = stat.rsplit_once(')').map(|(_, rest)| rest);
+    rest.unwrap_or_default().split_ascii_whitespace()
 }
 
 #[cfg(test)]
@@ -51,7 +63,8 @@ mod tests {
         .unwrap();
         assert!(is_exiting(pid));
         child.wait().unwrap();
-        assert!(!is_exiting(pid));
+        assert!(!is_exiting(pid) && !is_running(pid));
+        assert!(is_running(rustix::thread::gettid()));
         let stat = "7 (a) b (c) S 1 7 7 0 -1 4194564 1 2";
         assert_eq!(flags(stat), Some(4_194_564));
         assert_eq!(flags("7 (a"), None);

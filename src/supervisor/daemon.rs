@@ -23,14 +23,14 @@ use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader, unix::AsyncFd},
     net::unix::pipe,
     sync::watch,
-    time::timeout,
+    time::{sleep, timeout},
 };
 
 use super::{Spec, SupervisorError, error::failed, processes::DaemonProcess, spec::Verb};
 use crate::{
     kernel::{
         exec,
-        pidfd::{is_exiting, watched},
+        pidfd::{is_exiting, is_running, watched},
     },
     lane::Lanes,
     secret::Secret,
@@ -44,6 +44,10 @@ use log_parser::{DaemonLog, explain};
 const LINE: u64 = 4096;
 /// The longest time to list the processes.
 const FOUND_WITHIN: Duration = Duration::from_secs(5);
+/// The longest time until a process that serves waits for its end, and the time between
+/// two looks at it.
+const WAITS_WITHIN: Duration = Duration::from_secs(2);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The longest time to read the output of a process that has ended.
 const READ_WITHIN: Duration = Duration::from_secs(2);
 /// The longest time until a process ends, after SIGTERM and again after SIGKILL.
@@ -170,6 +174,7 @@ impl Daemon {
             Ok(log) => log.is_ok_and(|log| log.serves),
         };
         if serves {
+            self.until_it_waits().await;
             return StartOutcome::Ready;
         }
         let exit = timeout(READ_WITHIN, exited(&self.pidfd)).await;
@@ -178,6 +183,21 @@ impl Daemon {
             StartOutcome::Late
         } else {
             StartOutcome::Ended(self.exit_error(spec, exit.as_ref()))
+        }
+    }
+
+    /// Waits until a daemon that has logged that it serves waits for its end. rbd-nbd's main
+    /// thread does so right after that line, on a condition that is notified only once: a
+    /// SIGTERM that arrives in between is lost, and the daemon ends by SIGKILL alone, with
+    /// its watch of the image left behind for half a minute.
+    async fn until_it_waits(&self) {
+        let waits = async {
+            while is_running(self.pid) {
+                sleep(LOOK_EVERY).await;
+            }
+        };
+        if timeout(WAITS_WITHIN, waits).await.is_err() {
+            tracing::debug!(pid = self.pid(), "rbd-nbd does not wait for its end yet");
         }
     }
 
@@ -265,7 +285,7 @@ async fn exited(pidfd: &AsyncFd<OwnedFd>) -> Option<WaitIdStatus> {
             Ok(_ready) => break,
             Err(error) => {
                 tracing::error!(%error, "cannot watch a process; retrying");
-                tokio::time::sleep(READ_WITHIN).await;
+                sleep(READ_WITHIN).await;
             }
         }
     }

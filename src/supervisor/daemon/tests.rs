@@ -117,6 +117,18 @@ async fn a_daemon_that_does_not_start_in_time_can_be_ended() {
 }
 
 #[tokio::test]
+async fn a_daemon_that_has_just_begun_to_serve_does_not_miss_the_signal_to_end() {
+    // As rbd-nbd between its line and the wait for its end.
+    let lines = "trap '' TERM; echo /dev/nbd7; i=0; \
+                 while [ $i -lt 300000 ]; do i=$((i + 1)); done; trap - TERM; exec sleep 60";
+    let (daemon, started) = started(lines, LONG).await;
+    assert!(matches!(started, StartOutcome::Ready), "{started:?}");
+    let ended = daemon.end_by(&[Signal::TERM]).await;
+    daemon.kill().await;
+    assert!(ended);
+}
+
+#[tokio::test]
 async fn a_daemon_started_by_others_is_found_by_its_cookie() {
     let cookie = format!("found-{}", uuid::Uuid::new_v4());
     let lanes = Lanes::new(1);
