@@ -58,7 +58,7 @@ pub const TUNING: [&str; 3] = [
 ];
 
 /// The keys that are read here, and those of the controller that ceph-csi passes on.
-const KNOWN: [&str; 26] = [
+const KNOWN: [&str; 27] = [
     "backend",
     "cephLogDir",
     "cephLogFileEnabled",
@@ -77,6 +77,7 @@ const KNOWN: [&str; 26] = [
     "integrityMode",
     "journalPool",
     "mapOptions",
+    "migration",
     "mounter",
     "pool",
     "radosNamespace",
@@ -130,7 +131,7 @@ impl CephSource {
 
     /// Reads `clusterID`, `pool`, `imageName` and the other keys of ceph-csi for the node. A
     /// static volume's image has the name of its handle; a migrated one's names are in the
-    /// handle. Where there is no `imageName`, as in PVs of ceph-csi 2.x, the image has the
+    /// handle as well, and the context's count. Where there is no `imageName`, as in PVs of ceph-csi 2.x, the image has the
     /// name that its journal gives to the handle: `volumeNamePrefix` and the uuid.
     pub fn parse(context: VolumeContext<'_>, volume_id: &str) -> Result<Self, SourceError> {
         // A class of ceph-csi has keys for the controller, and later releases have keys
@@ -145,9 +146,14 @@ impl CephSource {
         }
         let handle: Option<CephVolumeHandle> = volume_id.parse().ok();
         let (pool, name) = match &handle {
-            Some(CephVolumeHandle::Migrated(migrated)) => {
-                (migrated.pool(), migrated.image().to_owned())
-            }
+            // An image that was not provisioned has another name than its handle.
+            Some(CephVolumeHandle::Migrated(migrated)) => (
+                context.get("pool").unwrap_or(migrated.pool()),
+                context
+                    .get("imageName")
+                    .unwrap_or(migrated.image())
+                    .to_owned(),
+            ),
             _ if context.switch("staticVolume", false)? => {
                 (context.need("pool")?, volume_id.to_owned())
             }
@@ -291,6 +297,16 @@ mod tests {
             source.to_string(),
             "image pool/kubernetes-dynamic-pvc-e0 of cluster b7"
         );
+        // As Kubernetes translates the in-tree volume of an image of any name.
+        let context = [
+            ("clusterID", "b7"),
+            ("pool", "other"),
+            ("imageName", "my-image"),
+            ("staticVolume", "true"),
+            ("migration", "true"),
+        ];
+        let source = parse(migrated, &context).unwrap();
+        assert_eq!(source.to_string(), "image other/my-image of cluster b7");
     }
 
     #[test]
