@@ -177,6 +177,26 @@ pub fn limit_requests(dev: Dev, kibibytes: u32) -> io::Result<()> {
     Ok(())
 }
 
+/// The milliseconds after which the driver looks at a request that is not answered.
+#[cfg(feature = "holder")]
+pub fn request_timeout(dev: Dev) -> io::Result<u64> {
+    number(dev, REQUEST_TIMEOUT)
+}
+
+/// Sets it for later requests. Newer kernels wait for the requests in flight, and let no
+/// others begin meanwhile.
+#[cfg(feature = "holder")]
+pub fn set_request_timeout(dev: Dev, milliseconds: u64) -> io::Result<()> {
+    if request_timeout(dev)? == milliseconds {
+        return Ok(());
+    }
+    let path = directory(dev).join(REQUEST_TIMEOUT);
+    fs::write(path, milliseconds.to_string())
+}
+
+#[cfg(feature = "holder")]
+const REQUEST_TIMEOUT: &str = "queue/io_timeout";
+
 /// How many errors the mounted ext4 on this device has counted.
 pub fn ext4_errors(dev: Dev) -> io::Result<u64> {
     let path = Path::new("/sys/fs/ext4").join(name_of(dev)?);

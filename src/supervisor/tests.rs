@@ -48,6 +48,16 @@ struct Test {
 
 impl Test {
     fn new(name: &str) -> Option<Self> {
+        Self::of(name, &[])
+    }
+
+    /// Over an image whose lock does not stay with a daemon that died.
+    fn without_lock(name: &str) -> Option<Self> {
+        Self::of(name, &["--image-feature", "layering"])
+    }
+
+    /// With an image that `rbd create` makes with these options.
+    fn of(name: &str, options: &[&str]) -> Option<Self> {
         if !Path::new("/sys/module/nbd").exists() {
             skip_test("the kernel module nbd is not loaded here");
             return None;
@@ -57,7 +67,7 @@ impl Test {
         let mut spec = spec(&format!("handle of {name}"), &cluster.pool, &name);
         spec.monitors.clone_from(&cluster.monitors);
         spec.user.clone_from(&cluster.user);
-        cluster.rbd(&["create", "-s", "64M", &spec.name()]);
+        cluster.rbd(&[&["create", "-s", "64M", &spec.name()], options].concat());
         let dir = tempfile::tempdir().unwrap();
         Some(Self { cluster, spec, dir })
     }
@@ -110,6 +120,13 @@ impl Test {
     fn bytes(&self) -> u64 {
         let device = crate::kernel::nbd::NbdDevice::attached_as(&self.spec.volume_id);
         device.unwrap().expect("a device").size_bytes().unwrap()
+    }
+
+    /// The milliseconds after which the kernel looks at its requests.
+    fn request_timeout(&self) -> u64 {
+        let device = crate::kernel::nbd::NbdDevice::attached_as(&self.spec.volume_id);
+        let dev = device.unwrap().expect("a device").block.dev;
+        crate::kernel::sysfs::request_timeout(dev).unwrap()
     }
 
     fn unmap(&self, supervisor: &Supervisor) -> Result<Done, SupervisorError> {
@@ -292,6 +309,7 @@ fn a_device_grows_with_its_image_and_what_is_beyond_the_old_end_is_kept() {
             .block_on(supervisor.keeper.grow(id, bytes))
     };
     assert_eq!(grow(1).unwrap(), 64 << 20);
+    assert_eq!(test.request_timeout(), 500);
     let error = grow(1 << 40).unwrap_err();
     assert!(matches!(error, SupervisorError::Small { .. }), "{error}");
 
@@ -307,6 +325,7 @@ fn a_device_grows_with_its_image_and_what_is_beyond_the_old_end_is_kept() {
     assert_holds(&node, 0, 5, 32 * MIB);
     assert_holds(&node, 100 << 20, 6, MIB);
     assert_eq!(supervisor.status(&test).trouble, None);
+    supervisor.until("a short timeout", || test.request_timeout() == 500);
     // As another client sees it.
     test.assert_exported_holds(100 << 20, 6, MIB);
 }

@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     path::Path,
+    time::Instant,
 };
 
 use rustix::{
@@ -28,12 +29,14 @@ fn signal(pid: Option<i32>, signal: Signal) {
 
 #[test]
 fn a_daemon_that_is_killed_under_io_comes_back_and_io_goes_on() {
-    let Some(test) = Test::new("killed") else {
+    let Some(test) = Test::without_lock("killed") else {
         return;
     };
     let supervisor = test.supervisor();
     let (node, _) = test.map(&supervisor).unwrap();
     write(&node, 0, 1, MIB).join().unwrap();
+    // By which the kernel sends the requests of a dead daemon to the next.
+    assert_eq!(test.request_timeout(), 500);
     let writing = write(&node, 0, 2, 32 * MIB);
     let first = supervisor.status(&test).pid;
     kill(first);
@@ -46,6 +49,7 @@ fn a_daemon_that_is_killed_under_io_comes_back_and_io_goes_on() {
         "another daemon after {back:?}; the write was done {done:?} later, in {:?}",
         writing.join().unwrap()
     );
+    supervisor.until("a short timeout", || test.request_timeout() == 500);
     assert_holds(&node, 0, 2, 32 * MIB);
 }
 
@@ -74,14 +78,17 @@ fn daemons_outlive_their_supervisor_and_the_next_reports_missing_keys() {
     assert!(status.trouble.unwrap().contains("client.csi"));
     // With the key, this supervisor starts a daemon whose log it reads, and applies the
     // resize that no supervisor has seen.
+    let begun = Instant::now();
     assert_eq!(
         test.map(&supervisor).unwrap(),
         (node.clone(), Done::Already)
     );
+    eprintln!("another daemon in {:?}", begun.elapsed());
     let status = supervisor.status(&test);
     assert!(status.has_key && status.trouble.is_none(), "{status:?}");
     assert_ne!(status.pid, pid);
     assert_eq!(test.bytes(), 96 << 20);
+    supervisor.until("a short timeout", || test.request_timeout() == 500);
     test.resize("128M");
     supervisor.until("the size", || test.bytes() == 128 << 20);
     // Whoever opens a device of a new size reads nothing from it that the next daemon

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use rustix::process::Pid;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::{
     LONGEST_PAUSE, LOOK_EVERY, OpenGuard, PAUSE, ServedVolume, open::lock_out_udevd,
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     crash_point,
-    kernel::nbd::NbdDevice,
+    kernel::{nbd::NbdDevice, sysfs},
     supervisor::{
         Spec, SupervisorError,
         daemon::{Daemon, StartOutcome},
@@ -22,6 +22,10 @@ use crate::{
 
 /// The deadline until a daemon serves. It looks for monitors half as long.
 const START_WITHIN: Duration = Duration::from_secs(60);
+/// The milliseconds after which the kernel looks at a request that is not answered, and the
+/// longest time to set them. It looks within another second.
+const REQUEST_TIMEOUT: u64 = 500;
+const SET_WITHIN: Duration = Duration::from_secs(2);
 /// The deadline until a daemon that was found serves or ends.
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 
@@ -173,6 +177,7 @@ impl ServedVolume {
                 if let Err(error) = registered {
                     return Err(self.kill(verb, error).await);
                 }
+                self.shorten_request_timeout(args).await;
                 // The attach has given the device the image's size.
                 (self.resized, self.is_behind) = (0, false);
                 self.worked(args.clone());
@@ -206,6 +211,31 @@ impl ServedVolume {
             self.daemon = None;
         }
         undone.err().unwrap_or(why)
+    }
+
+    /// Has the kernel look soon at requests that are not answered, unless the volume says
+    /// when. Those that a daemon took with it when it died are sent to its successor only
+    /// when the kernel looks at them; by itself it does so after 30 seconds. Each attach sets
+    /// that time again.
+    async fn shorten_request_timeout(&self, args: &StartArgs) {
+        if args.spec.options.has_io_timeout() {
+            return;
+        }
+        let Ok(Some(device)) = self.device() else {
+            return;
+        };
+        let volume = self.id.clone();
+        let set = self.shared.lanes.run(&self.id, "request timeout", move || {
+            if let Err(error) = sysfs::set_request_timeout(device.block.dev, REQUEST_TIMEOUT) {
+                tracing::warn!(
+                    volume,
+                    %error,
+                    "cannot set the device's io_timeout: if rbd-nbd dies under I/O, that waits for 30 seconds"
+                );
+            }
+        });
+        // After the death of a daemon the kernel waits for the requests in flight.
+        let _ = timeout(SET_WITHIN, set).await;
     }
 
     fn args(&self) -> Result<StartArgs, SupervisorError> {
@@ -286,6 +316,7 @@ impl ServedVolume {
         match started {
             StartOutcome::Ready if ended => {
                 self.is_behind = false;
+                self.shorten_request_timeout(&args).await;
                 self.worked(args.clone());
                 Ok(())
             }

@@ -24,8 +24,10 @@ struct NbdOption {
     value: Option<String>,
 }
 
+const IO_TIMEOUT: &str = "io_timeout";
+
 /// The options that are set if the class does not set them.
-const DEFAULTS: [(&str, &str); 2] = [("reattach_timeout", REATTACH_WITHIN), ("io_timeout", "0")];
+const DEFAULTS: [(&str, &str); 2] = [("reattach_timeout", REATTACH_WITHIN), (IO_TIMEOUT, "0")];
 
 impl NbdOptions {
     /// Reads the part for rbd-nbd of `mapOptions`: `krbd:a,b;nbd:c`.
@@ -51,6 +53,15 @@ impl NbdOptions {
     /// Each as `name` or `name=value`.
     pub fn words(&self) -> impl Iterator<Item = String> {
         self.0.iter().map(ToString::to_string)
+    }
+
+    /// Whether the kernel closes a connection on which a request takes longer than a time.
+    pub fn has_io_timeout(&self) -> bool {
+        let is_set = |option: &NbdOption| {
+            let value = option.value.as_deref().unwrap_or_default();
+            option.name == IO_TIMEOUT && value.bytes().any(|digit| digit != b'0')
+        };
+        self.0.iter().any(is_set)
     }
 
     /// All of them and the defaults, as command-line arguments.
@@ -82,7 +93,7 @@ impl NbdOption {
         }
         let takes = match &*name {
             "exclusive" | "try_netlink" => None,
-            "io_timeout" | "reattach_timeout" => {
+            IO_TIMEOUT | "reattach_timeout" => {
                 value
                     .and_then(|value| value.parse::<u32>().ok())
                     .ok_or_else(malformed)?;
@@ -169,6 +180,14 @@ mod tests {
         let options = NbdOptions::parse("a,b;nbd:rbd-cache=false,debug_rbd=20/20").unwrap();
         let arguments: Vec<_> = options.arguments().collect();
         assert_eq!(arguments[2..], ["--rbd-cache=false", "--debug-rbd=20/20"]);
+        for (given, has) in [
+            ("", false),
+            ("io-timeout=00", false),
+            ("io-timeout=10", true),
+        ] {
+            let options = NbdOptions::parse(&format!("nbd:{given}")).unwrap();
+            assert_eq!(options.has_io_timeout(), has, "{given}");
+        }
     }
 
     proptest! {
