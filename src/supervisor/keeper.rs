@@ -2,13 +2,16 @@
 
 use std::{
     io,
+    panic::AssertUnwindSafe,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
+use futures_util::FutureExt as _;
 use tokio::{
     sync::{mpsc, oneshot},
-    time::timeout,
+    time::{sleep, timeout},
 };
 
 use super::{
@@ -23,6 +26,9 @@ use crate::{
     lane::Lanes,
     secret::Secret,
 };
+
+/// The time after a panic of a volume's task until it is taken up again.
+const AFTER_PANIC: Duration = Duration::from_secs(1);
 
 /// Threads that wait for a next call.
 const IDLE_LANES: usize = 2;
@@ -130,7 +136,35 @@ impl Keeper {
         let (commands, taken) = mpsc::unbounded_channel();
         let status = Arc::<Mutex<Status>>::default();
         let volume = ServedVolume::new(volume_id, self.0.clone(), status.clone(), spec);
-        tokio::spawn(volume.live(taken));
+        tokio::spawn(live(volume, taken));
         Kept { commands, status }
+    }
+}
+
+/// A volume's task. One that panics, by a defect, leaves its call without an answer, which
+/// the caller repeats; then the task begins anew, with what the kernel shows.
+async fn live(mut volume: ServedVolume, mut commands: mpsc::UnboundedReceiver<VolumeCommand>) {
+    loop {
+        let lived = AssertUnwindSafe(volume.live(&mut commands)).catch_unwind();
+        if lived.await.is_ok() {
+            return;
+        }
+        sleep(AFTER_PANIC).await;
+        volume = volume.after_panic();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_volume_whose_task_panicked_is_taken_up_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let keeper = Keeper::open("rbd-nbd", dir.path().to_owned(), "boot".to_owned()).unwrap();
+        let lost = keeper.ask("a volume", VolumeCommand::Panic).await;
+        assert!(matches!(lost, Err(SupervisorError::Io { .. })), "{lost:?}");
+        assert_eq!(keeper.unmap("a volume").await.unwrap(), Done::Already);
+        assert!(keeper.list().is_empty());
     }
 }

@@ -38,6 +38,9 @@ pub enum VolumeCommand {
     Grow(u64, Reply<u64>),
     /// Unmap the image.
     Unmap(Reply<Done>),
+    /// Panic.
+    #[cfg(test)]
+    Panic(Reply<()>),
 }
 
 /// The way back to the caller, if one waits.

@@ -106,9 +106,19 @@ impl ServedVolume {
         }
     }
 
+    /// The volume as its next task has it after a panic: with its keys. It looks for the
+    /// daemon, which runs on.
+    pub fn after_panic(self) -> Self {
+        let candidates = self.candidates;
+        Self {
+            candidates,
+            ..Self::new(&self.id, self.shared, self.status, None)
+        }
+    }
+
     /// Handles commands, and restarts the daemon between them, until the volume has
     /// neither.
-    pub async fn live(mut self, mut commands: mpsc::UnboundedReceiver<VolumeCommand>) {
+    pub async fn live(&mut self, commands: &mut mpsc::UnboundedReceiver<VolumeCommand>) {
         self.ensure_daemon().await;
         loop {
             let device = self.device().ok().flatten();
@@ -117,7 +127,7 @@ impl ServedVolume {
             if device.is_none()
                 && self.daemon.is_none()
                 && self.retry.is_none()
-                && self.shared.forget(&self.id, &commands)
+                && self.shared.forget(&self.id, commands)
             {
                 return;
             }
@@ -171,6 +181,8 @@ impl ServedVolume {
             VolumeCommand::Unmap(reply) if !reply.is_closed() => {
                 drop(reply.send(self.unmap().await));
             }
+            #[cfg(test)]
+            VolumeCommand::Panic(reply) => panic!("as {reply:?} asks"),
             _ => {}
         }
     }
