@@ -27,6 +27,7 @@ use rustix::fs::OFlags;
 use crate::{
     Done, Kind,
     admission::{Gate, Permit},
+    digest,
     fs::probe::{self, Content},
     kernel::{
         Dev,
@@ -106,9 +107,18 @@ pub fn failed<W: Into<String>>(what: W) -> impl FnOnce(io::Error) -> LuksError {
     move |source| LuksError::Io { what, source }
 }
 
-/// The name of a volume's mapping.
+/// The longest name of a mapping: with its NUL, `DM_NAME_LEN` (include/uapi/linux/dm-ioctl.h).
+const LONGEST_NAME: usize = 127;
+
+/// The name of a volume's mapping, as ceph-csi has it. A handle may be too long for that, or
+/// have characters that libdevmapper escapes: then the name has its digest.
 pub fn name_of(volume_id: &str) -> String {
-    format!("luks-rbd-{volume_id}")
+    let name = format!("luks-rbd-{volume_id}");
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"#+-.:=@_".contains(&byte);
+    if name.len() <= LONGEST_NAME && name.bytes().all(is_plain) {
+        return name;
+    }
+    format!("luks-rbd-{}", digest::sha256_hex(volume_id))
 }
 
 /// The content of a device that is to hold a LUKS volume.

@@ -90,6 +90,26 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
 }
 
 #[test]
+fn a_handle_of_any_length_and_characters_is_opened() {
+    assert_eq!(name_of("0001-0024-c"), "luks-rbd-0001-0024-c");
+    let [first, second] = ["a", "b"].map(|end| name_of(&format!("{}{end}", "x".repeat(127))));
+    assert_ne!(first, second);
+    for handle in ["x".repeat(118), "x".repeat(119), "an image Ω".to_owned()] {
+        let handle = format!("{}{}", &handle, std::process::id());
+        let Some(_) = Name::new("any") else {
+            return;
+        };
+        let name = Name(name_of(&handle));
+        assert!(name.0.len() <= LONGEST_NAME);
+        let scratch = Scratch::new(32 * MIB);
+        let (under, passphrase) = (node(&scratch), secret("a passphrase"));
+        format(&under, &passphrase, PassphraseOrigin::Random, DOMAIN).unwrap();
+        let opened = open(&under, &name.0, &passphrase, false, DOMAIN);
+        assert_eq!(opened.unwrap().1, Done::Now);
+    }
+}
+
+#[test]
 fn a_mapping_over_another_device_is_not_taken_for_this() {
     let Some(name) = Name::new("other") else {
         return;
