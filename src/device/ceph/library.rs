@@ -32,6 +32,11 @@ use crate::{
 /// ends after 30 seconds (`osd_client_watch_timeout`).
 const FREE_WITHIN: Duration = Duration::from_secs(40);
 
+/// The longest time until clients release an image that open it only for a moment: the
+/// controller that grows it, an operator's `rbd`. Two nodes that have it mapped and see each
+/// other wait as long; neither has written yet.
+const LEFT_WITHIN: Duration = Duration::from_secs(10);
+
 /// The client of an image that is this node's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnClient {
@@ -90,14 +95,16 @@ impl QueriedImage {
         self.pool.cluster().fsid()
     }
 
-    /// Waits until only that client has the image open; an error names the others.
+    /// Waits until only that client has the image open, also for nodes that died; an error
+    /// names the others.
     pub fn wait_until_alone(&self, own: OwnClient) -> Result<(), CephImageError> {
         self.alone_within(FREE_WITHIN, own)
     }
 
-    /// Checks that only that client has the image open; an error names the others.
+    /// Checks that only that client has the image open, apart from those that have it open
+    /// for a moment; an error names the others.
     pub fn is_alone(&self, own: OwnClient) -> Result<(), CephImageError> {
-        self.alone_within(Duration::ZERO, own)
+        self.alone_within(LEFT_WITHIN, own)
     }
 
     fn alone_within(&self, time: Duration, own: OwnClient) -> Result<(), CephImageError> {
@@ -170,4 +177,51 @@ pub struct EncryptionMetadata {
     pub encrypted: bool,
     /// Its own passphrase, sealed.
     pub sealed: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::ceph::{
+        client::{rados::Timeouts, rbd::ImageOptions},
+        csi_format::config::ReadAffinity,
+        testing::{TestPool, connect, credentials},
+    };
+
+    #[test]
+    fn a_client_that_has_the_image_open_for_a_moment_is_waited_for() {
+        let Some(TestPool { cluster, io }) = TestPool::new() else {
+            return;
+        };
+        rbd::create(&io, "grown", 1 << 20, &ImageOptions::default()).unwrap();
+        let connections = Connections::new(Timeouts::default()).unwrap();
+        let config = ClusterConfig {
+            cluster_id: "lab".to_owned(),
+            monitors: cluster.monitors.clone(),
+            rados_namespace: None,
+            net_namespace_file: None,
+            read_affinity: ReadAffinity::default(),
+        };
+        let spec = ImageSpec {
+            cluster_id: "lab".to_owned(),
+            pool: cluster.pool.clone(),
+            namespace: io.namespace().to_owned(),
+            name: "grown".to_owned(),
+            snapshot: None,
+        };
+        let queried = QueriedImage::of(&connections, &config, &credentials(&cluster), &spec);
+        let queried = queried.unwrap().unwrap();
+        let other = connect(&cluster)
+            .ioctx(&cluster.pool, io.namespace())
+            .unwrap();
+        let opened = rbd::Image::open(&other, "grown", OpenMode::ReadWrite).unwrap();
+        let moment = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(300));
+            drop(opened);
+        });
+        queried.is_alone(OwnClient::None).unwrap();
+        moment.join().unwrap();
+    }
 }
