@@ -106,6 +106,31 @@ pub fn listed_id(io: &IoCtx, name: &str) -> Result<Option<String>, CephError> {
     Ok(id.map(|id| String::from_utf8_lossy(id).into_owned()))
 }
 
+/// What has the name of an image that cannot be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remains {
+    /// Nothing: the name is free.
+    Nothing,
+    /// An image without a header: its create was interrupted, or its removal. librbd creates
+    /// the header after id and name, and before any data, and removes it after the data.
+    WithoutHeader,
+    /// An image with a header, such as one whose move to the trash was interrupted.
+    WithHeader,
+}
+
+/// What has that name, by the objects of the image.
+pub fn remains(io: &IoCtx, name: &str) -> Result<Remains, CephError> {
+    let id = match image_id(io, name)? {
+        None => listed_id(io, name)?,
+        id => id,
+    };
+    Ok(match id {
+        None => Remains::Nothing,
+        Some(id) if io.exists(&format!("rbd_header.{id}"))? => Remains::WithHeader,
+        Some(_) => Remains::WithoutHeader,
+    })
+}
+
 /// The object that lists a pool's images.
 const DIRECTORY: &str = "rbd_directory";
 

@@ -16,7 +16,11 @@ use super::{
 };
 use crate::{
     ceph::{
-        client::{rados::IoCtx, rbd},
+        client::{
+            or_missing,
+            rados::IoCtx,
+            rbd::{self, Remains},
+        },
         csi_format::journal::{CreateState, Journal, JournalEntry, JournalKind, NameEntry},
     },
     error_chain,
@@ -88,6 +92,24 @@ impl Attempt<'_> {
                 "cannot remove an incomplete image; its next create does"
             );
         }
+    }
+
+    /// Gives up an attempt of ceph-csi, so that another begins under a new uuid. Of its images
+    /// only those are removed that have no header, and so no data.
+    pub fn give_up(&self, entry: &JournalEntry) -> Result<(), RbdError> {
+        let (directory, pool) = (self.directory, self.pool);
+        if !entry.is_complete() {
+            for image in [temporary(&entry.image), entry.image.clone()] {
+                if rbd::remains(pool, &image)? == Remains::WithoutHeader {
+                    or_missing(rbd::remove(pool, &image))?;
+                }
+            }
+        }
+        let (name, uuid) = (self.name, self.reserved.uuid);
+        tracing::warn!(name, %uuid, image = entry.image, "gave up an incomplete image of ceph-csi");
+        Ok(self
+            .journal
+            .forget(directory, pool, self.name, self.reserved)?)
     }
 
     /// Abandons it, unless it is complete or not this driver's, and removes its objects,

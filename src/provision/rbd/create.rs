@@ -11,13 +11,13 @@
 //! A repeat, by any controller, finds the reservation; so a crash needs no cleanup. An
 //! incomplete image may be half made, as librbd takes several steps for each call, and its
 //! controller may still be at work: it is abandoned, and another begun
-//! ([`Attempt`]). An attempt of ceph-csi is continued, as ceph-csi does. A definite failure
-//! is undone.
+//! ([`Attempt`]). An attempt of ceph-csi is continued, as ceph-csi does, unless ceph-csi was
+//! killed within a step of librbd: then another is begun, too. A definite failure is undone.
 
 use uuid::Uuid;
 
 use super::{
-    super::{NewVolume, ProvisionError, VolumeInfo},
+    super::{ContentSource, NewVolume, ProvisionError, VolumeInfo},
     RbdStore,
     attempt::Attempt,
     class::{CephPools, Class},
@@ -30,7 +30,7 @@ use super::{
 use crate::ceph::{
     client::{
         rados::IoCtx,
-        rbd::{Image, OpenMode},
+        rbd::{self, Image, OpenMode, Remains},
     },
     csi_format::journal::{self, JournalEntry, NameEntry},
 };
@@ -199,6 +199,11 @@ impl<'a> Creation<'a> {
             Err(error) if error.is_not_found() => None,
             Err(error) => return Err(RbdError::from(error).into()),
         };
+        if self.is_broken(&new_image, image.as_ref())? {
+            let attempt = self.attempt(&pool, reserved);
+            attempt.give_up(&new_image.entry)?;
+            return Ok(None);
+        }
         self.compare(&new_image.entry, image.as_ref())?;
         if let Some(image) = &image
             && new_image.entry.is_complete()
@@ -221,6 +226,32 @@ impl<'a> Creation<'a> {
         }
         self.complete(&new_image, origin.as_ref(), bytes)?;
         Ok(Some(self.made(new_image, bytes)))
+    }
+
+    /// Whether an image of that entry cannot be completed, since librbd was interrupted while
+    /// it made the image or the one between a volume and its copy: it has no header, or is a
+    /// clone without its parent, which librbd adds after the header.
+    fn is_broken(&self, new_image: &NewImage, image: Option<&Image>) -> Result<bool, RbdError> {
+        let (pool, name) = (&new_image.pool, new_image.image());
+        let source = self.new.source.as_ref();
+        if let Some(image) = image {
+            let may_be = new_image.entry.is_complete() || source.is_none();
+            return Ok(!may_be && image.parent()?.is_none());
+        }
+        if rbd::remains(pool, name)? != Remains::Nothing {
+            return Ok(true);
+        }
+        let Some(ContentSource::Volume(_)) = source else {
+            return Ok(false);
+        };
+        let between = copies::temporary(name);
+        match Image::open(pool, &between, OpenMode::ReadOnly) {
+            Ok(between) => Ok(between.parent()?.is_none()),
+            Err(error) if error.is_not_found() => {
+                Ok(rbd::remains(pool, &between)? != Remains::Nothing)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn differs(&self, how: String) -> ProvisionError {

@@ -268,6 +268,94 @@ enum Half {
     Named,
 }
 
+impl Home {
+    fn half_made(&self, name: &str, half: &Half) {
+        // Each text has its length before it.
+        let text = |text: &str| {
+            let length = char::from(u8::try_from(text.len()).unwrap());
+            format!("{length}\0\0\0{text}")
+        };
+        let of_name = format!("name_{name}");
+        let of_id = format!("id_dead{}", name.len());
+        let (id, listed) = (text(&of_id[3..]), text(name));
+        let directory = [(&*of_name, &*id), (&*of_id, &*listed)];
+        self.io().omap_set("rbd_directory", &directory).unwrap();
+        if let Half::Named = half {
+            let file = self.dir.path().join("id");
+            std::fs::write(&file, &id).unwrap();
+            let object = format!("rbd_id.{name}");
+            self.rados(&["put", &object, file.to_str().unwrap()]);
+        }
+    }
+
+    /// Reserves a name as ceph-csi does; returns the name of its image.
+    fn reserved_by_ceph_csi(&self, name: &str) -> String {
+        let uuid = uuid::Uuid::new_v4().to_string();
+        let image = format!("csi-vol-{uuid}");
+        let keys = [("csi.volname", name), ("csi.imagename", &image)];
+        let io = self.io();
+        io.omap_set(&format!("csi.volume.{uuid}"), &keys).unwrap();
+        let key = format!("csi.volume.{name}");
+        let directory = [(&*key, &*uuid)];
+        io.omap_set("csi.volumes.default", &directory).unwrap();
+        image
+    }
+}
+
+#[tokio::test]
+async fn a_partial_image_of_ceph_csi_is_created_anew() {
+    for half in [Half::Listed, Half::Named] {
+        let Some(home) = Home::new() else { return };
+        let source = home.make(home.volume("source", MIB)).await;
+        let image = home.reserved_by_ceph_csi("plain");
+        home.half_made(&image, &half);
+        let between = format!("{}-temp", home.reserved_by_ceph_csi("copy"));
+        home.half_made(&between, &half);
+        let plain = home.make(home.volume("plain", MIB)).await;
+        let mut copy = home.volume("copy", MIB);
+        copy.source = Some(ContentSource::Volume(source.handle));
+        let copy = home.make(copy).await;
+        // Of the old names nothing is left, whatever librbd lists.
+        let listed = home.rados(&["listomapkeys", "rbd_directory"]);
+        assert!(!listed.contains(&image), "{listed}");
+        assert!(!listed.contains(&between), "{listed}");
+        assert!(!home.rados(&["ls"]).contains(&image[8..]));
+        for handle in [&plain.handle, &copy.handle] {
+            home.delete(handle).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_name_of_ceph_csi_whose_image_has_data_but_no_name_is_begun_anew() {
+    let Some(home) = Home::new() else { return };
+    let image = home.reserved_by_ceph_csi("plain");
+    let spec = format!("{}/{image}", home.pool);
+    home.cluster.rbd(&["create", "--size", "1M", &spec]);
+    let id = crate::ceph::client::rbd::trash::interrupt_move(&home.io(), &image);
+    let made = home.make(home.volume("plain", MIB)).await;
+    assert!(!made.handle.ends_with(&image[8..]), "{}", made.handle);
+    assert!(home.rados(&["ls"]).contains(&format!("rbd_header.{id}")));
+}
+
+/// librbd makes a clone without its parent, which it adds in its next step.
+#[tokio::test]
+async fn a_copy_of_ceph_csi_without_its_parent_is_begun_anew() {
+    let Some(home) = Home::new() else { return };
+    let source = home.make(home.volume("source", MIB)).await;
+    let image = home.reserved_by_ceph_csi("copy");
+    let spec = format!("{}/{image}", home.pool);
+    home.cluster.rbd(&["create", "--size", "1M", &spec]);
+    let mut copy = home.volume("copy", MIB);
+    copy.source = Some(ContentSource::Volume(source.handle));
+    let copy = home.make(copy).await;
+    let made = &copy.context["imageName"];
+    let info = home
+        .cluster
+        .rbd(&["info", &format!("{}/{made}", home.pool)]);
+    assert!(info.contains("parent:"), "{info}");
+}
+
 #[tokio::test]
 async fn a_partial_image_is_created_anew() {
     for half in [Half::Listed, Half::Named] {
@@ -285,20 +373,7 @@ async fn a_partial_image_is_created_anew() {
             .lines()
             .find_map(|object| object.strip_prefix("csi.volume."));
         let name = format!("csi-vol-{}", uuid.unwrap());
-        // Each text has its length before it.
-        let id = "\u{4}\0\0\0dead";
-        let listed = format!(
-            "{}\0\0\0{name}",
-            char::from(u8::try_from(name.len()).unwrap())
-        );
-        let directory = [(&*format!("name_{name}"), id), ("id_dead", &*listed)];
-        home.io().omap_set("rbd_directory", &directory).unwrap();
-        if let Half::Named = half {
-            let file = home.dir.path().join("id");
-            std::fs::write(&file, id).unwrap();
-            let object = format!("rbd_id.{name}");
-            home.rados(&["put", &object, file.to_str().unwrap()]);
-        }
+        home.half_made(&name, &half);
         let party = home.party();
         let longest = Duration::from_secs(60);
         tokio::time::timeout(longest, party.make())
