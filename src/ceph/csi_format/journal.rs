@@ -29,7 +29,7 @@ use crate::ceph::client::{
 
 mod entry;
 
-pub use entry::{CreateState, JournalEntry, JournalKind, NameEntry};
+pub use entry::{CreateState, JournalEntry, JournalKind, NameEntry, TEMPORARY};
 
 /// A journal that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -86,7 +86,7 @@ impl Journal {
     }
 
     fn object(&self, uuid: Uuid) -> String {
-        format!("{}{uuid}", self.kind.prefix())
+        object_of(self.kind, uuid)
     }
 
     /// Reserves a name, unless it is reserved; returns the reservation that exists then.
@@ -221,21 +221,7 @@ impl Journal {
 
     /// The entry of an image, if there is one.
     pub fn read(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<JournalEntry>, JournalError> {
-        let object = self.object(uuid);
-        let keys = match pool.omap_list(&object, "") {
-            Ok(keys) => keys,
-            Err(error) if error.is_not_found() => return Ok(None),
-            Err(error) => return Err(error.into()),
-        };
-        let mut entry = JournalEntry::from_keys(self.kind, keys).map_err(|(key, value)| {
-            let object = format!("{pool}/{object}");
-            let key = key.to_owned();
-            JournalError::Corrupt { object, key, value }
-        })?;
-        if entry.image.is_empty() {
-            entry.image = self.kind.image(None, uuid);
-        }
-        Ok(Some(entry))
+        read(self.kind, pool, uuid)
     }
 
     /// Adds the image's id to its entry: then it is complete. False if another
@@ -322,9 +308,36 @@ impl Journal {
     }
 }
 
+/// The entry of an image, if there is one.
+pub fn read(
+    kind: JournalKind,
+    pool: &IoCtx,
+    uuid: Uuid,
+) -> Result<Option<JournalEntry>, JournalError> {
+    let object = object_of(kind, uuid);
+    let keys = match pool.omap_list(&object, "") {
+        Ok(keys) => keys,
+        Err(error) if error.is_not_found() => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let mut entry = JournalEntry::from_keys(kind, keys).map_err(|(key, value)| {
+        let object = format!("{pool}/{object}");
+        let key = key.to_owned();
+        JournalError::Corrupt { object, key, value }
+    })?;
+    if entry.image.is_empty() {
+        entry.image = kind.image(None, uuid);
+    }
+    Ok(Some(entry))
+}
+
 /// The object of a volume's entry.
 pub(in crate::ceph) fn entry_of(uuid: Uuid) -> String {
-    format!("{}{uuid}", JournalKind::Volume.prefix())
+    object_of(JournalKind::Volume, uuid)
+}
+
+fn object_of(kind: JournalKind, uuid: Uuid) -> String {
+    format!("{}{uuid}", kind.prefix())
 }
 
 /// An object that is not there has no keys.

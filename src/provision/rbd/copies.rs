@@ -25,12 +25,12 @@ use crate::ceph::{
         rados::IoCtx,
         rbd::{self, Features, Image, ImageOptions, LinkedImage, OpenMode},
     },
-    csi_format::handle::Handle,
+    csi_format::{handle::Handle, journal::TEMPORARY},
 };
 
 /// The image between a volume and its copy.
 pub fn temporary(image: &str) -> String {
-    format!("{image}-temp")
+    format!("{image}{TEMPORARY}")
 }
 
 /// The features of images that are never mounted.

@@ -173,6 +173,19 @@ pub enum RbdError {
         /// The group's name.
         group: String,
     },
+    /// A deleted image has snapshots that are not this driver's.
+    #[error(
+        "deleted image {image} of pool {pool} stays in the trash, because it has the snapshots \
+         {snapshots}, which no copy of this driver has left: remove them (rbd snap rm --image-id \
+         {id} --pool POOL --snap NAME), or restore the image (rbd trash restore)"
+    )]
+    Snapshotted {
+        pool: String,
+        image: String,
+        id: String,
+        /// The names of the snapshots.
+        snapshots: String,
+    },
     /// The snapshot belongs to a group.
     #[error("snapshot {handle:?} belongs to group {group:?}: delete the group, not its members")]
     InGroup {
@@ -210,6 +223,7 @@ impl RbdError {
             | Self::OwnSecrets { .. }
             | Self::InUse { .. }
             | Self::Grouped { .. }
+            | Self::Snapshotted { .. }
             | Self::ClientNotRegistered { .. }
             | Self::NoLayering(_)
             | Self::EncryptedOtherwise { .. }

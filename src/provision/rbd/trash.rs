@@ -5,7 +5,8 @@
 //! and answers; the trash is purged in the background. An image to purge is listed in the
 //! pool, in the omap of [`LIST`] (image id → name), before it is moved, and removed from the
 //! list if the move is refused: other images in the trash are left alone. So are those
-//! that were moved there with an expiry time, listed or not.
+//! that were moved there with an expiry time, listed or not, and those with a snapshot of a
+//! user, until that is removed.
 //!
 //! Ceph's manager does the work, if it runs (`rbd task add trash remove`): it repeats what
 //! fails, and survives this process. Else this process does, and removes an image with its
@@ -25,13 +26,21 @@ use std::{
 };
 
 use serde_json::json;
+use uuid::Uuid;
 
-use super::deletes::Deletes;
+use super::{deletes::Deletes, error::RbdError};
 use crate::{
-    ceph::client::{
-        CephError, or_missing,
-        rados::IoCtx,
-        rbd::{self, Image, LinkedImage, OpenMode, SnapshotKind, trash},
+    Kind,
+    ceph::{
+        client::{
+            CephError, or_missing,
+            rados::IoCtx,
+            rbd::{
+                self, Image, LinkedImage, OpenMode, SnapshotKind,
+                trash::{self, Trashed},
+            },
+        },
+        csi_format::journal::{self, JournalKind, TEMPORARY},
     },
     error_chain,
     lane::Lanes,
@@ -220,8 +229,12 @@ impl TrashPurger {
             match emptied {
                 Ok(Some((pool, parent))) => self.add(&pool, parent),
                 Ok(None) => {}
+                Err(error @ RbdError::Snapshotted { .. }) => {
+                    tracing::warn!(%error, "cannot remove an image from the trash");
+                }
                 Err(error) => {
-                    let users = error.is_busy().then(|| users(&pool, &image.id));
+                    let is_busy = error.kind() == Kind::InUse;
+                    let users = is_busy.then(|| users(&pool, &image.id));
                     let (name, error) = (&image.name, error_chain(&error));
                     tracing::info!(
                         image = name,
@@ -235,12 +248,12 @@ impl TrashPurger {
     }
 
     /// [`empty`], under the lock; where another replica has it, a later sweep does.
-    fn empty(
+    pub(super) fn empty(
         &self,
         pool: &IoCtx,
         image: &Discarded,
         manager: bool,
-    ) -> Result<Option<(IoCtx, Discarded)>, CephError> {
+    ) -> Result<Option<(IoCtx, Discarded)>, RbdError> {
         let Some(_lock) = pool.try_lock(LIST, LOCK, self.times.lock)? else {
             tracing::debug!(image = image.name, "another replica purges the trash");
             return Ok(None);
@@ -283,7 +296,7 @@ fn empty(
     pool: &IoCtx,
     image: &Discarded,
     manager: bool,
-) -> Result<Option<(IoCtx, Discarded)>, CephError> {
+) -> Result<Option<(IoCtx, Discarded)>, RbdError> {
     let trashed = match trash::get(pool, &image.id) {
         Ok(trashed) => trashed,
         Err(error) if error.is_not_found() => {
@@ -294,12 +307,12 @@ fn empty(
             }
             return Ok(None);
         }
-        Err(error) => return Err(error),
+        Err(error) => return Err(error.into()),
     };
     let mut freed = None;
     // A delete moves it without an expiry time.
     if trashed.deferred_until <= trashed.deleted {
-        let parent = bare(pool, &image.id)?;
+        let parent = bare(pool, &trashed)?;
         if !(manager && ask_manager(pool, &image.id)) {
             // librbd forces the removal of an image that another client has locked, too.
             let early = trashed.deferred_until > SystemTime::now();
@@ -311,16 +324,16 @@ fn empty(
 }
 
 /// Removes what would prevent the removal of an image; returns its parent.
-fn bare(pool: &IoCtx, id: &str) -> Result<Option<LinkedImage>, CephError> {
-    match Image::open_by_id(pool, id, OpenMode::ReadOnly) {
+fn bare(pool: &IoCtx, trashed: &Trashed) -> Result<Option<LinkedImage>, RbdError> {
+    match Image::open_by_id(pool, &trashed.id, OpenMode::ReadOnly) {
         Ok(image) => {
             let parent = image.parent()?.map(|parent| parent.image);
-            drop_snapshots(pool, id, image)?;
+            drop_snapshots(pool, trashed, image)?;
             Ok(parent)
         }
         // Half removed: then it has neither.
         Err(error) if error.is_not_found() => Ok(None),
-        Err(error) => Err(error),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -354,30 +367,57 @@ fn users(pool: &IoCtx, id: &str) -> String {
 }
 
 /// An interrupted copy leaves its snapshot on its source, by which the source
-/// could never be removed. Nothing needs it once the volume is deleted.
-fn drop_snapshots(pool: &IoCtx, id: &str, image: Image) -> Result<(), CephError> {
-    let left: Vec<_> = image
-        .snapshots()?
-        .into_iter()
-        .filter(|snapshot| snapshot.kind == SnapshotKind::User && is_temporary(&snapshot.name))
-        .collect();
+/// could never be removed. Nothing needs it once the volume is deleted. Any other snapshot is
+/// a user's, and keeps the image.
+fn drop_snapshots(pool: &IoCtx, trashed: &Trashed, image: Image) -> Result<(), RbdError> {
+    let (mut left, mut others) = (Vec::new(), Vec::new());
+    for snapshot in image.snapshots()? {
+        match snapshot.kind {
+            SnapshotKind::User if is_of_a_copy(pool, &trashed.name, &snapshot.name)? => {
+                left.push(snapshot.name);
+            }
+            SnapshotKind::User => others.push(snapshot.name),
+            _ => {}
+        }
+    }
     drop(image);
+    if !others.is_empty() {
+        return Err(RbdError::Snapshotted {
+            pool: pool.to_string(),
+            image: trashed.name.clone(),
+            id: trashed.id.clone(),
+            snapshots: others.join(", "),
+        });
+    }
     if left.is_empty() {
         return Ok(());
     }
-    let image = Image::open_by_id(pool, id, OpenMode::ReadWrite)?;
+    let image = Image::open_by_id(pool, &trashed.id, OpenMode::ReadWrite)?;
     for snapshot in left {
-        or_missing(image.snapshot_remove(&snapshot.name))?;
+        or_missing(image.snapshot_remove(&snapshot))?;
     }
     Ok(())
 }
 
-/// Whether a snapshot has a copy's name: that of the image that the copy creates, which
-/// ends in a uuid.
-fn is_temporary(name: &str) -> bool {
-    let image = name.strip_suffix("-temp").unwrap_or(name);
-    let uuid = image.len().checked_sub(36).and_then(|at| image.get(at..));
-    uuid.is_some_and(|uuid| uuid::Uuid::try_parse(uuid).is_ok())
+/// Whether a snapshot of an image is that of a copy ([`copies`](super::copies)): it has the
+/// name of the image that the copy makes of it.
+fn is_of_a_copy(pool: &IoCtx, image: &str, snapshot: &str) -> Result<bool, RbdError> {
+    let uuid = |name: &str| {
+        let at = name.len().checked_sub(36)?;
+        Uuid::try_parse(name.get(at..)?).ok()
+    };
+    if let Some(copy) = snapshot.strip_suffix(TEMPORARY) {
+        return Ok(uuid(copy).is_some());
+    }
+    let Some(uuid) = uuid(snapshot) else {
+        return Ok(false);
+    };
+    // The last snapshot of a copy: that of a snapshot's image, or of the image between.
+    if image.strip_suffix(TEMPORARY).unwrap_or(image) == snapshot {
+        return Ok(true);
+    }
+    let entry = journal::read(JournalKind::Snapshot, pool, uuid)?;
+    Ok(entry.is_some_and(|entry| entry.image == snapshot))
 }
 
 /// Whether the cluster has an active manager; without one, a command to it would wait.

@@ -40,6 +40,9 @@ impl JournalKind {
     }
 }
 
+/// The end of the name of the image between a volume and its copy.
+pub const TEMPORARY: &str = "-temp";
+
 /// The value of a name in the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NameEntry {

@@ -16,6 +16,11 @@ impl Home {
         listed.into_values().collect()
     }
 
+    fn listed_ids(&self) -> Vec<String> {
+        let listed = self.io().omap_list("uring-csi.trash", "").unwrap();
+        listed.into_keys().collect()
+    }
+
     /// Has the trash emptied for as long as `left` is there, up to some ten seconds.
     async fn sweeps(&self, left: impl Fn() -> bool) {
         for _ in 0..200 {
@@ -37,6 +42,48 @@ async fn a_snapshot_of_an_interrupted_copy_does_not_keep_an_image() {
     let left = format!("{image}@csi-vol-{}-temp", uuid::Uuid::new_v4());
     home.cluster.rbd(&["snap", "create", &left]);
     home.delete(&made.handle).await.unwrap();
+    home.sweeps(|| !home.trash().is_empty()).await;
+}
+
+#[tokio::test]
+async fn a_users_snapshot_keeps_a_deleted_image_until_it_is_removed() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("kept", MIB)).await;
+    let name = &made.context["imageName"];
+    let image = format!("{}/{name}", home.pool);
+    let user = format!("backup-{}", uuid::Uuid::new_v4());
+    // What copies leave, one of them in the journal, is removed; if nothing else is there.
+    let of_copy = format!("csi-snap-{}", uuid::Uuid::new_v4());
+    let entry = of_copy.replace("csi-snap-", "csi.snap.");
+    let keys = [("csi.snapname", "s"), ("csi.imagename", &*of_copy)];
+    home.io().omap_set(&entry, &keys).unwrap();
+    for snapshot in [&user, &of_copy] {
+        home.cluster
+            .rbd(&["snap", "create", &format!("{image}@{snapshot}")]);
+    }
+    home.delete(&made.handle).await.unwrap();
+    let id = home.listed_ids().pop().unwrap();
+    let purger = super::super::trash::TrashPurger::new(Lanes::new(1), PurgeTimes::default());
+    let discarded = Discarded {
+        id: id.clone(),
+        name: name.clone(),
+    };
+    // The lock may be another purge's.
+    let refused = loop {
+        if let Err(refused) = purger.empty(&home.io(), &discarded, true) {
+            break refused.to_string();
+        }
+        assert!(home.listed_ids().contains(&id), "it was purged");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert!(refused.contains(&user), "{refused}");
+    assert!(!refused.contains(&of_copy), "{refused}");
+    let of_image = ["--pool", &home.pool, "--image-id", &id];
+    let listed = home.cluster.rbd(&[&["snap", "ls"], &of_image[..]].concat());
+    assert!(listed.contains(&user), "{listed}");
+    assert!(home.listed_ids().contains(&id));
+    let remove = ["snap", "rm", "--snap", &user];
+    home.cluster.rbd(&[&remove[..], &of_image].concat());
     home.sweeps(|| !home.trash().is_empty()).await;
 }
 
